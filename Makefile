@@ -30,7 +30,7 @@ test: install
 slow: install
 	$(BIN)/python -m pytest -q -n 2 $(LONG) -m slow
 
-# Injects every fault, those of docs/trust.md and newer ones, and prints how each ended. About an hour.
+# Injects every fault, those of tests/trust/faults.md and newer ones, and prints how each ended. About an hour.
 trust: install
 	$(BIN)/python -m pytest -q -n 2 $(LONG) -m fault --trust
 

@@ -1,16 +1,16 @@
 """Which questions come next, and which of them may search (UR² section 3.3, appendix C.2).
 
 A stream deals questions in fixed shares per kind (`mix`), per difficulty (`buckets`) or per both,
-each in its own shuffled order, epoch after epoch. What step s of seed S deals depends on nothing
-else, so a resumed run sees what the unbroken one would have seen.
+each in its own shuffled order, epoch after epoch. The questions of step s depend only on s and the
+seed, so a resumed run sees the same questions as an uninterrupted one.
 
-Difficulty is measured once, with the model as it is before training: the mean score of K rollouts
-(UR²: K = 20; `python -m lab.difficulty`). A step then holds hard : medium : easy = 7 : 2 : 1. A
-task or kind may have shares of its own, as math has 1 : 1 : 1 in UR² (C.5):
-"math:hard=1,math:medium=1,math:easy=1,hard=7,medium=2,easy=1".
-Dropped questions are dealt only where `buckets` names them, since groups that fail as a whole teach
-nothing; UR²'s stage 1 trains on exactly those of math ("math:dropped=1", C.7).
-Left out: buckets that are measured again while training.
+Difficulty is measured once, before training: the mean score of K rollouts of the model (UR²: K =
+20; `python -m lab.difficulty`). A step then has hard : medium : easy = 7 : 2 : 1. A task or kind
+may have shares of its own, as math has 1 : 1 : 1 in UR² (C.5):
+"math:hard=1,math:medium=1,math:easy=1,hard=7,medium=2,easy=1". Dropped questions are dealt only if
+`buckets` names them, because groups that always fail teach nothing; UR²'s stage 1 trains on exactly
+those of math ("math:dropped=1", C.7).
+Left out: measuring difficulty again while training.
 """
 
 import functools
@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data import Question, load_difficulty
-from errors import FlagParser, InputError, run_main, setting
+from errors import InputError, run_main, setting
 
 Questions = list[Question]
 Weights = dict[str, float]  # of kinds or buckets, by name
@@ -36,18 +36,22 @@ class CurriculumSettings:
     questions_per_step: int = setting(64, "questions per rollout", least=1)
     mix: str = setting(
         "",
-        'shares of the kinds in every step, "kind=weight,..."; a kind\'s beginning up to "_" means'
-        ' all that begin so; "" = as they come',
+        'share of each kind in every step: "kind=weight,..."; the part before "_" stands for all'
+        ' kinds that begin with it; "" = as in the data',
     )
     difficulty: str = setting(
-        "", 'JSONL of lab.difficulty, or "level", the records\' own: for the buckets of the recipe'
+        "", 'JSONL of lab.difficulty, or "level" to use the level in the data: sorts into buckets'
     )
     buckets: str = setting(
-        "", 'shares, as "hard=7,easy=1"; of a task or kind: "math:hard=1,..."', only="papers"
+        "", 'shares, as "hard=7,easy=1"; for one task or kind: "math:hard=1,..."', only="papers"
     )
-    task_mixing: bool = setting(False, "math searches only if hard (--difficulty), choice by half")
+    task_mixing: bool = setting(
+        False, "only hard math questions (--difficulty) and half of the multiple choice may search"
+    )
     math_searches: str = setting(
-        "hard=1,dropped=1", "task mixing: which part of these buckets", only="papers"
+        "hard=1,dropped=1",
+        "task mixing: share of each bucket of math questions that may search",
+        only="papers",
     )
 
 
@@ -55,11 +59,11 @@ class CurriculumSettings:
 EDGES = {"easy": 0.8, "medium": 0.5, "hard": 0.2}  # a bucket begins at this mean score
 LEVELS = {"easy": "easy", "medium": "medium", "hard": "hard", "very_hard": "dropped"}  # UR²'s files
 TASKS = {"", "qa", "math", "choice", "summary"}
-HARDEST_FIRST = {"medium": 1, "easy": 2}  # before them, 0: hard, dropped and not measured
+HARDEST_FIRST = {"medium": 1, "easy": 2}  # 0, the first: hard, dropped, not measured
 
 
 def bucket(score: float) -> str:
-    """The bucket of a mean score (UR² appendix C.2).
+    """Returns the bucket of a mean score (UR² appendix C.2).
 
     >>> bucket(0.8), bucket(0.79), bucket(0.5), bucket(0.2), bucket(0.19)
     ('easy', 'medium', 'medium', 'hard', 'dropped')
@@ -78,60 +82,64 @@ def bucket_of_mean(scores: Sequence[float]) -> str:
 
 
 def read_difficulty(path: str | Path, questions: Questions) -> dict[str, str]:
-    """id -> bucket, from a difficulty file; "level" takes the level that the records bring."""
-    known = {}
+    """Returns {id: bucket} from a difficulty file, or for "level" from the levels in the data."""
     if str(path) == "level":
-        for question in questions:
-            if question.level in LEVELS:
-                known[question.id] = LEVELS[question.level]
+        buckets = {q.id: LEVELS[q.level] for q in questions if q.level in LEVELS}
     elif not Path(path).exists():
         raise InputError(
-            f"--difficulty {path}: no such file: `python -m lab.difficulty --out {path}` makes it"
+            f"--difficulty {path}: no such file: `python -m lab.difficulty --out {path}` writes it"
         )
     else:
-        for record in load_difficulty(path):
-            name = record.get("bucket")
-            known[record["id"]] = name or bucket_of_mean(record["scores"])
-    missing = [question.id for question in questions if question.id not in known]
+        buckets = {
+            record["id"]: record.get("bucket") or bucket_of_mean(record["scores"])
+            for record in load_difficulty(path)
+        }
+    missing = [question.id for question in questions if question.id not in buckets]
     if missing:
         raise InputError(
             f"--difficulty {path}: {len(missing)} questions have none, the first is {missing[0]}: "
             "measure the same --data to its end"
         )
-    return known
+    return buckets
 
 
 def with_buckets(questions: Questions, path: str, dropped: bool) -> Questions:
-    """Each with its bucket as `level`; without those in the bucket dropped, unless `dropped`."""
-    known = read_difficulty(path, questions)
-    found = [replace(question, level=known[question.id]) for question in questions]
-    kept = [question for question in found if dropped or question.level != "dropped"]
-    if not kept:
+    """Sets the bucket as each question's `level`; leaves out the bucket "dropped", unless
+    `dropped`.
+    """
+    buckets = read_difficulty(path, questions)
+    measured = [replace(question, level=buckets[question.id]) for question in questions]
+    remaining = [question for question in measured if dropped or question.level != "dropped"]
+    if not remaining:
         raise InputError(
             "--difficulty: every question is in the bucket dropped: ask easier ones, or measure a "
             "--model that learned to search"
         )
-    if left := len(found) - len(kept):
-        say(f"{left} of {len(found)} questions are in the bucket dropped and left out")
-    return kept
+    if left_out := len(measured) - len(remaining):
+        print_note(
+            f"{left_out} of {len(measured)} questions are in the bucket dropped and left out"
+        )
+    return remaining
 
 
-def say(note: str) -> None:
-    if os.environ.get("RANK", "0") == "0":  # one process speaks for all
+def print_note(note: str) -> None:
+    if os.environ.get("RANK", "0") == "0":  # only one process prints
         print(f"curriculum: {note}", file=sys.stderr)
 
 
 # ------------------------------------------------------------------------------------------ shares
 def exact_counts(total: int, weights: Weights) -> Counts:
-    """Integers that add up to `total` in the ratio of the weights (largest remainder first).
+    """Returns integers in the ratio of the weights that add up to `total` (largest remainder
+    first).
 
     >>> exact_counts(16, {"a": 3, "b": 4, "c": 1})
     {'a': 6, 'b': 8, 'c': 2}
     """
-    shares, counts = {}, {}
-    whole = sum(weights.values()) or 1.0
+    shares = {}
+    counts = {}
+    weight_sum = sum(weights.values()) or 1.0
     for name, weight in weights.items():
-        shares[name] = round(total * weight / whole, 9)
+        shares[name] = round(total * weight / weight_sum, 9)
         counts[name] = int(shares[name])
     left = total - sum(counts.values())
     for name in sorted(shares, key=lambda name: counts[name] - shares[name])[:left]:
@@ -140,28 +148,29 @@ def exact_counts(total: int, weights: Weights) -> Counts:
 
 
 def parse_shares(text: str, flag: str) -> Weights:
-    """ "one_hop=3,two_hop=4" -> {"one_hop": 3.0, "two_hop": 4.0}"""
+    """Parses "one_hop=3,two_hop=4" into {"one_hop": 3.0, "two_hop": 4.0}."""
     parts = [part.partition("=") for part in text.split(",") if part.strip()]
     try:
         weights = {name.strip(): float(weight) for name, _, weight in parts}
         if len(weights) < len(parts):
             raise ValueError
     except ValueError:
-        how = "write it as name=weight,name=weight, each name once"
-        raise InputError(f"{flag} {text!r}: {how}") from None
+        hint = "write it as name=weight,name=weight, each name once"
+        raise InputError(f"{flag} {text!r}: {hint}") from None
     values = weights.values()
     if weights and not (min(values) >= 0 and 0 < sum(values) < math.inf):
-        raise InputError(f"{flag} {text!r}: weights are numbers from 0 on, one of them above 0")
+        raise InputError(f"{flag} {text!r}: weights are numbers of at least 0, one of them above 0")
     return weights
 
 
 def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[dict, Weights]:
-    """(the questions by pool, such as "one_hop", "hard" or "math:hard", what each pool weighs).
+    """Returns the questions of each pool, such as "one_hop", "hard" or "math:hard", and its weight.
 
-    Kinds weigh what `mix` says. Without it a task or kind with buckets of its own weighs as many
-    questions as it has, and so do all others together. Worked: 30 of math, 60 others, the module's
-    shares: math:hard, :medium, :easy 10 each; of the 60 by 7 : 2 : 1 hard 42, medium 12, easy 6.
-    "hotpotqa" in `mix` or `buckets` means hotpotqa_bridge and hotpotqa_comparison together.
+    `mix` gives the weight of each kind. Without it a task or kind with buckets of its own weighs as
+    many questions as it has, and so do all others together. Worked: 30 of math, 60 others, and the
+    shares at the top of this file: math:hard, :medium, :easy 10 each; the 60 others by 7 : 2 : 1:
+    hard 42, medium 12, easy 6. "hotpotqa" in `mix` or `buckets` means hotpotqa_bridge and
+    hotpotqa_comparison together.
     """
     scopes = defaultdict(dict)  # task or kind -> bucket -> share
     for name, share in (buckets or {"": 1.0}).items():
@@ -169,9 +178,9 @@ def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[dic
         scopes[scope][level] = share
     kinds = {question.kind for question in questions}
     for scope in scopes.keys() - kinds - {*map(family, kinds)} - TASKS:
-        raise InputError(f"--difficulty: {scope} is no task or kind of the data: leave it out")
+        raise InputError(f"--difficulty: {scope} is not a task or kind of the data: leave it out")
     pools = defaultdict(list)
-    sizes = Counter()  # of groups: kinds, or what has buckets of its own
+    sizes = Counter()  # of groups: kinds, or a task or kind with buckets of its own
     splits = {kind: {"": 1.0} for kind in mix}  # group -> bucket -> share
     for question in questions:
         kind = question.kind
@@ -188,26 +197,28 @@ def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[dic
         pools[f"{group}:{level}".strip(":")].append(question)
     weights = {}
     for group, split in splits.items():
-        whole = (mix or sizes).get(group, 0.0)
+        group_weight = (mix or sizes).get(group, 0.0)
         for level, share in split.items():
             name = f"{group}:{level}".strip(":")
             part = share / max(sum(split.values()), 1e-9)
-            weights[name] = whole * part
+            weights[name] = group_weight * part
     return pools, weights
 
 
 def family(kind: str) -> str:
-    """The beginning of a kind, by which shares may name all that begin so: "hotpotqa_bridge" is of
-    "hotpotqa".
+    """Returns the part of a kind before "_", which shares may give for all kinds that begin with
+    it: "hotpotqa_bridge" is of the family "hotpotqa".
     """
     return kind.partition("_")[0]
 
 
 def check_pools(pools: dict[str, Questions], shares: Weights, counts: Counts, flag: str) -> None:
-    """Each kind must be there; of a bucket a step takes one question or more, and none twice."""
-    known = ", ".join(pools)
+    """Checks that each kind exists, and that a bucket has at least a step's questions, which is one
+    or more.
+    """
+    available = ", ".join(pools)
     if not any(shares.values()):
-        raise InputError(f"{flag}: none of these shares is of what the data has: {known}")
+        raise InputError(f"{flag}: none of these shares names a part of the data: {available}")
     for name, weight in shares.items():
         count = counts[name]
         size = len(pools.get(name, ()))
@@ -215,15 +226,16 @@ def check_pools(pools: dict[str, Questions], shares: Weights, counts: Counts, fl
         if weight and not fits:
             raise InputError(
                 f"{flag}: a step takes {count} questions of {name}, and the data has {size} (there "
-                f"are {known}): give another {flag} or --questions_per_step"
+                f"are {available}): give another {flag} or --questions_per_step"
             )
 
 
 # ------------------------------------------------------------------------------------- task mixing
 def may_search(question: Question, drawn: frozenset[str], of_math: Weights, seed: int = 0) -> bool:
-    """Open questions always, multiple choice if drawn. Of the math questions in each bucket this
-    share, by lot: {"hard": 1} is all hard ones. UR² gave Llama easy ones in place of hard ones
-    (appendix C.5), so two thirds are easy: with {"easy": 0.5} the half that took their place.
+    """Returns whether a question may search: open questions always, multiple choice if drawn, and
+    of the math questions in each bucket the given share, by lot: {"hard": 1} means all hard ones.
+    UR² gave Llama easy math questions in place of hard ones (appendix C.5), so two thirds of them
+    are easy: {"easy": 0.5} is the half that took the place of the hard ones.
     """
     if question.task == "math":
         return lot_of(question, seed) < of_math.get(question.level, 0)
@@ -231,16 +243,16 @@ def may_search(question: Question, drawn: frozenset[str], of_math: Weights, seed
 
 
 def lot_of(question: Question, seed: int) -> float:
-    """From 0 to below 1."""
+    """Returns the question's lot, a random number from 0 to below 1."""
     return random.Random(f"{seed} search {question.id}").random()
 
 
 def draw_choices(pools: dict[str, Questions], counts: Counts, seed: int) -> frozenset[str]:
-    """Ids of the multiple-choice questions that may search: half of those dealt, hard ones first.
-    Worked: 20 hard and 10 easy ones, dealt at 8 : 2. Each hard one comes 8/20 times a step; half of
-    10 is 5, so 12.5 of the 20, so 13, may search. The lot is drawn by seed and id.
+    """Returns ids of the multiple-choice questions that may search: half of those dealt, hard
+    first. Worked: 20 hard and 10 easy ones, dealt at 8 : 2. Each hard one comes 8/20 times a step;
+    half of 10 is 5, so 12.5 of the 20, so 13, may search. The lot is drawn by seed and id.
     """
-    dealt = []  # of each: how hard, its lot, how often a step deals it, its id
+    dealt = []  # for each: difficulty, lot, how often a step deals it, id
     for name, pool in pools.items():
         rate = counts.get(name, 0) / len(pool)
         for question in pool:
@@ -257,10 +269,10 @@ def draw_choices(pools: dict[str, Questions], counts: Counts, seed: int) -> froz
 
 
 def mix_tasks(pools: dict[str, Questions], counts: Counts, settings) -> None:
-    """Sets `may_search` in the pools, as task mixing has it."""
+    """Sets `may_search` of the questions in the pools, by task mixing."""
     drawn = draw_choices(pools, counts, settings.seed)
     if drawn and not settings.difficulty:
-        say("no --difficulty: half of the multiple choice may search, drawn by lot")
+        print_note("no --difficulty: half of the multiple choice may search, drawn at random")
     of_math = parse_shares(settings.math_searches, "math_searches")
     for pool in pools.values():
         for place, q in enumerate(pool):
@@ -272,9 +284,9 @@ def mix_tasks(pools: dict[str, Questions], counts: Counts, settings) -> None:
 class QuestionStream:
     """`take(step)` deals the questions of one step, mixed by kind, by bucket or by both.
 
-    attempts   how often a step may draw: DAPO draws again for groups that teach nothing. Attempt a
-               of step s has the numbers (s · attempts + a) · count + i, whether or not those before
-               it were made
+    attempts   number of draws a step may make: DAPO draws again for groups that teach nothing. Draw
+               a of step s uses the question numbers (s · attempts + a) · count + i, independent of
+               how many draws earlier steps made
     """
 
     def __init__(self, questions: Questions, settings, attempts: int = 1):
@@ -284,8 +296,10 @@ class QuestionStream:
             raise InputError("there are no questions to train on")
         math_mixed = settings.task_mixing and any(q.task == "math" for q in questions)
         if (buckets or math_mixed) and not settings.difficulty:
-            why = "buckets, and --task_mixing of math, need --difficulty FILE"
-            raise InputError(f"{why} (--task_mixing false: all may search)")
+            raise InputError(
+                "buckets, and --task_mixing of math, need --difficulty FILE"
+                " (--task_mixing false: all may search)"
+            )
         if settings.difficulty:
             dropped = any(name.endswith("dropped") for name in buckets)
             questions = with_buckets(questions, settings.difficulty, dropped)
@@ -295,23 +309,20 @@ class QuestionStream:
         check_pools(self.pools, shares, self.counts, flag)
         if settings.task_mixing:
             mix_tasks(self.pools, self.counts, settings)
-        self.seed, self.attempts = settings.seed, attempts
+        self.seed = settings.seed
+        self.attempts = attempts
 
     def take(self, step: int, attempt: int = 0) -> Questions:
-        """The questions of one attempt of a step."""
+        """Returns the questions of one draw of a step."""
         turn = step * self.attempts + attempt
         dealt = []
         for name, count in self.counts.items():
-            first = turn * count
-            dealt += [self._deal(name, first + i) for i in range(count)]
+            pool = self.pools[name]
+            for number in range(turn * count, (turn + 1) * count):  # of the pool's endless list
+                epoch, place = divmod(number, len(pool))
+                order = shuffled(len(pool), f"{self.seed} {name} {epoch}")
+                dealt.append(pool[order[place]])
         return dealt
-
-    def _deal(self, name: str, number: int) -> Question:
-        """The question with this number in the endless list of its pool, shuffled every epoch."""
-        pool = self.pools[name]
-        epoch, place = divmod(number, len(pool))
-        order = shuffled(len(pool), f"{self.seed} {name} {epoch}")
-        return pool[order[place]]
 
 
 @functools.lru_cache(maxsize=64)
@@ -320,8 +331,7 @@ def shuffled(size: int, lot: str) -> list[int]:
 
 
 def main() -> None:
-    """Buckets of a few questions, and how a step is shared out."""
-    FlagParser("curriculum.py", description=main.__doc__).parse_args()
+    """Prints the buckets of a few questions, and the shares of a step."""
     print("mean score of 20 rollouts -> bucket; may a math question of it search?")
     for score in (0.95, 0.8, 0.75, 0.5, 0.45, 0.35, 0.1):
         question = Question("q", "?", ["!"], "math", level=bucket(score))

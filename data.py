@@ -1,14 +1,14 @@
-"""A question, a document, and where they come from.
+"""Questions and documents, and how they are loaded.
 
     file -> records -> the fields of a layout (formats/) -> Question or Document
 
-    Question                         what is asked, the answers that count, and, where the record
-                                     has them, options and numbered references
-    Document                         one passage of a corpus
-    SearchRequest -> SearchResult    what the rollout hands to a search function, and gets back
+    Question                         a question with the accepted answers and, if the record has
+                                     them, options and numbered references
+    Document                         one document of a corpus
+    SearchRequest -> SearchResult    argument and result of the rollout's search function
 
-A file's layout is found by its first record. Whatever is wrong with a file is one line that names
-the file, the line, the field and what to do. Left out: corpora beyond memory.
+The first record of a file decides its layout. An error in a file becomes one line that names the
+file, the line, the field and what to do. Left out: corpora larger than memory.
 """
 
 import json
@@ -20,6 +20,7 @@ import textwrap
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 
 from errors import FlagParser, InputError, run_main, setting
@@ -36,25 +37,29 @@ from formats.text_folder import is_text, read_texts, stem
 
 @dataclass(frozen=True)
 class DataSettings:
-    data: str = setting("", 'question files, comma-separated, FILE:N draws N; "" = built-in world')
-    corpus: str = setting("", 'file or folder of passages, or "from-data": the records\' own')
-    skip_bad: bool = setting(False, "count malformed records and go on")
-    reworded: float = setting(0.0, "built-in golds with a word more", least=0, only="papers")
+    data: str = setting(
+        "", 'question files, comma-separated; FILE:N draws N questions; "" = the built-in world'
+    )
+    corpus: str = setting("", 'file or folder of documents; "from-data" = those of the questions')
+    skip_bad: bool = setting(False, "skip malformed records and count them")
+    reworded: float = setting(
+        0.0, "share of the built-in world's answers with an extra word", least=0, only="papers"
+    )
 
 
 def clean(text: str) -> str:
-    """Half characters become "?": JSON may hold them, neither a file nor a tokenizer takes them."""
+    """Replaces lone surrogates by "?": JSON may contain them, files and tokenizers reject them."""
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
 def clean_fields(self) -> None:
-    texts = {name: clean(its) for name, its in vars(self).items() if isinstance(its, str)}
-    vars(self).update(texts)
+    values = vars(self).items()
+    vars(self).update({name: clean(value) for name, value in values if isinstance(value, str)})
 
 
 @dataclass(frozen=True)
 class Document:
-    """One passage. `id` is a string even where the file has a number."""
+    """One document of a corpus. `id` is a string even if the file has a number."""
 
     id: str
     title: str
@@ -64,14 +69,14 @@ class Document:
 
 @dataclass(frozen=True)
 class Question:
-    """One question with every answer that counts as right.
+    """One question with all accepted answers.
 
-    task         "qa" (open answer), "math" (graded by math equality), "choice" (a letter into
-                 `options`) or "summary" (`answers` are reference summaries of the references)
-    references   passages that come with the record
-    supporting   the numbers of the gold references, from 1, as a prompt shows them
-    source       the kind that evaluation tables group by ("one_hop", "hotpotqa", ...)
-    may_search   False: it is asked with the prompt without retrieval (UR² section 3.3)
+    task         "qa" (open answer), "math" (graded by math equality), "choice" (a letter that
+                 names one of `options`) or "summary" (`answers` are reference summaries)
+    references   documents that come with the record
+    supporting   the numbers of the gold references, counted from 1 as in a prompt
+    source       the kind by which evaluation tables are grouped ("one_hop", "hotpotqa", ...)
+    may_search   False: the prompt without retrieval is used (UR² section 3.3)
     """
 
     id: str
@@ -93,24 +98,24 @@ class Question:
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """One query of one row. The question rides along for the oracle control, and for summarisers
-    what the row holds before the query.
+    """One query of one row. The oracle control needs the question, and summarisers need the row's
+    reasoning before the query.
     """
 
     question: Question
     query: str
     reasoning: str = ""
-    held_out: bool = False  # asked by an evaluation within training
+    held_out: bool = False  # part of an evaluation within training
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search function gives back for one request.
+    """The result of one request.
 
-    text       the one passage that the policy reads (a summary); "" shows `documents`, numbered
-    fallback   the summariser found that the query asks for no fact (UR²)
-    error      why the search failed, which is nobody's fault
-    rejected   a server refuses the query for what it is: the search has not failed
+    text       the summary that the policy reads; "" shows `documents`, numbered
+    fallback   True if the summariser decided that the query asks for no fact (UR²)
+    error      why the search failed, for a technical reason
+    rejected   True if a server rejected the query for its content: this is not a failed search
     """
 
     documents: list[Document] = field(default_factory=list)
@@ -123,26 +128,29 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class Attempts:
-    """A question and what a model answered in several rollouts; "" where it gave no answer."""
+    """A question with a model's answers in several rollouts; "" means no answer."""
 
     question: Question
     predictions: list[str]
 
 
-# ------------------------------------------------------------------------- what others have written
+# -------------------------------------------------------------------------------- untrusted texts
 def harmless(text: str) -> str:
-    """For a terminal: controls, and our marks ⟦ ⟧, as their numbers; "| " begins a further line."""
+    """Makes a text safe for a terminal: control characters and our marks ⟦ ⟧ become escapes, and
+    each line after the first begins with "| ".
+    """
     numbers = {c: ascii(c)[1:-1] for c in {*text} if not c.isprintable() or c in "⟦⟧"}
     return text.translate(str.maketrans(numbers | {"\n": "\n| "}))
 
 
-def within(texts: list[str], most: int) -> list[str]:
-    """The first `most` characters of them all."""
-    return "\ud800".join(texts)[:most].split("\ud800")  # half a character, as none of them has
+def truncate_texts(texts: list[str], limit: int) -> list[str]:
+    """Keeps the first `limit` characters of all texts together."""
+    # The separator is half a character (a lone surrogate), which `clean` texts do not contain.
+    return "\ud800".join(texts)[:limit].split("\ud800")
 
 
 def strip_tags(text: str, tags) -> str:
-    """With a blank in place of each of these tags."""
+    """Replaces each of these tags by a blank."""
     for tag in tags:
         text = text.replace(tag, " ") if tag else text
     return text
@@ -150,79 +158,74 @@ def strip_tags(text: str, tags) -> str:
 
 @lru_cache(maxsize=8)
 def control_tokens(tokenizer) -> dict[int, str]:
-    """id -> text of what is special, also without a role, or was added and is no word."""
+    """Returns id -> text of the special tokens, and of added tokens that are not plain words."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).items()
     return {i: t.content for i, t in added if t.special or re.search(r"[^\w\s]", t.content)}
 
 
+# ----------------------------------------------------------------------------------------- loading
+
+
 def question_of(fields: dict) -> Question:
-    """The Question that a layout's fields make; references are {id, title, text}."""
+    """Makes a Question of a layout's fields; references are dicts {id, title, text}."""
     fields = fields | {name: tuple(fields.get(name, ())) for name in ("options", "supporting")}
     references = [Document(**reference) for reference in fields.get("references", ())]
     return Question(**fields | {"references": tuple(references)})
 
 
 def load_questions(path: str | Path | list, skip_bad: bool = False, seed=0) -> list[Question]:
-    """Of one file or of several (a list, or names with commas between them), with unique ids."""
-    datasets = load_datasets(path, skip_bad, seed).values()
-    return [question for questions in datasets for question in questions]
+    """Loads the questions of one or several files (a list, or comma-separated), with unique ids."""
+    return [*chain.from_iterable(load_datasets(path, skip_bad, seed).values())]
 
 
 def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> dict[str, list[Question]]:
-    """`load_questions` by file: {name: its questions}, in the order given. An id that several
-    files use gets the file's name in front: two data sets may both count from 1, and questions that
-    share an id would share a group. "FILE:N" draws N of its questions by the seed, as ARENA
+    """Loads questions as {name of the file: questions}, in the order given. An id that occurs in
+    several files gets the file's name as a prefix: two data sets may both count from 1, and
+    questions with the same id would share a group. "FILE:N" draws N questions by the seed, as ARENA
     (appendix C) takes 10,000 of HotpotQA, 10,000 of 2Wiki and 5,000 of MuSiQue.
     """
     files, counts = zip(*map(with_count, named_files(path)), strict=True)
     loaded = [load_file(file, skip_bad) for file in files]
     uses = Counter(question.id for questions in loaded for question in questions)
-    named, seen = {}, set()
+    datasets = {}
     for name, questions, count in zip(dataset_names(files), loaded, counts, strict=True):
-        named[name] = []
-        for question in questions:
+        for row, question in enumerate(questions):
             if uses[question.id] > 1:
-                question = replace(question, id=f"{name}:{question.id}")
-            if question.id in seen:
-                advice = "rename one of the files, or leave one out"
-                raise InputError(f"question id {question.id!r} comes from two files: {advice}")
-            seen.add(question.id)
-            named[name].append(question)
+                questions[row] = replace(question, id=f"{name}:{question.id}")
         if count is not None and not 0 < count <= len(questions):
-            known = f"it has {len(questions)} questions to draw from"
-            raise InputError(f"--data {name}:{count}: {known}")
-        named[name] = draw_some(named[name], count or 0, f"{seed} {name}")
-    return named
+            raise InputError(f"--data {name}:{count}: the file has {len(questions)} questions")
+        datasets[name] = draw_some(questions, count or 0, f"{seed} {name}")
+    return datasets
 
 
 def with_count(file: Path) -> tuple[Path, int | None]:
-    """ "a.json:500" is 500 of a.json, unless there is a file of just that name."""
+    """Splits "a.json:500" into file and count, unless a file of exactly that name exists."""
     name, _, count = str(file).rpartition(":")
-    drawn = name and count.isdecimal() and not os.path.exists(file)
-    return (Path(name), int(count)) if drawn else (file, None)
+    counted = name and count.isdecimal() and not os.path.exists(file)
+    return (Path(name), int(count)) if counted else (file, None)
 
 
-def draw_some(questions: list[Question], count: int, lot: str) -> list[Question]:
-    """`count` of them by `lot`, in their order; 0, or more than there are: all."""
+def draw_some(questions: list[Question], count: int, seed: str) -> list[Question]:
+    """Draws `count` questions and keeps their order; returns all if count is 0 or too large."""
     if not 0 < count < len(questions):
         return questions
-    places = random.Random(lot).sample(range(len(questions)), count)
-    return [questions[place] for place in sorted(places)]
+    rows = random.Random(seed).sample(range(len(questions)), count)
+    return [questions[row] for row in sorted(rows)]
 
 
 def load_file(path: Path, skip_bad: bool) -> list[Question]:
     questions = [question_of(f) for f in read_fields(path, LAYOUTS, QUESTION_COLUMNS, skip_bad)]
     gold = [bool(question.supporting) for question in questions if question.references]
-    if any(gold) and not all(gold):  # seldom meant
-        count = f"of {len(gold)} questions with paragraphs, {gold.count(False)} have no gold"
-        print(f"{path}: {count} paragraph", file=sys.stderr)
+    if any(gold) and not all(gold):  # probably a mistake in the file
+        message = f"of {len(gold)} questions with references, {gold.count(False)} have no gold one"
+        print(f"{path}: {message}", file=sys.stderr)
     return questions
 
 
 def named_files(path: str | Path | list) -> list[Path]:
     if isinstance(path, list | tuple):
         return [file for item in path for file in named_files(item)]
-    # A name may hold a comma, "" is this folder, and a list may be longer than a name can be.
+    # A file name may contain a comma; "" would be this folder.
     if path and os.path.exists(with_count(Path(path))[0]):
         return [Path(path)]
     names = [name.strip() for name in str(path).split(",") if name.strip()]
@@ -232,56 +235,52 @@ def named_files(path: str | Path | list) -> list[Path]:
 
 
 def dataset_names(files: list[Path]) -> list[str]:
-    """For each the shortest of stem, folder/stem and whole path that no other shares: "nq/test"."""
+    """Names each file by the first of stem, folder/stem and path that is unique: "nq/test"."""
     choices = []
     for file in files:
         folder = file.absolute().parent.name
         choices.append((stem(file), f"{folder}/{stem(file)}", str(file.resolve())))
-    uses = Counter(name for names in choices for name in names)
+    uses = Counter(chain.from_iterable(choices))
     for file, names in zip(files, choices, strict=True):
         if uses[names[-1]] > 1:
-            why = "its questions would share their ids: once will do"
-            raise InputError(f"{file}: named twice, {why}")
+            raise InputError(f"{file}: named twice, so that its ids would not be unique")
     return [next(name for name in names if uses[name] == 1) for names in choices]
 
 
 def load_attempts(path: str | Path, skip_bad: bool = False) -> list[Attempts]:
-    """Published rollout answers: R1-Searcher's stage 1 file has ten for each question."""
-    found = []
-    for fields in read_fields(Path(path), ATTEMPT_LAYOUTS, skip_bad=skip_bad):
-        predictions = fields.pop("predictions")
-        found.append(Attempts(question_of(fields), predictions))
-    return found
+    """Loads published rollout answers: R1-Searcher's stage 1 file has ten per question."""
+    records = read_fields(Path(path), ATTEMPT_LAYOUTS, skip_bad=skip_bad)
+    return [Attempts(predictions=r.pop("predictions"), question=question_of(r)) for r in records]
 
 
 BUCKETS = ("hard", "medium", "easy", "dropped")
 
 
 def load_difficulty(path: str | Path) -> list[dict]:
-    """Lines {"id", "scores", "score"[, "bucket", "by"]} as lab.difficulty writes them."""
+    """Loads lines {"id", "scores", "score"[, "bucket", "by"]} that lab.difficulty has written."""
     records = finished_records(Path(path), cut=False)
     for number, record in enumerate(records, 1):
         scores = record.get("scores")
         good = isinstance(record.get("id"), str) and isinstance(scores, list) and scores
-        good = good and all(isinstance(its, int | float) and 0 <= its <= 1 for its in scores)
+        good = good and all(isinstance(x, int | float) and 0 <= x <= 1 for x in scores)
         if not good or (record.get("bucket") or "hard") not in BUCKETS:
-            fields = 'expected {"id", "scores" from 0 to 1, "score"} as lab.difficulty writes them'
-            how = f"{fields}: measure again, or name another file"
-            raise InputError(f"{path}, record {number}: {how}")
+            fields = '{"id", "scores" from 0 to 1, "score"}'
+            advice = "run lab.difficulty again, or name another file"
+            raise InputError(f"{path}, record {number}: expected {fields}: {advice}")
     return records
 
 
 def load_corpus(path: str | Path, skip_bad: bool = False) -> list[Document]:
-    """Passages of a file of records, or of a text or a folder of texts (formats/text_folder.py)."""
+    """Loads documents from a file of records, a text or a folder of texts."""
     path = Path(path)
     if is_text(path):
         return [Document(**fields) for fields in read_texts(path, skip_bad)]
-    found = read_fields(path, CORPUS_LAYOUTS, PASSAGE_COLUMNS, skip_bad)
-    return [Document(**fields) for fields in found]
+    records = read_fields(path, CORPUS_LAYOUTS, PASSAGE_COLUMNS, skip_bad)
+    return [Document(**fields) for fields in records]
 
 
 def corpus_from_questions(questions: list[Question]) -> list[Document]:
-    """The questions' own paragraphs as a corpus, each once however many questions bring it."""
+    """Returns the references of all questions as a corpus, each once, with unique ids."""
     documents: dict[tuple[str, str], Document] = {}
     ids: set[str] = set()
     for document in (reference for question in questions for reference in question.references):
@@ -292,19 +291,20 @@ def corpus_from_questions(questions: list[Question]) -> list[Document]:
             documents[key] = document
             ids.add(document.id)
     if not documents:
-        raise InputError("these questions bring no paragraphs: name a corpus file, not from-data")
+        raise InputError("these questions have no references: name a corpus file, not from-data")
     return list(documents.values())
 
 
+# ------------------------------------------------------------------------------ python data.py FILE
 def first_layout(path: Path) -> tuple[bool, str]:
-    """(is it a corpus, the layout's name), from the first record that can be read."""
+    """Returns (is it a corpus, the layout's name), by the first record that can be read."""
     if is_text(path):
         return True, "text"
     tsv = is_tsv(path)
     for _, place, record in read_records(path, ("first", "second") if tsv else ()):
         if not isinstance(record, dict):
             continue
-        if set(record) == {"first", "second"}:  # no header: ids have no blanks, questions do
+        if set(record) == {"first", "second"}:  # no header: questions contain blanks, ids do not
             names = QUESTION_COLUMNS if " " in record["first"].strip() else PASSAGE_COLUMNS
             record = dict(zip(names, record.values(), strict=True))
         known = any(layout.recognise(record) for layout in CORPUS_LAYOUTS.values())
@@ -313,19 +313,17 @@ def first_layout(path: Path) -> tuple[bool, str]:
             return corpus, detect(record, CORPUS_LAYOUTS if corpus else LAYOUTS)
         except InputError as error:
             raise InputError(f"{path}, {place}: {error}") from None
-    return tsv, "unreadable"  # loading it says why
+    return tsv, "unreadable"  # loading the file then reports the error
 
 
 def show(path: Path, skip_bad: bool) -> None:
     corpus, layout = first_layout(path)
     items = load_corpus(path, skip_bad) if corpus else load_questions(path, skip_bad)
     print(f"{path}\nlayout     {layout}\n{'documents ' if corpus else 'questions '} {len(items):,}")
-    if corpus:
-        print(f"words      {sum(len(d.text.split()) for d in items) / len(items):.0f} per document")
     for name in () if corpus else ("source", "task"):
         counts = Counter(getattr(question, name) or "-" for question in items)
-        told = ", ".join(f"{kind} {count:,}" for kind, count in counts.most_common())
-        print(harmless(f"{name:10} {told}"))
+        kinds = ", ".join(f"{kind} {count:,}" for kind, count in counts.most_common())
+        print(harmless(f"{name:10} {kinds}"))
     print("first record")
     for name, value in asdict(items[0]).items():
         if value:
@@ -343,15 +341,15 @@ EXAMPLE = """\
 {"id": "c", "title": "Kelmouth", "text": "Kelmouth is a town in Norland."}], "supporting": [1, 3]}
 {"id": "a", "title": "Ana Bell", "text": "Ana Bell was born in Kelmouth."}
 {"id": "c", "title": "Kelmouth", "text": "Kelmouth is a town in Norland."}
-"""  # our own layout: three questions and two passages
+"""  # our own layout: three questions and two documents
 
 
 def main() -> None:
-    parser = FlagParser(description="Say what a file holds; without one, the layouts.")
-    names = "questions, passages or a folder of texts; several files with commas between them"
+    parser = FlagParser(description="Show what a file contains; without a file, list the layouts.")
+    names = "questions, documents or a folder of texts; separate several files by commas"
     parser.add_argument("file", nargs="?", help=names)
-    parser.add_argument("--skip_bad", action="store_true", help="count malformed records and go on")
-    parser.add_argument("--example", action="store_true", help="print our own layout, filled in")
+    parser.add_argument("--skip_bad", action="store_true", help="skip malformed records")
+    parser.add_argument("--example", action="store_true", help="print an example of our layout")
     args = parser.parse_args()
     if args.example:
         print("--data: the first three lines; --corpus: the last two", file=sys.stderr)

@@ -1,20 +1,22 @@
-"""GRPO: the baseline of a trajectory is the mean of its group, the answers to the same question.
+"""GRPO: the baseline of a trajectory is the mean reward of its group, the answers to one question.
 
-    A_i  = (r_i − mean_group) / (std_group + 1e-6)    std with ddof 1; on every model token of i
+    A_i  = (r_i − mean_group) / (std_group + 1e-6)    std with ddof 1; for every model token of i
     loss = clipped surrogate(A) + kl_coef · KL        by default the KL is in the loss
     total = mean over the tokens of each trajectory, then over trajectories ("sequence")
 
-A reward of NaN is unknown: a search of that trajectory failed. It is out of its group's mean and
-std; its advantage, and that of a group with fewer than two known rewards, is 0.
+A reward of NaN is unknown, because a search of that trajectory failed. It is left out of the
+group's mean and std, and the advantage is 0. All advantages of a group with fewer than two known
+rewards are 0.
 
-Source: DeepSeekMath (Shao et al. 2024) eq. 3 and section 4.1.2. R-Search is this, ARENA this with
-k2 for k3. Departures: a trajectory without a model token is not in the mean; k2 has the ratio.
+Source: DeepSeekMath (Shao et al. 2024) eq. 3 and section 4.1.2. R-Search uses GRPO; ARENA uses it
+with k2 in place of k3. Departures: a trajectory without a model token does not count in the mean;
+k2 is multiplied by the ratio.
 Left out: process rewards (section 4.1.3) and the iterative renewal of the reference.
 
 An algorithm is a module with three functions, which the training loop calls in this order:
 
     compute_advantages(batch, settings)      once, on the whole rollout, groups complete -> [B, T]
-    compute_token_weights(batch, settings)   on an update, before it is cut up           -> [B, T]
+    compute_token_weights(batch, settings)   on a whole update                           -> [B, T]
     compute_loss(logprobs, batch, settings)  on the rows of one micro-batch       -> [B, T], stats
 """
 
@@ -28,7 +30,7 @@ from ppo import EPSILON
 
 
 def as_groups(rewards: Tensor, group_size: int) -> Tensor:
-    """[B] -> [questions, G]. Rows come question by question."""
+    """Reshapes [B] to [questions, G]; the rows of a question follow each other."""
     if group_size < 1 or len(rewards) % group_size:
         raise InputError(
             f"{len(rewards)} rewards do not make groups of {group_size}: a group is incomplete"
@@ -39,7 +41,9 @@ def as_groups(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def equal_rewards(groups: Tensor) -> Tensor:
-    """[questions, 1] bool: nothing to compare. Within EPSILON: sums in another order may differ."""
+    """Returns [questions, 1] bool: whether a group's known rewards are equal, within EPSILON,
+    because sums in another order may differ.
+    """
     unknown = groups.isnan()  # [questions, G]
     highest = groups.masked_fill(unknown, -torch.inf).amax(1, keepdim=True)  # [questions, 1]
     lowest = groups.masked_fill(unknown, torch.inf).amin(1, keepdim=True)  # [questions, 1]
@@ -47,43 +51,47 @@ def equal_rewards(groups: Tensor) -> Tensor:
 
 
 def group_center(rewards: Tensor, group_size: int) -> Tensor:
-    """r − mean of the group, [B]; exactly 0 in an equal group and where the reward is unknown.
+    """Returns r − mean of the group, [B]; exactly 0 in a group of equal rewards and for an unknown
+    one.
 
-    Worked: [1, 0, 0.1, 0.1] by twos: [0.5, −0.5, 0, 0]; [1, NaN, 0, NaN] as one group: mean 0.5
-    -> [0.5, 0, −0.5, 0].
+    Worked: [1, 0, 0.1, 0.1] in groups of 2: [0.5, −0.5, 0, 0]; [1, NaN, 0, NaN] as one group: mean
+    0.5 -> [0.5, 0, −0.5, 0].
     """
     groups = as_groups(rewards, group_size)  # [questions, G]
     centered = groups - groups.nanmean(1, keepdim=True)  # [questions, G]
-    # The mean of seven times 0.7 is not 0.7 in fp32: that group would get 6e-8 / (6e-8 + 1e-6).
+    # In fp32 the mean of seven rewards of 0.7 is not 0.7: A would be 6e-8 / (6e-8 + 1e-6).
     zero = equal_rewards(groups) | groups.isnan()  # [questions, G]
     return torch.where(zero, 0, centered).view(-1)  # [B]
 
 
 def group_normalize(rewards: Tensor, group_size: int) -> Tensor:
-    """(r − mean) / (std + 1e-6) in each group, [B]. Equal groups and groups of one: exactly 0.
+    """Returns (r − mean) / (std + 1e-6) in each group, [B]; exactly 0 if all are equal, or for one.
 
     Worked: [1.4, 0.4, 0.2, 2.4, 0.0]: mean 0.88, std √(4.048 / 4) = 1.0060
     -> [0.5169, −0.4771, −0.6760, 1.5110, −0.8748]. [3, NaN, 1]: mean 2, std √(2 / 1) = 1.4142
     -> [0.7071, 0, −0.7071].
     """
-    # What happens when all rewards of a group are equal? Its advantages are exactly 0, and
-    # frac_reward_zero_std counts it.
+    # What happens when all rewards of a group are equal? The advantages are exactly 0, and
+    # frac_reward_zero_std counts the group.
     centered = group_center(rewards, group_size).view(-1, group_size)  # [questions, G]
     squares = centered.square().sum(1, keepdim=True)  # [questions, 1]
     unknown = rewards.isnan().view(-1, group_size).sum(1, keepdim=True)  # [questions, 1]
     others = group_size - 1 - unknown  # [questions, 1]
-    std = (squares / others.clamp(min=1)).sqrt()  # [questions, 1]  one alone: no 0 / 0
+    std = (squares / others.clamp(min=1)).sqrt()  # [questions, 1]  clamp: not 0 / 0
     return (centered / (std + EPSILON)).view(-1)  # [B]
 
 
 def frac_reward_zero_std(rewards: Tensor, group_size: int) -> float:
-    """The share of groups that teach nothing. Worked, by twos: 1, 0 | 1, 1 or 1, NaN: 0.5."""
+    """Returns the share of groups that teach nothing. Worked, G = 2: [1, 0, 1, 1] -> 0.5, and so
+    for [1, 0, 1, NaN].
+    """
     equal = equal_rewards(as_groups(rewards, group_size))  # [questions, 1]
     return equal.float().mean().item()
 
 
 def trajectory_rewards(batch, settings) -> Tensor:
-    """[B]: the rewards, and a KL in them summed over the model tokens, which share an advantage.
+    """Returns [B]: the rewards plus the KL in the reward, summed over the model tokens, because all
+    tokens of a trajectory have one advantage.
 
     Worked: reward 2, kl_coef 0.1, mask [1, 0, 1], k1 [0.5, 9, 0.5] -> 1.9.
     """
@@ -92,13 +100,13 @@ def trajectory_rewards(batch, settings) -> Tensor:
 
 
 def on_tokens(advantages: Tensor, response_mask: Tensor) -> Tensor:
-    """[B] -> [B, T]: on each model token, closing tags and EOS too; 0 on documents."""
+    """Returns [B, T]: the row's advantage on each model token, closing tags and EOS too; else 0."""
     return torch.where(response_mask.bool(), advantages[:, None], 0)  # [B, T]
 
 
 # ------------------------------------------------------------------------------------ the interface
 def compute_advantages(batch, settings) -> Tensor:
-    """Once, on the whole rollout batch."""
+    """Returns the advantages [B, T] of the whole rollout."""
     rewards = trajectory_rewards(batch, settings)  # [B]
     advantages = group_normalize(rewards, batch.group_size)  # [B]
     return on_tokens(advantages, batch.response_mask)  # [B, T]
@@ -114,7 +122,7 @@ def main() -> None:
     rewards = torch.tensor([1.4, 0.4, 0.2, 2.4, 0.0])  # [B], G = 5
     equal = torch.full((5,), 0.1)  # [B]
     both = torch.cat([rewards, equal])  # [2B]
-    print("One question, five answers. rewards", rewards)
+    print("One question, five answers; rewards", rewards)
     print(f"minus {rewards.mean():.4f}, / {rewards.std():.4f}:", group_normalize(rewards, 5))
     print("A second question, five equal rewards:", group_normalize(equal, 5))
     print("frac_reward_zero_std of both:", frac_reward_zero_std(both, 5))

@@ -1,8 +1,8 @@
-"""Four ways to measure how far the policy has gone from its reference, and where each may stand.
+"""Four estimators of the KL between the policy and its reference, and where each may be used.
 
     d = log π(a) − log π_ref(a),  the token a sampled from π
 
-          value              E_π[value]    as a loss, its expected gradient    so it may stand
+          value              E_π[value]    expected gradient as a loss         so it may be used
     k1 =  d                  KL(π‖ref)     0                                   in the reward
     k2 =  d² / 2             near KL       ∇KL(π‖ref), exact on-policy         in the loss
     k3 =  exp(−d) − 1 + d    KL(π‖ref)     ∇KL(ref‖π), the other direction     in the loss, near ref
@@ -13,13 +13,13 @@ k'(d) ∇log π; and ∇KL(π‖ref) = E_π[d ∇log π].
     k1' = 1            E_π[∇log π] = ∇Σπ = 0
     k2' = d            exactly ∇KL(π‖ref)
     k3' = 1 − exp(−d)  −E_π[(ref/π) ∇log π] = −E_ref[∇log π] = ∇KL(ref‖π)
-A good estimator of the value need not be a good loss. k1 in the reward is multiplied by ∇log π
-afterwards: E_π[d ∇log π], the right gradient again.
+A good estimator of the value need not be a good loss. In the reward, k1 is multiplied by ∇log π:
+E_π[d ∇log π], the right gradient again.
 
-Source: Schulman, "Approximating KL divergence" (2020); DeepSeekMath eq. 4 is k3; ARENA takes k2
-for a lower variance, which it has far from the reference only.
-Left out: the KL over the whole vocabulary, and, for k2 and k3, what a token does to the KL of later
-tokens (k1 in the reward carries that too). `python kl.py` enumerates what these lines claim.
+Source: Schulman, "Approximating KL divergence" (2020); DeepSeekMath eq. 4 is k3; ARENA chooses k2
+for its lower variance, which it has only far from the reference.
+Left out: the KL over the whole vocabulary, and, for k2 and k3, the effect of a token on the KL of
+later tokens (k1 in the reward includes it). `python kl.py` checks these claims by enumeration.
 """
 
 from collections.abc import Callable
@@ -30,40 +30,40 @@ from torch import Tensor
 
 from errors import InputError, run_main
 
-# Where each estimator stands; "log" measures and optimises nothing.
+# Where each estimator is used; "log" only logs it.
 PLACES = {"k1": "reward", "k2": "loss", "k3": "loss", "log": "log"}
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """d. Worked: π 0.5, ref 0.25: ln 2 = 0.6931."""
+    """Returns d. Worked: π 0.5, ref 0.25: ln 2 = 0.6931."""
     return logprobs - ref_logprobs  # [B, T]
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """d²/2. Worked: π 0.5, ref 0.25: 0.6931² / 2 = 0.2402."""
+    """Returns d²/2. Worked: π 0.5, ref 0.25: 0.6931² / 2 = 0.2402."""
     return (logprobs - ref_logprobs).square() / 2  # [B, T]
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """exp(−d) − 1 + d. Worked: π 0.5, ref 0.25: 0.5 − 1 + 0.6931 = 0.1931."""
+    """Returns exp(−d) − 1 + d. Worked: π 0.5, ref 0.25: 0.5 − 1 + 0.6931 = 0.1931."""
     # Is k3's sign right? Yes: samples come from π, so ref/π = exp(−d) averages to 1, not exp(d).
-    # The slope 1 − exp(−d) is unbounded where π left a token behind: −22025 at d = −10, −10 in k2.
+    # The slope 1 − exp(−d) explodes where π gave up a token: −22025 at d = −10; that of k2 is −10.
     d = logprobs - ref_logprobs  # [B, T]
     return torch.expm1(-d) + d  # [B, T]  expm1: exp(−d) − 1 loses every digit near the reference
 
 
 def k_abs(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """|d|. It shows drift where k1 averages to 0. Worked: π 0.25, ref 0.5: 0.6931."""
+    """Returns |d|, which shows drift where k1 averages to 0. Worked: π 0.25, ref 0.5: 0.6931."""
     return (logprobs - ref_logprobs).abs()  # [B, T]
 
 
 def k2_off_policy(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """k2 · π/π_old, for tokens of an older policy: E_old[π/π_old · d ∇log π] = ∇KL(π‖ref) again.
+    """Returns k2 · π/π_old, for tokens of an older policy: E_old[π/π_old · d ∇log π] = ∇KL(π‖ref).
 
     Worked: π 0.5, ref 0.25, π_old 0.4: 1.25 · 0.2402 = 0.3003. Without the ratio the gradient at
     ε 2, sampled at ε 0.5 (see the table), is 85 % off.
     """
-    # The ratio is a weight: its own gradient would be a third term.
+    # The ratio is only a weight: differentiating it would add another term to the gradient.
     ratio = (logprobs - old_logprobs).detach().exp()  # [B, T]
     return ratio * k2(logprobs, ref_logprobs)  # [B, T]
 
@@ -71,25 +71,29 @@ def k2_off_policy(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) 
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "k_abs": k_abs}
 
 
-# --------------------------------------------------------------------------------- where they stand
+# ------------------------------------------------------------------------------ where they are used
 def coefficient(settings, place: str) -> float:
-    """kl_coef if the estimator stands at `place` ("loss" or "reward"), else 0."""
+    """Returns kl_coef if the estimator is used at `place` ("loss" or "reward"), else 0."""
     return settings.kl_coef if PLACES[settings.kl_estimator] == place else 0.0
 
 
 def kl_in_loss(
     logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, estimator: str
 ) -> Tensor:
-    """What the policy loss adds, times kl_coef. Finite inputs, on masked tokens too."""
+    """Returns [B, T], which the loss adds times kl_coef; all inputs are finite, on masked tokens
+    too.
+    """
     if estimator == "k2":
         return k2_off_policy(logprobs, ref_logprobs, old_logprobs)  # [B, T]
     if estimator == "k3":
         return k3(logprobs, ref_logprobs)  # [B, T]  unweighted: DeepSeekMath eq. 3 and 4 as printed
-    raise InputError(f"kl_estimator {estimator!r} is no loss, k1's gradient is zero: use k2 or k3")
+    raise InputError(
+        f"kl_estimator {estimator!r} is not a loss (k1's gradient is zero): use k2 or k3"
+    )
 
 
 def kl_in_reward(batch, settings) -> Tensor:
-    """Token rewards −kl_coef · k1, 0 on masked tokens. 0 under another estimator: no ∇KL here.
+    """Returns token rewards −kl_coef · k1, 0 on masked tokens; 0 for estimators other than k1.
 
     Worked: kl_coef 0.1, π_old 0.5, ref 0.25: −0.0693.
     """
@@ -97,7 +101,7 @@ def kl_in_reward(batch, settings) -> Tensor:
     if kl_coef == 0:
         return torch.zeros_like(batch.old_logprobs)  # [B, T]
     penalty = -kl_coef * k1(batch.old_logprobs, required(batch.ref_logprobs))  # [B, T]
-    # Where, not times: a document's log-probs may be −inf, and 0 · inf is NaN.
+    # `where`, not a product: a document's log-probs may be −inf, and 0 · inf is NaN.
     return torch.where(batch.response_mask.bool(), penalty, 0).detach()  # [B, T]
 
 
@@ -107,13 +111,15 @@ def required(ref_logprobs: Tensor | None) -> Tensor:
     return ref_logprobs
 
 
-# -------------------------------------------------------- the table: enumeration over a categorical
+# ------------------------------------------------- the table: enumeration of a small distribution
 Loss = Callable[[Tensor], Tensor]  # log-probs [V] -> [V]
 VOCABULARY = 16
 
 
 def categorical(epsilon: float, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """(logits of π [V], log-probs of ref [V]): π's are ref's, normal, and ε · noise."""
+    """Returns (logits of π [V], log-probs of ref [V]): ref's logits are normal, π's are ref's plus
+    ε · noise.
+    """
     generator = torch.Generator().manual_seed(seed)
     draws = torch.randn(2, VOCABULARY, generator=generator, dtype=torch.float64)
     reference, noise = draws  # [V], [V]
@@ -121,18 +127,18 @@ def categorical(epsilon: float, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def collapsed(drop: float) -> tuple[Tensor, Tensor]:
-    """π has forgotten a token: the logit of ref's likeliest is lowered."""
+    """Returns π and ref, where π has forgotten a token: the logit of ref's likeliest is lowered."""
     logits, ref_logprobs = categorical(0.0)  # [V], [V]
     return logits - drop * (ref_logprobs == ref_logprobs.max()), ref_logprobs
 
 
 def token_gradients(logits: Tensor, loss: Loss) -> Tensor:
-    """[V, V]: row a is the gradient over the logits when token a was sampled."""
+    """Returns [V, V]: row a is the gradient over the logits when token a was sampled."""
     return torch.autograd.functional.jacobian(lambda x: loss(x.log_softmax(-1)), logits)
 
 
 def kl_gradient(logits: Tensor, ref_logprobs: Tensor, reverse: bool = False) -> Tensor:
-    """∇KL(π‖ref) over the logits [V], or ∇KL(ref‖π), exactly."""
+    """Returns the exact ∇KL(π‖ref) over the logits [V], or ∇KL(ref‖π) with reverse=True."""
     logits = logits.detach().requires_grad_()
     logprobs = logits.log_softmax(-1)  # [V]
     d = logprobs - ref_logprobs  # [V]
@@ -141,18 +147,19 @@ def kl_gradient(logits: Tensor, ref_logprobs: Tensor, reverse: bool = False) -> 
 
 
 def expected_gradient(logits: Tensor, loss: Loss) -> Tensor:
-    """Σ_a π(a) · gradient when a was sampled, [V]."""
+    """Returns Σ_a π(a) · (gradient when a was sampled), [V]."""
     return logits.softmax(-1) @ token_gradients(logits, loss)
 
 
 def relative_error(vector: Tensor, target: Tensor) -> float:
-    """|vector − target| / |target|. Worked: [3, 4] against [3, 0]: 4/3."""
+    """Returns |vector − target| / |target|. Worked: [3, 4] and [3, 0]: 4/3."""
     return ((vector - target).norm() / target.norm()).item()
 
 
 def batch_gradient_spread(logits: Tensor, loss: Loss) -> float:
-    """Largest / median gradient norm of 1000 seeded batches: the one sampled number."""
-    batches, tokens = 1000, 64
+    """Returns largest / median gradient norm of 1000 random batches: the only sampled number."""
+    batches = 1000
+    tokens = 64
     generator = torch.Generator().manual_seed(0)
     probs = logits.softmax(-1)  # [V]
     draws = torch.multinomial(probs, batches * tokens, True, generator=generator)
@@ -164,7 +171,7 @@ def batch_gradient_spread(logits: Tensor, loss: Loss) -> float:
 
 
 def estimator_row(logits: Tensor, ref_logprobs: Tensor, name: str) -> dict[str, float]:
-    """Value, bias and std of the estimator, and what it does as a loss."""
+    """Returns value, bias and std of an estimator, and the errors of its gradient as a loss."""
     loss = partial(ESTIMATORS[name], ref_logprobs=ref_logprobs)
     logprobs = logits.log_softmax(-1)  # [V]
     probs = logprobs.exp()  # [V]

@@ -1,32 +1,31 @@
-"""π_θ: load a causal LM, score tokens, gather trajectories into a batch, make the optimizer.
+"""π_θ: load a causal LM, compute log-probs, collate trajectories, make the optimizer.
 
     log π_θ(y_t | y_<t) = z_t[y_t] / τ − logsumexp(z_t / τ),   z_t = W h_t,   τ: the temperature
 
-The head is the expensive part: [B, T, V] in fp32 is 9.9 GB at B = 8, T = 2048, V = 151k. So
-log-probs are computed only where the policy sampled, in chunks whose logits are thrown away and
-computed again in the backward pass.
+The head is the expensive part: logits [B, T, V] in fp32 are 9.9 GB at B = 8, T = 2048, V = 151k. So
+log-probs are computed only where the policy sampled, in chunks whose logits are discarded and
+recomputed in the backward pass.
 
-Trained weights are fp32; on GPUs the arithmetic is bf16. Weights in bf16 would round a step of 1e-6
-away: after 20 AdamW steps 98 % of them have not moved. Weights that nobody trains may be bf16 or
-int8, and Adam's moments 8 bits.
+Trained weights are fp32; on GPUs the arithmetic is bf16. Weights in bf16 would lose steps of 1e-6
+to rounding: after 20 AdamW steps 98 % of them have not changed. Frozen weights may be bf16 or int8,
+and Adam's moments 8 bits.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import importlib.util
 import json
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AttentionInterface,
@@ -50,21 +49,21 @@ from prompts import chat_text
 from scale.lora import add_lora, save_merged
 from scale.packing import allow_packing, hidden_states, lengths_of, packed_attention
 
-disable_progress_bar()  # a bar for every checkpoint would tear the run's own bar apart
-# Trap: PyTorch prefers cuDNN's attention on an H100, which plans 20 ms for each new shape.
+disable_progress_bar()  # a bar per checkpoint would break up the run's own progress bar
+# Trap: on an H100 PyTorch prefers cuDNN's attention, which plans 20 ms for each new shape.
 torch.backends.cuda.enable_cudnn_sdp(False)
-# Sums of bf16 products are fp32, also across the blocks that a GPU cuts a matrix into.
+# Sum bf16 products in fp32, also across the blocks that a GPU splits a matrix into.
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-# Logits held at once, 64 and 512 MB in fp32. Each chunk reads the whole head.
+# Logits in memory at once: 64 and 512 MB in fp32. Each chunk reads the whole head.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**27}
 DEFAULTS = PolicySettings()
 
 
 # -------------------------------------------------------------------------------------- log-probs
 def token_logprobs(
-    hidden: torch.Tensor, head: nn.Module, targets: torch.Tensor, temperature: float = 1.0
-) -> torch.Tensor:
-    """log softmax(head(hidden) / τ) at `targets`: hidden [N, H], targets [N] -> [N].
+    hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float = 1.0
+) -> Tensor:
+    """Returns log softmax(head(hidden) / τ) at `targets`: hidden [N, H], targets [N] -> [N].
 
     Worked: logits (0, ln 3), target 1, τ = 1 -> ln 3 − ln 4 = −0.2877.
     """
@@ -78,20 +77,20 @@ def token_logprobs(
 
 
 def is_matrix(head: nn.Module) -> bool:
-    """Is the head W alone, as in Qwen, Llama and Mistral?"""
+    """Returns whether the head is a matrix without a bias, as in Qwen, Llama and Mistral."""
     return type(head) is nn.Linear and head.bias is None
 
 
 @contextlib.contextmanager
 def unrounded_logits(model):
-    """In it a head of bf16 gives logits in fp32."""
+    """Within this context a bf16 head returns fp32 logits."""
     head = model.get_output_embeddings()
 
-    def forward(hidden: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., V]
+    def forward(hidden: Tensor) -> Tensor:  # [..., H] -> [..., V]
         return fp32_product(hidden.flatten(0, -2), head.weight.T).unflatten(0, hidden.shape[:-1])
 
     if is_matrix(head) and head.weight.dtype == torch.bfloat16:
-        head.forward = forward  # of this instance alone, and not copied to another
+        head.forward = forward  # only for this instance
     try:
         yield
     finally:
@@ -99,19 +98,20 @@ def unrounded_logits(model):
 
 
 class ChunkedLogprobs(torch.autograd.Function):
-    """log p_y = z_y − ln Σ_v exp z_v with z = W h / τ, and its gradient, written out.
+    """Computes log p_y = z_y − ln Σ_v exp z_v with z = W h / τ, and the gradient, chunk by chunk.
 
         ∂ log p_y / ∂z_v = 1[v = y] − p_v
         G = gradient · (onehot − p) / τ  [n, V],   ∂h = G W  [n, H],   ∂W = Σ_chunks Gᵀ h  [V, H]
 
-    One buffer serves all chunks. Trap: autograd would keep four tensors [n, V], and under autocast
-    sum ∂W over the chunks in bf16, 1 % off after 64 of them. Here the sum is fp32.
+    All chunks share one buffer. Trap: autograd would keep four tensors [n, V], and under autocast
+    sum ∂W over the chunks in bf16, which is 1 % off after 64 chunks. Here the sum is fp32.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, dtype):
-        """hidden [N, H], weight [V, H], targets [N] -> [N]; matrix products in `dtype`."""
-        ctx.temperature, ctx.dtype = temperature, dtype
+        """Maps hidden [N, H], weight [V, H], targets [N] to [N]; matrix products are in `dtype`."""
+        ctx.temperature = temperature
+        ctx.dtype = dtype
         chosen = hidden.new_empty(len(targets), dtype=torch.float32)  # [N]  z_y
         sums = torch.empty_like(chosen)  # [N]  ln Σ exp z
         for cut, logits in chunks_of_logits(hidden.to(dtype), weight.to(dtype), temperature):
@@ -144,9 +144,10 @@ def chunk_rows(vocab: int, device: str) -> int:
     return max(1, CHUNK_LOGITS.get(device, 2**24) // vocab)
 
 
-def chunks_of_logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float):
-    """(slice, logits / τ [n, V] in fp32) of each chunk; in fp32 it overwrites the one before."""
-    rows, exact = chunk_rows(len(weight), hidden.device.type), hidden.dtype == torch.float32
+def chunks_of_logits(hidden: Tensor, weight: Tensor, temperature: float):
+    """Yields (slice, fp32 logits / τ [n, V]) per chunk; fp32 chunks overwrite each other."""
+    rows = chunk_rows(len(weight), hidden.device.type)
+    exact = hidden.dtype == torch.float32
     buffer = hidden.new_empty(min(rows, len(hidden)) * exact, len(weight))
     with torch.autocast(hidden.device.type, enabled=False):
         for start in range(0, len(hidden), rows):
@@ -158,9 +159,9 @@ def chunks_of_logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: fl
             yield cut, logits.div_(temperature)
 
 
-def fp32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a b, never rounded to bf16: a GPU sums bf16 products in fp32 anyway. Rounded logits move a
-    log-prob by 0.025 on average.
+def fp32_product(a: Tensor, b: Tensor) -> Tensor:
+    """Returns a b without rounding to bf16: a GPU sums bf16 products in fp32 anyway, and rounded
+    logits change a log-prob by 0.025 on average.
     """
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
@@ -170,7 +171,7 @@ def fp32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 # -------------------------------------------------------------------------------------- the network
 @contextlib.contextmanager
 def evaluating(module: nn.Module):
-    """Evaluation mode inside, the former mode after."""
+    """Sets evaluation mode inside the context, and the previous mode after it."""
     training = module.training
     module.eval()
     try:
@@ -180,14 +181,14 @@ def evaluating(module: nn.Module):
 
 
 class Policy(nn.Module):
-    """A causal LM whose forward pass is log-probs. Trap: computed outside of `forward` they would
-    go round a wrapper (DDP), which would then silently average no gradients.
+    """A causal LM whose forward pass returns log-probs. Trap: they must be computed in forward():
+    bypassing the DDP wrapper silently skips gradient synchronisation.
     """
 
     def __init__(self, language_model: nn.Module):
         super().__init__()
         self.language_model = language_model
-        _check_head(language_model)
+        check_head(language_model)
         allow_packing(language_model)
         self.train()  # for gradient checkpointing; there is no dropout
 
@@ -199,53 +200,61 @@ class Policy(nn.Module):
     def config(self):
         return self.language_model.config
 
-    def sharing(self, tokens: torch.Tensor) -> torch.Tensor | None:
-        """What `micro_batches` puts rows of one prompt together by: none for a padded family."""
+    def sharing(self, tokens: Tensor) -> Tensor | None:
+        """Returns the tokens by which `micro_batches` groups rows with the same prompt; None if the
+        model's family cannot be packed.
+        """
         return tokens if self.config._attn_implementation == "packed" else None
 
     def autocast(self, keep: bool = True):
-        """bf16 on GPUs, for fp32 weights. keep: hold their bf16 copies, to be used again."""
+        """Computes fp32 weights in bf16 on GPUs; keep=True caches the bf16 copies."""
         mixed = self.device.type != "cpu"
         mixed = mixed and any(p.dtype == torch.float32 for p in self.parameters())
         return torch.autocast(self.device.type, torch.bfloat16, enabled=mixed, cache_enabled=keep)
 
-    def forward(self, tokens: torch.Tensor, temperature=1.0, mask=None) -> torch.Tensor:
-        """Right-padded tokens [B, L] -> logprobs [B, T] of tokens[:, 1:], fp32; 0 where mask is."""
-        # Inserted tokens are read, so they shape what follows; but their log-prob is not computed:
-        # it is the constant 0, which has no gradient.
+    def forward(self, tokens: Tensor, temperature=1.0, mask=None) -> Tensor:
+        """Maps right-padded tokens [B, L] to fp32 log-probs [B, T] of tokens[:, 1:], 0 where mask
+        is 0.
+        """
+        # Inserted tokens are read and influence later tokens, but their log-probs are not computed:
+        # they are the constant 0, without a gradient.
         targets = tokens[:, 1:]  # [B, T]
         wanted = torch.ones_like(targets).bool() if mask is None else mask.bool()  # [B, T]
         with self.autocast(keep=False):
             hidden = hidden_states(self.language_model.base_model, tokens, wanted)  # [N, H]
             head = self.language_model.get_output_embeddings()
-            scored = token_logprobs(hidden, head, targets[wanted], temperature)  # [N]
+            sampled = token_logprobs(hidden, head, targets[wanted], temperature)  # [N]
         logprobs = torch.zeros(targets.shape, device=tokens.device)  # [B, T]
-        return logprobs.masked_scatter(wanted, scored.float())
+        return logprobs.masked_scatter(wanted, sampled.float())
 
     @torch.no_grad()
     def generate(self, **arguments):
-        """HF `generate`. All weights are together by now, so it waits for no other process."""
+        """Runs HF `generate`, without waiting for other processes: sharded weights are complete
+        here.
+        """
         with evaluating(self.language_model), self.autocast():
             return self.language_model.generate(**arguments, synced_gpus=False)
 
 
-def _check_head(model: nn.Module) -> None:
-    """Refuse a model that scales or caps its logits: ours are head(hidden state)."""
+def check_head(model: nn.Module) -> None:
+    """Rejects a model that scales or caps its logits: log-probs here are of head(hidden state)."""
     with torch.no_grad(), evaluating(model):
         ids = torch.arange(3, device=model.device)[None]
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         ours = model.get_output_embeddings()(hidden)
-        theirs = model(input_ids=ids, use_cache=False).logits
-    differs = (ours - theirs).abs().max() > 1e-2 * theirs.abs().max()
-    # A cap hardly touches the small logits of an untrained model.
+        logits = model(input_ids=ids, use_cache=False).logits
+    differs = (ours - logits).abs().max() > 1e-2 * logits.abs().max()
+    # A cap hardly changes the small logits of an untrained model.
     if differs or getattr(model.config, "final_logit_softcapping", None):
-        said = f"{type(model).__name__} changes its logits after the output head (cap or scale)"
-        raise InputError(f"{said}: use a model without that, such as Qwen2, Qwen3 or Llama")
+        raise InputError(
+            f"{type(model).__name__} changes its logits after the output head (cap or scale): use a"
+            " model without that, such as Qwen2, Qwen3 or Llama"
+        )
 
 
 def attention(module, query, key, value, mask, groups=None, **options):
-    """The model's attention: packed where the texts of a pass are given as groups; `generate`,
-    which knows of none, gets the library's own.
+    """Computes packed attention if `groups` of texts are given, else the library's own, which
+    `generate` uses.
     """
     if groups is None:
         return sdpa_attention_forward(module, query, key, value, mask, **options)
@@ -266,10 +275,10 @@ def best_device() -> str:
 def load_policy(
     path: str, device="cpu", settings=DEFAULTS, frozen=False, in_8bit=False, seed=0
 ) -> tuple[Policy, object]:
-    """(policy, tokenizer) from a folder or a hub name; weights that are trained become fp32.
+    """Loads (policy, tokenizer) from a folder or a hub name; trained weights become fp32.
 
-    frozen    nothing is trained, whatever lora_rank says: a reference
-    in_8bit   int8 weights: of a frozen model, or under LoRA's matrices, which `seed` draws
+    frozen    train nothing, whatever lora_rank is: for a reference
+    in_8bit   int8 weights: of a frozen model, or under LoRA's matrices, which `seed` initialises
     """
     tokenizer = load_tokenizer(path)
     lora_rank = 0 if frozen else settings.lora_rank
@@ -278,10 +287,13 @@ def load_policy(
     with loading("causal LM", path):
         config = without_dropout(AutoConfig.from_pretrained(path, trust_remote_code=False))
         model = load_whole(path, options | {"config": config})
-    count, rows = len(tokenizer), model.get_input_embeddings().num_embeddings
+    count = len(tokenizer)
+    rows = model.get_input_embeddings().num_embeddings
     if count > rows:
-        said = f"the tokenizer has {count} tokens, the model only {rows}"
-        raise InputError(f"--model {path}: {said}: they are not of one model")
+        raise InputError(
+            f"--model {path}: the tokenizer has {count} tokens, the model only {rows}: they do not"
+            " belong together"
+        )
     if settings.gradient_checkpointing:
         checkpoint_activations(model)
     policy = Policy(model).requires_grad_(trained)
@@ -291,48 +303,49 @@ def load_policy(
 
 
 def load_whole(path: str, options: dict) -> nn.Module:
-    """Loads a causal LM. Where weights are missing the library warns and draws them at random, and
-    it takes integers for weights; here both are errors. Buffers and a tied head may be missing.
+    """Loads a causal LM. The library only warns of missing weights, which it draws at random, and
+    accepts integers as weights; here both are errors. Buffers and a tied head may be missing.
     """
-    model, found = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
-    wrong, quantized = [*found["missing_keys"]], hasattr(model.config, "quantization_config")
+    model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+    wrong = [*report["missing_keys"]]
+    quantized = hasattr(model.config, "quantization_config")
     for file in [] if quantized else Path(path).glob("*.safetensors"):
-        with safe_open(file, "pt") as written:
-            for name in written.keys():  # noqa: SIM118, it is not a dict
-                wrong += [name] * (written.get_slice(name).get_dtype()[0] in "IU")
+        with safe_open(file, "pt") as weights:
+            for name in weights.keys():  # noqa: SIM118, it is not a dict
+                wrong += [name] * (weights.get_slice(name).get_dtype()[0] in "IU")
     if wrong := sorted(dict(model.named_parameters()).keys() & wrong):
-        some = ", ".join(wrong[:3])
-        raise InputError(f"{len(wrong)} weights are missing, or not floating point: {some}")
+        first = ", ".join(wrong[:3])
+        raise InputError(f"{len(wrong)} weights are missing, or not floating point: {first}")
     return model
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Compute the layers' activations again in the backward pass."""
-    # transformers 5.17 has only the second name; 5.23 warns of it.
+    """Recomputes the layers' activations in the backward pass, to save memory."""
+    # transformers 5.17 has only the second name; 5.23 deprecates it.
     newer = getattr(model, "activation_checkpointing_enable", None)
     (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def frozen_options(device: torch.device | str, in_8bit: bool) -> dict:
-    """How weights that nobody trains are loaded: bf16 on a GPU, fp32 on a CPU, or int8."""
+    """Returns loading options for frozen weights: bf16 on a GPU, fp32 on a CPU, or int8."""
     options = {"dtype": torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16}
-    options |= {"trust_remote_code": False, "use_safetensors": True}  # nobody's code, no pickle
-    options["device_map"] = {"": device}  # else eight processes put eight copies into RAM
+    options |= {"trust_remote_code": False, "use_safetensors": True}  # no code of others, no pickle
+    options["device_map"] = {"": device}  # without it eight processes put eight copies into RAM
     if in_8bit:
         check_bitsandbytes("8-bit weights")
-        # It would write a line for every product.
+        # It would log a line for every product.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
     return options
 
 
-def check_bitsandbytes(what: str) -> None:
+def check_bitsandbytes(feature: str) -> None:
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise InputError(f"{what} need bitsandbytes: pip install bitsandbytes, or leave it out")
+        raise InputError(f"{feature} need bitsandbytes: pip install bitsandbytes, or do without")
 
 
 def without_dropout(config):
-    """What is sampled and what is scored must be one distribution, or the first ratio is not 1."""
+    """Switches dropout off: sampling and log-probs must agree, or the first ratio is not 1."""
     for name, value in list(vars(config).items()):
         # attention_dropout (Llama), resid_pdrop (GPT-2), layerdrop (OPT)
         if "drop" in name and isinstance(value, float):
@@ -341,22 +354,22 @@ def without_dropout(config):
 
 
 def check_model_path(path: str, flag: str = "--model") -> None:
-    """What is there, or can only be a path, must be a saved model. Hub names pass."""
-    there = Path(path).exists()
-    local = there or path.startswith((".", "/", "~")) or path.count("/") > 1
+    """Rejects an existing path, or a name that can only be a path, that is not a saved model."""
+    exists = Path(path).exists()
+    local = exists or path.startswith((".", "/", "~")) or path.count("/") > 1
     if local and not Path(path, "config.json").exists():
-        wrong = "there is no config.json in this directory" if there else "no such directory"
+        wrong = "there is no config.json in this directory" if exists else "no such directory"
         raise InputError(f"{flag} {path}: {wrong}; give a saved HF model or a hub name")
     if Path(path, MANIFEST).exists() and (wrong := wrong_with(Path(path))):
-        how = f"use another, or remove its {MANIFEST} if you changed it"
-        raise InputError(f"{flag} {path}: {wrong}: {how}")
+        hint = f"use another, or remove its {MANIFEST} if you changed it"
+        raise InputError(f"{flag} {path}: {wrong}: {hint}")
 
 
 def load_tokenizer(path: str):
     check_model_path(path)
     with loading("tokenizer", path):
-        # Trap: AutoTokenizer may take the family's own class (qwen2), which splits a text otherwise
-        # than the plain one that the files declare.
+        # Trap: AutoTokenizer may choose the family's class (qwen2), which splits text differently
+        # from the plain class that the files declare.
         declared = get_tokenizer_config(path).get("tokenizer_class")
         plain = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
         kind = PlainTokenizer if plain else AutoTokenizer
@@ -368,17 +381,17 @@ def load_tokenizer(path: str):
 
 @contextlib.contextmanager
 def loading(what: str, path: str):
-    """Whatever the reader of a broken file raises becomes one line."""
+    """Turns any error of reading a broken file into one line."""
     try:
         yield
     except Exception as error:
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        said = f"no {what} could be loaded from there: {why}"
-        raise InputError(f"--model {path}: {said}") from None
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        message = f"--model {path}: no {what} could be loaded from there: {reason}"
+        raise InputError(message) from None
 
 
 def weights_version(path: str, model=None) -> str:
-    """Which weights these are: a directory keeps its name when a run writes others into it."""
+    """Identifies the weights: a directory keeps its name if a run overwrites the weights in it."""
     if not Path(path).is_dir():
         return str(getattr(getattr(model, "config", None), "_commit_hash", None) or "main")[:12]
     files = [(file.name, file.stat()) for file in files_of(Path(path))]
@@ -387,15 +400,15 @@ def weights_version(path: str, model=None) -> str:
 
 
 def save_policy(policy, tokenizer, path: Path | str, trainer=None, settings="", weights=None):
-    """A folder that `from_pretrained` loads. weights: whole ones by name, if its own are parts."""
+    """Saves a folder that `from_pretrained` loads; `weights` are the whole ones if sharded."""
     step = (trainer or {}).get("step")
-    with written_whole(Path(path), step) as aside:
-        save_merged(policy.language_model, aside, weights)
-        tokenizer.save_pretrained(aside)
-        if trainer is not None:  # what a run needs to go on
-            torch.save(trainer, aside / "trainer.pt")
+    with written_whole(Path(path), step) as folder:
+        save_merged(policy.language_model, folder, weights)
+        tokenizer.save_pretrained(folder)
+        if trainer is not None:  # the state that a run resumes from
+            torch.save(trainer, folder / "trainer.pt")
         if settings:
-            (aside / "settings.json").write_text(settings, encoding="utf-8")
+            (folder / "settings.json").write_text(settings, encoding="utf-8")
 
 
 # ---------------------------------------------------------------------------------------- the batch
@@ -403,63 +416,66 @@ def save_policy(policy, tokenizer, path: Path | str, trainer=None, settings="", 
 class Batch:
     """Trajectories as tensors: B rows, `group_size` per question; T = L − 1.
 
-    Column t of a [B, T] tensor is about tokens[:, t + 1]. response_mask is 1 where the policy
-    sampled that token, and 0 on the prompt, on what the environment wrote, and on padding. A row
-    whose search failed has the reward NaN and a mask of zeros: it keeps its group complete.
+    Column t of a [B, T] tensor belongs to tokens[:, t + 1]. response_mask is 1 where the policy
+    sampled that token, and 0 on the prompt, on the environment's text, and on padding. A row with a
+    failed search has the reward NaN and a mask of zeros: it only keeps its group complete.
     """
 
-    tokens: torch.Tensor  # [B, L]
-    response_mask: torch.Tensor  # [B, T]
-    old_logprobs: torch.Tensor  # [B, T]
-    rewards: torch.Tensor  # [B]
+    tokens: Tensor  # [B, L]
+    response_mask: Tensor  # [B, T]
+    old_logprobs: Tensor  # [B, T]
+    rewards: Tensor  # [B]
     group_size: int
-    ref_logprobs: torch.Tensor | None = None  # [B, T]
-    advantages: torch.Tensor | None = None  # [B, T]
-    token_weights: torch.Tensor | None = None  # [B, T]
-    questions: torch.Tensor | None = None  # [B]  the number of the row's question in its step
-    overlong: torch.Tensor | None = None  # [B] bool: cut off by length without an answer
-    values: torch.Tensor | None = None  # [B, T]  the critic's, of the state before tokens[:, t + 1]
-    returns: torch.Tensor | None = None  # [B, T]  what the critic shall learn
-    sampled_logprobs: torch.Tensor | None = None  # [B, T]  None once the weights have moved
-    mismatch_weights: torch.Tensor | None = None  # [B, T]  0: that token's policy term is rejected
-    logprobs: torch.Tensor | None = None  # [B, T]  the policy's in its update, kept to be looked at
+    ref_logprobs: Tensor | None = None  # [B, T]
+    advantages: Tensor | None = None  # [B, T]
+    token_weights: Tensor | None = None  # [B, T]
+    questions: Tensor | None = None  # [B]  the number of the row's question in its step
+    overlong: Tensor | None = None  # [B] bool: truncated without an answer
+    values: Tensor | None = None  # [B, T]  of the state before tokens[:, t + 1]
+    returns: Tensor | None = None  # [B, T]  the critic's targets
+    sampled_logprobs: Tensor | None = None  # [B, T]  None once the weights have moved
+    mismatch_weights: Tensor | None = None  # [B, T]  0 rejects a token's policy loss
+    logprobs: Tensor | None = None  # [B, T]  of the policy in the update, for the logs
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """Returns a batch with `change` applied to every tensor."""
         tensors = {name: value for name, value in vars(self).items() if torch.is_tensor(value)}
-        return dataclasses.replace(self, **{name: change(x) for name, x in tensors.items()})
+        return replace(self, **{name: change(x) for name, x in tensors.items()})
 
     def to(self, device) -> Batch:
         return self.map(lambda value: value.to(device))
 
-    def rows(self, index: torch.Tensor) -> Batch:
-        """The rows `index` [n], cut to the longest; of none a row of zeros, which adds nothing."""
+    def rows(self, index: Tensor) -> Batch:
+        """Returns the rows `index` [n], cut to the longest. An empty index gives a row of zeros,
+        which adds nothing to a loss.
+        """
         part = self.map(lambda value: value[index] if len(index) else torch.zeros_like(value[:1]))
         width = last_column(part.response_mask)  # padding costs as much as text
         cut = part.map(lambda value: value[:, :width] if value.ndim == 2 else value)
-        return dataclasses.replace(cut, tokens=part.tokens[:, : width + 1])
+        return replace(cut, tokens=part.tokens[:, : width + 1])
 
 
-def last_column(mask: torch.Tensor) -> int:
-    """How many columns of [n, T] are read: up to the last sampled token."""
+def last_column(mask: Tensor) -> int:
+    """Returns the number of columns of [n, T] up to the last sampled token."""
     return max(lengths_of(mask.bool()), default=1)
 
 
 def collate(trajectories: Sequence, rewards: Sequence[float], group_size: int, pad_id=0) -> Batch:
-    """Trajectories -> Batch, right-padded; masks and log-probs are those born with the tokens. The
-    pad id decides nothing: pad may be EOS, and a sampled EOS is trained on.
+    """Right-pads trajectories into a Batch; masks and log-probs were recorded with the tokens. The
+    pad id has no influence: it may be that of EOS, and a sampled EOS is trained on.
     """
     if not all(t.prompt_ids for t in trajectories):
         raise InputError("a transcript without token ids can be scored, but not trained on")
 
-    def padded(rows: list[list], dtype: torch.dtype, value: int = 0) -> torch.Tensor:
+    def padded(rows: list[list], dtype: torch.dtype, value: int = 0) -> Tensor:
         rows = [torch.tensor(row, dtype=dtype) for row in rows]
         return pad_sequence(rows, batch_first=True, padding_value=value)
 
     tokens = padded([t.ids for t in trajectories], torch.long, pad_id)  # [B, L]
-    # Nobody chooses a prompt's first token: it has no column.
+    # The first token of a prompt has no column: nothing predicts it.
     rows = [([0.0] * (len(t.prompt_ids) - 1), t) for t in trajectories]
     mask = padded([prompt + t.response_mask for prompt, t in rows], torch.float)  # [B, T]
     logprobs = padded([prompt + t.logprobs for prompt, t in rows], torch.float)  # [B, T]
@@ -473,10 +489,10 @@ def collate(trajectories: Sequence, rewards: Sequence[float], group_size: int, p
 
 # ------------------------------------------------------------------------------------ the optimizer
 def make_optimizer(module: nn.Module, name: str, lr: float):
-    """AdamW, or bitsandbytes' with 8-bit moments (32 bits in matrices of under 4096 weights)."""
+    """Makes AdamW, or that of bitsandbytes with 8-bit moments (32 bits below 4096 weights)."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     if name == "adamw":
-        # fused: on a GPU the default holds a second copy of all weights during the step
+        # fused: on a GPU the default needs a second copy of all weights during the step
         return torch.optim.AdamW(parameters, lr, weight_decay=0.0, fused=True)
     check_bitsandbytes("8-bit moments")
     from bitsandbytes import optim  # slow to import, and only needed here
@@ -486,7 +502,7 @@ def make_optimizer(module: nn.Module, name: str, lr: float):
 
 
 def lr_factor(step: int, steps: int, warmup_ratio: float, schedule: str) -> float:
-    """Factor of the learning rate in step 0, 1, ...: linear warm-up, then what `schedule` says.
+    """Returns the factor of the learning rate in step 0, 1, ...: linear warm-up, then `schedule`.
     Worked: lr_factor(0, 10, 0.2, "linear") = 0.5; lr_factor(6, 10, 0.2, "linear") = 0.5;
     0.95 · 40 = 38 of 40 updates, lr_factor(18, 40, 0.95, "constant") = 19/38.
     """

@@ -3,8 +3,9 @@
     ratio = π(a) / π_old(a)
     loss  = −min(ratio · A, clip(ratio, 1 − ε_low, 1 + ε_high) · A)                    per token
 
-    δ_t = r_t + γ V_{t'} − V_t,    A_t = δ_t + γλ A_{t'},    t' the next model token, else V = A = 0
-    returns = A + V;  the policy gets A whitened over the model tokens of the batch
+    δ_t = r_t + γ V_{t'} − V_t,    A_t = δ_t + γλ A_{t'}
+    t' is the next model token; after the last one V = A = 0
+    returns = A + V;  the policy is trained on A, whitened over the model tokens of the batch
     value loss = ½ max((V − returns)², (V_old + clip(V − V_old, −c, c) − returns)²)    per token
 
     total = Σ weight · loss (update.py),    Σ weight = 1 over the global batch
@@ -12,15 +13,15 @@
     "token" (DAPO; the critic)      1 / (model tokens of the whole batch)
     "question" (When to Search)     1 / (model tokens of the question's group) / (questions)
 
-    ρ = π_old(a) / μ(a), where μ, which sampled, is not π_old: a bf16 copy, int8 weights, a server
-    loss = w · loss, w of `mismatch_weights`; the KL and the critic's loss are not weighted
+    ρ = π_old(a) / μ(a), where the sampler μ differs from π_old: a bf16 copy, int8 weights, a server
+    loss = w · loss with w of `mismatch_weights`; the KL and the critic's loss are not weighted
 
-Source: Schulman et al. 2017 eq. 7 (one ε), 2015 for GAE eq. 16; DAPO (two, "clip-higher"). GRPO,
-DAPO and REINFORCE++ share surrogate, weights and loss; REINFORCE++ shares the whitening. GAE steps
-from model token to model token; the critic reads the documents between them.
-Left out: the dual clip of verl's default (none of the papers has it), a body shared with the
-critic, an entropy bonus, a second epoch, early stops, scaling; and verl's other cure for μ, which
-takes μ itself for π_old ("bypass") and clips the ratio to it.
+Source: Schulman et al. 2017 eq. 7 (one ε), 2015 for GAE eq. 16; DAPO for two ε ("clip-higher").
+GRPO, DAPO and REINFORCE++ share the surrogate, weights and loss; REINFORCE++ also the whitening.
+GAE steps from model token to model token; the critic reads the documents between them.
+Left out: the dual clip of verl's default (none of the papers has it), a network shared by policy
+and critic, an entropy bonus, a second epoch, early stopping, reward scaling; and verl's other
+correction for μ, which uses μ itself as π_old ("bypass") and clips the ratio to it.
 """
 
 import torch
@@ -32,9 +33,9 @@ from scale.packing import hidden_states
 
 Stats = dict[str, Tensor]  # name -> [B, T]
 EPSILON = 1e-6
-VALUE_CLIP = 0.2  # as far may a value move from its old one, as the policy's ratio from 1
-# Correction -> the least and the largest ρ that it takes as it is, and the weight of any other:
-# the bounds of verl's presets; for sequence_mask that of TRL's default.
+VALUE_CLIP = 0.2  # values are clipped to ±0.2 around the old value
+# Correction -> the lowest and the highest ρ that it leaves unchanged, and the weight of any other
+# ρ. The bounds are those of verl's presets; for sequence_mask that of TRL's default.
 MISMATCH = {
     "token": (0.0, 2.0, 2.0),
     "sequence": (0.0, 2.0, 2.0),
@@ -51,24 +52,24 @@ def clipped_surrogate(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tensor, Stats]:
-    """(loss [B, T], stats) of finite inputs [B, T].
+    """Returns (loss [B, T], stats) of finite inputs [B, T].
 
     Worked, ε 0.2 / 0.3: ratio 1.25, A 1 -> −1.25; ratio 1.35, A 1 -> −1.30;
     ratio 0.75, A −1 -> 0.8; ratio 4, A −1 -> 4.0.
     """
-    # Why is the ratio always 1? In the first update after a rollout π is still π_old, and the
-    # gradient ∇log π: the plain policy gradient. Only later updates on the rollout leave 1.
+    # Why is the ratio always 1? In the first update after a rollout π is still π_old, so the
+    # gradient is A ∇log π, the plain policy gradient. The ratio leaves 1 only in later updates.
     ratio = torch.exp(logprobs - old_logprobs)  # [B, T]
-    free = ratio * advantages  # [B, T]
-    held = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages  # [B, T]
-    loss = -torch.minimum(free, held)  # [B, T]
-    clipped = held < free  # [B, T]  the minimum is the clipped branch: no gradient
+    unclipped = ratio * advantages  # [B, T]
+    clamped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages  # [B, T]
+    loss = -torch.minimum(unclipped, clamped)  # [B, T]
+    clipped = clamped < unclipped  # [B, T]  the minimum is the clipped branch: no gradient
     return loss, {"ratio": ratio.detach(), "clipped": clipped}
 
 
-# ---------------------------------------------------------------- where the sampler is not π_old
+# ----------------------------------------------------------------- if the sampler is not π_old
 def mismatch_weights(batch, mode: str) -> Tensor:
-    """w [B, T], without a gradient: what each token's policy term is multiplied by, C the bound.
+    """Returns the weight w [B, T], without a gradient, of each token's policy loss; C is the bound.
 
     token           w = min(ρ_t, C)                           biased; its variance is small
     sequence        w = min(Π ρ_t, C)                         unbiased as C grows
@@ -76,18 +77,20 @@ def mismatch_weights(batch, mode: str) -> Tensor:
     sequence_mask   w = Π ρ_t if Π ρ_t ≤ C, else 0            unbiased as C grows
     row             w = 1 if 0.999 ≤ (Π ρ_t)^(1/T) ≤ 1.001, else 0; T: the row's model tokens
 
-    A masked token has w = 1 and ρ = 1, and log ρ is held to ±20. Worked: a row with ρ 0.8, 4 and a
+    A masked token has w = 1 and ρ = 1; log ρ is clamped to ±20. Worked: a row with ρ 0.8, 4 and a
     masked token; the product is 3.2, its root 1.79: token [0.8, 2, 1], sequence [2, 2, 1], mask
     [0.8, 0, 1], sequence_mask and row [0, 0, 1].
-    Source: verl's rollout correction, with token_k1 and seq_mean_k1 for mask and row, whose bounds
-    are on 1/ρ; TRL's four modes, which are the first four.
+    Source: verl's rollout correction (mask and row are its token_k1 and seq_mean_k1, whose bounds
+    are on 1/ρ), and TRL's four modes, which are the first four.
     """
     (lowest, highest, other), mask = MISMATCH[mode], batch.response_mask.bool()
     log_ratio = model_only(batch.old_logprobs - batch.sampled_logprobs, mask)  # [B, T]
     if mode not in ("token", "mask"):
         log_ratio = log_ratio.sum(1, keepdim=True)  # [B, 1]
     if mode == "row":
-        log_ratio = log_ratio / mask.sum(1, keepdim=True)  # [B, 1]  no model token: NaN, not read
+        log_ratio = log_ratio / mask.sum(
+            1, keepdim=True
+        )  # [B, 1]  NaN without a model token; never used
     ratio = log_ratio.detach().clamp(-20, 20).exp()  # [B, T] or [B, 1]
     beyond = (ratio < lowest) | (ratio > highest)  # [B, T] or [B, 1]
     weights = torch.where(beyond, other, 1.0 if mode == "row" else ratio)  # [B, T] or [B, 1]
@@ -95,8 +98,8 @@ def mismatch_weights(batch, mode: str) -> Tensor:
 
 
 def trained_tokens(batch) -> Tensor:
-    """response_mask [B, T] without the tokens that a weight of 0 rejects. As in verl they are in no
-    denominator; TRL keeps them there.
+    """Returns response_mask [B, T] without the tokens that a mismatch weight of 0 rejects. As in
+    verl, they do not count in the denominator of a mean; in TRL they do.
     """
     if batch.mismatch_weights is None:
         return batch.response_mask
@@ -104,8 +107,8 @@ def trained_tokens(batch) -> Tensor:
 
 
 def mismatch_stats(batch, mode: str) -> dict[str, float]:
-    """Over the n model tokens: mismatch_ess, their effective share (Σ w)² / (n Σ w²), which is 1 if
-    all weigh the same; and mismatch_cut, the share whose ρ was beyond a bound.
+    """Returns, over the n model tokens, mismatch_ess, the effective share (Σ w)² / (n Σ w²), which
+    is 1 if all weigh the same, and mismatch_cut, the share of tokens whose ρ was beyond a bound.
 
     Worked, token: w [2, 1, 0.5] on model tokens: 3.5² / (3 · 5.25) = 0.7778; 1/3.
     """
@@ -118,80 +121,88 @@ def mismatch_stats(batch, mode: str) -> dict[str, float]:
 # -------------------------------------------------------------------------------------- aggregation
 # Token mean or sequence mean? --loss_aggregation decides. A sequence mean gives each token of a
 # long trajectory less weight; a token mean gives the long trajectory more weight in total; a
-# question mean weighs all groups alike, and in a group all tokens. They weigh the update before it
-# is cut: a mean of unequal micro-batches' means is a fourth, accidental, loss.
+# question mean weighs all groups alike, and all tokens of a group. Weights are computed before the
+# update is cut: a mean of the means of unequal micro-batches would be a fourth, accidental loss.
 
 
 def question_weights(response_mask: Tensor, questions: Tensor) -> Tensor:
-    """Mean over the model tokens of each question's rows, then over the questions that have any.
+    """Returns the weights of a mean over the model tokens of each question's rows, then over the
+    questions that have any. questions [B]: the number of each row's question.
 
-    questions [B]: the number of each row's question. This is eq. 3 of Learning When to Search,
-    where 1 / Σ|o| is inside the mean over questions. Worked: two questions, whose groups have 2 and
-    8 model tokens: 1/2/2 = 0.25 and 1/8/2 = 0.0625 on each; one mean gives 1/10 on each.
+    This is eq. 3 of Learning When to Search, where 1 / Σ|o| is inside the mean over questions.
+    Worked: two questions, whose groups have 2 and 8 model tokens: 1/2/2 = 0.25 and 1/8/2 = 0.0625
+    on each token; a single mean gives 1/10.
     """
     mask = response_mask.float()  # [B, T]
     tokens = torch.bincount(questions, mask.sum(1))  # [questions]
-    # clamp: a question without a model token is 0 / 1 = 0 and not 0 / 0 = NaN.
+    # clamp: without a model token a question's weight is 0 / 1 = 0, not 0 / 0 = NaN.
     per_token = mask / tokens[questions, None].clamp(min=1)  # [B, T]
     return per_token / (tokens > 0).sum().clamp(min=1)  # [B, T]
 
 
 def sequence_weights(response_mask: Tensor) -> Tensor:
-    """Mean over each trajectory's model tokens, then over the trajectories that have any.
+    """Returns the weights of a mean over each trajectory's model tokens, then over the trajectories
+    that have any.
 
     Worked: mask [[1, 1, 0], [1, 0, 0], [0, 0, 0]] -> [[1/4, 1/4, 0], [1/2, 0, 0], [0, 0, 0]].
     """
-    rows = torch.arange(len(response_mask), device=response_mask.device)  # [B]  each a question
+    rows = torch.arange(
+        len(response_mask), device=response_mask.device
+    )  # [B]  each row is a question
     return question_weights(response_mask, rows)  # [B, T]
 
 
 def token_weights(response_mask: Tensor) -> Tensor:
-    """1 / model tokens on each. Worked: mask [[1, 1, 0], [1, 0, 0]] -> 1/3 on three tokens."""
+    """Returns 1 / (model tokens) on each. Worked: mask [[1, 1, 0], [1, 0, 0]] -> 1/3 on three
+    tokens.
+    """
     mask = response_mask.float()  # [B, T]
     return mask / mask.sum().clamp(min=1)  # [B, T]
 
 
 def model_only(values: Tensor, response_mask: Tensor) -> Tensor:
-    """values, or 0 where the mask is. Worked: values [2, inf], mask [1, 0] -> [2, 0]."""
-    # Are inserted tokens really masked? Here, before any exp, and by `where`: 0 · inf is NaN,
-    # forward and backward.
+    """Returns values, or 0 on masked tokens. Worked: values [2, inf], mask [1, 0] -> [2, 0]."""
+    # Are inserted tokens really masked? Yes, here: before any exp, and by `where`, because 0 · inf
+    # is NaN, forward and backward.
     return torch.where(response_mask.bool(), values, 0)
 
 
 # --------------------------------------------------------------------- rewards, advantages, returns
 def token_rewards(batch, settings) -> Tensor:
-    """[B, T]: the reward on the last model token; −kl_coef · k1, a KL in the reward, on each.
+    """Returns [B, T]: the reward on the last model token, and −kl_coef · k1, the KL in the reward,
+    on every model token.
 
     Worked: mask [1, 0, 1, 0], reward 2, kl_coef 0.1, k1 0.5 everywhere -> [−0.05, 0, 1.95, 0].
     """
-    # Where is the KL? Here, inside the reward, for k1; for k2 and k3 it is in compute_loss.
+    # Where is the KL? k1 is here, in the reward; k2 and k3 are in compute_loss.
     penalty = kl.kl_in_reward(batch, settings)  # [B, T]
     last = last_model_token(batch.response_mask)  # [B, T]
-    # Where, not times: a reward that is NaN stays out of a row whose tokens are all masked.
+    # `where`, not a product: a NaN reward must not enter a row whose tokens are all masked.
     return penalty + torch.where(last, batch.rewards[:, None], 0)  # [B, T]
 
 
 def last_model_token(response_mask: Tensor) -> Tensor:
-    """[B, T] bool, one True per row with a model token. Worked: [1, 0, 1, 0] -> [0, 0, 1, 0]."""
+    """Returns a mask [B, T], True on the last model token. Worked: [1, 0, 1, 0] -> [0, 0, 1, 0]."""
     mask = response_mask.bool()  # [B, T]
-    from_here_on = mask.flip(1).long().cumsum(1).flip(1)  # [B, T]  model tokens, this one included
-    return mask & (from_here_on == 1)  # [B, T]
+    remaining = mask.flip(1).long().cumsum(1).flip(1)  # [B, T]  model tokens from here on
+    return mask & (remaining == 1)  # [B, T]
 
 
 def gae(
     token_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma=1.0, lam=1.0
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns), [B, T], 0 on masked tokens. λ 1: returns are rewards to go, for any V.
+    """Returns (advantages, returns), [B, T] each, 0 on masked tokens. With λ 1, returns are the
+    rewards to go, for any V.
 
     Worked: rewards [0, 9, 0, 1], values [0.5, 7, 0.6, 0.8], mask [1, 0, 1, 1], γ 1, λ 0.5.
-    From behind: 1 − 0.8 = 0.2;  0.8 − 0.6 + 0.5 · 0.2 = 0.3;  0.6 − 0.5 + 0.5 · 0.3 = 0.25
+    From the end: 1 − 0.8 = 0.2;  0.8 − 0.6 + 0.5 · 0.2 = 0.3;  0.6 − 0.5 + 0.5 · 0.3 = 0.25
     -> advantages [0.25, 0, 0.3, 0.2], returns [0.75, 0, 0.9, 1].
     """
     mask = response_mask.bool()  # [B, T]
     advantages = torch.zeros_like(values)  # [B, T]
     next_value = next_advantage = values.new_zeros(len(values))  # [B]
     for t in reversed(range(values.shape[1])):
-        # A document is no step: the step before it reaches the next model token, undiscounted.
+        # A document is not a step: t' is the next model token, without a discount.
         delta = token_rewards[:, t] + gamma * next_value - values[:, t]  # [B]
         advantage = delta + gamma * lam * next_advantage  # [B]
         next_advantage = torch.where(mask[:, t], advantage, next_advantage)  # [B]
@@ -203,15 +214,16 @@ def gae(
 
 
 def whiten(advantages: Tensor, response_mask: Tensor) -> Tensor:
-    """(A − mean) / (std + 1e-6) over the model tokens of the batch, each weighing 1; else 0.
+    """Returns (A − mean) / (std + 1e-6), with mean and std over all model tokens of the batch; 0 on
+    masked tokens.
 
-    verl divides by √(variance + 1e-8), also with ddof 1; OpenRLHF by the deviation with ddof 0.
+    verl divides by √(variance + 1e-8), also with ddof 1; OpenRLHF by the std with ddof 0.
     Worked: [2, 99, 4], [6, 0, 0] with mask [1, 0, 1], [1, 0, 0]: mean 4, std (ddof 1) 2
     -> [−1, 0, 0], [1, 0, 0].
     """
     mask = response_mask.bool()  # [B, T]
     steps = advantages[mask]  # [N]
-    # Nothing to compare: 0, and no rounding errors blown up.
+    # Equal values give 0: dividing would only amplify rounding errors.
     if len(steps) < 2 or steps.max() - steps.min() <= EPSILON:
         return torch.zeros_like(advantages)  # [B, T]
     centered = advantages - steps.mean()  # [B, T]
@@ -222,8 +234,8 @@ def whiten(advantages: Tensor, response_mask: Tensor) -> Tensor:
 class Critic(nn.Module):
     """V(s_t). Column t is the state before tokens[:, t + 1] is chosen.
 
-    Its body is a copy of the policy's: a shared one would be pulled by two losses. The output
-    starts at 0, so the first step is REINFORCE on whitened returns.
+    The backbone is a copy of the policy's: two losses would pull on a shared one. The output starts
+    at 0, so the first step is REINFORCE on whitened returns.
     """
 
     def __init__(self, backbone: nn.Module):
@@ -235,30 +247,32 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """tokens [B, L], right-padded -> values [B, T] in fp32; 0 where mask [B, T] is."""
-        # On GPUs the body computes in bf16, as the policy's does; the head in fp32.
+        """Maps right-padded tokens [B, L] to fp32 values [B, T], 0 where the mask [B, T] is 0."""
+        # On GPUs the backbone computes in bf16, as the policy's does; the head in fp32.
         kind = tokens.device.type
         with torch.autocast(kind, torch.bfloat16, enabled=kind != "cpu"):
             hidden = hidden_states(self.backbone, tokens, mask.bool())  # [N, H]
-        found = self.head(hidden.float())[:, 0]  # [N]
+        masked_values = self.head(hidden.float())[:, 0]  # [N]
         values = torch.zeros(mask.shape, device=tokens.device)  # [B, T]
-        return values.masked_scatter(mask.bool(), found)  # [B, T]
+        return values.masked_scatter(mask.bool(), masked_values)  # [B, T]
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float = VALUE_CLIP):
-    """(loss, clipped), [B, T]: ½ of the larger squared error, of V and of V held near V_old.
+    """Returns (loss, clipped), [B, T] each: ½ of the larger squared error of V and of V clipped
+    around V_old.
 
-    Worked, clip 0.2, returns 1, V_old 0.5: V 0.6 -> ½ · 0.4² = 0.08; V 0.9 is held at 0.7, without
-    a gradient -> ½ · 0.3² = 0.045; V 0.1: its own error is above that of 0.3 -> ½ · 0.9² = 0.405.
+    Worked, clip 0.2, returns 1, V_old 0.5: V 0.6 -> ½ · 0.4² = 0.08; V 0.9 is clipped to 0.7,
+    without a gradient -> ½ · 0.3² = 0.045; V 0.1: the error of V is above that of 0.3 -> ½ · 0.9² =
+    0.405.
     """
-    free = (values - returns).square() / 2  # [B, T]
+    error = (values - returns).square() / 2  # [B, T]
     near_old = old_values + (values - old_values).clamp(-clip, clip)  # [B, T]
-    held = (near_old - returns).square() / 2  # [B, T]
-    return torch.maximum(free, held), held > free  # [B, T], [B, T]
+    clipped_error = (near_old - returns).square() / 2  # [B, T]
+    return torch.maximum(error, clipped_error), clipped_error > error  # [B, T], [B, T]
 
 
 def compute_value_loss(values: Tensor, batch) -> tuple[Tensor, Stats]:
-    """(loss [B, T], stats) of a micro-batch, 0 on masked tokens."""
+    """Returns (loss [B, T], stats) of a micro-batch; the loss is 0 on masked tokens."""
     mask = batch.response_mask  # [B, T]
     old_values = model_only(batch.values, mask)  # [B, T]
     returns = model_only(batch.returns, mask)  # [B, T]
@@ -268,8 +282,8 @@ def compute_value_loss(values: Tensor, batch) -> tuple[Tensor, Stats]:
 
 
 def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -> float:
-    """1 − Var(returns − V) / Var(returns) over model tokens: 1 foresees all; 0: a constant V, or
-    equal returns. Worked: returns 0, 2, V 0, 1: errors 0, 1: 1 − 0.25 / 1 = 0.75.
+    """Returns 1 − Var(returns − V) / Var(returns) over model tokens: 1 for a perfect critic, 0 for
+    a constant V or equal returns. Worked: returns 0, 2, V 0, 1: errors 0, 1: 1 − 0.25 / 1 = 0.75.
     """
     mask = response_mask.bool()  # [B, T]
     if not mask.any():
@@ -277,15 +291,15 @@ def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -
     variance = returns[mask].var(correction=0)
     if variance <= EPSILON:
         return 0.0
-    missed = (returns - values)[mask].var(correction=0)
-    return 1 - (missed / variance).item()
+    residual = (returns - values)[mask].var(correction=0)
+    return 1 - (residual / variance).item()
 
 
 # ------------------------------------------------------------------------------------ the interface
 def compute_advantages(batch, settings) -> Tensor:
-    """[B, T], once, of the whole rollout. Writes batch.returns, which the critic learns."""
+    """Returns [B, T] for the whole rollout, and sets batch.returns, the critic's targets."""
     if batch.values is None:
-        raise InputError("PPO needs batch.values, the critic's, before its advantages")
+        raise InputError("PPO needs the critic's batch.values to compute advantages")
     rewards = token_rewards(batch, settings)  # [B, T]
     mask = batch.response_mask  # [B, T]
     advantages, batch.returns = gae(rewards, batch.values, mask, lam=settings.gae_lambda)
@@ -293,7 +307,7 @@ def compute_advantages(batch, settings) -> Tensor:
 
 
 def compute_token_weights(batch, settings) -> Tensor:
-    """On the global batch of one update. Their sum is 1."""
+    """Returns weights [B, T], whose sum is 1, for the global batch of one update."""
     mask = trained_tokens(batch)  # [B, T]
     if settings.loss_aggregation == "question":
         return question_weights(mask, batch.questions)  # [B, T]
@@ -302,7 +316,7 @@ def compute_token_weights(batch, settings) -> Tensor:
 
 
 def compute_loss(logprobs: Tensor, batch, settings) -> tuple[Tensor, Stats]:
-    """(loss [B, T], stats of [B, T]) of a micro-batch, 0 on masked tokens."""
+    """Returns (loss [B, T], stats of [B, T]) of a micro-batch, 0 on masked tokens."""
     mask = batch.response_mask  # [B, T]
     logprobs = model_only(logprobs, mask)  # [B, T]
     old_logprobs = model_only(batch.old_logprobs, mask)  # [B, T]
@@ -312,13 +326,13 @@ def compute_loss(logprobs: Tensor, batch, settings) -> tuple[Tensor, Stats]:
     )
     if batch.mismatch_weights is not None:
         loss = loss * batch.mismatch_weights  # [B, T]
-    stats["approx_kl"] = kl.k3(old_logprobs, logprobs.detach())  # [B, T]  the way from the sampler
-    # Where is the KL? Here, for k2 and k3; k1 is in the reward; with kl_coef 0 it is nowhere.
+    stats["approx_kl"] = kl.k3(old_logprobs, logprobs.detach())  # [B, T]  KL(π_old‖π)
+    # Where is the KL? k2 and k3 are here, k1 is in the reward; with kl_coef 0 there is none.
     coefficient = kl.coefficient(settings, "loss")
     if coefficient or batch.ref_logprobs is not None:
         ref_logprobs = model_only(kl.required(batch.ref_logprobs), mask)  # [B, T]
         now = logprobs.detach()  # [B, T]
-        stats |= {name: k(now, ref_logprobs) for name, k in kl.ESTIMATORS.items()}  # to be logged
+        stats |= {name: k(now, ref_logprobs) for name, k in kl.ESTIMATORS.items()}  # logged
         if coefficient:
             penalty = kl.kl_in_loss(logprobs, ref_logprobs, old_logprobs, settings.kl_estimator)
             loss = loss + coefficient * penalty  # [B, T]
@@ -328,7 +342,7 @@ def compute_loss(logprobs: Tensor, batch, settings) -> tuple[Tensor, Stats]:
 def main() -> None:
     torch.set_printoptions(precision=2, sci_mode=False)
     ratio = torch.tensor([0.5, 0.75, 1.0, 1.25, 1.35, 4.0])  # [6]
-    print("clip 0.2 / 0.28; six tokens whose ratio is", ratio)
+    print("clip 0.2 / 0.28; six tokens with the ratios", ratio)
     for advantage in (1.0, -1.0):
         logprobs = ratio.log().requires_grad_()  # [6]
         advantages = torch.full((6,), advantage)  # [6]

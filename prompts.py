@@ -1,11 +1,12 @@
-"""What each paper writes: the tags of queries, documents and answers, and its instruction.
+"""The protocol of each paper: the tags of queries, documents and answers, and the instruction.
 
-One `Protocol` serves training, evaluation and the demo: a prompt that differs between them is the
-commonest silent fault of public code. The last answer is scored; braces are balanced, so
-\\boxed{\\frac{1}{2}} is read whole. The wording is ours. --prompt_file replaces it, by model, task
-and mode (`SECTIONS`). A text of it without gaps is an instruction: the system message. One with
-gaps such as {question} is a layout: filled in, it is the user's message, and there is no other.
-Left out: system prompts per model family (the chat template has them), few-shot examples.
+Training, evaluation and the demo share one `Protocol`, because a prompt that differs between them
+is the most common silent fault of public code. The last answer is scored; braces are balanced, so
+\\boxed{\\frac{1}{2}} is read whole. The wording is ours. --prompt_file replaces it by model, task
+and mode (`SECTIONS`). A text in that file without placeholders is an instruction, the system
+message. A text with placeholders such as {question} is a layout: filled in, it is the user message,
+and there is no system message. Left out: system prompts per model family (the chat template has
+them), few-shot examples.
 """
 
 from __future__ import annotations
@@ -14,71 +15,75 @@ import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from data import Document, Question, clean, control_tokens, strip_tags
 from errors import InputError, run_main, setting
 from metrics import Span, find_boxed
 
 Tags = tuple[str, str]  # begin, end
-PROTOCOLS: dict[str, Protocol] = {}  # name -> protocol; each paper adds its own below
-# What a judge of "right" reads beside the accepted answers and the given one.
+PROTOCOLS: dict[str, Protocol] = {}  # name -> protocol; filled below, paper by paper
+# A judge of correctness reads the question with the answers, or the answers alone, as they are or
+# normalized.
 JUDGE_SEES = ("question", "answers", "normalized")
-# What --prompt_file may hold. "policy:direct" is for questions that may not search, and
-# "summarizer:fallback" where queries are turned away: in training, and for pages of the web.
+# The sections of --prompt_file. "policy:direct" is for questions that may not search, and
+# "summarizer:fallback" is used where a query may be rejected: in training, and for web pages.
 BY_TASK = ("policy", "policy:direct", "summarizer", "summarizer:fallback")
 TASKS = ("qa", "math", "choice", "summary")
 SECTIONS = ("judge", "reader", *BY_TASK, *(f"{name}:{task}" for name in BY_TASK for task in TASKS))
-# The gaps of a layout: those it needs, and those it may have.
+# The placeholders of a layout: those it needs, and those it may have.
 NEEDED = {"policy": "question", "reader": "question evidence", "summarizer": "query documents"}
-OPTIONAL = {"policy": "options", "reader": "options"}  # the policy {references} under ARENA
+OPTIONAL = {"policy": "options", "reader": "options"}  # under ARENA the policy needs {references}
 OPTIONAL["summarizer"] = "question options reasoning"
-# The braces of LaTeX are not gaps: \boxed{answer}, x^{n}. {max_searches} is filled in before, as in
+# LaTeX braces are not placeholders: \boxed{answer}, x^{n}. {max_searches} is filled in earlier, in
 # every instruction.
 _GAP = re.compile(r"(?:\\\w+|[\^_])(?:\{[^{}]*\})+|\{(?!max_searches\})([a-z_]+)\}")
 
 
 @dataclass(frozen=True)
 class PromptSettings:
-    protocol: str = setting("ur2", "tags and prompt", one_of=PROTOCOLS, only="eval")
+    protocol: str = setting("ur2", "the paper's tags and prompt", one_of=PROTOCOLS, only="eval")
     prompt_file: str = setting(
         "",
-        "prompts: a file with a line [policy:math] above each, or a folder of policy.math.txt, ...;"
-        " a file without such a line is [policy]; names: docs/extend.md",
+        "your own prompts: a file with a line such as [policy:math] above each prompt (a file "
+        "without one holds [policy]), or a folder of files such as policy.math.txt; see "
+        "docs/extend.md",
     )
-    retrieval: bool = setting(True, "False: UR²'s prompt without retrieval")
-    direct_tasks: str = setting("", "these are asked with it, as math,choice", only="papers")
+    retrieval: bool = setting(True, "False uses UR²'s prompt without retrieval")
+    direct_tasks: str = setting(
+        "", "tasks that use the prompt without retrieval, such as math,choice", only="papers"
+    )
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """Tags and texts of one paper; it has no tags that are None."""
+    """Tags and texts of one paper. Tags are None if the paper has no such section."""
 
     name: str
-    query_tags: Tags | None  # None: nothing is searched (ARENA)
+    query_tags: Tags | None  # None: the model does not search (ARENA)
     documents_tags: Tags | None
     answer_tags: Tags | None  # None: the answer is \boxed{...} (UR²)
-    instruction: str  # searching allowed
-    direct_instruction: str  # UR²'s prompt without retrieval
+    instruction: str  # for questions that may search
+    direct_instruction: str  # for questions that may not search (UR²)
     prompt_suffix: str = ""  # opens the model's turn
-    evidence_tags: Tags | None = None  # R-Search: what another model is to answer from
+    evidence_tags: Tags | None = None  # R-Search: another model answers from this section
     other_tags: tuple[Tags, ...] = ()  # thinking, reflection, relevance, analysis
-    references_in_prompt: bool = False  # the question's own, numbered, in the user's message
-    stop_at_answer: bool = True  # False: a turn goes on behind the answer's end tag, until EOS
-    thinking_apart: bool = False  # ARENA: the model's own <think> goes before the three sections
-    # task -> how many searches a question may run, "": of all others. An Environment sets them.
-    search_limits: dict[str, int] = field(default_factory=lambda: {"": 4})
-    judge_sees: str = "question"  # or the answers alone: as they are, or normalized
-    # What the environment may say; blank lines are its own tokens too: mask 0.
+    references_in_prompt: bool = False  # the user message holds the question's own references
+    stop_at_answer: bool = True  # False: a turn goes on after the answer's end tag, until EOS
+    thinking_apart: bool = False  # ARENA: the model's own <think> precedes the three sections
+    # task -> how many searches a question may run; "" is for all other tasks. Set by Environment.
+    search_limits: dict[str, int] = field(default_factory=lambda: {"": 4}, hash=False)
+    judge_sees: str = "question"  # one of JUDGE_SEES
+    # Texts of the environment. Their blank lines belong to it too, with mask 0.
     fallback_notice: str = "This query asks for no fact. Ask for a fact or reason on.\n\n"
     malformed_notice: str = "\n\nNo search was run: write the query between its two tags.\n\n"
     limit_notice: str = "\n\nNo searches are left. Answer with what you know.\n\n"
     direct_notice: str = "\n\nThere is no searching here. Answer with what you know.\n\n"
     error_text: str = "Search is unavailable."
     empty_text: str = "None"
-    # What is read in place of documents if a query asks for no fact; "": none is turned away.
+    # The policy reads this instead of documents if a query asks for no fact; "": never.
     fallback_text: str = ""
-    prompts: dict[str, str] = field(default_factory=dict, hash=False)  # of --prompt_file
+    prompts: dict[str, str] = field(default_factory=dict, hash=False)  # from --prompt_file
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -91,30 +96,33 @@ class Protocol:
 
     @property
     def stop_tags(self) -> dict[str, str]:
-        """Where a turn stops -> why. Not at \\boxed{...}: reasoning may go on until EOS."""
+        """Maps each tag that ends a turn to the reason. \\boxed{...} does not end one: the model
+        may reason on until EOS.
+        """
         answer = self.answer_tags if self.stop_at_answer else None
         pairs = {"query": self.query_tags, "answer": answer}
         return {pair[1]: reason for reason, pair in pairs.items() if pair}
 
     def search_limit(self, task: str) -> int:
-        """How many searches a question of this task may run: the prompt, the environment and UR²'s
-        format reward all ask here.
+        """Returns how many searches a question of this task may run, for the prompt, the
+        environment and UR²'s format reward alike.
         """
         return self.search_limits.get(task, self.search_limits[""])
 
-    def own_prompt(self, name: str, task: str) -> str:
-        """What --prompt_file has for this task, or else for all; "" if it has nothing."""
+    def custom_prompt(self, name: str, task: str) -> str:
+        """Returns the text of --prompt_file for this task, or for all tasks, or ""."""
         return self.prompts.get(f"{name}:{task}") or self.prompts.get(name, "")
 
-    def told(self, question: Question, own: str = "") -> str:
-        """The instruction for this question, with the number of its searches filled in: `own`, of
-        --prompt_file, or the paper's in our words.
+    def fill_instruction(self, question: Question, custom: str = "") -> str:
+        """Returns the custom or else the built-in instruction for this question, with the number of
+        searches filled in.
         """
-        ours = self.instruction if question.may_search else self.direct_instruction
-        return (own or ours).replace("{max_searches}", str(self.search_limit(question.task)))
+        built_in = self.instruction if question.may_search else self.direct_instruction
+        limit = str(self.search_limit(question.task))
+        return (custom or built_in).replace("{max_searches}", limit)
 
     def section_tags(self, name: str) -> Tags:
-        """Of "query", "documents", "evidence", "answer", or of a section such as "think"."""
+        """Returns the tags of a section, such as "query", "evidence", "answer" or "think"."""
         pair = getattr(self, f"{name}_tags", None) or tag_pair(name)
         if pair[0] not in self.tags:
             raise InputError(f"protocol {self.name} has no <{name}> section: the reward needs one")
@@ -122,7 +130,7 @@ class Protocol:
 
 
 def as_protocol(protocol: Protocol | str) -> Protocol:
-    """A protocol, or the one of that name."""
+    """Returns a protocol, looked up by its name if a name is given."""
     if isinstance(protocol, Protocol):
         return protocol
     if protocol not in PROTOCOLS:
@@ -141,7 +149,7 @@ _UR2_TAGS = (
 )
 
 
-# Appendix C.6, word for word: its own summary prompts ask for this sentence.
+# UR² appendix C.6, word for word: the paper's summary prompts ask for this sentence.
 _NO_FACT_TO_FIND = (
     "This query requires design, computation, or complex reasoning, which exceeds the capabilities"
     " of a search engine. Please input another query or proceed with direct reasoning."
@@ -161,12 +169,12 @@ def _ur2(name: str, query: Tags, documents: Tags) -> Protocol:
         " Finish with one short final answer inside \\boxed{}; for a multiple-choice question"
         " finish with: the correct answer is: LETTER."
     )
-    told = (begin + search + finish, begin + finish)
-    return Protocol(name, query, documents, None, *told, fallback_text=_NO_FACT_TO_FIND)
+    instructions = (begin + search + finish, begin + finish)
+    return Protocol(name, query, documents, None, *instructions, fallback_text=_NO_FACT_TO_FIND)
 
 
 PROTOCOLS["ur2"] = _ur2("ur2", *_UR2_TAGS)
-# UR²'s ablation of the tags: the same protocol under another pair.
+# UR²'s ablation of the tags: the same protocol with other tags.
 PROTOCOLS["ur2_search"] = _ur2("ur2_search", tag_pair("search"), tag_pair("information"))
 
 PROTOCOLS["r1_searcher"] = Protocol(
@@ -199,7 +207,7 @@ PROTOCOLS["r_search"] = Protocol(
     " your answer </answer>.",
     evidence_tags=tag_pair("original_evidence"),
 )
-# Its ablation: no evidence box, and no word of one.
+# R-Search's ablation without an evidence box.
 PROTOCOLS["r_search_plain"] = replace(
     PROTOCOLS["r_search"],
     name="r_search_plain",
@@ -239,7 +247,7 @@ PROTOCOLS["when_to_search"] = Protocol(
     other_tags=(tag_pair("think"), tag_pair("reflect")),
     judge_sees="normalized",  # appendix B.4
 )
-# Its section 3.2 samples until the end of the text.
+# When to Search section 3.2 samples until the end of the text.
 PROTOCOLS["when_to_search_eos"] = replace(
     PROTOCOLS["when_to_search"], name="when_to_search_eos", stop_at_answer=False
 )
@@ -268,24 +276,27 @@ PROTOCOLS["arena"] = Protocol(
 PROTOCOLS["arena_thinking"] = replace(
     PROTOCOLS["arena"], name="arena_thinking", thinking_apart=True
 )
-_SUMMARY = (
-    _ARENA.replace("You get a question between", "You get what to summarise between")
-    .replace("Answer from the references", "Write the summary that is asked for from them")
-    .replace(
-        "the answer, as short as the question allows, unexplained",
-        "the summary, in whole sentences",
-    )
-    .replace("the answer", "the summary")
-    .replace("answer>", "summary>")
+_SUMMARY = _ARENA
+for _old, _new in (
+    ("You get a question between", "You get what to summarise between"),
+    ("Answer from the references", "Write the summary that is asked for from them"),
+    ("the answer, as short as the question allows, unexplained", "the summary, in whole sentences"),
+    ("the answer", "the summary"),
+    ("answer>", "summary>"),
+):
+    _SUMMARY = _SUMMARY.replace(_old, _new)
+PROTOCOLS["arena_summary"] = replace(  # appendix H.2
+    PROTOCOLS["arena"],
+    name="arena_summary",
+    answer_tags=tag_pair("summary"),
+    instruction=_SUMMARY,
+    direct_instruction=_SUMMARY,
 )
-_told = dict.fromkeys(("instruction", "direct_instruction"), _SUMMARY)
-_summary = replace(PROTOCOLS["arena"], answer_tags=tag_pair("summary"), **_told)  # appendix H.2
-PROTOCOLS["arena_summary"] = replace(_summary, name="arena_summary")
 
 
 # --------------------------------------------------------------------------------------- the prompt
 def question_text(question: Question) -> str:
-    """The question, and lettered options where it has them."""
+    """Returns the question, followed by its lettered options if it has any."""
     return "\n".join([question.question, *lettered(question)])
 
 
@@ -294,7 +305,8 @@ def lettered(question: Question) -> list[str]:
 
 
 def gaps_of(text: str) -> set[str]:
-    """
+    """Returns the names of a layout's placeholders.
+
     >>> sorted(gaps_of("{question}, in a \\\\boxed{box}: {options}"))
     ['options', 'question']
     """
@@ -302,13 +314,13 @@ def gaps_of(text: str) -> set[str]:
 
 
 def fill(layout: str, values: dict[str, str]) -> str:
-    """The layout with its gaps filled, at once: a value that looks like a gap stays as it is."""
+    """Fills a layout in one pass: a value that looks like a placeholder stays as it is."""
     return _GAP.sub(lambda gap: values[gap[1]] if gap[1] else gap[0], layout)
 
 
 def question_values(question: Question, layout: str) -> dict[str, str]:
-    """What fills {question}, {options}, {references}. Options that have no gap of their own follow
-    the question.
+    """Returns the values of {question}, {options} and {references}. Options follow the question if
+    the layout has no {options}.
     """
     return {
         "question": question.question if "{options}" in layout else question_text(question),
@@ -317,96 +329,114 @@ def question_values(question: Question, layout: str) -> dict[str, str]:
     }
 
 
-def worded(own: str, instruction: str, text: str, values: dict[str, str]) -> tuple[str, str]:
-    """(system message, user message): `own`, of --prompt_file, is a layout, or an instruction in
-    place of ours; "" is none.
+def make_messages(
+    custom: str, instruction: str, text: str, values: dict[str, str]
+) -> tuple[str, str]:
+    """Returns (system message, user message). A custom text of --prompt_file is a layout, or an
+    instruction that replaces ours.
     """
-    return ("", fill(own, values)) if gaps_of(own) else (own or instruction, text)
+    if gaps_of(custom):
+        return "", fill(custom, values)
+    return custom or instruction, text
 
 
 def user_text(protocol: Protocol, question: Question, tokenizer) -> str:
-    """What the user says: for ARENA between tags, and with the references, a numbered line each."""
+    """Returns the user message. Under ARENA it holds question and numbered references in tags."""
     if not protocol.references_in_prompt:
         return without_control(question_text(question), tokenizer, protocol.tags)
     check_references(protocol, question)
     parts = [question_text(question), "\n".join(number_documents(question.references))]
-    own = (*protocol.tags, "<question>", "</question>", "<references>", "</references>")
-    asked, given = (without_control(part, tokenizer, own) for part in parts)
-    return f"<question>{asked}</question>\n<references>\n{given}\n</references>"
+    tags = (*protocol.tags, "<question>", "</question>", "<references>", "</references>")
+    asked, references = (without_control(part, tokenizer, tags) for part in parts)
+    return f"<question>{asked}</question>\n<references>\n{references}\n</references>"
 
 
 def check_references(protocol: Protocol, question: Question) -> None:
-    """If they stand in the prompt: are there any, and is a summary asked for by its own tag?"""
-    if protocol.references_in_prompt and not question.references:
+    """Refuses a question without references, and a task that does not fit the answer tags, if the
+    protocol puts references into the prompt.
+    """
+    if not protocol.references_in_prompt:
+        return
+    if not question.references:
         raise InputError(
-            f"question {question.id} has no references, which protocol {protocol.name} answers"
-            " from: give the record a `references` list, or choose a protocol that searches"
+            f"question {question.id} has no references, and protocol {protocol.name} answers from"
+            " them: give the record a `references` list, or choose a protocol that searches"
         )
-    asks, wants = protocol.answer_tags == tag_pair("summary"), question.task == "summary"
-    if protocol.references_in_prompt and asks != wants:
-        advice = "summaries, and they alone, are for --recipe arena --variant summaries"
+    if (protocol.answer_tags == tag_pair("summary")) != (question.task == "summary"):
+        advice = "--recipe arena --variant summaries is for questions of task summary only"
         raise InputError(f"question {question.id} is of task {question.task}: {advice}")
 
 
 def prompt_text(protocol: Protocol | str, question: Question, tokenizer) -> str:
     protocol = as_protocol(protocol)
-    own = protocol.own_prompt("policy", question.task)
+    custom = protocol.custom_prompt("policy", question.task)
     if not question.may_search:
-        if protocol.query_tags and protocol.query_tags[0] in own:  # it says how to search
-            own = ""
-        own = protocol.own_prompt("policy:direct", question.task) or own
-    instruction, user = protocol.told(question, own), user_text(protocol, question, tokenizer)
-    if own:
-        values = question_values(question, own)
+        if protocol.query_tags and protocol.query_tags[0] in custom:  # it explains how to search
+            custom = ""
+        custom = protocol.custom_prompt("policy:direct", question.task) or custom
+    instruction = protocol.fill_instruction(question, custom)
+    user = user_text(protocol, question, tokenizer)
+    if custom:
+        values = question_values(question, custom)
         values = {k: without_control(v, tokenizer, protocol.tags) for k, v in values.items()}
-        instruction, user = worded(instruction, "", user, values)
+        instruction, user = make_messages(instruction, "", user, values)
     text = chat_text(tokenizer, instruction, user, "Question: {}\nAnswer:")
-    # Some templates open the turn with "<think>\n" themselves: not twice.
-    return text if text.rstrip().endswith(protocol.prompt_suffix) else text + protocol.prompt_suffix
+    # Some templates open the turn with "<think>\n" already.
+    if not text.rstrip().endswith(protocol.prompt_suffix):
+        text += protocol.prompt_suffix
+    return text
 
 
 def chat_text(tokenizer, instruction: str, text: str, plain: str = "{}\n\nAnswer:") -> str:
-    """System and user message through the chat template; `plain` for a base model, without one."""
+    """Renders system and user message by the chat template, or, for a base model without one, by
+    the format `plain`.
+    """
     if not getattr(tokenizer, "chat_template", None):
-        said = f"{instruction}\n\n{plain.format(text)}" if instruction else text
-        return f"{tokenizer.bos_token or ''}{said}"
+        prompt = f"{instruction}\n\n{plain.format(text)}" if instruction else text
+        return f"{tokenizer.bos_token or ''}{prompt}"
+    render = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
     messages = [{"role": "system", "content": instruction}, {"role": "user", "content": text}]
-    messages = messages[not instruction :]  # a layout has none
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return render(messages[not instruction :])  # a layout has no system message
     except Exception:  # templates without a system role raise their own error
-        messages = [{"role": "user", "content": f"{instruction}\n\n{text}"}]
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return render([{"role": "user", "content": f"{instruction}\n\n{text}"}])
 
 
 def build_prompt(protocol: Protocol | str, question: Question, tokenizer) -> list[int]:
-    """Prompt token ids. The template has written the special tokens: none is added here."""
+    """Returns the prompt's token ids. The template writes the special tokens; none is added."""
     text = prompt_text(protocol, question, tokenizer)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 # ----------------------------------------------------------------------------- what the model wrote
+def to_span(match: re.Match) -> Span:
+    return Span(match.start(), match.end(), match[1].strip())
+
+
 def find_blocks(text: str, begin: str, end: str) -> list[Span]:
-    """Every `begin ... end` pair, left to right; a second `begin` before `end` starts anew."""
+    """Finds every `begin ... end` pair, left to right. If `begin` occurs twice before `end`, the
+    block starts at the second.
+    """
     begin, end = re.escape(begin), re.escape(end)
-    blocks = re.finditer(f"{begin}((?:(?!{begin}).)*?){end}", text, re.DOTALL)
-    return [Span(block.start(), block.end(), block[1].strip()) for block in blocks]
+    return [*map(to_span, re.finditer(f"{begin}((?:(?!{begin}).)*?){end}", text, re.DOTALL))]
 
 
 def last_block(text: str, tags: Tags) -> str | None:
-    """The content of the last block that is not empty."""
+    """Returns the content of the last block that is not empty."""
     contents = [span.content for span in find_blocks(text, *tags) if span.content]
     return contents[-1] if contents else None
 
 
 def section_letters(text: str, tags: dict[str, Tags]) -> str:
-    """The sections of the text by their letters; "x" is none: text outside, a tag inside, empty.
+    """Returns one letter per section. "x" marks a fault: text outside the sections, a tag inside
+    one, an empty one.
+
     >>> section_letters("<a> 1 < 2 </a> <b></b>", {"A": ("<a>", "</a>"), "B": ("<b>", "</b>")})
     'Ax'
     """
     letters = {begin + end: letter for letter, (begin, end) in tags.items()}
-    either = "|".join(re.escape(tag) for pair in tags.values() for tag in pair)
-    outside, *rest = re.split(f"({either})", text)  # then begin, content, end, outside, begin, ...
+    any_tag = "|".join(re.escape(tag) for pair in tags.values() for tag in pair)
+    outside, *rest = re.split(f"({any_tag})", text)  # then begin, content, end, outside, begin, ...
     order = ""
     while len(rest) >= 4:
         begin, content, end, after, *rest = rest
@@ -415,29 +445,30 @@ def section_letters(text: str, tags: dict[str, Tags]) -> str:
     return "x" if rest or outside.strip() else order
 
 
-# A colon, then a letter that is no part of a word; around it a box, brackets, stars. Possessive
-# `*+`: blanks without end after "is" must not cost the square of their number.
+# A colon, then a letter that is not part of a word; a box, brackets or stars may surround it.
+# `*+` is possessive: a long run of blanks after "is" must not cost quadratic time.
 _CHOICE = re.compile(
     r"correct answer is[\s*]*+:((?:\\[a-z]+|[\s*_$\"'(\[{])*+[a-z](?![-'’]?[^\W_])[^\n]*)",
     re.IGNORECASE,
 )
 
 
-def find_answers(protocol: Protocol, text: str, task: str = "qa") -> list[Span]:
-    """Every answer in the model's own text, by position. Under UR² a choice is answered by "the
-    correct answer is: X" alone (D.2): "... is not A", "... is: neither" and a box elsewhere, as it
-    stands in a calculation, are no answer to it.
+@lru_cache(maxsize=1024)  # rewards and metrics need a trajectory's answers a dozen times
+def find_answers(protocol: Protocol, text: str, task: str = "qa") -> tuple[Span, ...]:
+    """Finds every answer in the model's own text, in order. Under UR² only "the correct answer is:
+    X" answers a choice (D.2); "... is not A", "... is: neither" and a box, which may belong to a
+    calculation, do not.
     """
     if protocol.answer_tags:
-        return find_blocks(text, *protocol.answer_tags)
+        return tuple(find_blocks(text, *protocol.answer_tags))
     if task != "choice":
-        return [*find_boxed(text)]
-    return [Span(m.start(), m.end(), m[1].strip()) for m in _CHOICE.finditer(text)]
+        return tuple(find_boxed(text))
+    return tuple(map(to_span, _CHOICE.finditer(text)))
 
 
 def parse_query(protocol: Protocol, turn: str) -> str | None:
-    """The query that a model turn ends in; "" if it is empty, None if a tag of it is missing. No
-    begin tag of an earlier turn or of a document can open it: give it this turn only.
+    """Returns the query at the end of a model's turn, "" if it is empty, None if a tag is missing.
+    Give it this turn only, so that no begin tag of an earlier turn or a document can open a query.
     """
     if not protocol.query_tags:
         return None
@@ -448,7 +479,8 @@ def parse_query(protocol: Protocol, turn: str) -> str | None:
 
 
 def without_thinking(reply: str) -> str:
-    """The reply behind the thinking; "" if that never ended. Some templates open <think> already.
+    """Returns the reply after the thinking, or "" if the thinking did not end. The opening <think>
+    may be missing, as some templates write it.
 
     >>> without_thinking("<think>Kelmouth? No.</think>\\nNorland")
     'Norland'
@@ -458,37 +490,37 @@ def without_thinking(reply: str) -> str:
 
 # ---------------------------------------------------------------------- what the environment writes
 def number_documents(documents: Sequence[Document]) -> list[str]:
-    """Documents as the policy reads them when nobody summarises: "(1) Title: text"."""
+    """Formats documents as the policy reads them without a summariser: "(1) Title: text"."""
     titled = [f"{d.title}: {d.text}" if d.title else d.text for d in documents]
     return [f"({number}) {text}" for number, text in enumerate(titled, 1)]
 
 
 def frame_documents(protocol: Protocol, body: str) -> str:
-    """The whole inserted block, blank lines included. All of it has mask 0."""
+    """Returns the whole inserted text, tags and blank lines included; all of it has mask 0."""
     begin, end = protocol.documents_tags
     return f"\n\n{begin}\n{body}\n{end}\n\n"
 
 
 @lru_cache(maxsize=1024)
 def without_control(text: str, tokenizer, tags: tuple[str, ...] = ()) -> str:
-    """What others wrote, without tags and control tokens: no page may close its own frame."""
+    """Removes tags and control tokens from foreign text: no page may close its own frame."""
     control = control_tokens(tokenizer)
     text = strip_tags(clean(text), [*tags, *control.values()])
-    # Trap: to a tokenizer that normalises "＜EOS＞" is one. Then it loses all signs.
-    for tried in (text, re.sub(r"[^\w\s]|_", " ", text)):
-        ids = tokenizer(tried, add_special_tokens=False)["input_ids"]
-        found = control.keys() & set(ids) - {tokenizer.unk_token_id}  # or an unknown word
-        if not found and not any(map(tokenizer.decode(ids).count, tags)):
-            return tried
+    # Trap: a tokenizer that normalises reads "＜EOS＞" as a token. Then all punctuation goes.
+    for candidate in (text, re.sub(r"[^\w\s]|_", " ", text)):
+        ids = tokenizer(candidate, add_special_tokens=False)["input_ids"]
+        special = control.keys() & set(ids) - {tokenizer.unk_token_id}  # or an unknown word
+        if not special and not any(map(tokenizer.decode(ids).count, tags)):
+            return candidate
     return ""
 
 
 def main() -> None:
-    """What each model is told."""
+    """Prints the instruction of each protocol."""
     for name, protocol in PROTOCOLS.items():
         print(f"== {name}: stops at {' '.join(protocol.stop_tags)} or the end of the text")
-        told = protocol.told(Question("", "", []))
-        print(textwrap.indent(textwrap.fill(told, 117), "   "))
+        instruction = protocol.fill_instruction(Question("", "", []))
+        print(textwrap.indent(textwrap.fill(instruction, 117), "   "))
 
 
 if __name__ == "__main__":

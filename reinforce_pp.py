@@ -3,19 +3,20 @@
     plain     r_t = −kl_coef · k1_t  (estimator k1),  + R on the trajectory's last model token
               G_t = r_t + γ G_{t+1}                   over model tokens only, γ = 1
               A_t = (G_t − mean_batch) / (std_batch + 1e-6)
-              mean and std over the batch's model tokens, each weighing 1 (ppo.whiten)
+              mean and std over the batch's model tokens (ppo.whiten)
     baseline  A = Norm_batch(Norm_group(R − b)),  b = mean of the group           (UR² eq. 5)
-              one advantage per trajectory: no γ, and a KL in the reward is summed before;
-              mean and std over the batch's trajectories, each weighing 1
-              group_std=False: no division by the group's std
+              one advantage per trajectory: no γ, and a KL in the reward is summed first;
+              mean and std over the batch's trajectories
+              group_std=False: do not divide by the group's std
               whiten_tokens=True: Norm_batch over the model tokens, as in the plain form
 
-Only the advantage differs from GRPO. In the plain form a question whose answers are all right
-still pushes them up; in the baseline form it teaches nothing, as in GRPO.
+Only the advantage differs from GRPO. In the plain form, a question with only right answers still
+makes them more likely; in the baseline form it teaches nothing, as in GRPO.
 Source: Hu et al. 2025 (REINFORCE++ and REINFORCE++-baseline); UR² eq. 5 and, for the loss, eq. 3.
-What R1-Searcher and UR² released runs the baseline form without the group's std and over tokens, as
-OpenRLHF and verl do. Over trajectories, which eq. 5 allows, long answers do not set the mean, and a
-group of equal rewards has the advantage 0; over tokens it has not, unless all lengths are equal.
+The code of R1-Searcher and UR² uses the baseline form without the group's std and over tokens, as
+OpenRLHF and verl do. Over trajectories, which eq. 5 allows, long answers do not dominate the mean,
+and a group of equal rewards has the advantage 0; over tokens it does so only if all lengths are
+equal.
 Left out: reward clipping and running statistics across batches.
 """
 
@@ -30,15 +31,15 @@ from ppo import last_model_token, token_rewards
 
 
 def baseline_advantages(rewards: Tensor, group_size: int, group_std: bool = True) -> Tensor:
-    """Norm_batch(Norm_group(R − b)), [B] (UR² eq. 5). Equal groups: exactly 0.
-    Worked: [1, 0, 1, 1] by twos: group [0.7071, −0.7071, 0, 0]; batch std √(1/3) = 0.5774
+    """Returns Norm_batch(Norm_group(R − b)), [B] (UR² eq. 5); exactly 0 in groups of equal rewards.
+    Worked: [1, 0, 1, 1] in groups of 2: group [0.7071, −0.7071, 0, 0]; batch std √(1/3) = 0.5774
     -> [1.2247, −1.2247, 0, 0]. [1, 0, 1, NaN], of which three are known: std √(1/2) = 0.7071
     -> [1, −1, 0, 0].
     """
     normalize = grpo.group_normalize if group_std else grpo.group_center
     advantages = normalize(rewards, group_size)  # [B]
-    # Norm_batch only divides: the batch's mean is 0 as each group's is, and subtracting its
-    # rounding error would move groups that are exactly 0. ddof 1.
+    # Norm_batch only divides: every group's mean is 0, so the batch's is too, and subtracting a
+    # rounding error would change advantages that are exactly 0. ddof 1.
     squares = advantages.square().sum()
     known = (~rewards.isnan()).sum()
     std = (squares / (known - 1).clamp(min=1)).sqrt()
@@ -46,7 +47,7 @@ def baseline_advantages(rewards: Tensor, group_size: int, group_std: bool = True
 
 
 def returns_to_go(token_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """G_t = r_t + γ G_{t'}, t' the next model token; [B, T], 0 on masked tokens.
+    """Returns G_t = r_t + γ G_{t'}, [B, T], 0 on masked tokens; t' is the next model token.
 
     Worked: rewards [1, 9, 2, 0], mask [1, 0, 1, 0], γ 0.5 -> [1 + 0.5 · 2, 0, 2, 0] = [2, 0, 2, 0].
     """
@@ -54,16 +55,16 @@ def returns_to_go(token_rewards: Tensor, response_mask: Tensor, gamma: float = 1
     returns = torch.zeros_like(token_rewards)  # [B, T]
     later = token_rewards.new_zeros(len(token_rewards))  # [B]
     for t in reversed(range(token_rewards.shape[1])):
-        # A document is no step of the policy: it neither discounts nor adds.
-        here = token_rewards[:, t] + gamma * later  # [B]
-        later = torch.where(mask[:, t], here, later)  # [B]
+        # A document is not a step of the policy: it neither discounts nor adds.
+        current = token_rewards[:, t] + gamma * later  # [B]
+        later = torch.where(mask[:, t], current, later)  # [B]
         returns[:, t] = later
     return ppo.model_only(returns, mask)  # [B, T]
 
 
 # ------------------------------------------------------------------------------------ the interface
 def compute_advantages(batch, settings) -> Tensor:
-    """Once, on the whole rollout batch (of all processes: they share the statistics)."""
+    """Returns the advantages [B, T] of the whole rollout of all processes."""
     mask = batch.response_mask  # [B, T]
     if settings.algorithm == "reinforce_pp":
         returns = returns_to_go(token_rewards(batch, settings), mask)  # [B, T]
@@ -84,14 +85,14 @@ compute_loss = grpo.compute_loss
 def main() -> None:
     torch.set_printoptions(precision=4, sci_mode=False)
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])  # [B], G = 2
-    print("Two questions, two answers each. rewards", rewards)
+    print("Two questions, two answers each; rewards", rewards)
     print("baseline (UR² eq. 5)  Norm_group    ", grpo.group_normalize(rewards, 2))
     print("                      Norm_batch    ", baseline_advantages(rewards, 2))
     print("                      group_std off ", baseline_advantages(rewards, 2, False))
     mask = torch.tensor([[1, 0, 1], [1, 1, 1], [1, 1, 0], [1, 0, 0]])
     returns = returns_to_go(rewards[:, None] * last_model_token(mask), mask)  # [4, 3]
-    print("plain, mask\n", mask)
-    print("whitened over the batch's tokens\n", ppo.whiten(returns, mask))
+    print("plain, with the mask\n", mask)
+    print("returns, whitened over the batch's tokens\n", ppo.whiten(returns, mask))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""Query -> documents. Every retriever has `search(queries, k)`, and all rows' queries of a moment
-come in one call: a list of documents for each, None for a query whose search failed by itself, or
-False for one that a server refuses for what it is.
+"""Retrieval: query -> documents. Every retriever has `search(queries, k)`. One call takes the
+queries of all rows and returns for each a list of documents, None if this search failed, or False
+if a server rejected the query for its content.
 
 BM25 as rank-bm25's BM25Okapi defines it, over N documents; f = count of term t in document d,
-|d| = its words:
+|d| = the number of words in d:
 
     score(q, d) = Σ_{t in q} idf(t) · f · (k1 + 1) / (f + k1 · (1 − b + b · |d| / mean |d|))
-    idf(t)      = ln((N − n_t + 0.5) / (n_t + 0.5)),   n_t documents hold t;
-                  a negative idf (t in more than half of them) becomes epsilon · mean idf, or
-                  where that is not above 0 either (two documents, say) a small number
+    idf(t)      = ln((N − n_t + 0.5) / (n_t + 0.5)),   n_t documents contain t;
+                  a negative idf (t in more than half of them) becomes epsilon · mean idf; if that
+                  is not positive either (as with two documents), it becomes a small number
 
-No summand depends on the query. So the index holds the finished summand of every (term, document)
-pair, sorted by term: a query adds up a few slices. `--index` keeps it (retrievers/index.py).
+The summands do not depend on the query. So the index holds the summand of every (term, document)
+pair, sorted by term, and a query adds up a few slices. `--index` stores it (retrievers/index.py).
 
-Behind the door: retrievers/dense.py (an encoder), retrievers/remote.py (another machine's
+Other retrievers: retrievers/dense.py (an encoder), retrievers/remote.py (another machine's
 retriever), retrievers/controls.py (`random`, `empty`, `oracle`, `given`).
 
     python retriever.py "a query" --corpus FILE              search
@@ -36,28 +36,32 @@ from data import Document, SearchRequest, SearchResult, harmless, load_corpus
 from errors import FlagParser, InputError, run_main, setting
 from metrics import tokenize
 
-SHOW_PROGRESS_FROM = 20_000  # documents: below this the index is built before a bar could be read
+SHOW_PROGRESS_FROM = 20_000  # documents; a smaller index takes less than a second
 RETRIEVERS = ("bm25", "dense", "http", "random", "empty", "oracle", "given")
 Array = np.ndarray
-SMALL_IDF = 0.05  # where epsilon · mean idf is none
-COMMON = 0.25  # share of the documents from which on a term has a row
+SMALL_IDF = 0.05  # if epsilon · mean idf is not positive
+COMMON = 0.25  # a term in more than this share of the documents gets a whole row of scores
 Found = list[list[Document]]  # one per query or request, best first
 Requests = list[SearchRequest]
 Results = list[SearchResult]  # one per request, in order
 Summarize = Callable[[Requests, Found], Results]
-SEARCH_FAILED = "search failed"  # of one query, while others of its call were answered
+SEARCH_FAILED = "search failed"  # the error of a single query in a call
 
 
 @dataclass(frozen=True)
 class RetrieverSettings:
     retriever: str = setting(
-        "bm25", "bm25, dense: of the corpus; http: elsewhere; others: controls", one_of=RETRIEVERS
+        "bm25",
+        "bm25 or dense search the corpus, http asks a server, the others are controls",
+        one_of=RETRIEVERS,
     )
     retriever_url: str = setting("", "http: the server's address, http://host:port")
-    index: str = setting("", "bm25: a folder that keeps its index")
-    encoder: str = setting("", "dense: an encoder such as intfloat/e5-base-v2, or its directory")
-    title_boost: int = setting(1, "how often BM25 counts a passage's title", least=0, only="papers")
-    documents_per_search: int = setting(5, "passages per query", least=1)
+    index: str = setting("", "bm25: the folder in which the index is stored")
+    encoder: str = setting("", "dense: an encoder such as intfloat/e5-base-v2, or a directory")
+    title_boost: int = setting(
+        1, "how often BM25 counts a document's title", least=0, only="papers"
+    )
+    documents_per_search: int = setting(5, "documents per query", least=1)
 
 
 def make_retriever(
@@ -68,10 +72,11 @@ def make_retriever(
     device="",
     runs="runs",
 ):
-    """The retriever that the settings name, over these documents (http, most controls need none).
+    """Returns the retriever that the settings name. http and most controls ignore the documents.
 
-    timeout   http: seconds per try; device: of dense, "" is a free GPU
-    runs      dense: the folder of all runs, in which the vectors are kept
+    timeout   http: seconds per attempt
+    device    dense: "" takes a free GPU
+    runs      dense: the folder of all runs, in which the vectors are stored
     """
     name = settings.retriever
     if name == "bm25":
@@ -83,7 +88,7 @@ def make_retriever(
     if name == "dense":
         from retrievers.dense import DenseRetriever  # a door: BM25 loads no torch
 
-        index_file = getattr(settings, "index_file", "")  # of `serve` and `check`
+        index_file = getattr(settings, "index_file", "")  # a flag of `serve` and `check`
         return DenseRetriever(documents, settings.encoder, device, index_file, runs)
     if name in RETRIEVERS:
         from retrievers.controls import make_control  # a door: BM25 needs no control
@@ -94,23 +99,23 @@ def make_retriever(
 
 # ---------------------------------------------------------------------------------- the search
 def show_all(requests: Requests, documents: Found) -> Results:
-    """No summariser: the policy reads the documents, and every query counts as a lookup."""
-    return [SearchResult(found) for found in documents]
+    """Returns results without a summary: the policy reads the documents themselves."""
+    return [SearchResult(retrieved) for retrieved in documents]
 
 
 def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> Callable:
-    """What the rollout is given: retrieve for all requests in one call, then summarise for all.
-    search.seconds(requests): how long a retriever that asks elsewhere may take for their queries.
+    """Returns the rollout's search function: it retrieves for all requests in one call, then
+    summarises for all. `search.seconds(requests)` is how long a remote retriever may take.
     """
 
     def search(requests: Requests) -> Results:
-        found = retrieve(retriever, requests, k) if requests else []
-        results = [SearchResult(error=SEARCH_FAILED, rejected=its is False) for its in found]
-        answered = [i for i, documents in enumerate(found) if isinstance(documents, list)]
-        if answered:
-            told = summarize([requests[i] for i in answered], [found[i] for i in answered])
-            for i, result in zip(answered, told, strict=True):
-                results[i] = result
+        answers = retrieve(retriever, requests, k) if requests else []
+        results = [SearchResult(error=SEARCH_FAILED, rejected=a is False) for a in answers]
+        rows = [i for i, answer in enumerate(answers) if isinstance(answer, list)]
+        if rows:
+            summaries = summarize([requests[i] for i in rows], [answers[i] for i in rows])
+            for i, summary in zip(rows, summaries, strict=True):
+                results[i] = summary
         return results
 
     if hasattr(retriever, "seconds"):
@@ -119,25 +124,24 @@ def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> Calla
 
 
 def retrieve(retriever, requests: Requests, k: int) -> list[list[Document] | bool | None]:
-    """The documents of every request, None where its search failed, False where the query was
-    rejected; each query once.
+    """Returns each request's documents, None if the search failed, False if the query was rejected.
+    A query that several requests share is searched once.
     """
     oracle = getattr(retriever, "needs_questions", False)
-    # For the oracle the question decides: two questions may well ask the same query.
+    # The oracle's documents depend on the question, and two questions may share a query.
     keys = [(request.query, request.question.id if oracle else "") for request in requests]
     unique = dict(zip(keys, requests, strict=True))
     questions = [[request.question for request in unique.values()]] if oracle else []
-    found = retriever.search([query for query, _ in unique], k, *questions)
+    answers = retriever.search([query for query, _ in unique], k, *questions)
     # strict: a retriever that drops a query must not shift the others
-    documents = dict(zip(unique, found, strict=True))
-    answers = [documents[key] for key in keys]
-    return [answer if answer in (None, False) else list(answer) for answer in answers]
+    by_key = dict(zip(unique, answers, strict=True))
+    return [by_key[key] if by_key[key] in (None, False) else list(by_key[key]) for key in keys]
 
 
 # --------------------------------------------------------------------------------------------- BM25
 class BM25:
-    """An inverted index: `postings[start[t] : start[t + 1]]` are the documents of term t,
-    `weights` their summands. For a common term, adding a whole row [N] is faster.
+    """BM25 over an inverted index: `postings[start[t] : start[t + 1]]` are the documents of term t,
+    `weights` holds their summands. For a common term, adding a whole row [N] is faster.
     """
 
     def __init__(
@@ -149,46 +153,46 @@ class BM25:
         title_boost=1,
         index="",
     ):
-        """`title_boost`: how often the title's words stand in the indexed text; `index`: a folder
-        that keeps the index, built if it is not there.
+        """title_boost: how often the title is repeated in the indexed text; index: the folder in
+        which the index is stored ("": memory only).
         """
         if not documents:
-            raise InputError("the corpus is empty: BM25 needs a --corpus with at least one passage")
+            raise InputError("the corpus is empty: BM25 needs a --corpus with a document in it")
         self.documents = documents
         parameters = (k1, b, epsilon, title_boost)
         if index:
-            from retrievers.index import kept  # a door: in memory none is needed
+            from retrievers.index import load_or_build  # a door: an index in memory needs no files
 
-            found = kept(index, documents, parameters, build)
+            parts = load_or_build(index, documents, parameters, build)
         else:
-            found = build(documents, *parameters)
-        self.vocabulary, self.start, self.postings, self.weights = found
+            parts = build(documents, *parameters)
+        self.vocabulary, self.start, self.postings, self.weights = parts
         n = len(documents)
         common = np.flatnonzero(np.diff(self.start) > COMMON * n)
         self.rows = {term: self.add(np.zeros(n), term, 1) for term in common}
 
     def add(self, scores: Array, term: int, count: int) -> Array:
-        """`scores` [N], changed."""
-        chosen = slice(self.start[term], self.start[term + 1])
-        # No document stands twice in a slice: += is safe.
-        scores[self.postings[chosen]] += count * self.weights[chosen]
+        """Adds a term's summands to `scores` [N] in place and returns it."""
+        pairs = slice(self.start[term], self.start[term + 1])
+        # += is safe, because no document occurs twice in a slice.
+        scores[self.postings[pairs]] += count * self.weights[pairs]
         return scores
 
     def scores(self, query: str) -> Array:
-        """The score of every document.  # [N]"""
+        """Returns the score of every document, [N]."""
         scores = np.zeros(len(self.documents))
-        counts = Counter(tokenize(query))  # a word that is asked twice counts twice
+        counts = Counter(tokenize(query))  # a repeated word counts each time
         for word, count in counts.items():
             term = self.vocabulary.get(word)
-            if term in self.rows:  # a product would be another row of memory: only if it must be
+            if term in self.rows:  # for count 1 no product, which would be another row of memory
                 scores += self.rows[term] if count == 1 else count * self.rows[term]
             elif term is not None:
                 self.add(scores, term, count)
         return scores
 
     def search(self, queries: list[str], k: int) -> Found:
-        """min(k, N) documents each, best first. As in the reference, documents that share no word
-        with the query (score 0) fill up the list.
+        """Returns min(k, N) documents per query, best first. As in the reference implementation,
+        documents that share no word with the query (score 0) fill up the list.
         """
         return [self.best(query, k) for query in queries]
 
@@ -197,10 +201,10 @@ class BM25:
 
 
 def build(documents: list[Document], k1: float, b: float, epsilon: float, title_boost: int):
-    """(vocabulary, start, postings, weights) of BM25."""
+    """Builds BM25's (vocabulary, start, postings, weights)."""
     n = len(documents)
     texts = (f"{d.title} " * title_boost + d.text for d in documents)
-    texts = tqdm(texts, "BM25 index", n, unit=" passages", disable=n < SHOW_PROGRESS_FROM)
+    texts = tqdm(texts, "BM25 index", n, unit=" documents", disable=n < SHOW_PROGRESS_FROM)
     vocabulary, tokens, lengths = count_words(texts)
     terms, postings, frequencies = invert(tokens, lengths)
     document_counts = np.bincount(terms, minlength=len(vocabulary))  # [terms], n_t
@@ -208,14 +212,13 @@ def build(documents: list[Document], k1: float, b: float, epsilon: float, title_
     idf = inverse_document_frequencies(document_counts, n, epsilon)
     mean = max(lengths.mean(), 1e-12)  # a corpus may have no word at all
     norm = k1 * (1 - b + b * lengths / mean)  # [N]
-    # fp64: in fp32 the seventh digit would differ from the reference, and so order ties.
-    below = frequencies + norm[postings]  # [pairs]
-    gain = frequencies * (k1 + 1) / below
+    # fp64: in fp32 the seventh digit would differ from the reference and break ties differently.
+    gain = frequencies * (k1 + 1) / (frequencies + norm[postings])  # [pairs]
     return vocabulary, start, postings, idf[terms] * gain
 
 
 def count_words(texts: Iterable[str]) -> tuple[dict[str, int], Array, Array]:
-    """(word -> term number, all term numbers in reading order, words per document)."""
+    """Returns (word -> term number, all term numbers in reading order, words per document)."""
     vocabulary = defaultdict()
     vocabulary.default_factory = vocabulary.__len__  # a new word gets the next number
     tokens, lengths = array("i"), array("i")
@@ -228,9 +231,10 @@ def count_words(texts: Iterable[str]) -> tuple[dict[str, int], Array, Array]:
 
 
 def invert(tokens: Array, lengths: Array) -> tuple[Array, Array, Array]:
-    """(term, document, frequency) of every pair that occurs, sorted by term, then by document."""
+    """Returns (terms, documents, frequencies) of all pairs that occur, sorted by term, document."""
     n = len(lengths)
-    # One number per word: sorting it sorts by (term, document). In place: nothing is larger.
+    # Each word becomes term · n + document, so that sorting sorts by (term, document). This works
+    # in place, because it is the largest array.
     tokens *= n
     tokens += np.repeat(np.arange(n), lengths)
     tokens.sort()
@@ -240,33 +244,31 @@ def invert(tokens: Array, lengths: Array) -> tuple[Array, Array, Array]:
 
 
 def inverse_document_frequencies(document_counts: Array, n: int, epsilon: float) -> Array:
-    without = n - document_counts
-    idf = np.log(without + 0.5) - np.log(document_counts + 0.5)  # [terms]
+    """Returns ln((N − n_t + 0.5) / (n_t + 0.5)) of each term, with a floor for negative values."""
+    idf = np.log(n - document_counts + 0.5) - np.log(document_counts + 0.5)  # [terms]
     floor = epsilon * idf.mean() if len(idf) else 0.0
     if floor > 0:
         return np.where(idf < 0, floor, idf)
-    # The mean counts the negative ones too. In a tiny corpus the reference's "floor" is negative,
-    # and passages that hold a word of the query would rank last.
+    # The mean includes the negative values. In a tiny corpus the reference's floor is negative,
+    # and documents that contain a word of the query would rank last.
     return np.maximum(idf, SMALL_IDF)
 
 
 def top(scores: Array, k: int) -> Array:
-    """The indices of the k largest scores, best first, ties in document order."""
+    """Returns the indices of the k largest scores, best first, ties in document order."""
     k = min(k, len(scores))
     if k <= 0:
         return np.zeros(0, int)
-    # If k groups have a maximum of at least `bound`, so many scores reach it. To sort the maxima
-    # of 100,000 scores takes 0.03 ms; np.partition of all takes 1.
+    # If k groups have a maximum of at least `bound`, then k scores do. For 100,000 scores, sorting
+    # the maxima takes 0.03 ms; np.partition of all scores takes 1 ms.
     rows = min(64, len(scores) // k)
     groups = len(scores) // rows
     maxima = scores[: rows * groups].reshape(rows, groups).max(0)
     bound = np.sort(maxima)[-k]
     above = np.flatnonzero(scores > bound)
     best = above[np.argsort(-scores[above], kind="stable")][:k]
-    if len(best) < k:  # then `bound` is the k-th score: the first of those that tie fill up
-        ties = np.flatnonzero(scores == bound)
-        return np.concatenate([best, ties[: k - len(best)]])
-    return best
+    # If fewer than k scores are above `bound`, it is the k-th score: the first ties fill up.
+    return np.concatenate([best, np.flatnonzero(scores == bound)[: k - len(best)]])
 
 
 # ------------------------------------------------------------------------------ python retriever.py
@@ -281,17 +283,18 @@ INVENTED = [
 
 
 def show_search(bm25: BM25, query: str, k: int) -> None:
+    """Prints the best documents, but none that shares no word with the query."""
     words = bm25.vocabulary.keys() & tokenize(query)
-    print(f"{len(bm25.documents):,} passages, {len(bm25.vocabulary):,} words")
+    print(f"{len(bm25.documents):,} documents, {len(bm25.vocabulary):,} words")
     if not words:
-        print("no passage shares a word with the query")
+        print("no document shares a word with the query")
     scores = bm25.scores(query)
     for rank, i in enumerate(top(scores, k), 1):
-        one = bm25.documents[i]
+        document = bm25.documents[i]
+        text = f"{document.title}: {document.text}"
         # Not `score != 0`: the idf of a common word may be 0.
-        said = f"{one.title}: {one.text}"
-        if words.intersection(tokenize(said)):
-            print(harmless(f"{rank}. {scores[i]:7.3f}  [{one.id}] {said}"))
+        if words.intersection(tokenize(text)):
+            print(harmless(f"{rank}. {scores[i]:7.3f}  [{document.id}] {text}"))
 
 
 def main() -> None:
@@ -301,15 +304,15 @@ def main() -> None:
         return command(sys.argv[1:], make_retriever)
     parser = FlagParser(
         description="Search a corpus with BM25.",
-        epilog="`serve` or `check` is a command with its own --help; Serve is a word to look for.",
+        epilog="`serve` and `check` are commands with their own --help, not queries.",
     )
     parser.add_argument("query", nargs="?", default="where was Ana Bell born")
-    parser.add_argument("--corpus", help="a corpus file; without it, six invented passages")
-    parser.add_argument("-k", type=int, default=3, help="how many passages")
+    parser.add_argument("--corpus", help="a corpus file (default: six invented documents)")
+    parser.add_argument("-k", type=int, default=3, help="the number of documents to print")
     parser.add_argument("--skip_bad", action="store_true", help="leave out malformed records")
     args = parser.parse_args()
     if args.k < 1:
-        raise InputError(f"-k {args.k}: ask for at least one passage")
+        raise InputError(f"-k {args.k}: ask for at least one document")
     bm25 = BM25(load_corpus(args.corpus, args.skip_bad) if args.corpus else INVENTED)
     show_search(bm25, args.query, args.k)
 

@@ -3,13 +3,14 @@
     L = − Σ_t m_t log π_θ(y_t | y_<t) / Σ_t m_t      m_t = 1 on tokens to imitate,
                                                      0 on the prompt and on inserted text
 
-The same mask as in RL: a model trained to write documents learns to invent them. Another token may
-be masked too, because it would teach a habit: the built-in world masks the choice between searching
-and answering, so that reading is practised while searching stays rare.
+The mask is that of RL: a model trained to write documents learns to invent them. Other tokens may
+be masked too, because they would teach a habit: the built-in world masks the choice between
+searching and answering, so that the model practises reading while searching stays rare.
 
-Every example ends in EOS: the model learns to stop. Examples are packed, as in an update
-(scale/packing.py): of a warm-up's batch of 64, padded to 4,660 positions, 1,860 are computed. Equal
-examples in equal order give equal weights on the same machine. Left out: several processes.
+Every example ends in EOS, so the model learns to stop. Examples are packed, as in an update
+(scale/packing.py): a warm-up's batch of 64 has 4,660 positions with padding, of which 1,860 are
+computed. The same examples in the same order give the same weights on the same machine.
+Left out: several processes.
 """
 
 import sys
@@ -18,10 +19,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from errors import InputError, run_main, slow_step
+from errors import slow_step
 from policy import Policy, last_column
 from rollout import encode
 from scale.packing import micro_batches
@@ -32,53 +34,54 @@ class SFTSettings:
     steps: int
     lr: float
     warmup_steps: int = 0
-    decay_from: float = 0.0  # share of the run after which the rate falls to 0
+    decay_from: float = 0.0  # share of the run after which the rate decays to 0
     betas: tuple[float, float] = (0.9, 0.98)
-    muon_lr: float = 0.0  # above 0: Muon trains the layers' matrices, AdamW with `lr` the rest
-    tokens_per_micro_batch: int = 16384  # padding counted
+    muon_lr: float = 0.0  # above 0: Muon trains the layers' matrices, AdamW the rest
+    tokens_per_micro_batch: int = 16384  # padding included
 
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids, and per token 1 if it is to be imitated. Nothing predicts the first token."""
+    """Token ids, and for each 1 if it is imitated. Nothing predicts the first token."""
 
     ids: list[int]
     mask: list[int]
 
 
 def example_of(prompt: list[int], pieces: Sequence[tuple[str, bool]], tokenizer) -> Example:
-    """A prompt and the pieces behind it, (text, imitate); EOS ends the text. Each is encoded
-    by itself, as in the rollout: else a token could span a turn's end and the block behind it.
+    """Returns a prompt, the pieces (text, imitate) after it, and EOS as an example. Each piece is
+    encoded alone, as in the rollout, or a token could span a turn and the next block.
     """
-    ids, mask = list(prompt), [0] * len(prompt)
+    ids = list(prompt)
+    mask = [0] * len(prompt)
     for text, imitate in pieces:
         piece = encode(tokenizer, text)
         ids += piece
         mask += [int(imitate)] * len(piece)
     end = tokenizer.eos_token_id
-    ended = ids[len(prompt) :][-1:] == [end]  # a transcript that ended in EOS has it already
+    ended = ids[len(prompt) :][-1:] == [end]  # a transcript may already end in EOS
     if end is not None and not ended:
         ids.append(end)
         mask.append(1)
     return Example(ids, mask)
 
 
-def collate_examples(examples: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor]:
-    """tokens [B, L], mask [B, T]: column t of the mask is about tokens[:, t + 1]."""
+def collate_examples(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
+    """Returns tokens [B, L] and mask [B, T]; column t of the mask belongs to tokens[:, t + 1]."""
     tokens = pad_sequence([torch.tensor(example.ids) for example in examples], True)  # [B, L]
     mask = pad_sequence([torch.tensor(example.mask) for example in examples], True)  # [B, L]
     return tokens, mask[:, 1:].float()
 
 
-def sft_loss(policy: Policy, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean −log π over the tokens to imitate. Log-probs −1, −3 with mask 1, 1 -> 2."""
+def sft_loss(policy: Policy, tokens: Tensor, mask: Tensor) -> Tensor:
+    """Returns the mean −log π over the tokens to imitate. Log-probs −1, −3 with mask 1, 1 -> 2."""
     logprobs = policy(tokens, mask=mask)  # [B, T]
     return -(logprobs * mask).sum() / mask.sum().clamp(min=1)
 
 
 def sft_lr_factor(step: int, settings: SFTSettings) -> float:
-    """Linear warm-up, flat, then linear to 0. Of 10 steps, warmup_steps 2, decay_from 0.6:
-    1/2 1 1 1 1 1, then 1 3/4 1/2 1/4.
+    """Returns the factor of the rate: linear warm-up, constant, then linear to 0. Worked: 10 steps,
+    warmup_steps 2, decay_from 0.6: 1/2 1 1 1 1 1, then 1 3/4 1/2 1/4.
     """
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
@@ -87,21 +90,21 @@ def sft_lr_factor(step: int, settings: SFTSettings) -> float:
 
 
 def optimizers_of(policy: Policy, settings: SFTSettings) -> dict[torch.optim.Optimizer, float]:
-    """Returns each optimizer with its learning rate. Muon (Jordan 2024) makes the singular values
-    of a matrix's momentum equal before it takes the step: of the built-in warm-up it needs 0.7 of
+    """Returns {optimizer: learning rate}. Muon (Jordan 2024) makes the singular values of a
+    matrix's momentum equal before it takes the step; for the built-in warm-up it needs 0.7 of
     AdamW's steps.
     """
     trained = [p for p in policy.parameters() if p.requires_grad]
-    found = {}
+    optimizers = {}
     if settings.muon_lr:
         layers = policy.language_model.base_model.layers
         matrices = [p for p in layers.parameters() if p.ndim == 2]
-        found[torch.optim.Muon(matrices, weight_decay=0.0)] = settings.muon_lr
-        own = {*matrices}
-        trained = [p for p in trained if p not in own]
-    # fused: what PyTorch takes on a GPU otherwise holds a second copy of all weights in the step.
+        optimizers[torch.optim.Muon(matrices, weight_decay=0.0)] = settings.muon_lr
+        in_muon = {*matrices}
+        trained = [p for p in trained if p not in in_muon]
+    # fused: on a GPU the default needs a second copy of all weights during the step.
     adamw = torch.optim.AdamW(trained, betas=settings.betas, weight_decay=0.0, fused=True)
-    return found | {adamw: settings.lr}
+    return optimizers | {adamw: settings.lr}
 
 
 def train_sft(
@@ -110,9 +113,10 @@ def train_sft(
     settings: SFTSettings,
     description: str = "supervised",
 ) -> list[float]:
-    """`settings.steps` updates, on the batch of `next_examples(step)` each. Returns the losses."""
+    """Makes `settings.steps` updates, each on `next_examples(step)`, and returns the losses."""
     optimizers = optimizers_of(policy, settings)
-    losses, seconds = [], []
+    losses = []
+    seconds = []
     with tqdm(total=settings.steps, desc=description, dynamic_ncols=True) as bar:
         for step in range(settings.steps):
             start = time.perf_counter()
@@ -132,25 +136,17 @@ def train_sft(
 
 
 def backward(policy: Policy, examples: Sequence[Example], tokens_per_micro_batch: int) -> float:
-    """The gradient of the whole batch's loss, in micro-batches; returns the loss. Each is weighted
-    by its share of the tokens to imitate: a plain mean of their means would be another loss.
+    """Computes the gradient of the whole batch's loss in micro-batches and returns the loss. Each
+    micro-batch is weighted by its share of the tokens to imitate: a plain mean of their means would
+    be another loss.
     """
     tokens, mask = collate_examples(examples)
     tokens, mask = tokens.to(policy.device), mask.to(policy.device)  # [B, L], [B, T]
     loss = 0.0
     for rows in micro_batches(mask, tokens_per_micro_batch):
-        width = last_column(mask[rows])  # what stands behind the last imitated token is not read
+        width = last_column(mask[rows])  # nothing after the last imitated token is read
         share = mask[rows].sum() / mask.sum().clamp(min=1)
         part = share * sft_loss(policy, tokens[rows, : width + 1], mask[rows, :width])
         part.backward()
         loss += part.item()
     return loss
-
-
-def main() -> None:
-    arguments = " ".join(sys.argv[1:]) or "METHOD --model DIR --data FILE --out DIR"
-    raise InputError(f"sft.py trains for others: python -m lab.distil {arguments}")
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -1,10 +1,10 @@
-"""Documents -> what the policy reads, or the fallback (UR², the section on the LLM summariser).
+"""The summariser: turns retrieved documents into one short text, or rejects the query (UR²).
 
-A summariser makes one short text of ten passages; in training it also decides whether the query
-asks for a fact at all. If not, the result is a fallback: the policy is told to ask for a fact, and
-the reward charges the search. Only the flag `SearchResult.fallback` says so: a passage may happen
-to say what a sentinel says. The documents stay in the result, for the log.
-Left out: making a small summariser of a large one's notes (lab/distil.py).
+A summariser makes one short text of several documents; in training it also decides whether the
+query asks for a fact at all. If not, the result is a fallback: the policy reads that it should ask
+for a fact, and the reward penalises the search. `SearchResult.fallback` marks this; code must not
+compare texts instead, because a document could contain the same sentence. The documents stay in the
+result, for the log. Left out: distilling a small summariser from a large one (lab/distil.py).
 """
 
 import re
@@ -18,19 +18,19 @@ from formats.records import append_jsonl
 from prompts import (
     Protocol,
     fill,
+    make_messages,
     number_documents,
     question_values,
     without_thinking,
-    worded,
 )
 from retriever import Found, Requests, Results, Summarize, show_all
 
-# Read where no passage names what is asked; not "", which shows the documents. It is also the
-# fallback of the built-in world, whose tiny models know no other words.
+# `extract` returns this if no document's title is in the query; "" would show the documents. It is
+# also the fallback of the built-in world, whose tiny models know no other words.
 FALLBACK_TEXT = "None"
-OPERATORS = "+-−*/×÷="  # also a hyphen: no name of the built-in world has one
+OPERATORS = "+-−*/×÷="  # includes the hyphen: no name of the built-in world has one
 MAX_QUERY_WORDS = 12
-# A name stands where the built-in world's queries have one: "mayor of kelmouth", "one borg in fip".
+# The built-in world's queries have a name after "of" or "one": "mayor of kelmouth".
 _NAMELESS = "a an the he him his she her it its they them their this that".replace(" ", "|")
 _OF_A_NAME = re.compile(rf"\b(?:of|one)\s+(?!(?:{_NAMELESS})\b)[^\W\d]", re.IGNORECASE)
 
@@ -39,32 +39,35 @@ _OF_A_NAME = re.compile(rf"\b(?:of|one)\s+(?!(?:{_NAMELESS})\b)[^\W\d]", re.IGNO
 class SummarizerSettings:
     summarizer: str = setting(
         "none",
-        "none: the passages; extractive: the best one, or the fallback; or a model that writes"
-        " notes: http://host:port/v1#model, a HF directory or a hub name; or one for each task:"
-        " math=http://...,other=http://...",
+        "what the policy reads: none = the documents; extractive = the best document, or the"
+        " fallback; a model = its notes on them (http://host:port/v1#model, a HF directory or hub"
+        " name); math=MODEL,other=MODEL = a model per task",
     )
     fallback: bool = setting(
-        False, "a model that writes notes turns queries away, as in training", only="eval"
+        False, "let the model that writes notes reject queries, as in training", only="eval"
     )
-    summary_sampling: str = setting("", "task=temperature/top_p/tokens,...", only="papers")
+    summary_sampling: str = setting(
+        "", "sampling of the notes: task=temperature/top_p/tokens,...", only="papers"
+    )
 
 
 def extract(requests: Requests, documents: Found, fallback: str = FALLBACK_TEXT) -> Results:
-    """The best passage if the query names it, else "None"; but where the query is no lookup, the
-    `fallback`, if the protocol has one.
+    """Returns the best document's text if the query names its title, else "None". If the query is
+    not a lookup and the protocol has a `fallback`, the result is the fallback.
     """
     results = []
-    for request, found in zip(requests, documents, strict=True):
-        title = found[0].title if found else ""
+    for request, retrieved in zip(requests, documents, strict=True):
+        title = retrieved[0].title if retrieved else ""
         lookup = is_lookup(request.query, title)
-        text = found[0].text if lookup and names(request.query, title) else FALLBACK_TEXT
-        away = bool(fallback) and not lookup
-        results.append(SearchResult(found, fallback if away else text, away))
+        text = retrieved[0].text if lookup and has_title(request.query, title) else FALLBACK_TEXT
+        reject = bool(fallback) and not lookup
+        results.append(SearchResult(retrieved, fallback if reject else text, reject))
     return results
 
 
 def is_lookup(query: str, title: str = "") -> bool:
-    """Does it ask for a fact: no arithmetic, not long, `title` or somebody else named?
+    """Tells whether a query asks for a fact: it has no arithmetic, is not long, and contains the
+    title or another name.
 
     >>> is_lookup("country of alma lind"), is_lookup("in which country was she born")
     (True, False)
@@ -72,20 +75,19 @@ def is_lookup(query: str, title: str = "") -> bool:
     arithmetic = any(operator in query for operator in OPERATORS)
     if arithmetic or len(query.split()) > MAX_QUERY_WORDS:
         return False
-    return names(query, title) or _OF_A_NAME.search(query) is not None
+    return has_title(query, title) or _OF_A_NAME.search(query) is not None
 
 
-def names(query: str, title: str) -> bool:
-    """Does `title` stand there as words? "ana bell" is not in "diana bell" or "ana bellow"."""
+def has_title(query: str, title: str) -> bool:
+    """Tells whether a query contains the title as whole words: "diana bell" has no "ana bell"."""
     words = r"\s+".join(map(re.escape, title.split()))
     return bool(words) and re.search(rf"(?<!\w){words}(?!\w)", query, re.IGNORECASE) is not None
 
 
 NO_FACT = "NO FACT"
-# In --output_dir: pairs that a small summariser can be distilled from.
+# A file in --output_dir, from which a small summariser can be distilled.
 SUMMARY_LOG = "summaries.jsonl"
-# Temperature, top_p, tokens. Thoughts are among these; of the notes the policy reads at most
-# `document_tokens`.
+# Temperature, top_p, new tokens (thinking included). The policy reads at most `document_tokens`.
 GREEDY = (0.0, 1.0, 8192)
 LAYOUT = "Reasoning so far: {reasoning}\nQuery: {query}\nPassages:\n{documents}"
 TASKS = {
@@ -110,17 +112,19 @@ _NOTES = (
 
 
 def instruction_for(task: str, turns_away: bool) -> str:
-    """UR² D.3 has four: for mathematics or another task; with or without queries turned away."""
+    """Returns one of the four instructions of UR² D.3: for mathematics or another task, with or
+    without the order to reject queries that ask for no fact.
+    """
     text = _GIVEN + (_TURN_AWAY if turns_away else "Please") + _NOTES
     return text.format(*TASKS[task])
 
 
 class LLMSummarizer:
-    """A model of other_models/llm.py writes notes, or turns the query away if the protocol has a
-    fallback: in training (there `fallback` is set), never where what is held out is evaluated, and
-    always where pages of the web were found: their ids are addresses (UR² D.3, C.4).
+    """Lets a model of other_models/llm.py write notes on the documents, or reject the query if the
+    protocol has a fallback. It may reject queries in training (`fallback` is set there), not in an
+    evaluation on held-out questions, and always for web pages (UR² D.3, C.4).
 
-    log   JSONL of every new pair of training, and of nothing that is held out
+    log   a JSONL file for every new pair of training, without held-out questions
     """
 
     def __init__(self, llm, settings: SummarizerSettings, protocol: Protocol, log: str | Path = ""):
@@ -128,81 +132,85 @@ class LLMSummarizer:
         self.fallback = settings.fallback
         self.sampling = sampling_by_task(settings.summary_sampling)
         if log:
-            append_jsonl(log, [])  # is it writable? better known before the first search
+            append_jsonl(log, [])  # fails now if the file cannot be written
 
     def __call__(self, requests: Requests, documents: Found) -> Results:
-        results = [SearchResult(found) for found in documents]
-        # Where nothing was found nobody is asked: a model would make facts up.
-        asked = [i for i, found in enumerate(documents) if found]
-        prompts = [self.prompt(requests[i], documents[i]) for i in asked]
-        replies = self.llm.ask(prompts) if asked else []
-        pairs = {}  # rows of one group may ask the same: once in the log
-        for i, prompt, reply in zip(asked, prompts, replies, strict=True):
-            instruction, text = prompt[:2]
+        results = [SearchResult(retrieved) for retrieved in documents]
+        # Without documents the model is not called: it would invent facts.
+        rows = [i for i, retrieved in enumerate(documents) if retrieved]
+        prompts = [self.prompt(requests[i], documents[i]) for i in rows]
+        replies = self.llm.ask(prompts) if rows else []
+        pairs = {}  # a prompt that several rows share is logged once
+        for i, prompt, reply in zip(rows, prompts, replies, strict=True):
             notes = without_thinking(reply or "")
             fallback = self.fallback_text(requests[i], documents[i])
             results[i] = as_result(documents[i], notes, fallback, prompt in self.llm.rejected)
             if notes and not requests[i].held_out:
-                pair = {"instruction": instruction, "text": text, "summary": notes}
+                pair = {"instruction": prompt[0], "text": prompt[1], "summary": notes}
                 pairs[prompt] = pair | {"fallback": results[i].fallback}
         if self.log:
             append_jsonl(self.log, pairs.values())
         return results
 
     def fallback_text(self, request: SearchRequest, documents: list[Document]) -> str:
-        """What the policy reads if this query is turned away; "" if it may not be."""
-        online = documents[0].id.startswith(("http://", "https://"))
-        asked = online or (self.fallback and not request.held_out)
-        return self.protocol.fallback_text if asked else ""
+        """Returns what the policy reads if this query is rejected; "" if it may not be rejected."""
+        online = documents[0].id.startswith(("http://", "https://"))  # a web page's id is its URL
+        may_reject = online or (self.fallback and not request.held_out)
+        return self.protocol.fallback_text if may_reject else ""
 
     def prompt(self, request: SearchRequest, documents: list[Document]) -> tuple:
-        """What `ask` takes: instruction, text, and how the reply is sampled. Of the reasoning it
-        has the end, as much as the model's context holds.
+        """Returns the arguments of `ask`: instruction, text and sampling numbers. The text has as
+        much of the end of the reasoning as the model's context can hold.
         """
-        task, away = request.question.task, bool(self.fallback_text(request, documents))
-        own = self.protocol.own_prompt("summarizer", task)
-        if away:
-            own = self.protocol.own_prompt("summarizer:fallback", task) or own
-        how = self.sampling.get(task, self.sampling.get("other", GREEDY))
-        rest = "".join(summary_prompt(request, documents, "", away, own))
-        reasoning = self.llm.tail(request.reasoning.strip(), rest, how[2])
-        return *summary_prompt(request, documents, reasoning, away, own), *how
+        task, may_reject = request.question.task, bool(self.fallback_text(request, documents))
+        custom = self.protocol.custom_prompt("summarizer", task)
+        if may_reject:
+            custom = self.protocol.custom_prompt("summarizer:fallback", task) or custom
+        sampling = self.sampling.get(task, self.sampling.get("other", GREEDY))
+        rest = "".join(summary_prompt(request, documents, "", may_reject, custom))
+        reasoning = self.llm.tail(request.reasoning.strip(), rest, sampling[2])
+        return *summary_prompt(request, documents, reasoning, may_reject, custom), *sampling
 
 
 def summary_prompt(
-    request: SearchRequest, documents: list[Document], reasoning: str, away: bool, own: str = ""
+    request: SearchRequest,
+    documents: list[Document],
+    reasoning: str,
+    may_reject: bool,
+    custom: str = "",
 ) -> tuple[str, str]:
-    """(instruction, text); `own`: of --prompt_file. The same query after another reasoning is
-    another request.
-    """
-    values = question_values(request.question, own) | {"reasoning": reasoning}
+    """Returns (instruction, text). `custom` is the text of --prompt_file."""
+    values = question_values(request.question, custom) | {"reasoning": reasoning}
     values |= {"query": request.query, "documents": "\n".join(number_documents(documents))}
-    ours = instruction_for("math" if request.question.task == "math" else "other", away)
-    return worded(own, ours, fill(LAYOUT, values), values)
+    kind = "math" if request.question.task == "math" else "other"
+    instruction = instruction_for(kind, may_reject)
+    return make_messages(custom, instruction, fill(LAYOUT, values), values)
 
 
 def sampling_by_task(text: str) -> dict[str, tuple[float, float, int]]:
-    """What `summary_sampling` says, by task: "math=0.3/0.7/8192" is (0.3, 0.7, 8192)."""
+    """Parses `summary_sampling`: "math=0.3/0.7/8192" becomes {"math": (0.3, 0.7, 8192)}."""
     parts = re.findall(r"(\w+)=([\d.]+)/([\d.]+)/(\d+)", text)
-    return {task: (float(heat), float(top_p), int(most)) for task, heat, top_p, most in parts}
+    return {task: (float(heat), float(top_p), int(tokens)) for task, heat, top_p, tokens in parts}
 
 
-# UR²'s own prompts ask for this heading; what stands before it is no part of the notes.
+# UR²'s own prompts ask for this heading; the text before it is not part of the notes.
 _HEADING = re.compile(r"\*\*\s*Final Information\s*:?\s*\*\*:?", re.IGNORECASE)
 
 
 def as_result(
     documents: list[Document], reply: str, fallback: str, rejected: bool = False
 ) -> SearchResult:
-    """fallback   what the policy reads if the query is turned away; "" if it may not be
-    rejected   if there are no notes, did the summariser refuse to read what it was given?
+    """Turns a summariser's reply into a result.
+
+    fallback   the policy reads this if the query is rejected; "": it may not be rejected
+    rejected   whether the server refused the prompt, if there are no notes
     """
     notes = _HEADING.split(reply)[-1].strip()
     if not notes:  # an empty text would show the documents themselves
         return SearchResult(documents, error="summariser gave no answer", rejected=rejected)
-    # Signs around it, and no word more: notes that mention it are notes.
-    signs = (NO_FACT, fallback, fallback.partition(".")[0])
-    if fallback and words_of(notes) in map(words_of, signs):
+    # Punctuation around the sentence is allowed, but no other word: notes may mention it.
+    rejections = (NO_FACT, fallback, fallback.partition(".")[0])
+    if fallback and words_of(notes) in map(words_of, rejections):
         return SearchResult(documents, fallback, fallback=True)
     return SearchResult(documents, notes)
 
@@ -212,11 +220,11 @@ def words_of(text: str) -> list[str]:
 
 
 WITHOUT_MODEL = ("none", "extractive")
-SUMMARIZED = {"qa", "math", "choice", "other"}  # tasks that may have a summariser of their own
+SUMMARIZED = {"qa", "math", "choice", "other"}  # tasks that may have their own summariser
 
 
 def by_task(text: str) -> dict[str, str]:
-    """Task -> summariser. A single one is for all tasks: that is "other".
+    """Parses --summarizer into {task: summariser}. A single one is for all tasks ("other").
 
     >>> by_task("math=http://a/v1#m,other=none"), by_task("extractive")
     ({'math': 'http://a/v1#m', 'other': 'none'}, {'other': 'extractive'})
@@ -225,37 +233,40 @@ def by_task(text: str) -> dict[str, str]:
 
 
 def models_in(text: str) -> set[str]:
-    """The models that --summarizer names."""
+    """Returns the models that --summarizer names."""
     return {*by_task(text).values()} - {*WITHOUT_MODEL}
 
 
 def make_summarizer(
     settings: SummarizerSettings, protocol: Protocol, llms: dict, log: str | Path = ""
 ) -> Summarize:
-    """llms: name -> the model, which the caller has loaded, of all `models_in` --summarizer."""
-    own = by_task(settings.summarizer)
+    """Returns the function that summarises each request by the summariser of its task.
+
+    llms   name -> loaded model, for all `models_in` --summarizer
+    """
+    names_by_task = by_task(settings.summarizer)
     known = {name: LLMSummarizer(llm, settings, protocol, log) for name, llm in llms.items()}
     known |= {"none": show_all, "extractive": partial(extract, fallback=protocol.fallback_text)}
 
     def summarize(requests: Requests, documents: Found) -> Results:
-        named = [own.get(request.question.task, own["other"]) for request in requests]
+        chosen = [names_by_task.get(r.question.task, names_by_task["other"]) for r in requests]
         results = {}
-        for name in {*named}:
-            rows = [i for i, its in enumerate(named) if its == name]
-            some = known[name]([requests[i] for i in rows], [documents[i] for i in rows])
-            results |= zip(rows, some, strict=True)
+        for name in {*chosen}:
+            rows = [i for i, row_name in enumerate(chosen) if row_name == name]
+            summaries = known[name]([requests[i] for i in rows], [documents[i] for i in rows])
+            results |= zip(rows, summaries, strict=True)
         return [results[i] for i in range(len(requests))]
 
     return summarize
 
 
 def main() -> None:
-    passages = [Document("1", "ana bell", "ana bell was born in kelmouth .")]
+    documents = [Document("1", "ana bell", "ana bell was born in kelmouth .")]
     question = Question("demo", "in which country was ana bell born ?", ["norland"])
     print(f"{'query':32}{'the policy reads':34}fallback")
     born = ("where was ana bell born", "country of alma lind", "in which country was she born")
     for query in (*born, "17 + 25"):
-        (result,) = extract([SearchRequest(question, query)], [passages])
+        (result,) = extract([SearchRequest(question, query)], [documents])
         print(f"{query:32}{result.text:34}{result.fallback}")
 
 

@@ -1,18 +1,19 @@
-"""The loop: roll out, score, turn rewards into advantages, update. One stage of one paper per run.
+"""The training loop: sample, compute rewards and advantages, update. A run is one paper's stage.
 
     accelerate launch train.py --stage 1             the built-in world, UR²
-    accelerate launch train.py --stage 2             goes on from stage 1's last, or from --model
-    accelerate launch train.py --stage 1,2 --evaluate   both, and what they are worth
+    accelerate launch train.py --stage 2             from stage 1's last checkpoint, or --model
+    accelerate launch train.py --stage 1,2 --evaluate   both stages, then their evaluation
     accelerate launch train.py --stage 1 --model DIR --data FILE --corpus from-data
-    python train.py --dry_run                        tries one step, says what would fail
+    python train.py --dry_run                        tries one step and reports what would fail
 
     questions -> rollout -> rewards [B] -> advantages [B, T] -> for each update: token weights
     (Σ = 1) -> micro-batches: Σ weight · loss, backward -> clip -> one optimizer step
 
-DAPO draws more questions for groups that teach nothing; PPO's critic has updates of its own. Each
-process samples its share of the questions; then all know all: statistics are of the global batch.
+DAPO draws more questions in place of groups that teach nothing; PPO's critic has updates of its
+own. Each process samples its share of the questions. The trajectories are then gathered on every
+process, so advantages use the global batch.
 
-Files, in runs/NAME/stageN: settings.json, metrics.jsonl, trajectories.jsonl.gz, checkpoints.
+Files in runs/NAME/stageN: settings.json, metrics.jsonl, trajectories.jsonl.gz, checkpoints.
 """
 
 from errors import prepare_command, run_main
@@ -23,7 +24,7 @@ if __name__ == "__main__":
 from settings import Settings, parse_stages
 
 if __name__ == "__main__":
-    run_main(parse_stages)  # a flag that is wrong is told before torch is loaded
+    run_main(parse_stages)  # a wrong flag is reported before torch is loaded
 # isort: split
 import copy
 import time
@@ -33,6 +34,7 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
 
 import dapo
 import eval as evaluation
@@ -40,7 +42,7 @@ import grpo
 import ppo
 from plumbing import checkpoint
 from plumbing.alarms import MOST_FAILED
-from plumbing.build import build_state, make_accelerator, meet
+from plumbing.build import build_state, make_accelerator, wait_for_all
 from plumbing.files import Run, named_by
 from plumbing.record import keep_numbers
 from policy import Batch, collate, evaluating, lr_factor
@@ -70,45 +72,47 @@ model_tokens tokens thinking_words repetition malformed_tags
 
 @dataclass
 class Rollouts:
-    """What one step sampled, and the rows of it that are trained on."""
+    """The trajectories of one step, their rewards, and which rows are trained on."""
 
     trajectories: list[Trajectory] = field(default_factory=list)  # N, group by group
-    reward_terms: list[Record] = field(default_factory=list)  # of each reward
-    correct: list[bool] = field(default_factory=list)
+    reward_terms: list[Record] = field(default_factory=list)  # N
+    correct: list[bool] = field(default_factory=list)  # N
     kept: list[int] = field(default_factory=list)  # rows; groups stay whole, with failed rows
     draws: int = 0
     seconds: float = 0.0  # of sampling and searching
     reward_seconds: float = 0.0
 
     @property
-    def failed(self) -> torch.Tensor:
-        """[N] bool: did a search of the row fail?"""
+    def failed(self) -> Tensor:
+        """[N] bool: whether a search of the row failed."""
         return torch.tensor([t.failed for t in self.trajectories])
 
     @property
-    def rewards(self) -> torch.Tensor:
-        """[N], NaN where a search failed: nobody knows what the row would have earned. A reward
-        function that itself gives NaN has to stop the run, so here that is an infinite reward.
+    def rewards(self) -> Tensor:
+        """[N]: the reward of each row, NaN where a search failed, because nobody knows what that
+        row would have earned. If a reward function returns NaN, the run has to stop: the reward is
+        then infinite.
         """
         rewards = torch.tensor([float(sum(terms.values())) for terms in self.reward_terms])  # [N]
         rewards[rewards.isnan()] = torch.inf
         return rewards.masked_fill(self.failed, torch.nan)
 
-    def of(self, rows: torch.Tensor) -> list[Trajectory]:
-        """The trajectories behind these rows of the batch."""
+    def of(self, rows: Tensor) -> list[Trajectory]:
+        """Returns the trajectories of these rows of the batch."""
         return [self.trajectories[self.kept[row]] for row in rows.tolist()]
 
 
 def train(settings: Settings) -> Path:
-    """One stage. Returns the folder of the run."""
+    """Trains one stage and returns the folder of the run."""
     state = build_state(settings)
     run = Run(settings, state.accelerator)
     first_step = checkpoint.begin(run, state)
     for step in run.bar(first_step):
         with checkpoint.kept(run, state, step):
             rollouts = collect(state, step)
-        record = {"step": step} | measure(state, rollouts)  # of all that was sampled
-        start, batch = time.perf_counter(), None
+        record = {"step": step} | measure(state, rollouts)  # all sampled rows
+        start = time.perf_counter()
+        batch = None
         if rollouts.kept:
             batch = prepare(state, rollouts, step)  # [B, L]
             results = []
@@ -116,7 +120,7 @@ def train(settings: Settings) -> Path:
             for number, rows in enumerate(updates):
                 lr = set_lr(state, step, number)
                 part = batch.rows(rows)
-                result = update(state, part) | {"lr": lr}  # the critic's too
+                result = update(state, part) | {"lr": lr}  # also updates the critic
                 run.check_finite(result, step, part, rollouts.of(rows))
                 results.append(result)
                 keep_numbers(batch, rows, part)
@@ -124,55 +128,57 @@ def train(settings: Settings) -> Path:
                 merge_records(results, mean)
                 | critic_metrics(batch)
                 | likelihood_later(batch, updates[0])
+                | sampler_stats(batch, updates[0], state.mismatch)
             )
-            record |= sampler_stats(batch, updates[0], state.mismatch)
         record["update_seconds"] = time.perf_counter() - start
         try:
             if settings.eval_every and (step + 1) % settings.eval_every == 0:
                 with checkpoint.kept(run, state, step + 1):
                     record |= evaluate(state)
-        finally:  # an evaluation that fails takes nothing of the step with it
+        finally:  # the step is logged even if the evaluation fails
             run.log(record, rollouts, batch, state.environment)
         checkpoint.after(run, state, record)
-    state.accelerator.wait_for_everyone()  # the first one saves: the folder is there after it
+    state.accelerator.wait_for_everyone()  # the main process saves first
     return run.folder
 
 
 # ------------------------------------------------------------------------------------------ sample
 def collect(state: TrainState, step: int) -> Rollouts:
-    """The step's trajectories and their rewards. DAPO's departure 2: it draws until there are
-    enough informative groups, or no draw is left. What is drawn depends on seed, step and draw.
+    """Samples the step's trajectories and computes their rewards. DAPO (departure 2) draws until
+    there are enough informative groups, or no draw is left. Each draw depends only on the seed, the
+    step and the number of the draw.
     """
-    settings, rollouts = state.settings, Rollouts()
+    settings = state.settings
+    rollouts = Rollouts()
     wanted = settings.questions_per_step * settings.group_size
     for _ in range(state.stream.attempts):
         start = time.perf_counter()
-        trajectories = roll_out(state, step, rollouts.draws)
+        trajectories = sample_draw(state, step, rollouts.draws)
         scored_from = time.perf_counter()
-        # One process scores for all: a model that judges might answer each differently, and they
-        # would go on with different rows.
+        # Only the main process computes rewards: a judge might give each process another verdict,
+        # and they would then train on different rows.
         scored = [None, None]
         if state.other_models is not None:
             scored = [*compute_rewards(trajectories, settings, step, state.other_models)]
-        meet(state, "still scores the answers")
+        wait_for_all(state, "still scores the answers")
         reward_terms, correct = broadcast_object_list(scored)
         rollouts.seconds += scored_from - start
         rollouts.reward_seconds += time.perf_counter() - scored_from
         rollouts.trajectories += trajectories
         rollouts.reward_terms += reward_terms
         rollouts.correct += correct
-        keep = informative(rollouts, settings)  # [N]
-        rollouts.kept = keep.nonzero()[:wanted, 0].tolist()  # the first ones
+        kept = rows_to_train_on(rollouts, settings)  # [N]
+        rollouts.kept = kept.nonzero()[:wanted, 0].tolist()  # the first ones
         rollouts.draws += 1
         if len(rollouts.kept) >= wanted:
             break
     if rollouts.failed.float().mean() > MOST_FAILED:
-        rollouts.kept = []  # too few are left to learn from: the run stops after this step
+        rollouts.kept = []  # too few rows are left: the run stops after this step
     return rollouts
 
 
-def roll_out(state: TrainState, step: int, draw: int) -> list[Trajectory]:
-    """The trajectories of a draw, group by group."""
+def sample_draw(state: TrainState, step: int, draw: int) -> list[Trajectory]:
+    """Samples the trajectories of one draw of questions; they come group by group."""
     questions = state.stream.take(step, draw)
     seed = state.settings.seed * 1_000_003 + state.accelerator.process_index
     seed += (step * state.stream.attempts + draw) * 1_009
@@ -180,81 +186,82 @@ def roll_out(state: TrainState, step: int, draw: int) -> list[Trajectory]:
 
 
 def shared_rollout(state: TrainState, environment, questions: list, seed: int) -> list[Trajectory]:
-    """This process samples its share of the questions; all get all trajectories."""
+    """Samples this process's share of the questions; returns the trajectories of all processes."""
     rank = state.accelerator.process_index
-    world = state.accelerator.num_processes
-    first = len(questions) * rank // world
-    end = len(questions) * (rank + 1) // world
+    processes = state.accelerator.num_processes
+    first = len(questions) * rank // processes
+    end = len(questions) * (rank + 1) // processes
     with evaluating(state.policy), state.sampler() as policy:
-        own = rollout(policy, environment, questions[first:end], seed, state.generate)
-    meet(state, "still samples and searches")
-    return gather_object(own)
+        trajectories = rollout(policy, environment, questions[first:end], seed, state.generate)
+    wait_for_all(state, "still samples and searches")
+    return gather_object(trajectories)
 
 
 def evaluate(state: TrainState) -> Record:
-    """Every --eval_every steps: greedy answers to the held-out questions. Their checkpoint is saved
-    (When to Search, training details), and the best one kept.
+    """Answers the held-out questions greedily, every --eval_every steps. The checkpoint is then
+    saved (When to Search, training details), and the best one is kept.
     """
     greedy = copy.copy(state.environment)
     greedy.settings = replace(state.settings, temperature=0.0, group_size=1)
     greedy.held_out = True
     trajectories = shared_rollout(state, greedy, state.held_out, 0)
-    found = merge_records([logged_metrics(t) for t in trajectories], mean)
-    return {f"eval/{name}": number for name, number in found.items()}
+    metrics = merge_records([logged_metrics(t) for t in trajectories], mean)
+    return {f"eval/{name}": number for name, number in metrics.items()}
 
 
-def informative(rollouts: Rollouts, settings: Settings) -> torch.Tensor:
-    """[N] bool: which rows are trained on. Only DAPO drops groups: those in which all are right or
-    wrong, all answer terms are equal, or all rewards. Rows whose search failed are not looked at.
+def rows_to_train_on(rollouts: Rollouts, settings: Settings) -> Tensor:
+    """Returns a mask [N] of the rows that are trained on. Only DAPO drops groups: those whose
+    answers are all right or all wrong, or whose answer terms, or rewards, are all equal
+    (--filter_by). Rows with a failed search are ignored in the comparison.
 
-    Trap: by correctness a question that all answer right, or all wrong, is dropped, and with it the
-    comparison of answers with and without a search. When to Search filters by the answer term.
+    Trap: filtering by correctness drops every question that is always answered right, or always
+    wrong, although its answers with and without a search could still be compared. When to Search
+    therefore filters by the answer term.
     """
     if settings.algorithm != "dapo":
         return torch.ones(len(rollouts.correct), dtype=torch.bool)  # [N]
-    found = rollouts.correct
+    scores = rollouts.correct
     if settings.filter_by == "answer":
-        found = [terms["answer"] for terms in rollouts.reward_terms]
+        scores = [terms["answer"] for terms in rollouts.reward_terms]
     elif settings.filter_by == "total":
-        found = rollouts.rewards.tolist()
-    found = torch.tensor(found).float()  # [N]
-    return dapo.informative_groups(
-        found.masked_fill(rollouts.failed, torch.nan), settings.group_size
-    )
+        scores = rollouts.rewards.tolist()
+    known = torch.tensor(scores).float().masked_fill(rollouts.failed, torch.nan)  # [N]
+    return dapo.informative_groups(known, settings.group_size)
 
 
 # ----------------------------------------------------------------------------------------- prepare
 def prepare(state: TrainState, rollouts: Rollouts, step: int) -> Batch:
-    """The global batch: rewards [B]; old, reference and critic's log-probs and values [B, T];
-    advantages [B, T].
+    """Returns the global batch: rewards [B]; log-probs of π_old and π_ref, and the critic's values
+    [B, T]; advantages [B, T].
     """
-    settings, rows = state.settings, rollouts.kept
+    settings = state.settings
+    rows = rollouts.kept
     rewards = rollouts.rewards[rows].tolist()
     trajectories = [rollouts.trajectories[row] for row in rows]
     pad_id = state.environment.tokenizer.pad_token_id or 0
     batch = collate(trajectories, rewards, settings.group_size, pad_id)
     overlong = [t.stop_reason == "length" and t.answer is None for t in trajectories]
-    batch.overlong = torch.tensor(overlong)  # [B]  cut off before it answered
+    batch.overlong = torch.tensor(overlong)  # [B]  truncated before it answered
     if not settings.mask_documents:
         unmask_documents(batch, trajectories)
-    batch.response_mask[batch.rewards.isnan()] = 0.0  # a failed row is in no mean and no std
+    batch.response_mask[batch.rewards.isnan()] = 0.0  # failed rows count in no statistic
     if settings.kl_coef:
         batch.ref_logprobs = compute_ref_logprobs(state, batch)  # [B, T]
-    if state.critic is not None:  # once: advantages, returns and clips all start from these
+    if state.critic is not None:  # once: advantages, returns and value clipping use them
         batch.values = compute_values(state, batch)  # [B, T]
-    if state.recompute:  # under bf16, sampling and scoring round differently
+    if state.recompute:  # in bf16, sampling and scoring round differently
         batch.old_logprobs = compute_old_logprobs(state, batch)  # [B, T]
-    if state.mismatch != "none":  # before an update is cut: rejected tokens weigh nothing in it
+    if state.mismatch != "none":  # first: token weights leave out rejected tokens
         batch.mismatch_weights = ppo.mismatch_weights(batch, state.mismatch)  # [B, T]
     algorithm = ALGORITHMS[settings.algorithm]
     batch.advantages = algorithm.compute_advantages(batch, settings)  # [B, T]
     return batch
 
 
-def compute_old_logprobs(state: TrainState, batch: Batch) -> torch.Tensor:
-    """Returns π_old's log-probs [B, T]. Rows that teach nothing keep those of sampling, unless
-    something else reads them: a KL, a critic, documents that are trained on, or a correction that
-    drops tokens, which counts the tokens that are left.
+def compute_old_logprobs(state: TrainState, batch: Batch) -> Tensor:
+    """Returns π_old's log-probs [B, T]. Rows that teach nothing keep the log-probs recorded while
+    sampling, unless something else reads them: a KL, a critic, documents that are trained on, or a
+    mismatch correction that drops tokens, because it counts the tokens that are left.
     """
     drops = state.mismatch != "none" and ppo.MISMATCH[state.mismatch][-1] == 0
     rows = torch.arange(len(batch))  # [n]
@@ -269,17 +276,18 @@ def compute_old_logprobs(state: TrainState, batch: Batch) -> torch.Tensor:
 
 
 def unmask_documents(batch: Batch, trajectories: Sequence[Trajectory]) -> None:
-    """The ablation: every token behind the prompt counts as the policy's."""
+    """Trains on every token after the prompt, documents too: the ablation of the loss mask."""
     batch.response_mask = torch.zeros_like(batch.response_mask)  # [B, T]
     for row, t in enumerate(trajectories):
         first = len(t.prompt_ids) - 1  # the column of the first response token
         batch.response_mask[row, first : len(t.ids) - 1] = 1.0
-    batch.sampled_logprobs = None  # documents have none
+    batch.sampled_logprobs = None  # documents were not sampled
 
 
-def shuffled_updates(step: int, rewards: torch.Tensor, settings: Settings) -> tuple:
-    """The rows of each of a step's updates, [n] each; of rewards [B] those that are known. Where
-    DAPO keeps fewer rows, or searches failed, there are fewer updates, and not smaller ones.
+def shuffled_updates(step: int, rewards: Tensor, settings: Settings) -> tuple:
+    """Returns the rows [n] of each update of a step: those whose reward [B] is known, shuffled.
+    Where DAPO keeps fewer rows, or searches failed, there are fewer updates rather than smaller
+    ones.
     """
     rows = (~rewards.isnan()).nonzero()[:, 0]  # [n]
     generator = torch.Generator().manual_seed(settings.seed * 7_919 + step)
@@ -288,8 +296,9 @@ def shuffled_updates(step: int, rewards: torch.Tensor, settings: Settings) -> tu
 
 
 def set_lr(state: TrainState, step: int, number: int) -> float:
-    """Returns the policy's, for update `number` of the step. The critic's has a warm-up of its own,
-    and then stays: a long warm-up of the policy is the critic's time to learn.
+    """Sets the learning rates for update `number` of the step and returns the policy's. The
+    critic's rate has a warm-up of its own and then stays constant: while the policy warms up for
+    long, the critic already learns.
     """
     settings = state.settings
     updates = updates_of(settings.questions_per_step * settings.group_size, settings)
@@ -306,74 +315,78 @@ def set_lr(state: TrainState, step: int, number: int) -> float:
 
 # ---------------------------------------------------------------------------------- what is logged
 def measure(state: TrainState, rollouts: Rollouts) -> Record:
-    """The numbers of a step's rollout, also of what DAPO then drops; the README explains each. They
-    are means over the trajectories whose searches did not fail, unless all have failed.
+    """Returns the metrics of a step's rollout (docs/metrics.md), including groups that DAPO drops.
+    They are means over the trajectories whose searches did not fail, or over all if every
+    trajectory has a failed search.
     """
-    failed, settings = rollouts.failed, state.settings
+    failed = rollouts.failed
+    settings = state.settings
     rows = (~failed | failed.all()).nonzero()[:, 0].tolist()
     trajectories = [rollouts.trajectories[row] for row in rows]
     reward_terms = [rollouts.reward_terms[row] for row in rows]
     numbers = [logged_metrics(t) for t in trajectories]
-    reward = mean(sum(terms.values()) for terms in reward_terms)
-    record = {"reward": reward, "rollout_seconds": rollouts.seconds}
-    record["reward_seconds"] = rollouts.reward_seconds
+    record = {
+        "reward": mean(sum(terms.values()) for terms in reward_terms),
+        "rollout_seconds": rollouts.seconds,
+        "reward_seconds": rollouts.reward_seconds,
+    }
     for name in reward_terms[0]:
         record[f"reward/{name}"] = mean(terms[name] for terms in reward_terms)
     kinds = [t.question.kind for t in trajectories]
     for kind in sorted(set(kinds)):
-        own = [row for row, its in zip(numbers, kinds, strict=True) if its == kind]
+        same_kind = [row for row, other in zip(numbers, kinds, strict=True) if other == kind]
         for name in ("em", "searched", "searches"):
-            record[f"{name}/{kind}"] = mean(row[name] for row in own)
+            record[f"{name}/{kind}"] = mean(row[name] for row in same_kind)
     record |= merge_records(numbers, mean)
     record["inserted_tokens"] = record.pop("tokens") - record["model_tokens"]
     record |= step_searches(rollouts.trajectories, state.accelerator.num_processes)
-    record["failed_rows"] = failed.float().mean().item()
-    record["skipped"] = int(not rollouts.kept)
-    zero_std = grpo.frac_reward_zero_std(rollouts.rewards, settings.group_size)
-    record["frac_reward_zero_std"] = zero_std
-    if state.other_models is not None:  # the main process; it is the one that logs
+    record |= {
+        "failed_rows": failed.float().mean().item(),
+        "skipped": int(not rollouts.kept),
+        "frac_reward_zero_std": grpo.frac_reward_zero_std(rollouts.rewards, settings.group_size),
+    }
+    if state.other_models is not None:  # only the main process has them, and it logs
         record |= {name: count() for name, count in state.other_models.stats.items()}
     if settings.algorithm == "dapo":
-        record["resampled"] = rollouts.draws - 1
-        kept = informative(rollouts, settings)  # [N]
-        record["informative"] = kept.float().mean().item()
+        share = rows_to_train_on(rollouts, settings).float().mean()
+        record |= {"resampled": rollouts.draws - 1, "informative": share.item()}
     return record
 
 
 def logged_metrics(t: Trajectory) -> Record:
-    """Returns the numbers of a trajectory whose means are logged; 0 for what does not apply."""
+    """Returns the trajectory's metrics that are logged; a metric that does not apply is 0."""
     numbers = trajectory_metrics(t)
     return {name: numbers.get(name, 0.0) for name in LOGGED}
 
 
 def critic_metrics(batch: Batch) -> Record:
-    """PPO: how much of the returns the critic foresaw."""
+    """Returns how much of the returns PPO's critic predicted; nothing without a critic."""
     if batch.values is None:
         return {}
     explained = ppo.explained_variance(batch.values, batch.returns, batch.response_mask)
     return {"explained_variance": explained}
 
 
-def likelihood_later(batch: Batch, first: torch.Tensor) -> Record:
-    """Have answers that earn more than their baseline become likelier by the updates before their
-    own? Of rows that are not in the step's first update [n], the mean over those with A > 0 of
-    Σ_t (log π − log π_old) over model tokens; A of a row is the sum over its tokens.
+def likelihood_later(batch: Batch, first: Tensor) -> Record:
+    """Returns by how much the step's earlier updates have raised the log-prob of good answers: the
+    mean of Σ_t (log π − log π_old) over model tokens, over the rows with A > 0 that are not in the
+    step's first update [n]. A of a row is the sum over its tokens.
 
     Worked: A [1, 1], [−1, −1], [2, 2]; log π − log π_old [0, 0], [5, 5], [0.2, −0.1]; the first
-    update has row 0: 0.1.
-    At or below 0 it is the "lazy likelihood displacement" that comes before a collapse (Deng et al.
-    2026, arXiv 2512.04220). It is only logged, and no term of a loss.
+    update has row 0: 0.1. A value at or below 0 is the "lazy likelihood displacement" that comes
+    before a collapse (Deng et al. 2026, arXiv 2512.04220). It is only logged; no loss contains it.
     """
     change = (batch.logprobs - batch.old_logprobs).sum(1)  # [B]  both are 0 on masked tokens
     better = batch.advantages.sum(1) > 0  # [B]
-    better[first] = False  # nothing has moved yet
+    better[first] = False  # no weight has moved before the first update
     return {"likelihood_later": change[better].mean().item()} if better.any() else {}
 
 
-def sampler_stats(batch: Batch, first: torch.Tensor, mismatch: str) -> Record:
-    """How far are the log-probs of sampling from those of scoring? The mean |difference| over the
-    model tokens of the step's first update [n], by their weights, and the largest one: nothing has
-    moved yet. Rows that teach nothing are not scored, and documents were not sampled.
+def sampler_stats(batch: Batch, first: Tensor, mismatch: str) -> Record:
+    """Returns how far the log-probs recorded while sampling are from the recomputed ones: the mean
+    |difference| over the model tokens of the step's first update [n], by their weights, and the
+    largest one. Before the first update no weight has moved, so any difference is the sampler's.
+    Rows that teach nothing are not recomputed, and documents were not sampled.
     """
     part = batch.rows(first)
     part = part.rows(rows_that_teach(part))
@@ -389,7 +402,7 @@ def sampler_stats(batch: Batch, first: torch.Tensor, mismatch: str) -> Record:
 
 def main(arguments: list[str] | None = None) -> None:
     stages = parse_stages(arguments)
-    _held = checkpoint.hold(stages)  # until all of them are done
+    _held = checkpoint.hold(stages)  # locks the folders until all stages are done
     for settings in stages:
         with checkpoint.as_command(settings):
             train(settings)

@@ -1,13 +1,13 @@
-"""A trajectory: who wrote which token, what was searched, why it ended.
+"""A trajectory records who wrote which token, which searches were run, and why it ended.
 
     prompt_ids     p p p p
     response_ids           m m m m  e e e e e e  m m m      m: sampled by the policy
     response_mask          1 1 1 1  0 0 0 0 0 0  1 1 1      e: written by the environment
-    logprobs               · · · ·  0 0 0 0 0 0  · · ·      as they were sampled
+    logprobs               · · · ·  0 0 0 0 0 0  · · ·      recorded while sampling
 
-The mask is born with the token: nobody looks for tags in a text later to find out who wrote it.
-A written transcript (`trajectory_from_text`) can be scored, not trained on. No torch here.
-Left out: how a trajectory comes about (rollout.py).
+Each token gets its mask when it is appended, so no code has to search a text for tags to find out
+who wrote it. A written transcript (`trajectory_from_text`) can be scored but not trained on. This
+file does not need torch. Left out: how a trajectory is sampled (rollout.py).
 """
 
 import re
@@ -21,7 +21,7 @@ from prompts import Protocol, as_protocol, find_answers, last_block, parse_query
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of the response by one writer: "model", "documents" or "notice"; of a baseline also
+    """A part of the response by one writer: "model", "documents" or "notice". A baseline also has
     "thought", which is not scored.
     """
 
@@ -31,8 +31,8 @@ class Segment:
 
 @dataclass
 class Search:
-    """One search that was run: `text` is what the policy read, `cut` if its budget held no more. It
-    has failed if there is an `error`: no connection, a timeout, a reply that nobody can read.
+    """One search that was run. The policy read `text`, which is `cut` if the budget was too small.
+    An `error` says why the search failed: no connection, a timeout, an unreadable reply.
     """
 
     query: str
@@ -46,8 +46,8 @@ class Search:
 
 @dataclass(frozen=True)
 class RejectedQuery:
-    """A query that was not run: reason "malformed", "empty", "direct", "limit"; or "server", where
-    that of the retriever or the summariser refused it for what it is.
+    """A query that was not run. The reason is "malformed", "empty", "direct" (the question may not
+    search), "limit" (no searches left) or "server" (retriever or summariser rejected its content).
     """
 
     reason: str
@@ -56,10 +56,10 @@ class RejectedQuery:
 
 @dataclass
 class Trajectory:
-    """One response; `response_ids`, `response_mask` and `logprobs` have an entry per token of it.
+    """One response. `response_ids`, `response_mask` and `logprobs` have one entry per token.
 
     stop_reason   "" while it goes on; "eos", "answer" (the answer's end tag), "length" (turn limit
-                  or context end), "rejected" (a query that was not run), "written" (a transcript)
+                  or context end), "rejected" (too many rejected queries), "written" (a transcript)
     """
 
     question: Question
@@ -85,23 +85,24 @@ class Trajectory:
 
     @property
     def model_text(self) -> str:
-        """What the policy itself wrote: the only text that rewards may look at."""
+        """The text that the policy itself wrote: rewards may read nothing else."""
         return "".join(segment.text for segment in self.segments if segment.writer == "model")
 
     @property
     def executed(self) -> list:
-        """The searches that did not fail: rewards neither pay nor charge for one that did."""
+        """The searches that did not fail; rewards ignore those that did."""
         return [search for search in self.searches if not search.error]
 
     @property
     def failed(self) -> bool:
-        """Did a search of it fail? Then training leaves it out: it is not the policy's fault."""
+        """Whether a search failed. Training skips such a row, as it is not the policy's fault."""
         return self.executed != self.searches
 
     @property
     def answers(self) -> list[str]:
-        found = find_answers(self.protocol, self.model_text, self.question.task)
-        return [answer.content for answer in found]
+        """All answers that the policy wrote; `find_answers` caches them by the text."""
+        spans = find_answers(self.protocol, self.model_text, self.question.task)
+        return [span.content for span in spans]
 
     @property
     def answer(self) -> str | None:
@@ -109,19 +110,19 @@ class Trajectory:
 
     @property
     def evidence(self) -> str | None:
-        """The last evidence box with something in it (R-Search); None without one."""
+        """The last evidence box that is not empty (R-Search), or None."""
         tags = self.protocol.evidence_tags
         return last_block(self.model_text, tags) if tags else None
 
     def append_model(self, ids: list[int], logprobs: list[float], text: str) -> None:
-        """What the policy sampled has mask 1, end tags and EOS too."""
+        """Appends what the policy sampled with mask 1, including end tags and EOS."""
         self.response_ids += ids
         self.response_mask += [1] * len(ids)
         self.logprobs += logprobs
         self.segments.append(Segment("model", text))
 
     def append_environment(self, ids: list[int], text: str, writer: str) -> None:
-        """What the environment wrote has mask 0, the blank lines around it too."""
+        """Appends what the environment wrote with mask 0, including the blank lines around it."""
         self.response_ids += ids
         self.response_mask += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)
@@ -131,10 +132,10 @@ class Trajectory:
 def trajectory_from_text(
     question: Question, text: str, protocol: Protocol | str, fallbacks: Collection[int] = ()
 ) -> Trajectory:
-    """A transcript as a trajectory, without ids and log-probs. A document block right behind a
-    well-formed query is the environment's; any other was written by the model.
+    """Parses a transcript into a trajectory without ids and log-probs. A document block directly
+    after a well-formed query is the environment's; the model wrote any other.
 
-    fallbacks   the numbers, from 0, of the searches that came back as the fallback
+    fallbacks   indices (from 0) of the searches that returned the fallback
     """
     protocol = as_protocol(protocol)
     trajectory = Trajectory(question, protocol, stop_reason="written")
@@ -152,32 +153,35 @@ def trajectory_from_text(
 
 
 def _next_block(protocol: Protocol, text: str, position: int) -> re.Match | None:
-    """The next block behind a query's end tag: [1] with the blanks around it, [2] its body."""
+    """Finds the next document block after a query's end tag: group 1 is the block with the blanks
+    around it, group 2 the text in it.
+    """
     if not protocol.query_tags:
         return None
-    asked, begin, end = map(re.escape, (protocol.query_tags[1], *protocol.documents_tags))
-    return re.compile(rf"{asked}(\s*{begin}(.*?){end}\s*)", re.DOTALL).search(text, position)
+    query_end, begin, end = map(re.escape, (protocol.query_tags[1], *protocol.documents_tags))
+    return re.compile(rf"{query_end}(\s*{begin}(.*?){end}\s*)", re.DOTALL).search(text, position)
 
 
 def show(trajectory: Trajectory, reward_terms: dict[str, float] | None = None) -> str:
-    """One trajectory on a screen: what the environment wrote stands between ⟦ and ⟧."""
+    """Formats a trajectory for a terminal, with the environment's texts between ⟦ and ⟧."""
     text = ""
     for segment in trajectory.segments:
-        own, its = segment.writer == "model", segment.text
-        text += harmless(its) if own else f"⟦{harmless(its.strip())}⟧ "
-    shown = f"{heading(trajectory.question)}\n{text.strip()}\n{ending(trajectory)}"
+        written = harmless(segment.text.strip())
+        text += harmless(segment.text) if segment.writer == "model" else f"⟦{written}⟧ "
+    first, last = describe_question(trajectory.question), describe_end(trajectory)
+    shown = f"{first}\n{text.strip()}\n{last}"
     if reward_terms:
         terms = ", ".join(f"{name} {value:+.2f}" for name, value in reward_terms.items())
         shown += f"\n[{terms}; reward {sum(reward_terms.values()):+.2f}]"
     return shown
 
 
-def heading(question: Question) -> str:
+def describe_question(question: Question) -> str:
     golds = " | ".join(question.answers) or "unknown"
     return harmless(f"question: {question.question}   gold: {golds}")
 
 
-def ending(trajectory: Trajectory) -> str:
+def describe_end(trajectory: Trajectory) -> str:
     searches, answer = len(trajectory.searches), trajectory.answer
     return f"[{searches} searches; answer {answer!r}; ended by {trajectory.stop_reason}]"
 

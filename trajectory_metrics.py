@@ -1,8 +1,8 @@
-"""What is counted in trajectories, for training and for evaluation: answers, searches, tokens.
+"""Metrics of trajectories, for training and evaluation: answers, searches, tokens.
 
-It is none of the path's files: it needs papers.py, for each paper's own punctuation and format, and
-no gradient hangs on it. Training logs means of these numbers (train.LOGGED), an evaluation writes
-those of each trajectory beside its prediction (plumbing.report.COLUMNS).
+Training logs their means (train.LOGGED); an evaluation writes those of each trajectory beside its
+prediction (plumbing.report.COLUMNS). No gradient depends on them. This file is not on the reading
+path, because it needs papers.py for each paper's punctuation and format.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,25 +18,24 @@ from trajectory import Search, Segment, Trajectory
 
 
 def mean(values: Iterable[float]) -> float:
-    """0 of nothing."""
+    """Returns the mean, or 0 without values."""
     values = list(values)
     return sum(values) / max(1, len(values))
 
 
 # ----------------------------------------------------------------------------------- one trajectory
 def trajectory_metrics(t: Trajectory) -> dict[str, float]:
-    """The numbers of one trajectory, which training logs too. What does not apply to it has no
-    entry, not a 0. em, f1 and cem treat punctuation as the paper's own scorer does; of a summary
-    each is its ROUGE.
+    """Returns the metrics that training and evaluation share. A metric that does not apply is
+    missing, not 0. em, f1 and cem treat punctuation as the paper's scorer does; for a summary each
+    is ROUGE.
     """
     question, punctuation = t.question, paper_of(t.protocol.name).punctuation
-    asked = (question.answers, question.task, question.options)
-    numbers = score_answer(t.answer, *asked, punctuation) | text_metrics(t)
-    return numbers | (search_metrics(t) if t.protocol.query_tags else {})
+    scores = score_answer(t.answer, question.answers, question.task, question.options, punctuation)
+    return scores | text_metrics(t) | (search_metrics(t) if t.protocol.query_tags else {})
 
 
 def paper_metrics(t: Trajectory, em: float) -> dict[str, float]:
-    """What only tables of an evaluation show: format, evidence, citations, a summary's ROUGE."""
+    """Returns the metrics of evaluation only: format, evidence, citations, a summary's ROUGE."""
     question, protocol = t.question, t.protocol
     numbers = {"format": float(paper_of(protocol.name).good_format(t))}
     if question.task == "summary":
@@ -53,36 +52,42 @@ def paper_metrics(t: Trajectory, em: float) -> dict[str, float]:
 
 
 def search_metrics(t: Trajectory) -> dict[str, float]:
-    """`queries` that it wrote, also `rejected` ones; `searches` that were run (UR² Table 10);
-    `failed_rows`: did one of them fail?
+    """Counts the `queries` in the text, including `rejected` ones, and the `searches` that were run
+    (UR² Table 10). `failed_rows` is 1 if a search failed.
     """
-    asked = [tuple(tokenize(search.query)) for search in t.searches]
-    numbers = {"searched": bool(asked), "searches": len(asked), "successful": len(successful(t))}
-    numbers |= {"rejected": len(t.rejected_queries), "failed_rows": t.failed}
-    numbers["repeated"] = len(asked) - len({*asked})
+    queries = [tuple(tokenize(search.query)) for search in t.searches]
+    numbers = {
+        "searched": bool(queries),
+        "searches": len(queries),
+        "successful": len(successful(t)),
+        "rejected": len(t.rejected_queries),
+        "failed_rows": t.failed,
+    }
+    numbers["repeated"] = len(queries) - len({*queries})
     numbers["queries"] = t.model_text.count(t.protocol.query_tags[1])
     numbers["fallbacks"] = sum(search.fallback for search in t.searches)
-    if asked:
+    if queries:
         numbers["documents_cut"] = mean(search.cut for search in t.searches)
     return {name: float(number) for name, number in numbers.items()}
 
 
 def successful(t: Trajectory) -> list[Search]:
+    """Returns the searches whose result was neither an error nor a fallback nor empty."""
     nothing = ("", t.protocol.empty_text)
     return [s for s in t.searches if not (s.error or s.fallback or s.text in nothing)]
 
 
 def text_metrics(t: Trajectory) -> dict[str, float]:
-    """How it wrote and ended. It repeats itself (`repetition`) if most of its own 4-grams stood in
-    it before.
+    """Describes what the model wrote and how it ended. `repetition` is 1 if more than half of its
+    4-grams are repeats.
     """
-    text, own = t.model_text, list(compress(t.response_ids, t.response_mask))
-    blocks = find_answers(t.protocol, text, t.question.task)
+    text, sampled = t.model_text, list(compress(t.response_ids, t.response_mask))
+    blocks = [*find_answers(t.protocol, text, t.question.task)]
     blocks += find_blocks(text, *t.protocol.query_tags) if t.protocol.query_tags else []
     words = len(text.split()) - sum(len(text[b.start : b.end].split()) for b in blocks)
-    grams = list(zip(own, own[1:], own[2:], own[3:], strict=False))
+    grams = list(zip(sampled, sampled[1:], sampled[2:], sampled[3:], strict=False))
     counts = [(t.opened + text).count(tag) for tag in t.protocol.tags]  # begin, end, begin, ...
-    numbers = {"model_tokens": len(own), "tokens": len(t.response_mask)}
+    numbers = {"model_tokens": len(sampled), "tokens": len(t.response_mask)}
     numbers |= {"thinking_words": max(0, words), "answered": t.answer is not None}
     numbers["truncated"] = t.stop_reason in ("length", "rejected")
     numbers["repetition"] = 2 * len(set(grams)) < len(grams)
@@ -90,12 +95,13 @@ def text_metrics(t: Trajectory) -> dict[str, float]:
 
 
 def token_metrics(t: Trajectory, tokenizer) -> dict[str, float]:
-    """Tokens that it wrote; of its successful searches those of the documents, those that it read
-    in their place, and the mean of the ratios: of 10 to 5 and 90 to 10 (2 + 9) / 2 = 5.5. The ratio
-    of their means is 100 / 15 = 6.67 (UR² appendix B.6: 11,346 / 761 = 14.91).
+    """Counts tokens: `written` by the model; `retrieved`, the documents of successful searches;
+    `shown`, the texts that the policy read instead. `compression` is the mean of the ratios: for
+    10 to 5 and 90 to 10 it is (2 + 9) / 2 = 5.5. The ratio of the means would be 100 / 15 = 6.67
+    (UR² appendix B.6: 11,346 / 761 = 14.91).
 
-    Where its thinking was cut off: `thinking` counts its tokens, which are among those written, and
-    `unfinished` the thoughts without an end. <think>a b</think> <think>c: one of two.
+    For a thinking model, `thinking` counts the tokens of its thoughts (part of `written`), and
+    `unfinished` the thoughts without an end: one of two in <think>a b</think> <think>c.
     """
     numbers, ratios = {"written": float(sum(t.response_mask))}, []
     if thoughts := "".join(s.text for s in t.segments if s.writer == "thought"):
@@ -105,18 +111,18 @@ def token_metrics(t: Trajectory, tokenizer) -> dict[str, float]:
     if t.protocol.query_tags:
         numbers |= {"retrieved": 0.0, "shown": 0.0}
     for search in successful(t):
-        found = len(encode(tokenizer, "\n".join(number_documents(search.documents))))
+        retrieved = len(encode(tokenizer, "\n".join(number_documents(search.documents))))
         shown = len(encode(tokenizer, search.text))
-        numbers["retrieved"] += found
+        numbers["retrieved"] += retrieved
         numbers["shown"] += shown
-        ratios.append(found / shown)
+        ratios.append(retrieved / shown)
     return numbers | ({"compression": mean(ratios)} if ratios else {})
 
 
 def split_thought(text: str, inside: bool = False) -> tuple[str, str, bool]:
-    """Splits the thinking off a turn: (thoughts, the rest, does a thought go on behind it?).
+    """Splits a turn into (thoughts, the rest, whether a thought is still open at the end).
 
-    inside   whether the turn begins in a thought: before it, the thought had no end
+    inside   whether a thought of an earlier turn is still open
     >>> split_thought("<think>Kelmouth?</think> Norland")
     ('<think>Kelmouth?</think>', ' Norland', False)
     """
@@ -128,12 +134,12 @@ def split_thought(text: str, inside: bool = False) -> tuple[str, str, bool]:
 
 
 def without_thinking(t: Trajectory) -> Trajectory:
-    """Marks what the model thought in <think> ... </think> as no text of its own, so that neither
-    format nor answer is looked for in it (ARENA 4.3, note 2: thinking is implicit).
+    """Gives the text in <think> ... </think> the writer "thought", so that it counts neither for
+    the format nor for the answer (ARENA 4.3, note 2: thinking is implicit).
     """
-    inside, before = False, [Segment("model", t.opened), *t.segments]
+    inside, segments = False, [Segment("model", t.opened), *t.segments]
     t.segments, t.opened = [], ""
-    for segment in before:
+    for segment in segments:
         if segment.writer == "model":
             thought, text, inside = split_thought(segment.text, inside)
             t.segments += [Segment("thought", thought), Segment("model", text)]
@@ -142,20 +148,19 @@ def without_thinking(t: Trajectory) -> Trajectory:
     return t
 
 
-# ---------------------------------------------------------------------------------- those of a step
+# --------------------------------------------------------------------------------- a training step
 def step_searches(trajectories: Sequence[Trajectory], processes: int) -> dict[str, float]:
-    """Of all searches of a step, which this many processes made at once."""
+    """Returns the metrics of all searches of a step, made by this many processes in parallel."""
     searches = [search for t in trajectories for search in t.searches]
-    known = sum(len(documents_of(t)) for t in trajectories)
-    found, seconds = sum(len(s.documents) for s in searches), [s.seconds for s in searches]
+    distinct = sum(len(documents_of(t)) for t in trajectories)
+    total, seconds = sum(len(s.documents) for s in searches), [s.seconds for s in searches]
     shares = {
         "fallbacks": mean(search.fallback for search in searches),
         "search_errors": mean(search.error is not None for search in searches),
         "documents_cut": mean(search.cut for search in searches),
     }
-    return {
-        **shares,
-        "documents_seen": (found - known) / max(1, found),
+    return shares | {
+        "documents_seen": (total - distinct) / max(1, total),
         "slowest_search_seconds": max(seconds, default=0.0),
         "search_seconds": sum(seconds) / processes,
         **gold_recall(trajectories),
@@ -167,12 +172,12 @@ def documents_of(t: Trajectory) -> set[Document]:
 
 
 def gold_recall(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Of open questions that were searched for: to which share does a passage hold an answer?"""
-    held = {}  # (id, gold, ...) -> does a passage that one of its samples found hold a gold?
+    """Returns the share of open questions with searches for which a document contains an answer."""
+    recalled = {}  # (question id, gold, ...) -> whether a document of a sample contains a gold
     for t in trajectories:
         golds = {f" {normalize_answer(gold)} " for gold in t.question.answers} - {" yes ", " no "}
         if golds and t.searches and t.question.task == "qa":
             key = (t.question.id, *sorted(golds))
             texts = (f" {normalize_answer(f'{d.title} {d.text}')} " for d in documents_of(t))
-            held[key] = held.get(key) or any(gold in text for text in texts for gold in golds)
-    return {"gold_recall": mean(held.values())} if held else {}
+            recalled[key] = recalled.get(key) or any(g in text for text in texts for g in golds)
+    return {"gold_recall": mean(recalled.values())} if recalled else {}

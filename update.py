@@ -6,8 +6,9 @@
 
 The weights are fixed before the update is cut: the usual mean of micro-batch means is 21 to 28 %
 off. A row whose advantages are all 0, because the rewards of its group are equal, has a loss and a
-gradient of 0: it keeps its share of the weights and is not computed. If no row teaches, the update
-makes no step. Also here: scoring a batch before an update. Left out: several epochs over a rollout.
+gradient of 0: it keeps its share of the weights, but is not computed. If no row teaches anything,
+the update makes no step. This file also computes log-probs and values before an update.
+Left out: several epochs over a rollout.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dapo
@@ -37,47 +39,48 @@ ALGORITHMS = {
     "dapo": dapo,
     "ppo": ppo,
 }
-MAX_GRAD_NORM = 1.0  # what all five papers' codes have
-Record = dict[str, float]  # what is logged
+MAX_GRAD_NORM = 1.0  # as in the code of all five papers
+Record = dict[str, float]  # metrics to be logged
 
 
 @dataclass
 class TrainState:
-    """What a step works with."""
+    """Everything a training step needs: models, optimizers, data, environment."""
 
     settings: Any  # settings.Settings
     accelerator: Accelerator
     policy: Policy
-    model: torch.nn.Module  # what an update calls: the policy, or what spreads it over processes
+    model: nn.Module  # the policy, or its wrapper for several processes
     optimizer: torch.optim.Optimizer
-    recompute: bool  # are π_old's log-probs computed again? If not, they are those of sampling
-    mismatch: str = "none"  # --mismatch, with "auto" decided
+    recompute: bool  # recompute π_old's log-probs; if False, use those recorded while sampling
+    mismatch: str = "none"  # --mismatch, where "auto" is resolved
     reference: Policy | None = None
     critic: ppo.Critic | None = None
-    critic_model: torch.nn.Module | None = None
+    critic_model: nn.Module | None = None
     critic_optimizer: torch.optim.Optimizer | None = None
-    stream: Any = None  # a QuestionStream
-    held_out: Any = ()  # questions that are evaluated while training
-    environment: Any = None
-    generate: Any = None  # what a rollout plays with: slots, or turns of `generate`
-    sampler: Any = None  # a context in which the policy is ready to sample
-    other_models: Any = None  # rewards.OtherModels, in the main process alone
-    run: Any = None  # a plumbing.files.Run, which knows whether SIGTERM came
-    version: int = 0  # of the policy's weights: the optimizer steps of this process
+    stream: Any = None  # curriculum.QuestionStream
+    held_out: Any = ()  # questions of the evaluations while training
+    environment: Any = None  # rollout.Environment
+    generate: Any = None  # how a rollout generates: in slots, or by turns
+    sampler: Any = None  # a context manager in which the policy can sample
+    other_models: Any = None  # rewards.OtherModels, in the main process only
+    run: Any = None  # plumbing.files.Run, which knows whether SIGTERM has come
+    version: int = 0  # of the policy's weights: counts optimizer steps
 
 
-def compute_logprobs(state: TrainState, policy: Policy, batch: Batch) -> torch.Tensor:
-    """Returns a policy's log-probs [B, T] of the batch's tokens; each process computes a share."""
+def compute_logprobs(state: TrainState, policy: Policy, batch: Batch) -> Tensor:
+    """Returns a policy's log-probs [B, T] of the batch's tokens; every process computes a share."""
     return forward_in_shares(state, policy, batch, state.settings.temperature)
 
 
-def compute_values(state: TrainState, batch: Batch) -> torch.Tensor:
-    """Returns the critic's values [B, T]; each process computes a share."""
+def compute_values(state: TrainState, batch: Batch) -> Tensor:
+    """Returns the critic's values [B, T]; every process computes a share."""
     return forward_in_shares(state, state.critic, batch)
 
 
 @torch.no_grad()
-def forward_in_shares(state: TrainState, module, batch: Batch, *temperature) -> torch.Tensor:
+def forward_in_shares(state: TrainState, module, batch: Batch, *temperature) -> Tensor:
+    """Returns the module's outputs [B, T], computed in micro-batches by all processes together."""
     output = torch.zeros_like(batch.response_mask, device=state.accelerator.device)  # [B, T]
     with evaluating(module):
         for rows in shares(state, batch):
@@ -88,26 +91,28 @@ def forward_in_shares(state: TrainState, module, batch: Batch, *temperature) -> 
     return state.accelerator.reduce(output, "sum").cpu()
 
 
-def compute_ref_logprobs(state: TrainState, batch: Batch) -> torch.Tensor:
-    """π_ref's log-probs [B, T]. With LoRA it is the policy without what was learned."""
+def compute_ref_logprobs(state: TrainState, batch: Batch) -> Tensor:
+    """Returns π_ref's log-probs [B, T]. With LoRA, π_ref is the policy without its adapters."""
     with without_lora(state.policy):
         return compute_logprobs(state, state.reference or state.policy, batch)
 
 
-def shares(state: TrainState, batch: Batch) -> list[torch.Tensor]:
-    """This process's micro-batches, as row numbers. All processes have the same number of them."""
-    accelerator, tokens = state.accelerator, state.settings.tokens_per_micro_batch
-    processes, rank = accelerator.num_processes, accelerator.process_index
+def shares(state: TrainState, batch: Batch) -> list[Tensor]:
+    """Returns the rows of each of this process's micro-batches; all processes have equally many."""
     return micro_batches(
-        batch.response_mask, tokens, processes, rank, state.policy.sharing(batch.tokens)
+        batch.response_mask,
+        state.settings.tokens_per_micro_batch,
+        state.accelerator.num_processes,
+        state.accelerator.process_index,
+        state.policy.sharing(batch.tokens),
     )
 
 
-def rows_that_teach(batch: Batch) -> torch.Tensor:
-    """Returns the rows [n] that the loss has a gradient on: those with an advantage that weighs
-    something. A KL to the reference and a critic's loss are computed on all rows.
+def rows_that_teach(batch: Batch) -> Tensor:
+    """Returns the rows [n] whose loss has a gradient: an advantage and its weight are not 0. With a
+    KL to the reference, or a critic, these are all rows.
 
-    Worked: advantages [[1, 0], [0, 0], [−1, 0]], the third row overlong, its weights 0: row 0.
+    Worked: advantages [[1, 0], [0, 0], [−1, 0]]; the third row is overlong, so it weighs 0: row 0.
     """
     if batch.ref_logprobs is not None or batch.values is not None:
         return torch.arange(len(batch))
@@ -117,25 +122,26 @@ def rows_that_teach(batch: Batch) -> torch.Tensor:
     return teaches.any(1).nonzero()[:, 0]
 
 
-def put(rows: torch.Tensor, values: torch.Tensor, into: torch.Tensor) -> None:
+def put(rows: Tensor, values: Tensor, into: Tensor) -> None:
     """Writes values [n, t] into the rows [n] of a tensor [B, T], which may be wider."""
     into[rows, : values.shape[1]] = values
 
 
-@torch.enable_grad()  # a reward of the user's that asks a model may have switched them off
+@torch.enable_grad()  # the user's own reward may have switched gradients off
 def update(state: TrainState, batch: Batch) -> Record:
     """Makes one optimizer step of the policy on these rows, and with PPO one of the critic."""
-    settings, algorithm = state.settings, ALGORITHMS[state.settings.algorithm]
+    settings = state.settings
+    algorithm = ALGORITHMS[state.settings.algorithm]
     batch.token_weights = algorithm.compute_token_weights(batch, settings)  # [B, T]
-    batch.logprobs = batch.old_logprobs.clone()  # [B, T]  what a row that is not computed keeps
+    batch.logprobs = batch.old_logprobs.clone()  # [B, T]  kept by rows that are not computed
     rows = rows_that_teach(batch)  # [n]
-    if not len(rows):  # no step at all: Adam's momentum alone would move the weights
+    if not len(rows):  # no step: Adam's momentum alone would move the weights
         return {"loss": 0.0, "grad_norm": 0.0, "skipped": 1.0} | entropy_of(batch)
     taught = batch.rows(rows)  # [n, t]
     taught.logprobs = torch.zeros_like(taught.response_mask)  # [n, t]
-    share = taught.token_weights.sum().item() or 1.0  # what is logged is a mean over these rows
+    share = taught.token_weights.sum().item() or 1.0  # logged means are over these rows
 
-    def loss_of(micro: Batch, rows: torch.Tensor):
+    def loss_of(micro: Batch, rows: Tensor):
         logprobs = state.model(micro.tokens, settings.temperature, micro.response_mask)  # [b, t]
         micro.logprobs = logprobs.detach()
         put(rows, micro.logprobs.cpu(), into=taught.logprobs)
@@ -143,26 +149,26 @@ def update(state: TrainState, batch: Batch) -> Record:
         ratio = stats.pop("ratio")  # [b, t]  1 on masked tokens
         record = {"ratio_min": ratio.min().item(), "ratio_max": ratio.max().item()}
         stats["clip_fraction"] = stats.pop("clipped")
-        for name, value in stats.items():  # sums over the update: its weights make them means
+        for name, value in stats.items():  # the weights turn sums over the update into means
             record[name] = ((micro.token_weights * value).sum() / share).item()
         return (micro.token_weights * loss).sum(), record
 
     record = accumulate_and_step(state, state.model, state.optimizer, taught, loss_of)
-    state.version += 1  # trap: a fused optimizer does not raise the `_version` of a weight
-    seen = state.accelerator.reduce(taught.logprobs.to(state.accelerator.device), "sum")  # [n, t]
-    put(rows, seen.cpu(), into=batch.logprobs)
+    state.version += 1  # trap: a fused optimizer does not raise a weight's `_version`
+    computed = state.accelerator.reduce(taught.logprobs.to(state.accelerator.device), "sum")
+    put(rows, computed.cpu(), into=batch.logprobs)  # [n, t] into [B, T]
     if state.critic is not None and math.isfinite(record["loss"] + record["grad_norm"]):
         record |= update_critic(state, batch)
     return record | {"skipped": 0.0} | entropy_of(batch)
 
 
 def entropy_of(batch: Batch) -> Record:
-    """Returns the Monte-Carlo estimate of an update's entropy, the mean of −log π."""
+    """Returns the Monte-Carlo estimate of the entropy, the mean of −log π over an update."""
     return {"entropy_mc": -(batch.token_weights * batch.logprobs).sum().item()}
 
 
 def update_critic(state: TrainState, batch: Batch) -> Record:
-    """One step of the critic towards batch.returns; every model token weighs the same."""
+    """Makes one step of the critic towards batch.returns; every model token weighs the same."""
     batch = replace(batch, token_weights=ppo.token_weights(batch.response_mask))  # [B, T]
 
     def loss_of(micro: Batch, _):
@@ -172,47 +178,51 @@ def update_critic(state: TrainState, batch: Batch) -> Record:
         return (micro.token_weights * loss).sum(), {"value_clip_fraction": clipped}
 
     record = accumulate_and_step(state, state.critic_model, state.critic_optimizer, batch, loss_of)
-    loss, norm = record.pop("loss"), record.pop("grad_norm")
+    loss = record.pop("loss")
+    norm = record.pop("grad_norm")
     return record | {"value_loss": loss, "critic_grad_norm": norm}
 
 
 def accumulate_and_step(
     state: TrainState, model, optimizer, batch: Batch, loss_of: Callable
 ) -> Record:
-    """Backward passes over the micro-batches, and one optimizer step. A loss or a gradient that is
-    not finite changes no weight: the caller looks, and stops.
+    """Runs the micro-batches backward and makes one optimizer step. A loss or a gradient that is
+    not finite changes no weight; the caller checks for it and stops the run.
     """
-    accelerator, records, cuts = state.accelerator, [], shares(state, batch)
+    accelerator = state.accelerator
+    records = []
+    cuts = shares(state, batch)
     for number, rows in enumerate(cuts, 1):
-        # Gradients meet at the last pass; weights in parts take theirs at every one.
+        # Processes exchange gradients in the last pass; sharded weights do so in every pass.
         wait = number < len(cuts) and not in_parts(model)
         with accelerator.no_sync(model) if wait else contextlib.nullcontext():
             micro = batch.rows(rows).to(accelerator.device)
             loss, record = loss_of(micro, rows)
-            # DDP averages the gradients of its processes; ours are state of one sum.
+            # DDP averages the gradients over processes; here they are parts of one sum.
             accelerator.backward(loss * accelerator.num_processes)
         records.append(record | {"loss": loss.item()})
     total = merge_records(gather_object([merge_records(records, sum)]), sum)  # of all processes
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
     total["grad_norm"] = full(norm).item()
     if math.isfinite(total["loss"] + total["grad_norm"]):
         optimizer.step()
-    # DDP's gradients are views of its buckets, which stay. None would make the next micro-batch put
-    # a second copy beside them; without DDP it frees the gradients' memory for the rollout.
+    # With DDP, gradients are views of buckets that stay allocated: set to None, the next
+    # micro-batch would allocate a second copy. Without DDP, None frees memory for the rollout.
     optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
     return total
 
 
 def merge_records(records: list[Record], merge: Callable) -> Record:
-    """One record of several: merge(values) of each name, or the extreme that it ends in."""
-    whole, extremes = {}, {"min": min, "max": max, "norm": max}
+    """Merges records into one: merge(values) of each name, or the extreme that the name ends in."""
+    merged = {}
+    extremes = {"min": min, "max": max, "norm": max}
     for name in dict.fromkeys(name for record in records for name in record):
         values = [record[name] for record in records if name in record]
-        whole[name] = extremes.get(name.rpartition("_")[2], merge)(values)
-    return whole
+        merged[name] = extremes.get(name.rpartition("_")[2], merge)(values)
+    return merged
 
 
 def updates_of(rows: int, settings) -> int:
-    """How many updates a step with so many trajectories has."""
+    """Returns the number of updates in a step with this many trajectories."""
     step = settings.questions_per_step * settings.group_size
     return math.ceil(rows / (settings.trajectories_per_update or step))

@@ -1,4 +1,4 @@
-"""The layouts that questions and passages come in on disk: one row of a table each.
+"""The layouts of question and corpus files on disk: each is one row of a table.
 
     file -> records -> layout (named by the first record) -> the fields of a Question or a Document
 
@@ -29,7 +29,9 @@ def wrong(name: str, what: str) -> InputError:
 
 
 def field(record: dict, name: str, kind: type = str, default=None):
-    """record[name], which must be of this kind; missing or blank it is `default`, if given."""
+    """Returns record[name], which must be of this kind; `default`, if given, if it is missing or
+    blank.
+    """
     value = record.get(name)
     if value is None or (isinstance(value, str) and not value.strip()):
         if default is None:
@@ -61,7 +63,9 @@ def paragraphs_of(record: dict, name: str, default=None, question_id: str = "") 
 
 
 def id_of(record: dict, number: int | None = None) -> str:
-    """`number`: its place in the file, where the records of a layout may have no id."""
+    """Returns a record's id; `number`, its place in the file, if its layout allows records without
+    one.
+    """
     name = id_field(record)
     value = record.get(name, number)
     return str(value) if type(value) is int else field({name: value}, name)
@@ -72,8 +76,10 @@ def id_field(record: dict) -> str:
 
 
 def asked(record: dict, answer="answer", options=None, number=None, question="question") -> dict:
-    """The fields of almost every layout. `options`: an answer is a letter; `number`: as `id_of`."""
-    level = record.get("level")  # MATH's is 3, UR²'s is "hard"
+    """Returns the fields of almost every layout. With `options` the answer is a letter; `number`:
+    see id_of.
+    """
+    level = record.get("level")  # a number in MATH, a word such as "hard" in UR²
     level = str(level) if type(level) is int else field(record, "level", str, "")
     fields = {
         "id": id_of(record, number),
@@ -86,7 +92,9 @@ def asked(record: dict, answer="answer", options=None, number=None, question="qu
 
 
 def gold_answers(record: dict, name: str, options: list[str] | None = None) -> list[str]:
-    """One answer, or a list of them: never none, never "" (every prediction would cover it)."""
+    """Returns one answer or several as a list: never empty, never "" (every prediction would cover
+    it).
+    """
     value = record.get(name)
     answers = value if isinstance(value, list) else [field(record, name, str, "")]
     if options is not None:
@@ -97,7 +105,7 @@ def gold_answers(record: dict, name: str, options: list[str] | None = None) -> l
 
 
 def option_texts(record: dict) -> list[str]:
-    """`options` as a list, or as {"A": text, "B": text}."""
+    """Returns the options, given as a list or as {"A": text, "B": text}."""
     options = record.get("options")
     if isinstance(options, dict):
         options = [options.get(chr(65 + i)) for i in range(len(options))]
@@ -105,7 +113,9 @@ def option_texts(record: dict) -> list[str]:
 
 
 def letter_of(gold: object, options: Sequence[str], name: str) -> str:
-    """A letter is a letter, even where an option reads "B"; else a number from 0, or the text."""
+    """Returns the answer's letter; it is given as a letter (even if an option reads "B"), a number
+    or the option's text.
+    """
     letters = [chr(65 + i) for i in range(len(options))]
     if gold in letters:
         return gold
@@ -117,7 +127,7 @@ def letter_of(gold: object, options: Sequence[str], name: str) -> str:
 
 # ------------------------------------------------------------------------ layouts of question files
 def from_own(record: dict, number: int) -> dict:
-    """The fields of `data.Question`; only question and answers must be there."""
+    """Reads the fields of `data.Question`; only question and answers are required."""
     task = field(record, "task", str, "qa")
     if task not in TASKS:
         raise wrong("task", f"{short(task)} is none of {', '.join(TASKS)}")
@@ -133,13 +143,13 @@ def from_own(record: dict, number: int) -> dict:
 
 
 def from_flashrag(record: dict, number: int) -> dict:
-    """With `choices` the golden answers are numbers from 0; ours are letters."""
+    """Reads a record whose gold answers are numbers of `choices`, from 0; ours are letters."""
     options = items(record, "choices") if record.get("choices") else None
     return asked(record, "golden_answers", options, number)
 
 
 def from_rollouts(record: dict, number: int) -> dict:
-    """R1-Searcher's published rollout answers; "" where the model gave none."""
+    """Reads R1-Searcher's published rollout answers; "" if the model gave none."""
     predictions = items(record, "pred_anses")
     if not predictions:
         raise wrong("pred_anses", "it is empty: there is no rollout to score")
@@ -147,7 +157,7 @@ def from_rollouts(record: dict, number: int) -> dict:
 
 
 def from_plain(record: dict, number: int) -> dict:
-    """A table (a column may hold a list of answers); R1-Searcher's; UR²'s, of "math" and "rag"."""
+    """Reads a table row (a column may hold a list of answers), R1-Searcher's and UR²'s records."""
     fields = asked(record, number=number)
     if fields["question"].strip().isdigit():
         advice = "passages go where a corpus is asked for"
@@ -158,7 +168,7 @@ def from_plain(record: dict, number: int) -> dict:
 
 
 def answer_list(text: str) -> list[str]:
-    """'["Ana", "Ana Bell"]', as JSON or Python print it, is two answers; "[1, 2)" is one."""
+    """Reads '["Ana", "Ana Bell"]', as JSON or Python print it, as two answers; "[1, 2)" is one."""
     with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
         answers = ast.literal_eval(text) if text.startswith("[") else []
         if answers and all(isinstance(answer, str) and answer.strip() for answer in answers):
@@ -167,16 +177,19 @@ def answer_list(text: str) -> list[str]:
 
 
 def from_hotpotqa(record: dict, number: int) -> dict:
-    """HotpotQA, published or hub, and 2WikiMultihopQA: paragraph n of `context` is reference n."""
+    """Reads HotpotQA (published or hub) and 2WikiMultihopQA: paragraph n of `context` is reference
+    n.
+    """
     fields, references = asked(record), []
     for i, (title, sentences) in enumerate(titled_pairs(record, "context", "sentences"), 1):
         found = items({"context": sentences}, "context")
-        # HotpotQA's sentences begin with their blank, 2Wiki's do not.
+        # Sentences of HotpotQA begin with a blank, those of 2Wiki do not.
         text = " ".join(sentence.strip() for sentence in found if sentence.strip())
         references.append({"id": f"{fields['id']}:{i}", "title": title, "text": text})
     titles = [reference["title"] for reference in references]
     gold = {title for title, _ in titled_pairs(record, "supporting_facts", "sent_id")}
-    # Some gold titles have no paragraph (fullwiki): no gold, for half of it would pass for all.
+    # In fullwiki some gold titles have no paragraph. Then there is no gold at all: half of it would
+    # be taken for all of it.
     whole = gold <= set(titles)
     kind, source = field(record, "type", str, ""), "2wiki" if "evidences" in record else "hotpotqa"
     return fields | {
@@ -187,7 +200,7 @@ def from_hotpotqa(record: dict, number: int) -> dict:
 
 
 def titled_pairs(record: dict, name: str, second: str) -> list[Sequence]:
-    """[[title, x], ...] as published, or {"title": [...], second: [...]} as on the hub."""
+    """Returns pairs from [[title, x], ...] (published) or {"title": [...], second: [...]} (hub)."""
     pairs = record.get(name)
     if isinstance(pairs, dict):
         titles, others = items(pairs, "title"), field(pairs, second, list)
@@ -201,7 +214,7 @@ def titled_pairs(record: dict, name: str, second: str) -> list[Sequence]:
 def from_musique(
     record: dict, number: int, question="question", paragraphs="paragraphs", source="musique"
 ) -> dict:
-    """Gold paragraphs are numbered by place, from 1 (`idx` is from 0); aliases count as right."""
+    """Reads MuSiQue: gold paragraphs count from 1 (`idx` from 0); aliases count as right."""
     fields = asked(record, question=question)
     if not field(record, "answerable", bool, True):
         raise InputError("the question has no answer: field 'answerable' is false")
@@ -221,7 +234,7 @@ def from_musique(
 
 
 def from_ircot(record: dict, number: int) -> dict:
-    """IRCoT's processed files, which R-Search uses (section 4.1): MuSiQue's layout with other
+    """Reads IRCoT's processed files, which R-Search uses (section 4.1): MuSiQue's layout with other
     names, also of HotpotQA and 2Wiki. Only HotpotQA's records name their data set.
     """
     objects = items(record, "answers_objects", dict)
@@ -231,14 +244,14 @@ def from_ircot(record: dict, number: int) -> dict:
 
 
 def from_choice(record: dict, number: int) -> dict:
-    """MMLU-Pro's letter is the `answer`; MedQA's is `answer_idx`, and `answer` is its text."""
+    """Reads MMLU-Pro, whose letter is `answer`, and MedQA, whose letter is `answer_idx`."""
     name = "answer_idx" if "answer_idx" in record else "answer"
     fields = asked(record, name, option_texts(record), number)
     return fields | {"source": field(record, "category", str, "") or fields["source"]}
 
 
 def from_math(record: dict, number: int) -> dict:
-    """MATH-500, Minerva, GSM8K: a field, what is behind its last "####", or the solution's box."""
+    """Reads MATH-500, Minerva, GSM8K: the answer is a field, the text after "####", or a box."""
     question = "problem" if "problem" in record else "question"
     name, answer = "answer", field(record, "answer", str, "").rpartition("####")[2].strip()
     if not answer and "solution" in record:
@@ -248,7 +261,7 @@ def from_math(record: dict, number: int) -> dict:
 
 
 def from_verl(record: dict, number: int) -> dict:
-    """verl's (Search-R1's). Answers are a list, under "target", or joined by <|answer_split|>."""
+    """Reads verl's records: answers are a list, under "target", or joined by <|answer_split|>."""
     index = field(record, "extra_info", dict, {}).get("index")
     index = id_of({"extra_info.index": number if index is None else index})
     messages = items(record, "prompt", dict)
@@ -276,23 +289,23 @@ def from_title_text(record: dict, number: int) -> dict:
 
 
 def from_passage(record: dict, number: int, name: str = "passage", mark: str = "\t") -> dict:
-    """One string. Its title ends at `mark`: a line break, R1-Searcher's " Text:", three blanks."""
+    """Reads one string whose title ends at `mark`: a line break, " Text:", or three blanks."""
     title, text = titled(field(record, name), mark)
     title = title.removeprefix("Title:")
     return from_title_text(record | {"title": title, "text": text}, number)
 
 
 def titled(passage: str, mark: str = "\n") -> tuple[str, str]:
-    """(title, text): '"Ana"\\nborn' -> ("Ana", "born"); all is text where there is no mark."""
+    """Returns (title, text): '"Ana"\\nborn' -> ("Ana", "born"); without a mark all is text."""
     title, found, text = passage.partition(mark)
     title = title.strip() if found else ""
-    quoted = len(title) >= 2 and title[0] == title[-1] == '"'  # it may hold quotes itself
+    quoted = len(title) >= 2 and title[0] == title[-1] == '"'  # the title itself may contain quotes
     return title[1:-1] if quoted else title, text if found else passage
 
 
 # --------------------------------------------------------------------------------------- the tables
 class Layout(NamedTuple):
-    """fields: those with "!" tell the layout from others (of "!a|b" one is enough), with `also`."""
+    """A layout. Fields with "!" (of "!a|b" either) and `also` distinguish it from the others."""
 
     fields: str
     convert: Callable[[dict, int], dict]
@@ -320,7 +333,7 @@ LAYOUTS = {
 }
 ATTEMPT_LAYOUTS = {"rollouts": Layout("idx question answer !pred_anses", from_rollouts)}
 ABSTRACT, CHUNK = partial(from_passage, mark=" Text:"), partial(from_passage, mark="   ")
-CORPUS_LAYOUTS = {  # a tab-separated line arrives as {"id", "passage"}
+CORPUS_LAYOUTS = {  # a tab-separated line is read as {"id", "passage"}
     "contents": Layout("!contents", partial(from_passage, name="contents", mark="\n")),
     "title_text": Layout("title !text", from_title_text),
     "tsv_abstract": Layout(
@@ -344,7 +357,7 @@ def detect(record: dict, table: dict[str, Layout]) -> str:
 
 
 def read_fields(path: Path, table: dict[str, Layout], columns=(), skip_bad=False) -> Iterator[dict]:
-    """The fields of every record of a file, through one layout, with unique ids."""
+    """Yields the fields of every record of a file, read by one layout, with unique ids."""
     layout, places, problems = None, {}, []
     for number, place, record in read_records(path, columns):
         try:

@@ -1,4 +1,4 @@
-"""A folder that proves itself: manifest.json has its step, each file's size, a small file's sha256.
+"""Checks folders: manifest.json has the step, the size of each file, and the sha256 of small files.
 
     written_whole   a folder is written aside, forced to the disk, sealed, and renamed
     wrong_with      "" while it is as it was written; else the first thing that is not
@@ -39,7 +39,7 @@ def written_whole(path: Path, step: int | None = None) -> Iterator[Path]:
         seal(aside, step)
         aside.rename(path)
         sync(path.parent)
-    except Exception as error:  # each writer of tensors has an error of its own for a full disk
+    except Exception as error:  # each tensor library raises its own error for a full disk
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         how = "make room on the disk" if aside.is_dir() else "its folder was removed meanwhile"
         raise InputError(f"{path}: cannot be saved ({why}): {how}") from None
@@ -60,7 +60,7 @@ def seal(folder: Path, step: int | None) -> None:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Returns all files of the folder but the manifest."""
+    """Returns all files of the folder except the manifest."""
     return sorted(p for p in folder.rglob("*") if p.is_file() and p.name != NAME)
 
 
@@ -70,7 +70,7 @@ def digest(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Forces a file to the disk itself: a name may get there before its bytes do."""
+    """Forces a file onto the disk: otherwise its name may be there before its bytes."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -79,7 +79,7 @@ def sync(path: Path) -> None:
 
 
 def wrong_with(folder: Path, step: int | None = None) -> str:
-    """Returns the first thing that is not as it was written, and of this step if one is given;
+    """Returns the first difference from what was written (and from `step`, if it is given);
     or "".
     """
     try:

@@ -1,4 +1,4 @@
-"""A file -> its records; and files of records that a run appends to.
+"""Reads the records of a file, and appends records to the files of a run.
 
     bytes -> lines -> records   JSON lines, a JSON list, tab-separated lines, the same gzipped,
                                 parquet (with pyarrow)
@@ -23,9 +23,9 @@ from pathlib import Path
 
 from errors import InputError, rank_of
 
-PASSAGE_COLUMNS = ("id", "passage")  # of tab-separated lines without a header
+PASSAGE_COLUMNS = ("id", "passage")  # columns of tab-separated lines without a header
 QUESTION_COLUMNS = ("question", "answer")
-COLUMNS = dict.fromkeys(("_id", "idx", "docid", "doc_id", "pid"), "id")  # what a header may say
+COLUMNS = dict.fromkeys(("_id", "idx", "docid", "doc_id", "pid"), "id")  # other names in headers
 COLUMNS |= {"answers": "answer", "golden_answers": "answer"}
 LONGEST_LINE = 64_000_000  # bytes
 FROM_CSV = (  # standard input -> standard output; Excel begins a file with a byte-order mark
@@ -64,7 +64,7 @@ def byte_lines(path: Path, most: int = LONGEST_LINE) -> Iterator[bytes]:
 
 
 def first_line(path: Path) -> bytes:
-    """How the first line that is not blank begins, without a byte-order mark."""
+    """Returns the beginning of the first line that is not blank, without a byte-order mark."""
     for line in byte_lines(path, most=2**16):  # a JSON list may be one line of 500 MB
         if line := line.removeprefix(b"\xef\xbb\xbf").strip():
             return line
@@ -79,7 +79,9 @@ def decoded(data: bytes) -> str | InputError:
 
 
 def decoded_lines(path: Path) -> Iterator[tuple[int, str | InputError]]:
-    """(number, line), blank ones left out. Broken UTF-8 is the error of its line alone."""
+    """Yields (number, line) for lines that are not blank. Broken UTF-8 is an error of its line
+    only.
+    """
     for number, line in enumerate(byte_lines(path), 1):
         if len(line) == LONGEST_LINE:
             why = "longer than 64 MB: end each record with a line break"
@@ -96,7 +98,9 @@ def read_whole(path: Path) -> str:
 
 
 def read_records(path: Path, columns: tuple[str, ...] = ()) -> Iterator[tuple[int, str, object]]:
-    """(number, "line 3" or "record 3", record or InputError); `columns`: without a header."""
+    """Yields (number, "line 3" or "record 3", record or InputError). `columns` name the columns of
+    a file without a header.
+    """
     first = first_line(path)
     parquet = first.startswith(b"PAR1")
     if columns and not parquet and is_tsv(path):
@@ -127,13 +131,13 @@ def read_parquet(path: Path) -> list[dict]:
     except ImportError:
         how = "pip install pyarrow, or convert the file to JSONL"
         raise InputError(f"{path}: a parquet file needs pyarrow: {how}") from None
-    except Exception as error:  # a damaged file raises whatever the format's reader does
+    except Exception as error:  # the reader of a damaged file may raise anything
         reason = short(str(error))
         raise InputError(f"{path}: not a readable parquet file ({reason}): get it again") from None
 
 
 def loads(text: str | InputError) -> object:
-    """The value, or the InputError that says what is wrong with the text."""
+    """Returns the value, or an InputError that says what is wrong with the text."""
     if isinstance(text, InputError):
         return text
     try:
@@ -174,7 +178,9 @@ def tsv_records(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, str, 
 
 
 def header(values: list[str]) -> Sequence[str]:
-    """Its names, () for no header. One begins with a name for ids or has a column "question"."""
+    """Returns the column names of a header: it begins with a name for ids or has "question"; else
+    ().
+    """
     lower = [value.strip().lower() for value in values]
     names = [COLUMNS.get(name, name) for name in lower]
     if "question" in names or names[0] != "id":
@@ -183,7 +189,7 @@ def header(values: list[str]) -> Sequence[str]:
 
 
 def unquote(column: str) -> str:
-    """Undo CSV quoting. Trap: `csv.reader` takes the quotes of a merely quoted first word, too."""
+    """Removes CSV quotes. Trap: `csv.reader` also removes the quotes of a quoted first word."""
     inner = column[1:-1]
     quoted = len(column) >= 2 and column[0] == column[-1] == '"'
     return inner.replace('""', '"') if quoted and '"' not in inner.replace('""', "") else column
@@ -196,7 +202,7 @@ def type_name(value: object) -> str:
 
 
 def short(value: object) -> str:
-    """A value for an error message, on one line; it may be long, or nested deep."""
+    """Returns a value for an error message on one line; the value may be long or deeply nested."""
     return reprlib.repr(value)[:60]
 
 
@@ -229,7 +235,7 @@ def finished_records(path: str | Path, cut: bool = True, needs: str = "") -> lis
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """A full disk, or a place where nothing may be written, is one line."""
+    """Turns a full disk, or a place that cannot be written, into an InputError."""
     try:
         yield
     except OSError as error:
@@ -238,7 +244,7 @@ def writing(path: str | Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """The old file, or the new one, never half of one."""
+    """Replaces the file at once: it holds the old or the new text, never a part."""
     partial = path.with_name(path.name + ".partial")
     with writing(path):
         partial.write_text(text, encoding="utf-8")
@@ -246,7 +252,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
-    """A JSON line for each record, behind a closed line. No record: can the file be written?"""
+    """Appends a JSON line per record, after a complete line. Without records it tests the file."""
     lines = b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records)
     with writing(path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -254,11 +260,11 @@ def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
             if file.seek(0, os.SEEK_END):
                 file.seek(-1, os.SEEK_END)
                 lines = lines if file.read(1) == b"\n" else b"\n" + lines
-            file.write(lines)  # in one piece: another run may append to the same file
+            file.write(lines)  # in one write: another run may append to the same file
 
 
 def write_records(path: Path, records: list[dict]) -> None:
-    """All at once."""
+    """Yields all records together."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
     write_text(path, "".join(lines))
@@ -266,7 +272,7 @@ def write_records(path: Path, records: list[dict]) -> None:
 
 @functools.cache
 def tell(line: str) -> None:
-    """Prints a line once, by one process."""
+    """Prints a line once, in one process."""
     if not rank_of("RANK"):
         print(line, file=sys.stderr)
 
@@ -285,7 +291,7 @@ def lock(file, how: int) -> None:
 
 
 def free_name(path: Path) -> Path:
-    """The first of PATH.old1, PATH.old2, ... that is not taken: what was computed is kept."""
+    """Returns the first of PATH.old1, PATH.old2, ... that is free, so that nothing is lost."""
     names = (path.with_name(f"{path.name}.old{number}") for number in itertools.count(1))
     return next(name for name in names if not name.exists())
 

@@ -1,4 +1,4 @@
-"""A folder of texts -> passages of about 100 words, titled with the headings above them.
+"""Splits a folder of texts into documents of about 100 words, titled with the headings above them.
 
     text -> paragraphs (also a list item, a table's row, a line of code) -> passages
 
@@ -29,7 +29,7 @@ SENTENCE_END = re.compile(r"""(?:(?<=[.!?…])|(?<=[.!?…]["'”’)\]]))\s+(?!
 
 
 def passages(text: str, name: str, markdown: bool = False) -> list[tuple[str, str]]:
-    """[(title, passage)]. The title begins with the text's first heading, or `name`."""
+    """Returns [(title, passage)]. A title begins with the text's first heading, or with `name`."""
     found = list(paragraphs(text, markdown))
     title = next((headings[0] for headings, _ in found if headings), name)
     packed, size, above = [], 0, ()
@@ -51,12 +51,12 @@ def passages(text: str, name: str, markdown: bool = False) -> list[tuple[str, st
 
 
 def paragraphs(text: str, markdown: bool) -> Iterator[tuple[tuple[str, ...], str]]:
-    """(the headings above it, a paragraph on one line)"""
+    """Yields (the headings above a paragraph, the paragraph on one line)."""
     headings: dict[int, str] = {}  # level -> heading
-    lines, fence = [], ""  # of this paragraph; the mark that ends the code
+    lines, fence = [], ""  # lines of this paragraph; the mark that ends a code block
     matter = FRONT_MATTER.match(text) if markdown else None
     for line in [*text[matter.end() if matter else 0 :].split("\n"), ""]:
-        if fence:  # where "#" begins no heading
+        if fence:  # inside code "#" does not begin a heading
             closed = line.strip().startswith(fence) and not line.strip(f" \t{fence[0]}")
             if line.strip() and not closed:
                 yield tuple(headings.values()), line.rstrip()
@@ -100,8 +100,8 @@ def ending(path: Path) -> str:
 
 
 def is_text(path: Path) -> bool:
-    """A folder, a Markdown file, or a .txt file that does not hold records all the same."""
-    if os.path.isdir(path) or ending(path) != ".txt":  # of a name that is too long: False
+    """Returns whether this is a folder, a Markdown file, or a .txt file without records."""
+    if os.path.isdir(path) or ending(path) != ".txt":  # False for a name that is too long
         return os.path.isdir(path) or ending(path) == ".md"
     return not is_tsv(path) and not first_line(path).startswith((b"{", b"[{"))
 
@@ -122,7 +122,9 @@ def text_files(folder: Path) -> list[Path]:
 
 
 def read_texts(path: Path, skip_bad: bool = False) -> list[dict]:
-    """The fields of the passages of a text or of a folder; an id is "file in the folder#number"."""
+    """Yields the fields of the passages of a text or a folder; an id is "file in the
+    folder#number".
+    """
     files, root = (text_files(path), path) if path.is_dir() else ([path], path.parent)
     found, problems = [], []
     for file in tqdm(files, desc="passages", unit="file", leave=False, disable=None):

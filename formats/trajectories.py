@@ -1,15 +1,15 @@
-"""trajectories.jsonl.gz: what a run wrote, and what it learned from it; a line of JSON each.
+"""trajectories.jsonl.gz: what the policy wrote and what was learned from it, one line of JSON each.
 
-    step, group, row         when, of which question, the how manieth sample of it
+    step, group, row         step, question within the step, sample of that question
     id question golds kind   of the question
     prompt, tokens           texts of token ids; the ids are `prompt_ids` and `ids`
     mask                     1: the policy sampled it; what has 0 is outside the loss
     sampled old new ref      log-probs: when it was sampled, of π_old, in the update, of π_ref
     advantages, weights      of each token; Σ weights over an update is 1
-    rewards                  the components; the reward is their sum
-    searches                 query, documents, what was read, where it stands, fallback, seconds
+    rewards                  the terms; the reward is their sum
+    searches                 query, documents, the text that was read, fallback, seconds
 
-A step is a gzip member of its own, so what is damaged costs no more than its own step.
+Each step is a separate gzip member, so that damage costs only its own step.
 """
 
 import gzip
@@ -24,14 +24,14 @@ from errors import InputError
 from formats.records import check_regular, free_name, has_number, loads, tell, writing
 
 NAME = "trajectories.jsonl.gz"
-BEGIN = b"\x1f\x8b\x08"  # how each gzip member begins
+BEGIN = b"\x1f\x8b\x08"  # the first bytes of a gzip member
 
 
 def append_trajectories(folder: Path, records: Iterable[dict], name: str = NAME) -> None:
     lines = [json.dumps(record, ensure_ascii=False, separators=(",", ":")) for record in records]
     if lines:
         text = "\n".join([*lines, ""]).encode(errors="replace")
-        with writing(folder / name), open(folder / name, "ab") as file:  # in one piece
+        with writing(folder / name), open(folder / name, "ab") as file:  # in one write
             file.write(gzip.compress(text, 5))
 
 
@@ -49,7 +49,7 @@ def read_trajectories(folder: Path, say=tell) -> Iterator[dict]:
     while at < len(pieces):
         unpacker, text, end = zlib.decompressobj(31), b"", at  # 31: gzip, with its checksum
         try:
-            while not unpacker.eof:  # a step may have these three bytes in it, by chance
+            while not unpacker.eof:  # a step may contain these three bytes by chance
                 text += unpacker.decompress(BEGIN + pieces[end])
                 end += 1
         except (zlib.error, IndexError) as error:

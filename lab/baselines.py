@@ -416,7 +416,9 @@ def run_method(name: str, questions: list, llm: LLM, search, settings: Settings)
     environment = Environment(llm.tokenizer, protocol, search, settings, context)
     environment.forbidden += LABELS
     # To a method a query that a server rejects has found nothing.
-    environment.reject = lambda row, its, _: environment.write(row, its.query, SearchResult())
+    environment.reject = lambda row, its, _: environment.append_result(
+        row, its.query, SearchResult()
+    )
     rows = [Row(Trajectory(q, protocol), METHODS[name](q, *limit)) for q in questions]
     while any(row.request for row in rows):
         # All searches in one call, under the rollout's own rules of retries and budgets.

@@ -89,7 +89,7 @@ class Scripted:
 
     def __init__(self, o: Bench):
         self.settings, self.protocol, self.rows = o, PROTOCOLS["ur2"], []
-        self.answer = lambda asking: None  # what a search finds is there at once: `end_turn`
+        self.run_searches = lambda asking: None  # what a search finds is there at once: `end_turn`
         # One word in 128 ends like a tag, so that there is something to look for tags in.
         words = {f"w{i}" + ">" * (i % 128 == 0): i for i in range(o.vocab)}
         tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
@@ -111,7 +111,7 @@ class Scripted:
                 row.left = [*zip(said, [text(100, 200) for _ in searches] + [[]], strict=True)]
                 self.rows.append(row)
 
-    def longest(self, row):
+    def max_trajectory_tokens(self, row):
         return len(row.ids) + sum(said + len(found) for said, found in row.left)
 
     def turn_tokens_left(self, row):

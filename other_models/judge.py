@@ -1,14 +1,15 @@
-"""Is this answer right? Asked of a language model, because no metric on words knows that "the UK"
+"""Asks a language model whether an answer is right, because no metric on words knows that "the UK"
 is "Great Britain".
 
     verdicts   yes or no                               When to Search's "right"; a column of eval.py
     grades     2 correct, 1 partly correct, 0 wrong    UR²'s reward for mathematics
 
-The last line of the reply must be that one word. Anything else is unreadable: None, and counted;
-then a metric decides. The answer was written by a policy that is paid for a "yes". So it goes in as
-one line of limited length, and the instruction says that it is text to judge.
+The last line of the reply must be that one word. Any other reply is unreadable: the verdict is
+None, it is counted, and a metric decides. The answer was written by a policy that is rewarded for a
+"yes", so it is given to the judge as one line of limited length, and the instruction says that it
+is text to judge.
 
-What the judge of an open question sees is the protocol's choice, and stands in each prediction:
+The protocol decides what the judge of an open question sees; each prediction records it:
 
     question     the question, the accepted answers and the given one     (UR² D.1)
     answers      the answers alone                                       (ARENA D.3)
@@ -25,7 +26,7 @@ from prompts import question_text, without_thinking
 from rewards import matches
 from trajectory import Trajectory
 
-Pair = tuple[Question, str | None]  # what was asked, and the answer that was given
+Pair = tuple[Question, str | None]  # a question and the answer that was given
 MAX_ANSWER = 1000  # characters of an answer that the judge reads
 _TASK = (
     "You check answers. You get the accepted answers and the one answer that was given, mostly with"
@@ -55,20 +56,24 @@ _LABEL = re.compile(r"^(?:final )?(?:verdict|judge?ment|grade|answer)\s*[:=-]\s*
 
 
 def ask_given(llm, instruction: str, texts: list, readable=bool, sampling=()) -> list[str | None]:
-    """Returns the replies of one batch. A text of None asks nobody and gets None."""
+    """Returns the replies to one batch of texts. A text of None is not sent and has no
+    reply.
+    """
     requests = [(instruction, text, *sampling) for text in texts if text]
     replies = iter(llm.ask(requests, readable) if requests else [])
     return [next(replies) if text else None for text in texts]
 
 
 class Judge:
-    """Counts `asked` pairs, `unreadable` verdicts, and of these the `silent`: no reply at all."""
+    """Judges answers. It counts the pairs that were `asked`, the `unreadable` verdicts, and among
+    these the `silent` ones, which had no reply at all.
+    """
 
     def __init__(self, llm, sees: str = "question"):
         self.llm, self.sees, self.asked, self.unreadable, self.silent = llm, sees, 0, 0, 0
 
     def verdicts(self, pairs: list[Pair]) -> list[bool | None]:
-        """An empty answer is wrong without asking."""
+        """Returns a verdict per pair; an empty answer is wrong without asking the model."""
         return self._ask(pairs, VERDICT_INSTRUCTION, VERDICTS)
 
     def grades(self, pairs: list[Pair]) -> list[float | None]:
@@ -76,18 +81,22 @@ class Judge:
 
     def _ask(self, pairs: list[Pair], instruction: str, words: dict) -> list:
         texts = [pair_text(*pair, self.sees) if (pair[1] or "").strip() else None for pair in pairs]
-        kept = partial(read_verdict, words=words)
-        replies = ask_given(self.llm, instruction, texts, lambda reply: kept(reply) is not None)
-        read = [read_verdict(reply, words) for reply in replies]
-        found = [said if text else words["wrong"] for text, said in zip(texts, read, strict=True)]
+        read = partial(read_verdict, words=words)
+        replies = ask_given(self.llm, instruction, texts, lambda reply: read(reply) is not None)
+        verdicts = [
+            read(reply) if text else words["wrong"]
+            for text, reply in zip(texts, replies, strict=True)
+        ]
         self.asked += len(texts) - texts.count(None)
-        self.unreadable += found.count(None)
+        self.unreadable += verdicts.count(None)
         self.silent += replies.count(None) - texts.count(None)
-        return found
+        return verdicts
 
 
 def pair_text(question: Question, answer: str, sees: str = "question") -> str:
-    """Returns what the judge reads; without its question a letter or a sum says nothing."""
+    """Returns the text that the judge reads. The letter of an option and the result of a sum mean
+    nothing without their question, so only open questions are left out.
+    """
     golds, asked = question.answers, f"Question: {question_text(question)}\n"
     if question.task == "qa" and sees != "question":
         asked = ""
@@ -99,7 +108,8 @@ def pair_text(question: Question, answer: str, sees: str = "question") -> str:
 
 
 def read_verdict(reply: str | None, words: dict = VERDICTS):
-    """The word on the last line, in any dress; None if that line says anything else.
+    """Returns what the word on the last line means, whatever its formatting; None if that line
+    holds anything else.
 
     >>> read_verdict("It names the same country.\\n**Verdict: Yes.**"), read_verdict("yes and no")
     (True, None)
@@ -110,12 +120,14 @@ def read_verdict(reply: str | None, words: dict = VERDICTS):
 
 
 def verdicts_on(trajectories: list[Trajectory], judge: Judge) -> list[bool | None]:
-    """The judge's; None where one cannot be read: then the metrics decide."""
+    """Returns the judge's verdicts; None where one is unreadable, and then the metrics decide."""
     return judge.verdicts([(t.question, t.answer) for t in trajectories])
 
 
 def math_grader(trajectories: list[Trajectory], judge: Judge) -> Callable[[Question, str], float]:
-    """The `judge` of `rewards.ur2_stage2`: asks at once what no metric finds equal; else 0."""
+    """Returns the `judge` of `rewards.ur2_stage2`. It asks for grades of all answers that no metric
+    finds equal in one batch; for any other answer it returns 0.
+    """
     asked = {}
     for t in trajectories:
         question, answer = t.question, t.answer
@@ -126,19 +138,23 @@ def math_grader(trajectories: list[Trajectory], judge: Judge) -> Callable[[Quest
 
 
 def add_verdicts(records: list[dict], judge: Judge) -> list[dict]:
-    """The column `judged`: 1 or 0, of mathematics also ½ for partly (UR² appendix D.1, which does
-    not say: its Table 1 has odd tenths of per cents, of 500 questions); None: unreadable.
+    """Adds the column `judged`: 1 or 0, for mathematics also ½ for a partly correct answer; None if
+    the verdict is unreadable. UR² appendix D.1 does not state the ½; its Table 1 has odd tenths of
+    per cents over 500 questions.
     """
-    sums, others, told = [], [], []
+    sums, others, judged = [], [], []
     for r in records:
         task, options = r.get("task", "qa"), tuple(r.get("options", ()))
         question = Question(r["id"], r["question"], r["golds"], task, options)
         sums.append((question, r["prediction"] if task == "math" else None))
         others.append((question, None if task == "math" else r["prediction"]))
-    marks = zip(judge.grades(sums), judge.verdicts(others), strict=True)  # None: nobody is asked
+    marks = zip(
+        judge.grades(sums), judge.verdicts(others), strict=True
+    )  # a pair with None is not sent
     for (question, _), record, (grade, verdict) in zip(sums, records, marks, strict=True):
-        said, most = (grade, 2) if question.task == "math" else (verdict, 1)
-        kept = record["metrics"].get("judged") if judge.silent else None  # as the record has it
-        numbers = record["metrics"] | {"judged": kept if said is None else said / most}
-        told.append(record | {"metrics": numbers, "judge_sees": judge.sees})
-    return told
+        mark, highest = (grade, 2) if question.task == "math" else (verdict, 1)
+        # If the server was silent, the verdict of an earlier evaluation stays.
+        earlier = record["metrics"].get("judged") if judge.silent else None
+        numbers = record["metrics"] | {"judged": earlier if mark is None else mark / highest}
+        judged.append(record | {"metrics": numbers, "judge_sees": judge.sees})
+    return judged

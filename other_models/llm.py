@@ -2,15 +2,15 @@
 
     request = (instruction, text)        ask(requests) -> a reply each, None where no answer came
 
-"http://host:port/v1#model" is an OpenAI-compatible server, all else a HF causal LM in this process.
-Both are greedy; a longer request says how its reply is sampled (`Request`). A reply is kept on disk
-for ever, a sampled one too: the same command reads the same text again, and equal requests are
-asked once. What a model thinks aloud in <think> ... </think> is no part of its reply.
+"http://host:port/v1#model" is an OpenAI-compatible server; any other name is a Hugging Face causal
+LM that runs in this process. Both decode greedily unless the request gives a temperature
+(`Request`). Every reply is kept on disk, also a sampled one: the same command reads the same text
+again, and equal requests are sent once. Text in <think> ... </think> is not part of the reply.
 
     the server is down at the start   InputError (`probe`)
-    a request fails                   RETRIES more tries with backoff; then None, in `failures`
-    GIVE_UP failures in a row         the rest of the batch is not asked
-    DEAD_BATCHES batches in a row     without an answer: InputError, which ends a training run
+    a request fails                   RETRIES more tries; then None, counted in `failures`
+    GIVE_UP failures in a row         the rest of the batch is not sent
+    DEAD_BATCHES unanswered batches   InputError, which ends a training run
 
 Left out: streaming, servers that want `max_completion_tokens`.
 """
@@ -44,32 +44,33 @@ from prompts import chat_text, gaps_of, without_control, without_thinking
 from retrievers.net import Fault, RejectedRequest, fetch_json, host_of, retrying, shown
 from rollout import context_of, decode, encode, end_ids, left_padded, plain_generation
 
-# In --output_dir, shared by all runs: a reply does not depend on who asked.
+# A folder of --output_dir that all runs share: a reply does not depend on which run asked.
 CACHE_FOLDER = "llm_cache"
 ADDRESS = "http://host:port/v1#model"
-THREADS = 16  # requests under way at once
-RETRIES, BACKOFF = 2, 0.5  # more tries of a request; seconds before the first, then twice that
-REPLY_TOKEN = 64  # characters per token at most: a reply of megabytes would fill the cache
-CONTEXT = 32_768  # tokens that a server holds if it does not say
-SPARE = 128  # tokens of a chat template
-GIVE_UP = 16  # failures in a row, each after all its tries
+THREADS = 16  # requests sent at the same time
+RETRIES, BACKOFF = 2, 0.5  # retries of a request; seconds before the first one, doubled each time
+REPLY_TOKEN = 64  # upper bound on characters per token; a longer reply is truncated
+CONTEXT = 32_768  # context length in tokens if the server does not report it
+SPARE = 128  # tokens kept free for the chat template
+GIVE_UP = 16  # consecutive failed requests, each after all retries
 DEAD_BATCHES = 3
 PROBE = ("You are asked once whether you are there.", "Reply with the word yes.")
 
 
 class Request(NamedTuple):
-    """What a model is asked, and how it answers. A tuple that ends earlier will do: greedy."""
+    """One request. A shorter tuple, (instruction, text), is also accepted and decoded greedily."""
 
     instruction: str
     text: str
     temperature: float = 0.0
     top_p: float = 1.0
-    max_tokens: int = 0  # of the reply; 0: the model's own limit
+    max_tokens: int = 0  # limit of the reply; 0: the limit of the model object
 
 
 def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=None) -> LLM:
-    """Loads the model that `spec` names; a try of a server may take `settings.timeout` seconds. Its
-    replies are kept in the folder `cache`, by default in that of --output_dir.
+    """Loads the model that `spec` names. One try of a request to a server may take
+    `settings.timeout` seconds. Replies are kept in the folder `cache`, by default a folder of
+    --output_dir.
     """
     if cache is None:
         cache = Path(settings.output_dir, CACHE_FOLDER)
@@ -81,18 +82,20 @@ def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=None) -
     in_8bit = "others" in frozen_in_8bit(settings)
     try:
         tokenizer = load_tokenizer(spec)
-        # Not by `load_policy`, which refuses families that cannot be trained here.
+        # `load_policy` would reject model families that cannot be trained here.
         with loading("causal LM", spec):
             model = load_whole(spec, frozen_options(device, in_8bit))
         model.eval().requires_grad_(False)
     except InputError as error:
-        raise InputError(str(error).removeprefix("--model ")) from None  # another model's flag
+        raise InputError(str(error).removeprefix("--model ")) from None  # the model of another flag
     name = f"{spec}@{weights_version(spec, model)}{'-8bit' * in_8bit}"
     return LocalLLM(model, tokenizer, max_tokens, name=name, cache=cache)
 
 
 class Cache:
-    """Replies by request, in a JSONL file of `folder`; "" keeps none. A broken line is skipped."""
+    """Keeps replies by request in a JSONL file of `folder`; with "" it keeps none. Broken lines are
+    skipped.
+    """
 
     def __init__(self, folder: str | Path, name: str, max_tokens: int):
         self.name, self.max_tokens = name, max_tokens
@@ -100,7 +103,9 @@ class Cache:
         file_name = re.sub(r"[^A-Za-z0-9.]+", "-", name)[-80:].strip("-.")
         self.path = Path(folder, f"{file_name}.jsonl") if folder else None
         if self.path:
-            append_jsonl(self.path, [])  # can it be written? better known now than after an hour
+            append_jsonl(
+                self.path, []
+            )  # fails now, and not after an hour, if the file cannot be written
             for line in byte_lines(self.path):
                 with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
                     record = json.loads(line)
@@ -121,33 +126,39 @@ class Cache:
 
 
 class LLM:
-    """What both kinds share. Each adds `replies(requests)`: each request and its reply or None; and
-    how much it reads: `positions`, and the `length` of a text.
+    """The base class. A subclass adds `replies(requests)`, which yields each request with its reply
+    or None, `positions`, the context length, and the `length` of a text in tokens.
     """
 
-    instruction = ""  # of --prompt_file: asked in place of each request's own, unless a layout
-    at_once = THREADS  # requests under way at a time
+    instruction = (
+        ""  # from --prompt_file; replaces the instruction of each request, unless a layout
+    )
+    at_once = THREADS  # requests sent at the same time
 
     def __init__(self, name: str, max_tokens: int, cache: str | Path = ""):
         self.name, self.max_tokens, self.cache = name, max_tokens, Cache(cache, name, max_tokens)
-        self.asked = self.failures = 0  # distinct requests; those without an answer
-        self.fault = ""  # the last one
-        self.rejected = set()  # requests that were refused for what they are: too long, say
-        self.lock = threading.Lock()  # a search that was given up may still be asking
+        self.asked = self.failures = 0  # distinct requests; requests without an answer
+        self.fault = ""  # the message of the last failure
+        self.rejected = (
+            set()
+        )  # requests that the server rejected, for example because of their length
+        self.lock = threading.Lock()  # a search that timed out may still be running
 
     def ask(self, requests: list[Request], readable=bool) -> list[str | None]:
-        """Returns the replies without their thinking."""
+        """Returns the replies without the text of their <think> blocks."""
         replies = self.ask_whole(requests, readable)
         return [reply and without_thinking(reply) for reply in replies]
 
     def ask_whole(self, requests: list[Request], readable=bool) -> list[str | None]:
-        """Returns the replies with what was thought before them.
+        """Returns the replies with their <think> blocks.
 
-        readable: of a reply, is it one that is kept? A server that is ill for a while must not be
-        believed for ever.
+        readable: returns whether a reply may be kept on disk. A nonsense reply of a server that is
+        broken for a while must not be reused for ever.
         """
-        if own := self.instruction:  # a layout, which the text is made of, has no instruction
-            requests = [("" if gaps_of(own) else own, *rest) for _, *rest in requests]
+        if instruction := self.instruction:
+            if gaps_of(instruction):  # it is a layout, which the text was already made with
+                instruction = ""
+            requests = [(instruction, *rest) for _, *rest in requests]
         requests = [Request(*request) for request in requests]
         with self.lock:
             replies = {request: self.cache.get(request) for request in requests}
@@ -156,7 +167,7 @@ class LLM:
         return [*map(replies.get, requests)]
 
     def tail(self, text: str, rest: str, most: int) -> str:
-        """The end of the text: as much as the context holds beside the rest and a reply."""
+        """Returns as much of the text's end as fits into the context beside `rest` and a reply."""
         left = self.positions - self.length(rest) - SPARE - min(most, self.positions // 4)
         if self.length(text) <= left:
             return text
@@ -168,71 +179,77 @@ class LLM:
 
     def ask_missing(self, missing: list[Request], replies: dict, readable) -> None:
         with contextlib.closing(self.replies(missing)) as fresh:
-            what = f"asking {self.name[-40:]}"
-            bar = tqdm(fresh, what, len(missing), leave=False, delay=3, disable=None)
+            bar = tqdm(
+                fresh, f"asking {self.name[-40:]}", len(missing), leave=False, delay=3, disable=None
+            )
             for request, reply in bar:
                 if reply is not None and readable(reply):
-                    self.cache.put(request, reply)  # at once: an interrupt loses none that came
+                    self.cache.put(
+                        request, reply
+                    )  # immediately, so that an interrupt loses no reply
                 replies[request] = reply
         self.asked += len(missing)
         self.failures += sum(replies[request] is None for request in missing)
 
 
 def guessed_tokens(text: str, **_) -> dict:
-    """Tokenizes for a model elsewhere: 3 bytes each, which is more tokens than most texts have."""
+    """Estimates the tokens of a model on a server: one per 3 bytes, more than most texts have."""
     return {"input_ids": [0] * -(-len(text.encode()) // 3)}
 
 
-guessed_tokens.unk_token_id, guessed_tokens.decode = 0, str  # nothing that it knows is a tag
+guessed_tokens.unk_token_id, guessed_tokens.decode = 0, str  # it knows no control tokens
 
 
 class ServerLLM(LLM):
-    """An OpenAI-compatible server; without "#model" its first. OPENAI_API_KEY is sent if set."""
+    """An OpenAI-compatible server. Without "#model" its first model is used. The key in
+    OPENAI_API_KEY is sent if it is set.
+    """
 
     tokenizer = staticmethod(guessed_tokens)
     dead_batches = 0  # in a row
 
     def __init__(self, spec: str, max_tokens=256, timeout=60.0, cache: str | Path = ""):
         base, _, self.model = spec.partition("#")
-        host_of(spec, ADDRESS)  # an address at all?
+        host_of(spec, ADDRESS)  # raises an InputError if it is not an address
         self.base, self.timeout, self.max_tokens = base.rstrip("/"), timeout, max_tokens
         key = os.environ.get("OPENAI_API_KEY", "").strip()
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.probe(spec)
-        # With the address: two servers may call different models by the same name.
+        # The name contains the address: two servers may give the same name to different models.
         super().__init__(f"{self.base}#{self.model}", max_tokens, cache)
 
     def prompt(self, request: Request) -> list[int]:
         return encode(self.tokenizer, request.instruction + request.text)
 
     def probe(self, spec: str) -> None:
-        """One request, tried once: is there a server, and does it take what it will be asked?"""
+        """Sends one request, once, to see that the server is there and accepts such requests."""
         try:
             self.model = self.model or self.fetch("models")["data"][0]["id"]
             self.complete(Request(*PROBE))
         except (Fault, LookupError, TypeError) as error:
-            why = error if isinstance(error, Fault) else "it lists no model"
+            reason = error if isinstance(error, Fault) else "it lists no model"
             advice = f"start the server, or correct the address and the model ({ADDRESS})"
-            raise InputError(f"{spec}: no answer ({why}): {advice}") from None
+            raise InputError(f"{spec}: no answer ({reason}): {advice}") from None
 
     def fetch(self, path: str, payload: dict | None = None):
         return fetch_json(f"{self.base}/{path}", payload, self.timeout, self.headers)
 
     @functools.cached_property
     def positions(self) -> int:
-        """Tokens of its context, which some servers tell (vLLM)."""
+        """The context length in tokens, which some servers report (vLLM)."""
         with contextlib.suppress(Fault, LookupError, TypeError, StopIteration):
             listed = self.fetch("models")["data"]
-            return next(its["max_model_len"] for its in listed if its["id"] == self.model)
+            return next(entry["max_model_len"] for entry in listed if entry["id"] == self.model)
         return CONTEXT
 
     def length(self, text: str) -> int:
-        """Tokens at most, of almost any text: the tokenizer is not here."""
+        """Returns an upper bound for almost any text: the tokenizer is on the server."""
         return -(-len(text.encode()) // 2)
 
     def complete(self, request: Request) -> str | None:
-        """One try. None is an answer without text. Some servers give the thinking a field of its
-        own: it goes before the text, and without an end where the tokens ran out in it.
+        """Sends the request once; returns None if the answer has no text. Some servers return the
+        thinking in a separate field. It is put before the text in <think> tags, without the end
+        tag if the token limit was reached while the model was still thinking.
         """
         most = request.max_tokens or self.max_tokens
         roles = zip(("system", "user"), request[:2], strict=True)
@@ -245,9 +262,9 @@ class ServerLLM(LLM):
         }
         reply = self.fetch("chat/completions", payload)
         try:
-            found = reply["choices"][0]["message"]
-            content = found["content"]
-            thought = found.get("reasoning_content") or found.get("reasoning")
+            message = reply["choices"][0]["message"]
+            content = message["content"]
+            thought = message.get("reasoning_content") or message.get("reasoning")
         except (AttributeError, LookupError, TypeError):
             raise Fault(f"a reply without choices: {shown(json.dumps(reply))}") from None
         if isinstance(thought, str):
@@ -255,9 +272,9 @@ class ServerLLM(LLM):
         return clean(content[: REPLY_TOKEN * most]) if isinstance(content, str) else None
 
     def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:
-        self.dead_batches, in_a_row = self.dead_batches + 1, 0  # until the server proves to be well
-        # Trap: at exit Python waits for concurrent.futures' threads; these are daemons.
-        with ThreadPool(THREADS) as pool:
+        self.dead_batches, in_a_row = self.dead_batches + 1, 0  # reset when a request succeeds
+        # Trap: at exit Python waits for concurrent.futures' threads; these are daemon threads.
+        with ThreadPool(min(THREADS, len(requests))) as pool:
             for request, reply, fault in pool.imap_unordered(self.tried, requests):
                 self.fault = str(fault or self.fault)
                 if isinstance(fault, RejectedRequest):
@@ -270,8 +287,8 @@ class ServerLLM(LLM):
                 if in_a_row >= GIVE_UP:
                     break
         if self.dead_batches >= DEAD_BATCHES:
-            why = f"{self.dead_batches} batches in a row without an answer ({self.fault})"
-            raise InputError(f"{self.name}: {why}: start it again; the replies so far are kept")
+            problem = f"{self.dead_batches} batches in a row without an answer ({self.fault})"
+            raise InputError(f"{self.name}: {problem}: start it again; the replies so far are kept")
 
     def tried(self, request: Request) -> tuple[Request, str | None, Fault | None]:
         try:
@@ -281,17 +298,19 @@ class ServerLLM(LLM):
 
 
 def prompt_ids(tokenizer, request: Request) -> list[int]:
-    # A text may come from a page, or from the policy that is judged: it must open no turn.
+    # The text may come from a web page or from the policy that is judged. It must not contain the
+    # control tokens that begin a new turn.
     text = without_control(request[1], tokenizer)
     return encode(tokenizer, chat_text(tokenizer, request[0], text))
 
 
 def drawn_ahead(temperature: float, top_p: float, device) -> Callable:
-    """Returns a logits processor after which the greedy choice is a sample: with e exponential the
+    """Returns a logits processor that makes greedy decoding sample: with exponential noise e, the
     largest p / e is at token t with probability p[t] (the Gumbel trick, as in torch.multinomial).
 
-    Trap: `generate` itself draws from the global generator. A summariser that is late, in a thread
-    of its own, would change what the policy samples meanwhile. A reply is kept, so the seed is 0.
+    Trap: `generate` itself draws from the global generator. A summariser that answers late, in
+    another thread, would change what the policy samples. The reply is kept on disk, so a fixed
+    seed of 0 is enough.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -303,7 +322,9 @@ def drawn_ahead(temperature: float, top_p: float, device) -> Callable:
 
 
 class LocalLLM(LLM):
-    """A `Policy` or a plain HF model. `cache` only with a `name` that stands for these weights."""
+    """A `Policy` or a plain Hugging Face model in this process. Give `cache` only together with a
+    `name` that identifies these weights.
+    """
 
     def __init__(self, policy, tokenizer, max_tokens=256, batch_size=16, name="local", cache=""):
         super().__init__(name, max_tokens, cache)
@@ -311,38 +332,44 @@ class LocalLLM(LLM):
         self.positions = context_of(policy)
         self.longest_prompt = self.positions - max_tokens
         if self.longest_prompt < 1:
-            why = f"{max_tokens} new tokens do not fit its {self.positions} positions"
-            raise InputError(f"{name}: {why}")
+            raise InputError(
+                f"{name}: {max_tokens} new tokens do not fit its {self.positions} positions"
+            )
 
     def prompt(self, request: Request) -> list[int]:
         return prompt_ids(self.tokenizer, request)
 
     def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:
         prompts = {request: self.prompt(request) for request in requests}
-        # Rows of like length together, the longest first: if memory runs out, then at once.
+        # Requests of similar length share a batch; the longest come first, so that a lack of memory
+        # shows immediately.
         fit = sorted(requests, key=lambda request: -len(prompts[request]))
         while fit and (size := len(prompts[fit[0]])) > self.longest_prompt:
             self.fault = f"a prompt of {size} tokens; {self.longest_prompt} fit"
-            yield fit.pop(0), None  # cut, it would be another question
+            yield fit.pop(0), None  # a truncated prompt would be another question
         for sampling in dict.fromkeys(request[2:] for request in fit):
             rows = [request for request in fit if request[2:] == sampling]
             for start in range(0, len(rows), self.at_once):
-                some = rows[start : start + self.at_once]
-                texts = self.generate([prompts[r] for r in some], *sampling)
-                for request, text in zip(some, texts, strict=True):
+                batch = rows[start : start + self.at_once]
+                texts = self.generate([prompts[request] for request in batch], *sampling)
+                for request, text in zip(batch, texts, strict=True):
                     end = decode(self.tokenizer, prompts[request][-16:]).rstrip()
-                    yield request, "<think>" * end.endswith("<think>") + text  # as templates do
+                    yield (
+                        request,
+                        "<think>" * end.endswith("<think>") + text,
+                    )  # some templates open it
 
     def generate(self, prompts: Sequence[list[int]], temperature=0.0, top_p=1.0, max_tokens=0):
         ends = end_ids(self.policy, self.tokenizer)
-        pad = min(ends, default=0)  # so that what stands behind an end is no text
+        pad = min(ends, default=0)  # an end token, so that padding adds no text
         tokens, attention = left_padded(prompts, pad, self.policy.device)  # [B, L] each
         most = min(max_tokens or self.max_tokens, self.positions - tokens.shape[1])
-        how = {"max_new_tokens": most, "do_sample": False}
+        options = {"max_new_tokens": most, "do_sample": False}
         if temperature:
-            how["logits_processor"] = [drawn_ahead(temperature, top_p, self.policy.device)]
+            options["logits_processor"] = [drawn_ahead(temperature, top_p, self.policy.device)]
         with evaluating(self.policy), plain_generation(self.policy, ends, pad):
-            out = self.policy.generate(input_ids=tokens, attention_mask=attention, **how)
-        how = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-        texts = self.tokenizer.batch_decode(out[:, tokens.shape[1] :], **how)
+            out = self.policy.generate(input_ids=tokens, attention_mask=attention, **options)
+        texts = self.tokenizer.batch_decode(
+            out[:, tokens.shape[1] :], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return [text.strip() for text in texts]

@@ -2,10 +2,11 @@
 
     reader's answer = reader(question, evidence)
 
-R-Search eq. 4 pays its F1: evidence is good if a model that did not write it can answer from it.
-The reader is of another family and frozen, and reads the evidence box alone. It is greedy, but in
-an evaluation with --decoding paper, where all models sample alike (appendix A.3). Without evidence
-nobody is asked; then, and without a reply, the answer is "".
+R-Search eq. 4 rewards the F1 of the reader's answer: evidence is good if a model that did not write
+it can answer from it. The reader is frozen, belongs to another family, and reads only the evidence
+box. It decodes greedily, except in an evaluation with --decoding paper, where all models sample
+with the same settings (appendix A.3). Without evidence the reader is not asked; then, and when
+there is no reply, the answer is "".
 """
 
 import re
@@ -33,10 +34,10 @@ def reader_text(question: Question, evidence: str, layout: str = LAYOUT) -> str:
 
 
 def read_answer(reply: str | None, whole: bool = False) -> str:
-    """The last <answer> box, the last \\boxed{...}, or the first line behind a label; else "". The
-    reply says what it is asked for in its first line, and what comes behind it is not its answer:
-    "Rome" and a reason in nine other words have F1 2 / (10 + 1) = 0.18 for "Rome" if it is read
-    `whole`, as R-Search's eq. 4 reads it.
+    """Returns the last <answer> box, the last \\boxed{...}, or the first line after a label; else
+    "". A reply answers in its first line, and the text after that line is not part of the answer:
+    "Rome" and a reason in nine other words have F1 2 / (10 + 1) = 0.18 for "Rome" if the reply is
+    read as a `whole`, as R-Search's eq. 4 reads it.
 
     >>> read_answer("**Answer:**\\nNorland\\nas told"), read_answer("<answer> Norland </answer>!")
     ('Norland', 'Norland')
@@ -48,39 +49,42 @@ def read_answer(reply: str | None, whole: bool = False) -> str:
         return boxes[-1].content
     if (boxed := last_boxed(reply)) is not None:
         return boxed
-    reply = _LABEL.sub("", reply.rpartition("<answer>")[2])  # which the token limit left open
+    reply = _LABEL.sub(
+        "", reply.rpartition("<answer>")[2]
+    )  # the token limit may have cut the end tag off
     return reply.strip().partition("\n")[0].strip()
 
 
 def reader_answers(
     llm, pairs: list[tuple[Question, str | None]], whole=False, sampling=()
 ) -> list[str]:
-    own = getattr(llm, "instruction", "")  # of --prompt_file
-    layout = own if gaps_of(own) else LAYOUT
+    instruction = getattr(llm, "instruction", "")  # from --prompt_file
+    layout = instruction if gaps_of(instruction) else LAYOUT
     texts = [reader_text(*pair, layout) if (pair[1] or "").strip() else None for pair in pairs]
     replies = ask_given(llm, INSTRUCTION, texts, sampling=sampling)
     return [read_answer(reply, whole) for reply in replies]
 
 
 def readings_of(trajectories: list[Trajectory], reader, whole: bool) -> list[str]:
-    """Evidence without a search was made up: nobody is asked about it."""
+    """Returns the reader's answers. Evidence without a search was invented, so it is not read."""
     pairs = [(t.question, t.evidence if t.executed else None) for t in trajectories]
     return reader_answers(reader, pairs, whole)
 
 
 def add_reader(records: list[dict], llm, sampling=()) -> list[dict]:
-    """Adds what the reader answers from the evidence alone (R-Search as a search tool).
+    """Adds the reader's answers from the evidence alone (R-Search as a search tool) and their
+    scores.
 
-    sampling   (temperature, top_p) of the reader; () is greedy
+    sampling   (temperature, top_p) of the reader; () decodes greedily
     """
     for number, record in enumerate(records, 1):
         if missing := {"question", "golds", "evidence"} - set(record):
             advice = "give predictions of a protocol with an evidence box"
             raise InputError(f"record {number} has no {min(missing)!r}: {advice}")
     pairs = [(Question("", r["question"], r["golds"]), r["evidence"]) for r in records]
-    told = []
+    read = []
     for record, answer in zip(records, reader_answers(llm, pairs, sampling=sampling), strict=True):
         scores = {"reader_em": exact_match(answer, record["golds"], "delete")}  # as R-Search scores
         scores["reader_f1"] = f1_score(answer, record["golds"], "delete")
-        told.append(record | {"metrics": record["metrics"] | scores, "reader_prediction": answer})
-    return told
+        read.append(record | {"metrics": record["metrics"] | scores, "reader_prediction": answer})
+    return read

@@ -129,7 +129,7 @@ def spikes(rows: list[dict], name: str, least: float = 0.0) -> bool:
 def report(r: dict, sampled, environment: Environment) -> Iterator[str]:
     """--dry_run: what the record of one step tells about a run."""
     prompts, s = [len(t.prompt_ids) for t in sampled.trajectories], environment.settings
-    longest = max(map(environment.longest, sampled.trajectories))
+    longest = max(map(environment.max_trajectory_tokens, sampled.trajectories))
     most = f"{longest} of {environment.max_context} tokens of context"
     yield f"prompts: {min(prompts)} to {max(prompts)} tokens; trajectories at most {most}"
     count = len(prompts)

@@ -39,10 +39,10 @@ from rewards import OtherModels, check_questions, tfidf_embedder
 from rollout import (
     Environment,
     SearchFunction,
-    begun,
     check_prompts,
     context_of,
     generate_by_turns,
+    start_thread,
 )
 from scale.engine import generate_in_slots
 from scale.lora import add_lora, check_peft
@@ -208,7 +208,7 @@ def make_accelerator(settings: Settings) -> Accelerator:
     return Accelerator(kwargs_handlers=[limit, views], **tracker)
 
 
-def meet(state: TrainState, doing: str) -> None:
+def wait_for_all(state: TrainState, doing: str) -> None:
     """Waits until all processes are here; after PATIENCE seconds a line names one that is missing.
 
     Trap: a collective waits in C++, where Python runs no handler of a signal. So a thread waits in
@@ -229,12 +229,12 @@ def meet(state: TrainState, doing: str) -> None:
             said = f"waiting for process {before}, which {doing} or does not answer"
             print(f"{said} ({PATIENCE} s so far)", file=sys.stderr)
 
-    thread, waited, heard = begun(arrive, failed.append), 0, 0
+    thread, waited, heard = start_thread(arrive, failed.append), 0, 0
     while thread.join(1) or thread.is_alive():  # a handler of a signal runs within `join`
         waited += 1
         heard += bool(getattr(state.run, "ended", ()))
         if waited == PATIENCE:  # in a thread: if the store is stopped, too, it does not answer
-            begun(name_missing, [].append)
+            start_thread(name_missing, [].append)
         if heard > PATIENCE:
             raise_terminated(*state.run.ended)
     for error in filter(None, failed):

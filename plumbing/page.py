@@ -91,11 +91,12 @@ def stages_of(run: Path) -> list[Path]:
 
 def told_stage(folder: Path, name: str, out: Path) -> dict:
     """Writes the scripts of a stage's steps; returns what index.js says of the stage."""
-    key, missing, steps, asked = f"{name}-{folder.name}", [], [], defaultdict(list)
+    key, missing, steps, asked = f"{name}-{folder.name}", [], [], defaultdict(dict)
     stage = {
         "key": key,
         "name": folder.name,
         "settings": read_settings(folder, missing),
+        "about": read_about(folder),
         "metrics": finished_records(folder / "metrics.jsonl", cut=False, needs="step"),
         "steps": steps,
         "missing": missing,
@@ -106,9 +107,12 @@ def told_stage(folder: Path, name: str, out: Path) -> dict:
         script = f"step({dumped(f'{key}-{step}')},{dumped(rows)},{dumped(groups)});\n"
         (out / "data" / f"{key}-{step}.js").write_text(script, encoding="utf-8")
         steps.append(step)
-        for question in {str(row["question"]) for row in rows}:
-            asked[question].append(step)
-    return stage | {"asked": {text: its for text, its in asked.items() if len(its) > 1}}
+        right = defaultdict(list)
+        for row in rows:
+            right[str(row["question"])].append(bool(row["correct"]))
+        for question, answers in right.items():
+            asked[question][step] = round(sum(answers) / len(answers), 2)
+    return stage | {"asked": asked}
 
 
 def read_settings(folder: Path, missing: list[str]) -> dict:
@@ -118,6 +122,24 @@ def read_settings(folder: Path, missing: list[str]) -> dict:
         return {name: settings[name] for name in FORMULA}
     except Exception as error:  # no file, half of one, or a file of something else
         missing.append(f"{folder}/settings.json cannot be read: there are no formulas ({error!r})")
+        return {}
+
+
+def read_about(folder: Path) -> dict[str, str]:
+    """Returns what the headline names: recipe, algorithm, model, questions and corpus; {} if the
+    settings cannot be read.
+    """
+    try:
+        settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+        world = "built-in world {world_seed}".format(**settings)
+        return {
+            "recipe": settings["recipe"],
+            "algorithm": settings["algorithm"],
+            "model": settings["model"] or "built-in model",
+            "data": settings["data"] or world,
+            "corpus": settings["corpus"],
+        }
+    except Exception:  # read_settings has a line on it
         return {}
 
 

@@ -1,5 +1,5 @@
-"""Controls for experiments: what is a search worth that finds noise, nothing, the gold passages, or
-all references of the question's own record (ARENA section 4.3)?
+"""Retrievers for control experiments: they find random documents, nothing, the gold documents, or
+all references of the question's own record (ARENA section 4.3).
 """
 
 import random
@@ -15,7 +15,7 @@ def make_control(name: str, documents: list[Document], seed: int):
 
 
 class RandomRetriever:
-    """Documents that have nothing to do with the query: what is a search worth that finds noise?"""
+    """Finds random documents, to measure what a search is worth that finds only noise."""
 
     def __init__(self, documents: list[Document], seed: int = 0):
         if not documents:
@@ -26,19 +26,21 @@ class RandomRetriever:
         return [self.draw(query, min(k, len(self.documents))) for query in queries]
 
     def draw(self, query: str, k: int) -> list[Document]:
-        # Seeded by the text, not by hash(), which differs between processes.
+        # Seeded with the text: hash() differs between processes.
         return random.Random(f"{self.seed}\n{query}").sample(self.documents, k)
 
 
 class EmptyRetriever:
-    """Finds nothing: what does the policy know by heart?"""
+    """Finds nothing, to measure what the policy knows by heart."""
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         return [[] for _ in queries]
 
 
 class OracleRetriever:
-    """The question's gold passages, if it names any: what would a perfect search be worth?"""
+    """Finds the question's gold documents, if it names any, to measure what a perfect search is
+    worth.
+    """
 
     needs_questions = True
 
@@ -48,15 +50,15 @@ class OracleRetriever:
 
 
 class GivenRetriever:
-    """Finds all references of a question's record in their order, whatever the query and k are."""
+    """Finds all references of the question's record in their order, for any query and any k."""
 
     needs_questions = True
 
     def search(self, queries: list[str], k: int, questions: list[Question]) -> list[list[Document]]:
         for question in questions:
             if not question.references:
-                how = "give its record a `references` list, or choose a retriever that searches"
-                raise InputError(f"--retriever given: question {question.id} has none: {how}")
+                advice = "give its record a `references` list, or choose a retriever that searches"
+                raise InputError(f"--retriever given: question {question.id} has none: {advice}")
         return [list(question.references) for question in questions]
 
 

@@ -1,7 +1,7 @@
-"""BM25's index on disk: built once, and every later start maps its arrays into memory.
+"""BM25's index on disk: it is built once, and every later start maps its arrays into memory.
 
-A folder that is cut, or of other passages, parameters or another version, is refused and never
-built anew: another server may read it. Left out: passages that are added later.
+A folder that is incomplete, or was built from other documents, parameters or another version, is
+rejected and never rebuilt, because another server may be reading it. Left out: adding documents.
 """
 
 import fcntl
@@ -18,13 +18,16 @@ from errors import InputError
 from formats.manifest import written_whole, wrong_with
 from formats.records import lock
 
-VERSION = 1  # one more when files, words or weights change; what a word is, Unicode says
+VERSION = 1  # raise it when files, tokenization or weights change; Unicode has its own version
 ARRAYS = ("start", "postings", "weights")
 
 
-def kept(where: str, documents: list[Document], parameters: tuple, build: Callable) -> tuple:
-    """(vocabulary, start, postings, weights) as build(documents, *parameters) gives them, from the
-    folder `where`, which is made if it is not there. InputError: it holds anything else.
+def load_or_build(
+    where: str, documents: list[Document], parameters: tuple, build: Callable
+) -> tuple:
+    """Returns (vocabulary, start, postings, weights) of build(documents, *parameters), read from
+    the folder `where`; the folder is made if it is missing. Raises an InputError if it holds
+    another index.
     """
     folder = Path(where).resolve()
     made_of = {
@@ -34,40 +37,42 @@ def kept(where: str, documents: list[Document], parameters: tuple, build: Callab
     }
     if not any(folder.glob("*")):
         write(folder, made_of, lambda: build(documents, *parameters))
-    if wrong := wrong_with(folder) or other(folder, made_of):
-        what = "give another folder, or remove this one and it is built anew"
-        raise InputError(f"--index {where}: {wrong}: {what}")
+    if wrong := wrong_with(folder) or difference(folder, made_of):
+        advice = "give another folder, or remove this one so that it is built again"
+        raise InputError(f"--index {where}: {wrong}: {advice}")
     words = json.loads((folder / "words.json").read_text(encoding="utf-8"))
-    # asarray: a slice of numpy's own memmap takes several times as long
+    # asarray, because slicing numpy's memmap takes several times as long
     arrays = [np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in ARRAYS]
     return dict(zip(words, range(len(words)), strict=True)), *arrays
 
 
 def fingerprint(documents: list[Document]) -> str:
-    """Of titles and texts, in order: ids are not searched."""
+    """Returns a hash of titles and texts in their order; ids are not searched."""
     digest = hashlib.sha256()
-    for one in documents:
-        digest.update(repr((one.title, one.text)).encode())  # quotes: "ab", "c" is not "a", "bc"
+    for document in documents:  # repr, so that "ab", "c" and "a", "bc" differ
+        digest.update(repr((document.title, document.text)).encode())
     return digest.hexdigest()[:20]
 
 
-def other(folder: Path, made_of: dict[str, str]) -> str:
-    """The first in which it is not what is asked for; or ""."""
+def difference(folder: Path, made_of: dict[str, str]) -> str:
+    """Returns the first property in which the folder differs from `made_of`, or ""."""
     path = folder / "made_of.json"
-    there = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    names = [name for name in made_of if there.get(name) != made_of[name]]
-    return f"its {names[0]} is {there.get(names[0])}, not {made_of[names[0]]}" if names else ""
+    stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for name, value in made_of.items():
+        if stored.get(name) != value:
+            return f"its {name} is {stored.get(name)}, not {value}"
+    return ""
 
 
 def write(folder: Path, made_of: dict[str, str], build: Callable) -> None:
-    """Of several processes one builds; the others wait, and find it."""
+    """Builds the index in one process; others wait and then find the folder."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         file = open(folder.with_name(f".{folder.name}.lock"), "w")  # noqa: SIM115
         lock(file, fcntl.LOCK_EX)
     except OSError as error:
-        why = f"cannot be written there ({error.strerror}): give another folder"
-        raise InputError(f"--index {folder}: {why}") from None
+        problem = f"cannot be written there ({error.strerror}): give another folder"
+        raise InputError(f"--index {folder}: {problem}") from None
     with file:
         if any(folder.glob("*")):
             return

@@ -1,11 +1,12 @@
-"""One HTTP exchange that cannot hang, grow without end or end in a surprise.
+"""One HTTP exchange with a time limit, a size limit and one kind of error.
 
     reply  = fetch_json(url, payload, timeout)      or a `Fault`
-    result = retrying(lambda: ..., retries=2)       again while a Fault says it may help
+    result = retrying(lambda: ..., retries=2)       tries again if the Fault allows it
 
-The time limit holds for the whole exchange: a socket's own holds for one wait, and a server that
-sends a byte now and then never reaches it. (The look-up of a name alone has the system's limit.)
-A redirect is a fault: the request may carry a key. Left out: proxies.
+The time limit holds for the whole exchange. The limit of a socket holds for a single wait, which a
+server that sends a byte now and then never reaches. (Only the look-up of a host name has the limit
+of the operating system.) A redirect is a fault, because the request may carry a key. Left out:
+proxies.
 """
 
 import contextlib
@@ -24,11 +25,15 @@ from errors import InputError
 MAX_BYTES = 64 * 2**20
 MAX_BACKOFF = 8.0  # seconds between two tries
 PORTS = {"http": 80, "https": 443}
-REQUEST_AT_FAULT = (400, 413, 414, 422)  # HTTP: not this request; the server itself is well
+REQUEST_AT_FAULT = (400, 413, 414, 422)  # HTTP status: the request is at fault, the server works
 
 
 class Fault(Exception):
-    """Why a try failed. `retry`: may another help (not after a 404)? `down`: is the server ill?"""
+    """The reason why a request failed.
+
+    retry   whether another try may help (not after a 404)
+    down    whether the server itself seems to be broken
+    """
 
     def __init__(self, text: str, retry: bool = True, down: bool = True):
         super().__init__(text)
@@ -36,11 +41,11 @@ class Fault(Exception):
 
 
 class RejectedRequest(Fault):
-    """The server refuses this request for what it is, and is itself well: another must be made."""
+    """The server works and rejects this request; another request may succeed."""
 
 
 def fetch_json(url: str, payload=None, timeout: float = 60.0, headers=None) -> object:
-    """The reply to one GET, or to a POST of `payload`. Raises Fault, and nothing else."""
+    """Returns the reply to one GET, or to a POST of `payload`. Raises only Fault."""
     data = None if payload is None else json.dumps(payload).encode()
     headers = {"Content-Type": "application/json"} | (headers or {})
     try:
@@ -49,8 +54,8 @@ def fetch_json(url: str, payload=None, timeout: float = 60.0, headers=None) -> o
     except TimeoutError:
         raise Fault(f"nothing within {timeout:g} s") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
-        told = getattr(error, "strerror", None)
-        raise Fault(told or f"{type(error).__name__}: {shown(str(error))}") from None
+        message = getattr(error, "strerror", None)
+        raise Fault(message or f"{type(error).__name__}: {shown(str(error))}") from None
     if len(body) > MAX_BYTES:
         raise Fault(f"more than {MAX_BYTES:,} bytes", retry=False, down=False)
     code, text = response.status, body.decode(errors="replace")
@@ -60,15 +65,19 @@ def fetch_json(url: str, payload=None, timeout: float = 60.0, headers=None) -> o
         except (ValueError, RecursionError):
             raise Fault(f"a reply that is not JSON, or half of one: {shown(text)}") from None
     onward = shown(response.headers.get("Location", ""))
-    said = f"it leads on to {onward}: give that address if it is right" if onward else shown(text)
+    message = shown(text)
+    if onward:
+        message = f"it redirects to {onward}: give that address if it is right"
     kind = RejectedRequest if code in REQUEST_AT_FAULT else Fault
     again = code in (408, 425, 429) or code >= 500
-    raise kind(f"HTTP {code} {said}".strip(), again, kind is Fault)
+    raise kind(f"HTTP {code} {message}".strip(), again, kind is Fault)
 
 
 @contextlib.contextmanager
 def exchange(url: str, deadline: float, data=None, headers=None, address=None) -> Iterator:
-    """The response; from the socket `address` if given, with the url's `Host` and certificate."""
+    """Yields the response. If `address` is given, the socket connects to it, and `Host` and
+    certificate are those of the url.
+    """
     parts = urlsplit(url)
     port = parts.port or PORTS[parts.scheme]
     with contextlib.closing(http.client.HTTPConnection(parts.hostname, port)) as connection:
@@ -90,7 +99,7 @@ tls = functools.cache(ssl.create_default_context)
 
 
 class TimedResponse(http.client.HTTPResponse):
-    """A response that ends at `deadline`: before every wait the socket gets what is left of it."""
+    """A response with a deadline: before every wait the socket's limit becomes the time left."""
 
     def __init__(self, sock, debuglevel=0, method=None, url=None, *, deadline: float):
         super().__init__(sock, debuglevel, method, url)
@@ -100,11 +109,13 @@ class TimedResponse(http.client.HTTPResponse):
             sock.settimeout(left(deadline))
             return receive(buffer)
 
-        self.fp.raw.readinto = receive_in_time  # headers and body all come through here
+        self.fp.raw.readinto = receive_in_time  # headers and body are read through this
 
 
 def left(deadline: float) -> float:
-    """Seconds until then; TimeoutError if none. (A limit of 0 means "do not wait" to a socket.)"""
+    """Returns the seconds until the deadline; raises TimeoutError if there are none. (To a socket a
+    limit of 0 means "do not wait".)
+    """
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         raise TimeoutError
@@ -112,12 +123,12 @@ def left(deadline: float) -> float:
 
 
 def host_of(url: str, example: str = "http://host:port") -> str:
-    """Returns the host of an http(s) address. Anything else is an InputError that shows `example`,
-    and of the address what comes after a password.
+    """Returns the host of an http(s) address. Raises an InputError that shows `example`, and the
+    address without a password, if it is not one.
     """
-    with contextlib.suppress(ValueError):  # of urlsplit, or of a port that is no number
+    with contextlib.suppress(ValueError):  # raised by urlsplit, or by a port that is not a number
         parts = urlsplit(url)
-        # Trap: urlsplit removes line breaks, and a request is made of the whole text.
+        # Trap: urlsplit removes line breaks, but the request is made from the whole text.
         plain = url.isprintable() and "@" not in parts.netloc
         if plain and parts.scheme in PORTS and parts.hostname and parts.port != 0:
             return parts.hostname
@@ -125,7 +136,7 @@ def host_of(url: str, example: str = "http://host:port") -> str:
 
 
 def retrying(call: Callable, retries: int, backoff: float = 0.5, wait: Callable = time.sleep):
-    """`call()`, again while its Fault says that may help; `wait` may return True to give up."""
+    """Returns `call()`, retried while its Fault allows it; `wait` may return True to give up."""
     for attempt in range(retries):
         try:
             return call()
@@ -136,7 +147,7 @@ def retrying(call: Callable, retries: int, backoff: float = 0.5, wait: Callable 
 
 
 def shown(text: str) -> str:
-    """The beginning of what a server said, on one line."""
+    """Returns the beginning of a server's message on one line."""
     with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         text = json.loads(text)["error"]["message"]
     line = harmless(" ".join(str(text).split()))

@@ -1,15 +1,15 @@
-"""A retriever on another machine: queries go out over HTTP, passages come back, so that a
-21M-passage index can run where the memory is. serve.py is the other end.
+"""A retriever on another machine, asked over HTTP, so that an index of 21M documents can run where
+the memory is. serve.py is the server.
 
     POST /retrieve  {"queries": [text, ...], "topk": k, "return_scores": true}
                  -> {"result": [[{"document": {"id", "contents": "\\"Title\\"\\ntext"}, "score"},
                                  ...], ...]}
 
-Traps. One query that a server cannot take fails its whole batch: then each is asked alone, once. If
-the server refuses one for what it is (HTTP 400, 413, 414, 422), that query was rejected, and its
-search has not failed: training leaves out what failed, and a policy must not ask for that. A common
-server fails where "return_scores" is false. One that drops a list would give all queries
-behind it another's passages: lists are counted. Left out: encryption, passwords.
+Traps. One query that a server cannot handle fails its whole batch; then each query is sent alone,
+once. If the server rejects a query (HTTP 400, 413, 414, 422), the search is rejected and has not
+failed: training leaves failed searches out, and a policy must not be able to cause that. A common
+server fails if "return_scores" is false. A server that drops a list would give all later queries
+the documents of another query, so lists are counted. Left out: encryption, passwords.
 """
 
 import contextlib
@@ -33,11 +33,13 @@ from retrievers.net import (
 )
 
 BATCH = 256  # queries per request
-RETRIES, BACKOFF = 1, 0.5  # of a batch; seconds
+RETRIES, BACKOFF = 1, 0.5  # retries of a batch; seconds before the first one
 
 
 class HttpRetriever:
-    """`timeout`: seconds per try of a batch, and for all of its queries one by one."""
+    """Asks the server at `url`. `timeout` is the limit in seconds for one try of a batch, and also
+    for sending all of its queries one by one.
+    """
 
     def __init__(self, url: str, timeout: float = 60.0):
         host_of(url, "--retriever_url (of a check, --url) http://host:port")
@@ -46,49 +48,50 @@ class HttpRetriever:
         try:
             self.ask(["Is anybody there?"], 1, timeout)
         except Fault as fault:
-            why = f"no retriever answers ({fault})"
-            raise InputError(f"{self.url}: {why}: start it, or correct the address") from None
+            raise InputError(
+                f"{self.url}: no retriever answers ({fault}): start it, or correct the address"
+            ) from None
 
     def seconds(self, queries: int, k: int) -> float:
-        """How long a call with so many queries may take, whatever the server does."""
+        """Returns the longest time that a call with this many queries can take."""
         batches = -(-queries // BATCH)
         return batches * ((RETRIES + 2) * self.timeout + RETRIES * MAX_BACKOFF)
 
     def search(self, queries: list[str], k: int) -> list[list[Document] | bool | None]:
-        """At most k documents each; False for one that the server rejects, None for one that
-        failed, also alone; a Fault if all failed.
+        """Returns at most k documents for each query; False for a query that the server rejects,
+        and None for one that failed even when it was sent alone. Raises a Fault if all failed.
         """
-        found, fault, distinct = {}, None, list(dict.fromkeys(queries))
+        documents, fault, distinct = {}, None, list(dict.fromkeys(queries))
         for start in range(0, len(distinct), BATCH):
             batch = distinct[start : start + BATCH]
             try:
                 answered = retrying(partial(self.ask, batch, k, self.timeout), RETRIES, BACKOFF)
             except Fault as error:
                 fault, answered = error, self.ask_one_by_one(batch, k, error)
-            if not answered:  # the next batch would fare no better
+            if not answered:  # the next batch would fail, too
                 break
-            found |= answered
-        if fault and not found:
+            documents |= answered
+        if fault and not documents:
             raise fault
-        return [found.get(query) for query in queries]
+        return [documents.get(query) for query in queries]
 
     def ask_one_by_one(self, batch: list[str], k: int, fault: Fault) -> dict:
-        """`timeout` seconds for all, of which one query that hangs takes a quarter at most. A batch
-        of one is asked again only if the server is well.
+        """Sends each query alone. All of them may take `timeout` seconds, one that hangs at most a
+        quarter of that. A batch of one query is sent again only if the server works.
         """
-        found, deadline = {}, time.monotonic() + self.timeout
+        documents, deadline = {}, time.monotonic() + self.timeout
         with contextlib.suppress(TimeoutError):
             for query in batch if len(batch) > 1 or not fault.down else ():
                 try:
-                    found |= self.ask([query], k, min(left(deadline), self.timeout / 4))
+                    documents |= self.ask([query], k, min(left(deadline), self.timeout / 4))
                 except RejectedRequest:
-                    found[query] = False
+                    documents[query] = False
                 except Fault:
                     continue
-        return found
+        return documents
 
     def ask(self, queries: list[str], k: int, timeout: float) -> dict[str, list[Document]]:
-        """One try of one batch. A reply of another shape is a Fault that may be tried again."""
+        """Sends one batch once. A reply of another shape is a Fault that may be tried again."""
         payload = {"queries": queries, "topk": k, "return_scores": True}
         reply = fetch_json(self.url, payload, timeout)
         lists = reply.get("result") if isinstance(reply, dict) else None
@@ -101,7 +104,7 @@ class HttpRetriever:
 
 
 def read_document(item: object) -> Document | None:
-    """One passage, with its contents or with title and text; None for an empty slot.
+    """Returns a document from its contents, or from its title and text; None for an empty slot.
 
     >>> read_document({"document": {"id": 7, "contents": '"Varen"\\nBy the Ost.'}, "score": 1.5})
     Document(id='7', title='Varen', text='By the Ost.')
@@ -116,7 +119,7 @@ def read_document(item: object) -> Document | None:
     contents, title, text = fields
     title, text = titled(contents) if contents else (title, text)
     title, text = title.strip(), text.strip()
-    # Without an id by the text: the same passage has the same id in every search.
-    own = hashlib.sha256(f"{title}\n{text}".encode(errors="replace")).hexdigest()[:16]
-    found = own if record.get("id") in (None, "") else str(record["id"])
-    return Document(found, title, text) if title or text else None
+    # Without an id, a hash of the text is the id, so that it is the same in every search.
+    text_id = hashlib.sha256(f"{title}\n{text}".encode(errors="replace")).hexdigest()[:16]
+    document_id = text_id if record.get("id") in (None, "") else str(record["id"])
+    return Document(document_id, title, text) if title or text else None

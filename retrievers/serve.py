@@ -1,12 +1,12 @@
-"""Offer a retriever to other machines, in the protocol of remote.py; and check one.
+"""Serves a retriever to other machines, in the protocol of remote.py, and checks a retriever.
 
     python retriever.py serve --corpus FILE, or --retriever web --retriever_url URL
     python retriever.py check --corpus FILE, or --url URL       exit code 1 if something is wrong
 
-A request that cannot be served gets {"error": {"message": ...}} with 400, 404, 405, 413 or 500; the
-server lives on. GET /health answers that it lives. `check` finds what nobody sees in training: an
-index of another corpus, lists in another order than the queries. Left out: encryption, passwords,
-and limits on clients that are slow or many (put a proxy in front).
+A request that cannot be served gets {"error": {"message": ...}} with status 400, 404, 405, 413 or
+500, and the server goes on. GET /health answers while the server runs. `check` finds faults that
+training would not show: an index of another corpus, or lists in another order than the queries.
+Left out: encryption, passwords, and limits on slow or many clients (use a reverse proxy).
 """
 
 import contextlib
@@ -24,51 +24,61 @@ from retrievers.remote import HttpRetriever
 
 MAX_BODY = 16 * 2**20  # bytes of one request
 MAX_QUERIES, MAX_K, DEFAULT_K = 10_000, 1000, 5
-MAX_QUERY = 10_000  # characters: a query of megabytes would hold up all others
-HERE = "here are POST /retrieve and GET /health"
-ODD_QUERIES = ["zxqvkj", "", "?!", "\n", "kelmouth " * 1000]  # an unknown word, none, too many
+MAX_QUERY = 10_000  # characters; a query of megabytes would delay all others
+HERE = "this server has POST /retrieve and GET /health"
+ODD_QUERIES = [
+    "zxqvkj",
+    "",
+    "?!",
+    "\n",
+    "kelmouth " * 1000,
+]  # an unknown word, no word, too many words
 COMMON_WORDS = "history city film born river music science war company language".split()
 
 
 class Refused(Exception):
-    """(HTTP status, why a request is not served)"""
+    """A request that is not served; the arguments are the HTTP status and the message."""
 
 
 class RetrievalServer(ThreadingHTTPServer):
-    """A retriever behind `host`:`port`; port 0 takes a free one, which `server_port` names."""
+    """Serves a retriever at `host`:`port`. Port 0 takes a free port, which `server_port` names."""
 
-    daemon_threads = True  # Ctrl-C must not wait for a slow client
-    request_queue_size = 512  # Trap: with the library's 5, clients that come together are lost
+    daemon_threads = True  # so that Ctrl-C does not wait for a slow client
+    request_queue_size = 512  # Trap: with the library's 5, simultaneous clients are lost
 
     def __init__(self, retriever, host: str = "127.0.0.1", port: int = 8000):
         self.retriever = retriever
-        self.lock = threading.Lock()  # one search at a time: not every retriever is thread-safe
+        self.lock = (
+            threading.Lock()
+        )  # not every retriever is thread-safe, so searches run one at a time
         try:
             super().__init__((host, port), Handler)
         except (OSError, OverflowError) as error:
-            why = f"cannot listen there ({getattr(error, 'strerror', None) or error})"
-            raise InputError(f"{host}:{port}: {why}: give another --port or --host") from None
+            reason = getattr(error, "strerror", None) or error
+            raise InputError(
+                f"{host}:{port}: cannot listen there ({reason}): give another --port or --host"
+            ) from None
 
     def answer(self, body: bytes) -> dict:
         queries, k = read_request(body)
         try:
             with self.lock:
-                found = self.retriever.search(queries, k)
-            return {"result": [[written(document) for document in one] for one in found]}
-        except Exception as error:  # whatever a retriever raises: the next request may go well
+                lists = self.retriever.search(queries, k)
+            return {"result": [[to_json(document) for document in one] for one in lists]}
+        except Exception as error:  # a retriever may raise anything; the next request may succeed
             line = f"the retriever failed: {type(error).__name__}: {shown(str(error))}"
             print(line, file=sys.stderr, flush=True)
-            # A search API that is well may refuse a query for what it is.
+            # A search API that works may still reject one query.
             raise Refused(400 if isinstance(error, RejectedRequest) else 500, line) from None
 
     def handle_error(self, request, client_address):
-        if not isinstance(sys.exception(), OSError):  # a client that went away is no error
+        if not isinstance(sys.exception(), OSError):  # a client that disconnected is not an error
             super().handle_error(request, client_address)
 
 
 class Handler(BaseHTTPRequestHandler):
-    timeout = 30.0  # seconds that a client may be silent
-    # Trap: head and body go in two pieces, and the second would wait up to 40 ms for an ACK.
+    timeout = 30.0  # seconds that a client may send nothing
+    # Trap: headers and body are sent separately, and the body would wait up to 40 ms for an ACK.
     disable_nagle_algorithm = True
 
     def do_GET(self):
@@ -87,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send(*refused.args)
 
     def send(self, status: int, reply: dict | str):
-        """A text is an error."""
+        """Sends a reply as JSON; a plain text is sent as an error message."""
         reply = {"error": {"message": reply}} if isinstance(reply, str) else reply
         body = json.dumps(reply).encode()
         self.send_response(status)
@@ -97,43 +107,49 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_):
-        pass  # a line per request would be all that a terminal shows
+        pass  # a line per request would fill the terminal
 
 
 def read_request(body: bytes) -> tuple[list[str], int]:
-    """(queries, k). An empty query is in order: it must not cost the others their passages."""
+    """Returns (queries, k). An empty query is accepted, so that the other queries of its batch
+    still get their documents.
+    """
     try:
         request = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is no JSON ({shown(str(error))})") from None
+        raise Refused(400, f"the body is not JSON ({shown(str(error))})") from None
     queries = request.get("queries") if isinstance(request, dict) else None
-    well = isinstance(queries, list) and len(queries) <= MAX_QUERIES
-    if not well or not all(isinstance(query, str) and len(query) <= MAX_QUERY for query in queries):
-        most = f"at most {MAX_QUERIES:,} strings of at most {MAX_QUERY:,} characters"
-        raise Refused(400, f"'queries' must be a list of {most}")
+    short = isinstance(queries, list) and len(queries) <= MAX_QUERIES
+    if not short or not all(
+        isinstance(query, str) and len(query) <= MAX_QUERY for query in queries
+    ):
+        limits = f"at most {MAX_QUERIES:,} strings of at most {MAX_QUERY:,} characters"
+        raise Refused(400, f"'queries' must be a list of {limits}")
     k = request.get("topk", DEFAULT_K)
     if type(k) is not int or not 1 <= k <= MAX_K:  # type(): True is an int
         raise Refused(400, f"'topk' must be a whole number from 1 to {MAX_K}")
     return queries, k
 
 
-def written(document: Document) -> dict:
-    """One passage of a reply. A title of two lines would be cut at the first."""
+def to_json(document: Document) -> dict:
+    """Returns one document of a reply. The title is put on one line, because the first line ends
+    it.
+    """
     contents = f'"{" ".join(document.title.split())}"\n{document.text}'
     return {"document": {"id": document.id, "contents": contents}, "score": None}
 
 
 def check(retriever, passages: list[Document], k: int = 5) -> list[tuple[bool, str]]:
-    """[(is it well?, what was seen)] of a retriever that should have these passages."""
+    """Returns pairs (passed, description) for a retriever that should have these documents."""
     if not passages:
         raise InputError("nothing is found for common words: give --corpus, or another address")
-    some = passages[:: max(1, len(passages) // 20)]
-    queries = list(dict.fromkeys(map(query_for, some)))  # two of one title are one query
+    sample = passages[:: max(1, len(passages) // 20)]
+    queries = list(dict.fromkeys(map(query_for, sample)))  # equal titles give one query
     try:
         alone = [retriever.search([query], k)[0] or [] for query in queries]
         together = retriever.search(queries, k)
         odd = retriever.search(ODD_QUERIES, k)
-    except Exception as error:  # a retriever may raise anything, and to say so is what this is for
+    except Exception as error:  # a retriever may raise anything, and this command reports it
         return [(False, f"it failed: {type(error).__name__}: {error}")]
     n = len(queries)
     hits = sum(query in map(query_for, found) for query, found in zip(queries, alone, strict=True))
@@ -146,40 +162,59 @@ def check(retriever, passages: list[Document], k: int = 5) -> list[tuple[bool, s
 
 
 def query_for(passage: Document) -> str:
-    """The title: any passage of a page will do, and another server may have other ids."""
+    """Returns the title as a query. Any document of that page is a hit; ids may differ."""
     return " ".join((passage.title or passage.text).lower().split()[:12])
 
 
 FLAGS = {
-    "corpus": "a corpus file; the web and --url need none",
-    "index": "bm25: a folder that keeps its index for the next start",
-    "encoder": "dense: a hub name or a directory",
-    "index_file": "dense: a flat FAISS index, row i is passage i",
-    "output_dir": "dense: a folder that keeps its vectors in vectors/ (runs)",
-    "device": "dense: cpu, cuda:0, ...; default: a free GPU",
-    "retriever_url": "web: the search API",
-    "url": "check: a server's address; --corpus is what it should know",
+    "corpus": "corpus file; not needed for the web or --url",
+    "index": "bm25: folder that stores the index for the next start",
+    "encoder": "dense: hub name or directory of the encoder",
+    "index_file": "dense: flat FAISS index whose row i is document i",
+    "output_dir": "dense: folder that stores the vectors in vectors/ (default: runs)",
+    "device": "dense: cpu, cuda:0, ... (default: a GPU if there is one)",
+    "retriever_url": "web: address of the search API",
+    "url": "check: address of a server; --corpus is the corpus that it should have",
 }
 
 
 def command(arguments: list[str], make: Callable) -> None:
-    """`serve` or `check` and their flags; `make` is retriever.make_retriever."""
-    parser = FlagParser("retriever.py", description="Offer a retriever to others, or check one.")
+    """Runs `serve` or `check` with their flags; `make` is retriever.make_retriever."""
+    parser = FlagParser("retriever.py", description="Serves a retriever over HTTP, or checks one.")
     flag = parser.add_argument
     flag("command", choices=["serve", "check"])
     for name, text in FLAGS.items():
         flag(f"--{name}", default="", help=text)
     flag("--skip_bad", action="store_true", help="leave out malformed records")
     flag("--retriever", choices=["bm25", "dense", "web"], default="bm25")
-    flag("--title_boost", type=int, choices=range(10), default=1, help="bm25: of a passage")
-    flag("--page", choices=["whole", "window"], default="window", help="web")
-    flag("--allow_private", action="store_true", help="web: read this network too")
-    flag("--host", default="127.0.0.1", help="serve: 0.0.0.0 lets everybody in")
-    flag("--port", type=int, default=8000, help="serve")
+    flag(
+        "--title_boost",
+        type=int,
+        choices=range(10),
+        default=1,
+        help="bm25: how often a title is counted",
+    )
+    flag(
+        "--page",
+        choices=["whole", "window"],
+        default="window",
+        help="web: read the whole page or a window around the query's words",
+    )
+    flag(
+        "--allow_private",
+        action="store_true",
+        help="web: also read addresses of the private network",
+    )
+    flag(
+        "--host",
+        default="127.0.0.1",
+        help="serve: address to listen on; 0.0.0.0 accepts every machine",
+    )
+    flag("--port", type=int, default=8000, help="serve: port to listen on")
     args = parser.parse_args(arguments)
     for name, owner in ("index", "bm25"), ("output_dir", "dense"):
         if getattr(args, name) and (args.url or args.retriever != owner):
-            raise InputError(f"--{name}: --retriever {owner} alone has one: leave it out")
+            raise InputError(f"--{name}: only --retriever {owner} has this flag: leave it out")
     documents = load_corpus(args.corpus, args.skip_bad) if args.corpus else []
     retriever = retriever_of(args, documents, make)
     if args.command == "serve":
@@ -189,13 +224,13 @@ def command(arguments: list[str], make: Callable) -> None:
             with contextlib.suppress(KeyboardInterrupt):
                 server.serve_forever()
             return print("\nended", flush=True)
-    if not documents:  # the server's corpus is not at hand: what it finds for common words
-        found = retriever.search(COMMON_WORDS, 5)
-        documents = list(dict.fromkeys(document for one in found for document in one or ()))
+    if not documents:  # the corpus is on the server: take what it finds for common words
+        lists = retriever.search(COMMON_WORDS, 5)
+        documents = list(dict.fromkeys(document for one in lists for document in one or ()))
     findings = check(retriever, documents)
-    for well, text in findings:
-        print("ok   " if well else "WRONG", text)
-    sys.exit(0 if all(well for well, _ in findings) else 1)
+    for passed, text in findings:
+        print("ok   " if passed else "WRONG", text)
+    sys.exit(0 if all(passed for passed, _ in findings) else 1)
 
 
 def retriever_of(args, documents: list[Document], make: Callable):
@@ -203,7 +238,7 @@ def retriever_of(args, documents: list[Document], make: Callable):
         return HttpRetriever(args.url)
     if args.retriever != "web":
         return make(documents, args, device=args.device, runs=args.output_dir or "runs")
-    from retrievers import web  # a door: only here is the web searched
+    from retrievers import web  # imported only where the web is searched
 
     words = web.WHOLE if args.page == "whole" else web.WINDOW
     return web.WebRetriever(args.retriever_url, args.allow_private, words)

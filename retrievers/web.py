@@ -1,17 +1,18 @@
-"""Query -> web pages -> passages: UR² appendix C.4, behind the address of a search API. Only
-`python retriever.py serve --retriever web` comes here: the trainer asks that server.
+"""Web search: query -> pages -> documents, through the address of a search API (UR² appendix C.4).
+Only `python retriever.py serve --retriever web` uses this file; the trainer asks that server.
 
     query -> search API (one GET) -> addresses, in the API's order
-          -> pages: HTML -> text; where one cannot be read, the API's own snippet
-          -> the window of ~150 words that holds most of the query's words; or, for a model that
-             summarises, the whole page (of a long one the best 2,000 words)
+          -> pages: HTML -> text; the API's own snippet if a page cannot be read
+          -> the window of about 150 words with most of the query's words; for a summarising model
+             the whole page (the best 2,000 words of a long one)
           -> Document(id = address, title in the API's reply, text)
 
-A stranger chose these addresses, and they are visited from inside your network. So: http and https
-only, on their usual ports; every address of a host must be public, unless `allow_private`. A name
-is looked up once, and the connection goes to the very address that was checked, since the next
-answer may be private (DNS rebinding). So with redirects. No proxy, which would look it up itself.
-Left out: JavaScript, PDF, cookies, robots.txt, compressed pages, a second page of results.
+Strangers choose these addresses, and they are visited from inside your network. So only http and
+https on their usual ports are allowed, and every address of a host must be public, unless
+`allow_private` is set. A host name is looked up once, and the connection goes to the address that
+was checked, since a second look-up may give a private one (DNS rebinding). The same holds for
+redirects. There is no proxy, because it would look the name up itself. Left out: JavaScript, PDF,
+cookies, robots.txt, compressed pages, a second page of results.
 """
 
 import contextlib
@@ -31,14 +32,14 @@ from errors import InputError
 from metrics import tokenize
 from retrievers.net import PORTS, Fault, exchange, fetch_json, host_of
 
-CANDIDATES = 3  # addresses for each page that is wanted
+CANDIDATES = 3  # addresses requested per wanted page
 THREADS, REDIRECTS = 32, 4
-PAUSE = 0.2  # seconds between two calls of the API: faster, many refuse
+PAUSE = 0.2  # seconds between two calls of the API; many APIs reject faster calls
 API_SECONDS, QUERY_SECONDS, PAGE_SECONDS, PARSE_SECONDS = 8.0, 15.0, 5.0, 1.0
-MAX_PAGE, MAX_TEXT = 2**20, 100_000  # bytes of a page that are read, characters that are kept
-WINDOW, WHOLE = 150, 2000  # words of a page; 10 whole pages are about 27,000 tokens at most
-MAX_QUERY = 400  # characters that the API gets: many refuse more, and a policy may write anything
-# Trap: Python also knows codecs that no page is written in, some of them very slow.
+MAX_PAGE, MAX_TEXT = 2**20, 100_000  # bytes read of a page, characters kept of its text
+WINDOW, WHOLE = 150, 2000  # words of a page; 10 whole pages have at most about 27,000 tokens
+MAX_QUERY = 400  # characters sent to the API; a policy may write more than it accepts
+# Trap: Python also has codecs that no page uses, and some of them are very slow.
 CHARSETS = "iso-8859-1 windows-1251 windows-1252 shift_jis euc-jp euc-kr gbk gb18030 big5".split()
 SILENT = {*"title script style noscript svg template iframe select nav header footer aside".split()}
 EXAMPLE = "http://host/search?format=json&q={query}"
@@ -46,43 +47,48 @@ HEADERS = {"User-Agent": "Mozilla/5.0 (compatible; search-rl/0.1)"}
 
 
 class WebRetriever:
-    """`template`: the API's address with {query}, perhaps {count}; `words`: of a page, at most."""
+    """Searches the web.
+
+    template   the API's address, with {query} and optionally {count}
+    words      limit of words per page
+    """
 
     def __init__(self, template: str, allow_private=False, words=WINDOW):
         # The policy must not choose the host.
         if "{query}" not in template or "{" in host_of(template, EXAMPLE):
-            why = "no place for the query"
-            raise InputError(f"--retriever_url {template!r}: {why}: give {EXAMPLE}")
+            problem = f"{template!r} has no place for the query"
+            raise InputError(f"--retriever_url {problem}: give {EXAMPLE}")
         self.template, self.allow_private, self.words = template, allow_private, words
         self.lock = threading.Lock()
         key = os.environ.get("SEARCH_API_KEY", "").strip()
         self.headers = HEADERS | ({"Authorization": f"Bearer {key}"} if key else {})
-        self.answer = lru_cache(4096)(self.answer)  # if one fails, a client asks for all again
+        # Cached, because after one failure a client sends all queries again.
+        self.answer = lru_cache(4096)(self.answer)
         try:
             self.ask("encyclopedia", 1)
-        except Fault as fault:  # the part behind the ? may hold a key
-            said = f"{template.partition('?')[0]}: no search results ({fault})"
-            how = "start the search API, correct the address, or set SEARCH_API_KEY"
-            raise InputError(f"{said}: {how}") from None
+        except Fault as fault:  # the part after the ? may contain a key
+            address = template.partition("?")[0]
+            advice = "start the search API, correct the address, or set SEARCH_API_KEY"
+            raise InputError(f"{address}: no search results ({fault}): {advice}") from None
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
-        """At most k documents each; a Fault if the API fails a query."""
-        with ThreadPoolExecutor(THREADS) as pool:  # leaving it waits for all
+        """Returns at most k documents per query; raises a Fault if the API fails for a query."""
+        with ThreadPoolExecutor(THREADS) as pool:  # its end waits for all threads
             return list(pool.map(lambda query: self.answer(query, k), queries))
 
     def answer(self, query: str, k: int) -> list[Document]:
-        found, until = [], time.monotonic() + QUERY_SECONDS
+        documents, deadline = [], time.monotonic() + QUERY_SECONDS
         for hit in self.ask(query, k) if query.strip() else []:
             text = ""
-            if time.monotonic() < until:
+            if time.monotonic() < deadline:
                 with contextlib.suppress(OSError, ValueError, HTTPException):
                     text = fetch_page(hit.id, self.allow_private)
             text = window(text, query, self.words)
             if text or hit.text:
-                found.append(Document(hit.id, hit.title, text or hit.text))
-            if len(found) == k:
+                documents.append(Document(hit.id, hit.title, text or hit.text))
+            if len(documents) == k:
                 break
-        return found
+        return documents
 
     def ask(self, query: str, k: int) -> list[Document]:
         with self.lock:
@@ -93,14 +99,14 @@ class WebRetriever:
 
 
 def hits_of(reply: object) -> list[Document]:
-    """Of SearXNG's {"results": [{"url", "title", "content"}, ...]}, each address once."""
+    """Reads SearXNG's {"results": [{"url", "title", "content"}, ...]}, each address once."""
     results = reply.get("results") if isinstance(reply, dict) else None
     if not isinstance(results, list):
         raise Fault("a reply without results")
     hits = {}
     for result in (result for result in results if isinstance(result, dict)):
-        given = [result.get(name) for name in ("url", "title", "content")]
-        url, title, text = (one_line(str(value or "")) for value in given)
+        values = [result.get(name) for name in ("url", "title", "content")]
+        url, title, text = (one_line(str(value or "")) for value in values)
         url = url.partition("#")[0]
         hits.setdefault(url, Document(url, title[:200], text[:1000]))
     hits.pop("", None)
@@ -108,36 +114,37 @@ def hits_of(reply: object) -> list[Document]:
 
 
 def is_public(address: str) -> bool:
-    """May a page lie at this IP address?"""
-    ip = ipaddress.ip_address(address.partition("%")[0])  # behind the %: the network card
+    """Returns whether a page at this IP address may be visited."""
+    ip = ipaddress.ip_address(address.partition("%")[0])  # after the %: the network interface
     if ip.version == 6 and (ip.sixtofour or ip.is_site_local):  # 6to4 wraps an IPv4 address
         return False
     ip = getattr(ip, "ipv4_mapped", None) or ip
-    # Older Pythons do not count all of the protocol assignments among the private ones.
+    # Older Python versions do not count every protocol assignment as private.
     reserved = ip.is_reserved or ip.is_private or ip in ipaddress.ip_network("192.0.0.0/24")
     return ip.is_global and not (ip.is_multicast or reserved)
 
 
-def checked(url: str, allow_private: bool) -> tuple[str, int]:
-    """The socket address of a page that may be visited; else ValueError."""
+def check_address(url: str, allow_private: bool) -> tuple[str, int]:
+    """Returns the socket address of a page that may be visited; raises ValueError otherwise."""
     parts = urlsplit(url)
     port = parts.port or PORTS.get(parts.scheme, 0)
-    usual = port in (80, 443) or allow_private  # what runs on this network seldom has port 80
+    usual = port in (80, 443) or allow_private  # private services seldom use port 80
     if parts.scheme not in PORTS or not parts.hostname or not usual:
         raise ValueError("refused")
-    # Never the name is judged: the system also takes 2130706433 and 0x7f.1 for 127.0.0.1.
-    found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
-    # All of them: a name with a public and a private address is somebody's trick.
-    if not allow_private and not all(is_public(address[0]) for *_, address in found):
+    # The address is checked, not the name: the system also reads 2130706433 and 0x7f.1 as
+    # 127.0.0.1.
+    addresses = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+    # All of them: a name with both a public and a private address is an attack.
+    if not allow_private and not all(is_public(address[0]) for *_, address in addresses):
         raise ValueError("refused")
-    return found[0][-1][:2]
+    return addresses[0][-1][:2]
 
 
 def fetch_page(url: str, allow_private: bool) -> str:
-    """The text of a page; ValueError or what the network raises if it cannot be had."""
+    """Returns the text of a page; raises ValueError or a network error if it cannot be read."""
     deadline = time.monotonic() + PAGE_SECONDS
     for _ in range(REDIRECTS + 1):
-        with exchange(url, deadline, None, HEADERS, checked(url, allow_private)) as response:
+        with exchange(url, deadline, None, HEADERS, check_address(url, allow_private)) as response:
             onward = response.headers.get("Location")
             if response.status // 100 != 3 or not onward:
                 return text_of(response)
@@ -146,18 +153,18 @@ def fetch_page(url: str, allow_private: bool) -> str:
 
 
 def text_of(response: HTTPResponse) -> str:
-    """What a server sent, cut at MAX_PAGE; ValueError if that is no text."""
+    """Returns what a server sent, truncated at MAX_PAGE; raises ValueError if it is not text."""
     kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     packed = response.headers.get("Content-Encoding", "identity") != "identity"
     if response.status != 200 or kind not in ("text/html", "text/plain") or packed:
-        raise ValueError("no page of text")
+        raise ValueError("not a page of text")
     charset = response.headers.get_content_charset()
     text = response.read(MAX_PAGE).decode(charset if charset in CHARSETS else "utf-8", "replace")
     return html_to_text(text) if kind == "text/html" else text[:MAX_TEXT].strip()
 
 
 class Reader(HTMLParser):
-    """Its `pieces` are the text outside of scripts and menus."""
+    """Collects in `pieces` the text outside of scripts and menus."""
 
     def __init__(self):
         super().__init__()
@@ -172,19 +179,19 @@ class Reader(HTMLParser):
 
     def handle_data(self, data):
         self.pieces.append("" if self.silent else data)
-        # Trap: "<a <a <a ..." makes html.parser quadratic; each of its steps passes here.
+        # Trap: "<a <a <a ..." makes html.parser quadratic; and each step calls this method.
         if time.thread_time() > self.until:
-            raise ValueError("enough")
+            raise ValueError("parsing takes too long")
 
 
 def html_to_text(page: str) -> str:
-    """On one line, by `trafilatura` where it is installed. Never raises."""
+    """Returns the text on one line, extracted by `trafilatura` if it is installed. Never raises."""
     text, reader = "", Reader()
-    with contextlib.suppress(Exception):  # not installed; or a page that it stumbles over
+    with contextlib.suppress(Exception):  # it is not installed, or fails on this page
         import trafilatura  # optional extra
 
         text = trafilatura.extract(page, include_comments=False)
-    with contextlib.suppress(AssertionError, ValueError):  # it asserts things
+    with contextlib.suppress(AssertionError, ValueError):  # html.parser contains assertions
         reader.feed("" if text else page)
         reader.close()
     return one_line(text or "".join(reader.pieces))[:MAX_TEXT]
@@ -195,8 +202,8 @@ def one_line(text: str) -> str:
 
 
 def window(text: str, query: str, words: int = WINDOW) -> str:
-    """The window of `words` words with most distinct words of the query, the first of several."""
-    found, wanted, step = text.split(), {*tokenize(query)}, max(words // 5, 1)
-    windows = [found[start : start + words] for start in range(0, len(found), step)]
-    best = max(windows, key=lambda some: len(wanted & {*tokenize(" ".join(some))}), default=[])
-    return " ".join(best)[: 10 * words]  # a script without spaces is one word to us
+    """Returns the first window of `words` words with the most distinct words of the query."""
+    page, wanted, step = text.split(), {*tokenize(query)}, max(words // 5, 1)
+    windows = [page[start : start + words] for start in range(0, len(page), step)]
+    best = max(windows, key=lambda part: len(wanted & {*tokenize(" ".join(part))}), default=[])
+    return " ".join(best)[: 10 * words]  # text in a script without spaces counts as one word

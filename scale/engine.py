@@ -301,7 +301,7 @@ def generate_in_slots(
         return
     model, settings = policy.language_model, environment.settings
     with evaluating(model), policy.autocast():  # around all: the bf16 copy is made once
-        size = max(environment.longest(t) for t in live)
+        size = max(environment.max_trajectory_tokens(t) for t in live)
         slots = min(settings.max_num_seqs or len(live), len(live), affordable(model, size))
         problem = obstacle(model) or ("" if slots else f"no memory for one row of {size} tokens")
         if not problem:

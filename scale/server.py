@@ -44,7 +44,7 @@ from torch.nn.functional import pad
 from errors import FlagParser, InputError, run_main
 from policy import load_policy
 from retrievers.net import Fault, fetch_json, retrying
-from rollout import StopRule, begun, context_of, encode, end_ids
+from rollout import StopRule, context_of, encode, end_ids, start_thread
 from scale.lora import merged_weights
 from scale.shards import cut, full
 
@@ -143,7 +143,7 @@ class Server:
 
 def start(results, owner, work, *arguments) -> None:
     """Puts (owner, what `work` returns or raises) into `results`, from a thread of its own."""
-    begun(lambda: work(*arguments), lambda found: results.put((owner, found)))
+    start_thread(lambda: work(*arguments), lambda found: results.put((owner, found)))
 
 
 def first_does(work):

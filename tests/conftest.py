@@ -287,7 +287,7 @@ def command_line(main, arguments, capsys) -> str:
 
 
 def of_fault(number: int, *values):
-    """Returns the values of a parametrized test that injects this fault of docs/trust.md."""
+    """Returns the values of a parametrized test that injects this fault of trust/faults.md."""
     return pytest.param(*values, marks=pytest.mark.fault(number))
 
 
@@ -416,7 +416,7 @@ def chat_server(answer):
 
 # ------------------------------------------------------------ order, limits of time, `make trust`
 
-TRUST = ROOT / "docs" / "trust.md"
+TRUST = ROOT / "tests" / "trust" / "faults.md"
 injected: dict[int, dict[str, None]] = {}  # fault -> names of the tests that inject it
 outcomes: dict[int, set[str]] = {}  # fault -> outcomes of those that ran
 
@@ -463,7 +463,7 @@ def pytest_testnodedown(node):
 def trust_rows(table: str, injected: dict, outcomes: dict) -> Iterator[str]:
     """Yields a row for each fault: its number, what it is and how it ended, and then the sum.
 
-    What a fault is comes from the table of docs/trust.md, or else from the names of its tests.
+    What a fault is comes from tests/trust/faults.md, or else from the names of its tests.
     """
     known = re.findall(r"^\| (\d+) \| (.*?) \| ", table, re.MULTILINE)
     faults = {int(number): fault for number, fault in known}

@@ -46,6 +46,7 @@ RELAYS = {"policy.py attention", "policy.py generate"}
 HIDING = re.compile(r"(__import__|exec|(.*\.)?(import_module|spec_from_file_location|run_path))")
 CODE = re.compile(r"\n\s*(def|class|import|from|return|function|const|let|var) \w")
 FLAG = re.compile(r"\w+: .+ = setting\((?!.*\bonly='(?!train'))")
+SKIPPED = re.compile(r"\.|venv|(runs|exercises|build|dist|node_modules)$")  # folders
 UNFORMATTED = "fmt: (skip|off)"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 TABLES = (ast.Assign, ast.AnnAssign, ast.AugAssign)  # of a module
@@ -73,7 +74,7 @@ class File:
 def python_files(root: Path) -> Iterator[File]:
     for path in sorted(root.rglob("*.py")):
         folders = path.relative_to(root).parts[:-1]
-        if not any(re.match(r"\.|venv|(runs|build|dist|node_modules)$", x) for x in folders):
+        if not any(SKIPPED.match(folder) for folder in folders):
             yield File(root, path)
 
 

@@ -638,7 +638,7 @@ def test_decoding_is_greedy_or_the_paper_s(words, how, passages):
 def test_where_the_paper_says_nothing_of_sampling_a_line_says_that_it_is_greedy(capsys):
     for recipe in ("arena", "when_to_search"):
         parsed(f"--decoding paper --retriever given --recipe {recipe}")
-        said = "does not say how it samples when it evaluates: greedy"
+        said = "does not say how it samples in evaluations: greedy"
         assert f"the paper of {recipe} {said}" in capsys.readouterr().out
     parsed("--decoding paper")
     assert capsys.readouterr().out == ""

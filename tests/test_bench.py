@@ -49,7 +49,9 @@ def test_a_group_shares_its_prompt_and_documents_stand_behind_every_turn_but_the
 
 def test_rows_of_a_context_are_half_a_prompt():
     environment = Scripted(replace(TINY, context=640))
-    sizes = {(len(row.prompt_ids), environment.longest(row)) for row in environment.rows}
+    sizes = {
+        (len(row.prompt_ids), environment.max_trajectory_tokens(row)) for row in environment.rows
+    }
     assert sizes == {(32, 64)}
 
 

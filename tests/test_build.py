@@ -75,7 +75,7 @@ def test_without_retrieval_no_question_may_search_and_of_a_file_alone_nothing_is
     "protocol, question, said",
     [
         ("arena", {}, "has no references"),
-        ("arena", {"references": READ, "task": "summary"}, "summaries, .* --variant summaries"),
+        ("arena", {"references": READ, "task": "summary"}, "--variant summaries is for"),
         ("arena_summary", {"references": READ}, "is of task qa"),
     ],
 )

@@ -248,15 +248,6 @@ def test_an_unreadable_verdict_is_neither_right_nor_wrong_and_none_leaves_what_i
     assert add_verdicts(records, gone) == records and gone.silent == 4
 
 
-def test_math_has_three_verdicts_of_which_partly_is_worth_a_half():
-    words = {"1": "correct", "2": "Partially correct", "3": "wrong", "4": "yes", "5": "yes"}
-    judge = Judge(Model(lambda text: words[text.rpartition("answer: ")[2]]))
-    records = [record(name, task="math") for name in "1234"] + [record("5")]
-    judged = [r["metrics"]["judged"] for r in add_verdicts(records, judge)]
-    # "yes" is no grade; an open question has two verdicts
-    assert judged == [1, 0.5, 0, None, 1] and judge.unreadable == 1
-
-
 def test_searches_and_their_tokens_are_counted():
     def words(text, **_):
         return {"input_ids": text.split()}
@@ -326,9 +317,3 @@ def test_arena_s_accuracy_is_f1_or_a_verdict_and_not_both(variant):
     words += ["--answer_metric", "f1"] * (not variant)
     with pytest.raises(InputError, match=r"--answer_metric f1 with --judge: .* one of the two"):
         parse(words)
-
-
-def test_a_stored_choice_question_is_judged_with_its_options():
-    judge = Judge(Model(lambda text: "yes" if "A. elm\nB. oak" in text else "no"))
-    (told,) = add_verdicts([record("B", "B", task="choice", options=["elm", "oak"])], judge)
-    assert told["metrics"]["judged"] == 1

@@ -49,6 +49,12 @@ def test_a_group_of_one_never_teaches_and_half_a_group_is_an_input_error():
         dapo.informative_groups(torch.tensor([True, False, True]), 2)
 
 
+def test_an_unknown_answer_makes_no_group_informative():
+    unknown = float("nan")
+    correct = torch.tensor([1.0, unknown, 1.0, 0.0, unknown, 1.0])
+    assert dapo.informative_groups(correct, 2).tolist() == [False, False, True, True, False, False]
+
+
 def test_groups_that_are_all_wrong_teach_where_eq_10_compares_their_searches():
     # When to Search stage 1: wrong after 0, 1, 2 searches earns −1, −0.7, −0.4: mean −0.7, std 0.3
     earned = torch.tensor([-1.0, -0.7, -0.4])
@@ -60,20 +66,15 @@ def test_groups_that_are_all_wrong_teach_where_eq_10_compares_their_searches():
 # ----------------------------------------------------------------------------- weights and overlong
 
 
-def test_every_model_token_weighs_the_same():
-    batch = make_batch()  # 2 + 2 + 4 + 1 = 9 model tokens
-    torch.testing.assert_close(dapo.compute_token_weights(batch, CHOSEN), MASK / 9)
-    batch.overlong = None  # which is not known of it
-    torch.testing.assert_close(dapo.compute_token_weights(batch, CHOSEN), MASK / 9)
-
-
 def test_an_overlong_trajectory_weighs_nothing_and_the_others_share_its_weight():
     # without row 2's four tokens: 5
     expected = MASK / 5
     expected[2] = 0
     batch = make_batch(overlong=(False, False, True, False))
     torch.testing.assert_close(dapo.compute_token_weights(batch, CHOSEN), expected)
-    assert torch.equal(batch.response_mask, MASK)  # what is scored and logged is still all of it
+    assert torch.equal(batch.response_mask, MASK)  # all tokens are still logged
+    batch.overlong = None  # unknown: 9 model tokens
+    torch.testing.assert_close(dapo.compute_token_weights(batch, CHOSEN), MASK / 9)
 
 
 def trained(batch):
@@ -123,7 +124,8 @@ def test_the_advantage_is_grpos_with_overlong_rows_in_the_mean_of_their_group():
     ],
 )
 def test_clip_higher_by_hand(ratio, advantage, expected, gradient):
-    tokens, ones = torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 1)
+    tokens = torch.zeros(1, 2, dtype=torch.long)
+    ones = torch.ones(1, 1)
     batch = Batch(tokens, ones, ones * 0, torch.zeros(1), 1, advantages=ones * advantage)
     logprobs = torch.tensor([[ratio]]).log().requires_grad_()
     loss, _ = dapo.compute_loss(logprobs, batch, CHOSEN)

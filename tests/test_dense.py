@@ -219,7 +219,7 @@ def refused(match, encoder=None, **settings):
 
 def test_a_folder_that_cannot_be_written_is_one_line(monkeypatch):
     Path("runs").write_text("")
-    refused("vectors cannot be kept there .*: make room")
+    refused("vectors cannot be written .*: make room")
 
 
 def as_numpy_writes(vectors) -> bytes:
@@ -247,7 +247,7 @@ def test_a_damaged_shard_or_an_old_one_is_told_and_encoded_anew_and_no_other(dam
     path.write_bytes(damage(path.read_bytes(), np.load(path)))
     assert np.array_equal(vectors_of(corpus, again), encoded(corpus))
     assert again.encoded == [passage_text(document) for document in corpus[10:]]
-    said = f"{path}: damaged, or of an earlier version: its passages are encoded anew"
+    said = f"{path}: damaged, or of an earlier version: its documents are encoded again"
     assert said in re.split("[\\r\\n]", capsys.readouterr().err)
     vectors_of(corpus, Hashed(stop=0))  # nothing more
 
@@ -279,7 +279,7 @@ def test_the_layout_of_the_file_is_faiss_own():
 
 
 def test_an_index_that_does_not_fit_is_one_line():
-    said = "--index_file .*: no flat FAISS index .IndexFlatIP. of 20 passages with 16 numbers each"
+    said = "--index_file .* is not a flat FAISS index .IndexFlatIP. of 20 documents"
     refused(said, index_file="nowhere.index")
     for rows, kind in ((19, 16), b"IxFI"), ((20, 8), b"IxFI"), ((20, 16), b"IxF2"):
         refused(said, index_file=flat_index(np.ones(rows), kind))

@@ -1,12 +1,12 @@
-"""docs/papers.md: every element of each paper, held against the code.
+"""Compares docs/papers.md, walk.md and trouble.md, and the list of faults, with the code.
 
-A row is | element | place in the paper | here | as the paper, differs: why, or left out: why |.
-What stands between backticks under "here" is one of
+A row of papers.md is | element | place in the paper | here | yes, differs: why, left out: why |.
+Text in backticks under "here" is one of
 
     file.function              exists; with " = value" it is a constant of this value
     recipe/stage name = value  what papers.py sets, else the setting's default
     recipe:variant/stage ...   the same of a variant
-    --flag ...                 some command has it; also in "python -m lab.file --flag"
+    --flag ...                 a flag of some command; also "python -m lab.file --flag"
 """
 
 import math
@@ -36,20 +36,20 @@ SECTIONS = {  # paper -> its rows
 }
 ROWS = [row for rows in SECTIONS.values() for row in rows]
 NAMED = sorted({name for row in ROWS for name in re.findall(r"`([^`]+)`", row[2])})
-OTHER = r", (?=[\w.]+ = )"  # another setting of the same stage: `ur2/1 lr = 2e-06, group_size = 16`
+SEPARATOR = r", (?=[\w.]+ = )"  # two settings of a stage: `ur2/1 lr = 2e-06, group_size = 16`
 SETTING = re.compile(r"(\w+)(?::(\w+))?/([12,]+) (\w+(?:\.\w+)? = .*)")
 SOURCES = "\n".join(p.read_text() for p in [*ROOT.glob("*.py"), *ROOT.glob("[!t]*/*.py")])
 
 
-def part(path: str):
-    """What "file.name" or "folder.file.Class.name" names; a field may have no value."""
+def resolve(path: str):
+    """Returns the object "file.name" or "folder.file.Class.name"; a field may have no value."""
     owner, _, name = path.rpartition(".")
     owner = resolve_name(owner)
     return None if name in getattr(owner, "__dataclass_fields__", ()) else getattr(owner, name)
 
 
 def value_of(recipe: str, variant: str, stage: int, name: str, key: str = ""):
-    """Of a setting, or of a field of the paper: ("decoding", "top_p"), ("punctuation", "")."""
+    """Returns the value of a setting or of a paper's field: ("decoding", "top_p")."""
     record = record_of(recipe, variant or "", stage)
     if name in Paper.__dataclass_fields__:
         return getattr(record, name)[key] if key else getattr(record, name)
@@ -57,10 +57,10 @@ def value_of(recipe: str, variant: str, stage: int, name: str, key: str = ""):
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_what_a_row_names_is_there_and_has_the_value_it_says(name):
-    if found := SETTING.fullmatch(name):
-        recipe, variant, stages, settings = found.groups()
-        for stage, setting in product(stages.split(","), re.split(OTHER, settings)):
+def test_everything_that_a_row_names_exists_and_has_the_value_shown(name):
+    if match := SETTING.fullmatch(name):
+        recipe, variant, stages, settings = match.groups()
+        for stage, setting in product(stages.split(","), re.split(SEPARATOR, settings)):
             path, _, shown = setting.partition(" = ")
             assert str(value_of(recipe, variant, int(stage), *path.split("."))) == shown
     elif name.startswith(("--", "python ")):
@@ -68,17 +68,17 @@ def test_what_a_row_names_is_there_and_has_the_value_it_says(name):
             assert re.search(rf'"(--)?{flag}"|\n    {flag}: ', SOURCES)
     else:
         path, equals, shown = name.partition(" = ")
-        found = part(path)
-        assert not equals or str(found) == shown
+        value = resolve(path)
+        assert not equals or str(value) == shown
 
 
-def test_every_row_is_whole_and_says_whether_it_is_as_the_paper_has_it():
+def test_every_row_has_four_cells_and_says_whether_it_is_as_in_the_paper():
     assert set(SECTIONS) >= {"UR²", "R1-Searcher", "R-Search", "Learning When to Search", "ARENA"}
     for row in ROWS:
         assert len(row) == 4 and all(row), row
         assert re.match(r"(yes\b|differs: |left out: )", row[3]), row
         assert "`" in row[2] or not row[3].startswith("yes"), row
-    assert len(ROWS) >= 237  # so many elements the papers have
+    assert len(ROWS) >= 247  # a row that is lost would be an element that nobody compares
 
 
 def test_a_row_that_says_yes_names_a_test_or_says_by_reading():
@@ -88,9 +88,9 @@ def test_a_row_that_says_yes_names_a_test_or_says_by_reading():
     bare = []
     for row in ROWS:
         here = re.findall(r"`([^`]+)`", row[2])
-        held = all(" = " in name for name in here)  # the first test compares each with its value
+        compared = all(" = " in name for name in here)  # by the first test
         named = re.search(r"(\[\w+::\w+\]|by reading)$", row[3])
-        if row[3].startswith("yes") and not held and not named:
+        if row[3].startswith("yes") and not compared and not named:
             bare.append(row[0])
     assert not bare
     assert not re.search(r"\[test_|::test_", TEXT)  # [grpo::the_worked] is enough
@@ -103,7 +103,7 @@ def test_every_recipe_and_variant_has_a_row():
             assert f"{name}/" in shown, f"no row of docs/papers.md names {name}/STAGE SETTING = ..."
 
 
-# ------------------------------------------------------------------------------------------ a walk
+# --------------------------------------------------------------------------------------- walk.md
 WALK = (ROOT / "docs" / "walk.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```\n\$ python (\w+)\.py ?(.*?)\n(.*?)\n```", WALK, re.DOTALL)
 TOKEN = re.compile(r"^'.*' +1" + r" +(\S+)" * 7 + "$")
@@ -115,7 +115,7 @@ def test_a_block_of_the_walk_is_what_its_command_prints(name, shown, capsys, mon
     runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
     printed = iter(capsys.readouterr().out.splitlines())
     for line in shown.splitlines():
-        assert line == "…" or line in printed, line  # `in` goes on behind the one before
+        assert line == "…" or line in printed, line  # `in` continues after the line before
 
 
 def test_the_numbers_of_the_walk_follow_from_each_other():
@@ -126,7 +126,7 @@ def test_the_numbers_of_the_walk_follow_from_each_other():
     scale = set()
     for reward, block in zip(rewards, shown.split("\nsample ")[1:3], strict=False):
         tokens = [
-            [*map(float, found.groups())] for found in map(TOKEN.match, block.split("\n")) if found
+            [*map(float, match.groups())] for match in map(TOKEN.match, block.split("\n")) if match
         ]
         for _, old, new, ratio, advantage, weight, loss in tokens:
             assert ratio == pytest.approx(math.exp(new - old), rel=2e-3)
@@ -138,7 +138,7 @@ def test_the_numbers_of_the_walk_follow_from_each_other():
     assert f"1 / (64 · {len(tokens)})" in WALK
 
 
-# --------------------------------------------------------------------------------------- trouble
+# ------------------------------------------------------------------------------------ trouble.md
 TROUBLE = (ROOT / "docs" / "trouble.md").read_text(encoding="utf-8")
 
 
@@ -148,7 +148,7 @@ def test_every_alarm_has_a_row_and_every_row_an_alarm():
     assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(SAID)
 
 
-def test_what_stops_a_run_is_quoted_as_it_is_said():
+def test_messages_that_end_a_run_are_quoted_from_the_code():
     block = TROUBLE.partition("## It stops")[2].partition("## It is slow")[0]
     quoted = re.findall(r"^\| `([^`]+)`", block, re.MULTILINE)
     plain = re.sub(r"\"\s*f?\"", "", re.sub(r"\{[^}]*\}", "", SOURCES))
@@ -163,8 +163,8 @@ def test_every_flag_of_the_page_exists():
 
 
 def test_every_fault_of_the_table_is_injected_by_a_test(request):
-    found = re.findall(r"^\| (\d+) \|", TRUST.read_text(encoding="utf-8"), re.MULTILINE)
-    numbers = list(map(int, found))
+    cells = re.findall(r"^\| (\d+) \|", TRUST.read_text(encoding="utf-8"), re.MULTILINE)
+    numbers = list(map(int, cells))
     assert numbers == sorted(set(numbers)) and len(numbers) > 200
     if "tests" not in request.config.args:
         pytest.skip("only some of the tests were collected")

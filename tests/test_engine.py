@@ -49,7 +49,7 @@ def play(policy, tokenizer, questions=(QA,), search=None, protocol=UR2, seed=0, 
     environment = Environment(tokenizer, protocol, search or library(0), settings, context)
     rows = rollout(policy, environment, questions, seed, PLAYS[settings.engine], progress)
     # so that no row outgrows its slot
-    assert all(len(row.ids) <= environment.longest(row) for row in rows)
+    assert all(len(row.ids) <= environment.max_trajectory_tokens(row) for row in rows)
     return rows
 
 
@@ -277,13 +277,6 @@ def test_inserted_text_is_computed_once_and_the_row_goes_on_behind_it(toy_tokeni
     assert searches > 5
 
 
-def by_length(turn, room):
-    return "length" if len(turn) >= room else None
-
-
-FULL_TURNS = SimpleNamespace(watched=set(), reason=by_length)
-
-
 def test_a_fast_asker_waits_until_as_many_wait_as_decode(bpe):
     # A prompt that is two tokens longer begins two tokens later in the script, and asks earlier.
     asks, search = "word " * 20 + "{} Ana {}".format(*UR2.query_tags), library(0)
@@ -292,13 +285,6 @@ def test_a_fast_asker_waits_until_as_many_wait_as_decode(bpe):
     policy = asking_at_once(bpe, asks)
     play(policy, bpe, questions, search, max_turn_tokens=60, max_context=600)
     assert search.calls[0] == 2 and sum(search.calls) == 4
-
-
-def test_progress_hears_of_every_row_that_ends(qwen2, bpe):
-    heard = []
-    play(qwen2, bpe, group_size=7, max_num_seqs=3, progress=heard.append)
-    assert sum(heard) == 7 and all(heard)
-    assert play(qwen2, bpe, [], progress=heard.append) == [] and sum(heard) == 7
 
 
 def test_the_model_is_left_as_it_was_also_when_a_search_raises(bpe):
@@ -370,31 +356,6 @@ def test_too_little_memory_means_fewer_slots_and_for_not_even_one_generate(
     assert "no memory for one row of 256 tokens" in capsys.readouterr().err
 
 
-def test_many_queries_share_their_mask_instead_of_each_having_one(monkeypatch):
-    query, keys, values = torch.randn(2, 8, 200, 4), *torch.randn(2, 2, 2, 256, 4)
-    mask, seen, attend = torch.randn(2, 1, 200, 256), [], scaled_dot_product_attention
-    own = lambda *given, scale: seen.append(given[3]) or attend(*given)  # noqa: E731
-    monkeypatch.setattr("scale.engine.scaled_dot_product_attention", own)
-    found, _ = grouped_attention(None, query, keys, values, mask)
-    expected = attend(query, keys, values, mask, enable_gqa=True).transpose(1, 2)
-    torch.testing.assert_close(found, expected)
-    assert [its is mask for its in seen] == [True] * 4
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc here")
-def test_memory_is_taken_as_slots_are_filled(qwen2):
-    def resident() -> float:  # MiB
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4 / 1024
-
-    # 64 slots of 100,000 places: 256 bytes · 6.4 million = 1.6 GB if it were written
-    engine = Engine(qwen2.language_model, 64, 100_000, FULL_TURNS)
-    before = resident()
-    engine.add(None, [1, 2, 3], 1)
-    with torch.no_grad():
-        engine.decode()
-    assert resident() - before < 200
-
-
 @pytest.mark.parametrize(
     "task, may, turn, searches", [("qa", True, 3, 2), ("qa", False, 3, 0), ("math", True, 10, 2)]
 )
@@ -405,5 +366,8 @@ def test_a_slot_is_as_long_as_its_task_may_need(bpe, task, may, turn, searches):
     row = Trajectory(dataclasses.replace(QA, task=task, may_search=may), UR2, [0] * 7)
     # a block of documents, and a notice, per search; two refused queries may come on top: two
     # turns, and one notice between them
-    found = searches * (20 + environment.frame + environment.notice)
-    assert environment.longest(row) == 7 + (searches + 2) * turn + found + environment.told
+    found = searches * (20 + environment.search_overhead)
+    assert (
+        environment.max_trajectory_tokens(row)
+        == 7 + (searches + 2) * turn + found + environment.rejection_tokens
+    )

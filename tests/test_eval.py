@@ -101,7 +101,8 @@ def r_search(body, question=None):
 
 
 def test_r_search_is_graded_by_its_evidence_too():
-    evidence, answer = BOX.format("Ana Bell lives in Norland."), ANSWER.format("Norland")
+    evidence = BOX.format("Ana Bell lives in Norland.")
+    answer = ANSWER.format("Norland")
     expected = dict(zip(COLUMNS, (1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 1), strict=True))
     # 5 words of evidence, of which "lives" stands in no document: 4/5
     whole = prediction_metrics(r_search(SEARCHED + evidence + answer))
@@ -115,8 +116,8 @@ def test_r_search_is_graded_by_its_evidence_too():
 def test_the_format_of_when_to_search_is_its_grammar_whatever_a_search_costs():
     # 9 searches at 0.3 each are 2.7, which the reward refuses (2 is its bound): here is no price
     turn = "<search> a </search>\n<information>\nfound\n</information>\n<reflect> r </reflect>"
-    told = f"<think> t </think>{turn * 9}{ANSWER.format('a')}"
-    for text, form in ((told, 1), (told + " sure", 0)):
+    transcript = f"<think> t </think>{turn * 9}{ANSWER.format('a')}"
+    for text, form in ((transcript, 1), (transcript + " sure", 0)):
         numbers = prediction_metrics(
             trajectory_from_text(Question("q", "?", ["a"]), text, "when_to_search")
         )
@@ -126,17 +127,18 @@ def test_the_format_of_when_to_search_is_its_grammar_whatever_a_search_costs():
 
 def test_arena_is_graded_by_its_citations_and_a_summary_by_rouge():
     # cites 1, gold is 1 and 3: some overlap 0.5; set F1 2 · 1 / (1 + 2)
-    told, answer = example("arena", searches=1), {"em": 1, "f1": 1, "cem": 1, "format": 1}
+    trajectory = example("arena", searches=1)
+    answer = {"em": 1, "f1": 1, "cem": 1, "format": 1}
     half = answer | {"relevance": 0.5, "exact_set": 0, "set_f1": 2 / 3, "all_correct": 0}
-    assert prediction_metrics(told) == half
+    assert prediction_metrics(trajectory) == half
     assert prediction_metrics(example("arena", "Norland </answer> so"))["format"] == 0
     # All correct (Table 13): the whole set, and the answer too
     for text, right in (("Norland", 1), ("Sudria", 0)):
         numbers = prediction_metrics(example("arena", text))
         assert (numbers["exact_set"], numbers["all_correct"]) == (1, right)
     # without gold numbers relevance is left out, and not 0
-    question = dataclasses.replace(told.question, supporting=())
-    assert prediction_metrics(trajectory_from_text(question, told.text, "arena")) == answer
+    question = dataclasses.replace(trajectory.question, supporting=())
+    assert prediction_metrics(trajectory_from_text(question, trajectory.text, "arena")) == answer
     question = Question("q", "sum it up", ["the cat lay down"], task="summary")
     summary = "<summary> The cat sat down. </summary>"
     numbers = prediction_metrics(trajectory_from_text(question, summary, "arena_summary"))
@@ -175,13 +177,15 @@ def others(monkeypatch, **known):
 def test_reader_and_judge_are_asked_after_all_predictions_are_written(
     written, monkeypatch, toy_policy, capsys
 ):
-    reader, silent = Model(lambda text: "Norland"), Model(lambda text: None)
+    reader = Model(lambda text: "Norland")
+    silent = Model(lambda text: None)
     judge = Model(lambda text: None if "answer: Sudria" in text else "yes")
     others(monkeypatch, R=reader, J=judge)
     run("--reader R --judge J --decoding paper --temperature 0.1 --out", written)
     assert {request[2:] for request in reader.requests} == {(0.1, 0.5)}  # R-Search A.3
     assert {record["judge_sees"] for record in records_in(written)} == {"question"}
-    out, records = capsys.readouterr().out, records_in(written)
+    out = capsys.readouterr().out
+    records = records_in(written)
     assert [r["evidence"] for r in records] == ["Ana Bell was born in Norland.", None]
     assert [r["reader_prediction"] for r in records] == ["Norland", ""]
     assert [r["metrics"]["judged"] for r in records] == [None, 1]
@@ -272,10 +276,10 @@ def test_it_says_that_its_questions_are_those_of_training(written, tmp_path, cap
     model = save_settings(tmp_path, data="q.jsonl", model="m")
     for data, warned in (("q.jsonl", True), ("held_out.jsonl", False)):
         settings = Settings(protocol="r_search", data=data, model=model)
-        Evaluation(settings, Options(out=str(written))).say_what()
-        told = capsys.readouterr().out
-        assert told.splitlines()[-1].startswith(f"{model}: ")
-        assert ("warning: it was trained on these questions" in told) == warned
+        Evaluation(settings, Options(out=str(written))).announce()
+        output = capsys.readouterr().out
+        assert output.splitlines()[-1].startswith(f"{model}: ")
+        assert ("warning: the model was trained on these questions" in output) == warned
 
 
 def test_the_last_stage_is_evaluated_unless_one_is_named(trained, tmp_path):
@@ -368,7 +372,7 @@ def test_a_limit_that_is_given_counts_for_every_task_and_says_so(tmp_path, capsy
     for flag, most, turns in (("", 512, "math=3072,choice=1536"), ("--max_turn_tokens 9", 9, "")):
         settings, _ = evaluation.parse(f"--model {model} {flag}".split())
         assert (settings.max_turn_tokens, settings.turn_tokens) == (most, turns)
-        assert capsys.readouterr().out == (f"{flag} counts for every task\n" if flag else "")
+        assert capsys.readouterr().out == (f"{flag} applies to every task\n" if flag else "")
 
 
 def test_a_number_of_searches_that_is_given_counts_for_every_task():
@@ -401,10 +405,10 @@ def test_thoughts_have_tokens_of_their_own_and_are_no_part_of_the_answer(written
 
 def test_every_search_may_find_all_references_of_its_own_record():
     """ARENA 4.3: released checkpoints that search are shown the given references."""
-    found = [Document(str(i), "t", str(i)) for i in range(7)]
-    questions = [Question(str(n), "?", ["a"], references=tuple(found[n:])) for n in (0, 3)]
+    documents = [Document(str(i), "t", str(i)) for i in range(7)]
+    questions = [Question(str(n), "?", ["a"], references=tuple(documents[n:])) for n in (0, 3)]
     retriever = make_control("given", [], 0)
-    assert retriever.search(["x", "y"], 2, questions) == [found, found[3:]]
+    assert retriever.search(["x", "y"], 2, questions) == [documents, documents[3:]]
     with pytest.raises(InputError, match="--retriever given: question q has none"):
         retriever.search(["x"], 2, [Question("q", "?", ["a"])])
     settings = settings_of({"model": "m", "retriever": "given", "recipe": "r1_searcher"})
@@ -423,7 +427,7 @@ def test_passages_that_were_cut_are_a_column():
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, fragment",
     [
         ("--question 3", "did you mean --questions?"),
         ("--samples 0", "--samples 0: must be at least 1"),
@@ -438,7 +442,7 @@ def test_passages_that_were_cut_are_a_column():
         ("--against none.jsonl", "no such file"),
         ("--judge http://127.0.0.1:9/v1#m", "127.0.0.1:9"),
         ("--model m --json {runs}/file/x", "--json {runs}/file/x: cannot be written there"),
-        ("--decoding both --out p.jsonl", "--out is for one"),
+        ("--decoding both --out p.jsonl", "leave --out out"),
         ("--decoding both --temperature 1", "leave --temperature out"),
         ("--recipe r1_searcher --thinking 9", "protocol r1_searcher has a <think> section"),
         ("--stage 0 --references retrieved", "the prompt of ur2 has no references"),
@@ -446,7 +450,9 @@ def test_passages_that_were_cut_are_a_column():
         ("--recipe arena --references retrieved --model m --data {runs}/q", "the corpus is empty"),
     ],
 )
-def test_bad_input_is_one_line_before_a_model_is_loaded(words, said, tmp_path, capsys, monkeypatch):
+def test_bad_input_is_one_line_before_a_model_is_loaded(
+    words, fragment, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(evaluation, "load_model", lambda *_, **__: pytest.fail("it was loaded"))
     monkeypatch.setattr(evaluation, "build_search", lambda *_: None)
     monkeypatch.chdir(tmp_path)
@@ -455,18 +461,18 @@ def test_bad_input_is_one_line_before_a_model_is_loaded(words, said, tmp_path, c
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("{}")
     arguments = words.format(runs=tmp_path).split()  # in an empty folder: nothing was trained
-    assert said.format(runs=tmp_path) in command_line(evaluation.main, arguments, capsys)
+    assert fragment.format(runs=tmp_path) in command_line(evaluation.main, arguments, capsys)
 
 
 def test_help_has_its_sections_and_looks_for_no_model(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", "eval.py --recipe r1_searcher --model none --help".split())
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / "eval.py"), run_name="__main__")
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for file in ("settings", "data", "rollout", "retriever", "other_models/llm", "eval"):
-        assert f"\n{file}.py:\n" in said
-    assert "--top_p" in said and "--lr" not in said and end.value.code == 0
-    assert "(8; by itself 4)" in said  # R1-Searcher's searches
+        assert f"\n{file}.py:\n" in output
+    assert "--top_p" in output and "--lr" not in output and end.value.code == 0
+    assert "(8; by itself 4)" in output  # R1-Searcher's searches
 
 
 def test_scoring_a_file_loads_no_torch(tmp_path):
@@ -492,8 +498,8 @@ def test_the_built_in_world_gives_so_many_held_out_questions_of_every_kind():
 
 
 def question_file(path, count=5) -> str:
-    found = {"references": [{"id": "1", "title": "t", "text": "x"}], "answers": ["a"]}
-    return write(path, [{"id": str(i), "question": f"{i} ?"} | found for i in range(count)])
+    fields = {"references": [{"id": "1", "title": "t", "text": "x"}], "answers": ["a"]}
+    return write(path, [{"id": str(i), "question": f"{i} ?"} | fields for i in range(count)])
 
 
 def test_of_a_file_questions_are_drawn_with_the_seed_or_the_first_and_zero_takes_all(tmp_path):
@@ -522,11 +528,11 @@ def test_retrieved_references_stand_in_the_place_of_the_given_ones(retriever, te
     files["corpus"] = write(tmp_path / "c.jsonl", corpus)
     settings = Settings(protocol="arena", documents_per_search=1, retriever=retriever, **files)
     options = dataclasses.replace(OPTIONS, references="retrieved")
-    (found,) = evaluation_questions(settings, options)[0]["q"]
-    assert [document.text for document in found.references] == [text]
+    (result,) = evaluation_questions(settings, options)[0]["q"]
+    assert [document.text for document in result.references] == [text]
     # which of them are gold is not known
-    assert found.supporting == () and {"relevance", "all_correct"}.isdisjoint(
-        prediction_metrics(arena(found))
+    assert result.supporting == () and {"relevance", "all_correct"}.isdisjoint(
+        prediction_metrics(arena(result))
     )
     other = Evaluation(settings, options).made_with("v")
     assert other != Evaluation(settings, OPTIONS).made_with("v")
@@ -546,7 +552,8 @@ def arena(question):
 
 
 def test_other_settings_weights_questions_passages_or_words_are_another_evaluation(tmp_path):
-    data, prompt = tmp_path / "q.jsonl", tmp_path / "p.txt"
+    data = tmp_path / "q.jsonl"
+    prompt = tmp_path / "p.txt"
     settings = Settings(model="m", data=str(data), corpus="from-data", prompt_file=str(prompt))
 
     def made(version="v", samples=1, count=2, words="Say A.", **changes):
@@ -611,18 +618,18 @@ def test_an_interrupted_evaluation_goes_on_and_gives_the_numbers_of_an_unbroken_
     monkeypatch.setattr(evaluation, "rollout", third_time_interrupted)
     with pytest.raises(SystemExit) as end:
         sampled("p.jsonl")
-    said = capsys.readouterr().out.splitlines()
-    assert end.value.code == 130 and f"was finished is in {out}" in said[-1]
+    output = capsys.readouterr().out.splitlines()
+    assert end.value.code == 130 and f"finished predictions are in {out}" in output[-1]
     assert calls == [(0, 0), (4, 8), (8, 16)]  # what was finished was written when the next began
     with open(out, "a") as file:
         file.write('{"id": "half a li')  # killed while it wrote
-    made, said = sampled("p.jsonl")
-    assert made == unbroken and "16 of 20 predictions are there: it goes on" in said
+    made, output = sampled("p.jsonl")
+    assert made == unbroken and "16 of 20 predictions exist: the evaluation continues" in output
     assert calls[3:] == [(8, 16)]  # the third batch only was made again
-    assert "20 of 20 predictions are there" in sampled("p.jsonl")[1] and len(calls) == 4
+    assert "20 of 20 predictions exist" in sampled("p.jsonl")[1] and len(calls) == 4
     # other settings: nothing of it counts, and nothing is lost
-    made, said = sampled("p.jsonl", "--seed", 1)
-    assert made != unbroken and "are kept as p.jsonl.old2" in said and len(calls) == 7
+    made, output = sampled("p.jsonl", "--seed", 1)
+    assert made != unbroken and "are kept as p.jsonl.old2" in output and len(calls) == 7
     assert out.with_name("p.jsonl.old2").read_bytes() == unbroken
 
 
@@ -636,7 +643,7 @@ def test_a_line_that_was_lost_or_doubled_and_a_half_finished_batch_are_noticed(f
         kept = out.with_name(f"p.jsonl.old{number}").read_bytes()
         assert out.read_bytes() == whole and kept == b"".join(damaged)
     # 7 of 10: one batch of 4, and 3 of the next
-    assert "4 of 10 predictions are there" in capsys.readouterr().out
+    assert "4 of 10 predictions exist" in capsys.readouterr().out
 
 
 def test_failed_searches_are_told_of_and_made_again(few, monkeypatch, capsys):
@@ -681,14 +688,15 @@ def save_real_model(path, questions, family):
     query and one answer for all questions, and for each a trace without the search. So it searches
     about every other time, and the rewards of a group differ.
     """
-    protocol, both = PROTOCOLS["ur2"], []
+    protocol = PROTOCOLS["ur2"]
+    both = []
     texts = [protocol.instruction, *protocol.tags * 3] * 20
     for q in questions:
-        texts += [q.question, *(found.text for found in q.references[:2])]
+        texts += [q.question, *(document.text for document in q.references[:2])]
     tokenizer = train_bpe(texts, vocab_size=600)
     for question in questions:
-        found = Document("", "who is it", question.references[0].text)
-        asked = dataclasses.replace(question, answers=["it"], references=(found,))
+        document = Document("", "who is it", question.references[0].text)
+        asked = dataclasses.replace(question, answers=["it"], references=(document,))
         both += traces(tokenizer, [asked]) + traces(tokenizer, [asked], search=False)
     sizes = small(hidden_size=64, intermediate_size=128, max_position_embeddings=1024)
     sizes |= {"tie_word_embeddings": True, "initializer_range": 0.1, "vocab_size": len(tokenizer)}
@@ -716,7 +724,8 @@ OTHER = "--optimizer adamw8bit --gradient_checkpointing --algorithm grpo --kl_co
 def test_real_hotpotqa_records_run_from_the_first_to_the_last_command(
     file, family, more, retriever, tmp_path, capsys
 ):
-    data, runs = HOTPOTQA / file, tmp_path / "runs"
+    data = HOTPOTQA / file
+    runs = tmp_path / "runs"
     if not data.exists():
         pytest.skip(f"no HotpotQA records in {HOTPOTQA}")
     save_real_model(tmp_path / "model", load_questions(data), family)
@@ -730,16 +739,16 @@ def test_real_hotpotqa_records_run_from_the_first_to_the_last_command(
         # stage 2 pays nothing for a search: often all rewards are 0
         assert stage == 2 or any(row["grad_norm"] > 0 for row in rows)
     run(f"--output_dir {runs} --run_name real --questions 3 --retriever {retriever}")
-    said = capsys.readouterr().out
-    assert f"stage 2 starts from {runs}/real/stage1/checkpoint-000002" in said
-    assert f"3 questions of {data.stem} (3 of each, drawn with the seed" in said
-    predictions = records_in(said.splitlines()[-1].removeprefix("predictions: "))
+    output = capsys.readouterr().out
+    assert f"stage 2 starts from {runs}/real/stage1/checkpoint-000002" in output
+    assert f"3 questions of {data.stem} (3 of each, drawn with the seed" in output
+    predictions = records_in(output.splitlines()[-1].removeprefix("predictions: "))
     assert len(predictions) == 3 and any(record["searches"] for record in predictions)
-    found = [record["metrics"] for record in predictions]
-    assert all(numbers["written"] > 0 for numbers in found)
-    shown = [numbers for numbers in found if numbers["successful"]]  # at most 60 tokens of them
+    metrics = [record["metrics"] for record in predictions]
+    assert all(numbers["written"] > 0 for numbers in metrics)
+    shown = [numbers for numbers in metrics if numbers["successful"]]  # at most 60 tokens of them
     assert shown and all(0 < numbers["shown"] <= 60 < numbers["retrieved"] for numbers in shown)
-    assert {record["hops"] for record in predictions} == {2} and "compression: " in said
+    assert {record["hops"] for record in predictions} == {2} and "compression: " in output
 
 
 CITING = """--recipe arena --questions_per_step 2 --group_size 4 --steps 2 --max_turn_tokens 40
@@ -763,14 +772,18 @@ def citing_model(tmp_path_factory, short_records):
     """A random model, shown the sections for a moment, with other citations and a fault now and
     then: so the rewards of a group differ.
     """
-    path, arena = tmp_path_factory.mktemp("citing") / "model", PROTOCOLS["arena"]
+    path = tmp_path_factory.mktemp("citing") / "model"
+    arena = PROTOCOLS["arena"]
     texts = [*arena.tags * 60, arena.instruction, Path(short_records).read_text()]
-    tokenizer, written = train_bpe(texts, vocab_size=2000), []
+    tokenizer = train_bpe(texts, vocab_size=2000)
+    written = []
     for number, question in itertools.product(range(1, 11), load_questions(short_records)):
         prompt = build_prompt(arena, question, tokenizer)
         analysis = "<analysis>it</analysis>" if number % 3 else ""  # a fault of format
-        told = f"<relevance>[{number}]</relevance>{analysis}<answer>{question.answers[0]}</answer>"
-        written.append(example_of(prompt, [(told, True)], tokenizer))
+        transcript = (
+            f"<relevance>[{number}]</relevance>{analysis}<answer>{question.answers[0]}</answer>"
+        )
+        written.append(example_of(prompt, [(transcript, True)], tokenizer))
     sizes = small(hidden_size=64, intermediate_size=128, max_position_embeddings=4096)
     sizes |= {"tie_word_embeddings": True, "initializer_range": 0.1}
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -788,8 +801,8 @@ def test_arena_and_each_of_its_variants_take_two_steps_on_real_records(
     start = f"--model {citing_model} --output_dir {tmp_path} --run_name t {CITING}".split()
     start, data = [*start, "--variant", variant], short_records
     if variant.endswith("summaries"):
-        said = message(train.main, [*start, "--data", data])
-        assert "is of task qa: summaries, and they alone, are for" in said
+        output = message(train.main, [*start, "--data", data])
+        assert "is of task qa: --recipe arena --variant summaries is" in output
         asked = [dataclasses.replace(q, task="summary") for q in load_questions(data)]
         data = write(tmp_path / "summaries.jsonl", map(dataclasses.asdict, asked))
     with chat_server(lambda *_: "yes") as judge:

@@ -1,5 +1,5 @@
-"""docs/extend.md: each diff is applied to a copy of the tree, and what it adds is run there; each
-command has flags that are known; the way from a folder of texts to a model is gone.
+"""Applies each diff of docs/extend.md to a copy of the tree and runs what it adds; checks the
+flags of its commands; trains a model on a folder of texts with the page's commands.
 """
 
 import re
@@ -39,16 +39,16 @@ def tree(tmp_path_factory):
 
 
 def run_in(tree, *words) -> str:
-    """What `python WORDS` prints there."""
+    """Returns what `python WORDS` prints in the copy."""
     environment = ENVIRONMENT | {"PYTHONPATH": str(tree)}
-    how = {"capture_output": True, "text": True, "timeout": 300, "env": environment, "cwd": tree}
-    ended = subprocess.run([sys.executable, *map(str, words)], **how)
+    options = {"capture_output": True, "text": True, "timeout": 300, "env": environment}
+    ended = subprocess.run([sys.executable, *map(str, words)], cwd=tree, **options)
     assert ended.returncode == 0, ended.stderr[-2000:]
     return ended.stdout
 
 
 def test_rewards_protocols_papers_and_retrievers_are_added_by_their_diffs(tree, model):
-    """Two steps of each of the page's runs, in one process."""
+    """Takes two steps of each of the page's runs, in one process."""
     assert len(DIFFS) == 7 and max(len(diff.splitlines()) for diff in DIFFS) <= 15
     own = "--recipe mine --retriever words --run_name own"
     short = "--recipe search_r1 --reward mine.py:short --run_name short"
@@ -65,13 +65,13 @@ def test_rewards_protocols_papers_and_retrievers_are_added_by_their_diffs(tree, 
     assert row[1:] == ["+1.00", "+0.90", "+0.80", "+0.00", "-0.10", "-0.20"]
 
 
-def test_a_server_of_ones_own_answers_sensibly(tree, tmp_path):
+def test_the_server_of_the_page_answers_sensibly(tree, tmp_path):
     passages = tmp_path / "passages.jsonl"
     names = ("Ana", "Bo", "Cy")
     append_jsonl(passages, [{"title": n, "text": f"{n} was born in {n}town."} for n in names])
-    how = {"cwd": tree, "env": ENVIRONMENT | {"PYTHONPATH": str(tree)}, "text": True}
+    options = {"cwd": tree, "env": ENVIRONMENT | {"PYTHONPATH": str(tree)}, "text": True}
     command = [sys.executable, "my_server.py", str(passages), "0"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, **how)
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, **options)
     try:
         url = server.stdout.readline().split()[-1]
         check = ["retriever.py", "check", "--url", url, "--corpus", passages]
@@ -83,7 +83,7 @@ def test_a_server_of_ones_own_answers_sensibly(tree, tmp_path):
 
 
 # ------------------------------------------------------------------------------------ the commands
-def test_every_block_of_commands_is_of_files_or_tools_that_are_known():
+def test_every_command_of_the_page_is_of_a_known_file_or_tool():
     blocks = "".join(re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)).splitlines()
     known = r"(accelerate launch \w+\.py|python (-m lab\.\w+|\w+\.py)|head|tail|\w+ serve) "
     assert all(re.match(known, line) for line in blocks), blocks
@@ -94,7 +94,7 @@ def test_every_block_of_commands_is_of_files_or_tools_that_are_known():
 def test_every_training_is_one_that_can_run():
     given = [arguments for name, arguments in COMMANDS if name == "train"]
     for words in given:
-        if "--recipe mine" not in words:  # nor is the file here
+        if "--recipe mine" not in words:  # that recipe is added by a diff
             assert settings.parse(words.replace("--reward mine.py:short", "").split()).steps > 1
     assert len(given) == 5
 
@@ -112,7 +112,7 @@ def test_every_command_has_only_flags_that_its_file_knows(name, arguments):
 def test_a_folder_of_texts_becomes_a_model_that_was_trained_on_it(
     model, tmp_path, monkeypatch, capsys
 ):
-    """The page's commands, with fewer questions and a tiny model."""
+    """Runs the page's commands, with fewer questions and a tiny model."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
     for name in "ABCEFGH":
@@ -136,6 +136,6 @@ def test_a_folder_of_texts_becomes_a_model_that_was_trained_on_it(
     evaluation.main([*asked, "--run_name", "mine"])
     evaluation.main([*asked, "--run_name", "mine", "--retriever", "empty"])
     ask.main(["which country was jana dorn born in ?", *own, "--model", str(checkpoint)])
-    assert "searches: texts (bm25, 7 passages)" in capsys.readouterr().out
+    assert "searches: texts (bm25, 7 documents)" in capsys.readouterr().out
     AutoModelForCausalLM.from_pretrained(checkpoint)  # as a server loads it
     AutoTokenizer.from_pretrained(checkpoint)

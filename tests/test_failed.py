@@ -30,7 +30,7 @@ from update import update
 
 FAILED = Search("x", [], "Search is unavailable.", error="no answer within 60 s")
 LEFT = (0, 2, 3, 4, 6, 7)  # of eight rows, without the second one of each group of four
-ROLL_OUT = train.roll_out
+ROLL_OUT = train.sample_draw
 
 
 @pytest.mark.parametrize(
@@ -46,13 +46,14 @@ ROLL_OUT = train.roll_out
 def test_an_unknown_reward_is_in_no_statistic_and_one_alone_teaches_nothing(
     of, rewards, size, expected
 ):
-    found = of(torch.tensor([*map(float, rewards.split())]), size).float()
-    assert found.tolist() == pytest.approx(expected, abs=1e-4)
+    result = of(torch.tensor([*map(float, rewards.split())]), size).float()
+    assert result.tolist() == pytest.approx(expected, abs=1e-4)
 
 
 def sample(rows=range(8), failed=()) -> Rollouts:
     """Of eight trajectories of unequal length those numbered in `rows`."""
-    draw, rollouts = torch.Generator().manual_seed(0), Rollouts()
+    draw = torch.Generator().manual_seed(0)
+    rollouts = Rollouts()
     for number in range(8):
         t = trajectory(draw, 9 - number, (1, 1 + number % 3))
         t.searches = [FAILED] * (number in failed)
@@ -65,12 +66,14 @@ def sample(rows=range(8), failed=()) -> Rollouts:
 
 def take_updates(state, rollouts: Rollouts) -> tuple[list, list]:
     """(gradients, figures) of the updates of a step."""
-    batch, found, totals = prepare(state, rollouts, 0), [], []
+    batch = prepare(state, rollouts, 0)
+    result = []
+    totals = []
     for rows in shuffled_updates(0, batch.rewards, state.settings):
         totals.append(update(state, batch.rows(rows)))
         for optimizer in filter(None, (state.optimizer, state.critic_optimizer)):
-            found += getattr(optimizer, "gradients", [])
-    return found, totals
+            result += getattr(optimizer, "gradients", [])
+    return result, totals
 
 
 UNMASKED = replace(CASES[-1], mask_documents=False, kl_coef=0.0)
@@ -93,32 +96,6 @@ def test_the_gradient_is_that_of_the_batch_without_the_failed_rows(settings, mon
     assert len(totals) == len(expected) == 2 and max(g.abs().max() for g in left) > 1e-4
     assert largest_difference(left, whole) < 1e-6
     assert totals[0] == pytest.approx(expected[0], rel=1e-5, abs=1e-6)
-
-
-def gradients_of(settings, rollouts: Rollouts, out) -> None:
-    update_file.MAX_GRAD_NORM = 1e9
-    state = replace(build_state(settings), recompute=True)
-    state.optimizer = Recorder(state.policy.parameters())
-    found, _ = take_updates(state, rollouts)
-    if state.accelerator.is_main_process:
-        torch.save(found, out)
-
-
-@pytest.mark.parametrize("algorithm", ["grpo", "reinforce_pp", "ppo"])
-def test_two_processes_of_which_one_has_the_failures_have_the_gradient_of_the_rows_left(
-    algorithm, model, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(update_file, "MAX_GRAD_NORM", 1e9)
-    more = f"--algorithm {algorithm} --questions_per_step 2 --trajectories_per_update 3"
-    more += " --tokens_per_micro_batch 10 --group_size "
-    whole, left = (settings_for(model, tmp_path, more + size) for size in "43")
-    gradients_of(left, sample(LEFT), tmp_path / "one.pt")
-    # The second process samples, and scores, the odd rows.
-    in_two("ddp", gradients_of, whole, sample(failed=(1, 5)), tmp_path / "two.pt")
-    files = (tmp_path / "one.pt", tmp_path / "two.pt")
-    one, two = (parameters_to_vector(torch.load(file)).double() for file in files)
-    # What is left is fp32: 1e-7 to 3e-7, and 2e-16 when all was computed in fp64.
-    assert (one - two).norm() < 1e-6 * one.norm()
 
 
 def test_a_failed_search_is_read_and_counted_and_a_rejected_query_is_one_that_was_not_run(bpe):
@@ -146,7 +123,7 @@ def test_no_reward_pays_or_charges_for_a_failed_search():
 
 
 def fail_at_step_2(state, step, draw):
-    """In place of `train.roll_out`."""
+    """In place of `train.sample_draw`."""
     trajectories = ROLL_OUT(state, step, draw)
     for t in trajectories if step == 2 else ():
         t.searches = [FAILED]
@@ -154,7 +131,7 @@ def fail_at_step_2(state, step, draw):
 
 
 def train_and_stop(settings) -> None:
-    train.roll_out = fail_at_step_2
+    train.sample_draw = fail_at_step_2
     with pytest.raises(InputError, match=r"^step 2: a search failed in 100% of the trajectories: "):
         train.train(settings)
 

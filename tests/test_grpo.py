@@ -87,6 +87,12 @@ def test_a_group_of_one_has_no_advantage_and_rewards_may_be_integers():
     assert advantages.tolist() == pytest.approx([0.7071, -0.7071], abs=1e-4)
 
 
+def test_an_unknown_reward_is_in_neither_mean_nor_std():
+    # [3, unknown, 1]: mean 2, std √((1 + 1) / 1) = 1.4142
+    advantages = grpo.group_normalize(torch.tensor([3.0, float("nan"), 1.0]), 3)
+    assert advantages.tolist() == pytest.approx([0.7071, 0.0, -0.7071], abs=1e-4)
+
+
 def test_the_share_of_groups_without_a_difference():
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.1, 0.1, 0.3, 0.1])
     assert grpo.frac_reward_zero_std(rewards, 2) == 0.5  # the second and the third of four
@@ -115,14 +121,6 @@ def test_kl_in_the_reward_is_summed_over_model_tokens_only():
 
 
 # ------------------------------------------------------------------------------------------ weights
-
-
-def test_weights_follow_the_settings():
-    batch = make_batch()  # 4 + 2 + 2 = 8 model tokens in 3 trajectories
-    token = grpo.compute_token_weights(batch, choose(loss_aggregation="token"))
-    assert token[1].tolist() == [0.125, 0, 0, 0.125]
-    sequence = grpo.compute_token_weights(batch, choose())
-    assert sequence[1].tolist() == pytest.approx([1 / 6, 0, 0, 1 / 6])
 
 
 # --------------------------------------------------------------------------------------------- loss
@@ -156,31 +154,13 @@ def test_a_kl_without_a_reference_is_refused():
         grpo.compute_loss(batch.old_logprobs, batch, choose(kl_coef=0.1))
 
 
-@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
-def test_nothing_on_a_masked_token_can_reach_loss_gradient_or_stats(bad, estimator):
-    settings = choose(kl_coef=0.1, kl_estimator=estimator)
-    clean = prepare(make_batch(), settings)
-    dirty, off = copy.deepcopy(clean), MASK == 0
-    logprobs = clean.old_logprobs + 0.1
-    expected = total_and_gradient(logprobs, clean, settings)
-    logprobs = logprobs.masked_fill(off, bad)
-    for name in ("old_logprobs", "ref_logprobs", "advantages"):
-        setattr(dirty, name, getattr(dirty, name).masked_fill(off, bad))
-    total, gradient = total_and_gradient(logprobs, dirty, settings)
-    assert total == expected[0]
-    assert torch.equal(gradient, expected[1])
-    assert gradient[off].abs().max() == 0
-    loss, stats = grpo.compute_loss(logprobs, dirty, settings)
-    assert loss[off].abs().max() == 0  # so that weight · loss is not 0 · NaN either
-    assert all(torch.isfinite(value.float()).all() for value in stats.values())
-
-
 def test_every_estimator_is_logged_even_when_none_is_optimised():
     # π_old = π = e^-1 and ref = e^-2 on model tokens: d = 1: k1 1, k2 0.5, k3 e^-1 − 1 + 1 =
     # 0.367879, |d| 1
-    batch, settings = make_batch(), choose()
-    batch.old_logprobs, batch.ref_logprobs = torch.full((4, 4), -1.0), torch.full((4, 4), -2.0)
+    batch = make_batch()
+    settings = choose()
+    batch.old_logprobs = torch.full((4, 4), -1.0)
+    batch.ref_logprobs = torch.full((4, 4), -2.0)
     prepare(batch, settings)
     _, stats = grpo.compute_loss(batch.old_logprobs, batch, settings)
     for name, value in {"k1": 1.0, "k2": 0.5, "k3": 0.367879, "k_abs": 1.0}.items():
@@ -192,20 +172,10 @@ def test_every_estimator_is_logged_even_when_none_is_optimised():
 
 def test_kl_old_is_measured_with_the_samplers_tokens():
     # π_old 0.4, π 0.5: ratio 1.25; 1.25 − 1 − ln 1.25 = 0.026856. It carries no gradient.
-    batch, settings = make_batch(mask=torch.ones(4, 1)), choose()
+    batch = make_batch(mask=torch.ones(4, 1))
+    settings = choose()
     batch.old_logprobs = torch.full((4, 1), 0.4).log()
     prepare(batch, settings)
     _, stats = grpo.compute_loss(torch.full((4, 1), 0.5).log().requires_grad_(), batch, settings)
     assert stats["approx_kl"][0, 0].item() == pytest.approx(0.026856, abs=1e-6)
     assert not any(value.requires_grad for value in stats.values())
-
-
-def test_the_batch_is_not_changed():
-    settings = choose(kl_coef=0.1, kl_estimator="k2")
-    batch = prepare(make_batch(), settings)
-    batch.logprobs = batch.old_logprobs + 0.1
-    before = copy.deepcopy(batch)
-    grpo.compute_advantages(batch, choose(**IN_REWARD, kl_coef=0.1))
-    grpo.compute_token_weights(batch, settings)
-    grpo.compute_loss(batch.logprobs, batch, settings)
-    torch.testing.assert_close(vars(batch), vars(before), rtol=0, atol=0)

@@ -48,7 +48,7 @@ def test_a_second_start_maps_the_index_builds_nothing_and_finds_the_same(folder,
 
 
 def test_an_index_of_other_passages_parameters_or_version_is_refused(folder, monkeypatch):
-    told = "remove this one and it is built anew"
+    told = "remove this one so that it is built again"
     refused(folder, "its corpus is 6 passages, sha256 ", CORPUS[::-1])
     refused(folder, "not 5 passages, sha256 ", CORPUS[:5])
     # the same letters, the border between title and text elsewhere
@@ -114,4 +114,4 @@ def test_the_command_keeps_an_index_and_only_bm25_has_one(tmp_path, monkeypatch,
     told = told_by("--title_boost", 2)
     assert told.startswith("error: --index kept: its k1, b, epsilon, title_boost is (1.5, 0.75, ")
     told = told_by("--retriever", "web")
-    assert "--index: --retriever bm25 alone has one: leave it out" in told
+    assert "--index: only --retriever bm25 has this flag: leave it out" in told

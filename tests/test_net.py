@@ -164,7 +164,7 @@ def test_a_redirect_is_not_followed_and_no_key_goes_there(serve, host):
     there = other.url.replace("127.0.0.1", host) if host else "/there"
     server = serve(redirect(there))
     fault = fault_of(server.url, headers={"Authorization": "Bearer secret"})
-    said = f"HTTP 302 it leads on to {there}: give that address if it is right"
+    said = f"HTTP 302 it redirects to {there}: give that address if it is right"
     assert str(fault) == said and not fault.retry
     assert other.heads == [] and len(server.heads) == 1
 

@@ -123,15 +123,24 @@ def browser(tmp_path_factory):
     browser.close()
 
 
-def stage(folder, steps: int):
+def metrics_of(step: int, begin: int) -> dict:
+    """What a stage logs: look-ups are searched for ever more, sums ever less; nothing repeats."""
+    done = (begin + step) / 5  # 0 to 1 over two stages of three steps
+    row = {"step": step, "reward": step / 10, "reward/answer": 0.5, "em": 0.1 + 0.8 * done}
+    row |= {"em/one_hop": 0.25 + done / 2, "em/arithmetic": 0.75, "searches": 2 - abs(done - 0.4)}
+    row |= {"searched/one_hop": done, "searched/arithmetic": 1 - done, "model_tokens": 30 + step}
+    return row | {"grad_norm": 1.0, "k2": 0.1, "entropy_mc": 2.0 - done, "repetition": 0.0}
+
+
+def stage(folder, steps: int, begin: int = 0):
     folder.mkdir(parents=True)
     settings = {"recipe": "ur2", "algorithm": "grpo", "clip_low": 0.2, "clip_high": 0.2}
+    settings |= {"model": "", "data": "", "corpus": "mine.jsonl", "world_seed": 3}
     settings |= {"kl_coef": 0.1, "kl_estimator": "k2", "temperature": 1.0, "group_size": 4}
     (folder / "settings.json").write_text(json.dumps(settings))
     with open(folder / "metrics.jsonl", "w") as file:
         for step in range(steps):
-            row = {"step": step, "reward": step / 10, "reward/answer": 0.5, "em/one_hop": 0.25}
-            file.write(json.dumps(row | {"grad_norm": 1.0, "k2": 0.1, "entropy_mc": 2.0}) + "\n")
+            file.write(json.dumps(metrics_of(step, begin)) + "\n")
     return folder
 
 
@@ -157,7 +166,7 @@ def searching(row: int, **more) -> dict:
 def page(tmp_path_factory):
     """Two stages of three steps, four samples of two questions each."""
     root = tmp_path_factory.mktemp("runs") / "ana"
-    for folder in (stage(root / "stage1", 3), stage(root / "stage2", 3)):
+    for folder in (stage(root / "stage1", 3), stage(root / "stage2", 3, 3)):
         for step in range(3):
             rows = [searching(row, step=step, group=group) for group in (0, 5) for row in range(4)]
             rows[3]["searches"] *= 2  # the same query again
@@ -185,7 +194,6 @@ def test_a_stage_opens_at_its_last_step_with_curves_groups_and_one_trajectory(sh
     assert shown.run("document.getElementById('step-numbers').textContent").startswith(
         "stage2, step 2: reward 0.2"
     )
-    assert shown.run("document.querySelectorAll('#curves figure').length") >= 4
     assert "<script>" in shown.run("document.querySelector('#one h2').textContent")
     assert "\u202e" not in shown.run("document.body.textContent")
 
@@ -265,15 +273,18 @@ def test_a_click_on_a_curve_goes_to_its_step_also_in_the_stage_before(shown):
            .getBoundingClientRect().left + 1, bubbles: true}))"""
     )
     shown.wait("document.getElementById('step-numbers').textContent.startsWith('stage1, step 0')")
-    assert shown.run("document.querySelector('#curves .here').getAttribute('x1')") == "0"
-    shown.press("ArrowRight")  # the second of six steps: 1 / 5 of 200
-    assert shown.run("document.querySelector('#curves .here').getAttribute('x1')") == "40"
+    place = "Number(document.querySelector('#curves .here').getAttribute('x1'))"
+    first = shown.run(place)
+    shown.press("ArrowRight")  # the second of six steps
+    width = shown.run("document.querySelector('#curves figure').px(5)") - first
+    assert shown.run(place) - first == pytest.approx(width / 5)
 
 
 def test_a_question_that_was_asked_again_links_to_its_other_steps(shown):
     links = "[...document.querySelectorAll('#one .rows button')]"
-    assert shown.run(f"{links}.map((b) => b.textContent)") == ["0", "1"]
-    shown.run(f"{links}[0].click()")
+    both = ["stage1: 0", "stage1: 1", "stage1: 2", "stage2: 0", "stage2: 1"]
+    assert shown.run(f"{links}.map((b) => b.textContent)") == both
+    shown.run(f"{links}[3].click()")
     shown.wait("document.getElementById('step-numbers').textContent.startsWith('stage2, step 0')")
     assert "where does Ana" in shown.run("document.querySelector('#one h2').textContent")
 
@@ -326,8 +337,11 @@ def test_several_runs_share_their_curves(browser, page, tmp_path):
     append_trajectories(other, [searching(0, step=4)])
     view.main([str(page.parent.parent), str(other.parent), "--out", str(tmp_path / "both")])
     browser.open(tmp_path / "both" / "index.html")
-    legend = browser.run("document.querySelector('#curves figcaption').textContent")
-    assert "ana reward" in legend and "other reward" in legend
+    panels = "[...document.querySelectorAll('#curves figure')]"
+    titles = browser.run(f"{panels}.map((figure) => figure.firstChild.firstChild.data)")
+    assert "exact match: em/arithmetic" in titles and "exact match: em/one_hop" in titles
+    drawn = browser.run(f"{panels}.map((figure) => figure.drawn.map((line) => line.label))")
+    assert drawn == [["ana", "other"]] * len(titles)
     browser.run("chooseRun(1)")
     browser.wait(f"{BUTTONS} === 1")
     assert browser.complaints() == []
@@ -352,4 +366,109 @@ def test_a_trajectory_of_a_hundred_thousand_tokens_opens(browser, tmp_path):
     view.main([str(folder.parent)])
     browser.open(folder.parent / "view" / "index.html")
     assert browser.wait("document.querySelectorAll('[data-n]').length") == n
+    assert browser.complaints() == []
+
+
+def test_the_headline_says_what_happened(shown):
+    # Means of the first and of the last three of six steps: done is 0, .2, .4 and .6, .8, 1.
+    found = shown.run("document.getElementById('headline').textContent")
+    searched = "Searches for one hop questions 20 % → 80 %, for arithmetic questions 80 % → 20 %"
+    assert found.replace("\N{NO-BREAK SPACE}", " ") == f"{searched}; exact match 0.26 → 0.74"
+    about = shown.run("document.getElementById('about').textContent")
+    assert about == "ur2 · grpo · built-in model · built-in world 3 · mine.jsonl"
+
+
+def test_one_question_is_seen_at_three_moments(shown):
+    buttons = "[...document.querySelectorAll('#moments .moment')]"
+    names = ["Before: stage1, step 0", "Most searches: stage1, step 2", "The end: stage2, step 2"]
+    assert shown.run(f"{buttons}.map((b) => b.textContent)") == names
+    question = shown.run("document.querySelector('#moments em').textContent")
+    for place, name in enumerate(names):
+        shown.run(f"{buttons}[{place}].click()")
+        where = name.split(": ")[1]
+        shown.wait(f"document.getElementById('step-numbers').textContent.startsWith('{where}')")
+        assert shown.run("document.querySelector('#one h2').textContent") == question
+        assert shown.run(f"{buttons}[{place}].getAttribute('aria-current')") == "true"
+    stories = "[...document.querySelectorAll('#moments .story')].map((s) => s.textContent)"
+    assert all("⌕ where is Ana ?" in story and "✗ Ulm" in story for story in shown.run(stories))
+
+
+def test_the_group_s_chain_goes_from_the_reward_to_the_loss(shown):
+    shown.run("choose(0, 1), pick(2)")
+    links = shown.run("[...document.querySelectorAll('.chain b')].map((b) => b.textContent)")
+    rewards = shown.run("shownStep().rows.filter((row) => row.group === 0).map((r) => r.reward)")
+    mean = sum(rewards) / 4
+    assert links[0] == f"{rewards[1]:g}" and links[1].startswith(f"{rewards[1]:g} − {mean:.3g}")
+    assert links[2] == "all rewards are equal: 0"  # in these records
+    # As in the formula of the token: A 2, r e^−0.3, w 0.01.
+    assert links[3:] == ["+2", "0.7408, clipped to 0.8", "0.01", "-0.0148"]
+    strips = "document.querySelectorAll('#group .strip')"
+    assert shown.run(f"{strips}.length") == 4
+    shown.run(f"{strips}[3].click()")
+    assert shown.run("state.row") == 3 and shown.run("location.hash") == "#stage2-2-0-3"
+
+
+CURVES = """[...document.querySelectorAll('#curves figure')].map((figure) => ({
+  title: figure.firstChild.firstChild.data,
+  ticks: [...figure.querySelectorAll('.tick')].map((tick) => [Number(tick.lastChild.textContent),
+    Number(tick.firstChild.getAttribute('y1'))]),
+  steps: [...figure.querySelectorAll('text.x')].map((text) => [Number(text.textContent),
+    Number(text.getAttribute('x'))]),
+  names: [...figure.querySelectorAll('svg > text:not(.x)')].map((text) => text.textContent),
+  stages: [...figure.querySelectorAll('.stage text')].map((text) => text.textContent),
+  metrics: figure.drawn.map((line) => line.name),
+  raw: [...figure.querySelectorAll('.raw')].map((path) => path.getAttribute('d')),
+}))"""
+
+
+def line_through(one, other):
+    """The map of a screen's places to values that two ticks (value, place) fix."""
+    slope = (other[0] - one[0]) / (other[1] - one[1])
+    return lambda place: one[0] + slope * (place - one[1])
+
+
+def test_four_curves_have_the_values_of_the_metrics_on_their_axes(shown):
+    curves = shown.run(CURVES)
+    titles = ["reward", "exact match", "share of questions searched for", "tokens per trajectory"]
+    assert [curve["title"] for curve in curves] == titles
+    expected = [metrics_of(step, begin) for begin in (0, 3) for step in range(3)]
+    for curve in curves:
+        value = line_through(curve["ticks"][0], curve["ticks"][-1])
+        step = line_through(curve["steps"][0], curve["steps"][-1])
+        assert curve["stages"] == ["stage1", "stage2"]
+        labels = {name.split("/")[-1].replace("_", " ") for name in curve["metrics"]}
+        assert set(curve["names"]) == labels
+        for name, path in zip(curve["metrics"], curve["raw"], strict=True):
+            places = [tuple(map(float, point.split(","))) for point in path[1:].split("L")]
+            assert [step(x) for x, _ in places] == pytest.approx(list(range(6)), abs=0.02)
+            values = [row[name] for row in expected]
+            near = 0.003 * (max(v for v, _ in curve["ticks"]) - min(v for v, _ in curve["ticks"]))
+            assert [value(y) for _, y in places] == pytest.approx(values, abs=near)
+
+
+def test_the_crosshair_shows_the_values_of_one_step_over_all_curves(shown):
+    shown.run("crosshair(1)")
+    outputs = "[...document.querySelectorAll('#curves output')].map((o) => o.textContent)"
+    assert shown.run(outputs) == [
+        "reward 0.1", "arithmetic 0.75, one hop 0.35", "arithmetic 0.8, one hop 0.2",
+        "model tokens 31",
+    ]  # fmt: skip
+
+
+def test_health_is_folded_and_what_is_all_zero_is_one_line(shown):
+    shown.run("document.getElementById('health').open = true")
+    shown.wait("document.querySelectorAll('#health figure').length > 3")
+    assert (
+        shown.run("document.querySelector('#health .zero').textContent") == "All zero: repetition"
+    )
+    flat = "[...document.querySelectorAll('#health figure')].find((f) => f.drawn[0].name === 'k2')"
+    ys = shown.run(f"{flat}.querySelector('.raw').getAttribute('d').match(/,[\\d.]+/g)")
+    assert len(ys) == 6 and len(set(ys)) == 1
+
+
+def test_a_link_opens_its_trajectory(browser, page):
+    browser.call("Page.navigate", url="about:blank")
+    browser.go(f"{page.as_uri()}#stage1-1-1-2")
+    browser.wait("document.getElementById('step-numbers').textContent.startsWith('stage1, step 1')")
+    assert browser.run("[state.group, state.row]") == [1, 2]
     assert browser.complaints() == []

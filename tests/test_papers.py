@@ -1,14 +1,13 @@
-"""papers.py: the papers' own numbers, and a new paper that is three insertions, nothing else."""
+"""papers.py: the papers' own numbers, and a new paper, which every command knows."""
 
 import dataclasses
 import json
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import rows_of
+from test_extend import run_in, tree
 
 import papers
 from errors import InputError
@@ -19,7 +18,6 @@ from rewards import example
 from settings import Settings, check_settings, resolve
 from world.world import KINDS
 
-ROOT = Path(__file__).parents[1]
 EVERYWHERE = [(name, stage) for name in RECIPES for stage in RECIPES[name]]
 
 # -------------------------------------------------------------------------------------- the numbers
@@ -77,10 +75,10 @@ def same(value, text: str) -> bool:
 
 @pytest.mark.parametrize("name, stage", EVERYWHERE)
 def test_the_papers_numbers(name, stage):
-    found = resolve(name, stage, tiny=False)
+    settings = resolve(name, stage, tiny=False)
     words = NUMBERS[name, stage].split()
     for setting, number in zip(words[::2], words[1::2], strict=True):
-        assert same(getattr(found, setting), number), setting
+        assert same(getattr(settings, setting), number), setting
 
 
 ARENA = {  # variant -> what it sets otherwise: section 5.3, figure 3; appendices D.3 and H.2
@@ -99,8 +97,8 @@ ARENA["naive_summaries"] = ARENA["naive_grpo"] | ARENA["summaries"]  # table 9
 def test_arenas_variants():
     assert set(PAPERS["arena"].variants) == set(ARENA)
     for name, changes in ARENA.items():
-        found = resolve("arena", 1, tiny=False, given={"variant": name})
-        assert found == dataclasses.replace(resolve("arena", 1, False), variant=name, **changes)
+        settings = resolve("arena", 1, tiny=False, given={"variant": name})
+        assert settings == dataclasses.replace(resolve("arena", 1, False), variant=name, **changes)
 
 
 # Table 15, a row per backbone: UR² on math & QA, on choice, then Vanilla RL on math, QA, MMLU-Pro,
@@ -120,10 +118,10 @@ def test_ur2_s_backbones(backbone):
     runs += [("vanilla_rl", f"{backbone}_{run}") for run in RUNS]
     for (name, variant), number in zip(runs, steps, strict=False):
         last = max(PAPERS[name].stages)
-        found = resolve(name, last, False, {"variant": variant})
+        settings = resolve(name, last, False, {"variant": variant})
         batches = (128, 512) if backbone == "qwen_3b" else (64, 256)
-        assert (found.questions_per_step, found.trajectories_per_update) == batches
-        assert (found.steps, found.reward_variant) == (number, backbone)
+        assert (settings.questions_per_step, settings.trajectories_per_update) == batches
+        assert (settings.steps, settings.reward_variant) == (number, backbone)
     assert ("llama_8b_choice" in PAPERS["vanilla_rl"].variants) is False
     assert resolve("ur2_choice", 1, False).task_mixing > resolve("vanilla_rl", 1, False).task_mixing
     one = resolve("ur2", 1, False, {"variant": backbone, "difficulty": "level"})
@@ -133,8 +131,8 @@ def test_ur2_s_backbones(backbone):
 
 def test_ur2_s_ablations_are_variants():
     def chosen(recipe, variant, *names):
-        found = resolve(recipe, 1, False, {"variant": variant, "difficulty": "level"})
-        return tuple(getattr(found, name) for name in names)
+        settings = resolve(recipe, 1, False, {"variant": variant, "difficulty": "level"})
+        return tuple(getattr(settings, name) for name in names)
 
     # Table 6; Table 3, where other tags go with the missing stage 1 (C.2); Tables 6, 7 and 10
     assert chosen("ur2", "weak_stage1", "reward", "steps") == ("ur2_weak", 80)
@@ -182,8 +180,8 @@ def test_ur2_s_ablations_are_variants():
 )
 def test_checkpoints_saved_and_kept(recipe, variant, saved):
     for stage in record_of(recipe, variant).stages:
-        found, small = (resolve(recipe, stage, tiny, {"variant": variant}) for tiny in (0, 1))
-        assert (found.save_every, found.keep_checkpoints) == saved
+        result, small = (resolve(recipe, stage, tiny, {"variant": variant}) for tiny in (0, 1))
+        assert (result.save_every, result.keep_checkpoints) == saved
         assert (small.save_every, small.keep_checkpoints) == (10, 2)
 
 
@@ -198,8 +196,13 @@ def test_the_two_stages_of_when_to_search_are_its_500_steps():
 
 def test_ablations_of_when_to_search():
     def of(variant, stage=1):
-        found = check_settings(resolve("when_to_search", stage, False, {"variant": variant}))
-        return found.reward.rpartition("_")[2], found.beta, found.left_out, found.filter_by
+        settings = check_settings(resolve("when_to_search", stage, False, {"variant": variant}))
+        return (
+            settings.reward.rpartition("_")[2],
+            settings.beta,
+            settings.left_out,
+            settings.filter_by,
+        )
 
     # Table 2 and the three first of Table 4 are one run of 500 steps
     # 4.5's words for w/o stage one and stage two: ±1 there, the other stage as it is
@@ -275,10 +278,10 @@ def test_without_difficult_questions_medium_ones_stand_in_their_place():  # R1-S
 def test_search_r1_aligned():
     # R-Search section 4.2: the parameters of its own training, also in the evaluation (A.3, 4.3)
     words = NUMBERS["r_search", 1].split()
-    found = resolve("search_r1", 1, False, {"variant": "aligned"})
+    settings = resolve("search_r1", 1, False, {"variant": "aligned"})
     for setting, number in zip(words[::2], words[1::2], strict=True):
-        assert same(getattr(found, setting), number), setting
-    assert (found.protocol, found.reward) == ("search_r1", "search_r1")
+        assert same(getattr(settings, setting), number), setting
+    assert (settings.protocol, settings.reward) == ("search_r1", "search_r1")
     paper = record_of("search_r1", "aligned")
     assert paper.decoding == {"temperature": 0.1, "documents_per_search": 5}
     assert paper.punctuation == "delete" and paper.protocols == ("search_r1",)
@@ -286,7 +289,8 @@ def test_search_r1_aligned():
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_a_record_is_whole(name):
-    paper, fields = PAPERS[name], {f.name for f in dataclasses.fields(Settings)}
+    paper = PAPERS[name]
+    fields = {f.name for f in dataclasses.fields(Settings)}
     assert set(paper.tiny) == set(paper.stages) and paper.source
     assert set(paper.decoding) <= fields and paper.punctuation in PUNCTUATION
     assert set(paper.world.kinds) <= set(KINDS)
@@ -316,104 +320,7 @@ def test_python_papers_prints_what_every_stage_and_every_variant_sets(capsys, mo
     assert "steps 195, group_size 5" in next(line for line in lines if "r_search |" in line)
 
 
-# ----------------------------------------------------------------------------------- a sixth paper
-
-WRITES = """
-PROTOCOLS["librarian"] = Protocol(
-    "librarian",
-    tag_pair("search"),
-    tag_pair("information"),
-    tag_pair("answer"),
-    "Reason between <think> and </think>. Whenever a fact is missing, write <search> a query"
-    " </search> and stop; what is found stands between <information> and </information>. End with"
-    " <answer> the answer </answer>.",
-    "Reason between <think> and </think>, and end with <answer> the answer </answer>.",
-    prompt_suffix="<think>",
-    other_tags=(tag_pair("think"),),
-)
-
-"""
-PAID = '''
-def librarian(trajectory: Trajectory) -> dict[str, float]:
-    """R = EM(answer, gold) (an invented paper)."""
-    return {"answer": score_answer(trajectory.answer, trajectory.question.answers)["em"]}
-
-
-'''
-CHOSE = """
-LIBRARIAN = Paper(
-    source="A Librarian's Notes",
-    protocols=("librarian",),
-    stages={
-        1: {
-            "protocol": "librarian",
-            "algorithm": "ppo",
-            "reward": "librarian",
-            "questions_per_step": 512,
-            "group_size": 1,
-            "lr": 1e-6,
-            "critic_lr": 1e-5,
-            "kl_coef": 1e-3,
-            "kl_estimator": "k3",
-            "max_searches": 4,
-            "documents_per_search": 3,
-            "steps": 500,
-        }
-    },
-    tiny={1: EVERYTHING | {"kl_coef": 0.0, "critic_lr": 1e-3, "steps": 20}},
-    good_format=lambda trajectory: trajectory.answer is not None,
-    world=Tiny(end="{thought}</think>\\n\\n<answer> {answer}</answer>", steps=WARM_UP),
-)
-
-"""
-SIXTH = {  # file -> what is inserted before which line, and which row into the table there
-    "prompts.py": (WRITES, "_ARENA = (\n", ""),
-    "rewards.py": (
-        PAID,
-        "REWARDS |= {\n",
-        '    "librarian": lambda t, s, step, e: librarian(t),\n',
-    ),
-    "papers.py": (CHOSE, "PAPERS: dict[str, Paper] = {\n", '    "librarian": LIBRARIAN,\n'),
-}
-SOURCES = [*ROOT.glob("*.py"), *ROOT.glob("*/*.py"), *ROOT.glob("configs/*")]
-
-
-def copy_with_a_sixth_paper(folder: Path, warm_up: int) -> None:
-    """The house with the three insertions, and nothing else in it changed."""
-    for path in SOURCES:
-        copy = folder / path.relative_to(ROOT)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, copy)
-    for name, (text, line, row) in SIXTH.items():
-        source = (folder / name).read_text(encoding="utf-8")
-        assert source.count(line) == 1, f"{name}: {line!r} has moved"
-        text = text.replace("WARM_UP", str(warm_up))
-        (folder / name).write_text(source.replace(line, text + line + row), encoding="utf-8")
-
-
-def changed(folder: Path) -> set[str]:
-    names = {path.relative_to(ROOT).as_posix() for path in SOURCES}
-    return {name for name in names if (folder / name).read_bytes() != (ROOT / name).read_bytes()}
-
-
-def records_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def python(folder: Path, *arguments: str) -> str:
-    """What `python ARGUMENTS` prints there, on one core."""
-    threads = {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(os.cpu_count())}
-    ended = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=os.environ | threads,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    return ended.stdout
-
+# ------------------------------------------------------------------------------------- a new paper
 
 # One process, because the imports take longer than the commands.
 EVERY_COMMAND = """
@@ -424,42 +331,33 @@ from lab import ablate, claims
 sys.argv = ["papers.py"]
 papers.main()
 few = "--questions_per_step 4 --group_size 2 --trajectories_per_update 4".split()
-train.main(["--recipe", "librarian", "--steps", "2", *few])
-train.main(["--recipe", "librarian", "--steps", "3", "--resume", *few])
-eval.main("--recipe librarian --questions 3".split())
-checkpoint = "runs/librarian-world0-seed0/stage1/checkpoint-000003"
+train.main(["--recipe", "mine", "--steps", "2", *few])
+train.main(["--recipe", "mine", "--steps", "3", "--resume", *few])
+eval.main("--recipe mine --questions 3".split())
+checkpoint = "runs/mine-world0-seed0/stage1/checkpoint-000003"
 eval.main(["--model", checkpoint, "--questions", "3", "--decoding", "paper"])
-ask.main(["--recipe", "librarian"])
+ask.main(["--recipe", "mine"])
 ablate.main(["--table", "--output_dir", "nowhere"])
-claims.ARMS["sixth"] = claims.Arm("librarian", 1, {"steps": 1})
+claims.ARMS["new"] = claims.Arm("mine", 1, {"steps": 1})
 ablate.Options = lambda questions, **others: eval.Options(questions=3, **others)  # not all of them
-ablate.run_arm("sixth", 0, "runs", "dev")
+ablate.run_arm("new", 0, "runs", "dev")
 """
 
 
-def test_a_sixth_paper_is_three_insertions_and_every_command_knows_it(tmp_path):
-    copy_with_a_sixth_paper(tmp_path, warm_up=3)
-    said = python(tmp_path, "-c", EVERY_COMMAND)
-    assert changed(tmp_path) == set(SIXTH)
-    assert "A Librarian's Notes" in said  # papers
-    folder = tmp_path / "runs" / "librarian-world0-seed0" / "stage1"
-    assert [record["step"] for record in records_of(folder / "metrics.jsonl")] == [0, 1, 2]
-    settings = json.loads((folder / "settings.json").read_text())
-    assert (settings["protocol"], settings["algorithm"]) == ("librarian", "ppo")
-    assert said.count(f"{folder.relative_to(tmp_path)}/checkpoint-000003") >= 2  # both evaluations
-    (predictions,) = (tmp_path / "runs" / "predictions").glob("librarian-*t0-bm25.jsonl")
-    assert {record["kind"] for record in records_of(predictions)} == set(KINDS)
-    assert "model: runs/librarian-world0-seed0" in said  # ask
-    assert "not run" in said  # lab.ablate's table
-    arm = json.loads((tmp_path / "runs" / "sixth-world0" / "result.json").read_text())
+def test_every_command_knows_a_paper_that_was_added_as_docs_extend_shows(tree):
+    """The warm-up is 3 steps long here."""
+    source = (tree / "papers.py").read_text(encoding="utf-8")
+    shorter = source.replace('Tiny("<answer> {answer}</answer>")', 'Tiny("<answer>", steps=3)')
+    assert shorter != source
+    (tree / "papers.py").write_text(shorter, encoding="utf-8")
+    output = run_in(tree, "-c", EVERY_COMMAND)
+    assert "this page" in output  # papers
+    folder = Path("runs/mine-world0-seed0/stage1")
+    assert [row["step"] for row in rows_of(tree / folder)] == [0, 1, 2]
+    settings = json.loads((tree / folder / "settings.json").read_text())
+    assert (settings["protocol"], settings["reward"]) == ("mine", "mine")
+    assert output.count(f"{folder}/checkpoint-000003") >= 2  # both evaluations
+    assert "model: runs/mine-world0-seed0" in output  # ask
+    assert "not run" in output  # lab.ablate's table
+    arm = json.loads((tree / "runs" / "new-world0" / "result.json").read_text())
     assert len(arm["curve"]["reward"]) == 1 and set(KINDS) < set(arm["eval"])
-
-
-@pytest.mark.slow
-def test_the_sixth_paper_s_own_reward_rises_on_the_tiny_world(tmp_path):
-    copy_with_a_sixth_paper(tmp_path, warm_up=450)
-    python(tmp_path, "train.py", "--recipe", "librarian")
-    metrics = tmp_path / "runs" / "librarian-world0-seed0" / "stage1" / "metrics.jsonl"
-    rewards = [record["reward/answer"] for record in records_of(metrics)]
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
-    assert changed(tmp_path) == set(SIXTH)

@@ -189,7 +189,7 @@ BRINGS = GOOD | {"references": [{"id": "1", "title": "t", "text": "x"}]}
     "records, said",
     [
         ([BRINGS, GOOD | {"question": 5}], "line 2: field 'question': expected a string, found a"),
-        ([GOOD], "bring no paragraphs"),
+        ([GOOD], "have no references"),
         ([BRINGS | {"question": "ada " * 400}], "question 1: its prompt has"),
         ([], "data.jsonl: the file is empty"),
     ],
@@ -307,7 +307,7 @@ def ur2_flags(random_model, runs, data, more):
 @pytest.mark.parametrize(
     "data, more, said",
     [
-        (BOTH, "--recipe ur2_choice", "half of the multiple choice may search, drawn by lot"),
+        (BOTH, "--recipe ur2_choice", "half of the multiple choice may search, drawn at random"),
         (STAGE1, f"{LEVELS} 1", "--summarizer none: no search can"),
         (STAGE2, f"{LEVELS} 2 --questions_per_step 13", "--summarizer none: no search can"),
         (MATH, "--recipe vanilla_rl --variant qwen_7b_math", "--summarizer none: no search can"),
@@ -323,8 +323,8 @@ def test_ur2_s_recipes_train_two_steps(data, more, said, random_model, tmp_path,
 @pytest.mark.parametrize(
     "data, more, said",
     [
-        (MATH, "--recipe ur2_choice", "has no options, which the --reward is for"),
-        (MATH, "--retrieval false", "no question may search: take other --data, or stage 2"),
+        (MATH, "--recipe ur2_choice", "has no options, and the --reward is for"),
+        (MATH, "--retrieval false", "no question may search: give other --data, or take stage 2"),
         (MATH, "--stage 2", "--task_mixing of math, need --difficulty FILE"),
         (STAGE2, f"{LEVELS} 1", "of math:dropped, and the data has 0 (there are hard, math:hard"),
         (STAGE2, f"{LEVELS} 2", "a step takes 0 questions of medium, and the data has 13"),

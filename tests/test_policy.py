@@ -69,12 +69,13 @@ def test_chunked_logprobs_and_their_gradients_are_those_of_the_full_softmax(
     family, chunk_rows, monkeypatch
 ):
     monkeypatch.setitem(policy_file.CHUNK_LOGITS, "cpu", chunk_rows * VOCABULARY)
-    policy, tokens = make_policy(family), make_tokens()
+    policy = make_policy(family)
+    tokens = make_tokens()
     weights = torch.randn(3, 8, generator=torch.Generator().manual_seed(2))  # [B, T]
     ours, plain = policy(tokens, 0.7), full_logprobs(policy, tokens, 0.7)  # [B, T]
     assert torch.allclose(ours, plain, atol=1e-5)
-    found, expected = (gradients(policy, (weights * x).sum()) for x in (ours, plain))
-    for one, other in zip(found, expected, strict=True):
+    result, expected = (gradients(policy, (weights * x).sum()) for x in (ours, plain))
+    for one, other in zip(result, expected, strict=True):
         # Processors add up in different orders: one without AVX-512 was 1.3e-6 apart.
         assert (one - other).abs().max() <= 1e-5 * max(1.0, other.abs().max().item())
 
@@ -83,17 +84,20 @@ def test_logprobs_by_hand_and_at_another_temperature():
     # logits (0, ln 3): p = (1/4, 3/4). At τ = 0.5 the logits double: (0, ln 9): p = (1/10, 9/10).
     head = torch.nn.Linear(1, 2)
     head.bias.data = torch.tensor([0.0, math.log(3)])
-    hidden, targets = torch.zeros(2, 1), torch.tensor([0, 1])
+    hidden = torch.zeros(2, 1)
+    targets = torch.tensor([0, 1])
     assert token_logprobs(hidden, head, targets).exp().tolist() == pytest.approx([0.25, 0.75])
     assert token_logprobs(hidden, head, targets, 0.5).exp().tolist() == pytest.approx([0.1, 0.9])
 
 
 def test_a_chunk_of_logits_exists_at_once_and_masked_positions_have_none(monkeypatch):
     monkeypatch.setitem(policy_file.CHUNK_LOGITS, "cpu", 4 * VOCABULARY)
-    policy, tokens = make_policy(), make_tokens()
+    policy = make_policy()
+    tokens = make_tokens()
     mask = torch.zeros(3, 8)
     mask[0, 2:7] = mask[2, 7] = 1  # 6 of 24 positions
-    sizes, chunks_of_logits = [], policy_file.chunks_of_logits
+    sizes = []
+    chunks_of_logits = policy_file.chunks_of_logits
 
     def watched(*arguments):
         for cut, logits in chunks_of_logits(*arguments):
@@ -113,15 +117,18 @@ def test_under_bf16_the_head_s_gradient_is_as_exact_of_many_chunks_as_of_one(chu
     # and their sum no more.
     monkeypatch.setitem(policy_file.CHUNK_LOGITS, "cpu", 640 // chunks * 50)
     torch.manual_seed(0)
-    head, hidden = torch.nn.Linear(32, 50, bias=False), torch.randn(640, 32)
-    targets, weights, found = torch.randint(0, 50, (640,)), torch.randn(640), []
+    head = torch.nn.Linear(32, 50, bias=False)
+    hidden = torch.randn(640, 32)
+    targets = torch.randint(0, 50, (640,))
+    weights = torch.randn(640)
+    result = []
     for enabled in (False, True):
         head.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             (token_logprobs(hidden, head, targets) * weights).sum().backward()
-        found.append(head.weight.grad.clone())
-    assert found[1].dtype == torch.float32
-    assert (found[1] - found[0]).norm() < 6e-3 * found[0].norm()
+        result.append(head.weight.grad.clone())
+    assert result[1].dtype == torch.float32
+    assert (result[1] - result[0]).norm() < 6e-3 * result[0].norm()
 
 
 def test_logits_of_bf16_are_not_rounded_to_bf16():
@@ -129,13 +136,14 @@ def test_logits_of_bf16_are_not_rounded_to_bf16():
     torch.manual_seed(0)
     head = torch.nn.Linear(64, 500, bias=False).bfloat16()
     head.weight.data *= 16
-    hidden, targets = torch.randn(200, 64).bfloat16(), torch.randint(0, 500, (200,))
+    hidden = torch.randn(200, 64).bfloat16()
+    targets = torch.randint(0, 500, (200,))
     exact = (hidden.double() @ head.weight.double().T).log_softmax(-1)  # [N, V]
     exact = exact.gather(1, targets[:, None])[:, 0]  # [N]
     rounded = head(hidden).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
     assert 0.015 < (rounded - exact).abs().mean() < 0.04
-    found = token_logprobs(hidden, head, targets)
-    assert found.dtype == torch.float32 and (found - exact).abs().max() < 1e-4
+    result = token_logprobs(hidden, head, targets)
+    assert result.dtype == torch.float32 and (result - exact).abs().max() < 1e-4
     model = SimpleNamespace(get_output_embeddings=lambda: head)
     with unrounded_logits(model):  # as slots sample
         logits = head(hidden[:, None])[:, 0]  # [N, V]
@@ -221,7 +229,8 @@ def test_a_loaded_model_has_no_dropout(tmp_path, bpe):
 
 
 def test_gradient_checkpointing_changes_memory_and_no_gradient(saved):
-    tokens, grads = make_tokens(), []
+    tokens = make_tokens()
+    grads = []
     for flag in (False, True):
         policy, _ = load_policy(str(saved), settings=PolicySettings(gradient_checkpointing=flag))
         model = policy.language_model
@@ -232,8 +241,10 @@ def test_gradient_checkpointing_changes_memory_and_no_gradient(saved):
 
 def test_a_missing_model_is_one_line(tmp_path):
     for path in (tmp_path, tmp_path / "nothing", "./nothing", "a/b/nothing"):
-        said = "there is no config.json" if path == tmp_path else "no such directory; give a saved"
-        with pytest.raises(InputError, match=said):
+        pattern = (
+            "there is no config.json" if path == tmp_path else "no such directory; give a saved"
+        )
+        with pytest.raises(InputError, match=pattern):
             load_policy(str(path))
     check_model_path("Qwen/Qwen2.5-3B")  # a hub name may well not be here yet
 
@@ -354,7 +365,8 @@ def test_rows_take_every_tensor_cut_to_the_longest_and_leave_the_batch_alone():
 
 
 def test_no_rows_are_a_pass_that_adds_nothing():
-    policy, batch = make_policy(), collate(ROWS, [1.0, 0.0, 0.5], 3)
+    policy = make_policy()
+    batch = collate(ROWS, [1.0, 0.0, 0.5], 3)
     batch.token_weights = torch.ones(3, 5)
     part = batch.rows(torch.zeros(0, dtype=torch.long))
     assert len(part) == 1 and part.token_weights.tolist() == part.response_mask.tolist() == [[0]]
@@ -379,16 +391,6 @@ def test_all_processes_are_dealt_the_same_number_of_micro_batches(processes, bud
                 longest = max(max(lengths[row], 1) for row in cut.tolist())
                 assert len(cut) == 1 or len(cut) * longest <= budget
                 assert all(row % processes == rank for row in cut.tolist())
-
-
-def test_what_is_dealt_by_hand():
-    mask = torch.ones(5, 4)
-    dealt = [[cut.tolist() for cut in micro_batches(mask, 4, 2, rank)] for rank in (0, 1)]
-    assert dealt == [[[0], [2], [4]], [[1], [], [3]]]
-    # rows 0, 2, 4 of length 4 and 1, 3 of length 1: two micro-batches, and one that is halved
-    mask[1::2, 1:] = 0
-    dealt = [[cut.tolist() for cut in micro_batches(mask, 8, 2, rank)] for rank in (0, 1)]
-    assert dealt == [[[0, 2], [4]], [[1], [3]]]
 
 
 # ------------------------------------------------------------------------------------ the optimizer

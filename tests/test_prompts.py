@@ -67,11 +67,12 @@ def test_the_docstring_examples_are_true():
 
 
 def test_a_chat_template_gets_the_instruction_as_system_and_the_question_as_user(bpe):
-    said = f"<|im_start|>system\n{UR2.told(QA)}<|im_end|>\n<|im_start|>user\n{QA.question}"
+    said = f"<|im_start|>system\n{UR2.fill_instruction(QA)}<|im_end|>\n"
+    said += f"<|im_start|>user\n{QA.question}"
     assert prompt_text("ur2", QA, bpe) == f"{said}<|im_end|>\n<|im_start|>assistant\n"
     # without a system role the instruction goes into the user's turn
     text = prompt_text("ur2", QA, Template(bpe, NO_SYSTEM_ROLE))
-    assert text == f"<user>{UR2.told(QA)}\n\n{QA.question}<model>"
+    assert text == f"<user>{UR2.fill_instruction(QA)}\n\n{QA.question}<model>"
 
 
 OWN = {"policy": "Ask.", "policy:math": "Add {question}.", "policy:direct:choice": "{question}|x"}
@@ -114,12 +115,6 @@ def test_a_layout_has_gaps_for_options_and_references_whose_texts_cannot_open_a_
     options = "A. elm\nB. oak\nC. ash\nWhich tree?"
     shown = "(1) Ana Bell: so {options}"
     assert text.split() == f"{options}\n<answer> \\boxed{{question}}\n{shown}".split()
-
-
-def test_a_base_model_gets_a_plain_layout_behind_its_own_first_token(bpe):
-    expected = f"{UR2.told(QA)}\n\nQuestion: {QA.question}\nAnswer:"
-    assert prompt_text("ur2", QA, Template(bpe, None)) == expected
-    assert prompt_text("ur2", QA, Template(bpe, None, bos_token="<s>")) == "<s>" + expected
 
 
 def test_the_prompt_suffix_is_the_last_text_before_the_model_speaks(bpe):
@@ -226,11 +221,6 @@ def test_prompt_ids_are_the_templates_own_tokens_and_nothing_added(bpe):
     assert (ids.count(start), ids.count(end)) == (3, 2)
 
 
-def test_options_are_lettered_below_the_question():
-    assert question_text(CHOICE) == "Which tree?\nA. elm\nB. oak\nC. ash"
-    assert question_text(QA) == QA.question
-
-
 def test_both_tag_pairs_of_ur2_share_everything_but_the_tags():
     search = PROTOCOLS["ur2_search"]
     assert search.query_tags == ("<search>", "</search>")
@@ -315,11 +305,11 @@ def test_a_degenerate_answer_is_read_in_linear_time():
     # The text of a model that repeats itself for 4000 tokens. Quadratic readers take from seconds
     # to hours here.
     start = time.thread_time()  # others may use the machine, too
-    assert find_boxed("\\boxed{" * 4000) == ()
+    assert find_boxed("\\boxed{" * 4000) == []
     assert len(find_boxed("\\boxed{" * 4000 + "}" * 4000)) == 1
     for end in ("", ":"):
         text = "the correct answer is" + " " * 4000 + end + " *(" * 4000 + "\n" + "\\x" * 4000
-        assert find_answers(UR2, text, "choice") == []
+        assert find_answers(UR2, text, "choice") == ()
     assert find_blocks("<answer>" * 4000, "<answer>", "</answer>") == []
     assert time.thread_time() - start < 2
 
@@ -419,11 +409,3 @@ def test_a_stripped_text_holds_no_tag_even_where_removing_one_would_make_another
     assert strip_tags("x</a>y<a>", tags) == "x y "
     assert not any(tag in strip_tags("<</a>/a> </<a>a>", tags) for tag in tags)
     assert strip_tags("kept", ("", *tags)) == "kept"
-
-
-def test_running_the_file_shows_every_protocol(capsys):
-    prompts.main()
-    shown = capsys.readouterr().out
-    assert all(f"== {name}: stops at" in shown for name in PROTOCOLS)
-    assert all(tag in shown for protocol in PROTOCOLS.values() for tag in protocol.tags)
-    assert len(shown.splitlines()) <= 80 and max(map(len, shown.splitlines())) <= 128

@@ -83,13 +83,6 @@ def test_of_two_passages_the_one_that_shares_more_words_is_first():
     np.testing.assert_allclose(bm25.scores("guide"), expected, rtol=1e-12)
 
 
-def test_a_word_that_is_asked_five_thousand_times_is_added_once(monkeypatch):
-    bm25, added = BM25(documents("cat", "dog", "bird", "fish", "dove")), []
-    monkeypatch.setattr(bm25, "add", lambda scores, term, count: added.append(count))
-    bm25.scores("cat " * 5000)  # a query of the longest that the server takes
-    assert added == [5000]
-
-
 # -------------------------------------------------------------------------------- against rank-bm25
 
 
@@ -105,24 +98,6 @@ def test_scores_are_rank_bm25s_over_random_corpora(seed, parameters):
     for query in queries:
         expected = reference.get_scores(tokenize(query))
         np.testing.assert_allclose(bm25.scores(query), expected, rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
-@pytest.mark.parametrize("seed", range(4))
-def test_the_best_are_those_of_a_full_scan_to_the_digit(seed, share, monkeypatch):
-    """Whichever words have a row: all, those of a quarter of the documents, none."""
-    monkeypatch.setattr("retriever.COMMON", share)
-    rng = np.random.default_rng(seed)
-    count = [1, 2, 50, 700][seed]
-    texts = random_texts(rng, count - 1, words=60) + ["w0 w1 w1"]
-    texts = [texts[i] for i in rng.integers(0, count, count)]  # some stand there twice: they tie
-    bm25 = BM25(documents(*texts))
-    queries = ["", "unknown", "w0", "w0 w1 w2 w0", "w59 unknown w3 w40", *random_texts(rng, 9, 60)]
-    for query in queries:
-        scores = bm25.scores(query).tolist()
-        order = sorted(range(count), key=lambda i: (-scores[i], i))
-        for k in (1, 5, count + 3):
-            assert [int(d.id) for d in bm25.best(query, k)] == order[:k]
 
 
 def test_a_row_of_a_common_word_gives_the_scores_of_its_postings_to_the_digit(monkeypatch):
@@ -149,13 +124,6 @@ def test_a_boosted_title_is_a_title_that_stands_in_the_text_several_times():
 # ------------------------------------------------------------------------------------------- search
 
 
-def test_a_batch_is_answered_in_the_order_of_its_queries():
-    corpus = documents("cat sat", "dog ran", "bird sang", "fish swam")
-    found = BM25(corpus).search(["dog", "cat", "BIRD"], 1)
-    assert [d[0].id for d in found] == ["1", "0", "2"]
-    assert BM25(corpus).search([], 3) == []
-
-
 @pytest.mark.parametrize("size", [1, 40, 129, 1000])
 def test_top_is_a_stable_sort_for_any_scores(size):
     rng = np.random.default_rng(1)
@@ -165,14 +133,6 @@ def test_top_is_a_stable_sort_for_any_scores(size):
         for k in (0, 1, 3, 15, 40, 10_000):
             expected = sorted(range(size), key=lambda i: (-scores[i], i))[:k]
             assert top(scores, k).tolist() == expected
-
-
-def test_an_unknown_word_of_a_query_does_not_enter_the_vocabulary():
-    bm25 = BM25(documents("cat", "dog"))
-    bm25.search(["unicorn"], 1)
-    with pytest.raises(KeyError):
-        bm25.vocabulary["unicorn"]
-    assert len(bm25.vocabulary) == len(bm25.start) - 1 == 2
 
 
 def test_a_corpus_without_a_word_scores_zero_and_an_empty_corpus_is_an_error():
@@ -192,19 +152,9 @@ def test_the_random_control_gives_one_query_the_same_documents_each_time_and_ano
     assert found[0] == found[2] == again.search(["a"], 5)[0]
     assert found[0] != found[1] and found[0] != RandomRetriever(corpus, seed=2).search(["a"], 5)[0]
     assert len({d.id for d in found[0]}) == 5 and len(first.search(["a"], 999)[0]) == 200
-
-
-def test_the_random_control_does_not_depend_on_the_process():
-    code = (
-        "from data import Document; from retrievers.controls import RandomRetriever as R\n"
-        "corpus = [Document(str(i), '', 'x') for i in range(99)]\n"
-        "print([d.id for d in R(corpus, 3).search(['q'], 4)[0]])"
-    )
-    corpus = [Document(str(i), "", "x") for i in range(99)]
-    here = [d.id for d in RandomRetriever(corpus, 3).search(["q"], 4)[0]]
-    command, other = [sys.executable, "-c", code], {"PYTHONHASHSEED": "5"}
-    there = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=other)
-    assert there.stdout.strip() == str(here), there.stderr
+    # in every process: no hash of a string is used
+    (drawn,) = RandomRetriever(corpus[:99], 3).search(["q"], 4)
+    assert [d.id for d in drawn] == ["52", "45", "18", "98"]
 
 
 def test_the_oracle_gives_the_gold_passages_and_counts_from_one():
@@ -230,11 +180,9 @@ def test_retrievers_are_made_by_name(tmp_path):
     names = ["bm25", "random", "empty", "oracle"]
     assert [type(made(name, corpus)) for name in names] == kinds
     assert made("random", corpus, 4).seed == 4
-    titled = [Document("1", "a", "b"), Document("2", "b", "a a"), Document("3", "c", "c")]
-    boosted, thrice = made("bm25", titled, title_boost=3), BM25(titled, title_boost=3)
+    assert made("bm25", [Document("1", "a", "b")], title_boost=0).vocabulary.keys() == {"b"}
     made("bm25", corpus, index=str(tmp_path / "kept"))
     assert (tmp_path / "kept" / "manifest.json").exists()
-    assert boosted.scores("a").tolist() == thrice.scores("a").tolist()
 
 
 def test_an_unknown_name_lists_those_there_are_and_the_web_says_to_serve_it():
@@ -327,13 +275,6 @@ def test_each_fault_is_found_in_its_own_line(what, well):
     assert [good for good, _ in check(Ill(what), towns(200))] == well
 
 
-def test_a_passage_is_looked_for_by_its_title_or_beginning_and_any_of_a_title_will_do():
-    untitled = [Document(str(i), "", " ".join(f"w{i}x{j}" for j in range(30))) for i in range(20)]
-    pages = [Document(str(i), f"Page {i // 10}", f"page {i // 10} part {i}") for i in range(100)]
-    for corpus in (untitled, pages):
-        assert check(BM25(corpus), corpus, k=3)[0][0]
-
-
 # ------------------------------------------------------------------------------ python retriever.py
 
 
@@ -359,12 +300,12 @@ def test_the_file_searches_its_own_passages_and_a_corpus(tmp_path):
     path.write_text("7\tthe cat sat\n8\tthe dogs ran\n9\tbirds sang\n10\tbells rang\n")
     output = run("a cat", "--corpus", path, "-k", 1).stdout
     assert "[7]" in output and "[8]" not in output
-    assert "no passage shares a word" in run("Serve", "--corpus", path).stdout
+    assert "no document shares a word" in run("Serve", "--corpus", path).stdout
     output = run("the", "--corpus", path, "-k", 4).stdout
     # in half of the passages: idf = ln(2.5 / 2.5) = 0, and shared all the same
-    assert "no passage shares" not in output
+    assert "no document shares" not in output
     assert "[7]" in output and "[8]" in output and "[9]" not in output
-    assert "`serve` or `check` is a command" in run("--help").stdout
+    assert "`serve` and `check` are commands" in run("--help").stdout
 
 
 def test_the_check_prints_a_line_each_and_ends_with_1_if_something_is_wrong(tmp_path):
@@ -432,10 +373,13 @@ WEB = ["serve", "--retriever", "web", "--retriever_url"]
         (["check", "--title_boost", -1], "--title_boost: invalid choice: -1"),
         (
             ["serve", "--corpus", "c.tsv", "--output_dir", "r"],
-            "--output_dir: --retriever dense alone has one",
+            "--output_dir: only --retriever dense has this flag",
         ),
-        (["serve", "--retriever", "web"], "--retriever_url '': no place for the query: give http"),
-        ([*WEB, "http://h/"], "no place for the query"),
+        (
+            ["serve", "--retriever", "web"],
+            "--retriever_url '' has no place for the query: give http",
+        ),
+        ([*WEB, "http://h/"], "has no place for the query"),
         ([*WEB, "ftp://h/{query}"], "not an address: give http://host/search"),
     ],
 )
@@ -449,7 +393,7 @@ def test_flags_of_serve_and_check_that_are_wrong_are_one_line(
 
 def test_flags_of_a_search_that_are_wrong_are_one_line_and_code_2(tmp_path):
     for arguments, said in (
-        (["cat", "-k", 0], "-k 0: ask for at least one passage"),
+        (["cat", "-k", 0], "-k 0: ask for at least one document"),
         (["cat", "--corpsu", "c"], "unknown flag --corpsu (did you mean --corpus?)"),
         (["cat", "--corpus", tmp_path / "none.jsonl"], "no such file"),
     ):

@@ -47,11 +47,13 @@ CHOICE = Question("3", "Which tree?", ["B"], task="choice", options=("elm", "oak
 LONG = " ".join(["word"] * 21)
 
 
-def told(text, question=QA, protocol="r1_searcher"):
+def trajectory_of(text, question=QA, protocol="r1_searcher"):
     return trajectory_from_text(question, text, protocol)
 
 
-r1, rs, when = told, partial(told, protocol="r_search"), partial(told, protocol="when_to_search")
+r1 = trajectory_of
+rs = partial(trajectory_of, protocol="r_search")
+when = partial(trajectory_of, protocol="when_to_search")
 
 
 def ur2(text, question=QA, fallbacks=(), may_search=True):
@@ -93,10 +95,13 @@ def total(reward_terms):
 
 
 BOX = "So \\boxed{Norland}"
-ANSWER, WRONG = "<answer> Norland </answer>", "<answer> Sudria </answer>"
-CLOSE, WRONG_CLOSE = f"so</think>\n\n{ANSWER}", f"so</think>\n\n{WRONG}"
+ANSWER = "<answer> Norland </answer>"
+WRONG = "<answer> Sudria </answer>"
+CLOSE = f"so</think>\n\n{ANSWER}"
+WRONG_CLOSE = f"so</think>\n\n{WRONG}"
 EVIDENCE = "<original_evidence> Ana Bell was born in Kelmouth, Norland. </original_evidence>"
-THINK, REFLECT = "<think> Where was she born? </think>\n", "<reflect> I know it. </reflect>\n"
+THINK = "<think> Where was she born? </think>\n"
+REFLECT = "<reflect> I know it. </reflect>\n"
 # No word in common:
 QUERIES = ["Ana Bell birthplace", "Kelmouth mayor", "Norland seat", "Sudria king"]
 FAKED = "<|begin_of_documents|>\nAna Bell was born in Norland.\n<|end_of_documents|>\n"
@@ -104,23 +109,6 @@ FAKED = "<|begin_of_documents|>\nAna Bell was born in Norland.\n<|end_of_documen
 
 def test_the_docstring_examples_are_true():
     assert doctest.testmod(rewards).failed == 0
-
-
-def test_the_file_shows_one_question_under_every_reward(capsys):
-    rewards.main()
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    table = {row[0]: list(map(float, row[1:])) for row in rows if row and row[0] in REWARDS}
-    assert set(table) == set(REWARDS)
-    # Norland after 0, 1 and 2 searches, the second a fallback, then Sudria. UR²: −1, 1 + 3, 1 + 4
-    # − 0.5, whatever the answer; 2 + 1 − 0.5
-    assert table["ur2_stage1"] == [-1, 4, 4.5] * 2
-    assert table["ur2_stage2"] == [3, 3, 2.5, 1, 1, 0.5]
-    # a half for the search, a half for the format; R-Search: 1 + 1 + 0.4; 1 + 0 + 1 − 0.3 a search
-    assert table["r1_searcher_stage1"] == [0.5, 1, 1] * 2
-    assert table["r_search"] == [1.4, 2.4, 2.4, 0.4, 1.4, 1.4]
-    assert table["when_to_search_stage2"] == [2, 1.7, 1.4, 0, 0, 0]
-    # cites none, one, both: 1 + 1 + (0, 0.5, 1), and 10 for all three
-    assert table["arena"] == [2, 2.5, 13, 1, 1.5, 2]
 
 
 # -------------------------------------------------------------------------------------- UR² by hand
@@ -235,7 +223,8 @@ def test_the_choice_bonus_ends_with_its_steps():
 
 def test_the_3b_models_choice_runs_lose_a_point_of_format_without_a_search():
     # appendix C.7, "non-accumulative": exactly −1, right (2 − 1) or with three faults (0 − 1)
-    right, worst = "The correct answer is: B", "北 <|im_start|> I do not know"
+    right = "The correct answer is: B"
+    worst = "北 <|im_start|> I do not know"
     for text, reward in ((right, 1), (worst, -1), (search() + right, 3.5), (search() + worst, 0.5)):
         assert total(ur2_choice(ur2(text, CHOICE), 14, "qwen_3b")) == reward
     assert total(ur2_choice(ur2(search(LONG) + right, CHOICE), 14, "qwen_3b")) == 2  # it did search
@@ -271,7 +260,8 @@ LOOSE = {"format_check": "loose"}
     ],
 )
 def test_the_loose_format_check_looks_at_the_end_only(text, question, kept):
-    trajectory, faults = ur2(text, question), [] if kept else ["no_answer_at_end"]
+    trajectory = ur2(text, question)
+    faults = [] if kept else ["no_answer_at_end"]
     assert ur2_violations(trajectory, **LOOSE) == faults
     assert ur2_stage1(trajectory, **LOOSE)["format"] == 1 - 2 * len(faults)  # without a search too
     assert ur2_stage2(trajectory, **LOOSE)["format"] == kept
@@ -348,7 +338,7 @@ def test_queries_refused_for_the_limit_count_as_queries_and_the_tags_are_the_pro
     trajectory.rejected_queries.append(RejectedQuery("limit", "one more"))
     assert ur2_violations(trajectory) == ["too_many_queries"]
     assert count_valid_searches(trajectory) == 4
-    faked = told("<information> Norland " + BOX, protocol="ur2_search")
+    faked = trajectory_of("<information> Norland " + BOX, protocol="ur2_search")
     assert ur2_violations(faked) == ["written_documents"]
 
 
@@ -370,16 +360,6 @@ def test_r1_searcher_stage2_is_f1_less_two_for_a_fault():
     assert total(r1_searcher_stage2(r1(partly))) == 2 / 3
     assert total(r1_searcher_stage2(r1("</think>" + partly))) == -4 / 3
     assert total(r1_searcher_stage2(r1("so</think> Norland"))) == -2.0  # no tags: F1 = 0
-
-
-def test_r1_searcher_variants_are_named_switches():
-    right, wrong = r1(search() + CLOSE), r1(search() + WRONG_CLOSE)
-    # released stage 1: 0.5 + 0.5 ± 1
-    assert total(r1_searcher_stage1(right, "cem")) == 2.0
-    assert total(r1_searcher_stage1(wrong, "cem")) == 0.0
-    assert total(r1_searcher_stage2(right, "em")) == 1.0  # table 5; eq. 5 is below
-    # released Llama code: −1
-    assert total(r1_searcher_stage2(r1("so Norland"), format_penalty=1.0)) == -1.0
 
 
 def test_a_long_gold_may_be_answered_in_r1_searcher_and_nothing_longer():
@@ -465,11 +445,11 @@ def test_r_search_without_evidence_pays_the_answer_and_its_box_alone():
     """Section 5.2: the evidence reward and its share of r_f are off, and the box is not asked for:
     r = r_α + γ_α · A, with a search and without.
     """
-    plain = partial(told, protocol="r_search_plain")
+    plain = partial(trajectory_of, protocol="r_search_plain")
     partly = ANSWER.replace("Norland", "Kelmouth, Norland")  # F1 = 2/3
     for text in (observed() + partly, partly):
-        found = r_search(plain(text), "Norland", evidence_reward=False)
-        assert found == pytest.approx({"answer": 2 / 3, "evidence": 0.0, "format": 0.2})
+        result = r_search(plain(text), "Norland", evidence_reward=False)
+        assert result == pytest.approx({"answer": 2 / 3, "evidence": 0.0, "format": 0.2})
         assert rewards.r_search_format(plain(text))
     assert total(r_search(plain("Norland"), evidence_reward=False)) == 0.0  # γ_e is no gift
     assert not rewards.r_search_format(plain(ANSWER * 2))
@@ -481,10 +461,11 @@ def test_r_search_without_evidence_pays_the_answer_and_its_box_alone():
 def test_r_searchs_equations_with_numbers():
     # eq. 3: "Ana Maria Bell" for "Ana Bell": 2 · 2 / (3 + 2) = 0.8; eq. 4, the reader says "Bell":
     # 2 · 1 / (1 + 2) = 2/3; eq. 5, searched, E = 1, A = 1: 0.4; eq. 6: their sum
-    who, answer = Question("1", "Who?", ["Ana Bell"]), "<answer> Ana Maria Bell </answer>"
-    found = r_search(rs(observed() + EVIDENCE + answer, who), "Bell")
-    assert found == pytest.approx({"answer": 0.8, "evidence": 2 / 3, "format": 0.4})
-    assert total(found) == 0.8 + 2 / 3 + 0.4
+    who = Question("1", "Who?", ["Ana Bell"])
+    answer = "<answer> Ana Maria Bell </answer>"
+    result = r_search(rs(observed() + EVIDENCE + answer, who), "Bell")
+    assert result == pytest.approx({"answer": 0.8, "evidence": 2 / 3, "format": 0.4})
+    assert total(result) == 0.8 + 2 / 3 + 0.4
     # no yes/no rule in eq. 3: "yes they are" for "yes" is 2 · 1 / (3 + 1)
     yes = rs("<answer> yes they are </answer>", Question("1", "?", ["yes"]))
     assert r_search(yes)["answer"] == 0.5
@@ -492,7 +473,8 @@ def test_r_searchs_equations_with_numbers():
 
 def test_r1_searchers_equations_with_numbers():
     # eq. 3 and 4: IN = 1, PN = 3, RN = 1: 2 · 1 / (3 + 1) = 0.5, with no rule for verdicts
-    yes, text = Question("1", "?", ["yes"]), CLOSE.replace("Norland", "yes they are")
+    yes = Question("1", "?", ["yes"])
+    text = CLOSE.replace("Norland", "yes they are")
     assert total(r1_searcher_stage2(r1(text, yes))) == 0.5
     assert total(r1_searcher_stage2(r1(text + " Sure.", yes))) == 0.5 - 2
     # eq. 5: no EM −1, cover-EM +1
@@ -513,24 +495,29 @@ def test_r1_searchers_n_has_no_limit_of_words():
 
 def test_search_r1_pays_exact_match_and_nothing_else():
     answers = ["norland.", "Nor-land", "Kelmouth, Norland", "Norland </answer><answer> Sudria"]
-    made = [told(ANSWER.replace("Norland", answer), protocol="search_r1") for answer in answers]
+    made = [
+        trajectory_of(ANSWER.replace("Norland", answer), protocol="search_r1") for answer in answers
+    ]
     # punctuation is deleted: "norland" twice; then too much; then the last of two
     assert [search_r1(t)["answer"] for t in made] == [1.0, 1.0, 0.0, 0.0]
-    assert set(search_r1(told(THINK + asked(reflect=False), protocol="search_r1"))) == {"answer"}
+    assert set(search_r1(trajectory_of(THINK + asked(reflect=False), protocol="search_r1"))) == {
+        "answer"
+    }
     assert search_r1(example("search_r1", searches=0)) == search_r1(example("search_r1"))
 
 
 def test_r_search_and_when_to_search_remove_punctuation_and_arena_all_but_underscores():
     # "Spider-Man" is "spiderman" where it is removed and "spider man" where it becomes a blank
-    spider, answer = Question("1", "?", ["Spider-Man"]), "<answer> spiderman </answer>"
-    found = r_search(rs(observed() + EVIDENCE + answer, spider), "SpiderMan")
-    assert (found["answer"], found["evidence"]) == (1.0, 1.0)
+    spider = Question("1", "?", ["Spider-Man"])
+    answer = "<answer> spiderman </answer>"
+    result = r_search(rs(observed() + EVIDENCE + answer, spider), "SpiderMan")
+    assert (result["answer"], result["evidence"]) == (1.0, 1.0)
     assert r_search(rs("<answer> spider man </answer>", spider))["answer"] == 0.0
     assert when_to_search_stage1(when(THINK + answer, spider))["answer"] == 1.0
     for answer, paper, code in (("spider man", 0, 1), ("spiderman", 1, 0), ("Spider_Man", 0, 1)):
-        told = ar(sections(answer=answer), gold="Spider-Man")
-        found = [score(told, reward)["answer"] for reward in ("arena", "arena_code")]
-        assert found == [paper, code]
+        trajectory = ar(sections(answer=answer), gold="Spider-Man")
+        result = [score(trajectory, reward)["answer"] for reward in ("arena", "arena_code")]
+        assert result == [paper, code]
 
 
 def test_evidence_support_is_the_share_of_its_words_that_were_read():
@@ -593,7 +580,8 @@ def test_a_notice_is_nobodys_section_and_a_refused_search_costs_nothing():
 def test_what_a_search_costs_and_softens(n):
     # β = 0.3: stage 1 right 1, wrong −1 + 0.3 n; stage 2 right 1 − 0.3 n, wrong −1
     text = THINK + "".join(map(asked, QUERIES[:n])) + ("" if n else REFLECT)
-    right, wrong = when(text + ANSWER), when(text + WRONG)
+    right = when(text + ANSWER)
+    wrong = when(text + WRONG)
     assert when_to_search_stage1(right) == {"format": 1.0, "retrieval": 0.0, "answer": 1.0}
     assert when_to_search_stage1(wrong)["answer"] == pytest.approx(-1 + 0.3 * n)
     assert when_to_search_stage2(right)["answer"] == pytest.approx(1 - 0.3 * n)
@@ -620,12 +608,6 @@ def test_eq_12_adds_the_three_terms_up():
     assert value(when_to_search_stage2(when(out))) == pytest.approx(-1 - 1 / 3 + 1 - 0.6)
 
 
-def test_what_the_formula_itself_pays_four_different_junk_queries():
-    # stage 1, wrong: format 1, avg_sim 0, −1 + 0.3 · 4
-    text = THINK + "".join(map(asked, ("zab", "zac", "zad", "zae"))) + WRONG
-    assert value(when_to_search_stage1(when(text))) == pytest.approx(1.2)
-
-
 @pytest.mark.parametrize("tags", [when, ar])
 def test_thinking_that_the_template_opened_is_a_section_of_its_own(tags):
     text = "Where was she born? </think>\n" + (REFLECT + ANSWER if tags is when else sections())
@@ -634,7 +616,8 @@ def test_thinking_that_the_template_opened_is_a_section_of_its_own(tags):
     assert not good(trajectory)
     trajectory.opened = "<think>"
     assert good(trajectory)
-    again, endless = tags("<think>" + text), tags(text.replace("</think>", ""))
+    again = tags("<think>" + text)
+    endless = tags(text.replace("</think>", ""))
     again.opened = endless.opened = "<think>"
     assert not good(endless) and good(again) is (tags is ar)  # ARENA reads what is behind it
 
@@ -752,15 +735,11 @@ def test_invented_words_do_not_make_a_repeated_query_another_one():
 # ------------------------------------------------------------------------------------ ARENA by hand
 
 
-def test_arena_pays_three_terms_and_a_bonus_for_all():
-    assert arena(ar(sections())) == {"format": 1.0, "answer": 1.0, "relevance": 1.0, "bonus": 10.0}
-    assert total(arena(ar(sections()), bonus=0.0)) == 3
-    assert total(arena(ar("June 16, 1874"))) == 0
+def test_arena_without_relevance_pays_the_bonus_for_the_other_two():
+    terms = {"format": 1.0, "answer": 1.0, "bonus": 10.0}
+    assert arena(ar(sections("[2]")), relevance_reward=False) == terms
     # Naive-GRPO (4.3): format and accuracy, no bonus
     assert total(arena(ar(sections("[2]")), bonus=0.0, relevance_reward=False)) == 2
-    # without the relevance term the bonus asks for the other two
-    rest = {"format": 1.0, "answer": 1.0, "bonus": 10.0}
-    assert arena(ar(sections("[2]")), relevance_reward=False) == rest
     assert total(arena(ar(sections("[1, 4]", answer="1873")), relevance_reward=False)) == 1
 
 
@@ -776,14 +755,14 @@ ANSWERS = {"June 16": (0, 0.8, 0), "June 16, 1874": (1, 1, 1), "on June 16, 1874
 @pytest.mark.parametrize("answer", ANSWERS)
 def test_every_sum_of_arenas_terms_by_hand(answer, cited, in_format, number, metric):
     # R = R_format + R_accuracy + R_relevance + R_bonus (3.3): 13 only if the three are 1
-    told = ar(sections(cited, answer=answer) + ("" if in_format else " done"))
+    trajectory = ar(sections(cited, answer=answer) + ("" if in_format else " done"))
     terms = [in_format, ANSWERS[answer][number], CITATIONS[cited]]
     expected = sum(terms) + 10 * (terms == [1, 1, 1])
-    assert total(score(told, "arena", answer_metric=metric)) == expected
+    assert total(score(trajectory, "arena", answer_metric=metric)) == expected
     for verdict in (True, False):  # a judge's goes before the metric
         terms[1] = verdict
         expected = sum(terms) + 10 * (terms == [1, 1, 1])
-        assert total(score(told, "arena", extras=Extras(correct=verdict))) == expected
+        assert total(score(trajectory, "arena", extras=Extras(correct=verdict))) == expected
 
 
 @pytest.mark.parametrize(
@@ -828,7 +807,7 @@ def test_cited_numbers_are_a_set_in_brackets(ids, numbers, relevance):
 def test_arenas_format_is_three_sections_and_white_space(text, good):
     assert arena(ar(text))["format"] == float(good)
     # thinking of its own goes before the sections under one protocol, and does not cost there
-    apart = told(text, protocol="arena_thinking")
+    apart = trajectory_of(text, protocol="arena_thinking")
     assert rewards.arena_format(apart) == (good or text.startswith("<think>"))
     # the answer counts whether or not the format holds
     if "1874" in text and not good and text.count("<answer>") == 1:
@@ -848,8 +827,8 @@ def test_arena_scores_show_how_exact_the_cited_set_is():
 
 def test_a_summary_earns_its_mean_rouge_and_from_a_fifth_on_the_bonus():
     def paid(text, **cited):
-        told = sections(**cited, answer=text).replace("answer>", "summary>")
-        return list(arena(ar(told, gold="the cat lay down", task="summary")).values())
+        summary = sections(**cited, answer=text).replace("answer>", "summary>")
+        return list(arena(ar(summary, gold="the cat lay down", task="summary")).values())
 
     # words 3/4, pairs 1/3, subsequence 3/4: (0.75 + 0.3333 + 0.75) / 3 = 0.6111
     assert paid("The cat sat down.") == pytest.approx([1, 11 / 18, 1, 10])
@@ -885,45 +864,41 @@ def test_every_reward_by_name_scores_a_trajectory_of_its_protocol(reward):
 
 
 def test_the_settings_and_the_extras_reach_the_reward():
-    # "Kelmouth, Norland" for "Norland": F1 2/3 -> 1.3333, EM 0, CEM 1 -> 2; a fallback of 0.25
+    # "Kelmouth, Norland" for "Norland": F1 2/3 -> 1.3333, EM 0, CEM 1 -> 2
     trajectory = example("ur2", "Kelmouth, Norland")
     for metric, expected in (("f1", 4 / 3), ("em", 0.0), ("cem", 2.0)):
-        got = score(trajectory, "ur2_stage2", answer_metric=metric, fallback_penalty=0.25)
-        assert (got["answer"], got["fallback"]) == (pytest.approx(expected), -0.25)
-    # n = 2 searches: 4 for Qwen 7B, 7 for 3B; the choice bonus ends at step 10
-    assert score(trajectory, "ur2_stage1")["retrieval"] == 4
+        terms = score(trajectory, "ur2_stage2", answer_metric=metric)
+        assert terms["answer"] == pytest.approx(expected)
+    # n = 2 searches: 7 for the 3B model
     assert score(trajectory, "ur2_stage1", reward_variant="qwen_3b")["retrieval"] == 7
-    assert score(trajectory, "ur2_choice", 9)["retrieval"] == 1
-    assert score(trajectory, "ur2_choice", 10)["retrieval"] == 0
-    halves, about = Extras(grade=lambda question, answer: 1.0), ur2("\\boxed{about a half}", MATH)
-    assert score(about, "ur2_stage2", extras=halves)["answer"] == 0
-    assert score(about, "ur2_stage2", extras=halves, partly=1.0)["answer"] == 1
+    graded = Extras(grade=lambda question, answer: 1.0)
+    about = ur2("\\boxed{about a half}", MATH)
+    assert score(about, "ur2_stage2", extras=graded)["answer"] == 0
+    assert score(about, "ur2_stage2", extras=graded, partly=1.0)["answer"] == 1
     for reward in ("ur2_stage1", "ur2_stage2", "ur2_choice"):
         assert score(ur2("北 " + BOX), reward, **LOOSE)["format"] == 1
-        assert score(trajectory, reward, fallback_penalty=0.25)["fallback"] == -0.25
-    # the released Llama code takes 1 instead of 2; the released stage 1 adds cover-EM, here +1
+    # the released Llama code takes 1 instead of 2; the released stage 1 adds cover-EM, ±1
     broken = example("r1_searcher", "<think> Norland")
     assert score(broken, "r1_searcher_stage2")["format"] == -2
     assert score(broken, "r1_searcher_stage2_llama")["format"] == -1
     assert score(example("r1_searcher"), "r1_searcher_stage1_code")["answer"] == 1
-    assert "answer" not in score(example("r1_searcher"), "r1_searcher_stage1")
-    read = example("r_search")
-    assert score(read, "r_search", extras=Extras(reader_answer="Norland"))["evidence"] == 1
-    assert score(read, "r_search", extras=Extras(reader_answer="Sudria"))["evidence"] == 0
-    looked = example("when_to_search")
-    assert score(looked, "when_to_search_stage2", beta=0.1)["answer"] == pytest.approx(0.8)
-    wrong, alike = Extras(correct=False), Extras(embed=lambda texts: [[3, 4], [1, 0]])
-    assert score(looked, "when_to_search_stage1", extras=wrong)["answer"] == pytest.approx(-0.4)
-    alike = score(looked, "when_to_search_stage1", extras=alike)
-    assert alike["retrieval"] == pytest.approx(-0.6)
+    assert score(example("r1_searcher", "Sudria"), "r1_searcher_stage1_code")["answer"] == -1
+    assert score(example("r_search"), "r_search", extras=Extras(reader_answer="Norland"))[
+        "evidence"
+    ]
+    searched = example("when_to_search")
+    assert score(searched, "when_to_search_stage2", beta=0.1)["answer"] == pytest.approx(0.8)
+    extras = Extras(correct=False, embed=lambda texts: [[3, 4], [1, 0]])
+    terms = score(searched, "when_to_search_stage1", extras=extras)
+    assert (terms["answer"], terms["retrieval"]) == pytest.approx((-0.4, -0.6))
     assert score(example("arena"), "arena", bonus=3.0)["bonus"] == 3
-    assert "relevance" not in score(example("arena"), "arena", relevance_reward=False)
 
 
 @pytest.mark.parametrize("reward", REWARDS)
 @pytest.mark.parametrize("left_out", ["", "answer"])
 def test_the_table_names_the_settings_that_each_reward_reads(reward, left_out):
-    asked, own = set(), given(left_out=left_out)
+    asked = set()
+    own = given(left_out=left_out)
 
     class Noting:
         def __getattr__(self, name):
@@ -959,8 +934,8 @@ def test_what_a_reward_needs_can_be_switched_off():
     ],
 )
 def test_a_reward_that_its_protocol_cannot_be_paid_is_one_line_with_both_flags(reward, protocol):
-    said = f"--reward {reward} and protocol {protocol} do not go together: .*{protocol}"
-    with pytest.raises(InputError, match=said) as error:
+    pattern = f"--reward {reward} and protocol {protocol} do not go together: .*{protocol}"
+    with pytest.raises(InputError, match=pattern) as error:
         check_reward(given(reward=reward, protocol=protocol))
     assert "\n" not in str(error.value)
 
@@ -970,8 +945,8 @@ def test_a_price_that_lets_a_wrong_answer_win_is_refused_where_it_is_paid():
     searching = {"reward": "when_to_search_stage2", "protocol": "when_to_search"}
     check_reward(given(**searching, beta=0.3, max_searches=6))  # 1.8
     for beta, searches, price in ((0.5, 4, 2), (0.3, 7, 2.1), (2.0, 1, 2)):
-        said = f"--beta {beta} times --max_searches {searches} is {price}: it must stay below 2"
-        with pytest.raises(InputError, match=said):
+        pattern = f"--beta {beta} times --max_searches {searches} is {price}: it must stay below 2"
+        with pytest.raises(InputError, match=pattern):
             check_reward(given(**searching, beta=beta, max_searches=searches))
 
 
@@ -1015,26 +990,8 @@ def test_a_question_without_what_the_reward_reads_is_one_line(reward, question, 
 # --------------------------------------------------------------------- orderings the papers rely on
 
 
-@pytest.mark.parametrize("variant", ["qwen_7b", "qwen_3b", "llama_8b"])
-def test_one_valid_query_beats_none_and_two_are_not_worse(variant):
-    none, one, two = (value(ur2_stage1(ur2(search() * n + BOX), variant)) for n in range(3))
-    assert none < one <= two
-    assert (one < two) is (variant != "llama_8b")  # Llama gets the same 3 for both
-    # and a fallback costs less than a first search earns
-    failed = value(ur2_stage1(ur2(search() + BOX, fallbacks=[0]), variant))
-    assert none < failed < one
-
-
 @pytest.mark.parametrize("n", range(5))
-def test_right_beats_wrong_at_every_number_of_searches(n):
-    right, wrong = search() * n + "\\boxed{Norland}", search() * n + "\\boxed{Sudria}"
-    assert value(ur2_stage2(ur2(right))) > value(ur2_stage2(ur2(wrong)))
-    assert value(ur2_choice(ur2(right), 0)) > value(ur2_choice(ur2(wrong), 0))
-    right, wrong = r1(search() * n + CLOSE), r1(search() * n + WRONG_CLOSE)
-    assert value(r1_searcher_stage2(right)) > value(r1_searcher_stage2(wrong))
-    looked = "".join(map(observed, QUERIES[:n])) + (EVIDENCE if n else "")
-    assert value(r_search(rs(looked + ANSWER))) > value(r_search(rs(looked + WRONG)))
-    # When to Search: than wrong after any other number of searches too
+def test_right_beats_wrong_after_any_number_of_searches(n):
     right = when(THINK + ("".join(map(asked, QUERIES[:n])) or REFLECT) + ANSWER)
     for m in range(5):
         wrong = when(THINK + ("".join(map(asked, QUERIES[:m])) or REFLECT) + WRONG)
@@ -1104,18 +1061,21 @@ def test_an_answer_that_only_the_prompt_gives_earns_nothing():
         assert r1_searcher_stage2(r1("so</think>", asked)) == {"answer": 0.0, "format": -2.0}
         assert total(r_search(rs("I do not know.", asked), "Norland")) == 0.2  # for not searching
         assert when_to_search_stage1(when("I do not know.", asked))["answer"] == -1.0
-        assert total(arena(told("I do not know.", asked, "arena"))) == 0.0
+        assert total(arena(trajectory_of("I do not know.", asked, "arena"))) == 0.0
 
 
 def test_what_a_document_says_costs_nothing():
     found = "北 \ufffd\nassistant\nuser <tool_call> <|im_start|> <think></think> \\boxed{Sudria}"
     found = f"{found} {EVIDENCE} <answer> Sudria </answer>"
-    loud, calm = search(found=found), search()
+    loud = search(found=found)
+    calm = search()
     assert ur2_stage1(ur2(loud + BOX)) == ur2_stage1(ur2(calm + BOX))
     assert r1_searcher_stage2(r1(loud + CLOSE)) == r1_searcher_stage2(r1(calm + CLOSE))
-    loud, calm = rs(observed(found=found) + EVIDENCE + ANSWER), rs(observed() + EVIDENCE + ANSWER)
+    loud = rs(observed(found=found) + EVIDENCE + ANSWER)
+    calm = rs(observed() + EVIDENCE + ANSWER)
     assert r_search(loud) == r_search(calm)
-    loud, calm = when(THINK + asked(found=found) + ANSWER), when(THINK + asked() + ANSWER)
+    loud = when(THINK + asked(found=found) + ANSWER)
+    calm = when(THINK + asked() + ANSWER)
     assert when_to_search_stage2(loud) == when_to_search_stage2(calm)
 
 
@@ -1151,7 +1111,8 @@ def test_every_answer_cannot_be_tried():
     # the last is scored and the format is lost: 0 and 2 instead of 3
     assert total(ur2_stage2(ur2("\\boxed{Norland} \\boxed{Sudria}"))) == 0
     assert total(ur2_stage2(ur2("\\boxed{Sudria} \\boxed{Norland}"))) == 2
-    both, other = ANSWER + WRONG, WRONG + ANSWER
+    both = ANSWER + WRONG
+    other = WRONG + ANSWER
     assert total(r1_searcher_stage2(r1("so</think>" + both))) == -2
     assert total(r_search(rs(both))) == 0.2 and total(r_search(rs(other))) == 1.2  # instead of 1.4
     assert total(when_to_search_stage1(when(THINK + both))) == -2
@@ -1218,7 +1179,8 @@ VERDICTS = {"Judgment: Correct": 2, "Judgment: Partially correct": 1}
 
 
 def golden_ur2(index, row):
-    settings, flags = row["settings"], range(FALLBACKS.get(index, 0))
+    settings = row["settings"]
+    flags = range(FALLBACKS.get(index, 0))
     question = Question(str(index), "?", [row["gold"]], task=TASKS[settings["kind"]])
     searches = settings.get("retrieve_prompt", True)
     trajectory = ur2(row["response"], question, list(flags), may_search=searches)
@@ -1227,12 +1189,16 @@ def golden_ur2(index, row):
         return ur2_stage1(trajectory, variant)
     if settings["stage"] == "mcq":
         return ur2_choice(trajectory, settings.get("step", 0), variant)
-    said = settings.get("judge_says")
-    return ur2_stage2(trajectory, judge=(lambda question, answer: VERDICTS[said]) if said else None)
+    verdict = settings.get("judge_says")
+    return ur2_stage2(
+        trajectory, judge=(lambda question, answer: VERDICTS[verdict]) if verdict else None
+    )
 
 
 def golden(index, row):
-    text, golds, settings = row["response"], row["gold"], row["settings"]
+    text = row["response"]
+    golds = row["gold"]
+    settings = row["settings"]
     if row["system"] == "ur2":
         return golden_ur2(index, row)
     if row["system"] == "r_search":
@@ -1296,6 +1262,6 @@ def test_a_published_transcript_of_search_r1_is_read_and_paid():
     if not path.exists():
         pytest.skip(f"no {path}")
     text = path.read_text(encoding="utf-8").rpartition("<|im_start|>assistant\n")[2]
-    row = told(text, Question("1", "?", ["SA node", "Sinoatrial SA Node"]), "search_r1")
+    row = trajectory_of(text, Question("1", "?", ["SA node", "Sinoatrial SA Node"]), "search_r1")
     assert [search.query for search in row.searches] == ["origin of heart's electrical impulses"]
     assert search_r1(row) == {"answer": 1.0}  # "sinoatrial (SA) node", brackets deleted

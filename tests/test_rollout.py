@@ -41,7 +41,6 @@ from scale.engine import generate_in_slots, obstacle
 from settings import Settings
 from trajectory import Segment, Trajectory, show, trajectory_from_text
 
-SHARED = Path(__file__).parents[2] / "shared"
 UR2, R1 = PROTOCOLS["ur2"], PROTOCOLS["r1_searcher"]
 SEARCHING = [protocol for protocol in PROTOCOLS.values() if protocol.query_tags]
 each_searching = pytest.mark.parametrize("protocol", SEARCHING, ids=lambda p: p.name)
@@ -198,10 +197,9 @@ def test_sampled_ids_are_kept_although_their_text_would_encode_differently(bpe):
     (t,), policy, _ = play(bpe, [asked, answered])
     documents = block_ids(bpe, "(1) about Ana Bell")
     assert t.response_ids == asked + documents + answered + [bpe.eos_token_id]
-    # and the model's second turn heard those very ids, in front of them the prompt
+    # and the model's second turn read those very ids after the prompt
     prompt = build_prompt("ur2", QA, bpe)
     assert policy.heard == [[prompt, prompt + asked + documents]]
-    assert t.prompt_ids == prompt and t.ids == prompt + t.response_ids
 
 
 # ------------------------------------------------------------------ the mask is born with the token
@@ -259,15 +257,6 @@ def test_a_fallback_is_a_flag_with_a_notice_behind_the_documents(bpe):
     assert not t.searches[0].fallback and writers(t) == ["model", "documents", "model"]
 
 
-def test_where_padding_is_eos_a_sampled_eos_is_kept_and_trained(bpe):
-    tokenizer = copy.deepcopy(bpe)
-    tokenizer.pad_token = tokenizer.eos_token
-    said = ["no", "a much longer answer"]
-    for t, text in zip(play(tokenizer, *[[text] for text in said])[0], said, strict=True):
-        assert t.response_ids == [*encode(bpe, text), bpe.eos_token_id]
-        assert t.response_mask[-1] == 1
-
-
 # ------------------------------------------------------------------------- queries that are not run
 
 
@@ -315,7 +304,7 @@ def test_the_second_refusal_ends_the_trajectory_without_another_notice(bpe):
     t, calls = play_one(bpe, [END, ASK, f"{BEGIN}{END}", ANSWER])
     assert rejections(t) == [("malformed", ""), ("empty", "")] and calls == [["Ana Bell"]]
     assert writers(t) == ["model", "notice", "model", "documents", "model"]
-    assert (t.stop_reason, t.response_mask[-1], t.answer) == ("rejected", 1, None)
+    assert t.stop_reason == "rejected"
     # for a reader of the whole text the begin tag of the first turn would be "open" still
     t, calls = play_one(bpe, [f"{BEGIN} one {BEGIN}{END}", f"two {END}", ANSWER])
     assert calls == [] and rejections(t) == [("empty", ""), ("malformed", "")]
@@ -365,28 +354,12 @@ def test_a_search_over_the_network_is_given_the_time_that_it_says_it_needs():
     assert [result.text for result in call_search(slow, requests, 0.05, [])] == ["found"] * 3
 
 
-def test_what_the_user_must_mend_ends_the_run(bpe):
+def test_an_error_that_only_the_user_can_repair_ends_the_run(bpe):
     def wrong_address(_requests):
         raise InputError("give another --retriever_url")
 
     with pytest.raises(InputError, match="give another"):
         play(bpe, [ASK, ANSWER], search=Searcher(wrong_address))
-
-
-def test_one_failed_moment_harms_no_other_row_and_no_later_search(bpe):
-    def first_call_fails(requests):
-        if len(search.calls) == 1:
-            raise OSError("down")
-        return [SearchResult(text=f"about {request.query}") for request in requests]
-
-    search, again = Searcher(first_call_fails), f"{BEGIN}again{END}"
-    twice, none, late = play(
-        bpe, [ASK, again, ANSWER], ["no search"], [END, ASK, ANSWER], search=search
-    )[0]
-    made = [(s.query, s.error) for s in twice.searches]
-    assert made == [("Ana Bell", "OSError: down"), ("again", None)]
-    assert none.text == "no search<|im_end|>" and none.searches == []
-    assert [(s.error, s.text) for s in late.searches] == [(None, "about Ana Bell")]
 
 
 # ---------------------------------------------------------------------------- what documents may do
@@ -525,14 +498,6 @@ def test_a_turn_has_its_own_limit_and_a_query_may_end_with_its_last_token(bpe):
     assert (calls, t.stop_reason, t.response_ids) == ([], "length", encode(bpe, ASK)[:-1])
 
 
-def test_every_row_of_a_batch_has_its_own_room(bpe):
-    questions = [QA, dataclasses.replace(QA, id="2", question=QA.question + " Tell me." * 10)]
-    context, scripts = len(build_prompt("ur2", questions[1], bpe)) + 40, [["word " * 200]] * 2
-    rows, _, _ = play(bpe, *scripts, questions=questions, max_context=context)
-    assert [len(t.ids) for t in rows] == [context] * 2 and len(rows[1].response_ids) == 40
-    assert [t.stop_reason for t in rows] == ["length"] * 2
-
-
 def surroundings(tokenizer, max_context):
     return Environment(tokenizer, UR2, Searcher(), Settings(max_context=max_context))
 
@@ -566,19 +531,6 @@ def test_without_a_given_context_the_models_own_limit_holds(bpe):
 
 
 # ------------------------------------------------------------------------------- where a turn stops
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS.values(), ids=lambda p: p.name)
-def test_a_tag_of_several_tokens_stops_the_turn_at_its_last_one(bpe, protocol):
-    task = "summary" if protocol.name == "arena_summary" else "qa"
-    for tag in protocol.stop_tags:
-        said = encode(bpe, f"some words {tag}")
-        assert len(encode(bpe, tag)) >= 2
-        script = [said + encode(bpe, "and on it goes"), "no"]
-        t, _ = play_one(
-            bpe, script, protocol=protocol, questions=[dataclasses.replace(READ, task=task)]
-        )
-        assert t.response_ids[: len(said)] == said and t.segments[0].text == f"some words {tag}"
 
 
 @each_searching
@@ -632,13 +584,11 @@ def test_a_row_without_query_tags_ends_at_its_answer_at_eos_or_at_its_limit(bpe)
     answered = "<relevance>[1, 2]</relevance> <analysis>x</analysis> <answer> Norland </answer>"
     asked = "<search> Ana Bell </search> <|end_of_query|> I do not know"
     scripts = [answered + " and more"], [asked], ["word " * 50]
-    questions = [dataclasses.replace(READ, id=str(i)) for i in range(3)]
-    how = {"protocol": "arena", "questions": questions, "max_turn_tokens": 40}
-    rows, policy, search = play(bpe, *scripts, **how)
+    how = {"protocol": "arena", "questions": [READ] * 3, "max_turn_tokens": 40}
+    rows, _, search = play(bpe, *scripts, **how)
     assert [t.stop_reason for t in rows] == ["answer", "eos", "length"] and search.calls == []
-    assert len(policy.batches) == 1 and rows[0].answer == "Norland" and rows[0].text == answered
-    for t in rows:
-        assert writers(t) == ["model"] and t.searches == t.rejected_queries == []
+    assert rows[0].answer == "Norland" and rows[0].text == answered
+    assert all(writers(t) == ["model"] and t.rejected_queries == [] for t in rows)
 
 
 # -------------------------------------------------------------------------------- many rows at once
@@ -661,18 +611,12 @@ def test_all_queries_of_one_moment_go_out_in_one_call_and_in_order(bpe):
 
 def test_rows_lie_question_by_question_and_each_request_carries_its_question(bpe):
     questions = [dataclasses.replace(QA, id=name) for name in "abc"]
-    asked = []
-
-    def answer(requests):
-        asked.extend(request.question.id for request in requests)
-        return [SearchResult() for _ in requests]
-
+    search = Searcher(lambda requests: [SearchResult(text=r.question.id) for r in requests])
     scripts = [[f"{BEGIN}{row}{END}", str(row)] for row in range(6)]
-    how = {"questions": questions, "group_size": 2, "search": Searcher(answer)}
-    trajectories, _, search = play(bpe, *scripts, **how)
-    assert [t.question for t in trajectories] == [questions[b // 2] for b in range(6)]
-    assert [t.searches[0].query for t in trajectories] == search.calls[0] == list("012345")
-    assert asked == list("aabbcc")
+    rows, _, _ = play(bpe, *scripts, questions=questions, group_size=2, search=search)
+    assert [t.question for t in rows] == [questions[b // 2] for b in range(6)]
+    assert [t.searches[0].query for t in rows] == search.calls[0] == list("012345")
+    assert [t.searches[0].text for t in rows] == list("aabbcc")
 
 
 def test_progress_counts_every_trajectory_once(bpe):
@@ -745,15 +689,11 @@ def test_rows_in_a_batch_say_what_they_would_say_alone(speaker):
     how = {"temperature": 0.0, "max_context": 256 if speaker.questions is not MIXED else 336}
     together = speaker(speaker.questions, **how)
     alone = [speaker(question, **how)[0] for question in speaker.questions]
-    chunks = speaker(speaker.questions, max_num_seqs=4, **how)
-    for a, *others in zip(together, alone, chunks, strict=True):
+    for a, b in zip(together, alone, strict=True):
         check_bookkeeping(a, speaker.tokenizer)
-        for b in others:
-            assert (a.response_ids, a.response_mask) == (b.response_ids, b.response_mask)
-            assert (a.stop_reason, a.segments) == (b.stop_reason, b.segments)
-            assert a.rejected_queries == b.rejected_queries and a.logprobs == pytest.approx(
-                b.logprobs, abs=1e-4
-            )
+        assert (a.response_ids, a.response_mask) == (b.response_ids, b.response_mask)
+        assert (a.stop_reason, a.segments) == (b.stop_reason, b.segments)
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
     # the cases are mixed indeed: prompts of several lengths, trajectories of several turns, with
     # and without documents
     assert len({len(t.prompt_ids) for t in together}) > 2
@@ -882,20 +822,6 @@ def test_unlikely_tokens_are_sampled_as_often_as_they_should_be(dice, toy_tokeni
     assert (ids >= 60).float().mean().item() == pytest.approx(0.378, abs=0.04)
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0.0, "top_p": 0.9}, {"temperature": 0.7}])
-def test_generate_has_nothing_to_complain_about(qwen2, bpe, settings, caplog):
-    # A warning per step would bury the log, and "may be ignored" is no thing to read about one's
-    # sampling settings.
-    hf_logging.warning_once.cache_clear()
-    logger = logging.getLogger("transformers")
-    logger.addHandler(caplog.handler)
-    try:
-        sample(qwen2, bpe, seed=1, **settings)
-    finally:
-        logger.removeHandler(caplog.handler)
-    assert [record.getMessage() for record in caplog.records] == []
-
-
 # ----------------------------------------------------------------------------- a written transcript
 
 
@@ -969,49 +895,12 @@ def test_what_a_rollout_wrote_is_read_back_as_the_same_searches_and_answer(bpe):
     assert (read.answer, read.text, writers(read)) == ("Norland", t.text, writers(t))
 
 
-ASKED_AND_ANSWERED = re.compile(
-    r"<\|begin_of_query\|>((?:(?!<\|).)*)<\|end_of_query\|>\s*"
-    r"<\|begin_of_documents\|>.*?<\|end_of_documents\|>",
-    re.DOTALL,
-)
-
-
-@pytest.mark.parametrize(
-    "path",
-    sorted(SHARED.glob("data/predictions/*_full_*.jsonl")) or [None],
-    ids=lambda p: p and p.stem,
-)
-def test_published_transcripts_are_read_whole(path):
-    if path is None:
-        pytest.skip("no published transcripts next to this repository")
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    searches = agree = 0
-    for row in rows:
-        text = row["gen_text_store"]
-        t = written(text, R1, question=Question("1", row["question"], [row["answer"]]))
-        queries = map(str.strip, ASKED_AND_ANSWERED.findall(text))
-        assert [s.query for s in t.searches] == [query for query in queries if query]
-        assert t.text == text and all(s.text and "<|" not in s.query for s in t.searches)
-        answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-        assert t.answers == [answer.strip() for answer in answers]
-        searches += len(t.searches)
-        agree += (t.answer or "") == row["pred_ans"].strip()
-    # one published answer is written otherwise than in its text
-    assert searches >= len(rows) and agree >= len(rows) - 1
-
-
 def test_the_last_answer_counts_and_none_is_none():
     parts = ("model", "a"), ("notice", "b"), ("model", "c"), ("documents", "d")
     segments = [Segment(writer, f"\\boxed{{{text}}} ") for writer, text in parts]
     t = Trajectory(QA, UR2, segments=segments)
     assert (t.answers, t.answer) == (["a", "c"], "c")
     assert Trajectory(QA, UR2).answer is None
-
-
-def test_a_transcript_without_query_tags_is_all_the_models():
-    text = f"{searched('q', 'found')}<answer> Norland </answer>"
-    t = written(text, "arena", question=READ)
-    assert (t.model_text, t.searches, t.answer, t.evidence) == (text, [], "Norland", None)
 
 
 def test_evidence_is_the_last_box_in_which_the_model_itself_wrote_something():

@@ -7,7 +7,6 @@ import torch
 from conftest import model_of
 
 import sft
-from errors import InputError
 from policy import Policy
 from rollout import decode, encode
 from sft import Example, SFTSettings, collate_examples, example_of, sft_loss, train_sft
@@ -44,7 +43,8 @@ def test_the_loss_is_the_mean_over_the_tokens_to_imitate():
     def scripted(tokens, mask):
         return torch.tensor([[-1.0, -3.0, -9.0]])
 
-    tokens, mask = torch.zeros(1, 4, dtype=torch.long), torch.tensor([[1.0, 1.0, 0.0]])
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    mask = torch.tensor([[1.0, 1.0, 0.0]])
     assert sft_loss(scripted, tokens, mask).item() == 2.0
 
 
@@ -108,7 +108,8 @@ def test_examples_are_packed_and_what_stands_behind_the_last_imitated_token_is_n
         "forward",
         lambda ids: read.append(ids.numel()) or embed(ids),
     )
-    long, short = Example([5] * 40, [0] * 30 + [1] + [0] * 9), Example([6] * 6, [0] * 5 + [1])
+    long = Example([5] * 40, [0] * 30 + [1] + [0] * 9)
+    short = Example([6] * 6, [0] * 5 + [1])
     train(policy, [long, *[short] * 9])
     # 30 tokens are in front of the last imitated one, 9 times 5: padded it would be 10 times 30.
     assert read == [30 + 9 * 5]
@@ -137,17 +138,6 @@ def test_a_family_without_a_list_of_layers_is_trained_too():
     assert last < first
 
 
-def test_every_step_asks_for_its_own_batch(policy):
-    asked = []
-
-    def next_examples(step):
-        asked.append(step)
-        return EXAMPLES[:2]
-
-    assert len(train_sft(policy, next_examples, SFTSettings(3, 1e-3))) == 3
-    assert asked == [0, 1, 2]
-
-
 # --------------------------------------------------------------------------------- text -> example
 
 
@@ -169,9 +159,3 @@ def test_no_token_spans_the_end_of_a_piece(bpe):
     example = example_of([], pieces, bpe)
     assert example.ids[:-1] == encode(bpe, pieces[0][0]) + encode(bpe, pieces[1][0])
     assert example.ids[:-1] != encode(bpe, pieces[0][0] + pieces[1][0])
-
-
-def test_the_commands_that_were_here_answer_with_their_new_name(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["sft.py", "direct", "--model", "m"])
-    with pytest.raises(InputError, match=r"python -m lab\.distil direct --model m$"):
-        sft.main()

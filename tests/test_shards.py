@@ -217,7 +217,7 @@ DEEPSPEED, FSDP_1 = {"ACCELERATE_USE_DEEPSPEED": "true"}, {"ACCELERATE_USE_FSDP"
         (DEEPSPEED, "adamw", 0, "use configs/zero2.yaml"),
         (FSDP_1, "adamw", 0, "set fsdp_version: 2"),
         ({}, "adamw8bit", 0, "--optimizer adamw8bit cannot step weights in parts"),
-        ({}, "adamw", 8, "--lora_rank 8: frozen weights need no state"),
+        ({}, "adamw", 8, "--lora_rank 8: frozen weights need no parts"),
     ],
 )
 def test_what_cannot_be_done_in_parts_is_one_line(environment, optimizer, rank, said, monkeypatch):

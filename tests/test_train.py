@@ -97,7 +97,7 @@ def scripted(monkeypatch, marks):
         marks(mark)
         state.stream = SimpleNamespace(attempts=len(rights))
         state.environment = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0))
-        monkeypatch.setattr(train, "roll_out", lambda _, step, draw: drawn(rights[draw], draw))
+        monkeypatch.setattr(train, "sample_draw", lambda _, step, draw: drawn(rights[draw], draw))
         return state
 
     def drawn(groups, draw) -> list[Trajectory]:
@@ -179,7 +179,9 @@ def test_dapo_may_look_at_the_answer_term_where_a_search_and_none_are_both_right
 def ended(reason="eos", text="\\boxed{elm}", **question) -> Trajectory:
     question = {"answers": ["elm"], **question}
     t = trajectory(torch.Generator().manual_seed(0), 3)
-    t.question, t.stop_reason, t.segments = Question("q", "?", **question), reason, []
+    t.question = Question("q", "?", **question)
+    t.stop_reason = reason
+    t.segments = []
     t.append_model([5], [-1.0], text)
     return t
 
@@ -190,13 +192,15 @@ def test_a_step_is_measured_over_all_its_trajectories(scripted):
     two = ended(text="The correct answer is: B.", answers=["B"], task="choice", options=("a", "b"))
     two.searches = [Search("y", [], "y", fallback=True), Search("z", [], "z")]
     two.append_environment([7] * 6, "documents", "documents")
-    truncated, refused = ended("length", "elm"), ended("rejected", "?")
+    truncated = ended("length", "elm")
+    refused = ended("rejected", "?")
     refused.rejected_queries = [RejectedQuery("empty", "")] * 2
     lost = ended()  # twice, a group that is in no mean but those of searches and groups
     lost.searches = [Search("z", [], "z", error="down")]
     terms = [{"a": a, "b": b} for a, b in ((1.0, 1.0), (0.0, -1.0), (0.5, 0.0), (0.5, 0.0))]
     terms += [{"a": 9.0, "b": 9.0}, {"a": 7.0, "b": 9.0}]
-    rows, correct = [one, two, truncated, refused, lost, lost], [True, True, *[False] * 4]
+    rows = [one, two, truncated, refused, lost, lost]
+    correct = [True, True, *[False] * 4]
     rollouts = Rollouts(rows, terms, correct, [0, 1, 2, 3, 4, 5], seconds=3.0)
     expected = {"reward": 0.5, "reward/a": 0.5, "reward/b": 0.0, "frac_reward_zero_std": 2 / 3}
     expected |= {"failed_rows": 1 / 3, "skipped": 0, "gold_recall": 0}
@@ -253,9 +257,9 @@ def test_a_ppo_step_starts_from_what_the_critic_said_before_it(built):
     assert torch.equal(first.returns, first.rewards[:, None] * first.response_mask)
     torch.nn.init.normal_(state.critic.head.weight, generator=torch.Generator().manual_seed(0))
     batch = prepare(state, rollouts, 0)
-    said = compute_values(state, batch)
-    assert said.abs().max() > 0.1 and torch.equal(batch.values, said)
-    errors = (batch.returns - said)[mask]  # the advantages before whitening
+    values = compute_values(state, batch)
+    assert values.abs().max() > 0.1 and torch.equal(batch.values, values)
+    errors = (batch.returns - values)[mask]  # the advantages before whitening
     white = (errors - errors.mean()) / errors.std()
     torch.testing.assert_close(batch.advantages[mask], white, atol=1e-4, rtol=1e-4)
     assert train.critic_metrics(batch).keys() == {"explained_variance"}
@@ -280,23 +284,18 @@ def test_the_first_update_has_ratio_one_and_a_second_one_is_off_policy(recompute
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "reinforce_pp_baseline"])
-@pytest.mark.parametrize("amounts", [[0.7] * 4, [1.0, 0.0, 0.0, 0.0]])
-def test_equal_rewards_leave_the_weights_and_a_better_answer_becomes_likelier(
-    amounts, algorithm, built, run, pay, monkeypatch
-):
+def test_a_better_answer_becomes_likelier(algorithm, built, run, pay, monkeypatch):
     state = built(f"--steps 1 --lr 1e-4 --algorithm {algorithm}")
-    pay(amounts)
-    rollouts, before = collect(state, 0), weights_of(state.policy)
-    monkeypatch.setattr(train, "roll_out", lambda *_: rollouts.trajectories)
+    pay([1.0, 0.0, 0.0, 0.0])
+    rollouts = collect(state, 0)
+    monkeypatch.setattr(train, "sample_draw", lambda *_: rollouts.trajectories)
     batch = prepare(state, rollouts, 0)
     (record,) = run(state)
     lengths = batch.response_mask.sum(1)  # the loss is a mean over each trajectory's tokens
     gain = (compute_logprobs(state, state.policy, batch) - batch.old_logprobs).sum(1) / lengths
-    equal = amounts[0] == 0.7
-    assert same(before, weights_of(state.policy)) == (record["grad_norm"] == 0) == equal
-    assert record["frac_reward_zero_std"] == (1 if equal else 0.5)
-    # By how much, not each for itself: two samples of one question share most of their words.
-    assert equal or gain[0] > gain[1]
+    assert record["frac_reward_zero_std"] == 0.5
+    # The gains are compared: two samples of one question share most of their words.
+    assert gain[0] > gain[1]
 
 
 def test_a_run_that_samples_from_a_copy_scores_again_and_reports_the_gap(built, run):
@@ -307,7 +306,8 @@ def test_a_run_that_samples_from_a_copy_scores_again_and_reports_the_gap(built, 
 
 def test_a_run_prints_and_saves_its_settings_its_steps_and_a_sample(model, tmp_path, capsys):
     train.main(flags(model, tmp_path, "--questions_per_step 4"))
-    out, folder = capsys.readouterr().out, tmp_path / "t" / "stage1"
+    out = capsys.readouterr().out
+    folder = tmp_path / "t" / "stage1"
     assert out.startswith("settings: ") and re.search(r"recipe=ur2\s+stage=1", out)
     saved = Settings(**json.loads((folder / "settings.json").read_text()))
     assert saved == settings_for(model, tmp_path, "--questions_per_step 4")
@@ -341,7 +341,8 @@ FIELDS = {  # what no flag sets
 def test_a_resumed_run_is_the_unbroken_run(name, model, tmp_path, monkeypatch):
     # The tiny model is hardly ever right: here every answer of an odd number of tokens is.
     monkeypatch.setattr(rewards, "is_right", lambda t, _: len(t.response_ids) % 2 == 1)
-    loaded, load = [], build.load_model
+    loaded = []
+    load = build.load_model
     monkeypatch.setattr(build, "load_model", lambda *a, **b: loaded.append(a[1]) or load(*a, **b))
     more = f"--steps 3 --save_every 2 --trajectories_per_update 2 {RUNS[name]}"
     own = FIELDS.get(name, {})
@@ -364,7 +365,8 @@ def test_a_resumed_run_is_the_unbroken_run(name, model, tmp_path, monkeypatch):
 
 
 def test_a_held_out_evaluation_changes_nothing_in_training(model, tmp_path):
-    rows, more = [], "--steps 2 --save_every 2"
+    rows = []
+    more = "--steps 2 --save_every 2"
     for name, every in (("a", "--eval_every 1"), ("b", "--eval_every 2")):
         one = settings_for(model, tmp_path / name, f"{more} {every}", eval_questions=1)
         folder = train.train(one)
@@ -378,15 +380,17 @@ def test_a_held_out_evaluation_changes_nothing_in_training(model, tmp_path):
 
 def test_training_turns_queries_away_and_its_evaluation_does_not(built, monkeypatch):
     """UR² D.3. A dry run asks as training does, and logs nothing."""
-    asked, held_out, search = [], [], build.build_search
+    asked = []
+    held_out = []
+    search = build.build_search
     record = lambda *given: [asked.append(given), search(*given)][1]  # noqa: E731
     monkeypatch.setattr(build, "build_search", record)
     for dry in ("", " --dry_run"):
         state = built(f"--eval_every 1{dry}", eval_questions=1)
     assert [(given[0].fallback, bool(given[3])) for given in asked] == [(True, True), (True, False)]
     monkeypatch.setattr(train, "rollout", lambda _, its, *__: held_out.append(its.held_out) or [])
-    monkeypatch.setattr(train, "merged", lambda *_: {})
-    train.roll_out(state, 0, 0), train.evaluate(state)
+    monkeypatch.setattr(train, "merge_records", lambda *_: {})
+    train.sample_draw(state, 0, 0), train.evaluate(state)
     assert held_out == [False, True]
 
 
@@ -435,11 +439,12 @@ def take_step(settings: Settings, batch: Batch, out: Path) -> None:
     with mock.patch.object(train, "compute_rewards", by_place):  # one process scores for all
         rollouts = collect(state, 0)
     asked = [t.question.id for t in rollouts.trajectories]
-    found = train.evaluate(state)
+    result = train.evaluate(state)
     state.accelerator.wait_for_everyone()
     if state.accelerator.is_main_process:
-        kept, count = [asked[row] for row in rollouts.kept], state.accelerator.num_processes
-        torch.save((steps, scored, totals, kept, asked, found, count), out)
+        kept = [asked[row] for row in rollouts.kept]
+        count = state.accelerator.num_processes
+        torch.save((steps, scored, totals, kept, asked, result, count), out)
 
 
 def take_unclipped_step(*arguments) -> None:
@@ -467,8 +472,8 @@ def test_two_processes_take_the_step_of_one(algorithm, model, tmp_path, monkeypa
     take_step(settings, batch, tmp_path / "one.pt")
     in_two_processes(take_unclipped_step, settings, batch, tmp_path / "two.pt")
     one, two = (torch.load(tmp_path / name) for name in ("one.pt", "two.pt"))
-    steps, scored, totals, kept, asked, found, _ = one
-    assert two[3:] == (kept, asked, found, 2) and found["eval/queries"] > 0
+    steps, scored, totals, kept, asked, result, _ = one
+    assert two[3:] == (kept, asked, result, 2) and result["eval/queries"] > 0
     assert len(asked) > len(kept) if algorithm == "dapo" else len(asked) == len(kept) == 8
     assert max(step.abs().max() for step in steps) > 1e-3
     torch.testing.assert_close(two[0], steps, atol=2e-6, rtol=0)
@@ -478,7 +483,8 @@ def test_two_processes_take_the_step_of_one(algorithm, model, tmp_path, monkeypa
 
 
 def test_two_stages_behind_one_start_are_those_of_two_starts(model, tmp_path, capsys, monkeypatch):
-    few, whole = ["--questions", "3"], train.evaluation.main
+    few = ["--questions", "3"]
+    whole = train.evaluation.main
     monkeypatch.setattr(train.evaluation, "main", lambda words: whole([*words, *few]))
     more = "--steps 1 --task_mixing false --stage"
     train.main(flags(model, tmp_path / "one", f"{more} 1,2 --evaluate"))
@@ -490,7 +496,7 @@ def test_two_stages_behind_one_start_are_those_of_two_starts(model, tmp_path, ca
 
 
 @pytest.mark.parametrize(
-    "more, told",
+    "more, fragment",
     [
         ("--stage 1,2 --resume", "--stage 1,2 begins both anew: give one stage"),
         ("--stage 1,x", "argument --stage: invalid int value: 'x'"),
@@ -500,5 +506,5 @@ def test_two_stages_behind_one_start_are_those_of_two_starts(model, tmp_path, ca
         ),
     ],
 )
-def test_what_several_stages_cannot_mean_is_one_line(more, told, model, tmp_path, capsys):
-    assert told in command_line(train.main, flags(model, tmp_path, more), capsys)
+def test_what_several_stages_cannot_mean_is_one_line(more, fragment, model, tmp_path, capsys):
+    assert fragment in command_line(train.main, flags(model, tmp_path, more), capsys)

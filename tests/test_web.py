@@ -22,7 +22,7 @@ from retrievers.web import (
     MAX_TEXT,
     WHOLE,
     WebRetriever,
-    checked,
+    check_address,
     fetch_page,
     hits_of,
     html_to_text,
@@ -414,12 +414,12 @@ def test_a_redirect_is_looked_up_and_checked_anew(site, monkeypatch, target):
 def test_only_the_usual_ports_and_schemes_are_visited(site, monkeypatch):
     Names(site, monkeypatch, h=["93.184.216.34"])
     usual = ("http://h/", "https://h/", "https://h:80/x")
-    assert [checked(url, False)[1] for url in usual] == [80, 443, 80]
+    assert [check_address(url, False)[1] for url in usual] == [80, 443, 80]
     bad = "http://h:22/ http://h:8080/ ftp://h/ h/x javascript:x http:///x http://h:x/".split()
     for url in [*bad, ""]:
         with pytest.raises(ValueError, match=r"refused|Port could not be cast"):
-            checked(url, False)
-    assert checked("http://h:8080/", True)[1] == 8080
+            check_address(url, False)
+    assert check_address("http://h:8080/", True)[1] == 8080
 
 
 def test_an_address_with_spaces_and_foreign_letters_is_quoted_and_cannot_break_the_line(site):

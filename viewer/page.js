@@ -1,195 +1,385 @@
 "use strict";
-// The page of view.py. A step's trajectories are a script that is added when somebody looks;
-// of a group the JSON is parsed when one of its trajectories is opened.
+// The page of view.py: what RL did, then why. A step's trajectories are a script that is added when
+// somebody looks; the JSON of a group is parsed when one of its trajectories is opened.
 
 const $ = (id) => document.getElementById(id);
-const state = { run: 0, stage: 0, step: 0, group: 0, row: 0, token: -1, question: null, colour: "advantage" };
-const known = {}; // key -> {rows, groups} of a step that is loaded
+const state = { run: 0, at: 0, group: 0, row: 0, token: -1, question: null, wanted: null, colour: "advantage" };
+const loaded = {}; // key of a step -> {rows, groups, parsed}
+const waiting = {}; // key of a step -> what is done once it is loaded
 const COLOURS = ["advantage", "ratio", "probability", "surprise"];
-const STROKES = Array.from({ length: 8 }, (_, i) => `var(--s${i})`);
-const PANELS = [ // title, metrics; "prefix/" takes all below it
-  ["reward", ["reward", "reward/"]],
+const LARGE = [ // title, metrics; "prefix/" is every metric below it
+  ["reward", ["reward"]],
   ["exact match", ["em/"]],
+  ["share of questions searched for", ["searched/"]],
+  ["tokens per trajectory", ["model_tokens", "inserted_tokens"]],
+];
+const HEALTH = [
+  ["terms of the reward", ["reward/"]],
   ["searches per question", ["searches/"]],
-  ["fallbacks, refused", ["fallbacks", "rejected", "repeated"]],
+  ["fallbacks, rejected and repeated queries", ["fallbacks", "rejected", "repeated"]],
   ["what searches find", ["gold_recall", "documents_seen", "search_errors", "failed_rows"]],
   ["faults in what it writes", ["repetition", "malformed_tags", "truncated"]],
-  ["tokens per trajectory", ["model_tokens", "inserted_tokens"]],
-  ["groups of equal rewards, clipped", ["frac_reward_zero_std", "clip_fraction"]],
+  ["groups of equal rewards, clipped tokens", ["frac_reward_zero_std", "clip_fraction"]],
   ["gradient norm", ["grad_norm"]],
-  ["entropy_mc", ["entropy_mc"]],
+  ["entropy", ["entropy_mc"]],
   ["KL to the reference", ["k1", "k2", "k3"]],
+  ["log-probs of sampling and of scoring", ["logprob_gap", "logprob_gap_max"]],
   ["seconds", ["rollout_seconds", "search_seconds", "reward_seconds", "update_seconds"]],
 ];
 let all = [];
+let words = {}; // metric -> the sentence that explains it
 
 // ------------------------------------------------------------------------------------- elements
+const SVG = ["svg", "path", "line", "rect", "text", "g", "title"];
 function el(name, attributes = {}, ...children) {
-  const svg = ["svg", "path", "line", "title"].includes(name);
-  const node = svg ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);
+  const node = SVG.includes(name) ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
     if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
     else if (value !== false && value !== undefined) node.setAttribute(key, value);
   }
-  for (const child of children.flat()) if (child !== "" && child !== null) node.append(child);
+  for (const child of children.flat()) if (child !== "" && child !== null && child !== undefined) node.append(child);
   return node;
 }
-const fill = (node, ...children) => node.replaceChildren(...children.filter((child) => child !== ""));
+const fill = (node, ...children) => node.replaceChildren(...children.flat().filter((child) => child !== "" && child !== null));
 // What would move the cursor, ring a bell or turn the line around is shown as a sign.
 const plain = (text) => String(text).replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, "␦");
 const number = (x, digits = 3) => (x === null || x === undefined ? "–" : Number(x).toPrecision(digits).replace(/\.?0+(e|$)/, "$1"));
-const signed = (x) => (x > 0 ? "+" : "") + number(x);
+const signed = (x, digits = 3) => (x > 0 ? "+" : "") + number(x, digits);
+const percent = (x) => `${Math.round(100 * x)}\u00a0%`;
+const mean = (values) => values.reduce((sum, x) => sum + x, 0) / values.length;
+const explained = (name) => words[name] ?? words[`${name.split("/")[0]}/KIND`] ?? words[name.split("/")[0]];
 
 // ------------------------------------------------------------------------------------------ data
-function runs(told) { // data/index.js calls it
-  all = told;
+function runs(given, sentences = {}) { // data/index.js calls it
+  [all, words] = [given, sentences];
   start();
 }
 function step(key, rows, groups) { // data/RUN-STAGE-STEP.js
-  known[key] = { rows, groups, parsed: {} };
-  if (all.length && key === keyOf(state.step)) showStep();
+  loaded[key] = { rows, groups, parsed: {} };
+  for (const then of waiting[key] ?? []) then();
+  delete waiting[key];
 }
 const run = () => all[state.run];
-const stage = () => run().stages[state.stage];
-const keyOf = (number) => `${stage().key}-${number}`;
+const places = () => run().stages.flatMap((s, i) => s.steps.map((number) => ({ stage: i, step: number }))); // the steps that are kept
+const here = () => places()[state.at] ?? { stage: Math.max(0, run().stages.length - 1), step: -1 };
+const stage = () => run().stages[here().stage];
+const keyOf = ({ stage, step }) => `${run().stages[stage].key}-${step}`;
+const shownStep = () => loaded[keyOf(here())];
+const metricsOf = (place) => run().stages[place.stage].metrics.find((m) => m.step === place.step) ?? {};
+const allMetrics = (its) => its.stages.flatMap((s) => s.metrics);
+const xOf = (place) => run().stages.slice(0, place.stage).reduce((sum, s) => sum + s.metrics.length, 0) + run().stages[place.stage].metrics.findIndex((m) => m.step === place.step);
 
-function load(number) {
-  state.step = number;
-  if (known[keyOf(number)]) return showStep();
-  fill($("groups"), el("p", { class: "pale" }, "loading"));
-  const script = el("script", { src: `data/${encodeURIComponent(keyOf(number))}.js` });
-  script.onerror = () => fill($("groups"), el("p", {}, `the file of step ${number} is missing: write the page again`));
+function withStep(place, then) { // calls `then` once the step's trajectories are there
+  const key = keyOf(place);
+  if (loaded[key]) return then();
+  (waiting[key] ??= []).push(then);
+  if (waiting[key].length > 1) return;
+  const script = el("script", { src: `data/${encodeURIComponent(key)}.js` });
+  script.onerror = () => fill($("groups"), el("p", {}, `the file of step ${place.step} is missing: write the page again`));
   document.body.append(script);
 }
-function trajectories(group) {
-  const step = known[keyOf(state.step)];
-  return (step.parsed[group] ??= JSON.parse(step.groups[group]));
+function trajectories(group, from = shownStep()) {
+  return (from.parsed[group] ??= JSON.parse(from.groups[group]));
 }
 const value = (record, name, n) => { // one number stands for all sampled tokens; π_old is often what sampled
   const its = record[name] ?? (name === "old" ? record.sampled : undefined);
   return Array.isArray(its) ? its[n] ?? null : its === undefined || !record.mask[n] ? null : its;
 };
 
+// ------------------------------------------------------------------------------------- headline
+function showHeadline() {
+  const [first, last] = [run().stages[0], run().stages.at(-1)];
+  const about = last?.about ?? {};
+  const facts = [about.recipe, about.algorithm, about.model, about.data, about.corpus].filter(Boolean);
+  $("about").textContent = facts.join(" · ");
+  const metrics = allMetrics(run());
+  if (!metrics.length) return ($("headline").textContent = first?.steps.length ? "Questions and answers of a session" : "Trajectories");
+  const change = (name) => {
+    const values = metrics.map((m) => m[name]).filter(Number.isFinite);
+    const some = Math.max(1, Math.min(3, Math.floor(values.length / 2)));
+    return values.length > 1 ? [mean(values.slice(0, some)), mean(values.slice(-some))] : null;
+  };
+  const kinds = kindsOf(metrics, "searched/").map((kind) => [kind, change(`searched/${kind}`)]).filter(([, its]) => its);
+  kinds.sort(([, a], [, b]) => b[1] - b[0] - (a[1] - a[0]));
+  const chosen = kinds.length > 1 ? [kinds[0], kinds.at(-1)] : kinds;
+  const searched = chosen.map(([kind, [a, b]]) => `${kind.replaceAll("_", " ")} questions ${percent(a)} → ${percent(b)}`);
+  const [em, reward] = [change("em"), change("reward")];
+  const sentence = [searched.length ? `searches for ${searched.join(", for ")}` : "", em ? `exact match ${number(em[0], 2)} → ${number(em[1], 2)}` : "",
+    !em && !searched.length && reward ? `reward ${number(reward[0])} → ${number(reward[1])}` : ""].filter(Boolean).join("; ");
+  $("headline").textContent = sentence ? sentence[0].toUpperCase() + sentence.slice(1) : `${metrics.length} steps`;
+}
+const kindsOf = (metrics, prefix) => [...new Set(metrics.flatMap(Object.keys))].filter((name) => name.startsWith(prefix)).map((name) => name.slice(prefix.length)).sort();
+
+// ------------------------------------------------------------------------- one question, three moments
+function moments() { // the kept steps where one question is seen before, when most is searched, and at the end
+  const kept = places();
+  if (kept.length < 3) return null;
+  const searches = kept.map((place) => metricsOf(place).searches ?? 0);
+  const wanted = [0, searches.indexOf(Math.max(...searches)), kept.length - 1];
+  const when = new Map(); // question -> its places
+  kept.forEach(({ stage, step }, i) => {
+    for (const [question, right] of Object.entries(run().stages[stage].asked)) if (step in right) when.set(question, [...(when.get(question) ?? []), [i, right[step]]]);
+  });
+  let best = null;
+  for (const [question, at] of when) {
+    const nearest = wanted.map((x) => at.reduce((a, b) => (Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a)));
+    // Near in time, and right where most answers of its step are right: it shows what happened.
+    const far = nearest.reduce((sum, [x, right], i) => sum + (2 * Math.abs(x - wanted[i])) / kept.length + Math.abs(Math.round(right) - Math.round(metricsOf(kept[x]).em ?? right)), 0);
+    if (new Set(nearest.map(([x]) => x)).size === 3 && (!best || far < best.far)) best = { question, at: nearest.map(([x]) => x), far };
+  }
+  return best;
+}
+function showMoments() {
+  const found = moments();
+  $("moments").hidden = !found;
+  if (!found) return fill($("moments"));
+  const names = ["Before", "Most searches", "The end"];
+  const cards = found.at.map((at, i) => {
+    const place = places()[at];
+    const body = el("div", { class: "story" }, "loading");
+    withStep(place, () => fill(body, ...story(place, found.question)));
+    const title = `${names[i]}: ${run().stages[place.stage].name}, step ${place.step}`;
+    return el("article", {}, el("button", { class: "moment", "data-at": at, onclick: () => ((state.question = found.question), go(at)) }, title), body);
+  });
+  fill($("moments"), el("h2", {}, "One question at three moments: ", el("em", {}, plain(found.question))), el("div", { class: "cards" }, ...cards));
+}
+function story(place, question) { // the middle trajectory of the question's group, by reward
+  const from = loaded[keyOf(place)];
+  const group = from.rows.find((row) => row.question === question)?.group;
+  const rows = from.rows.filter((row) => row.group === group).sort((a, b) => a.reward - b.reward);
+  const line = rows[Math.floor(rows.length / 2)];
+  const record = line && trajectories(line.group, from).find((its) => its.row === line.row);
+  if (!record) return [el("p", { class: "pale" }, "not kept")];
+  const verdict = el("p", { class: line.correct ? "good" : "bad" }, `${line.correct ? "✓" : "✗"} ${plain(line.answer ?? "no answer")}, reward ${signed(line.reward)}`);
+  return [el("div", { class: "text" }, ...readable(record)), verdict];
+}
+function readBy(writers, searches) { // is the next block of the environment a search? A fallback has a notice in its block
+  const found = writers.shift() === "documents" && searches.length > 0;
+  if (found && searches[0].fallback && writers[0] === "notice") writers.shift();
+  return found;
+}
+const TAG = /<\/?\|?[a-z_]+\|?>|\\boxed\{|\}/;
+function readable(record) { // the response for reading: queries as pills, documents as cards, tags pale
+  const searches = [...record.searches];
+  const writers = [...record.writers];
+  return pieces(record).flatMap(({ mask, from, to }) => {
+    let text = record.tokens.slice(from, to).join("");
+    const query = searches[0] ? text.lastIndexOf(searches[0].query) : -1;
+    if (mask && query >= 0) text = text.slice(0, query).replace(/<[^<>]*>\s*$/, ""); // it is the pill that follows
+    if (!mask) return readBy(writers, searches) ? documentCards(searches.shift()) : el("p", { class: "pale" }, plain(text).trim());
+    return plain(text).replace(/\s*\n\s*/g, "\n").split(new RegExp(`(${TAG.source})`)).map((part) => (TAG.test(part) ? el("span", { class: "tag" }, part) : part));
+  });
+}
+function documentCards(search) {
+  const state = search.error ? `failed: ${search.error}` : search.fallback ? "fallback" : "";
+  const cards = search.documents.slice(0, 2).map(([title, body]) => el("div", { class: "document" }, title ? el("b", {}, plain(title)) : "", ` ${plain(body).slice(0, 160)}`));
+  return el("div", {}, el("span", { class: "pill" }, `⌕ ${plain(search.query)}`), state ? el("span", { class: "pale" }, ` ${plain(state)}`) : "", ...cards);
+}
+
 // ---------------------------------------------------------------------------------------- curves
-function series(metrics, wanted) {
+function named(metrics, wanted) {
   const names = new Set(metrics.flatMap(Object.keys));
   return [...names].filter((name) => wanted.some((w) => (w.endsWith("/") ? name.startsWith(w) : name === w))).sort();
 }
-function curve([title, wanted]) {
-  const chosen = all.length > 1 ? all : [run()];
-  const lines = [];
-  let [low, high, length] = [Infinity, -Infinity, 1];
-  chosen.forEach((its, i) => {
-    const metrics = its.stages.flatMap((s) => s.metrics);
-    for (const name of series(metrics, all.length > 1 ? wanted.slice(0, 1) : wanted)) {
-      const points = metrics.map((m, x) => [x, m[name]]).filter(([, y]) => Number.isFinite(y));
-      for (const [, y] of points) [low, high] = [Math.min(low, y), Math.max(high, y)];
-      lines.push({ label: all.length > 1 ? `${its.name} ${name}` : name.split("/").pop(), points, colour: STROKES[lines.length % STROKES.length] });
-    }
-    length = Math.max(length, metrics.length);
-  });
-  if (!lines.length) return null;
-  const height = high - low || 1;
-  const at = ([x, y]) => `${((x / Math.max(1, length - 1)) * 200).toFixed(1)},${(86 - ((y - low) / height) * 82).toFixed(1)}`;
-  const paths = lines.map((line) => el("path", { d: "M" + line.points.map(at).join("L"), fill: "none", style: `stroke:${line.colour}`, "stroke-width": 1.5, "vector-effect": "non-scaling-stroke" }, el("title", {}, line.label)));
-  const upright = (x, look) => el("line", { x1: (x / Math.max(1, length - 1)) * 200, x2: (x / Math.max(1, length - 1)) * 200, y1: 0, y2: 90, class: look, "vector-effect": "non-scaling-stroke" });
-  const begins = run().stages.map((_, i) => before(i)).slice(1);
-  const svg = el("svg", { viewBox: "0 0 200 90", preserveAspectRatio: "none", role: "img", "aria-label": `${title}, from ${number(low)} to ${number(high)}`,
-    onclick: (event) => jump(Math.round((event.offsetX / svg.clientWidth) * (length - 1))) }, ...paths, ...begins.map((x) => upright(x, "begins")), upright(before(state.stage) + place(), "here"));
-  const legend = lines.slice(0, 8).map((line) => el("span", { class: "legend" }, el("span", { style: `color:${line.colour}` }, "■ "), line.label));
-  return el("figure", {}, svg, el("figcaption", {}, `${title} (${number(low)} to ${number(high)})`, ...legend));
+const points = (metrics, name) => metrics.map((m, x) => [x, m[name]]).filter(([, y]) => Number.isFinite(y));
+const smooth = (line) => line.map(([x], i) => [x, mean(line.slice(Math.max(0, i - 4), i + 1).map(([, y]) => y))]);
+function colourOf(name) { // a kind of question has one colour everywhere
+  const [prefix, kind] = name.split("/");
+  if (["em", "searched", "searches"].includes(prefix) && kind) {
+    const kinds = [...new Set(all.flatMap((its) => ["em/", "searched/"].flatMap((p) => kindsOf(allMetrics(its), p))))].sort();
+    return `var(--s${kinds.indexOf(kind) % 8})`;
+  }
+  return null;
 }
-const before = (i) => run().stages.slice(0, i).reduce((sum, s) => sum + s.metrics.length, 0); // steps of earlier stages
-const place = () => stage().metrics.findIndex((m) => m.step === state.step);
+function linesOf(wanted) { // [title or null, lines] per panel: several runs get a panel per metric
+  if (all.length === 1) {
+    const metrics = allMetrics(run());
+    const names = named(metrics, wanted);
+    return [[null, names.map((name, i) => ({ name, label: name.split("/").pop().replaceAll("_", " "), line: points(metrics, name), colour: colourOf(name) ?? `var(--s${i % 8})` }))]];
+  }
+  const names = [...new Set(all.flatMap((its) => named(allMetrics(its), wanted)))].sort();
+  return names.map((name) => [name, all.map((its, i) => ({ name, label: its.name, line: points(allMetrics(its), name), colour: `var(--s${i % 8})` }))]);
+}
+function ticks(low, high) { // about four round numbers
+  const rough = (high - low) / 3;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const size = [1, 2, 5, 10].map((x) => x * power).find((x) => x >= rough * 0.999);
+  const first = Math.ceil(low / size - 1e-9);
+  return Array.from({ length: Math.floor(high / size + 1e-9) - first + 1 }, (_, i) => (first + i) * size);
+}
+const [WIDE, HIGH, LEFT, RIGHT, TOP, BOTTOM] = [420, 220, 38, 106, 18, 24];
+function chart(title, lines) {
+  const drawn = lines.filter(({ line }) => line.length);
+  if (!drawn.length) return null;
+  const ys = drawn.flatMap(({ line }) => line.map(([, y]) => y));
+  let [low, high] = [Math.min(...ys), Math.max(...ys)];
+  const size = Math.max(Math.abs(low), Math.abs(high)) || 1;
+  if (high - low < 0.01 * size) [low, high] = [low - size / 2, high + size / 2]; // nothing moves: a flat line
+  const length = Math.max(2, ...all.map((its) => allMetrics(its).length));
+  const px = (x) => LEFT + (x / (length - 1)) * (WIDE - LEFT - RIGHT);
+  const py = (y) => HIGH - BOTTOM - ((y - low) / (high - low)) * (HIGH - TOP - BOTTOM);
+  const path = (line) => "M" + line.map(([x, y]) => `${px(x).toFixed(1)},${py(y).toFixed(1)}`).join("L");
+  const grid = ticks(low, high).map((y) => el("g", { class: "tick" }, el("line", { x1: LEFT, x2: WIDE - RIGHT, y1: py(y), y2: py(y) }), el("text", { x: LEFT - 5, y: py(y) + 4, "text-anchor": "end" }, number(y))));
+  const below = ticks(0, length - 1).filter(Number.isInteger).map((x) => el("text", { class: "x", x: px(x), y: HIGH - 8, "text-anchor": "middle" }, x));
+  const labels = drawn.map(({ label, line, colour }) => ({ label, colour, y: py(smooth(line).at(-1)[1]) + 4 })).sort((a, b) => a.y - b.y);
+  labels.forEach((its, i) => (its.y = i ? Math.max(its.y, labels[i - 1].y + 13) : its.y)); // names do not overlap
+  const svg = el("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, role: "img", "aria-label": `${title}, from ${number(Math.min(...ys))} to ${number(Math.max(...ys))}`,
+    onclick: (event) => jump(xAt(event, svg, length)), onmousemove: (event) => crosshair(xAt(event, svg, length)), onmouseleave: () => crosshair(null) },
+    ...shades(px), ...grid, ...below,
+    ...drawn.map(({ line, colour }) => el("path", { class: "raw", d: path(line), style: `stroke:${colour}` })),
+    ...drawn.map(({ name, line, colour }) => el("path", { class: "smooth", "data-metric": name, d: path(smooth(line)), style: `stroke:${colour}` })),
+    ...labels.map(({ label, colour, y }) => el("text", { x: WIDE - RIGHT + 6, y, style: `fill:${colour}` }, label.slice(0, 18))),
+    el("line", { class: "here", y1: TOP, y2: HIGH - BOTTOM }), el("line", { class: "cross", y1: TOP, y2: HIGH - BOTTOM, visibility: "hidden" }));
+  const figure = el("figure", {}, el("figcaption", { title: drawn.map(({ name }) => explained(name)).find(Boolean) ?? false }, title, el("output", {})), svg);
+  Object.assign(figure, { px, drawn, digits: 3 });
+  return figure;
+}
+function shades(px) { // every second stage is shaded, and each is named
+  let begin = 0;
+  return run().stages.map((s, i) => {
+    const [from, to] = [px(begin), px(Math.max(begin, begin + s.metrics.length - 1))];
+    begin += s.metrics.length;
+    return el("g", { class: "stage" }, i % 2 ? el("rect", { x: from, y: TOP, width: Math.max(0, to - from), height: HIGH - TOP - BOTTOM }) : "", el("text", { x: from + 3, y: TOP - 5 }, s.name));
+  });
+}
+const xAt = (event, svg, length) => {
+  const box = svg.getBoundingClientRect();
+  const x = ((event.clientX - box.left) / box.width) * WIDE;
+  return Math.max(0, Math.min(length - 1, Math.round(((x - LEFT) / (WIDE - LEFT - RIGHT)) * (length - 1))));
+};
+const figures = () => document.querySelectorAll("#curves figure, #health[open] figure");
+function crosshair(x) { // the values of one step over all curves
+  for (const figure of figures()) {
+    const cross = figure.querySelector(".cross");
+    cross.setAttribute("visibility", x === null ? "hidden" : "visible");
+    const values = x === null ? [] : figure.drawn.map(({ label, line }) => [label, line.find(([at]) => at === x)]).filter(([, point]) => point);
+    figure.querySelector("output").textContent = values.map(([label, [, y]]) => `${label} ${number(y)}`).join(", ");
+    if (x !== null) for (const end of ["x1", "x2"]) cross.setAttribute(end, figure.px(x));
+  }
+}
 function jump(x) { // to the kept step that is nearest
-  let number = x;
-  const i = run().stages.findIndex((s) => (number < s.metrics.length ? true : ((number -= s.metrics.length), false)));
-  if (i < 0) return;
-  state.stage = i;
-  $("stage").value = i;
-  const steps = stage().steps;
-  if (steps.length) go(steps.reduce((a, b) => (Math.abs(b - number) < Math.abs(a - number) ? b : a)));
+  const xs = places().map(xOf);
+  if (xs.length) go(xs.reduce((best, its, i) => (Math.abs(its - x) < Math.abs(xs[best] - x) ? i : best), 0));
+}
+function panels(list) {
+  return list.flatMap(([title, wanted]) => linesOf(wanted).map(([name, lines]) => chart(name ? `${title}: ${name}` : title, lines))).filter(Boolean);
 }
 function showCurves() {
-  fill($("curves"), ...PANELS.map(curve).filter(Boolean));
-  fill($("alarms"), ...alarms(run().stages).map(([x, where, said]) =>
-    el("li", {}, el("button", { onclick: () => jump(x) }, where), ` ${plain(said)}`)));
+  fill($("curves"), ...panels(LARGE));
+  $("health").hidden = !allMetrics(run()).length;
+  const metrics = allMetrics(run());
+  const names = HEALTH.flatMap(([, wanted]) => named(metrics, wanted));
+  const zero = all.length > 1 ? [] : names.filter((name) => points(metrics, name).every(([, y]) => y === 0));
+  const rest = HEALTH.map(([title, wanted]) => [title, named(metrics, wanted).filter((name) => !zero.includes(name))]);
+  const draw = () => fill($("health").querySelector("div"), zero.length ? el("p", { class: "pale zero" }, `All zero: ${zero.join(", ")}`) : "", el("div", { class: "figures" }, ...panels(all.length > 1 ? HEALTH : rest)), mark());
+  $("health").ontoggle = () => $("health").open && draw();
+  if ($("health").open) draw();
+  fill($("alarms"), ...alarms(run().stages).map(([x, where, message]) =>
+    el("li", {}, el("button", { onclick: () => jump(x) }, where), ` ${plain(message)}`)));
 }
-function alarms(stages) { // [place among all steps, its name, what is said]
+function alarms(stages) { // [place among all steps, its name, the message]
   const steps = stages.flatMap((s) => s.metrics.map((m) => [`${s.name}, step ${m.step}`, m.alarms ?? {}]));
-  return steps.flatMap(([where, raised], x) => Object.values(raised).map((said) => [x, where, said]));
+  return steps.flatMap(([where, raised], x) => Object.values(raised).map((message) => [x, where, message]));
+}
+function mark() { // the step that is shown, on every curve
+  const x = places().length ? xOf(here()) : 0;
+  for (const figure of figures()) for (const end of ["x1", "x2"]) figure.querySelector(".here").setAttribute(end, figure.px(Math.max(0, x)));
+  return null;
 }
 
 // ------------------------------------------------------------------------------------- a step
-function go(number) {
-  const i = Math.max(0, stage().steps.indexOf(number));
-  $("slider").max = Math.max(0, stage().steps.length - 1);
-  $("slider").value = i;
-  state.step = stage().steps[i] ?? state.step;
-  showCurves();
-  $("missing").textContent = stage().missing.join("; ");
-  if (stage().steps.length) return load(stage().steps[i]);
-  fill($("groups"), el("p", {}, "no trajectories were kept here: train with --groups_kept"));
-  fill($("one"));
-}
-function neighbour(by) {
-  const steps = stage().steps;
-  const next = steps[steps.indexOf(state.step) + by];
-  if (next !== undefined) go(next);
+function go(at) {
+  const kept = places();
+  state.at = Math.max(0, Math.min(kept.length - 1, at));
+  $("slider").max = Math.max(0, kept.length - 1);
+  $("slider").value = state.at;
+  $("missing").textContent = run().stages.flatMap((s) => s.missing).join("; ");
+  mark();
+  for (const button of document.querySelectorAll(".moment")) button.setAttribute("aria-current", Number(button.dataset.at) === state.at);
+  if (!kept.length) {
+    for (const id of ["one", "group"]) fill($(id));
+    return fill($("groups"), el("p", {}, "no trajectories were kept here: train with --groups_kept"));
+  }
+  const asked = state.at;
+  withStep(here(), () => asked === state.at && showStep());
 }
 function showStep() {
-  const metrics = stage().metrics[place()] || {};
-  const told = ["reward", "em", "searched", "searches", "fallbacks", "frac_reward_zero_std", "grad_norm", "clip_fraction", "entropy_mc"];
-  $("step-numbers").textContent = `${stage().name}, step ${state.step}: ` + told.filter((n) => Number.isFinite(metrics[n])).map((n) => `${n} ${number(metrics[n])}`).join("  ·  ");
-  const rows = known[keyOf(state.step)].rows; // the question that was asked for, or a group that teaches something
-  const its = rows.find((row) => row.question === state.question) ?? rows.find((row) => rows.some((r) => r.group === row.group && r.reward !== row.reward)) ?? rows[0];
-  [state.group, state.row, state.token, state.question] = [its.group, its.row, -1, null];
-  showGroups();
-  showOne();
+  const metrics = metricsOf(here());
+  const names = ["reward", "em", "searched", "searches", "fallbacks", "frac_reward_zero_std", "grad_norm", "clip_fraction", "entropy_mc"].filter((n) => Number.isFinite(metrics[n]));
+  fill($("step-numbers"), `${stage().name}, step ${here().step}: `, ...names.map((n, i) => el("span", { title: explained(n) ?? false }, `${i ? "  ·  " : ""}${n} ${number(metrics[n])}`)));
+  const { rows } = shownStep(); // the question that was asked for, or a group that teaches something
+  const wanted = state.wanted && rows.find((row) => row.group === state.wanted.group && row.row === state.wanted.row);
+  const its = wanted ?? rows.find((row) => row.question === state.question) ?? rows.find((row) => rows.some((r) => r.group === row.group && r.reward !== row.reward)) ?? rows[0];
+  [state.question, state.wanted] = [null, null];
+  choose(its.group, its.row);
 }
+const paid = (row) => Object.keys(row.rewards).length > 0;
+const verdict = (row) => (row.golds ? (row.correct ? "right" : "wrong") : ""); // nobody knows without a gold answer
 function passes(row) {
   const form = $("filters").elements;
-  const words = form.text.value.toLowerCase();
   const text = `${row.question} ${row.answer ?? ""}`.toLowerCase();
   return (!form.wrong.checked || !row.correct) && (!form.fallback.checked || row.fallback) && (!form.silent.checked || !row.searches)
-    && (!form.fault.checked || row.fault) && (!form.repeated.checked || row.repeated) && (!words || text.includes(words));
+    && (!form.fault.checked || row.fault) && (!form.repeated.checked || row.repeated) && text.includes(form.text.value.toLowerCase());
 }
 function showGroups() {
-  const rows = known[keyOf(state.step)].rows;
+  const { rows } = shownStep();
   const shown = rows.filter(passes);
+  $("wrong").hidden = !rows.some((row) => row.golds);
   $("found").textContent = shown.length === rows.length ? `${rows.length} trajectories` : `${shown.length} of ${rows.length} trajectories`;
-  const groups = Map.groupBy ? Map.groupBy(shown, (row) => row.group) : grouped(shown);
+  const groups = new Map();
+  for (const row of shown) groups.set(row.group, [...(groups.get(row.group) ?? []), row]);
   fill($("groups"), ...[...groups].map(([group, some]) => el("div", { class: "group" },
     el("div", {}, plain(some[0].question)),
-    el("div", { class: "pale" }, `gold ${plain(some[0].golds)}${some[0].kind ? `, ${some[0].kind}` : ""}${some[0].trained ? "" : ", not trained on"}`),
+    el("div", { class: "pale" }, `gold ${plain(some[0].golds || "unknown")}${some[0].kind ? `, ${some[0].kind}` : ""}${some[0].trained ? "" : ", not trained on"}`),
     el("div", { class: "rows" }, ...some.map((row) => el("button", {
-      class: row.correct ? "right" : "", "aria-current": group === state.group && row.row === state.row,
+      class: verdict(row), "aria-current": group === state.group && row.row === state.row,
       title: `answer ${plain(row.answer ?? "none")}, ${row.searches} searches, ended by ${row.stop_reason}`,
       onclick: () => choose(group, row.row),
-    }, `${Object.keys(row.rewards).length ? signed(row.reward) : plain(row.answer ?? "none")}${"⌕".repeat(Math.min(4, row.searches))}`))))));
-}
-function grouped(rows) {
-  const found = new Map();
-  for (const row of rows) found.set(row.group, [...(found.get(row.group) || []), row]);
-  return found;
+    }, `${paid(row) ? signed(row.reward) : plain(row.answer ?? "none")}${"⌕".repeat(Math.min(4, row.searches))}`))))));
 }
 function choose(group, row) {
-  [state.group, state.row, state.token] = [group, row, -1];
+  [state.group, state.row] = [group, row];
+  state.token = chosen()?.mask.indexOf(1) ?? -1;
+  history.replaceState(null, "", `#${stage().name}-${here().step}-${group}-${row}`);
   showGroups();
   showOne();
 }
 function walk(by) { // to the next trajectory that passes the filters
-  const rows = known[keyOf(state.step)]?.rows.filter(passes) ?? [];
-  const i = rows.findIndex((row) => row.group === state.group && row.row === state.row);
-  const next = rows[i + by];
-  if (!next) return;
-  choose(next.group, next.row);
-  document.querySelector("#groups [aria-current=true]").scrollIntoView({ block: "nearest" });
+  const rows = shownStep()?.rows.filter(passes) ?? [];
+  const next = rows[rows.findIndex((row) => row.group === state.group && row.row === state.row) + by];
+  if (next) choose(next.group, next.row);
+}
+
+// ------------------------------------------------------------------------------------ the group
+function showGroup(record) {
+  const rows = shownStep().rows.filter((row) => row.group === state.group);
+  const strips = trajectories(state.group).map((its) => {
+    const row = rows.find((line) => line.row === its.row);
+    const a = value(its, "advantages", its.mask.indexOf(1));
+    const strip = pieces(its).flatMap(({ mask, from, to }) => (mask
+      ? its.tokens.slice(from, to).map((_, i) => el("i", { style: `background:${shade(its, from + i)}` }))
+      : [el("i", { class: "search", style: `flex-grow:${(to - from) / 4}` }, "⌕")]));
+    return el("button", { class: `strip ${verdict(row)}`, "aria-current": its.row === state.row, onclick: () => choose(state.group, its.row), title: plain(its.answer ?? "no answer") },
+      el("span", { class: "tokens-of" }, ...strip), el("span", { class: "numbers" }, verdict(row) ? el("b", {}, its.correct ? "✓" : "✗") : "", paid(row) ? ` ${signed(row.reward)}` : "", a === null ? "" : `  A ${signed(a)}`));
+  });
+  fill($("group"), rows.length > 1 ? el("h2", {}, `The group: ${rows.length} answers to this question`) : "", chain(record, rows), rows.length > 1 ? el("div", { class: "strips" }, ...strips) : "");
+}
+function chain(record, rows) { // from the reward to the loss, in numbers
+  const row = rows.find((line) => line.row === record.row);
+  const its = state.token < 0 ? null : lossOf(record, state.token, stage().settings);
+  if (!paid(row) || rows.length < 2) return "";
+  const centre = mean(rows.map((line) => Number(line.reward)));
+  const deviation = Math.sqrt(rows.reduce((sum, line) => sum + (line.reward - centre) ** 2, 0) / (rows.length - 1));
+  const links = [["reward", number(row.reward)], ["minus the group's mean", `${number(row.reward)} − ${number(centre)} = ${signed(row.reward - centre)}`],
+    ["over the deviation", deviation > 1e-6 ? `/ ${number(deviation)} = ${signed((row.reward - centre) / deviation)}` : "all rewards are equal: 0"]];
+  if (its) links.push([stage().about?.algorithm?.startsWith("reinforce") ? "over the batch's deviation: A" : "advantage A", signed(its.advantage)], ["ratio r", `${number(its.ratio, 4)}${its.ratio === its.clipped ? "" : `, clipped to ${number(its.clipped, 4)}`}`],
+    ["weight", number(its.weight)], ["loss", number(its.loss)]);
+  return el("ol", { class: "chain" }, ...links.map(([name, text]) => el("li", {}, el("span", { class: "pale" }, name), el("b", {}, text))));
 }
 
 // ------------------------------------------------------------------------------- a trajectory
 function chosen() {
-  const step = known[keyOf(state.step)];
+  const step = shownStep();
   return step && step.groups.length ? trajectories(state.group).find((record) => record.row === state.row) : null;
 }
 function shade(record, n) {
@@ -201,6 +391,12 @@ function shade(record, n) {
   if (state.colour === "ratio") return p === null || old === null ? "" : tint(p > old ? plus : minus, Math.abs(p - old) * 2);
   if (p === null) return "";
   return state.colour === "probability" ? tint(scale, Math.exp(p) * 0.5) : tint(minus, -p * 0.2);
+}
+const SCALES = { advantage: ["minus", "plus", "made less likely", "made more likely"], ratio: ["minus", "plus", "became less likely", "became more likely"], probability: [null, "scale", "probability 0", "1"], surprise: [null, "minus", "expected", "a surprise"] };
+function showScale() {
+  const [from, to, left, right] = SCALES[state.colour];
+  const ends = [from ? `rgba(var(--${from}), .55)` : "transparent", "transparent", `rgba(var(--${to}), .55)`];
+  fill($("scale"), el("span", {}, left), el("i", { style: `background:linear-gradient(to right, ${ends.join(",")})` }), el("span", {}, right));
 }
 function pieces(record) { // runs of tokens by one writer
   const found = [];
@@ -224,6 +420,7 @@ function showOne() {
   try {
     const record = chosen();
     fill($("one"), ...(record ? partsOf(record) : []));
+    showScale();
     showToken();
   } catch (error) { // fields that are missing, or of another type
     fill($("one"), el("p", { class: "bad" }, plain(`this trajectory is damaged: ${error.message}`)));
@@ -235,23 +432,25 @@ function partsOf(record) {
   const body = pieces(record).map(({ mask, from, to }) => {
     if (mask) return el("span", {}, record.tokens.slice(from, to).map((text, i) => tokenSpan(record, text, from + i)));
     const text = record.tokens.slice(from, to).join("");
-    return writers.shift() === "documents" && searches.length ? searchBlock(searches.shift(), text) : outside(text, "written by the environment: outside the loss");
+    return readBy(writers, searches) ? searchBlock(searches.shift(), text) : outside(text, "written by the environment: outside the loss");
   });
-  const terms = Object.entries(record.rewards).map(([name, value]) => el("tr", {}, el("td", {}, name), el("td", {}, signed(value))));
+  const terms = Object.entries(record.rewards).map(([name, value]) => el("tr", {}, el("td", { title: explained(`reward/${name}`) ?? false }, name), el("td", {}, signed(value))));
   const total = Object.values(record.rewards).reduce((sum, value) => sum + Number(value), 0); // NaN is a string in JSON
-  const others = (Object.hasOwn(stage().asked, record.question) ? stage().asked[record.question] : []).filter((number) => number !== state.step);
-  const link = (number) => el("button", { onclick: () => ((state.question = record.question), go(number)) }, number);
+  const others = run().stages.flatMap((s, i) => (Object.hasOwn(s.asked, record.question) ? Object.keys(s.asked[record.question]) : []).map((step) => ({ stage: i, step: Number(step) })));
+  const link = ({ stage, step }) => el("button", { onclick: () => ((state.question = record.question), go(places().findIndex((p) => p.stage === stage && p.step === step))) }, others.some((o) => o.stage !== stage) ? `${run().stages[stage].name}: ${step}` : step);
+  const elsewhere = others.filter((o) => o.stage !== here().stage || o.step !== here().step);
   const cut = record.mask.length === record.tokens.length ? "" : "tokens and mask differ in length: only the tokens that have a mask are shown";
+  const golds = record.golds.join(" | ");
   return [
     el("h2", {}, plain(record.question)),
     cut && el("p", { class: "bad" }, cut),
-    others.length ? el("p", { class: "pale rows" }, "also asked in step ", ...others.map(link)) : "",
-    el("p", {}, "gold ", el("b", {}, plain(record.golds.join(" | ") || "unknown")), ", answer ",
-      el("b", { class: record.correct ? "good" : "bad" }, plain(record.answer ?? "none")),
+    el("p", {}, "gold ", el("b", {}, plain(golds || "unknown")), ", answer ",
+      el("b", { class: golds ? (record.correct ? "good" : "bad") : "" }, plain(record.answer ?? "none")),
       el("span", { class: "pale" }, `, ended by ${record.stop_reason}${record.may_search ? "" : ", may not search"}`)),
     el("div", { class: "tokens", onclick: (event) => event.target.dataset.n && pick(Number(event.target.dataset.n)) }, outside(record.prompt, "prompt: outside the loss", false), ...body),
     terms.length ? el("table", {}, ...terms, el("tr", {}, el("th", {}, "reward"), el("th", {}, signed(total)))) : "",
     ...record.rejected_queries.map(([reason, query]) => el("p", { class: "pale" }, `a query that was not run (${reason}): ${plain(query)}`)),
+    elsewhere.length ? el("p", { class: "pale rows" }, "also asked in step ", ...elsewhere.map(link)) : "",
   ];
 }
 function tokenSpan(record, text, n) {
@@ -286,13 +485,14 @@ function lossOf(record, n, s) {
 }
 function showToken() {
   const record = chosen();
+  if (record) showGroup(record);
   const n = state.token;
   $("token").hidden = !record || n < 0 || !record.mask[n];
   if ($("token").hidden) return;
   const s = stage().settings;
   const its = lossOf(record, n, s);
   const head = el("div", {}, el("b", {}, `“${plain(record.tokens[n])}”`), ` token ${n}, id ${record.ids[n]}, log p when sampled ${number(value(record, "sampled", n), 5)}`);
-  if (!its) return fill($("token"), head, el("p", { class: "pale" }, "not trained on"));
+  if (!its) return fill($("token"), el("h2", {}, "This token"), head, el("p", { class: "pale" }, "not trained on"));
   const lines = [
     `ratio r = exp(new − old) = exp(${number(its.now, 5)} − ${number(its.old, 5)}) = ${number(its.ratio, 5)}`,
     `clipped to [${number(1 - s.clip_low)}, ${number(1 + s.clip_high)}] = ${number(its.clipped, 5)}`,
@@ -300,24 +500,19 @@ function showToken() {
     ...(its.kl ? [`KL ${s.kl_coef} · ${s.kl_estimator === "k2" ? "r · k2" : s.kl_estimator} = ${number(its.kl, 5)}`] : []),
     `loss: weight · (${its.kl ? "KL " : ""}− min) = ${number(its.weight, 4)} · ${number(its.kl - its.surrogate, 5)} = ${number(its.loss, 5)}`,
   ];
-  fill($("token"), head, ...lines.map((line) => el("div", {}, el("code", {}, line))));
+  fill($("token"), el("h2", {}, "This token"), head, ...lines.map((line) => el("div", {}, el("code", {}, line))));
 }
 
 // --------------------------------------------------------------------------------- the beginning
-function choice(select, names, chosen, changed) {
-  fill(select, ...names.map((name, i) => el("option", { value: i }, name)));
-  select.value = chosen;
-  select.onchange = () => changed(Number(select.value));
-}
 function chooseRun(i) {
-  [state.run, state.stage] = [i, 0];
-  choice($("stage"), run().stages.map((s) => s.name), 0, chooseStage);
-  chooseStage(run().stages.length - 1);
-}
-function chooseStage(i) {
-  state.stage = i;
-  $("stage").value = i;
-  if (run().stages.length) go(stage().steps.at(-1));
+  state.run = i;
+  showHeadline();
+  showMoments();
+  showCurves();
+  const [, name, step, group, row] = location.hash.match(/^#(.+)-(\d+)-(\d+)-(\d+)$/) ?? [];
+  const linked = places().findIndex((place) => run().stages[place.stage].name === name && place.step === Number(step));
+  if (linked >= 0) state.wanted = { group: Number(group), row: Number(row) };
+  go(linked >= 0 ? linked : places().length - 1);
 }
 function theme(flip) {
   const dark = matchMedia("(prefers-color-scheme: dark)").matches;
@@ -329,16 +524,18 @@ function colourBy(name) {
   showOne();
 }
 const KEYS = {
-  ArrowLeft: () => neighbour(-1), ArrowRight: () => neighbour(1), ArrowUp: () => walk(-1), ArrowDown: () => walk(1),
+  ArrowLeft: () => go(state.at - 1), ArrowRight: () => go(state.at + 1), ArrowUp: () => walk(-1), ArrowDown: () => walk(1),
   ",": () => nextToken(-1), ".": () => nextToken(1), t: () => theme(true), "?": () => $("keys").click(), "/": () => $("filters").elements.text.focus(),
   c: () => colourBy(COLOURS[(COLOURS.indexOf(state.colour) + 1) % COLOURS.length]),
 };
 function start() {
   theme(false);
-  choice($("run"), all.map((its) => its.name), 0, chooseRun);
-  $("before").onclick = () => neighbour(-1);
-  $("after").onclick = () => neighbour(1);
-  $("slider").oninput = () => go(stage().steps[Number($("slider").value)]);
+  fill($("run"), ...all.map((its, i) => el("option", { value: i }, its.name)));
+  $("run").onchange = () => chooseRun(Number($("run").value));
+  $("which").hidden = all.length < 2;
+  $("before").onclick = () => go(state.at - 1);
+  $("after").onclick = () => go(state.at + 1);
+  $("slider").oninput = () => go(Number($("slider").value));
   $("colour").onchange = () => colourBy($("colour").value);
   $("theme").onclick = () => theme(true);
   $("keys").onclick = () => ($("help").hidden = !$("help").hidden);

@@ -1,4 +1,4 @@
-"""What the tiny world has to know of a paper, apart from torch: `papers.py` holds one per paper."""
+"""What the tiny world must know about a paper, without torch; `papers.py` has one per paper."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ MIX = {"one_hop": 0.24, "two_hop": 0.28, "unit": 0.20, "arithmetic": 0.18, "know
 
 @dataclass(frozen=True)
 class Tiny:
-    """What the tiny world has to know of a paper: the grammar of a trace, what is read and asked,
+    """What the tiny world must know about a paper: the grammar of a trace, what is read and asked,
     the flaws (they leave RL something to find; more of them hide the skill itself), the training.
 
     A template has gaps: {answer}; {asked}, the relation, " birthplace", or "" where none is read;
@@ -28,7 +28,7 @@ class Tiny:
     kinds: dict[str, float] = field(default_factory=MIX.copy)
     practice: float = 0.3  # traces that only read: nonsense facts, each asked for
     direct: float = 0.2  # of the others: with the sign of the prompt without retrieval
-    rejected: float = 0.2  # of these: behind a query that was refused, which no loss teaches
+    rejected: float = 0.2  # of these: after a query that was rejected, which is not trained on
     guess_at_once: tuple[float, float] = (0.2, 0.5)  # look-ups of one and of two hops, unsearched
     choice_without_loss: float = 0.96  # of those that search: no loss on the token that decides to
     bad_query: float = 0.2

@@ -48,7 +48,7 @@ make many mayor none of one product seat the was what where which who
 
 
 def word_pieces() -> list[str]:
-    """Every piece of plain text: known words with their leading space, and what stands within."""
+    """Returns every piece of plain text: known words with a leading space, and what is inside."""
     words = [*WORDS, *built_in.NAME_STARTS, *map(str, range(built_in.MAX_NUMBER)), *"?.+:"]
     words += [f"({i})" for i in range(1, 6)]
     bare = [*built_in.NAME_ENDS, *"?:.+", "\\boxed{", " \\boxed{", "}", "\n", "\n\n", " "]
@@ -61,7 +61,8 @@ MAY_SEARCH, DIRECT = "<may_search>", "<direct>"
 
 
 def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
-    """Word pieces that carry their leading space, so that decoding gives back the text.
+    """Makes a tokenizer of word pieces that include their leading space, so that decoding gives
+    back the text.
 
     A known word is one token; names are head + tail (cities, companies) or first + last (people).
     A tag or notice of `protocols` is one token (real tokenizers split it, and the rollout does not
@@ -97,7 +98,7 @@ def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
 
 # ---------------------------------------------------------------------------------------- the model
 def shape(vocab_size: int, width: int, heads: int, inner: int) -> dict:
-    """The fields of a config; texts have 100 tokens."""
+    """Returns the fields of a config; texts have about 100 tokens."""
     sizes = {"vocab_size": vocab_size, "hidden_size": width, "intermediate_size": inner}
     depth = {"num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": heads}
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}}
@@ -107,21 +108,21 @@ def shape(vocab_size: int, width: int, heads: int, inner: int) -> dict:
 
 
 def born(config, seed: int) -> torch.nn.Module:
-    """Random weights, and four heads that look back."""
+    """Returns a model with random weights and four heads that look back."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return look_back(AutoModelForCausalLM.from_config(config), (1, 1, 2, 2))
 
 
 def make_model(vocab_size: int, seed: int = 0, context: int = 256) -> torch.nn.Module:
-    """A Qwen2 of 0.48M parameters with random weights."""
+    """Returns a Qwen2 of 0.48M parameters with random weights."""
     sizes = shape(vocab_size, 128, 8, 384) | {"max_position_embeddings": context}
     return born(Qwen2Config(**sizes), seed)
 
 
 @torch.no_grad()
 def look_back(model: torch.nn.Module, offsets: tuple[int, ...]) -> torch.nn.Module:
-    """Head h of the first layer begins by attending to the token `offsets[h]` places back. Training
+    """Makes head h of the first layer attend to the token `offsets[h]` places back. Training
     may change it. Reading is matching a word with the one before it: a model this small learns to
     look one place back in about 400 steps; born with it, it reads after 200.
 
@@ -150,7 +151,7 @@ Passage = tuple[str, str]  # (title, text)
 
 @dataclass(frozen=True)
 class Hop:
-    """One search: its query, the passage it finds, and what the model notes of it."""
+    """One search: its query, the passage that it finds, and the note that the model writes."""
 
     query: str
     found: Passage
@@ -159,7 +160,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class Task:
-    """A question with the way to its answer, the value of `relation` where it is read."""
+    """A question with the hops to its answer, the value of `relation`."""
 
     question: str
     hops: tuple[Hop, ...]
@@ -169,7 +170,7 @@ class Task:
 
 
 class Tasks:
-    """Draws questions about facts that nobody keeps: a method per kind of question."""
+    """Draws questions about new facts, with a method per kind of question."""
 
     def __init__(self, world: World, seed: int):
         self.world, self.rng = world, random.Random(f"warm-up {seed}")
@@ -177,7 +178,7 @@ class Tasks:
         self.taken_units = {frozenset(unit[:2]) for units in world.units.values() for unit in units}
 
     def chain(self, kind: str) -> Task:
-        """From a name along the relations: what each leads to is what the next one is about."""
+        """Follows the relations from a name: the value of each is the subject of the next."""
         relations, template = self.rng.choice(list(built_in.LOOK_UPS[kind].items()))
         about, known = RELATIONS[relations[0]][0], kind == "known"
         name = self.rng.choice(self.world.entities["known" if known else "warmup"][about])
@@ -202,7 +203,7 @@ class Tasks:
         return Task(f"how many {small} are {n} {big} ?", (hop,), str(n * factor), guess)
 
     def arithmetic(self) -> Task:
-        """Its search finds nothing to the point."""
+        """A question whose search finds nothing relevant."""
         a, b = self.rng.choice(built_in.SUMS)
         return Task(f"what is {a} + {b} ?", (Hop(f"{a} + {b}", ("", "")),), str(a + b), "")
 
@@ -221,7 +222,7 @@ class Tasks:
         return self.passage(self.name(kind), facts, self.rng.choice(list(facts)))
 
     def nonsense(self, count: int) -> tuple[dict[str, str], list[Passage]]:
-        """Any relation has any value here: no guess by kind pays, all values are copied alike."""
+        """Any relation may have any value here, so guessing by kind does not help."""
         kinds, facts = [*built_in.ENTITIES, "country", "product"], {}
         for relation in self.rng.sample(list(RELATIONS), count):
             facts[relation] = self.value(self.rng.choice(kinds))
@@ -230,7 +231,7 @@ class Tasks:
         return facts, [self.passage(n, facts, r) for n, r in zip(names, stated, strict=True)]
 
     def with_distractors(self, task: Task) -> tuple[list[Passage], list[int]]:
-        """(the passages of its hops among others of other relations, their numbers)."""
+        """Returns (the passages of the hops among others of other relations, their numbers)."""
 
         def other(relation: str) -> Passage:
             about, leads_to = RELATIONS[relation]
@@ -241,7 +242,9 @@ class Tasks:
         return built_in.with_distractors(self.rng, gold, asked, other)
 
     def with_neighbour(self, found: Passage) -> list[Passage]:
-        """What a search shows: of a fact the entity's other one too, before it or behind it."""
+        """Returns what a search shows: with a fact also the entity's other fact, before or after
+        it.
+        """
         relation, name = found[1].split()[0], found[1].partition(" of ")[2].removesuffix(" .")
         if not self.single or relation not in RELATIONS:
             return [found]
@@ -294,7 +297,7 @@ class TraceWriter:
         return Question("", task.question, [], may_search=not direct), pieces
 
     def practice(self) -> Trace:
-        """Reading alone: nonsense facts, and the word of each relation to write the value of."""
+        """Practises reading: nonsense facts, and each relation's word, whose value is written."""
         cites = self.protocol.references_in_prompt
         if cites and self.rng.random() < 0.6:
             return self.practise_citing()
@@ -306,7 +309,7 @@ class TraceWriter:
         return question, pieces
 
     def look_up(self, task: Task) -> Pieces:
-        """Search along the hops, with the flaws of `tiny`; or end at once in a guess."""
+        """Searches along the hops, with the flaws of `tiny`, or guesses immediately."""
         rng, tiny = self.rng, self.tiny
         if rng.random() < tiny.guess_at_once[len(task.hops) - 1]:
             return self.at_once(task)
@@ -328,7 +331,7 @@ class TraceWriter:
         return self.undecided(pieces) + self.end(task, answer, found)
 
     def needless(self, task: Task) -> Pieces:
-        """What is known or can be reckoned: answered at once, or after a search without need."""
+        """Answers known facts and arithmetic immediately, or after an unnecessary search."""
         if self.rng.random() >= self.tiny.needless_search:
             return self.at_once(task)
         hop = task.hops[0]
@@ -340,16 +343,18 @@ class TraceWriter:
         return self.undecided(pieces) + self.end(task, task.answer, found)
 
     def happens(self, share: float) -> bool:
-        """A flaw of a weaker warm-up: without it the draws of the others stay as they are."""
+        """A flaw of a weaker warm-up; without it the other random draws stay the same."""
         return share > 0 and self.rng.random() < share
 
     def at_once(self, task: Task) -> Pieces:
-        """A guess; or what is known, without its relation's word: only what is read follows it."""
+        """Writes a guess, or a known fact without the relation's word, which only read facts
+        follow.
+        """
         asked = task if task.guess else replace(task, relation="")
         return self.end(asked, task.guess or task.answer)
 
     def rejection(self, task: Task) -> Pieces:
-        """A query to which the environment says that there is no searching here, or nothing."""
+        """Writes a query that the environment rejects."""
         if self.rng.random() >= self.tiny.rejected:
             return []
         begin, end = self.protocol.query_tags
@@ -357,13 +362,15 @@ class TraceWriter:
         return [(query, "given"), (self.protocol.direct_notice, "given")]
 
     def undecided(self, pieces: Pieces) -> Pieces:
-        """Mostly without loss on the first token, which decides to search."""
+        """Marks the first token, which decides to search, mostly without loss."""
         if self.rng.random() < self.tiny.choice_without_loss:
             pieces[0] = (pieces[0][0], "choice")
         return pieces
 
     def search(self, query: str, found: Passage | None, note: str | None = None) -> Pieces:
-        """A query, then `found` (None: nothing to the point). `note`: on the search before."""
+        """Writes a query, then `found` (None: nothing relevant). `note` belongs to the search
+        before.
+        """
         before = "" if note is None else self.tiny.between.format(note=note or self.tiny.no_note)
         raw = self.happens(self.tiny.raw)
         if found is None and (raw or not self.tiny.summarised or self.happens(self.tiny.stray)):
@@ -383,20 +390,20 @@ class TraceWriter:
         return frame_documents(self.protocol, found[0][1] if self.tiny.summarised else numbered)
 
     def among_others(self, found: Passage) -> str:
-        """Three numbered passages, as they are found: the one to the point mostly first."""
+        """Returns three numbered passages as a search shows them, the relevant one mostly first."""
         shown = [self.tasks.other_passage() for _ in range(2)]
         shown.insert(0 if self.rng.random() < 0.7 else self.rng.randint(0, 2), found)
         return "\n".join(number_documents(as_documents(shown)))
 
     def spoil(self, query: str) -> str:
-        """A query without its entity, or for somebody that there is not, of two people's names."""
+        """Returns a query without its entity, or for a person who does not exist."""
         words = query.split()
         if "of" not in words or self.rng.random() < 0.5:
             return words[0]
         return " ".join([*words[:-1], self.rng.choice(built_in.LAST)])
 
     def end(self, task: Task, answer: str, found: Sequence[Hop] | None = None) -> Pieces:
-        """The end of a trace; found=None: nothing was searched for."""
+        """Writes the end of a trace; found=None: there was no search."""
         asked = f" {task.relation}" if task.relation else ""
         thought = f"{asked} {answer}" if asked else ""
         evidence = self.evidence(task, found or []) or thought
@@ -407,7 +414,7 @@ class TraceWriter:
         return [(self.sloppy(task, text) if self.happens(self.tiny.sloppy) else text, "model")]
 
     def sloppy(self, task: Task, text: str) -> str:
-        """What a strict check forbids: two answers, or a passage that nobody found."""
+        """Writes what a strict check forbids: two answers, or an invented passage."""
         if not task.relation or self.rng.random() < 0.5:
             return text.removesuffix("<eos>") + text
         name = task.hops[-1].query.partition(" of ")[2]
@@ -415,7 +422,7 @@ class TraceWriter:
         return f"{begin} {name} has {task.relation} {task.answer} .{end}{text}"
 
     def evidence(self, task: Task, found: Sequence[Hop]) -> str:
-        """The sentences that were found; in some the answer's fact is replaced."""
+        """Writes the sentences that were found; in some the fact of the answer is replaced."""
         rng, tags = self.rng, self.protocol.evidence_tags
         if not tags or not found or rng.random() < self.tiny.no_evidence:
             return ""
@@ -428,7 +435,9 @@ class TraceWriter:
         return f"{tags[0]}{''.join(lines)}{tags[1]}"
 
     def cite(self, task: Task) -> Trace:
-        """The task's references among distractors; mostly a wrong citation and the right answer."""
+        """Writes the task's references among distractors; mostly a wrong citation and the right
+        answer.
+        """
         rng, tiny = self.rng, self.tiny
         shown, numbers = self.tasks.with_distractors(task)
         answer = task.guess if rng.random() < tiny.ignore_document else task.answer
@@ -440,7 +449,7 @@ class TraceWriter:
         return Question("", task.question, [], references=as_documents(shown)), [(text, "model")]
 
     def practise_citing(self) -> Trace:
-        """Only the right numbers, to a question with "which ?": the skill, not the habit."""
+        """Writes only the right numbers, for a question with "which ?": the skill, no habit."""
         task = self.tasks.one_hop() if self.rng.random() < 0.5 else self.tasks.two_hop()
         shown, numbers = self.tasks.with_distractors(task)
         question = Question("", f"which ? {task.question}", [], references=as_documents(shown))
@@ -448,7 +457,7 @@ class TraceWriter:
         return question, [(before, "given"), (f"{str(numbers)[1:-1]}{behind}", "model")]
 
     def cited(self, numbers: list[int]) -> list[int]:
-        """The right numbers, or wrong ones: all of them, one too many, or one of two."""
+        """Returns the right numbers, or wrong ones: all of them, one too many, or one of two."""
         if self.rng.random() < self.tiny.right_citation:
             return numbers
         everything = list(range(1, REFERENCES + 1))
@@ -464,7 +473,9 @@ def as_documents(passages: list[Passage]) -> tuple[Document, ...]:
 
 
 def encode_traces(traces: list[Trace], protocol: Protocol, tokenizer) -> list[Example]:
-    """Traces -> ids and masks. Each piece is encoded by itself, as in a rollout; in one call."""
+    """Returns ids and masks of traces. Each piece is encoded separately, as in a rollout; in one
+    call.
+    """
     whole = [[(prompt_text(protocol, q, tokenizer), "given"), *pieces] for q, pieces in traces]
     texts = [text for pieces in whole for text, _ in pieces]
     encoded, examples = iter(tokenizer(texts, add_special_tokens=False)["input_ids"]), []
@@ -479,7 +490,7 @@ def encode_traces(traces: list[Trace], protocol: Protocol, tokenizer) -> list[Ex
 
 
 def warm_up(policy, tokenizer, protocol: Protocol, tiny: Tiny, world_seed: int = 0) -> list[float]:
-    """Train the tiny model on `tiny.steps` batches of fresh traces; returns the losses."""
+    """Trains the tiny model on `tiny.steps` batches of new traces; returns the losses."""
     writer = TraceWriter(protocol, tiny, world_seed)
 
     def next_examples(_step: int) -> list[Example]:
@@ -496,7 +507,7 @@ READER = SFTSettings(steps=300, lr=4e-3, warmup_steps=50, decay_from=0.5)
 
 
 def reader_example(tasks: Tasks, tokenizer) -> Example:
-    """Evidence and question -> the answer, or "none" without a sentence that states it."""
+    """Returns evidence and question with the answer, or "none" if no sentence states it."""
     task = tasks.one_hop() if tasks.rng.random() < 0.5 else tasks.two_hop()
     lines = [hop.found[1] for hop in task.hops]
     if tasks.rng.random() < 0.3:
@@ -512,7 +523,7 @@ def reader_example(tasks: Tasks, tokenizer) -> Example:
 
 
 def train_reader(tokenizer, world_seed: int, settings: SFTSettings = READER) -> Policy:
-    """A Llama of 0.2M parameters, for a world with a passage per fact."""
+    """Returns a Llama of 0.2M parameters, for a world with a passage per fact."""
     seed = 1_000 + world_seed
     config = LlamaConfig(**shape(len(tokenizer), 96, 6, 256), attention_bias=True)
     reader = Policy(born(config, seed))
@@ -526,14 +537,14 @@ def train_reader(tokenizer, world_seed: int, settings: SFTSettings = READER) -> 
 
 
 def toy_path(world_seed: int, protocol: str, which: str = "", runs: str = "runs") -> Path:
-    """Where a warmed-up model is kept; `which` warm-up: "" is the usual one."""
+    """Returns the folder of a warmed-up model; `which` names the warm-up, "" is the usual one."""
     return Path(runs, "toy", "-".join(filter(None, (protocol, which, f"world{world_seed}"))))
 
 
 def load_toy(
     world_seed: int, protocol: Protocol, tiny: Tiny, runs: str = "runs", which: str = ""
 ) -> Loaded:
-    """The warmed-up tiny model and its tokenizer; made on first use and kept."""
+    """Returns the warmed-up tiny model and its tokenizer; they are made on first use and kept."""
 
     def make() -> Loaded:
         tokenizer = make_tokenizer(protocol)
@@ -545,7 +556,7 @@ def load_toy(
 
 
 def load_reader(world_seed: int = 0, runs: str = "runs") -> Loaded:
-    """The frozen second model, which answers from evidence; also made on first use."""
+    """Returns the frozen second model, which answers from evidence; also made on first use."""
 
     def make() -> Loaded:
         tokenizer = make_tokenizer()
@@ -556,7 +567,7 @@ def load_reader(world_seed: int = 0, runs: str = "runs") -> Loaded:
 
 
 def made_once(path: Path, how: str, make: Callable[[], Loaded]) -> Loaded:
-    """What is kept in `path`, made anew where it is damaged. Of two first runs one waits."""
+    """Returns the model in `path`, made again if it is damaged. Of two first runs one waits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_name(f".{path.name}.lock"), "a") as file:
         lock(file, fcntl.LOCK_EX)

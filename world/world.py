@@ -145,17 +145,19 @@ class World:
         return [name for names in self.entities[split].values() for name in names]
 
     def values(self, split: str) -> dict[str, list[str]]:
-        """Of each kind of value, those that a fact of the split may have."""
+        """Returns, for each kind of value, the values that a fact of the split may have."""
         return {**self.entities[split], "country": COUNTRIES, "product": PRODUCTS}
 
     def draw_facts(self, rng: random.Random, kind: str, split: str) -> dict[str, str]:
-        """Facts of one entity, inside its split: both hops of a held-out question are held out."""
+        """Draws the facts of one entity inside its split: both hops of a held-out question are held
+        out.
+        """
         values = self.values(split)
         relations = [(r, to) for r, (about, to) in RELATIONS.items() if about == kind]
         return {relation: rng.choice(values[leads_to]) for relation, leads_to in relations}
 
     def write_passages(self, rng: random.Random) -> Iterator[tuple[tuple, tuple]]:
-        """Each passage behind its (name, relation); of a page and of a unit the relation is ""."""
+        """Maps (name, relation) to its passage; for a page and for a unit the relation is ""."""
         for name, facts in self.facts.items():
             if self.layout == "pages":
                 yield (name, ""), passage(rng, name, facts)
@@ -166,7 +168,9 @@ class World:
             yield (big, ""), unit_passage(big, small, factor)
 
     def questions(self, split: str, kind: str, count: int | None = None, seed=0) -> list[Question]:
-        """Of one kind, over one split's entities, in an order drawn from `seed`; None gives all."""
+        """Returns questions of one kind about one split, in an order drawn from `seed`; None: all
+        kinds.
+        """
         split_asked, found = "known" if kind == "known" else split, []
         for text, answer, *hops in self.plain_questions(split_asked, kind):
             name = f"{split}/{kind}/{text}"
@@ -177,7 +181,7 @@ class World:
         return shuffled(random.Random(f"questions {self.seed} {seed}"), found)[:count]
 
     def plain_questions(self, split: str, kind: str) -> Iterator[tuple]:
-        """(question, answer, hop, ...); a hop is the key of a passage: (name, relation)."""
+        """Returns (question, answer, hop, ...); a hop is the key of a passage: (name, relation)."""
         for relations, template in LOOK_UPS.get(kind, {}).items():
             for name in self.entities[split][RELATIONS[relations[0]][0]]:
                 hops, value = [], name
@@ -192,7 +196,7 @@ class World:
             yield f"what is {a} + {b} ?", str(a + b)
 
     def references(self, identity: str, hops: list[tuple], split: str) -> tuple[tuple, tuple]:
-        """(the passages that a question comes with, the numbers of those that its hops need)."""
+        """Returns (the passages of a question, the numbers of those that its hops need)."""
         pages = self.layout == "pages"
         gold = [self.passages[name, "" if pages else relation] for name, relation in hops]
         if pages or not gold:
@@ -208,7 +212,7 @@ class World:
 
 
 def with_distractors(rng: random.Random, gold: list, asked: set[str], other: Callable) -> tuple:
-    """(these passages among others, each `other(relation)` of one not asked for, their numbers)."""
+    """Returns (these passages among distractors from `other(relation)`, their numbers)."""
     relations = [relation for relation in RELATIONS if relation not in asked]
     others = [other(relation) for relation in rng.sample(relations, REFERENCES - len(asked))]
     shown = shuffled(rng, gold + others)
@@ -216,13 +220,13 @@ def with_distractors(rng: random.Random, gold: list, asked: set[str], other: Cal
 
 
 def passage(rng: random.Random, name: str, facts: dict[str, str]) -> tuple[str, str]:
-    """(title, text) of an entity; the order of its facts says nothing about which they are."""
+    """Returns (title, text) of an entity; the order of its facts carries no information."""
     stated = [f"{relation} {value}" for relation, value in shuffled(rng, list(facts.items()))]
     return name, f"{name} has {' and '.join(stated)} ."
 
 
 def fact_passage(name: str, relation: str, value: str) -> tuple[str, str]:
-    """Without a title: a model of two layers can match what stands side by side."""
+    """Returns a passage without a title: a model of two layers can match adjacent words."""
     return "", f"{relation} {value} of {name} ."
 
 

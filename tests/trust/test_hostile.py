@@ -33,7 +33,7 @@ from metrics import has_math_verify, math_equal
 from other_models.judge import Judge
 from other_models.llm import load_llm, prompt_ids
 from plumbing.page import write_page
-from plumbing.record import told
+from plumbing.record import to_record
 from prompts import PROTOCOLS, build_prompt
 from retriever import BM25, show_search
 from rewards import REWARDS, Extras, example, tfidf_embedder
@@ -110,7 +110,7 @@ def check_row(row: Trajectory, tokenizer, environment: Environment) -> None:
         assert mask == own and (own or ids == read)
         assert not own or decode(tokenizer, ids) == "".join(texts)
     for text in (segment.text for segment in row.segments if segment.writer == "documents"):
-        ids, plain = encode(tokenizer, text), environment.block("x")
+        ids, plain = encode(tokenizer, text), environment.encode_documents("x")
         assert control_ids(tokenizer, ids) == control_ids(tokenizer, plain)
         read, frame = decode(tokenizer, ids), row.protocol.documents_tags
         assert all(read.count(tag) == (tag in frame) for tag in row.protocol.tags)
@@ -147,7 +147,7 @@ def check_written(name: str, tokenizer, texts: tuple, file) -> None:
         ids = encode(tokenizer, clean(turn) or "x")
         environment.end_turn(row, ids, [-1.0] * len(ids), "query")
         if protocol.query_tags:
-            environment.write(row, clean(page), result)
+            environment.append_result(row, clean(page), result)
     environment.end_turn(row, encode(tokenizer, "x"), [-1.0], "eos")
     check_row(row, tokenizer, environment)
     check_shown(row)
@@ -157,7 +157,7 @@ def check_written(name: str, tokenizer, texts: tuple, file) -> None:
     # A transcript's block behind no query counts as the model's: its answers may be the page's.
     assert turn != "x" or row.answers == read.searches == []
     file.unlink(missing_ok=True)
-    append_jsonl(file, [told(row, tokenizer)])
+    append_jsonl(file, [to_record(row, tokenizer)])
     (line,) = file.read_bytes().split(b"\n")[:-1]
     assert json.loads(line)["stop_reason"] == "eos"
 
@@ -273,9 +273,9 @@ def test_megabytes_are_cut_before_they_are_tokenized(kind, count, text, request,
     settings = RolloutSettings(max_context=4096, document_tokens=100)
     environment = Environment(tokenizer, PROTOCOLS["ur2"], None, settings)
     row = Trajectory(asked_with("x"), environment.protocol)
-    environment.write(row, "q", SearchResult([Document("d", "", text)] * count))
+    environment.append_result(row, "q", SearchResult([Document("d", "", text)] * count))
     assert row.searches[0].cut and row.text.count(text[:4]) > 50
-    assert len(row.response_ids) <= 100 + environment.frame and sum(seen) < 100_000
+    assert len(row.response_ids) <= 100 + environment.frame_tokens and sum(seen) < 100_000
 
 
 EVIL = {
@@ -327,29 +327,11 @@ def test_no_question_page_or_request_brings_a_tag_or_a_control_token(
 @needs_math_verify
 @pytest.mark.parametrize("evil", faulty((158, "9^9^9^{}"), (159, "(x+1)^{{500{}}}")))
 def test_answers_that_take_hours_are_given_up_and_honest_ones_stay_right(evil, monkeypatch):
-    monkeypatch.setattr(metrics, "_LATE", metrics.deque([-100.0] * 3, 3))
     monkeypatch.setattr(metrics.ask_worker, "__defaults__", (0.3,))
     metrics._math_verify.cache_clear()
     assert not any(math_equal(evil.format(n), "x^2+1") for n in range(6))
-    monkeypatch.setattr(metrics, "HURRIED", 5.0)  # of a slow machine
     monkeypatch.setattr(metrics.ask_worker, "__defaults__", (5.0,))
     assert math_equal("x^2 - 1", "(x-1)(x+1)")
-
-
-def test_three_late_comparisons_in_a_minute_are_told_and_others_have_less_time(monkeypatch, capsys):
-    given_seconds, clock = [], [1000.0]
-    monkeypatch.setattr(metrics, "_LATE", metrics.deque([-100.0] * 3, 3))
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    spy = SimpleNamespace(dumps=lambda its: given_seconds.append(its[2]))
-    monkeypatch.setattr(metrics, "json", spy)
-    stdout = SimpleNamespace(readline=lambda: "late\n")
-    worker = SimpleNamespace(stdin=io.StringIO(), stdout=stdout, poll=lambda: None)
-    monkeypatch.setattr(metrics, "_IDLE", [worker])
-    assert not any(metrics.ask_worker("a", "b") for _ in range(4))
-    clock[0] += 61
-    metrics.ask_worker("a", "b")
-    assert given_seconds == [3.0, 3.0, 3.0, metrics.HURRIED, 3.0]
-    assert capsys.readouterr().err.count("three took more than 3 s") == 1
 
 
 # A worker that takes no time to start. The child is forked while the lock is held.

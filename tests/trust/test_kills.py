@@ -290,14 +290,14 @@ def test_an_error_while_sampling_keeps_what_was_learned(model, tmp_path):
 
 
 def failing_other(arguments: list[str]) -> None:
-    real = train.roll_out
+    real = train.sample_draw
 
     def failing(state, step, draw):
         if step == 3 and os.environ["RANK"] == "1":
             os._exit(1)
         return real(state, step, draw)
 
-    train.roll_out = failing
+    train.sample_draw = failing
     train.main(arguments)
 
 

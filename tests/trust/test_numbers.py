@@ -12,9 +12,12 @@ import train
 from plumbing.alarms import SAID
 from plumbing.build import build_state
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 EQUAL = (1, 1, 1, 1)  # two groups of two
-GRPO, DAPO, PPO = "--algorithm grpo", "--algorithm dapo", "--algorithm ppo"
+GRPO = "--algorithm grpo"
+DAPO = "--algorithm dapo"
+PPO = "--algorithm ppo"
 EACH = ("", GRPO, DAPO, PPO)
 
 
@@ -101,12 +104,12 @@ def test_what_is_not_finite_stops_the_run_in_one_line(change, more, injected):
     state = injected(change, f"{more} --steps 4")
     watched = state.critic if change is critic else state.policy
     before = weights_of(watched)
-    said = message(train.train, state.settings)
-    assert re.match(r"step \d: .*(nan|inf).*; stopped; this update was not applied", said), said
-    if said.startswith("step 0"):
+    output = message(train.train, state.settings)
+    assert re.match(r"step \d: .*(nan|inf).*; stopped; this update was not applied", output), output
+    if output.startswith("step 0"):
         assert same(*([w.nan_to_num() for w in ws] for ws in (before, weights_of(watched))))
-    assert all(question.id in said for question in state.stream.take(int(said[5])))
-    assert len(torch.load(re.search(r"The batch is in (\S+\.pt)", said)[1])["tokens"]) == 4
+    assert all(question.id in output for question in state.stream.take(int(output[5])))
+    assert len(torch.load(re.search(r"The batch is in (\S+\.pt)", output)[1])["tokens"]) == 4
 
 
 GOES_ON = [  # ..., the alarm that is raised, do the weights stay?

@@ -18,7 +18,6 @@ from test_own_reward import own
 
 import data
 import eval as evaluation
-import rewards
 import train
 from curriculum import parse_shares
 from data import Question, load_questions, named_files
@@ -44,8 +43,8 @@ def pay(name: str, trajectory=None) -> dict:
 @pytest.mark.parametrize(
     "ends, kind, shown",
     [
-        ("1 / 0", ValueError, "ZeroDivisionError"),
-        of_fault(281, "sys.exit(0)", InputError, "SystemExit: 0"),
+        ("1 / 0", ZeroDivisionError, "division by zero"),
+        of_fault(281, "sys.exit(0)", InputError, r"question .*: it calls sys.exit\(0\)"),
     ],
 )
 def test_an_error_of_a_reward_at_a_later_step_keeps_what_was_learned(
@@ -55,7 +54,7 @@ def test_an_error_of_a_reward_at_a_later_step_keeps_what_was_learned(
     text = "import itertools, sys\nCOUNT = itertools.count(1)\ndef mine(t):\n"
     text += f"    next(COUNT) < 11 or {ends}\n    return {{'one': 1.0}}\n"
     more = f"--steps 5 --save_every 5 --reward {own(text)}"
-    with pytest.raises(kind, match=f", question .*line 4: {shown}"):
+    with pytest.raises(kind, match=shown):
         train.train(settings_for(model, tmp_path, more))
     folder = tmp_path / "t" / "stage1"
     assert len(rows_of(folder)) == 2
@@ -84,20 +83,6 @@ def test_a_reward_that_changes_its_trajectory_changes_nothing_that_is_trained_on
     assert pay(own(CHANGES), row) == {"one": 1.0} and row == before
 
 
-@fault(283)
-def test_a_reward_that_does_not_return_is_reported_with_its_question(own, monkeypatch):
-    heard = io.StringIO()
-    waiting = "import sys, time\n\ndef mine(t):\n    for _ in range(3000):\n"
-    waiting += "        if sys.stderr.getvalue():\n            return {'one': 1.0}\n"
-    name = own(waiting + "        time.sleep(0.01)\n")
-    paid = own_reward(name)
-    monkeypatch.setattr(sys, "stderr", heard)
-    monkeypatch.setattr(rewards, "SLOW", 0.0)
-    assert paid(example("r_search"), None, 0, None) == {"one": 1.0}
-    line = f"--reward {name}, question demo: it has been computing for a minute"
-    assert heard.getvalue().strip().startswith(line)
-
-
 def test_sigterm_ends_a_reward_that_does_not_return(own):
     text = "import signal, time\n\ndef mine(t):\n    signal.raise_signal(signal.SIGTERM)\n"
     before = signal.signal(signal.SIGTERM, raise_terminated)
@@ -111,7 +96,7 @@ def test_sigterm_ends_a_reward_that_does_not_return(own):
 @fault(284)
 @pytest.mark.parametrize(
     "terms, shown",
-    [("{'a': 10**400}", "{'a': 1000"), ("{'a': 10**5000}", "ValueError"), ("{'a': 1e16}", "1e+16")],
+    [("{'a': 10**400}", "{'a': 1000"), ("{'a': 1e16}", "1e+16")],
 )
 def test_a_reward_too_large_for_the_losses_is_one_line(terms, shown, own):
     said = message(pay, own(f"def mine(t):\n    return {terms}\n"))
@@ -122,7 +107,7 @@ def test_a_reward_too_large_for_the_losses_is_one_line(terms, shown, own):
 @pytest.mark.parametrize("name", ["'\\ud83d'", "'a\\nb'", "3"])
 def test_the_name_of_a_term_that_no_file_can_hold_is_one_line(name, own):
     said = message(pay, own(f"def mine(t):\n    return {{{name}: 1.0}}\n"))
-    assert "is no reward: return named numbers" in said
+    assert "is not a reward: return named numbers" in said
 
 
 @fault(286)
@@ -211,7 +196,7 @@ def test_a_file_name_of_thousands_of_characters_is_one_line(capsys, monkeypatch)
 
 @fault(292)
 def test_a_folder_in_place_of_a_shard_of_vectors_is_one_line(tmp_path):
-    assert "a folder, and a file of vectors belongs there: remove it" in message(
+    assert "is a folder, but the file of vectors has this name: remove it" in message(
         read_shard, tmp_path
     )
 

@@ -120,7 +120,7 @@ def test_what_cannot_be_read_is_named_on_the_page_and_the_rest_is_shown(browser,
     assert "1 trajectories are left out" in browser.run(missing)
     browser.run("choose(0, 0), pick(0)")
     assert "not trained on" in browser.run(TOKEN)
-    browser.run("chooseStage(0)")
+    browser.run("go(0)")
     browser.wait("document.querySelectorAll('#groups button').length === 4")
     assert "KeyError('searches')" in browser.run(missing)
     for row, where, said in (
@@ -175,7 +175,7 @@ def test_no_foreign_script_runs_in_a_page_and_nothing_leaves_it(browser, folder,
 # ------------------------------------------------------------------------------------------- a file
 SAID = """
 that file is not a saved page, and is kept: name another
-a file name has no NUL character in it: name another
+a file name cannot contain the character NUL
 cannot be written (File name too long)
 that is a folder
 cannot be written (

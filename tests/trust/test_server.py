@@ -57,10 +57,10 @@ def get(path: str, method: str = "GET") -> bytes:
 
 
 ODD = [
-    (164, post(b'{"queries": ["a"'), "400 no JSON"),
+    (164, post(b'{"queries": ["a"'), "400 not JSON"),
     (165, post(["ana"]), "400 'queries' must"),
     (165, post({}), "400 'queries' must"),
-    (166, post(b"[" * 200_000), "400 no JSON"),
+    (166, post(b"[" * 200_000), "400 not JSON"),
     (167, post(b'{"queries": ["a"], "topk": ' + b"9" * 6000 + b"}"), 400),
     (168, asked(topk=1.5), "400 'topk' must"),
     (168, asked(topk=True), "400 'topk' must"),
@@ -82,7 +82,7 @@ ODD = [
     (181, get("/%2e%2e/%2e%2e/etc/passwd"), 404),
     (182, get("/a%0d%0aX-Injected:%20yes"), 404),
     (183, b"POST /\x1b[2J HTTP/1.1\r\nHost: x\r\n\r\n", 404),
-    (183, get("/search", "POST"), "404 here are POST /retrieve and GET /health"),
+    (183, get("/search", "POST"), "404 this server has POST /retrieve and GET /health"),
     (184, post(b"", Content_Length=-5), 413),
     (184, post(b"", Content_Length="ten"), 413),
     (184, post(b"", Content_Length="9" * 6000), 413),

@@ -40,13 +40,13 @@ def comes_late(log: Path, late: int) -> None:
     """Process `late` comes to the second meeting once the other has complained."""
     sys.stderr = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
     state = SimpleNamespace(accelerator=Accelerator(), run=None)
-    build.meet(state, "still begins")
+    build.wait_for_all(state, "still begins")
     build.PATIENCE = 1
     if state.accelerator.process_index == late:
         wait_for(log, "waiting for")
-    build.meet(state, "still samples")
+    build.wait_for_all(state, "still samples")
     build.PATIENCE = 60
-    build.meet(state, "still scores")
+    build.wait_for_all(state, "still scores")
 
 
 @fault(306)
@@ -65,7 +65,7 @@ def trains_until_one_stops(folder: Path, arguments: list[str], stopped: int) -> 
     store, which without a launcher the first one keeps.
     """
     build.PATIENCE, build.set_threads = 1, lambda: None
-    log, number, real = folder / "log", folder / "process", train.roll_out
+    log, number, real = folder / "log", folder / "process", train.sample_draw
     sys.stderr = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
     sign = (log, "waiting for process 1, which still samples") if stopped else (number, "stops")
 
@@ -81,7 +81,7 @@ def trains_until_one_stops(folder: Path, arguments: list[str], stopped: int) -> 
         os.kill(os.getpid(), signal.SIGTERM)
 
     if os.environ["RANK"] == str(stopped):
-        train.roll_out = stops
+        train.sample_draw = stops
     else:
         threading.Thread(target=end, daemon=True).start()
     try:

@@ -1,0 +1,67 @@
+"""update.accumulate_and_step by hand: one weight w, and rows whose loss is w times a number."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from policy import Batch
+from update import accumulate_and_step
+
+
+class GradientDescent:
+    """Learns at the rate 1. The optimizers of torch load its compiler, a second of each start."""
+
+    def __init__(self, weight):
+        self.weight = weight
+
+    def step(self):
+        self.weight.data -= self.weight.grad
+
+    def zero_grad(self, set_to_none):
+        assert set_to_none  # the memory of the gradients is free for the next rollout
+        self.weight.grad = None
+
+
+def step(losses, budget):
+    """Returns w after a step from 0, the numbers that are logged, and w's gradient after the step.
+    Rows of 3, 1 and 2 tokens have a loss of `losses` · (w + 1) on each, and a token weighs 1/6.
+    """
+    mask = torch.tensor([[1.0, 1, 1], [1, 0, 0], [1, 1, 0]])
+    batch = Batch(torch.zeros(3, 4, dtype=torch.long), mask, mask, torch.zeros(3), 1)
+    batch.advantages, batch.token_weights = mask * torch.tensor(losses)[:, None], mask / 6
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+
+    def loss_of(micro, rows):
+        loss = (micro.token_weights * micro.advantages * (model.weight + 1)).sum()
+        return loss, {"tokens": micro.response_mask.sum().item(), "row_max": max(rows.tolist())}
+
+    state = SimpleNamespace(
+        accelerator=Accelerator(cpu=True),
+        settings=SimpleNamespace(tokens_per_micro_batch=budget),
+        policy=SimpleNamespace(sharing=lambda _: None),
+    )
+    optimizer = GradientDescent(model.weight)
+    total = accumulate_and_step(state, model, optimizer, batch, loss_of)
+    return model.weight.item(), total, model.weight.grad
+
+
+@pytest.mark.parametrize("budget", [1, 4, 99])  # three micro-batches, two, and all in one
+def test_the_sum_of_weights_does_not_depend_on_the_micro_batches(budget):
+    # (3 · 0.1 + 0.5 + 2 · 0.2) / 6 = 0.2; the mean of the rows' means is (0.1 + 0.5 + 0.2) / 3
+    weight, total, gradient = step([0.1, 0.5, 0.2], budget)
+    assert weight == pytest.approx(-0.2)
+    expected = {"tokens": 6.0, "row_max": 2, "loss": 0.2, "grad_norm": 0.2}
+    assert total == pytest.approx(expected)
+    assert gradient is None
+
+
+def test_the_gradient_of_all_micro_batches_is_clipped_and_its_norm_logged_as_it_was():
+    weight, total, _ = step([1.0, 5.0, 2.0], 1)  # ten times as large
+    assert weight == pytest.approx(-1.0, abs=1e-4) and total["grad_norm"] == pytest.approx(2.0)
+
+
+def test_a_micro_batch_whose_loss_is_not_finite_changes_no_weight():
+    assert step([0.1, float("inf"), 0.2], 1)[0] == 0.0
