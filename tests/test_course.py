@@ -1,0 +1,182 @@
+"""docs/index.html in headless Chromium: its formulas, its rewards, and what its controls do."""
+
+import re
+from random import Random
+
+import pytest
+from test_page import CONTRAST, browser, pytestmark
+
+import kl
+from lab import golden
+from rewards import REWARDS, Extras, RewardSettings, example
+from trajectory import trajectory_from_text
+
+PAGE = golden.PAGE.absolute()
+TEXT = PAGE.read_text("utf-8")
+DATA = TEXT.split(golden.MARK)[3]
+QUESTION = example("arena").question
+WRONG = "[...new Set(DATA.cases.filter((x) => !(difference(...x) < 1e-9)).map((x) => x[0]))]"
+
+
+@pytest.fixture
+def shown(browser):
+    browser.open(PAGE)
+    yield browser
+    assert browser.complaints() == []
+
+
+def test_the_data_is_what_would_be_written_now():
+    assert golden.written(TEXT, []) == TEXT
+
+
+def test_the_formulas_of_the_page_return_what_ours_do(shown):
+    assert shown.run(f"DATA.cases.length >= 300 && {WRONG}") == []
+
+
+# A formula of the page, a piece of it, and what is put in its place.
+FAULTS = """
+group_center | mean = sum(some) / some.length; | mean = sum(some) / group.length;
+group_normalize | known(group).length); | group.length);
+baseline_advantages | known(rewards).length) + EPSILON | rewards.length) + EPSILON
+informative_groups | spread(known(group)) | spread(group)
+returns_to_go | gamma * later : 0 | later : 0
+whiten | x - mean), steps.length) | x - mean), steps.length + 1)
+whiten | on ? (x - mean) / (std | true ? (x - mean) / (std
+sequence_weights | response_mask.filter(sum).length | response_mask.length
+token_weights | sum(response_mask.flat()) | response_mask.flat().length
+clipped_surrogate | 1 - clip_low), 1 + clip_high | 1 - clip_low), 1 + clip_low
+clipped_surrogate | clipped: each((a, b) => b < a | clipped: each((a, b) => b <= a
+"""
+
+
+@pytest.mark.parametrize("fault", FAULTS.strip().splitlines())
+def test_a_wrong_formula_is_found(browser, tmp_path, fault):
+    name, right, wrong = fault.split(" | ")
+    assert TEXT.count(right) == 1
+    (tmp_path / "index.html").write_text(TEXT.replace(right, wrong), "utf-8")
+    browser.open(tmp_path / "index.html")
+    assert name in browser.run(WRONG)
+    browser.events.clear()  # the picture is not beside it
+
+
+@pytest.mark.parametrize("epsilon", [0.05, 0.5, 4.0])
+def test_the_kl_estimators_are_ours(shown, epsilon):
+    logits, reference = kl.categorical(epsilon)
+    for name in ("k1", "k2", "k3"):
+        given = f"({logits.tolist()}, {reference.tolist()}, '{name}')"
+        row = shown.run(f"estimator_row{given}")
+        ours = kl.estimator_row(logits, reference, name)
+        assert row == pytest.approx({key: ours[key] for key in row}, abs=1e-9)
+        values = kl.ESTIMATORS[name](logits, reference)
+        assert shown.run(f"{name}{given}") == pytest.approx(values.tolist(), abs=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_rewards_are_those_of_the_transcript_that_is_shown(shown, seed):
+    for tick in Random(seed).sample(range(17), 8):
+        shown.run(f"$('ticks').querySelectorAll('input')[{tick}].click()")
+    for protocol in shown.run("Object.keys(TRANSCRIPTS)"):
+        text = shown.run(f"pieces_at('{protocol}').join(' ')")
+        fallbacks = [0] * shown.run("positions.fallback")  # UR² alone reads them
+        trajectory = trajectory_from_text(QUESTION, text, protocol, fallbacks)
+        extras = Extras(reader_answer=trajectory.evidence)
+        for name in (name for name in REWARDS if name.startswith(protocol)):
+            terms = REWARDS[name](trajectory, RewardSettings(), 0, extras)
+            assert shown.run(f"looked_up('{name}')") == pytest.approx(terms), name
+    assert set(shown.run("Object.keys(DATA.rewards)")) == set(REWARDS)
+
+
+HELPERS = """
+const COLUMN = {GRPO: 5, plain: 6, eq5: 7, DAPO: 8}, rows = () => $("group").tBodies[0].rows;
+const state = (n, name) => rows()[n - 1].cells[COLUMN[name]].className.split(" ")[0];
+const all = (n, what, ...names) => names.every((name) => state(n, name) === what);
+const send = (id, value, kind) => { $(id).value = value; $(id).dispatchEvent(new Event(kind)); };
+const set = (id, value) => send(id, value, "input"), ask = (what) => send("asked", what, "change");
+const example = (name) => [...$("presets").children].find((x) => x.textContent === name).click();
+const field = (name) => fields.find((one) => one.dataset.control === name);
+const tick = (name, n = 0) => field(name).querySelectorAll("input")[n].click();
+const total = (reward) => sum(Object.values(looked_up(reward)));
+const near = (a, b) => Math.abs(a - b) < 1e-8;
+const fall = (reward, ...ticked) => total(reward) - (tick(...ticked), total(reward));
+const count = (id, what) => $(id).querySelectorAll(what).length;
+const pills = (i) => $("three").children[i].querySelectorAll(".pill").length;
+const hear = (id, what) => $(id).textContent.includes(what);
+"""
+# What the sentence beside a control says: what is done, then what is so.
+PROMISES = """
+DATA.cases.length >= 300
+dual_clip([5, 1, -3, 0], [-1, -1, 1, 0], 2).join() === "2,1,-3,0"
+set("size", 1), state(1, "GRPO") === "silent" && state(1, "plain") === "down"
+set("size", 3), !rows()[2].hidden && rows()[3].hidden
+state(8, "GRPO") === "clipped" && state(8, "DAPO") === "up"
+set("high", 0.2), state(8, "DAPO") === "clipped"
+set("low", 0.5), state(8, "GRPO") === "up" && state(7, "GRPO") === "down"
+set("dual", 2), state(7, "GRPO") === "clipped" && state(1, "GRPO") === "down"
+set("other", "same"), advantages_of(8)["REINFORCE++"][2] < 1
+set("other", "same"), advantages_of(8)["UR² eq. 5"][2] > 1.4
+example("all equal"), all(1, "silent", "GRPO", "eq5", "DAPO")
+example("all wrong"), state(1, "DAPO") === "silent" && state(1, "GRPO") === "down"
+example("one in eight"), near(advantages_of(8).GRPO[0], -0.125 / (Math.sqrt(0.125) + 1e-6))
+example("a failed search"), all(3, "silent", "GRPO", "plain", "eq5", "DAPO")
+near(fall("when_to_search_stage2", "searches", 0), -0.6)
+near(fall("arena", "cites", 3), 10.5)
+fall("ur2_stage1", "two") === 2
+fall("r1_searcher_stage2", "two") === 2
+fall("ur2_stage1", "unopened") > 0 && hear("paid", "−")
+tick("searches", 1), fall("when_to_search_stage1", "sentence") === 1
+near(fall("when_to_search_stage1", "same"), 1) && total("ur2_stage1") === 5
+fall("ur2_stage2", "fallback") === 0.5
+near(fall("r_search", "missing"), 1.2)
+fall("arena", "missing") === 11
+tick("searches", 1), looked_up("r_search").evidence === 0
+tick("answer", 1), near(looked_up("ur2_stage2").answer, 4 / 3) && total("search_r1") === 0
+$("protocols").lastElementChild.click(), hear("transcript", "[1, 3]")
+ask("what is 2 + 8 ?"), !pills(0) && pills(1) && !pills(2)
+count("three", ".environment") > 0 && ($("own").click(), count("three", ".environment") === 0)
+count("words", ".pushed.environment") === 0 && hear("mask-says", " 0 % of it")
+$("mask-off").click(), count("words", ".environment") === count("words", ".pushed.environment")
+$("bad").click(), hear("mask-says", "rarer")
+$("draw").click(), count("estimators", "circle") === 60
+$("draw").click(), set("epsilon", 4), count("estimators", "circle") === 0
+set("epsilon", 4), estimator_row(policy(), REFERENCE, "k2").bias > 0.05
+$("check").click(), hear("checked", "cases, largest difference")
+document.images[0].decode().then(() => document.images[0].naturalWidth > 0)
+"""
+
+
+@pytest.mark.parametrize("promise", PROMISES.strip().splitlines())
+def test_a_control_does_what_its_sentence_says(shown, promise):
+    assert shown.run(f"{{ {HELPERS} {promise} }}")
+
+
+def test_a_slider_moves_with_the_keys(shown):
+    shown.run("$('group').tBodies[0].rows[0].querySelector('input').focus()")
+    shown.call("Input.dispatchKeyEvent", type="keyDown", key="ArrowRight", windowsVirtualKeyCode=39)
+    assert shown.run("group.rewards[0]") == pytest.approx(-0.9)
+
+
+BARE = """[...document.querySelectorAll('button, select, input')].filter((node) => node.tabIndex < 0
+  || !(node.textContent.trim() || node.labels?.length || node.ariaLabel)).length"""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1400])
+def test_it_can_be_read_at_each_width_in_both_themes(shown, theme, width):
+    feature = {"name": "prefers-color-scheme", "value": theme}
+    shown.call("Emulation.setEmulatedMedia", features=[feature])
+    shown.open(PAGE, width)
+    assert shown.run("document.documentElement.scrollWidth") <= width
+    assert shown.run(BARE) == 0
+    ratio, where = shown.run(CONTRAST)
+    assert ratio >= 4.5, where
+
+
+def test_it_is_one_small_file_that_needs_no_network():
+    hand, picture = TEXT.replace(DATA, ""), (PAGE.parent / "algorithm.svg").read_bytes()
+    lines = hand.splitlines()
+    assert len(lines) <= 500 and max(map(len, lines)) <= 120
+    assert len(hand.encode()) <= 40_000 and len(DATA.encode()) <= 120_000
+    assert not re.search(r"https?:|@import|url\(", hand)
+    assert len(picture) <= 12_000
+    for link in re.findall('(?:src|href)="([^#"]+)"', hand):
+        assert (PAGE.parent / link).exists()
