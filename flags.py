@@ -1,5 +1,5 @@
-"""The flags whose files load torch: a record per file, as every other file of the path opens with
-its own. They stand here so that a typo, --help and `python papers.py` are answered in a second.
+"""The flags of files that import torch, one record per file; other files define their own records.
+They are here so that a typo, --help and `python papers.py` are answered within a second.
 
     rollout.py  scale/engine.py  other_models/  update.py  ppo.py  kl.py  reinforce_pp.py  dapo.py
     policy.py
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 from errors import InputError, setting
 
-# The names alone; a test holds them against the tables of the files that know what they mean.
+# Only the names; a test compares them with the tables of the files that implement them.
 ALGORITHMS = ("reinforce_pp", "reinforce_pp_baseline", "grpo", "dapo", "ppo")  # update.py
 ESTIMATORS = ("k1", "k2", "k3", "log")  # kl.py
 MISMATCHES = ("auto", "none", "token", "sequence", "mask", "sequence_mask", "row")  # ppo.py
 OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit")
 SCHEDULES = ("constant", "linear", "cosine")
-LOCAL = ("slots", "hf")  # engines of this process
-PARTS = ("base", "reference", "others")  # of --in_8bit
-# What --algorithm dapo brings to another paper's recipe: the numbers of the DAPO paper.
+LOCAL = ("slots", "hf")  # engines that run in this process
+PARTS = ("base", "reference", "others")  # values of --in_8bit
+# The DAPO paper's numbers, which --algorithm dapo sets in the recipe of another paper.
 DAPO = {"clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "token", "kl_coef": 0.0}
 
 
@@ -28,18 +28,24 @@ DAPO = {"clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "token", "kl_coe
 class RolloutSettings:
     """rollout.py"""
 
-    group_size: int = setting(16, "trajectories per question, G", least=1, only="train")
-    temperature: float = setting(1.0, "of sampling, and of scoring; 0 is greedy", least=0)
-    top_p: float = setting(1.0, "below 1 it is not what is scored", above=0, most=1, only="eval")
-    max_searches: int = setting(4, "per trajectory", least=0, most=10_000)
-    task_searches: str = setting("", "of tasks with another number: task=N,...", only="papers")
-    max_turn_tokens: int = setting(512, "new tokens per turn", least=1)
-    turn_tokens: str = setting("", "of tasks with another limit: task=tokens,...", only="papers")
-    max_context: int = setting(0, "prompt and response in tokens; 0 = the model's limit", least=0)
-    document_tokens: int = setting(1024, "tokens of documents per search at most", least=1)
+    group_size: int = setting(16, "number of trajectories per question, G", least=1, only="train")
+    temperature: float = setting(
+        1.0, "sampling temperature, also used for log-probs; 0 decodes greedily", least=0
+    )
+    top_p: float = setting(
+        1.0, "nucleus sampling; 1 samples the whole distribution", above=0, most=1, only="eval"
+    )
+    max_searches: int = setting(4, "most searches per trajectory", least=0, most=10_000)
+    task_searches: str = setting("", "max_searches of single tasks: task=N,...", only="papers")
+    max_turn_tokens: int = setting(512, "most new tokens per turn", least=1)
+    turn_tokens: str = setting("", "max_turn_tokens of single tasks: task=N,...", only="papers")
+    max_context: int = setting(
+        0, "most tokens of prompt and response; 0 = the model's limit", least=0
+    )
+    document_tokens: int = setting(1024, "most tokens of documents per search", least=1)
     max_num_seqs: int = setting(0, "trajectories sampled at once; 0 = all", least=0)
     timeout: float = setting(
-        60.0, "seconds until a search or a request has failed", above=0, most=86_400
+        60.0, "seconds after which a search or a request counts as failed", above=0, most=86_400
     )
 
 
@@ -49,15 +55,13 @@ class EngineSettings:
 
     engine: str = setting(
         "slots",
-        "samples a rollout: slots (rows of different lengths together), hf (plain generate), or "
-        "vLLM servers (scale/server.py): http://host:port[,http://...]",
+        "what samples the rollouts: slots (our sampler), hf (plain generate), or the addresses of "
+        "vLLM servers, http://host:port[,http://...] (see scale/server.py)",
     )
-    served: str = setting(
-        "/dev/shm", "folder through which vLLM servers get the weights", only="train"
-    )
+    served: str = setting("/dev/shm", "folder in which vLLM servers find new weights", only="train")
     sampling_copy: str = setting(
         "auto",
-        "of the weights, for a rollout: bf16, none; auto: bf16 on a GPU, not of int8",
+        "copy of the weights that samples: bf16, none; auto: bf16 on a GPU unless int8",
         only="papers",
     )
 
@@ -66,46 +70,58 @@ class EngineSettings:
 class ModelSettings:
     """other_models/llm.py"""
 
-    judge: str = setting("", "of right and wrong: URL#model or a HF model; by itself a metric")
-    reader: str = setting("", "R-Search's reader of evidence: URL#model or a HF model")
-    embedder: str = setting("tfidf", "of queries: tfidf, or a HF encoder", only="train")
-    in_8bit: str = setting("", "frozen weights in 8 bits: some of base (LoRA's),reference,others")
+    judge: str = setting(
+        "", "model that judges answers: URL#model or a HF model; default: a metric decides"
+    )
+    reader: str = setting(
+        "", "model that answers from evidence (R-Search): URL#model or a HF model"
+    )
+    embedder: str = setting(
+        "tfidf", "vectors of queries (When to Search): tfidf, or a HF encoder", only="train"
+    )
+    in_8bit: str = setting(
+        "", "frozen models to load in int8: base (under LoRA), reference, others"
+    )
 
 
 @dataclass(frozen=True)
 class UpdateSettings:
     """update.py"""
 
-    algorithm: str = setting("reinforce_pp_baseline", "whose advantage it is", one_of=ALGORITHMS)
-    steps: int = setting(100, "rollouts; each is followed by its updates", least=1)
-    trajectories_per_update: int = setting(256, "0 = all of a step in one update", least=0)
-    tokens_per_micro_batch: int = setting(16384, "padded tokens per forward pass", least=1)
-    mask_documents: bool = setting(True, "False trains on the documents too (ablation)")
+    algorithm: str = setting(
+        "reinforce_pp_baseline", "how advantages and losses are computed", one_of=ALGORITHMS
+    )
+    steps: int = setting(100, "number of rollouts; each is followed by its updates", least=1)
+    trajectories_per_update: int = setting(
+        256, "rows of one optimizer step; 0 = all rows of a rollout", least=0
+    )
+    tokens_per_micro_batch: int = setting(16384, "most padded tokens per forward pass", least=1)
+    mask_documents: bool = setting(True, "leave documents out of the loss; false is an ablation")
 
 
 @dataclass(frozen=True)
 class PPOSettings:
     """ppo.py"""
 
-    clip_low: float = setting(0.2, "the ratio is clipped below 1 − this", least=0, most=1)
-    clip_high: float = setting(0.2, "and above 1 + this", least=0)
+    clip_low: float = setting(0.2, "the ratio is clipped at 1 − clip_low", least=0, most=1)
+    clip_high: float = setting(0.2, "the ratio is clipped at 1 + clip_high", least=0)
     loss_aggregation: str = setting(
         "sequence",
-        "mean per trajectory first, over all tokens, or per question first",
+        "the loss is averaged per trajectory first, over all tokens, or per question first",
         one_of=("sequence", "token", "question"),
     )
     mismatch: str = setting(
         "auto",
-        "how the policy's loss is weighted where it was sampled with other log-probs, ρ the ratio: "
-        "token and sequence hold ρ, a token's or a row's product, at 2; mask drops tokens beyond "
-        "1/2 and 2, sequence_mask rows above 3, row those whose mean is 0.1 % off; auto is token "
-        "where another precision or engine samples, and none elsewhere",
+        "correction if the sampler's log-probs differ from ours, with the ratio ρ: token and "
+        "sequence cap ρ of a token or of a row at 2; mask drops tokens outside 1/2 to 2, "
+        "sequence_mask rows above 3, row rows whose mean ratio is 0.1 % off; auto is token if "
+        "another precision or engine samples, else none",
         one_of=MISMATCHES,
     )
     gae_lambda: float = setting(1.0, "PPO: GAE's λ", only="papers", least=0, most=1)
     critic_lr: float = setting(1e-5, "PPO: learning rate of the critic", above=0)
     critic_warmup_ratio: float = setting(
-        0.0, "PPO: as --warmup_ratio, of critic_lr", only="papers", least=0, below=1
+        0.0, "PPO: warm-up of critic_lr, as a share of all updates", only="papers", least=0, below=1
     )
 
 
@@ -114,10 +130,12 @@ class KLSettings:
     """kl.py"""
 
     kl_coef: float = setting(
-        0.0, "weight of the KL to the model at the stage's start; 0 loads no reference", least=0
+        0.0, "weight of the KL to the stage's first model; 0 loads no reference model", least=0
     )
     kl_estimator: str = setting(
-        "k2", "k1 stands in the reward, k2 and k3 in the loss; log only measures", one_of=ESTIMATORS
+        "k2",
+        "k1 is subtracted from the reward, k2 and k3 are in the loss; log only measures",
+        one_of=ESTIMATORS,
     )
 
 
@@ -127,7 +145,7 @@ class ReinforceSettings:
 
     group_std: bool = setting(True, "divide by the group's std (UR² eq. 5)", only="papers")
     whiten_tokens: bool = setting(
-        False, "baseline: batch statistics over tokens, not trajectories", only="papers"
+        False, "baseline form: whiten over tokens instead of trajectories", only="papers"
     )
 
 
@@ -135,9 +153,11 @@ class ReinforceSettings:
 class DapoSettings:
     """dapo.py"""
 
-    max_resample: int = setting(3, "extra draws of a step, at most", only="papers", least=0)
+    max_resample: int = setting(3, "most extra draws of questions per step", only="papers", least=0)
     filter_by: str = setting(
-        "correct", "groups that differ in this are kept: correct, answer, total", only="papers"
+        "correct",
+        "which values must differ in a group that is kept: correct, answer, total",
+        only="papers",
     )
 
 
@@ -146,15 +166,21 @@ class PolicySettings:
     """policy.py"""
 
     optimizer: str = setting(
-        "adamw", "8 bits are for Adam's moments; paged: on the CPU when need be", one_of=OPTIMIZERS
+        "adamw",
+        "8bit: Adam's moments in 8 bits; paged: moved to the CPU when memory is short",
+        one_of=OPTIMIZERS,
     )
     lr: float = setting(2e-6, "learning rate", above=0)
-    warmup_ratio: float = setting(0.0, "linear warm-up: a share of all updates", least=0, below=1)
-    lr_schedule: str = setting("constant", "after the warm-up; two end at 0", one_of=SCHEDULES)
-    gradient_checkpointing: bool = setting(False, "compute activations again in the backward pass")
-    lora_rank: int = setting(
-        0, "train two thin matrices beside each frozen one (needs peft); 0: all weights", least=0
+    warmup_ratio: float = setting(
+        0.0, "share of all updates in which the learning rate rises linearly", least=0, below=1
     )
+    lr_schedule: str = setting(
+        "constant", "learning rate after the warm-up; linear and cosine end at 0", one_of=SCHEDULES
+    )
+    gradient_checkpointing: bool = setting(
+        False, "recompute activations in the backward pass to save memory"
+    )
+    lora_rank: int = setting(0, "rank of LoRA adapters (needs peft); 0 trains all weights", least=0)
 
 
 def on_servers(settings: EngineSettings) -> bool:
@@ -162,8 +188,10 @@ def on_servers(settings: EngineSettings) -> bool:
 
 
 def frozen_in_8bit(settings: ModelSettings) -> set[str]:
-    """What --in_8bit names: "others, base" -> {"base", "others"}."""
-    parts = {part.strip() for part in settings.in_8bit.split(",")} - {""}
-    if unknown := sorted(parts - set(PARTS)):
-        raise InputError(f"--in_8bit {unknown[0]}: unknown; a comma list of {', '.join(PARTS)}")
-    return parts
+    """Returns the models that --in_8bit names: "others, base" -> {"base", "others"}."""
+    names = {part.strip() for part in settings.in_8bit.split(",")} - {""}
+    if unknown := sorted(names - set(PARTS)):
+        raise InputError(
+            f"--in_8bit {unknown[0]}: unknown; give a comma-separated list of {', '.join(PARTS)}"
+        )
+    return names

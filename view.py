@@ -213,11 +213,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = FlagParser("view.py", description="See a run.")
     flag = parser.add_argument
     flag("runs", nargs="+", type=Path, metavar="RUN", help="runs/NAME, or one stage of it")
-    flag("--out", type=Path, help="the page's folder, by itself RUN/view; of --png RUN/curves.png")
-    flag("--png", action="store_true", help="the curves of one run as one picture")
-    flag("--text", action="store_true", help="one group in the terminal")
-    flag("--step", type=int, help="of --text; by itself the last one")
-    flag("--group", type=int, default=0, help="of --text: the how manieth that is kept")
+    flag(
+        "--out",
+        type=Path,
+        help="folder of the page (default: RUN/view), or file of --png (RUN/curves.png)",
+    )
+    flag("--png", action="store_true", help="draw the curves of one run as one picture")
+    flag("--text", action="store_true", help="print one group in the terminal")
+    flag("--step", type=int, help="step that --text shows; default: the last one")
+    flag("--group", type=int, default=0, help="index of the group that --text shows")
     asked = parser.parse_args(arguments)
     if len(asked.runs) > 1 and (asked.png or asked.text):
         raise InputError("--png and --text show one run: the page shows several")

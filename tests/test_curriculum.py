@@ -451,9 +451,8 @@ def test_a_file_that_is_none_is_one_line(line, tmp_path):
     path = tmp_path / "d.jsonl"
     assert "no such file: `python -m lab.difficulty" in message(read_difficulty, path, FOUR)
     path.write_bytes(line.encode("latin-1") + b"\n")
-    assert re.search(
-        "d.jsonl, (record|line) 1: .*(difficulty again|correct)", message(read_difficulty, path, FOUR)
-    )
+    error = message(read_difficulty, path, FOUR)
+    assert re.search("d.jsonl, (record|line) 1: .*(difficulty again|correct)", error)
 
 
 def test_level_takes_the_levels_that_the_records_bring():

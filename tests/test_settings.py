@@ -109,7 +109,7 @@ def test_help_has_a_section_per_file_and_names_the_value_of_the_recipe(capsys):
     places = [shown.index(f" {file}") for file in files]
     assert places == sorted(places)
     assert "one of constant, linear, cosine ('constant')" in shown
-    assert "trajectories per question, G (5; by itself 16)" in shown  # R-Search's five
+    assert "trajectories per question, G (5; default 16)" in shown  # R-Search's five
     section = files.index("rollout.py: ")
     assert places[section] < shown.index("--group_size INT t") < places[section + 1]
 
@@ -267,18 +267,18 @@ BAD += """
 --recipe r_search --max_resample 2  unknown flag --max_resample
 --recipe ur2 --kl_estimator k3   --kl_estimator: with --kl_coef 0 there is no KL
 --algorithm dapo --loss_aggregation sequence  --loss_aggregation: dapo has a mean per token
---toy_init verbos                 --toy_init verbos: of ur2 there is: weak
---recipe arena --toy_init weak    --toy_init weak: of arena there is: none
+--toy_init verbos                 --toy_init verbos: ur2 has these: weak
+--recipe arena --toy_init weak    --toy_init weak: arena has these: none
 --toy_init weak --model m         --toy_init: --model has no warm-up
---run_name ../elsewhere              --run_name ../elsewhere: a folder inside --output_dir
---run_name ..                        --run_name ..: a folder inside --output_dir
+--run_name ../elsewhere              --run_name ../elsewhere names a folder in --output_dir
+--run_name ..                        --run_name .. names a folder in --output_dir
 --in_8bit all                    --in_8bit
 --in_8bit base --lora_rank 4     --in_8bit is for models from --model
---summarizer extractiv           the model itself (did you mean extractive?)
---summarizer llm                 or the model itself
---summarizer math=m              math=m: one for all tasks, or TASK=NAME,...,other=NAME
---summarizer maths=m,other=none  or TASK=NAME,...,other=NAME of qa, math and choice
---summarizer math=extractiv,other=none  --summarizer extractiv: none, extractive, or the model
+--summarizer extractiv           a model's name (did you mean extractive?)
+--summarizer llm                 or a model's name
+--summarizer math=m              math=m: give one for all tasks, or TASK=NAME,...,other=NAME
+--summarizer maths=m,other=none  or TASK=NAME,...,other=NAME with qa, math and choice
+--summarizer math=extractiv,other=none  --summarizer extractiv: give none, extractive, or a model
 --in_8bit base --model m         int8 weights cannot be trained
 --in_8bit reference --model m    with --kl_coef 0 no reference is loaded
 --in_8bit reference --model m --lora_rank 4  the reference is the frozen base itself
@@ -327,7 +327,9 @@ def test_evaluation_may_be_greedy_and_alone():
 def test_only_a_model_that_writes_notes_can_be_asked_to_turn_queries_away():
     check_settings(Settings(summarizer="some/model", fallback=True), training=False)
     check_settings(Settings(summarizer="math=m,other=none", fallback=True), training=False)
-    with pytest.raises(InputError, match="protocol with a fallback; m and r1_searcher are not"):
+    with pytest.raises(
+        InputError, match="protocol with one: --summarizer is m, and the protocol r1_searcher"
+    ):
         r1 = Settings(protocol="r1_searcher", summarizer="m", fallback=True)
         check_settings(r1, training=False)
     for name in ("none", "extractive"):
