@@ -1,10 +1,11 @@
-"""The flags: one record, made of the records that stand in the files that read them.
+"""The flags: one record that inherits the settings records of the files that read them.
 
     defaults  <  the paper's stage  <  the built-in world (without --model)  <  the command line
 
-A function takes the record it reads: `rollout` a RolloutSettings, `make_retriever` a
-RetrieverSettings. `Settings` inherits them all, so flags stay flat. What no run can mean is refused
-here, before a model is loaded. Left out: files of settings; a shell script of flags is one.
+A function takes the record it reads: `rollout` takes a RolloutSettings, `make_retriever` a
+RetrieverSettings. `Settings` inherits them all, so every setting is one flag. Flags that contradict
+each other raise an InputError here, before a model is loaded. Left out: settings files; a shell
+script with the flags does the same.
 """
 
 import argparse
@@ -44,46 +45,60 @@ from rewards import READS, RewardSettings, check_reward, needs
 from summarizer import SUMMARIZED, WITHOUT_MODEL, SummarizerSettings, by_task, models_in
 
 RUN_NAME = re.compile(r"[^/\\]{,200}")
-# Eight times the step of the DAPO paper. As Python lists, the ids, masks and log-probs of 65,536
-# trajectories of 4,000 tokens take 21 GB on every process, before a batch is made of them.
+# Eight times the step of the DAPO paper. The ids, masks and log-probs of 65,536 trajectories of
+# 4,000 tokens take 21 GB as Python lists on every process, before they are put into a batch.
 LARGEST_STEP = 65_536
-TRACKERS = ("tensorboard", "wandb", "trackio")  # accelerate's, each a package of its own
+TRACKERS = (
+    "tensorboard",
+    "wandb",
+    "trackio",
+)  # supported by accelerate; each needs its own package
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    recipe: str = setting("ur2", "the paper", one_of=PAPERS)
-    variant: str = setting("", "of the recipe: another backbone, or an ablation")
-    stage: int = setting(1, "1: learn to search; 2: learn to answer (goes on from stage 1)")
+    recipe: str = setting("ur2", "the paper to reproduce", one_of=PAPERS)
+    variant: str = setting("", "another backbone or an ablation of the recipe")
+    stage: int = setting(1, "1: learn to search; 2: learn to answer, from stage 1's model")
     model: str = setting(
-        "", 'HF causal LM: folder or hub name; "" = stage 1\'s last, or the built-in one'
+        "", 'HF causal LM, a folder or a hub name; "": the last of stage 1, or the built-in model'
     )
-    toy_init: str = setting("", 'of the built-in model: "" = the usual one, or a worse one by name')
-    run_name: str = setting("", "its files are under runs/NAME/stageN")
-    output_dir: str = setting("runs", "folder of all runs and of the built-in models")
-    resume: bool = setting(False, "go on from this run's last checkpoint", only="train")
-    dry_run: bool = setting(False, "try one step, keep nothing, say what would fail", only="train")
+    toy_init: str = setting(
+        "", "built-in model only: name of a weaker supervised warm-up (default: the standard one)"
+    )
+    run_name: str = setting("", "the run's files are written to runs/NAME/stageN")
+    output_dir: str = setting("runs", "folder for all runs and the built-in models")
+    resume: bool = setting(False, "continue from this run's last checkpoint", only="train")
+    dry_run: bool = setting(False, "try one step, report problems, write nothing", only="train")
     evaluate: bool = setting(
-        False, "afterwards in the built-in world, as eval.py --decoding both", only="train"
+        False,
+        "evaluate the result in the built-in world, as eval.py --decoding both does",
+        only="train",
     )
-    save_every: int = setting(10, "steps; the last one always saves", least=1, only="train")
-    keep_checkpoints: int = setting(2, "older ones are deleted; 0 keeps all", least=0, only="train")
-    eval_every: int = setting(0, "steps between greedy evaluations; 0: none", least=0, only="train")
-    eval_questions: int = setting(100, "held out of --data, or per kind", least=1, only="papers")
+    save_every: int = setting(
+        10, "steps between checkpoints; the last step is always saved", least=1, only="train"
+    )
+    keep_checkpoints: int = setting(2, "checkpoints to keep; 0: all", least=0, only="train")
+    eval_every: int = setting(
+        0, "steps between greedy evaluations; 0: never", least=0, only="train"
+    )
+    eval_questions: int = setting(
+        100, "questions held out of --data, or per kind", least=1, only="papers"
+    )
     groups_kept: int = setting(
-        4, "per step in trajectories.jsonl.gz, for view.py; -1: all", least=-1, only="train"
+        4, "groups of trajectories saved per step for view.py; -1: all", least=-1, only="train"
     )
     report_to: str = setting(
-        "", "a tracker beside metrics.jsonl", one_of=("", *TRACKERS), only="train"
+        "", "tracker that also receives the metrics", one_of=("", *TRACKERS), only="train"
     )
     deterministic: bool = setting(
-        False, "on a GPU: the same numbers again, slower; a CPU has them anyway", only="train"
+        False, "reproducible numbers on a GPU, slower; a CPU's always are", only="train"
     )
-    seed: int = setting(0, "of questions and sampling", least=0, most=2**31 - 1)
-    world_seed: int = setting(0, "of the built-in world and its models")
+    seed: int = setting(0, "random seed of questions and sampling", least=0, most=2**31 - 1)
+    world_seed: int = setting(0, "random seed of the built-in world and its models")
 
 
-ASKING = (  # what a model needs to be asked: all that an evaluation reads
+ASKING = (  # the records that an evaluation reads
     RunSettings,
     DataSettings,
     PromptSettings,
@@ -108,23 +123,23 @@ RECORDS = (
 
 @dataclass(frozen=True)
 class Settings(*reversed(RECORDS)):  # dataclass lists the fields of the last base first
-    """Every setting of a run. A name stands in one record only."""
+    """Every setting of a run. Each name is defined in one record only."""
 
 
 def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> Settings:
-    """The settings of one run: defaults, the paper's stage, the tiny world's, then `given`."""
+    """Returns a run's settings: defaults < paper's stage < tiny world's values < `given`."""
     given = given or {}
     paper = record_of(recipe, given.get("variant", ""), stage)
     built_in = paper.tiny[stage] if tiny else {}
     chosen = paper.stages[stage] | built_in
-    # The built-in world has too few questions of a task, and none of a data set, to share out.
+    # Shares per task or data set do not fit the built-in world: it has too few questions of each.
     shares = [x for x in chosen.get("buckets", "").split(",") if not (tiny and ":" in x)]
     chosen = chosen | {"buckets": ",".join(shares)}
-    if not given.get("difficulty"):  # the paper's shares are of questions that were measured
+    if not given.get("difficulty"):  # the paper's shares need measured difficulties
         chosen = chosen | {"buckets": "", "mix": built_in.get("mix", "")}
-    if given.get("buckets", tiny and chosen["buckets"]):  # they share out a step, not the kinds
+    if given.get("buckets", tiny and chosen["buckets"]):  # buckets replace the mix of kinds
         chosen = chosen | {"mix": ""}
-    if "max_turn_tokens" in given:  # for every task
+    if "max_turn_tokens" in given:  # a flag holds for every task
         given = {"turn_tokens": ""} | given
     if "max_searches" in given:
         given = {"task_searches": ""} | given
@@ -133,164 +148,173 @@ def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> S
     return Settings(**{"recipe": recipe, "stage": stage} | chosen | given)
 
 
-NEEDS = {"dense": "encoder", "http": "retriever_url"}  # retriever -> the flag that it alone reads
+NEEDS = {
+    "dense": "encoder",
+    "http": "retriever_url",
+}  # retriever -> the flag that only it reads, and needs
 READ_BY = NEEDS | {"bm25": "index"}
 SEARCHING = """
 retriever retriever_url index encoder documents_per_search document_tokens max_searches summarizer
 corpus retrieval task_mixing mask_documents
-""".split()  # what has no meaning where nothing is searched
+""".split()  # unread by a protocol that does not search
 MODELS = {"verdict": "judge", "grade": "judge", "reader": "reader", "embedder": "embedder"}
 
 
 def unread(settings: Settings, training: bool) -> dict[str, str]:
-    """Flag -> why this run would not read it. A recipe's own values may stand there unread."""
-    others = {needed: its for its, needed in READ_BY.items() if its != settings.retriever}
-    found = {flag: f"only --retriever {its} reads it" for flag, its in others.items()}
+    """Returns {flag: why this run would not read it}; a recipe may still set such a flag."""
+    reasons = {
+        flag: f"only --retriever {retriever} reads it"
+        for retriever, flag in READ_BY.items()
+        if retriever != settings.retriever
+    }
     if PROTOCOLS[settings.protocol].query_tags is None:
-        found |= dict.fromkeys(SEARCHING, f"protocol {settings.protocol} searches nothing")
+        reasons |= dict.fromkeys(SEARCHING, f"protocol {settings.protocol} does not search")
     if settings.model:
-        found["toy_init"] = "--model has no warm-up"
+        reasons["toy_init"] = "it is for the built-in model, and --model is given"
     if not training:
-        return found
+        return reasons
     if not on_servers(settings):
-        found["served"] = "only --engine http://... reads it"
+        reasons["served"] = "only --engine http://... reads it"
     if settings.algorithm != "ppo":
-        found["critic_lr"] = "only --algorithm ppo reads it"
+        reasons["critic_lr"] = "only --algorithm ppo reads it"
     if settings.algorithm == "dapo" and settings.loss_aggregation == "sequence":
-        found["loss_aggregation"] = "dapo has a mean per token, or per question"
+        reasons["loss_aggregation"] = "dapo takes the mean over tokens or questions"
     if not settings.mask_documents:
-        found["mismatch"] = "documents were not sampled, so with --mask_documents false none does"
+        reasons["mismatch"] = "--mask_documents false trains on documents, which were not sampled"
     if not settings.kl_coef:
-        found["kl_estimator"] = "with --kl_coef 0 there is no KL"
-    asked = asked_of_others(settings)
-    read = {MODELS[need] for need in asked & MODELS.keys()}
+        reasons["kl_estimator"] = "with --kl_coef 0 there is no KL"
+    read = {MODELS[need] for need in asked_of_others(settings) & MODELS.keys()}
     read |= {*READS.get(settings.reward, "").split()}
     if settings.left_out == "answer":
         read.discard("beta")
     names = {*MODELS.values(), *(f.name for f in fields(RewardSettings))} - {"reward"}
     reward = f"{settings.reward} without {settings.left_out}".removesuffix(" without ")
-    return found | dict.fromkeys(names - read, f"--reward {reward} does not read it")
+    return reasons | dict.fromkeys(names - read, f"--reward {reward} does not read it")
 
 
 def asked_of_others(settings: Settings) -> set[str]:
-    """Returns what the reward needs, and the verdict where DAPO's filter asks who is right."""
-    sorts = settings.algorithm == "dapo" and settings.filter_by == "correct"
-    return needs(settings) | ({"verdict"} if sorts else set())
+    """Returns what the reward needs of other models; DAPO's filter by `correct` needs a verdict."""
+    filters = settings.algorithm == "dapo" and settings.filter_by == "correct"
+    return needs(settings) | ({"verdict"} if filters else set())
 
 
 def check_limits(record) -> None:
-    """Every field against the limits that stand beside it."""
+    """Checks every field of a record against the limits in the field's metadata."""
     for f in fields(record):
         value = getattr(record, f.name)
-        if f.name != "reward" or ":" not in value:  # FILE.py:FUNCTION is loaded where it pays
+        if f.name != "reward" or ":" not in value:  # FILE.py:FUNCTION is checked when it is loaded
             check_value(f.name, value, f.metadata)
 
 
 def check_settings(settings: Settings, training=True, given: Iterable[str] = ()) -> Settings:
-    """The settings, or an InputError for what no run (not `training`: no evaluation) can mean, or
-    for a flag `given` that this one does not read.
+    """Returns the settings. Raises an InputError if they contradict each other, or if a flag in
+    `given` would not be read by this training run (`training` False: by this evaluation).
     """
     if settings.retriever == "web":
-        how = "serve it (python retriever.py serve --retriever web), and give --retriever http"
-        raise InputError(f"--retriever web: {how} --retriever_url http://host:port")
+        hint = "serve it (python retriever.py serve --retriever web), then use --retriever http"
+        raise InputError(f"--retriever web: {hint} --retriever_url http://host:port")
     check_limits(settings)
     if settings.run_name in (".", "..") or not RUN_NAME.fullmatch(settings.run_name):
-        how = "a name without a slash, of at most 200 characters"
-        raise InputError(f"--run_name {settings.run_name}: a folder inside --output_dir: {how}")
+        hint = "must name a folder inside --output_dir, without a slash, in at most 200 characters"
+        raise InputError(f"--run_name {settings.run_name}: {hint}")
     if on_servers(settings):
         for url in settings.engine.split(","):
             host_of(url, f"--engine {', '.join(LOCAL)}, or http://host:8000")
         if not training:
-            raise InputError("--engine http: an evaluation samples by itself: leave it out, or hf")
+            raise InputError(
+                "--engine http: an evaluation samples in its own process: use slots or hf"
+            )
     frozen_in_8bit(settings)
     _check_summarizer(settings)
     if settings.data and not settings.model:
-        raise InputError("--data needs --model: the built-in model can read only its own world")
+        raise InputError("--data needs --model: the built-in model knows only its own world")
     known = paper_of(settings.protocol).warm_ups
     if settings.toy_init and settings.toy_init not in known:
         names = ", ".join(known) or "none"
-        raise InputError(
-            f"--toy_init {settings.toy_init}: of {settings.protocol} there is: {names}"
-        )
+        hint = f"the weaker warm-ups of protocol {settings.protocol} are: {names}"
+        raise InputError(f"--toy_init {settings.toy_init}: {hint}")
     searches = PROTOCOLS[settings.protocol].query_tags is not None
     local = settings.retriever in ("bm25", "dense", "random")
     if searches and settings.data and local and not settings.corpus:
-        own = "--corpus from-data to search the records' own paragraphs"
-        raise InputError(f"--data needs --corpus FILE, or {own}")
-    needed = NEEDS.get(settings.retriever)
-    if needed and searches and not getattr(settings, needed):
-        raise InputError(f"--retriever {settings.retriever} needs --{needed}")
+        hint = "--corpus from-data to search the records' own paragraphs"
+        raise InputError(f"--data needs --corpus FILE, or {hint}")
+    flag = NEEDS.get(settings.retriever)
+    if flag and searches and not getattr(settings, flag):
+        raise InputError(f"--retriever {settings.retriever} needs --{flag}")
     if training:
         _check_training(settings)
     else:
         _check_asking(settings, given)
-    why = unread(settings, training)
-    for flag in [name for name in given if name in why]:
-        raise InputError(f"--{flag}: {why[flag]}: leave it out")
+    reasons = unread(settings, training)
+    for flag in [name for name in given if name in reasons]:
+        raise InputError(f"--{flag}: {reasons[flag]}: leave it out")
     return settings
 
 
 def _check_asking(settings: Settings, given: Iterable[str]) -> None:
     if "in_8bit" in given and settings.in_8bit not in ("", "others"):
-        raise InputError("--in_8bit: nothing is trained here: others is all that it can name")
+        raise InputError("--in_8bit: nothing is trained here, so it can only be others")
     if settings.reader and not PROTOCOLS[settings.protocol].evidence_tags:
-        why = f"which protocol {settings.protocol} does not have: leave it out"
-        raise InputError(f"--reader answers from evidence boxes, {why}")
+        hint = f"and protocol {settings.protocol} has none: leave it out"
+        raise InputError(f"--reader answers from evidence boxes, {hint}")
 
 
 def _check_summarizer(settings: Settings) -> None:
-    notes, own = settings.summarizer, by_task(settings.summarizer)
-    if not {"other"} <= own.keys() <= SUMMARIZED:
-        how = "one for all tasks, or TASK=NAME,...,other=NAME of qa, math and choice"
-        raise InputError(f"--summarizer {notes}: {how}")
-    for name in sorted(models_in(notes)):
+    value, tasks = settings.summarizer, by_task(settings.summarizer)
+    if not {"other"} <= tasks.keys() <= SUMMARIZED:
+        hint = "give one for all tasks, or TASK=NAME,...,other=NAME of qa, math and choice"
+        raise InputError(f"--summarizer {value}: {hint}")
+    for name in sorted(models_in(value)):
         like = nearest(name, WITHOUT_MODEL)
-        if like or name == "llm":  # else a hub is asked, for minutes
-            raise InputError(f"--summarizer {name}: none, extractive, or the model itself{like}")
-    has = PROTOCOLS[settings.protocol].fallback_text
-    if settings.fallback and not (has and models_in(notes)):
-        why = "a model of --summarizer and a protocol with a fallback"
-        raise InputError(f"--fallback needs {why}; {notes} and {settings.protocol} are not both")
+        if like or name == "llm":  # else the hub would be queried, for minutes
+            hint = f"must be none, extractive, or a model's name{like}"
+            raise InputError(f"--summarizer {name}: {hint}")
+    text = PROTOCOLS[settings.protocol].fallback_text
+    if settings.fallback and not (text and models_in(value)):
+        hint = f"not --summarizer {value} and protocol {settings.protocol}"
+        raise InputError(
+            f"--fallback needs a protocol with a fallback and a model as summariser, {hint}"
+        )
 
 
 def _check_training(settings: Settings) -> None:
-    """Settings that are fine one by one and mean nothing together."""
+    """Raises an InputError for settings that cannot be combined in training."""
     if settings.questions_per_step * settings.group_size > LARGEST_STEP:
-        most = f"a step holds at most {LARGEST_STEP:,} trajectories: give fewer"
-        raise InputError(f"--questions_per_step times --group_size: {most}")
+        hint = f"a step holds at most {LARGEST_STEP:,} trajectories: give fewer"
+        raise InputError(f"--questions_per_step times --group_size: {hint}")
     if settings.temperature == 0:
         raise InputError("--temperature 0 is greedy: a group's trajectories would all be the same")
     if settings.top_p < 1:
-        why = "the log-probs would not be those of the distribution that is sampled"
-        raise InputError(f"--top_p {settings.top_p}: {why}: train with 1")
+        hint = "log-probs would not be those of the sampled distribution: train with 1"
+        raise InputError(f"--top_p {settings.top_p}: {hint}")
     if settings.group_size == 1 and settings.algorithm not in ("reinforce_pp", "ppo"):
-        why = "compares the trajectories of one question; it needs at least 2"
-        raise InputError(f"--group_size 1: {settings.algorithm} {why}")
+        hint = "compares the trajectories of one question; it needs at least 2"
+        raise InputError(f"--group_size 1: {settings.algorithm} {hint}")
     if (every := settings.eval_every) > settings.steps:
         raise InputError(f"--eval_every {every}: the run has {settings.steps} steps: give fewer")
     if settings.evaluate and settings.data:
-        how = "python eval.py --model ... --data HELD_OUT_FILE"
-        raise InputError(f"--evaluate asks about the built-in world, and this is --data: {how}")
+        hint = "instead: python eval.py --model ... --data HELD_OUT_FILE"
+        raise InputError(f"--evaluate asks about the built-in world, not --data; {hint}")
     _check_8bit(settings)
     terms = check_reward(settings)
     if settings.reward.startswith("arena") and settings.judge and settings.answer_metric != "em":
-        why = "ARENA's accuracy is the metric or the verdict: give one of the two"
-        raise InputError(f"--answer_metric {settings.answer_metric} with --judge: {why}")
-    asks = settings.algorithm == "dapo" and settings.filter_by == "answer"
-    if asks and "answer" not in terms:
-        why = "the recipe keeps groups by the term `answer`: name one so, or give --algorithm grpo"
-        raise InputError(f"--reward {settings.reward}: {why}")
+        hint = "ARENA's accuracy is the metric or the verdict: give one of the two"
+        raise InputError(f"--answer_metric {settings.answer_metric} with --judge: {hint}")
+    filters = settings.algorithm == "dapo" and settings.filter_by == "answer"
+    if filters and "answer" not in terms:
+        hint = "the recipe keeps groups by the term `answer`: name one so, or give --algorithm grpo"
+        raise InputError(f"--reward {settings.reward}: {hint}")
 
 
 def _check_8bit(settings: Settings) -> None:
-    """int8 weights are for models that nobody trains."""
+    """Raises an InputError if weights that are trained, or do not exist, are to be in int8."""
     in_8bit = frozen_in_8bit(settings)
     if "base" in in_8bit and not settings.lora_rank:
-        why = "int8 weights cannot be trained, a step of 1e-6 rounds away: add --lora_rank 16"
-        raise InputError(f"--in_8bit base: {why}, or leave it out")
+        hint = "int8 weights cannot be trained, a step of 1e-6 rounds away: add --lora_rank 16"
+        raise InputError(f"--in_8bit base: {hint}, or leave it out")
     if "reference" in in_8bit and settings.lora_rank:
-        why = "with --lora_rank the reference is the frozen base itself"
-        raise InputError(f"--in_8bit reference: {why}: --in_8bit base")
+        hint = "with --lora_rank the reference is the frozen base itself: use --in_8bit base"
+        raise InputError(f"--in_8bit reference: {hint}")
     if "reference" in in_8bit and not settings.kl_coef:
         raise InputError("--in_8bit reference: with --kl_coef 0 no reference is loaded")
     if in_8bit - {"others"} and not settings.model:
@@ -307,8 +331,8 @@ def boolean(text: str) -> bool:
 def add_flags(
     parser: argparse.ArgumentParser, records: Iterable[type], shown: Settings, command: str
 ) -> None:
-    """A --flag for every field of the records; --help has a section for each record's file, and
-    names the values of `shown`. No flag has a default, so that only what is given overrides.
+    """Adds a --flag for every field of the records. --help has a section for each record's file and
+    shows the values of `shown`. argparse gets no defaults, so only flags that are given override.
     """
     for record in records:
         section = parser.add_argument_group(file_of(record, parser.prog))
@@ -319,7 +343,7 @@ def add_flags(
 
 
 def file_of(record: type, command: str = "") -> str:
-    """The file that reads a record. Those that stand in flags.py name theirs."""
+    """Returns the file that reads a record; the docstring of a record in flags.py names it."""
     if record.__module__ == "flags":
         return record.__doc__
     name = record.__module__.replace("__main__", command.removesuffix(".py"))
@@ -330,31 +354,30 @@ def _add_flag(section, f: dataclasses.Field, kind, value) -> None:
     kind = (*typing.get_args(kind), kind)[0]  # int | None -> int
     names = f.metadata.get("one_of")
     text = f.metadata["help"] + (f"; one of {', '.join(names)}" if names else "")
-    text += f" ({value!r})" if value == f.default else f" ({value!r}; by itself {f.default!r})"
-    once = {"nargs": "?", "const": True} if kind is bool else {}
+    text += f" ({value!r})" if value == f.default else f" ({value!r}; default {f.default!r})"
+    switch = {"nargs": "?", "const": True} if kind is bool else {}
     section.add_argument(
         f"--{f.name}",
         type=boolean if kind is bool else kind,
         default=argparse.SUPPRESS,
         help=text.replace("%", "%%"),
         metavar=kind.__name__.upper(),
-        **once,
+        **switch,
     )
 
 
 def named_in(arguments: list[str]) -> Settings:
-    """The settings of the recipe and stage that a command line names: what --help shows."""
-    known = FlagParser(add_help=False, allow_abbrev=False)
+    """Returns the settings of the recipe and stage on a command line, which --help shows."""
+    parser = FlagParser(add_help=False, allow_abbrev=False)
     for name in ("recipe", "stage", "model", "variant"):
         default = getattr(RunSettings, name)
-        known.add_argument(f"--{name}", type=type(default), default=default)
-    found, _ = known.parse_known_args(arguments)
-    stage, variant = found.stage or 1, {"variant": found.variant}
-    return resolve(found.recipe, stage, not found.model, variant)
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    args, _ = parser.parse_known_args(arguments)
+    return resolve(args.recipe, args.stage or 1, not args.model, {"variant": args.variant})
 
 
 def stage_folder(settings: Settings, stage: int | None = None) -> Path:
-    """runs/NAME/stageN; the default name says paper, data and seed."""
+    """Returns runs/NAME/stageN; the default name is made of paper, data and seed."""
     data = Path(settings.data.split(",")[0]).stem or f"world{settings.world_seed}"
     recipe = "-".join(filter(None, [settings.recipe, settings.variant]))
     name = settings.run_name or f"{recipe}-{data}-seed{settings.seed}"
@@ -362,7 +385,7 @@ def stage_folder(settings: Settings, stage: int | None = None) -> Path:
 
 
 def saved_settings(model: str) -> Settings | None:
-    """The settings beside a checkpoint of ours, or in its stage's folder; None: another model."""
+    """Returns the settings saved with a checkpoint or its stage; None for any other model."""
     path = Path(model, "settings.json")
     if not model or not path.exists():
         return None
@@ -373,20 +396,20 @@ def saved_settings(model: str) -> Settings | None:
 
 
 def in_built_in_world(settings: Settings) -> bool:
-    """The tiny models, and what was trained from them, are asked about the world they know."""
+    """Returns whether questions come from the built-in world: for a tiny model, also if trained."""
     if settings.data or not settings.model:
         return not settings.data
-    before = saved_settings(settings.model)
-    return bool(before and before != settings and in_built_in_world(before))
+    saved = saved_settings(settings.model)
+    return bool(saved and saved != settings and in_built_in_world(saved))
 
 
 def parse(arguments: list[str] | None = None, before: Settings | None = None) -> Settings:
-    """train.py's command line. `before`: the stage that the same command trains first; else a stage
-    2 without --model goes on from the stage 1 that is there, with the settings of its model.
+    """Parses train.py's command line. `before`: the settings of the stage that the same command
+    trains first; if None, a stage 2 without --model continues from the saved stage 1.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    said = "Train one stage of one paper. In brackets: the value of --recipe and --stage."
-    parser = FlagParser("train.py", description=said)
+    description = "Train one stage of one paper. In brackets: the value for --recipe and --stage."
+    parser = FlagParser("train.py", description=description)
     add_flags(parser, RECORDS, named_in(arguments), "train")
     given = vars(parser.parse_args(arguments))
     recipe, stage = given.get("recipe", "ur2"), given.get("stage", 1)
@@ -400,20 +423,20 @@ def parse(arguments: list[str] | None = None, before: Settings | None = None) ->
 
 
 def parse_stages(arguments: list[str] | None = None) -> list[Settings]:
-    """The same of --stage 1,2: a run of each, one after the other."""
-    found = FlagParser("train.py", add_help=False, allow_abbrev=False)
-    found.add_argument("--stage", default="1")
-    known, rest = found.parse_known_args(arguments)
+    """Parses train.py's command line where --stage may list several: a run for each, in order."""
+    parser = FlagParser("train.py", add_help=False, allow_abbrev=False)
+    parser.add_argument("--stage", default="1")
+    args, rest = parser.parse_known_args(arguments)
     runs = []
-    for stage in known.stage.split(","):
+    for stage in args.stage.split(","):
         runs.append(parse([*rest, "--stage", stage], *runs[-1:]))
     if len(runs) > 1 and (runs[0].resume or runs[0].dry_run):
-        raise InputError(f"--stage {known.stage} begins both anew: give one stage")
+        raise InputError(f"--stage {args.stage} starts both from the beginning: give one stage")
     return runs
 
 
 def shown_settings(settings: Settings) -> str:
-    """What a run sets otherwise than the defaults, for the console."""
+    """Returns a line for the console with all settings that differ from the defaults."""
     text = "settings:"
     for f in fields(Settings):
         value = getattr(settings, f.name)

@@ -430,7 +430,7 @@ def test_passages_that_were_cut_are_a_column():
         ("--model ./nowhere", "no such directory"),
         ("--run_name typo", "no checkpoint of that run"),
         ("--lr 3", "unknown flag --lr"),
-        ("--in_8bit base,others", "others is all that it can name"),
+        ("--in_8bit base,others", "so it can only be others"),
         ("--split all", "one of train, dev, test"),
         ("--retriever_url http://x", "only --retriever http reads it"),
         ("--reader m", "protocol ur2 does not have"),
@@ -466,7 +466,7 @@ def test_help_has_its_sections_and_looks_for_no_model(monkeypatch, capsys):
     for file in ("settings", "data", "rollout", "retriever", "other_models/llm", "eval"):
         assert f"\n{file}.py:\n" in said
     assert "--top_p" in said and "--lr" not in said and end.value.code == 0
-    assert "(8; by itself 4)" in said  # R1-Searcher's searches
+    assert "(8; default 4)" in said  # R1-Searcher's searches
 
 
 def test_scoring_a_file_loads_no_torch(tmp_path):
