@@ -205,7 +205,7 @@ class Evaluation:
 
     def run(self) -> list[dict]:
         """Prediction records of the model's rollouts."""
-        self.lock = locked(self.out, saying=WRITES)  # as long as this evaluation is used
+        self.lock = locked(self.out, holder=WRITES)  # as long as this evaluation is used
         generate, version = self.load()
         self.say_what()
 
