@@ -184,7 +184,7 @@ def test_a_prompt_without_the_tags_that_are_read_is_one_line(tmp_path):
         ("[juge]\nBe just.", "section juge: unknown; one of judge, reader, policy, policy:direct,"),
         ("[policy:maths]\nAdd.", "section policy:maths: unknown"),
         ("[policy:direct]\nAdd.", "section policy:direct: .* the text must show .boxed"),
-        ("[policy:choice]\n<|begin_of_query|>", "how correct answer is is written"),
+        ("[policy:choice]\n<|begin_of_query|>", "the text must show correct answer is"),
         ("[summarizer]\nBe brief.", "p.txt: none of its sections is for a model of this run"),
         ("[judge]\nIs {gold} right?", "section judge: the gap {gold} is unknown or missing"),
         ("[reader]\nRead {evidence}.", "the gap {question} is unknown or missing"),
