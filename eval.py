@@ -217,8 +217,8 @@ class Evaluation:
         return generate, weights_version(settings.model, policy) if settings.model else "built-in"
 
     def run(self) -> list[dict]:
-        """Returns the prediction records of the model's rollouts."""
-        self.lock = locked(self.out, saying=WRITES)  # held while this object exists
+        """Prediction records of the model's rollouts."""
+        self.lock = locked(self.out, holder=WRITES)  # as long as this evaluation is used
         generate, version = self.load()
         self.announce()
 

@@ -1,26 +1,27 @@
-"""The flags of files that import torch, one record per file; other files define their own records.
-They are here so that a typo, --help and `python papers.py` are answered within a second.
+"""The flags of the files that import torch, one settings record per file. Every other file of the
+path defines its own record. These are kept here so that --help, `python papers.py` and the message
+for a typo appear within a second.
 
     rollout.py  scale/engine.py  other_models/  update.py  ppo.py  kl.py  reinforce_pp.py  dapo.py
     policy.py
 
-`settings.Settings` inherits all records. Left out: what a paper chooses (papers.py), and what may
-not be combined (settings.py).
+`settings.Settings` inherits all records. Left out: the papers' values (papers.py) and the checks of
+flags that contradict each other (settings.py).
 """
 
 from dataclasses import dataclass
 
 from errors import InputError, setting
 
-# Only the names; a test compares them with the tables of the files that implement them.
+# Only the names; a test compares them with the tables in the files that implement them.
 ALGORITHMS = ("reinforce_pp", "reinforce_pp_baseline", "grpo", "dapo", "ppo")  # update.py
 ESTIMATORS = ("k1", "k2", "k3", "log")  # kl.py
 MISMATCHES = ("auto", "none", "token", "sequence", "mask", "sequence_mask", "row")  # ppo.py
 OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit")
 SCHEDULES = ("constant", "linear", "cosine")
-LOCAL = ("slots", "hf")  # engines that run in this process
-PARTS = ("base", "reference", "others")  # values of --in_8bit
-# The DAPO paper's numbers, which --algorithm dapo sets in the recipe of another paper.
+LOCAL = ("slots", "hf")  # engines that sample in this process
+PARTS = ("base", "reference", "others")  # the values of --in_8bit
+# --algorithm dapo sets these in any other recipe: the values of the DAPO paper.
 DAPO = {"clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "token", "kl_coef": 0.0}
 
 
@@ -28,22 +29,20 @@ DAPO = {"clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "token", "kl_coe
 class RolloutSettings:
     """rollout.py"""
 
-    group_size: int = setting(16, "number of trajectories per question, G", least=1, only="train")
+    group_size: int = setting(16, "trajectories per question, G", least=1, only="train")
     temperature: float = setting(
-        1.0, "sampling temperature, also used for log-probs; 0 decodes greedily", least=0
+        1.0, "divides the logits when sampling and when computing log-probs; 0: greedy", least=0
     )
     top_p: float = setting(
-        1.0, "nucleus sampling; 1 samples the whole distribution", above=0, most=1, only="eval"
+        1.0, "sample from the top_p share of the mass", above=0, most=1, only="eval"
     )
     max_searches: int = setting(4, "most searches per trajectory", least=0, most=10_000)
-    task_searches: str = setting("", "max_searches of single tasks: task=N,...", only="papers")
+    task_searches: str = setting("", "most searches for single tasks: task=N,...", only="papers")
     max_turn_tokens: int = setting(512, "most new tokens per turn", least=1)
     turn_tokens: str = setting("", "max_turn_tokens of single tasks: task=N,...", only="papers")
-    max_context: int = setting(
-        0, "most tokens of prompt and response; 0 = the model's limit", least=0
-    )
-    document_tokens: int = setting(1024, "most tokens of documents per search", least=1)
-    max_num_seqs: int = setting(0, "trajectories sampled at once; 0 = all", least=0)
+    max_context: int = setting(0, "most tokens of prompt and response; 0: the model's", least=0)
+    document_tokens: int = setting(1024, "most document tokens inserted per search", least=1)
+    max_num_seqs: int = setting(0, "trajectories sampled at once; 0: all", least=0)
     timeout: float = setting(
         60.0, "seconds after which a search or a request counts as failed", above=0, most=86_400
     )
@@ -55,13 +54,16 @@ class EngineSettings:
 
     engine: str = setting(
         "slots",
-        "what samples the rollouts: slots (our sampler), hf (plain generate), or the addresses of "
-        "vLLM servers, http://host:port[,http://...] (see scale/server.py)",
+        "how rollouts are sampled: slots (continuous batching in this process), hf (generate), or "
+        "the addresses of vLLM servers: http://host:port[,http://...]",
+    )
+    served: str = setting(
+        "/dev/shm", "folder through which vLLM servers receive the weights", only="train"
     )
     served: str = setting("/dev/shm", "folder in which vLLM servers find new weights", only="train")
     sampling_copy: str = setting(
         "auto",
-        "copy of the weights that samples: bf16, none; auto: bf16 on a GPU unless int8",
+        "copy of the weights to sample with: bf16, none; auto: bf16 on a GPU unless in int8",
         only="papers",
     )
 
@@ -71,16 +73,14 @@ class ModelSettings:
     """other_models/llm.py"""
 
     judge: str = setting(
-        "", "model that judges answers: URL#model or a HF model; default: a metric decides"
+        "", "model that judges answers: URL#model or a HF model; without it, a metric decides"
     )
     reader: str = setting(
-        "", "model that answers from evidence (R-Search): URL#model or a HF model"
+        "", "R-Search's frozen model that answers from the evidence: URL#model or a HF model"
     )
-    embedder: str = setting(
-        "tfidf", "vectors of queries (When to Search): tfidf, or a HF encoder", only="train"
-    )
+    embedder: str = setting("tfidf", "embeds queries: tfidf, or a HF encoder", only="train")
     in_8bit: str = setting(
-        "", "frozen models to load in int8: base (under LoRA), reference, others"
+        "", "frozen models to load in int8, comma-separated: base (under LoRA), reference, others"
     )
 
 
@@ -89,39 +89,40 @@ class UpdateSettings:
     """update.py"""
 
     algorithm: str = setting(
-        "reinforce_pp_baseline", "how advantages and losses are computed", one_of=ALGORITHMS
+        "reinforce_pp_baseline", "how advantages are computed", one_of=ALGORITHMS
     )
-    steps: int = setting(100, "number of rollouts; each is followed by its updates", least=1)
-    trajectories_per_update: int = setting(
-        256, "rows of one optimizer step; 0 = all rows of a rollout", least=0
+    steps: int = setting(100, "training steps: a rollout, then updates on it", least=1)
+    trajectories_per_update: int = setting(256, "0: one update with all of a step", least=0)
+    tokens_per_micro_batch: int = setting(16384, "padded tokens per forward pass", least=1)
+    mask_documents: bool = setting(
+        True, "train on the policy's own tokens only; False (an ablation): on the documents too"
     )
-    tokens_per_micro_batch: int = setting(16384, "most padded tokens per forward pass", least=1)
-    mask_documents: bool = setting(True, "leave documents out of the loss; false is an ablation")
 
 
 @dataclass(frozen=True)
 class PPOSettings:
     """ppo.py"""
 
-    clip_low: float = setting(0.2, "the ratio is clipped at 1 − clip_low", least=0, most=1)
-    clip_high: float = setting(0.2, "the ratio is clipped at 1 + clip_high", least=0)
+    clip_low: float = setting(0.2, "the ratio is clipped below at 1 − clip_low", least=0, most=1)
+    clip_high: float = setting(0.2, "the ratio is clipped above at 1 + clip_high", least=0)
     loss_aggregation: str = setting(
         "sequence",
-        "the loss is averaged per trajectory first, over all tokens, or per question first",
+        "mean of the loss: over trajectories (of token means), over all tokens, or over questions",
         one_of=("sequence", "token", "question"),
     )
     mismatch: str = setting(
         "auto",
-        "correction if the sampler's log-probs differ from ours, with the ratio ρ: token and "
-        "sequence cap ρ of a token or of a row at 2; mask drops tokens outside 1/2 to 2, "
-        "sequence_mask rows above 3, row rows whose mean ratio is 0.1 % off; auto is token if "
-        "another precision or engine samples, else none",
+        "corrects for a sampler whose log-probs differ, by ρ = exp(old − sampled): token and "
+        "sequence weight the loss with min(ρ, 2), ρ of a token or a trajectory's product; mask "
+        "drops tokens with ρ outside 1/2 to 2, sequence_mask trajectories with a product above 3, "
+        "row those whose mean is 0.1 % off; auto: token if another precision or engine samples, "
+        "else none",
         one_of=MISMATCHES,
     )
     gae_lambda: float = setting(1.0, "PPO: GAE's λ", only="papers", least=0, most=1)
     critic_lr: float = setting(1e-5, "PPO: learning rate of the critic", above=0)
     critic_warmup_ratio: float = setting(
-        0.0, "PPO: warm-up of critic_lr, as a share of all updates", only="papers", least=0, below=1
+        0.0, "PPO: like --warmup_ratio, for critic_lr", only="papers", least=0, below=1
     )
 
 
@@ -130,11 +131,13 @@ class KLSettings:
     """kl.py"""
 
     kl_coef: float = setting(
-        0.0, "weight of the KL to the stage's first model; 0 loads no reference model", least=0
+        0.0,
+        "weight of the KL to the model that the stage started from; 0: no reference is loaded",
+        least=0,
     )
     kl_estimator: str = setting(
         "k2",
-        "k1 is subtracted from the reward, k2 and k3 are in the loss; log only measures",
+        "k1 is subtracted from the reward, k2 and k3 are added to the loss; log: only measured",
         one_of=ESTIMATORS,
     )
 
@@ -143,9 +146,11 @@ class KLSettings:
 class ReinforceSettings:
     """reinforce_pp.py"""
 
-    group_std: bool = setting(True, "divide by the group's std (UR² eq. 5)", only="papers")
+    group_std: bool = setting(
+        True, "divide advantages by the group's std (UR² eq. 5)", only="papers"
+    )
     whiten_tokens: bool = setting(
-        False, "baseline form: whiten over tokens instead of trajectories", only="papers"
+        False, "baseline: whiten over the batch's tokens, not its trajectories", only="papers"
     )
 
 
@@ -153,11 +158,9 @@ class ReinforceSettings:
 class DapoSettings:
     """dapo.py"""
 
-    max_resample: int = setting(3, "most extra draws of questions per step", only="papers", least=0)
+    max_resample: int = setting(3, "most extra draws per step", only="papers", least=0)
     filter_by: str = setting(
-        "correct",
-        "which values must differ in a group that is kept: correct, answer, total",
-        only="papers",
+        "correct", "keep groups whose trajectories differ in: correct, answer, total", only="papers"
     )
 
 
@@ -167,20 +170,18 @@ class PolicySettings:
 
     optimizer: str = setting(
         "adamw",
-        "8bit: Adam's moments in 8 bits; paged: moved to the CPU when memory is short",
+        "8bit: Adam's moments in 8 bits; paged: they move to the CPU when the GPU is full",
         one_of=OPTIMIZERS,
     )
     lr: float = setting(2e-6, "learning rate", above=0)
-    warmup_ratio: float = setting(
-        0.0, "share of all updates in which the learning rate rises linearly", least=0, below=1
-    )
+    warmup_ratio: float = setting(0.0, "share of all updates with linear warm-up", least=0, below=1)
     lr_schedule: str = setting(
-        "constant", "learning rate after the warm-up; linear and cosine end at 0", one_of=SCHEDULES
+        "constant", "after the warm-up; linear and cosine end at 0", one_of=SCHEDULES
     )
     gradient_checkpointing: bool = setting(
-        False, "recompute activations in the backward pass to save memory"
+        False, "recompute activations in the backward pass: slower, with less memory"
     )
-    lora_rank: int = setting(0, "rank of LoRA adapters (needs peft); 0 trains all weights", least=0)
+    lora_rank: int = setting(0, "rank of LoRA adapters (needs peft); 0: train all weights", least=0)
 
 
 def on_servers(settings: EngineSettings) -> bool:
@@ -188,10 +189,8 @@ def on_servers(settings: EngineSettings) -> bool:
 
 
 def frozen_in_8bit(settings: ModelSettings) -> set[str]:
-    """Returns the models that --in_8bit names: "others, base" -> {"base", "others"}."""
-    names = {part.strip() for part in settings.in_8bit.split(",")} - {""}
-    if unknown := sorted(names - set(PARTS)):
-        raise InputError(
-            f"--in_8bit {unknown[0]}: unknown; give a comma-separated list of {', '.join(PARTS)}"
-        )
-    return names
+    """Parses --in_8bit: "others, base" -> {"base", "others"}."""
+    parts = {part.strip() for part in settings.in_8bit.split(",")} - {""}
+    if unknown := sorted(parts - set(PARTS)):
+        raise InputError(f"--in_8bit {unknown[0]}: unknown; a comma list of {', '.join(PARTS)}")
+    return parts

@@ -1,7 +1,8 @@
-"""See a run: its trajectories token by token, with what each was paid and what was learned from it.
+"""Shows a run: each trajectory token by token, with rewards, advantages and losses.
 
+    python view.py                                  the newest run under runs/
     python view.py runs/ur2-world0-seed0            a page, view/index.html in that folder
-    python view.py RUN RUN                          curves of several runs over each other
+    python view.py A B                              both runs, in a folder A-B beside A
     python view.py RUN --text --step 3 --group 1    one group in the terminal
     python view.py RUN --png                        its curves as one picture (extra `plot`)
 
@@ -23,7 +24,7 @@ from pathlib import Path
 from data import harmless
 from errors import FlagParser, InputError, check_output, run_main
 from formats.records import finished_records
-from plumbing.page import read_settings, readable_records, stages_of, write_page
+from plumbing.page import names_of, read_settings, readable_records, stages_of, write_page
 
 LEARNING = ("grad_norm", "frac_reward_zero_std", "informative", "clip_fraction", "entropy_mc")
 # (title, metrics, or "prefix/" for all metrics under it)
@@ -210,37 +211,53 @@ def print_group(folder: Path, step: int | None, group: int) -> None:
 
 # ----------------------------------------------------------------------------------------- the page
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = FlagParser("view.py", description="See a run.")
+    parser = FlagParser("view.py", description="Show a run.")
     flag = parser.add_argument
-    flag("runs", nargs="+", type=Path, metavar="RUN", help="runs/NAME, or one stage of it")
     flag(
-        "--out",
+        "runs",
+        nargs="*",
         type=Path,
-        help="folder of the page (default: RUN/view), or file of --png (RUN/curves.png)",
+        metavar="RUN",
+        help="runs/NAME or a stage; default: the newest",
     )
-    flag("--png", action="store_true", help="draw the curves of one run as one picture")
-    flag("--text", action="store_true", help="print one group in the terminal")
-    flag("--step", type=int, help="step that --text shows; default: the last one")
-    flag("--group", type=int, default=0, help="index of the group that --text shows")
+    flag("--out", type=Path, help="folder of the page (default RUN/view), or the file of --png")
+    flag("--png", action="store_true", help="draw the curves of one run as a picture")
+    flag("--text", action="store_true", help="print one group of trajectories")
+    flag("--step", type=int, help="step that --text prints (default: the last)")
+    flag("--group", type=int, default=0, help="index of the saved group that --text prints")
     asked = parser.parse_args(arguments)
     if len(asked.runs) > 1 and (asked.png or asked.text):
         raise InputError("--png and --text show one run: the page shows several")
     return asked
 
 
+def newest_run(folder: Path) -> Path:
+    """Returns the run whose metrics were written last."""
+    files = sorted(folder.glob("*/stage?/metrics.jsonl"), key=lambda file: file.stat().st_mtime)
+    if not files:
+        raise InputError(f"{folder}: there is no run: name one, or train one with train.py")
+    return files[-1].parent.parent
+
+
 def main(arguments: list[str] | None = None) -> None:
     asked = parse(arguments)
-    run = asked.runs[0]
+    runs = asked.runs or [newest_run(Path("runs"))]
+    run, several = runs[0], "-".join(names_of(runs))
     if asked.text:
         return print_group(stages_of(run)[-1], asked.step, asked.group)
-    out = asked.out or run / ("curves.png" if asked.png else "view")
+    page = run / "view" if len(runs) == 1 else run.resolve().parent / several
+    out = asked.out or (run / "curves.png" if asked.png else page)
     file = out if asked.png else out / "index.html"
     check_output(file, "--out")
     if asked.png:
         draw(run, out)
     else:
-        write_page(asked.runs, out)
-    print(f"written: {file}")
+        write_page(runs, out)
+    print(f"written: {file.resolve()}")
+    if not asked.png:
+        serve = f"python -m http.server --bind 127.0.0.1 --directory {out.resolve()} 8000"
+        print("open that file in a browser; of a remote machine copy the folder, or run there")
+        print(f"  {serve}\nand here  ssh -L 8000:127.0.0.1:8000 HOST, then http://127.0.0.1:8000")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The files of a run: where they lie, and what is written to them. Only the main process writes.
+"""The files of a run and its lines on the console. Only the main process writes.
 
-A run may be ended at any moment: a line of metrics is written whole, a checkpoint is renamed.
-Predictions belong to what they were made with (settings, weights, questions), which stands beside
-them. What does not belong to it any more, or to a run, is put aside, never overwritten.
+A run may be killed at any moment, so a line of metrics is written at once, and a checkpoint gets
+the final name when it is complete. Predictions are stored together with the settings, weights and
+questions that they were made with. Files of an earlier run are renamed, never overwritten.
 """
 
 import contextlib
@@ -47,79 +47,82 @@ from trajectory import Trajectory, show
 SHOW_EVERY = 5  # steps between decoded trajectories on the console
 TRAINS = "trains in {}: wait for it, end it, or name this run with --run_name"
 WRITES = "writes {}: wait for it, or name another with --out"
-# The locks of this process, by path. Its number would not tell: in two containers both may be 1.
+# The locks of this process, by path. Process numbers cannot tell: in two containers both may be 1.
 HELD = weakref.WeakValueDictionary()
 
 
 def named_by(settings: Settings) -> list[str]:
-    """The flags that lead to the same run."""
+    """Returns the flags that lead to the same run."""
     names = ("recipe", "variant", "run_name", "output_dir", "seed", "world_seed")
     return [f"--{name}={getattr(settings, name)}" for name in names]
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Oldest first. What ends in .partial is half-written."""
+    """Returns the checkpoints, the oldest first. A name ending in .partial is incomplete."""
     return sorted(path for path in folder.glob("checkpoint-*") if step_of(path) and path.is_dir())
 
 
 def step_of(path: Path) -> int:
-    """0 for what is no checkpoint."""
-    found = re.fullmatch(r"checkpoint-(\d+)", path.name)
-    return int(found[1]) if found else 0
+    """Returns the step of a checkpoint folder, or 0 if the name is not a checkpoint's."""
+    match = re.fullmatch(r"checkpoint-(\d+)", path.name)
+    return int(match[1]) if match else 0
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """The last checkpoint that is as it was written; later ones are named."""
-    for path in reversed(checkpoints(folder)):
-        if not (wrong := wrong_with(path, step_of(path))):
+    """Returns the last undamaged checkpoint and prints a line on each later, damaged one."""
+    paths = checkpoints(folder)
+    for path in reversed(paths):
+        if not (damage := wrong_with(path, step_of(path))):
             return path
-        tell(f"{path} is passed over: {wrong}")
-    if found := checkpoints(folder):
-        how = f"--model {found[-1]} takes its weights alone"
-        raise InputError(f"{folder}: no whole checkpoint is there: start anew; {how}")
+        tell(f"{path} is passed over: {damage}")
+    if paths:
+        hint = f"--model {paths[-1]} uses that one's weights alone"
+        raise InputError(
+            f"{folder}: no whole checkpoint is there: start from the beginning; {hint}"
+        )
     return None
 
 
 def best_checkpoint(folder: Path) -> Path:
-    """The first with the best held-out answers; without --eval_every the last."""
+    """Returns the first checkpoint with the best eval/em; without --eval_every the last one."""
     rows = finished_records(folder / "metrics.jsonl", cut=False, needs="step")
     scores = {row["step"] + 1: row["eval/em"] for row in rows if "eval/em" in row}
     if not scores:
-        return (checkpoints(folder) or [folder])[-1]  # none: another machine has written it
+        return (checkpoints(folder) or [folder])[-1]  # no checkpoints: another machine wrote them
     return folder / f"checkpoint-{max(scores, key=scores.get):06d}"
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Only the last ones stay, and the best; 0 keeps all."""
+    """Deletes all checkpoints but the last `keep` and the best one; 0 keeps all."""
     best = best_checkpoint(folder)
     for old in checkpoints(folder)[:-keep] if keep else []:
-        if old != best:  # renamed first: a kill in between leaves no half checkpoint
+        if old != best:  # renamed first, so a kill in between leaves no half checkpoint
             shutil.rmtree(old.rename(old.with_name(old.name + ".partial")))
 
 
 def starting_model(settings: Settings) -> tuple[str, str]:
-    """(where the weights come from, "" for the built-in model; what to say about it)."""
+    """Returns (the path of the first weights, "" for the built-in model; a line on it)."""
     stage, folder = settings.stage, stage_folder(settings)
     if settings.resume:
-        if not (found := newest_whole(folder)):
-            how = "leave it out to start anew (of several machines all must see this folder)"
-            raise InputError(f"--resume: no checkpoint in {folder}; {how}")
-        return str(found), f"going on from {found}"
+        if not (path := newest_whole(folder)):
+            hint = "leave it out to start again (all machines of a run must see this folder)"
+            raise InputError(f"--resume: no checkpoint in {folder}; {hint}")
+        return str(path), f"going on from {path}"
     before, model = stage_folder(settings, stage - 1), settings.model
-    if (model or stage > 1) and (found := newest_whole(Path(model or before))):
-        model = str(found)  # the last of a stage's folder
+    if (model or stage > 1) and (path := newest_whole(Path(model or before))):
+        model = str(path)  # the last one in a stage's folder
     elif model:
         check_model_path(model)
-    said = f"stage {stage} starts from {model or 'the built-in model'}"
+    message = f"stage {stage} starts from {model or 'the built-in model'}"
     if stage > 1 and not model:
-        said += f": there is no stage {stage - 1} checkpoint in {before}"
-    return model, said
+        message += f": there is no stage {stage - 1} checkpoint in {before}"
+    return model, message
 
 
 def prompt_sections(settings: Settings, strict: bool = False) -> dict[str, str]:
-    """Section -> text of --prompt_file: a folder of NAME.txt (policy.math.txt is policy:math), or a
-    file with a line [NAME] above each text. What stands before the first such line is [policy].
-    strict: is a model asked that has a text in it?
+    """Parses --prompt_file into {section: text}. It is a folder of NAME.txt (policy.math.txt is
+    policy:math), or a file with a line [NAME] above each text; text before the first such line is
+    [policy]. strict checks that this run uses a model that has a section.
     """
     path, texts = Path(settings.prompt_file), {}
     if not settings.prompt_file:
@@ -133,18 +136,18 @@ def prompt_sections(settings: Settings, strict: bool = False) -> dict[str, str]:
         first = [(file.stem.replace(".", ":") if folder else "policy", before)]
         pairs = first * bool(before.strip() or not rest)
         for name, text in [*pairs, *zip(rest[::2], rest[1::2], strict=True)]:
-            if wrong := wrong_with_prompt(name, text.strip(), settings):
-                raise InputError(f"--prompt_file {file}, section {name}: {wrong}")
+            if problem := prompt_problem(name, text.strip(), settings):
+                raise InputError(f"--prompt_file {file}, section {name}: {problem}")
             texts[name] = text.strip()
     models = {"judge": settings.judge, "reader": settings.reader}
     models["summarizer"] = models_in(settings.summarizer)
     if strict and not any(models.get(name.partition(":")[0], True) for name in texts):
-        raise InputError(f"--prompt_file {path}: no model that is asked here has a text in it")
+        raise InputError(f"--prompt_file {path}: none of its sections is for a model of this run")
     return texts
 
 
-def wrong_with_prompt(name: str, text: str, settings: Settings) -> str:
-    """Is there such a section? Has its text the gaps, and does it name the tags, that it needs?"""
+def prompt_problem(name: str, text: str, settings: Settings) -> str:
+    """Returns "" if a section is known and its text has the gaps and tags that it needs."""
     if name not in SECTIONS:
         return f"unknown; one of {', '.join(SECTIONS)}"
     if not text:
@@ -154,7 +157,7 @@ def wrong_with_prompt(name: str, text: str, settings: Settings) -> str:
     if protocol.references_in_prompt and model == "policy":
         needed.append("references")
     if wrong := gaps.difference(needed, others) or (gaps and {*needed} - gaps):
-        known = f"of its gaps {needed} are needed, and {others} may be there"
+        known = f"{needed} are needed, and {others} are optional"
         return f"the gap {{{min(wrong)}}} is unknown or missing: {known}"
     answer = (protocol.answer_tags or ["\\boxed"])[0]
     if not protocol.answer_tags and name.endswith(":choice"):
@@ -162,7 +165,7 @@ def wrong_with_prompt(name: str, text: str, settings: Settings) -> str:
     searches = protocol.query_tags and settings.retrieval and "direct" not in name
     for tag in (answer, protocol.query_tags[0] if searches else answer):
         if model == "policy" and tag not in text:
-            return f"protocol {protocol.name} is read by its tags: say in it how {tag} is written"
+            return f"protocol {protocol.name} is parsed by its tags: the text must show {tag}"
     return ""
 
 
@@ -170,24 +173,24 @@ def settings_text(settings: Settings) -> str:
     return json.dumps(dataclasses.asdict(settings), indent=1) + "\n"
 
 
-def locked(folder: Path, how: int = fcntl.LOCK_EX, saying: str = TRAINS):
-    """Locks a folder until the file that it returns is dropped. There is one writer: the lines of
-    two runs would mix, and each would prune the other's checkpoints. The main process looks whether
-    a process of another run is left (LOCK_EX); then all processes of this run hold it (LOCK_SH).
-    An evaluation locks its predictions file likewise: `saying` is what the holder does there.
+def locked(folder: Path, kind: int = fcntl.LOCK_EX, holder: str = TRAINS):
+    """Locks a folder until the returned file is garbage-collected. Two runs in one folder would mix
+    their lines and prune each other's checkpoints. The main process checks that no process of
+    another run is left (LOCK_EX); then all processes of this run hold the lock (LOCK_SH). An
+    evaluation locks a predictions file; `holder` is the error's text on who has the lock.
     """
     path = folder.with_name(f".{folder.name}.lock")
-    if file := HELD.get(path):  # by this command, or by a run of this process that failed
+    if file := HELD.get(path):  # held by this command, or by an earlier run in this process
         return file
     with writing(path):
         folder.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
         try:
-            lock(file, how | fcntl.LOCK_NB)
+            lock(file, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            raise InputError(f"process {file.read().strip()} {saying.format(folder)}") from None
-        if how == fcntl.LOCK_EX:
+            raise InputError(f"process {file.read().strip()} {holder.format(folder)}") from None
+        if kind == fcntl.LOCK_EX:
             file.truncate(0)
             print(os.getpid(), file=file, flush=True)
             lock(file, fcntl.LOCK_SH)
@@ -196,16 +199,16 @@ def locked(folder: Path, how: int = fcntl.LOCK_EX, saying: str = TRAINS):
 
 
 class Run:
-    """The folder of one stage, and the console."""
+    """Writes the folder of one stage and prints to the console."""
 
     def __init__(self, settings: Settings, accelerator):
         self.folder, self.settings = stage_folder(settings), settings
         self.accelerator, self.main = accelerator, accelerator.is_main_process
         self.records = []  # of all steps so far
-        self.at_once, self.ended = True, []  # may a signal end the run here? those that came
+        self.at_once, self.ended = True, []  # may a signal end the run now? signals received
 
     def open(self, first_step: int) -> None:
-        """All processes hold the folder until they end. Only the main one writes."""
+        """Locks and prepares the folder. All processes hold the lock until they end."""
         if self.settings.dry_run:
             return
         if self.main:
@@ -216,11 +219,11 @@ class Run:
             self.lock = locked(self.folder, fcntl.LOCK_SH)
 
     def make_folder(self, first_step: int) -> None:
-        """An earlier run is moved aside; --resume cuts it to its checkpoint."""
-        # A later stage began with what this one is about to replace.
+        """Renames an earlier run's folder; --resume cuts that run's files to the checkpoint."""
+        # Later stages are renamed too: they started from the checkpoint that this one replaces.
         stages = sorted(self.folder.parent.glob("stage?")) if not self.settings.resume else []
         stages = [stage for stage in stages if stage.name >= self.folder.name]
-        _held = list(map(locked, stages))  # before any of them is renamed
+        _held = list(map(locked, stages))  # all are locked before one is renamed
         for folder in stages:
             old = free_name(folder)
             folder.rename(old)
@@ -233,7 +236,7 @@ class Run:
             write_records(metrics, self.records)
             cut_trajectories(self.folder, first_step)
             for path in self.folder.glob("checkpoint-*"):
-                if path.suffix == ".partial":  # what a kill left: it would fill the disk
+                if path.suffix == ".partial":  # left by a kill
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
                 elif step_of(path) > first_step:
                     path.rename(free_name(path))
@@ -251,7 +254,7 @@ class Run:
             tracker.finish()
 
     def log(self, record: dict, rollouts, batch: Batch | None, environment) -> None:
-        with contextlib.suppress(OSError):  # a closed terminal, `| tee log` that had a Ctrl-C
+        with contextlib.suppress(OSError):  # the terminal was closed, or `tee` got the Ctrl-C
             self.progress.update()
         if not self.main:
             return
@@ -264,74 +267,75 @@ class Run:
         if not self.folder.is_dir():
             raise InputError(f"{self.folder}: this folder was removed or renamed while it trained")
         append_jsonl(self.folder / "metrics.jsonl", [rounded])
-        numbers = {name: its for name, its in rounded.items() if name != "alarms"}
+        numbers = {name: value for name, value in rounded.items() if name != "alarms"}
         self.accelerator.log(numbers, record["step"])
-        said = [f"alarm: {cause} (python view.py shows the steps)" for cause in raised.values()]
-        said += filter(None, [slow_step([*map(seconds_of, self.records)])])
-        lines, step = [console_line(record), *said], record["step"]
+        lines, step = [console_line(record)], record["step"]
+        lines += [f"alarm: {cause} (python view.py shows the steps)" for cause in raised.values()]
+        lines += filter(None, [slow_step([*map(seconds_of, self.records)])])
         if step % SHOW_EVERY == 0 or step + 1 == self.settings.steps:
             row = (step * 37) % len(rollouts.trajectories)
             lines += ["", show(rollouts.trajectories[row], rollouts.reward_terms[row]), ""]
         with contextlib.suppress(OSError):
             self.progress.write("\n".join(lines))
-        some = step_records(step, rollouts, batch, environment.tokenizer, self.settings)
-        append_trajectories(self.folder, some)
+        trajectories = step_records(step, rollouts, batch, environment.tokenizer, self.settings)
+        append_trajectories(self.folder, trajectories)
 
     def saves(self, step: int) -> bool:
         done, s = step + 1, self.settings
         return 0 in (done - s.steps, done % s.save_every, done % (s.eval_every or s.steps))
 
     def terminate(self, number: int, *_) -> None:
-        """Handles a signal. It ends the run at once where nothing is half done, otherwise when the
-        step is; then what was learned is saved. Only a second Ctrl-C ends it without that.
+        """Handles a signal. The run ends at once if no update is in progress, otherwise after the
+        step; a checkpoint is saved first. A second Ctrl-C ends the run without saving.
         """
         self.ended.append(number)
         if self.ended.count(signal.SIGINT) > 1:
             raise KeyboardInterrupt
         if number == signal.SIGINT and self.main and not self.settings.dry_run:
-            with contextlib.suppress(OSError):  # not printed: that may be what was interrupted
-                os.write(2, b"\nwhat was learned is saved first; Ctrl-C again ends at once\n")
+            with contextlib.suppress(OSError):  # print() may be what was interrupted
+                os.write(2, b"\nsaving a checkpoint first; Ctrl-C again ends at once\n")
         if self.at_once or self.settings.dry_run:
-            self.at_once = False  # another signal must not break the saving
+            self.at_once = False  # another signal must not interrupt the saving
             raise_terminated(number)
 
     def check_finite(self, result: dict, step: int, part: Batch, rows: list[Trajectory]) -> None:
         names = ("loss", "grad_norm", "value_loss", "critic_grad_norm")
-        wrong = [f"{n} {result[n]}" for n in names if not math.isfinite(result.get(n, 0.0))]
-        if not wrong:
+        bad = [f"{n} {result[n]}" for n in names if not math.isfinite(result.get(n, 0.0))]
+        if not bad:
             return
         path = self.folder / f"non_finite_step{step}.pt"
         where = "" if self.settings.dry_run else f" The batch is in {path};"
         if self.main and where:
             torch.save(dataclasses.asdict(part), path)
         ids = ", ".join(dict.fromkeys(row.question.id for row in rows))
-        said = f"stopped; this update was not applied.{where} its questions: {ids}"
-        raise InputError(f"step {step}: {', '.join(wrong)}; {said}")
+        message = f"stopped; this update was not applied.{where} questions: {ids}"
+        raise InputError(f"step {step}: {', '.join(bad)}; {message}")
 
 
 def go_on(out: Path, made_with: dict, expected: list, key, batch: int, fresh: bool) -> list[dict]:
-    """The records of `out` that need not be made again, in whole batches, which share a seed; the
-    others leave it. `expected`: each one's key, in order; one without a key was spoilt.
+    """Returns the records of `out` that can be kept, and removes the others from the file. A batch
+    shares a seed, so only whole batches are kept. `expected` holds all keys in order; records
+    are kept up to the first whose key differs from it.
     """
-    beside = out.with_name(out.name + ".settings.json")
+    settings_file = out.with_name(out.name + ".settings.json")
     text = json.dumps(made_with, indent=1)
-    same = beside.is_file() and beside.read_text(encoding="utf-8") == text
+    same = settings_file.is_file() and settings_file.read_text(encoding="utf-8") == text
     records = finished_records(out) if same and not fresh else []
     pairs = zip(map(key, records), expected, strict=False)
     good = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
     if good < len(expected):
         good -= good % batch
     if out.is_file() and out.stat().st_size and (good < len(records) or not same or fresh):
-        kept = free_name(out)
-        os.replace(out, kept)
-        print(f"the predictions that were in {out} are kept as {kept.name}")
+        old = free_name(out)
+        os.replace(out, old)
+        print(f"the predictions that were in {out} are kept as {old.name}")
     write_records(out, records[:good])
-    beside.write_text(text, encoding="utf-8")
+    settings_file.write_text(text, encoding="utf-8")
     return records[:good]
 
 
 def seconds_of(record: dict) -> float:
-    """What a step took, without evaluation and saving."""
+    """Returns the duration of a step, without evaluation and saving."""
     parts = ("rollout_seconds", "reward_seconds", "update_seconds")
     return sum(record.get(part, 0.0) for part in parts)
 

@@ -172,7 +172,7 @@ def test_a_prompt_file_that_is_a_pipe_is_not_waited_for(tmp_path):
 def test_a_prompt_without_the_tags_that_are_read_is_one_line(tmp_path):
     settings = prompted(tmp_path, "Be brief: \\boxed{} answer.")
     said = message(build.build_protocol, settings)
-    assert "protocol ur2 is read by its tags: say in it how <|begin_of_query|> is written" in said
+    assert "protocol ur2 is parsed by its tags: the text must show <|begin_of_query|>" in said
     build.build_protocol(dataclasses.replace(settings, retrieval=False))  # it may not search
 
 
@@ -183,9 +183,9 @@ def test_a_prompt_without_the_tags_that_are_read_is_one_line(tmp_path):
         (" \n", "p.txt, section policy: it is empty"),
         ("[juge]\nBe just.", "section juge: unknown; one of judge, reader, policy, policy:direct,"),
         ("[policy:maths]\nAdd.", "section policy:maths: unknown"),
-        ("[policy:direct]\nAdd.", "section policy:direct: .* say in it how .boxed is written"),
-        ("[policy:choice]\n<|begin_of_query|>", "how correct answer is is written"),
-        ("[summarizer]\nBe brief.", "p.txt: no model that is asked here has a text in it"),
+        ("[policy:direct]\nAdd.", "section policy:direct: .* the text must show .boxed"),
+        ("[policy:choice]\n<|begin_of_query|>", "the text must show correct answer is"),
+        ("[summarizer]\nBe brief.", "p.txt: none of its sections is for a model of this run"),
         ("[judge]\nIs {gold} right?", "section judge: the gap {gold} is unknown or missing"),
         ("[reader]\nRead {evidence}.", "the gap {question} is unknown or missing"),
         ("[policy:math]\n{options} \\boxed{}", "the gap {question} is unknown or missing"),
@@ -206,7 +206,7 @@ def test_of_arena_a_layout_has_references_and_an_empty_folder_is_one_line(tmp_pa
     assert "the gap {references} is unknown or missing" in said
     (tmp_path / "empty").mkdir()
     said = message(prompt_sections, Settings(prompt_file=str(tmp_path / "empty")), True)
-    assert "empty: no model that is asked here has a text in it" in said
+    assert "empty: none of its sections is for a model of this run" in said
 
 
 @pytest.mark.parametrize(

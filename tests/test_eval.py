@@ -434,7 +434,7 @@ def test_passages_that_were_cut_are_a_column():
         ("--model ./nowhere", "no such directory"),
         ("--run_name typo", "no checkpoint of that run"),
         ("--lr 3", "unknown flag --lr"),
-        ("--in_8bit base,others", "only others can be named"),
+        ("--in_8bit base,others", "so it can only be others"),
         ("--split all", "one of train, dev, test"),
         ("--retriever_url http://x", "only --retriever http reads it"),
         ("--reader m", "protocol ur2 does not have"),
@@ -470,9 +470,9 @@ def test_help_has_its_sections_and_looks_for_no_model(monkeypatch, capsys):
         runpy.run_path(str(ROOT / "eval.py"), run_name="__main__")
     output = capsys.readouterr().out
     for file in ("settings", "data", "rollout", "retriever", "other_models/llm", "eval"):
-        assert f"\n{file}.py:\n" in output
-    assert "--top_p" in output and "--lr" not in output and end.value.code == 0
-    assert "(8; default 4)" in output  # R1-Searcher's searches
+        assert f"\n{file}.py:\n" in said
+    assert "--top_p" in said and "--lr" not in said and end.value.code == 0
+    assert "(8; default 4)" in said  # R1-Searcher's searches
 
 
 def test_scoring_a_file_loads_no_torch(tmp_path):

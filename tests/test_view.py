@@ -1,10 +1,12 @@
 """The picture of a run."""
 
 import json
+import os
 
 import pytest
 
 import view
+from errors import InputError
 
 
 def write_run(folder, stages):
@@ -79,3 +81,23 @@ def test_any_number_of_panels_makes_a_picture(tmp_path, names, panels):
     write_run(tmp_path, {"stage1": [{"step": i, **record} for i in range(2)]})
     view.draw(tmp_path, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_run_the_newest_is_shown_and_two_runs_get_a_folder_of_their_own(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="runs: there is no run"):
+        view.main([])
+    for age, name in ((2, "a"), (1, "b")):
+        file = tmp_path / "runs" / name / "stage1" / "metrics.jsonl"
+        file.parent.mkdir(parents=True)
+        file.write_text('{"step": 0, "reward": 1.0}\n')
+        os.utime(file, (1e9 - age, 1e9 - age))
+    view.main([])
+    assert str(tmp_path / "runs" / "b" / "view" / "index.html") in capsys.readouterr().out
+    assert not (tmp_path / "runs" / "a" / "view").exists()
+    view.main(["runs/a", "runs/b"])
+    printed = capsys.readouterr().out
+    assert str(tmp_path / "runs" / "a-b" / "index.html") in printed
+    assert "ssh -L" in printed and not (tmp_path / "runs" / "a" / "view").exists()

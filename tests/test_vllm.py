@@ -426,7 +426,7 @@ def test_training_refuses_top_p_and_an_evaluation_refuses_servers():
     settings = resolve("ur2", 1, True)
     assert "--top_p 0.9" in message(check_settings, replace(settings, top_p=0.9))
     settings = replace(settings, engine="http://a:1")
-    assert "an evaluation samples in this process" in message(check_settings, settings, False)
+    assert "an evaluation samples in its own process" in message(check_settings, settings, False)
 
 
 # ----------------------------------------------------------------------------- wrong in the middle
