@@ -60,7 +60,6 @@ class EngineSettings:
     served: str = setting(
         "/dev/shm", "folder through which vLLM servers receive the weights", only="train"
     )
-    served: str = setting("/dev/shm", "folder in which vLLM servers find new weights", only="train")
     sampling_copy: str = setting(
         "auto",
         "copy of the weights to sample with: bf16, none; auto: bf16 on a GPU unless in int8",

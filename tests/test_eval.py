@@ -468,7 +468,7 @@ def test_help_has_its_sections_and_looks_for_no_model(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", "eval.py --recipe r1_searcher --model none --help".split())
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / "eval.py"), run_name="__main__")
-    output = capsys.readouterr().out
+    said = capsys.readouterr().out
     for file in ("settings", "data", "rollout", "retriever", "other_models/llm", "eval"):
         assert f"\n{file}.py:\n" in said
     assert "--top_p" in said and "--lr" not in said and end.value.code == 0
