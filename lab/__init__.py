@@ -13,7 +13,9 @@ from settings import add_flags, check_limits, named_in
 
 
 def parse_flags(command: str, record: type, arguments: list | None, others=(), methods=()) -> tuple:
-    """(the checked `record`, what else was given); one of `methods` stands before all flags."""
+    """Returns (the checked `record`, the other given flags). If there are `methods`, the first
+    argument must name one of them.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = FlagParser(command, description=record.__doc__)
     if methods:
@@ -30,7 +32,7 @@ def parse_flags(command: str, record: type, arguments: list | None, others=(), m
 
 
 def names_in(flag: str, text: str, known: Collection[str]) -> list[str]:
-    """A flag's comma-separated names; "" is all that are known."""
+    """Splits a flag's comma-separated names and checks them; "" means all known names."""
     names = text.replace(" ", "").split(",") if text else list(known)
     for name in names:
         check_value(flag, name, {"one_of": known})
@@ -38,10 +40,10 @@ def names_in(flag: str, text: str, known: Collection[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def interruptible(kept: str) -> Iterator[None]:
-    """Ctrl-C says what is kept, and ends."""
+def interruptible(message: str) -> Iterator[None]:
+    """Ends the command after Ctrl-C with a message about the work that is saved."""
     try:
         yield
     except KeyboardInterrupt:
-        print(f"\ninterrupted; {kept}")
+        print(f"\ninterrupted; {message}")
         sys.exit(130)

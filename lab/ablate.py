@@ -1,15 +1,15 @@
-"""Which of the papers' claims hold in the built-in world? The pairs of runs stand in lab/claims.py.
+"""Tests which of the papers' claims hold in the built-in world; lab/claims.py lists the runs.
 
     python -m lab.ablate               two worlds, all claims: half an hour on two cores
-    python -m lab.ablate --seeds 0     the final set: as many worlds as each claim asks for
+    python -m lab.ablate --seeds 0     the final set: each claim's own number of worlds
     python -m lab.ablate --only mask,penalty --seeds 5
-    python -m lab.ablate --table       the table of what is there; runs nothing
-    python -m lab.ablate --curves docs --only stage1,penalty,stage2,two_stages     pictures of them
+    python -m lab.ablate --table       prints the table of finished runs; runs nothing
+    python -m lab.ablate --curves docs --only stage1,penalty,stage2,two_stages     draws curves
 
 Evaluation: all questions about held-out entities, two samples each, at the temperature of
-training. Each finished arm of each world leaves a result.json, with the settings that made it:
-interrupted, it goes on from there, and what was made with other settings is refused. Choose with
---first_world 40 --split dev. Left out: more machines.
+training. Each finished arm in each world writes a result.json with the settings that made it. An
+interrupted run continues from these files; results of other settings are refused. Choose settings
+with --first_world 40 --split dev. Left out: more machines.
 """
 
 import json
@@ -48,29 +48,29 @@ from train import train
 from view import load_pyplot
 from world.toy import toy_path
 
-SAMPLES = 2  # of each question
+SAMPLES = 2  # answers to each question
 SCORES = {*"em cem words searches format exact_set reader_em rag_em".split()}  # of evaluations
 SFT = {"epochs": 3.0, "lr": 1e-3}  # R1-Searcher section 4.1: three epochs
-ROLLOUTS = 4  # of each training question, where traces or difficulties are wanted
-KEPT = """
+ROLLOUTS = 4  # answers to each training question, for traces or difficulties
+CURVES = """
 reward model_tokens em/one_hop em/two_hop searches/one_hop searches/two_hop searches/arithmetic
 searches/known fallbacks grad_norm k2 k3
-""".split()  # of metrics.jsonl
+""".split()  # the numbers of metrics.jsonl that a result keeps
 
 
 @dataclass(frozen=True)
 class AblateSettings:
-    """The papers' claims in the built-in world."""
+    """Test the papers' claims in the built-in world."""
 
-    seeds: int = setting(2, "worlds per claim; 0: as many as each asks for", least=0)
-    first_world: int = setting(50, "no setting was chosen on worlds from 50 to 57")
-    split: str = setting("test", "of the entities that are asked about", one_of=("dev", "test"))
-    only: str = setting("", f"claims, comma-separated: {', '.join(CLAIMS)}")
-    output_dir: str = setting("runs/ablate", "folder of the arms")
-    workers: int = setting(os.cpu_count() or 1, "arms at a time, one core each", least=1)
-    table: bool = setting(False, "run nothing: the table of what is there")
-    json: str = setting("", "a file for what each arm scored in each world")
-    curves: str = setting("", "run nothing: a folder for pictures of what is there")
+    seeds: int = setting(2, "worlds per claim; 0: each claim's own number", least=0)
+    first_world: int = setting(50, "number of the first world; no setting was chosen on 50 to 57")
+    split: str = setting("test", "entities that are asked about", one_of=("dev", "test"))
+    only: str = setting("", f"claims to test, comma-separated: {', '.join(CLAIMS)}")
+    output_dir: str = setting("runs/ablate", "folder for the runs")
+    workers: int = setting(os.cpu_count() or 1, "runs at a time, one core each", least=1)
+    table: bool = setting(False, "run nothing; print the table of finished runs")
+    json: str = setting("", "write the scores of each run in each world to this file")
+    curves: str = setting("", "run nothing; draw the curves of finished runs into this folder")
 
 
 # -------------------------------------------------------------------------------- an arm's settings
@@ -79,32 +79,36 @@ def result_path(runs: str, arm: str, seed: int) -> Path:
 
 
 def settings_of(name: str, seed: int, runs: str) -> Settings:
-    """An arm in one world. The world's number is the seed of questions and sampling too."""
+    """Returns an arm's settings in one world, whose number also seeds questions and sampling."""
     arm = ARMS[name]
-    given = {
+    changes = {
         "output_dir": runs,
         "run_name": f"{name}-world{seed}",
         "seed": seed,
         "world_seed": seed,
     }
-    given |= {"save_every": 10_000, "keep_checkpoints": 1}  # the last step saves by itself
+    changes |= {"save_every": 10_000, "keep_checkpoints": 1}  # the last step is always saved
     if "buckets" in arm.changes:
-        given["difficulty"] = str(result_path(runs, name, seed).with_name("difficulty.jsonl"))
-    return check_settings(resolve(arm.recipe, arm.stage, True, given | arm.changes))
+        changes["difficulty"] = str(result_path(runs, name, seed).with_name("difficulty.jsonl"))
+    return check_settings(resolve(arm.recipe, arm.stage, True, changes | arm.changes))
 
 
 def made_with(name: str, split: str) -> dict:
-    """All that an arm's result depends on but its world, and all that its start depends on."""
+    """Returns the settings that an arm's result depends on, except for its world, and those of the
+    arm that it starts from.
+    """
     settings = settings_of(name, 0, "")
     warm_up = str(paper_of(settings.protocol).warmed_up(settings.toy_init))
     before = ARMS[name].start or ARMS[name].traces_of
-    own = {"split": split, "settings": asdict(settings), "warm_up": warm_up}
-    return own | {"start": made_with(before, split) if before else {}}
+    start = made_with(before, split) if before else {}
+    return {"split": split, "settings": asdict(settings), "warm_up": warm_up, "start": start}
 
 
 # --------------------------------------------------------------------------------------- one arm
 def run_arm(name: str, seed: int, runs: str, split: str) -> str:
-    """Train and evaluate one arm in one world; says its seconds, and the prior that it had."""
+    """Trains and evaluates one arm in one world; returns a message with the seconds it took and its
+    searches before RL.
+    """
     path, start = result_path(runs, name, seed), time.perf_counter()
     path.parent.mkdir(parents=True, exist_ok=True)
     with (
@@ -114,69 +118,74 @@ def run_arm(name: str, seed: int, runs: str, split: str) -> str:
     ):
         try:
             prior = checked_prior(name, seed, runs, split)
-            how = imitate if ARMS[name].traces_of else reinforce
-            trained, curve = how(name, seed, runs)
-            result = {"eval": measured(name, seed, runs, split, trained), "curve": curve}
+            train_arm = imitate if ARMS[name].traces_of else reinforce
+            trained, curve = train_arm(name, seed, runs)
+            result = {"eval": evaluate_arm(name, seed, runs, split, trained), "curve": curve}
         except Exception:
             traceback.print_exc()
             raise
     result |= {"prior": prior, "made_with": made_with(name, split)}
-    write_records(path, [result])  # there is no result that is not whole
+    write_records(path, [result])  # written last: an interrupted arm leaves no result
     return f"{time.perf_counter() - start:.0f} s, {prior:.3f} searches per look-up before RL"
 
 
-def last_of(name: str, seed: int, runs: str) -> str:
+def last_checkpoint(name: str, seed: int, runs: str) -> str:
     folder = stage_folder(settings_of(name, seed, runs))
-    if not (found := checkpoints(folder)):
+    if not (paths := checkpoints(folder)):
         raise InputError(f"{folder} has no checkpoint any more: remove {folder.parent}")
-    return str(found[-1])
+    return str(paths[-1])
 
 
 def reinforce(name: str, seed: int, runs: str) -> tuple[str, dict]:
-    """(checkpoint, number -> its values by step, those of the arm that it started from first)."""
+    """Trains an arm by RL. Returns its checkpoint, and for each number of CURVES the values by
+    step, beginning with those of the arm that it started from.
+    """
     settings, curve = settings_of(name, seed, runs), {}
     if before := ARMS[name].start:
-        settings = replace(settings, model=last_of(before, seed, runs))
-        if settings.difficulty:  # for the model that it starts from
-            how = ["--out", settings.difficulty, "--samples", str(ROLLOUTS)]
-            difficulty.main(["--model", settings.model, *how])
+        settings = replace(settings, model=last_checkpoint(before, seed, runs))
+        if settings.difficulty:  # measured with the model that it starts from
+            flags = ["--out", settings.difficulty, "--samples", str(ROLLOUTS)]
+            difficulty.main(["--model", settings.model, *flags])
         curve = read_result(result_path(runs, before, seed))["curve"]
     folder = train(settings)
     lines = finished_records(folder / "metrics.jsonl")
     for line in lines:
-        if not line.get("searches"):  # nothing could fall back
+        if not line.get("searches"):  # without a search there is no rate of fallbacks
             line.pop("fallbacks", None)
-    for key in KEPT:
-        # a step may have no question of a kind
-        own = [round(line[key], 4) if key in line else None for line in lines]
-        curve[key] = curve.get(key, []) + own
+    for key in CURVES:
+        # A step may have no question of a kind.
+        points = [round(line[key], 4) if key in line else None for line in lines]
+        curve[key] = curve.get(key, []) + points
     return str(checkpoints(folder)[-1]), curve
 
 
 def imitate(name: str, seed: int, runs: str) -> tuple[str, dict]:
-    """As `reinforce`, without RL: three epochs over the right trajectories of training questions
-    (R1-Searcher section 4.1).
+    """Trains an arm by imitation instead of RL: three epochs over the right trajectories of
+    training questions (R1-Searcher section 4.1). Returns its checkpoint, and no curves.
     """
-    settings, teacher = settings_of(name, seed, runs), last_of(ARMS[name].traces_of, seed, runs)
+    settings = settings_of(name, seed, runs)
+    teacher = last_checkpoint(ARMS[name].traces_of, seed, runs)
     out = stage_folder(settings) / "checkpoint-sft"
     model = str(toy_path(settings.world_seed, settings.protocol, settings.toy_init, runs))
     traces = str(out.with_name("traces.jsonl"))
     evaluate(teacher, settings, "train", ROLLOUTS, traces)
-    shutil.rmtree(out, ignore_errors=True)  # an interrupted arm's
+    shutil.rmtree(out, ignore_errors=True)  # left by an interrupted arm
     distil("traces", DistilSettings(model, traces, str(out), settings.protocol, **SFT))
     return str(out), {}
 
 
 def evaluate(model: str, settings: Settings, split: str, samples=SAMPLES, out="") -> list[dict]:
-    """Prediction records of all questions, sampled as in training; "" is the warmed-up model. None
-    of an interrupted arm are gone on with: its weights are made anew.
+    """Returns prediction records of all questions, sampled as in training; "" means the
+    warmed-up model. Records of an interrupted arm are not reused: its weights are trained again.
     """
     options = Options(split=split, questions=0, samples=samples, fresh=True, out=out)
     return Evaluation(replace(settings, model=model), options).run()
 
 
 def checked_prior(name: str, seed: int, runs: str, split: str) -> float:
-    """Searches per held-out look-up of the warmed-up model, measured once; no more than it says."""
+    """Returns the warmed-up model's searches per held-out look-up, measured once. It raises an
+    error if they exceed the limit of the warm-up.
+    """
     settings = settings_of(name, seed, runs)
     protocol, warm_up = settings.protocol, settings.toy_init
     if PROTOCOLS[protocol].query_tags is None:
@@ -184,22 +193,26 @@ def checked_prior(name: str, seed: int, runs: str, split: str) -> float:
     file = f"prior-{split}-{settings.documents_per_search}-{settings.summarizer}.json"
     path = toy_path(seed, protocol, warm_up, runs) / file
     if not path.exists():
-        # In a file of the arm's own: another worker may measure the same model just now.
+        # Each arm writes a file of its own: another worker may be measuring the same model.
         out = str(result_path(runs, name, seed).with_name("prior.jsonl"))
         rows = means(evaluate("", settings, split, out=out))
-        own = [rows[kind]["searches"] for kind in LOOKUPS.split()]
-        write_records(path, [{"searches": float(np.mean(own))}])
-    found, limit = read_result(path)["searches"], paper_of(protocol).warmed_up(warm_up).prior
-    why = f"{found:.3f} searches per look-up before RL"
-    print(f"prior: {why}")
-    if found > limit:
-        limits = f"and at most {limit} are allowed: this world is left out"
-        raise InputError(f"the prior of --toy_init {warm_up} is off: {why}, {limits}")
-    return found
+        prior = float(np.mean([rows[kind]["searches"] for kind in LOOKUPS.split()]))
+        write_records(path, [{"searches": prior}])
+    prior, limit = read_result(path)["searches"], paper_of(protocol).warmed_up(warm_up).prior
+    message = f"{prior:.3f} searches per look-up before RL"
+    print(f"prior: {message}")
+    if prior > limit:
+        raise InputError(
+            f"the prior of --toy_init {warm_up} is off: {message}, and at most {limit} are allowed:"
+            " this world is left out"
+        )
+    return prior
 
 
-def measured(name: str, seed: int, runs: str, split: str, model: str) -> dict[str, dict]:
-    """kind -> number -> mean on held-out entities; of evidence the reader's answers too."""
+def evaluate_arm(name: str, seed: int, runs: str, split: str, model: str) -> dict[str, dict]:
+    """Returns kind -> number -> mean on held-out entities. A protocol with evidence is also scored
+    by a reader's answers.
+    """
     settings = settings_of(name, seed, runs)
     records = evaluate(model, settings, split)
     for record in records:
@@ -211,22 +224,27 @@ def measured(name: str, seed: int, runs: str, split: str, model: str) -> dict[st
 
 
 def means(records: list[dict]) -> dict[str, dict[str, float]]:
-    """kind, and "all" -> number -> mean over the records that have it."""
-    found = defaultdict(lambda: defaultdict(list))
+    """Returns kind (or "all") -> number -> mean over the records that have this number."""
+    values = defaultdict(lambda: defaultdict(list))
     for record in records:
         for kind in (record["kind"], "all"):
             for number in SCORES & record["metrics"].keys():
-                found[kind][number].append(record["metrics"][number])
-    return {k: {n: round(np.mean(own), 4) for n, own in its.items()} for k, its in found.items()}
+                values[kind][number].append(record["metrics"][number])
+    return {
+        kind: {number: round(np.mean(column), 4) for number, column in columns.items()}
+        for kind, columns in values.items()
+    }
 
 
 def add_rag(records: list[dict], reader, settings: Settings) -> list[dict]:
-    """What the reader answers from its own search for the question (R-Search Figure 2: Vanilla)."""
+    """Scores the reader's answers from its own search for the question (R-Search Figure 2:
+    Vanilla).
+    """
     retriever = make_retriever(built_in_world(settings).documents, settings, settings.seed)
-    found = retriever.search([r["question"] for r in records], settings.documents_per_search)
-    texts = [" ".join(d.text for d in some) for some in found]
-    asked = [Question("", record["question"], record["golds"]) for record in records]
-    pairs = list(zip(asked, texts, strict=True))
+    results = retriever.search([r["question"] for r in records], settings.documents_per_search)
+    texts = [" ".join(d.text for d in documents) for documents in results]
+    questions = [Question("", record["question"], record["golds"]) for record in records]
+    pairs = list(zip(questions, texts, strict=True))
     for record, answer in zip(records, reader_answers(reader, pairs), strict=True):
         record["metrics"]["rag_em"] = exact_match(answer, record["golds"], "delete")
     return records
@@ -238,35 +256,37 @@ def read_result(path: Path) -> dict:
 
 
 def read_results(jobs: list[tuple[str, int]], runs: str, split: str) -> Results:
-    """What is there of these arms and worlds. A result of other settings is never mixed in."""
-    found = {}
+    """Reads the finished results of these arms and worlds; refuses one made with other settings."""
+    results = {}
     for name, seed in jobs:
         path = result_path(runs, name, seed)
         if path.exists():
-            found[name, seed] = read_result(path)
-            if found[name, seed].get("made_with") != made_with(name, split):
-                advice = "give another --output_dir, or remove it"
-                raise InputError(f"{path} was made with other settings: {advice}")
-    return found
+            results[name, seed] = read_result(path)
+            if results[name, seed].get("made_with") != made_with(name, split):
+                hint = "give another --output_dir, or remove it"
+                raise InputError(f"{path} was made with other settings: {hint}")
+    return results
 
 
 def chains(jobs: list[tuple[str, int]]) -> list[tuple[list[str], int]]:
-    """(arms, world) of each process to come, world by world: the arms of one recipe, in turn."""
-    found = defaultdict(list)
+    """Groups jobs, world by world: (arms of one recipe, in order; world) for each process."""
+    groups = defaultdict(list)
     for name, seed in sorted(jobs, key=lambda job: job[1]):
-        found[ARMS[name].recipe, seed].append(name)
-    return [(names, seed) for (_, seed), names in found.items()]
+        groups[ARMS[name].recipe, seed].append(name)
+    return [(names, seed) for (_, seed), names in groups.items()]
 
 
 def run_chain(names: list[str], seed: int, runs: str, split: str) -> None:
-    """A failed arm is reported, and takes along only what starts from it."""
+    """Runs arms one after the other. A failed arm is reported; only those that start from it are
+    skipped.
+    """
     failed = set()
     for name in names:
         try:
             if before := {ARMS[name].start, ARMS[name].traces_of} & failed:
                 raise InputError(f"{min(before)} is not there")
             message = run_arm(name, seed, runs, split)
-        except Exception as error:  # whatever it was, it stops no other arm
+        except Exception as error:  # no error stops the other arms
             failed.add(name)
             rejected = isinstance(error, InputError)
             message = f"not run: {error}" if rejected else f"failed: {error!r} (see its log.txt)"
@@ -274,14 +294,14 @@ def run_chain(names: list[str], seed: int, runs: str, split: str) -> None:
 
 
 def one_core() -> None:
-    """Of a worker, in `train` too: its share as one process of as many as there are cores."""
+    """Limits a worker to one core, as if it were one process of as many as there are cores."""
     os.environ["LOCAL_WORLD_SIZE"] = str(os.cpu_count() or 1)
     torch.set_num_threads(1)
     end_with_launcher()
 
 
 def run_all(todo: list, runs: str, split: str, workers: int) -> None:
-    """World by world; no chain waits in the pool, where it would outlive a Ctrl-C."""
+    """Runs chains world by world. None is queued in the pool, where it would outlive a Ctrl-C."""
     running, context = set(), multiprocessing.get_context("spawn")  # forked threads of torch hang
     with ProcessPoolExecutor(workers, context, one_core) as pool:
         while todo or running:
@@ -290,7 +310,7 @@ def run_all(todo: list, runs: str, split: str, workers: int) -> None:
             ended, running = wait(running, return_when=FIRST_COMPLETED)
             for future in ended:
                 if error := future.exception():
-                    raise InputError(f"{error}: fewer --workers need less memory; go on with them")
+                    raise InputError(f"{error}: continue with fewer --workers to save memory")
 
 
 # ----------------------------------------------------------------------------- tables and pictures
@@ -298,19 +318,19 @@ NAMES = ("run_name", "recipe", "variant", "stage", "steps", "difficulty")
 
 
 def difference(claim: Claim) -> str:
-    """What the second arm sets otherwise, or lacks."""
+    """Describes the settings in which the second arm differs from the first."""
     one, other = ARMS[claim.better], ARMS[claim.worse]
     if other.traces_of:
         return f"no RL: imitates {other.traces_of}"
-    here, there = (vars(settings_of(name, 0, "")) for name in (claim.better, claim.worse))
-    differing = [key for key in there if here[key] != there[key] and key not in NAMES]
-    found = [f"{key} {there[key]}" if there[key] != "" else f"no {key}" for key in differing]
-    found += ["no stage 1"] if one.start and not other.start else []
-    return ", ".join(found) or "nothing"
+    first, second = (vars(settings_of(name, 0, "")) for name in (claim.better, claim.worse))
+    keys = [key for key in second if first[key] != second[key] and key not in NAMES]
+    parts = [f"{key} {second[key]}" if second[key] != "" else f"no {key}" for key in keys]
+    parts += ["no stage 1"] if one.start and not other.start else []
+    return ", ".join(parts) or "nothing"
 
 
 def rows(claims: dict[Claim, range], results: Results) -> list[list[str]]:
-    """A header, and a line for each claim over its worlds."""
+    """Returns the table: a header, and a line for each claim over its worlds."""
     head = "claim; place; without it; number; with; without; effect [95 %]; worlds; verdict"
     lines = [head.split("; ")]
     for claim, worlds in claims.items():
@@ -321,22 +341,22 @@ def rows(claims: dict[Claim, range], results: Results) -> list[list[str]]:
             cells = [f"{number:.2f}" for number in np.mean(pairs, axis=0)]
             note = " (90 %)" if claim.margin else ""
             cells.append(f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]{note}")
-        asked = [claim.says, claim.place, difference(claim), claim.number.name]
-        lines.append([*asked, *cells, str(len(pairs)), verdict(claim, differences)])
+        labels = [claim.says, claim.place, difference(claim), claim.number.name]
+        lines.append([*labels, *cells, str(len(pairs)), verdict(claim, differences)])
     return lines
 
 
 def draw(names: list[str], results: Results, folder: Path) -> None:
-    """Draws what is kept of training for both arms of each claim, mean over worlds."""
+    """Draws the training curves of both arms of each claim, averaged over worlds."""
     pyplot = load_pyplot()
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         figure, axes = pyplot.subplots(3, 4, figsize=(16, 9), layout="constrained")
         for arm in (CLAIMS[name].better, CLAIMS[name].worse):
-            curves = [result["curve"] for (own, _), result in results.items() if own == arm]
+            curves = [result["curve"] for (key, _), result in results.items() if key == arm]
             if not curves:
                 raise InputError(f"--curves: no result of {arm}: run --only {name} first")
-            for axis, key in zip(axes.flat, KEPT, strict=True):
+            for axis, key in zip(axes.flat, CURVES, strict=True):
                 axis.plot(np.mean([np.array(curve[key], float) for curve in curves], 0), label=arm)
                 axis.set_title(key)
         axes[0, 0].legend()
@@ -356,7 +376,7 @@ def main(arguments: list[str] | None = None) -> None:
     jobs = sorted(needed, key=lambda job: [*ARMS].index(job[0]))
     if not (options.table or options.curves):
         results = read_results(jobs, runs, split)
-        with interruptible("finished arms are kept: the same command goes on"):
+        with interruptible("finished runs are kept: repeat the command to continue"):
             todo = chains([job for job in jobs if job not in results])
             run_all(todo, runs, split, options.workers)
     results = read_results(jobs, runs, split)

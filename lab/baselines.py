@@ -1,4 +1,4 @@
-"""The methods that the papers compare with, on the retriever, limits and metrics of all else here.
+"""The baselines of the papers, with the same retriever, limits and metrics as everything else here.
 
     direct        answer                                                               no search
     cot           think, answer                                            Wei 2022    no search
@@ -10,26 +10,27 @@
     rat           draft, then revise paragraph by paragraph                Wang 2024     up to 8
     search_o1     search inside the reasoning, insert digested notes       Li 2025      up to 10
 
-A method is a generator: it yields a `Write` (the model writes on) or a query, is sent the reply,
-and returns its answer. `run_method` drives many questions: one search call, one batch for all.
+A method is a generator: it yields a `Write` (a request to the model) or a query, receives the
+reply, and returns its answer. `run_method` drives many questions at once, with one search call and
+one batch of requests for all.
 
     python -m lab.baselines --model SPEC --data FILE --corpus FILE          all methods
     python -m lab.baselines --method rag,ircot --recipe r_search --decoding paper ...
     python -m lab.baselines --method direct,rag,sure,self_ask --recipe arena --retriever given ...
                                                    SPEC: a HF model, or http://host:port/v1#model
 
---recipe names the paper in whose table they stand. It decides how many tokens a reply has (UR²
-app. C.4: 3,072 for math, 1,536 for choice, else 512), how --decoding paper samples, which
+--recipe names the paper whose table the methods belong to. It decides how many tokens a reply has
+(UR² app. C.4: 3,072 for math, 1,536 for choice, else 512), how --decoding paper samples, which
 punctuation is scored, and what a judge sees. Thinking in <think> ... </think> is not scored; it
-shares the limit of its reply, or has --thinking N tokens of its own. `thinking` counts its tokens
-and `unfinished` the thoughts that the limit cut off.
+shares the limit of the reply, or has its own limit --thinking N. The metric `thinking` counts its
+tokens, and `unfinished` the thoughts that the limit cut off.
 
 The prompts are ours, for chat models. As in FlashRAG, an open question is answered from passages in
-a few words (rag); mathematics and choices are reasoned through, as in UR² app. D.4. Pages come
-without tags and labels, for a model in this process without special tokens too. The same command
-asks again where no reply came. A search finds 5 passages, as in UR² app. C.4 for Qwen and Llama;
-its 4.3 and 4.4 have 10. --retriever given shows all references of the record, as in ARENA 4.3.
-Left out: the papers' few-shot examples but Self-Ask's, where ours stand in their place.
+a few words (rag); mathematics and choices are reasoned through, as in UR² app. D.4. Tags and labels
+are removed from passages, and for a local model also special tokens. Repeating the command asks
+again those questions that got no reply. A search returns 5 passages, as in UR² app. C.4 for Qwen
+and Llama; its sections 4.3 and 4.4 have 10. --retriever given shows all references of the record,
+as in ARENA 4.3. Left out: the papers' few-shot examples, except Self-Ask's, which ours replace.
 """
 
 from __future__ import annotations
@@ -60,36 +61,38 @@ from trajectory_metrics import split_thought
 
 BASELINE = Protocol("baseline", *map(tag_pair, ("search", "information", "answer")), "", "")
 LABELS = FOLLOW_UP, TOLD, FINAL = "Follow up:", "Intermediate answer:", "So the final answer is:"
-NO_REPLY = "no reply"  # why a trajectory ended whose model could not be reached
+NO_REPLY = "no reply"  # stop reason of a trajectory whose model could not be reached
 GO_ON = "This is your reply so far. Go on where it ends, and repeat nothing:"
 
 
 @dataclass(frozen=True)
 class Write:
-    """The model reads passages, question and notes, in this order, and goes on behind `so_far`."""
+    """A request: the model reads passages, question and notes, in this order, and continues
+    `so_far`.
+    """
 
     instruction: str
-    found: Sequence[str] = ()  # lines, the latest search's first; a short context drops the last
-    notes: str = ""  # more to read; where even that does not fit, cut from the front
-    so_far: str = ""  # the beginning of the model's own reply
-    question: str = ""  # by default the one that was asked
+    passages: Sequence[str] = ()  # lines, the latest search's first; dropped from the end if long
+    notes: str = ""  # more text to read; if it is still too long, it is cut from the front
+    so_far: str = ""  # the beginning of the model's reply
+    question: str = ""  # replaces the trajectory's question
 
-    def as_request(self, question: str, how: tuple) -> Request:
-        """Passages, each once and without its number; question, notes, reply."""
-        lines = dict.fromkeys(re.sub(r"^\(\d+\) ", "", line) for line in self.found)
+    def as_request(self, question: str, decoding: tuple) -> Request:
+        """Builds the prompt: passages (each once, without its number), question, notes, reply."""
+        lines = dict.fromkeys(re.sub(r"^\(\d+\) ", "", line) for line in self.passages)
         passages = "\n".join(["Passages:", *lines]) if lines else ""
         so_far = f"{GO_ON}\n{self.so_far}" if self.so_far else ""
         parts = passages, f"Question: {question}", self.notes, so_far
-        return Request(self.instruction, "\n\n".join(filter(None, parts)), *how)
+        return Request(self.instruction, "\n\n".join(filter(None, parts)), *decoding)
 
     def shortened(self) -> Write:
-        if self.found:
-            return replace(self, found=self.found[:-1])
+        if self.passages:
+            return replace(self, passages=self.passages[:-1])
         notes, so_far = (text[len(text) // 8 + 1 :] for text in (self.notes, self.so_far))
         return replace(self, notes=notes, so_far=so_far)
 
 
-# Handed to a method: for a `Write` the text, for a query the lines that a policy would read.
+# A method receives the text for a `Write`, and for a query the lines that a policy would read.
 Steps = Generator[Write | str, "str | list[str]", "str | None"]
 
 SHORT = "in as few words as possible: a name, a date, a number, yes or no, or an option's letter"
@@ -169,11 +172,11 @@ DIGEST = (
 
 
 # -------------------------------------------------------------------------------------- the methods
-# limit: its paper's bound on searches (Search-o1's and RAT's are ours)
+# limit: the paper's bound on searches (Search-o1's and RAT's are ours)
 
 
 def direct(question: Question, limit: int = 0) -> Steps:
-    """The model's own knowledge: the question, and one short reply."""
+    """Asks for a short answer from the model's own knowledge."""
     return any_answer((yield Write(DIRECT)))
 
 
@@ -184,10 +187,10 @@ def cot(question: Question, limit: int = 0) -> Steps:
 
 def rag(question: Question, limit: int = 1) -> Steps:
     """Retrieval-augmented generation (Lewis 2020): passages for the question, one generation."""
-    found = yield question.question
+    passages = yield question.question
     if question.task != "qa":
-        return (yield from reasoned(Write(READ + by_step(question), found)))
-    return any_answer((yield Write(READ + DIRECT, found)))
+        return (yield from reasoned(Write(READ + by_step(question), passages)))
+    return any_answer((yield Write(READ + DIRECT, passages)))
 
 
 _LISTED = re.compile(r"^[ \t]*(?:(?:\d[.):]|[-*])[ \t]+)?(\S.*?)[ \t]*$", re.MULTILINE)  # no "1. "
@@ -197,15 +200,15 @@ def sure(question: Question, limit: int = 1) -> Steps:
     """SuRe (Kim 2024): two answers, each with a summary of the passages in its favour. An answer's
     score is 1 if its summary holds + ½ for each comparison won; of two equal ones the first wins.
     """
-    found = yield question.question
-    names = _LISTED.findall(plain((yield Write(CANDIDATES, found))))
+    passages = yield question.question
+    names = _LISTED.findall(plain((yield Write(CANDIDATES, passages))))
     candidates = list(dict.fromkeys(names))[:2]
     if len(candidates) < 2:
         return any_answer("".join(candidates))
     scores, summaries = Counter(), {}
     for name in candidates:
         suggested = f"Suggested answer: {name}"
-        summary = plain((yield Write(SUPPORT, found, suggested)))
+        summary = plain((yield Write(SUPPORT, passages, suggested)))
         summaries[name] = f"{suggested}\nSummary: {summary}"
         holds = yield Write(HOLDS, notes=summaries[name])
         scores[name] = bool(re.match(r"\W*yes\b", holds, re.IGNORECASE))
@@ -218,12 +221,12 @@ def sure(question: Question, limit: int = 1) -> Steps:
 
 def ircot(question: Question, limit: int = 8) -> Steps:
     """IRCoT (Trivedi 2023): each new sentence is the next query, and passages pile up."""
-    found, chain, query = [], "", question.question
+    passages, chain, query = [], "", question.question
     for _ in range(limit):
-        found = (yield query) + found
-        request = Write(ONE_SENTENCE, found, so_far=chain)
+        passages = (yield query) + passages
+        request = Write(ONE_SENTENCE, passages, so_far=chain)
         query = first_sentence((yield request))
-        if not query or said_answer(query):
+        if not query or stated_answer(query):
             return (yield from conclude(request, query))
         chain = f"{chain} {query}".strip()
     return (yield from conclude(replace(request, so_far=chain), ""))
@@ -250,7 +253,7 @@ def self_ask(question: Question, limit: int = 10) -> Steps:
         request = Write(READ + BY_STEP, (yield follow_up), question=follow_up)
         read = yield from reasoned(request)
         chain += f"{FOLLOW_UP} {follow_up}\n{TOLD} {read or 'unknown'}\n"
-    return said_answer(reply) or (yield from rag(question))
+    return stated_answer(reply) or (yield from rag(question))
 
 
 _PARAGRAPH = re.compile(r"\S.*?(?=\s*\n\s*\n|\s*\Z)", re.DOTALL)
@@ -262,8 +265,8 @@ def rat(question: Question, limit: int = 8) -> Steps:
     for i, paragraph in enumerate(draft[:limit]):
         notes = "\n\n".join(draft[: i + 1])  # those before it are revised
         line = plain((yield Write(TO_QUERY, notes=notes)))
-        found = yield line.partition("\n")[0].strip(" \"'") or paragraph
-        draft[i] = (yield Write(REVISE, found, notes)).strip() or paragraph
+        passages = yield line.partition("\n")[0].strip(" \"'") or paragraph
+        draft[i] = (yield Write(REVISE, passages, notes)).strip() or paragraph
     *before, last = draft or [""]
     return (yield from conclude(Write(DRAFT, so_far="\n\n".join([*before, ""])), last))
 
@@ -303,39 +306,39 @@ def reasoned(request: Write) -> Steps:
 
 
 def conclude(request: Write, reply: str) -> Steps:
-    """The answer that the reply says; where it says none, the model has to complete FINAL."""
-    if answer := said_answer(reply):
+    """Returns the answer that the reply states; if it states none, the model completes FINAL."""
+    if answer := stated_answer(reply):
         return answer
     parts = [request.so_far.strip(), plain(reply), FINAL]
     return any_answer((yield replace(request, so_far="\n".join(filter(None, parts)))))
 
 
-# Possessive `\s*+`: blanks without end behind "is" must not cost the square of their number.
-_SAID = re.compile(r"answer is\s*+:?\s*+([^\n]*\w[^\n]*)", re.IGNORECASE)
+# Possessive `\s*+`: many blanks after "is" must not take quadratic time.
+_STATED = re.compile(r"answer is\s*+:?\s*+([^\n]*\w[^\n]*)", re.IGNORECASE)
 
 
-def said_answer(reply: str) -> str:
-    """The last <answer> box, the last \\boxed{...}, or what stands behind the last "answer is".
+def stated_answer(reply: str) -> str:
+    """Returns the last <answer> box, the last \\boxed{...}, or the text after the last "answer is".
 
-    >>> said_answer("He was born in St. Ives. So the answer is: St. Ives. That is all.")
+    >>> stated_answer("He was born in St. Ives. So the answer is: St. Ives. That is all.")
     'St. Ives'
     """
-    said = _SAID.findall(plain(reply)) or [""]
+    statements = _STATED.findall(plain(reply)) or [""]
     boxed = last_block(reply, BASELINE.answer_tags) or last_boxed(reply)
-    return boxed or first_sentence(said[-1]).rstrip(" .")
+    return boxed or first_sentence(statements[-1]).rstrip(" .")
 
 
 def any_answer(reply: str) -> str:
-    """What the reply says, or its first sentence: for replies that should be the answer alone."""
-    return said_answer(reply) or first_sentence(plain(read_answer(reply)))
+    """Returns the stated answer, or the first sentence where a reply should be the answer alone."""
+    return stated_answer(reply) or first_sentence(plain(read_answer(reply)))
 
 
-# A full stop behind one capital letter, one digit (of a numbered list) or a title ends no sentence.
+# A full stop after one capital letter, one digit (of a numbered list) or a title ends no sentence.
 _END = r"(?<!\b[A-Z\d])(?<!\b[DMS]r)(?<!\bSt)(?<!\bMrs)(?<!\bvs)[.!?][\"')\]]*(?=\s|$)"
 
 
 def first_sentence(text: str) -> str:
-    """The text up to the end of its first sentence, or of its first line."""
+    """Returns the text up to the end of its first sentence or first line."""
     return re.match(f".*?{_END}|.*", text.strip()).group().strip()
 
 
@@ -343,56 +346,58 @@ _FOLLOW_UP = re.compile(rf"follow[- ]?up(?: question)?\s*+:(.*?)(?:{TOLD}|\n|\Z)
 
 
 def next_question(reply: str) -> str:
-    """Self-Ask's next question; "" if the reply asks none before it says an answer."""
-    return (_FOLLOW_UP.findall(_SAID.split(reply)[0]) or [""])[0].strip()
+    """Returns Self-Ask's next question; "" if the reply asks none before it states an answer."""
+    return (_FOLLOW_UP.findall(_STATED.split(reply)[0]) or [""])[0].strip()
 
 
 # ----------------------------------------------------------------------- many questions in lockstep
-# A model that does not stop where the environment goes on is cut there.
+# If a model does not stop where the environment must continue, its reply is cut there.
 _TURN = re.compile(rf".*?(?:</search>|</answer>|{TOLD}|\Z)", re.DOTALL)
 
 
 class Row:
-    """One question under way: its method, halted at `request` (None: ended), and its trajectory."""
+    """A question in progress: its method, which waits for `request` (None: it has ended), and its
+    trajectory.
+    """
 
     def __init__(self, trajectory: Trajectory, steps: Steps):
         self.trajectory, self.steps = trajectory, steps
         self.go_on(None)
 
     def go_on(self, reply: str | list[str] | None) -> None:
-        """Hands the method what it asked for; it runs on to its next request, or to its end."""
+        """Sends the method its reply; it then runs to its next request or to its end."""
         try:
             self.request = self.steps.send(reply)
-        except StopIteration as end:  # one answer box, so that it is graded like everybody else's
+        except StopIteration as end:  # one answer box, so that it is graded like all others
             answer = plain(end.value or "")
             self.request, self.trajectory.stop_reason = None, "answer" if answer else "eos"
             if answer:
                 self.trajectory.append_model([], [], f"<answer> {answer} </answer>")
 
     def search(self) -> tuple[Trajectory, str]:
-        """(trajectory, query) of a method that asked for a search."""
+        """Returns (trajectory, query) of a method that requested a search."""
         query = " ".join(plain(self.request).split())
         self.trajectory.append_environment([], f"<search> {query} </search>", "notice")
         return self.trajectory, query
 
-    def asked(self, llm: LLM, environment: Environment) -> Request:
-        """What the model is asked, so short that its reply still fits."""
+    def build_request(self, llm: LLM, environment: Environment) -> Request:
+        """Builds the request to the model, shortened until the reply fits into the context."""
         write, settings = self.request, environment.settings
-        most = environment.turn_tokens_left(self.trajectory)
-        room = (settings.max_context or llm.positions) - most
+        reply_tokens = environment.turn_tokens_left(self.trajectory)
+        prompt_tokens = (settings.max_context or llm.positions) - reply_tokens
         question = write.question or question_text(self.trajectory.question)
-        how = settings.temperature, settings.top_p, most
-        while len(llm.prompt(request := write.as_request(question, how))) > room:
-            if not (write.found or write.notes or write.so_far):
-                said = f"its prompt does not fit into {room} tokens: raise --max_context"
-                raise InputError(f"{question[:60]!r}: {said}")
+        decoding = settings.temperature, settings.top_p, reply_tokens
+        while len(llm.prompt(request := write.as_request(question, decoding))) > prompt_tokens:
+            if not (write.passages or write.notes or write.so_far):
+                message = f"its prompt does not fit into {prompt_tokens} tokens"
+                raise InputError(f"{question[:60]!r}: {message}: raise --max_context")
             write = write.shortened()
-        if len(write.found) < len(self.request.found):
+        if len(write.passages) < len(self.request.passages):
             self.trajectory.searches[-1].cut = True
         return request
 
     def read(self, reply: str | None, tokenizer) -> None:
-        """What the model wrote; None where no reply came."""
+        """Appends the model's reply to the trajectory; None means that no reply came."""
         if reply is None:
             self.trajectory.stop_reason, self.request = NO_REPLY, None
             return
@@ -400,34 +405,34 @@ class Row:
         if thought:
             self.trajectory.segments.append(Segment("thought", strip_tags(thought, BASELINE.tags)))
         text = _TURN.match(text.strip().removeprefix(self.request.so_far.strip())).group()
-        # In a transcript tags mean a search that was made, or the answer.
+        # In a transcript, tags may only mark a search that was run or the answer.
         self.trajectory.append_model(ids, [], f"{plain(text)}\n\n")
         self.go_on(text)
 
 
 def run_method(name: str, questions: list, llm: LLM, search, settings: Settings) -> list:
-    """A trajectory for each question; its ids are there to be counted. max_searches 0: the paper's
-    own bound.
+    """Returns a trajectory for each question; token ids are only for counting. max_searches 0 means
+    the method's own limit.
     """
     limit = [settings.max_searches] if settings.max_searches else []
     paper = recipe_protocol(settings)
     protocol = replace(BASELINE, name=f"baseline_{paper.name}", judge_sees=paper.judge_sees)
-    context = 2**31  # it writes a log and no context
+    context = 2**31  # a trajectory here is a log, not the model's context
     environment = Environment(llm.tokenizer, protocol, search, settings, context)
     environment.forbidden += LABELS
-    # To a method a query that a server rejects has found nothing.
-    environment.reject = lambda row, its, _: environment.append_result(
-        row, its.query, SearchResult()
+    # For a method, a query that a server rejects has no results.
+    environment.reject = lambda row, query, _: environment.append_result(
+        row, query.query, SearchResult()
     )
     rows = [Row(Trajectory(q, protocol), METHODS[name](q, *limit)) for q in questions]
     while any(row.request for row in rows):
-        # All searches in one call, under the rollout's own rules of retries and budgets.
-        if asking := [row for row in rows if isinstance(row.request, str)]:
-            environment.execute([row.search() for row in asking])
-        for row in asking:
+        # All searches are one call, with the retries and token budgets of a rollout.
+        if searching := [row for row in rows if isinstance(row.request, str)]:
+            environment.execute([row.search() for row in searching])
+        for row in searching:
             row.go_on(row.trajectory.searches[-1].text.split("\n"))
         writing = [row for row in rows if isinstance(row.request, Write)]
-        replies = llm.ask_whole([row.asked(llm, environment) for row in writing])
+        replies = llm.ask_whole([row.build_request(llm, environment) for row in writing])
         for row, reply in zip(writing, replies, strict=True):
             row.read(reply, llm.tokenizer)
     return [row.trajectory for row in rows]
@@ -436,20 +441,20 @@ def run_method(name: str, questions: list, llm: LLM, search, settings: Settings)
 # --------------------------------------------------------------------------------- the command line
 @dataclass(frozen=True)
 class BaselineOptions(Options):
-    """The methods that papers compare with."""
+    """Run the baselines of the papers."""
 
     inside = "/x"
     method: str = setting("all", f"all, or some of {','.join(METHODS)}")
-    decoding: str = setting("greedy", "paper: as the paper does", one_of=("greedy", "paper"))
+    decoding: str = setting("greedy", "paper: sample as the paper does", one_of=("greedy", "paper"))
 
 
 def recipe_protocol(settings: Settings) -> Protocol:
-    """The protocol of the paper in whose table the methods stand."""
+    """Returns the protocol of the paper whose table the methods belong to."""
     return PROTOCOLS[record_of(settings.recipe).protocols[0]]
 
 
 class Baselines(Evaluation):
-    """An evaluation of one `method` after the other."""
+    """Evaluates one `method` after the other."""
 
     method = ""
 
@@ -459,15 +464,15 @@ class Baselines(Evaluation):
         llm = load_llm(settings.model, settings, max_tokens=settings.max_turn_tokens, device=device)
         llm.at_once = settings.max_num_seqs or llm.at_once
         protocol = build_protocol(settings)
-        if not recipe_protocol(settings).fallback_text:  # no query is turned away in that paper
+        if not recipe_protocol(settings).fallback_text:  # that paper's summariser has no fallback
             protocol = replace(protocol, fallback_text="")
         return llm, build_search(settings, self.documents, device, protocol=protocol)
 
     def load(self) -> tuple[Callable, str]:
         self.tokenizer = self.parts[0].tokenizer
 
-        def generate(some: list[Question], _, progress) -> list[Trajectory]:
-            rows = run_method(self.method, some, *self.parts, self.settings)
+        def generate(questions: list[Question], _, progress) -> list[Trajectory]:
+            rows = run_method(self.method, questions, *self.parts, self.settings)
             progress(len(rows))
             return [row for row in rows if row.stop_reason != NO_REPLY]
 
@@ -475,14 +480,15 @@ class Baselines(Evaluation):
 
 
 def parse_baselines(arguments: list[str]) -> tuple[list[str], Settings, Options]:
-    """(methods, settings, options). The recipe gives the paper's limits, but of searches none."""
-    own = ["--protocol=ur2", "--max_searches=0", "--documents_per_search=5"]  # any that searches
-    settings, options = parse([*own, *arguments], BaselineOptions, "lab.baselines")
+    """Returns (methods, settings, options). The limits are the recipe's, except for searches."""
+    # Any protocol that searches will do.
+    defaults = ["--protocol=ur2", "--max_searches=0", "--documents_per_search=5"]
+    settings, options = parse([*defaults, *arguments], BaselineOptions, "lab.baselines")
     methods = names_in("method", options.method.removeprefix("all"), METHODS)
     if not settings.data:
         raise InputError("--data is missing: baselines are for a model and questions of your own")
     if options.samples > 1 or options.against or options.json:
-        raise InputError("--samples, --against, --json: a table of methods does not read them")
+        raise InputError("--samples, --against, --json: a table of methods does not use them")
     return methods, settings, options
 
 

@@ -1,19 +1,20 @@
-"""How fast, against what, and how cost grows: the parts of a training step beside slow twins.
+"""Measures the parts of a training step: ours beside slower variants, and how cost grows with size.
 
-    python -m lab.bench rollout      in slots; by plain `generate` on the rows that go on, or on all
-    python -m lab.bench update       one gradient: ours; of all rows, also those that teach nothing
+    python -m lab.bench rollout      in slots; by plain `generate` on unfinished rows, or on all
+    python -m lab.bench update       one gradient: ours; also of rows that teach nothing
                                      (--equal_groups); without shared prompts; of padded rows
     python -m lab.bench step         a whole GRPO step: seconds of its rollout and of its update
     python -m lab.bench retrieval    BM25: seconds of a query and of the build (bm25s: if installed)
     python -m lab.bench growth       ours at several sizes: cost ~ size ^ exponent (--png FILE)
 
-The work is written down first: the tokens of each turn, and what a search then inserts. Variants
-take turns, each run in a process of its own that first does a small piece of the work. Medians of
-    seconds   of CPU (on a GPU: of the clock, after a synchronisation)
-    mib       peak, less what the process held before, its weights
+The work is fixed in advance: the tokens of each turn, and the documents that are then inserted. The
+runs of the variants are interleaved, each in its own process, which warms up on a small piece of
+the work. It prints medians of
+    seconds   CPU time (on a GPU: clock time after a synchronisation)
+    mib       peak memory, less the memory (mostly weights) held before
     x         seconds / those of the first variant, which is ours, or of the smallest size
 Left out: searches (nothing waits here), several processes, sampling by a server, other trainers; in
-`step` the clipping of ratios, and log-probs that are scored again where bf16 samples.
+`step` the clipping of ratios, and log-probs computed again after sampling in bf16.
 """
 
 import multiprocessing
@@ -55,28 +56,30 @@ from trajectory import Trajectory
 from update import rows_that_teach
 from view import load_pyplot
 
-SAME = {"cpu": 1e-5, "cuda": 2e-2}  # how far two gradients may be apart: fp32, and bf16 autocast
+SAME = {"cpu": 1e-5, "cuda": 2e-2}  # allowed distance of two gradients: fp32, and bf16 autocast
 
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """How fast, against what, and how cost grows."""
+    """Measure the parts of a training step."""
 
     repeats: int = setting(5, "runs of each variant", least=1)
-    only: str = setting("", "names of variants (of growth: of axes), comma-separated")
-    sizes: int = setting(9, "growth: the smallest of each axis", least=2)
-    png: str = setting("", "growth: a file for its picture")
-    model: str = setting("4M", "4M, 7B, 3B, ... or a directory: its shape, with random weights")
-    vocab: int = setting(4096, "tokens that the model knows", least=2)
-    device: str = setting("cpu", "what computes (BM25: a CPU)", one_of=SAME)
-    questions_per_step: int = setting(8, "prompts", least=1)
+    only: str = setting("", "variants to run (growth: axes), comma-separated")
+    sizes: int = setting(9, "growth: run this many of the smallest sizes of each axis", least=2)
+    png: str = setting("", "growth: draw the curves into this file")
+    model: str = setting(
+        "4M", "shape of the model (random weights): 4M, 7B, 3B, ... or a directory"
+    )
+    vocab: int = setting(4096, "size of the vocabulary", least=2)
+    device: str = setting("cpu", "device (BM25 always runs on a CPU)", one_of=SAME)
+    questions_per_step: int = setting(8, "number of prompts", least=1)
     group_size: int = setting(8, "rows of each prompt", least=1)
-    micro_batch: int = setting(4, "rows, as long as the longest, that are read at once", least=1)
-    equal_groups: int = setting(0, "of the prompts, whose rows all earn the same", least=0)
+    micro_batch: int = setting(4, "rows of the longest length per forward pass", least=1)
+    equal_groups: int = setting(0, "prompts whose rows all earn the same reward", least=0)
     prompt: int = setting(0, "tokens of each prompt; 0: 100 to 200", least=0)
-    context: int = setting(0, "tokens of each row, half a prompt, half an answer", least=0)
-    shorter: int = setting(1, "texts and the corpus are divided by this", least=1, most=20)
-    passages: int = setting(5_000, "of the corpus", least=20)
+    context: int = setting(0, "tokens of each row: half prompt, half answer; 0: varied", least=0)
+    shorter: int = setting(1, "divide the lengths of texts and corpus by this", least=1, most=20)
+    passages: int = setting(5_000, "passages of the corpus", least=20)
 
 
 @dataclass(frozen=True)
@@ -85,12 +88,14 @@ class Bench(BenchSettings, Settings):
 
 
 class Scripted:
-    """An `Environment` whose rows know the tokens of each turn, and what is inserted behind it."""
+    """Replaces an `Environment`: each row knows in advance the number of tokens of each turn and
+    the documents that are inserted after it.
+    """
 
     def __init__(self, o: Bench):
         self.settings, self.protocol, self.rows = o, PROTOCOLS["ur2"], []
-        self.run_searches = lambda asking: None  # what a search finds is there at once: `end_turn`
-        # One word in 128 ends like a tag, so that there is something to look for tags in.
+        self.run_searches = lambda asking: None  # `end_turn` has already inserted the documents
+        # One word in 128 ends like a tag, so that the stop rule has something to examine.
         words = {f"w{i}" + ">" * (i % 128 == 0): i for i in range(o.vocab)}
         tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
         self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0>")
@@ -106,16 +111,16 @@ class Scripted:
             prompt = text(half or o.prompt or 100, half or o.prompt or 200)
             for _ in range(o.group_size):
                 searches = range(0 if half else draw.randint(0, o.max_searches))
-                said = [length(20, 80) for _ in searches] + [length(half or 20, half or 150)]
+                turns = [length(20, 80) for _ in searches] + [length(half or 20, half or 150)]
                 row = Trajectory(None, self.protocol, prompt)
-                row.left = [*zip(said, [text(100, 200) for _ in searches] + [[]], strict=True)]
+                row.left = [*zip(turns, [text(100, 200) for _ in searches] + [[]], strict=True)]
                 self.rows.append(row)
 
     def max_trajectory_tokens(self, row):
-        return len(row.ids) + sum(said + len(found) for said, found in row.left)
+        return len(row.ids) + sum(count + len(documents) for count, documents in row.left)
 
     def turn_tokens_left(self, row):
-        return row.left[0][0] if row.left else 1  # `whole_batch` samples of ended rows, too
+        return row.left[0][0] if row.left else 1  # `whole_batch` also samples for ended rows
 
     def end_turn(self, row, ids, logprobs, reason):
         row.append_model(ids, logprobs, "")
@@ -125,60 +130,60 @@ class Scripted:
 
 # ------------------------------------------------------------------------------- seconds and memory
 def gauge(device):
-    """(seconds, bytes that this process holds, the most that it has held)."""
+    """Returns (seconds, bytes of memory in use, peak bytes) of this process."""
     if device == "cuda":
         torch.cuda.synchronize()
-        held, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-        return time.perf_counter(), held, most
-    most = getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return time.process_time(), psutil.Process().memory_info().rss, most
+        used, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        return time.perf_counter(), used, peak
+    peak = getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return time.process_time(), psutil.Process().memory_info().rss, peak
 
 
 def measured(work, device):
-    """({seconds, mib}, what work() returns)."""
-    start, held, _ = gauge(device)
+    """Returns ({seconds, mib}, the result of work())."""
+    start, used, _ = gauge(device)
     result = work()
-    end, _, most = gauge(device)
-    return {"seconds": end - start, "mib": (most - held) / 2**20}, result
+    end, _, peak = gauge(device)
+    return {"seconds": end - start, "mib": (peak - used) / 2**20}, result
 
 
 def alone(work):
-    """Returns work() of a process of its own, with one thread, forked from one with the imports."""
-    forks = multiprocessing.get_context("forkserver")  # this process has threads, and holds locks
+    """Returns the result of work() in a new process with one thread; the imports are preloaded."""
+    forks = multiprocessing.get_context("forkserver")  # threads and locks here make forking unsafe
     forks.set_forkserver_preload(["train"])
     with ProcessPoolExecutor(1, forks, torch.set_num_threads, (1,)) as pool:
         try:
             return pool.submit(work).result()
         except BrokenExecutor:
-            raise InputError("a run was ended from outside: most often memory ran out") from None
+            raise InputError("a run was killed: most often memory ran out") from None
 
 
 def in_turns(works: dict, o: Bench, runs: dict) -> None:
-    """Fills `runs`, each variant in turn. |a − b| / |b| to the first run is SAME at most, but two
-    sizes are not the same work.
+    """Runs the variants in turns and fills `runs`. Their results must agree: |a − b| / |b| to the
+    first run is at most SAME. Different sizes are not compared.
     """
     first = None
     for name in tqdm([*works] * o.repeats, leave=False):
-        numbers, did = alone(works[name])
-        first = did if first is None else first
-        same = " " in name or did is None
-        apart = 0 if same else np.linalg.norm(did - first) / np.linalg.norm(first)
+        numbers, result = alone(works[name])
+        first = result if first is None else first
+        skipped = " " in name or result is None
+        apart = 0 if skipped else np.linalg.norm(result - first) / np.linalg.norm(first)
         if not apart <= SAME[o.device]:
             raise InputError(f"{name}: {apart:.1e} from the first variant: not the same work")
         runs.setdefault(name, []).append(numbers | {"apart": apart})
 
 
 def show(runs: dict, png: str) -> None:
-    """A line of medians for each variant or size. Of sizes cost ~ size ^ exponent: the slope of a
-    straight line through the logarithms.
+    """Prints a line of medians for each variant or size. For sizes it fits cost ~ size ^ exponent:
+    the slope of a straight line through the logarithms.
     """
     curves, first = {}, {}
-    for name, found in runs.items():
-        row = {key: np.median([run[key] for run in found]) for key in found[0]}
+    for name, repeats in runs.items():
+        row = {key: np.median([run[key] for run in repeats]) for key in repeats[0]}
         axis, *sizes = name.split()
         row["x"] = row["seconds"] / first.setdefault(axis if sizes else "", row["seconds"])
         print(f"{name:20}", *(f"{key} {value:.4g}" for key, value in row.items()), sep="  ")
-        for size in sizes:  # of a variant none
+        for size in sizes:  # a variant has no size
             for cost in {"seconds", "mib", "build"} & row.keys():
                 points = curves.setdefault(f"{cost} ~ {axis}", [])
                 points.append((int(size), max(row[cost], 1e-9)))
@@ -198,7 +203,7 @@ def show(runs: dict, png: str) -> None:
 
 # ----------------------------------------------------------------------------------------- variants
 def whole_batch(policy, environment, rows):
-    """`generate` for all rows at every turn, and everything is computed again."""
+    """Calls `generate` for all rows at every turn, which computes everything again."""
     while not all(row.stop_reason for row in rows):
         turns = sample_turns(policy, environment, rows)
         for row, turn in zip(rows, turns, strict=True):
@@ -208,12 +213,12 @@ def whole_batch(policy, environment, rows):
 
 @torch.enable_grad()
 def backward(policy, environment, rows, every_row=False, padded=False):
-    """The gradient as update.py and policy.py have it. every_row: also of rows that teach nothing;
-    padded: all as long as the longest, from every log-prob (padding has id 0). As many tokens are
-    read at once. The reward of a row is its number, but in --equal_groups.
+    """Computes the gradient as update.py and policy.py do. every_row: includes rows that teach
+    nothing; padded: pads all rows to the longest and computes every log-prob (padding has id 0).
+    The token budget per pass is the same. A row's reward is its number, except in --equal_groups.
     """
     o, draw = environment.settings, random.Random(0)
-    for row in rows:  # as if a policy had sampled: a thousandth of the work
+    for row in rows:  # random tokens in place of sampled ones: a thousandth of the work
         while row.left:
             ids = draw.choices(range(1, o.vocab), k=row.left[0][0])
             environment.end_turn(row, ids, [0.0] * len(ids), "")
@@ -226,8 +231,8 @@ def backward(policy, environment, rows, every_row=False, padded=False):
     if padded:
         batch.response_mask.fill_(1)  # no row is cut
     budget, shared = o.micro_batch * batch.tokens.shape[1], policy.sharing(batch.tokens)
-    for some in packing.micro_batches(batch.response_mask, budget, tokens=shared):
-        part = batch.rows(some).to(policy.device)
+    for numbers in packing.micro_batches(batch.response_mask, budget, tokens=shared):
+        part = batch.rows(numbers).to(policy.device)
         if padded:
             texts = {"input_ids": part.tokens, "attention_mask": part.tokens.sign()}
             with policy.autocast():
@@ -253,11 +258,11 @@ def step(policy, environment, rows, every_row=False):
 
 @torch.no_grad()
 def run_scripted(work, name, o):
-    """(seconds and memory of one variant, what all variants must agree in)."""
+    """Returns (seconds and memory of one variant, the result in which all variants must agree)."""
     config = without_dropout(config_of(o.model))
     config.eos_token_id = config.pad_token_id = None  # no turn ends early
     config.vocab_size = o.vocab
-    # All weights are trained, in fp32; or LoRA's, and the rest is frozen (bf16 on a GPU).
+    # Either all weights are trained, in fp32, or only LoRA's; the rest is frozen (bf16 on a GPU).
     dtype = torch.bfloat16 if o.lora_rank and o.device == "cuda" else torch.float32
     torch.manual_seed(o.seed)
     with torch.device(o.device):
@@ -280,8 +285,10 @@ def run_scripted(work, name, o):
 
 
 def run_retrieval(work, name, o):
-    """Passages of 90 words, queries of 3 to 10: a few words are in most texts, most in few."""
-    draw, own = np.random.default_rng(o.seed), work is BM25
+    """Searches passages of 90 words with queries of 3 to 10; word frequencies are skewed, as in
+    natural text.
+    """
+    draw, ours = np.random.default_rng(o.seed), work is BM25
 
     def text(words):
         return " ".join(f"w{int(word)}" for word in 20_000 ** draw.random(words))
@@ -290,18 +297,18 @@ def run_retrieval(work, name, o):
     queries = [text(draw.integers(3, 11)) for _ in range(100)]
 
     def search(query):
-        scores = index.scores(query) if own else index.get_scores(tokenize(query))
-        return scores[top(scores, 5)].round(9)  # which is the better of two, a last digit may say
+        scores = index.scores(query) if ours else index.get_scores(tokenize(query))
+        return scores[top(scores, 5)].round(9)  # the last digits may differ
 
-    texts = (one if own else tokenize(one.text) for one in documents)
+    texts = (document if ours else tokenize(document.text) for document in documents)
     built, index = measured(lambda: work([*texts]), "cpu")
-    asked, found = measured(lambda: np.array([search(query) for query in queries]), "cpu")
-    found = None if work is bm25s else found  # its idf is another, and so are its scores
-    return built | {"build": built["seconds"], "seconds": asked["seconds"] / 100}, found
+    asked, scores = measured(lambda: np.array([search(query) for query in queries]), "cpu")
+    scores = None if work is bm25s else scores  # bm25s has another idf, so its scores differ
+    return built | {"build": built["seconds"], "seconds": asked["seconds"] / 100}, scores
 
 
 def bm25s(texts):
-    """The package of this name, which picks the best documents by itself."""
+    """Wraps the package of this name, which selects the best documents on its own."""
     from bm25s import BM25 as Index
 
     index = Index(k1=1.5, b=0.75)
@@ -313,7 +320,7 @@ def bm25s(texts):
     return SimpleNamespace(get_scores=best)
 
 
-AXES = {  # by the setting that grows: what runs, the sizes
+AXES = {  # the setting that grows -> (the work, the sizes)
     "questions_per_step": (generate_in_slots, (2, 8, 32, 128)),
     "context": (backward, (256, 1024, 4096)),
     "vocab": (backward, (4096, 24_576, 151_936)),
@@ -321,7 +328,7 @@ AXES = {  # by the setting that grows: what runs, the sizes
     "passages": (BM25, (5_000, 40_000, 300_000, 1_000_000)),
 }
 BM25S = {"bm25s": bm25s} if find_spec("bm25s") else {}
-PARTS = {  # ours is the first one
+PARTS = {  # our variant comes first
     "rollout": {
         "slots": generate_in_slots,
         "by_turns": generate_by_turns,
@@ -349,20 +356,19 @@ def main(arguments: list[str] | None = None) -> None:
         raise InputError("--device cuda: torch sees no GPU here")
     if o.png:
         check_output(o.png, "--png")
-        load_pyplot().rcParams["font.size"] = 8
         load_pyplot().figure(figsize=(12, 7), layout="constrained")
     for name in names_in("only", o.only, PARTS[part]):
         work, sizes = AXES.get(name, (PARTS[part][name], [""]))
         run = run_retrieval if work in (BM25, BM25Okapi, bm25s) else run_scripted
         for size in sizes[: o.sizes]:
-            # What is drawn depends on the vocabulary: in an update all rows are of one length.
+            # Random lengths would depend on the vocabulary, so an update's rows have one length.
             lengths = {"context": 512 * (work is backward)}
             grown = replace(o, **lengths | {name: size}) if size else o
             works[f"{name} {size}".strip()] = partial(run, work, name, grown)
     print(f"{part}: {o.model}, V = {o.vocab:,}, {o.device}")
     try:
         in_turns(works, o, runs)
-    finally:  # Ctrl-C keeps what there is
+    finally:  # also after Ctrl-C
         show(runs, o.png)
 
 

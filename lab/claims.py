@@ -1,13 +1,14 @@
 """The papers' claims, each as a pair of runs that differ in one thing.
 
-    arm      a training run: recipe, stage, what it sets otherwise, the arm that it starts from
-    claim    a number of one arm against that of another, paired by world, after as many steps
+    arm      a training run: its recipe, stage, changed settings, and the arm that it starts from
+    claim    compares a number of two arms, paired by world, after the same number of steps
     effect   mean over worlds of (with − without), and its interval, mean ± t(n − 1) · s / √n
-    verdict  "shows": the 95 % interval lies beyond 0 on the claimed side, and the mean is at least
-             what counts; "reversed": so on the other side; else "does not show", a finding too
+    verdict  "shows": the 95 % interval lies beyond 0 on the claimed side, and the mean reaches the
+             smallest effect that counts; "reversed": the same on the other side; otherwise "does
+             not show", which is a result too
     equal    "equal within m": two one-sided tests at 5 %, the 90 % interval lies within ±m
 
-Where a paper's setting cannot be had in a world this small, the sentence says what stands for it.
+If a paper's setting is impossible in a world this small, the sentence names the substitute.
 Settings, thresholds and margins were chosen on worlds from 40 on, dev split; those of `buckets`,
 `f1_cem`, `reinforce_...` and `crash` were written without a run. Left out: multiple choice, whose
 arms are asked open questions (the tiny model did not learn to find an option's letter);
@@ -31,8 +32,8 @@ T = {
 
 @dataclass(frozen=True)
 class Arm:
-    """`start`: the arm whose last checkpoint it goes on from; "" is the warmed-up model.
-    `traces_of`: no RL, but supervised training on the right trajectories of that arm.
+    """A training run. `start` is the arm whose last checkpoint it continues from; "" means the
+    warmed-up model. `traces_of`: instead of RL, it imitates the right trajectories of that arm.
     """
 
     recipe: str
@@ -43,7 +44,7 @@ class Arm:
 
 
 SHORT = {"steps": 30}
-# Both arms find three passages: a summary is made of the best, or all three are read as they are.
+# Both arms retrieve three passages: the best is summarised, or all three are read unchanged.
 WEAK = {"toy_init": "weak", "documents_per_search": 3, "document_tokens": 64}
 PACE = {key: EVERYTHING[key] for key in ("lr", "trajectories_per_update")}  # stage 2's
 WEAK_1 = WEAK | PACE | {"steps": 25}
@@ -59,11 +60,11 @@ WORDY = {"toy_init": "verbose"}
 WORDED = WORDY | SHORT | {"reworded": 0.7}
 RARE_1 = PACE | {"toy_init": "rare", "steps": 16}
 RARE_30, RARE_46 = RARE_1 | SHORT, RARE_1 | {"steps": 46}
-# Stage 1 at its own pace, a third of stage 2's: faster, every known fact is searched for behind it.
+# Stage 1 has a third of stage 2's pace: at a higher one the model searches for every known fact.
 WHEN_1 = {"toy_init": "weak", "steps": 8}
 WHEN_30 = WHEN_1 | SHORT
 GRPO = {"algorithm": "grpo"}
-# A KL, of which Table 5 has the weight, and one clip range (3.2); GRPO's own mean of the loss.
+# GRPO with a KL term (weight of Table 5), a symmetric clip range (3.2) and a sequence mean.
 GRPO_3_2 = GRPO | {"kl_coef": 1e-4, "clip_high": 0.2, "loss_aggregation": "sequence"}
 NO_R_S, NO_R_A = {"variant": "without_r_s"}, {"variant": "without_r_a"}
 FAST = {"steps": 15, "lr": 2e-3}
@@ -120,22 +121,22 @@ ARMS: dict[str, Arm] = {
 
 @dataclass(frozen=True)
 class Number:
-    """What two arms are compared by, as the table names it."""
+    """A number by which two arms are compared; `name` is shown in the table."""
 
     name: str
     measure: Callable[[dict], float]
-    counts: float = 0.03  # the smallest effect that does, in the number's unit; less is noise
-    sign: int = 1  # expected larger in the first arm; −1: smaller
-    other: Callable[[dict], float] | None = None  # of the second arm, if it is another number
+    counts: float = 0.03  # smallest effect that counts, in the number's unit; less is noise
+    sign: int = 1  # 1: expected to be larger in the first arm; −1: smaller
+    other: Callable[[dict], float] | None = None  # measures the second arm, if not `measure`
 
 
 def score(kinds: str, name: str) -> Callable[[dict], float]:
-    """A number of the evaluation, meaned over kinds of question."""
+    """Measures a number of the evaluation, averaged over kinds of question."""
     return lambda result: float(np.mean([result["eval"][kind][name] for kind in kinds.split()]))
 
 
 def curve(names: str, steps: slice) -> Callable[[dict], float]:
-    """A number of training, meaned over these steps of the run and of what it started from."""
+    """Measures a number of training, averaged over these steps, those of the start included."""
     return lambda result: float(
         np.nanmean([np.array(result["curve"][name][steps], float) for name in names.split()])
     )
@@ -146,11 +147,11 @@ def largest(name: str) -> Callable[[dict], float]:
 
 
 def fall(names: str) -> Callable[[dict], float]:
-    """From the best five steps in a row to the last five: 0 where training never came down."""
+    """Measures the fall from the best five steps in a row to the last five; 0 if there is none."""
 
     def measure(result: dict) -> float:
-        own = np.nanmean([np.array(result["curve"][n], float) for n in names.split()], axis=0)
-        means = np.convolve(own, np.ones(5) / 5, "valid")  # [steps − 4]
+        curve = np.nanmean([np.array(result["curve"][n], float) for n in names.split()], axis=0)
+        means = np.convolve(curve, np.ones(5) / 5, "valid")  # [steps − 4]
         return float(means.max() - means[-1])
 
     return measure
@@ -196,7 +197,9 @@ NUMBERS = {
 
 @dataclass(frozen=True)
 class Claim:
-    """`margin`: the arms are claimed to be equal within it. `worlds`: 8 where effects are small."""
+    """A claim of a paper. A `margin` above 0 claims equality of the arms within it; where effects
+    are small, `worlds` is 8.
+    """
 
     place: str  # in the paper
     better: str  # an arm
@@ -307,7 +310,7 @@ Results = dict[tuple[str, int], dict]  # (arm, world) -> its result.json
 
 
 def values(claim: Claim, results: Results, seeds: Iterable[int]) -> list[tuple[float, float]]:
-    """(with, without) of every world for which both arms are there."""
+    """Returns (with, without) for every world in which both arms have results."""
     number = claim.number
     pairs = [(results.get((claim.better, n)), results.get((claim.worse, n))) for n in seeds]
     second = number.other or number.measure
@@ -315,7 +318,7 @@ def values(claim: Claim, results: Results, seeds: Iterable[int]) -> list[tuple[f
 
 
 def interval(differences: list[float], sure: int = 95) -> tuple[float, float, float]:
-    """(mean, low, high): the t interval. One world has none: (d, −inf, inf).
+    """Returns (mean, low, high), the t interval; for a single world (d, −inf, inf).
 
     Worked: 1, 2, 3: mean 2, s = 1, t(2) = 4.303: 2 ± 4.303 / √3 = 2 ± 2.484; at 90 % 2 ± 1.686.
     """
@@ -328,7 +331,7 @@ def interval(differences: list[float], sure: int = 95) -> tuple[float, float, fl
 
 
 def verdict(claim: Claim, differences: list[float]) -> str:
-    """shows, does not show, reversed; of a claim of equality "equal within m"; or "not run".
+    """Returns "shows", "does not show", "reversed", "equal within m" (equality), or "not run".
 
     Worked, sign 1, counts 0.03: 0.10 ± 0.05 shows; 0.02 ± 0.01 does not; 0.10 ± 0.20 does not;
     −0.10 ± 0.05 is reversed. Margin 0.05: 0.01 ± 0.03 is equal within it; 0.01 ± 0.05 is not.
@@ -347,7 +350,7 @@ def verdict(claim: Claim, differences: list[float]) -> str:
 
 
 def wanted_arms(claims: Iterable[Claim]) -> list[str]:
-    """The arms of the claims, and those that they start from, in the order of ARMS."""
+    """Returns the arms of the claims and those that they start from, in the order of ARMS."""
     names = {arm for claim in claims for arm in (claim.better, claim.worse)}
     names |= {before for name in names for before in (ARMS[name].start, ARMS[name].traces_of)}
     return [name for name in ARMS if name in names]

@@ -1,11 +1,12 @@
-"""How hard each question is for a model as it is before training (UR² appendix C.2).
+"""Measures how hard each question is for a model before training (UR² appendix C.2).
 
-    s = mean score of K rollouts      a line of JSONL each: {"id", "scores", "score", "bucket"}
+    s = mean score of K rollouts      a JSONL line per question: {"id", "scores", "score", "bucket"}
 
     python -m lab.difficulty --model DIR --data FILE --corpus FILE --out difficulty.jsonl
     python -m lab.difficulty --from_rollouts FILE --out difficulty.jsonl     published answers
 
-curriculum.py has the buckets, eval.py the flags (temperature 1). The same command goes on.
+curriculum.py defines the buckets, eval.py the flags (temperature 1). Repeating the command
+continues an interrupted run.
 """
 
 import zlib
@@ -31,7 +32,7 @@ AT_ONCE = 16  # questions that share a seed
 
 
 def bucket_of_first_success(scores: Sequence[float]) -> str:
-    """R1-Searcher's counting, of 20 rollouts: a success is a full score, none at all is hard.
+    """Buckets as R1-Searcher does: by the first full score among 20 rollouts; without one, "hard".
 
     >>> bucket_of_first_success([0, 0, 1, 0]), bucket_of_first_success([0] * 9 + [1])
     ('easy', 'medium')
@@ -48,29 +49,33 @@ SCHEMES = {"ur2": (bucket_of_mean, "f1"), "r1_searcher": (bucket_of_first_succes
 
 @dataclass(frozen=True)
 class DifficultySettings:
-    """How hard each question is."""
+    """Measure how hard each question is."""
 
-    out: str = setting("", "JSONL to write", needed=True)
+    out: str = setting("", "JSONL file to write", needed=True)
     samples: int = setting(20, "rollouts per question, K", least=1)
     scheme: str = setting("ur2", "how scores become a bucket", one_of=SCHEMES)
-    metric: str = setting("", 'of open answers; "": the scheme\'s', one_of=("", "em", "f1", "cem"))
-    from_rollouts: str = setting("", "take the answers (pred_anses) of this file, not a model's")
-    questions: int = setting(0, "of each kind in the built-in world, or in all; 0 = all", least=0)
+    metric: str = setting(
+        "", "score of open answers (default: the scheme's)", one_of=("", "em", "f1", "cem")
+    )
+    from_rollouts: str = setting("", "score the answers (pred_anses) of this file, without a model")
+    questions: int = setting(0, "questions (built-in world: of each kind); 0 = all", least=0)
 
 
 def measure(
     questions: list, answer: Callable, made_with: dict, options: DifficultySettings
 ) -> dict:
-    """id -> bucket. Each batch is written as it comes; answer(batch) has each question's scores."""
-    out, found = Path(options.out), SCHEMES[options.scheme][0]
+    """Returns id -> bucket, and writes each batch when it is done. answer(batch) returns the scores
+    of each question.
+    """
+    out, bucket_of = Path(options.out), SCHEMES[options.scheme][0]
     made_with = made_with | {"metric": options.metric, "scheme": options.scheme}
     ids = [question.id for question in questions]
     records = go_on(out, made_with, ids, lambda record: record.get("id"), AT_ONCE, False)
     for start in tqdm(range(len(records), len(questions), AT_ONCE), f"batches of {AT_ONCE}"):
-        some = questions[start : start + AT_ONCE]
-        for question, scores in zip(some, answer(some), strict=True):
+        batch = questions[start : start + AT_ONCE]
+        for question, scores in zip(batch, answer(batch), strict=True):
             record = {"id": question.id, "scores": scores, "score": sum(scores) / len(scores)}
-            records.append(record | {"bucket": found(scores)})
+            records.append(record | {"bucket": bucket_of(scores)})
         append_jsonl(out, records[start:])
     return {record["id"]: record["bucket"] for record in records}
 
@@ -84,41 +89,42 @@ def measure_published(given: dict, options: DifficultySettings) -> dict[str, str
         print(f"note: some questions have only {few} rollouts; without a success they are hard")
 
     def scores(q: Question) -> list[float]:
-        how = (q.answers, q.task, q.options)
-        return [score_answer(text, *how)[options.metric] for text in predictions[q.id]]
+        gold = (q.answers, q.task, q.options)
+        return [score_answer(text, *gold)[options.metric] for text in predictions[q.id]]
 
     made_with = {"answers": zlib.crc32(repr(attempts).encode())}
     questions = [attempt.question for attempt in attempts]
-    return measure(questions, lambda some: list(map(scores, some)), made_with, options)
+    return measure(questions, lambda batch: list(map(scores, batch)), made_with, options)
 
 
 def measure_model(given: dict, options: DifficultySettings) -> dict[str, str]:
     settings = check_settings(settings_of({"temperature": 1.0} | given), False, given)
     if settings.temperature == 0 and options.samples > 1:
         raise InputError("--temperature 0 is greedy: all rollouts would be the same; leave it at 1")
-    asked = Options("train", options.questions, options.samples, out=options.out)
-    whole = Evaluation(settings, asked)
-    generate, version = whole.load()
+    evaluation = Evaluation(
+        settings, Options("train", options.questions, options.samples, out=options.out)
+    )
+    generate, version = evaluation.load()
 
-    def answer(some: list[Question]) -> list[list[float]]:
-        seed, k = zlib.crc32(f"{settings.seed} {some[0].id}".encode()), options.samples
-        rows = generate(some, seed)
+    def answer(batch: list[Question]) -> list[list[float]]:
+        seed, k = zlib.crc32(f"{settings.seed} {batch[0].id}".encode()), options.samples
+        rows = generate(batch, seed)
         scores = [trajectory_metrics(row)[options.metric] for row in rows]
         return [scores[start : start + k] for start in range(0, len(rows), k)]
 
-    return measure(whole.questions, answer, whole.made_with(version), options)
+    return measure(evaluation.questions, answer, evaluation.made_with(version), options)
 
 
 def main(arguments: list[str] | None = None) -> None:
     options, given = parse_flags("lab.difficulty", DifficultySettings, arguments, ASKING)
     check_output(options.out, "--out")
     if options.scheme == "r1_searcher" and options.samples < 20 and not options.from_rollouts:
-        why = "r1_searcher tells medium from hard at 20 rollouts: give at least --samples 20"
-        raise InputError(f"--samples {options.samples}: {why}")
+        hint = "r1_searcher tells medium from hard at 20 rollouts: give at least --samples 20"
+        raise InputError(f"--samples {options.samples}: {hint}")
     options = replace(options, metric=options.metric or SCHEMES[options.scheme][1])
-    how = measure_published if options.from_rollouts else measure_model
-    with interruptible(f"what was measured is in {options.out}: the same command goes on"):
-        counts = Counter(how(given, options).values())
+    source = measure_published if options.from_rollouts else measure_model
+    with interruptible(f"finished batches are in {options.out}: repeat the command to continue"):
+        counts = Counter(source(given, options).values())
     shares = ", ".join(f"{name} {counts[name]}" for name in BUCKETS)
     print(f"{sum(counts.values())} questions: {shares}")
     print(f"use: python train.py --difficulty {options.out}")

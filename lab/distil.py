@@ -1,18 +1,19 @@
-"""Supervised models: two papers' baselines, and a small summariser from a large one's log.
+"""Supervised training: two papers' baselines, and a small summariser from the log of a large one.
 
     direct      ARENA's first baseline: the answer alone, or (--protocol arena_summary) the summary
-    reasoning   ARENA's second: the references it needs, an analysis, the answer
+    reasoning   ARENA's second: the relevant references, an analysis, the answer
     traces      R1-Searcher's: right trajectories, from a predictions file of eval.py
-    summarizer  instruction, reasoning, query and passages -> the notes; from what training logged
+    summarizer  instruction, reasoning, query and passages -> the notes; from the log of a training
 
     python -m lab.distil direct --model DIR --data QUESTIONS --out DIR
 
-UR² trains its summariser at a fixed rate (C.1). No paper gives that of the others, which falls
-linearly to 0.
+UR² trains its summariser at a fixed learning rate (C.1). No paper gives the rate of the others;
+here it falls linearly to 0.
 
-An example is a prompt and pieces of text, of which the model imitates some (sft.py). None is cut:
-that would teach to stop without an answer. `reasoning` quotes gold references; for a teacher's own
-words: `traces --protocol arena --data FILE --questions QUESTIONS`, FILE of eval.py --recipe arena.
+An example is a prompt and pieces of text, some of which the model imitates (sft.py). No example is
+truncated: that would teach the model to stop without an answer. `reasoning` quotes gold references.
+To imitate a teacher's own words: `traces --protocol arena --data FILE --questions QUESTIONS`, where
+FILE is from eval.py --recipe arena.
 """
 
 import itertools
@@ -50,23 +51,21 @@ class DistilSettings:
     """METHOD: direct, reasoning, traces or summarizer."""
 
     model: str = setting("", "HF causal LM to start from: a directory or a hub name", needed=True)
-    data: str = setting(
-        "", f"questions; or predictions; or {SUMMARY_LOG} of --output_dir", needed=True
-    )
+    data: str = setting("", f"questions, predictions or {SUMMARY_LOG}, by method", needed=True)
     out: str = setting("", "directory to save the model in", needed=True)
-    protocol: str = setting("", "by itself arena, for traces r1_searcher", one_of=("", *PROTOCOLS))
+    protocol: str = setting("", "default: arena; for traces r1_searcher", one_of=("", *PROTOCOLS))
     questions: str = setting("", "traces: the question file, for options and references")
     epochs: float = setting(2.0, "passes over the examples", above=0)
     batch_size: int = setting(32, "examples per update", least=1)
-    lr: float = setting(1e-5, "learning rate; of a summarizer fixed, else it falls to 0", above=0)
-    max_context: int = setting(0, "longer examples are left out; 0: the model's limit", least=0)
-    gradient_checkpointing: bool = setting(False, "compute activations again: less memory")
-    skip_bad: bool = setting(False, "leave unusable records out")
-    seed: int = setting(0, "of the order of the examples")
+    lr: float = setting(1e-5, "learning rate (summarizer: fixed; others: it falls to 0)", above=0)
+    max_context: int = setting(0, "skip longer examples; 0: the model's limit", least=0)
+    gradient_checkpointing: bool = setting(False, "recompute activations: less memory")
+    skip_bad: bool = setting(False, "skip unusable records")
+    seed: int = setting(0, "seed of the order of the examples")
 
 
 def final_answer(protocol: Protocol, answer: str) -> str:
-    """The answer in its box. Where the prompt ends inside <think>, the thinking is closed first."""
+    """Puts the answer in its box. If the prompt ends with <think>, </think> comes first."""
     if protocol.answer_tags is None:
         return f"\\boxed{{{answer}}}"
     begin, end = protocol.answer_tags
@@ -74,7 +73,9 @@ def final_answer(protocol: Protocol, answer: str) -> str:
 
 
 def direct_protocol(protocol: Protocol) -> Protocol:
-    """It asks for the answer alone: a model trained to ignore its instruction is no baseline."""
+    """Returns the protocol with an instruction that asks for the answer alone: a model trained to
+    ignore its instruction would not be a fair baseline.
+    """
     task, wanted = "Answer the question", "the answer in a few words"
     if protocol.answer_tags == tag_pair("summary"):  # ARENA appendix H.2
         task, wanted = "Write the summary that is asked for", "the summary in whole sentences"
@@ -89,14 +90,14 @@ def imitation(prompt: list[int], text: str, tokenizer) -> Example:
 
 
 def direct_example(question: Question, protocol: Protocol, tokenizer) -> Example:
-    """Prompt -> the first gold answer, without a word of reasoning."""
+    """Builds: prompt -> the first gold answer, without reasoning."""
     prompt = build_prompt(direct_protocol(protocol), question, tokenizer)
     return imitation(prompt, final_answer(protocol, question.answers[0]), tokenizer)
 
 
 def reasoning_example(question: Question, protocol: Protocol, tokenizer) -> Example:
     """Prompt -> <relevance>[1, 3]</relevance> <analysis>...</analysis> <answer>...</answer>"""
-    protocol.section_tags("relevance")  # it has this section, and so the other
+    protocol.section_tags("relevance")  # checks that the protocol has these sections
     analysis = without_control(analysis_of(question), tokenizer, protocol.tags).strip()
     text = f"<relevance>{[*question.supporting]}</relevance>\n<analysis> {analysis} </analysis>\n"
     text += final_answer(protocol, question.answers[0])
@@ -104,7 +105,7 @@ def reasoning_example(question: Question, protocol: Protocol, tokenizer) -> Exam
 
 
 def analysis_of(question: Question) -> str:
-    """Of each gold reference the sentence with the answer, or the first one; then the answer."""
+    """Quotes from each gold reference the sentence with the answer, or the first; then answers."""
 
     def answers(sentence: str) -> bool:
         return any(answer.lower() in sentence.lower() for answer in question.answers)
@@ -112,35 +113,34 @@ def analysis_of(question: Question) -> str:
     quotes = []
     for reference in question.references:
         sentences = re.split(r"(?<=[.!?])\s+", reference.text.strip())
-        quotes.append(
-            replace(reference, text=max(sentences, key=answers))
-        )  # of equal ones the first
+        # `max` returns the first of equal sentences.
+        quotes.append(replace(reference, text=max(sentences, key=answers)))
     quotes = number_documents(quotes)
     quoted = [quotes[number - 1] for number in question.supporting]
     return " ".join([*quoted, f"So the answer is {question.answers[0]}."])
 
 
 def trace_example(trajectory: Trajectory, tokenizer) -> Example:
-    """A transcript as it stood in the context: documents and notices are read, not imitated."""
+    """Builds an example from a trajectory: its documents and notices are read, not imitated."""
     prompt = build_prompt(trajectory.protocol, trajectory.question, tokenizer)
     return example_of(prompt, trace_pieces(trajectory), tokenizer)
 
 
-# The environment frames documents in exactly one blank line ("\n\n"). What a transcript has beyond
-# that was sampled, and is the model's: a turn may end in a token such as ">\n\n".
+# The environment puts exactly one blank line ("\n\n") around documents. Further white space was
+# sampled by the model: a turn may end in a token such as ">\n\n".
 _BLOCK = re.compile(r"((?:\s*(?=\n\n\S))?)(\s*\S.*\S(?:\n\n|\s*))(\s*)", re.DOTALL)
 
 
-_MARK = "\ud800"  # half a character, as no text has
+_MARK = "\ud800"  # half of a surrogate pair, which no valid text contains
 
 
 def trace_pieces(trajectory: Trajectory) -> list[tuple[str, bool]]:
-    """(text, written by the model?) in order, cut where the rollout began a new piece."""
+    """Returns (text, is it the model's?) in order, split where the rollout tokenized separately."""
     protocol, marked = trajectory.protocol, ""
-    # A transcript does not say who wrote what: notices are known by their wording.
+    # A transcript does not record the writers: notices are recognised by their wording.
     notices = filter(None, (protocol.fallback_notice, *protocol.rejection_notices))
     known = re.compile(f"({'|'.join(map(re.escape, notices))})")
-    for segment in trajectory.segments:  # marks around what the environment wrote
+    for segment in trajectory.segments:  # puts marks around the environment's text
         if segment.writer == "documents":
             marked += _BLOCK.sub(rf"\1{_MARK}\2{_MARK}\3", segment.text)
         else:
@@ -149,13 +149,15 @@ def trace_pieces(trajectory: Trajectory) -> list[tuple[str, bool]]:
 
 
 def read_traces(records: list[dict], protocol: Protocol, given=()) -> list[Trajectory]:
-    """Each question's first right trajectory (format 1, em 1). `given` adds options, references."""
+    """Returns each question's first right trajectory (format 1, em 1). The questions in `given` add
+    options and references.
+    """
     known, traces = {question.id: question for question in given}, {}
     for record in records:
         name, metrics = record["id"], record["metrics"]
         if (known and name not in known) or "transcript" not in record:
-            how = "give its file of --questions, and --data of eval.py --out FILE"
-            raise InputError(f"question {name} is not in --questions, or has no transcript: {how}")
+            hint = "give its file of --questions, and --data of eval.py --out FILE"
+            raise InputError(f"question {name} is not in --questions, or has no transcript: {hint}")
         if name not in traces and metrics.get("format") == metrics.get("em") == 1:
             question = known.get(name) or Question(name, record["question"], record["golds"])
             traces[name] = trajectory_from_text(question, record["transcript"], protocol)
@@ -163,21 +165,21 @@ def read_traces(records: list[dict], protocol: Protocol, given=()) -> list[Traje
 
 
 def read_summary_log(path: str) -> dict[tuple[str, str], str]:
-    """(instruction, text) -> the last reply. A line that an interrupt cut short is left out."""
+    """Returns (instruction, text) -> the last reply; skips a line that an interrupt truncated."""
     replies = {}
     for _, place, record in read_records(Path(path)):
         if isinstance(record, InputError):
-            print(f"warning: {path}, {place}: {record}: left out", file=sys.stderr)
+            print(f"warning: {path}, {place}: {record}: skipped", file=sys.stderr)
         elif not {"instruction", "text", "summary"} <= record.keys():
-            why = f"no summary record: give the {SUMMARY_LOG} of a --output_dir"
-            raise InputError(f"{path}, {place}: {why}")
+            message = f"no summary record: give the {SUMMARY_LOG} of a --output_dir"
+            raise InputError(f"{path}, {place}: {message}")
         else:
             replies[record["instruction"], record["text"]] = record["summary"]
     return replies
 
 
 def summary_example(asked: tuple[str, str], reply: str, tokenizer) -> Example:
-    """The very prompt that other_models/llm.py asks a local model with -> the reply."""
+    """Builds: exactly the prompt that other_models/llm.py gives a local model -> the reply."""
     return imitation(prompt_ids(tokenizer, asked), reply, tokenizer)
 
 
@@ -202,18 +204,20 @@ def examples_of(method: str, settings: DistilSettings, protocol, tokenizer) -> l
 
 def that_fit(examples: list[Example], longest: int) -> list[Example]:
     fit = [example for example in examples if len(example.ids) <= longest and any(example.mask)]
-    said = f"{len(fit)} of {len(examples)} examples have something to imitate in {longest} tokens"
+    message = (
+        f"{len(fit)} of {len(examples)} examples fit {longest} tokens and have text to imitate"
+    )
     if not fit:
-        raise InputError(f"no example to train on: {said}: look at --data, or raise --max_context")
-    print(said)
+        raise InputError(f"no example to train on: {message}: check --data, or raise --max_context")
+    print(message)
     return fit
 
 
 def distil(method: str, settings: DistilSettings) -> None:
-    """Load, encode, train, save."""
+    """Loads the model, encodes the examples, trains, and saves."""
     protocol = PROTOCOLS[settings.protocol or {"traces": "r1_searcher"}.get(method, "arena")]
-    how = PolicySettings(gradient_checkpointing=settings.gradient_checkpointing)
-    policy, tokenizer = load_policy(settings.model, best_device(), how)  # fp32: it is trained
+    memory = PolicySettings(gradient_checkpointing=settings.gradient_checkpointing)
+    policy, tokenizer = load_policy(settings.model, best_device(), memory)  # fp32, for training
     longest = min(settings.max_context or 2**31, context_of(policy))
     examples = that_fit(examples_of(method, settings, protocol, tokenizer), longest)
     size = min(settings.batch_size, len(examples))
@@ -221,10 +225,10 @@ def distil(method: str, settings: DistilSettings) -> None:
     training = SFTSettings(
         steps,
         settings.lr,
-        decay_from=float(method == "summarizer"),  # from the end on: its rate is fixed
+        decay_from=float(method == "summarizer"),  # 1 = from the end on: a fixed rate
         betas=(0.9, 0.999),
     )
-    # Every example once per epoch.
+    # Each epoch has every example once.
     orders = (random.Random(f"{settings.seed}  {epoch}") for epoch in itertools.count())
     stream = (example for order in orders for example in order.sample(examples, len(examples)))
     losses = train_sft(policy, lambda _: list(itertools.islice(stream, size)), training, method)
@@ -232,7 +236,7 @@ def distil(method: str, settings: DistilSettings) -> None:
         raise InputError(f"the loss was not finite: nothing was saved; lower --lr {settings.lr:g}")
     save_policy(policy, tokenizer, settings.out)
     print(f"{steps} updates, loss {losses[0]:.3f} -> {losses[-1]:.3f}; saved: {settings.out}")
-    if method == "direct":  # its instruction is not the protocol's: evaluation needs it too
+    if method == "direct":  # evaluation needs the same changed instruction
         file = Path(settings.out, "prompt.txt")
         write_text(file, direct_protocol(protocol).instruction)
         print(f"evaluate with --protocol {protocol.name} --prompt_file {file}")
@@ -241,7 +245,7 @@ def distil(method: str, settings: DistilSettings) -> None:
 def main(arguments: list[str] | None = None) -> None:
     settings, given = parse_flags("lab.distil", DistilSettings, arguments, methods=METHODS)
     if Path(settings.out).exists():
-        raise InputError(f"--out {settings.out} is there already: name another, or remove it")
+        raise InputError(f"--out {settings.out} already exists: name another, or remove it")
     check_output(f"{settings.out}/x", "--out")
     with interruptible("nothing was saved"):
         distil(given["method"], settings)

@@ -1,10 +1,11 @@
-"""A run at three moments: before RL, after stage 1, after stage 2.
+"""Draws a run at three moments: before RL, after stage 1, after stage 2.
 
-    python -m lab.moments                      of `make train`'s run, written to moments.png
+    python -m lab.moments                      draws the run of `make train` into moments.png
     python -m lab.moments --world_seed 20 --seed 20
 
-Above, of each kind of held-out question the share that is searched for, at temperature 1. Below,
-one question at each moment; what the environment wrote is grey. Needs the extra `plot`.
+The upper row shows the share of held-out questions of each kind that the model searches for, at
+temperature 1. The lower row shows its response to one question; the environment's text is grey.
+It needs the extra `plot`.
 """
 
 import sys
@@ -23,22 +24,23 @@ MOMENTS = ("before RL", "after stage 1", "after stage 2")
 
 
 def moments(arguments: Sequence[str]) -> list[list[Trajectory]]:
-    """The same questions, asked of each stage's last checkpoint."""
-    found = []
-    for stage in "210":  # the last may be missing: the warm-up can wait
-        asked = Evaluation(*parse(["--stage", stage, "--temperature", "1", *arguments]))
-        found.append(asked.load()[0](asked.questions, asked.settings.seed))
-    return found[::-1]
+    """Asks the last checkpoint of each stage the same questions."""
+    trajectories = []
+    for stage in "210":  # stage 2 first: a missing checkpoint is reported before the warm-up
+        evaluation = Evaluation(*parse(["--stage", stage, "--temperature", "1", *arguments]))
+        generate = evaluation.load()[0]
+        trajectories.append(generate(evaluation.questions, evaluation.settings.seed))
+    return trajectories[::-1]
 
 
 def searched(trajectories: list[Trajectory], kind: str) -> float:
-    """Share of a kind's questions."""
+    """Returns the share of questions of this kind that were searched for."""
     return np.mean([bool(t.searches) for t in trajectories if t.question.kind == kind])
 
 
 def shows_most(t: Trajectory) -> bool:
-    two = t.question.kind == "two_hop" and len(t.searches) == 2
-    return two and trajectory_metrics(t)["em"] == 1
+    two_searches = t.question.kind == "two_hop" and len(t.searches) == 2
+    return two_searches and trajectory_metrics(t)["em"] == 1
 
 
 def write_out(axis, t: Trajectory) -> None:
@@ -54,13 +56,14 @@ def write_out(axis, t: Trajectory) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     pyplot = load_pyplot()
-    found = moments(sys.argv[1:] if arguments is None else arguments)
+    by_moment = moments(sys.argv[1:] if arguments is None else arguments)
     figure, axes = pyplot.subplots(2, 3, figsize=(14, 6), sharey="row", layout="constrained")
-    kinds = sorted({t.question.kind for t in found[0]})
-    chosen = max(range(len(found[2])), key=lambda i: shows_most(found[2][i]))  # the first, if any
-    for moment, rows, (above, below) in zip(MOMENTS, found, axes.T, strict=True):
+    kinds = sorted({t.question.kind for t in by_moment[0]})
+    # The first that shows most after stage 2, or the first of all.
+    chosen = max(range(len(by_moment[2])), key=lambda i: shows_most(by_moment[2][i]))
+    for moment, rows, (above, below) in zip(MOMENTS, by_moment, axes.T, strict=True):
         above.bar(kinds, [searched(rows, kind) for kind in kinds])
-        above.set_title(f"share that is searched for, {moment}")
+        above.set_title(f"share of questions searched for, {moment}")
         write_out(below, rows[chosen])
     figure.savefig("moments.png")
     print("written: moments.png")

@@ -1,22 +1,22 @@
-"""What fits: the bytes of a training step on one GPU, counted before anything is downloaded.
+"""Estimates the memory of a training step on a GPU before anything is downloaded.
 
     python -m lab.plan --model 7B --gpus 1 --gpu_memory 80 [any setting of the run]
 
     peak = standing + max(rollout, update)
 
-P weights, K the width of keys. Weights are trained in fp32; all else is computed in bf16. For 7B in
-GiB:
+P is the number of weights, K the width of keys. Weights are trained in fp32, everything else is
+computed in bf16. For 7B in GiB:
 
     standing   weights 4 P 28.4, moments 8 P 56.7, reference 2 P 14.2; under LoRA weights 14.3 only
     rollout    bf16 copy of the weights 2 P 14.2; keys and values 4 K per layer and token; under ddp
-               gradients 4 P 28.4: they are views of its buckets, which stay
+               gradients 4 P 28.4: they are views of DDP's buckets, which stay allocated
     update     gradients 4 P 28.4, bf16 weights 13.2, head 4.3; activations 262 KiB per layer, token
 
-On several GPUs ddp keeps all of it on each; fsdp2 cuts weights, moments and gradients in parts, and
-puts a layer's weights together to compute it. LoRA and 8-bit moments cannot be cut. The plan takes
-ddp if that fits, else fsdp2. tests/ghost compares these formulas with simulated steps.
-Left out: zero2, judges and readers (2 per weight), dense retrieval, what plain `generate` takes
-beyond slots, CUDA's own memory and fragments: USABLE is the share that is counted on.
+On several GPUs ddp keeps everything on each; fsdp2 shards weights, moments and gradients, and
+gathers a layer's weights to compute it. LoRA and 8-bit moments cannot be sharded. The plan uses ddp
+if that fits, otherwise fsdp2. tests/ghost compares these formulas with simulated steps.
+Left out: zero2, judges and readers (2 bytes per weight), dense retrieval, the extra memory of plain
+`generate`. CUDA's own memory and fragmentation are covered by counting only a share, USABLE.
 """
 
 import re
@@ -37,17 +37,17 @@ from scale.sampling import wants_copy
 from settings import RECORDS, Settings, add_flags, check_settings, named_in, resolve
 
 GIB = 2**30
-USABLE = 0.92  # of a GPU's memory
-PROMPT = 1024  # tokens that a prompt is taken to have
-FEW = 8  # slots: with fewer a rollout would crawl
-Bytes = dict[str, float]  # of each part
+USABLE = 0.92  # usable share of a GPU's memory
+PROMPT = 1024  # assumed tokens of a prompt
+FEW = 8  # minimum number of slots: with fewer a rollout would be very slow
+Bytes = dict[str, float]  # part -> bytes
 MOMENTS = {"adamw": 8, "adamw8bit": 2.03125, "paged_adamw8bit": 0}  # bytes per trained weight
 FIELDS = (
     "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size"
     " vocab_size max_position_embeddings tie_word_embeddings"
 ).split()
-SHAPES = {  # of Qwen2
-    "4M": (256, 4, 8, 2, 688, 4096, 4096, True),  # lab.bench's
+SHAPES = {  # Qwen2 models
+    "4M": (256, 4, 8, 2, 688, 4096, 4096, True),  # the model of lab.bench
     "0.5B": (896, 24, 14, 2, 4864, 151936, 32768, True),
     "3B": (2048, 36, 16, 2, 11008, 151936, 32768, True),
     "7B": (3584, 28, 28, 4, 18944, 152064, 32768, False),
@@ -55,7 +55,9 @@ SHAPES = {  # of Qwen2
 
 
 def config_of(model: str):
-    """Of a size ("7B"), a hub name with that size, a directory, or a hub name in the cache."""
+    """Returns the config of a size ("7B"), a hub name with that size, a directory, or a cached
+    model.
+    """
     if not Path(model).exists():
         for size, shape in SHAPES.items():
             if model.upper() == size or f"qwen2.5-{size}".lower() in model.lower():
@@ -70,12 +72,12 @@ def config_of(model: str):
 
 
 class Shape:
-    """What the formulas need of a Llama-like model."""
+    """Holds the sizes of a Llama-like model that the formulas need."""
 
     def __init__(self, config):
         if not all(hasattr(config, name) for name in FIELDS):
             raise InputError(
-                f"--model: {config.model_type} is not built as Llama is: its bytes are not known"
+                f"--model: {config.model_type} is not built as Llama is: its memory is unknown"
             )
         sizes = (getattr(config, name) for name in FIELDS)
         self.hidden, self.layers, self.heads, kv_heads, self.wide, *others = sizes
@@ -93,40 +95,44 @@ class Shape:
 
 
 class Case:
-    """A run; `share`: among how many GPUs its weights and moments are cut (fsdp2), or 1 (ddp)."""
+    """A run whose weights and moments are sharded over `share` GPUs (fsdp2), or not (ddp: 1)."""
 
     def __init__(self, shape: Shape, s: Settings, gpus: int = 1, share: int = 1):
         self.shape, self.settings, self.gpus = shape, s, gpus
         thin = s.lora_rank * sum(map(sum, shape.matrices))  # A and B: r (in + out) each
         self.trained = thin or shape.weights
         self.share = 1 if thin or s.optimizer != "adamw" else share
-        self.buckets = 4 * self.trained * (gpus > self.share)  # ddp's, which hold the gradients
-        # Autocast's, of the weights that it computes with.
+        self.buckets = 4 * self.trained * (gpus > self.share)  # DDP's, which hold the gradients
+        # Autocast's bf16 copy of the weights that it computes with.
         self.copy = 0 if thin else 2 * (shape.in_layers + shape.embedding)
         rows = -(-s.questions_per_step * s.group_size // gpus)
-        self.rows = min(rows, s.max_num_seqs or rows)  # that a GPU samples at once
+        self.rows = min(rows, s.max_num_seqs or rows)  # rows that a GPU samples at once
         turn = max([s.max_turn_tokens, *map(int, re.findall(r"=(\d+)", s.turn_tokens))])
         longest = PROMPT + turn + s.max_searches * (turn + s.document_tokens)
-        # What a row may become; a micro-batch holds one at least.
+        # The longest row; a micro-batch holds at least one.
         self.row_tokens = min(s.max_context or shape.positions, longest)
         self.tokens = max(s.tokens_per_micro_batch, self.row_tokens)
 
 
 def frozen_bytes(shape: Shape, in_8bit: bool) -> int:
-    """Of a model that nobody trains. int8: the layers' matrices, with a scale of 4 per row."""
+    """Returns the bytes of a frozen model. int8 applies to the layers' matrices, with a scale of 4
+    bytes per row.
+    """
     scales = 4 * sum(out for _, out in shape.matrices)
     return 2 * shape.weights - in_8bit * (shape.in_layers - scales)
 
 
 def activation_bytes(shape: Shape, lora_rank: int = 0) -> int:
-    """A token's, per layer. 7B: 32 · 3584 + 4 · (512 + 2 · 18944) + 8 + 4 · 28 = 268,408."""
-    kept = 26 * shape.hidden + 6 * shape.q + 4 * (shape.kv + 2 * shape.wide) + 8 + 4 * shape.heads
-    # With LoRA all of it is bf16, and the norms are frozen; A x of seven matrices is kept.
-    return kept + 14 * (lora_rank - shape.hidden) if lora_rank else kept
+    """Returns the bytes of a token's activations per layer.
+    7B: 32 · 3584 + 4 · (512 + 2 · 18944) + 8 + 4 · 28 = 268,408.
+    """
+    full = 26 * shape.hidden + 6 * shape.q + 4 * (shape.kv + 2 * shape.wide) + 8 + 4 * shape.heads
+    # With LoRA everything is bf16, and the norms are frozen; A x of seven matrices is stored.
+    return full + 14 * (lora_rank - shape.hidden) if lora_rank else full
 
 
 def standing(case: Case) -> Bytes:
-    """What is there all the time."""
+    """Returns the parts that are in memory all the time."""
     s, in_8bit = case.settings, frozen_in_8bit(case.settings)
     weights = 4 * case.trained
     if s.lora_rank:
@@ -142,7 +148,7 @@ def standing(case: Case) -> Bytes:
 
 def rollout_parts(case: Case, slots: int) -> Bytes:
     shape, s = case.shape, case.settings
-    copy = 4 * shape.weights if case.share > 1 else case.copy  # all of them, gathered
+    copy = 4 * shape.weights if case.share > 1 else case.copy  # sharded: all weights, gathered
     if wants_copy(s.sampling_copy, torch.device("cuda"), "base" in frozen_in_8bit(s)):
         copy = 2 * shape.weights
     return {
@@ -154,39 +160,41 @@ def rollout_parts(case: Case, slots: int) -> Bytes:
 
 
 def update_parts(case: Case) -> Bytes:
-    """At the end of the forward pass, and the largest single piece of the backward pass."""
+    """Returns the parts in memory at the end of the forward pass, and the largest piece of the
+    backward pass.
+    """
     shape, tokens, lora = case.shape, case.tokens, case.settings.lora_rank
     act, layer = activation_bytes(shape, lora), shape.in_layers / shape.layers
     # Embedding, head, two layers and the gradient of one.
     gathered = 4 * (shape.ends + 3 * layer) * (case.share > 1)
-    width, trained = (2, 0) if lora else (4, shape.embedding)  # of the head
-    logits = 10 * min(tokens, chunk_rows(shape.vocab, "cuda")) * shape.vocab  # of a chunk
-    last = 12 * shape.hidden * tokens + logits + 6 * trained  # and of its weights' gradient
-    kept, copy = act * shape.layers, case.copy
+    width, trained = (2, 0) if lora else (4, shape.embedding)  # the head's
+    logits = 10 * min(tokens, chunk_rows(shape.vocab, "cuda")) * shape.vocab  # of one chunk
+    last = 12 * shape.hidden * tokens + logits + 6 * trained  # with the head's weight gradient
+    saved, copy = act * shape.layers, case.copy
     if case.settings.gradient_checkpointing:  # or one layer again, with its own gradients
-        kept, copy = width * shape.hidden * shape.layers, 0
+        saved, copy = width * shape.hidden * shape.layers, 0
         again = act + 4 * shape.wide + width * shape.hidden
         last = max(last, again * tokens + 4 * trained)
     return {
         "update: weights, gathered": gathered,
         "update: gradients": 4 * case.trained / case.share,
         "update: bf16 copy of the weights": copy,
-        "update: activations": kept * tokens,
+        "update: activations": saved * tokens,
         "update: head, or one layer again": last,
     }
 
 
 def plan(case: Case, memory: float) -> tuple[Bytes, int]:
-    """(each part's bytes and the peak, the slots: as the engine has it, but FEW at least)."""
+    """Returns (each part's bytes and the peak, the engine's number of slots, at least FEW)."""
     always, update = standing(case), update_parts(case)
     none, one = (sum(rollout_parts(case, slots).values()) for slots in (0, 1))
-    a, u = sum(always.values()), sum(update.values())
-    slots = int(min(case.rows, max(FEW, SHARE * (memory - a - none) // (one - none))))
-    peak = a + max(u, none + slots * (one - none))
+    standing_bytes, update_bytes = sum(always.values()), sum(update.values())
+    slots = int(min(case.rows, max(FEW, SHARE * (memory - standing_bytes - none) // (one - none))))
+    peak = standing_bytes + max(update_bytes, none + slots * (one - none))
     return always | rollout_parts(case, slots) | update | {"peak": peak}, slots
 
 
-ADVICE = [  # by what it costs
+ADVICE = [  # the cheapest first
     ({"gradient_checkpointing": True}, "Activations are computed twice: a third more time."),
     ({"tokens_per_micro_batch": 4096}, "More, smaller micro-batches; each holds one row at least."),
     ({"optimizer": "adamw8bit"}, "Moments of 8 bits cannot be cut: each GPU holds all, not FSDP2."),
@@ -201,7 +209,7 @@ FILES = {"data": "q.jsonl", "corpus": "p.jsonl"}  # to be filled in
 
 
 def smaller(case: Case, changes: dict) -> Case:
-    """With these settings changed, and with weights in parts if they can be cut."""
+    """Returns the case with these settings changed, and sharded if that is possible."""
     return Case(case.shape, replace(case.settings, **changes), case.gpus, case.gpus)
 
 
@@ -210,7 +218,7 @@ def in_flags(settings: dict) -> str:
 
 
 def report(case: Case, memory: float, given: dict) -> Iterator[str]:
-    """A line per part, whether it fits, what would make it smaller, and the command."""
+    """Yields a line per part, whether it fits, what would make it smaller, and the command."""
     if plan(case, memory)[0]["peak"] > memory:
         case = smaller(case, {})
     parts, slots = plan(case, memory)
@@ -244,15 +252,15 @@ def report(case: Case, memory: float, given: dict) -> Iterator[str]:
 
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = FlagParser("python -m lab.plan", description="What fits, before a download.")
-    parser.add_argument("--gpus", type=int, default=1, help="how many")
-    parser.add_argument("--gpu_memory", type=float, default=80.0, help="GiB of each")
+    parser = FlagParser("python -m lab.plan", description="Estimate the memory of a run.")
+    parser.add_argument("--gpus", type=int, default=1, help="number of GPUs")
+    parser.add_argument("--gpu_memory", type=float, default=80.0, help="GiB of each GPU")
     add_flags(parser, RECORDS, named_in(["--model", "7B", *arguments]), "train")
     given = vars(parser.parse_args(arguments))
     gpus, memory = given.pop("gpus"), given.pop("gpu_memory")
     if gpus < 1 or not memory > 0:
         raise InputError(f"--gpus {gpus} --gpu_memory {memory:g}: give at least one, with memory")
-    chosen = {"model": "7B"} | given | {"data": ""}  # which questions takes no memory
+    chosen = {"model": "7B"} | given | {"data": ""}  # the questions take no memory
     settings = resolve(given.get("recipe", "ur2"), given.get("stage", 1), False, chosen)
     case = Case(Shape(config_of(settings.model)), check_settings(settings), gpus)
     print(*report(case, USABLE * memory * GIB, given), sep="\n")

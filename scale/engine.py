@@ -1,19 +1,20 @@
-"""Rows at different places of one key-value cache: the fast twin of the loop's `generate`.
+"""A decoding engine for one process: rows of different lengths share one key-value cache.
 
     slot 0  [prompt | sampled | documents | sampl>   ]  decodes
          1  [prompt | sam>                           ]  decodes: live rows fill the first n slots
          2  [prompt | sampled, a query>              ]  waits for its documents
-         3  [prompt | ...                            ]  free: its prompt still serves its group
+         3  [prompt | ...                            ]  free: its prompt can be copied to other rows
 
-    catch up   the keys of all tokens of a row but the last: copied from a slot that holds them, or
-               computed in one forward pass
+    catch up   fills in the keys of all tokens of a row but the last: they are copied from a slot
+               that holds them, or computed in one forward pass
     decode     last tokens [n, 1] -> logits [n, V] -> one token per row, until a turn may be over
 
 HF `generate` pads, waits for the slowest row, and computes every row again at each turn. Here each
-row has its own length: token i has position i, stands at place i of its slot and sees the places
-j <= i. So nothing is erased: what an earlier row left behind a row's end is masked, and overwritten
-when the row gets there. A causal LM needs no change: its forward takes position ids, a 4D mask and
-a `Cache`. Left out: paging (a slot is as long as the longest row may become), sliding windows.
+row has its own length: token i has position i, is stored at place i of its slot and attends to the
+places j <= i. So nothing has to be erased: keys of an earlier row that lie beyond a row's end are
+masked, and overwritten when the row gets there. A causal LM needs no change: its forward takes
+position ids, a 4D mask and a `Cache`. Left out: paging (each slot is as long as the longest row may
+become), sliding windows.
 """
 
 import contextlib
@@ -35,9 +36,9 @@ from rollout import Environment, StopRule, Turn, end_ids, generate_by_turns
 from scale.packing import FAMILIES, windowed
 from trajectory import Trajectory
 
-BLOCK = {"cpu": 16, "cuda": 64}  # the width that a step reads is a multiple of this
-CHUNK = {"cpu": 256, "cuda": 4096}  # padded tokens of one catching-up forward: bounds its memory
-SHARE = 0.8  # of the free memory may go to slots
+BLOCK = {"cpu": 16, "cuda": 64}  # each step reads a multiple of this many places
+CHUNK = {"cpu": 256, "cuda": 4096}  # padded tokens per prefill pass: bounds its memory
+SHARE = 0.8  # share of the free memory that the slots may take
 
 
 # ---------------------------------------------------------------------------------------- the cache
@@ -45,8 +46,8 @@ class SlotCache(Cache):
     """Keys and values, [slots, size + 1, heads, D] per layer; the last place takes padding."""
 
     write: tuple  # (slots [n, 1], positions [n, C]) of new keys; set before each forward pass
-    read: slice | torch.Tensor  # the same slots; a slice gives a view where an index would copy
-    width: int  # how many of their places are read
+    read: slice | torch.Tensor  # the same slots; a slice gives a view, an index would copy
+    width: int  # number of places that are read of each slot
 
     def __init__(self, slots: int, size: int):
         super().__init__(layers=[])  # only the type of the base class is used
@@ -55,18 +56,22 @@ class SlotCache(Cache):
         self.values: list[torch.Tensor] = []
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_, **__):
-        """A layer's new keys and values [n, heads, C, D] -> what it reads, [n, heads, width, D]."""
+        """Stores a layer's new keys and values [n, heads, C, D] and returns all that the layer
+        attends to, [n, heads, width, D].
+        """
         if layer_idx == len(self.keys):
             self.keys.append(self.allocate(keys))
             self.values.append(self.allocate(values))
         return self.put(self.keys[layer_idx], keys), self.put(self.values[layer_idx], values)
 
-    def put(self, held: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        held[self.write] = new.transpose(1, 2).to(held.dtype)
-        return held[self.read, : self.width].transpose(1, 2)  # [n, heads, width, D]
+    def put(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        stored[self.write] = new.transpose(1, 2).to(stored.dtype)
+        return stored[self.read, : self.width].transpose(1, 2)  # [n, heads, width, D]
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Zeros: weight 0 of a masked place times NaN is NaN."""
+        """Returns zeros, because uninitialised memory may hold NaN: attention weight 0 times NaN is
+        NaN.
+        """
         kind, dtype = like.device.type, like.dtype
         if torch.is_autocast_enabled(kind):
             # Rotated keys are fp32 here, and attention would round all of them at every step.
@@ -76,20 +81,23 @@ class SlotCache(Cache):
             return torch.zeros(shape, dtype=dtype, device=like.device)
         # Fresh pages are zero and take no memory until they are written: most rows end early.
         memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
-        with contextlib.suppress(AttributeError, OSError):  # not every system knows it
+        with contextlib.suppress(AttributeError, OSError):  # not every system supports it
             memory.madvise(mmap.MADV_NOHUGEPAGE)  # a page of 2 MB would span several slots
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def copy(self, source: int | list[int], target: int | list[int], length: int) -> None:
-        """([a, b], [b, a], length) swaps two slots: what lists name is read whole, then written."""
-        for held in self.keys + self.values:
-            held[target, :length] = held[source, :length]
+        """Copies the first `length` places; ([a, b], [b, a], length) swaps two slots, since all
+        sources are read before anything is written.
+        """
+        for stored in self.keys + self.values:
+            stored[target, :length] = stored[source, :length]
 
 
 def grouped_attention(module, query, keys, values, mask, scaling=None, **_):
     """query [n, heads, C, D], keys and values [n, kv, width, D], mask [n, 1, C, width] ->
-    [n, C, heads, D]. No key is repeated: queries that share a key head become rows of one matrix,
-    or, where they are many, they take turns and share the mask, too.
+    [n, C, heads, D]. Keys are not repeated for grouped-query attention: the queries that share a
+    key head become rows of one matrix. If that matrix would be large, they are computed one head
+    after the other and share the mask as well.
     """
     n, _, chunk, _ = query.shape
     by_key = query.unflatten(1, (keys.shape[1], -1))  # [n, kv, group, C, D]
@@ -107,33 +115,37 @@ AttentionInterface.register("slots", grouped_attention)
 
 @contextlib.contextmanager
 def attending_to_slots(model):
-    kept = model.config._attn_implementation
+    original = model.config._attn_implementation
     model.config._attn_implementation = "slots"
     try:
         yield
     finally:
-        model.config._attn_implementation = kept
+        model.config._attn_implementation = original
 
 
 # --------------------------------------------------------------------------------------- the engine
 @dataclass(eq=False)
 class Row:
-    """A text that grows in a slot, where the first `cached` of its `ids` have keys."""
+    """A text that grows in a slot; the keys of the first `cached` of its `ids` are in the cache."""
 
     owner: object
     ids: list[int]
     turn: Turn
     cached: int = 0
-    state: str = "live"  # it decodes; "waiting": its turn is over; "free"
+    state: str = "live"  # "live": it decodes; "waiting": its turn is over; "free"
 
     @property
     def missing(self) -> int:
-        """Tokens to catch up. The last one has its keys computed by the step that reads it."""
+        """Number of tokens whose keys must be filled in. The last token is not counted: the step
+        that reads it computes its keys.
+        """
         return len(self.ids) - 1 - self.cached
 
 
 class Engine:
-    """Add rows while slots are vacant; `decode`; resume or free each row whose turn is over."""
+    """Decodes rows in slots: the caller adds rows while slots are free, calls `decode`, and resumes
+    or frees each row whose turn is over.
+    """
 
     def __init__(self, model, slots: int, size: int, rule: StopRule, temperature=1.0, top_p=1.0):
         self.model, self.device, self.rule = model, model.device, rule
@@ -152,9 +164,9 @@ class Engine:
         return [row for row in self.rows if row.state == state]
 
     def add(self, owner, ids: list[int], max_new_tokens: int) -> None:
-        """Give a vacant slot to a row; best the one that a sample of the same prompt has left."""
+        """Gives a free slot to a row, if possible the one that a sample of the same prompt left."""
         row = Row(owner, list(ids), Turn(max_new_tokens))
-        slots = [slot for slot, held in enumerate(self.rows) if held.state == "free"]
+        slots = [slot for slot, occupant in enumerate(self.rows) if occupant.state == "free"]
         donor = self.donor(row)
         slot = donor if donor in slots else slots[0]
         if donor is not None:
@@ -162,14 +174,18 @@ class Engine:
         self.rows[slot] = row
 
     def resume(self, row: Row, ids: list[int], max_new_tokens: int) -> None:
-        """Another turn for a row that waited; `ids` are all its tokens, with what was appended."""
+        """Begins another turn of a waiting row; `ids` are all its tokens, including the documents
+        that were appended.
+        """
         row.ids, row.turn, row.state = list(ids), Turn(max_new_tokens), "live"
 
     def donor(self, row: Row) -> int | None:
-        """A slot, free or not, that holds all that `row` must catch up: a sample of its prompt."""
+        """Returns a slot, free or not, that holds all keys that `row` needs, or None. Usually it
+        holds another sample of the same prompt.
+        """
         need = len(row.ids) - 1
-        for slot, held in enumerate(self.rows):
-            if held is not row and held.cached >= need and held.ids[:need] == row.ids[:need]:
+        for slot, other in enumerate(self.rows):
+            if other is not row and other.cached >= need and other.ids[:need] == row.ids[:need]:
                 return slot
         return None
 
@@ -179,23 +195,25 @@ class Engine:
             self.cache.copy(donor, slot, row.cached)
 
     def catch_up(self) -> None:
-        """Bring all live rows to their last token. Equal texts are computed once."""
-        behind = [row for row in self.in_state("live") if row.missing]
-        self.prefill(list({tuple(row.ids): row for row in behind}.values()))
-        for row in behind:
+        """Fills in the missing keys of all live rows. Equal texts are computed once."""
+        late = [row for row in self.in_state("live") if row.missing]
+        self.prefill(list({tuple(row.ids): row for row in late}.values()))
+        for row in late:
             if row.missing:
                 self.share(self.donor(row), self.rows.index(row), row)
 
     def prefill(self, rows: list[Row]) -> None:
-        """Passes of at most CHUNK padded tokens, of rows that miss about as much; no head."""
-        most = CHUNK.get(self.device.type, 2048)
+        """Computes missing keys in passes of at most CHUNK padded tokens, over rows that miss a
+        similar number; the output head is skipped.
+        """
+        limit = CHUNK.get(self.device.type, 2048)
         while rows := sorted((row for row in rows if row.missing), key=lambda row: row.missing):
-            longest = min(rows[-1].missing, most)
-            batch = rows[-max(1, most // longest) :]
+            longest = min(rows[-1].missing, limit)
+            batch = rows[-max(1, limit // longest) :]
             chunks = [row.ids[row.cached : -1][:longest] for row in batch]
             padded = [chunk + [0] * (longest - len(chunk)) for chunk in chunks]
             tokens = torch.tensor(padded, device=self.device)  # [n, C]
-            # Padding goes behind the row's end; beyond the slot's, to the last place.
+            # Padding is written after the row's end or, beyond the slot's end, to the last place.
             starts = torch.tensor([[row.cached] for row in batch], device=self.device)  # [n, 1]
             positions = (starts + self.places[:longest]).clamp(max=self.cache.size)  # [n, C]
             slots = torch.tensor([self.rows.index(row) for row in batch], device=self.device)
@@ -205,31 +223,35 @@ class Engine:
                 row.cached += len(chunk)
 
     def decode(self) -> list[Row]:
-        """Live rows sample until at least one turn is over. Returns those rows: they wait now."""
-        over = []
-        while not over and (live := self.in_state("live")):
+        """Samples for all live rows until at least one turn is over, and returns the rows whose
+        turn is over; they are now waiting.
+        """
+        finished = []
+        while not finished and (live := self.in_state("live")):
             self.arrange(len(live))
             with attending_to_slots(self.model), unrounded_logits(self.model):
                 self.catch_up()
-                over = self.sample(self.rows[: len(live)])
-        return over
+                finished = self.sample(self.rows[: len(live)])
+        return finished
 
     def arrange(self, count: int) -> None:
-        """Live rows move into the first `count` slots: a step then reads a view of the cache."""
+        """Moves the live rows into the first `count` slots, so that a step reads a view of the
+        cache.
+        """
         live = [row.state == "live" for row in self.rows]
         places = [slot for slot in range(count) if not live[slot]]
         strays = [slot for slot in range(count, len(live)) if live[slot]]
         for a, b in zip(places, strays, strict=True):
-            out, row = self.rows[a], self.rows[b]
-            if out.state == "waiting":  # it will need its keys
-                self.cache.copy([b, a], [a, b], max(out.cached, row.cached))
+            displaced, row = self.rows[a], self.rows[b]
+            if displaced.state == "waiting":  # its keys will be needed
+                self.cache.copy([b, a], [a, b], max(displaced.cached, row.cached))
             else:
                 self.cache.copy(b, a, row.cached)
-                out.cached = 0
-            self.rows[a], self.rows[b] = row, out
+                displaced.cached = 0
+            self.rows[a], self.rows[b] = row, displaced
 
     def sample(self, rows: list[Row]) -> list[Row]:
-        """Steps up to the first watched token or full turn. Returns the rows whose turn is over."""
+        """Decodes up to the first watched token or full turn; returns rows whose turn is over."""
         tokens = torch.tensor([[row.ids[-1]] for row in rows], device=self.device)  # [n, 1]
         positions = torch.tensor([[row.cached] for row in rows], device=self.device)  # [n, 1]
         deepest, drawn = max(row.cached for row in rows), []
@@ -237,13 +259,13 @@ class Engine:
             tokens, logprobs = self.draw(self.logits(tokens, positions, deepest + step + 1))
             drawn.append((tokens, logprobs))
             positions = positions + 1
-            if self.alarm[tokens].any():  # on a GPU the only wait
+            if self.alarm[tokens].any():  # the only synchronisation with a GPU
                 break
         ids, logprobs = (torch.cat(columns, 1).tolist() for columns in zip(*drawn, strict=True))
         return [row for row, i, p in zip(rows, ids, logprobs, strict=True) if self.take(row, i, p)]
 
     def take(self, row: Row, ids: list[int], logprobs: list[float]) -> bool:
-        """Append what a row has sampled. Is its turn over?"""
+        """Appends the tokens that a row has sampled; returns whether its turn is over."""
         turn = row.turn
         row.ids += ids
         turn.ids += ids
@@ -254,13 +276,15 @@ class Engine:
         return row.state == "waiting"
 
     def draw(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[n, V] -> a token for each row and its log-prob in the full distribution, [n, 1] each."""
+        """Samples from logits [n, V]: returns a token for each row and its log-prob in the full
+        distribution, [n, 1] each.
+        """
         scores = logits.float() / (self.temperature or 1.0)
         if not self.temperature:
             tokens = scores.argmax(-1, keepdim=True)
         else:
-            kept = TopPLogitsWarper(self.top_p)(None, scores) if self.top_p < 1 else scores
-            tokens = pick(kept.softmax(-1))
+            nucleus = TopPLogitsWarper(self.top_p)(None, scores) if self.top_p < 1 else scores
+            tokens = pick(nucleus.softmax(-1))
         return tokens, scores.gather(1, tokens) - scores.logsumexp(-1, keepdim=True)
 
     def logits(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
@@ -270,12 +294,14 @@ class Engine:
         return self.model(**inputs).logits[:, -1]
 
     def inputs(self, tokens, positions, width: int, slots, read: slice | torch.Tensor) -> dict:
-        """The arguments of a forward pass over tokens [n, C] in `slots` [n]; aims the cache."""
+        """Points the cache at `slots` [n] and returns the arguments of a forward pass over tokens
+        [n, C].
+        """
         cache = self.cache
         cache.write, cache.read = (slots[:, None], positions), read
         cache.width = min(-(-width // self.block) * self.block, cache.size)
         hidden = self.places[: cache.width] > positions[..., None]  # [n, C, width]
-        # Added to the scores: a mask of bools would be made into this one anew in every layer.
+        # The mask is added to the scores; a boolean mask would be converted again in every layer.
         mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device)
         mask = mask.masked_fill_(hidden, float("-inf"))[:, None]  # [n, 1, C, width]
         texts = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask}
@@ -283,24 +309,29 @@ class Engine:
 
 
 def pick(probabilities: torch.Tensor) -> torch.Tensor:
-    """[n, V] -> one index per row, [n, 1]: the first whose running sum exceeds a uniform number."""
-    if probabilities.device.type != "cpu":  # cuda would not repeat the sums, mps has no float64
-        return torch.multinomial(probabilities, 1)  # on a CPU 2 to 10 times slower
-    sums = probabilities.cumsum(-1, dtype=torch.float64)  # [n, V]; fp32 would round small ones away
+    """Draws an index for each row of [n, V], as [n, 1]: the first whose running sum exceeds a
+    uniform number.
+    """
+    if probabilities.device.type != "cpu":  # cumsum varies between runs on CUDA; MPS has no float64
+        return torch.multinomial(probabilities, 1)  # 2 to 10 times slower on a CPU
+    # fp32 would round small probabilities away.
+    sums = probabilities.cumsum(-1, dtype=torch.float64)  # [n, V]
     points = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device) * sums[:, -1:]
-    found = torch.searchsorted(sums, points, right=True)  # right: never one of probability 0
-    return found.clamp(max=sums.shape[1] - 1)
+    indices = torch.searchsorted(sums, points, right=True)  # right: probability 0 is never drawn
+    return indices.clamp(max=sums.shape[1] - 1)
 
 
 # -------------------------------------------------------------------------------------- the rollout
 def generate_in_slots(
     policy, environment: Environment, live: list[Trajectory], progress=None
 ) -> None:
-    """`rollout.generate_by_turns` in slots; itself, with a warning, where slots cannot be used."""
+    """Does the work of `rollout.generate_by_turns` in slots. If slots cannot be used, it prints a
+    warning and calls that function.
+    """
     if not live:
         return
     model, settings = policy.language_model, environment.settings
-    with evaluating(model), policy.autocast():  # around all: the bf16 copy is made once
+    with evaluating(model), policy.autocast():  # around everything: the bf16 copy is made once
         size = max(environment.max_trajectory_tokens(t) for t in live)
         slots = min(settings.max_num_seqs or len(live), len(live), affordable(model, size))
         problem = obstacle(model) or ("" if slots else f"no memory for one row of {size} tokens")
@@ -308,14 +339,16 @@ def generate_in_slots(
             ends = end_ids(policy, environment.tokenizer)
             rule = StopRule(environment.tokenizer, environment.protocol.stop_tags, ends)
             engine = Engine(model, slots, size, rule, settings.temperature, settings.top_p)
-            play_queue(engine, environment, deque(live), progress)
+            generate_queue(engine, environment, deque(live), progress)
             return
-    warn_once(f'engine "{settings.engine}": {problem}; plain generate takes its place')
+    warn_once(f'engine "{settings.engine}": {problem}; plain generate is used instead')
     generate_by_turns(policy, environment, live, progress)
 
 
-def play_queue(engine: Engine, environment: Environment, queue: deque, progress=None) -> None:
-    """A row that ends gives its slot on. Searches wait until half of the running rows want one."""
+def generate_queue(engine: Engine, environment: Environment, queue: deque, progress=None) -> None:
+    """Runs all queued trajectories; the slot of a finished row goes to the next one. Searches are
+    delayed until half of the running rows want one.
+    """
     while queue or len(engine.in_state("free")) < len(engine.rows):
         while queue and engine.in_state("free"):
             trajectory = queue.popleft()
@@ -343,7 +376,7 @@ def warn_once(message: str) -> None:
 
 # ------------------------------------------------------------------------ what the engine can drive
 def obstacle(model) -> str:
-    """Why this model cannot be driven in slots; "" if it can."""
+    """Returns the reason why this model cannot be run in slots, or "" if it can."""
     config = model.config
     rope = getattr(config, "rope_parameters", None)
     if not rope:
@@ -351,14 +384,18 @@ def obstacle(model) -> str:
     if window := windowed(config):
         return f"{config.model_type} has layers with {window}"
     if rope.get("rope_type", "default") in ("dynamic", "longrope"):
-        return f"rotary positions of type {rope['rope_type']} depend on what else is in the batch"
-    known = config.model_type in FAMILIES or agrees(model)
-    return "" if known else f"{config.model_type} gives other logits in slots than whole"
+        return f"rotary positions of type {rope['rope_type']} depend on the rest of the batch"
+    agrees = config.model_type in FAMILIES or agrees_with_whole(model)
+    return (
+        "" if agrees else f"{config.model_type} computes other logits in slots than on whole texts"
+    )
 
 
 @torch.no_grad()
-def agrees(model) -> bool:
-    """Has the last of six tokens the same logits in a slot as in the whole text?"""
+def agrees_with_whole(model) -> bool:
+    """Tells whether the last of six tokens gets the same logits in a slot as in a plain forward
+    pass over the whole text.
+    """
     ids = torch.arange(6, device=model.device)[None]  # [1, 6]
     try:
         whole = model(input_ids=ids).logits[:, -1]  # [1, V]
@@ -368,20 +405,20 @@ def agrees(model) -> bool:
             engine.catch_up()
             logits = engine.logits(ids[:, -1:], ids[:, -1:], 6)  # [1, V]
         return bool((logits - whole).abs().max() <= 2e-2 * whole.abs().max())
-    except Exception:  # whatever a forward that was not made for this raises
+    except Exception:  # a forward that was not made for this may raise anything
         return False
 
 
 def affordable(model, size: int) -> int:
-    """Slots of `size` places that fit in the free memory, each with its row's logits."""
+    """Returns how many slots of `size` places fit in free memory, each with its row's logits."""
     if model.device.type == "cuda":
-        torch.cuda.empty_cache()  # what torch holds unused
+        torch.cuda.empty_cache()  # returns memory that torch holds unused
         free = torch.cuda.mem_get_info(model.device)[0]
-    else:
-        free = psutil.virtual_memory().available  # a container: see --max_num_seqs
+    else:  # a container may allow less than this: see --max_num_seqs
+        free = psutil.virtual_memory().available
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    # Keys and values of one token in all layers; 16 bytes for one of V logits.
+    # Keys and values of one token in all layers; each of the V logits takes 16 bytes.
     place = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
     return max(0, int(SHARE * free / (place * (size + 64) + 16 * config.vocab_size)))

@@ -1,16 +1,16 @@
-"""LoRA: beside each frozen matrix, the product of two thin ones is learned.
+"""LoRA: each frozen matrix gets a trained low-rank update, the product of two thin matrices.
 
     h = W x + (α / r) · B A x
     W [out, in] frozen;  A [r, in] random;  B [out, r] zero, so the first step is at π_0
 
 At 7B and r = 16 that is 40M trained weights in place of 7.6 billion.
-  * W may be bf16 or int8, since no small step has to survive in it; A and B are fp32.
+  * W may be bf16 or int8, because it takes no small steps; A and B are fp32.
   * π_ref is the policy with B A left out (`without_lora`): no second model is loaded.
-  * A checkpoint holds W + (α / r) B A, a plain HF model. A run that goes on needs A and B
-    themselves (`lora_state`) and the W it began with: taking B A off the sum again would round.
+  * A checkpoint holds W + (α / r) B A, a plain HF model. A resumed run needs A and B themselves
+    (`lora_state`) and the original W: subtracting B A from the sum would round.
 
-The layers are those of `peft`, put into the model in place. Left out: dropout (what is sampled and
-what is scored must be one model), DoRA, several adapters, a choice of matrices (all but the head).
+The layers are those of `peft`, put into the model in place. Left out: dropout (sampling and
+log-probs must use the same model), DoRA, several adapters, a choice of matrices (all but the head).
 """
 
 import contextlib
@@ -24,19 +24,19 @@ from torch import nn
 
 from errors import InputError
 
-ALPHA = 16.0  # what is learned is scaled by ALPHA / r
-ADAPTER = "default"  # peft's name of the only adapter
-MARK = ".lora_"  # stands in the name of every A and B
+ALPHA = 16.0  # the learned update is scaled by ALPHA / r
+ADAPTER = "default"  # peft's name for the only adapter
+MARK = ".lora_"  # part of the name of every A and B
 
 
 def check_peft(rank: int) -> None:
     if importlib.util.find_spec("peft") is None:
-        how = "pip install peft, or --lora_rank 0: all weights"
-        raise InputError(f"--lora_rank {rank} needs peft: {how}")
+        hint = "pip install peft, or train all weights with --lora_rank 0"
+        raise InputError(f"--lora_rank {rank} needs peft: {hint}")
 
 
 def add_lora(model: nn.Module, rank: int, seed: int = 0) -> None:
-    """Freeze `model` and put A and B beside its matrices."""
+    """Freezes `model` and adds A and B to its matrices."""
     check_peft(rank)
     import peft  # an optional extra
 
@@ -49,12 +49,12 @@ def add_lora(model: nn.Module, rank: int, seed: int = 0) -> None:
         if MARK in name:
             parameter.data = parameter.data.float()
     for layer in lora_layers(model).values():
-        # Trap: peft would keep a copy of each input in fp32, the type of A, for the backward pass.
+        # Trap: otherwise peft keeps each input for the backward pass in fp32, the type of A.
         layer.cast_input_dtype_enabled = False
 
 
 def lora_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A and B by name."""
+    """Returns A and B by name."""
     return {name: weight.detach() for name, weight in model.named_parameters() if MARK in name}
 
 
@@ -69,7 +69,7 @@ def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextlib.contextmanager
 def without_lora(model: nn.Module):
-    """The frozen model inside: h = W x."""
+    """Makes the model compute h = W x, without its adapters, in this context."""
     layers = lora_layers(model).values()
     for layer in layers:
         layer.enable_adapters(False)
@@ -82,32 +82,33 @@ def without_lora(model: nn.Module):
 
 @torch.no_grad()
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, W + (α / r) B A), as the plain model names it; others as they are, int8 as fp32."""
+    """Yields (the plain model's name, W + (α / r) B A); other weights unchanged, int8 as fp32."""
     state, layers = model.state_dict(), lora_layers(model)
     for name, weight in state.items():
         if MARK in name or name.endswith((".SCB", ".weight_format")):
             continue
         if (largest := state.get(name.removesuffix("weight") + "SCB")) is not None:
-            weight = weight.float() * largest[:, None] / 127  # [out, in]  127 is a row's largest
+            # [out, in]; a row's largest weight is stored as 127
+            weight = weight.float() * largest[:, None] / 127
         if (layer := layers.get(name.removesuffix(".base_layer.weight"))) is not None:
             weight = weight.float() + layer.get_delta_weight(ADAPTER).float()
         yield name.replace(".base_layer.", "."), weight
 
 
 def save_merged(model: nn.Module, path: Path, weights: dict | None = None) -> None:
-    """A plain model in the folder `path`. weights: whole ones, if the model's are in parts."""
+    """Saves a plain model in the folder `path`; a sharded model's gathered `weights` are given."""
     if weights is None and not lora_state(model):
         model.save_pretrained(path)
         return
     merged = ((name, weight.float().cpu()) for name, weight in merged_weights(model))
     weights, plain = weights or dict(merged), empty_twin(model, torch.float32)
-    for name in plain.all_tied_weights_keys:  # it is written under the other's name
+    for name in plain.all_tied_weights_keys:  # it is saved under the name that it is tied to
         weights.pop(name, None)
     plain.save_pretrained(path, state_dict=weights)
 
 
 def empty_twin(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The same network, without LoRA and 8 bits, whose weights take no memory yet."""
+    """Returns the same network without LoRA and int8; its weights take no memory yet."""
     config = copy.deepcopy(model.config)
     vars(config).pop("quantization_config", None)
     with torch.device("meta"):

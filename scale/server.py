@@ -1,22 +1,22 @@
 """vLLM as the sampler: other processes, on GPUs of their own, sample with the policy's weights.
 
-    a rollout begins   are the weights newer than those of the servers? Then a folder of safetensors
-                       is written, every server reads it, drops the keys of the former weights, and
-                       shows that it did: by checksums (the first time) and a probe row (each time)
+    a rollout begins   If the policy's weights are newer than those of the servers, a folder of
+                       safetensors is written; every server reads it and drops its cached keys.
+                       Checksums (the first time) and a probe row (each time) verify this.
     a turn             POST /v1/completions: all ids of a row -> the new ids and their log-probs
-    between turns      one search for all rows that wait, while the others are sampled
+    between turns      one search for all waiting rows, while the others are sampled
 
-    python -m scale.server --model DIR                          starts a server as it is needed here
-    python -m scale.server --model DIR -- --tensor-parallel-size 4           with vLLM's own flags
+    python -m scale.server --model DIR                       starts a server with the right flags
+    python -m scale.server --model DIR -- --tensor-parallel-size 4       adds flags of vLLM's own
 
-Three things can be wrong without a sign, so they are looked at: weights that were not read, keys of
-former weights in the server's prefix cache, and a distribution that is not the trained one, because
-generation_config.json fills what a request leaves open. A reload writes nothing into an output head
-that is tied to the embeddings, so the served copy is always untied. The samples are those of the
-server's arithmetic, not of the trainer's: π_old must be scored again.
+Three things can go wrong silently, so they are checked: weights that were not read, keys of former
+weights in the server's prefix cache, and a distribution that is not the trained one, because
+generation_config.json supplies what a request leaves out. A reload writes nothing into an output
+head that is tied to the embeddings, so the served copy is always untied. The server's arithmetic
+differs from the trainer's: π_old's log-probs must be computed again.
 
-Of several processes each plays its share of the rows, and the first gives the servers their
-weights: FSDP puts them together in all processes, tensor by tensor. vLLM is never imported. Left
+With several processes, each generates its share of the rows, and the first one sends the weights to
+the servers: under FSDP all processes gather them, tensor by tensor. vLLM is never imported. Left
 out: SGLang, weights by NCCL or IPC, a server that sleeps on the trainer's own GPU.
 """
 
@@ -48,12 +48,12 @@ from rollout import StopRule, context_of, encode, end_ids, start_thread
 from scale.lora import merged_weights
 from scale.shards import cut, full
 
-UNNAMED = "default"  # the version of weights that nobody has named: those of a server's start
-RETRIES = 2  # of a request that failed
-AT_ONCE = 256  # requests of a process to a server: by default vLLM batches as many
-SLOWEST = 1.0  # seconds for a token; a full server takes 0.02 to 0.2, but rows wait for a place
+UNNAMED = "default"  # vLLM's version name of the weights that a server started with
+RETRIES = 2  # how often a failed request is repeated
+AT_ONCE = 256  # requests of a process to a server at once: vLLM's default batch size
+SLOWEST = 1.0  # seconds per token; a full server takes 0.02 to 0.2, but rows queue for a place
 RELOADING = 600.0  # seconds for running requests to end, or for the weights to be read
-PROBE = 160  # tokens of a probe's prompt: more than a block of a CPU's cache, which has 128
+PROBE = 160  # tokens of a probe's prompt: more than one cache block, which has 128 on a CPU
 SAMPLED = 16  # tokens that a probe samples
 # Mean |log-prob of the server − of the trainer| of a probe: in fp32 it is 1e-6, bf16 has 8 bits.
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
@@ -61,7 +61,7 @@ ROUTES = (
     "completions tokenize pause resume collective_rpc reset_prefix_cache weight_info"
     " update_weight_version weight_checker"
 )
-# A request says all of it: what it leaves open comes from the checkpoint's generation_config.json.
+# What a request leaves out would come from the checkpoint's generation_config.json.
 BODY = {
     **dict.fromkeys(("top_p", "repetition_penalty"), 1.0),
     **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), 0.0),
@@ -74,13 +74,13 @@ BODY = {
 # -------------------------------------------------------------------------------------- the servers
 @dataclass(frozen=True)
 class Server:
-    """One address. Each method raises Fault if the server is ill, or is none of vLLM's."""
+    """A vLLM server. Each method raises Fault if the server fails or does not answer as vLLM."""
 
     url: str
-    timeout: float  # seconds for what takes no time
+    timeout: float  # seconds for requests that sample nothing
 
     def ask(self, route: str, *keys, payload=None, timeout=None):
-        """The reply to a GET, or to a POST of `payload`: reply[key][key]..."""
+        """Sends a GET, or a POST of `payload`, and returns reply[key][key]..."""
         reply = fetch_json(self.url + route, payload, timeout or self.timeout)
         try:
             for key in keys:
@@ -90,11 +90,13 @@ class Server:
             raise Fault(f"a reply without {key!r}") from None
 
     def version(self) -> str:
-        """The name of its weights."""
+        """Returns the version name of the server's weights."""
         return retrying(lambda: str(self.ask("/weight_info", "weight_version")), RETRIES)
 
     def reload(self, folder: Path, version: str) -> None:
-        """Reads the weights in `folder`. Meanwhile no row is sampled, and no key of one stays."""
+        """Makes the server read the weights in `folder`. Sampling is paused meanwhile, and all
+        cached keys are dropped.
+        """
         reading = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         self.ask("/pause?mode=wait", payload={}, timeout=RELOADING)
         try:
@@ -104,16 +106,16 @@ class Server:
         finally:
             self.ask("/resume", payload={})
         if self.version() != version:
-            raise Fault("it does not name its weights as it was asked to")
+            raise Fault("it does not report the version of the weights that it was sent")
 
     def forget(self) -> None:
-        """Drops all keys. Right after a row has ended its keys may still be held for a moment."""
+        """Empties the prefix cache. The server may refuse for a moment after a row has ended."""
         if self.ask("/reset_prefix_cache", "success", payload={}) is not True:
             raise Fault("it keeps the keys of former weights in its prefix cache")
 
-    def prove(self, folder: Path) -> None:
-        """Compares its checksums with those of files in `folder`: of norms [H], and of embeddings
-        and head [V, H] unless ranks share them. vLLM rounds V up to 64.
+    def check_weights(self, folder: Path) -> None:
+        """Compares the server's checksums with those of the files in `folder`: of norms [H], and of
+        embeddings and head [V, H] unless ranks share them. vLLM pads V to a multiple of 64.
         """
         asked = {"payload": {"action": "checksum"}, "timeout": RELOADING}
         checksums = self.ask("/weight_checker", "checksums", **asked)
@@ -122,119 +124,121 @@ class Server:
             if weight.ndim == 2:
                 weight = pad(weight, (0, 0, 0, -len(weight) % 64))
             ours = hashlib.sha256(weight.view(torch.uint8).numpy().data).hexdigest()
-            theirs = {its for name, its in checksums.items() if name.endswith(f":{file.stem}")}
-            if theirs != {ours}:  # a tied head has none, and a reload would leave it as it is
+            theirs = {value for name, value in checksums.items() if name.endswith(f":{file.stem}")}
+            if theirs != {ours}:  # a tied head has no checksum, and a reload would not change it
                 raise Fault(
                     f"its {file.stem} is not the policy's: is it another model, or is its head tied"
                     " to the embeddings?"
                 )
 
     def sample(self, body: dict) -> tuple:
-        """New ids and their log-probs. Trap: the reply's `text` is cut inside the last token."""
+        """Returns new ids and their log-probs. Trap: the reply's `text` may end inside a token."""
         limit = self.timeout + SLOWEST * body["max_tokens"]
         choice = self.ask("/v1/completions", "choices", 0, payload=BODY | body, timeout=limit)
         with contextlib.suppress(KeyError, TypeError):
             new, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-            whole = 0 < len(new) == len(logprobs) and choice["finish_reason"] != "abort"
-            if whole and math.isfinite(sum(logprobs + new)):
+            complete = 0 < len(new) == len(logprobs) and choice["finish_reason"] != "abort"
+            if complete and math.isfinite(sum(logprobs + new)):
                 return new, logprobs
-        raise Fault("a turn that is not whole")
+        raise Fault("it returned an incomplete turn")
 
 
 def start(results, owner, work, *arguments) -> None:
-    """Puts (owner, what `work` returns or raises) into `results`, from a thread of its own."""
-    start_thread(lambda: work(*arguments), lambda found: results.put((owner, found)))
+    """Runs work(*arguments) in a thread, which puts (owner, result or exception) into `results`."""
+    start_thread(lambda: work(*arguments), lambda result: results.put((owner, result)))
 
 
-def first_does(work):
-    """What `work()` returns in the first process, for all; its InputError is raised in all."""
+def run_in_first(work):
+    """Runs `work()` in the first process only; all processes get its result or its InputError."""
     box = [None, None]
     if PartialState().is_main_process:
         try:
             box[0] = work()
         except InputError as error:
             box[1] = str(error)
-    found, wrong = broadcast_object_list(box)
-    if wrong:
-        raise InputError(wrong)
-    return found
+    result, message = broadcast_object_list(box)
+    if message:
+        raise InputError(message)
+    return result
 
 
 class Fleet:
-    """The servers of a run, and which version of the policy's weights they have."""
+    """Keeps the servers of a run, and the version of the policy's weights that they have."""
 
     def __init__(self, policy, environment):
         self.policy, self.settings = policy, environment.settings
         self.run, self.sent = secrets.token_hex(4), ""
         urls = self.settings.engine.split(",")
         self.servers = [Server(url, self.settings.timeout) for url in urls]
-        self.proven = set()  # those whose checksums were compared since they started
+        self.verified = set()  # servers whose checksums were compared since they started
         self.context = environment.max_context
         self.text = "".join([environment.protocol.instruction, *environment.protocol.tags])
         self.ids = encode(environment.tokenizer, self.text)
 
-    def wrong(self, server: Server, why) -> InputError:
-        """The line that ends a run, with the command that starts a server as it is needed."""
-        how = f"--model {self.settings.model or 'DIR'} --max_context {self.context}"
-        return InputError(f"--engine {server.url}: {why}: start it by `{COMMAND} {how}`")
+    def to_error(self, server: Server, problem) -> InputError:
+        """Returns the error that ends a run, with the command that starts a suitable server."""
+        flags = f"--model {self.settings.model or 'DIR'} --max_context {self.context}"
+        return InputError(f"--engine {server.url}: {problem}: start it by `{COMMAND} {flags}`")
 
     def check(self) -> None:
-        """Is each server vLLM, with all routes, and does it fit the policy?"""
-        asked = {"prompt": self.text, "add_special_tokens": False}
+        """Checks that each server is vLLM, has all routes, and fits the policy."""
+        question = {"prompt": self.text, "add_special_tokens": False}
         for server in self.servers:
             try:
                 routes = str(server.ask("/openapi.json", "paths"))
                 for name in ROUTES.split():
                     if f"/{name}'" not in routes:
                         raise Fault(
-                            f"it has no route /{name}; needed is vLLM 0.32 or newer, with"
+                            f"it has no route /{name}; use vLLM 0.32 or newer, with"
                             " VLLM_SERVER_DEV_MODE=1"
                         )
                 context = server.ask("/v1/models", "data", 0, "max_model_len")
                 if context < self.context:
                     raise Fault(f"its context has {context} tokens, fewer than --max_context")
-                if server.ask("/tokenize", "tokens", payload=asked) != self.ids:
+                if server.ask("/tokenize", "tokens", payload=question) != self.ids:
                     raise Fault("its tokens are not those of the policy's tokenizer")
             except Fault as fault:
-                raise self.wrong(server, fault) from None
+                raise self.to_error(server, fault) from None
 
-    def of_each(self, servers: list, work) -> list:
-        """(server, work(server)) of those that do it, all at once; a server that fails is lost."""
+    def run_on_each(self, servers: list, work) -> list:
+        """Runs `work` on all servers at once and returns (server, work(server)) of those that
+        succeed; the others are dropped.
+        """
         results = queue.SimpleQueue()
         for server in servers:
             start(results, server, work, server)
-        found = [results.get() for _ in servers]
-        for server, its in found:
-            if isinstance(its, Exception):
-                self.lose(server, its)
-        return [pair for pair in found if pair[0] in self.alive]
+        pairs = [results.get() for _ in servers]
+        for server, result in pairs:
+            if isinstance(result, Exception):
+                self.drop(server, result)
+        return [pair for pair in pairs if pair[0] in self.alive]
 
-    def lose(self, server: Server, error: Exception) -> None:
-        """A server that fails is left out until the next rollout; without one the run ends."""
+    def drop(self, server: Server, error: Exception) -> None:
+        """Leaves a failed server out until the next rollout; the run ends if it was the last."""
         if not isinstance(error, Fault):
             raise error
-        if server in self.alive:  # the first of its rows
+        if server in self.alive:  # only the first of its rows that fails
             self.alive = [other for other in self.alive if other != server]
             if not (self.alive and self.sent):
-                raise self.wrong(server, error)
+                raise self.to_error(server, error)
             print(f"warning: {server.url} is left out of this rollout: {error}", file=sys.stderr)
 
     # ---------------------------------------------------------------------------------- the weights
-    def look(self, version: int) -> tuple:
-        """(the name of these weights, servers that answer, those that have others). Unnamed weights
-        are those of a restarted server; a name of somebody else's means that another run uses it.
+    def find_stale(self, version: int) -> tuple:
+        """Returns (the name of this version, servers that answer, those that have other weights). A
+        restarted server's weights are unnamed; a foreign name means that another run uses it.
         """
         self.alive, current = self.servers, f"{self.run}.{version}"
-        found = self.of_each(self.servers, Server.version)
-        for server, its in found:
-            if self.sent and its != UNNAMED and not its.startswith(self.run):
-                raise self.wrong(server, f"another run has given it its weights ({its})")
-        self.proven -= {server for server, its in found if its == UNNAMED}
-        return current, self.alive, [server for server, its in found if its != current]
+        versions = self.run_on_each(self.servers, Server.version)
+        for server, name in versions:
+            if self.sent and name != UNNAMED and not name.startswith(self.run):
+                raise self.to_error(server, f"another run has sent it weights ({name})")
+        self.verified -= {server for server, name in versions if name == UNNAMED}
+        return current, self.alive, [server for server, name in versions if name != current]
 
     def refresh(self, version: int) -> None:
-        """Gives the servers weights of this version if theirs are others. All processes call it."""
-        current, self.alive, stale = first_does(lambda: self.look(version))
+        """Sends weights of this version to the servers that have others. All processes call it."""
+        current, self.alive, stale = run_in_first(lambda: self.find_stale(version))
         if stale:
             dtype = torch.float32 if self.policy.device.type == "cpu" else torch.bfloat16
             folder = Path(
@@ -246,27 +250,31 @@ class Fleet:
 
             def renew(server: Server) -> tuple:
                 server.reload(folder, current)
-                if server not in self.proven:
-                    server.prove(folder)
-                self.proven.add(server)
+                if server not in self.verified:
+                    server.check_weights(folder)
+                self.verified.add(server)
                 return retrying(lambda: server.sample(probe), RETRIES)  # the first one may be slow
 
             try:
                 write_weights(self.policy.language_model, folder, dtype)
-                probes, self.alive = first_does(lambda: (self.of_each(stale, renew), self.alive))
+                probes, self.alive = run_in_first(
+                    lambda: (self.run_on_each(stale, renew), self.alive)
+                )
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
             for server, (ids, logprobs) in probes:
-                gap, limit = self.gap(prompt + ids, logprobs), LIMITS[dtype]
+                gap, limit = self.logprob_gap(prompt + ids, logprobs), LIMITS[dtype]
                 if not gap <= limit:
-                    why = f"a probe's log-probs are {gap:.2g} from the policy's, not {limit}"
-                    raise self.wrong(server, f"{why}: other weights, or another distribution")
+                    problem = f"a probe's log-probs are {gap:.2g} from the policy's, over {limit}"
+                    raise self.to_error(
+                        server, f"{problem}: other weights, or another distribution"
+                    )
         self.sent = current
 
     @torch.no_grad()
-    def gap(self, ids: list, logprobs: list) -> float:
-        """Mean |log-prob of the server − of the policy| of the last `ids`. All processes call it: a
-        forward pass of weights in parts needs them.
+    def logprob_gap(self, ids: list, logprobs: list) -> float:
+        """Returns the mean |log-prob of the server − of the policy| over the last `ids`. All
+        processes call it: a forward pass of sharded weights needs them.
         """
         tokens = torch.tensor([ids], device=self.policy.device)  # [1, L]
         scored = self.policy(tokens, self.settings.temperature)[0].cpu()  # [T]
@@ -276,22 +284,22 @@ class Fleet:
 
 @torch.no_grad()
 def write_weights(model, folder: Path, dtype: torch.dtype) -> None:
-    """The whole model, a file for each tensor, and a head that is tied to the embeddings written
-    out. The first process writes; the others help to put weights together that are in parts.
+    """Writes the whole model, one file per tensor, including a head that is tied to the embeddings.
+    The first process writes; the others take part in gathering sharded weights.
     """
     try:
         if main := PartialState().is_main_process:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            size = dtype.itemsize * sum(its.numel() for its in model.state_dict().values())
+            size = dtype.itemsize * sum(w.numel() for w in model.state_dict().values())
             if shutil.disk_usage(folder).free < size:  # /dev/shm of a container has 64 MB
                 raise OSError(f"no room for {size / 1e6:,.1f} MB")
         for name, weight in merged_weights(model):
-            whole = full(weight.to(dtype))  # parts are rounded before they travel
+            whole = full(weight.to(dtype))  # shards are rounded before they are sent
             if main:
-                held = {name: whole.to("cpu", copy=True).contiguous()}
-                save_file(held, folder / f"{name}.safetensors", {"format": "pt"})
-    except Exception as error:  # the library has errors of its own for a full disk
+                tensors = {name: whole.to("cpu", copy=True).contiguous()}
+                save_file(tensors, folder / f"{name}.safetensors", {"format": "pt"})
+    except Exception as error:  # safetensors raises errors of its own for a full disk
         raise InputError(
             f"{folder}: weights cannot be written ({error}): make room, or name another folder with"
             " --served"
@@ -301,25 +309,27 @@ def write_weights(model, folder: Path, dtype: torch.dtype) -> None:
 # ------------------------------------------------------------------------------------ the rollout
 @contextlib.contextmanager
 def to_serve(policy, version: int):
-    """The policy while its servers have these weights. All processes must enter at once."""
+    """Yields the policy after its servers have received these weights. All processes must enter
+    together.
+    """
     policy.fleet.refresh(version)
     yield policy
 
 
 class Turns:
-    """The turns of a rollout: which server a row asks, what it asks, and what came back."""
+    """Runs the turns of a rollout: sends each row to a server and collects the replies."""
 
     def __init__(self, fleet: Fleet, environment, ends: set):
         settings, tags = environment.settings, environment.protocol.stop_tags
         self.fleet, self.environment, self.results = fleet, environment, queue.SimpleQueue()
         self.rule = StopRule(environment.tokenizer, tags, ends)
         self.under_way = self.disagreed = 0
-        self.prompts = {}  # -> number: rows of a prompt stay on one server, which has its keys
+        self.prompts = {}  # prompt -> number: rows of a prompt share a server and its cache
         self.body = {"temperature": settings.temperature, "stop": list(tags)}
         self.body["stop_token_ids"] = sorted(ends)
 
     def start(self, row) -> None:
-        """A thread asks for the row's next turn."""
+        """Starts a thread that requests the row's next turn."""
         first, alive = PartialState().process_index, self.fleet.alive
         number = self.prompts.setdefault(tuple(row.prompt_ids), len(self.prompts) + first)
         server, max_new_tokens = alive[number % len(alive)], self.environment.turn_tokens_left(row)
@@ -327,8 +337,8 @@ class Turns:
         self.under_way += 1
 
     def sample(self, server: Server, ids: list, max_new_tokens: int) -> tuple:
-        """A turn as our stop rule ends it: ids, log-probs and the reason. Trap: a server that was
-        restarted would go on with the weights of its start, so it is not tried again.
+        """Returns a turn, cut by our stop rule: ids, log-probs and the reason. Trap: a restarted
+        server would sample with the weights it started with, so it is not asked again.
         """
         body = self.body | {"prompt": ids, "max_tokens": max_new_tokens}
         new, logprobs = retrying(
@@ -343,14 +353,16 @@ class Turns:
         return new[:count], logprobs[:count], reason or "length"
 
     def finished(self) -> list:
-        """The rows whose turn is over, at least one. A row whose server is lost asks another."""
-        found, rows = [self.results.get()], []
+        """Waits for at least one turn and returns all rows whose turn is over. A row whose server
+        failed is sent to another one.
+        """
+        results, rows = [self.results.get()], []
         while not self.results.empty():
-            found.append(self.results.get())
-        self.under_way -= len(found)
-        for (row, server), turn in found:
+            results.append(self.results.get())
+        self.under_way -= len(results)
+        for (row, server), turn in results:
             if isinstance(turn, Exception):
-                self.fleet.lose(server, turn)
+                self.fleet.drop(server, turn)
                 self.start(row)
             else:
                 self.environment.end_turn(row, *turn)
@@ -361,9 +373,9 @@ class Turns:
 def generate_on_server(policy, environment, trajectories, progress=None) -> None:
     """Samples on `policy.fleet` while other rows wait for their searches."""
     turns = Turns(policy.fleet, environment, end_ids(policy, environment.tokenizer))
-    waiting, most = deque(trajectories), environment.settings.max_num_seqs
+    waiting, limit = deque(trajectories), environment.settings.max_num_seqs
     while waiting or turns.under_way:
-        while waiting and turns.under_way < (most or AT_ONCE * len(policy.fleet.alive)):
+        while waiting and turns.under_way < (limit or AT_ONCE * len(policy.fleet.alive)):
             turns.start(waiting.popleft())
         rows = turns.finished()
         environment.run_searches([row for row in rows if not row.stop_reason])
@@ -372,12 +384,12 @@ def generate_on_server(policy, environment, trajectories, progress=None) -> None
         if progress:
             progress(len(rows) - len(asking))
     if turns.disagreed:
-        print(f"warning: {turns.disagreed} turns are cut by our stop rule alone", file=sys.stderr)
+        print(f"warning: only our stop rule cut {turns.disagreed} turns", file=sys.stderr)
 
 
 # -------------------------------------------------------------------------------------- the command
 COMMAND = "python -m scale.server"
-OWN = Path(__file__).resolve().parent.parent / ".venv-vllm/bin"
+VENV = Path(__file__).resolve().parent.parent / ".venv-vllm/bin"
 FLAGS = (
     "--generation-config vllm --logprobs-mode processed_logprobs --enable-prefix-caching"
     " --served-model-name policy --host 127.0.0.1"
@@ -385,32 +397,33 @@ FLAGS = (
 
 
 def main(arguments=None) -> None:
-    """Writes an untied copy of the model, and becomes the server."""
+    """Writes an untied copy of the model, then replaces this process by the server."""
     ours, _, theirs = shlex.join(arguments or sys.argv[1:]).partition(" -- ")
     parser = FlagParser(COMMAND)
     parser.add_argument("--model", required=True)
     parser.add_argument("--port", default="8000")
     parser.add_argument("--max_context")
-    asked = parser.parse_args(shlex.split(ours))
-    vllm = shutil.which("vllm") or shutil.which("vllm", path=OWN)
+    options = parser.parse_args(shlex.split(ours))
+    vllm = shutil.which("vllm") or shutil.which("vllm", path=VENV)
     if vllm is None:
-        raise InputError("there is no vllm: `make vllm` (for CPUs), or put one where PATH finds it")
-    policy, tokenizer = load_policy(asked.model, frozen=True)
-    flags = f"{FLAGS} --port {asked.port}"
-    flags += f" --max-model-len {asked.max_context or context_of(policy)}"
-    dtype, needed = torch.bfloat16, {"VLLM_SERVER_DEV_MODE": "1"}  # else no route for new weights
+        raise InputError("there is no vllm: `make vllm` (for CPUs), or put one on the PATH")
+    policy, tokenizer = load_policy(options.model, frozen=True)
+    flags = f"{FLAGS} --port {options.port}"
+    flags += f" --max-model-len {options.max_context or context_of(policy)}"
+    # Without dev mode there is no route for new weights.
+    dtype, variables = torch.bfloat16, {"VLLM_SERVER_DEV_MODE": "1"}
     if not torch.cuda.is_available():
         dtype, flags = torch.float32, f"{flags} --dtype float32 --enforce-eager"
-        needed |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
-    name = re.sub(r"\W+", "-", f"{asked.model}-{asked.port}")
+        variables |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
+    name = re.sub(r"\W+", "-", f"{options.model}-{options.port}")
     folder = Path("runs/served", name).absolute()
     write_weights(policy.language_model, folder, dtype)
     policy.config.update({"tie_word_embeddings": False, "dtype": dtype})
     policy.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     command = [vllm, "serve", str(folder), *flags.split(), *shlex.split(theirs)]
-    print(needed, shlex.join(command), flush=True)
-    os.execve(vllm, command, os.environ | needed)
+    print(variables, shlex.join(command), flush=True)
+    os.execve(vllm, command, os.environ | variables)
 
 
 if __name__ == "__main__":

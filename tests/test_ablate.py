@@ -252,7 +252,7 @@ def test_a_result_of_other_settings_is_refused_and_one_of_these_is_not_run_again
 
 def test_a_checkpoint_that_is_gone_is_one_line(tmp_path):
     with pytest.raises(InputError, match=r"^.+no checkpoint any more: remove .+$"):
-        ablate.last_of("ur2_stage1", 20, str(tmp_path))
+        ablate.last_checkpoint("ur2_stage1", 20, str(tmp_path))
 
 
 def prior_of(monkeypatch, tmp_path, searches: float) -> float:
@@ -334,7 +334,7 @@ def test_a_worker_that_dies_is_one_line(ran, monkeypatch, tmp_path):
         raise MemoryError("killed")
 
     monkeypatch.setattr(ablate, "run_chain", die)
-    with pytest.raises(InputError, match="killed: fewer --workers need less memory"):
+    with pytest.raises(InputError, match="killed: continue with fewer --workers"):
         ablate.run_all([(["arena"], 20)], tmp_path, "test", 1)
 
 
@@ -362,6 +362,6 @@ def test_a_picture_has_both_arms_and_needs_their_results(tmp_path):
     with pytest.raises(InputError, match="no result of ur2: run --only mask first"):
         ablate.main(flags)
     for arm in ("ur2", "ur2_no_mask"):
-        write_result(tmp_path, arm, 20, {"curve": {key: [0.0, None, 1.0] for key in ablate.KEPT}})
+        write_result(tmp_path, arm, 20, {"curve": {key: [0.0, None, 1.0] for key in ablate.CURVES}})
     ablate.main(flags)
     assert [path.name for path in tmp_path.glob("new/*")] == ["claim_mask.png"]

@@ -32,7 +32,7 @@ from lab.baselines import (
     next_question,
     parse_baselines,
     run_method,
-    said_answer,
+    stated_answer,
 )
 from other_models.llm import LocalLLM, ServerLLM, guessed_tokens
 from plumbing import build
@@ -124,7 +124,7 @@ def user_text(write):
 def test_direct_and_chain_of_thought_are_one_generation_without_a_search(name, said):
     trajectory, (request,), library = go(name, [said])
     assert trajectory.answer.strip(".") == "Norland" and library.calls == []
-    assert request.question == ANA.question and not request.found
+    assert request.question == ANA.question and not request.passages
 
 
 def test_rag_searches_the_question_once_and_the_prompt_holds_what_was_found():
@@ -141,22 +141,22 @@ def test_ircot_searches_the_question_and_then_each_sentence_until_one_says_the_a
     assert library.queries == [ANA.question, born, lies] and trajectory.answer == "Norland"
     # only the first sentence of a reply goes on; passages pile up, the latest first
     assert [r.so_far for r in requests] == ["", born, f"{born} {lies}"]
-    assert [len(request.found) for request in requests] == [2, 4, 6]
-    assert f"about {born}" in requests[1].found[0] and ANA.question in requests[1].found[-1]
+    assert [len(request.passages) for request in requests] == [2, 4, 6]
+    assert f"about {born}" in requests[1].passages[0] and ANA.question in requests[1].passages[-1]
 
 
 def test_ircot_stops_at_its_limit_and_then_completes_the_chain():
     said = [f"{i} {NEVER}" for i in range(9)]
     _, requests, library = go("ircot", said, max_searches=3)
     assert library.queries == [ANA.question, *said[:2]] and len(requests) == 4
-    assert requests[3].so_far == f"{' '.join(said[:3])}\n{FINAL}" and len(requests[3].found) == 6
+    assert requests[3].so_far == f"{' '.join(said[:3])}\n{FINAL}" and len(requests[3].passages) == 6
     assert len(go("ircot", said)[0].searches) == 8  # the paper's own
 
 
 def test_a_passage_that_two_searches_found_stands_in_the_prompt_once():
     library = Library(Document("1", "Kelmouth", "a town"))
     _, requests, _ = go("ircot", ["A town.", "The answer is Norland."], library)
-    assert len(requests[1].found) == 2 and user_text(requests[1]).count("Kelmouth: a town") == 1
+    assert len(requests[1].passages) == 2 and user_text(requests[1]).count("Kelmouth: a town") == 1
 
 
 def test_iter_retgen_searches_the_question_with_the_last_answer_and_reads_only_what_that_found():
@@ -164,7 +164,10 @@ def test_iter_retgen_searches_the_question_with_the_last_answer_and_reads_only_w
     trajectory, requests, library = go("iter_retgen", replies)
     # T = 2, without tags
     assert library.queries == [ANA.question, f"{ANA.question} Born in Kelmouth. Kelmouth"]
-    assert trajectory.answer == "Norland" and [len(request.found) for request in requests] == [2, 2]
+    assert trajectory.answer == "Norland" and [len(request.passages) for request in requests] == [
+        2,
+        2,
+    ]
     assert requests[1].so_far == "" and "Kelmouth" in user_text(requests[1])
 
 
@@ -213,7 +216,7 @@ def compared(*replies):
 def test_sure_sums_up_the_passages_for_each_of_two_answers_and_takes_the_better_one():
     answer, requests = compared("For Sudria.", "No.", "For Norland.", "Yes, it does.", "B", "A")
     assert answer == "Norland"
-    assert [(bool(request.found), request.notes) for request in requests] == [
+    assert [(bool(request.passages), request.notes) for request in requests] == [
         (True, ""),
         (True, "Suggested answer: Sudria"),
         (False, sudria := "Suggested answer: Sudria\nSummary: For Sudria."),
@@ -291,7 +294,7 @@ def test_search_o1_inserts_the_models_own_notes_and_not_the_pages():
     assert digest.instruction == DIGEST and "about Ana Bell born" in user_text(digest)
     assert digest.notes == f"Reasoning so far:\n{reasoning}\n\nQuery: Ana Bell born"
     notes = "<information>\nShe was born in Kelmouth.\n</information>"
-    assert again.so_far == f"{reasoning}\n\n{notes}\n\n" and not again.found
+    assert again.so_far == f"{reasoning}\n\n{notes}\n\n" and not again.passages
 
 
 def test_search_o1_refuses_the_search_behind_its_limit_and_ends():
@@ -462,7 +465,7 @@ def asked(write, room):
     )
     environment = baselines.Environment(guessed_tokens, BASELINE, None, limits(), 2**31)
     row.trajectory.searches.append(Search("q", [], ""))
-    return WRITES[row.asked(llm, environment)], row.trajectory.searches[0].cut
+    return WRITES[row.build_request(llm, environment)], row.trajectory.searches[0].cut
 
 
 # Four lines of 10 words; "Passages:" and "Question: q" are 3 words.
@@ -470,7 +473,7 @@ def asked(write, room):
 def test_the_last_passages_are_dropped_first(room, left):
     lines = [f"p{number} " + "w " * 9 for number in range(4)]
     write, cut = asked(Write("", lines), room)
-    assert write.found == lines[:left] and cut == (left < 4)
+    assert write.passages == lines[:left] and cut == (left < 4)
 
 
 def test_then_notes_and_reply_so_far_lose_their_front_and_the_end_stays():
@@ -478,7 +481,7 @@ def test_then_notes_and_reply_so_far_lose_their_front_and_the_end_stays():
     for request in (Write("", ["x"], notes=words), Write("", so_far=words)):
         shortened, _ = asked(request, 36)
         left = shortened.notes + shortened.so_far
-        assert left.endswith(" 98 99") and 8 < len(left.split()) <= 34 and not shortened.found
+        assert left.endswith(" 98 99") and 8 < len(left.split()) <= 34 and not shortened.passages
 
 
 @every_method
@@ -505,7 +508,7 @@ def test_what_a_search_shows_is_cut_to_its_budget_and_to_the_prompt_and_this_is_
     for document_tokens, room, shown in ((250, 9_999, 2), (9_999, 420, 3), (9_999, 9_999, 9)):
         how = {"document_tokens": document_tokens, "room": room}
         trajectory, requests, _ = go("rag", ["x"], library, **how)
-        assert len(requests[0].found) == shown
+        assert len(requests[0].passages) == shown
         assert prediction_metrics(trajectory)["documents_cut"] == (shown < 9)
 
 
@@ -518,15 +521,15 @@ DR_BELL = "Dr. J. R. Bell came to St. Ives."
 @pytest.mark.parametrize(
     "read, reply, expected",
     [
-        (said_answer, "<answer> a </answer> so <answer> b </answer>", "b"),
-        (said_answer, "<answer> </answer>", ""),
-        (said_answer, "so \\boxed{5}", "5"),
-        (said_answer, "So the answer is: August 25, 1963.", "August 25, 1963"),
-        (said_answer, "the answer is no. Because it is.", "no"),
-        (said_answer, "The answer is: Dr. J. Bell of St. Ives.", "Dr. J. Bell of St. Ives"),
-        (said_answer, "The answer is x\nThe Answer is y", "y"),
-        (said_answer, "The answer is:", ""),
-        (said_answer, "", ""),
+        (stated_answer, "<answer> a </answer> so <answer> b </answer>", "b"),
+        (stated_answer, "<answer> </answer>", ""),
+        (stated_answer, "so \\boxed{5}", "5"),
+        (stated_answer, "So the answer is: August 25, 1963.", "August 25, 1963"),
+        (stated_answer, "the answer is no. Because it is.", "no"),
+        (stated_answer, "The answer is: Dr. J. Bell of St. Ives.", "Dr. J. Bell of St. Ives"),
+        (stated_answer, "The answer is x\nThe Answer is y", "y"),
+        (stated_answer, "The answer is:", ""),
+        (stated_answer, "", ""),
         # what should be the answer alone
         (any_answer, "Norland. It lies there.\nYes.", "Norland."),
         (any_answer, "Answer: 3.5 miles", "3.5 miles"),
@@ -669,7 +672,7 @@ def test_self_ask_shows_three_worked_examples_in_its_own_format():
         for step in steps[1:]:  # each is read as the model's own would be
             assert next_question(f"Follow up:{step}").endswith("?")
             assert "\nIntermediate answer: " in step
-    assert [said_answer(example) for example in examples] == ["tin", "Tokyo", "the Caspian Sea"]
+    assert [stated_answer(example) for example in examples] == ["tin", "Tokyo", "the Caspian Sea"]
 
 
 def test_thinking_is_cut_off_before_anything_is_read_and_is_counted():
@@ -790,7 +793,7 @@ def test_all_references_of_a_record_are_found_in_their_order_and_its_table_has_a
         ("--data", "--data needs --model"),
         ("--model gpt2 --data x.jsonl --corpus", "--data needs --corpus"),
         ("--decoding both", "--decoding both: unknown; one of greedy, paper"),
-        ("--samples 2", "--samples, --against, --json: a table of methods does not read them"),
+        ("--samples 2", "--samples, --against, --json: a table of methods does not use them"),
         ("--retriver bm25", "did you mean --retriever"),
         ("--reader r", "--reader answers from evidence boxes"),
         (f"--out {__file__}", "--out"),

@@ -180,7 +180,7 @@ def test_a_run_has_its_own_process_and_its_peak_is_counted():
 def test_what_is_wrong_in_a_run_comes_back_as_one_line():
     with pytest.raises(InputError, match=r"^no such thing: give another$"):
         bench.alone(partial(refuse, "no such thing: give another"))
-    with pytest.raises(InputError, match="ended from outside: most often memory ran out"):
+    with pytest.raises(InputError, match="was killed: most often memory ran out"):
         bench.alone(partial(bench.sys.modules["os"]._exit, 9))
 
 

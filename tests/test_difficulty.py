@@ -122,7 +122,7 @@ def test_an_interrupt_says_where_the_scores_are(tiny, out, monkeypatch, capsys):
     monkeypatch.setattr(evaluation, "rollout", interrupted)
     with pytest.raises(SystemExit) as end:
         main(tiny)
-    assert end.value.code == 130 and f"{out}: the same command" in capsys.readouterr().out
+    assert end.value.code == 130 and f"{out}: repeat the command" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -370,7 +370,7 @@ def test_examples_beyond_the_context_are_left_out_and_counted_and_not_cut(
     long = record("q2") | {"transcript": "ana " * 300}
     both = write(json.loads(Path(files["traces"]).read_text()), long)
     run("traces", model, both, tmp_path / "out")
-    assert "1 of 2 examples have something to imitate in 256 tokens" in capsys.readouterr().out
+    assert "1 of 2 examples fit 256 tokens and have text to imitate" in capsys.readouterr().out
     alone = write(long)
     assert "no example to train on" in message(run, "traces", model, alone, tmp_path / "out2")
 
@@ -387,7 +387,7 @@ def test_a_model_that_burst_is_not_saved(tmp_path, model, files, monkeypatch):
     [
         ("distil", "invalid choice: 'distil' (choose from"),
         ("direct --data x --out y", "--model is missing"),
-        ("direct --model m --data x --out .", "--out . is there already"),
+        ("direct --model m --data x --out .", "--out . already exists"),
         ("direct --model m --data x --out Makefile/x", "--out Makefile/x/x: cannot be written"),
         ("direct --model m --data x --out y --batch_size 0", "--batch_size 0"),
         ("direct --model m --data x --out y --protocol ur3", "--protocol ur3: unknown; one of"),

@@ -204,7 +204,7 @@ def test_parts_leave_whole_checkpoints_and_go_on_from_them(start, tmp_path):
     )
     assert not torch.equal(logprobs, first)
     torch.testing.assert_close(logprobs, alone, atol=1e-3, rtol=0)
-    with pytest.raises(InputError, match="are to be cut in parts, or the other way round"):
+    with pytest.raises(InputError, match="cannot be sharded now, or the other way round"):
         train(str(straight), 3, 1, tmp_path / "never")
 
 
@@ -216,8 +216,8 @@ DEEPSPEED, FSDP_1 = {"ACCELERATE_USE_DEEPSPEED": "true"}, {"ACCELERATE_USE_FSDP"
     [
         (DEEPSPEED, "adamw", 0, "use configs/zero2.yaml"),
         (FSDP_1, "adamw", 0, "set fsdp_version: 2"),
-        ({}, "adamw8bit", 0, "--optimizer adamw8bit cannot step weights in parts"),
-        ({}, "adamw", 8, "--lora_rank 8: frozen weights need no parts"),
+        ({}, "adamw8bit", 0, "--optimizer adamw8bit cannot update sharded weights"),
+        ({}, "adamw", 8, "--lora_rank 8: frozen weights need no sharding"),
     ],
 )
 def test_what_cannot_be_done_in_parts_is_one_line(environment, optimizer, rank, said, monkeypatch):

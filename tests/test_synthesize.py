@@ -341,7 +341,7 @@ def test_an_interrupted_run_goes_on_with_the_number_still_missing(make, tmp_path
 
 def test_a_file_of_other_questions_is_not_appended_to(make, tmp_path):
     append_jsonl(tmp_path / "out.jsonl", [asdict(Question("q1", "Who?", ["Ana"]))])
-    assert "holds other questions" in message(make, Model(), 2)
+    assert "holds questions from elsewhere" in message(make, Model(), 2)
 
 
 # ------------------------------------------------------------------------------- the real interface

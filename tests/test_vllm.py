@@ -314,7 +314,7 @@ def test_stage_1_learns_on_a_server_as_in_slots(served, model, tmp_path):
 # ----------------------------------------------------------------------------- weights that are old
 READ, TAKEN = (200, b'{"results": [null]}'), (200, b'{"success": true}')
 UNCLEARED = lambda path, payload, behind: behind(f"{path}&clear_cache=false", payload)  # noqa: E731
-PROBED, RECENT = "a probe's log-probs are", "does not name its weights"
+PROBED, RECENT = "a probe's log-probs are", "does not report the version"
 STALE = {
     "weights that are not read": ({"collective_rpc": READ}, PROBED),
     "keys that stay": ({"pause": UNCLEARED, "reset_prefix_cache": TAKEN}, PROBED),
@@ -365,7 +365,7 @@ def test_a_restarted_server_gets_the_weights_again_and_another_run_s_ends_this_o
         paths = [path for path, _ in asked.posts]
         assert paths.count("/collective_rpc") == paths.count("/weight_checker") == sent
     asked.behind("/update_weight_version", {"new_version": "theirs.4"})
-    assert "another run has given it its weights (theirs.4)" in message(policy.fleet.refresh, 4)
+    assert "another run has sent it weights (theirs.4)" in message(policy.fleet.refresh, 4)
 
 
 # ----------------------------------------------------------------------------------- wrong at once
@@ -464,7 +464,7 @@ def test_the_rows_of_a_broken_server_go_to_the_others(name, served, model, capsy
     assert [row.ids for row in found] == [row.ids for row in expected]
     said = f"warning: {broken.base} is left out of this rollout"
     assert capsys.readouterr().err.count(said) == 1
-    policy.fleet.look(0)
+    policy.fleet.find_stale(0)
     assert len(policy.fleet.alive) == 2  # the next rollout asks it again
     whole.faults["completions"] = BROKEN[name]
     assert START in message(rows, policy, environment, 6)
@@ -541,7 +541,7 @@ def test_what_new_weights_cost(wide, tmp_path):
             Server(large.base, 60.0).reload(folder, version)
             read = time.perf_counter() - written
             print(f"{gib:.2f} GiB: {(written - start) / gib:.2f}, {read / gib:.2f} s/GiB")
-        Server(large.base, 60.0).prove(Path(folder))
+        Server(large.base, 60.0).check_weights(Path(folder))
 
 
 # ------------------------------------------------------------------------------------ two processes
@@ -563,7 +563,7 @@ def test_the_command_writes_an_untied_copy_and_becomes_a_server(
     model, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(server, "OWN", tmp_path)
+    monkeypatch.setattr(server, "VENV", tmp_path)
     monkeypatch.chdir(tmp_path)
     words = ["--model", model, "--port", "81", "--", "--tensor-parallel-size", "4"]
     assert "make vllm" in command_line(server.main, words, capsys)
