@@ -267,6 +267,6 @@ def test_a_loss_that_is_not_finite_is_one_line_of_a_dry_run_and_no_file(
     model, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(train, "update", lambda *_: {"loss": float("nan"), "grad_norm": 0.0})
-    with pytest.raises(InputError, match=r"step 0: loss nan; stopped.*not applied\. its questions"):
+    with pytest.raises(InputError, match=r"step 0: loss nan; stopped.*not applied\. questions"):
         train.main(flags(model, tmp_path, "--dry_run"))
     assert not list(tmp_path.iterdir())

@@ -437,7 +437,7 @@ def test_passages_that_were_cut_are_a_column():
         ("--in_8bit base,others", "so it can only be others"),
         ("--split all", "one of train, dev, test"),
         ("--retriever_url http://x", "only --retriever http reads it"),
-        ("--reader m", "protocol ur2 does not have"),
+        ("--reader m", "protocol ur2 has none"),
         ("--recipe r_search --reader built-in --model m --data f --corpus c", "only its own world"),
         ("--against none.jsonl", "no such file"),
         ("--judge http://127.0.0.1:9/v1#m", "127.0.0.1:9"),

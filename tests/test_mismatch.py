@@ -135,7 +135,7 @@ def test_a_run_corrects_where_another_distribution_samples_and_only_there(model,
         settings = settings_for(model, tmp_path, more, sampling_copy=copy)
         assert build_state(settings).mismatch == mode
     output = message(parse, "--mismatch token --mask_documents false".split())
-    assert output.startswith("--mismatch: documents were not sampled")
+    assert output.startswith("--mismatch: --mask_documents false trains on documents")
 
 
 def test_all_rows_are_weighted_before_the_first_update_and_the_figures_are_logged(

@@ -209,7 +209,7 @@ def test_a_folder_in_place_of_a_shard_of_vectors_is_one_line(tmp_path):
         of_fault(293, "--timeout", "1e300", "at most 86400"),
         of_fault(293, "--max_searches", "9" * 12, "at most 10000"),
         of_fault(294, "--questions_per_step", "100000000", "at most 65,536 traj"),
-        of_fault(295, "--run_name", "a" * 300, "without a slash, of at most 200 char"),
+        of_fault(295, "--run_name", "a" * 300, "without a slash, in at most 200 char"),
         of_fault(296, "--output_dir", "a" * 300, "File name too long"),
         of_fault(297, "--run_name", "a\0b", "the character NUL"),
     ],
