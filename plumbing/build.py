@@ -352,7 +352,6 @@ def build_state(settings: Settings) -> TrainState:
     critic = make_critic(settings, policy)
     critic_model, critic_optimizer = spread(critic, settings.critic_lr) if critic else (None, None)
     model, optimizer = spread(policy, settings.lr)
-    # sampler() above refers to this name.
     state = TrainState(
         settings, accelerator, policy, model, optimizer, recompute, mismatch, reference, critic,
         critic_model, critic_optimizer, stream, held_out, environment, choose_generate(settings),

@@ -10,6 +10,7 @@ A damaged file is shown as far as it can be read, and "missing" says what is not
 
 import itertools
 import json
+import re
 import secrets
 import shutil
 from collections import Counter, defaultdict
@@ -24,6 +25,7 @@ VIEWER = Path(__file__).resolve().parent.parent / "viewer"
 GENERATOR = b'<meta name="generator" content="search-rl">'  # index.html has it: the file is ours
 PAGE = ("index.html", "page.css", "page.js")
 FORMULA = ("clip_low", "clip_high", "kl_coef", "kl_estimator")  # a token's loss depends on these
+ABOUT = "recipe algorithm model data corpus world_seed".split()
 LISTED = ("row", "question", "kind", "answer", "correct", "rewards", "stop_reason")
 
 
@@ -44,7 +46,15 @@ def write_page(runs: list[Path], out: Path) -> None:
         {"name": name, "stages": [told_stage(folder, name, out) for folder in folders]}
         for name, folders in zip(names_of(runs), stages, strict=True)
     ]
-    (out / "data" / "index.js").write_text(f"runs({dumped(told)});\n", encoding="utf-8")
+    script = f"runs({dumped(told)},{dumped(metric_sentences())});\n"
+    (out / "data" / "index.js").write_text(script, encoding="utf-8")
+
+
+def metric_sentences() -> dict[str, str]:
+    """Returns the sentence on each metric in docs/metrics.md, which the page shows as a tooltip."""
+    page = (VIEWER.parent / "docs/metrics.md").read_text(encoding="utf-8")
+    rows = re.findall(r"\| (.*`) \| (.+) \|", page)
+    return {name: text for names, text in rows for name in re.findall("`([^`]+)`", names)}
 
 
 def save_page(records: list[dict], out: Path) -> None:
@@ -125,20 +135,11 @@ def read_settings(folder: Path, missing: list[str]) -> dict:
         return {}
 
 
-def read_about(folder: Path) -> dict[str, str]:
-    """Returns what the headline names: recipe, algorithm, model, questions and corpus; {} if the
-    settings cannot be read.
-    """
+def read_about(folder: Path) -> dict:
+    """Returns the settings that the page's first line names; {} if they cannot be read."""
     try:
         settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
-        world = "built-in world {world_seed}".format(**settings)
-        return {
-            "recipe": settings["recipe"],
-            "algorithm": settings["algorithm"],
-            "model": settings["model"] or "built-in model",
-            "data": settings["data"] or world,
-            "corpus": settings["corpus"],
-        }
+        return {name: settings[name] for name in ABOUT}
     except Exception:  # read_settings has a line on it
         return {}
 

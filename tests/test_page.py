@@ -446,6 +446,11 @@ def test_four_curves_have_the_values_of_the_metrics_on_their_axes(shown):
             assert [value(y) for _, y in places] == pytest.approx(values, abs=near)
 
 
+def test_a_metric_has_its_sentence_as_a_tooltip(shown):
+    title = "document.querySelector('#curves figcaption').title"
+    assert shown.run(title) == "Mean reward."  # as docs/metrics.md has it
+
+
 def test_the_crosshair_shows_the_values_of_one_step_over_all_curves(shown):
     shown.run("crosshair(1)")
     outputs = "[...document.querySelectorAll('#curves output')].map((o) => o.textContent)"

@@ -196,7 +196,7 @@ def test_the_page_has_its_runs_and_a_script_per_step(trained, tmp_path):
         text = (tmp_path / "data" / name).read_text().removeprefix(f"{call}(")
         return json.loads(f"[{text.removesuffix(chr(10)).removesuffix(');')}]")
 
-    (runs,) = given("index.js", "runs")
+    runs, _ = given("index.js", "runs")
     assert [run["name"] for run in runs] == [trained.parent.name, "stage1"]
     stage = runs[0]["stages"][0]
     assert stage["steps"] == [0, 1] and len(stage["metrics"]) == 2

@@ -1,6 +1,6 @@
 "use strict";
-// The page of view.py: what RL did, then why. A step's trajectories are a script that is added when
-// somebody looks; the JSON of a group is parsed when one of its trajectories is opened.
+// The page of view.py. A step's trajectories are a script that is loaded when they are looked at; the
+// JSON of a group is parsed when one of its trajectories is opened.
 
 const $ = (id) => document.getElementById(id);
 const state = { run: 0, at: 0, group: 0, row: 0, token: -1, question: null, wanted: null, colour: "advantage" };
@@ -90,7 +90,8 @@ const value = (record, name, n) => { // one number stands for all sampled tokens
 function showHeadline() {
   const [first, last] = [run().stages[0], run().stages.at(-1)];
   const about = last?.about ?? {};
-  const facts = [about.recipe, about.algorithm, about.model, about.data, about.corpus].filter(Boolean);
+  const world = about.recipe && `built-in world ${about.world_seed}`;
+  const facts = [about.recipe, about.algorithm, about.recipe && (about.model || "built-in model"), about.data || world, about.corpus].filter(Boolean);
   $("about").textContent = facts.join(" · ");
   const metrics = allMetrics(run());
   if (!metrics.length) return ($("headline").textContent = first?.steps.length ? "Questions and answers of a session" : "Trajectories");
@@ -183,7 +184,7 @@ function named(metrics, wanted) {
 }
 const points = (metrics, name) => metrics.map((m, x) => [x, m[name]]).filter(([, y]) => Number.isFinite(y));
 const smooth = (line) => line.map(([x], i) => [x, mean(line.slice(Math.max(0, i - 4), i + 1).map(([, y]) => y))]);
-function colourOf(name) { // a kind of question has one colour everywhere
+function colourOf(name) {
   const [prefix, kind] = name.split("/");
   if (["em", "searched", "searches"].includes(prefix) && kind) {
     const kinds = [...new Set(all.flatMap((its) => ["em/", "searched/"].flatMap((p) => kindsOf(allMetrics(its), p))))].sort();
@@ -222,7 +223,7 @@ function chart(title, lines) {
   const grid = ticks(low, high).map((y) => el("g", { class: "tick" }, el("line", { x1: LEFT, x2: WIDE - RIGHT, y1: py(y), y2: py(y) }), el("text", { x: LEFT - 5, y: py(y) + 4, "text-anchor": "end" }, number(y))));
   const below = ticks(0, length - 1).filter(Number.isInteger).map((x) => el("text", { class: "x", x: px(x), y: HIGH - 8, "text-anchor": "middle" }, x));
   const labels = drawn.map(({ label, line, colour }) => ({ label, colour, y: py(smooth(line).at(-1)[1]) + 4 })).sort((a, b) => a.y - b.y);
-  labels.forEach((its, i) => (its.y = i ? Math.max(its.y, labels[i - 1].y + 13) : its.y)); // names do not overlap
+  labels.forEach((its, i) => (its.y = i ? Math.max(its.y, labels[i - 1].y + 13) : its.y));
   const svg = el("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, role: "img", "aria-label": `${title}, from ${number(Math.min(...ys))} to ${number(Math.max(...ys))}`,
     onclick: (event) => jump(xAt(event, svg, length)), onmousemove: (event) => crosshair(xAt(event, svg, length)), onmouseleave: () => crosshair(null) },
     ...shades(px), ...grid, ...below,
@@ -231,7 +232,7 @@ function chart(title, lines) {
     ...labels.map(({ label, colour, y }) => el("text", { x: WIDE - RIGHT + 6, y, style: `fill:${colour}` }, label.slice(0, 18))),
     el("line", { class: "here", y1: TOP, y2: HIGH - BOTTOM }), el("line", { class: "cross", y1: TOP, y2: HIGH - BOTTOM, visibility: "hidden" }));
   const figure = el("figure", {}, el("figcaption", { title: drawn.map(({ name }) => explained(name)).find(Boolean) ?? false }, title, el("output", {})), svg);
-  Object.assign(figure, { px, drawn, digits: 3 });
+  Object.assign(figure, { px, drawn });
   return figure;
 }
 function shades(px) { // every second stage is shaded, and each is named
@@ -248,7 +249,7 @@ const xAt = (event, svg, length) => {
   return Math.max(0, Math.min(length - 1, Math.round(((x - LEFT) / (WIDE - LEFT - RIGHT)) * (length - 1))));
 };
 const figures = () => document.querySelectorAll("#curves figure, #health[open] figure");
-function crosshair(x) { // the values of one step over all curves
+function crosshair(x) {
   for (const figure of figures()) {
     const cross = figure.querySelector(".cross");
     cross.setAttribute("visibility", x === null ? "hidden" : "visible");
@@ -257,7 +258,7 @@ function crosshair(x) { // the values of one step over all curves
     if (x !== null) for (const end of ["x1", "x2"]) cross.setAttribute(end, figure.px(x));
   }
 }
-function jump(x) { // to the kept step that is nearest
+function jump(x) { // to the nearest kept step
   const xs = places().map(xOf);
   if (xs.length) go(xs.reduce((best, its, i) => (Math.abs(its - x) < Math.abs(xs[best] - x) ? i : best), 0));
 }
@@ -281,7 +282,7 @@ function alarms(stages) { // [place among all steps, its name, the message]
   const steps = stages.flatMap((s) => s.metrics.map((m) => [`${s.name}, step ${m.step}`, m.alarms ?? {}]));
   return steps.flatMap(([where, raised], x) => Object.values(raised).map((message) => [x, where, message]));
 }
-function mark() { // the step that is shown, on every curve
+function mark() { // marks the step on every curve
   const x = places().length ? xOf(here()) : 0;
   for (const figure of figures()) for (const end of ["x1", "x2"]) figure.querySelector(".here").setAttribute(end, figure.px(Math.max(0, x)));
   return null;
