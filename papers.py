@@ -1,4 +1,4 @@
-"""What each paper chose: one record per paper, every number with its source.
+"""The settings of each paper: one record per paper, every number with its source.
 
     protocols    the tags it writes (prompts.py); the first is its own
     stages       stage -> the settings it sets; what is not named has its record's default
@@ -42,7 +42,7 @@ class Paper:
 
 
 def varied(paper: Paper, **changes) -> Paper:
-    """The paper with these settings in each of its stages."""
+    """Returns the paper with these settings in each of its stages."""
     return replace(paper, stages={n: stage | changes for n, stage in paper.stages.items()})
 
 
@@ -421,7 +421,7 @@ BASELINES = [
 
 
 def paper_of(protocol: str) -> Paper:
-    """The first paper that writes this protocol."""
+    """Returns the first paper that uses this protocol."""
     for paper in (*PAPERS.values(), *BASELINES):
         if protocol in paper.protocols:
             return paper
@@ -429,7 +429,7 @@ def paper_of(protocol: str) -> Paper:
 
 
 def record_of(recipe: str, variant: str = "", stage: int | None = None) -> Paper:
-    """The record of a recipe or of its variant, which must have the stage."""
+    """Returns the record of a recipe or its variant, which must have the stage."""
     if recipe not in PAPERS:
         known = f"{', '.join(PAPERS)}{nearest(recipe, PAPERS)}"
         raise InputError(f"--recipe {recipe}: unknown; one of {known}")
@@ -445,7 +445,7 @@ def record_of(recipe: str, variant: str = "", stage: int | None = None) -> Paper
 
 
 def table() -> list[list[str]]:
-    """A row per paper and variant, with what it sets; a variant, with what it sets otherwise.
+    """Yields a row per paper and variant with its settings; of a variant those that differ.
     Stages that set the same share a row.
     """
     rows = [["paper", "stage", "settings", "source"], ["---"] * 4]
@@ -463,7 +463,7 @@ def table() -> list[list[str]]:
 
 
 def main() -> None:
-    """Print what each stage of each paper and of its variants sets."""
+    """Prints the settings of each stage of each paper and variant."""
     parser = FlagParser("papers.py", description="What each paper chose.")
     parser.add_argument("--markdown", action="store_true", help="as a table of Markdown")
     bar = " | " if parser.parse_args().markdown else "  "

@@ -92,7 +92,7 @@ def rollout(
         prompt = build_prompt(environment.protocol, question, environment.tokenizer)
         check_prompt(question, prompt, environment.max_context)
         end = decode(environment.tokenizer, prompt[-16:]).rstrip()
-        opened = "<think>" if end.endswith("<think>") else ""  # by a thinking model's template
+        opened = "<think>" if end.endswith("<think>") else ""  # a template opens it
         for _ in range(environment.settings.group_size):
             rows.append(Trajectory(question, environment.protocol, prompt, opened=opened))
     with seeded(seed, policy.device):

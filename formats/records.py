@@ -212,8 +212,8 @@ def has_number(record: object, name: str) -> bool:
 
 
 def finished_records(path: str | Path, cut: bool = True, needs: str = "") -> list[dict]:
-    """Reads a JSONL file that grows, or that is not there yet. Half a last line is cut off, or only
-    ignored. What has no whole number in the field `needs` is left out, and counted.
+    """Reads a JSONL file that grows, or that is not there yet. An incomplete last line is cut off
+    or ignored. Records without a whole number in the field `needs` are left out and counted.
     """
     path = Path(path)
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
@@ -279,7 +279,7 @@ def tell(line: str) -> None:
 
 def lock(file, how: int) -> None:
     """Locks an open file until it is closed, or its process ends, however that ends. Some network
-    file systems have no locks: that is said, and the work goes on.
+    file systems have no locks: then a warning is printed, and the work goes on.
     """
     try:
         fcntl.flock(file, how)

@@ -263,7 +263,7 @@ def rat(question: Question, limit: int = 8) -> Steps:
     """RAT (Wang 2024): the draft's first `limit` paragraphs are looked up and revised in turn."""
     draft = _PARAGRAPH.findall((yield Write(DRAFT)))
     for i, paragraph in enumerate(draft[:limit]):
-        notes = "\n\n".join(draft[: i + 1])  # those before it are revised
+        notes = "\n\n".join(draft[: i + 1])  # paragraphs before this one are revised already
         line = plain((yield Write(TO_QUERY, notes=notes)))
         passages = yield line.partition("\n")[0].strip(" \"'") or paragraph
         draft[i] = (yield Write(REVISE, passages, notes)).strip() or paragraph

@@ -1,4 +1,4 @@
-"""What may keep a run from learning, as the records of its last steps show it.
+"""Alarms: signs in the last steps' metrics that a run may not be learning.
 
     alarms(records, settings)          name -> its likely cause, and what to do
     python train.py --dry_run ...      a single step of a run: what it saw, and all its alarms
@@ -49,7 +49,7 @@ AT_ONCE = ("kl_spike", "grad_spike", "length", "reward_hacked", "reward_size", "
 
 
 def alarms(records: list[dict], settings: Settings, patience: int = PATIENCE) -> dict[str, str]:
-    """Those that the newest of a run's records raises, and none before it did."""
+    """Returns the alarms that the newest record raises and no earlier record raised."""
     told = {name for record in records for name in record.get("alarms", ())}
     ends = range(max(1, len(records) - patience + 1), len(records) + 1)
     found = [{*holding(records[:end], settings)} for end in ends]
@@ -111,7 +111,7 @@ def holding(records: list[dict], s: Settings) -> Iterator[str]:
 
 
 def shift(records: list[dict], name: str) -> tuple[float, float]:
-    """(mean of the newer half over that of the older, their difference in its standard errors)."""
+    """Returns (mean of the newer half / mean of the older, their difference in standard errors)."""
     values = [record[name] for record in records[-WINDOW:] if name in record]
     old, new = values[: WINDOW // 2], values[WINDOW // 2 :]
     if len(values) < WINDOW:
@@ -121,13 +121,13 @@ def shift(records: list[dict], name: str) -> tuple[float, float]:
 
 
 def spikes(rows: list[dict], name: str, least: float = 0.0) -> bool:
-    """Zeros do not count: equal rewards have no gradient."""
+    """Returns whether a metric spikes. Zeros do not count: equal rewards have no gradient."""
     old, now = [r[name] for r in rows[-WINDOW - 1 : -1] if r.get(name)], rows[-1].get(name, 0.0)
     return len(old) >= WINDOW // 2 and now > max(least, 10 * median(old))
 
 
 def report(r: dict, sampled, environment: Environment) -> Iterator[str]:
-    """--dry_run: what the record of one step tells about a run."""
+    """Prints what one step's metrics predict about a run (--dry_run)."""
     prompts, s = [len(t.prompt_ids) for t in sampled.trajectories], environment.settings
     longest = max(map(environment.max_trajectory_tokens, sampled.trajectories))
     most = f"{longest} of {environment.max_context} tokens of context"

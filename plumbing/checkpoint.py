@@ -1,4 +1,4 @@
-"""What a run goes on from: the policy as a directory that HF loads, and beside it trainer.pt.
+"""Checkpoints: the policy as a directory that Hugging Face loads, and beside it trainer.pt.
 
 trainer.pt   step, the optimizer's moments; with LoRA what was learned; with PPO the critic
 """
@@ -47,7 +47,7 @@ def hold(stages: list[Settings]):
 
 @contextlib.contextmanager
 def as_command(settings: Settings) -> Iterator[None]:
-    """Runs one stage as a command: shows its settings, and says what a signal leaves."""
+    """Runs one stage as a command: prints its settings, and what is kept if a signal ends it."""
     # One process speaks for all. Trap: PartialState() first would ignore ACCELERATE_USE_CPU.
     say, folder = make_accelerator(settings).print, stage_folder(settings)
     check_output(folder / "settings.json", "--output_dir")
@@ -74,7 +74,7 @@ def as_command(settings: Settings) -> Iterator[None]:
 
 
 def begin(run: Run, state: TrainState) -> int:
-    """The folder of the run; returns how many of its steps are done."""
+    """Prepares the run's folder; returns the number of steps that are already done."""
     state.run = run
     check_room(run, state)
     first_step = resume(run, state) if run.settings.resume else 0
@@ -86,7 +86,7 @@ def begin(run: Run, state: TrainState) -> int:
 
 
 def check_room(run: Run, state: TrainState) -> None:
-    """Before the work and before each save: for the weights, and two moments of what is trained."""
+    """Checks the free disk space for weights and two moments, before the run and before each save."""
     moments = 8 if state.settings.optimizer == "adamw" else 2
     modules = [state.policy, *filter(None, [state.critic])]
     weights = [p for module in modules for p in module.parameters()]
@@ -163,7 +163,7 @@ def kept(run: Run, state: TrainState, step: int) -> Iterator[None]:
 
 
 def resume(run: Run, state: TrainState) -> int:
-    """Put back what the last checkpoint holds; returns its step."""
+    """Restores the state of the last checkpoint; returns its step."""
     settings, path = run.settings, starting_model(run.settings)[0]
     anew = "leave --resume out to start anew"
     trainer_state, saved = read_state(path), saved_settings(path)

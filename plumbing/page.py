@@ -1,4 +1,4 @@
-"""The data of the page that view.py writes: classic scripts, since file:// blocks all others.
+"""Writes the data of view.py's page as classic scripts, because file:// blocks all others.
 
     data/index.js             runs(...): settings, metrics and kept steps of each stage
     data/RUN-STAGE-STEP.js    step(key, rows, groups): a line on each trajectory, and of each group
@@ -36,7 +36,7 @@ def check_ours(page: Path) -> None:
 
 
 def write_page(runs: list[Path], out: Path) -> None:
-    """A folder that opens from disk, without a network."""
+    """Writes a folder with a page that opens from disk, without a network."""
     check_ours(out / "index.html")
     stages = [stages_of(run) for run in runs]
     (out / "data").mkdir(parents=True, exist_ok=True)
@@ -166,7 +166,7 @@ def readable_records(folder: Path, missing: list[str]) -> Iterator[dict]:
 
 
 def of_step(records: Iterable[dict]) -> tuple[list[dict], list[str]]:
-    """Returns a line on each trajectory, and of each group its trajectories as JSON."""
+    """Returns a summary of each trajectory, and each group's trajectories as JSON."""
     rows, groups = [], []
     for _, some in itertools.groupby(records, key=lambda record: record["group"]):
         some = list(some)
@@ -176,7 +176,7 @@ def of_step(records: Iterable[dict]) -> tuple[list[dict], list[str]]:
 
 
 def slim(record: dict) -> dict:
-    """Returns a record without what the page does not show, or can tell from the rest."""
+    """Returns a record without fields that the page does not show or can derive."""
     left = {key: value for key, value in record.items() if key != "prompt_ids"}
     if left.get("old") == left.get("sampled"):
         left.pop("old", None)
@@ -184,7 +184,7 @@ def slim(record: dict) -> dict:
 
 
 def line_on(record: dict) -> dict:
-    """Returns what the list of groups and its filters show of one trajectory."""
+    """Returns the fields of one trajectory that the list of groups and its filters use."""
     searches, rewards = record["searches"], record["rewards"]
     queries = [" ".join(search["query"].lower().split()) for search in searches]
     line = {name: record[name] for name in LISTED}

@@ -1,4 +1,4 @@
-"""A predictions file, in any layout, scored without a model: `python eval.py --predictions FILE`.
+"""Scores a predictions file, in any layout, without a model: `python eval.py --predictions FILE`.
 
     file -> records -> as eval.py writes them -> joined with --data -> em, f1, cem -> report.py
 
@@ -31,7 +31,7 @@ DOCUMENT_TAGS = {p.documents_tags[0] for p in PROTOCOLS.values() if p.documents_
 
 
 def as_written(record: dict, number: int) -> dict:
-    """A record of eval.py, R1-Searcher, FlashRAG or anybody, with eval.py's names."""
+    """Returns a record of eval.py, R1-Searcher, FlashRAG or another tool with eval.py's names."""
     key = next((name for name in TEXT_FIELDS if name in record), None)
     if key is None:
         known = f"known are {', '.join(TEXT_FIELDS)}, or one JSON object of {{id: prediction}}"
@@ -68,7 +68,7 @@ def first_given(record: dict, names: tuple[str, ...]) -> str:
 
 
 def text_of(record: dict, name: str) -> str | None:
-    """A string, or None for no answer; a number is its text."""
+    """Returns a string, or None for no answer; a number becomes its text."""
     value = record.get(name)
     if type(value) in (int, float):
         return str(value)
@@ -80,7 +80,9 @@ def is_number(value: object) -> bool:
 
 
 def stored_numbers(record: dict) -> dict[str, float | None]:
-    """eval.py's metrics; of others a judge's verdict (None: it cannot be read) and the searches."""
+    """Returns eval.py's metrics; of other tools a judge's verdict (None: unreadable) and the
+    searches.
+    """
     if {"golds", "metrics"} <= set(record):
         for name, value in field(record, "metrics", dict).items():
             if value is not None and not is_number(value):
@@ -99,7 +101,7 @@ def stored_numbers(record: dict) -> dict[str, float | None]:
 
 
 def scored(record: dict, punctuation: str = "") -> dict:
-    """The record with em, f1 and cem, unless it has them and no other punctuation is asked for."""
+    """Adds em, f1 and cem, unless the record has them with the wanted treatment of punctuation."""
     prediction, golds, task = record["prediction"], record["golds"], record["task"]
     if "em" in record["metrics"] and not punctuation:
         return record
@@ -111,7 +113,7 @@ def scored(record: dict, punctuation: str = "") -> dict:
 
 
 def records_in(path: Path) -> list[tuple[int, str, object]]:
-    """(number, place, record). HotpotQA's own layout is one object {"answer": {id: prediction}}."""
+    """Yields (number, place, record). HotpotQA's layout is one object {"answer": {id: prediction}}."""
     records = list(read_records(path))
     place, last = records[-1][1:] if records else ("", {})
     if isinstance(last, InputError):
@@ -142,7 +144,7 @@ def read_predictions(path: str | Path, skip_bad: bool = False) -> list[dict]:
 
 
 def joined(path: Path, records: list[dict], datasets: dict, count_missing: bool) -> list[dict]:
-    """The records with their question's golds, task and options; says what has no counterpart."""
+    """Adds golds, task and options of the questions; prints what has no counterpart."""
     asked, names = [], ("id", "kind", "task", "question", "options")
     for dataset, questions in datasets.items():
         own = {"dataset": dataset} if len(datasets) > 1 else {}
@@ -173,7 +175,7 @@ def joined(path: Path, records: list[dict], datasets: dict, count_missing: bool)
 
 
 def score_files(paths, data="", skip_bad=False, punctuation="", count_missing=False, seed=0):
-    """Records with metrics. Each file is a data set of its own, unless `data` names several."""
+    """Returns records with metrics. Each file is one data set, unless `data` names several."""
     if not paths:
         return []
     datasets = load_datasets(data, skip_bad, seed) if data else {}
@@ -202,7 +204,7 @@ def score_files(paths, data="", skip_bad=False, punctuation="", count_missing=Fa
 
 
 def check_alone() -> None:
-    """Refuses to be one of several processes: each would write the same file."""
+    """Raises an InputError in one of several processes: each would write the same file."""
     if rank_of("WORLD_SIZE", 1) > 1:
         raise InputError("eval.py works in one process: start it as `python eval.py`")
 
@@ -246,7 +248,7 @@ def score_command(arguments: list[str] | None = None) -> None:
 
 
 def told_by_others(records: list[dict], given: dict) -> list[dict]:
-    """With what --reader answers from their evidence and --judge says of their predictions."""
+    """Adds the answers of --reader from the evidence, and the verdicts of --judge."""
     from plumbing.build import build_judge, build_reader
     from policy import best_device  # which loads torch: scoring alone starts without it
     from settings import Settings, check_limits
@@ -260,7 +262,7 @@ def told_by_others(records: list[dict], given: dict) -> list[dict]:
 
 
 def ask_others(records: list[dict], reader, judge: Judge | None, how=()) -> list[dict]:
-    """Adds what the reader, sampling by `how`, and the judge say."""
+    """Adds the answers of the reader, which samples with `how`, and the judge's verdicts."""
     if reader:
         records = add_reader(records, reader, how)
         if reader.failures:

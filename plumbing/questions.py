@@ -1,4 +1,4 @@
-"""Which questions are asked, and which documents are searched for them.
+"""Decides which questions are asked and which documents are searched.
 
 Questions come from --data or from the built-in world; training, evaluation and a session at the
 terminal each take theirs here. Documents come with the records, from --corpus or from that world.
@@ -36,7 +36,7 @@ def training_questions(settings: Settings) -> list[Question]:
 
 
 def reworded(questions: list[Question], settings: Settings) -> list[Question]:
-    """A share of the looked-up golds says a word more than the passages, as in real data."""
+    """Adds a word to a share of the gold answers that are looked up, as in real data."""
     rng, told = random.Random(f"reworded {settings.seed}"), []
     for question in questions:
         if question.kind in LOOK_UPS and rng.random() < settings.reworded:
@@ -47,7 +47,7 @@ def reworded(questions: list[Question], settings: Settings) -> list[Question]:
 
 
 def hold_out(questions: list[Question], settings: Settings) -> tuple[list, list]:
-    """(questions to train on, those of --eval_every): of --data by lot, else of another split."""
+    """Returns (training questions, questions of --eval_every), drawn from --data or another split."""
     if not settings.eval_every:
         return questions, []
     count = settings.eval_questions
@@ -62,7 +62,7 @@ def hold_out(questions: list[Question], settings: Settings) -> tuple[list, list]
 
 
 def with_retrieved(questions: list, documents: list[Document], settings: Settings) -> list:
-    """What a search for each finds in place of its own references (ARENA Figure 2), none gold."""
+    """Replaces each question's references by documents of a search, none gold (ARENA Figure 2)."""
     protocol, told = PROTOCOLS[settings.protocol], []
     if not protocol.references_in_prompt:
         raise InputError(f"--references retrieved: the prompt of {protocol.name} has no references")
@@ -80,7 +80,7 @@ def with_retrieved(questions: list, documents: list[Document], settings: Setting
 
 
 def as_asked(questions: list[Question], settings: Settings) -> list[Question]:
-    """--retrieval false and UR²'s `direct_tasks` are asked with the prompt without retrieval."""
+    """Marks questions of --retrieval false and of UR²'s `direct_tasks` as not allowed to search."""
     protocol, direct, asked = PROTOCOLS[settings.protocol], settings.direct_tasks.split(","), []
     for question in questions:
         check_references(protocol, question)
@@ -94,7 +94,7 @@ def built_in_world(settings: Settings, fact_seed: int | None = None) -> World:
 
 
 def built_in_questions(settings: Settings, split: str) -> list[Question]:
-    """All of a split. If --mix names the kind "direct": as many of each, also without retrieval."""
+    """Returns all questions of a split; if --mix names "direct", also as many that may not search."""
     questions = world_questions(settings, split)
     if "direct" in parse_shares(settings.mix, "--mix"):
         for kind in sorted({question.kind for question in questions}):
@@ -105,13 +105,15 @@ def built_in_questions(settings: Settings, split: str) -> list[Question]:
 
 
 def world_questions(settings: Settings, split: str, count=None, fact_seed=None) -> list[Question]:
-    """`count` of each kind that the tiny model of this protocol was warmed up for; None: all."""
+    """Returns `count` questions (None: all) of each kind that this protocol's tiny model knows."""
     world, kinds = built_in_world(settings, fact_seed), paper_of(settings.protocol).world.kinds
     return [q for kind in kinds for q in world.questions(split, kind, count)]
 
 
 def load_documents(settings: Settings, questions: list[Question]) -> list[Document]:
-    """Returns what is searched: the records' own paragraphs, --corpus, or the built-in world."""
+    """Returns the documents to search: the records' own paragraphs, --corpus, or the built-in
+    world.
+    """
     if settings.corpus == "from-data":
         return corpus_from_questions(questions)
     if settings.corpus:
@@ -146,7 +148,7 @@ def evaluation_questions(
 
 
 def known_questions(settings: Settings) -> list[Question]:
-    """Returns those whose answers are known: of --data, or the built-in world's held-out ones."""
+    """Returns questions with known answers: of --data, or the built-in world's held-out ones."""
     if settings.data:
         return load_questions(settings.data, settings.skip_bad, settings.seed)
     return world_questions(settings, "test") if in_built_in_world(settings) else []

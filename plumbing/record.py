@@ -1,4 +1,4 @@
-"""A step's trajectories as lines of trajectories.jsonl.gz; formats/trajectories.py says what is in.
+"""Writes a step's trajectories as lines of trajectories.jsonl.gz (see formats/trajectories.py).
 
 Left out: what the optimizer then did with the weights.
 """
@@ -33,7 +33,7 @@ def keep_numbers(batch: Batch, rows: torch.Tensor, part: Batch) -> None:
 
 
 def kept_groups(count: int, keep: int, step: int) -> list[int]:
-    """`keep` of `count` groups, spread evenly, others in every step; −1: all of them.
+    """Returns which `keep` of `count` groups are saved: evenly spread, others each step; −1: all.
 
     Worked: 2 of 6 are 0 and 3 in step 0, 1 and 4 in step 1.
     """
@@ -45,7 +45,7 @@ def kept_groups(count: int, keep: int, step: int) -> list[int]:
 def step_records(
     step: int, rollouts, batch: Batch | None, tokenizer, settings: Settings
 ) -> Iterator[dict]:
-    """Of the groups that are kept. `batch`: what was trained on, the rows `rollouts.kept`."""
+    """Yields the records of the saved groups. `batch` has the rows `rollouts.kept`."""
     size, rows = settings.group_size, {n: row for row, n in enumerate(rollouts.kept)}
     numbers = {} if batch is None else token_numbers(batch)
     for group in kept_groups(len(rollouts.trajectories) // size, settings.groups_kept, step):
@@ -58,7 +58,7 @@ def step_records(
 
 
 def to_record(t: Trajectory, tokenizer) -> dict:
-    """Returns what can be read of a trajectory: question, tokens, searches, how it ended."""
+    """Returns question, tokens, searches and end of a trajectory."""
     question = t.question
     record = {
         "id": question.id,
@@ -90,7 +90,7 @@ def search_to_record(search: Search) -> dict:
 
 
 def token_numbers(batch: Batch) -> dict[str, np.ndarray]:
-    """Name -> [B, T]. Of a large batch a token's weight is a millionth."""
+    """Returns arrays [B, T] by name. Weights keep more digits: a token's may be a millionth."""
     found = {}
     for name, its in NUMBERS.items():
         tensor, digits = getattr(batch, its), 12 if name == "weights" else 6
@@ -100,7 +100,9 @@ def token_numbers(batch: Batch) -> dict[str, np.ndarray]:
 
 
 def row_numbers(numbers: dict[str, np.ndarray], row: int, t: Trajectory) -> dict:
-    """[R] each, one per token of the response; a number alone where all sampled ones have it."""
+    """Returns lists [R], one number per response token; a single number if all sampled tokens share
+    it.
+    """
     first, found = len(t.prompt_ids) - 1, {}
     columns, mask = slice(first, first + len(t.response_ids)), np.array(t.response_mask, bool)
     for name, its in numbers.items():
@@ -117,7 +119,7 @@ def texts_of(tokenizer, ids: list[int]) -> list[str]:
 
 @functools.lru_cache(maxsize=200_000)
 def text_of(tokenizer, number: int) -> str:
-    """Of one token, with the blank that it begins with."""
+    """Returns the text of one token, with its leading blank."""
     piece = tokenizer.convert_ids_to_tokens(number) or ""
     if piece.startswith("▁"):  # SentencePiece's blank, which `decode` would strip
         return " " + piece[1:].replace("▁", " ")

@@ -1,4 +1,4 @@
-"""How sure is a mean, and which of two runs is better: intervals, paired comparisons, tables.
+"""Confidence intervals of means, paired comparisons of two runs, and tables.
 
     interval   questions are drawn with replacement 1,000 times; 2.5 % of means are cut at each end
     paired     d_i = a_i - b_i of every question that both runs answered: the interval of its mean,
@@ -38,7 +38,9 @@ Summary = dict[str, dict]  # row -> column -> cell, beside the number of "questi
 
 
 def interval(groups: list[np.ndarray]) -> tuple[float, float, float]:
-    """(mean, low, high), 95 %: the mean over data sets of their means, each resampled by itself."""
+    """Returns (mean, low, high), 95 %, over the means of the data sets; each is resampled
+    separately.
+    """
     rng, means = np.random.default_rng(0), np.zeros(DRAWS)
     for values in groups:
         for i in range(0, DRAWS, 50):  # all draws of 200,000 questions at once would be 3 GB
@@ -49,7 +51,7 @@ def interval(groups: list[np.ndarray]) -> tuple[float, float, float]:
 
 
 def paired(groups: list[np.ndarray]) -> dict:
-    """Two runs on the same questions; of each data set [questions, 2]."""
+    """Compares two runs on the same questions, given as [questions, 2] for each data set."""
     differences = [group[:, 0] - group[:, 1] for group in groups]
     # a question of a small data set weighs more
     weighted = np.concatenate([difference / len(difference) for difference in differences])
@@ -66,7 +68,7 @@ def paired(groups: list[np.ndarray]) -> dict:
 
 
 def sign_flip_p(difference: np.ndarray) -> float:
-    """How often chance alone differs this much: if no run is better, each sign is a coin toss."""
+    """Returns how often chance gives such a difference: if no run is better, signs are random."""
     differing, rng = difference[difference != 0], np.random.default_rng(0)
     if not len(differing):
         return 1.0
@@ -78,19 +80,21 @@ def sign_flip_p(difference: np.ndarray) -> float:
 
 
 def summarise(records: list[dict]) -> Summary:
-    """A row for each kind of question, or for each data set; a cell is (mean, low, high)."""
+    """Returns a row per kind of question or per data set; a cell is (mean, low, high)."""
     return cells(records, question_means(records), interval)
 
 
 def four_ways(groups: list[np.ndarray]) -> dict:
-    """Questions that two runs have right, in half of the samples (When to Search Figure 4)."""
+    """Counts questions that each run answers rightly in half of its samples (When to Search Fig.
+    4).
+    """
     here, there = np.concatenate(groups).T >= 0.5  # [questions] each
     ways = {"both": here & there, "only here": here & ~there, "only there": there & ~here}
     return {name: int(way.sum()) for name, way in (ways | {"neither": ~here & ~there}).items()}
 
 
 def compare(records: list[dict], others: list[dict]) -> Summary:
-    """The same rows over the questions of both runs; a cell is what `paired` gives."""
+    """Returns the same rows over the questions of both runs; a cell is a result of `paired`."""
     here, there, pairs = question_means(records), question_means(others), matched(records, others)
     if not pairs:
         raise InputError("the two runs have no question in common: there is nothing to compare")
@@ -105,7 +109,7 @@ def compare(records: list[dict], others: list[dict]) -> Summary:
 
 
 def matched(records: list[dict], others: list[dict]) -> dict[str, str]:
-    """id here -> id there, by the question's text; of several with one text the n-th is n-th."""
+    """Maps ids of one run to ids of the other by the question's text; equal texts match in order."""
     places = []
     for run in (records, others):
         seen, found = Counter(), {}
@@ -129,7 +133,7 @@ def question_means(records: list[dict]) -> dict[str, dict[str, float]]:
 
 
 def cells(records: list[dict], numbers: dict[str, dict], cell: Callable) -> Summary:
-    """`cell` sees a row's numbers; for the mean of data sets those of each, if each has any."""
+    """Calls `cell` with a row's numbers; for the mean of data sets with the numbers of each."""
     several = len({record.get("dataset", "") for record in records}) > 1
     rows = defaultdict(dict)
     for record in records:
@@ -176,7 +180,7 @@ def report(records: list[dict], others: list[dict], as_markdown: bool, json_file
 
 
 def by_hops(records: list[dict]) -> list[dict]:
-    """In rows by data set and number of gold references, as ARENA's Table 13."""
+    """Returns rows by data set and number of gold references, as in ARENA's Table 13."""
     found = []
     for record in records:
         if "all_correct" in record["metrics"] and "hops" in record:
@@ -186,7 +190,7 @@ def by_hops(records: list[dict]) -> list[dict]:
 
 
 def table(summary: Summary, as_markdown: bool = False, head: str = "kind") -> str:
-    """A line per row, a cell per column."""
+    """Returns a line per row with a cell per column."""
     rows = {row: summary[row] for row in summary if row != "all" or len(summary) != 2}
     columns = [column for column in COLUMNS if any(column in row for row in rows.values())]
     if not columns:
@@ -199,12 +203,12 @@ def table(summary: Summary, as_markdown: bool = False, head: str = "kind") -> st
 
 
 def shown(cell: tuple | dict) -> str:
-    """ "0.250 [0.12, 0.38]" is a mean with its interval."""
+    """Returns "0.250 [0.12, 0.38]", a mean with its interval."""
     return MEAN.format(*cell) if isinstance(cell, tuple) else DIFFERENCE.format(**cell)
 
 
 def written(lines: list[list[str]], as_markdown: bool, keep: int) -> str:
-    """A header and lines of cells: Markdown, or blocks that fit, each with the first `keep`."""
+    """Lays out a header and cells as Markdown, or in blocks that repeat the first `keep` columns."""
     lines = [[harmless(cell) for cell in line] for line in lines]
     if as_markdown:
         lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]

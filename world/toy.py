@@ -502,7 +502,7 @@ def warm_up(policy, tokenizer, protocol: Protocol, tiny: Tiny, world_seed: int =
 
 
 # ------------------------------------------------------------------- the frozen reader of evidence
-NOTE = "warm_up.txt"  # beside a model: how it was made
+NOTE = "warm_up.txt"  # a file beside a model that says how it was made
 READER = SFTSettings(steps=300, lr=4e-3, warmup_steps=50, decay_from=0.5)
 
 
