@@ -86,7 +86,7 @@ def begin(run: Run, state: TrainState) -> int:
 
 
 def check_room(run: Run, state: TrainState) -> None:
-    """Checks the free disk space for weights and two moments, before the run and before each save."""
+    """Checks the disk space for weights and two moments, before the run and before each save."""
     moments = 8 if state.settings.optimizer == "adamw" else 2
     modules = [state.policy, *filter(None, [state.critic])]
     weights = [p for module in modules for p in module.parameters()]

@@ -113,7 +113,7 @@ def scored(record: dict, punctuation: str = "") -> dict:
 
 
 def records_in(path: Path) -> list[tuple[int, str, object]]:
-    """Yields (number, place, record). HotpotQA's layout is one object {"answer": {id: prediction}}."""
+    """Yields (number, place, record). HotpotQA has one object {"answer": {id: prediction}}."""
     records = list(read_records(path))
     place, last = records[-1][1:] if records else ("", {})
     if isinstance(last, InputError):

@@ -47,7 +47,7 @@ def reworded(questions: list[Question], settings: Settings) -> list[Question]:
 
 
 def hold_out(questions: list[Question], settings: Settings) -> tuple[list, list]:
-    """Returns (training questions, questions of --eval_every), drawn from --data or another split."""
+    """Returns (training questions, questions of --eval_every) of --data or of two splits."""
     if not settings.eval_every:
         return questions, []
     count = settings.eval_questions
@@ -94,7 +94,7 @@ def built_in_world(settings: Settings, fact_seed: int | None = None) -> World:
 
 
 def built_in_questions(settings: Settings, split: str) -> list[Question]:
-    """Returns all questions of a split; if --mix names "direct", also as many that may not search."""
+    """Returns all questions of a split; with "direct" in --mix also as many without retrieval."""
     questions = world_questions(settings, split)
     if "direct" in parse_shares(settings.mix, "--mix"):
         for kind in sorted({question.kind for question in questions}):

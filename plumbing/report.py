@@ -109,7 +109,7 @@ def compare(records: list[dict], others: list[dict]) -> Summary:
 
 
 def matched(records: list[dict], others: list[dict]) -> dict[str, str]:
-    """Maps ids of one run to ids of the other by the question's text; equal texts match in order."""
+    """Maps ids of one run to the other's by the question's text; equal texts match in order."""
     places = []
     for run in (records, others):
         seen, found = Counter(), {}
@@ -208,7 +208,7 @@ def shown(cell: tuple | dict) -> str:
 
 
 def written(lines: list[list[str]], as_markdown: bool, keep: int) -> str:
-    """Lays out a header and cells as Markdown, or in blocks that repeat the first `keep` columns."""
+    """Lays out a header and cells as Markdown, or in blocks with the first `keep` columns."""
     lines = [[harmless(cell) for cell in line] for line in lines]
     if as_markdown:
         lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]
