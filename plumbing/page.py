@@ -15,6 +15,7 @@ import secrets
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from operator import itemgetter
 from pathlib import Path
 
 from errors import InputError, check_output
@@ -102,11 +103,13 @@ def stages_of(run: Path) -> list[Path]:
 def told_stage(folder: Path, name: str, out: Path) -> dict:
     """Writes the scripts of a stage's steps; returns what index.js says of the stage."""
     key, missing, steps, asked = f"{name}-{folder.name}", [], [], defaultdict(dict)
+    settings = read_settings(folder, missing)
+    formula = {name: settings[name] for name in FORMULA if settings}
     stage = {
         "key": key,
         "name": folder.name,
-        "settings": read_settings(folder, missing),
-        "about": read_about(folder),
+        "settings": formula,
+        "about": {name: settings[name] for name in ABOUT if name in settings},
         "metrics": finished_records(folder / "metrics.jsonl", cut=False, needs="step"),
         "steps": steps,
         "missing": missing,
@@ -126,21 +129,13 @@ def told_stage(folder: Path, name: str, out: Path) -> dict:
 
 
 def read_settings(folder: Path, missing: list[str]) -> dict:
-    """Returns the settings that the formulas need; {} and a line in `missing` if one is lacking."""
+    """Returns the settings of a stage; {} and a line in `missing` if a formula lacks one."""
     try:
         settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
-        return {name: settings[name] for name in FORMULA}
+        itemgetter(*FORMULA)(settings)
+        return settings
     except Exception as error:  # no file, half of one, or a file of something else
         missing.append(f"{folder}/settings.json cannot be read: there are no formulas ({error!r})")
-        return {}
-
-
-def read_about(folder: Path) -> dict:
-    """Returns the settings that the page's first line names; {} if they cannot be read."""
-    try:
-        settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
-        return {name: settings[name] for name in ABOUT}
-    except Exception:  # read_settings has a line on it
         return {}
 
 

@@ -27,6 +27,7 @@ const HEALTH = [
   ["seconds", ["rollout_seconds", "search_seconds", "reward_seconds", "update_seconds"]],
 ];
 let all = [];
+let kinds = []; // of question, in all runs: their place decides their colour
 let words = {}; // metric -> the sentence that explains it
 
 // ------------------------------------------------------------------------------------- elements
@@ -52,6 +53,7 @@ const explained = (name) => words[name] ?? words[`${name.split("/")[0]}/KIND`] ?
 // ------------------------------------------------------------------------------------------ data
 function runs(given, sentences = {}) { // data/index.js calls it
   [all, words] = [given, sentences];
+  kinds = [...new Set(all.flatMap((its) => ["em/", "searched/"].flatMap((p) => kindsOf(allMetrics(its), p))))].sort();
   start();
 }
 function step(key, rows, groups) { // data/RUN-STAGE-STEP.js
@@ -100,9 +102,9 @@ function showHeadline() {
     const some = Math.max(1, Math.min(3, Math.floor(values.length / 2)));
     return values.length > 1 ? [mean(values.slice(0, some)), mean(values.slice(-some))] : null;
   };
-  const kinds = kindsOf(metrics, "searched/").map((kind) => [kind, change(`searched/${kind}`)]).filter(([, its]) => its);
-  kinds.sort(([, a], [, b]) => b[1] - b[0] - (a[1] - a[0]));
-  const chosen = kinds.length > 1 ? [kinds[0], kinds.at(-1)] : kinds;
+  const changes = kindsOf(metrics, "searched/").map((kind) => [kind, change(`searched/${kind}`)]).filter(([, its]) => its);
+  changes.sort(([, a], [, b]) => b[1] - b[0] - (a[1] - a[0]));
+  const chosen = changes.length > 1 ? [changes[0], changes.at(-1)] : changes;
   const searched = chosen.map(([kind, [a, b]]) => `${kind.replaceAll("_", " ")} questions ${percent(a)} → ${percent(b)}`);
   const [em, reward] = [change("em"), change("reward")];
   const sentence = [searched.length ? `searches for ${searched.join(", for ")}` : "", em ? `exact match ${number(em[0], 2)} → ${number(em[1], 2)}` : "",
@@ -187,7 +189,6 @@ const smooth = (line) => line.map(([x], i) => [x, mean(line.slice(Math.max(0, i 
 function colourOf(name) {
   const [prefix, kind] = name.split("/");
   if (["em", "searched", "searches"].includes(prefix) && kind) {
-    const kinds = [...new Set(all.flatMap((its) => ["em/", "searched/"].flatMap((p) => kindsOf(allMetrics(its), p))))].sort();
     return `var(--s${kinds.indexOf(kind) % 8})`;
   }
   return null;
