@@ -297,14 +297,19 @@ def check_before_models(settings: Settings, accelerator: Accelerator) -> tuple:
     sharding = asked_for() if processes > 1 else "ddp"
     if sharding != "ddp":
         check_shardable(settings.optimizer, settings.lora_rank)
-    start, said = starting_model(settings)
+    start, message = starting_model(settings)
     prompt_sections(settings, strict=True)
     if settings.lora_rank:
         check_peft(settings.lora_rank)
     questions = check_questions(training_questions(settings), settings)
     check_shares(settings, processes)
-    accelerator.print(said)
-    return sharding, start, questions, *hold_out(questions, settings)
+    accelerator.print(message)
+    trained_on, held_out = hold_out(questions, settings)
+    if settings.questions_per_step > (known := len(trained_on)):
+        times = f"{settings.questions_per_step / known:.1f} times"
+        hint = f"--questions_per_step {known} or less asks each at most once"
+        accelerator.print(f"a step asks each of the {known} questions {times}: {hint}")
+    return sharding, start, questions, trained_on, held_out
 
 
 def build_state(settings: Settings) -> TrainState:

@@ -148,7 +148,10 @@ def evaluation_questions(
 
 
 def known_questions(settings: Settings) -> list[Question]:
-    """Returns questions with known answers: of --data, or the built-in world's held-out ones."""
+    """Returns questions with known answers: of --data, or of the built-in world, whose held-out
+    ones come first.
+    """
     if settings.data:
         return load_questions(settings.data, settings.skip_bad, settings.seed)
-    return world_questions(settings, "test") if in_built_in_world(settings) else []
+    splits = ("test", "dev", "train") if in_built_in_world(settings) else ()
+    return [q for split in splits for q in world_questions(settings, split)]
