@@ -141,9 +141,8 @@ def answer(session: Session, text: str) -> None:
     check_prompts([question], session.environment, policy)
     unknown = [word for word in tokenize(text) if session.words and word not in session.words]
     if unknown:  # the tiny model would drop the word, or answer another sum
-        message = f"the model does not know {harmless(unknown[0])!r}"
-        hint = f"only its own world's words; try: {harmless(questions[0].question)}"
-        raise InputError(f"{message}: it knows {hint}")
+        message = f"{harmless(unknown[0])!r}: it knows only its own world's words"
+        raise InputError(f"the model does not know {message}; try: {questions[0].question}")
     print(describe_question(question))
     decoding = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     streamer = Streamer(tokenizer, skip_prompt=True, **decoding)  # a new one: Ctrl-C stops it
