@@ -293,12 +293,15 @@ def usable_cores() -> int:
     return cores
 
 
-def same_numbers() -> None:
-    """Makes a GPU's numbers reproducible (--deterministic), with a warning where it cannot. Those
-    of a CPU always are.
+def prepare_process(settings: Settings) -> None:
+    """Sets the number of threads and the link to the launcher. --deterministic makes a GPU's
+    numbers reproducible, with a warning where it cannot; those of a CPU always are.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    end_with_launcher()
+    if settings.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    set_threads()
 
 
 def end_with_launcher() -> None:
@@ -339,10 +342,7 @@ def build_state(settings: Settings) -> TrainState:
     """Builds everything that a stage needs: quick checks come first, the models last."""
     accelerator = make_accelerator(settings)
     device, main = accelerator.device, accelerator.is_main_process
-    end_with_launcher()
-    if settings.deterministic:
-        same_numbers()
-    set_threads()
+    prepare_process(settings)
     sharding, start, questions, trained_on, held_out = check_before_models(settings, accelerator)
     attempts = 1 + settings.max_resample * (settings.algorithm == "dapo")
     stream = QuestionStream(trained_on, settings, attempts)
@@ -377,11 +377,12 @@ def build_state(settings: Settings) -> TrainState:
     critic = make_critic(settings, policy)
     critic_model, critic_optimizer = spread(critic, settings.critic_lr) if critic else (None, None)
     model, optimizer = spread(policy, settings.lr)
-    return TrainState(
+    state = TrainState(
         settings, accelerator, policy, model, optimizer, recompute,
         choose_mismatch(settings, recompute), reference, critic, critic_model, critic_optimizer,
         stream, held_out, environment, choose_generate(settings), sampler, others,
     )  # fmt: skip
+    return state
 
 
 def choose_mismatch(settings: Settings, recompute: bool) -> str:
