@@ -169,23 +169,16 @@ def poisoned(*bad, reply=(500, b"")):
 @pytest.mark.parametrize(
     "reply", [(500, b""), (400, b"odd"), (200, b"<p>"), (200, b'{"result": []}'), b""]
 )
-def test_one_bad_query_costs_no_other_its_passages(start, reply):
+def test_one_bad_query_costs_no_other_its_passages(start, monkeypatch, reply):
+    """The batch is tried twice, unless the server rejects it; each query is then sent once."""
     server, queries = start(poisoned("poison", reply=reply)), ["ana", "poison", "bo"]
+    monkeypatch.setattr(remote, "RETRIES", 1)
     ana, poison, bo = HttpRetriever(server.base).search(queries, 1)
     assert titles([ana, bo]) == [["ana 0"], ["bo 0"]]
-    assert server.queries() == [queries, *([query] for query in queries)]
     rejected = reply[:1] == (400,)
     assert poison is (False if rejected else None)
-
-
-def test_bad_queries_among_many_are_found_and_retries_are_for_whole_batches(start, monkeypatch):
-    monkeypatch.setattr(remote, "RETRIES", 1)
-    names = [f"q{i}" for i in range(100)]
-    server = start(poisoned("q0", "q41", "q42", "q99"))
-    lists = HttpRetriever(server.base).search(names, 1)
-    bad = [name for name, documents in zip(names, lists, strict=True) if documents is None]
-    assert bad == ["q0", "q41", "q42", "q99"]
-    assert [len(queries) for queries in server.queries()] == [100, 100] + [1] * 100
+    batches = [queries] if rejected else [queries, queries]
+    assert server.queries() == [*batches, *([query] for query in queries)]
 
 
 def test_a_query_that_hangs_leaves_time_for_the_others(start):

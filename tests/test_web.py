@@ -5,7 +5,6 @@ import json
 import socket
 import time
 import urllib.parse
-from types import SimpleNamespace
 
 import pytest
 from conftest import RawServer, message
@@ -202,16 +201,11 @@ def test_a_query_that_the_api_fails_is_a_fault_and_the_other_replies_are_cached(
 
 
 def test_requests_to_the_api_keep_their_distance(site, monkeypatch):
-    """Before each request there is one pause, and none begins while another lasts."""
-    retriever, pauses = searcher(site), []
+    retriever = searcher(site)
     monkeypatch.setattr(module, "PAUSE", 0.05)
-
-    def sleep(seconds):
-        pauses.append((seconds, retriever.lock.locked()))
-
-    monkeypatch.setattr(module, "time", SimpleNamespace(**vars(time) | {"sleep": sleep}))
-    retriever.search([f"q{i}" for i in range(6)], 1)
-    assert pauses == [(0.05, True)] * 6 and len(site.queries) == 6
+    start = time.monotonic()
+    retriever.search([f"q{i}" for i in range(6)], 1)  # in threads
+    assert time.monotonic() - start >= 6 * 0.05 and len(site.queries) == 6
 
 
 @pytest.mark.fault(200)
