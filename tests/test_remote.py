@@ -145,9 +145,7 @@ def test_queries_are_sent_in_batches_and_answered_in_order(start, monkeypatch):
         ((404, b"gone"), "HTTP 404 gone", 1),
         ((200, b"<p>"), "not JSON", 3),
         (b"", "closed connection", 3),
-        (with_lists([[5]]), "wrong shape: no passage", 3),
         (with_lists([[], [], []]), "wrong shape: ", 3),
-        (with_lists(None), "wrong shape: ", 3),
         ((200, b"[[], []]"), "wrong shape: ", 3),
         (with_lists([{}]), "wrong shape: ", 3),
     ],
@@ -204,7 +202,6 @@ def test_a_call_ends_within_the_seconds_that_it_names(start, monkeypatch):
     retriever.timeout = 0.4  # not for the probe, which must be answered
     # three batches of two tries, one wait, and their queries one by one
     assert retriever.seconds(9, 5) == pytest.approx(3 * (3 * 0.4 + MAX_BACKOFF))
-    assert retriever.seconds(0, 5) == 0
     with pytest.raises(Fault, match=r"nothing within 0\.4 s"):
         retriever.search(list("abcdefghi"), 5)
     # one batch, twice; of the third 0.4 s each query has 0.1 at most: 4, and no other batch
@@ -233,10 +230,10 @@ def towns():
         yield url
 
 
-def exchange(url, body, path="/retrieve"):
+def exchange(url, body):
     """Returns (status, reply read as JSON) of one request."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
-    connection.request("POST", path, json.dumps(body).encode())
+    connection.request("POST", "/retrieve", json.dumps(body).encode())
     response = connection.getresponse()
     with contextlib.closing(connection):
         return response.status, json.loads(response.read())

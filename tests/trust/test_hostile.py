@@ -4,14 +4,12 @@ numbers of metrics that are none.
 """
 
 import copy
-import io
 import json
 import random
 import subprocess
 import sys
 import time
 from itertools import groupby
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
