@@ -8,7 +8,7 @@ Only `python retriever.py serve --retriever web` uses this file; the trainer ask
           -> Document(id = address, title in the API's reply, text)
 
 Strangers choose these addresses, and they are visited from inside your network. So only http and
-https on their usual ports are allowed, and every address of a host must be public, unless
+https on their usual ports and IPv4 are allowed, and every address of a host must be public, unless
 `allow_private` is set. A host name is looked up once, and the connection goes to the address that
 was checked, since a second look-up may give a private one (DNS rebinding). The same holds for
 redirects. There is no proxy, because it would look the name up itself. Left out: JavaScript, PDF,
