@@ -176,9 +176,9 @@ def command(arguments: list[str], make: Callable) -> None:
     args.retriever = "http" if args.url else args.retriever
     for name, (default, text) in FLAGS.items():
         owner = text.partition(":")[0]
-        if owner in ("bm25", "dense", "web") and owner != args.retriever:
-            if getattr(args, name) != default:
-                raise InputError(f"--{name}: only --retriever {owner} reads it: leave it out")
+        reader = owner if owner in ("bm25", "dense", "web") else args.retriever
+        if reader != args.retriever and getattr(args, name) != default:
+            raise InputError(f"--{name}: only --retriever {owner} reads it: leave it out")
     args.retriever_url = args.url or args.retriever_url
     documents = load_corpus(args.corpus, args.skip_bad) if args.corpus else []
     if args.retriever == "web":
