@@ -13,8 +13,6 @@ computed. The same examples in the same order give the same weights on the same 
 Left out: several processes.
 """
 
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +21,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from errors import slow_step
 from policy import Policy, last_column
 from rollout import encode
 from scale.packing import micro_batches
@@ -59,8 +56,7 @@ def example_of(prompt: list[int], pieces: Sequence[tuple[str, bool]], tokenizer)
         ids += piece
         mask += [int(imitate)] * len(piece)
     end = tokenizer.eos_token_id
-    ended = ids[len(prompt) :][-1:] == [end]  # a transcript may already end in EOS
-    if end is not None and not ended:
+    if end not in (None, *ids[len(prompt) :][-1:]):  # a transcript may already end in EOS
         ids.append(end)
         mask.append(1)
     return Example(ids, mask)
@@ -116,10 +112,8 @@ def train_sft(
     """Makes `settings.steps` updates, each on `next_examples(step)`, and returns the losses."""
     optimizers = optimizers_of(policy, settings)
     losses = []
-    seconds = []
     with tqdm(total=settings.steps, desc=description, dynamic_ncols=True) as bar:
         for step in range(settings.steps):
-            start = time.perf_counter()
             for optimizer, lr in optimizers.items():
                 optimizer.param_groups[0]["lr"] = lr * sft_lr_factor(step, settings)
             losses.append(backward(policy, next_examples(step), settings.tokens_per_micro_batch))
@@ -129,9 +123,6 @@ def train_sft(
                 optimizer.zero_grad()
             bar.update()
             bar.set_postfix(loss=f"{losses[-1]:.3f}")
-            seconds.append(time.perf_counter() - start)
-            if line := slow_step(seconds):
-                bar.write(line, file=sys.stderr)
     return losses
 
 

@@ -464,8 +464,9 @@ class Baselines(Evaluation):
         llm = load_llm(settings.model, settings, max_tokens=settings.max_turn_tokens, device=device)
         llm.at_once = settings.max_num_seqs or llm.at_once
         protocol = build_protocol(settings)
-        if not recipe_protocol(settings).fallback_text:  # that paper's summariser has no fallback
-            protocol = replace(protocol, fallback_text="")
+        # The summariser rejects queries only in the table of a paper in which it does so.
+        fallback_text = recipe_protocol(settings).fallback_text and protocol.fallback_text
+        protocol = replace(protocol, fallback_text=fallback_text)
         return llm, build_search(settings, self.documents, device, protocol=protocol)
 
     def load(self) -> tuple[Callable, str]:
@@ -485,8 +486,6 @@ def parse_baselines(arguments: list[str]) -> tuple[list[str], Settings, Options]
     defaults = ["--protocol=ur2", "--max_searches=0", "--documents_per_search=5"]
     settings, options = parse([*defaults, *arguments], BaselineOptions, "lab.baselines")
     methods = names_in("method", options.method.removeprefix("all"), METHODS)
-    if not settings.data:
-        raise InputError("--data is missing: baselines are for a model and questions of your own")
     if options.samples > 1 or options.against or options.json:
         raise InputError("--samples, --against, --json: a table of methods does not use them")
     return methods, settings, options

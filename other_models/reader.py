@@ -14,8 +14,7 @@ import re
 from data import Question
 from errors import InputError
 from metrics import exact_match, f1_score, last_boxed
-from other_models.judge import ask_given
-from prompts import fill, find_blocks, gaps_of, question_values, without_thinking
+from prompts import fill, find_blocks, make_messages, question_values, without_thinking
 from trajectory import Trajectory
 
 INSTRUCTION = (
@@ -29,8 +28,10 @@ _LABEL = re.compile(r"^[\s*]*(?:the )?(?:final )?answer(?: is)?[\s*]*:[\s*]*", r
 LAYOUT = "{evidence}\n{question}"  # the tiny models expect their question last
 
 
-def reader_text(question: Question, evidence: str, layout: str = LAYOUT) -> str:
-    return fill(layout, question_values(question, layout) | {"evidence": evidence.strip()})
+def reader_request(question: Question, evidence: str, custom: str = "") -> tuple[str, str]:
+    """Returns (instruction, text). `custom` is the text of --prompt_file."""
+    values = question_values(question, custom) | {"evidence": evidence.strip()}
+    return make_messages(custom, INSTRUCTION, fill(LAYOUT, values), values)
 
 
 def read_answer(reply: str | None, whole: bool = False) -> str:
@@ -49,20 +50,21 @@ def read_answer(reply: str | None, whole: bool = False) -> str:
         return boxes[-1].content
     if (boxed := last_boxed(reply)) is not None:
         return boxed
-    reply = _LABEL.sub(
-        "", reply.rpartition("<answer>")[2]
-    )  # the token limit may have cut the end tag off
-    return reply.strip().partition("\n")[0].strip()
+    text = _LABEL.sub("", reply.rpartition("<answer>")[2])  # the limit may have cut the end tag off
+    return text.strip().partition("\n")[0].strip()
 
 
 def reader_answers(
     llm, pairs: list[tuple[Question, str | None]], whole=False, sampling=()
 ) -> list[str]:
-    instruction = getattr(llm, "instruction", "")  # from --prompt_file
-    layout = instruction if gaps_of(instruction) else LAYOUT
-    texts = [reader_text(*pair, layout) if (pair[1] or "").strip() else None for pair in pairs]
-    replies = ask_given(llm, INSTRUCTION, texts, sampling=sampling)
-    return [read_answer(reply, whole) for reply in replies]
+    """Returns what `read_answer` reads in the reply about each (question, evidence); a pair without
+    evidence is not sent.
+    """
+    given = {i: pair for i, pair in enumerate(pairs) if (pair[1] or "").strip()}
+    custom = llm.instruction  # from --prompt_file
+    requests = [(*reader_request(*pair, custom), *sampling) for pair in given.values()]
+    replies = dict(zip(given, llm.ask(requests), strict=True))
+    return [read_answer(replies.get(i), whole) for i in range(len(pairs))]
 
 
 def readings_of(trajectories: list[Trajectory], reader, whole: bool) -> list[str]:
@@ -78,9 +80,9 @@ def add_reader(records: list[dict], llm, sampling=()) -> list[dict]:
     sampling   (temperature, top_p) of the reader; () decodes greedily
     """
     for number, record in enumerate(records, 1):
-        if missing := {"question", "golds", "evidence"} - set(record):
+        if "evidence" not in record:
             advice = "give predictions of a protocol with an evidence box"
-            raise InputError(f"record {number} has no {min(missing)!r}: {advice}")
+            raise InputError(f"record {number} has no 'evidence': {advice}")
     pairs = [(Question("", r["question"], r["golds"]), r["evidence"]) for r in records]
     read = []
     for record, answer in zip(records, reader_answers(llm, pairs, sampling=sampling), strict=True):
