@@ -74,7 +74,9 @@ class Judge:
         instruction, read = self.llm.instruction or instruction, partial(read_verdict, words=words)
         given = {i: pair for i, pair in enumerate(pairs) if (pair[1] or "").strip()}
         requests = [(instruction, pair_text(*pair, self.sees)) for pair in given.values()]
-        replies = self.llm.ask(requests, lambda reply: read(reply) is not None)
+        replies = []
+        if requests:
+            replies = self.llm.ask(requests, lambda reply: read(reply) is not None)
         verdicts = dict.fromkeys(range(len(pairs)), words["wrong"])
         verdicts |= zip(given, map(read, replies), strict=True)
         self.asked += len(given)

@@ -63,7 +63,7 @@ def reader_answers(
     given = {i: pair for i, pair in enumerate(pairs) if (pair[1] or "").strip()}
     custom = llm.instruction  # from --prompt_file
     requests = [(*reader_request(*pair, custom), *sampling) for pair in given.values()]
-    replies = dict(zip(given, llm.ask(requests), strict=True))
+    replies = dict(zip(given, llm.ask(requests) if requests else [], strict=True))
     return [read_answer(replies.get(i), whole) for i in range(len(pairs))]
 
 
