@@ -109,12 +109,10 @@ def analysis_of(question: Question) -> str:
     def answers(sentence: str) -> bool:
         return any(answer.lower() in sentence.lower() for answer in question.answers)
 
-    quotes = []
-    for reference in question.references:
-        sentences = re.split(r"(?<=[.!?])\s+", reference.text.strip())
-        # `max` returns the first of equal sentences.
-        quotes.append(replace(reference, text=max(sentences, key=answers)))
-    quotes = number_documents(quotes)
+    def quote(text: str) -> str:
+        return max(re.split(r"(?<=[.!?])\s+", text.strip()), key=answers)  # the first of equal ones
+
+    quotes = number_documents([replace(r, text=quote(r.text)) for r in question.references])
     quoted = [quotes[number - 1] for number in question.supporting]
     return " ".join([*quoted, f"So the answer is {question.answers[0]}."])
 

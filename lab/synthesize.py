@@ -140,10 +140,10 @@ def in_form(texts: list[str | None], asked: set[str]) -> Questions:
     return list(drafts.values())
 
 
-def drafts_in(reply: str | None) -> list[str | None]:
-    """Splits a reply into drafts at each "Question:"; a reply without that word is one draft."""
-    parts = re.split(r"^(?=Question:)", reply or "", flags=re.MULTILINE)
-    return [part for part in parts if part.startswith("Question:")][:DRAFTS] or [reply]
+def drafts_in(reply: str | None) -> list[str]:
+    """Splits a reply into drafts at each "Question:"."""
+    draft = r"^Question:.*?(?=^Question:|\Z)"
+    return re.findall(draft, reply or "", re.MULTILINE | re.DOTALL)[:DRAFTS]
 
 
 def reordered(draft: Question, seed: int) -> Question:
@@ -168,8 +168,9 @@ def asked_often(llm, instruction: str, texts: list[str], times: int) -> list[lis
     """Samples `times` replies to each text. Requests are numbered, because equal ones would be sent
     only once.
     """
-    turns = [f"{text}\n(attempt {turn + 1})" for text in texts for turn in range(times)]
-    replies = llm.ask([Request(instruction, text, 1.0) for text in turns])
+    pairs = itertools.product(texts, range(1, times + 1))
+    turns = [Request(instruction, f"{text}\n(attempt {turn})", 1.0) for text, turn in pairs]
+    replies = llm.ask(turns)
     return [replies[first : first + times] for first in range(0, len(replies), times)]
 
 
@@ -216,11 +217,10 @@ def synthesize(given: Questions, models: list, settings: SynthesizeSettings) -> 
 def examples_among(given: Questions) -> Questions:
     """Returns the multiple-choice questions with one readable answer, which can be examples."""
     single = [q for q in given if q.task == "choice" and len(q.answers) == 1]
-    usable = [q for q in single if choice_letter(q.answers[0], q.options)]
-    if not usable:
-        hint = "they serve as examples for new ones: name another file"
-        raise InputError(f"--data holds no multiple-choice question with one answer: {hint}")
-    return usable
+    if usable := [q for q in single if choice_letter(q.answers[0], q.options)]:
+        return usable
+    hint = "they serve as examples for new ones: name another file"
+    raise InputError(f"--data holds no multiple-choice question with one answer: {hint}")
 
 
 def earlier(path: Path) -> Questions:

@@ -131,19 +131,16 @@ def add_verdicts(records: list[dict], judge: Judge) -> list[dict]:
     the verdict is unreadable. UR² appendix D.1 does not state the ½; its Table 1 has odd tenths of
     per cents over 500 questions.
     """
-    judged = list(records)
+    pairs, judged = [], list(records)
+    for r in records:
+        task, options = r.get("task", "qa"), tuple(r.get("options", ()))
+        pairs.append((Question("", r["question"], r["golds"], task, options), r["prediction"]))
     for ask, highest in ((judge.grades, 2), (judge.verdicts, 1)):
-        rows = [i for i, r in enumerate(records) if (r.get("task") == "math") == (highest == 2)]
-        marks = ask([(question_in(records[i]), records[i]["prediction"]) for i in rows])
-        for i, mark in zip(rows, marks, strict=True):
+        rows = [i for i, (q, _) in enumerate(pairs) if (q.task == "math") == (highest == 2)]
+        for i, mark in zip(rows, ask([pairs[i] for i in rows]), strict=True):
             metrics = records[i]["metrics"]
             # If the server was silent, the verdict of an earlier evaluation stays.
             earlier = metrics.get("judged") if judge.silent else None
             metrics = metrics | {"judged": earlier if mark is None else mark / highest}
             judged[i] = records[i] | {"metrics": metrics, "judge_sees": judge.sees}
     return judged
-
-
-def question_in(record: dict) -> Question:
-    options = tuple(record.get("options", ()))
-    return Question("", record["question"], record["golds"], record.get("task", "qa"), options)
