@@ -72,17 +72,15 @@ class Judge:
 
     def _ask(self, pairs: list[Pair], instruction: str, words: dict) -> list:
         instruction, read = self.llm.instruction or instruction, partial(read_verdict, words=words)
-        given = {i: pair for i, pair in enumerate(pairs) if (pair[1] or "").strip()}
-        requests = [(instruction, pair_text(*pair, self.sees)) for pair in given.values()]
-        replies = []
-        if requests:
-            replies = self.llm.ask(requests, lambda reply: read(reply) is not None)
-        verdicts = dict.fromkeys(range(len(pairs)), words["wrong"])
-        verdicts |= zip(given, map(read, replies), strict=True)
+        given = [pair for pair in pairs if (pair[1] or "").strip()]
+        requests = [(instruction, pair_text(*pair, self.sees)) for pair in given]
+        replies = self.llm.ask(requests, lambda r: read(r) is not None) if requests else []
+        marks = map(read, replies)
+        verdicts = [next(marks) if (a or "").strip() else words["wrong"] for _, a in pairs]
         self.asked += len(given)
-        self.unreadable += [*verdicts.values()].count(None)
+        self.unreadable += verdicts.count(None)
         self.silent += replies.count(None)
-        return [*verdicts.values()]
+        return verdicts
 
 
 def pair_text(question: Question, answer: str, sees: str = "question") -> str:
