@@ -104,8 +104,7 @@ class LLM:
 
     def __init__(self, name: str, max_tokens: int, cache: str | Path = ""):
         self.name, self.max_tokens = name, max_tokens
-        self.asked = self.failures = 0  # distinct requests; requests without an answer
-        self.fault = ""  # the message of the last failure
+        self.failures = 0  # requests without an answer
         self.rejected = set()  # requests that the server rejected, for example for their length
         self.lock = threading.Lock()  # a search that timed out may still be running
         self.cached = {}  # the key of a request -> its reply
@@ -143,7 +142,6 @@ class LLM:
                 replies[request] = reply
                 if self.cache and reply is not None and readable(reply):
                     self.keep(request, reply)  # now, so that an interrupt loses no reply
-            self.asked += len(missing)
             self.failures += [*map(replies.get, missing)].count(None)
         return [*map(replies.get, requests)]
 
@@ -175,7 +173,7 @@ class ServerLLM(LLM):
     """
 
     tokenizer = staticmethod(guessed_tokens)
-    dead_batches = 0  # in a row
+    dead_batches, fault = 0, ""  # batches in a row without an answer; the last error message
 
     def __init__(self, spec: str, max_tokens=256, timeout=60.0, cache: str | Path = ""):
         base, _, self.model = spec.partition("#")
@@ -311,8 +309,7 @@ class LocalLLM(LLM):
         rows = sorted(requests, key=lambda r: (r[2:], len(prompts[r])), reverse=True)
         for sampling, group in itertools.groupby(rows, key=lambda r: r[2:]):
             fit = list(group)
-            while fit and (size := len(prompts[fit[0]])) > self.longest_prompt:
-                self.fault = f"a prompt of {size} tokens; {self.longest_prompt} fit"
+            while fit and len(prompts[fit[0]]) > self.longest_prompt:
                 yield fit.pop(0), None  # a truncated prompt would be another question
             for start in range(0, len(fit), self.at_once):
                 batch = fit[start : start + self.at_once]
