@@ -14,7 +14,7 @@ import re
 from data import Question
 from errors import InputError
 from metrics import exact_match, f1_score, last_boxed
-from prompts import fill, find_blocks, make_messages, question_values, without_thinking
+from prompts import fill, find_blocks, gaps_of, question_values, without_thinking
 from trajectory import Trajectory
 
 INSTRUCTION = (
@@ -28,10 +28,8 @@ _LABEL = re.compile(r"^[\s*]*(?:the )?(?:final )?answer(?: is)?[\s*]*:[\s*]*", r
 LAYOUT = "{evidence}\n{question}"  # the tiny models expect their question last
 
 
-def reader_request(question: Question, evidence: str, custom: str = "") -> tuple[str, str]:
-    """Returns (instruction, text). `custom` is the text of --prompt_file."""
-    values = question_values(question, custom) | {"evidence": evidence.strip()}
-    return make_messages(custom, INSTRUCTION, fill(LAYOUT, values), values)
+def reader_text(question: Question, evidence: str, layout: str = LAYOUT) -> str:
+    return fill(layout, question_values(question, layout) | {"evidence": evidence.strip()})
 
 
 def read_answer(reply: str | None, whole: bool = False) -> str:
@@ -61,8 +59,9 @@ def reader_answers(
     evidence is not sent.
     """
     given = {i: pair for i, pair in enumerate(pairs) if (pair[1] or "").strip()}
-    custom = llm.instruction  # from --prompt_file
-    requests = [(*reader_request(*pair, custom), *sampling) for pair in given.values()]
+    custom = llm.instruction  # from --prompt_file; a layout is the whole message
+    layout, instruction = (custom, "") if gaps_of(custom) else (LAYOUT, custom or INSTRUCTION)
+    requests = [(instruction, reader_text(*pair, layout), *sampling) for pair in given.values()]
     replies = dict(zip(given, llm.ask(requests) if requests else [], strict=True))
     return [read_answer(replies.get(i), whole) for i in range(len(pairs))]
 

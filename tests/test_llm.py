@@ -156,7 +156,7 @@ def test_an_address_without_a_model_means_the_first_one_that_the_server_lists(se
     ("probe", "complaint"),
     [
         (None, "nothing within 0.5 s"),
-        ((404, b'{"error": {"message": "There is no `m`."}}'), "(HTTP 404 There is no `m`.)"),
+        ((404, b'{"error": {"message": "There is no `m`."}}'), "There is no `m`."),
         ((400, b"max_tokens too large"), "no answer (HTTP 400 max_tokens too large): start the"),
     ],
 )

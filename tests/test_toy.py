@@ -12,7 +12,7 @@ import torch
 
 from data import Question, SearchRequest
 from other_models.llm import LocalLLM
-from other_models.reader import reader_request
+from other_models.reader import INSTRUCTION, reader_text
 from papers import paper_of
 from policy import Policy
 from prompts import PROTOCOLS, build_prompt, frame_documents, number_documents
@@ -382,8 +382,8 @@ def test_the_reader_is_trained_on_the_very_prompt_that_it_is_asked_with():
     text = tokenizer.decode(prompt).strip().removesuffix("answer :").strip()
     evidence, question = text.split("\n")
     asked = LocalLLM(Policy(make_model(len(tokenizer))), tokenizer, max_tokens=8)
-    request = reader_request(Question("", question.strip(), []), evidence.strip())
-    assert asked.prompt(request) == prompt
+    text = reader_text(Question("", question.strip(), []), evidence.strip())
+    assert asked.prompt((INSTRUCTION, text)) == prompt
 
 
 def test_the_reader_chooses_among_facts_and_says_none_where_the_asked_is_not_stated():

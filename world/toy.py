@@ -30,7 +30,8 @@ from data import Document, Question
 from errors import InputError
 from formats.manifest import wrong_with
 from formats.records import lock
-from other_models.reader import reader_request
+from other_models.reader import INSTRUCTION as READER_INSTRUCTION
+from other_models.reader import reader_text
 from policy import Policy, load_policy, save_policy
 from prompts import Protocol, chat_text, frame_documents, number_documents, prompt_text
 from sft import Example, SFTSettings, train_sft
@@ -515,8 +516,8 @@ def reader_example(tasks: Tasks, tokenizer) -> Example:
         lines[-1:] = [text for _, text in tasks.with_neighbour(("", lines[-1]))]
     stated = dict(line.partition(" of ")[0].split(" ", 1) for line in lines)
     answer = stated.get(task.relation, "none")
-    asked = reader_request(Question("", task.question, []), " ".join(lines))
-    texts = [chat_text(tokenizer, *asked), f" {answer}<eos>"]
+    asked = reader_text(Question("", task.question, []), " ".join(lines))
+    texts = [chat_text(tokenizer, READER_INSTRUCTION, asked), f" {answer}<eos>"]
     prompt, reply = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return Example(prompt + reply, [0] * len(prompt) + [1] * len(reply))
 
