@@ -109,11 +109,6 @@ def read_verdict(reply: str | None, words: dict = VERDICTS):
     return words.get(_LABEL.sub("", plain, count=1))
 
 
-def verdicts_on(trajectories: list[Trajectory], judge: Judge) -> list[bool | None]:
-    """Returns the judge's verdicts; None where one is unreadable, and then the metrics decide."""
-    return judge.verdicts([(t.question, t.answer) for t in trajectories])
-
-
 def math_grader(trajectories: list[Trajectory], judge: Judge) -> Callable[[Question, str], float]:
     """Returns the `judge` of `rewards.ur2_stage2`. It asks for grades of all answers that no metric
     finds equal in one batch; for any other answer it returns 0.

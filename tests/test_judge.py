@@ -14,7 +14,6 @@ from other_models.judge import (
     math_grader,
     pair_text,
     read_verdict,
-    verdicts_on,
 )
 from prompts import PROTOCOLS
 from rewards import is_right, matches, ur2_stage2
@@ -114,7 +113,7 @@ def test_right_is_the_judge_s_verdict_even_against_exact_match_which_decides_wit
     judge = Judge(Says(**{"UK": "yes", "The Great Britain!": "no"}))
     answers = ("UK", "The Great Britain!", "great Britain.", "in Great Britain", None)
     trajectories = [written(ISLES, answer) for answer in answers]
-    verdicts = verdicts_on(trajectories, judge)
+    verdicts = judge.verdicts([(ISLES, answer) for answer in answers])
     assert [*map(is_right, trajectories, verdicts)] == [True, False, True, False, False]
     assert not is_right(trajectories[0], None) and is_right(trajectories[1], None)
 
