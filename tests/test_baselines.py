@@ -138,13 +138,6 @@ def test_ircot_searches_the_question_and_then_each_sentence_until_one_says_the_a
     assert f"about {born}" in requests[1].passages[0]
 
 
-def test_ircot_stops_at_its_limit_and_then_completes_the_chain():
-    said = [f"{i} {NEVER}" for i in range(9)]
-    _, requests, library = go("ircot", said, max_searches=3)
-    assert library.queries == [ANA.question, *said[:2]] and len(requests) == 4
-    assert requests[3].so_far == f"{' '.join(said[:3])}\n{FINAL}" and len(requests[3].passages) == 6
-
-
 def test_a_passage_that_two_searches_found_stands_in_the_prompt_once():
     library = Library(Document("1", "Kelmouth", "a town"))
     _, requests, _ = go("ircot", ["A town.", "The answer is Norland."], library)
@@ -255,12 +248,6 @@ def test_rat_revises_each_paragraph_with_its_own_query_and_with_the_revised_ones
     assert "about Kelmouth country" in user_text(requests[4]) and trajectory.answer == "Norland"
 
 
-def test_rat_leaves_paragraphs_after_its_limit_as_they_were():
-    draft = "One.\n\nTwo.\n\nSo the final answer is: Sudria."
-    trajectory, _, library = go("rat", [draft, "q", "Won."], max_searches=1)
-    assert library.queries == ["q"] and trajectory.answer == "Sudria"
-
-
 def test_search_o1_inserts_the_models_own_notes_and_not_the_pages():
     reasoning = "I need it. <search> Ana Bell born </search>"
     replies = [
@@ -281,12 +268,31 @@ def test_search_o1_inserts_the_models_own_notes_and_not_the_pages():
     assert again.so_far == f"{reasoning}\n\n{notes}\n\n" and not again.passages
 
 
-def test_search_o1_refuses_the_search_behind_its_limit_and_ends():
-    replies = itertools.cycle(["<search> Ana </search>", "nothing"])
-    _, requests, library = go("search_o1", replies, max_searches=2)
-    # two rounds of query and notes, a third query that is not run, and the answer that it must give
-    assert library.queries == ["Ana", "Ana"] and len(requests) == 6
-    assert requests[5].so_far.endswith(f"Ana\n{FINAL}")
+DRAFT = "One.\n\nTwo.\n\nSo the final answer is: Sudria."
+
+
+@pytest.mark.parametrize(
+    "name, replies, limit, queries, last, answer",
+    [
+        (
+            "ircot",
+            [NEVER, "Two.", "So."],
+            2,
+            [ANA.question, NEVER],
+            f"{NEVER} Two.\n{FINAL}",
+            "So.",
+        ),
+        # RAT leaves later paragraphs as they were
+        ("rat", [DRAFT, "q", "Won."], 1, ["q"], "", "Sudria"),
+        ("search_o1", ["<search> A </search>", "x"] * 2, 1, ["A"], f"A\n{FINAL}", "x"),
+    ],
+)
+def test_a_method_gives_its_answer_after_its_last_search(
+    name, replies, limit, queries, last, answer
+):
+    trajectory, requests, library = go(name, replies, max_searches=limit)
+    assert library.queries == queries and len(requests) == len(replies)
+    assert requests[-1].so_far.endswith(last) and trajectory.answer == answer
 
 
 # ------------------------------------------------------------------------------- all of the methods
