@@ -82,7 +82,7 @@ def sft_lr_factor(step: int, settings: SFTSettings) -> float:
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
     start = max(settings.warmup_steps, int(settings.decay_from * settings.steps))
-    return 1.0 if step < start else 1 - (step - start) / max(1, settings.steps - start)
+    return 1.0 if step < start else 1 - (step - start) / (settings.steps - start)
 
 
 def optimizers_of(policy: Policy, settings: SFTSettings) -> dict[torch.optim.Optimizer, float]:

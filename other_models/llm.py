@@ -94,7 +94,7 @@ def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=None) -
 
 class LLM:
     """The base class. A subclass adds `replies(requests)`, which yields each request with its reply
-    or None, and `positions`, the context length.
+    or None, `tokenizer`, and `positions`, the context length.
 
     cache   the folder in which replies are kept in a JSONL file; with "" none is kept
     """
@@ -145,6 +145,9 @@ class LLM:
             self.failures += [*map(replies.get, missing)].count(None)
         return [*map(replies.get, requests)]
 
+    def prompt(self, request: Request) -> list[int]:
+        return prompt_ids(self.tokenizer, request)
+
     def keep(self, request: Request, reply: str) -> None:
         key = self.key(request)
         self.cached[key] = reply
@@ -165,6 +168,7 @@ def guessed_tokens(text: str, **_) -> dict:
 
 
 guessed_tokens.unk_token_id, guessed_tokens.decode = 0, str  # it knows no control tokens
+guessed_tokens.bos_token = None
 
 
 class ServerLLM(LLM):
@@ -184,9 +188,6 @@ class ServerLLM(LLM):
         self.probe(spec)
         # The name contains the address: two servers may give the same name to different models.
         super().__init__(f"{self.base}#{self.model}", max_tokens, cache)
-
-    def prompt(self, request: Request) -> list[int]:
-        return encode(self.tokenizer, request.instruction + request.text)
 
     def probe(self, spec: str) -> None:
         """Sends one request, once, to see that the server is there and accepts such requests."""
@@ -298,9 +299,6 @@ class LocalLLM(LLM):
             raise InputError(
                 f"{name}: {max_tokens} new tokens do not fit its {self.positions} positions"
             )
-
-    def prompt(self, request: Request) -> list[int]:
-        return prompt_ids(self.tokenizer, request)
 
     def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:
         prompts = {request: self.prompt(request) for request in requests}

@@ -81,7 +81,7 @@ class Scripted:
 
 class Library:
     """A search function that keeps its queries, a list for each call. It finds two passages that
-    repeat the query, or what it is told to.
+    repeat the query, or these documents.
     """
 
     def __init__(self, *documents, **result):
@@ -89,15 +89,12 @@ class Library:
 
     def __call__(self, requests):
         self.calls.append([request.query for request in requests])
-        return [SearchResult(self.found(query), **self.result) for query in self.calls[-1]]
-
-    def found(self, query):
-        pages = [Document(str(i), f"Page {i}", f"about {query}") for i in (1, 2)]
-        return list(self.documents) or pages
+        pages = [[Document("1", f"Page {i}", f"about {q}") for i in (1, 2)] for q in self.calls[-1]]
+        return [SearchResult(list(self.documents or page), **self.result) for page in pages]
 
     @property
     def queries(self):
-        return [query for call in self.calls for query in call]
+        return [*itertools.chain(*self.calls)]
 
 
 def limits(**given):
@@ -105,9 +102,9 @@ def limits(**given):
     return Settings(**{"max_searches": 0, "temperature": 0.0} | given)
 
 
-def go(name, replies, library=None, question=ANA, room=3584, **given):
+def go(name, replies, library=None, question=ANA, **given):
     """One question through a method: (trajectory, what the model was asked, the library)."""
-    llm, library = Scripted(replies, room), library or Library()
+    llm, library = Scripted(replies), library or Library()
     (trajectory,) = run_method(name, [question], llm, library, limits(**given))
     return trajectory, llm.requests, library
 
