@@ -57,7 +57,6 @@ class DistilSettings:
     epochs: float = setting(2.0, "passes over the examples", above=0)
     batch_size: int = setting(32, "examples per update", least=1)
     lr: float = setting(1e-5, "learning rate (summarizer: fixed; others: it falls to 0)", above=0)
-    max_context: int = setting(0, "skip longer examples; 0: the model's limit", least=0)
     gradient_checkpointing: bool = setting(False, "recompute activations: less memory")
     skip_bad: bool = setting(False, "skip unusable records")
     seed: int = setting(0, "seed of the order of the examples")
@@ -198,7 +197,7 @@ def that_fit(examples: list[Example], longest: int) -> list[Example]:
     count = f"{len(fit)} of {len(examples)} examples"
     message = f"{count} fit {longest} tokens and have text to imitate"
     if not fit:
-        raise InputError(f"no example to train on: {message}: check --data, or raise --max_context")
+        raise InputError(f"no example to train on: {message}: check --data")
     print(message)
     return fit
 
@@ -208,8 +207,8 @@ def distil(method: str, settings: DistilSettings) -> None:
     protocol = PROTOCOLS[settings.protocol or {"traces": "r1_searcher"}.get(method, "arena")]
     memory = PolicySettings(gradient_checkpointing=settings.gradient_checkpointing)
     policy, tokenizer = load_policy(settings.model, best_device(), memory)  # fp32, for training
-    longest = min(settings.max_context or 2**31, context_of(policy))
-    examples = that_fit(examples_of(method, settings, protocol, tokenizer), longest)
+    examples = examples_of(method, settings, protocol, tokenizer)
+    examples = that_fit(examples, context_of(policy))
     size = min(settings.batch_size, len(examples))
     steps = math.ceil(settings.epochs * len(examples) / size)
     fixed = float(method == "summarizer")  # the rate decays from the end of the run on: never
