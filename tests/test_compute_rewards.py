@@ -21,7 +21,7 @@ class Model:
     asked.
     """
 
-    failures = 0
+    failures, instruction = 0, ""
 
     def __init__(self, answer):
         self.answer, self.batches, self.requests = answer, [], []
