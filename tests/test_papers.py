@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -309,8 +308,7 @@ def test_every_protocol_is_some_paper_s_and_an_unknown_one_is_one_line():
         paper_of("xml")
 
 
-def test_python_papers_prints_what_every_stage_and_every_variant_sets(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["papers.py", "--markdown"])
+def test_python_papers_prints_what_every_stage_and_every_variant_sets(capsys):
     papers.main()
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["paper | stage | settings | source", "--- | --- | --- | ---"]
@@ -324,11 +322,9 @@ def test_python_papers_prints_what_every_stage_and_every_variant_sets(capsys, mo
 
 # One process, because the imports take longer than the commands.
 EVERY_COMMAND = """
-import sys
 import ask, eval, papers, train
 from lab import ablate, claims
 
-sys.argv = ["papers.py"]
 papers.main()
 few = "--questions_per_step 4 --group_size 2 --trajectories_per_update 4".split()
 train.main(["--recipe", "mine", "--steps", "2", *few])
