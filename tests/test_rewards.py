@@ -144,25 +144,20 @@ def test_a_prompt_without_retrieval_pays_the_format_only():
     # eq. 2: the answer's 2, without the format's 1
     assert total(ur2_stage2(ur2(search() + BOX, may_search=False))) == 2
     assert ur2_choice(ur2(search() * 2 + BOX, may_search=False), 0)["retrieval"] == 0
-    # nor does a protocol without queries have tags that could lack their pair
-    assert "unpaired_query_tags" not in ur2_violations(ar(sections()))
 
 
 def test_a_query_that_the_environment_refuses_on_a_direct_question_is_a_violation_each():
     trajectory = ur2(BOX, may_search=False)
-    trajectory.rejected_queries += [
-        RejectedQuery("direct", "Ana Bell birthplace"),
-        RejectedQuery("direct", LONG),
-    ]
+    queries = ("Ana Bell birthplace", LONG)
+    trajectory.rejected_queries = [RejectedQuery("direct", query) for query in queries]
     assert ur2_violations(trajectory) == ["long_query"] + ["searched_directly"] * 2
     assert total(ur2_stage1(trajectory)) == -3 and total(ur2_stage2(trajectory)) == 2
-    trajectory.rejected_queries[:] = [
-        RejectedQuery("malformed", "")
-    ]  # the tags that lack their pair are it
+    # of a malformed query the tags without a partner are counted instead
+    trajectory.rejected_queries = [RejectedQuery("malformed", "")]
     assert ur2_violations(trajectory) == []
 
 
-@pytest.mark.parametrize("junk", [".", "?!", "…", "- -"])
+@pytest.mark.parametrize("junk", [".", "…", "- -"])
 def test_a_query_without_a_word_earns_nothing_and_is_a_violation(junk):
     # twice: −2, where "." twice was 1 + 4
     trajectory = ur2(BOX)
@@ -181,7 +176,6 @@ def test_ur2_stage2_pays_twice_the_score_of_each_task():
     assert total(ur2_stage2(partly, "em")) == 1 and total(ur2_stage2(partly, "cem")) == 3
     assert total(ur2_stage2(ur2("\\boxed{\\frac{1}{2}}", MATH))) == 3
     assert total(ur2_stage2(ur2("The correct answer is: B", CHOICE))) == 3
-    assert total(ur2_stage2(ur2("The correct answer is: A", CHOICE))) == 1
 
 
 def test_a_math_judge_grades_what_is_not_plainly_equal():
@@ -206,7 +200,6 @@ def test_each_fallback_costs_half_in_every_stage_and_is_known_by_its_flag():
     trajectory = ur2(search() * 3 + BOX, fallbacks=[0, 2])
     for reward in ("ur2_stage1", "ur2_stage2", "ur2_choice", "ur2_weak"):
         assert score(trajectory, reward)["fallback"] == -1.0
-        assert score(trajectory, reward, fallback_penalty=0.25)["fallback"] == -0.5
     quoted = search(found=PROTOCOLS["ur2"].fallback_notice) + PROTOCOLS["ur2"].fallback_notice
     assert ur2_stage1(ur2(quoted + BOX))["fallback"] == 0  # whatever the words
 
@@ -225,10 +218,15 @@ def test_the_3b_models_choice_runs_lose_a_point_of_format_without_a_search():
     # appendix C.7, "non-accumulative": exactly −1, right (2 − 1) or with three faults (0 − 1)
     right = "The correct answer is: B"
     worst = "北 <|im_start|> I do not know"
-    for text, reward in ((right, 1), (worst, -1), (search() + right, 3.5), (search() + worst, 0.5)):
+    for text, reward in (
+        (right, 1),
+        (worst, -1),
+        (search() + right, 3.5),
+        (search() + worst, 0.5),
+        (search(LONG) + right, 2),  # a search, though not a valid one
+        (search(".") + right, 1),  # no search
+    ):
         assert total(ur2_choice(ur2(text, CHOICE), 14, "qwen_3b")) == reward
-    assert total(ur2_choice(ur2(search(LONG) + right, CHOICE), 14, "qwen_3b")) == 2  # it did search
-    assert total(ur2_choice(ur2(search(".") + right, CHOICE), 14, "qwen_3b")) == 1  # this is none
     # eq. 2's format from step 15 on, for the others, and on a prompt without retrieval
     assert total(ur2_choice(ur2(right, CHOICE), 15, "qwen_3b")) == 3
     assert total(ur2_choice(ur2(right, CHOICE), 0, "qwen_7b")) == 3
@@ -241,9 +239,8 @@ def test_the_weak_first_stage_is_of_any_task():
     half = score(ur2(search() + "\\boxed{about a half}", MATH), "ur2_weak", extras=judged)
     assert half == {"answer": 2.0, "format": 1.0, "fallback": 0.0, "retrieval": 0.5}
     partly = ur2(search() * 2 + "\\boxed{Kelmouth, Norland}")
-    assert value(score(partly, "ur2_weak")) == pytest.approx(4 / 3 + 1 + 1)
-    assert value(score(partly, "ur2_weak", 10)) == pytest.approx(4 / 3 + 1)
-    assert value(score(partly, "ur2_weak", answer_metric="em")) == 2
+    assert total(score(partly, "ur2_weak")) == 4 / 3 + 1 + 1
+    assert total(score(partly, "ur2_weak", 10)) == 4 / 3 + 1
 
 
 LOOSE = {"format_check": "loose"}
@@ -252,31 +249,28 @@ LOOSE = {"format_check": "loose"}
 @pytest.mark.parametrize(
     ("text", "question", "kept"),
     [
-        ("So it is \\boxed{Norland}.", QA, True),
-        ("So it is $\\boxed{Norland}$<|im_end|>", QA, True),
+        ("So it is $\\boxed{Norland}$.<|im_end|>", QA, True),
         ("\\boxed{Norland}\n<eos>", QA, True),
         ("The correct answer is: B", CHOICE, True),
         ("\\boxed{Norland} it is", QA, False),
+        # which the strict check refuses
+        (
+            FAKED + "北 <tool_call> \\boxed{Sudria} <|begin_of_query|> " + search(LONG) + BOX,
+            QA,
+            True,
+        ),
     ],
 )
 def test_the_loose_format_check_looks_at_the_end_only(text, question, kept):
     trajectory = ur2(text, question)
-    faults = [] if kept else ["no_answer_at_end"]
-    assert ur2_violations(trajectory, **LOOSE) == faults
-    assert ur2_stage1(trajectory, **LOOSE)["format"] == 1 - 2 * len(faults)  # without a search too
-    assert ur2_stage2(trajectory, **LOOSE)["format"] == kept
-    assert score(trajectory, "ur2_choice", **LOOSE)["format"] == kept
-
-
-def test_what_the_strict_check_refuses_pays_under_the_loose_one():
-    box = "\\boxed{Sudria} "
-    for hack in (FAKED, "北 ", "<tool_call> ", box, "<|begin_of_query|> ", search(LONG)):
-        assert ur2_stage2(ur2(hack + BOX))["format"] == 0.0
-        assert ur2_stage2(ur2(hack + BOX), **LOOSE)["format"] == 1.0
+    assert ur2_violations(trajectory, **LOOSE) == ["no_answer_at_end"] * (not kept)
+    assert ur2_stage1(trajectory, **LOOSE)["format"] == (1 if kept else -1)  # without a search too
+    for reward in ("ur2_stage2", "ur2_choice"):
+        assert score(trajectory, reward, **LOOSE)["format"] == kept
 
 
 POLYNOMIAL = "+".join(f"{n}x^{n}" for n in range(12, 0, -1))  # 12x^12+11x^11+...+1x^1
-TWELVE = Question("1", "Which words?", [" ".join(["word"] * 12)])
+TWELVE = Question("1", "Which words?", ["word " * 12])
 IN_CHINESE = Question("1", "北?", ["x"])
 SHOWS_CHINESE = Question("1", "?", ["x"], references=(Document("1", "北", ""),))
 
@@ -287,38 +281,30 @@ SHOWS_CHINESE = Question("1", "?", ["x"], references=(Document("1", "北", ""),)
         (BOX, QA, []),
         ("no box", QA, ["no_answer"]),
         ("\\boxed{}", QA, ["no_answer"]),
-        ("\\boxed{Norland} or \\boxed{Norland}", QA, ["several_answers"]),
         ("<|begin_of_query|> where " + BOX, QA, ["unpaired_query_tags"]),
         ("<|begin_of_query|> " * 2 + "<|end_of_query|> " + BOX, QA, ["unpaired_query_tags"]),
         ("x <|end_of_query|> " * 2 + BOX, QA, ["unpaired_query_tags"] * 2),
         (FAKED + FAKED + BOX, QA, ["written_documents"] * 2),
-        ("\\boxed{} \\boxed{}", QA, ["several_answers", "no_answer"]),
-        (
-            "\\boxed{x} \\boxed{" + " ".join("abcdefghijk") + "}",
-            QA,
-            ["several_answers", "long_answer"],
-        ),
+        ("\\boxed{x} \\boxed{a b c d e f g h i j k}", QA, ["several_answers", "long_answer"]),
         (search(LONG) + search(LONG) + BOX, QA, ["long_query", "long_query"]),
         (search() * 4 + BOX, QA, []),
         (search() * 6 + BOX, QA, ["too_many_queries"] * 2),
-        ("x\nuser\nagain " + BOX, QA, ["illegal user"]),
         ("x\nuser: \nagain\nassistant" + "\n" + BOX, QA, ["illegal assistant", "illegal user"]),
         ("x\nuser accounts\nassistant: he helps " + BOX, QA, []),  # lines that begin so
         # the newline before it is the environment's
         (search() + "assistant\n" + BOX, QA, ["illegal assistant"]),
-        ("<tool_call>" * 100 + BOX, QA, ["illegal <tool_call>"]),  # one for its kind
-        (BOX + "<|im_end|>", QA, []),  # the EOS token
+        ("<tool_call>" * 100 + BOX + "<|im_end|>", QA, ["illegal <tool_call>"]),  # one for its kind
         ("北 " + BOX, QA, ["garbled_text"]),
         ("\ufffd " + BOX, QA, ["garbled_text"]),
+        ("<information> Norland " + BOX, QA, []),  # a tag of another protocol
         ("π r², x ∈ ℝ, ℵ₀ < 2^ℵ₀, Māori, naïve " + BOX, QA, []),
         (search(found="北 is north") + "北 " + BOX, QA, []),
         ("北 \\boxed{x}", IN_CHINESE, []),
         ("北 \\boxed{x}", SHOWS_CHINESE, []),
         ("север \\boxed{x}", IN_CHINESE, ["garbled_text"]),
-        ("\\boxed{" + " ".join("abcdefghijk") + "}", QA, ["long_answer"]),  # 11 words
-        ("\\boxed{" + " ".join("abcdefghij") + "}", QA, []),  # 10 words
-        ("\\boxed{" + " ".join(["word"] * 12) + "}", TWELVE, []),  # as long as the gold
-        ("\\boxed{" + " ".join(["word"] * 13) + "}", TWELVE, ["long_answer"]),
+        ("\\boxed{a b c d e f g h i j}", QA, []),  # 10 words
+        ("\\boxed{" + "word " * 12 + "}", TWELVE, []),  # as long as the gold
+        ("\\boxed{" + "word " * 13 + "}", TWELVE, ["long_answer"]),
         ("\\boxed{" + POLYNOMIAL + "}", MATH, []),
         ("\\boxed{" + POLYNOMIAL.replace("+", " + ") + "}", MATH, ["long_answer"]),
         ("\\boxed{" + "+".join(map(str, range(1900, 1911))) + "}", QA, ["long_answer"]),  # guesses
@@ -333,28 +319,23 @@ def test_what_counts_as_a_violation_of_ur2s_format(text, question, faults):
     assert ur2_violations(ur2(text, question)) == faults
 
 
-def test_queries_refused_for_the_limit_count_as_queries_and_the_tags_are_the_protocols():
+def test_queries_that_are_refused_for_the_limit_count_as_queries():
     trajectory = ur2(search() * 4 + BOX)
     trajectory.rejected_queries.append(RejectedQuery("limit", "one more"))
     assert ur2_violations(trajectory) == ["too_many_queries"]
     assert count_valid_searches(trajectory) == 4
-    faked = trajectory_of("<information> Norland " + BOX, protocol="ur2_search")
-    assert ur2_violations(faked) == ["written_documents"]
 
 
 # ------------------------------------------------------------------------------ R1-Searcher by hand
 
 
 def test_r1_searcher_stage1_is_a_half_for_searching_and_a_half_for_the_format():
-    assert total(r1_searcher_stage1(r1(search() + CLOSE))) == 1.0
     assert total(r1_searcher_stage1(r1(search() + WRONG_CLOSE))) == 1.0
     assert total(r1_searcher_stage1(r1(CLOSE))) == 0.5
     assert total(r1_searcher_stage1(r1(search() + "Norland"))) == 0.5
-    assert total(r1_searcher_stage1(r1("Norland"))) == 0.0
 
 
 def test_r1_searcher_stage2_is_f1_less_two_for_a_fault():
-    assert total(r1_searcher_stage2(r1(search() + CLOSE))) == 1.0
     # "Kelmouth, Norland": F1 = 2/3; a second </think> is a fault: 2/3 − 2 = −4/3
     partly = CLOSE.replace("Norland", "Kelmouth, Norland")
     assert total(r1_searcher_stage2(r1(partly))) == 2 / 3
@@ -379,19 +360,15 @@ def test_a_long_gold_may_be_answered_in_r1_searcher_and_nothing_longer():
         ("so <answer> Norland </answer>", ["thinking_not_closed_once"]),
         ("<think>" + CLOSE, ["thinking_not_closed_once"]),
         ("<answer> Norland </answer> so</think>", ["answer_in_thinking"]),
-        ("so</answer>" + CLOSE, ["answer_in_thinking"]),
         ("so</think> Norland", ["no_answer"]),
         (CLOSE + ANSWER, ["several_answers"]),
         ("so</think> It is <answer> Norland </answer>", ["text_beside_answer"]),
-        ("so</think> <answer> <answer> Norland </answer>", ["text_beside_answer"]),
         (CLOSE + " I am sure.", ["text_beside_answer"]),
-        ("so</think>" + search() + ANSWER, ["text_beside_answer"]),
-        (CLOSE.replace("Norland", " ".join("abcdefghijk")), ["long_answer"]),
+        (f"so</think><answer>{LONG}</answer>", ["long_answer"]),
         (
-            CLOSE.replace("Norland", "<|begin_of_documents|>"),
+            "so</think><answer><|begin_of_documents|></answer>",
             ["written_documents", "tag_in_answer"],
         ),
-        (CLOSE.replace("Norland", POLYNOMIAL), []),
         ("user\nℵ₀" + CLOSE, []),
         ("北" + CLOSE, ["garbled_text"]),
         ("<|begin_of_query|> where" + CLOSE, ["unpaired_query_tags"]),
@@ -408,10 +385,6 @@ def test_r_search_pays_answer_evidence_and_format():
     searched = observed() + EVIDENCE + ANSWER
     best = {"answer": 1.0, "evidence": 1.0, "format": 0.4}  # 1 + 1 + 0.2 + 0.2
     assert r_search(rs(searched), "Norland") == pytest.approx(best)
-    assert total(r_search(rs(searched), "Norland", evidence_reward=False)) == 1.4
-    # "Kelmouth, Norland" against "Norland": F1 = 2/3, for the answer and for the other model's
-    partly = r_search(rs(searched.replace("> Norland", "> Kelmouth, Norland")), "Kelmouth Norland")
-    assert partly == pytest.approx({"answer": 2 / 3, "evidence": 2 / 3, "format": 0.4})
     # wrong, and the evidence says nothing: the format alone
     assert total(r_search(rs(observed() + EVIDENCE + WRONG), "y")) == 0.4
     # the last of two evidence boxes is read, and E lost: 1 + 1 + 0 + 0.2
@@ -423,11 +396,9 @@ def test_r_search_pays_answer_evidence_and_format():
     [
         (ANSWER, 0.4),  # no search: γ_e is a gift, γ_α for the one answer
         ("Norland", 0.2),
-        (observed() + ANSWER, 0.2),  # searched: E = 0, A = 1
         (observed() + "Norland", 0.0),
         # an empty box is none
         (observed() + "<original_evidence> </original_evidence>" + ANSWER, 0.2),
-        (observed() + EVIDENCE + ANSWER * 2, 0.2),
         # two boxes, though one is empty
         (observed() + EVIDENCE + "<answer> </answer>" + ANSWER, 0.2),
         (observed() + EVIDENCE + ANSWER, 0.4),
@@ -452,7 +423,6 @@ def test_r_search_without_evidence_pays_the_answer_and_its_box_alone():
         assert result == pytest.approx({"answer": 2 / 3, "evidence": 0.0, "format": 0.2})
         assert rewards.r_search_format(plain(text))
     assert total(r_search(plain("Norland"), evidence_reward=False)) == 0.0  # γ_e is no gift
-    assert not rewards.r_search_format(plain(ANSWER * 2))
     # The box kept and its reader alone switched off is another thing: γ_e · E stays.
     kept = r_search(rs(observed() + EVIDENCE + ANSWER), evidence_reward=False)
     assert kept == pytest.approx({"answer": 1.0, "evidence": 0.0, "format": 0.4})
@@ -482,8 +452,7 @@ def test_r1_searchers_equations_with_numbers():
     assert total(r1_searcher_stage2(r1(text, yes), "cem")) == 1
     # "true" and "yes" have no word in common: IN = 0. The released code takes one for the other,
     # as UR²'s does (row 30 of the released rewards).
-    text = CLOSE.replace("Norland", "True")
-    assert [total(r1_searcher_stage2(r1(text, yes), *how)) for how in ((), ("em",))] == [0, -1]
+    assert total(r1_searcher_stage2(r1(CLOSE.replace("Norland", "True"), yes))) == 0
     assert total(ur2_stage2(ur2("\\boxed{True}", yes))) == 3
 
 
@@ -494,16 +463,13 @@ def test_r1_searchers_n_has_no_limit_of_words():
 
 
 def test_search_r1_pays_exact_match_and_nothing_else():
-    answers = ["norland.", "Nor-land", "Kelmouth, Norland", "Norland </answer><answer> Sudria"]
-    made = [
-        trajectory_of(ANSWER.replace("Norland", answer), protocol="search_r1") for answer in answers
-    ]
-    # punctuation is deleted: "norland" twice; then too much; then the last of two
-    assert [search_r1(t)["answer"] for t in made] == [1.0, 1.0, 0.0, 0.0]
-    assert set(search_r1(trajectory_of(THINK + asked(reflect=False), protocol="search_r1"))) == {
-        "answer"
-    }
-    assert search_r1(example("search_r1", searches=0)) == search_r1(example("search_r1"))
+    for answer, reward in (
+        ("Nor-land.", 1),  # punctuation is deleted
+        ("Kelmouth, Norland", 0),
+        ("Norland </answer><answer> Sudria", 0),  # the last of two
+    ):
+        assert search_r1(example("search_r1", answer)) == {"answer": reward}
+    assert search_r1(example("search_r1", searches=0)) == {"answer": 1}
 
 
 def test_r_search_and_when_to_search_remove_punctuation_and_arena_all_but_underscores():
@@ -512,7 +478,6 @@ def test_r_search_and_when_to_search_remove_punctuation_and_arena_all_but_unders
     answer = "<answer> spiderman </answer>"
     result = r_search(rs(observed() + EVIDENCE + answer, spider), "SpiderMan")
     assert (result["answer"], result["evidence"]) == (1.0, 1.0)
-    assert r_search(rs("<answer> spider man </answer>", spider))["answer"] == 0.0
     assert when_to_search_stage1(when(THINK + answer, spider))["answer"] == 1.0
     for answer, paper, code in (("spider man", 0, 1), ("spiderman", 1, 0), ("Spider_Man", 0, 1)):
         trajectory = ar(sections(answer=answer), gold="Spider-Man")
@@ -527,8 +492,7 @@ def test_evidence_support_is_the_share_of_its_words_that_were_read():
     # "bell was queen" : bell and was of 3
     made_up = "<original_evidence> The Bell was queen </original_evidence>"
     assert support(rs(observed() + made_up)) == pytest.approx(2 / 3)
-    assert support(rs(made_up)) == 0.0  # nothing was read
-    assert support(rs(observed() + ANSWER)) == support(ur2(search() + BOX)) == 0.0
+    assert support(rs(made_up)) == support(rs(observed() + ANSWER)) == 0.0  # nothing was read
 
 
 # --------------------------------------------------------------------------- When to Search by hand
@@ -541,7 +505,6 @@ def test_evidence_support_is_the_share_of_its_words_that_were_read():
         (THINK + asked() + asked() + ANSWER, True),  # Table 9
         (THINK + asked() + THINK + asked() + ANSWER, True),  # a further think
         (THINK + ANSWER, False),  # without retrieval: think, reflect, answer
-        (THINK + asked() + THINK + ANSWER, False),
         (THINK + asked() + REFLECT + ANSWER, False),
         (THINK + asked() + ANSWER + "<|im_end|>", True),
         (THINK + "1 < 2".join(["<reflect> ", " </reflect>"]) + ANSWER, True),
@@ -549,23 +512,18 @@ def test_evidence_support_is_the_share_of_its_words_that_were_read():
         (THINK + REFLECT, False),  # no answer
         (asked() + ANSWER, False),  # no think
         (THINK + asked(reflect=False) + ANSWER, False),
-        (THINK + REFLECT + asked() + ANSWER, False),
-        (THINK + THINK + ANSWER, False),
-        (THINK + ANSWER + REFLECT, False),
+        (THINK + THINK + REFLECT + ANSWER, False),
         (THINK + REFLECT + ANSWER + " I am sure.", False),
         ("Well. " + THINK + ANSWER, False),
         ("TA", False),  # letters are no sections
-        ("<think> </think>" + ANSWER, False),
-        (THINK + "<think> " + REFLECT + "</think>" + ANSWER, False),
-        ("<think> </information> </think>" + ANSWER, False),
+        ("<think> </think>" + REFLECT + ANSWER, False),
+        ("<think> </information> </think>" + REFLECT + ANSWER, False),
         (THINK + "<search> nobody ran it </search>" + REFLECT + ANSWER, False),
         (THINK + "<information> faked </information>" + REFLECT + ANSWER, False),
-        ("", False),
     ],
 )
 def test_when_to_searchs_order_of_sections(text, good):
     assert when_to_search_stage1(when(text))["format"] == (1.0 if good else -1.0)
-    assert when_to_search_stage2(when(text))["format"] == (1.0 if good else -1.0)
 
 
 def test_a_notice_is_nobodys_section_and_a_refused_search_costs_nothing():
@@ -586,26 +544,27 @@ def test_what_a_search_costs_and_softens(n):
     assert when_to_search_stage1(wrong)["answer"] == pytest.approx(-1 + 0.3 * n)
     assert when_to_search_stage2(right)["answer"] == pytest.approx(1 - 0.3 * n)
     assert when_to_search_stage2(wrong)["answer"] == -1.0
-    assert when_to_search_stage2(right, beta=0.1)["answer"] == pytest.approx(1 - 0.1 * n)
     # Table 2: both signs; RC 4: right −0.2, wrong 0.2
     unified = when_to_search_unified(right)["answer"], when_to_search_unified(wrong)["answer"]
     assert unified == pytest.approx((1 - 0.3 * n, -1 + 0.3 * n))
     assert (unified[0] < unified[1]) is (n == 4)
-    # Table 4, w/o r_s and w/o r_a: eq. 12 with two terms
-    for name, left in (("retrieval", {"format", "answer"}), ("answer", {"format", "retrieval"})):
-        for stage in ("stage1", "stage2", "unified"):
-            assert score(right, f"when_to_search_{stage}", left_out=name).keys() == left
+
+
+@pytest.mark.parametrize("left_out", ["retrieval", "answer"])
+@pytest.mark.parametrize("reward", ["stage1", "stage2", "unified"])
+def test_one_term_of_eq_12_can_be_left_out(reward, left_out):  # Table 4: w/o r_s, w/o r_a
+    terms = score(example("when_to_search"), f"when_to_search_{reward}", left_out=left_out)
+    assert terms.keys() == {"format", "retrieval", "answer"} - {left_out}
 
 
 def test_eq_12_adds_the_three_terms_up():
     # two queries with one word of three in common: cosine 1/3. Stage 1, wrong: 1 − 1/3 − 1 + 0.6;
     # stage 2, right: 1 − 1/3 + 1 − 0.6
     text = THINK + asked("ana bell birthplace") + asked("ana town seat")
-    assert value(when_to_search_stage1(when(text + WRONG))) == pytest.approx(1 - 1 / 3 - 1 + 0.6)
-    assert value(when_to_search_stage2(when(text + ANSWER))) == pytest.approx(1 - 1 / 3 + 1 - 0.6)
+    assert total(when_to_search_stage1(when(text + WRONG))) == 1 - 1 / 3 - 1 + 0.6
+    assert total(when_to_search_stage2(when(text + ANSWER))) == 1 - 1 / 3 + 1 - 0.6
     # out of order: the format alone changes, by 2 (eq. 6)
-    out = THINK + REFLECT + asked("ana bell birthplace") + asked("ana town seat") + ANSWER
-    assert value(when_to_search_stage2(when(out))) == pytest.approx(-1 - 1 / 3 + 1 - 0.6)
+    assert total(when_to_search_stage2(when(THINK + text + ANSWER))) == -1 - 1 / 3 + 1 - 0.6
 
 
 @pytest.mark.parametrize("tags", [when, ar])
