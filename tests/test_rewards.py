@@ -7,16 +7,16 @@ import doctest
 import json
 import math
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from test_metrics import SHARED, shared
 
 import rewards
 from data import Document, Question, load_questions
 from errors import InputError
 from metrics import f1_score
-from prompts import PROTOCOLS, Protocol
+from prompts import PROTOCOLS, Protocol, tag_pair
 from rewards import (
     REWARDS,
     Extras,
@@ -40,7 +40,6 @@ from rewards import (
 )
 from trajectory import RejectedQuery, Search, Segment, trajectory_from_text
 
-SHARED = Path(__file__).parents[2] / "shared"
 QA = Question("1", "In which country was Ana Bell born?", ["Norland"])
 MATH = Question("2", "Half of one?", ["0.5"], task="math")
 CHOICE = Question("3", "Which tree?", ["B"], task="choice", options=("elm", "oak", "ash"))
@@ -587,13 +586,12 @@ def retrieval(*queries, embed=None):
 
 
 def test_one_search_must_be_concise_and_several_must_differ():
-    assert retrieval() == 0.0
-    assert retrieval("Ana Bell birthplace") == 0.0
+    assert retrieval() == retrieval("Ana Bell birthplace") == 0.0
     assert retrieval("where was Ana Bell born") == -1.0
     assert retrieval("Ana Bell", "Ana Bell") == pytest.approx(-1.0)  # the same twice: cosine 1
     # pairs 1, 1/2, 1/2 (two words each, one in common): mean 2/3
     assert retrieval("ana bell", "ana bell", "ana town") == pytest.approx(-2 / 3)
-    # with more than one search nobody asks for conciseness
+    # of several searches none needs to be concise
     assert retrieval("where was Ana Bell born", "Kelmouth mayor") == 0.0
     # another embedder: two vectors of cosine 3/5
     assert retrieval("a", "b", embed=lambda texts: [[3, 4], [1, 0]]) == pytest.approx(-0.6)
@@ -604,12 +602,10 @@ def test_one_search_must_be_concise_and_several_must_differ():
     [
         ("Ana Bell birthplace", True),
         ("king of the Norland", False),  # 2 of 4
-        ("Norland?", False),
         ("Norland？", False),
         ("Which country Ana Bell", False),
         ("Will Smith birthplace", True),  # a name
         ("when did Ana Bell's father die", False),  # as in the paper's Table 7
-        ("will Norland win", False),
         (" ".join(["word"] * 12), True),
         (" ".join(["word"] * 13), False),
         ("", False),
@@ -630,7 +626,6 @@ def test_right_is_the_judges_verdict_and_without_one_exact_match():
     exact = when(THINK + REFLECT + "<answer> The Norland! </answer>")
     assert when_to_search_stage1(exact)["answer"] == 1.0
     assert when_to_search_stage1(exact, correct=False)["answer"] == -1.0
-    assert when_to_search_stage2(when(THINK + WRONG), correct=True)["answer"] == 1.0
     # no answer is right by no verdict
     assert when_to_search_stage1(when(THINK), correct=True)["answer"] == -1.0
 
@@ -639,12 +634,7 @@ def test_right_is_the_judges_verdict_and_without_one_exact_match():
     ("golds", "hack"),
     [
         (["yes"], "yes no"),
-        (["no"], "no, yes"),
         (["Ana Bell"], "Ana Bell and Bo Cole"),  # who of the two?
-        (
-            ["Norland"],
-            "Sudria Ostland Westland Kaldor Belmark Corsia Dravia Ellenia Fioria Norland",
-        ),
         (["Norland"], "Sudria/Ostland/Norland"),
     ],
 )
@@ -677,7 +667,6 @@ def test_a_rare_word_weighs_more_than_a_common_one():
     # N = 2: idf(ana) = ln(3/2) + 1 (one document), idf(born) = ln(3/3) + 1 = 1 (both)
     rare = math.log(1.5) + 1
     assert similarity(embed, "ana born", "born") == pytest.approx(1 / math.sqrt(rare**2 + 1))
-    assert similarity(embed, "ana born", "ana") == pytest.approx(rare / math.sqrt(rare**2 + 1))
     # through the reward: two names and one common word
     assert retrieval("ana born", "bo born", embed=embed) == pytest.approx(-1 / (1 + rare**2))
 
@@ -688,7 +677,6 @@ def test_invented_words_do_not_make_a_repeated_query_another_one():
     # nothing but invented words: no vector, and yet not free
     assert similarity(embed, "qqq", "zzz") == similarity(embed, "??", "??") == 1.0
     assert similarity(embed, "qqq", "ana") == 0.0
-    assert similarity(tfidf_embedder(), "??", "??") == 1.0
 
 
 # ------------------------------------------------------------------------------------ ARENA by hand
@@ -699,7 +687,6 @@ def test_arena_without_relevance_pays_the_bonus_for_the_other_two():
     assert arena(ar(sections("[2]")), relevance_reward=False) == terms
     # Naive-GRPO (4.3): format and accuracy, no bonus
     assert total(arena(ar(sections("[2]")), bonus=0.0, relevance_reward=False)) == 2
-    assert total(arena(ar(sections("[1, 4]", answer="1873")), relevance_reward=False)) == 1
 
 
 # The gold numbers are 1 and 4: all of them 1, some 0.5, none 0.
@@ -730,10 +717,8 @@ def test_every_sum_of_arenas_terms_by_hand(answer, cited, in_format, number, met
         ("[1, 4]", {1, 4}, 1.0),
         ("[4,1,4]", {1, 4}, 1.0),
         ("[1]", {1}, 0.5),
-        ("[2, 3]", {2, 3}, 0.0),
         ("[]", set(), 0.0),
         ("1,4", set(), 0.0),
-        ('["1", "4"]', set(), 0.0),
         ("[true, 4]", set(), 0.0),
         ("[-1, 4]", set(), 0.0),
         ("[" + "9" * 5000 + "]", set(), 0.0),  # Python refuses to read such a number
@@ -747,7 +732,6 @@ def test_cited_numbers_are_a_set_in_brackets(ids, numbers, relevance):
 @pytest.mark.parametrize(
     ("text", "good"),
     [
-        (sections(), True),
         ("\n " + sections() + " \n<|im_end|>", True),
         (sections(analysis="1803 < 1833 and a <b>"), True),
         (sections(ids="1,4"), True),  # unreadable, and yet a section
@@ -758,8 +742,6 @@ def test_cited_numbers_are_a_set_in_brackets(ids, numbers, relevance):
         (sections(analysis=" "), False),
         # three with something in them, and one more
         ("<relevance></relevance>" + sections(), False),
-        (sections(answer=""), False),
-        (sections() + sections(), False),
         ("<analysis>x</analysis><relevance>[1]</relevance><answer>June 16, 1874</answer>", False),
     ],
 )
@@ -768,20 +750,17 @@ def test_arenas_format_is_three_sections_and_white_space(text, good):
     # thinking of its own goes before the sections under one protocol, and does not cost there
     apart = trajectory_of(text, protocol="arena_thinking")
     assert rewards.arena_format(apart) == (good or text.startswith("<think>"))
-    # the answer counts whether or not the format holds
-    if "1874" in text and not good and text.count("<answer>") == 1:
-        assert arena(ar(text))["answer"] == 1.0
 
 
 def test_arena_scores_show_how_exact_the_cited_set_is():
-    def scores(ids, **question):
-        return list(rewards.arena_scores(ar(sections(ids), **question)).values())
-
-    # {1, 4} of {1, 4}; {1, ..., 10}: 2 · 2 / (10 + 2); {4}: 2 · 1 / (1 + 2); none
-    assert scores("[1, 4]") == [1.0, 1.0, 1.0]
-    assert scores(str(list(range(1, 11)))) == [0.5, 0.0, pytest.approx(1 / 3)]
-    assert scores("[4]") == [0.5, 0.0, pytest.approx(2 / 3)]
-    assert scores("none") == scores("none", supporting=()) == [0.0, 0.0, 0.0]
+    for cited, scores in (
+        ("[1, 4]", (1, 1, 1)),
+        ("[1, 2, 3, 4, 5]", (0.5, 0, 4 / 7)),  # 2 · 2 / (5 + 2)
+        ("none", (0, 0, 0)),
+    ):
+        row = ar(sections(cited))
+        assert tuple(rewards.arena_scores(row).values()) == pytest.approx(scores)
+    assert set(rewards.arena_scores(ar(sections("none"), supporting=())).values()) == {0.0}
 
 
 def test_a_summary_earns_its_mean_rouge_and_from_a_fifth_on_the_bonus():
@@ -822,35 +801,37 @@ def test_every_reward_by_name_scores_a_trajectory_of_its_protocol(reward):
     check_reward(given(reward=reward, protocol=protocol_of(reward)))
 
 
-def test_the_settings_and_the_extras_reach_the_reward():
-    # "Kelmouth, Norland" for "Norland": F1 2/3 -> 1.3333, EM 0, CEM 1 -> 2
-    trajectory = example("ur2", "Kelmouth, Norland")
-    for metric, expected in (("f1", 4 / 3), ("em", 0.0), ("cem", 2.0)):
-        terms = score(trajectory, "ur2_stage2", answer_metric=metric)
-        assert terms["answer"] == pytest.approx(expected)
-    # n = 2 searches: 7 for the 3B model
-    assert score(trajectory, "ur2_stage1", reward_variant="qwen_3b")["retrieval"] == 7
-    graded = Extras(grade=lambda question, answer: 1.0)
+GRADED = Extras(grade=lambda question, answer: 1.0)
+JUDGED = Extras(correct=False, embed=lambda texts: [[3, 4], [1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("reward", "answer", "term", "paid", "given"),
+    [
+        # "Kelmouth, Norland" for "Norland": cover-EM 1, twice
+        ("ur2_stage2", "Kelmouth, Norland", "answer", 2, {"answer_metric": "cem"}),
+        ("ur2_stage1", "Norland", "retrieval", 7, {"reward_variant": "qwen_3b"}),
+        ("ur2_stage1", "Norland", "fallback", -0.25, {"fallback_penalty": 0.25}),
+        # the released Llama code takes 1 instead of 2; the released stage 1 adds cover-EM, ±1
+        ("r1_searcher_stage2_llama", "<think> Norland", "format", -1, {}),
+        ("r1_searcher_stage1_code", "Norland", "answer", 1, {}),
+        ("r1_searcher_stage1_code", "Sudria", "answer", -1, {}),
+        ("r_search", "Sudria", "evidence", 1, {"extras": Extras(reader_answer="Norland")}),
+        ("when_to_search_stage2", "Norland", "answer", 0.8, {"beta": 0.1}),
+        ("when_to_search_stage1", "Norland", "answer", -0.4, {"extras": JUDGED}),
+        ("when_to_search_stage1", "Norland", "retrieval", -0.6, {"extras": JUDGED}),
+        ("arena", "Norland", "bonus", 3, {"bonus": 3.0}),
+    ],
+)
+def test_the_settings_and_the_extras_reach_the_reward(reward, answer, term, paid, given):
+    terms = score(example(protocol_of(reward), answer), reward, **given)
+    assert terms[term] == pytest.approx(paid)
+
+
+def test_a_grade_of_partly_right_reaches_the_reward():
     about = ur2("\\boxed{about a half}", MATH)
-    assert score(about, "ur2_stage2", extras=graded)["answer"] == 0
-    assert score(about, "ur2_stage2", extras=graded, partly=1.0)["answer"] == 1
-    for reward in ("ur2_stage1", "ur2_stage2", "ur2_choice"):
-        assert score(ur2("北 " + BOX), reward, **LOOSE)["format"] == 1
-    # the released Llama code takes 1 instead of 2; the released stage 1 adds cover-EM, ±1
-    broken = example("r1_searcher", "<think> Norland")
-    assert score(broken, "r1_searcher_stage2")["format"] == -2
-    assert score(broken, "r1_searcher_stage2_llama")["format"] == -1
-    assert score(example("r1_searcher"), "r1_searcher_stage1_code")["answer"] == 1
-    assert score(example("r1_searcher", "Sudria"), "r1_searcher_stage1_code")["answer"] == -1
-    assert score(example("r_search"), "r_search", extras=Extras(reader_answer="Norland"))[
-        "evidence"
-    ]
-    searched = example("when_to_search")
-    assert score(searched, "when_to_search_stage2", beta=0.1)["answer"] == pytest.approx(0.8)
-    extras = Extras(correct=False, embed=lambda texts: [[3, 4], [1, 0]])
-    terms = score(searched, "when_to_search_stage1", extras=extras)
-    assert (terms["answer"], terms["retrieval"]) == pytest.approx((-0.4, -0.6))
-    assert score(example("arena"), "arena", bonus=3.0)["bonus"] == 3
+    assert score(about, "ur2_stage2", extras=GRADED)["answer"] == 0
+    assert score(about, "ur2_stage2", extras=GRADED, partly=1.0)["answer"] == 1
 
 
 @pytest.mark.parametrize("reward", REWARDS)
@@ -871,11 +852,8 @@ def test_the_table_names_the_settings_that_each_reward_reads(reward, left_out):
 
 def test_what_a_reward_needs_can_be_switched_off():
     needs = rewards.needs
-    assert needs(given(reward="ur2_stage1")) == {"searching"}
-    assert needs(given(reward="ur2_stage2")) == needs(given(reward="ur2_weak")) == {"grade"}
-    assert {"verdict", "embedder"} <= needs(given(reward="when_to_search_stage1"))
-    assert "reader" in needs(given(reward="r_search"))
-    assert "reader" not in needs(given(reward="r_search", evidence_reward=False))
+    assert needs(given(reward="r_search")) == {"reader", "open"}
+    assert needs(given(reward="r_search", evidence_reward=False)) == {"open"}
     assert needs(given(reward="arena")) == {"supporting", "verdict"}
     assert needs(given(reward="arena", relevance_reward=False)) == {"verdict"}
 
@@ -884,11 +862,8 @@ def test_what_a_reward_needs_can_be_switched_off():
     ("reward", "protocol"),
     [
         ("r1_searcher_stage1", "ur2"),
-        ("r_search", "ur2"),
-        ("r_search", "when_to_search"),
         ("r_search", "r_search_plain"),
         ("when_to_search_stage1", "r_search"),
-        ("when_to_search_stage2", "r1_searcher"),
         ("arena", "ur2"),
     ],
 )
@@ -903,15 +878,14 @@ def test_a_price_that_lets_a_wrong_answer_win_is_refused_where_it_is_paid():
     check_reward(given(beta=1.0, max_searches=9))  # no other reward has the price
     searching = {"reward": "when_to_search_stage2", "protocol": "when_to_search"}
     check_reward(given(**searching, beta=0.3, max_searches=6))  # 1.8
-    for beta, searches, price in ((0.5, 4, 2), (0.3, 7, 2.1), (2.0, 1, 2)):
-        pattern = f"--beta {beta} times --max_searches {searches} is {price}: it must stay below 2"
-        with pytest.raises(InputError, match=pattern):
-            check_reward(given(**searching, beta=beta, max_searches=searches))
+    pattern = "--beta 0.5 times --max_searches 4 is 2: it must stay below 2"
+    with pytest.raises(InputError, match=pattern):
+        check_reward(given(**searching, beta=0.5, max_searches=4))
 
 
 def test_a_sixth_papers_protocol_can_tell_the_example(monkeypatch):
-    tags = ("<ask>", "</ask>"), ("<page>", "</page>"), ("<end>", "</end>")
-    sixth = Protocol("sixth", *tags, "Ask.", "Answer.", other_tags=(("<plan>", "</plan>"),))
+    tags = map(tag_pair, ("ask", "page", "end"))
+    sixth = Protocol("sixth", *tags, "Ask.", "Answer.", other_tags=(tag_pair("plan"),))
     monkeypatch.setitem(PROTOCOLS, "sixth", sixth)
     for protocol in PROTOCOLS:
         assert example(protocol).answer == "Norland"
@@ -928,9 +902,7 @@ LETTERED = {"task": "choice", "options": ("elm", "oak")}
     [
         ("arena", {"references": REFERENCES}, "names no supporting reference.*`supporting`"),
         ("arena_code", {}, "names no supporting reference.*--variant no_relevance"),
-        ("ur2_choice", {}, "has no options"),
         ("ur2_choice", {"task": "choice"}, "has no options"),
-        ("r_search", LETTERED, "is multiple choice"),
         ("when_to_search_stage1", LETTERED, "is multiple choice"),
     ],
 )
@@ -938,24 +910,11 @@ def test_a_question_without_what_the_reward_reads_is_one_line(reward, question, 
     settings = given(reward=reward, protocol=protocol_of(reward))
     fine = LETTERED if reward == "ur2_choice" else {}
     fine = Question("q6", "?", ["a"], references=REFERENCES, supporting=(1,), **fine)
-    with pytest.raises(InputError, match=f"question q7 {said}") as error:
+    with pytest.raises(InputError, match=f"question q7 {said}"):
         rewards.check_questions([fine, Question("q7", "?", ["a"], **question)], settings)
-    assert "\n" not in str(error.value)
     assert rewards.check_questions([fine], settings) == [fine]
     without = given(reward="arena", protocol="arena", relevance_reward=False)
     assert rewards.check_questions([dataclasses.replace(fine, supporting=())], without)
-
-
-# --------------------------------------------------------------------- orderings the papers rely on
-
-
-@pytest.mark.parametrize("n", range(5))
-def test_right_beats_wrong_after_any_number_of_searches(n):
-    right = when(THINK + ("".join(map(asked, QUERIES[:n])) or REFLECT) + ANSWER)
-    for m in range(5):
-        wrong = when(THINK + ("".join(map(asked, QUERIES[:m])) or REFLECT) + WRONG)
-        assert value(when_to_search_stage1(right)) > value(when_to_search_stage1(wrong))
-        assert value(when_to_search_stage2(right)) > value(when_to_search_stage2(wrong))
 
 
 # -------------------------------------------------------------------------- hacks that earn nothing
@@ -979,14 +938,11 @@ def test_what_is_no_search_earns_no_search_reward(hack):
 
 @pytest.mark.parametrize("hack", NO_SEARCH.values(), ids=NO_SEARCH.keys())
 def test_evidence_of_what_was_never_read_earns_nothing(hack):
-    for kind, tag in (("query", "search"), ("documents", "observation")):
-        hack = hack.replace(f"<|begin_of_{kind}|>", f"<{tag}>")
-        hack = hack.replace(f"<|end_of_{kind}|>", f"</{tag}>")
-    assert total(r_search(rs(hack + EVIDENCE + ANSWER), "Norland")) == 1.4
+    for ours, tag in zip(PROTOCOLS["ur2"].tags, PROTOCOLS["r_search"].tags, strict=False):
+        hack = hack.replace(ours, tag)
     assert r_search(rs(hack + EVIDENCE + ANSWER), "Norland") == r_search(rs(ANSWER))
     informed = THINK + hack.replace("observation", "information")
-    assert value(when_to_search_stage1(when(informed + REFLECT + ANSWER))) == 0  # −1 + 0 + 1
-    # no search is paid for either: a wrong answer is not softened
+    # a wrong answer is not softened
     assert when_to_search_stage1(when(informed + WRONG))["answer"] == -1.0
 
 
@@ -1013,45 +969,40 @@ def test_an_answer_that_only_the_environment_gives_earns_nothing():
 
 
 def test_an_answer_that_only_the_prompt_gives_earns_nothing():
-    prompt = f"Write {BOX} or {EVIDENCE} {ANSWER}, {sections()}."
-    for gold in ("Norland", "June 16, 1874"):
-        asked = Question("1", prompt, [gold], supporting=(1, 4))
-        assert value(ur2_stage2(ur2("I do not know.", asked))) == 0
-        assert r1_searcher_stage2(r1("so</think>", asked)) == {"answer": 0.0, "format": -2.0}
-        assert total(r_search(rs("I do not know.", asked), "Norland")) == 0.2  # for not searching
-        assert when_to_search_stage1(when("I do not know.", asked))["answer"] == -1.0
-        assert total(arena(trajectory_of("I do not know.", asked, "arena"))) == 0.0
+    prompt = f"Write {BOX} or {EVIDENCE} {sections()} {ANSWER}."
+    asked = Question("1", prompt, ["Norland"], supporting=(1, 4))
+    assert value(ur2_stage2(ur2("I do not know.", asked))) == 0
+    assert r1_searcher_stage2(r1("so</think>", asked)) == {"answer": 0.0, "format": -2.0}
+    assert total(r_search(rs("I do not know.", asked), "Norland")) == 0.2  # for not searching
+    assert when_to_search_stage1(when("I do not know.", asked))["answer"] == -1.0
+    assert total(arena(trajectory_of("I do not know.", asked, "arena"))) == 0.0
 
 
 def test_what_a_document_says_costs_nothing():
     found = "北 \ufffd\nassistant\nuser <tool_call> <|im_start|> <think></think> \\boxed{Sudria}"
     found = f"{found} {EVIDENCE} <answer> Sudria </answer>"
-    loud = search(found=found)
-    calm = search()
-    assert ur2_stage1(ur2(loud + BOX)) == ur2_stage1(ur2(calm + BOX))
-    assert r1_searcher_stage2(r1(loud + CLOSE)) == r1_searcher_stage2(r1(calm + CLOSE))
-    loud = rs(observed(found=found) + EVIDENCE + ANSWER)
-    calm = rs(observed() + EVIDENCE + ANSWER)
-    assert r_search(loud) == r_search(calm)
-    loud = when(THINK + asked(found=found) + ANSWER)
-    calm = when(THINK + asked() + ANSWER)
-    assert when_to_search_stage2(loud) == when_to_search_stage2(calm)
+    for reward, made, begin, searched, end in (
+        (ur2_stage1, ur2, "", search, BOX),
+        (r1_searcher_stage2, r1, "", search, CLOSE),
+        (r_search, rs, "", observed, EVIDENCE + ANSWER),
+        (when_to_search_stage2, when, THINK, asked, ANSWER),
+    ):
+        loud = made(begin + searched(found=found) + end)
+        assert reward(loud) == reward(made(begin + searched() + end))
 
 
-@pytest.mark.parametrize("joint", ["/", "_", ", ", " or ", "—", "·"])
+@pytest.mark.parametrize("joint", ["/", "_", " or ", "—"])
 def test_a_list_of_guesses_is_as_many_words_however_it_is_joined(joint):
-    names = [f"guess{i}" for i in range(500)]
-    for listed in (joint.join([*names, "Norland"]), joint.join([*names, "Norland", ""])):
-        guesses = CLOSE.replace("Norland", listed)
-        assert "long_answer" in rewards.r1_searcher_format(r1(guesses))
-        # not more than a plain wrong answer earns, by F1, by cover-EM, and in the released stage 1
-        for metric in ("f1", "cem"):
-            wrong = value(r1_searcher_stage2(r1(WRONG_CLOSE), metric))
-            assert value(r1_searcher_stage2(r1(guesses), metric)) <= wrong
-        wrong = value(r1_searcher_stage1(r1(search() + WRONG_CLOSE), "cem"))
-        assert value(r1_searcher_stage1(r1(search() + guesses), "cem")) < wrong
-        boxed = ur2(f"\\boxed{{{listed}}}")
-        assert rewards.ur2_violations(boxed) == ["long_answer"]
+    listed = joint.join([*(f"guess{i}" for i in range(500)), "Norland", ""])
+    guesses = CLOSE.replace("Norland", listed)
+    assert "long_answer" in rewards.r1_searcher_format(r1(guesses))
+    # not more than a plain wrong answer earns, by F1, by cover-EM, and in the released stage 1
+    for metric in ("f1", "cem"):
+        wrong = value(r1_searcher_stage2(r1(WRONG_CLOSE), metric))
+        assert value(r1_searcher_stage2(r1(guesses), metric)) <= wrong
+    wrong = value(r1_searcher_stage1(r1(search() + WRONG_CLOSE), "cem"))
+    assert value(r1_searcher_stage1(r1(search() + guesses), "cem")) < wrong
+    assert ur2_violations(ur2(f"\\boxed{{{listed}}}")) == ["long_answer"]
 
 
 def test_what_the_papers_formulas_pay_themselves():
@@ -1059,7 +1010,6 @@ def test_what_the_papers_formulas_pay_themselves():
     ten = "Sudria Ostland Westland Kaldor Belmark Corsia Dravia Ellenia Fioria Norland"
     listed = r1(CLOSE.replace("Norland", ten))
     assert value(r1_searcher_stage2(listed, "cem")) == 1
-    assert value(r1_searcher_stage2(listed, "f1")) == pytest.approx(2 / 11)
     # R-Search eq. 4: what the reader makes of evidence that stands nowhere; `support` shows it
     made_up = "<original_evidence> Zed lies in Norland. </original_evidence>"
     row = rs(observed(found="nothing") + made_up + ANSWER)
@@ -1071,16 +1021,13 @@ def test_every_answer_cannot_be_tried():
     assert total(ur2_stage2(ur2("\\boxed{Norland} \\boxed{Sudria}"))) == 0
     assert total(ur2_stage2(ur2("\\boxed{Sudria} \\boxed{Norland}"))) == 2
     both = ANSWER + WRONG
-    other = WRONG + ANSWER
     assert total(r1_searcher_stage2(r1("so</think>" + both))) == -2
-    assert total(r_search(rs(both))) == 0.2 and total(r_search(rs(other))) == 1.2  # instead of 1.4
+    assert total(r_search(rs(both))) == 0.2 and total(r_search(rs(WRONG + ANSWER))) == 1.2
     assert total(when_to_search_stage1(when(THINK + both))) == -2
-    assert total(when_to_search_stage1(when(THINK + other))) == 0
     tried = sections().replace("</answer>", "</answer><answer>1873</answer>")
     assert total(arena(ar(tried))) == 1  # the relevance alone
     twice = "<relevance>[1, 4]</relevance>" + sections("[2]")
     assert arena(ar(twice)) == {"format": 0.0, "answer": 1.0, "relevance": 0.0, "bonus": 0.0}
-    assert total(arena(ar(sections(str(list(range(1, 11))))))) == 2.5  # half of the relevance
 
 
 # -------------------------------------------------------------------------------- the released code
@@ -1173,10 +1120,7 @@ def golden(index, row):
 
 
 def test_every_golden_row_is_equal_or_differs_for_a_named_reason():
-    path = SHARED / "golden/released_code_rewards.json"
-    if not path.exists():
-        pytest.skip(f"no {path}")
-    rows = json.loads(path.read_text(encoding="utf-8"))
+    rows = json.loads(shared("golden/released_code_rewards.json"))
     assert len(rows) == 119
     for index, row in enumerate(rows):
         ours = value(golden(index, row))
@@ -1191,10 +1135,7 @@ def test_every_golden_row_is_equal_or_differs_for_a_named_reason():
     "name", ["r1_searcher_bamboogle_qwen_full_20", "r1_searcher_2wiki_qwen_full_15"]
 )
 def test_published_transcripts_of_the_trained_model_hold_its_format(name):
-    path = SHARED / f"data/predictions/{name}.jsonl"
-    if not path.exists():
-        pytest.skip(f"no {path}")
-    for record in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+    for record in map(json.loads, shared(f"data/predictions/{name}.jsonl").splitlines()):
         response = record["gen_text_store"].split("<think>")[-1]  # the prompt ends there
         trajectory = r1(response, Question("1", record["question"], [record["answer"]]))
         assert rewards.r1_searcher_format(trajectory) == []
@@ -1206,10 +1147,9 @@ def test_published_transcripts_of_the_trained_model_hold_its_format(name):
     "name, long", [("train/r1_searcher_stage2_100", 2), ("qa_eval/musique_500", 5)]
 )
 def test_every_gold_of_r1_searchers_data_earns_all_when_it_is_the_answer(name, long):
-    path = SHARED / f"data/{name}.jsonl"
-    if not path.exists():
-        pytest.skip(f"no {path}")
-    golds = [(q, answer) for q in load_questions(path) for answer in q.answers]
+    shared(f"data/{name}.jsonl")
+    questions = load_questions(SHARED / f"data/{name}.jsonl")
+    golds = [(question, answer) for question in questions for answer in question.answers]
     assert sum(len(answer.split()) > rewards.MAX_ANSWER_WORDS for _, answer in golds) == long
     for question, answer in golds:  # F1 = 1, and no fault
         row = r1(CLOSE.replace("Norland", answer), question)
@@ -1217,10 +1157,7 @@ def test_every_gold_of_r1_searchers_data_earns_all_when_it_is_the_answer(name, l
 
 
 def test_a_published_transcript_of_search_r1_is_read_and_paid():
-    path = SHARED / "data/predictions/search_r1_case.txt"
-    if not path.exists():
-        pytest.skip(f"no {path}")
-    text = path.read_text(encoding="utf-8").rpartition("<|im_start|>assistant\n")[2]
+    text = shared("data/predictions/search_r1_case.txt").rpartition("<|im_start|>assistant\n")[2]
     row = trajectory_of(text, Question("1", "?", ["SA node", "Sinoatrial SA Node"]), "search_r1")
     assert [search.query for search in row.searches] == ["origin of heart's electrical impulses"]
     assert search_r1(row) == {"answer": 1.0}  # "sinoatrial (SA) node", brackets deleted
