@@ -169,9 +169,11 @@ UR2.variants["llama_8b"].stages[2].update(_easier, math_searches="easy=0.5")
 _llama = UR2.variants["llama_8b"]
 _direct = _llama.stages[2] | {"direct_tasks": "math"}  # stage 1 is mathematics that searches
 UR2.variants["llama_8b_direct"] = replace(_llama, stages=_llama.stages | {2: _direct})
-UR2.variants["weak_stage1"] = varied(UR2_CHOICE, reward="ur2_weak", steps=80)  # Table 6
-UR2.variants["judge_partly"] = varied(UR2, partly=1.0)  # as its code
-UR2.variants["five_queries"] = varied(UR2, task_searches="qa=5")  # its prompt for open questions
+UR2.variants.update(
+    weak_stage1=varied(UR2_CHOICE, reward="ur2_weak", steps=80),  # Table 6
+    judge_partly=varied(UR2, partly=1.0),  # as its code
+    five_queries=varied(UR2, task_searches="qa=5"),  # its prompt for open questions
+)
 # Table 3; without stage 1 there is no bonus, and the tags are others (C.2).
 _no_bonus = replace(UR2_CHOICE, tiny={1: EVERYTHING | _summarised})
 UR2_CHOICE.variants.update(

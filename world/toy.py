@@ -142,15 +142,13 @@ def look_back(model: torch.nn.Module, offsets: tuple[int, ...]) -> torch.nn.Modu
     gain = 6.0
     base = config.rope_parameters["rope_theta"]
     theta = base ** (-torch.arange(size // 2) * 2 / size)  # [size / 2]  rotary frequencies
+    angles = torch.tensor(offsets)[:, None] * theta  # [heads that look back, size / 2]
+    query = torch.cat([torch.cos(angles), -torch.sin(angles)], dim=1).flatten()
+    key = torch.cat([torch.ones(size // 2), torch.zeros(size // 2)]).repeat(len(offsets))
     attention = model.model.layers[0].self_attn
-    key = torch.cat([torch.ones(size // 2), torch.zeros(size // 2)])  # [size]
-    for head, offset in enumerate(offsets):
-        rows = slice(head * size, (head + 1) * size)
-        query = torch.cat([torch.cos(theta * offset), -torch.sin(theta * offset)])  # [size]
-        attention.q_proj.weight[rows] *= 0.1  # the place decides, not the word
-        attention.k_proj.weight[rows] *= 0.1
-        attention.q_proj.bias[rows] = gain * query
-        attention.k_proj.bias[rows] = gain * key
+    for projection, bias in ((attention.q_proj, query), (attention.k_proj, key)):
+        projection.weight[: len(bias)] *= 0.1  # the place decides, not the word
+        projection.bias[: len(bias)] = gain * bias
     return model
 
 
@@ -599,10 +597,6 @@ def made_once(path: Path, how: str, make: Callable[[], Loaded]) -> Loaded:
         if not made_so or wrong_with(path):
             print(f"making the built-in {path.name} (kept in {path})", file=sys.stderr)
             shutil.rmtree(path, ignore_errors=True)
-            keep(*make(), how, path)
+            save_policy(*make(), path)
+            note.write_text(f"{how}\n", encoding="utf-8")
     return load_policy(str(path))
-
-
-def keep(policy: Policy, tokenizer, how: Tiny | str, path: Path) -> None:
-    save_policy(policy, tokenizer, path)
-    (path / NOTE).write_text(f"{how}\n", encoding="utf-8")
