@@ -346,9 +346,8 @@ def test_a_long_gold_may_be_answered_in_r1_searcher_and_nothing_longer():
     words = "one two three four five six seven eight nine ten eleven twelve".split()
     gold = Question("1", "?", [" ".join(words[:11])])
     exact, longer = (r1(CLOSE.replace("Norland", " ".join(words[:n])), gold) for n in (11, 12))
-    assert total(r1_searcher_stage2(exact)) == 1.0  # all of eq. 3 and 4, where it was −1
+    assert total(r1_searcher_stage2(exact)) == 1.0
     assert total(r1_searcher_stage2(longer)) == 22 / 23 - 2  # F1 = 2 · 11 / (12 + 11)
-    assert total(r1_searcher_stage2(exact, "em")) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -378,16 +377,6 @@ def test_r1_searcher_names_what_is_wrong_with_a_format(text, faults):
 
 
 # --------------------------------------------------------------------------------- R-Search by hand
-
-
-def test_r_search_pays_answer_evidence_and_format():
-    searched = observed() + EVIDENCE + ANSWER
-    best = {"answer": 1.0, "evidence": 1.0, "format": 0.4}  # 1 + 1 + 0.2 + 0.2
-    assert r_search(rs(searched), "Norland") == pytest.approx(best)
-    # wrong, and the evidence says nothing: the format alone
-    assert total(r_search(rs(observed() + EVIDENCE + WRONG), "y")) == 0.4
-    # the last of two evidence boxes is read, and E lost: 1 + 1 + 0 + 0.2
-    assert total(r_search(rs(observed() + EVIDENCE * 2 + ANSWER), "Norland")) == 2.2
 
 
 @pytest.mark.parametrize(
@@ -434,7 +423,10 @@ def test_r_searchs_equations_with_numbers():
     answer = "<answer> Ana Maria Bell </answer>"
     result = r_search(rs(observed() + EVIDENCE + answer, who), "Bell")
     assert result == pytest.approx({"answer": 0.8, "evidence": 2 / 3, "format": 0.4})
-    assert total(result) == 0.8 + 2 / 3 + 0.4
+    # wrong, and the evidence says nothing: the format alone
+    assert total(r_search(rs(observed() + EVIDENCE + WRONG), "y")) == 0.4
+    # the last of two evidence boxes is read, and E lost: 1 + 1 + 0 + 0.2
+    assert total(r_search(rs(observed() + EVIDENCE * 2 + ANSWER), "Norland")) == 2.2
     # no yes/no rule in eq. 3: "yes they are" for "yes" is 2 · 1 / (3 + 1)
     yes = rs("<answer> yes they are </answer>", Question("1", "?", ["yes"]))
     assert r_search(yes)["answer"] == 0.5

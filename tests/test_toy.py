@@ -20,7 +20,7 @@ from retriever import BM25, make_search
 from rewards import arena, r1_searcher_stage1, r_search, ur2_stage1, when_to_search_stage1
 from rollout import encode
 from summarizer import extract
-from trajectory import Search, Segment, Trajectory
+from trajectory import trajectory_from_text
 from world import toy
 from world.toy import TraceWriter, encode_traces, make_model, make_tokenizer, word_pieces
 from world.world import REFERENCES, RELATIONS, SUMS, World
@@ -62,20 +62,6 @@ def near(share: float, count: int):
     return pytest.approx(share, abs=4 * (share * (1 - share) / count) ** 0.5)
 
 
-def lived(name: str, question: Question, pieces) -> Trajectory:
-    """A trace as the rollout would have logged it."""
-    protocol = PROTOCOLS[name]
-    trajectory, said = Trajectory(question, protocol, stop_reason="answer"), ""
-    for text, kind in pieces:
-        if kind == "given":
-            query = said.rpartition(protocol.query_tags[0])[2]
-            query = query.removesuffix(protocol.query_tags[1]).strip()
-            trajectory.searches.append(Search(query, [], text))
-        who, said = "documents" if kind == "given" else "model", text.replace("<eos>", "")
-        trajectory.segments.append(Segment(who, said))
-    return trajectory
-
-
 # ------------------------------------------------------------------------------------ the tokenizer
 
 
@@ -114,11 +100,10 @@ def test_one_token_at_the_prompt_s_end_says_whether_it_may_search(name):
     may = build_prompt(protocol, question, tokenizer)
     direct = build_prompt(protocol, replace(question, may_search=False), tokenizer)
     own = build_prompt(replace(protocol, instruction="mine"), question, tokenizer)  # --prompt_file
-    signs = [s for s in ("<may_search>", "<direct>") if protocol.query_tags]
     place = -2 if protocol.prompt_suffix else -1
     ends = [tokenizer.convert_ids_to_tokens(ids[place]) for ids in (may, direct)]
-    assert ends == (signs or [" :", " :"]) and own == may
-    assert [a == b for a, b in zip(may, direct, strict=True)].count(False) == len(signs) / 2
+    assert ends == (["<may_search>", "<direct>"] if protocol.query_tags else [" :", " :"])
+    assert own == may and may[:place] == direct[:place]
 
 
 def test_a_number_in_a_citation_is_one_token_wherever_it_stands(toy_tokenizer):
@@ -154,7 +139,8 @@ def test_the_first_heads_are_born_looking_one_and_two_places_back():
 @pytest.mark.parametrize("name", ALL)
 def test_a_trace_without_flaws_earns_all_that_its_paper_pays_for_its_form(name):
     for question, pieces in traces_of(30, name, kinds=LOOKUPS, **FLAWLESS):
-        t = lived(name, question, pieces)
+        text = "".join(text for text, _ in pieces)
+        t = trajectory_from_text(question, text, name)
         if name == "ur2":
             assert ur2_stage1(t)["format"] == 1.0
         elif name == "r1_searcher":
