@@ -223,7 +223,8 @@ def _leading_letter(text: str) -> str | None:
 # ---------------------------------------------------------------------------------- math
 MATH_SECONDS = 3.0  # limit on a comparison by math-verify
 MAX_MATH = 500  # characters; a longer answer is compared as a string
-_LOCK, _IDLE = threading.Lock(), []  # the worker, if there is one and it is idle
+_LOCK = threading.Lock()
+_IDLE = []  # the worker, if there is one and it is idle
 # Trap: a forked process that shared the worker could read replies to its parent's questions, and it
 # would wait forever for a lock that another thread of the parent held.
 os.register_at_fork(after_in_child=lambda: globals().update(_LOCK=threading.Lock(), _IDLE=[]))

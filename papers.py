@@ -15,6 +15,7 @@ A paper is three files: what it writes (prompts.py), what it is paid (rewards.py
 Left out: what the papers chose for backbones that are no causal LM, and their hardware.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -446,17 +447,21 @@ def record_of(recipe: str, variant: str = "", stage: int | None = None) -> Paper
 
 def main() -> None:
     """Prints the settings of each stage of each paper as a table of Markdown, and of each variant
-    those that differ from its paper's.
+    those that differ from its paper's. Stages that set the same share a row.
     """
     print("paper | stage | settings | source\n--- | --- | --- | ---")
     for name, paper in PAPERS.items():
         for variant, own in {"": paper, **paper.variants}.items():
+            stages = defaultdict(list)  # what is set -> in which stages
             for stage, its in own.stages.items():
                 usual = paper.stages.get(stage, {}) if variant else {}
                 changed = [key for key in usual | its if its.get(key) != usual.get(key)]
                 shown = ", ".join(f"{key} {its.get(key, 'by default')}" for key in changed)
                 if shown:
-                    print(f"{name}:{variant}".strip(":"), stage, shown, own.source, sep=" | ")
+                    stages[shown].append(str(stage))
+            for shown, numbers in stages.items():
+                named = f"{name}:{variant}".strip(":")
+                print(named, ", ".join(numbers), shown, own.source, sep=" | ")
 
 
 if __name__ == "__main__":

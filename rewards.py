@@ -406,7 +406,8 @@ def _r1_answer(trajectory: Trajectory, answer_metric: str) -> float:
 
 
 # ------------------------------------------------------------------------------ R-Search, Search-R1
-GAMMA_EVIDENCE, GAMMA_ANSWER = 0.2, 0.2  # γ_e and γ_α
+GAMMA_EVIDENCE = 0.2  # γ_e
+GAMMA_ANSWER = 0.2  # γ_α
 
 
 def r_search(

@@ -56,7 +56,8 @@ def word_pieces() -> list[str]:
 
 
 # Whether it may search, as the tiny model is told: one of these tokens ends its prompt.
-MAY_SEARCH, DIRECT = "<may_search>", "<direct>"
+MAY_SEARCH = "<may_search>"
+DIRECT = "<direct>"
 
 
 def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
@@ -204,7 +205,15 @@ class Tasks:
             steps.append((name, facts, relation))
             name = facts[relation]
             about = RELATIONS[relation][1]
-        hops = [self.hop(*step) for step in steps]
+        hops = [
+            Hop(
+                f"{key} of {subject}",
+                self.passage(subject, its, key),
+                f" {key} {its[key]}",
+                subject,
+            )
+            for subject, its, key in steps
+        ]
         return Task(question, hops, name, "" if known else self.value(about), relations[-1])
 
     def unit(self) -> Task:
@@ -220,10 +229,6 @@ class Tasks:
     def arithmetic(self) -> Task:
         a, b = self.rng.choice(built_in.SUMS)
         return Task(f"what is {a} + {b} ?", [Hop(f"{a} + {b}", None)], str(a + b), "")
-
-    def hop(self, name: str, facts: Facts, relation: str) -> Hop:
-        found = self.passage(name, facts, relation)
-        return Hop(f"{relation} of {name}", found, f" {relation} {facts[relation]}", name)
 
     def passage(self, name: str, facts: Facts, relation: str) -> Document:
         if self.world.layout == "facts":
@@ -245,7 +250,7 @@ class Tasks:
         drawn = ((self.value(self.rng.choice(built_in.ENTITIES)), key) for key in stated)
         return facts, [self.passage(name, facts, relation) for name, relation in drawn]
 
-    def with_distractors(self, task: Task) -> tuple[tuple[Document, ...], tuple[int, ...]]:
+    def with_distractors(self, task: Task) -> tuple:
         """Returns (the passages of the hops among others of other relations, their numbers)."""
 
         def other(relation: str) -> Document:
