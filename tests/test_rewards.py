@@ -503,6 +503,8 @@ def test_evidence_support_is_the_share_of_its_words_that_were_read():
         (THINK + REFLECT, False),  # no answer
         (asked() + ANSWER, False),  # no think
         (THINK + asked(reflect=False) + ANSWER, False),
+        (THINK + asked() + THINK + ANSWER, False),
+        (THINK + REFLECT + asked() + ANSWER, False),
         (THINK + THINK + REFLECT + ANSWER, False),
         (THINK + REFLECT + ANSWER + " I am sure.", False),
         ("Well. " + THINK + ANSWER, False),

@@ -131,11 +131,11 @@ def test_a_question_s_pages_state_its_hops_and_all_of_them_support_it(world):
             for document, (name, relation, value) in zip(question.references, hops, strict=True):
                 assert document.title == name and f" {relation} {value} " in document.text
     for question in world.questions("test", "unit"):
-        n, factor = int(question.question.split()[4]), int(question.references[0].text.split()[3])
-        assert question.answers == [str(n * factor)] and question.supporting == (1,)
+        n, factor = re.findall(r"\d+", f"{question.question} {question.references[0].text}")
+        assert question.answers == [str(int(n) * int(factor))] and question.supporting == (1,)
     for question in world.questions("test", "arithmetic"):
-        a, b = (int(word) for word in question.question.split() if word.isdigit())
-        assert question.answers == [str(a + b)] and question.task == "math"
+        a, b = re.findall(r"\d+", question.question)
+        assert question.answers == [str(int(a) + int(b))] and question.task == "math"
         assert question.references == question.supporting == ()
 
 
