@@ -62,11 +62,10 @@ def test_the_reader_is_asked_once_for_all_that_searched(monkeypatch):
 
 
 def test_the_readers_whole_reply_is_paid_where_the_variant_says_so(monkeypatch):
-    # the first line, or three words with one in common: 2 · 1 / (3 + 1)
+    # three words with one in common: 2 · 1 / (3 + 1)
     monkeypatch.setattr(build, "build_reader", lambda *_: Model(lambda text: "Norland\nit is"))
-    for whole, f1 in ((False, 1.0), (True, 0.5)):
-        reward_terms, *_ = scored([example("r_search")], "r_search", whole_reply=whole)
-        assert reward_terms[0]["evidence"] == f1
+    reward_terms, *_ = scored([example("r_search")], "r_search", whole_reply=True)
+    assert reward_terms[0]["evidence"] == 0.5
 
 
 def test_without_the_evidence_reward_no_reader_is_loaded(monkeypatch):
@@ -212,14 +211,13 @@ def test_a_reader_answers_from_the_evidence_and_its_scores_stand_beside_the_poli
 
 
 def test_an_unreadable_verdict_is_neither_right_nor_wrong_and_none_leaves_what_is_there():
-    said = {"Norland": "The same.\nyes", "Sudria": "no", "Kelmouth": "Hard to say.", "Lom": None}
-    judge = Judge(Model(lambda text: said[text.rpartition("answer: ")[2]]))
-    records = add_verdicts([record(answer, "Norway") for answer in (*said, "")], judge)
-    # no answer is wrong, and nobody is asked
-    assert [r["metrics"]["judged"] for r in records] == [1, 0, None, None, 0]
-    assert (judge.asked, judge.unreadable, judge.silent) == (4, 2, 1)
-    gone = Judge(Model(lambda text: None))
-    assert add_verdicts(records, gone) == records and gone.silent == 4
+    replies = {"Norland": "The same.\nyes", "Sudria": "no", "Kelmouth": "Hard to say."}
+    judge = Judge(Model(lambda text: replies[text.rpartition("answer: ")[2]]))
+    records = add_verdicts([record(answer, "Norway") for answer in (*replies, "")], judge)
+    # no answer is wrong, and the judge is not asked
+    assert [r["metrics"]["judged"] for r in records] == [1, 0, None, 0]
+    assert (judge.asked, judge.unreadable) == (3, 1)
+    assert add_verdicts(records, Judge(Model(lambda text: None))) == records
 
 
 def test_searches_and_their_tokens_are_counted():

@@ -609,13 +609,6 @@ def test_what_a_concise_query_is(query, concise):
     assert rewards.is_concise(query) is concise
 
 
-def test_a_constant_lets_the_papers_own_query_pass(monkeypatch):
-    monkeypatch.setattr(rewards, "QUESTION_WORDS_IN_FRONT", True)
-    # did, s and when: 3 of 7 are over 40 %; Table 7's has 3 of 8
-    assert rewards.is_concise("when did Lavinia Norcross Dickinson's father die")
-    assert not rewards.is_concise("when did Ana Bell's father die")
-
-
 def test_right_is_the_judges_verdict_and_without_one_exact_match():
     exact = when(THINK + REFLECT + "<answer> The Norland! </answer>")
     assert when_to_search_stage1(exact)["answer"] == 1.0
