@@ -24,7 +24,6 @@ from prompts import (
     number_documents,
     parse_query,
     prompt_text,
-    question_text,
 )
 
 UR2, R1 = PROTOCOLS["ur2"], PROTOCOLS["r1_searcher"]

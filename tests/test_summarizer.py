@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-import summarizer
 from data import Document, Question, SearchRequest, SearchResult
 from errors import InputError
 from papers import PAPERS
@@ -377,10 +376,3 @@ def test_each_task_has_its_own_summariser_and_the_results_stay_in_their_order():
     texts = [result.text for result in summarize(asked, [[ANA]] * 5)]
     assert texts == ["of qa", "of math", UR2.fallback_text, "of qa", "on y"]
     assert [len(llm.batches) for llm in llms.values()] == [1, 1]
-
-
-def test_the_file_shows_a_fact_an_unknown_name_an_ill_posed_query_and_arithmetic(capsys):
-    summarizer.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert "ana bell was born in kelmouth ." in lines[1]
-    assert [line.split()[-1] for line in lines[1:]] == ["False", "False", "True", "True"]

@@ -205,7 +205,7 @@ class Tasks:
             steps.append((name, facts, relation))
             name = facts[relation]
             about = RELATIONS[relation][1]
-        hops = [
+        hops = [  # once all facts are drawn
             Hop(
                 f"{key} of {subject}",
                 self.passage(subject, its, key),
