@@ -450,7 +450,6 @@ def test_r1_searchers_equations_with_numbers():
 def test_r1_searchers_n_has_no_limit_of_words():
     # eq. 1: n ≥ 1 retrievals, of 21 words too; UR² (C.7, D.2) wants a query below it
     assert r1_searcher_stage1(r1(search(LONG) + CLOSE)) == {"retrieval": 0.5, "format": 0.5}
-    assert r1_searcher_stage1(r1(search("...") + CLOSE))["retrieval"] == 0.0
 
 
 def test_search_r1_pays_exact_match_and_nothing_else():
@@ -788,7 +787,6 @@ def test_every_reward_by_name_scores_a_trajectory_of_its_protocol(reward):
     check_reward(given(reward=reward, protocol=protocol_of(reward)))
 
 
-GRADED = Extras(grade=lambda question, answer: 1.0)
 JUDGED = Extras(correct=False, embed=lambda texts: [[3, 4], [1, 0]])
 
 
@@ -813,12 +811,6 @@ JUDGED = Extras(correct=False, embed=lambda texts: [[3, 4], [1, 0]])
 def test_the_settings_and_the_extras_reach_the_reward(reward, answer, term, paid, given):
     terms = score(example(protocol_of(reward), answer), reward, **given)
     assert terms[term] == pytest.approx(paid)
-
-
-def test_a_grade_of_partly_right_reaches_the_reward():
-    about = ur2("\\boxed{about a half}", MATH)
-    assert score(about, "ur2_stage2", extras=GRADED)["answer"] == 0
-    assert score(about, "ur2_stage2", extras=GRADED, partly=1.0)["answer"] == 1
 
 
 @pytest.mark.parametrize("reward", REWARDS)
