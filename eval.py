@@ -79,6 +79,7 @@ class Options:
     punctuation: str = setting(
         "", "how the metrics treat punctuation; default: as the paper", one_of=("", *PUNCTUATION)
     )
+    all: bool = setting(False, "print every metric; by default the most important ones")
     markdown: bool = setting(False, "print tables as Markdown")
     json: str = setting("", "file for the numbers, as JSON")
 
@@ -436,7 +437,7 @@ def run(settings: Settings, options: Options) -> None:
     sampling = (settings.temperature, settings.top_p) if paper else ()
     evaluation = Evaluation(settings, options)
     records = evaluate(evaluation, reader, judge, sampling)
-    report(records, others, options.markdown, options.json)
+    report(records, others, options.markdown, options.json, brief=not options.all)
     print(f"predictions: {evaluation.out}")
 
 

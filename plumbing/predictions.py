@@ -226,6 +226,7 @@ def score_command(arguments: list[str] | None = None) -> None:
     )
     add("--against", default="", help="predictions of another run (FILE,FILE), compared in pairs")
     add("--punctuation", default="", choices=["", *PUNCTUATION], help="becomes a blank, or nothing")
+    add("--all", action="store_true", help="print every metric")
     add("--markdown", action="store_true", help="print Markdown tables")
     add("--json", default="", help="write the numbers to this file too")
     args, rest = parser.parse_known_args(arguments)
@@ -244,7 +245,7 @@ def score_command(arguments: list[str] | None = None) -> None:
     if args.out:
         write_records(Path(args.out), records)
         print(f"predictions: {args.out}")
-    report(records, others, args.markdown, args.json)
+    report(records, others, args.markdown, args.json, brief=not args.all)
 
 
 def told_by_others(records: list[dict], given: dict) -> list[dict]:

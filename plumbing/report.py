@@ -12,7 +12,7 @@ many comparisons.
 import json
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ em f1 cem rouge1 rouge2 rougeL rouge judged reader_em reader_f1 searched searche
 rejected failed_rows repeated fallbacks documents_cut format evidence support relevance exact_set
 set_f1 all_correct written thinking unfinished retrieved shown compression
 """.split()
+BRIEF = ("em", "judged", "rouge", "searches", "format")  # the columns that are shown without --all
 DRAWS, FLIPS = 1000, 10_000
 MEAN_OF_DATASETS = "mean of datasets"  # each counts the same; in "all" each question does
 MEAN = "{:.3f} [{:.2f}, {:.2f}]"
@@ -155,28 +156,51 @@ def cells(records: list[dict], numbers: dict[str, dict], cell: Callable) -> Summ
     return summary
 
 
-def report(records: list[dict], others: list[dict], as_markdown: bool, json_file: str) -> None:
+def report(
+    records: list[dict], others: list[dict], as_markdown: bool, json_file: str, brief: bool = False
+) -> None:
+    """Prints the tables, and with `others` a comparison that ends in one sentence. `brief` shows
+    the columns BRIEF; the JSON file has all.
+    """
     whole = summarise(records)
-    print(table(whole, as_markdown))
-    if ratios := whole["all"].get("compression"):
+    columns = BRIEF if brief else COLUMNS
+    print(table(whole, as_markdown, columns=columns))
+    ratios = whole["all"].get("compression")
+    if ratios and not brief:
         means = whole["all"]["retrieved"][0] / whole["all"]["shown"][0]
         print(f"compression: {means:.2f} as ratio of means, {ratios[0]:.2f} as mean of ratios")
     if rows := by_hops(records):
         whole["hops"] = summarise(rows)
-        print("\n" + table(whole["hops"], as_markdown, "hops"))
+        if not brief:
+            print("\n" + table(whole["hops"], as_markdown, "hops"))
     if unread := sum(record["metrics"].get("judged", 0) is None for record in records):
         print(f"{unread} of {len(records)} verdicts are unreadable: `judged` is without them")
     if others:
         whole["comparison"] = compare(records, others)
         every = whole["comparison"]["all"]
-        print(PAIRED.format(**every) + "\n\n" + table(whole["comparison"], as_markdown))
+        print(
+            PAIRED.format(**every)
+            + "\n\n"
+            + table(whole["comparison"], as_markdown, columns=columns)
+        )
         column = "judged" if "judged" in every else "em"
         if column in every:
             ways = ", ".join(f"{way} {count}" for way, count in every[column]["right"].items())
-            print(f"\n{column} is 1: {ways}")
+            print(f"\n{column} is 1: {ways}\n{verdict(column, every[column])}")
     if json_file:
         Path(json_file).parent.mkdir(parents=True, exist_ok=True)
         Path(json_file).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+
+def verdict(column: str, cell: dict) -> str:
+    """Returns a sentence. A run is better if the 95 % interval of the difference does not contain 0
+    and random signs give p ≤ 0.05.
+    """
+    difference, low, high = cell["difference"]
+    size = f"by {abs(difference):.3f} (95 % of the difference: {low:+.3f} to {high:+.3f})"
+    if low <= 0 <= high or cell["p"] > 0.05:
+        return f"verdict: in {column} the two runs differ {size}, which may be chance"
+    return f"verdict: in {column} this run is {'better' if low > 0 else 'worse'} {size}"
 
 
 def by_hops(records: list[dict]) -> list[dict]:
@@ -189,10 +213,16 @@ def by_hops(records: list[dict]) -> list[dict]:
     return found
 
 
-def table(summary: Summary, as_markdown: bool = False, head: str = "kind") -> str:
-    """Returns a line per row with a cell per column."""
+def table(
+    summary: Summary,
+    as_markdown: bool = False,
+    head: str = "kind",
+    columns: Sequence[str] = tuple(COLUMNS),
+) -> str:
+    """Returns a line per row with a cell per column; all columns if none of these has a value."""
     rows = {row: summary[row] for row in summary if row != "all" or len(summary) != 2}
-    columns = [column for column in COLUMNS if any(column in row for row in rows.values())]
+    present = [column for column in COLUMNS if any(column in row for row in rows.values())]
+    columns = [column for column in present if column in columns] or present
     if not columns:
         return "no numbers: none of the records has a metric"
     lines = [[head, "n", *columns]]

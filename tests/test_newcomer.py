@@ -12,6 +12,7 @@ import retriever
 import train
 from plumbing import build
 from plumbing.files import Run
+from plumbing.report import report
 from retrievers import dense
 
 BAR = """
@@ -59,6 +60,36 @@ def test_a_dry_run_tries_four_groups_of_all_kinds(model, tmp_path, capsys):
     train.main(flags(model, tmp_path, "--dry_run --questions_per_step 16 --group_size 2"))
     shown = capsys.readouterr().out
     assert "of 4 have equal rewards" in shown and "a step of 16 questions" in shown
+
+
+def records_of(values: list[float]) -> list[dict]:
+    numbers = {"f1": 0.5, "searches": 2.0, "format": 1.0, "thinking": 9.0}
+    return [
+        {"id": str(i), "question": str(i), "kind": "a", "metrics": numbers | {"em": value}}
+        for i, value in enumerate(values)
+    ]
+
+
+def test_an_evaluation_prints_the_important_columns_first(capsys):
+    report(records_of([1.0, 0.0]), [], False, "", brief=True)
+    assert capsys.readouterr().out.split("\n")[0].split() == "kind n em searches format".split()
+    report(records_of([1.0, 0.0]), [], False, "")
+    assert {"f1", "thinking"} <= set(capsys.readouterr().out.split("\n")[0].split())
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "expected"),
+    [
+        ([1.0] * 8, [0.0] * 8, "in em this run is better by 1.000 (95 % of the difference: +1.000"),
+        ([0.0] * 8, [1.0] * 8, "in em this run is worse by 1.000"),
+        ([1.0, 0.0] * 4, [0.0, 1.0] * 4, "by 0.000"),
+        ([1.0], [0.0], "by 1.000 (95 % of the difference: +1.000 to +1.000), which may be chance"),
+    ],
+)
+def test_a_comparison_ends_in_one_sentence(here, there, expected, capsys):
+    report(records_of(here), records_of(there), False, "", brief=True)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("verdict: ") and expected in last
 
 
 def test_tensorboard_is_told_where_to_look(model, tmp_path, capsys):

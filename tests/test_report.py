@@ -221,7 +221,7 @@ def test_what_two_runs_got_right_is_in_one_of_four_categories(monkeypatch, capsy
     there = [record(name[1], name[0], em=float(em)) for name, (_, em) in marks.items()]
     here.append(record("0", em=0.0))
     report.report(here, there, False, str(tmp_path / "t.json"))
-    last = capsys.readouterr().out.splitlines()[-1]
+    last = capsys.readouterr().out.splitlines()[-2]
     assert last == "em is 1: both 1, only here 2, only there 1, neither 1"
     rows = json.loads((tmp_path / "t.json").read_text())["comparison"]
     found = {row: [*rows[row]["em"]["right"].values()] for row in rows}
@@ -229,7 +229,7 @@ def test_what_two_runs_got_right_is_in_one_of_four_categories(monkeypatch, capsy
     for one in here + there:  # a judge of both goes before the metric
         one["metrics"]["judged"] = 1.0
     report.report(here, there, False, "")
-    last = capsys.readouterr().out.splitlines()[-1]
+    last = capsys.readouterr().out.splitlines()[-2]
     assert last == "judged is 1: both 5, only here 0, only there 0, neither 0"
 
 
