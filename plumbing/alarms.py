@@ -50,16 +50,16 @@ AT_ONCE = ("kl_spike", "grad_spike", "length", "reward_hacked", "reward_size", "
 
 def alarms(records: list[dict], settings: Settings, patience: int = PATIENCE) -> dict[str, str]:
     """Returns the alarms that the newest record raises and no earlier record raised."""
-    told = {name for record in records for name in record.get("alarms", ())}
+    raised = {name for record in records for name in record.get("alarms", ())}
     ends = range(max(1, len(records) - patience + 1), len(records) + 1)
-    found = [{*holding(records[:end], settings)} for end in ends]
-    lasting = set.intersection(*found) if len(found) >= patience else set()
-    due = (lasting | found[-1].intersection(AT_ONCE)) - told
-    return {name: said for name, said in SAID.items() if name in due}
+    steps = [holding(records[:end], settings) for end in ends]
+    lasting = set.intersection(*steps) if len(steps) >= patience else set()
+    due = (lasting | steps[-1].intersection(AT_ONCE)) - raised
+    return {name: sentence for name, sentence in SAID.items() if name in due}
 
 
-def holding(records: list[dict], s: Settings) -> Iterator[str]:
-    """Yields the alarms that the newest record raises. A figure that it lacks counts as 0, except
+def holding(records: list[dict], s: Settings) -> set[str]:
+    """Returns the alarms that the newest record raises. A figure that it lacks counts as 0, except
     the recall of gold answers. Stage 1 need not reward answers, so `reward_hacked` asks for it.
 
     The limit of logprob_gap: where the sampler is corrected for, because its precision or engine is
@@ -72,42 +72,29 @@ def holding(records: list[dict], s: Settings) -> Iterator[str]:
     grouped = s.algorithm not in ("reinforce_pp", "ppo")
     may_search = s.retrieval and not s.direct_tasks and s.max_searches > 0
     (longer, sure), (_, better) = shift(records, "thinking_words"), shift(records, "em")
-    yield from (name for name, limit in ABOVE.items() if r[name] > limit)
     bf16 = median([1e-3, 3 * records[0].get("logprob_gap", 1.0), 0.1])
-    if r["logprob_gap"] > (bf16 if "mismatch_ess" in r else 1e-3):
-        yield "logprob_gap"
     # A step whose rewards are all equal has no figure: it stands still.
     still = sum(row.get("likelihood_later", 0) <= 0 for row in records[-WINDOW:])
-    if still == WINDOW and "likelihood_later" in r:
-        yield "likelihood"
-    if r["skipped"] == 1 or (grouped and r["frac_reward_zero_std"] == 1):
-        yield "equal_groups"
-    if may_search and r["searched"] + r["rejected"] == 0:
-        yield "no_search"
-    if r["rejected"] > 0 and r["searched"] == 0:
-        yield "rejected"
-    if r["repeated"] > r["searches"] / 4:
-        yield "repeated"
-    if r["documents_seen"] > 1 / 3:
-        yield "seen"
-    if r.get("gold_recall", 1.0) < 0.2:
-        yield "gold_recall"
-    if r["search_errors"] >= 0.1:
-        yield "retriever_down"
-    if r["search_seconds"] > third:
-        yield "retriever_slow"
-    if r["reward_seconds"] > third:
-        yield "judge_slow"
-    if longer > 1.5 and sure > 3 and better <= 0:
-        yield "length"
-    if "reward/answer" in r and shift(records, "reward")[1] > 3 and better < -3:
-        yield "reward_hacked"
-    if any(abs(r[n]) > 1000 for n in records[-1] if n.startswith("reward")):
-        yield "reward_size"
-    if spikes(records, "k3", 0.1) or spikes(records, "approx_kl", 0.1):
-        yield "kl_spike"
-    if spikes(records, "grad_norm"):
-        yield "grad_spike"
+    paid_less = shift(records, "reward")[1] > 3 and better < -3
+    causes = {name: r[name] > limit for name, limit in ABOVE.items()} | {
+        "logprob_gap": r["logprob_gap"] > (bf16 if "mismatch_ess" in r else 1e-3),
+        "likelihood": still == WINDOW and "likelihood_later" in r,
+        "equal_groups": r["skipped"] == 1 or (grouped and r["frac_reward_zero_std"] == 1),
+        "no_search": may_search and r["searched"] + r["rejected"] == 0,
+        "rejected": r["rejected"] > 0 and r["searched"] == 0,
+        "repeated": r["repeated"] > r["searches"] / 4,
+        "seen": r["documents_seen"] > 1 / 3,
+        "gold_recall": r.get("gold_recall", 1.0) < 0.2,
+        "retriever_down": r["search_errors"] >= 0.1,
+        "retriever_slow": r["search_seconds"] > third,
+        "judge_slow": r["reward_seconds"] > third,
+        "length": longer > 1.5 and sure > 3 and better <= 0,
+        "reward_hacked": "reward/answer" in r and paid_less,
+        "reward_size": any(abs(r[n]) > 1000 for n in records[-1] if n.startswith("reward")),
+        "kl_spike": spikes(records, "k3", 0.1) or spikes(records, "approx_kl", 0.1),
+        "grad_spike": spikes(records, "grad_norm"),
+    }
+    return {name for name, holds in causes.items() if holds}
 
 
 def shift(records: list[dict], name: str) -> tuple[float, float]:
@@ -127,7 +114,7 @@ def spikes(rows: list[dict], name: str, least: float = 0.0) -> bool:
 
 
 def report(r: dict, sampled, environment: Environment) -> Iterator[str]:
-    """Prints what one step's metrics predict about a run (--dry_run)."""
+    """Yields the lines of --dry_run: what one step's metrics predict about a run."""
     prompts, s = [len(t.prompt_ids) for t in sampled.trajectories], environment.settings
     longest = max(map(environment.max_trajectory_tokens, sampled.trajectories))
     most = f"{longest} of {environment.max_context} tokens of context"
@@ -147,5 +134,5 @@ def report(r: dict, sampled, environment: Environment) -> Iterator[str]:
     yield f"time: {seconds:.1f} s a step, {s.steps} steps {seconds * s.steps / 3600:.1f} hours"
     if torch.cuda.is_available():
         yield f"GPU memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at its peak"
-    found = [f"alarm: {said}" for said in alarms([r], s, patience=1).values()]
-    yield from found or ["nothing found that would keep it from learning"]
+    raised = [f"alarm: {sentence}" for sentence in alarms([r], s, patience=1).values()]
+    yield from raised or ["nothing found that would keep it from learning"]
