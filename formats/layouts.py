@@ -281,7 +281,7 @@ def from_verl(record: dict, number: int) -> dict:
 def from_title_text(record: dict, number: int) -> dict:
     title, text = (field(record, name, str, "").strip() for name in ("title", "text"))
     if not title and not text:
-        raise InputError(f"field {'contents' if 'contents' in record else 'text'!r} is empty")
+        raise InputError("the title and the text are empty")
     return {"id": id_of(record, number), "title": title, "text": text}
 
 

@@ -148,9 +148,8 @@ def score_files(paths, data="", skip_bad=False, punctuation="", count_missing=Fa
         [((again, _), count)] = samples.most_common(1)
         if count > 1:
             raise InputError(f"{path}: two predictions for id {short(again)}: number each `sample`")
-        if without := [record["id"] for record in records if not record.get("golds")]:
-            what = f"{len(without)} predictions have no gold answer (the first: id {without[0]})"
-            raise InputError(f"{path}: {what}: give --data")
+        if without := sum(not record.get("golds") for record in records):
+            raise InputError(f"{path}: {without} predictions have no gold answer: give --data")
         for r in records:
             scores.append((name, scored(r, punctuation) | {"dataset": r.get("dataset") or name}))
         uses.update({record["id"] for record in records})

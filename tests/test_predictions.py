@@ -179,7 +179,7 @@ A = {"id": "1", "prediction": "a"}
         ([{**OWN, "options": [1]}], "field 'options', item 1"),
         ([{"prediction": "a"}], "field 'id' and field 'question' are both missing"),
         ([{**A, "golds": "b"}] * 2, "two predictions for id '1'"),
-        ([A], "1 predictions have no gold answer .* give --data"),
+        ([A], "1 predictions have no gold answer: give --data"),
         ([{**A, "golds": [None, "b"]}], "field 'golds', item 1"),
         ([{**A, "golds": "a", "task": "cohice"}], "field 'task': 'cohice' is none of qa"),
     ],

@@ -319,12 +319,6 @@ def test_a_folder_that_is_removed_in_a_step_is_not_made_again(model, tmp_path, m
     assert not (tmp_path / "t").exists()
 
 
-@fault(259)
-def test_a_manifest_that_names_no_file_proves_nothing(run):
-    (run / FOUR / manifest.NAME).write_text('{"step": 4, "files": {}}')
-    assert wrong_with(run / FOUR, 4) == "its manifest.json names no file"
-
-
 # ---------------------------------------------------------------------------- weights in the files
 def change(path, part: str, changed) -> None:
     """Replaces the weights with `part` in their names by what `changed` makes of them, or none."""
