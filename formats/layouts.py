@@ -295,9 +295,8 @@ def from_passage(record: dict, number: int, name: str = "passage", mark: str = "
 def titled(passage: str, mark: str = "\n") -> tuple[str, str]:
     """Returns (title, text): '"Ana"\\nborn' -> ("Ana", "born"); without a mark all is text."""
     title, found, text = passage.partition(mark)
-    title = title.strip() if found else ""
-    quoted = len(title) >= 2 and title[0] == title[-1] == '"'  # the title itself may contain quotes
-    return title[1:-1] if quoted else title, text if found else passage
+    unquoted = re.sub(r'^"(.*)"$', r"\1", title.strip())  # the title itself may contain quotes
+    return (unquoted, text) if found else ("", passage)
 
 
 # --------------------------------------------------------------------------------------- the tables

@@ -52,14 +52,14 @@ def alarms(records: list[dict], settings: Settings, patience: int = PATIENCE) ->
     """Returns the alarms that the newest record raises and no earlier record raised."""
     raised = {name for record in records for name in record.get("alarms", ())}
     ends = range(max(1, len(records) - patience + 1), len(records) + 1)
-    steps = [holding(records[:end], settings) for end in ends]
+    steps = [{*holding(records[:end], settings)} for end in ends]
     lasting = set.intersection(*steps) if len(steps) >= patience else set()
     due = (lasting | steps[-1].intersection(AT_ONCE)) - raised
     return {name: sentence for name, sentence in SAID.items() if name in due}
 
 
-def holding(records: list[dict], s: Settings) -> set[str]:
-    """Returns the alarms that the newest record raises. A figure that it lacks counts as 0, except
+def holding(records: list[dict], s: Settings) -> Iterator[str]:
+    """Yields the alarms that the newest record raises. A figure that it lacks counts as 0, except
     the recall of gold answers. Stage 1 need not reward answers, so `reward_hacked` asks for it.
 
     The limit of logprob_gap: where the sampler is corrected for, because its precision or engine is
@@ -72,29 +72,42 @@ def holding(records: list[dict], s: Settings) -> set[str]:
     grouped = s.algorithm not in ("reinforce_pp", "ppo")
     may_search = s.retrieval and not s.direct_tasks and s.max_searches > 0
     (longer, sure), (_, better) = shift(records, "thinking_words"), shift(records, "em")
+    yield from (name for name, limit in ABOVE.items() if r[name] > limit)
     bf16 = median([1e-3, 3 * records[0].get("logprob_gap", 1.0), 0.1])
+    if r["logprob_gap"] > (bf16 if "mismatch_ess" in r else 1e-3):
+        yield "logprob_gap"
     # A step whose rewards are all equal has no figure: it stands still.
     still = sum(row.get("likelihood_later", 0) <= 0 for row in records[-WINDOW:])
-    paid_less = shift(records, "reward")[1] > 3 and better < -3
-    causes = {name: r[name] > limit for name, limit in ABOVE.items()} | {
-        "logprob_gap": r["logprob_gap"] > (bf16 if "mismatch_ess" in r else 1e-3),
-        "likelihood": still == WINDOW and "likelihood_later" in r,
-        "equal_groups": r["skipped"] == 1 or (grouped and r["frac_reward_zero_std"] == 1),
-        "no_search": may_search and r["searched"] + r["rejected"] == 0,
-        "rejected": r["rejected"] > 0 and r["searched"] == 0,
-        "repeated": r["repeated"] > r["searches"] / 4,
-        "seen": r["documents_seen"] > 1 / 3,
-        "gold_recall": r.get("gold_recall", 1.0) < 0.2,
-        "retriever_down": r["search_errors"] >= 0.1,
-        "retriever_slow": r["search_seconds"] > third,
-        "judge_slow": r["reward_seconds"] > third,
-        "length": longer > 1.5 and sure > 3 and better <= 0,
-        "reward_hacked": "reward/answer" in r and paid_less,
-        "reward_size": any(abs(r[n]) > 1000 for n in records[-1] if n.startswith("reward")),
-        "kl_spike": spikes(records, "k3", 0.1) or spikes(records, "approx_kl", 0.1),
-        "grad_spike": spikes(records, "grad_norm"),
-    }
-    return {name for name, holds in causes.items() if holds}
+    if still == WINDOW and "likelihood_later" in r:
+        yield "likelihood"
+    if r["skipped"] == 1 or (grouped and r["frac_reward_zero_std"] == 1):
+        yield "equal_groups"
+    if may_search and r["searched"] + r["rejected"] == 0:
+        yield "no_search"
+    if r["rejected"] > 0 and r["searched"] == 0:
+        yield "rejected"
+    if r["repeated"] > r["searches"] / 4:
+        yield "repeated"
+    if r["documents_seen"] > 1 / 3:
+        yield "seen"
+    if r.get("gold_recall", 1.0) < 0.2:
+        yield "gold_recall"
+    if r["search_errors"] >= 0.1:
+        yield "retriever_down"
+    if r["search_seconds"] > third:
+        yield "retriever_slow"
+    if r["reward_seconds"] > third:
+        yield "judge_slow"
+    if longer > 1.5 and sure > 3 and better <= 0:
+        yield "length"
+    if "reward/answer" in r and shift(records, "reward")[1] > 3 and better < -3:
+        yield "reward_hacked"
+    if any(abs(r[n]) > 1000 for n in records[-1] if n.startswith("reward")):
+        yield "reward_size"
+    if spikes(records, "k3", 0.1) or spikes(records, "approx_kl", 0.1):
+        yield "kl_spike"
+    if spikes(records, "grad_norm"):
+        yield "grad_spike"
 
 
 def shift(records: list[dict], name: str) -> tuple[float, float]:

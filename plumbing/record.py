@@ -60,12 +60,14 @@ def step_records(
 def to_record(t: Trajectory, tokenizer) -> dict:
     """Returns question, tokens, searches and end of a trajectory."""
     question = t.question
-    return {
+    record = {
         "id": question.id,
         "question": question.question,
         "golds": question.answers,
         "kind": question.kind,
         "may_search": question.may_search,
+    }
+    record |= {
         "prompt_ids": t.prompt_ids,
         "prompt": texts_of(tokenizer, t.prompt_ids),
         "ids": t.response_ids,
@@ -73,6 +75,8 @@ def to_record(t: Trajectory, tokenizer) -> dict:
         "mask": t.response_mask,
         "answer": t.answer,
         "stop_reason": t.stop_reason,
+    }
+    return record | {
         "writers": [segment.writer for segment in t.segments if segment.writer != "model"],
         "searches": [search_to_record(search) for search in t.searches],
         "rejected_queries": [[rejected.reason, rejected.query] for rejected in t.rejected_queries],
