@@ -26,6 +26,7 @@ from errors import InputError, rank_of
 
 PASSAGE_COLUMNS = ("id", "passage")  # columns of tab-separated lines without a header
 QUESTION_COLUMNS = ("question", "answer")
+LONGEST_LINE = 64_000_000  # bytes
 
 
 def open_error(path: Path, error: OSError) -> InputError:
@@ -42,9 +43,9 @@ def check_regular(path: Path) -> None:
         raise InputError(f"{path}: a pipe or a device: save what it gives to a file first")
 
 
-def byte_lines(path: Path, most: int = -1) -> Iterator[bytes]:
-    """Yields the lines, with `most` a longer one in pieces of this many bytes; unpacked if gzipped,
-    whatever the name.
+def byte_lines(path: Path, most: int = LONGEST_LINE) -> Iterator[bytes]:
+    """Yields the lines, a longer one in pieces of `most` bytes; unpacked if gzipped, whatever the
+    name.
     """
     try:
         check_regular(path)
@@ -77,6 +78,9 @@ def decoded_lines(path: Path) -> Iterator[tuple[int, str | InputError]]:
     only.
     """
     for number, line in enumerate(byte_lines(path), 1):
+        if len(line) == LONGEST_LINE:
+            advice = "longer than 64 MB: end each record with a line break"
+            raise InputError(f"{path}, line {number}: {advice}")
         if line.strip():
             yield number, decoded(line.rstrip(b"\r\n"))
 
@@ -154,7 +158,7 @@ def is_tsv(path: Path) -> bool:
 
 
 def tsv_records(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, str, object]]:
-    csv.field_size_limit(2**31 - 1)  # the default is 131,072 characters
+    csv.field_size_limit(LONGEST_LINE)
     names: Sequence[str] = ()
     for number, record in decoded_lines(path):
         if isinstance(record, str):

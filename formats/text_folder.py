@@ -9,6 +9,7 @@ block of code is no heading. Left out: front matter and rules (they stay as text
 headings, HTML, scripts without blanks, links to folders.
 """
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,8 +99,8 @@ def ending(path: Path) -> str:
 
 def is_text(path: Path) -> bool:
     """Returns whether this is a folder, a Markdown file, or a .txt file without records."""
-    if path.is_dir() or ending(path) != ".txt":
-        return path.is_dir() or ending(path) == ".md"
+    if os.path.isdir(path) or ending(path) != ".txt":  # False for a name that is too long
+        return os.path.isdir(path) or ending(path) == ".md"
     return not is_tsv(path) and not first_line(path).startswith((b"{", b"[{"))
 
 
