@@ -127,8 +127,9 @@ def train_sft(
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+            # Without `refresh` a log file would get a line for every step.
+            bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
             bar.update()
-            bar.set_postfix(loss=f"{losses[-1]:.3f}")
             seconds.append(time.perf_counter() - start)
             if line := slow_step(seconds):
                 bar.write(line, file=sys.stderr)

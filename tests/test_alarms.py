@@ -243,7 +243,8 @@ def test_a_dry_run_reports_one_step_and_leaves_a_run_as_it_was(more, model, tmp_
     printed = capsys.readouterr().out
     assert files_of(tmp_path) == before and "settings.json" not in printed
     pattern = r"(?s)prompts: \d+ to \d+ tokens; trajectories at most \d+ of \d+ .*queries: .*"
-    pattern += r"found something, .*groups: \d of 6 .*log-probs: .*time: .* a step, 50 steps "
+    pattern += r"found something, .*groups: \d of 4 .*log-probs: .*"
+    pattern += "time: .* a step of 6 questions, 50 steps "
     assert re.search(pattern, printed) and "dry_run=True (was" not in printed
     assert re.match("alarm: |nothing found that would keep it", printed.splitlines()[-1])
 

@@ -195,7 +195,7 @@ def test_an_address_without_a_model_means_the_server_s_first_one_and_none_is_one
     ("probe", "match"),
     [
         (None, "nothing within 0.5 s"),
-        ((404, b'{"error": {"message": "There is no `m`."}}'), "HTTP 404 There is no `m`."),
+        ((404, b'{"error": {"message": "There is no `m`."}}'), "There is no `m`."),
         ((400, b"max_tokens too large"), "HTTP 400 max_tokens too large"),
     ],
 )

@@ -141,7 +141,7 @@ def test_stage_two_starts_from_stage_ones_last_checkpoint(left, model, tmp_path,
 def test_what_goes_on_from_the_built_in_model_has_its_numbers(tmp_path):
     """A stage 2, and what is given a checkpoint of it with --model; else those of the paper."""
     first = tmp_path / "t" / "stage1"
-    first.mkdir(parents=True)
+    (first / "checkpoint-000001").mkdir(parents=True)
     words = ["--output_dir", str(tmp_path), "--run_name", "t"]
     for text, lr in ((settings_text(parse(words)), 5e-4), (json.dumps({"model": "m"}), 2e-6)):
         (first / "settings.json").write_text(text)

@@ -60,7 +60,7 @@ def test_every_function_of_the_equation_map_exists():
 def help_text(name, subcommand):
     """Returns what the command prints for --help."""
     text, argv = io.StringIO(), sys.argv
-    sys.argv = [name, *([subcommand] if subcommand else []), "--help"]
+    sys.argv = [name, *([subcommand] if subcommand else []), "--help", "all"]
     try:
         with contextlib.redirect_stdout(text), pytest.raises(SystemExit) as ended:
             if "." in name:
@@ -73,7 +73,8 @@ def help_text(name, subcommand):
     return text.getvalue()
 
 
-def test_the_docs_have_a_command_for_every_recipe_and_each_is_one_that_can_run():
+def test_the_docs_have_a_command_for_every_recipe_and_each_is_one_that_can_run(monkeypatch):
+    monkeypatch.setattr(settings, "stage_before", lambda _: None)  # as if stage 1 were there
     given = [arguments.split() for name, arguments in COMMANDS if name == "train"]
     given = [words for words in given if words not in (["..."], ["--help"])]
     stages = [stage for words in given for stage in settings.parse_stages(words)]
