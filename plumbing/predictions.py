@@ -32,7 +32,7 @@ def as_written(record: dict, number: int, place: str) -> dict:
     """Returns a record of eval.py, R1-Searcher, FlashRAG or another tool with eval.py's names."""
     key = next((name for name in TEXT_FIELDS if name in record), None)
     if key is None:
-        known = f"known are {', '.join(TEXT_FIELDS)}, or one JSON object of {{id: prediction}}"
+        known = f"known are {', '.join(TEXT_FIELDS)}"
         raise InputError(f"no prediction in it: it has the fields {short(list(record))}; {known}")
     if isinstance(record[key], dict) and "pred" in record[key]:  # FlashRAG: output {pred, ...}
         record = record | {key: record[key]["pred"]}
@@ -92,10 +92,9 @@ def records_in(path: Path) -> list[tuple[int, str, object]]:
     """Returns (number, place, record). HotpotQA has one object {"answer": {id: prediction}}."""
     records = list(read_records(path))
     only = records[0][2] if len(records) == 1 else None
-    if not isinstance(only, dict) or {*TEXT_FIELDS, *ID_FIELDS, "question"} & set(only):
+    if not isinstance(only, dict) or not isinstance(only.get("answer"), dict):
         return records
-    answers = only["answer"] if isinstance(only.get("answer"), dict) else only
-    pairs = [{"id": key, "prediction": text} for key, text in answers.items()]
+    pairs = [{"id": key, "prediction": text} for key, text in only["answer"].items()]
     return [(number, f"id {short(pair['id'])}", pair) for number, pair in enumerate(pairs, 1)]
 
 

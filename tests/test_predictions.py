@@ -100,12 +100,9 @@ def test_samples_and_options_of_anybodys_file_are_read(write):
     assert metrics(write({**choice, "options": {"A": "elm", "B": "oak"}}))[0]["em"] == 1
 
 
-@pytest.mark.parametrize("wrapped, indent", [(True, None), (False, 1)])
-def test_one_object_of_ids_is_hotpotqas_own_layout(wrapped, indent, questions, tmp_path, capsys):
-    path, answers = tmp_path / "pred.json", {"a": "Kelmouth", "b": None}
-    content = {"answer": answers, "sp": {}} if wrapped else answers
-    path.write_text(json.dumps(content, indent=indent))
-    records = score_files([str(path)], questions)
+def test_one_object_of_ids_is_hotpotqas_own_layout(questions, write, capsys):
+    path = write({"answer": {"a": "Kelmouth", "b": None}, "sp": {}})
+    records = score_files([path], questions)
     assert [(r["id"], r["metrics"]["em"]) for r in records] == [("a", 1), ("b", 0)]
     assert "1 of 3 questions have no prediction and are left out" in capsys.readouterr().err
 
