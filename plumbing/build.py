@@ -25,7 +25,7 @@ from curriculum import QuestionStream
 from data import Document
 from errors import InputError, raise_terminated, rank_of
 from flags import frozen_in_8bit, on_servers
-from other_models.judge import Judge, math_grader, verdicts_on
+from other_models.judge import Judge, math_grader
 from other_models.llm import LLM, RETRIES, THREADS, LocalLLM, load_llm
 from other_models.reader import readings_of
 from papers import paper_of
@@ -124,7 +124,7 @@ def build_other_models(settings: Settings, documents: list[Document], device) ->
     if judge := build_judge(settings, device):
         others.stats["judge_unreadable"] = lambda: judge.unreadable / max(1, judge.asked)
         if "verdict" in needed:
-            others.verdicts = partial(verdicts_on, judge=judge)
+            others.verdicts = lambda rows: judge.verdicts([(t.question, t.answer) for t in rows])
         if "grade" in needed:
             others.grader = partial(math_grader, judge=judge)
     if "reader" in needed:

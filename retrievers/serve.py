@@ -173,8 +173,13 @@ def command(arguments: list[str], make: Callable) -> None:
     private = "web: also read addresses of the private network"
     parser.add_argument("--allow_private", action="store_true", help=private)
     args = parser.parse_args(arguments)
-    if args.url:
-        args.retriever, args.retriever_url = "http", args.url
+    args.retriever = "http" if args.url else args.retriever
+    for name, (default, text) in FLAGS.items():
+        owner = text.partition(":")[0]
+        reader = owner if owner in ("bm25", "dense", "web") else args.retriever
+        if reader != args.retriever and getattr(args, name) != default:
+            raise InputError(f"--{name}: only --retriever {owner} reads it: leave it out")
+    args.retriever_url = args.url or args.retriever_url
     documents = load_corpus(args.corpus, args.skip_bad) if args.corpus else []
     if args.retriever == "web":
         from retrievers.web import WebRetriever  # imported only where the web is searched

@@ -40,7 +40,7 @@ def test_a_dense_retriever_is_tried_like_bm25(tmp_path, monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line[:2] for line in lines[-2:]] == ["1.", "2."] and ": " in lines[-1]
     monkeypatch.setattr(sys, "argv", words[:4])
-    with pytest.raises(retriever.InputError, match="needs --encoder"):
+    with pytest.raises(retriever.InputError, match="a --corpus with a document and an --encoder"):
         retriever.main()
 
 
