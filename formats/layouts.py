@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from errors import InputError
-from formats.records import read_records, report_skipped, short, type_name
+from formats.records import convert_records, read_records, short
 from metrics import last_boxed
 
-LONGEST_TEXT = 20_000_000  # characters of a field: six times a long novel
 TASKS = ("qa", "math", "choice", "summary")
-ID_FIELDS = ("id", "_id", "idx", "question_id", "unique_id", "extra_info.index")
+ID_FIELDS = ("id", "_id", "idx", "question_id", "unique_id")
 
 
 def wrong(name: str, what: str) -> InputError:
@@ -38,28 +37,27 @@ def field(record: dict, name: str, kind: type = str, default=None):
             raise InputError(f"field {name!r} is missing or empty")
         return default
     if not isinstance(value, kind):
-        raise wrong(name, f"expected {type_name(kind())}, found {type_name(value)} {short(value)}")
-    if isinstance(value, str) and len(value) > LONGEST_TEXT:
-        raise wrong(name, "longer than 20 million characters: split the record")
+        raise wrong(name, f"expected {kind.__name__}, found {short(value)}")
     return value
 
 
 def items(record: dict, name: str, kind: type = str, default=None) -> list:
-    found = field(record, name, list, default)
-    for i, item in enumerate(found, 1):
-        if not isinstance(item, kind):
-            told = f"expected {type_name(kind())}, found {short(item)}"
-            raise InputError(f"field {name!r}, item {i}: {told}")
-    return found
+    """Returns the list record[name], all of whose items must be of this kind."""
+    values = field(record, name, list, default)
+    for i, value in enumerate(values, 1):
+        if not isinstance(value, kind):
+            expected = f"expected {kind.__name__}, found {short(value)}"
+            raise InputError(f"field {name!r}, item {i}: {expected}")
+    return values
 
 
 def paragraphs_of(record: dict, name: str, default=None, question_id: str = "") -> list[dict]:
-    found = []
+    paragraphs = []
     for number, item in enumerate(items(record, name, dict, default), 1):
         text = field(item, "paragraph_text" if "paragraph_text" in item else "text")
         item_id = f"{question_id}:{number}" if question_id else id_of(item, number)
-        found.append({"id": item_id, "title": field(item, "title", str, ""), "text": text})
-    return found
+        paragraphs.append({"id": item_id, "title": field(item, "title", str, ""), "text": text})
+    return paragraphs
 
 
 def id_of(record: dict, number: int | None = None) -> str:
@@ -79,14 +77,12 @@ def asked(record: dict, answer="answer", options=None, number=None, question="qu
     """Returns the fields of almost every layout. With `options` the answer is a letter; `number`:
     see id_of.
     """
-    level = record.get("level")  # a number in MATH, a word such as "hard" in UR²
-    level = str(level) if type(level) is int else field(record, "level", str, "")
     fields = {
         "id": id_of(record, number),
         "question": field(record, question),
         "answers": gold_answers(record, answer, options),
         "source": field(record, "source", str, ""),
-        "level": level,
+        "level": str(record.get("level") or ""),  # a number in MATH, a word such as "hard" in UR²
     }
     return fields if options is None else fields | {"task": "choice", "options": options}
 
@@ -113,24 +109,28 @@ def option_texts(record: dict) -> list[str]:
 
 
 def letter_of(gold: object, options: Sequence[str], name: str) -> str:
-    """Returns the answer's letter; it is given as a letter (even if an option reads "B"), a number
-    or the option's text.
+    """Returns the answer's letter; it is given as a letter (even if an option reads "B"), or as the
+    option's text.
     """
     letters = [chr(65 + i) for i in range(len(options))]
     if gold in letters:
         return gold
-    place = options.index(gold) if gold in options else gold
-    if type(place) is not int or not 0 <= place < len(options):
+    if gold not in options:
         raise wrong(name, f"{short(gold)} is none of the {len(options)} options")
-    return letters[place]
+    return letters[options.index(gold)]
+
+
+def task_of(record: dict) -> str:
+    task = field(record, "task", str, "qa")
+    if task not in TASKS:
+        raise wrong("task", f"{short(task)} is none of {', '.join(TASKS)}")
+    return task
 
 
 # ------------------------------------------------------------------------ layouts of question files
 def from_own(record: dict, number: int) -> dict:
     """Reads the fields of `data.Question`; only question and answers are required."""
-    task = field(record, "task", str, "qa")
-    if task not in TASKS:
-        raise wrong("task", f"{short(task)} is none of {', '.join(TASKS)}")
+    task = task_of(record)
     chosen = task == "choice"
     options = items(record, "options") if chosen or record.get("options") else []
     references = paragraphs_of(record, "references", [])
@@ -143,9 +143,7 @@ def from_own(record: dict, number: int) -> dict:
 
 
 def from_flashrag(record: dict, number: int) -> dict:
-    """Reads a record whose gold answers are numbers of `choices`, from 0; ours are letters."""
-    options = items(record, "choices") if record.get("choices") else None
-    return asked(record, "golden_answers", options, number)
+    return asked(record, "golden_answers", number=number)
 
 
 def from_rollouts(record: dict, number: int) -> dict:
@@ -262,11 +260,10 @@ def from_math(record: dict, number: int) -> dict:
 
 def from_verl(record: dict, number: int) -> dict:
     """Reads verl's records: answers are a list, under "target", or joined by <|answer_split|>."""
-    index = field(record, "extra_info", dict, {}).get("index")
-    index = id_of({"extra_info.index": number if index is None else index})
+    index = field(record, "extra_info", dict, {}).get("index", number)
     messages = items(record, "prompt", dict)
-    said = [message.get("content") for message in messages if message.get("role") == "user"]
-    question = field({"prompt": said[-1] if said else ""}, "prompt").rpartition("Question:")[2]
+    users = [message.get("content") for message in messages if message.get("role") == "user"]
+    question = field({"prompt": users[-1] if users else ""}, "prompt").rpartition("Question:")[2]
     name, golds = "reward_model.ground_truth", field(record, "reward_model", dict)
     golds = golds.get("ground_truth")
     golds = golds.get("target") if isinstance(golds, dict) else golds
@@ -284,7 +281,7 @@ def from_verl(record: dict, number: int) -> dict:
 def from_title_text(record: dict, number: int) -> dict:
     title, text = (field(record, name, str, "").strip() for name in ("title", "text"))
     if not title and not text:
-        raise InputError(f"field {'contents' if 'contents' in record else 'text'!r} is empty")
+        raise InputError("the title and the text are empty")
     return {"id": id_of(record, number), "title": title, "text": text}
 
 
@@ -298,9 +295,8 @@ def from_passage(record: dict, number: int, name: str = "passage", mark: str = "
 def titled(passage: str, mark: str = "\n") -> tuple[str, str]:
     """Returns (title, text): '"Ana"\\nborn' -> ("Ana", "born"); without a mark all is text."""
     title, found, text = passage.partition(mark)
-    title = title.strip() if found else ""
-    quoted = len(title) >= 2 and title[0] == title[-1] == '"'  # the title itself may contain quotes
-    return title[1:-1] if quoted else title, text if found else passage
+    unquoted = re.sub(r'^"(.*)"$', r"\1", title.strip())  # the title itself may contain quotes
+    return (unquoted, text) if found else ("", passage)
 
 
 # --------------------------------------------------------------------------------------- the tables
@@ -342,39 +338,28 @@ CORPUS_LAYOUTS = {  # a tab-separated line is read as {"id", "passage"}
     "tsv_chunk": Layout("id<TAB>title   text", CHUNK, lambda r: "   " in str(r.get("passage"))),
     "tsv": Layout("id<TAB>text", from_passage, lambda r: "passage" in r),
 }
-PREDICTED = {"prediction", "predictions", "pred", "pred_ans", "pred_answer"}
 
 
 def detect(record: dict, table: dict[str, Layout]) -> str:
     for name, layout in table.items():
         if layout.recognise(record):
             return name
-    if PREDICTED & set(record) or isinstance(record.get("answer"), dict):
-        raise InputError("this looks like predictions: python eval.py --predictions FILE")
     known = ", ".join(f"{name} ({row.fields.replace('!', '')})" for name, row in table.items())
-    found = f"it has the fields {', '.join(map(repr, record))[:300]}; known are {known}"
-    raise InputError(f"unknown layout: {found}: convert the file to one of them")
+    fields = f"it has the fields {', '.join(map(repr, record))[:300]}; known are {known}"
+    raise InputError(f"unknown layout: {fields}")
 
 
 def read_fields(path: Path, table: dict[str, Layout], columns=(), skip_bad=False) -> Iterator[dict]:
     """Yields the fields of every record of a file, read by one layout, with unique ids."""
-    layout, places, problems = None, {}, []
-    for number, place, record in read_records(path, columns):
-        try:
-            if isinstance(record, InputError):
-                raise record
-            layout = layout or table[detect(record, table)]
-            fields = layout.convert(record, number)
-            first = places.setdefault(fields["id"], place)
-            if first != place:
-                again = f"duplicate id {short(fields['id'])}, first in {first}"
-                raise wrong(id_field(record), again)
-        except InputError as error:
-            problems.append(f"{path}, {place}: {error}")
-            if not skip_bad:
-                unknown = layout is None and isinstance(record, dict)
-                advice = "" if unknown else ": correct it, or leave it out with --skip_bad"
-                raise InputError(problems[0] + advice) from None
-        else:
-            yield fields
-    report_skipped(path, len(places), problems, "record")
+    layout, places = None, {}
+
+    def convert(record: dict, number: int, place: str) -> dict:
+        nonlocal layout
+        layout = layout or table[detect(record, table)]
+        fields = layout.convert(record, number)
+        first = places.setdefault(fields["id"], place)
+        if first != place:
+            raise wrong(id_field(record), f"duplicate id {short(fields['id'])}, first in {first}")
+        return fields
+
+    return convert_records(path, read_records(path, columns), convert, skip_bad)

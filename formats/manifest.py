@@ -86,8 +86,6 @@ def wrong_with(folder: Path, step: int | None = None) -> str:
         written = json.loads((folder / NAME).read_text(encoding="utf-8"))
         if step not in (None, written["step"]):
             return f"it is of step {written['step']}"
-        if not written["files"]:
-            return f"its {NAME} names no file"
         for name, (size, sha256) in written["files"].items():
             if wrong := wrong_with_file(folder / name, size, sha256):
                 return f"{name} {wrong}"

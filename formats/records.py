@@ -9,6 +9,7 @@ out: other compressions, CSV fields over several lines.
 """
 
 import contextlib
+import csv
 import fcntl
 import functools
 import gzip
@@ -18,20 +19,14 @@ import os
 import reprlib
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from errors import InputError, rank_of
 
 PASSAGE_COLUMNS = ("id", "passage")  # columns of tab-separated lines without a header
 QUESTION_COLUMNS = ("question", "answer")
-COLUMNS = dict.fromkeys(("_id", "idx", "docid", "doc_id", "pid"), "id")  # other names in headers
-COLUMNS |= {"answers": "answer", "golden_answers": "answer"}
 LONGEST_LINE = 64_000_000  # bytes
-FROM_CSV = (  # standard input -> standard output; Excel begins a file with a byte-order mark
-    'import csv, json; rows = csv.DictReader(open(0, encoding="utf-8-sig", newline=""));'
-    " [print(json.dumps(row)) for row in rows]"
-)
 
 
 def open_error(path: Path, error: OSError) -> InputError:
@@ -84,8 +79,8 @@ def decoded_lines(path: Path) -> Iterator[tuple[int, str | InputError]]:
     """
     for number, line in enumerate(byte_lines(path), 1):
         if len(line) == LONGEST_LINE:
-            why = "longer than 64 MB: end each record with a line break"
-            raise InputError(f"{path}, line {number}: {why}")
+            advice = "longer than 64 MB: end each record with a line break"
+            raise InputError(f"{path}, line {number}: {advice}")
         if line.strip():
             yield number, decoded(line.rstrip(b"\r\n"))
 
@@ -105,9 +100,10 @@ def read_records(path: Path, columns: tuple[str, ...] = ()) -> Iterator[tuple[in
     parquet = first.startswith(b"PAR1")
     if columns and not parquet and is_tsv(path):
         yield from tsv_records(path, columns)
-    elif path.name.lower().endswith(".csv") and not first.startswith((b"{", b"[")):
-        line = f"python -c '{FROM_CSV}' < {path} > {path.with_suffix('.jsonl')}"
-        raise InputError(f"{path}: a CSV file is not read: convert it: {line}")
+    elif path.suffix == ".csv":
+        raise InputError(
+            f"{path}: a CSV file is not read: save it with tabs (TSV), or as JSON lines"
+        )
     elif parquet or first.startswith(b"[") or first == b"{":  # "{": a record over several lines
         for number, record in enumerate(read_parquet(path) if parquet else read_json(path), 1):
             yield number, f"record {number}", as_record(record)
@@ -153,20 +149,21 @@ def loads(text: str | InputError) -> object:
 def as_record(value: object) -> object:
     if isinstance(value, dict | InputError):
         return value
-    return InputError(f"expected an object {{...}}, found {type_name(value)}")
+    return InputError(f"expected an object {{...}}, found {short(value)}")
 
 
 def is_tsv(path: Path) -> bool:
     line = first_line(path)
-    named = path.name.lower().removesuffix(".gz").endswith(".tsv")
-    return named or (b"\t" in line and not line.startswith((b"{", b"[")))
+    return b"\t" in line and not line.startswith((b"{", b"["))
 
 
 def tsv_records(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, str, object]]:
+    csv.field_size_limit(LONGEST_LINE)
     names: Sequence[str] = ()
     for number, record in decoded_lines(path):
         if isinstance(record, str):
-            values = [unquote(column) for column in record.split("\t")]
+            # Each line alone: a quote that is never closed must not take the lines after it.
+            (values,) = csv.reader([record.replace("\r", " ")], delimiter="\t")
             if not names and (names := header(values)):
                 continue
             names = names or columns
@@ -177,28 +174,10 @@ def tsv_records(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, str, 
         yield number, f"line {number}", record
 
 
-def header(values: list[str]) -> Sequence[str]:
-    """Returns the column names of a header: it begins with a name for ids or has "question"; else
-    ().
-    """
-    lower = [value.strip().lower() for value in values]
-    names = [COLUMNS.get(name, name) for name in lower]
-    if "question" in names or names[0] != "id":
-        return names if "question" in names else ()
-    return PASSAGE_COLUMNS if len(names) == 2 else names
-
-
-def unquote(column: str) -> str:
-    """Removes CSV quotes. Trap: `csv.reader` also removes the quotes of a quoted first word."""
-    inner = column[1:-1]
-    quoted = len(column) >= 2 and column[0] == column[-1] == '"'
-    return inner.replace('""', '"') if quoted and '"' not in inner.replace('""', "") else column
-
-
-def type_name(value: object) -> str:
-    names = {str: "a string", list: "a list", dict: "an object", bool: "true/false"}
-    names |= {int: "a number", float: "a number", type(None): "null"}
-    return names.get(type(value), f"a {type(value).__name__}")
+def header(values: list[str]) -> list[str]:
+    """Returns the column names of a header, which begins with "id" or has "question"; else []."""
+    names = [value.strip().lower() for value in values]
+    return names if names[0] == "id" or "question" in names else []
 
 
 def short(value: object) -> str:
@@ -239,8 +218,8 @@ def writing(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        how = "make room, or name another place"
-        raise InputError(f"{path}: cannot be written ({error.strerror}): {how}") from None
+        advice = "make room, or name another place"
+        raise InputError(f"{path}: cannot be written ({error.strerror}): {advice}") from None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -264,7 +243,7 @@ def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
 
 
 def write_records(path: Path, records: list[dict]) -> None:
-    """Yields all records together."""
+    """Writes all records as JSON lines; replaces the file at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
     write_text(path, "".join(lines))
@@ -294,6 +273,29 @@ def free_name(path: Path) -> Path:
     """Returns the first of PATH.old1, PATH.old2, ... that is free, so that nothing is lost."""
     names = (path.with_name(f"{path.name}.old{number}") for number in itertools.count(1))
     return next(name for name in names if not name.exists())
+
+
+def convert_records(
+    path: Path, records: Iterable[tuple], convert: Callable, skip_bad: bool
+) -> Iterator[dict]:
+    """Yields convert(record, number, place) of each record that `read_records` yields. A bad record
+    is an error, or is skipped and counted.
+    """
+    kept, problems = 0, []
+    for number, place, record in records:
+        try:
+            if isinstance(record, InputError):
+                raise record
+            fields = convert(record, number, place)
+        except InputError as error:
+            problems.append(f"{path}, {place}: {error}")
+            if not skip_bad:
+                advice = "correct it, or leave it out with --skip_bad"
+                raise InputError(f"{problems[0]}: {advice}") from None
+        else:
+            kept += 1
+            yield fields
+    report_skipped(path, kept, problems, "record")
 
 
 def report_skipped(path: Path, kept: int, problems: list[str], noun: str) -> None:

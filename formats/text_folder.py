@@ -4,8 +4,9 @@
 
 Greedy: a passage takes paragraphs until it has 100 words, or the next would make it more than 150.
 A heading ends one of 50 words and more, else it is a line of it. A paragraph of over 100 words is
-cut between its sentences. Markdown: a title is "Guide > Install"; a link loses its target. Left
-out: front matter, underlined headings, HTML, scripts without blanks, links to folders.
+cut between its sentences. Markdown: a title is "Guide > Install"; a link loses its target; "#" in a
+block of code is no heading. Left out: front matter and rules (they stay as text), underlined
+headings, HTML, scripts without blanks, links to folders.
 """
 
 import os
@@ -19,11 +20,9 @@ from errors import InputError
 from formats.records import first_line, is_tsv, open_error, read_whole, report_skipped
 
 LEAST, GOAL, MOST = 50, 100, 150  # words in a passage
-FRONT_MATTER = re.compile(r"---[ \t]*\n(?=[\w-]+:).*?\n(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL)
 FENCE = re.compile(r"\s*(`{3,}|~{3,})")
 HEADING = re.compile(r" {0,3}(#{1,6})(?:[ \t]+(.*?))?(?:[ \t]+#+)?[ \t]*$")
 OWN_LINE = re.compile(r"\s*(?:[-*+•]\s|\d+[.)]\s|\|)")  # a list item, a table's row
-RULE_OR_TARGET = re.compile(r"[-*_=|:+\s]*$| {0,3}\[[^\]^]+\]:\s*\S+\s*$")
 LINK = re.compile(r"!?\[([^\[\]]*)\]\((?:[^()]|\([^()]*\))*\)")
 SENTENCE_END = re.compile(r"""(?:(?<=[.!?…])|(?<=[.!?…]["'”’)\]]))\s+(?![a-z])""")
 
@@ -54,16 +53,15 @@ def paragraphs(text: str, markdown: bool) -> Iterator[tuple[tuple[str, ...], str
     """Yields (the headings above a paragraph, the paragraph on one line)."""
     headings: dict[int, str] = {}  # level -> heading
     lines, fence = [], ""  # lines of this paragraph; the mark that ends a code block
-    matter = FRONT_MATTER.match(text) if markdown else None
-    for line in [*text[matter.end() if matter else 0 :].split("\n"), ""]:
-        if fence:  # inside code "#" does not begin a heading
-            closed = line.strip().startswith(fence) and not line.strip(f" \t{fence[0]}")
-            if line.strip() and not closed:
-                yield tuple(headings.values()), line.rstrip()
-            fence = "" if closed else fence
-            continue
+    for line in [*text.split("\n"), ""]:
         opened, heading = (FENCE.match(line), HEADING.match(line)) if markdown else (None, None)
-        blank = RULE_OR_TARGET.match(line) if markdown else not line.strip()
+        if fence:  # inside code "#" does not begin a heading
+            if opened and opened[1] == fence:
+                fence = ""
+            elif line.strip():
+                yield tuple(headings.values()), line.rstrip()
+            continue
+        blank = not line.strip()
         if lines and (opened or heading or blank or OWN_LINE.match(line)):
             yield tuple(headings.values()), joined(lines, markdown)
             lines = []
@@ -78,17 +76,17 @@ def paragraphs(text: str, markdown: bool) -> Iterator[tuple[tuple[str, ...], str
 
 def joined(lines: list[str], markdown: bool) -> str:
     text = " ".join(" ".join(lines).split())
-    return LINK.sub(r"\1", LINK.sub(r"\1", text)) if markdown else text  # a picture may be a link
+    return LINK.sub(r"\1", text) if markdown else text
 
 
 def pieces(paragraph: str) -> list[str]:
     if len(paragraph.split()) <= GOAL:
         return [paragraph]
-    found = []
+    parts = []
     for sentence in SENTENCE_END.split(paragraph):
         words = sentence.split()
-        found += [" ".join(words[i : i + GOAL]) for i in range(0, len(words), GOAL)]
-    return found
+        parts += [" ".join(words[i : i + GOAL]) for i in range(0, len(words), GOAL)]
+    return parts
 
 
 def stem(path: Path) -> str:
@@ -107,26 +105,30 @@ def is_text(path: Path) -> bool:
 
 
 def text_files(folder: Path) -> list[Path]:
+    """Returns the texts in a folder and in those inside it, without hidden files and folders. An
+    unreadable folder is an error; so is a broken link, when it is read.
+    """
+
     def fail(error: OSError) -> None:
         raise open_error(Path(error.filename), error)
 
-    found = []
+    texts = []
     for root, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".")]
         files = [Path(root, name) for name in names if not name.startswith(".")]
-        found += [f for f in files if ending(f) in (".txt", ".md") and not f.is_fifo()]
-    if not found:
+        texts += [f for f in files if ending(f) in (".txt", ".md") and not f.is_fifo()]
+    if not texts:
         advice = "name a folder of texts, or a file"
         raise InputError(f"{folder}: no file in it ends in .txt or .md: {advice}")
-    return sorted(found)
+    return sorted(texts)
 
 
 def read_texts(path: Path, skip_bad: bool = False) -> list[dict]:
-    """Yields the fields of the passages of a text or a folder; an id is "file in the
+    """Returns the fields of the passages of a text or a folder; an id is "file in the
     folder#number".
     """
     files, root = (text_files(path), path) if path.is_dir() else ([path], path.parent)
-    found, problems = [], []
+    documents, problems = [], []
     for file in tqdm(files, desc="passages", unit="file", leave=False, disable=None):
         name = file.relative_to(root).as_posix()
         try:
@@ -139,6 +141,6 @@ def read_texts(path: Path, skip_bad: bool = False) -> list[dict]:
         packed = passages(text, stem(Path(name)), ending(file) == ".md")
         problems += [] if packed else [f"{file}: no words in it"]
         for number, (title, passage) in enumerate(packed, 1):
-            found.append({"id": f"{name}#{number}", "title": title, "text": passage})
+            documents.append({"id": f"{name}#{number}", "title": title, "text": passage})
     report_skipped(path, len(files) - len(problems), problems, "file")
-    return found
+    return documents

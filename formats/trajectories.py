@@ -9,7 +9,7 @@
     rewards                  the terms; the reward is their sum
     searches                 query, documents, the text that was read, fallback, seconds
 
-Each step is a separate gzip member, so that damage costs only its own step.
+Each step is a separate gzip member: a run that is killed loses at most the step it was writing.
 """
 
 import gzip
@@ -24,7 +24,6 @@ from errors import InputError
 from formats.records import check_regular, free_name, has_number, loads, tell, writing
 
 NAME = "trajectories.jsonl.gz"
-BEGIN = b"\x1f\x8b\x08"  # the first bytes of a gzip member
 
 
 def append_trajectories(folder: Path, records: Iterable[dict], name: str = NAME) -> None:
@@ -36,34 +35,28 @@ def append_trajectories(folder: Path, records: Iterable[dict], name: str = NAME)
 
 
 def read_trajectories(folder: Path, say=tell) -> Iterator[dict]:
-    """Yields the records in the order of steps. A step that is damaged, and a line that is not a
-    record of a step, are left out, and at the end `say` gets a line about them. A last step whose
-    end is missing was being written by a run, and is not mentioned.
+    """Yields the records in the order of steps, up to the first damage. `say` then gets a line
+    about it, and about lines that are not records of a step. A last step whose end is missing was
+    being written by a run, and is not mentioned.
     """
-    path = folder / NAME
+    path, lost = folder / NAME, 0
     check_regular(path)
     if not path.is_file():
         raise InputError(f"{folder}: no {NAME} there: --groups_kept keeps some")
-    before, *pieces = path.read_bytes().split(BEGIN)
-    lost, at = bool(before), 0
-    while at < len(pieces):
-        unpacker, text, end = zlib.decompressobj(31), b"", at  # 31: gzip, with its checksum
-        try:
-            while not unpacker.eof:  # a step may contain these three bytes by chance
-                text += unpacker.decompress(BEGIN + pieces[end])
-                end += 1
-        except (zlib.error, IndexError) as error:
-            lost += isinstance(error, zlib.error) or end > at + 1
-            text, end = b"", at + 1
-        lost, at = lost + bool(unpacker.unused_data), end
-        for line in text.splitlines():
-            record = loads(line.decode(errors="replace"))
-            if has_number(record, "step"):
-                yield record
-            else:
-                lost += 1
+    try:
+        with gzip.open(path) as file:
+            for line in file:
+                record = loads(line.decode(errors="replace"))
+                if has_number(record, "step"):
+                    yield record
+                else:
+                    lost += 1
+    except EOFError:
+        pass
+    except (OSError, zlib.error) as error:
+        say(f"{path}: damaged, and read up to there ({error})")
     if lost:
-        say(f"{path}: damaged steps or lines that are left out: {lost:d}")
+        say(f"{path}: lines that are no records of a step and are left out: {lost}")
 
 
 def cut_trajectories(folder: Path, first_step: int) -> None:

@@ -50,12 +50,12 @@ AT_ONCE = ("kl_spike", "grad_spike", "length", "reward_hacked", "reward_size", "
 
 def alarms(records: list[dict], settings: Settings, patience: int = PATIENCE) -> dict[str, str]:
     """Returns the alarms that the newest record raises and no earlier record raised."""
-    told = {name for record in records for name in record.get("alarms", ())}
+    raised = {name for record in records for name in record.get("alarms", ())}
     ends = range(max(1, len(records) - patience + 1), len(records) + 1)
-    found = [{*holding(records[:end], settings)} for end in ends]
-    lasting = set.intersection(*found) if len(found) >= patience else set()
-    due = (lasting | found[-1].intersection(AT_ONCE)) - told
-    return {name: said for name, said in SAID.items() if name in due}
+    steps = [{*holding(records[:end], settings)} for end in ends]
+    lasting = set.intersection(*steps) if len(steps) >= patience else set()
+    due = (lasting | steps[-1].intersection(AT_ONCE)) - raised
+    return {name: sentence for name, sentence in SAID.items() if name in due}
 
 
 def holding(records: list[dict], s: Settings) -> Iterator[str]:
@@ -127,7 +127,7 @@ def spikes(rows: list[dict], name: str, least: float = 0.0) -> bool:
 
 
 def report(r: dict, sampled, environment: Environment) -> Iterator[str]:
-    """Prints what one step's metrics predict about a run (--dry_run)."""
+    """Yields the lines of --dry_run: what one step's metrics predict about a run."""
     prompts, s = [len(t.prompt_ids) for t in sampled.trajectories], environment.settings
     longest = max(map(environment.max_trajectory_tokens, sampled.trajectories))
     most = f"{longest} of {environment.max_context} tokens of context"
@@ -149,5 +149,5 @@ def report(r: dict, sampled, environment: Environment) -> Iterator[str]:
     yield f"time: about {seconds:.1f} s a step of {s.questions_per_step} questions, {hours}"
     if torch.cuda.is_available():
         yield f"GPU memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at its peak"
-    found = [f"alarm: {said}" for said in alarms([r], s, patience=1).values()]
-    yield from found or ["nothing found that would keep it from learning"]
+    raised = [f"alarm: {sentence}" for sentence in alarms([r], s, patience=1).values()]
+    yield from raised or ["nothing found that would keep it from learning"]

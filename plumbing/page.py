@@ -43,11 +43,11 @@ def write_page(runs: list[Path], out: Path) -> None:
     (out / "data").mkdir(parents=True, exist_ok=True)
     for file in VIEWER.iterdir():
         shutil.copy(file, out)
-    told = [
-        {"name": name, "stages": [told_stage(folder, name, out) for folder in folders]}
+    data = [
+        {"name": name, "stages": [write_stage(folder, name, out) for folder in folders]}
         for name, folders in zip(names_of(runs), stages, strict=True)
     ]
-    script = f"runs({dumped(told)},{dumped(metric_sentences())});\n"
+    script = f"runs({dumped(data)},{dumped(metric_sentences())});\n"
     (out / "data" / "index.js").write_text(script, encoding="utf-8")
 
 
@@ -100,8 +100,8 @@ def stages_of(run: Path) -> list[Path]:
     return stages
 
 
-def told_stage(folder: Path, name: str, out: Path) -> dict:
-    """Writes the scripts of a stage's steps; returns what index.js says of the stage."""
+def write_stage(folder: Path, name: str, out: Path) -> dict:
+    """Writes the scripts of a stage's steps; returns the stage's part of index.js."""
     key, missing, steps, asked = f"{name}-{folder.name}", [], [], defaultdict(dict)
     settings = read_settings(folder, missing)
     formula = {name: settings[name] for name in FORMULA if settings}
@@ -145,8 +145,6 @@ def readable_records(folder: Path, missing: list[str]) -> Iterator[dict]:
     try:
         for record in read_trajectories(folder, missing.append):
             try:
-                if type(record["step"]) is not int or record["step"] >> 53:  # it names a file
-                    raise InputError("step is not a whole number from 0 on")
                 line_on(record)
                 slim(record)
             except Exception as error:  # whatever a damaged record raises
@@ -171,11 +169,9 @@ def of_step(records: Iterable[dict]) -> tuple[list[dict], list[str]]:
 
 
 def slim(record: dict) -> dict:
-    """Returns a record without fields that the page does not show or can derive."""
-    left = {key: value for key, value in record.items() if key != "prompt_ids"}
-    if left.get("old") == left.get("sampled"):
-        left.pop("old", None)
-    return left | {"prompt": "".join(record["prompt"])}
+    """Returns a record without what the page does not show."""
+    shown = {key: value for key, value in record.items() if key != "prompt_ids"}
+    return shown | {"prompt": "".join(record["prompt"])}
 
 
 def line_on(record: dict) -> dict:

@@ -3,7 +3,8 @@
     file -> records -> as eval.py writes them -> joined with --data -> em, f1, cem -> report.py
 
 A prediction belongs to the question of --data with its id, else to the one with its text. Verdicts
-and searches that the file brings are kept. Trap: scorers differ on punctuation (metrics.py).
+and counts of searches in R1-Searcher's files are kept. Trap: scorers differ on punctuation
+(metrics.py).
 """
 
 import argparse
@@ -14,57 +15,43 @@ from pathlib import Path
 
 from data import dataset_names, load_datasets, named_files
 from errors import FlagParser, InputError, check_output, rank_of
-from formats.layouts import TASKS, field, option_texts, wrong
-from formats.records import byte_lines, read_records, report_skipped, short, write_records
+from formats.layouts import ID_FIELDS, field, gold_answers, id_of, option_texts, task_of
+from formats.records import convert_records, read_records, short, write_records
 from metrics import PUNCTUATION, score_answer, summary_scores
 from other_models.judge import Judge, add_verdicts
 from other_models.reader import add_reader
 from plumbing.report import report
-from prompts import JUDGE_SEES, PROTOCOLS
+from prompts import JUDGE_SEES
 
 TEXT_FIELDS = ("prediction", "pred", "pred_ans", "predicted_answer", "output", "response")
 GOLD_FIELDS = ("golds", "golden_answers", "answers", "answer", "ground_truth")
-ID_FIELDS = ("id", "_id", "idx", "question_id", "qid")
-VERDICTS = dict.fromkeys(("true", "yes", "1", "1.0"), 1.0)
-VERDICTS |= dict.fromkeys(("false", "no", "0", "0.0"), 0.0)
-DOCUMENT_TAGS = {p.documents_tags[0] for p in PROTOCOLS.values() if p.documents_tags}
+VERDICTS = {"true": 1.0, "false": 0.0}
 
 
-def as_written(record: dict, number: int) -> dict:
+def as_written(record: dict, number: int, place: str) -> dict:
     """Returns a record of eval.py, R1-Searcher, FlashRAG or another tool with eval.py's names."""
     key = next((name for name in TEXT_FIELDS if name in record), None)
     if key is None:
-        known = f"known are {', '.join(TEXT_FIELDS)}, or one JSON object of {{id: prediction}}"
+        known = f"known are {', '.join(TEXT_FIELDS)}"
         raise InputError(f"no prediction in it: it has the fields {short(list(record))}; {known}")
     if isinstance(record[key], dict) and "pred" in record[key]:  # FlashRAG: output {pred, ...}
         record = record | {key: record[key]["pred"]}
-    field(record, "dataset", str, "")
-    task, treated = field(record, "task", str, "qa"), field(record, "punctuation", str, "space")
-    sees = field(record, "judge_sees", str, "question")
-    known = {"task": TASKS, "punctuation": PUNCTUATION, "judge_sees": JUDGE_SEES}
-    for (name, values), value in zip(known.items(), (task, treated, sees), strict=True):
-        if value not in values:
-            raise wrong(name, f"{short(value)} is none of {', '.join(values)}")
-    found = {"prediction": text_of(record, key), "question": text_of(record, "question") or ""}
-    found["kind"] = text_of(record, "kind") or text_of(record, "source") or task
-    key = first_given(record, ID_FIELDS)
-    if not key and not found["question"]:
+    task, question = task_of(record), text_of(record, "question") or ""
+    if not question and not {*ID_FIELDS} & set(record):
         raise InputError("field 'id' and field 'question' are both missing: what was asked?")
-    found |= {"id": str(record[key] if key else number), "task": task}
-    if key := first_given(record, GOLD_FIELDS):
-        golds = record[key] if isinstance(record[key], list) else [record[key]]
-        found["golds"] = [text_of({key: gold}, key) for gold in golds]
-        if not all(gold and gold.strip() for gold in found["golds"]):
-            raise wrong(key, "holds an empty answer: every prediction would cover it")
+    fields = {
+        "id": id_of(record, number),
+        "prediction": text_of(record, key),
+        "question": question,
+        "kind": text_of(record, "kind") or text_of(record, "source") or task,
+        "task": task,
+        "metrics": stored_numbers(record),
+    }
+    if key := next((name for name in GOLD_FIELDS if record.get(name)), None):
+        fields["golds"] = gold_answers(record, key)
     if record.get("options"):
-        found["options"] = option_texts(record)
-    if type(record.get("sample", 0)) is not int:
-        raise wrong("sample", f"expected a whole number, found {short(record['sample'])}")
-    return record | found | {"metrics": stored_numbers(record)}
-
-
-def first_given(record: dict, names: tuple[str, ...]) -> str:
-    return next((name for name in names if record.get(name) not in (None, "", [])), "")
+        fields["options"] = option_texts(record)
+    return record | fields
 
 
 def text_of(record: dict, name: str) -> str | None:
@@ -75,27 +62,16 @@ def text_of(record: dict, name: str) -> str | None:
     return field(record, name, str, "") or None
 
 
-def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) < 1e300  # NaN is not below anything
-
-
 def stored_numbers(record: dict) -> dict[str, float | None]:
-    """Returns eval.py's metrics; of other tools a judge's verdict (None: unreadable) and the
+    """Returns eval.py's metrics; of R1-Searcher the judge's verdict (None: unreadable) and the
     searches.
     """
     if {"golds", "metrics"} <= set(record):
-        for name, value in field(record, "metrics", dict).items():
-            if value is not None and not is_number(value):
-                raise wrong("metrics", f"{name}: expected a number, found {short(value)}")
-        return record["metrics"]
+        return field(record, "metrics", dict)
     numbers, searches = {}, record.get("n_search")
-    for name in ("gpt4o_output", "judge", "verdict"):
-        if name in record:
-            numbers["judged"] = VERDICTS.get(str(record[name]).strip(" .").lower())
-    for name in ("gen_text_store", "transcript"):
-        if not is_number(searches) and isinstance(record.get(name), str):
-            searches = sum(record[name].count(tag) for tag in DOCUMENT_TAGS)
-    if is_number(searches):
+    if "gpt4o_output" in record:
+        numbers["judged"] = VERDICTS.get(str(record["gpt4o_output"]).strip(" .").lower())
+    if isinstance(searches, int):
         numbers |= {"searches": float(searches), "searched": float(searches > 0)}
     return numbers
 
@@ -113,34 +89,18 @@ def scored(record: dict, punctuation: str = "") -> dict:
 
 
 def records_in(path: Path) -> list[tuple[int, str, object]]:
-    """Yields (number, place, record). HotpotQA has one object {"answer": {id: prediction}}."""
+    """Returns (number, place, record). HotpotQA has one object {"answer": {id: prediction}}."""
     records = list(read_records(path))
-    place, last = records[-1][1:] if records else ("", {})
-    if isinstance(last, InputError):
-        cut = place.startswith("line") and not [*byte_lines(path)][-1].endswith(b"\n")
-        if cut and len(records) > 1:  # by an interrupt: the run may still be at it
-            records.pop()
-    elif len(records) == 1 and not {*TEXT_FIELDS, *ID_FIELDS, "question"} & set(last):
-        told = last["answer"] if isinstance(last.get("answer"), dict) else last
-        if not any(isinstance(value, list | dict) for value in told.values()):
-            pairs = [{"id": key, "prediction": text} for key, text in told.items()]
-            return [(i, f"id {short(pair['id'])}", pair) for i, pair in enumerate(pairs, 1)]
-    return records
+    only = records[0][2] if len(records) == 1 else None
+    if not isinstance(only, dict) or not isinstance(only.get("answer"), dict):
+        return records
+    pairs = [{"id": key, "prediction": text} for key, text in only["answer"].items()]
+    return [(number, f"id {short(pair['id'])}", pair) for number, pair in enumerate(pairs, 1)]
 
 
 def read_predictions(path: str | Path, skip_bad: bool = False) -> list[dict]:
-    path, found, problems = Path(path), [], []
-    for number, place, record in records_in(path):
-        try:
-            if isinstance(record, InputError):
-                raise record
-            found.append(as_written(record, number))
-        except InputError as error:
-            problems.append(f"{path}, {place}: {error}")
-            if not skip_bad:
-                raise InputError(f"{problems[0]}: correct it, or give --skip_bad") from None
-    report_skipped(path, len(found), problems, "record")
-    return found
+    path = Path(path)
+    return list(convert_records(path, records_in(path), as_written, skip_bad))
 
 
 def joined(path: Path, records: list[dict], datasets: dict, count_missing: bool) -> list[dict]:
@@ -152,26 +112,25 @@ def joined(path: Path, records: list[dict], datasets: dict, count_missing: bool)
             asked.append({name: getattr(q, name) for name in names} | {"golds": q.answers} | own)
     by_id = {item["id"]: item for item in asked}
     by_text = {tuple(item["question"].split()): item for item in asked}
-    found, here = [], set()
+    answered, datasets_here = [], set()
     for record in records:
         item, text = by_id.get(record["id"]), tuple(record["question"].split())
         if text and (item is None or tuple(item["question"].split()) != text):
             item = by_text.get(text)  # an id that counts lines says nothing
-        if item:  # with other golds, it is scored anew
+        if item:  # the golds are others, so the record is scored again
             numbers = {name: value for name, value in record["metrics"].items() if name != "em"}
-            found.append(record | item | {"metrics": numbers})
-            here.add(item.get("dataset"))  # another data set's questions are not missing
-    if not found:
+            answered.append(record | item | {"metrics": numbers})
+            datasets_here.add(item.get("dataset"))  # another data set's questions are not missing
+    if not answered:
         raise InputError(f"{path}: none of its predictions is of a question in --data")
-    answered, foreign = {record["id"] for record in found}, len(records) - len(found)
-    missing = [q for q in asked if q.get("dataset") in here and q["id"] not in answered]
+    ids, foreign = {record["id"] for record in answered}, len(records) - len(answered)
+    missing = [q for q in asked if q.get("dataset") in datasets_here and q["id"] not in ids]
     if missing or foreign:
         fate = "count as wrong" if count_missing else "are left out"
-        said = f"{len(missing)} of {len(missing) + len(answered)} questions have no prediction and"
+        without = f"{len(missing)} of {len(missing) + len(ids)} questions have no prediction and"
         also = f"{foreign} predictions are of no question in --data"
-        print(f"{path}: {said} {fate}; {also}", file=sys.stderr)
-    unanswered = [item | {"prediction": None, "metrics": {}} for item in missing]
-    return found + unanswered * count_missing
+        print(f"{path}: {without} {fate}; {also}", file=sys.stderr)
+    return answered + [q | {"prediction": None, "metrics": {}} for q in missing] * count_missing
 
 
 def score_files(paths, data="", skip_bad=False, punctuation="", count_missing=False, seed=0):
@@ -188,16 +147,11 @@ def score_files(paths, data="", skip_bad=False, punctuation="", count_missing=Fa
         [((again, _), count)] = samples.most_common(1)
         if count > 1:
             raise InputError(f"{path}: two predictions for id {short(again)}: number each `sample`")
-        if without := [short(record["id"]) for record in records if not record.get("golds")]:
-            what = f"{len(without)} predictions have no gold answer (the first: id {without[0]})"
-            raise InputError(f"{path}: {what}: give --data")
+        if without := sum(not record.get("golds") for record in records):
+            raise InputError(f"{path}: {without} predictions have no gold answer: give --data")
         for r in records:
             scores.append((name, scored(r, punctuation) | {"dataset": r.get("dataset") or name}))
         uses.update({record["id"] for record in records})
-    missing = datasets.keys() - {record["dataset"] for _, record in scores}
-    for name in sorted(missing) if len(datasets) > 1 else ():
-        what = f"no prediction for any of its {len(datasets[name])} questions"
-        print(f"{name}: {what}: it has no row", file=sys.stderr)
     for name, record in scores:
         record["id"] = f"{name}:{record['id']}" if uses[record["id"]] > 1 else record["id"]
     return [record for _, record in scores]
@@ -210,8 +164,7 @@ def check_alone() -> None:
 
 
 def score_command(arguments: list[str] | None = None) -> None:
-    said = "Score predictions without a model."
-    parser = FlagParser("eval.py", description=said, allow_abbrev=False)
+    parser = FlagParser("eval.py", description="Score predictions without a model.")
     add = parser.add_argument
     add("--predictions", nargs="+", required=True, metavar="FILE,FILE", help="one data set each")
     add("--data", default="", help="question files with the gold answers, comma-separated")
@@ -229,10 +182,7 @@ def score_command(arguments: list[str] | None = None) -> None:
     add("--all", action="store_true", help="print every metric")
     add("--markdown", action="store_true", help="print Markdown tables")
     add("--json", default="", help="write the numbers to this file too")
-    args, rest = parser.parse_known_args(arguments)
-    if rest:
-        why = "no meaning with --predictions, as nothing is rolled out"
-        raise InputError(f"eval.py: {rest[0].split('=')[0]}: {why}")
+    args = parser.parse_args(arguments)
     for name in ("json", "out"):
         if path := getattr(args, name):
             check_output(path, f"--{name}")
@@ -241,14 +191,14 @@ def score_command(arguments: list[str] | None = None) -> None:
     how = (args.data, args.skip_bad, args.punctuation, args.count_missing)
     records, others = score_files(args.predictions, *how), score_files(args.against, *how)
     if "judge" in args or "reader" in args:
-        records = told_by_others(records, vars(args))
+        records = with_other_models(records, vars(args))
     if args.out:
         write_records(Path(args.out), records)
         print(f"predictions: {args.out}")
     report(records, others, args.markdown, args.json, brief=not args.all)
 
 
-def told_by_others(records: list[dict], given: dict) -> list[dict]:
+def with_other_models(records: list[dict], given: dict) -> list[dict]:
     """Adds the answers of --reader from the evidence, and the verdicts of --judge."""
     from plumbing.build import build_judge, build_reader
     from policy import best_device  # which loads torch: scoring alone starts without it
@@ -279,8 +229,8 @@ def one_judge(records: list[dict]) -> str:
     """Returns what the judge of these predictions sees: as their protocol has it, and one for all
     rows of a table.
     """
-    found = sorted({r.get("judge_sees", "question") for r in records if r["prediction"]})
-    if len(found) > 1:
-        how = "give --judge_sees for all of them, or score the files one by one"
-        raise InputError(f"--judge: judges of these predictions see {' or '.join(found)}: {how}")
-    return "".join(found)
+    seen = sorted({r.get("judge_sees", "question") for r in records if r["prediction"]})
+    if len(seen) > 1:
+        advice = "give --judge_sees for all of them, or score the files one by one"
+        raise InputError(f"--judge: judges of these predictions see {' or '.join(seen)}: {advice}")
+    return "".join(seen)

@@ -84,33 +84,33 @@ def to_record(t: Trajectory, tokenizer) -> dict:
 
 
 def search_to_record(search: Search) -> dict:
-    found = [[document.title, document.text] for document in search.documents]
-    its = {name: getattr(search, name) for name in "query text fallback error cut".split()}
-    return its | {"documents": found, "seconds": round(search.seconds, 4)}
+    documents = [[document.title, document.text] for document in search.documents]
+    fields = {name: getattr(search, name) for name in "query text fallback error cut".split()}
+    return fields | {"documents": documents, "seconds": round(search.seconds, 4)}
 
 
 def token_numbers(batch: Batch) -> dict[str, np.ndarray]:
     """Returns arrays [B, T] by name. Weights keep more digits: a token's may be a millionth."""
-    found = {}
-    for name, its in NUMBERS.items():
-        tensor, digits = getattr(batch, its), 12 if name == "weights" else 6
+    numbers = {}
+    for name, batch_name in NUMBERS.items():
+        tensor, digits = getattr(batch, batch_name), 12 if name == "weights" else 6
         if tensor is not None:
-            found[name] = tensor.double().numpy().round(digits)  # [B, T]
-    return found
+            numbers[name] = tensor.double().numpy().round(digits)  # [B, T]
+    return numbers
 
 
 def row_numbers(numbers: dict[str, np.ndarray], row: int, t: Trajectory) -> dict:
     """Returns lists [R], one number per response token; a single number if all sampled tokens share
     it.
     """
-    first, found = len(t.prompt_ids) - 1, {}
+    first, lists = len(t.prompt_ids) - 1, {}
     columns, mask = slice(first, first + len(t.response_ids)), np.array(t.response_mask, bool)
-    for name, its in numbers.items():
-        values = its[row, columns]
-        own = values[mask[: len(values)]]
-        alike = len(own) and own.min() == own.max()
-        found[name] = own[0].item() if alike else values.tolist()
-    return found
+    for name, batch_values in numbers.items():
+        values = batch_values[row, columns]
+        sampled = values[mask[: len(values)]]
+        alike = len(sampled) and sampled.min() == sampled.max()
+        lists[name] = sampled[0].item() if alike else values.tolist()
+    return lists
 
 
 def texts_of(tokenizer, ids: list[int]) -> list[str]:

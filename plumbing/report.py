@@ -11,7 +11,7 @@ many comparisons.
 
 import json
 import shutil
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -62,8 +62,6 @@ def paired(groups: list[np.ndarray]) -> dict:
         "other": other,
         "difference": interval(differences),
         "p": sign_flip_p(weighted),
-        "better": int((weighted > 0).sum()),
-        "worse": int((weighted < 0).sum()),
         "right": four_ways(groups),
     }
 
@@ -110,17 +108,14 @@ def compare(records: list[dict], others: list[dict]) -> Summary:
 
 
 def matched(records: list[dict], others: list[dict]) -> dict[str, str]:
-    """Maps ids of one run to the other's by the question's text; equal texts match in order."""
-    places = []
-    for run in (records, others):
-        seen, found = Counter(), {}
-        for question_id, text in {record["id"]: record["question"] for record in run}.items():
-            text = " ".join(text.split()) or f"id {question_id}"  # files that count lines share ids
-            found[text, seen[text]] = question_id
-            seen[text] += 1
-        places.append(found)
-    here, there = places
-    return {here[place]: there[place] for place in here if place in there}
+    """Maps ids of one run to the other's by the question's text; equal texts match in order.
+    Without a text the ids count.
+    """
+    here, there = defaultdict(dict), defaultdict(dict)  # text -> ids, in order
+    for ids, run in ((here, records), (there, others)):
+        for r in run:
+            ids[" ".join(r["question"].split()) or f"id {r['id']}"][r["id"]] = True
+    return {a: b for text in here for a, b in zip(here[text], there[text], strict=False)}
 
 
 def question_means(records: list[dict]) -> dict[str, dict[str, float]]:
@@ -139,8 +134,8 @@ def cells(records: list[dict], numbers: dict[str, dict], cell: Callable) -> Summ
     rows = defaultdict(dict)
     for record in records:
         row = record.get("dataset" if several else "kind") or "-"
-        if row in ("all", MEAN_OF_DATASETS, "comparison", "hops"):
-            row += " (file)"  # all.jsonl would be taken for the total
+        if row in ("all", MEAN_OF_DATASETS):
+            row += " (file)"  # else all.jsonl would be taken for the total
         rows[row][record["id"]] = numbers[record["id"]]
     order = sorted(rows, key=lambda row: (KINDS.index(row) if row in KINDS else 99, row))
     groups = {row: [rows[row].values()] for row in order}

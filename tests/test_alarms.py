@@ -10,7 +10,6 @@ from conftest import flags, rows_of, settings_for
 from test_trajectories import needs_node, run_page
 
 import train
-import view
 from data import Document, Question
 from errors import InputError
 from plumbing import build
@@ -83,12 +82,15 @@ def test_three_steps_of_one_cause_raise_it_once_and_never_again(name):
 
 
 def test_a_spike_is_raised_at_once_and_against_the_steps_before_it():
-    for name, value, alarm in (("grad_norm", 6.0, "grad_spike"), ("k3", 0.3, "kl_spike")):
+    cases = (
+        ({"grad_norm": 6.0}, "grad_spike"),
+        ({"k3": 0.3}, "kl_spike"),
+        ({"approx_kl": 0.2}, "kl_spike"),
+    )
+    for spike, alarm in cases:
         rows = healthy(9)
-        rows[7][name] = value
+        rows[7] |= spike
         assert raised(rows) == {7: [alarm]}
-    rows[7] |= {"k3": 0.02, "approx_kl": 0.2}
-    assert raised(rows) == {7: ["kl_spike"]}
     assert not spikes([{"k3": 1e-4}] * 6 + [{"k3": 0.05}], "k3", 0.1)  # tiny still
     assert not spikes([{"grad_norm": 0.1}] * 4 + [{"grad_norm": 9.0}], "grad_norm")  # too early
     # without rewards that differ there is no gradient: the usual size is 1
@@ -178,9 +180,9 @@ def test_the_numbers_of_what_was_written():
         t = Trajectory(Question("q", "?", ["elm"]), PROTOCOLS["when_to_search"], opened=opened)
         t.append_environment([1] * 30, "<search> x", "documents")  # counts in none of them
         t.append_model(ids, [0.0] * len(ids), text)
-        told = text_metrics(t)
-        assert told["thinking_words"] == words and told["model_tokens"] == len(ids)
-        assert (told["repetition"], told["malformed_tags"]) == (repetition, malformed)
+        numbers = text_metrics(t)
+        assert numbers["thinking_words"] == words and numbers["model_tokens"] == len(ids)
+        assert (numbers["repetition"], numbers["malformed_tags"]) == (repetition, malformed)
 
 
 def found(*passages: list[str], **question) -> Trajectory:
@@ -193,11 +195,11 @@ def found(*passages: list[str], **question) -> Trajectory:
     return t
 
 
-def test_what_an_earlier_search_brought_is_known_and_time_is_told_per_process():
-    told = step_searches([found(["a", "b"], ["b", "c"]), found(["a"]), found()], processes=2)
-    assert told["documents_seen"] == 1 / 5  # the second b; the other trajectory has not read a
-    assert told["search_seconds"] == 2
-    assert told["slowest_search_seconds"] == 2 and told["gold_recall"] == 0
+def test_documents_of_an_earlier_search_are_seen_and_seconds_are_per_process():
+    numbers = step_searches([found(["a", "b"], ["b", "c"]), found(["a"]), found()], processes=2)
+    assert numbers["documents_seen"] == 1 / 5  # the second b; the other row has not read a
+    assert numbers["search_seconds"] == numbers["slowest_search_seconds"] == 2
+    assert numbers["gold_recall"] == 0
     assert step_searches([found()], 1)["documents_seen"] == 0
 
 
@@ -212,14 +214,11 @@ def test_gold_recall_is_of_questions_and_by_whole_words():
 def test_a_run_prints_and_keeps_its_alarm_and_a_resumed_one_knows_it(model, tmp_path, capsys):
     more = "--max_turn_tokens 2 --save_every 3 --algorithm reinforce_pp"
     folder = train.train(settings_for(model, tmp_path, f"{more} --steps 3"))
-    assert rows_of(folder)[2]["alarms"]["truncated"] == SAID["truncated"]
     assert f"alarm: {SAID['truncated']}" in capsys.readouterr().out
     train.train(settings_for(model, tmp_path, f"{more} --steps 5 --resume"))
     rows = rows_of(folder)
     assert [n for n, row in enumerate(rows) if "truncated" in row.get("alarms", ())] == [2]
     assert len(rows) == 5 and "alarm: most" not in capsys.readouterr().out
-    view.main([str(folder), "--out", str(tmp_path / "page")])
-    assert SAID["truncated"] in (tmp_path / "page" / "data" / "index.js").read_text()
 
 
 @needs_node
@@ -236,19 +235,18 @@ def files_of(folder) -> dict:
 
 
 @pytest.mark.parametrize("more", ["", "--resume"])
-def test_a_dry_run_says_what_it_saw_and_leaves_a_run_as_it_was(more, model, tmp_path, capsys):
+def test_a_dry_run_reports_one_step_and_leaves_a_run_as_it_was(more, model, tmp_path, capsys):
     train.train(settings_for(model, tmp_path, "--steps 2"))
     before = files_of(tmp_path)
     capsys.readouterr()
     train.main(flags(model, tmp_path, f"--dry_run --steps 50 --questions_per_step 6 {more}"))
-    told = capsys.readouterr().out
-    assert files_of(tmp_path) == before and "settings.json" not in told
+    printed = capsys.readouterr().out
+    assert files_of(tmp_path) == before and "settings.json" not in printed
     pattern = r"(?s)prompts: \d+ to \d+ tokens; trajectories at most \d+ of \d+ .*queries: .*"
     pattern += r"found something, .*groups: \d of 4 .*log-probs: .*"
     pattern += "time: .* a step of 6 questions, 50 steps "
-    assert re.search(pattern, told) and "dry_run=True (was" not in told
-    last = told.splitlines()[-1]
-    assert last.startswith("alarm: ") or last == "nothing found that would keep it from learning"
+    assert re.search(pattern, printed) and "dry_run=True (was" not in printed
+    assert re.match("alarm: |nothing found that would keep it", printed.splitlines()[-1])
 
 
 def test_a_dry_run_names_each_fault_after_one_step(model, tmp_path, capsys, monkeypatch):
@@ -259,9 +257,9 @@ def test_a_dry_run_names_each_fault_after_one_step(model, tmp_path, capsys, monk
     more = "--dry_run --algorithm grpo --questions_per_step 6 --temperature 0.01"
     with pytest.raises(InputError, match="step 0: a search failed in 100% of the"):
         train.main(flags(model, tmp_path, more))
-    told = capsys.readouterr().out
-    assert f"alarm: {SAID['retriever_down']}" in told and f"alarm: {SAID['equal_groups']}" in told
-    assert "nothing found" not in told
+    printed = capsys.readouterr().out
+    assert SAID["retriever_down"] in printed and SAID["equal_groups"] in printed
+    assert "nothing found" not in printed
 
 
 def test_a_loss_that_is_not_finite_is_one_line_of_a_dry_run_and_no_file(

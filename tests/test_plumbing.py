@@ -188,7 +188,7 @@ BRINGS = GOOD | {"references": [{"id": "1", "title": "t", "text": "x"}]}
 @pytest.mark.parametrize(
     "records, said",
     [
-        ([BRINGS, GOOD | {"question": 5}], "line 2: field 'question': expected a string, found a"),
+        ([BRINGS, GOOD | {"question": 5}], "line 2: field 'question': expected str, found 5"),
         ([GOOD], "have no references"),
         ([BRINGS | {"question": "ada " * 400}], "question 1: its prompt has"),
         ([], "data.jsonl: the file is empty"),

@@ -68,24 +68,21 @@ def test_several_data_sets_have_a_row_each_their_mean_and_all():
     # a: 1, 1, 1 (mean 1); b: 0 (mean 0). Over data sets ½, over questions ¾.
     records = [of("a", str(i), 1.0) for i in range(3)] + [of("b", "0", 0.0)]
     summary = summarise(records)
-    shown = {name: row["em"][0] for name, row in summary.items()}
-    assert shown == {"a": 1, "b": 0, MEAN_OF_DATASETS: 0.5, "all": 0.75}
+    rows = {name: row["em"][0] for name, row in summary.items()}
+    assert rows == {"a": 1, "b": 0, MEAN_OF_DATASETS: 0.5, "all": 0.75}
     assert summary[MEAN_OF_DATASETS]["em"] == (0.5, 0.5, 0.5)  # neither varies in itself
-    assert summary["all"]["em"][1] < 0.75
     records[0]["metrics"]["judged"] = 1.0  # a mean of data sets is one of all of them
     assert set(summarise(records)[MEAN_OF_DATASETS]) == {"questions", "em"}
-    summary = summarise([of("all", "1", 1.0), of("b", "1", 0.0)])  # which is not the total
-    assert summary["all (file)"]["em"][0] == 1 and summary["all"]["em"][0] == 0.5
 
 
 # ----------------------------------------------------------------------------------------- two runs
 
 
 def test_the_paired_difference_by_hand():
-    # differences 1, 0, 0, -1, 1: mean 0.2; 2 better, 1 worse
-    found = paired([np.array([[1.0, 0], [1, 1], [0, 0], [0, 1], [1, 0]])])
-    assert (found["mean"], found["other"], found["better"], found["worse"]) == (0.6, 0.4, 2, 1)
-    assert found["difference"][0] == pytest.approx(0.2)
+    # differences 1, 0, 0, -1, 1: mean 0.2
+    comparison = paired([np.array([[1.0, 0], [1, 1], [0, 0], [0, 1], [1, 0]])])
+    assert (comparison["mean"], comparison["other"]) == (0.6, 0.4)
+    assert comparison["difference"][0] == pytest.approx(0.2)
 
 
 def test_the_reader_of_evidence_is_compared_with_what_it_answered_in_a_run_of_its_own():
@@ -125,10 +122,9 @@ def test_questions_are_matched_by_their_text_whatever_their_ids():
     here, there = ([asked(name, "Who ?", 1.0) for name in names] for names in ("12", "xy"))
     assert matched(here, there) == {"1": "x", "2": "y"}
     # without texts the ids count
-    here = [asked("a", "", 1.0), asked("b", "", 0.0)]
-    assert matched(here, [asked("b", "", 1.0), asked("a", "", 1.0)]) == {"a": "a", "b": "b"}
+    assert matched([asked("a", "", 1.0)], [asked("a", "", 1.0)]) == {"a": "a"}
     with pytest.raises(InputError, match="no question in common"):
-        compare(here, [asked("c", "", 1.0)])
+        compare([asked("a", "", 1.0)], [asked("c", "", 1.0)])
 
 
 def test_a_number_or_a_data_set_that_one_run_lacks_is_not_compared():
@@ -143,7 +139,6 @@ def test_the_mean_of_data_sets_is_compared_too():
     here = [of("a", f"a{i}", 1.0) for i in range(4)] + [of("b", "b0", 1.0)]
     there = [of("a", f"a{i}", 0.0) for i in range(4)] + [of("b", "b0", 1.0)]
     comparison = compare(here, there)
-    assert list(comparison) == ["a", "b", MEAN_OF_DATASETS, "all"]
     mean = comparison[MEAN_OF_DATASETS]["em"]
     assert (mean["mean"], mean["other"], mean["difference"]) == (1.0, 0.5, (0.5, 0.5, 0.5))
     assert comparison["all"]["em"]["difference"][0] == pytest.approx(0.8)
@@ -181,18 +176,14 @@ def test_a_number_that_a_kind_does_not_have_is_a_dash(table):
     assert table([record("1")]) == "no numbers: none of the records has a metric"
 
 
-@pytest.mark.parametrize(
-    "width, blocks",
-    [(660, [32]), (156, [7] * 4 + [4]), (118, [5] * 6 + [2]), (80, [3] * 10 + [2]), (10, [1] * 32)],
-)
-def test_the_table_never_is_wider_than_the_screen(width, blocks, table):
-    # kind and n take 7 characters, a column 20: 156 hold 7, 118 hold 5, 80 hold 3; one is always
-    # shown
+@pytest.mark.parametrize("width, blocks", [(660, [32]), (156, [7] * 4 + [4]), (10, [1] * 32)])
+def test_the_table_is_never_wider_than_the_screen(width, blocks, table):
+    # kind and n take 7 characters, a column 20: 156 hold 7; one is always shown
     text = table([record("1", **dict.fromkeys(COLUMNS, 0.5))], width)
-    parts = text.split("\n\n")
-    assert [len(part.splitlines()[0].split()) - 2 for part in parts] == blocks
+    heads = [block.splitlines()[0].split()[2:] for block in text.split("\n\n")]
+    assert [len(head) for head in heads] == blocks
+    assert [column for head in heads for column in head] == COLUMNS
     assert max(map(len, text.splitlines())) <= max(width, 27)
-    assert [c for part in parts for c in part.splitlines()[0].split()[2:]] == COLUMNS
 
 
 def test_the_markdown_table_has_the_same_cells(table):
@@ -210,27 +201,21 @@ def test_the_comparison_says_over_how_many_questions_it_is(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[3] == "paired: 1 questions of both runs (1 only here, 0 only there)"
     assert lines[7].split() == "a 1 1.000 / 0.000: +1.000 [+1.000, +1.000] p=1".split()
-    report.report(here, there, True, "")
-    assert "| a | 1 | 1.000 / 0.000: +1.000 [+1.000, +1.000] p=1 |" in capsys.readouterr().out
 
 
-def test_what_two_runs_got_right_is_in_one_of_four_categories(monkeypatch, capsys, tmp_path):
+def test_what_two_runs_got_right_is_in_one_of_four_categories(capsys):
     # Both, this one, this one, the other, neither. Of question 0 half of the samples are right.
-    marks = {"a0": (1, 1), "a1": (1, 0), "b2": (1, 0), "b3": (0, 1), "b4": (0, 0)}
-    here = [record(name[1], name[0], em=float(em)) for name, (em, _) in marks.items()]
-    there = [record(name[1], name[0], em=float(em)) for name, (_, em) in marks.items()]
+    marks = [(1, 1), (1, 0), (1, 0), (0, 1), (0, 0)]
+    here = [record(str(i), em=float(em)) for i, (em, _) in enumerate(marks)]
+    there = [record(str(i), em=float(em)) for i, (_, em) in enumerate(marks)]
     here.append(record("0", em=0.0))
-    report.report(here, there, False, str(tmp_path / "t.json"))
-    last = capsys.readouterr().out.splitlines()[-2]
-    assert last == "em is 1: both 1, only here 2, only there 1, neither 1"
-    rows = json.loads((tmp_path / "t.json").read_text())["comparison"]
-    found = {row: [*rows[row]["em"]["right"].values()] for row in rows}
-    assert found == {"a": [1, 1, 0, 0], "b": [0, 1, 1, 1], "all": [1, 2, 1, 1]}
-    for one in here + there:  # a judge of both goes before the metric
-        one["metrics"]["judged"] = 1.0
     report.report(here, there, False, "")
     last = capsys.readouterr().out.splitlines()[-2]
-    assert last == "judged is 1: both 5, only here 0, only there 0, neither 0"
+    assert last == "em is 1: both 1, only here 2, only there 1, neither 1"
+    for one in here + there:  # the verdicts of a judge are preferred to exact match
+        one["metrics"]["judged"] = 1.0
+    report.report(here, there, False, "")
+    assert "judged is 1: both 5, only here 0" in capsys.readouterr().out.splitlines()[-2]
 
 
 def test_compression_is_told_as_ratio_of_means_and_as_mean_of_ratios(capsys):
@@ -242,21 +227,17 @@ def test_compression_is_told_as_ratio_of_means_and_as_mean_of_ratios(capsys):
     assert said in capsys.readouterr().out.splitlines()
 
 
-def test_citations_have_rows_by_data_set_and_hops(capsys, tmp_path):
-    found = []
-    for dataset, hops, right in (("2wiki", 2, 1), ("2wiki", 2, 0), ("2wiki", 4, 0), ("nq", 0, 1)):
-        one = record(f"{len(found)}", em=1.0, all_correct=float(right))
-        found.append(one | {"dataset": dataset} | ({"hops": hops} if hops else {}))
-    report.report(found, [], False, str(tmp_path / "t.json"))
-    rows = json.loads((tmp_path / "t.json").read_text())["hops"]
+def test_citations_have_rows_by_data_set_and_hops():
+    records = []
+    for dataset, hops, right in (("2wiki", 2, 1.0), ("2wiki", 2, 0.0), ("2wiki", 4, 0.0)):
+        one = record(str(len(records)), all_correct=right)
+        records.append(one | {"dataset": dataset, "hops": hops})
+    records += [record("nq", all_correct=1.0), record("uncited", em=1.0) | {"hops": 2}]
+    rows = summarise(report.by_hops(records))
     assert list(rows) == ["2wiki 2 hops", "2wiki 4 hops", "all"]
     assert [row["all_correct"][0] for row in rows.values()] == [0.5, 0, pytest.approx(1 / 3)]
-    report.report([record("1", em=1.0) | {"hops": 2}], [], False, "")  # no citations, no rows
-    assert capsys.readouterr().out.count("2 hops") == 1
 
 
-def test_a_report_tells_of_unreadable_verdicts_and_writes_its_numbers(tmp_path, capsys):
-    path = tmp_path / "new" / "t.json"
-    report.report([record("1", em=1.0, judged=None)], [record("1", em=0.0)], False, str(path))
+def test_a_report_counts_unreadable_verdicts(capsys):
+    report.report([record("1", em=1.0, judged=None)], [], False, "")
     assert "1 of 1 verdicts are unreadable" in capsys.readouterr().out
-    assert json.loads(path.read_text())["comparison"]["all"]["em"]["difference"] == [1, 1, 1]

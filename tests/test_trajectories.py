@@ -4,7 +4,6 @@ import gzip
 import json
 import shutil
 import subprocess
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from formats.trajectories import (
     read_trajectories,
 )
 from plumbing.page import VIEWER, line_on, of_step
-from plumbing.record import kept_groups, row_numbers, step_records, token_numbers
+from plumbing.record import kept_groups, row_numbers, to_record, token_numbers
 from policy import collate
 from prompts import PROTOCOLS
 from trajectory import Search, Trajectory
@@ -47,28 +46,25 @@ def test_steps_are_appended_and_a_killed_run_leaves_what_was_whole(tmp_path):
     append_trajectories(tmp_path, [one(), one(row=1)])
     append_trajectories(tmp_path, [one(step=1)])
     append_trajectories(tmp_path, [])
-    whole = [(r["step"], r["row"]) for r in read_trajectories(tmp_path)]
-    assert whole == [(0, 0), (0, 1), (1, 0)]
+    rows = [(r["step"], r["row"]) for r in read_trajectories(tmp_path)]
+    assert rows == [(0, 0), (0, 1), (1, 0)]
     path = tmp_path / NAME
-    data = path.read_bytes()
-    for lost in (1, 9, 30, 60):
-        path.write_bytes(data[:-lost])
-        some = read_trajectories(tmp_path, pytest.fail)  # nothing is said of it
-        assert [(r["step"], r["row"]) for r in some] == whole[:2]
+    path.write_bytes(path.read_bytes()[:-60])
+    records = read_trajectories(tmp_path, pytest.fail)  # the half step is not mentioned
+    assert [(r["step"], r["row"]) for r in records] == rows[:2]
     cut_trajectories(tmp_path, 1)
-    assert {r["step"] for r in read_trajectories(tmp_path)} == {0}
-    assert [*tmp_path.iterdir()] == [path]
     append_trajectories(tmp_path, [one(step=1)])  # a resumed run makes it again
     assert [r["step"] for r in read_trajectories(tmp_path)] == [0, 0, 1]
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_no_file_and_a_broken_line_are_one_line_each(tmp_path):
-    said, lost = message(lambda: list(read_trajectories(tmp_path))), []
-    assert f"no {NAME} there: --groups_kept keeps some" in said
+    text, lost = message(lambda: list(read_trajectories(tmp_path))), []
+    assert f"no {NAME} there: --groups_kept keeps some" in text
     with gzip.open(tmp_path / NAME, "wt") as file:
         file.write('{"step": 0}\n{"step": \n{"step": 2}\n')
     assert [r["step"] for r in read_trajectories(tmp_path, lost.append)] == [0, 2]
-    assert lost == [f"{tmp_path / NAME}: damaged steps or lines that are left out: 1"]
+    assert [line.rpartition(": ")[2] for line in lost] == ["1"]
 
 
 def test_half_a_character_and_line_separators_do_not_break_a_line(tmp_path):
@@ -97,11 +93,11 @@ def test_the_numbers_of_a_row_are_those_of_its_tokens():
     batch = collate([other, t], [0.0, 1.0], 2)  # [2, 9 columns]: of t they begin at 2
     batch.advantages = torch.arange(18.0).reshape(2, 9)
     batch.token_weights = torch.full((2, 9), 0.25)
-    found = row_numbers(token_numbers(batch), 1, t)
-    assert found["sampled"] == found["old"] == pytest.approx([-0.1, -0.2, 0.0, -0.4])
-    assert found["advantages"] == [11.0, 12.0, 13.0, 14.0]  # row 1 begins at 9; 9 + 2 = 11
-    assert found["weights"] == 0.25  # one number for all that were sampled
-    assert "ref" not in found and "new" not in found
+    numbers = row_numbers(token_numbers(batch), 1, t)
+    assert numbers["sampled"] == numbers["old"] == pytest.approx([-0.1, -0.2, 0.0, -0.4])
+    assert numbers["advantages"] == [11.0, 12.0, 13.0, 14.0]  # row 1 begins at 9; 9 + 2 = 11
+    assert numbers["weights"] == 0.25  # one number for all that were sampled
+    assert "ref" not in numbers and "new" not in numbers
 
 
 @pytest.fixture(scope="module")
@@ -118,23 +114,20 @@ def settings_of(folder) -> dict:
 
 
 def test_the_losses_of_all_tokens_are_the_loss_that_was_logged(trained):
-    records, settings = list(read_trajectories(trained)), settings_of(trained)
-    updates = settings["questions_per_step"] * settings["group_size"]
-    updates = -(-updates // (settings["trajectories_per_update"] or updates))
+    records, settings, updates = list(read_trajectories(trained)), settings_of(trained), 2
     for row in rows_of(trained):
-        some = [r for r in records if r["step"] == row["step"]]
-        tokens = [(r, n) for r in some for n, mask in enumerate(r["mask"]) if mask]
-        its = [view.loss_of(r, n, settings) for r, n in tokens]
-        assert sum(x["weight"] for x in its) == pytest.approx(updates, rel=1e-4)
+        step = [r for r in records if r["step"] == row["step"]]
+        losses = [view.loss_of(r, n, settings) for r in step for n in range(len(r["ids"]))]
+        masks = [mask for r in step for mask in r["mask"]]
+        assert [bool(mask) for mask in masks] == [loss is not None for loss in losses]
+        sampled = [loss for loss in losses if loss]
+        assert sum(x["weight"] for x in sampled) == pytest.approx(updates, rel=1e-4)
         # metrics have the mean over updates
-        assert sum(x["loss"] for x in its) / updates == pytest.approx(row["loss"], abs=2e-4)
-        assert sum(sum(r["rewards"].values()) for r in some) / len(some) == pytest.approx(
-            row["reward"], abs=1e-4
-        )
-        assert all(view.loss_of(r, n, settings) is None for r in some
-                   for n, mask in enumerate(r["mask"]) if not mask)  # fmt: skip
-    later = [r for r in records if r["step"] == 1]
-    assert any(abs(a - b) > 1e-4 for r in later for a, b in zip(r["new"], r["ref"], strict=True))
+        mean = sum(x["loss"] for x in sampled) / updates
+        assert mean == pytest.approx(row["loss"], abs=2e-4)
+        rewards = [sum(r["rewards"].values()) for r in step]
+        assert sum(rewards) / len(rewards) == pytest.approx(row["reward"], abs=1e-4)
+    assert any(r["new"] != pytest.approx(r["ref"], abs=1e-4) for r in records if r["step"] == 1)
 
 
 def test_groups_that_teach_nothing_are_kept_without_numbers(model, tmp_path):
@@ -169,21 +162,21 @@ def test_a_group_in_the_terminal(trained, capsys):
     view.main([str(trained.parent), "--text", "--step", "1", "--group", "1"])
     out = capsys.readouterr().out
     assert out.startswith("stage1, step 1, group 1: ") and out.count("\nsample ") == 2
-    assert "that the environment wrote" in out or "mask" in out
-    for flags, said in (
-        (["--group", "9"], "groups are kept there, and not --group 9"),
-        (["--step", "7"], "no step 7 is kept there"),
-    ):
-        assert said in message(view.main, [str(trained), "--text", *flags])
 
 
-def test_what_cannot_be_shown_is_one_line(trained, tmp_path):
-    assert "no metrics.jsonl there" in message(view.main, [str(tmp_path)])
-    both = [str(trained), str(trained), "--text"]
-    assert "show one run" in message(view.main, both)
-    (tmp_path / "file").write_text("")
-    out = str(tmp_path / "file" / "x")
-    assert "cannot be written there" in message(view.main, [str(trained), "--out", out])
+@pytest.mark.parametrize(
+    "arguments, fragment",
+    [
+        ("{run} --text --group 9", "groups are kept there, and not --group 9"),
+        ("{run} --text --step 7", "no step 7 is kept there"),
+        ("{empty}", "no metrics.jsonl there"),
+        ("{run} {run} --text", "show one run"),
+        ("{run} --out {run}/metrics.jsonl/x", "cannot be written there"),
+    ],
+)
+def test_a_wrong_command_is_one_line(arguments, fragment, trained, tmp_path):
+    words = arguments.format(run=trained, empty=tmp_path).split()
+    assert fragment in message(view.main, words)
 
 
 # ----------------------------------------------------------------------------------------- the page
@@ -191,29 +184,24 @@ def test_the_page_has_its_runs_and_a_script_per_step(trained, tmp_path):
     view.main([str(trained.parent), str(trained), "--out", str(tmp_path)])
     assert {f.name for f in VIEWER.iterdir()} <= {f.name for f in tmp_path.iterdir()}
 
-    def given(name: str, call: str) -> list:
-        """What the script of this name gives to this function of the page."""
-        text = (tmp_path / "data" / name).read_text().removeprefix(f"{call}(")
-        return json.loads(f"[{text.removesuffix(chr(10)).removesuffix(');')}]")
+    def arguments_of(name: str, call: str) -> list:
+        """Returns what the script of this name hands to this function of the page."""
+        text = (tmp_path / "data" / name).read_text().strip()
+        return json.loads(f"[{text.removeprefix(f'{call}(').removesuffix(');')}]")
 
-    runs, _ = given("index.js", "runs")
+    runs, _ = arguments_of("index.js", "runs")
     assert [run["name"] for run in runs] == [trained.parent.name, "stage1"]
     stage = runs[0]["stages"][0]
     assert stage["steps"] == [0, 1] and len(stage["metrics"]) == 2
-    # no trajectory: a large run opens at once
-    names = "key name settings about metrics steps missing asked"
-    assert stage.keys() == set(names.split())
     settings = settings_of(trained)
     assert stage["settings"] == {name: settings[name] for name in CLIP}
-    key, rows, groups = given(f"{stage['key']}-1.js", "step")
+    key, rows, groups = arguments_of(f"{stage['key']}-1.js", "step")
     records = [record for group in groups for record in json.loads(group)]
     assert key == f"{stage['key']}-1" and len(rows) == len(records) == 4
-    kept = [r for r in read_trajectories(trained) if r["step"] == 1]
-    for record, its in zip(records, kept, strict=True):
-        left_out = {"prompt_ids", *(["old"] if its["old"] == its["sampled"] else [])}
-        assert its.keys() - record.keys() == left_out
-        assert record["prompt"] == "".join(its["prompt"])
-        assert all(record[name] == its[name] for name in record if name != "prompt")
+    saved = [r for r in read_trajectories(trained) if r["step"] == 1]
+    for record, its in zip(records, saved, strict=True):
+        assert its.pop("prompt_ids")
+        assert record == its | {"prompt": "".join(its["prompt"])}
 
 
 def test_text_cannot_end_the_script_that_it_stands_in():
@@ -223,15 +211,13 @@ def test_text_cannot_end_the_script_that_it_stands_in():
 
 
 def test_what_the_filters_ask_of_a_trajectory():
-    search, names = (
-        {"query": "Ana  Bell", "fallback": True, "documents": []},
-        "fallback repeated fault",
-    )
+    search = {"query": "Ana  Bell", "fallback": True, "documents": []}
     again = search | {"query": "ana bell", "fallback": False}
+    names = ("searches", "fallback", "repeated", "fault")
     line = line_on(one(searches=[search, again], rewards={"format": -1.0}, correct=False))
-    assert [line[name] for name in ("searches", *names.split())] == [2, True, True, True]
+    assert [line[name] for name in names] == [2, True, True, True]
     line = line_on(one())
-    assert [line[name] for name in ("searches", *names.split())] == [0, False, False, False]
+    assert [line[name] for name in names] == [0, False, False, False]
     assert line["reward"] == 1.5 and line["trained"]
 
 
@@ -261,13 +247,11 @@ def test_the_page_computes_the_numbers_of_the_terminal(trained):
                 assert other["ratio"] == pytest.approx(ours["ratio"], rel=1e-9)
 
 
-def test_a_trajectory_is_told_with_its_searches(toy_tokenizer):
+def test_a_record_has_the_searches_of_its_trajectory(toy_tokenizer):
     t = Trajectory(Question("q", "who ?", ["Ana"]), PROTOCOLS["r_search"], prompt_ids=[1])
     t.append_model([2], [-0.5], "x")
     t.searches.append(Search("who", [Document("1", "Ana", "Ana is")], "Ana is", seconds=0.25))
-    rollouts = SimpleNamespace(trajectories=[t], reward_terms=[{"a": 1.0}], correct=[True], kept=[])
-    settings = SimpleNamespace(group_size=1, groups_kept=4)
-    (record,) = step_records(3, rollouts, None, toy_tokenizer, settings)
+    record = to_record(t, toy_tokenizer)
     (search,) = record["searches"]
     assert search["documents"] == [["Ana", "Ana is"]] and search["seconds"] == 0.25
-    assert record["step"] == 3 and "advantages" not in record and len(record["tokens"]) == 1
+    assert len(record["tokens"]) == 1

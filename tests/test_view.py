@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -53,51 +54,32 @@ def test_a_run_with_a_reference_has_a_panel_of_the_kl_by_each_estimator():
 
 
 def test_a_panel_without_numbers_is_not_drawn():
-    plain = [{"x": 0, "reward": 1.0, "grad_norm": 0.5}]
-    assert list(view.filled_panels(plain)) == ["reward", "can it learn?"]
-    with_critic = view.filled_panels(
-        [{**plain[0], "explained_variance": 0.2, "value_loss": 3.0, "informative": 0.75}]
-    )
-    assert list(with_critic) == ["reward", "can it learn?", "does the critic foresee the reward?"]
-    assert with_critic["can it learn?"] == {"grad_norm": ([0], [0.5]), "informative": ([0], [0.75])}
-    assert set(with_critic["does the critic foresee the reward?"]) == {
-        "explained_variance",
-        "value_loss",
-    }
+    plain = {"x": 0, "reward": 1.0, "grad_norm": 0.5}
+    assert list(view.filled_panels([plain])) == ["reward", "can it learn?"]
+    panels = view.filled_panels([plain | {"value_loss": 3.0, "informative": 0.75}])
+    assert list(panels) == ["reward", "can it learn?", "does the critic foresee the reward?"]
+    assert panels["can it learn?"] == {"grad_norm": ([0], [0.5]), "informative": ([0], [0.75])}
 
 
-@pytest.mark.parametrize(
-    "names, panels",
-    [
-        ("reward", 1),
-        ("reward em/a searches", 3),
-        ("reward em/a searched/a searches model_tokens grad_norm value_loss", 7),
-    ],
-)
-def test_any_number_of_panels_makes_a_picture(tmp_path, names, panels):
+@pytest.mark.parametrize("panels", [1, 3, 7])
+def test_any_number_of_panels_makes_a_picture(tmp_path, panels):
     pytest.importorskip("matplotlib")
-    record = dict.fromkeys(names.split(), 1.0)
-    assert len(view.filled_panels([{**record, "x": 0}])) == panels
-    write_run(tmp_path, {"stage1": [{"step": i, **record} for i in range(2)]})
+    names = "reward em/a searched/a searches model_tokens grad_norm value_loss".split()[:panels]
+    write_run(tmp_path, {"stage1": [dict.fromkeys([*names, "step"], 1)] * 2})
     view.draw(tmp_path, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_a_run_the_newest_is_shown_and_two_runs_get_a_folder_of_their_own(
-    tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="runs: there is no run"):
         view.main([])
     for age, name in ((2, "a"), (1, "b")):
-        file = tmp_path / "runs" / name / "stage1" / "metrics.jsonl"
-        file.parent.mkdir(parents=True)
-        file.write_text('{"step": 0, "reward": 1.0}\n')
-        os.utime(file, (1e9 - age, 1e9 - age))
+        write_run(tmp_path / "runs" / name, {"stage1": [{"step": 0, "reward": 1.0}]})
+        os.utime(tmp_path / "runs" / name / "stage1" / "metrics.jsonl", (1e9 - age, 1e9 - age))
     view.main([])
-    assert str(tmp_path / "runs" / "b" / "view" / "index.html") in capsys.readouterr().out
-    assert not (tmp_path / "runs" / "a" / "view").exists()
     view.main(["runs/a", "runs/b"])
-    printed = capsys.readouterr().out
-    assert str(tmp_path / "runs" / "a-b" / "index.html") in printed
-    assert "ssh -L" in printed and not (tmp_path / "runs" / "a" / "view").exists()
+    pages = {str(page.parent.relative_to("runs")) for page in Path("runs").rglob("index.html")}
+    assert pages == {"b/view", "a-b"}

@@ -229,63 +229,37 @@ def test_a_terminal_that_is_closed_loses_no_step(model, tmp_path):
 
 
 # ----------------------------------------------------------------------------------- trajectories
-def steps_of(folder) -> tuple[list[int], str]:
-    lost = []
-    steps = [record["step"] for record in read_trajectories(folder, lost.append)]
-    return steps, "".join(lost)
-
-
-@pytest.fixture
-def three(tmp_path):
-    """A folder with the trajectories of three steps."""
-    for step in range(3):
-        append_trajectories(tmp_path, [{"step": step, "x": "ab" * 9}])
-    return tmp_path
+def steps_of(folder) -> list[int]:
+    return [record["step"] for record in read_trajectories(folder)]
 
 
 @fault(238)
-def test_a_flipped_byte_anywhere_costs_one_step_and_is_told(three):
-    data = (three / NAME).read_bytes()
-    for at in range(len(data)):
-        (three / NAME).write_bytes(data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :])
-        steps, lost = steps_of(three)
-        assert steps in ([0, 1, 2], [1, 2], [0, 2], [0, 1])
-        assert lost.endswith("left out: 1") or steps[:2] == [0, 1]  # a last one may be unfinished
-
-
-@fault(238)
-def test_a_beginning_that_is_chance_is_no_damage(three):
-    time = int.from_bytes(b"\x1f\x8b\x08\x00", "little")  # which the head of a step has in it
-    (three / NAME).write_bytes(gzip.compress(b'{"step": 3}', mtime=time) * 2)
-    assert steps_of(three) == ([3, 3], "")
-
-
-@fault(238)
-def test_a_resume_keeps_the_steps_behind_a_damaged_one(run, resumed, capsys):
+def test_a_resume_keeps_the_steps_before_a_damaged_one_and_the_file_as_it_was(run, resumed, capsys):
     data = bytearray((run / NAME).read_bytes())
-    data[50] ^= 0xFF
+    second = data.index(data[:3], 3)  # a member of gzip for each step
+    data[second + 50] ^= 0xFF
     (run / NAME).write_bytes(data)
     resumed()
-    assert "left out: 1; as it was it is kept as" in capsys.readouterr().err
-    assert set(steps_of(run)[0]) == {1, 2, 3, 4, 5} and (run / f"{NAME}.old1").read_bytes() == data
+    assert "as it was it is kept as" in capsys.readouterr().err
+    assert {*steps_of(run)} - {1} == {0, 4, 5} and (run / f"{NAME}.old1").read_bytes() == data
 
 
 @pytest.mark.parametrize(
-    "odd",
+    "odd, steps",
     [
-        of_fault(239, b"garbage"),
-        of_fault(251, gzip.compress(b"5", mtime=0)),
-        of_fault(252, gzip.compress(b'{"row": 1}', mtime=0)),
-        of_fault(252, gzip.compress(b'{"step": "../../x"}', mtime=0)),
-        of_fault(252, gzip.compress(b'{"step": true}', mtime=0)),
+        of_fault(239, b"garbage", []),
+        of_fault(251, gzip.compress(b"5\n", mtime=0), [0, 1]),
+        of_fault(252, gzip.compress(b'{"step": "../../x"}\n', mtime=0), [0, 1]),
+        of_fault(252, gzip.compress(b'{"step": true}\n', mtime=0), [0, 1]),
     ],
 )
-def test_what_is_no_record_of_a_step_is_left_out_counted_and_kept(odd, three, capsys):
-    data = odd + (three / NAME).read_bytes()
-    (three / NAME).write_bytes(data)
-    cut_trajectories(three, 9)
-    assert steps_of(three) == ([0, 1, 2], "") and "left out: 1; as" in capsys.readouterr().err
-    assert (three / f"{NAME}.old1").read_bytes() == data
+def test_what_is_no_record_of_a_step_is_left_out_and_the_file_kept(odd, steps, tmp_path, capsys):
+    append_trajectories(tmp_path, [{"step": 0}, {"step": 1}])
+    data = odd + (tmp_path / NAME).read_bytes()
+    (tmp_path / NAME).write_bytes(data)
+    cut_trajectories(tmp_path, 9)
+    assert steps_of(tmp_path) == steps and "it is kept as" in capsys.readouterr().err
+    assert (tmp_path / f"{NAME}.old1").read_bytes() == data
 
 
 @fault(262)
@@ -294,7 +268,7 @@ def test_what_is_no_file_is_put_aside_and_stops_no_training(make, run, resumed):
     (run / NAME).unlink()
     make(run / NAME)
     resumed()
-    assert set(steps_of(run)[0]) == {4, 5} and (run / f"{NAME}.old1").exists()
+    assert {*steps_of(run)} == {4, 5} and (run / f"{NAME}.old1").exists()
 
 
 # ----------------------------------------------------------------------------- the files of a run
@@ -343,12 +317,6 @@ def test_a_folder_that_is_removed_in_a_step_is_not_made_again(model, tmp_path, m
     said = message(train.train, settings_for(model, tmp_path, "--steps 1"))
     assert said.endswith("was removed or renamed while it trained")
     assert not (tmp_path / "t").exists()
-
-
-@fault(259)
-def test_a_manifest_that_names_no_file_proves_nothing(run):
-    (run / FOUR / manifest.NAME).write_text('{"step": 4, "files": {}}')
-    assert wrong_with(run / FOUR, 4) == "its manifest.json names no file"
 
 
 # ---------------------------------------------------------------------------- weights in the files
