@@ -84,9 +84,6 @@ def measure_published(given: dict, options: DifficultySettings) -> dict[str, str
     attempts = load_attempts(options.from_rollouts, given.get("skip_bad", False))
     attempts = attempts[: options.questions or None]
     predictions = {attempt.question.id: attempt.predictions for attempt in attempts}
-    few = min(map(len, predictions.values()))
-    if options.scheme == "r1_searcher" and few < 20:
-        print(f"note: some questions have only {few} rollouts; without a success they are hard")
 
     def scores(q: Question) -> list[float]:
         gold = (q.answers, q.task, q.options)

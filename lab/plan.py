@@ -205,7 +205,6 @@ ADVICE = [  # the cheapest first
     ),
     ({"in_8bit": "base"}, "The frozen weights are rounded to 8 bits."),
 ]
-FILES = {"data": "q.jsonl", "corpus": "p.jsonl"}  # to be filled in
 
 
 def smaller(case: Case, changes: dict) -> Case:
@@ -213,41 +212,27 @@ def smaller(case: Case, changes: dict) -> Case:
     return Case(case.shape, replace(case.settings, **changes), case.gpus, case.gpus)
 
 
-def in_flags(settings: dict) -> str:
-    return "".join(f" --{name} {value}" for name, value in settings.items())
-
-
-def report(case: Case, memory: float, given: dict) -> Iterator[str]:
-    """Yields a line per part, whether it fits, what would make it smaller, and the command."""
+def report(case: Case, memory: float) -> Iterator[str]:
+    """Yields a line per part, whether it fits, and what would make it smaller until it does."""
     if plan(case, memory)[0]["peak"] > memory:
         case = smaller(case, {})
     parts, slots = plan(case, memory)
-    yield (
-        f"GiB on each of {case.gpus}, weights in {case.share} parts,"
-        f" for {case.rows} rows of up to {case.row_tokens} tokens:"
-    )
-    if tasks := case.settings.turn_tokens:
-        yield f"  (a turn may have {tasks}; without these tasks: --max_turn_tokens N)"
+    how = "fsdp2" if case.share > 1 else "ddp"
+    rows = f"{case.rows} rows of up to {case.row_tokens} tokens"
+    yield f"GiB on each of {case.gpus} GPUs under {how}, for {rows}:"
     parts["host: a save, in process 0"] = case.shape.weights * (12 if case.share > 1 else 4)
     yield from (f"  {name:42}{size / GIB:8.1f}" for name, size in parts.items() if size)
     fits = parts["peak"] <= memory
     yield f"{'fits' if fits else 'does not fit'} in {memory / GIB:.1f} GiB; {slots} rows at once"
     for changes, sentence in ADVICE * (not fits):
-        given |= changes
         case = smaller(case, changes)
         least = plan(case, 0)[0]["peak"]
-        yield f" {in_flags(changes):43}{least / GIB:8.1f}  {sentence}"
+        flags = "".join(f" --{name} {value}" for name, value in changes.items())
+        yield f" {flags:43}{least / GIB:8.1f}  {sentence}"
         if fits := least <= memory:
             break
-    model = case.settings.model
-    words = in_flags(FILES | given | {"model": "DIR" if model.upper() in SHAPES else model})
-    how = "fsdp2" if case.share > 1 else "ddp"
-    several = f" --config_file configs/{how}.yaml --num_processes {case.gpus}" * (case.gpus > 1)
-    yield (
-        f"accelerate launch{several} train.py{words}"
-        if fits
-        else f"more GPUs: --gpus {2 * case.gpus}"
-    )
+    if not fits:
+        yield f"more GPUs: --gpus {2 * case.gpus}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -258,12 +243,12 @@ def main(arguments: list[str] | None = None) -> None:
     add_flags(parser, RECORDS, named_in(["--model", "7B", *arguments]), "train")
     given = vars(parser.parse_args(arguments))
     gpus, memory = given.pop("gpus"), given.pop("gpu_memory")
-    if gpus < 1 or not memory > 0:
-        raise InputError(f"--gpus {gpus} --gpu_memory {memory:g}: give at least one, with memory")
+    if gpus < 1:
+        raise InputError(f"--gpus {gpus}: give at least one")
     chosen = {"model": "7B"} | given | {"data": ""}  # the questions take no memory
     settings = resolve(given.get("recipe", "ur2"), given.get("stage", 1), False, chosen)
     case = Case(Shape(config_of(settings.model)), check_settings(settings), gpus)
-    print(*report(case, USABLE * memory * GIB, given), sep="\n")
+    print(*report(case, USABLE * memory * GIB), sep="\n")
 
 
 if __name__ == "__main__":

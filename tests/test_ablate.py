@@ -4,6 +4,7 @@ which arms run in which order, what is rejected, and what the table and the pict
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -242,6 +243,8 @@ def finished(monkeypatch):
 
     monkeypatch.setattr(ablate, "ProcessPoolExecutor", lambda n, *_: ThreadPoolExecutor(n))
     monkeypatch.setattr(ablate, "run_arm", run_arm)
+    for redirect in ("redirect_stdout", "redirect_stderr"):  # threads share their output
+        monkeypatch.setattr(ablate, redirect, nullcontext)
     return names
 
 

@@ -77,7 +77,7 @@ def case_of(words: str) -> tuple[plan.Case, float]:
     sharding, *flags = words.split()
     with mock.patch.object(plan, "report", return_value=[]) as report:
         plan.main(flags)
-    case, memory, _ = report.call_args.args
+    case, memory = report.call_args.args
     share = case.gpus if sharding == "fsdp2" else 1
     return plan.Case(case.shape, case.settings, case.gpus, share), memory
 
