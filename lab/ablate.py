@@ -25,7 +25,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from data import Question
 from errors import InputError, run_main, setting
@@ -35,11 +34,11 @@ from lab import difficulty, interruptible, names_in, parse_flags
 from lab.claims import (
     ARMS,
     CLAIMS,
-    LOOKUPS,
     Claim,
     Results,
     interval,
     points,
+    score,
     values,
     verdict,
     wanted_arms,
@@ -77,7 +76,7 @@ class AblateSettings:
     split: str = setting("test", "entities that are asked about", one_of=("dev", "test"))
     only: str = setting("", f"claims to test, comma-separated: {', '.join(CLAIMS)}")
     output_dir: str = setting("runs/ablate", "folder for the runs")
-    workers: int = setting(os.cpu_count() or 1, "runs at a time, one core each", least=1)
+    workers: int = setting(os.cpu_count() or 1, "worlds at a time, one core each", least=1)
     table: bool = setting(False, "run nothing; print the table of finished runs")
     curves: str = setting("", "run nothing; draw the curves of finished runs into this folder")
 
@@ -170,8 +169,7 @@ def check_prior(settings: Settings, split: str) -> None:
         return
     # Each arm writes a file of its own: another worker may be measuring the same model.
     out = str(result_path(settings).with_name("prior.jsonl"))
-    rows = means(evaluate(settings, "", split, out=out))
-    prior = float(np.mean([rows[kind]["searches"] for kind in LOOKUPS.split()]))
+    prior = score("searches")({"eval": means(evaluate(settings, "", split, out=out))})
     limit = paper_of(settings.protocol).warmed_up(settings.toy_init).prior
     if prior > limit:
         raise InputError(
@@ -238,15 +236,7 @@ def read_results(jobs: set[tuple[str, int]], runs: str, split: str) -> Results:
     return results
 
 
-def chains(jobs: set[tuple[str, int]]) -> list[tuple[list[str], int]]:
-    """Groups jobs, world by world: (arms of one recipe, in order; world) for each process."""
-    groups = defaultdict(list)
-    for name, seed in sorted(jobs, key=lambda job: (job[1], [*ARMS].index(job[0]))):
-        groups[ARMS[name].recipe, seed].append(name)
-    return [(names, seed) for (_, seed), names in groups.items()]
-
-
-def run_chain(names: list[str], seed: int, runs: str, split: str) -> None:
+def run_world(names: list[str], seed: int, runs: str, split: str) -> None:
     """Runs arms one after the other. One that fails is reported and stops no other; those that
     start from it fail too, as they find no checkpoint or result.
     """
@@ -264,20 +254,18 @@ def run_chain(names: list[str], seed: int, runs: str, split: str) -> None:
         print(f"{name} in world {seed}: {message}", flush=True)
 
 
-def one_core() -> None:
-    """Limits a worker to one core, as if it were one process of as many as there are cores."""
-    os.environ["LOCAL_WORLD_SIZE"] = str(os.cpu_count() or 1)
-    torch.set_num_threads(1)
-    end_with_launcher()
-
-
-def run_all(todo: list, runs: str, split: str, workers: int) -> None:
-    """Runs chains world by world. None is queued in the pool, where it would outlive a Ctrl-C."""
+def run_all(jobs: set[tuple[str, int]], runs: str, split: str, workers: int) -> None:
+    """Runs the arms of each world in a process, several worlds at a time. None is queued in the
+    pool, where it would outlive a Ctrl-C.
+    """
     running, context = set(), multiprocessing.get_context("spawn")  # forked threads of torch hang
-    with ProcessPoolExecutor(workers, context, one_core) as pool:
-        while todo or running:
-            while todo and len(running) < workers:
-                running.add(pool.submit(run_chain, *todo.pop(0), runs, split))
+    worlds = sorted({world for _, world in jobs}, reverse=True)
+    with ProcessPoolExecutor(workers, context, end_with_launcher) as pool:
+        while worlds or running:
+            while worlds and len(running) < workers:
+                world = worlds.pop()
+                names = [name for name in ARMS if (name, world) in jobs]
+                running.add(pool.submit(run_world, names, world, runs, split))
             ended, running = wait(running, return_when=FIRST_COMPLETED)
             for future in ended:
                 if error := future.exception():
@@ -346,8 +334,9 @@ def main(arguments: list[str] | None = None) -> None:
     if options.curves:
         return draw(names, results, Path(options.curves))
     if not options.table:
+        os.environ["OMP_NUM_THREADS"] = "1"  # of each worker, which has one core
         with interruptible("finished runs are kept: repeat the command to continue"):
-            run_all(chains(jobs - results.keys()), runs, split, options.workers)
+            run_all(jobs - results.keys(), runs, split, options.workers)
         results = read_results(jobs, runs, split)
     print(written(rows(claims, results), True, 1))
 

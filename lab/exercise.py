@@ -6,8 +6,8 @@
     python -m lab.exercise show 3      prints the original
 
 `check` runs tests/referee.py in a process of its own, and changes no file of ours. It exits with 0
-if all tests pass, with 1 and the first assertion that fails if one does, and with 2 if the file
-cannot be tested.
+if all tests pass, with 1 and the first assertion that fails if one does, and with 2 if there is no
+file or no end.
 """
 
 import ast
@@ -101,26 +101,10 @@ def stub(hole: SimpleNamespace) -> str:
     return "\n\n\n".join([f'"""{head}"""\n\n{line}', *blocks]) + "\n"
 
 
-def check_file(hole: SimpleNamespace, path: Path) -> None:
-    """Raises an InputError for a file whose functions cannot take the place of the originals."""
-    if not path.exists():
-        raise InputError(f"{path} does not exist: `open` writes it")
-    try:
-        body = ast.parse(path.read_bytes(), path.name).body
-    except (SyntaxError, ValueError) as error:
-        raise InputError(f"{path} cannot be read as Python: {error}") from None
-    plain = [n for n in body if isinstance(n, ast.FunctionDef) and not n.decorator_list]
-    found = {n.name: ast.unparse(n.args) for n in plain}
-    for node, _ in originals(hole):
-        wanted = ast.unparse(node.args)
-        if found.get(node.name) != wanted:
-            line = f"it must define {node.name}({wanted}), without a decorator"
-            raise InputError(f"{path}: {line}")
-
-
 def check(hole: SimpleNamespace, path: Path) -> int:
     """Runs the tests of a hole with the functions of the file, which print a line."""
-    check_file(hole, path)
+    if not path.exists():
+        raise InputError(f"{path} does not exist: `open` writes it")
     command = [sys.executable, ROOT / "tests" / "referee.py", path, hole.module, hole.functions]
     try:
         return subprocess.call([*command, hole.tests, hole.chosen], timeout=SECONDS)

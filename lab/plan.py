@@ -22,7 +22,6 @@ Left out: zero2, judges and readers (2 bytes per weight), dense retrieval, the e
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -60,7 +59,7 @@ def config_of(model: str):
     """
     if not Path(model).exists():
         for size, shape in SHAPES.items():
-            if model.upper() == size or f"qwen2.5-{size}".lower() in model.lower():
+            if re.match(rf"(.*qwen2\.5-)?{size}(-|$)", model, re.IGNORECASE):
                 return Qwen2Config(**dict(zip(FIELDS, shape, strict=True)))
     try:
         return AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
@@ -194,45 +193,20 @@ def plan(case: Case, memory: float) -> tuple[Bytes, int]:
     return always | rollout_parts(case, slots) | update | {"peak": peak}, slots
 
 
-ADVICE = [  # the cheapest first
-    ({"gradient_checkpointing": True}, "Activations are computed twice: a third more time."),
-    ({"tokens_per_micro_batch": 4096}, "More, smaller micro-batches; each holds one row at least."),
-    ({"optimizer": "adamw8bit"}, "Moments of 8 bits cannot be cut: each GPU holds all, not FSDP2."),
-    ({"optimizer": "paged_adamw8bit"}, "The moments move to the CPU: steps are slow."),
-    (
-        {"optimizer": "adamw", "lora_rank": 16, "lr": 2e-5},
-        "Thin matrices are trained beside frozen ones, with ten times the learning rate.",
-    ),
-    ({"in_8bit": "base"}, "The frozen weights are rounded to 8 bits."),
-]
-
-
-def smaller(case: Case, changes: dict) -> Case:
-    """Returns the case with these settings changed, and sharded if that is possible."""
-    return Case(case.shape, replace(case.settings, **changes), case.gpus, case.gpus)
-
-
 def report(case: Case, memory: float) -> Iterator[str]:
-    """Yields a line per part, whether it fits, and what would make it smaller until it does."""
+    """Yields a line per part, and whether it fits, which only fsdp2 may make possible."""
     if plan(case, memory)[0]["peak"] > memory:
-        case = smaller(case, {})
+        case = Case(case.shape, case.settings, case.gpus, case.gpus)
     parts, slots = plan(case, memory)
     how = "fsdp2" if case.share > 1 else "ddp"
-    rows = f"{case.rows} rows of up to {case.row_tokens} tokens"
-    yield f"GiB on each of {case.gpus} GPUs under {how}, for {rows}:"
+    yield (
+        f"GiB on each of {case.gpus} GPUs under {how},"
+        f" for {case.rows} rows of up to {case.row_tokens} tokens:"
+    )
     parts["host: a save, in process 0"] = case.shape.weights * (12 if case.share > 1 else 4)
     yield from (f"  {name:42}{size / GIB:8.1f}" for name, size in parts.items() if size)
-    fits = parts["peak"] <= memory
-    yield f"{'fits' if fits else 'does not fit'} in {memory / GIB:.1f} GiB; {slots} rows at once"
-    for changes, sentence in ADVICE * (not fits):
-        case = smaller(case, changes)
-        least = plan(case, 0)[0]["peak"]
-        flags = "".join(f" --{name} {value}" for name, value in changes.items())
-        yield f" {flags:43}{least / GIB:8.1f}  {sentence}"
-        if fits := least <= memory:
-            break
-    if not fits:
-        yield f"more GPUs: --gpus {2 * case.gpus}"
+    fits = "fits" if parts["peak"] <= memory else "does not fit"
+    yield f"{fits} in {memory / GIB:.1f} GiB; {slots} rows at once"
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -31,7 +31,10 @@ class Referee:
         for path in self.functions:
             owner, _, name = path.rpartition(".")
             old = getattr(original[owner], name) if owner else original[name]
-            old.__code__ = own[name].__code__  # wherever it was imported
+            try:
+                old.__code__ = own[name].__code__  # wherever it was imported
+            except (KeyError, AttributeError, ValueError) as error:  # ValueError: a decorator's
+                self.failures.append(f"{name} must be a plain function of the file: {error!r}")
         original |= own | original  # what else the file defines
 
     def pytest_runtest_makereport(self, item, call) -> None:

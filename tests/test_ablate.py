@@ -187,12 +187,6 @@ def test_a_bad_command_line_runs_nothing(flags, expected, runs_nothing, tmp_path
     assert expected in message(ablate.main, flags)
 
 
-def test_the_arms_of_a_recipe_run_in_turn_world_by_world():
-    jobs = {("ur2", 20), ("ur2", 21), ("arena", 20), ("ur2_stage1", 20), ("ur2_stage1", 21)}
-    in_turn = ["ur2_stage1", "ur2"]
-    assert ablate.chains(jobs) == [(in_turn, 20), (["arena"], 20), (in_turn, 21)]
-
-
 def test_a_result_of_other_settings_is_rejected(tmp_path):
     write_result(tmp_path, "arena", split="dev")
     assert "arena" in str(ablate.read_results({("arena", 20), ("arena", 21)}, tmp_path, "dev"))
@@ -254,10 +248,11 @@ def test_a_failed_arm_takes_along_only_those_that_start_from_it(
 ):
     arms = ("ur2_stage1", "ur2", "ur2_no_stage1", "arena")
     jobs = {(name, seed) for name in arms for seed in (20, 21)}
-    ablate.run_all(ablate.chains(jobs), str(tmp_path), "test", workers)
+    ablate.run_all(jobs, str(tmp_path), "test", workers)
     assert set(finished) == jobs - {("ur2_stage1", 20), ("ur2", 20)}
-    if workers == 1:  # the first world is finished before the second
-        assert [seed for _, seed in finished] == [20] * 2 + [21] * 4
+    if workers == 1:  # world by world, and each arm after the one that it starts from
+        in_order = [(name, 21) for name in ARMS if name in arms]
+        assert finished[2:] == in_order and in_order[0][0] == "ur2_stage1"
         lines = capsys.readouterr().out
         assert f"ur2_stage1 in world 20: failed, see {tmp_path}/ur2_stage1-world20/log.txt" in lines
         assert "no checkpoint: remove" in lines and "arena in world 21: 0 s" in lines
@@ -267,10 +262,9 @@ def test_a_worker_that_dies_is_one_line(finished, monkeypatch, tmp_path):
     def die(*_):
         raise MemoryError("killed")
 
-    monkeypatch.setattr(ablate, "run_chain", die)
-    jobs = [(["arena"], 20)]
+    monkeypatch.setattr(ablate, "run_world", die)
     expected = "killed: continue with fewer --workers"
-    assert expected in message(ablate.run_all, jobs, tmp_path, "test", 1)
+    assert expected in message(ablate.run_all, {("arena", 20)}, tmp_path, "test", 1)
 
 
 def test_the_table_of_finished_runs_has_a_line_per_claim(runs_nothing, tmp_path, capsys):

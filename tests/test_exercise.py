@@ -131,24 +131,31 @@ def test_an_exercise_is_listed_opened_checked_written_and_shown(folder, capfd):
     assert "remove it to begin again" in message(main, ["open", "3"])
 
 
-def test_a_file_that_does_not_exist_cannot_be_tested(folder):
-    assert f"{IDF} does not exist: `open` writes it" in message(main, ["check", "3"])
-
-
 @pytest.mark.parametrize(
     "old, new, expected",
     [
-        ("epsilon: float)", "epsilon: float", "cannot be read as Python"),
-        ("document_counts: Array", "counts", "must define inverse_document_frequencies(document_"),
-        ("def inverse", "@staticmethod\ndef inverse", ", without a decorator"),
-        ("raise NotImplementedError", "while True: pass", "no end after 3 s"),
+        (
+            "epsilon: float)",
+            "epsilon: float",
+            "SyntaxError: '(' was never closed; 1 of 1 tests fail",
+        ),
+        ("document_counts: Array, ", "", "TypeError: "),
+        ("def inverse", "def reverse", "must be a plain function of the file: KeyError("),
+        ("def inverse", "@staticmethod\ndef inverse", "must be a plain function of the file"),
     ],
 )
-def test_a_file_that_cannot_be_tested_is_one_line(old, new, expected, folder, monkeypatch):
+def test_a_file_without_the_function_fails_with_one_line(old, new, expected, tmp_path):
+    assert old in stub(HOLES[2])
+    code, line = result(HOLES[2], tmp_path / "own.py", stub(HOLES[2]).replace(old, new))
+    assert code == 1 and expected in line and line.count("\n") == 1
+
+
+def test_a_file_that_does_not_exist_or_does_not_end_is_one_line(folder, monkeypatch):
     monkeypatch.setattr(exercise, "SECONDS", 3)
+    assert f"{IDF} does not exist: `open` writes it" in message(main, ["check", "3"])
     main(["open", "3"])
-    (folder / IDF).write_text((folder / IDF).read_text().replace(old, new))
-    assert expected in message(main, ["check", "3"])
+    (folder / IDF).write_text("while True: pass")
+    assert "no end after 3 s" in message(main, ["check", "3"])
 
 
 # ------------------------------------------------------------------------------- docs/class.md
