@@ -9,6 +9,7 @@ Prints one line, and exits with 1 if a test fails.
 import os
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 TESTS = Path(__file__).resolve().parent
 
@@ -52,6 +53,7 @@ def judge(file: str, module: str, functions: str, tests: str, chosen: str) -> No
     os.environ |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"}
     os.environ["PYTEST_ADDOPTS"] = ""
     sys.dont_write_bytecode = True  # a file that changes within a second would not be read again
+    sys.modules.setdefault("conftest", MagicMock())  # test_retriever imports it, and it loads torch
     import pytest
 
     referee = Referee(Path(file).stem, module, functions.split())
