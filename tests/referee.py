@@ -28,6 +28,8 @@ class Referee:
             self.failures.append(str(report.longrepr).splitlines()[-1])
 
     def pytest_collection_finish(self) -> None:
+        if self.failures:  # the file cannot be imported
+            return
         own, original = vars(sys.modules[self.file]), vars(sys.modules[self.module])
         for path in self.functions:
             owner, _, name = path.rpartition(".")

@@ -134,11 +134,7 @@ def test_an_exercise_is_listed_opened_checked_written_and_shown(folder, capfd):
 @pytest.mark.parametrize(
     "old, new, expected",
     [
-        (
-            "epsilon: float)",
-            "epsilon: float",
-            "SyntaxError: '(' was never closed; 1 of 1 tests fail",
-        ),
+        ("epsilon: float)", "epsilon: float", "SyntaxError: invalid syntax; 1 of 1 tests fail"),
         ("document_counts: Array, ", "", "TypeError: "),
         ("def inverse", "def reverse", "must be a plain function of the file: KeyError("),
         ("def inverse", "@staticmethod\ndef inverse", "must be a plain function of the file"),
