@@ -7,9 +7,9 @@
     python -m lab.ablate --curves docs --only stage1,penalty,stage2,two_stages     draws curves
 
 Evaluation: all questions about held-out entities, two samples each, at the temperature of
-training. Each finished arm in each world writes a result.json with the settings that made it. An
-interrupted run continues from these files; results of other settings are refused. Choose settings
-with --first_world 40 --split dev. Left out: more machines.
+training. Each finished arm in each world writes a result.json with its settings. An interrupted run
+continues from these files; results of other settings are rejected. After a change of a warm-up give
+another --output_dir. Choose settings with --first_world 40 --split dev. Left out: more machines.
 """
 
 import json
@@ -25,14 +25,24 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from data import Question
-from errors import InputError, check_output, run_main, setting
+from errors import InputError, run_main, setting
 from eval import Evaluation, Options
 from formats.records import finished_records, write_records
 from lab import difficulty, interruptible, names_in, parse_flags
-from lab.claims import ARMS, CLAIMS, LOOKUPS, Claim, Results, interval, values, verdict, wanted_arms
+from lab.claims import (
+    ARMS,
+    CLAIMS,
+    Claim,
+    Results,
+    interval,
+    points,
+    score,
+    values,
+    verdict,
+    wanted_arms,
+)
 from lab.distil import DistilSettings, distil
 from metrics import exact_match
 from other_models.reader import add_reader, reader_answers
@@ -49,13 +59,12 @@ from view import load_pyplot
 from world.toy import toy_path
 
 SAMPLES = 2  # answers to each question
-SCORES = {*"em cem words searches format exact_set reader_em rag_em".split()}  # of evaluations
 SFT = {"epochs": 3.0, "lr": 1e-3}  # R1-Searcher section 4.1: three epochs
 ROLLOUTS = 4  # answers to each training question, for traces or difficulties
 CURVES = """
 reward model_tokens em/one_hop em/two_hop searches/one_hop searches/two_hop searches/arithmetic
 searches/known fallbacks grad_norm k2 k3
-""".split()  # the numbers of metrics.jsonl that a result keeps
+""".split()  # the numbers of a picture
 
 
 @dataclass(frozen=True)
@@ -67,114 +76,86 @@ class AblateSettings:
     split: str = setting("test", "entities that are asked about", one_of=("dev", "test"))
     only: str = setting("", f"claims to test, comma-separated: {', '.join(CLAIMS)}")
     output_dir: str = setting("runs/ablate", "folder for the runs")
-    workers: int = setting(os.cpu_count() or 1, "runs at a time, one core each", least=1)
+    workers: int = setting(os.cpu_count() or 1, "worlds at a time, one core each", least=1)
     table: bool = setting(False, "run nothing; print the table of finished runs")
-    json: str = setting("", "write the scores of each run in each world to this file")
     curves: str = setting("", "run nothing; draw the curves of finished runs into this folder")
 
 
 # -------------------------------------------------------------------------------- an arm's settings
-def result_path(runs: str, arm: str, seed: int) -> Path:
-    return Path(runs) / f"{arm}-world{seed}" / "result.json"
-
-
 def settings_of(name: str, seed: int, runs: str) -> Settings:
     """Returns an arm's settings in one world, whose number also seeds questions and sampling."""
-    arm = ARMS[name]
-    changes = {
-        "output_dir": runs,
-        "run_name": f"{name}-world{seed}",
-        "seed": seed,
-        "world_seed": seed,
-    }
+    arm, run_name = ARMS[name], f"{name}-world{seed}"
+    changes = {"output_dir": runs, "run_name": run_name, "seed": seed, "world_seed": seed}
     changes |= {"save_every": 10_000, "keep_checkpoints": 1}  # the last step is always saved
     if "buckets" in arm.changes:
-        changes["difficulty"] = str(result_path(runs, name, seed).with_name("difficulty.jsonl"))
+        changes["difficulty"] = str(Path(runs, run_name, "difficulty.jsonl"))
     return check_settings(resolve(arm.recipe, arm.stage, True, changes | arm.changes))
 
 
-def made_with(name: str, split: str) -> dict:
-    """Returns the settings that an arm's result depends on, except for its world, and those of the
-    arm that it starts from.
-    """
-    settings = settings_of(name, 0, "")
-    warm_up = str(paper_of(settings.protocol).warmed_up(settings.toy_init))
-    before = ARMS[name].start or ARMS[name].traces_of
-    start = made_with(before, split) if before else {}
-    return {"split": split, "settings": asdict(settings), "warm_up": warm_up, "start": start}
+def made_with(name: str, seed: int, split: str) -> dict:
+    """Returns the settings that an arm's result is compared by, in whichever folder it is."""
+    return asdict(settings_of(name, seed, "")) | {"split": split}
+
+
+def result_path(settings: Settings) -> Path:
+    return stage_folder(settings).with_name("result.json")
 
 
 # --------------------------------------------------------------------------------------- one arm
-def run_arm(name: str, seed: int, runs: str, split: str) -> str:
-    """Trains and evaluates one arm in one world; returns a message with the seconds it took and its
-    searches before RL.
+def run_arm(name: str, seed: int, runs: str, split: str) -> None:
+    """Trains and evaluates one arm in one world, and writes its result with the records of its
+    steps, which follow those of the arm that it started from.
     """
-    path, start = result_path(runs, name, seed), time.perf_counter()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        open(path.with_name("log.txt"), "w", encoding="utf-8") as log,
-        redirect_stdout(log),
-        redirect_stderr(log),
-    ):
-        try:
-            prior = checked_prior(name, seed, runs, split)
-            train_arm = imitate if ARMS[name].traces_of else reinforce
-            trained, curve = train_arm(name, seed, runs)
-            result = {"eval": evaluate_arm(name, seed, runs, split, trained), "curve": curve}
-        except Exception:
-            traceback.print_exc()
-            raise
-    result |= {"prior": prior, "made_with": made_with(name, split)}
-    write_records(path, [result])  # written last: an interrupted arm leaves no result
-    return f"{time.perf_counter() - start:.0f} s, {prior:.3f} searches per look-up before RL"
+    settings, arm, curve = settings_of(name, seed, runs), ARMS[name], []
+    if arm.start:
+        before = settings_of(arm.start, seed, runs)
+        settings = replace(settings, model=last_checkpoint(before))
+        curve = read_result(result_path(before))["curve"]
+    else:
+        check_prior(settings, split)
+    if arm.imitates:
+        model = imitate(settings)
+    else:
+        model, steps = reinforce(settings)
+        curve += steps
+    result = {"eval": evaluate_arm(settings, model, split), "curve": curve}
+    # It is written at the end: an interrupted arm leaves no result.
+    write_records(result_path(settings), [result | {"made_with": made_with(name, seed, split)}])
 
 
-def last_checkpoint(name: str, seed: int, runs: str) -> str:
-    folder = stage_folder(settings_of(name, seed, runs))
+def last_checkpoint(settings: Settings) -> str:
+    folder = stage_folder(settings)
     if not (paths := checkpoints(folder)):
-        raise InputError(f"{folder} has no checkpoint any more: remove {folder.parent}")
+        raise InputError(f"{folder} has no checkpoint: remove {folder.parent}")
     return str(paths[-1])
 
 
-def reinforce(name: str, seed: int, runs: str) -> tuple[str, dict]:
-    """Trains an arm by RL. Returns its checkpoint, and for each number of CURVES the values by
-    step, beginning with those of the arm that it started from.
-    """
-    settings, curve = settings_of(name, seed, runs), {}
-    if before := ARMS[name].start:
-        settings = replace(settings, model=last_checkpoint(before, seed, runs))
-        if settings.difficulty:  # measured with the model that it starts from
-            flags = ["--out", settings.difficulty, "--samples", str(ROLLOUTS)]
-            difficulty.main(["--model", settings.model, *flags])
-        curve = read_result(result_path(runs, before, seed))["curve"]
-    folder = train(settings)
-    lines = finished_records(folder / "metrics.jsonl")
-    for line in lines:
-        if not line.get("searches"):  # without a search there is no rate of fallbacks
-            line.pop("fallbacks", None)
-    for key in CURVES:
-        # A step may have no question of a kind.
-        points = [round(line[key], 4) if key in line else None for line in lines]
-        curve[key] = curve.get(key, []) + points
-    return str(checkpoints(folder)[-1]), curve
+def reinforce(settings: Settings) -> tuple[str, list[dict]]:
+    """Trains an arm by RL. Returns its checkpoint and the records of its steps."""
+    if settings.difficulty:  # measured with the model that the arm starts from
+        flags = ["--out", settings.difficulty, "--samples", str(ROLLOUTS)]
+        difficulty.main(["--model", settings.model, *flags])
+    steps = finished_records(train(settings) / "metrics.jsonl")
+    for step in steps:
+        if not step.get("searches"):  # without a search there is no rate of fallbacks
+            step.pop("fallbacks", None)
+    return last_checkpoint(settings), steps
 
 
-def imitate(name: str, seed: int, runs: str) -> tuple[str, dict]:
-    """Trains an arm by imitation instead of RL: three epochs over the right trajectories of
-    training questions (R1-Searcher section 4.1). Returns its checkpoint, and no curves.
+def imitate(settings: Settings) -> str:
+    """Trains the warmed-up model on the right trajectories that settings.model makes for training
+    questions, instead of RL (R1-Searcher section 4.1). Returns its checkpoint.
     """
-    settings = settings_of(name, seed, runs)
-    teacher = last_checkpoint(ARMS[name].traces_of, seed, runs)
     out = stage_folder(settings) / "checkpoint-sft"
-    model = str(toy_path(settings.world_seed, settings.protocol, settings.toy_init, runs))
-    traces = str(out.with_name("traces.jsonl"))
-    evaluate(teacher, settings, "train", ROLLOUTS, traces)
+    traces, runs = str(out.with_name("traces.jsonl")), settings.output_dir
+    student = str(toy_path(settings.world_seed, settings.protocol, settings.toy_init, runs))
+    evaluate(settings, settings.model, "train", ROLLOUTS, traces)
     shutil.rmtree(out, ignore_errors=True)  # left by an interrupted arm
-    distil("traces", DistilSettings(model, traces, str(out), settings.protocol, **SFT))
-    return str(out), {}
+    distil("traces", DistilSettings(student, traces, str(out), settings.protocol, **SFT))
+    return str(out)
 
 
-def evaluate(model: str, settings: Settings, split: str, samples=SAMPLES, out="") -> list[dict]:
+def evaluate(settings: Settings, model: str, split: str, samples=SAMPLES, out="") -> list[dict]:
     """Returns prediction records of all questions, sampled as in training; "" means the
     warmed-up model. Records of an interrupted arm are not reused: its weights are trained again.
     """
@@ -182,39 +163,26 @@ def evaluate(model: str, settings: Settings, split: str, samples=SAMPLES, out=""
     return Evaluation(replace(settings, model=model), options).run()
 
 
-def checked_prior(name: str, seed: int, runs: str, split: str) -> float:
-    """Returns the warmed-up model's searches per held-out look-up, measured once. It raises an
-    error if they exceed the limit of the warm-up.
-    """
-    settings = settings_of(name, seed, runs)
-    protocol, warm_up = settings.protocol, settings.toy_init
-    if PROTOCOLS[protocol].query_tags is None:
-        return 0.0
-    file = f"prior-{split}-{settings.documents_per_search}-{settings.summarizer}.json"
-    path = toy_path(seed, protocol, warm_up, runs) / file
-    if not path.exists():
-        # Each arm writes a file of its own: another worker may be measuring the same model.
-        out = str(result_path(runs, name, seed).with_name("prior.jsonl"))
-        rows = means(evaluate("", settings, split, out=out))
-        prior = float(np.mean([rows[kind]["searches"] for kind in LOOKUPS.split()]))
-        write_records(path, [{"searches": prior}])
-    prior, limit = read_result(path)["searches"], paper_of(protocol).warmed_up(warm_up).prior
-    message = f"{prior:.3f} searches per look-up before RL"
-    print(f"prior: {message}")
+def check_prior(settings: Settings, split: str) -> None:
+    """Raises an error if the warmed-up model searches more often than its limit allows."""
+    if PROTOCOLS[settings.protocol].query_tags is None:
+        return
+    # Each arm writes a file of its own: another worker may be measuring the same model.
+    out = str(result_path(settings).with_name("prior.jsonl"))
+    prior = score("searches")({"eval": means(evaluate(settings, "", split, out=out))})
+    limit = paper_of(settings.protocol).warmed_up(settings.toy_init).prior
     if prior > limit:
         raise InputError(
-            f"the prior of --toy_init {warm_up} is off: {message}, and at most {limit} are allowed:"
-            " this world is left out"
+            f"the warm-up --toy_init {settings.toy_init} makes {prior:.3f} searches per look-up"
+            f" before RL, and at most {limit} are allowed: this world is left out"
         )
-    return prior
 
 
-def evaluate_arm(name: str, seed: int, runs: str, split: str, model: str) -> dict[str, dict]:
+def evaluate_arm(settings: Settings, model: str, split: str) -> dict[str, dict]:
     """Returns kind -> number -> mean on held-out entities. A protocol with evidence is also scored
     by a reader's answers.
     """
-    settings = settings_of(name, seed, runs)
-    records = evaluate(model, settings, split)
+    records = evaluate(settings, model, split)
     for record in records:
         record["metrics"]["words"] = float(len((record["prediction"] or "").split()))
     if PROTOCOLS[settings.protocol].evidence_tags:
@@ -227,9 +195,9 @@ def means(records: list[dict]) -> dict[str, dict[str, float]]:
     """Returns kind (or "all") -> number -> mean over the records that have this number."""
     values = defaultdict(lambda: defaultdict(list))
     for record in records:
-        for kind in (record["kind"], "all"):
-            for number in SCORES & record["metrics"].keys():
-                values[kind][number].append(record["metrics"][number])
+        for number, value in record["metrics"].items():
+            for kind in (record["kind"], "all") if value is not None else ():
+                values[kind][number].append(value)
     return {
         kind: {number: round(np.mean(column), 4) for number, column in columns.items()}
         for kind, columns in values.items()
@@ -255,58 +223,49 @@ def read_result(path: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def read_results(jobs: list[tuple[str, int]], runs: str, split: str) -> Results:
-    """Reads the finished results of these arms and worlds; refuses one made with other settings."""
+def read_results(jobs: set[tuple[str, int]], runs: str, split: str) -> Results:
+    """Reads the finished results of these arms and worlds; rejects one made with other settings."""
     results = {}
     for name, seed in jobs:
-        path = result_path(runs, name, seed)
+        path = result_path(settings_of(name, seed, runs))
         if path.exists():
             results[name, seed] = read_result(path)
-            if results[name, seed].get("made_with") != made_with(name, split):
+            if results[name, seed]["made_with"] != made_with(name, seed, split):
                 hint = "give another --output_dir, or remove it"
                 raise InputError(f"{path} was made with other settings: {hint}")
     return results
 
 
-def chains(jobs: list[tuple[str, int]]) -> list[tuple[list[str], int]]:
-    """Groups jobs, world by world: (arms of one recipe, in order; world) for each process."""
-    groups = defaultdict(list)
-    for name, seed in sorted(jobs, key=lambda job: job[1]):
-        groups[ARMS[name].recipe, seed].append(name)
-    return [(names, seed) for (_, seed), names in groups.items()]
-
-
-def run_chain(names: list[str], seed: int, runs: str, split: str) -> None:
-    """Runs arms one after the other. A failed arm is reported; only those that start from it are
-    skipped.
+def run_world(names: list[str], seed: int, runs: str, split: str) -> None:
+    """Runs arms one after the other. One that fails is reported and stops no other; those that
+    start from it fail too, as they find no checkpoint or result.
     """
-    failed = set()
     for name in names:
-        try:
-            if before := {ARMS[name].start, ARMS[name].traces_of} & failed:
-                raise InputError(f"{min(before)} is not there")
-            message = run_arm(name, seed, runs, split)
-        except Exception as error:  # no error stops the other arms
-            failed.add(name)
-            rejected = isinstance(error, InputError)
-            message = f"not run: {error}" if rejected else f"failed: {error!r} (see its log.txt)"
+        log = result_path(settings_of(name, seed, runs)).with_name("log.txt")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        start = time.perf_counter()
+        with open(log, "w", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
+            try:
+                run_arm(name, seed, runs, split)
+                message = f"{time.perf_counter() - start:.0f} s"
+            except Exception as error:
+                traceback.print_exc()
+                message = f"failed, see {log}: {error}"
         print(f"{name} in world {seed}: {message}", flush=True)
 
 
-def one_core() -> None:
-    """Limits a worker to one core, as if it were one process of as many as there are cores."""
-    os.environ["LOCAL_WORLD_SIZE"] = str(os.cpu_count() or 1)
-    torch.set_num_threads(1)
-    end_with_launcher()
-
-
-def run_all(todo: list, runs: str, split: str, workers: int) -> None:
-    """Runs chains world by world. None is queued in the pool, where it would outlive a Ctrl-C."""
+def run_all(jobs: set[tuple[str, int]], runs: str, split: str, workers: int) -> None:
+    """Runs the arms of each world in a process, several worlds at a time. None is queued in the
+    pool, where it would outlive a Ctrl-C.
+    """
     running, context = set(), multiprocessing.get_context("spawn")  # forked threads of torch hang
-    with ProcessPoolExecutor(workers, context, one_core) as pool:
-        while todo or running:
-            while todo and len(running) < workers:
-                running.add(pool.submit(run_chain, *todo.pop(0), runs, split))
+    worlds = sorted({world for _, world in jobs}, reverse=True)
+    with ProcessPoolExecutor(workers, context, end_with_launcher) as pool:
+        while worlds or running:
+            while worlds and len(running) < workers:
+                world = worlds.pop()
+                names = [name for name in ARMS if (name, world) in jobs]
+                running.add(pool.submit(run_world, names, world, runs, split))
             ended, running = wait(running, return_when=FIRST_COMPLETED)
             for future in ended:
                 if error := future.exception():
@@ -320,8 +279,8 @@ NAMES = ("run_name", "recipe", "variant", "stage", "steps", "difficulty")
 def difference(claim: Claim) -> str:
     """Describes the settings in which the second arm differs from the first."""
     one, other = ARMS[claim.better], ARMS[claim.worse]
-    if other.traces_of:
-        return f"no RL: imitates {other.traces_of}"
+    if other.imitates:
+        return f"no RL: imitates {other.start}"
     first, second = (vars(settings_of(name, 0, "")) for name in (claim.better, claim.worse))
     keys = [key for key in second if first[key] != second[key] and key not in NAMES]
     parts = [f"{key} {second[key]}" if second[key] != "" else f"no {key}" for key in keys]
@@ -353,11 +312,11 @@ def draw(names: list[str], results: Results, folder: Path) -> None:
     for name in names:
         figure, axes = pyplot.subplots(3, 4, figsize=(16, 9), layout="constrained")
         for arm in (CLAIMS[name].better, CLAIMS[name].worse):
-            curves = [result["curve"] for (key, _), result in results.items() if key == arm]
-            if not curves:
+            worlds = [result for (key, _), result in results.items() if key == arm]
+            if not worlds:
                 raise InputError(f"--curves: no result of {arm}: run --only {name} first")
             for axis, key in zip(axes.flat, CURVES, strict=True):
-                axis.plot(np.mean([np.array(curve[key], float) for curve in curves], 0), label=arm)
+                axis.plot(np.mean([points(result, key) for result in worlds], 0), label=arm)
                 axis.set_title(key)
         axes[0, 0].legend()
         figure.savefig(folder / f"claim_{name}.png")
@@ -366,25 +325,19 @@ def draw(names: list[str], results: Results, folder: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     options, _ = parse_flags("lab.ablate", AblateSettings, arguments)
-    if options.json:
-        check_output(options.json, "--json")
     names = names_in("only", options.only, CLAIMS)
     runs, split, first, claims = options.output_dir, options.split, options.first_world, {}
     for claim in map(CLAIMS.get, names):
         claims[claim] = range(first, first + (options.seeds or claim.worlds))
-    needed = {(arm, n) for claim in claims for arm in wanted_arms([claim]) for n in claims[claim]}
-    jobs = sorted(needed, key=lambda job: [*ARMS].index(job[0]))
-    if not (options.table or options.curves):
-        results = read_results(jobs, runs, split)
-        with interruptible("finished runs are kept: repeat the command to continue"):
-            todo = chains([job for job in jobs if job not in results])
-            run_all(todo, runs, split, options.workers)
+    jobs = {(arm, n) for claim in claims for arm in wanted_arms([claim]) for n in claims[claim]}
     results = read_results(jobs, runs, split)
     if options.curves:
         return draw(names, results, Path(options.curves))
-    if options.json:
-        scores = {f"{arm}-world{seed}": result["eval"] for (arm, seed), result in results.items()}
-        write_records(Path(options.json), [scores])
+    if not options.table:
+        os.environ["OMP_NUM_THREADS"] = "1"  # of each worker, which has one core
+        with interruptible("finished runs are kept: repeat the command to continue"):
+            run_all(jobs - results.keys(), runs, split, options.workers)
+        results = read_results(jobs, runs, split)
     print(written(rows(claims, results), True, 1))
 
 

@@ -33,14 +33,15 @@ T = {
 @dataclass(frozen=True)
 class Arm:
     """A training run. `start` is the arm whose last checkpoint it continues from; "" means the
-    warmed-up model. `traces_of`: instead of RL, it imitates the right trajectories of that arm.
+    warmed-up model. `imitates`: instead of RL, the warmed-up model learns from the right
+    trajectories of the arm `start`.
     """
 
     recipe: str
     stage: int
     changes: dict = field(default_factory=dict)
     start: str = ""
-    traces_of: str = ""
+    imitates: bool = False
 
 
 SHORT = {"steps": 30}
@@ -90,7 +91,7 @@ ARMS: dict[str, Arm] = {
     "r1_grpo": Arm("r1_searcher", 2, WORDY | SHORT | GRPO, "r1_stage1"),
     "r1_worded": Arm("r1_searcher", 2, WORDED, "r1_stage1"),
     "r1_worded_em": Arm("r1_searcher", 2, WORDED | {"answer_metric": "em"}, "r1_stage1"),
-    "r1_sft": Arm("r1_searcher", 2, WORDY, traces_of="r1_stage1"),
+    "r1_sft": Arm("r1_searcher", 2, WORDY, "r1_stage1", imitates=True),
     "when_stage1": Arm("when_to_search", 1, WHEN_1),
     "when_stage2": Arm("when_to_search", 2, WHEN_30, "when_stage1"),
     "when_stage1_on": Arm(
@@ -130,63 +131,66 @@ class Number:
     other: Callable[[dict], float] | None = None  # measures the second arm, if not `measure`
 
 
-def score(kinds: str, name: str) -> Callable[[dict], float]:
+LOOKUPS, LAST = "one_hop two_hop", slice(-SHORT["steps"], None)
+SEARCHES = "searches/one_hop searches/two_hop"
+Measure = Callable[[dict], float]
+
+
+def score(name: str, kinds: str = LOOKUPS) -> Measure:
     """Measures a number of the evaluation, averaged over kinds of question."""
     return lambda result: float(np.mean([result["eval"][kind][name] for kind in kinds.split()]))
 
 
-def curve(names: str, steps: slice) -> Callable[[dict], float]:
-    """Measures a number of training, averaged over these steps, those of the start included."""
-    return lambda result: float(
-        np.nanmean([np.array(result["curve"][name][steps], float) for name in names.split()])
-    )
+def points(result: dict, names: str) -> np.ndarray:
+    """Returns these numbers of training as [steps, names], the steps of the start included; NaN
+    where a step asked no question of a kind.
+    """
+    steps = [[step.get(name, math.nan) for name in names.split()] for step in result["curve"]]
+    return np.array(steps, float).round(4)
 
 
-def largest(name: str) -> Callable[[dict], float]:
-    return lambda result: math.log10(np.nanmax(np.array(result["curve"][name], float)))
+def curve(names: str, steps: slice = LAST) -> Measure:
+    """Measures a number of training, averaged over these steps."""
+    return lambda result: float(np.nanmean(points(result, names)[steps]))
 
 
-def fall(names: str) -> Callable[[dict], float]:
+def largest(name: str) -> Measure:
+    return lambda result: math.log10(np.nanmax(points(result, name)))
+
+
+def fall(names: str) -> Measure:
     """Measures the fall from the best five steps in a row to the last five; 0 if there is none."""
 
     def measure(result: dict) -> float:
-        curve = np.nanmean([np.array(result["curve"][n], float) for n in names.split()], axis=0)
+        curve = np.nanmean(points(result, names), axis=1)
         means = np.convolve(curve, np.ones(5) / 5, "valid")  # [steps − 4]
         return float(means.max() - means[-1])
 
     return measure
 
 
-LOOKUPS, LAST = "one_hop two_hop", slice(-SHORT["steps"], None)
-SEARCHES = "searches/one_hop searches/two_hop"
 NUMBERS = {
-    "EM": Number("look-up EM", score(LOOKUPS, "em")),
-    "CEM": Number("look-up cover-EM", score(LOOKUPS, "cem")),
-    "WORDS": Number("words per answer", score(LOOKUPS, "words"), 0.3),
+    "EM": Number("look-up EM", score("em")),
+    "CEM": Number("look-up cover-EM", score("cem")),
+    "WORDS": Number("words per answer", score("words"), 0.3),
     "READER": Number(  # the figure's sets are of several hops
         "two-hop reader's EM: evidence, own RAG",
-        score("two_hop", "reader_em"),
+        score("reader_em", "two_hop"),
         0.05,
-        other=score("two_hop", "rag_em"),
+        other=score("rag_em", "two_hop"),
     ),
-    "CITED": Number("exact set", score(LOOKUPS, "exact_set"), 0.05),
-    "FORMAT": Number("strict format rate", score("all", "format"), 0.05),
-    "FALLBACKS": Number("fallbacks per search, stage 2", curve("fallbacks", LAST), sign=-1),
-    "NEEDLESS": Number(
-        "arithmetic searches, stage 2", curve("searches/arithmetic", LAST), 0.1, sign=-1
-    ),
-    "MORE": Number("look-up searches", score(LOOKUPS, "searches"), 0.1),
-    "FEWER": Number("look-up searches", score(LOOKUPS, "searches"), 0.1, sign=-1),
-    "KNOWN": Number("searches, known facts", score("known", "searches"), 0.1, sign=-1),
-    "EARLY": Number(
-        "look-up searches, steps 16 to 30",
-        curve(SEARCHES, slice(16, 30)),
-        0.1,
-    ),
-    "SUMS": Number("EM of look-ups and sums", score("one_hop two_hop arithmetic", "em")),
-    "REWARD": Number("reward, stage 2", curve("reward", LAST)),
-    "LENGTH": Number("tokens per response, stage 2", curve("model_tokens", LAST), 1.0),
-    "OFTEN": Number("look-up searches, stage 2", curve(SEARCHES, LAST), 0.1),
+    "CITED": Number("exact set", score("exact_set"), 0.05),
+    "FORMAT": Number("strict format rate", score("format", "all"), 0.05),
+    "FALLBACKS": Number("fallbacks per search, stage 2", curve("fallbacks"), sign=-1),
+    "NEEDLESS": Number("arithmetic searches, stage 2", curve("searches/arithmetic"), 0.1, sign=-1),
+    "MORE": Number("look-up searches", score("searches"), 0.1),
+    "FEWER": Number("look-up searches", score("searches"), 0.1, sign=-1),
+    "KNOWN": Number("searches, known facts", score("searches", "known"), 0.1, sign=-1),
+    "EARLY": Number("look-up searches, steps 16 to 30", curve(SEARCHES, slice(16, 30)), 0.1),
+    "SUMS": Number("EM of look-ups and sums", score("em", "one_hop two_hop arithmetic")),
+    "REWARD": Number("reward, stage 2", curve("reward")),
+    "LENGTH": Number("tokens per response, stage 2", curve("model_tokens"), 1.0),
+    "OFTEN": Number("look-up searches, stage 2", curve(SEARCHES), 0.1),
     "FALL": Number("look-up EM lost in training", fall("em/one_hop em/two_hop"), 0.05, sign=-1),
     "KL": Number(
         "log10 of the largest KL, its own", largest("k2"), 0.1, sign=-1, other=largest("k3")
@@ -352,5 +356,5 @@ def verdict(claim: Claim, differences: list[float]) -> str:
 def wanted_arms(claims: Iterable[Claim]) -> list[str]:
     """Returns the arms of the claims and those that they start from, in the order of ARMS."""
     names = {arm for claim in claims for arm in (claim.better, claim.worse)}
-    names |= {before for name in names for before in (ARMS[name].start, ARMS[name].traces_of)}
+    names |= {ARMS[name].start for name in names}
     return [name for name in ARMS if name in names]

@@ -58,7 +58,9 @@ class DifficultySettings:
         "", "score of open answers (default: the scheme's)", one_of=("", "em", "f1", "cem")
     )
     from_rollouts: str = setting("", "score the answers (pred_anses) of this file, without a model")
-    questions: int = setting(0, "questions (built-in world: of each kind); 0 = all", least=0)
+    questions: int = setting(
+        0, "questions to a model (built-in world: of each kind); 0 = all", least=0
+    )
 
 
 def measure(
@@ -68,7 +70,7 @@ def measure(
     of each question.
     """
     out, bucket_of = Path(options.out), SCHEMES[options.scheme][0]
-    made_with = made_with | {"metric": options.metric, "scheme": options.scheme}
+    made_with |= {"metric": options.metric, "scheme": options.scheme}
     ids = [question.id for question in questions]
     records = go_on(out, made_with, ids, lambda record: record.get("id"), AT_ONCE, False)
     for start in tqdm(range(len(records), len(questions), AT_ONCE), f"batches of {AT_ONCE}"):
@@ -82,11 +84,7 @@ def measure(
 
 def measure_published(given: dict, options: DifficultySettings) -> dict[str, str]:
     attempts = load_attempts(options.from_rollouts, given.get("skip_bad", False))
-    attempts = attempts[: options.questions or None]
     predictions = {attempt.question.id: attempt.predictions for attempt in attempts}
-    few = min(map(len, predictions.values()))
-    if options.scheme == "r1_searcher" and few < 20:
-        print(f"note: some questions have only {few} rollouts; without a success they are hard")
 
     def scores(q: Question) -> list[float]:
         gold = (q.answers, q.task, q.options)

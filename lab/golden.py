@@ -42,9 +42,17 @@ POOLS = """{
     "old_logprobs": [[[0]], [[0, -1]]],
     "token_rewards": [[[-0.1, 0, 2.5]]], "clip_low": [0, 0.2], "clip_high": [0.2, 0.28]
 }"""
-FORMULAS = [grpo.group_center, grpo.group_normalize, dapo.informative_groups, ppo.whiten]
-FORMULAS += [reinforce_pp.baseline_advantages, reinforce_pp.returns_to_go, ppo.clipped_surrogate]
-FORMULAS += [ppo.sequence_weights, ppo.token_weights]
+FORMULAS = [
+    grpo.group_center,
+    grpo.group_normalize,
+    dapo.informative_groups,
+    ppo.whiten,
+    reinforce_pp.baseline_advantages,
+    reinforce_pp.returns_to_go,
+    ppo.clipped_surrogate,
+    ppo.sequence_weights,
+    ppo.token_weights,
+]
 
 
 def drawn(draw, pools):

@@ -26,7 +26,14 @@ em f1 cem rouge1 rouge2 rougeL rouge judged reader_em reader_f1 searched searche
 rejected failed_rows repeated fallbacks documents_cut format evidence support relevance exact_set
 set_f1 all_correct written thinking unfinished retrieved shown compression
 """.split()
-BRIEF = ("em", "judged", "rouge", "searches", "format")  # the columns that are shown without --all
+BRIEF = (
+    "em",
+    "judged",
+    "reader_em",
+    "rouge",
+    "searches",
+    "format",
+)  # the columns that are shown without --all
 DRAWS, FLIPS = 1000, 10_000
 MEAN_OF_DATASETS = "mean of datasets"  # each counts the same; in "all" each question does
 MEAN = "{:.3f} [{:.2f}, {:.2f}]"

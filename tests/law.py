@@ -47,7 +47,6 @@ HIDING = re.compile(r"(__import__|exec|(.*\.)?(import_module|spec_from_file_loca
 CODE = re.compile(r"\n\s*(def|class|import|from|return|function|const|let|var) \w")
 FLAG = re.compile(r"\w+: .+ = setting\((?!.*\bonly='(?!train'))")
 SKIPPED = re.compile(r"\.|venv|(runs|exercises|build|dist|node_modules)$")  # folders
-UNFORMATTED = "fmt: (skip|off)"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 TABLES = (ast.Assign, ast.AnnAssign, ast.AugAssign)  # of a module
 
@@ -57,7 +56,6 @@ class File:
         self.path, text = path.relative_to(root), path.read_text(encoding="utf-8")
         parts = self.path.with_suffix("").parts
         self.name = ".".join(part for part in parts if part != "__init__")  # as imports write it
-        self.lines = text.splitlines()
         self.nodes = list(ast.walk(ast.parse(text)))  # the module first
         owners = self.of(ast.Module, ast.ClassDef, *FUNCTIONS)
         described = [node for node in owners if ast.get_docstring(node, clean=False) is not None]
@@ -66,9 +64,6 @@ class File:
 
     def of(self, *kinds: type) -> list:
         return [node for node in self.nodes if isinstance(node, kinds)]
-
-    def lines_with(self, pattern: str) -> list[str]:
-        return [f"{self.path}:{n}" for n, x in enumerate(self.lines, 1) if re.search(pattern, x)]
 
 
 def python_files(root: Path) -> Iterator[File]:
@@ -174,8 +169,6 @@ def figures(root: Path) -> Iterator[tuple[str, int, int, list[str]]]:
     for file in files:
         for law, nodes in broken_in(file):
             where[law] += [f"{file.path}:{n}" for n in sorted(node.lineno for node in nodes)]
-    where["lines over 100 columns"] = [x for file in everything for x in file.lines_with(".{101}")]
-    where["fmt: skip or off on the path"] = [x for f in path for x in f.lines_with(UNFORMATTED)]
     yield from ((law, len(places), 0, places) for law, places in where.items())
     low = [file for file in files if floor(file.name) <= FLOOR["settings"]]
     fields = [(file, node) for file in low for node in file.of(ast.AnnAssign)]

@@ -149,12 +149,6 @@ def test_a_control_does_what_its_sentence_says(shown, promise):
     assert shown.run(f"{{ {HELPERS} {promise} }}")
 
 
-def test_a_slider_moves_with_the_keys(shown):
-    shown.run("$('group').tBodies[0].rows[0].querySelector('input').focus()")
-    shown.call("Input.dispatchKeyEvent", type="keyDown", key="ArrowRight", windowsVirtualKeyCode=39)
-    assert shown.run("group.rewards[0]") == pytest.approx(-0.9)
-
-
 BARE = """[...document.querySelectorAll('button, select, input')].filter((node) => node.tabIndex < 0
   || !(node.textContent.trim() || node.labels?.length || node.ariaLabel)).length"""
 

@@ -36,9 +36,9 @@ def out(tmp_path):
     return tmp_path / "d.jsonl"
 
 
-def measured(out, rollouts=None, questions=MANY, made_with=None, **given):
-    options = DifficultySettings(out=str(out), samples=10, **given)
-    return measure(questions, rollouts or Rollouts(), made_with or {"model": "a"}, options)
+def measured(out, rollouts=None, questions=MANY, scheme="ur2"):
+    options = DifficultySettings(out=str(out), samples=10, scheme=scheme)
+    return measure(questions, rollouts or Rollouts(), {}, options)
 
 
 def test_each_question_gets_its_scores_its_mean_and_its_bucket(out):
@@ -64,14 +64,6 @@ def test_an_interrupted_measurement_goes_on_with_its_last_whole_batch(out, tmp_p
     assert out.read_text() == (tmp_path / "whole.jsonl").read_text()
 
 
-def test_another_models_measurement_is_put_aside_and_not_mixed_in(out, capsys):
-    measured(out)
-    other = Rollouts()
-    measured(out, other, made_with={"model": "b"})
-    assert len(other.asked) == 40 and "d.jsonl.old1" in capsys.readouterr().out
-    assert len(finished_records(f"{out}.old1")) == 40
-
-
 def test_r1_searchers_scheme_counts_until_the_first_success(out):
     # question 1 is right at once, and then never
     found = measured(out, questions=MANY[:2], scheme="r1_searcher")
@@ -94,7 +86,6 @@ def test_published_rollout_answers_become_difficulties(out, tmp_path, capsys):
     assert "hard 1, medium 0" in capsys.readouterr().out
     main([*flags, "--scheme", "r1_searcher"])
     assert finished_records(out)[0]["bucket"] == "easy"
-    assert "only 4 rollouts" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -130,13 +121,10 @@ def test_an_interrupt_says_where_the_scores_are(tiny, out, monkeypatch, capsys):
     [
         ("", "--out is missing"),
         ("--out .", "--out .: that is a folder"),
-        ("--out x --scheme ur3", "--scheme ur3"),
         ("--out x --metric bleu", "--metric bleu"),
         ("--out x --samples 0", "--samples 0: must be at least 1"),
-        ("--out x --questions -1", "--questions -1: must be at least 0"),
         ("--out x --samples 10 --scheme r1_searcher", "--samples 10"),
         ("--out x --temperature 0", "--temperature 0 is greedy"),
-        ("--out x --kk 3", "unknown flag --kk"),
         ("--out x --from_rollouts nowhere.jsonl", "nowhere.jsonl: no such file"),
     ],
 )

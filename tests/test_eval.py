@@ -190,7 +190,7 @@ def test_reader_and_judge_are_asked_after_all_predictions_are_written(
     assert [r["reader_prediction"] for r in records] == ["Norland", ""]
     assert [r["metrics"]["judged"] for r in records] == [None, 1]
     assert "1 of 2 verdicts are unreadable" in out and "judge: 1 got no reply at all" in out
-    assert "reader_f1" in out and "judged" in out and not list(written.parent.glob("*.partial"))
+    assert "reader_em" in out and "judged" in out and not list(written.parent.glob("*.partial"))
     silent.failures = 1
     others(monkeypatch, R=silent)
     run("--reader R --fresh --out", written)

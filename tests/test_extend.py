@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from conftest import ENVIRONMENT, ROOT, SMALL, flags, rows_of
-from test_readme import SUBCOMMANDS, commands_in, help_text
+from test_readme import SUBCOMMANDS, commands_in, run_command
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ask
@@ -93,10 +93,10 @@ def test_every_training_is_one_that_can_run():
 @pytest.mark.parametrize(
     "name, arguments", [c for c in COMMANDS if c[0] != "train" and "--" in c[1]]
 )
-def test_every_command_has_only_flags_that_its_file_knows(name, arguments):
+def test_every_command_has_only_flags_that_its_file_knows(name, arguments, run_command):
     words = shlex.split(arguments)
-    subcommand = next((word for word in words if word in SUBCOMMANDS), "")
-    known = set(re.findall(r"--\w+", help_text(name, subcommand)))
+    subcommand = [word for word in words if word in SUBCOMMANDS][:1]
+    known = set(re.findall(r"--\w+", run_command(name, *subcommand, "--help", "all")))
     assert {word for word in words if word.startswith("--")} <= known
 
 

@@ -13,15 +13,12 @@ from test_shards import in_two
 from test_update import CASES, Recorder, largest_difference, make_parts, name_of, trajectory
 from torch.nn.utils import parameters_to_vector
 
-import dapo
-import grpo
 import train
 import update as update_file
 from data import SearchResult
 from errors import InputError
 from plumbing.build import build_state
 from plumbing.files import checkpoints
-from reinforce_pp import baseline_advantages
 from rewards import REWARDS, Extras, RewardSettings, example
 from train import Rollouts, prepare, shuffled_updates
 from trajectory import Search
@@ -31,23 +28,6 @@ from update import update
 FAILED = Search("x", [], "Search is unavailable.", error="no answer within 60 s")
 LEFT = (0, 2, 3, 4, 6, 7)  # of eight rows, without the second one of each group of four
 ROLL_OUT = train.sample_draw
-
-
-@pytest.mark.parametrize(
-    "of, rewards, size, expected",
-    [
-        # mean 2, std √((1 + 1) / 1); one alone; none
-        (grpo.group_normalize, "3 nan 1 9 nan nan nan nan nan", 3, [0.7071, 0, -0.7071] + 6 * [0]),
-        # three are known: ±0.7071 over √((0.5 + 0.5) / 2)
-        (baseline_advantages, "1 0 1 nan", 2, [1, -1, 0, 0]),
-        (dapo.informative_groups, "1 0 nan 1 nan nan 1 nan 1", 3, 3 * [1] + 6 * [0]),
-    ],
-)
-def test_an_unknown_reward_is_in_no_statistic_and_one_alone_teaches_nothing(
-    of, rewards, size, expected
-):
-    result = of(torch.tensor([*map(float, rewards.split())]), size).float()
-    assert result.tolist() == pytest.approx(expected, abs=1e-4)
 
 
 def sample(rows=range(8), failed=()) -> Rollouts:

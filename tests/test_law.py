@@ -14,8 +14,6 @@ FORBIDDEN = {
     "functions over 60 lines": ("ppo.py", "def f():" + "\n    pass" * 60, "ppo.py:1"),
     "functions over 6 parameters": ("ppo.py", "def f(a, b, c, d, *, e, f, g): ...", "ppo.py:1"),
     "statements over 60 nodes": ("view.py", f"def f():\n    {LIMIT}", "view.py:2"),
-    "lines over 100 columns": ("tests/test_x.py", f'\nx = "{"y" * 95}"', "tests/test_x.py:2"),
-    "fmt: skip or off on the path": ("eval.py", "x = 'fmt: skip'", "eval.py:1"),
     "hidden imports": ("view.py", "__import__('kl')", "view.py:1"),
     "relays of **options": ("view.py", "def f(**a):\n    g(**{**a})", "view.py:2"),
     "strings that hold code": ("view.py", "x = '''\nimport kl\ndef f(): ...'''", "view.py:1"),
@@ -47,8 +45,8 @@ def tree(tmp_path):
         "retrievers/x.py": "",
         "data.py": "def f():\n    import formats.x" + "\n    pass" * 58,
         "ppo.py": "def f(self, a, b, c, d, *, e, f): ...",
-        "train.py": f'import kl\nx = "{"y" * 94}"',
-        "runs/copy.py": "import lab.nowhere, train" + " " * 100,  # not ours
+        "train.py": "import kl",
+        "runs/copy.py": "import lab.nowhere, train",  # not ours
     }
     write(tmp_path, lawful)
     return tmp_path

@@ -262,4 +262,4 @@ def test_every_command_knows_a_paper_that_was_added_as_docs_extend_shows(tree):
     assert "model: runs/mine-world0-seed0" in output  # ask
     assert "not run" in output  # lab.ablate's table
     arm = json.loads((tree / "runs" / "new-world0" / "result.json").read_text())
-    assert len(arm["curve"]["reward"]) == 1 and set(KINDS) < set(arm["eval"])
+    assert len(arm["curve"]) == 1 and set(KINDS) < set(arm["eval"])
