@@ -87,7 +87,7 @@ def test_every_training_is_one_that_can_run():
     for words in given:
         if "--recipe mine" not in words:  # that recipe is added by a diff
             assert settings.parse(words.replace("--reward mine.py:short", "").split()).steps > 1
-    assert len(given) == 5
+    assert len(given) == 6
 
 
 @pytest.mark.parametrize(
