@@ -19,7 +19,6 @@ from curriculum import (
     read_difficulty,
 )
 from data import Question
-from errors import InputError
 from lab.difficulty import bucket_of_first_success
 from papers import RECIPES
 from settings import Settings, resolve

@@ -1,6 +1,5 @@
 """grpo.py: the group is the baseline, and the three functions that the training loop calls."""
 
-import copy
 from types import SimpleNamespace
 
 import pytest

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -28,7 +27,6 @@ import rewards
 import train
 import update as update_file
 from data import Document, Question
-from errors import InputError
 from plumbing import build
 from plumbing.build import build_state
 from plumbing.files import checkpoints

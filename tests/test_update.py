@@ -25,7 +25,6 @@ from update import (
     TrainState,
     compute_logprobs,
     compute_ref_logprobs,
-    compute_values,
     merge_records,
     rows_that_teach,
     update,
