@@ -184,7 +184,7 @@ ROOT = Path(__file__).parent.parent
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def traces(tokenizer, questions, protocol=PROTOCOLS["ur2"], search=True) -> list[Example]:
+def traces(tokenizer, questions, protocol=PROTOCOLS["ur2"]) -> list[Example]:
     """Search for the first paragraph's title, read it, answer: who never saw it never searches."""
     begin, end = protocol.query_tags
     opens, closes = protocol.answer_tags or ("\\boxed{", "}")
@@ -194,8 +194,7 @@ def traces(tokenizer, questions, protocol=PROTOCOLS["ur2"], search=True) -> list
         found = [(f"{begin} {title}{end}", True), (frame_documents(protocol, text), False)]
         answer = (f"{opens} {question.answers[0]}{closes}", True)
         prompt = build_prompt(protocol, question, tokenizer)
-        pieces = [*found, answer] if search else [answer]
-        examples.append(example_of(prompt, pieces, tokenizer))
+        examples.append(example_of(prompt, [*found, answer], tokenizer))
     return examples
 
 

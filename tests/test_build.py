@@ -4,11 +4,10 @@ import dataclasses
 import json
 import os
 import re
-import threading
 from types import SimpleNamespace
 
 import pytest
-from conftest import chat_server, message
+from conftest import message
 
 from data import Document, Question, SearchRequest
 from errors import InputError
@@ -17,10 +16,9 @@ from plumbing import build
 from plumbing import questions as questions_file
 from plumbing.files import checkpoints, prompt_sections, settings_text
 from prompts import PROTOCOLS
-from retrievers.serve import RetrievalServer
 from rewards import check_questions
 from settings import Settings, resolve, stage_folder
-from summarizer import FALLBACK_TEXT, instruction_for
+from summarizer import FALLBACK_TEXT
 from world.world import LOOK_UPS
 
 EVERYWHERE = [(name, stage) for name in RECIPES for stage in RECIPES[name]]
@@ -237,35 +235,6 @@ def test_a_model_that_summarises_has_its_time_and_its_log(monkeypatch, tmp_path)
         settings, summarizer="math=a,choice=none,other=b", retriever="oracle"
     )
     assert build.build_search(both, []).seconds(asked[:17]) == 1 + 2 * 2 * 15  # two models
-
-
-def test_pages_of_the_web_go_whole_to_the_summariser_which_may_turn_a_query_away(
-    tmp_path, monkeypatch
-):
-    """UR² C.4, over real sockets: an evaluation."""
-    monkeypatch.chdir(tmp_path)  # replies are kept in runs/llm_cache
-    page = "Kelmouth " * 1500 + "lies in Norland."
-    web = SimpleNamespace(search=lambda queries, k: [[Document("https://x/a", "A", page)]])
-    asked = []
-
-    def answer(instruction, text):
-        asked.append((instruction, text))
-        return "**No fact.**" if "17 + 25" in text else "It lies in Norland."
-
-    with RetrievalServer(web, port=0) as server, chat_server(answer) as spec:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        settings = Settings(retriever="http", retriever_url=url, summarizer=spec)
-        search = build.build_search(settings, [])
-        for query, text, fallback in (
-            ("17 + 25", FALLBACK_TEXT, True),
-            ("Kelmouth", "It lies in Norland.", False),
-        ):
-            (found,) = search([SearchRequest(Question("q", "?", []), query, "So far.")])
-            assert (found.text, found.fallback) == (text, fallback)
-        server.shutdown()
-    instruction, text = asked[-1]
-    assert instruction == instruction_for("other", True) and f"(1) A: {page}" in text
 
 
 # ----------------------------------------------------------------------------------- where it lies

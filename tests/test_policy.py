@@ -367,7 +367,7 @@ def test_all_processes_are_dealt_the_same_number_of_micro_batches(processes, bud
         dealt = [micro_batches(mask[:count], budget, processes, rank) for rank in range(processes)]
         assert len(set(map(len, dealt))) == 1
         cuts = [cut.tolist() for share in dealt for cut in share]
-        assert sorted(sum(cuts, [])) == list(range(count))
+        assert sorted(row for cut in cuts for row in cut) == list(range(count))
         for cut in cuts:
             longest = max(lengths[row] for row in cut or [0])
             assert len(cut) < 2 or len(cut) * longest <= budget
