@@ -110,22 +110,18 @@ def test_only_the_tiny_models_read_none_for_a_fallback(tmp_path):
         return build.build_protocol(Settings(**given)).fallback_text
 
     papers = PROTOCOLS["ur2"].fallback_text
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "settings.json").write_text(settings_text(Settings()))
-    assert shown() == shown(retriever="http") == shown(model=str(run), corpus="c") == FALLBACK_TEXT
+    (tmp_path / "settings.json").write_text(settings_text(Settings()))
+    trained = str(tmp_path)
+    assert shown() == shown(retriever="http") == shown(model=trained, corpus="c") == FALLBACK_TEXT
     assert shown(model="m") == FALLBACK_TEXT  # the built-in world's questions and documents
     assert shown(model="m", retriever="http") == shown(model="m", corpus="c") == papers
     assert shown(model="m", data="d") == papers != FALLBACK_TEXT
 
 
 def test_a_file_has_sections_a_folder_has_files_and_both_say_the_same(tmp_path):
-    sections = {
-        "policy": TAGGED,
-        "policy:direct:math": "A \\boxed{sum}.",
-        "judge": "Is [it]?\n[no 1]",
-    }
-    text = TAGGED + "".join(f"\n[{name}] \n{sections[name]}\n" for name in [*sections][1:])
+    others = {"policy:direct:math": "A \\boxed{sum}.", "judge": "Is [it]?\n[no 1]"}
+    sections = {"policy": TAGGED} | others
+    text = TAGGED + "".join(f"\n[{name}] \n{words}\n" for name, words in others.items())
     settings = prompted(tmp_path, text, judge="m")
     assert prompt_sections(settings) == sections
     folder = tmp_path / "prompts"

@@ -140,15 +140,14 @@ def test_what_goes_on_from_the_built_in_model_has_its_numbers(tmp_path):
     """A stage 2, and what is given a checkpoint of it with --model; else those of the paper."""
     first = tmp_path / "t" / "stage1"
     first.mkdir(parents=True)
-    words = ["--output_dir", str(tmp_path), "--run_name", "t"]
-    for text, lr in ((settings_text(parse(words)), 5e-4), (json.dumps({"model": "m"}), 2e-6)):
+    words = f"--output_dir {tmp_path} --run_name t --stage".split()
+    tiny = settings_text(parse([*words, "1"]))
+    for text, rates in ((tiny, [3e-4, 5e-4]), (json.dumps({"model": "m"}), [2e-6, 2e-6])):
         (first / "settings.json").write_text(text)
-        for more in (["--stage", "2"], ["--stage", "2", "--model", str(first)]):
-            two = parse([*words, *more])
-            assert two.lr == lr and in_built_in_world(two) == (lr == 5e-4)
-        one, two = parse_stages([*words, "--stage", "1,2", "--model", str(first)])
-        assert (one.lr, two.lr) == ((3e-4, lr) if lr == 5e-4 else (lr, lr))
-    assert not in_built_in_world(Settings(model=str(first)))
+        for more in ([], ["--model", str(first)]):
+            two = parse([*words, "2", *more])
+            assert two.lr == rates[1] and in_built_in_world(two) == (text == tiny)
+        assert [s.lr for s in parse_stages([*words, "1,2", "--model", str(first)])] == rates
 
 
 # ----------------------------------------------------------------------- settings of checkpoints
@@ -164,14 +163,12 @@ def test_settings_of_today_come_back_as_they_are_and_other_models_have_none(done
 
 
 def test_a_checkpoint_without_its_manifest_is_resumed_by_nobody_and_started_from_by_all(
-    left, model, tmp_path, monkeypatch
+    left, model, tmp_path
 ):
     last = checkpoints(left)[-1]
     (last / "manifest.json").unlink()
-    with monkeypatch.context() as patch:
-        patch.setattr(build, "load_model", lambda *_: pytest.fail("a model was loaded"))
-        with pytest.raises(InputError, match=f"no whole checkpoint.*--model {last} "):
-            train.train(settings_for(model, tmp_path, "--resume"))
+    with pytest.raises(InputError, match=f"no whole checkpoint.*--model {last} "):
+        train.train(settings_for(model, tmp_path, "--resume"))
     state = build_state(settings_for(last, tmp_path))
     assert same(state.policy.parameters(), load_policy(str(last))[0].parameters())
 

@@ -466,9 +466,6 @@ def test_a_notice_that_leaves_no_room_to_answer_is_not_written(bpe):
 
 
 def test_a_turn_has_its_own_limit_and_a_query_may_end_with_its_last_token(bpe):
-    ids = encode(bpe, "word " * 20)
-    t, _ = play_one(bpe, [ids], max_turn_tokens=10)
-    assert t.response_ids == ids[:10] and t.stop_reason == "length"
     for spare, asked, end in ((0, [["Ana Bell"]], "eos"), (-1, [], "length")):
         limit = len(encode(bpe, ASK)) + spare
         t, calls = play_one(bpe, [ASK, "no"], max_turn_tokens=limit)
@@ -529,18 +526,6 @@ def test_a_tag_is_found_however_its_characters_are_split_into_tokens(bpe):
         t, ((asked,),) = play_one(bpe, [said + encode(bpe, "more"), ANSWER])
         assert t.response_ids[: len(said) + 1] == said + block_ids(bpe, "")[:1]
         assert asked.rstrip("�") == query
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        f"{BEGIN} Ana Bell <|end_of_query> <|end_of_quer|> </search>",  # only begun
-        f"I imagine {UR2.documents_tags[0]} Norland {UR2.documents_tags[1]} \\boxed{{Norland}}",
-    ],
-)
-def test_what_is_no_stop_tag_stops_nothing(bpe, said):
-    t, calls = play_one(bpe, [said])
-    assert t.text == t.model_text == said + "<|im_end|>" and calls == []
 
 
 def test_a_token_that_the_tokenizer_does_not_know_does_not_stop_the_run(bpe, qwen2):
@@ -839,7 +824,8 @@ def test_an_answer_inside_documents_is_not_the_models():
     assert written(searched("Ana Bell", "\\boxed{wrong}")).answer is None
     text = searched("Ana Bell", "<answer> wrong </answer>") + "<answer> right </answer>"
     assert written(text, R1).answers == ["right"]
-    assert written(block("\\boxed{Oz}")).answer == "Oz"  # what the model wrote itself is its own
+    assert written(block("\\boxed{Oz}")).answer == "Oz"  # the model wrote this block
+    assert Trajectory(QA, UR2).answer is None
 
 
 def test_the_searches_that_were_fallbacks_are_given_by_number():
@@ -855,14 +841,6 @@ def test_what_a_rollout_wrote_is_read_back_as_the_same_searches_and_answer(bpe):
     read = written(t.text)
     assert asked_and_read(read) == asked_and_read(t) and read.answer == "Norland"
     assert (read.text, writers(read)) == (t.text, writers(t))
-
-
-def test_the_last_answer_counts_and_none_is_none():
-    parts = ("model", "a"), ("notice", "b"), ("model", "c"), ("documents", "d")
-    segments = [Segment(writer, f"\\boxed{{{text}}} ") for writer, text in parts]
-    t = Trajectory(QA, UR2, segments=segments)
-    assert (t.answers, t.answer) == (["a", "c"], "c")
-    assert Trajectory(QA, UR2).answer is None
 
 
 def test_evidence_is_the_last_box_in_which_the_model_itself_wrote_something():

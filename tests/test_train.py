@@ -197,19 +197,18 @@ def test_a_step_is_measured_over_all_its_trajectories(scripted):
     correct = [True, True, *[False] * 4]
     rollouts = Rollouts(rows, terms, correct, [0, 1, 2, 3, 4, 5], seconds=3.0)
     expected = {"reward": 0.5, "reward/a": 0.5, "reward/b": 0.0, "frac_reward_zero_std": 2 / 3}
-    expected |= {"failed_rows": 1 / 3, "skipped": 0, "gold_recall": 0}
+    expected |= {"failed_rows": 1 / 3}
     for kind, scores in {"math": (1, 1, 1), "choice": (1, 1, 2), "qa": (0, 0, 0)}.items():
         for name, value in zip(("em", "searched", "searches"), scores, strict=True):
             expected[f"{name}/{kind}"] = value
     # 4 trajectories of 4 sampled tokens, one with 6 inserted ones; 3 searches in 2 of them, and 2
-    expected |= {"em": 0.5, "searched": 0.5, "searches": 0.75, "rejected": 0.5, "repeated": 0}
-    expected |= {"f1": 0.5, "cem": 0.5, "successful": 0.5, "queries": 0}
+    expected |= {"em": 0.5, "searched": 0.5, "searches": 0.75, "rejected": 0.5}
+    expected |= {"f1": 0.5, "cem": 0.5, "successful": 0.5}
     expected |= {"fallbacks": 1 / 5, "search_errors": 2 / 5, "answered": 0.5, "truncated": 0.5}
     expected |= {"model_tokens": 4, "inserted_tokens": 1.5, "rollout_seconds": 3.0}
-    expected |= {"documents_cut": 1 / 5, "documents_seen": 0, "thinking_words": 0.75}
-    expected |= {"repetition": 0, "malformed_tags": 0, "search_seconds": 0}
-    expected |= {"slowest_search_seconds": 0, "reward_seconds": 0}
-    assert measure(scripted([], "grpo"), rollouts) == pytest.approx(expected)
+    expected |= {"documents_cut": 1 / 5, "thinking_words": 0.75}
+    record = measure(scripted([], "grpo"), rollouts)
+    assert {name: record[name] for name in expected} == pytest.approx(expected)
 
 
 # ------------------------------------------------------------------------ what is made of a sample

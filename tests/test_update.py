@@ -8,7 +8,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import model_of, same, small
-from test_lora import needs_peft
 
 import ppo
 import update as update_file
@@ -16,7 +15,6 @@ from data import Question
 from policy import Batch, Policy, collate
 from prompts import PROTOCOLS
 from scale import packing
-from scale.lora import add_lora, lora_state
 from settings import Settings
 from train import compute_old_logprobs, mean, sampler_stats, set_lr, shuffled_updates
 from trajectory import Trajectory
@@ -24,7 +22,6 @@ from update import (
     ALGORITHMS,
     TrainState,
     compute_logprobs,
-    compute_ref_logprobs,
     merge_records,
     rows_that_teach,
     update,
@@ -278,18 +275,6 @@ def test_scoring_and_updating_change_nothing_in_the_batch():
     update(state, batch)
     batch.token_weights = batch.logprobs = None  # an update adds these
     torch.testing.assert_close(vars(batch), vars(before), rtol=0, atol=0)
-
-
-@needs_peft
-def test_with_lora_the_reference_is_the_policy_without_what_was_learned():
-    state = make_parts(GRPO)
-    batch = unequal_batch(GRPO)
-    plain = compute_logprobs(state, state.policy, batch)
-    add_lora(state.policy.language_model, 4)
-    for learned in lora_state(state.policy).values():
-        torch.nn.init.normal_(learned)
-    assert torch.equal(compute_ref_logprobs(state, batch), plain)
-    assert not torch.allclose(compute_logprobs(state, state.policy, batch), plain, atol=0.1)
 
 
 # ------------------------------------------------------------------------ which rows, at which rate
