@@ -75,17 +75,18 @@ def test_what_arena_s_prompt_lacks_is_one_line_before_a_model_is_loaded(protocol
 def test_held_out_questions_are_drawn_with_the_seed_and_not_trained_on():
     questions = [Question(str(i), "?", ["a"]) for i in range(50)]
     own = Settings(data="q", model="m", eval_every=2, eval_questions=10)
-    trained_on, held_out = questions_file.hold_out(questions, own)
-    assert (trained_on, held_out) == questions_file.hold_out(questions, own)
+
+    def hold_out(**changes):
+        return questions_file.hold_out(questions, dataclasses.replace(own, **changes))
+
+    trained_on, held_out = hold_out()
+    assert (trained_on, held_out) == hold_out() != hold_out(seed=1)
     assert len(held_out) == 10 and {*map(id, trained_on + held_out)} == {*map(id, questions)}
-    assert questions_file.hold_out(questions, dataclasses.replace(own, seed=1))[1] != held_out
-    never = dataclasses.replace(own, eval_every=0)
-    assert questions_file.hold_out(questions, never) == (questions, [])
-    with pytest.raises(InputError, match=r"--eval_every: 10 questions are held out, .* has 10"):
-        questions_file.hold_out(questions[:10], own)
+    assert hold_out(eval_every=0) == (questions, [])
+    error = message(questions_file.hold_out, questions[:10], own)
+    assert re.search(r"--eval_every: 10 questions are held out, .* has 10", error)
     # the built-in world has a split for it; they are asked as the others are
-    world = dataclasses.replace(own, data="", retrieval=False)
-    trained_on, held_out = questions_file.hold_out(questions, world)
+    trained_on, held_out = hold_out(data="", retrieval=False)
     assert trained_on == questions and len(held_out) == 50
     assert all(q.id.startswith("dev/") and not q.may_search for q in held_out)
 
@@ -215,22 +216,22 @@ def test_a_model_that_summarises_has_its_time_and_its_log(monkeypatch, tmp_path)
     model = SimpleNamespace(ask=lambda requests: ["Notes."], at_once=16, rejected=())
     model.tail = lambda text, *_: text
     monkeypatch.setattr(build, "load_llm", lambda *_, **__: model)
-    settings, log = Settings(retriever="oracle", timeout=5.0), tmp_path / "log.jsonl"
-    assert not hasattr(build.build_search(settings, []), "seconds")
-    settings = dataclasses.replace(settings, summarizer="m")
-    search = build.build_search(settings, [], log=str(log))
+    log = tmp_path / "log.jsonl"
     question = Question("q", "?", [], references=READ, supporting=(1,))
     asked = [SearchRequest(question, "Ana", f"as {n}") for n in range(40)]
+
+    def search_with(summarizer):
+        settings = Settings(retriever="oracle", timeout=5.0, summarizer=summarizer)
+        return build.build_search(settings, [], log=str(log))
+
+    search = search_with("m")
+    assert search(asked[:1])[0].text == "Notes."
+    assert json.loads(log.read_text())["summary"] == "Notes."
     turns = [search.seconds(asked[:n]) / 15 for n in (7, 16, 17)]
     assert turns == [1, 1, 2]  # the same query after another reasoning is another request
     monkeypatch.setattr(build, "make_retriever", lambda *_: SimpleNamespace(seconds=lambda n, k: n))
-    assert build.build_search(settings, []).seconds(asked[:40]) == 1 + 3 * 15  # one query
-    assert search(asked[:1])[0].text == "Notes."
-    assert json.loads(log.read_text())["summary"] == "Notes."
-    both = dataclasses.replace(
-        settings, summarizer="math=a,choice=none,other=b", retriever="oracle"
-    )
-    assert build.build_search(both, []).seconds(asked[:17]) == 1 + 2 * 2 * 15  # two models
+    assert search_with("m").seconds(asked) == 1 + 3 * 15  # one query
+    assert search_with("math=a,other=b").seconds(asked[:17]) == 1 + 2 * 2 * 15  # two models
 
 
 # ----------------------------------------------------------------------------------- where it lies

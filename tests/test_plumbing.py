@@ -324,12 +324,7 @@ def test_a_tracker_gets_the_settings_and_every_step(model, tmp_path, monkeypatch
         name, requires_logging_directory = "trackio", False
 
         def __init__(self, run_name, **_):
-            super().__init__()
             told.append(run_name)
-
-        @property
-        def tracker(self):
-            return self
 
         def store_init_configuration(self, values):
             told.append(values["recipe"])

@@ -103,10 +103,9 @@ def test_a_chunk_of_logits_exists_at_once_and_masked_positions_have_none(monkeyp
             yield cut, logits
 
     monkeypatch.setattr(policy_file, "chunks_of_logits", watched)
-    logprobs = policy(tokens, mask=mask)
-    assert sizes == [(4, VOCABULARY), (2, VOCABULARY)]
-    logprobs.sum().backward()
-    assert sizes[2:] == sizes[:2]  # the backward pass makes the same ones again
+    policy(tokens, mask=mask).sum().backward()
+    # the backward pass makes the same ones again
+    assert sizes == [(4, VOCABULARY), (2, VOCABULARY)] * 2
 
 
 @pytest.mark.parametrize("chunks", [1, 64])
@@ -216,14 +215,13 @@ def test_a_loaded_model_has_no_dropout(tmp_path, bpe):
 
 
 def test_gradient_checkpointing_changes_memory_and_no_gradient(saved):
-    tokens = make_tokens()
     grads = []
     for flag in (False, True):
         policy, _ = load_policy(str(saved), settings=PolicySettings(gradient_checkpointing=flag))
         model = policy.language_model
         assert model.model.layers[0].gradient_checkpointing == flag and model.training
-        grads.append(gradients(policy, policy(tokens).sum()))
-    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*grads, strict=True))
+        grads.append(gradients(policy, policy(make_tokens()).sum()))
+    torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-5)
 
 
 def test_a_missing_model_is_one_line(tmp_path):
@@ -427,13 +425,12 @@ def test_without_bitsandbytes_8_bit_moments_are_one_line_that_names_it(monkeypat
     make_optimizer(make_policy(), "adamw", 1e-3)
 
 
-def test_a_frozen_policy_has_no_gradient_and_int8_keeps_a_quarter_of_each_matrix(saved):
+def test_a_frozen_policy_has_no_gradient_and_may_have_int8_matrices(saved):
     frozen, eight = (
         load_policy(str(saved), frozen=True, in_8bit=flag)[0] for flag in (False, True)
     )
     assert not any(p.requires_grad for policy in (frozen, eight) for p in policy.parameters())
-    layers = [policy.language_model.model.layers for policy in (frozen, eight)]
-    sizes = [sum(p.nbytes for p in part.parameters() if p.ndim == 2) for part in layers]
-    assert sizes[0] == 4 * sizes[1]
-    difference = (frozen(make_tokens()) - eight(make_tokens())).abs().mean()
-    assert 0 < difference < 0.05 * frozen(make_tokens()).abs().mean()
+    layers = eight.language_model.model.layers
+    assert {p.dtype for p in layers.parameters() if p.ndim == 2} == {torch.int8}
+    plain, rounded = frozen(make_tokens()), eight(make_tokens())
+    assert 0 < (plain - rounded).abs().mean() < 0.05 * plain.abs().mean()
