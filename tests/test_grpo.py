@@ -136,13 +136,6 @@ def test_kl_in_the_loss_is_added_with_its_coefficient(estimator):
     assert gradient.sum().item() == pytest.approx(slope, rel=1e-4)
 
 
-def test_kl_in_the_reward_is_not_in_the_loss_a_second_time_and_neither_is_a_logged_one():
-    batch = prepare(make_batch(), choose(**IN_REWARD, kl_coef=0.5))
-    chosen = [choose(), *(choose(kl_coef=0.5, kl_estimator=name) for name in ("k1", "log"))]
-    losses = [grpo.compute_loss(batch.old_logprobs + 0.05, batch, its)[0] for its in chosen]
-    assert torch.equal(losses[0], losses[1]) and torch.equal(losses[0], losses[2])
-
-
 def test_every_estimator_is_logged_even_when_none_is_optimised():
     # π_old = π = e^-1 and ref = e^-2 on model tokens: d = 1: k1 1, k2 0.5, k3 e^-1 − 1 + 1 =
     # 0.367879, |d| 1

@@ -329,10 +329,6 @@ def test_a_sampled_eos_is_trained_and_padding_is_not_even_if_they_are_one_token(
     assert trained == [7, EOS, 7, EOS]
 
 
-def test_a_written_transcript_cannot_be_trained_on():
-    assert "without token ids" in message(collate, [written([], [], [])], [0.0], 1)
-
-
 def test_rows_take_every_tensor_cut_to_the_longest_and_leave_the_batch_alone():
     batch = collate(ROWS, [1.0, 0.0, 0.5], 3)
     batch.overlong = torch.tensor([True, False, True])

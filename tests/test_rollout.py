@@ -482,8 +482,6 @@ def test_a_prompt_longer_than_the_context_is_an_input_error_that_names_the_quest
     policy = ScriptedPolicy(bpe, [["no"]])
     said = rf"question q-17: its prompt has {length} tokens .* context is {length + 31},"
     with pytest.raises(InputError, match=said):  # 32 tokens are kept for the answer
-        roll(policy, bpe, question, Searcher(), "ur2", max_context=length + 31)
-    with pytest.raises(InputError, match=said):
         check_prompts([QA, question], surroundings(bpe, length + 31), policy)
     check_prompts([QA, question], surroundings(bpe, length + 32), policy)
     with pytest.raises(InputError, match="--max_context 2049: the model has only 2048 positions"):
