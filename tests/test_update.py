@@ -248,7 +248,7 @@ def test_an_update_in_which_no_row_teaches_makes_no_step_and_says_so():
         assert rows_that_teach(other).tolist() == [0, 1, 2, 3]
 
 
-NOT_READ = {"sampled_logprobs": None}  # as with --mask_documents false
+UNMASKED = {"sampled_logprobs": None}  # as with --mask_documents false
 
 
 def test_scoring_again_leaves_out_rows_that_teach_nothing_unless_something_reads_them():
@@ -261,7 +261,7 @@ def test_scoring_again_leaves_out_rows_that_teach_nothing_unless_something_reads
     rest = [2, 3, 5, 6, 7]  # dapo's overlong rows are known to an update alone
     expected[rest] = sampled[rest]
     torch.testing.assert_close(compute_old_logprobs(state, batch), expected, atol=1e-5, rtol=0)
-    for mismatch, names in (("mask", {}), ("none", {"ref_logprobs": sampled}), ("none", NOT_READ)):
+    for mismatch, names in (("mask", {}), ("none", {"ref_logprobs": sampled}), ("none", UNMASKED)):
         state.mismatch = mismatch
         read = dataclasses.replace(batch, **names)
         torch.testing.assert_close(compute_old_logprobs(state, read), logprobs, atol=1e-5, rtol=0)
