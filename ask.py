@@ -21,12 +21,24 @@ import sys
 
 from data import clean
 from flags import EngineSettings
-from settings import ASKING, add_flags, check_settings, in_built_in_world, named_in
+from settings import (
+    ASKING,
+    MORE_HELP,
+    MOST_USED,
+    add_flags,
+    check_settings,
+    in_built_in_world,
+    named_in,
+)
 
 
 def read_flags(arguments: list[str] | None = None) -> tuple[dict, str]:
     """Returns (the flags that were given, the question)."""
-    parser = FlagParser("ask.py", description="Ask a model one question, or start a session.")
+    purpose = "Asks a model one question, or starts a session."
+    example = 'example: python ask.py "who draws maps?" --model DIR --corpus my_documents/'
+    parser = FlagParser("ask.py", description=purpose + MORE_HELP, epilog=example)
+    used = "question retriever retriever_url max_searches temperature run_name".split()
+    parser.most_used = [*MOST_USED, *used]
     parser.add_argument("question", nargs="*", help="the question (default: start a session)")
     records = [record for record in ASKING if record is not EngineSettings]  # HF generate only
     add_flags(parser, records, named_in(sys.argv[1:] if arguments is None else arguments), "eval")
@@ -49,13 +61,13 @@ from transformers import TextStreamer
 
 from data import Question, harmless
 from eval import settings_of
-from metrics import exact_match
+from metrics import exact_match, tokenize
 from plumbing import build
 from plumbing.page import save_page
 from plumbing.questions import as_asked, known_questions, load_documents
 from plumbing.record import to_record
 from policy import best_device
-from prompts import PROTOCOLS, build_prompt
+from prompts import PROTOCOLS
 from rollout import Environment, check_prompts, rollout
 from trajectory import Trajectory, describe_end, describe_question
 
@@ -99,6 +111,8 @@ class Session:
                 f" search: {advice}"
             )
         self.questions, device = known_questions(settings), best_device()
+        built_in = in_built_in_world(settings)
+        self.words = {word for q in self.questions * built_in for word in tokenize(q.question)}
         documents = load_documents(settings, self.questions) if corpus else []
         search = build.build_search(settings, documents, device)
         place = settings.retriever_url or settings.retriever
@@ -125,10 +139,10 @@ def answer(session: Session, text: str) -> None:
     known = next((q for q in questions if q.question == text), Question("asked", text, []))
     (question,) = as_asked([known], session.settings)
     check_prompts([question], session.environment, policy)
-    if tokenizer.unk_token_id in build_prompt(session.environment.protocol, question, tokenizer):
-        hint = f"; try: {harmless(questions[0].question)}" if questions else ""
-        message = "the model has no tokens for this question: it knows only its own world's words"
-        raise InputError(f"{message}{hint}")
+    unknown = [word for word in tokenize(text) if session.words and word not in session.words]
+    if unknown:  # the tiny model would drop the word, or answer another sum
+        message = f"{harmless(unknown[0])!r}: it knows only its own world's words"
+        raise InputError(f"the model does not know {message}; try: {questions[0].question}")
     print(describe_question(question))
     decoding = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     streamer = Streamer(tokenizer, skip_prompt=True, **decoding)  # a new one: Ctrl-C stops it

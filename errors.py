@@ -135,18 +135,30 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An argparse parser that raises InputError and suggests a flag for an unknown one."""
+    """An argparse parser that raises InputError and suggests a flag for an unknown one. --help
+    shows the flags in `most_used`; --help all, and a parser without such a list, shows every flag.
+    """
+
+    most_used = ()
+    show_all = False
+
+    def format_help(self) -> str:
+        for action in self._actions:
+            if self.most_used and not self.show_all and action.dest not in self.most_used:
+                action.help = argparse.SUPPRESS
+        return super().format_help()
 
     def error(self, message: str):
         raise InputError(f"{self.prog}: {message}")
 
     def parse_args(self, args=None, namespace=None):
         self.allow_abbrev = False  # "--l" for "--lr" would change as soon as --lora_rank is added
+        self.show_all = "all" in (sys.argv if args is None else args)
         known, rest = self.parse_known_args(args, namespace)
         if rest:
             name = rest[0].split("=")[0]
             hint = nearest(name, self._option_string_actions)
-            self.error(f"unknown flag {name}{hint}; --help lists them all")
+            self.error(f"unknown flag {name}{hint}; --help all lists every flag")
         for text in map(str, vars(known).values()):
             if (shown := FORBIDDEN.sub("", text)) != text:
                 what = "a user name or password in an address, or the character NUL"

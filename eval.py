@@ -43,7 +43,7 @@ if __name__ == "__main__":
         sys.exit()
 
 from prompts import JUDGE_SEES
-from settings import ASKING, Settings, add_flags, named_in
+from settings import ASKING, MORE_HELP, MOST_USED, Settings, add_flags, named_in
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,11 @@ def read_flags(
     arguments: list[str], kind: type[Options] = Options, command: str = "eval.py"
 ) -> tuple[dict, Options]:
     """Parses the command line into (the settings that were given, the options)."""
-    purpose = "Evaluates a checkpoint. To score a file: --predictions FILE --help."
-    parser = FlagParser(command, description=purpose if kind is Options else kind.__doc__)
+    parser = FlagParser(command, description=kind.__doc__)
+    if kind is Options:
+        parser.description = "Evaluates a checkpoint; --predictions FILE scores a file." + MORE_HELP
+        parser.epilog = "example: python eval.py --stage 1 --questions 20 --decoding both"
+        parser.most_used = [*MOST_USED, *"questions decoding against judge all".split()]
     add_flags(parser, ASKING, named_in(arguments), "eval")
     add_flags(parser, (kind,), kind(), "eval")
     given = vars(parser.parse_args(arguments))

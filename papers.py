@@ -15,11 +15,12 @@ A paper is three files: what it writes (prompts.py), what it is paid (rewards.py
 Left out: what the papers chose for backbones that are no causal LM, and their hardware.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import rewards
-from errors import FlagParser, InputError, nearest, run_main
+from errors import InputError, check_value, run_main
 from trajectory import Trajectory
 from world.tiny import Tiny
 
@@ -169,9 +170,11 @@ UR2.variants["llama_8b"].stages[2].update(_easier, math_searches="easy=0.5")
 _llama = UR2.variants["llama_8b"]
 _direct = _llama.stages[2] | {"direct_tasks": "math"}  # stage 1 is mathematics that searches
 UR2.variants["llama_8b_direct"] = replace(_llama, stages=_llama.stages | {2: _direct})
-UR2.variants["weak_stage1"] = varied(UR2_CHOICE, reward="ur2_weak", steps=80)  # Table 6
-UR2.variants["judge_partly"] = varied(UR2, partly=1.0)  # as its code
-UR2.variants["five_queries"] = varied(UR2, task_searches="qa=5")  # its prompt for open questions
+UR2.variants.update(
+    weak_stage1=varied(UR2_CHOICE, reward="ur2_weak", steps=80),  # Table 6
+    judge_partly=varied(UR2, partly=1.0),  # as its code
+    five_queries=varied(UR2, task_searches="qa=5"),  # its prompt for open questions
+)
 # Table 3; without stage 1 there is no bonus, and the tags are others (C.2).
 _no_bonus = replace(UR2_CHOICE, tiny={1: EVERYTHING | _summarised})
 UR2_CHOICE.variants.update(
@@ -430,45 +433,35 @@ def paper_of(protocol: str) -> Paper:
 
 def record_of(recipe: str, variant: str = "", stage: int | None = None) -> Paper:
     """Returns the record of a recipe or its variant, which must have the stage."""
-    if recipe not in PAPERS:
-        known = f"{', '.join(PAPERS)}{nearest(recipe, PAPERS)}"
-        raise InputError(f"--recipe {recipe}: unknown; one of {known}")
-    paper, known = PAPERS[recipe], PAPERS[recipe].variants
-    if variant and variant not in known:
-        names = f"one of {', '.join(known)}{nearest(variant, known)}" if known else "it has none"
-        raise InputError(f"--variant {variant}: not of --recipe {recipe}: {names}")
-    paper = known[variant] if variant else paper
+    check_value("recipe", recipe, {"one_of": PAPERS})
+    paper = PAPERS[recipe]
+    if variant:
+        check_value("variant", variant, {"one_of": paper.variants})
+        paper = paper.variants[variant]
     if stage is not None and stage not in paper.stages:
-        stages, named = ", ".join(map(str, paper.stages)), " ".join([recipe, variant]).strip()
+        stages = ", ".join(map(str, paper.stages))
+        named = f"{recipe} {variant}".strip()
         raise InputError(f"--stage {stage}: {named} has stages {stages}")
     return paper
 
 
-def table() -> list[list[str]]:
-    """Yields a row per paper and variant with its settings; of a variant those that differ.
-    Stages that set the same share a row.
+def main() -> None:
+    """Prints the settings of each stage of each paper as a table of Markdown, and of each variant
+    those that differ from its paper's. Stages that set the same share a row.
     """
-    rows = [["paper", "stage", "settings", "source"], ["---"] * 4]
+    print("paper | stage | settings | source\n--- | --- | --- | ---")
     for name, paper in PAPERS.items():
         for variant, own in {"": paper, **paper.variants}.items():
-            stages = {}  # what is set -> in which stages
+            stages = defaultdict(list)  # what is set -> in which stages
             for stage, its in own.stages.items():
                 usual = paper.stages.get(stage, {}) if variant else {}
-                changed = [k for k in usual | its if its.get(k) != usual.get(k)]
-                shown = ", ".join(f"{k} {its.get(k, 'by itself')}" for k in changed)
-                stages[shown] = f"{stages.get(shown, '')} {stage}".strip()
-            named = f"{name}:{variant}".strip(":")
-            rows += [[named, n, shown, own.source] for shown, n in stages.items() if shown]
-    return rows
-
-
-def main() -> None:
-    """Prints the settings of each stage of each paper and variant."""
-    parser = FlagParser("papers.py", description="What each paper chose.")
-    parser.add_argument("--markdown", action="store_true", help="as a table of Markdown")
-    bar = " | " if parser.parse_args().markdown else "  "
-    for row in table():
-        print(bar.join(row))
+                changed = [key for key in usual | its if its.get(key) != usual.get(key)]
+                shown = ", ".join(f"{key} {its.get(key, 'by default')}" for key in changed)
+                if shown:
+                    stages[shown].append(str(stage))
+            for shown, numbers in stages.items():
+                named = f"{name}:{variant}".strip(":")
+                print(named, ", ".join(numbers), shown, own.source, sep=" | ")
 
 
 if __name__ == "__main__":

@@ -474,8 +474,8 @@ def parse_query(protocol: Protocol, turn: str) -> str | None:
         return None
     begin, end = protocol.query_tags
     head = turn.rpartition(end)[0]
-    opened, closed = head.rfind(begin), head.rfind(end)
-    return head[opened + len(begin) :].strip() if opened > closed else None
+    opened = head.rfind(begin)
+    return head[opened + len(begin) :].strip() if opened > head.rfind(end) else None
 
 
 def without_thinking(reply: str) -> str:

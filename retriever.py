@@ -303,18 +303,28 @@ def main() -> None:
 
         return command(sys.argv[1:], make_retriever)
     parser = FlagParser(
-        description="Search a corpus with BM25.",
+        description="Searches a corpus.",
         epilog="`serve` and `check` are commands with their own --help, not queries.",
     )
     parser.add_argument("query", nargs="?", default="where was Ana Bell born")
     parser.add_argument("--corpus", help="a corpus file (default: six invented documents)")
+    parser.add_argument("--retriever", choices=RETRIEVERS[:3], default="bm25")
+    parser.add_argument("--encoder", default="", help="dense: an encoder's hub name or directory")
+    parser.add_argument("--retriever_url", default="", help="http: the server's address")
     parser.add_argument("-k", type=int, default=3, help="the number of documents to print")
     parser.add_argument("--skip_bad", action="store_true", help="leave out malformed records")
     args = parser.parse_args()
     if args.k < 1:
         raise InputError(f"-k {args.k}: ask for at least one document")
-    bm25 = BM25(load_corpus(args.corpus, args.skip_bad) if args.corpus else INVENTED)
-    show_search(bm25, args.query, args.k)
+    documents = load_corpus(args.corpus, args.skip_bad) if args.corpus else INVENTED
+    if args.retriever == "bm25":
+        return show_search(BM25(documents), args.query, args.k)
+    settings = RetrieverSettings(args.retriever, args.retriever_url, encoder=args.encoder)
+    (found,) = make_retriever(documents, settings).search([args.query], args.k)
+    for rank, document in enumerate(found or [], 1):
+        print(harmless(f"{rank}. [{document.id}] {document.title}: {document.text}"))
+    if not found:
+        print("no document was found" if found == [] else "the search failed")
 
 
 if __name__ == "__main__":

@@ -406,7 +406,8 @@ def _r1_answer(trajectory: Trajectory, answer_metric: str) -> float:
 
 
 # ------------------------------------------------------------------------------ R-Search, Search-R1
-GAMMA_EVIDENCE, GAMMA_ANSWER = 0.2, 0.2  # γ_e and γ_α
+GAMMA_EVIDENCE = 0.2  # γ_e
+GAMMA_ANSWER = 0.2  # γ_α
 
 
 def r_search(
@@ -472,9 +473,6 @@ def search_r1(trajectory: Trajectory) -> RewardTerms:
 
 
 # ----------------------------------------------------------------------------------- When to Search
-QUESTION_WORDS_IN_FRONT = (
-    False  # True allows a query of Table 7, against section 3.3 and the prompt
-)
 _OPENERS = """
     who whom whose what which when where why how am is are was were be been being do does did has
     have had can could will would shall should may might must
@@ -590,7 +588,7 @@ def is_concise(query: str) -> bool:
         return False
     # "Will Smith" is a name, and asks nothing.
     is_name = words[0] in ("Will", "May") and "".join(words[1:2]).istitle()
-    if words[0].lower() in _OPENERS and not is_name and not QUESTION_WORDS_IN_FRONT:
+    if words[0].lower() in _OPENERS and not is_name:
         return False
     stopwords = [word for word in words if word.lower() in _STOPWORDS + _OPENERS]
     return len(stopwords) <= 0.4 * len(words)

@@ -148,10 +148,7 @@ def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> S
     return Settings(**{"recipe": recipe, "stage": stage} | chosen | given)
 
 
-NEEDS = {
-    "dense": "encoder",
-    "http": "retriever_url",
-}  # retriever -> the flag that only it reads, and needs
+NEEDS = {"dense": "encoder", "http": "retriever_url"}  # retriever -> a flag that only it reads
 READ_BY = NEEDS | {"bm25": "index"}
 SEARCHING = """
 retriever retriever_url index encoder documents_per_search document_tokens max_searches summarizer
@@ -366,6 +363,10 @@ def _add_flag(section, f: dataclasses.Field, kind, value) -> None:
     )
 
 
+MOST_USED = ("help", "recipe", "stage", "model", "data", "corpus")
+MORE_HELP = " These are the most used flags; --help all lists every flag, by topic."
+
+
 def named_in(arguments: list[str]) -> Settings:
     """Returns the settings of the recipe and stage on a command line, which --help shows."""
     parser = FlagParser(add_help=False, allow_abbrev=False)
@@ -408,18 +409,31 @@ def parse(arguments: list[str] | None = None, before: Settings | None = None) ->
     trains first; if None, a stage 2 without --model continues from the saved stage 1.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    description = "Train one stage of one paper. In brackets: the value for --recipe and --stage."
-    parser = FlagParser("train.py", description=description)
+    description = "Trains stages of a paper. In brackets: the value for --recipe and --stage."
+    example = "example: python train.py --recipe r_search --steps 20 --run_name mine"
+    parser = FlagParser("train.py", description=description + MORE_HELP, epilog=example)
+    parser.most_used = [*MOST_USED, "steps", "reward", "evaluate", "resume", "dry_run"]
     add_flags(parser, RECORDS, named_in(arguments), "train")
     given = vars(parser.parse_args(arguments))
     recipe, stage = given.get("recipe", "ur2"), given.get("stage", 1)
     settings = resolve(recipe, stage, True, given)
     if stage > 1 and not (before or settings.model):
-        before = saved_settings(str(stage_folder(settings, stage - 1)))
+        before = stage_before(settings)
     if before and before.model:
         given["model"] = str(stage_folder(settings, stage - 1))  # its last checkpoint
     tiny = in_built_in_world(before or settings)
     return check_settings(resolve(recipe, stage, tiny, given), True, given)
+
+
+def stage_before(settings: Settings) -> Settings | None:
+    """Returns the settings of the stage whose last checkpoint this stage starts from."""
+    folder = stage_folder(settings, settings.stage - 1)
+    if not (settings.resume or any(folder.glob("checkpoint-*"))):
+        message = (
+            f"--stage {settings.stage}: there is no checkpoint of the stage before in {folder}"
+        )
+        raise InputError(f"{message}: train both with --stage 1,2, or give --model")
+    return saved_settings(str(folder))
 
 
 def parse_stages(arguments: list[str] | None = None) -> list[Settings]:

@@ -59,8 +59,7 @@ def example_of(prompt: list[int], pieces: Sequence[tuple[str, bool]], tokenizer)
         ids += piece
         mask += [int(imitate)] * len(piece)
     end = tokenizer.eos_token_id
-    ended = ids[len(prompt) :][-1:] == [end]  # a transcript may already end in EOS
-    if end is not None and not ended:
+    if end not in (None, *ids[len(prompt) :][-1:]):  # a transcript may already end in EOS
         ids.append(end)
         mask.append(1)
     return Example(ids, mask)
@@ -86,7 +85,7 @@ def sft_lr_factor(step: int, settings: SFTSettings) -> float:
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
     start = max(settings.warmup_steps, int(settings.decay_from * settings.steps))
-    return 1.0 if step < start else 1 - (step - start) / max(1, settings.steps - start)
+    return 1.0 if step < start else 1 - (step - start) / (settings.steps - start)
 
 
 def optimizers_of(policy: Policy, settings: SFTSettings) -> dict[torch.optim.Optimizer, float]:
@@ -94,17 +93,17 @@ def optimizers_of(policy: Policy, settings: SFTSettings) -> dict[torch.optim.Opt
     matrix's momentum equal before it takes the step; for the built-in warm-up it needs 0.7 of
     AdamW's steps.
     """
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    optimizers = {}
+    matrices = {}
     if settings.muon_lr:
         layers = policy.language_model.base_model.layers
-        matrices = [p for p in layers.parameters() if p.ndim == 2]
-        optimizers[torch.optim.Muon(matrices, weight_decay=0.0)] = settings.muon_lr
-        in_muon = {*matrices}
-        trained = [p for p in trained if p not in in_muon]
+        matrices = {p: None for p in layers.parameters() if p.ndim == 2}  # a set with an order
+    rest = [p for p in policy.parameters() if p.requires_grad and p not in matrices]
     # fused: on a GPU the default needs a second copy of all weights during the step.
-    adamw = torch.optim.AdamW(trained, betas=settings.betas, weight_decay=0.0, fused=True)
-    return optimizers | {adamw: settings.lr}
+    adamw = torch.optim.AdamW(rest, betas=settings.betas, weight_decay=0.0, fused=True)
+    optimizers = {adamw: settings.lr}
+    if matrices:
+        optimizers[torch.optim.Muon(matrices, weight_decay=0.0)] = settings.muon_lr
+    return optimizers
 
 
 def train_sft(
@@ -127,8 +126,9 @@ def train_sft(
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+            # Without `refresh` a log file would get a line for every step.
+            bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
             bar.update()
-            bar.set_postfix(loss=f"{losses[-1]:.3f}")
             seconds.append(time.perf_counter() - start)
             if line := slow_step(seconds):
                 bar.write(line, file=sys.stderr)

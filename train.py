@@ -64,6 +64,7 @@ from update import (
     updates_of,
 )
 
+DRY_RUN_GROUPS = 4  # a paper's 512 questions would take minutes on a CPU
 LOGGED = """
 em f1 cem searched searches successful repeated queries rejected failed_rows answered truncated
 model_tokens tokens thinking_words repetition malformed_tags
@@ -180,6 +181,9 @@ def collect(state: TrainState, step: int) -> Rollouts:
 def sample_draw(state: TrainState, step: int, draw: int) -> list[Trajectory]:
     """Samples the trajectories of one draw of questions; they come group by group."""
     questions = state.stream.take(step, draw)
+    if state.settings.dry_run:  # one of each few, so that all kinds are tried
+        groups = max(DRY_RUN_GROUPS, state.accelerator.num_processes)
+        questions = questions[:: max(1, len(questions) // groups)][:groups]
     seed = state.settings.seed * 1_000_003 + state.accelerator.process_index
     seed += (step * state.stream.attempts + draw) * 1_009
     return shared_rollout(state, state.environment, questions, seed)

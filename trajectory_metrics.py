@@ -29,14 +29,16 @@ def trajectory_metrics(t: Trajectory) -> dict[str, float]:
     missing, not 0. em, f1 and cem treat punctuation as the paper's scorer does; for a summary each
     is ROUGE.
     """
-    question, punctuation = t.question, paper_of(t.protocol.name).punctuation
+    question = t.question
+    punctuation = paper_of(t.protocol.name).punctuation
     scores = score_answer(t.answer, question.answers, question.task, question.options, punctuation)
     return scores | text_metrics(t) | (search_metrics(t) if t.protocol.query_tags else {})
 
 
 def paper_metrics(t: Trajectory, em: float) -> dict[str, float]:
     """Returns the metrics of evaluation only: format, evidence, citations, a summary's ROUGE."""
-    question, protocol = t.question, t.protocol
+    question = t.question
+    protocol = t.protocol
     numbers = {"format": float(paper_of(protocol.name).good_format(t))}
     if question.task == "summary":
         numbers |= summary_scores(t.answer, question.answers)
@@ -81,7 +83,8 @@ def text_metrics(t: Trajectory) -> dict[str, float]:
     """Describes what the model wrote and how it ended. `repetition` is 1 if more than half of its
     4-grams are repeats.
     """
-    text, sampled = t.model_text, list(compress(t.response_ids, t.response_mask))
+    text = t.model_text
+    sampled = list(compress(t.response_ids, t.response_mask))
     blocks = [*find_answers(t.protocol, text, t.question.task)]
     blocks += find_blocks(text, *t.protocol.query_tags) if t.protocol.query_tags else []
     words = len(text.split()) - sum(len(text[b.start : b.end].split()) for b in blocks)
@@ -103,7 +106,8 @@ def token_metrics(t: Trajectory, tokenizer) -> dict[str, float]:
     For a thinking model, `thinking` counts the tokens of its thoughts (part of `written`), and
     `unfinished` the thoughts without an end: one of two in <think>a b</think> <think>c.
     """
-    numbers, ratios = {"written": float(sum(t.response_mask))}, []
+    numbers = {"written": float(sum(t.response_mask))}
+    ratios = []
     if thoughts := "".join(s.text for s in t.segments if s.writer == "thought"):
         unfinished = ["</think>" not in thought for thought in thoughts.split("<think>")[1:]]
         numbers["thinking"] = float(len(encode(tokenizer, thoughts)))
@@ -137,8 +141,10 @@ def without_thinking(t: Trajectory) -> Trajectory:
     """Gives the text in <think> ... </think> the writer "thought", so that it counts neither for
     the format nor for the answer (ARENA 4.3, note 2: thinking is implicit).
     """
-    inside, segments = False, [Segment("model", t.opened), *t.segments]
-    t.segments, t.opened = [], ""
+    inside = False
+    segments = [Segment("model", t.opened), *t.segments]
+    t.segments = []
+    t.opened = ""
     for segment in segments:
         if segment.writer == "model":
             thought, text, inside = split_thought(segment.text, inside)
@@ -153,7 +159,8 @@ def step_searches(trajectories: Sequence[Trajectory], processes: int) -> dict[st
     """Returns the metrics of all searches of a step, made by this many processes in parallel."""
     searches = [search for t in trajectories for search in t.searches]
     distinct = sum(len(documents_of(t)) for t in trajectories)
-    total, seconds = sum(len(s.documents) for s in searches), [s.seconds for s in searches]
+    total = sum(len(search.documents) for search in searches)
+    seconds = [search.seconds for search in searches]
     shares = {
         "fallbacks": mean(search.fallback for search in searches),
         "search_errors": mean(search.error is not None for search in searches),

@@ -355,59 +355,55 @@ def next_question(reply: str) -> str:
 _TURN = re.compile(rf".*?(?:</search>|</answer>|{TOLD}|\Z)", re.DOTALL)
 
 
-class Row:
-    """A question in progress: its method, which waits for `request` (None: it has ended), and its
-    trajectory.
+def drive(trajectory: Trajectory, steps: Steps, llm: LLM, environment: Environment) -> Generator:
+    """Runs a method on one question and writes the trajectory. Yields what the method waits for, a
+    query or a request to the model, whose whole reply it receives, and None at its end.
     """
-
-    def __init__(self, trajectory: Trajectory, steps: Steps):
-        self.trajectory, self.steps = trajectory, steps
-        self.go_on(None)
-
-    def go_on(self, reply: str | list[str] | None) -> None:
-        """Sends the method its reply; it then runs to its next request or to its end."""
+    reply = None
+    while not trajectory.stop_reason:
         try:
-            self.request = self.steps.send(reply)
+            step = steps.send(reply)
         except StopIteration as end:  # one answer box, so that it is graded like all others
             answer = plain(end.value or "")
-            self.request, self.trajectory.stop_reason = None, "answer" if answer else "eos"
+            trajectory.stop_reason = "answer" if answer else "eos"
             if answer:
-                self.trajectory.append_model([], [], f"<answer> {answer} </answer>")
-
-    def search(self) -> tuple[Trajectory, str]:
-        """Returns (trajectory, query) of a method that requested a search."""
-        query = " ".join(plain(self.request).split())
-        self.trajectory.append_environment([], f"<search> {query} </search>", "notice")
-        return self.trajectory, query
-
-    def build_request(self, llm: LLM, environment: Environment) -> Request:
-        """Builds the request to the model, shortened until the reply fits into the context."""
-        write, settings = self.request, environment.settings
-        reply_tokens = environment.turn_tokens_left(self.trajectory)
-        prompt_tokens = (settings.max_context or llm.positions) - reply_tokens
-        question = write.question or question_text(self.trajectory.question)
-        decoding = settings.temperature, settings.top_p, reply_tokens
-        while len(llm.prompt(request := write.as_request(question, decoding))) > prompt_tokens:
-            if not (write.passages or write.notes or write.so_far):
-                message = f"its prompt does not fit into {prompt_tokens} tokens"
-                raise InputError(f"{question[:60]!r}: {message}: raise --max_context")
-            write = write.shortened()
-        if len(write.passages) < len(self.request.passages):
-            self.trajectory.searches[-1].cut = True
-        return request
-
-    def read(self, reply: str | None, tokenizer) -> None:
-        """Appends the model's reply to the trajectory; None means that no reply came."""
-        if reply is None:
-            self.trajectory.stop_reason, self.request = NO_REPLY, None
-            return
-        ids, (thought, text, _) = encode(tokenizer, reply), split_thought(reply)
+                trajectory.append_model([], [], f"<answer> {answer} </answer>")
+            break
+        if isinstance(step, str):
+            query = " ".join(plain(step).split())
+            trajectory.append_environment([], f"<search> {query} </search>", "notice")
+            yield query
+            reply = trajectory.searches[-1].text.split("\n")
+            continue
+        whole = yield build_request(step, trajectory, llm, environment)
+        if whole is None:
+            trajectory.stop_reason = NO_REPLY
+            break
+        thought, text, _ = split_thought(whole)
         if thought:
-            self.trajectory.segments.append(Segment("thought", strip_tags(thought, BASELINE.tags)))
-        text = _TURN.match(text.strip().removeprefix(self.request.so_far.strip())).group()
+            thought = strip_tags(thought, BASELINE.tags)
+            trajectory.segments.append(Segment("thought", thought))
+        reply = _TURN.match(text.strip().removeprefix(step.so_far.strip())).group()
         # In a transcript, tags may only mark a search that was run or the answer.
-        self.trajectory.append_model(ids, [], f"{plain(text)}\n\n")
-        self.go_on(text)
+        trajectory.append_model(encode(llm.tokenizer, whole), [], f"{plain(reply)}\n\n")
+    yield None
+
+
+def build_request(step: Write, trajectory: Trajectory, llm: LLM, environment) -> Request:
+    """Builds the request to the model, shortened until the reply fits into the context."""
+    write, settings = step, environment.settings
+    reply_tokens = environment.turn_tokens_left(trajectory)
+    prompt_tokens = (settings.max_context or llm.positions) - reply_tokens
+    question = write.question or question_text(trajectory.question)
+    decoding = settings.temperature, settings.top_p, reply_tokens
+    while len(llm.prompt(request := write.as_request(question, decoding))) > prompt_tokens:
+        if not (write.passages or write.notes or write.so_far):
+            message = f"its prompt does not fit into {prompt_tokens} tokens"
+            raise InputError(f"{question[:60]!r}: {message}: raise --max_context")
+        write = write.shortened()
+    if len(write.passages) < len(step.passages):
+        trajectory.searches[-1].cut = True
+    return request
 
 
 def run_method(name: str, questions: list, llm: LLM, search, settings: Settings) -> list:
@@ -424,18 +420,19 @@ def run_method(name: str, questions: list, llm: LLM, search, settings: Settings)
     environment.reject = lambda row, query, _: environment.append_result(
         row, query.query, SearchResult()
     )
-    rows = [Row(Trajectory(q, protocol), METHODS[name](q, *limit)) for q in questions]
-    while any(row.request for row in rows):
+    rows = [Trajectory(question, protocol) for question in questions]
+    drives = [drive(row, METHODS[name](row.question, *limit), llm, environment) for row in rows]
+    steps = [*map(next, drives)]  # what each row waits for
+    while any(steps):
         # All searches are one call, with the retries and token budgets of a rollout.
-        if searching := [row for row in rows if isinstance(row.request, str)]:
-            environment.execute([row.search() for row in searching])
-        for row in searching:
-            row.go_on(row.trajectory.searches[-1].text.split("\n"))
-        writing = [row for row in rows if isinstance(row.request, Write)]
-        replies = llm.ask_whole([row.build_request(llm, environment) for row in writing])
-        for row, reply in zip(writing, replies, strict=True):
-            row.read(reply, llm.tokenizer)
-    return [row.trajectory for row in rows]
+        if queries := [pair for pair in zip(rows, steps, strict=True) if isinstance(pair[1], str)]:
+            environment.execute(queries)
+        # After a query a method reads what was found, and waits for the model.
+        pairs = zip(drives, steps, strict=True)
+        steps = [next(row) if isinstance(step, str) else step for row, step in pairs]
+        replies = iter(llm.ask_whole([*filter(None, steps)]))
+        steps = [step and row.send(next(replies)) for row, step in zip(drives, steps, strict=True)]
+    return rows
 
 
 # --------------------------------------------------------------------------------- the command line
@@ -464,8 +461,9 @@ class Baselines(Evaluation):
         llm = load_llm(settings.model, settings, max_tokens=settings.max_turn_tokens, device=device)
         llm.at_once = settings.max_num_seqs or llm.at_once
         protocol = build_protocol(settings)
-        if not recipe_protocol(settings).fallback_text:  # that paper's summariser has no fallback
-            protocol = replace(protocol, fallback_text="")
+        # The summariser rejects queries only in the table of a paper in which it does so.
+        fallback_text = recipe_protocol(settings).fallback_text and protocol.fallback_text
+        protocol = replace(protocol, fallback_text=fallback_text)
         return llm, build_search(settings, self.documents, device, protocol=protocol)
 
     def load(self) -> tuple[Callable, str]:
@@ -485,8 +483,6 @@ def parse_baselines(arguments: list[str]) -> tuple[list[str], Settings, Options]
     defaults = ["--protocol=ur2", "--max_searches=0", "--documents_per_search=5"]
     settings, options = parse([*defaults, *arguments], BaselineOptions, "lab.baselines")
     methods = names_in("method", options.method.removeprefix("all"), METHODS)
-    if not settings.data:
-        raise InputError("--data is missing: baselines are for a model and questions of your own")
     if options.samples > 1 or options.against or options.json:
         raise InputError("--samples, --against, --json: a table of methods does not use them")
     return methods, settings, options

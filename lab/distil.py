@@ -20,7 +20,6 @@ import itertools
 import math
 import random
 import re
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from data import Question, load_questions
 from errors import InputError, check_output, run_main, setting
 from flags import PolicySettings
 from formats.records import read_records, write_text
-from lab import interruptible, parse_flags
+from lab import parse_flags
 from other_models.llm import prompt_ids
 from plumbing.predictions import read_predictions
 from policy import best_device, load_policy, save_policy
@@ -58,7 +57,6 @@ class DistilSettings:
     epochs: float = setting(2.0, "passes over the examples", above=0)
     batch_size: int = setting(32, "examples per update", least=1)
     lr: float = setting(1e-5, "learning rate (summarizer: fixed; others: it falls to 0)", above=0)
-    max_context: int = setting(0, "skip longer examples; 0: the model's limit", least=0)
     gradient_checkpointing: bool = setting(False, "recompute activations: less memory")
     skip_bad: bool = setting(False, "skip unusable records")
     seed: int = setting(0, "seed of the order of the examples")
@@ -110,12 +108,10 @@ def analysis_of(question: Question) -> str:
     def answers(sentence: str) -> bool:
         return any(answer.lower() in sentence.lower() for answer in question.answers)
 
-    quotes = []
-    for reference in question.references:
-        sentences = re.split(r"(?<=[.!?])\s+", reference.text.strip())
-        # `max` returns the first of equal sentences.
-        quotes.append(replace(reference, text=max(sentences, key=answers)))
-    quotes = number_documents(quotes)
+    def quote(text: str) -> str:
+        return max(re.split(r"(?<=[.!?])\s+", text.strip()), key=answers)  # the first of equal ones
+
+    quotes = number_documents([replace(r, text=quote(r.text)) for r in question.references])
     quoted = [quotes[number - 1] for number in question.supporting]
     return " ".join([*quoted, f"So the answer is {question.answers[0]}."])
 
@@ -165,31 +161,25 @@ def read_traces(records: list[dict], protocol: Protocol, given=()) -> list[Traje
 
 
 def read_summary_log(path: str) -> dict[tuple[str, str], str]:
-    """Returns (instruction, text) -> the last reply; skips a line that an interrupt truncated."""
+    """Returns (instruction, text) -> the last reply."""
     replies = {}
     for _, place, record in read_records(Path(path)):
-        if isinstance(record, InputError):
-            print(f"warning: {path}, {place}: {record}: skipped", file=sys.stderr)
-        elif not {"instruction", "text", "summary"} <= record.keys():
-            message = f"no summary record: give the {SUMMARY_LOG} of a --output_dir"
-            raise InputError(f"{path}, {place}: {message}")
-        else:
-            replies[record["instruction"], record["text"]] = record["summary"]
+        if isinstance(record, InputError) or not record.keys() >= SUMMARY_FIELDS:
+            hint = f"give the {SUMMARY_LOG} of a --output_dir, or remove the line"
+            raise InputError(f"{path}, {place}: no summary record: {hint}")
+        replies[record["instruction"], record["text"]] = record["summary"]
     return replies
 
 
-def summary_example(asked: tuple[str, str], reply: str, tokenizer) -> Example:
-    """Builds: exactly the prompt that other_models/llm.py gives a local model -> the reply."""
-    return imitation(prompt_ids(tokenizer, asked), reply, tokenizer)
-
-
+SUMMARY_FIELDS = {"instruction", "text", "summary"}
 METHODS = ("direct", "reasoning", "traces", "summarizer")
 
 
 def examples_of(method: str, settings: DistilSettings, protocol, tokenizer) -> list[Example]:
     if method == "summarizer":
-        replies = read_summary_log(settings.data)
-        return [summary_example(*pair, tokenizer) for pair in replies.items()]
+        replies = read_summary_log(settings.data).items()
+        # Exactly the prompt that other_models/llm.py gives a local model.
+        return [imitation(prompt_ids(tokenizer, ask), reply, tokenizer) for ask, reply in replies]
     if method == "traces":
         given = load_questions(settings.questions, settings.skip_bad) if settings.questions else ()
         traces = read_traces(read_predictions(settings.data, settings.skip_bad), protocol, given)
@@ -204,11 +194,10 @@ def examples_of(method: str, settings: DistilSettings, protocol, tokenizer) -> l
 
 def that_fit(examples: list[Example], longest: int) -> list[Example]:
     fit = [example for example in examples if len(example.ids) <= longest and any(example.mask)]
-    message = (
-        f"{len(fit)} of {len(examples)} examples fit {longest} tokens and have text to imitate"
-    )
+    count = f"{len(fit)} of {len(examples)} examples"
+    message = f"{count} fit {longest} tokens and have text to imitate"
     if not fit:
-        raise InputError(f"no example to train on: {message}: check --data, or raise --max_context")
+        raise InputError(f"no example to train on: {message}: check --data")
     print(message)
     return fit
 
@@ -218,16 +207,12 @@ def distil(method: str, settings: DistilSettings) -> None:
     protocol = PROTOCOLS[settings.protocol or {"traces": "r1_searcher"}.get(method, "arena")]
     memory = PolicySettings(gradient_checkpointing=settings.gradient_checkpointing)
     policy, tokenizer = load_policy(settings.model, best_device(), memory)  # fp32, for training
-    longest = min(settings.max_context or 2**31, context_of(policy))
-    examples = that_fit(examples_of(method, settings, protocol, tokenizer), longest)
+    examples = examples_of(method, settings, protocol, tokenizer)
+    examples = that_fit(examples, context_of(policy))
     size = min(settings.batch_size, len(examples))
     steps = math.ceil(settings.epochs * len(examples) / size)
-    training = SFTSettings(
-        steps,
-        settings.lr,
-        decay_from=float(method == "summarizer"),  # 1 = from the end on: a fixed rate
-        betas=(0.9, 0.999),
-    )
+    fixed = float(method == "summarizer")  # the rate decays from the end of the run on: never
+    training = SFTSettings(steps, settings.lr, decay_from=fixed, betas=(0.9, 0.999))
     # Each epoch has every example once.
     orders = (random.Random(f"{settings.seed}  {epoch}") for epoch in itertools.count())
     stream = (example for order in orders for example in order.sample(examples, len(examples)))
@@ -247,8 +232,7 @@ def main(arguments: list[str] | None = None) -> None:
     if Path(settings.out).exists():
         raise InputError(f"--out {settings.out} already exists: name another, or remove it")
     check_output(f"{settings.out}/x", "--out")
-    with interruptible("nothing was saved"):
-        distil(given["method"], settings)
+    distil(given["method"], settings)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ its prompt is that of prompts.prompt_text. Math and answers are compared, as in 
 vectors; fallbacks, which no text shows.
 """
 
-from dataclasses import fields
 from functools import lru_cache
 
 from data import question_of
@@ -29,18 +28,15 @@ def settings_of(name: str) -> tuple[RewardSettings, str]:
     """Returns the settings and the protocol of the first stage in papers.py that pays this reward,
     or whose protocol its name begins with. A reward that a text alone does not decide is refused.
     """
-    if name not in REWARDS:
-        raise InputError(f"{name}: no reward; {', '.join(REWARDS)}{nearest(name, REWARDS)}")
     stages = [stage for paper in PAPERS.values() for stage in paper.stages.values()]
     found = [s for s in stages if s["reward"] == name or name.startswith(s["protocol"])]
-    if not found:
-        raise InputError(f"{name}: no stage of papers.py pays it: its protocol is not known")
-    own = {f.name: found[0][f.name] for f in fields(RewardSettings) if f.name in found[0]}
+    if not found or name not in REWARDS:
+        raise InputError(f"{name}: no reward; {', '.join(REWARDS)}{nearest(name, REWARDS)}")
+    names = RewardSettings.__dataclass_fields__
+    own = {field: value for field, value in found[0].items() if field in names}
     settings = RewardSettings(**own | {"reward": name})
-    if asked := needs(settings) & {"reader", "embedder"}:
-        raise InputError(f"{name} asks another model ({', '.join(asked)}): train with it here")
-    if name in BY_THE_STEP:
-        raise InputError(f"{name} pays by the step, which other trainers do not say: train here")
+    if needs(settings) & {"reader", "embedder"} or name in BY_THE_STEP:
+        raise InputError(f"{name} depends on the step or on another model's answer: train it here")
     return settings, found[0]["protocol"]
 
 
@@ -63,8 +59,8 @@ def trl_reward(name: str):
         for n, text in enumerate(completions):
             if not isinstance(text, str):  # chat messages
                 text = "".join(message["content"] or "" for message in text)
-            own = {field: columns[field][n] for field in FIELDS if field in columns}
-            rewards.append(float(sum(reward_terms(name, text, answers[n], own).values())))
+            row = {field: values[n] for field, values in columns.items() if field in FIELDS}
+            rewards.append(float(sum(reward_terms(name, text, answers[n], row).values())))
         return rewards
 
     reward.__name__ = name
@@ -72,10 +68,6 @@ def trl_reward(name: str):
 
 
 def verl_score(data_source, solution_str, ground_truth, extra_info=None, *, reward, **_) -> dict:
-    """Returns the sum as "score", and its terms. ground_truth: an answer, a list of answers, or
-    {"target": either}.
-    """
-    golds = ground_truth["target"] if isinstance(ground_truth, dict) else ground_truth
-    golds = [golds] if isinstance(golds, str) else golds
-    terms = reward_terms(reward, solution_str, golds, extra_info or {})
+    """Returns the sum as "score", and its terms. ground_truth: {"target": a list of answers}."""
+    terms = reward_terms(reward, solution_str, ground_truth["target"], extra_info or {})
     return {"score": float(sum(terms.values()))} | terms

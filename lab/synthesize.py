@@ -81,7 +81,8 @@ class SynthesizeSettings:
     max_tokens: int = setting(4096, "maximum tokens of a reply", least=1)
     seed: int = setting(0, "seed of the choice of examples and the order of options")
     timeout: float = setting(60.0, "seconds before a request fails", above=0, most=86_400)
-    in_8bit: ClassVar[str] = ""  # load_llm reads it
+    in_8bit: ClassVar[str] = ""  # load_llm reads it and output_dir
+    output_dir: ClassVar[str] = "runs"
 
 
 # --------------------------------------------------------------------------------------- the drafts
@@ -129,23 +130,20 @@ def parse_draft(reply: str | None) -> Question | None:
     return Question("", question, [letter], "choice", texts, source=part.strip(" .").lower())
 
 
-def in_form(texts: list[str | None], asked: set[str], result: Counter) -> Questions:
-    """Returns the drafts that are in the form and ask something new; counts the others."""
+def in_form(texts: list[str | None], asked: set[str]) -> Questions:
+    """Returns the drafts that are in the form and ask something new."""
     drafts = {}  # normalised question -> draft
-    for text in texts:
-        draft = parse_draft(text)
-        key = draft and normalize_answer(draft.question)
-        if draft and key not in asked | drafts.keys():
-            drafts[key] = draft
-        else:
-            result["asked before" if draft else "another form"] += 1
+    for draft in filter(None, map(parse_draft, texts)):
+        key = normalize_answer(draft.question)
+        if key not in asked:
+            drafts.setdefault(key, draft)
     return list(drafts.values())
 
 
-def drafts_in(reply: str | None) -> list[str | None]:
-    """Splits a reply into drafts at each "Question:"; a reply without that word is one draft."""
-    parts = re.split(r"^(?=Question:)", reply or "", flags=re.MULTILINE)
-    return [part for part in parts if part.startswith("Question:")][:DRAFTS] or [reply]
+def drafts_in(reply: str | None) -> list[str]:
+    """Splits a reply into drafts at each "Question:"."""
+    draft = r"^Question:.*?(?=^Question:|\Z)"
+    return re.findall(draft, reply or "", re.MULTILINE | re.DOTALL)[:DRAFTS]
 
 
 def reordered(draft: Question, seed: int) -> Question:
@@ -158,11 +156,11 @@ def reordered(draft: Question, seed: int) -> Question:
     return replace(draft, answers=[chr(65 + place)], options=tuple(order))
 
 
-def write_drafts(llm, examples: Questions, asked: set[str], result: Counter) -> Questions:
+def write_drafts(llm, examples: Questions, asked: set[str]) -> Questions:
     """Requests drafts like these examples, and makes each one harder in a second request."""
     (reply,) = llm.ask([(WRITE, "\n\n".join(map(shown, examples)))])
-    drafts = in_form(drafts_in(reply), asked, result)
-    return in_form(llm.ask([(HARDEN, shown(draft)) for draft in drafts]), asked, result)
+    drafts = in_form(drafts_in(reply), asked)
+    return in_form(llm.ask([(HARDEN, shown(draft)) for draft in drafts]), asked)
 
 
 # --------------------------------------------------------------------------------------- the checks
@@ -170,88 +168,80 @@ def asked_often(llm, instruction: str, texts: list[str], times: int) -> list[lis
     """Samples `times` replies to each text. Requests are numbered, because equal ones would be sent
     only once.
     """
-    turns = [f"{text}\n(attempt {turn + 1})" for text in texts for turn in range(times)]
-    replies = llm.ask([Request(instruction, text, 1.0) for text in turns])
+    pairs = itertools.product(texts, range(1, times + 1))
+    turns = [Request(instruction, f"{text}\n(attempt {turn})", 1.0) for text, turn in pairs]
+    replies = llm.ask(turns)
     return [replies[first : first + times] for first in range(0, len(replies), times)]
 
 
-def check_drafts(drafts: Questions, verifier, answerer, k: int, result: Counter) -> Questions:
+def check_drafts(drafts: Questions, verifier, answerer, k: int) -> Questions:
     """Returns the drafts that every verdict calls correct and that are not too hard, with level."""
     verdicts = asked_often(verifier, VERIFY, list(map(shown, drafts)), VOTES)
-    correct = [
-        d for d, votes in zip(drafts, verdicts, strict=True) if all(map(read_verdict, votes))
-    ]
+    pairs = zip(drafts, verdicts, strict=True)
+    correct = [draft for draft, votes in pairs if all(map(read_verdict, votes))]
     answers = asked_often(answerer, ANSWER, list(map(question_text, correct)), k)
     graded = []
     for draft, replies in zip(correct, answers, strict=True):
         right = sum(choice_letter(reply, draft.options) in draft.answers for reply in replies)
         graded.append(replace(draft, level=bucket(right / k)))
     accepted = [draft for draft in graded if draft.level != "dropped"]
-    result.update(
-        {"incorrect": len(drafts) - len(correct), "too hard": len(correct) - len(accepted)}
-    )
+    print(f"{len(drafts)} new drafts: {len(correct)} are correct, {len(accepted)} not too hard")
     return accepted
 
 
 # ------------------------------------------------------------------------------------------ the run
-def synthesize(given: Questions, llm, verifier, answerer, settings: SynthesizeSettings) -> Counter:
-    """Fills --out and counts "made", "requests" and each reason for dropping a draft."""
-    path, seed, result = Path(settings.out), settings.seed, Counter(made=0, requests=0)
-    made, first = earlier(path, seed)
+def synthesize(given: Questions, models: list, settings: SynthesizeSettings) -> Questions:
+    """Fills --out with the help of three models, of which the first writes, the second checks and
+    the third answers, and returns all questions of the file.
+    """
+    (writer, verifier, answerer), path = models, Path(settings.out)
+    made = earlier(path)
     asked = {normalize_answer(question.question) for question in [*given, *made]}
+    first = len(made)
     for number in range(first, first + settings.count):  # at most a request per question
         if len(made) >= settings.count:
             break
         hard = [question for question in made if question.level == "hard"]
-        drafts = write_drafts(llm, pick_examples(given, hard, seed, number), asked, result)
+        examples = pick_examples(given, hard, settings.seed, number)
+        drafts = [reordered(q, settings.seed) for q in write_drafts(writer, examples, asked)]
         # A discarded question is not asked again.
         asked |= {normalize_answer(draft.question) for draft in drafts}
-        drafts = [reordered(draft, seed) for draft in drafts]
-        checked = check_drafts(drafts, verifier, answerer, settings.k, result)
-        fresh = [
-            replace(question, id=f"synthetic-{seed}-{number * DRAFTS + i}")
-            for i, question in enumerate(checked[: settings.count - len(made)])
-        ]
+        accepted = check_drafts(drafts, verifier, answerer, settings.k)
+        wanted = accepted[: settings.count - len(made)]
+        fresh = [replace(q, id=f"synthetic-{i}") for i, q in enumerate(wanted, len(made))]
         append_jsonl(path, map(asdict, fresh))
         made += fresh
-        result.update(made=len(fresh), requests=1)
-    return result
+    return made
 
 
 def examples_among(given: Questions) -> Questions:
     """Returns the multiple-choice questions with one readable answer, which can be examples."""
     single = [q for q in given if q.task == "choice" and len(q.answers) == 1]
-    usable = [q for q in single if choice_letter(q.answers[0], q.options)]
-    if not usable:
-        hint = "they serve as examples for new ones: name another file"
-        raise InputError(f"--data holds no multiple-choice question with one answer: {hint}")
-    return usable
+    if usable := [q for q in single if choice_letter(q.answers[0], q.options)]:
+        return usable
+    hint = "they serve as examples for new ones: name another file"
+    raise InputError(f"--data holds no multiple-choice question with one answer: {hint}")
 
 
-def earlier(path: Path, seed: int) -> tuple[Questions, int]:
-    """Returns (the questions that the file already holds, the number of the next request)."""
+def earlier(path: Path) -> Questions:
+    """Returns the questions that the file already holds."""
     made = load_questions(path) if finished_records(path) else []
-    numbers = [re.fullmatch(r"synthetic-(-?\d+)-(\d+)", question.id) for question in made]
-    if not all(numbers):
+    if not all(question.id.startswith("synthetic-") for question in made):
         raise InputError(f"{path} holds questions from elsewhere: name another file")
-    return made, max((int(n[2]) // DRAFTS + 1 for n in numbers if int(n[1]) == seed), default=0)
+    return made
 
 
 def main(arguments: list[str] | None = None) -> None:
     settings, _ = parse_flags("lab.synthesize", SynthesizeSettings, arguments)
     given = examples_among(load_questions(settings.data, seed=settings.seed))
-    earlier(Path(settings.out), settings.seed)  # checks the file before a model is loaded
-    limits = {"max_tokens": settings.max_tokens, "device": best_device(), "cache": "runs/llm_cache"}
+    earlier(Path(settings.out))  # checks the file before a model is loaded
+    limits = {"max_tokens": settings.max_tokens, "device": best_device()}
+    names = [settings.llm, settings.verifier or settings.llm, settings.answerer or settings.llm]
     with interruptible(f"finished questions are in {settings.out}: repeat the command to continue"):
-        llm = load_llm(settings.llm, settings, **limits)
-        specs = settings.verifier, settings.answerer
-        others = [load_llm(spec, settings, **limits) if spec else llm for spec in specs]
-        result = synthesize(given, llm, *others, settings)
-    made = earlier(Path(settings.out), settings.seed)[0]
+        loaded = {name: load_llm(name, settings, **limits) for name in {*names}}
+        made = synthesize(given, [loaded[name] for name in names], settings)
     levels = Counter(question.level for question in made)
-    title = f"{settings.out}: {len(made)} of {settings.count} questions"
-    for label, counts in ((title, levels), ("this run", result)):
-        print(f"{label}: {', '.join(f'{name} {n}' for name, n in counts.items()) or 'none'}")
+    print(f"{settings.out}: {len(made)} of {settings.count} questions: {dict(levels)}")
 
 
 if __name__ == "__main__":

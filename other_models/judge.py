@@ -55,15 +55,6 @@ GRADES |= {"partly correct": 1.0, "partially correct": 1.0}
 _LABEL = re.compile(r"^(?:final )?(?:verdict|judge?ment|grade|answer)\s*[:=-]\s*")
 
 
-def ask_given(llm, instruction: str, texts: list, readable=bool, sampling=()) -> list[str | None]:
-    """Returns the replies to one batch of texts. A text of None is not sent and has no
-    reply.
-    """
-    requests = [(instruction, text, *sampling) for text in texts if text]
-    replies = iter(llm.ask(requests, readable) if requests else [])
-    return [next(replies) if text else None for text in texts]
-
-
 class Judge:
     """Judges answers. It counts the pairs that were `asked`, the `unreadable` verdicts, and among
     these the `silent` ones, which had no reply at all.
@@ -80,16 +71,15 @@ class Judge:
         return self._ask(pairs, GRADE_INSTRUCTION, GRADES)
 
     def _ask(self, pairs: list[Pair], instruction: str, words: dict) -> list:
-        texts = [pair_text(*pair, self.sees) if (pair[1] or "").strip() else None for pair in pairs]
-        read = partial(read_verdict, words=words)
-        replies = ask_given(self.llm, instruction, texts, lambda reply: read(reply) is not None)
-        verdicts = [
-            read(reply) if text else words["wrong"]
-            for text, reply in zip(texts, replies, strict=True)
-        ]
-        self.asked += len(texts) - texts.count(None)
+        instruction, read = self.llm.instruction or instruction, partial(read_verdict, words=words)
+        given = [pair for pair in pairs if (pair[1] or "").strip()]
+        requests = [(instruction, pair_text(*pair, self.sees)) for pair in given]
+        replies = self.llm.ask(requests, lambda r: read(r) is not None) if requests else []
+        marks = map(read, replies)
+        verdicts = [next(marks) if (a or "").strip() else words["wrong"] for _, a in pairs]
+        self.asked += len(given)
         self.unreadable += verdicts.count(None)
-        self.silent += replies.count(None) - texts.count(None)
+        self.silent += replies.count(None)
         return verdicts
 
 
@@ -119,20 +109,12 @@ def read_verdict(reply: str | None, words: dict = VERDICTS):
     return words.get(_LABEL.sub("", plain, count=1))
 
 
-def verdicts_on(trajectories: list[Trajectory], judge: Judge) -> list[bool | None]:
-    """Returns the judge's verdicts; None where one is unreadable, and then the metrics decide."""
-    return judge.verdicts([(t.question, t.answer) for t in trajectories])
-
-
 def math_grader(trajectories: list[Trajectory], judge: Judge) -> Callable[[Question, str], float]:
     """Returns the `judge` of `rewards.ur2_stage2`. It asks for grades of all answers that no metric
     finds equal in one batch; for any other answer it returns 0.
     """
-    asked = {}
-    for t in trajectories:
-        question, answer = t.question, t.answer
-        if question.task == "math" and answer and not matches(question, answer):
-            asked[question.question, answer] = question, answer
+    pairs = [(t.question, t.answer) for t in trajectories if t.question.task == "math"]
+    asked = {(q.question, a): (q, a) for q, a in pairs if a and not matches(q, a)}
     grades = dict(zip(asked, judge.grades(list(asked.values())), strict=True))
     return lambda question, answer: grades.get((question.question, answer)) or 0.0
 
@@ -142,19 +124,16 @@ def add_verdicts(records: list[dict], judge: Judge) -> list[dict]:
     the verdict is unreadable. UR² appendix D.1 does not state the ½; its Table 1 has odd tenths of
     per cents over 500 questions.
     """
-    sums, others, judged = [], [], []
+    pairs, judged = [], list(records)
     for r in records:
         task, options = r.get("task", "qa"), tuple(r.get("options", ()))
-        question = Question(r["id"], r["question"], r["golds"], task, options)
-        sums.append((question, r["prediction"] if task == "math" else None))
-        others.append((question, None if task == "math" else r["prediction"]))
-    marks = zip(
-        judge.grades(sums), judge.verdicts(others), strict=True
-    )  # a pair with None is not sent
-    for (question, _), record, (grade, verdict) in zip(sums, records, marks, strict=True):
-        mark, highest = (grade, 2) if question.task == "math" else (verdict, 1)
-        # If the server was silent, the verdict of an earlier evaluation stays.
-        earlier = record["metrics"].get("judged") if judge.silent else None
-        numbers = record["metrics"] | {"judged": earlier if mark is None else mark / highest}
-        judged.append(record | {"metrics": numbers, "judge_sees": judge.sees})
+        pairs.append((Question("", r["question"], r["golds"], task, options), r["prediction"]))
+    for ask, highest in ((judge.grades, 2), (judge.verdicts, 1)):
+        rows = [i for i, (q, _) in enumerate(pairs) if (q.task == "math") == (highest == 2)]
+        for i, mark in zip(rows, ask([pairs[i] for i in rows]), strict=True):
+            metrics = records[i]["metrics"]
+            # If the server was silent, the verdict of an earlier evaluation stays.
+            earlier = metrics.get("judged") if judge.silent else None
+            metrics = metrics | {"judged": earlier if mark is None else mark / highest}
+            judged[i] = records[i] | {"metrics": metrics, "judge_sees": judge.sees}
     return judged

@@ -17,10 +17,10 @@ Left out: streaming, servers that want `max_completion_tokens`.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -40,7 +40,7 @@ from errors import InputError
 from flags import frozen_in_8bit
 from formats.records import append_jsonl, byte_lines
 from policy import evaluating, frozen_options, load_tokenizer, load_whole, loading, weights_version
-from prompts import chat_text, gaps_of, without_control, without_thinking
+from prompts import chat_text, without_control, without_thinking
 from retrievers.net import Fault, RejectedRequest, fetch_json, host_of, retrying, shown
 from rollout import context_of, decode, encode, end_ids, left_padded, plain_generation
 
@@ -77,8 +77,8 @@ def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=None) -
     if spec.startswith(("http://", "https://")):
         return ServerLLM(spec, max_tokens, settings.timeout, cache)
     if not spec or (":" in spec and not Path(spec).exists()):
-        known = f"{ADDRESS}, a HF directory or a hub name"
-        raise InputError(f"{spec!r} names no language model: give {known}")
+        message = f"names no language model: give {ADDRESS}, a HF directory or a hub name"
+        raise InputError(f"{spec!r} {message}")
     in_8bit = "others" in frozen_in_8bit(settings)
     try:
         tokenizer = load_tokenizer(spec)
@@ -92,57 +92,34 @@ def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=None) -
     return LocalLLM(model, tokenizer, max_tokens, name=name, cache=cache)
 
 
-class Cache:
-    """Keeps replies by request in a JSONL file of `folder`; with "" it keeps none. Broken lines are
-    skipped.
-    """
-
-    def __init__(self, folder: str | Path, name: str, max_tokens: int):
-        self.name, self.max_tokens = name, max_tokens
-        self.replies: dict[str, str] = {}
-        file_name = re.sub(r"[^A-Za-z0-9.]+", "-", name)[-80:].strip("-.")
-        self.path = Path(folder, f"{file_name}.jsonl") if folder else None
-        if self.path:
-            append_jsonl(
-                self.path, []
-            )  # fails now, and not after an hour, if the file cannot be written
-            for line in byte_lines(self.path):
-                with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-                    record = json.loads(line)
-                    self.replies[record["key"]] = record["reply"]
-
-    def key(self, request: Request) -> str:
-        fields = [self.name, self.max_tokens, *Request(*request)]
-        return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
-
-    def get(self, request: Request) -> str | None:
-        return self.replies.get(self.key(request))
-
-    def put(self, request: Request, reply: str) -> None:
-        if self.path:
-            key = self.key(request)
-            self.replies[key] = reply
-            append_jsonl(self.path, [{"key": key, "reply": reply}])
-
-
 class LLM:
     """The base class. A subclass adds `replies(requests)`, which yields each request with its reply
-    or None, `positions`, the context length, and the `length` of a text in tokens.
+    or None, `tokenizer`, and `positions`, the context length.
+
+    cache   the folder in which replies are kept in a JSONL file; with "" none is kept
     """
 
-    instruction = (
-        ""  # from --prompt_file; replaces the instruction of each request, unless a layout
-    )
+    instruction = ""  # from --prompt_file; a judge or a reader gives it in place of its own
     at_once = THREADS  # requests sent at the same time
 
     def __init__(self, name: str, max_tokens: int, cache: str | Path = ""):
-        self.name, self.max_tokens, self.cache = name, max_tokens, Cache(cache, name, max_tokens)
-        self.asked = self.failures = 0  # distinct requests; requests without an answer
-        self.fault = ""  # the message of the last failure
-        self.rejected = (
-            set()
-        )  # requests that the server rejected, for example because of their length
+        self.name, self.max_tokens = name, max_tokens
+        self.failures = 0  # requests without an answer
+        self.rejected = set()  # requests that the server rejected, for example for their length
         self.lock = threading.Lock()  # a search that timed out may still be running
+        self.cached = {}  # the key of a request -> its reply
+        file_name = re.sub(r"[^A-Za-z0-9.]+", "-", name)[-80:].strip("-.")
+        self.cache = Path(cache, f"{file_name}.jsonl") if cache else None
+        if self.cache:
+            append_jsonl(self.cache, [])  # fails now if the file cannot be written
+            for line in byte_lines(self.cache):  # broken lines are skipped
+                with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+                    record = json.loads(line)
+                    self.cached[record["key"]] = record["reply"]
+
+    def key(self, request: Request) -> str:
+        fields = [self.name, self.max_tokens, *request]
+        return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
     def ask(self, requests: list[Request], readable=bool) -> list[str | None]:
         """Returns the replies without the text of their <think> blocks."""
@@ -155,41 +132,34 @@ class LLM:
         readable: returns whether a reply may be kept on disk. A nonsense reply of a server that is
         broken for a while must not be reused for ever.
         """
-        if instruction := self.instruction:
-            if gaps_of(instruction):  # it is a layout, which the text was already made with
-                instruction = ""
-            requests = [(instruction, *rest) for _, *rest in requests]
         requests = [Request(*request) for request in requests]
         with self.lock:
-            replies = {request: self.cache.get(request) for request in requests}
-            if missing := [request for request, reply in replies.items() if reply is None]:
-                self.ask_missing(missing, replies, readable)
+            replies = {request: self.cached.get(self.key(request)) for request in requests}
+            missing = [request for request, reply in replies.items() if reply is None]
+            fresh, title = self.replies(missing) if missing else (), f"asking {self.name[-40:]}"
+            bar = tqdm(fresh, title, len(missing), leave=False, delay=3, disable=None)
+            for request, reply in bar:
+                replies[request] = reply
+                if self.cache and reply is not None and readable(reply):
+                    self.keep(request, reply)  # now, so that an interrupt loses no reply
+            self.failures += [*map(replies.get, missing)].count(None)
         return [*map(replies.get, requests)]
 
+    def prompt(self, request: Request) -> list[int]:
+        return prompt_ids(self.tokenizer, request)
+
+    def keep(self, request: Request, reply: str) -> None:
+        key = self.key(request)
+        self.cached[key] = reply
+        append_jsonl(self.cache, [{"key": key, "reply": reply}])
+
     def tail(self, text: str, rest: str, most: int) -> str:
-        """Returns as much of the text's end as fits into the context beside `rest` and a reply."""
-        left = self.positions - self.length(rest) - SPARE - min(most, self.positions // 4)
-        if self.length(text) <= left:
-            return text
-        places = range(len(text))
-        return text[bisect.bisect_left(places, -left, key=lambda i: -self.length(text[i:])) :]
-
-    def length(self, text: str) -> int:
-        return len(encode(self.tokenizer, text))
-
-    def ask_missing(self, missing: list[Request], replies: dict, readable) -> None:
-        with contextlib.closing(self.replies(missing)) as fresh:
-            bar = tqdm(
-                fresh, f"asking {self.name[-40:]}", len(missing), leave=False, delay=3, disable=None
-            )
-            for request, reply in bar:
-                if reply is not None and readable(reply):
-                    self.cache.put(
-                        request, reply
-                    )  # immediately, so that an interrupt loses no reply
-                replies[request] = reply
-        self.asked += len(missing)
-        self.failures += sum(replies[request] is None for request in missing)
+        """Returns as much of the text's end as fits into the context beside `rest` and a reply, at
+        two bytes a token: hardly any text has more tokens.
+        """
+        tokens = self.positions - SPARE - min(most, self.positions // 4)
+        start = len(text.encode()) + len(rest.encode()) - 2 * tokens
+        return text.encode()[max(0, start) :].decode(errors="ignore")
 
 
 def guessed_tokens(text: str, **_) -> dict:
@@ -198,6 +168,7 @@ def guessed_tokens(text: str, **_) -> dict:
 
 
 guessed_tokens.unk_token_id, guessed_tokens.decode = 0, str  # it knows no control tokens
+guessed_tokens.bos_token = None
 
 
 class ServerLLM(LLM):
@@ -206,7 +177,7 @@ class ServerLLM(LLM):
     """
 
     tokenizer = staticmethod(guessed_tokens)
-    dead_batches = 0  # in a row
+    dead_batches, fault = 0, ""  # batches in a row without an answer; the last error message
 
     def __init__(self, spec: str, max_tokens=256, timeout=60.0, cache: str | Path = ""):
         base, _, self.model = spec.partition("#")
@@ -217,9 +188,6 @@ class ServerLLM(LLM):
         self.probe(spec)
         # The name contains the address: two servers may give the same name to different models.
         super().__init__(f"{self.base}#{self.model}", max_tokens, cache)
-
-    def prompt(self, request: Request) -> list[int]:
-        return encode(self.tokenizer, request.instruction + request.text)
 
     def probe(self, spec: str) -> None:
         """Sends one request, once, to see that the server is there and accepts such requests."""
@@ -241,10 +209,6 @@ class ServerLLM(LLM):
             listed = self.fetch("models")["data"]
             return next(entry["max_model_len"] for entry in listed if entry["id"] == self.model)
         return CONTEXT
-
-    def length(self, text: str) -> int:
-        """Returns an upper bound for almost any text: the tokenizer is on the server."""
-        return -(-len(text.encode()) // 2)
 
     def complete(self, request: Request) -> str | None:
         """Sends the request once; returns None if the answer has no text. Some servers return the
@@ -272,29 +236,29 @@ class ServerLLM(LLM):
         return clean(content[: REPLY_TOKEN * most]) if isinstance(content, str) else None
 
     def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:
-        self.dead_batches, in_a_row = self.dead_batches + 1, 0  # reset when a request succeeds
+        in_a_row, working = 0, False
         # Trap: at exit Python waits for concurrent.futures' threads; these are daemon threads.
         with ThreadPool(min(THREADS, len(requests))) as pool:
-            for request, reply, fault in pool.imap_unordered(self.tried, requests):
-                self.fault = str(fault or self.fault)
-                if isinstance(fault, RejectedRequest):
-                    self.rejected.add(request)
-                if fault and fault.down:
-                    in_a_row += 1
-                else:
-                    self.dead_batches = in_a_row = 0
+            for request, reply, down in pool.imap_unordered(self.tried, requests):
+                in_a_row = in_a_row + 1 if down else 0
+                working |= not down
                 yield request, reply
                 if in_a_row >= GIVE_UP:
                     break
+        self.dead_batches = 0 if working else self.dead_batches + 1
         if self.dead_batches >= DEAD_BATCHES:
             problem = f"{self.dead_batches} batches in a row without an answer ({self.fault})"
             raise InputError(f"{self.name}: {problem}: start it again; the replies so far are kept")
 
-    def tried(self, request: Request) -> tuple[Request, str | None, Fault | None]:
+    def tried(self, request: Request) -> tuple[Request, str | None, bool]:
+        """Returns the request, its reply, and whether the server seems to be down."""
         try:
-            return request, retrying(partial(self.complete, request), RETRIES, BACKOFF), None
+            return request, retrying(partial(self.complete, request), RETRIES, BACKOFF), False
         except Fault as fault:
-            return request, None, fault
+            self.fault = str(fault)
+            if isinstance(fault, RejectedRequest):
+                self.rejected.add(request)
+            return request, None, fault.down
 
 
 def prompt_ids(tokenizer, request: Request) -> list[int]:
@@ -336,28 +300,22 @@ class LocalLLM(LLM):
                 f"{name}: {max_tokens} new tokens do not fit its {self.positions} positions"
             )
 
-    def prompt(self, request: Request) -> list[int]:
-        return prompt_ids(self.tokenizer, request)
-
     def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:
         prompts = {request: self.prompt(request) for request in requests}
         # Requests of similar length share a batch; the longest come first, so that a lack of memory
         # shows immediately.
-        fit = sorted(requests, key=lambda request: -len(prompts[request]))
-        while fit and (size := len(prompts[fit[0]])) > self.longest_prompt:
-            self.fault = f"a prompt of {size} tokens; {self.longest_prompt} fit"
-            yield fit.pop(0), None  # a truncated prompt would be another question
-        for sampling in dict.fromkeys(request[2:] for request in fit):
-            rows = [request for request in fit if request[2:] == sampling]
-            for start in range(0, len(rows), self.at_once):
-                batch = rows[start : start + self.at_once]
+        rows = sorted(requests, key=lambda r: (r[2:], len(prompts[r])), reverse=True)
+        for sampling, group in itertools.groupby(rows, key=lambda r: r[2:]):
+            fit = list(group)
+            while fit and len(prompts[fit[0]]) > self.longest_prompt:
+                yield fit.pop(0), None  # a truncated prompt would be another question
+            for start in range(0, len(fit), self.at_once):
+                batch = fit[start : start + self.at_once]
                 texts = self.generate([prompts[request] for request in batch], *sampling)
                 for request, text in zip(batch, texts, strict=True):
                     end = decode(self.tokenizer, prompts[request][-16:]).rstrip()
-                    yield (
-                        request,
-                        "<think>" * end.endswith("<think>") + text,
-                    )  # some templates open it
+                    opened = end.endswith("<think>")  # some templates open it
+                    yield request, "<think>" * opened + text
 
     def generate(self, prompts: Sequence[list[int]], temperature=0.0, top_p=1.0, max_tokens=0):
         ends = end_ids(self.policy, self.tokenizer)

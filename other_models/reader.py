@@ -14,7 +14,6 @@ import re
 from data import Question
 from errors import InputError
 from metrics import exact_match, f1_score, last_boxed
-from other_models.judge import ask_given
 from prompts import fill, find_blocks, gaps_of, question_values, without_thinking
 from trajectory import Trajectory
 
@@ -49,20 +48,22 @@ def read_answer(reply: str | None, whole: bool = False) -> str:
         return boxes[-1].content
     if (boxed := last_boxed(reply)) is not None:
         return boxed
-    reply = _LABEL.sub(
-        "", reply.rpartition("<answer>")[2]
-    )  # the token limit may have cut the end tag off
-    return reply.strip().partition("\n")[0].strip()
+    text = _LABEL.sub("", reply.rpartition("<answer>")[2])  # the limit may have cut the end tag off
+    return text.strip().partition("\n")[0].strip()
 
 
 def reader_answers(
     llm, pairs: list[tuple[Question, str | None]], whole=False, sampling=()
 ) -> list[str]:
-    instruction = getattr(llm, "instruction", "")  # from --prompt_file
-    layout = instruction if gaps_of(instruction) else LAYOUT
-    texts = [reader_text(*pair, layout) if (pair[1] or "").strip() else None for pair in pairs]
-    replies = ask_given(llm, INSTRUCTION, texts, sampling=sampling)
-    return [read_answer(reply, whole) for reply in replies]
+    """Returns what `read_answer` reads in the reply about each (question, evidence); a pair without
+    evidence is not sent.
+    """
+    given = {i: pair for i, pair in enumerate(pairs) if (pair[1] or "").strip()}
+    custom = llm.instruction  # from --prompt_file; a layout is the whole message
+    layout, instruction = (custom, "") if gaps_of(custom) else (LAYOUT, custom or INSTRUCTION)
+    requests = [(instruction, reader_text(*pair, layout), *sampling) for pair in given.values()]
+    replies = dict(zip(given, llm.ask(requests) if requests else [], strict=True))
+    return [read_answer(replies.get(i), whole) for i in range(len(pairs))]
 
 
 def readings_of(trajectories: list[Trajectory], reader, whole: bool) -> list[str]:
@@ -78,9 +79,9 @@ def add_reader(records: list[dict], llm, sampling=()) -> list[dict]:
     sampling   (temperature, top_p) of the reader; () decodes greedily
     """
     for number, record in enumerate(records, 1):
-        if missing := {"question", "golds", "evidence"} - set(record):
+        if "evidence" not in record:
             advice = "give predictions of a protocol with an evidence box"
-            raise InputError(f"record {number} has no {min(missing)!r}: {advice}")
+            raise InputError(f"record {number} has no 'evidence': {advice}")
     pairs = [(Question("", r["question"], r["golds"]), r["evidence"]) for r in records]
     read = []
     for record, answer in zip(records, reader_answers(llm, pairs, sampling=sampling), strict=True):

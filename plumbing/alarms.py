@@ -144,7 +144,9 @@ def report(r: dict, sampled, environment: Environment) -> Iterator[str]:
     if "logprob_gap" in r:
         yield f"log-probs: sampled and scored ones differ by {r['logprob_gap']:.1e}"
     seconds = r["rollout_seconds"] + r["reward_seconds"] + r["update_seconds"]
-    yield f"time: {seconds:.1f} s a step, {s.steps} steps {seconds * s.steps / 3600:.1f} hours"
+    seconds *= s.questions_per_step * s.group_size * sampled.draws / count
+    hours = f"{s.steps} steps {seconds * s.steps / 3600:.1f} hours"
+    yield f"time: about {seconds:.1f} s a step of {s.questions_per_step} questions, {hours}"
     if torch.cuda.is_available():
         yield f"GPU memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at its peak"
     found = [f"alarm: {said}" for said in alarms([r], s, patience=1).values()]

@@ -244,6 +244,8 @@ class Run:
         if self.settings.report_to:
             name = "-".join(self.folder.parts[-2:])
             self.accelerator.init_trackers(name, dataclasses.asdict(self.settings))
+            if self.settings.report_to == "tensorboard":
+                print(f"curves: tensorboard --logdir {self.folder}")
 
     def bar(self, first_step: int) -> Iterator[int]:
         s, title = self.settings, f"{self.settings.recipe} stage {self.settings.stage}"

@@ -12,6 +12,7 @@ from curriculum import parse_shares
 from data import (
     Document,
     Question,
+    SearchRequest,
     corpus_from_questions,
     draw_some,
     load_corpus,
@@ -21,7 +22,7 @@ from data import (
 from errors import InputError
 from papers import paper_of
 from prompts import PROTOCOLS, check_references
-from retriever import make_retriever
+from retriever import make_retriever, retrieve
 from settings import Settings, in_built_in_world
 from world.world import LOOK_UPS, World
 
@@ -37,13 +38,14 @@ def training_questions(settings: Settings) -> list[Question]:
 
 def reworded(questions: list[Question], settings: Settings) -> list[Question]:
     """Adds a word to a share of the gold answers that are looked up, as in real data."""
-    rng, told = random.Random(f"reworded {settings.seed}"), []
+    rng = random.Random(f"reworded {settings.seed}")
+    reworded_questions = []
     for question in questions:
         if question.kind in LOOK_UPS and rng.random() < settings.reworded:
             answers = [f"{answer} proper" for answer in question.answers]
             question = dataclasses.replace(question, answers=answers)
-        told.append(question)
-    return told
+        reworded_questions.append(question)
+    return reworded_questions
 
 
 def hold_out(questions: list[Question], settings: Settings) -> tuple[list, list]:
@@ -54,39 +56,43 @@ def hold_out(questions: list[Question], settings: Settings) -> tuple[list, list]
     if not settings.data:
         return questions, as_asked(world_questions(settings, "dev", count), settings)
     if count >= len(questions):
-        held = f"{count} questions are held out, and --data has {len(questions)}"
-        raise InputError(f"--eval_every: {held}: leave it out")
+        message = f"{count} questions are held out, and --data has {len(questions)}"
+        raise InputError(f"--eval_every: {message}: leave it out")
     held_out = draw_some(questions, count, f"{count} questions {settings.seed}")
     ids = {question.id for question in held_out}
     return [question for question in questions if question.id not in ids], held_out
 
 
 def with_retrieved(questions: list, documents: list[Document], settings: Settings) -> list:
-    """Replaces each question's references by documents of a search, none gold (ARENA Figure 2)."""
-    protocol, told = PROTOCOLS[settings.protocol], []
+    """Replaces the references of each question by the documents of a search; none of them counts as
+    gold (ARENA Figure 2).
+    """
+    protocol = PROTOCOLS[settings.protocol]
     if not protocol.references_in_prompt:
         raise InputError(f"--references retrieved: the prompt of {protocol.name} has no references")
     retriever = make_retriever(
         documents, settings, settings.seed, settings.timeout, runs=settings.output_dir
     )
-    given = [questions] if getattr(retriever, "needs_questions", False) else []  # the oracle
-    asked, k = [question.question for question in questions], settings.documents_per_search
-    for question, found in zip(questions, retriever.search(asked, k, *given), strict=True):
-        if found in (None, False):
+    requests = [SearchRequest(question, question.question) for question in questions]
+    results = retrieve(retriever, requests, settings.documents_per_search)
+    changed = []
+    for question, documents in zip(questions, results, strict=True):
+        if documents in (None, False):
             raise InputError("--references retrieved: a search failed: try the same command again")
-        own = tuple(found) or (Document("", "", protocol.empty_text),)
-        told.append(dataclasses.replace(question, references=own, supporting=()))
-    return told
+        references = tuple(documents) or (Document("", "", protocol.empty_text),)
+        changed.append(dataclasses.replace(question, references=references, supporting=()))
+    return changed
 
 
 def as_asked(questions: list[Question], settings: Settings) -> list[Question]:
     """Marks questions of --retrieval false and of UR²'s `direct_tasks` as not allowed to search."""
-    protocol, direct, asked = PROTOCOLS[settings.protocol], settings.direct_tasks.split(","), []
+    direct_tasks = settings.direct_tasks.split(",")
+    marked = []
     for question in questions:
-        check_references(protocol, question)
-        may = question.may_search and settings.retrieval and question.task not in direct
-        asked.append(dataclasses.replace(question, may_search=may))
-    return asked
+        check_references(PROTOCOLS[settings.protocol], question)
+        allowed = settings.retrieval and question.task not in direct_tasks
+        marked.append(dataclasses.replace(question, may_search=question.may_search and allowed))
+    return marked
 
 
 def built_in_world(settings: Settings, fact_seed: int | None = None) -> World:
@@ -98,8 +104,8 @@ def built_in_questions(settings: Settings, split: str) -> list[Question]:
     questions = world_questions(settings, split)
     if "direct" in parse_shares(settings.mix, "--mix"):
         for kind in sorted({question.kind for question in questions}):
-            some = [question for question in questions if question.kind == kind]
-            for question in (some * 240)[:240]:  # a kind of which there are few comes anew
+            same_kind = [question for question in questions if question.kind == kind]
+            for question in (same_kind * 240)[:240]:  # a small kind is repeated
                 questions.append(dataclasses.replace(question, source="direct", may_search=False))
     return questions
 
@@ -124,31 +130,35 @@ def load_documents(settings: Settings, questions: list[Question]) -> list[Docume
 def evaluation_questions(
     settings: Settings, options
 ) -> tuple[dict[str, list[Question]], list[Document]]:
-    """Returns (questions by data set, the documents). Of `options`, which are eval.Options:
+    """Returns (questions by data set, the documents). It reads these fields of eval.Options:
 
-    questions   of each kind of the built-in world, or of each file by lot; 0: all
-    references  "retrieved": what a search finds takes the place of a question's own references
+    questions   number for each kind of the built-in world, or drawn from each file; 0: all
+    references  "retrieved": the documents of a search replace a question's own references
     """
     count, fact_seed = options.questions, options.fact_seed
     if settings.data:
         datasets = load_datasets(settings.data, settings.skip_bad, settings.seed)
-        documents = load_documents(settings, [q for some in datasets.values() for q in some])
-        for name, some in datasets.items():
-            datasets[name] = draw_some(some, count, f"{count} questions {settings.seed}")
+        every = [question for questions in datasets.values() for question in questions]
+        documents = load_documents(settings, every)
+        for name, questions in datasets.items():
+            datasets[name] = draw_some(questions, count, f"{count} questions {settings.seed}")
     else:
-        some = world_questions(settings, options.split, count or None, fact_seed)
+        questions = world_questions(settings, options.split, count or None, fact_seed)
         world = built_in_world(settings, fact_seed)
-        documents = load_documents(settings, some) if settings.corpus else world.documents
-        datasets = {"the built-in world": some}
-    for name, some in datasets.items():
+        documents = load_documents(settings, questions) if settings.corpus else world.documents
+        datasets = {"the built-in world": questions}
+    for name, questions in datasets.items():
         if options.references == "retrieved":
-            some = with_retrieved(some, documents, settings)
-        datasets[name] = as_asked(some, settings)
+            questions = with_retrieved(questions, documents, settings)
+        datasets[name] = as_asked(questions, settings)
     return datasets, documents
 
 
 def known_questions(settings: Settings) -> list[Question]:
-    """Returns questions with known answers: of --data, or the built-in world's held-out ones."""
+    """Returns questions with known answers: of --data, or of the built-in world, whose held-out
+    ones come first.
+    """
     if settings.data:
         return load_questions(settings.data, settings.skip_bad, settings.seed)
-    return world_questions(settings, "test") if in_built_in_world(settings) else []
+    splits = ("test", "dev", "train") if in_built_in_world(settings) else ()
+    return [q for split in splits for q in world_questions(settings, split)]

@@ -23,11 +23,10 @@ class RandomRetriever:
         self.documents, self.seed = documents, seed
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
-        return [self.draw(query, min(k, len(self.documents))) for query in queries]
-
-    def draw(self, query: str, k: int) -> list[Document]:
+        k = min(k, len(self.documents))
         # Seeded with the text: hash() differs between processes.
-        return random.Random(f"{self.seed}\n{query}").sample(self.documents, k)
+        draws = [random.Random(f"{self.seed}\n{query}") for query in queries]
+        return [draw.sample(self.documents, k) for draw in draws]
 
 
 class EmptyRetriever:
@@ -45,7 +44,6 @@ class OracleRetriever:
     needs_questions = True
 
     def search(self, queries: list[str], k: int, questions: list[Question]) -> list[list[Document]]:
-        assert len(queries) == len(questions)
         return [gold_passages(question)[:k] for question in questions]
 
 

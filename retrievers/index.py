@@ -18,7 +18,7 @@ from errors import InputError
 from formats.manifest import written_whole, wrong_with
 from formats.records import lock
 
-VERSION = 1  # raise it when files, tokenization or weights change; Unicode has its own version
+VERSION = 2  # raise it when files, tokenization or weights change; Unicode has its own version
 ARRAYS = ("start", "postings", "weights")
 
 
@@ -30,20 +30,19 @@ def load_or_build(
     another index.
     """
     folder = Path(where).resolve()
-    made_of = {
-        "version": f"{VERSION}, Unicode {unicodedata.unidata_version}",
-        "k1, b, epsilon, title_boost": str(parameters),
-        "corpus": f"{len(documents):,} passages, sha256 {fingerprint(documents)}",
-    }
+    made_of = [VERSION, unicodedata.unidata_version, fingerprint(documents), *parameters]
     if not any(folder.glob("*")):
         write(folder, made_of, lambda: build(documents, *parameters))
-    if wrong := wrong_with(folder) or difference(folder, made_of):
+    wrong, file, stored = wrong_with(folder), folder / "index.json", {}
+    if file.exists() and not wrong:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+    if stored.get("made_of") != made_of:
+        problem = wrong or "it was built from other documents or parameters, or another version"
         advice = "give another folder, or remove this one so that it is built again"
-        raise InputError(f"--index {where}: {wrong}: {advice}")
-    words = json.loads((folder / "words.json").read_text(encoding="utf-8"))
+        raise InputError(f"--index {where}: {problem}: {advice}")
     # asarray, because slicing numpy's memmap takes several times as long
     arrays = [np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in ARRAYS]
-    return dict(zip(words, range(len(words)), strict=True)), *arrays
+    return {word: term for term, word in enumerate(stored["words"])}, *arrays
 
 
 def fingerprint(documents: list[Document]) -> str:
@@ -54,31 +53,20 @@ def fingerprint(documents: list[Document]) -> str:
     return digest.hexdigest()[:20]
 
 
-def difference(folder: Path, made_of: dict[str, str]) -> str:
-    """Returns the first property in which the folder differs from `made_of`, or ""."""
-    path = folder / "made_of.json"
-    stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    for name, value in made_of.items():
-        if stored.get(name) != value:
-            return f"its {name} is {stored.get(name)}, not {value}"
-    return ""
-
-
-def write(folder: Path, made_of: dict[str, str], build: Callable) -> None:
+def write(folder: Path, made_of: list, build: Callable) -> None:
     """Builds the index in one process; others wait and then find the folder."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        file = open(folder.with_name(f".{folder.name}.lock"), "w")  # noqa: SIM115
-        lock(file, fcntl.LOCK_EX)
+        with open(folder.with_name(f".{folder.name}.lock"), "w") as file:
+            lock(file, fcntl.LOCK_EX)
+            if any(folder.glob("*")):
+                return
+            words, *arrays = build()
+            with written_whole(folder) as aside:
+                text = json.dumps({"made_of": made_of, "words": [*words]})
+                (aside / "index.json").write_text(text, encoding="utf-8")
+                for name, array in zip(ARRAYS, arrays, strict=True):
+                    np.save(aside / f"{name}.npy", array)
     except OSError as error:
         problem = f"cannot be written there ({error.strerror}): give another folder"
         raise InputError(f"--index {folder}: {problem}") from None
-    with file:
-        if any(folder.glob("*")):
-            return
-        words, *arrays = build()
-        with written_whole(folder) as aside:
-            for name, value in (("made_of", made_of), ("words", [*words])):
-                (aside / f"{name}.json").write_text(json.dumps(value), encoding="utf-8")
-            for name, array in zip(ARRAYS, arrays, strict=True):
-                np.save(aside / f"{name}.npy", array)

@@ -35,13 +35,17 @@ class Fault(Exception):
     down    whether the server itself seems to be broken
     """
 
-    def __init__(self, text: str, retry: bool = True, down: bool = True):
+    down = True
+
+    def __init__(self, text: str, retry: bool = True):
         super().__init__(text)
-        self.retry, self.down = retry, down
+        self.retry = retry
 
 
 class RejectedRequest(Fault):
     """The server works and rejects this request; another request may succeed."""
+
+    down = False
 
 
 def fetch_json(url: str, payload=None, timeout: float = 60.0, headers=None) -> object:
@@ -54,62 +58,48 @@ def fetch_json(url: str, payload=None, timeout: float = 60.0, headers=None) -> o
     except TimeoutError:
         raise Fault(f"nothing within {timeout:g} s") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
-        message = getattr(error, "strerror", None)
-        raise Fault(message or f"{type(error).__name__}: {shown(str(error))}") from None
+        known = getattr(error, "strerror", None)
+        raise Fault(known or f"{type(error).__name__}: {shown(str(error))}") from None
     if len(body) > MAX_BYTES:
-        raise Fault(f"more than {MAX_BYTES:,} bytes", retry=False, down=False)
+        raise Fault(f"more than {MAX_BYTES:,} bytes", retry=False)
     code, text = response.status, body.decode(errors="replace")
     if code < 300:
         try:
             return json.loads(body)
         except (ValueError, RecursionError):
             raise Fault(f"a reply that is not JSON, or half of one: {shown(text)}") from None
-    onward = shown(response.headers.get("Location", ""))
-    message = shown(text)
-    if onward:
-        message = f"it redirects to {onward}: give that address if it is right"
+    message = shown(response.headers.get("Location") or text)  # where it redirects to
     kind = RejectedRequest if code in REQUEST_AT_FAULT else Fault
-    again = code in (408, 425, 429) or code >= 500
-    raise kind(f"HTTP {code} {message}".strip(), again, kind is Fault)
+    raise kind(f"HTTP {code} {message}".strip(), code in (408, 425, 429) or code >= 500)
 
 
 @contextlib.contextmanager
-def exchange(url: str, deadline: float, data=None, headers=None, address=None) -> Iterator:
+def exchange(url: str, deadline: float, data, headers: dict, address=None) -> Iterator:
     """Yields the response. If `address` is given, the socket connects to it, and `Host` and
     certificate are those of the url.
     """
     parts = urlsplit(url)
     port = parts.port or PORTS[parts.scheme]
     with contextlib.closing(http.client.HTTPConnection(parts.hostname, port)) as connection:
-        connection.response_class = functools.partial(TimedResponse, deadline=deadline)
         where = address or (parts.hostname, port)
         connection.sock = socket.create_connection(where, left(deadline))
-        connection.sock.settimeout(left(deadline))
         if parts.scheme == "https":
             connection.default_port = 443
             connection.sock = tls().wrap_socket(connection.sock, server_hostname=parts.hostname)
         path = f"{parts.path or '/'}?{parts.query}".removesuffix("?")
         path = quote(path, safe="%/:=&?~+!$,;'@()*[]")
         method, close = "GET" if data is None else "POST", {"Connection": "close"}
-        connection.request(method, path, data, close | (headers or {}))
-        yield connection.getresponse()
+        connection.request(method, path, data, close | headers)
+        with http.client.HTTPResponse(connection.sock, method=method) as response:
+            stream, sock = response.fp.raw, connection.sock  # headers and body are read from it
+            receive = stream.readinto
+            # settimeout returns None: before every wait the socket's limit becomes the time left.
+            stream.readinto = lambda buffer: sock.settimeout(left(deadline)) or receive(buffer)
+            response.begin()
+            yield response
 
 
 tls = functools.cache(ssl.create_default_context)
-
-
-class TimedResponse(http.client.HTTPResponse):
-    """A response with a deadline: before every wait the socket's limit becomes the time left."""
-
-    def __init__(self, sock, debuglevel=0, method=None, url=None, *, deadline: float):
-        super().__init__(sock, debuglevel, method, url)
-        receive = self.fp.raw.readinto
-
-        def receive_in_time(buffer):
-            sock.settimeout(left(deadline))
-            return receive(buffer)
-
-        self.fp.raw.readinto = receive_in_time  # headers and body are read through this
 
 
 def left(deadline: float) -> float:
@@ -123,16 +113,15 @@ def left(deadline: float) -> float:
 
 
 def host_of(url: str, example: str = "http://host:port") -> str:
-    """Returns the host of an http(s) address. Raises an InputError that shows `example`, and the
-    address without a password, if it is not one.
+    """Returns the host of an http(s) address. Raises an InputError that shows `example` if it is
+    not one.
     """
     with contextlib.suppress(ValueError):  # raised by urlsplit, or by a port that is not a number
         parts = urlsplit(url)
-        # Trap: urlsplit removes line breaks, but the request is made from the whole text.
-        plain = url.isprintable() and "@" not in parts.netloc
-        if plain and parts.scheme in PORTS and parts.hostname and parts.port != 0:
+        # Trap: urlsplit removes line breaks, and messages show the whole text.
+        if url.isprintable() and parts.scheme in PORTS and parts.hostname and parts.port != 0:
             return parts.hostname
-    raise InputError(f"{url.rpartition('@')[2]!r}: not an address: give {example}")
+    raise InputError(f"{url!r}: not an address: give {example}")
 
 
 def retrying(call: Callable, retries: int, backoff: float = 0.5, wait: Callable = time.sleep):
@@ -148,7 +137,4 @@ def retrying(call: Callable, retries: int, backoff: float = 0.5, wait: Callable 
 
 def shown(text: str) -> str:
     """Returns the beginning of a server's message on one line."""
-    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-        text = json.loads(text)["error"]["message"]
-    line = harmless(" ".join(str(text).split()))
-    return line if len(line) <= 120 else line[:120] + " ..."
+    return harmless(" ".join(text[:160].split()))

@@ -12,8 +12,6 @@ server fails if "return_scores" is false. A server that drops a list would give 
 the documents of another query, so lists are counted. Left out: encryption, passwords.
 """
 
-import contextlib
-import hashlib
 import json
 import time
 from functools import partial
@@ -21,6 +19,7 @@ from functools import partial
 from data import Document
 from errors import InputError
 from formats.layouts import titled
+from retrievers.index import fingerprint
 from retrievers.net import (
     MAX_BACKOFF,
     Fault,
@@ -61,13 +60,13 @@ class HttpRetriever:
         """Returns at most k documents for each query; False for a query that the server rejects,
         and None for one that failed even when it was sent alone. Raises a Fault if all failed.
         """
-        documents, fault, distinct = {}, None, list(dict.fromkeys(queries))
-        for start in range(0, len(distinct), BATCH):
-            batch = distinct[start : start + BATCH]
+        documents, fault = {}, None
+        for start in range(0, len(queries), BATCH):
+            batch = queries[start : start + BATCH]
             try:
                 answered = retrying(partial(self.ask, batch, k, self.timeout), RETRIES, BACKOFF)
             except Fault as error:
-                fault, answered = error, self.ask_one_by_one(batch, k, error)
+                fault, answered = error, self.ask_one_by_one(batch, k)
             if not answered:  # the next batch would fail, too
                 break
             documents |= answered
@@ -75,19 +74,18 @@ class HttpRetriever:
             raise fault
         return [documents.get(query) for query in queries]
 
-    def ask_one_by_one(self, batch: list[str], k: int, fault: Fault) -> dict:
+    def ask_one_by_one(self, batch: list[str], k: int) -> dict:
         """Sends each query alone. All of them may take `timeout` seconds, one that hangs at most a
-        quarter of that. A batch of one query is sent again only if the server works.
+        quarter of that.
         """
         documents, deadline = {}, time.monotonic() + self.timeout
-        with contextlib.suppress(TimeoutError):
-            for query in batch if len(batch) > 1 or not fault.down else ():
-                try:
-                    documents |= self.ask([query], k, min(left(deadline), self.timeout / 4))
-                except RejectedRequest:
-                    documents[query] = False
-                except Fault:
-                    continue
+        for query in batch:
+            try:
+                documents |= self.ask([query], k, min(left(deadline), self.timeout / 4))
+            except RejectedRequest:
+                documents[query] = False
+            except (Fault, TimeoutError):
+                pass
         return documents
 
     def ask(self, queries: list[str], k: int, timeout: float) -> dict[str, list[Document]]:
@@ -95,16 +93,16 @@ class HttpRetriever:
         payload = {"queries": queries, "topk": k, "return_scores": True}
         reply = fetch_json(self.url, payload, timeout)
         lists = reply.get("result") if isinstance(reply, dict) else None
-        if not isinstance(lists, list) or not all(isinstance(items, list) for items in lists):
-            raise Fault(f"wrong shape: no list of lists under 'result': {shown(json.dumps(reply))}")
-        if len(lists) != len(queries):
-            raise Fault(f"wrong shape: {len(lists)} lists for {len(queries)} queries")
+        good = isinstance(lists, list) and all(isinstance(items, list) for items in lists)
+        if not good or len(lists) != len(queries):
+            wanted = f"'result' is not a list of {len(queries)} lists"
+            raise Fault(f"wrong shape: {wanted}: {shown(json.dumps(reply))}")
         documents = [list(filter(None, map(read_document, items)))[:k] for items in lists]
         return dict(zip(queries, documents, strict=True))
 
 
 def read_document(item: object) -> Document | None:
-    """Returns a document from its contents, or from its title and text; None for an empty slot.
+    """Returns a document from its contents; None for an empty slot.
 
     >>> read_document({"document": {"id": 7, "contents": '"Varen"\\nBy the Ost.'}, "score": 1.5})
     Document(id='7', title='Varen', text='By the Ost.')
@@ -112,14 +110,11 @@ def read_document(item: object) -> Document | None:
     record = item.get("document", item) if isinstance(item, dict) else item
     if record is None:
         return None
-    names = ["contents", "title", "text"]
-    fields = [record.get(name) or "" for name in names] if isinstance(record, dict) else [None]
-    if not all(isinstance(value, str) for value in fields) or not record.keys() & {*names}:
-        raise Fault(f"wrong shape: no passage: {shown(json.dumps(item))}")
-    contents, title, text = fields
-    title, text = titled(contents) if contents else (title, text)
-    title, text = title.strip(), text.strip()
-    # Without an id, a hash of the text is the id, so that it is the same in every search.
-    text_id = hashlib.sha256(f"{title}\n{text}".encode(errors="replace")).hexdigest()[:16]
-    document_id = text_id if record.get("id") in (None, "") else str(record["id"])
-    return Document(document_id, title, text) if title or text else None
+    try:
+        title, text = map(str.strip, titled(record["contents"]))
+    except (AttributeError, KeyError, TypeError):
+        raise Fault(f"wrong shape: no passage: {shown(json.dumps(item))}") from None
+    document_id = record.get("id")
+    if document_id in (None, ""):  # a hash of the text, so that it is the same in every search
+        document_id = fingerprint([Document("", title, text)])
+    return Document(str(document_id), title, text) if title or text else None

@@ -3,41 +3,27 @@
     python retriever.py serve --corpus FILE, or --retriever web --retriever_url URL
     python retriever.py check --corpus FILE, or --url URL       exit code 1 if something is wrong
 
-A request that cannot be served gets {"error": {"message": ...}} with status 400, 404, 405, 413 or
+A request that cannot be served gets {"error": {"message": ...}} with status 400, 404, 413 or
 500, and the server goes on. GET /health answers while the server runs. `check` finds faults that
 training would not show: an index of another corpus, or lists in another order than the queries.
-Left out: encryption, passwords, and limits on slow or many clients (use a reverse proxy).
+Left out: encryption, passwords, and limits on slow, many or greedy clients (use a reverse proxy).
 """
 
-import contextlib
 import json
-import re
 import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from operator import eq
 
 from data import Document, load_corpus
 from errors import FlagParser, InputError
 from retrievers.net import RejectedRequest, shown
-from retrievers.remote import HttpRetriever
 
 MAX_BODY = 16 * 2**20  # bytes of one request
-MAX_QUERIES, MAX_K, DEFAULT_K = 10_000, 1000, 5
-MAX_QUERY = 10_000  # characters; a query of megabytes would delay all others
 HERE = "this server has POST /retrieve and GET /health"
-ODD_QUERIES = [
-    "zxqvkj",
-    "",
-    "?!",
-    "\n",
-    "kelmouth " * 1000,
-]  # an unknown word, no word, too many words
+ODD_QUERIES = ["zxqvkj", "", "?!", "\n", "kelmouth " * 1000]  # unknown, no words, too many words
 COMMON_WORDS = "history city film born river music science war company language".split()
-
-
-class Refused(Exception):
-    """A request that is not served; the arguments are the HTTP status and the message."""
 
 
 class RetrievalServer(ThreadingHTTPServer):
@@ -48,28 +34,27 @@ class RetrievalServer(ThreadingHTTPServer):
 
     def __init__(self, retriever, host: str = "127.0.0.1", port: int = 8000):
         self.retriever = retriever
-        self.lock = (
-            threading.Lock()
-        )  # not every retriever is thread-safe, so searches run one at a time
+        # Not every retriever is thread-safe, so searches run one at a time.
+        self.lock = threading.Lock()
         try:
             super().__init__((host, port), Handler)
         except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise InputError(
-                f"{host}:{port}: cannot listen there ({reason}): give another --port or --host"
-            ) from None
+            advice = "give another --port or --host"
+            raise InputError(f"{host}:{port}: cannot listen there ({error}): {advice}") from None
 
-    def answer(self, body: bytes) -> dict:
-        queries, k = read_request(body)
+    def answer(self, body: bytes) -> tuple[int, dict | str]:
+        """Returns the status and the reply, or the status and a message."""
         try:
+            queries, k = read_request(body)
             with self.lock:
                 lists = self.retriever.search(queries, k)
-            return {"result": [[to_json(document) for document in one] for one in lists]}
+            return 200, {"result": [[to_json(document) for document in one] for one in lists]}
+        except RejectedRequest as error:  # also a search API may reject one query
+            return 400, str(error)
         except Exception as error:  # a retriever may raise anything; the next request may succeed
             line = f"the retriever failed: {type(error).__name__}: {shown(str(error))}"
             print(line, file=sys.stderr, flush=True)
-            # A search API that works may still reject one query.
-            raise Refused(400 if isinstance(error, RejectedRequest) else 500, line) from None
+            return 500, line
 
     def handle_error(self, request, client_address):
         if not isinstance(sys.exception(), OSError):  # a client that disconnected is not an error
@@ -82,19 +67,19 @@ class Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def do_GET(self):
-        code = {"/health": 200, "/retrieve": 405}.get(self.path.rstrip("/"), 404)
-        self.send(code, {"status": "ok"} if code == 200 else HERE)
+        if self.path == "/health":
+            self.send(200, {"status": "ok"})
+        else:
+            self.send(404, HERE)
 
     def do_POST(self):
-        try:
-            if self.path.rstrip("/") != "/retrieve":
-                raise Refused(404, HERE)
-            length = self.headers.get("Content-Length", "")
-            if not re.fullmatch("[0-9]{1,15}", length) or int(length) > MAX_BODY:
-                raise Refused(413, f"send at most {MAX_BODY:,} bytes, and their Content-Length")
-            self.send(200, self.server.answer(self.rfile.read(int(length))))
-        except Refused as refused:
-            self.send(*refused.args)
+        length = self.headers.get("Content-Length", "")
+        if self.path.rstrip("/") != "/retrieve":
+            self.send(404, HERE)
+        elif not length.isdecimal() or int(length[:15]) > MAX_BODY:
+            self.send(413, f"send at most {MAX_BODY:,} bytes, and their Content-Length")
+        else:
+            self.send(*self.server.answer(self.rfile.read(int(length))))
 
     def send(self, status: int, reply: dict | str):
         """Sends a reply as JSON; a plain text is sent as an error message."""
@@ -111,23 +96,19 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def read_request(body: bytes) -> tuple[list[str], int]:
-    """Returns (queries, k). An empty query is accepted, so that the other queries of its batch
-    still get their documents.
+    """Returns (queries, k); raises RejectedRequest. An empty query is accepted, so that the other
+    queries of its batch still get their documents.
     """
     try:
         request = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is not JSON ({shown(str(error))})") from None
+    except (ValueError, RecursionError):
+        raise RejectedRequest("the body is not JSON") from None
     queries = request.get("queries") if isinstance(request, dict) else None
-    short = isinstance(queries, list) and len(queries) <= MAX_QUERIES
-    if not short or not all(
-        isinstance(query, str) and len(query) <= MAX_QUERY for query in queries
-    ):
-        limits = f"at most {MAX_QUERIES:,} strings of at most {MAX_QUERY:,} characters"
-        raise Refused(400, f"'queries' must be a list of {limits}")
-    k = request.get("topk", DEFAULT_K)
-    if type(k) is not int or not 1 <= k <= MAX_K:  # type(): True is an int
-        raise Refused(400, f"'topk' must be a whole number from 1 to {MAX_K}")
+    if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
+        raise RejectedRequest("'queries' must be a list of strings")
+    k = request.get("topk", 5)
+    if type(k) is not int or not 1 <= k <= 1000:  # type(): True is an int
+        raise RejectedRequest("'topk' must be a whole number from 1 to 1000")
     return queries, k
 
 
@@ -153,7 +134,7 @@ def check(retriever, passages: list[Document], k: int = 5) -> list[tuple[bool, s
         return [(False, f"it failed: {type(error).__name__}: {error}")]
     n = len(queries)
     hits = sum(query in map(query_for, found) for query, found in zip(queries, alone, strict=True))
-    same = sum(one == other for one, other in zip(alone, together, strict=False))
+    same = sum(map(eq, alone, together))
     return [
         (hits >= 0.9 * n, f"{hits} of {n} passages are among the {k} for their title or beginning"),
         (same >= 0.9 * n, f"{same} of {n} queries find the same when they are asked at once"),
@@ -166,79 +147,56 @@ def query_for(passage: Document) -> str:
     return " ".join((passage.title or passage.text).lower().split()[:12])
 
 
-FLAGS = {
-    "corpus": "corpus file; not needed for the web or --url",
-    "index": "bm25: folder that stores the index for the next start",
-    "encoder": "dense: hub name or directory of the encoder",
-    "index_file": "dense: flat FAISS index whose row i is document i",
-    "output_dir": "dense: folder that stores the vectors in vectors/ (default: runs)",
-    "device": "dense: cpu, cuda:0, ... (default: a GPU if there is one)",
-    "retriever_url": "web: address of the search API",
-    "url": "check: address of a server; --corpus is the corpus that it should have",
+FLAGS = {  # name -> (default, help)
+    "corpus": ("", "corpus file; not needed for the web or --url"),
+    "retriever": ("bm25", "bm25, dense or web"),
+    "title_boost": (1, "bm25: how often a title is counted"),
+    "index": ("", "bm25: folder that stores the index for the next start"),
+    "encoder": ("", "dense: hub name or directory of the encoder"),
+    "index_file": ("", "dense: flat FAISS index whose row i is document i"),
+    "output_dir": ("runs", "dense: folder that stores the vectors in vectors/"),
+    "retriever_url": ("", "web: address of the search API"),
+    "page_words": (150, "web: words of a page; 2000 for a model that summarises"),
+    "url": ("", "check: address of a server; --corpus is the corpus that it should have"),
+    "host": ("127.0.0.1", "serve: address to listen on; 0.0.0.0 accepts every machine"),
+    "port": (8000, "serve: port to listen on"),
 }
 
 
 def command(arguments: list[str], make: Callable) -> None:
     """Runs `serve` or `check` with their flags; `make` is retriever.make_retriever."""
     parser = FlagParser("retriever.py", description="Serves a retriever over HTTP, or checks one.")
-    flag = parser.add_argument
-    flag("command", choices=["serve", "check"])
-    for name, text in FLAGS.items():
-        flag(f"--{name}", default="", help=text)
-    flag("--skip_bad", action="store_true", help="leave out malformed records")
-    flag("--retriever", choices=["bm25", "dense", "web"], default="bm25")
-    flag(
-        "--title_boost",
-        type=int,
-        choices=range(10),
-        default=1,
-        help="bm25: how often a title is counted",
-    )
-    flag(
-        "--page",
-        choices=["whole", "window"],
-        default="window",
-        help="web: read the whole page or a window around the query's words",
-    )
-    flag(
-        "--allow_private",
-        action="store_true",
-        help="web: also read addresses of the private network",
-    )
-    flag(
-        "--host",
-        default="127.0.0.1",
-        help="serve: address to listen on; 0.0.0.0 accepts every machine",
-    )
-    flag("--port", type=int, default=8000, help="serve: port to listen on")
+    parser.add_argument("command", choices=["serve", "check"])
+    for name, (default, text) in FLAGS.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
+    parser.add_argument("--skip_bad", action="store_true", help="leave out malformed records")
+    private = "web: also read addresses of the private network"
+    parser.add_argument("--allow_private", action="store_true", help=private)
     args = parser.parse_args(arguments)
-    for name, owner in ("index", "bm25"), ("output_dir", "dense"):
-        if getattr(args, name) and (args.url or args.retriever != owner):
-            raise InputError(f"--{name}: only --retriever {owner} has this flag: leave it out")
+    args.retriever = "http" if args.url else args.retriever
+    for name, (default, text) in FLAGS.items():
+        owner = text.partition(":")[0]
+        reader = owner if owner in ("bm25", "dense", "web") else args.retriever
+        if reader != args.retriever and getattr(args, name) != default:
+            raise InputError(f"--{name}: only --retriever {owner} reads it: leave it out")
+    args.retriever_url = args.url or args.retriever_url
     documents = load_corpus(args.corpus, args.skip_bad) if args.corpus else []
-    retriever = retriever_of(args, documents, make)
+    if args.retriever == "web":
+        from retrievers.web import WebRetriever  # imported only where the web is searched
+
+        retriever = WebRetriever(args.retriever_url, args.allow_private, args.page_words)
+    else:
+        retriever = make(documents, args, runs=args.output_dir)
     if args.command == "serve":
         with RetrievalServer(retriever, args.host, args.port) as server:
             where = f"at http://{args.host}:{server.server_port}; Ctrl-C ends it"
             print(args.retriever, args.corpus or "search", where, flush=True)
-            with contextlib.suppress(KeyboardInterrupt):
-                server.serve_forever()
-            return print("\nended", flush=True)
+            server.serve_forever()
     if not documents:  # the corpus is on the server: take what it finds for common words
-        lists = retriever.search(COMMON_WORDS, 5)
-        documents = list(dict.fromkeys(document for one in lists for document in one or ()))
+        documents = [
+            document for one in retriever.search(COMMON_WORDS, 5) for document in one or ()
+        ]
     findings = check(retriever, documents)
     for passed, text in findings:
         print("ok   " if passed else "WRONG", text)
-    sys.exit(0 if all(passed for passed, _ in findings) else 1)
-
-
-def retriever_of(args, documents: list[Document], make: Callable):
-    if args.url:
-        return HttpRetriever(args.url)
-    if args.retriever != "web":
-        return make(documents, args, device=args.device, runs=args.output_dir or "runs")
-    from retrievers import web  # imported only where the web is searched
-
-    words = web.WHOLE if args.page == "whole" else web.WINDOW
-    return web.WebRetriever(args.retriever_url, args.allow_private, words)
+    sys.exit(not all(passed for passed, _ in findings))

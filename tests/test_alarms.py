@@ -244,7 +244,8 @@ def test_a_dry_run_says_what_it_saw_and_leaves_a_run_as_it_was(more, model, tmp_
     told = capsys.readouterr().out
     assert files_of(tmp_path) == before and "settings.json" not in told
     pattern = r"(?s)prompts: \d+ to \d+ tokens; trajectories at most \d+ of \d+ .*queries: .*"
-    pattern += r"found something, .*groups: \d of 6 .*log-probs: .*time: .* a step, 50 steps "
+    pattern += r"found something, .*groups: \d of 4 .*log-probs: .*"
+    pattern += "time: .* a step of 6 questions, 50 steps "
     assert re.search(pattern, told) and "dry_run=True (was" not in told
     last = told.splitlines()[-1]
     assert last.startswith("alarm: ") or last == "nothing found that would keep it from learning"

@@ -122,6 +122,7 @@ def test_a_server_that_is_not_there_is_one_line(refused, closed_port):
         ("/sav x", "did you mean /save?"),
         ("/save /tmp/x.html", "error: /save: nothing was asked yet"),
         ("who is zork ?", "knows only its own world's words; try: "),
+        ("What is 17 + 25?", "the model does not know '17'"),
     ],
 )
 def test_whatever_is_wrong_is_a_line_and_the_session_goes_on(session, line, said):
@@ -157,8 +158,8 @@ def test_a_model_or_a_disk_that_breaks_is_told_and_the_session_goes_on(session, 
 def test_words_that_the_model_does_not_know_are_one_line_with_a_question_it_knows(refused, asked):
     said = refused("who invented the steam engine ?")
     assert "it knows only its own world's words; try: " in said
-    known = World(0).questions("test", "arithmetic")[3]  # the answers of its own world are known
-    for question in (said.rpartition("try: ")[2], known.question):
+    known = [World(0).questions(split, "one_hop")[3].question for split in ("train", "dev")]
+    for question in (said.rpartition("try: ")[2], *known):  # the answers of its world are known
         assert "   gold: unknown" not in "".join(asked(question))
 
 

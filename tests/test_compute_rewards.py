@@ -21,7 +21,7 @@ class Model:
     asked.
     """
 
-    failures = 0
+    failures, instruction = 0, ""
 
     def __init__(self, answer):
         self.answer, self.batches, self.requests = answer, [], []
@@ -32,22 +32,17 @@ class Model:
         return [self.answer(text) for text in self.batches[-1]]
 
 
-class Scorer:
-    """(trajectories, step) -> (terms, correct) of a recipe's first stage, with whom it asks."""
-
-    def __init__(self, settings, documents):
-        self.settings = settings
-        self.others = build.build_other_models(settings, documents, "cpu")
-
-    def __call__(self, trajectories, step):
-        return compute_rewards(trajectories, self.settings, step, self.others)
-
-    def stats(self):
-        return {name: count() for name, count in self.others.stats.items()}
+def made(name: str, documents=(), **changes):
+    """Returns the settings of a recipe's first stage and the models that its reward asks."""
+    settings = resolve(name, 1, True, changes)
+    return settings, build.build_other_models(settings, list(documents), "cpu")
 
 
-def scorer_of(name: str, documents=(), **changes) -> Scorer:
-    return Scorer(resolve(name, 1, True, changes), list(documents))
+def scored(rows, name: str, documents=(), **changes):
+    """Returns the terms and whether each answer is right, and what the other models count."""
+    settings, others = made(name, documents, **changes)
+    reward_terms, correct = compute_rewards(rows, settings, 0, others)
+    return reward_terms, correct, {name: count() for name, count in others.stats.items()}
 
 
 # ----------------------------------------------------------------------------------- who is asked
@@ -56,36 +51,28 @@ def scorer_of(name: str, documents=(), **changes) -> Scorer:
 def test_the_reader_is_asked_once_for_all_that_searched(monkeypatch):
     reader = Model(lambda text: "Norland" if "Norland" in text.split("\n")[0] else "Sudria")
     monkeypatch.setattr(build, "build_reader", lambda *_: reader)
-    scorer = scorer_of("r_search")
-    rows = [example("r_search", searches=n) for n in (2, 0, 0, 1)]
-    reward_terms, correct = scorer([*rows, example("r_search", "Sudria")], 0)
-    # three of the five searched and have evidence; the evidence of all three names the country
-    assert len(reader.batches) == 1 and len(reader.batches[0]) == 3
+    rows = [example("r_search"), example("r_search", searches=0), example("r_search", "Sudria")]
+    reward_terms, correct, stats = scored(rows, "r_search")
+    # two of the three searched and have evidence, which names the country
+    assert len(reader.batches) == 1 and len(reader.batches[0]) == 2
     assert all(text.endswith("In which country was Ana Bell born?") for text in reader.batches[0])
-    assert [c["evidence"] for c in reward_terms] == [1, 0, 0, 1, 1]
-    assert [c["answer"] for c in reward_terms] == [
-        1,
-        1,
-        1,
-        1,
-        0,
-    ]  # the reader's is not the policy's
-    assert correct == [True, True, True, True, False] and scorer.stats() == {"reader_failures": 0}
+    paid = [(terms["evidence"], terms["answer"]) for terms in reward_terms]
+    assert paid == [(1, 1), (0, 1), (1, 0)]  # the reader's answer is not the policy's
+    assert correct == [True, True, False] and stats == {"reader_failures": 0}
 
 
 def test_the_readers_whole_reply_is_paid_where_the_variant_says_so(monkeypatch):
-    # the first line, or three words with one in common: 2 · 1 / (3 + 1)
+    # three words with one in common: 2 · 1 / (3 + 1)
     monkeypatch.setattr(build, "build_reader", lambda *_: Model(lambda text: "Norland\nit is"))
-    for whole, f1 in ((False, 1.0), (True, 0.5)):
-        scorer = scorer_of("r_search", whole_reply=whole)
-        assert scorer([example("r_search")], 0)[0][0]["evidence"] == f1
+    reward_terms, *_ = scored([example("r_search")], "r_search", whole_reply=True)
+    assert reward_terms[0]["evidence"] == 0.5
 
 
 def test_without_the_evidence_reward_no_reader_is_loaded(monkeypatch):
     monkeypatch.setattr(build, "build_reader", lambda *_: pytest.fail("a reader was loaded"))
-    rows = [example("r_search")]
     for name in ("r_search", "ur2"):
-        assert scorer_of(name, evidence_reward=False).others.readings(rows) == [""]
+        _, others = made(name, evidence_reward=False)
+        assert others.readings([example("r_search")]) == [""]
 
 
 def test_another_data_set_asks_for_a_reader_of_the_evidence():
@@ -94,34 +81,34 @@ def test_another_data_set_asks_for_a_reader_of_the_evidence():
 
 
 def judged(monkeypatch, reply, rows, name="when_to_search", **changes):
-    """(reward_terms, correct, the judge's batches) with a judge that says `reply` to everything."""
+    """Returns what `scored` does, and the judge's batches, if a judge gives one reply to all."""
     judge = Model(lambda text: reply)
     monkeypatch.setattr(build, "load_llm", lambda *_, **__: judge)
-    reward_terms, correct = scorer_of(name, judge="j", **changes)(rows, 0)
-    return reward_terms, correct, judge.batches
+    return *scored(rows, name, judge="j", **changes), judge.batches
 
 
 @pytest.mark.parametrize(
-    "reply, marks, correct",
+    "reply, marks, correct, unreadable",
     [
-        ("no", [-0.4, -0.4], [False, False]),
-        ("yes", [1, 1], [True, True]),
-        ("I cannot say", [1, -0.4], [True, False]),  # unreadable: the metric decides
+        ("no", [-0.4, -0.4], [False, False], 0),
+        ("yes", [1, 1], [True, True], 0),
+        ("I cannot say", [1, -0.4], [True, False], 1),  # the metric decides
     ],
 )
-def test_the_judge_s_verdict_goes_before_the_metric(reply, marks, correct, monkeypatch):
+def test_the_judge_s_verdict_goes_before_the_metric(reply, marks, correct, unreadable, monkeypatch):
     # Two searches each, β = 0.3. Stage 1: right 1, wrong −1 + 0.6.
     rows = [example("when_to_search", "Norland"), example("when_to_search", "Sudria")]
-    reward_terms, right, batches = judged(monkeypatch, reply, rows)
+    reward_terms, right, stats, batches = judged(monkeypatch, reply, rows)
     assert [c["answer"] for c in reward_terms] == pytest.approx(marks) and right == correct
+    assert stats["judge_unreadable"] == unreadable  # a share of those that were asked
     assert len(batches) == 1 and len(batches[0]) == 2  # once, for all
 
 
 def test_the_judge_is_asked_only_where_right_and_wrong_are_asked_for(monkeypatch):
     rows = [example("ur2", "Sudria")]
-    assert judged(monkeypatch, "yes", rows, "ur2")[1:] == ([False], [])
+    assert judged(monkeypatch, "yes", rows, "ur2")[1::2] == ([False], [])
     dynamic = {"reward": "ur2_stage2", "algorithm": "dapo"}
-    reward_terms, correct, batches = judged(monkeypatch, "yes", rows, "ur2", **dynamic)
+    reward_terms, correct, _, batches = judged(monkeypatch, "yes", rows, "ur2", **dynamic)
     assert correct == [True] and len(batches) == 1  # dynamic sampling asks
     assert reward_terms[0]["answer"] == 0  # but UR²'s reward has its own metric
 
@@ -134,45 +121,31 @@ def test_arena_s_accuracy_is_the_verdict_of_a_judge_and_without_one_the_metric(
 ):
     # unreadable: the metric, here F1; "Norland, Kelmouth" for "Norland": P = 1/2, R = 1
     rows = [example("arena"), example("arena", "Norland, Kelmouth")]
-    reward_terms, _, batches = judged(monkeypatch, reply, rows, "arena", answer_metric="f1")
-    assert [c["answer"] for c in reward_terms] == pytest.approx(answers) and len(batches[0]) == 2
+    reward_terms, *_ = judged(monkeypatch, reply, rows, "arena", answer_metric="f1")
+    assert [c["answer"] for c in reward_terms] == pytest.approx(answers)
     assert [c["bonus"] for c in reward_terms] == [10 * (answer == 1) for answer in answers]
 
 
-def test_the_share_of_unreadable_verdicts_is_told(monkeypatch):
-    replies = iter(["yes", "perhaps", "no", "perhaps"])
-    judge = Model(lambda text: next(replies))
-    monkeypatch.setattr(build, "load_llm", lambda *_, **__: judge)
-    scorer = scorer_of("when_to_search", judge="j")
-    assert scorer.stats()["judge_unreadable"] == 0
-    scorer([example("when_to_search")] * 4, 0)
-    assert scorer.stats()["judge_unreadable"] == 0.5
-    assert scorer_of("ur2").stats() == {}
+def retrieval(second: str, documents=()) -> float:
+    """Returns When to Search's term of a trajectory that searches for "ana bell", then `second`."""
+    found = "</search><information>ana bell of kelmouth</information><reflect>b</reflect>"
+    text = f"<think>t</think><search>ana bell{found}<search>{second}{found}<answer>e</answer>"
+    asked = Question("q", "Where was Ana born?", ["e"])
+    trajectory = trajectory_from_text(asked, text, "when_to_search")
+    return scored([trajectory], "when_to_search", documents)[0][0]["retrieval"]
 
 
 def test_similar_queries_are_measured_over_the_corpus_of_the_run():
     # "zzz" is in no passage, so it does not make the second query another one: cosine 1, and −1 of
     # the retrieval term.
-    found = "</search><information>a</information><reflect>b</reflect>"
-    text = f"<think>t</think><search>ana bell{found}<search>ana bell zzz{found}<answer>e</answer>"
-    trajectory = trajectory_from_text(Question("q", "?", ["e"]), text, "when_to_search")
-    documents = [Document("1", "ana bell", "birthplace kelmouth")]
-    documents.append(Document("2", "ida roth", "birthplace norland"))
-    reward_terms, _ = scorer_of("when_to_search", documents)([trajectory], 0)
-    assert reward_terms[0]["retrieval"] == pytest.approx(-1)
+    documents = [Document("1", "ana bell", "kelmouth"), Document("2", "ida roth", "norland")]
+    assert retrieval("ana bell zzz", documents) == pytest.approx(-1)
 
 
 def test_without_a_corpus_a_word_counts_that_the_step_asked_for_or_found():
-    found = "</search><information>ana bell of kelmouth</information><reflect>b</reflect>"
-    for second, cosine in (("ana bell zzz", 1), ("ana kelmouth", 1 / 2)):
-        text = f"<think>t</think><search>ana bell{found}<search>{second}{found}<answer>e</answer>"
-        asked = Question("q", "Where was Ana born?", ["e"])
-        trajectory = trajectory_from_text(asked, text, "when_to_search")
-        reward_terms, _ = scorer_of("when_to_search")([trajectory], 0)
-        # of the two texts both have ana (idf 1), one each bell and kelmouth (ln(3 / 2) + 1)
-        idf = np.log(3 / 2) + 1
-        cosine = cosine if cosine == 1 else 1 / (1 + idf**2)
-        assert reward_terms[0]["retrieval"] == pytest.approx(-cosine)
+    assert retrieval("ana bell zzz") == pytest.approx(-1)
+    # of the two texts both have ana (idf 1), one each bell and kelmouth (ln(3 / 2) + 1)
+    assert retrieval("ana kelmouth") == pytest.approx(-1 / (1 + (np.log(3 / 2) + 1) ** 2))
 
 
 # ----------------------------------------------------------------------------------- what is right
@@ -193,7 +166,7 @@ def test_answers_are_scored_by_their_task(text, question, em, f1, cem):
     trajectory = trajectory_from_text(Question("q", "?", **question), text, "ur2")
     numbers = trajectory_metrics(trajectory)
     assert [numbers[name] for name in ("em", "f1", "cem")] == pytest.approx([em, f1, cem])
-    assert scorer_of("ur2")([trajectory], 0)[1] == [bool(em)]
+    assert scored([trajectory], "ur2")[1] == [bool(em)]
 
 
 @pytest.mark.parametrize(
@@ -211,7 +184,7 @@ def test_punctuation_is_deleted_where_the_paper_s_scorer_deletes_it(protocol, sa
         trajectory = trajectory_from_text(question, told, protocol)
         assert trajectory_metrics(trajectory)["em"] == (gold == same)
         if protocol == "arena":  # the reward and the evaluation agree
-            assert scorer_of("arena")([trajectory], 0)[0][0]["answer"] == (gold == same)
+            assert scored([trajectory], "arena")[0][0]["answer"] == (gold == same)
 
 
 # --------------------------------------------------------------------- records of an evaluation
@@ -233,19 +206,18 @@ def test_a_reader_answers_from_the_evidence_and_its_scores_stand_beside_the_poli
     # "far norland" for "norland": P 1/2, R 1, F1 2/3
     scores = [(r["metrics"]["reader_em"], r["metrics"]["reader_f1"]) for r in found]
     assert scores == [(0, pytest.approx(2 / 3)), (0, 0)]
-    assert [(r["metrics"]["em"], r["prediction"]) for r in found] == [(0, "Sudria"), (1, "Norland")]
+    assert [r["metrics"]["em"] for r in found] == [0, 1]
     assert [set(r["metrics"]) for r in records] == [{"em"}, {"em"}]  # they stay as they were
 
 
 def test_an_unreadable_verdict_is_neither_right_nor_wrong_and_none_leaves_what_is_there():
-    said = {"Norland": "The same.\nyes", "Sudria": "no", "Kelmouth": "Hard to say.", "Lom": None}
-    judge = Judge(Model(lambda text: said[text.rpartition("answer: ")[2]]))
-    records = add_verdicts([record(answer, "Norway") for answer in (*said, "")], judge)
-    # no answer is wrong, and nobody is asked
-    assert [r["metrics"]["judged"] for r in records] == [1, 0, None, None, 0]
-    assert (judge.asked, judge.unreadable, judge.silent) == (4, 2, 1)
-    gone = Judge(Model(lambda text: None))
-    assert add_verdicts(records, gone) == records and gone.silent == 4
+    replies = {"Norland": "The same.\nyes", "Sudria": "no", "Kelmouth": "Hard to say."}
+    judge = Judge(Model(lambda text: replies[text.rpartition("answer: ")[2]]))
+    records = add_verdicts([record(answer, "Norway") for answer in (*replies, "")], judge)
+    # no answer is wrong, and the judge is not asked
+    assert [r["metrics"]["judged"] for r in records] == [1, 0, None, 0]
+    assert (judge.asked, judge.unreadable) == (3, 1)
+    assert add_verdicts(records, Judge(Model(lambda text: None))) == records
 
 
 def test_searches_and_their_tokens_are_counted():
@@ -278,7 +250,6 @@ def test_searches_and_their_tokens_are_counted():
         ("<think>", [" a b"], "", 3, 1),
         ("", ["A <think> b"], "A ", 2, 1),
         # a search in a thought, which goes on behind it; then another that has no end
-        ("", ["<think> a", " b </think> A"], " A", 4, 0),
         ("", ["<think> a", " b", " c </think> A <think> d"], " A ", 6, 1),
         ("", ["A"], "A", None, 0),
     ],
@@ -301,9 +272,10 @@ def test_what_a_model_thought_is_no_text_of_its_own_and_is_counted(
 def test_a_term_that_is_left_out_asks_nobody(monkeypatch):
     """When to Search Table 4: w/o r_a has no use for a verdict, and w/o r_s none for vectors."""
     rows = [example("when_to_search", "Sudria")]
-    assert judged(monkeypatch, "yes", rows, variant="without_r_a")[1:] == ([False], [])
-    assert scorer_of("when_to_search", variant="without_r_s").others.embedder(rows) is None
-    assert scorer_of("when_to_search").others.embedder(rows) is not None
+    assert judged(monkeypatch, "yes", rows, variant="without_r_a")[1::2] == ([False], [])
+    for variant, embeds in (("without_r_s", False), ("", True)):
+        _, others = made("when_to_search", variant=variant)
+        assert bool(others.embedder(rows)) is embeds
     for variant, flag in (("without_r_a", "judge"), ("without_r_s", "embedder")):
         words = f"--recipe when_to_search --stage 1 --variant {variant} --{flag} x".split()
         with pytest.raises(InputError, match=rf"--{flag}: --reward .* does not read it"):

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, message
@@ -17,14 +18,14 @@ from lab.distil import (
     DistilSettings,
     analysis_of,
     direct_example,
+    examples_of,
     read_summary_log,
     read_traces,
     reasoning_example,
-    summary_example,
     trace_example,
     trace_pieces,
 )
-from other_models.llm import LocalLLM, Request
+from other_models.llm import LocalLLM
 from plumbing.predictions import read_predictions
 from policy import Policy, save_policy
 from prompts import PROTOCOLS, build_prompt, frame_documents
@@ -68,8 +69,7 @@ def test_direct_imitates_the_first_answer_its_box_and_the_end_and_nothing_else(
 ):
     example = direct_example(QUESTION, PROTOCOLS[protocol], bpe)
     assert imitated(example, bpe) == f"{expected}<|im_end|>"
-    first = example.mask.index(1)
-    assert all(example.mask[first:]) and not any(example.mask[:first])
+    assert example.mask == sorted(example.mask)  # first the prompt, then what is imitated
 
 
 def test_directs_instruction_asks_for_no_reasoning_and_shows_the_references(bpe):
@@ -104,6 +104,7 @@ def test_a_reasoning_trace_earns_all_that_arena_pays(bpe):
     reward = arena(trajectory_from_text(QUESTION, text, "arena"))
     assert sum(reward.values()) == 13  # 1 + 1 + 1 + 10
     assert imitated(example, bpe, mask=0) == decode(bpe, build_prompt("arena", QUESTION, bpe))
+    assert "<relevance>" in message(reasoning_example, QUESTION, UR2, bpe)  # it has no sections
 
 
 def test_a_reference_cannot_open_a_section_or_a_turn_of_its_own(bpe):
@@ -111,10 +112,6 @@ def test_a_reference_cannot_open_a_section_or_a_turn_of_its_own(bpe):
     question = replace(QUESTION, references=(evil,), supporting=(1,))
     text = imitated(reasoning_example(question, ARENA, bpe), bpe)
     assert text.count("</analysis>") == text.count("<answer>") == text.count("<|im_end|>") == 1
-
-
-def test_reasoning_needs_a_protocol_with_its_sections(bpe):
-    assert "<relevance>" in message(reasoning_example, QUESTION, UR2, bpe)
 
 
 # -------------------------------------------------------------------------------------- transcripts
@@ -144,6 +141,7 @@ EMPTY, OWN = ("model", f"{QUERY} {END}\n\n"), ("model", f"{QUERY} Ana {END}\n\n"
 LIVES = {
     "a search": (UR2, [SEARCH, BLOCK, FIVE]),
     "a turn that ends in newlines of its own": (UR2, [OWN, BLOCK, ("model", "\n\\boxed{5}")]),
+    "a block that the model wrote itself": (UR2, [("model", f"{FOUND}\\boxed{{5}}")]),
     "a fallback and its notice": (UR2, [SEARCH, NOTHING, FALLBACK, FIVE]),
     "a refused query": (UR2, [EMPTY, REFUSED, FIVE]),
     "a query where there is no searching": (UR2, [SEARCH, ("notice", UR2.direct_notice), FIVE]),
@@ -163,11 +161,6 @@ def test_a_transcript_is_encoded_and_masked_as_it_was_lived(bpe, life):
     assert example.mask == prompt + trajectory.response_mask + behind
 
 
-def test_a_block_that_the_model_wrote_itself_is_its_own():
-    text = f"{FOUND}\\boxed{{5}}"  # no query stands before it
-    assert trace_pieces(trajectory_from_text(PLAIN, text, "ur2")) == [(text, True)]
-
-
 def record(name="q1", sample=0, em=1, form=1):
     text = f"{sample}{QUERY} Ana Bell {END}{FOUND}</think> <answer> Norland </answer>"
     given = {"id": name, "question": PLAIN.question, "golds": ["Norland"], "transcript": text}
@@ -177,9 +170,10 @@ def record(name="q1", sample=0, em=1, form=1):
 
 @pytest.fixture
 def write(tmp_path):
+    """write(record, ...) -> the path of a file with these lines."""
+
     def write(*records, name="records.jsonl"):
-        lines = [r if isinstance(r, str) else json.dumps(r) for r in records]
-        (tmp_path / name).write_text("\n".join(lines) + "\n")
+        append_jsonl(tmp_path / name, records)
         return str(tmp_path / name)
 
     return write
@@ -197,10 +191,11 @@ def test_options_and_references_come_from_the_question_file(write, bpe):
     (trace,) = read_traces(read_predictions(path), ARENA, given=[QUESTION])
     assert imitated(trace_example(trace, bpe), bpe) == f"{analysis}<|im_end|>"
     assert trace.question is QUESTION
-    bare = {name: value for name, value in record().items() if name != "transcript"}
+    bare = record()
+    del bare["transcript"]
     for unknown in (record("q2"), bare):
-        said = message(read_traces, [unknown], R1, given=[PLAIN])
-        assert "is not in --questions, or has no transcript" in said
+        complaint = message(read_traces, [unknown], R1, given=[PLAIN])
+        assert "is not in --questions, or has no transcript" in complaint
 
 
 def test_real_published_transcripts_give_their_documents_no_loss(bpe):
@@ -220,43 +215,26 @@ def test_real_published_transcripts_give_their_documents_no_loss(bpe):
 # ----------------------------------------------------------------------------------- the summariser
 
 
-class Says:
-    """Gives these replies to one query after another, and keeps the prompts that it would read."""
-
-    rejected = ()
-
-    def __init__(self, replies, llm=None):
-        self.replies, self.llm, self.prompts = replies, llm, []
-
-    def ask(self, requests):
-        self.prompts += [self.llm.prompt(Request(*request)) for request in requests if self.llm]
-        return self.replies
-
-    def tail(self, text, rest, most):
-        return text
-
-
-def log_of(path, *replies, documents=REFERENCES[:2], llm=None):
+def log_of(path, *replies, documents=REFERENCES[:2]):
     """What a summariser logs whose model gives these replies to one query after another."""
     asked = [SearchRequest(PLAIN, query, "<|im_end|> So.") for query in "abc"[: len(replies)]]
-    says = Says(replies, llm)
+    says = SimpleNamespace(ask=lambda requests: replies, tail=lambda text, *_: text, rejected=())
     settings = SummarizerSettings(fallback=True)  # as in training
     LLMSummarizer(says, settings, UR2, path)(asked, [list(documents) for _ in asked])
-    return says.prompts if llm else path
+    return str(path)
 
 
 def asked(query, documents=REFERENCES[:2]):
     return summary_prompt(SearchRequest(PLAIN, query), documents, "<|im_end|> So.", True)
 
 
-def test_a_summary_is_imitated_behind_the_very_prompt_that_a_summariser_is_asked_with(
+def test_a_summary_is_imitated_after_the_very_prompt_that_a_summariser_is_asked_with(
     bpe, qwen2, tmp_path
 ):
-    path, reply = tmp_path / "pairs.jsonl", "Born in Kelmouth."
-    (prompt,) = log_of(path, reply, llm=LocalLLM(qwen2, bpe, max_tokens=8))
-    ((request, logged),) = read_summary_log(path).items()
-    example = summary_example(request, logged, bpe)
+    path, reply = log_of(tmp_path / "pairs.jsonl", "Born in Kelmouth."), "Born in Kelmouth."
+    (example,) = examples_of("summarizer", DistilSettings(data=path), UR2, bpe)
     assert imitated(example, bpe) == f"{reply}<|im_end|>"
+    prompt = LocalLLM(qwen2, bpe, max_tokens=8).prompt(asked("a"))
     assert example.ids[: example.mask.index(1)] == prompt
 
 
@@ -264,26 +242,18 @@ def test_a_log_is_read_as_it_was_written_and_each_query_once(tmp_path):
     path = log_of(tmp_path / "pairs.jsonl", "old", NO_FACT)
     log_of(path, "new\nü")
     log_of(path, "on one", documents=REFERENCES[:1])
-    assert list(read_summary_log(path).items()) == [
-        (asked("a"), "new\nü"),
-        (asked("b"), NO_FACT),
-        (asked("a", REFERENCES[:1]), "on one"),
-    ]
+    assert read_summary_log(path) == {
+        asked("a"): "new\nü",
+        asked("b"): NO_FACT,
+        asked("a", REFERENCES[:1]): "on one",
+    }
 
 
-def test_a_line_that_an_interrupt_cut_short_is_left_out_with_a_warning(tmp_path, capsys):
+@pytest.mark.parametrize("bad", ["{}", '{"query": "q", "summary": ""}', '{"text": "cut sh'])
+def test_a_file_that_is_no_log_is_one_line_with_its_place(tmp_path, bad):
     path = log_of(tmp_path / "pairs.jsonl", "on a")
-    path.write_bytes(path.read_bytes() + path.read_bytes()[:-9])
-    log_of(path, None, "on b")  # a later run goes on behind it
-    assert list(read_summary_log(path).values()) == ["on a", "on b"]
-    assert "line 2: not valid JSON" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "bad", [{}, {"text": "t"}, {"query": "q", "documents": [], "summary": "", "fallback": False}]
-)
-def test_a_file_that_is_no_log_is_one_line_with_its_place(write, bad):
-    assert "records.jsonl, line 1: no summary record" in message(read_summary_log, write(bad))
+    Path(path).write_text(Path(path).read_text() + bad)
+    assert "pairs.jsonl, line 2: no summary record" in message(read_summary_log, path)
     assert "no such file" in message(read_summary_log, "none.jsonl")
 
 
@@ -305,22 +275,21 @@ def files(tmp_path, write):
     texts = {"ana bell": "ana bell has birthplace kelmouth .", "kelmouth": "it is in corsia ."}
     found = tuple(Document(title, title, text) for title, text in texts.items())
     bare = Question("q2", "where ?", ["kelmouth"], references=found)
-    asked = "which country was ana bell born in ?"
-    question = Question("q1", asked, ["corsia"], references=found, supporting=(1, 2))
-    append_jsonl(tmp_path / "questions.jsonl", map(asdict, [question, bare]))
+    whole = replace(bare, id="q1", question="which country ?", supporting=(1, 2))
+    questions = write(asdict(whole), asdict(bare), name="questions.jsonl")
     block = frame_documents(UR2, "ana bell")
     transcript = f" ana{QUERY} birthplace of ana bell{END}{block}</think> <answer> a </answer>"
     return {
-        "direct": str(tmp_path / "questions.jsonl"),
-        "reasoning": str(tmp_path / "questions.jsonl"),
+        "direct": questions,
+        "reasoning": questions,
         "traces": write(record() | {"transcript": transcript}, name="predictions.jsonl"),
-        "summarizer": str(log_of(tmp_path / "log.jsonl", "kelmouth", documents=found)),
+        "summarizer": log_of(tmp_path / "log.jsonl", "kelmouth", documents=found),
     }
 
 
 def run(method, model, data, out, *flags):
-    given = ["--model", model, "--data", data, "--out", str(out), "--lr", "1e-3"]
-    distil.main([method, *given, *flags])
+    """Trains as the command line does and returns the weights that are saved."""
+    distil.main([method, "--model", model, "--data", data, "--out", str(out), *flags])
     return AutoModelForCausalLM.from_pretrained(out).state_dict()
 
 
@@ -329,50 +298,42 @@ def test_every_method_trains_and_saves_a_model_that_loads(tmp_path, model, files
     weights = run(method, model, files[method], tmp_path / "new" / "out")
     before = AutoModelForCausalLM.from_pretrained(model).state_dict()
     assert any(not weights[name].equal(before[name]) for name in before)
-    out = capsys.readouterr().out
-    assert "saved:" in out
-    assert ("1 of 2 questions name supporting references" in out) == (method == "reasoning")
+    printed = capsys.readouterr().out
+    assert ("1 of 2 questions name supporting references" in printed) == (method == "reasoning")
     assert (tmp_path / "new" / "out" / "prompt.txt").exists() == (method == "direct")
 
 
+@pytest.mark.parametrize(
+    "method, factors", [("summarizer", [1, 1, 1, 1]), ("direct", [1, 0.75, 0.5, 0.25])]
+)
 def test_the_rate_of_a_summariser_is_fixed_and_that_of_the_baselines_falls(
-    tmp_path, model, files, monkeypatch
+    tmp_path, model, files, monkeypatch, method, factors
 ):
     """UR² C.1: 1e-5 in every update. Of 4 updates a baseline's last has a quarter of the rate."""
-    factors = {}
-
-    def train(policy, next_examples, settings, method):
-        factors[method] = [sft_lr_factor(step, settings) for step in range(4)]
-        return [1.0]
-
-    monkeypatch.setattr(distil, "train_sft", train)
-    for method in ("summarizer", "direct"):
-        flags = ["--model", model, "--data", files[method], "--out", str(tmp_path / method)]
-        distil.main([method, *flags, "--epochs", "4"])
-    assert factors == {"summarizer": [1, 1, 1, 1], "direct": [1, 0.75, 0.5, 0.25]}
-    assert DistilSettings.lr == 1e-5
+    seen = []
+    monkeypatch.setattr(distil, "train_sft", lambda _, __, how, ___: seen.append(how) or [1.0])
+    run(method, model, files[method], tmp_path / "out", "--epochs", "4")
+    assert [sft_lr_factor(step, seen[0]) for step in range(4)] == factors
+    assert seen[0].lr == 1e-5
 
 
 def test_equal_seeds_give_equal_weights_and_others_do_not(tmp_path, model, files):
     def weights(out, seed):
-        flags = ["--batch_size", "1", "--seed", str(seed)]
-        return run("direct", model, files["direct"], tmp_path / out, *flags)
+        return run("direct", model, files["direct"], out, "--batch_size", "1", "--seed", seed)
 
-    first, again = weights("a", 0), weights("b", 0)
+    first, again, *others = [weights(tmp_path / f"{i}", s) for i, s in enumerate("00123")]
     assert all(first[name].equal(again[name]) for name in first)
-    others = [weights(f"s{seed}", seed) for seed in (1, 2, 3)]
     assert any(not first[name].equal(other[name]) for other in others for name in first)
 
 
 def test_examples_beyond_the_context_are_left_out_and_counted_and_not_cut(
     tmp_path, model, files, write, capsys
 ):
-    long = record("q2") | {"transcript": "ana " * 300}
-    both = write(json.loads(Path(files["traces"]).read_text()), long)
+    alone = write(record("q2") | {"transcript": "ana " * 300})
+    assert "no example to train on" in message(run, "traces", model, alone, tmp_path / "out")
+    both = write(json.loads(Path(files["traces"]).read_text()))
     run("traces", model, both, tmp_path / "out")
     assert "1 of 2 examples fit 256 tokens and have text to imitate" in capsys.readouterr().out
-    alone = write(long)
-    assert "no example to train on" in message(run, "traces", model, alone, tmp_path / "out2")
 
 
 def test_a_model_that_burst_is_not_saved(tmp_path, model, files, monkeypatch):

@@ -431,7 +431,7 @@ def test_bad_input_is_one_line_before_a_model_is_loaded(
 
 def test_help_has_its_sections_and_looks_for_no_model(capsys):
     with pytest.raises(SystemExit):
-        run("--recipe r1_searcher --model none --help")
+        run("--recipe r1_searcher --model none --help all")
     said = capsys.readouterr().out
     assert "\nretriever.py:\n" in said and "\neval.py:\n" in said
     assert "--top_p" in said and "--lr" not in said

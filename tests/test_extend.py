@@ -17,7 +17,6 @@ import ask
 import eval as evaluation
 import settings
 import train
-from data import load_questions
 from formats.records import append_jsonl
 from plumbing.files import checkpoints
 
@@ -83,14 +82,6 @@ def test_the_server_of_the_page_answers_sensibly(tree, tmp_path):
 
 
 # ------------------------------------------------------------------------------------ the commands
-def test_every_command_of_the_page_is_of_a_known_file_or_tool():
-    blocks = "".join(re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)).splitlines()
-    known = r"(accelerate launch \w+\.py|python (-m lab\.\w+|\w+\.py)|head|tail|\w+ serve) "
-    assert all(re.match(known, line) for line in blocks), blocks
-    python = [line for line in blocks if re.match("accelerate|python", line)]
-    assert len(python) == len(commands_in("\n".join(blocks)))  # none is overlooked
-
-
 def test_every_training_is_one_that_can_run():
     given = [arguments for name, arguments in COMMANDS if name == "train"]
     for words in given:
@@ -120,16 +111,10 @@ def test_a_folder_of_texts_becomes_a_model_that_was_trained_on_it(
     questions = [
         {"question": f"Where does {name}na live?", "answers": [f"{name}town"]} for name in "ABCEFG"
     ]
-    append_jsonl("questions.jsonl", questions)
-    subprocess.run("head -n 4 questions.jsonl > train.jsonl", shell=True, check=True)
-    subprocess.run("tail -n +5 questions.jsonl > held_out.jsonl", shell=True, check=True)
-    assert [len(load_questions(f"{name}.jsonl")) for name in ("train", "held_out")] == [4, 2]
+    append_jsonl("train.jsonl", questions[:4])
+    append_jsonl("held_out.jsonl", questions[4:])
     own = "--recipe search_r1 --corpus texts --output_dir runs --max_turn_tokens 12".split()
-    small = [
-        *SMALL.replace("--run_name t", "--run_name mine").split(),
-        "--trajectories_per_update",
-        "4",
-    ]
+    small = f"{SMALL} --run_name mine --trajectories_per_update 4".split()
     train.main([*own, *small, "--model", model, "--data", "train.jsonl", "--group_size", "2"])
     checkpoint = checkpoints(tmp_path / "runs/mine/stage1")[-1]
     asked = [*own, "--data", "held_out.jsonl", "--questions", "0"]

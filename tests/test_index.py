@@ -1,24 +1,25 @@
 """retrievers/index.py: BM25's index on disk is the one in memory, or it is refused in one line."""
 
 import fcntl
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from conftest import command_line, message
+from conftest import message
 from processes import wait_until
 
 import retriever
 from data import Document
 from errors import InputError
 from formats.manifest import seal
+from formats.records import append_jsonl
 from retriever import BM25, make_retriever
 from retrievers import index
 from retrievers.serve import command
 
 TEXTS = ["cat sat", "the dog ran", "a bird, a bird", "", "ünï 鐘 cat", "x\ty"]
 CORPUS = [Document(str(i), f"t{i % 2}", text) for i, text in enumerate(TEXTS)]
+REBUILD = "remove this one so that it is built again"
 
 
 @pytest.fixture
@@ -28,49 +29,52 @@ def folder(tmp_path):
     return tmp_path / "deep" / "index"
 
 
-def refused(folder, said, corpus=CORPUS, **parameters):
-    told = message(BM25, corpus, index=str(folder), **parameters)
-    assert told.startswith(f"--index {folder}: ") and said in told, told
+def refused(folder, fragment, corpus=CORPUS, **parameters):
+    text = message(BM25, corpus, index=str(folder), **parameters)
+    assert text.startswith(f"--index {folder}: ") and fragment in text, text
 
 
 def test_a_second_start_maps_the_index_builds_nothing_and_finds_the_same(folder, monkeypatch):
     monkeypatch.setattr(retriever, "build", None)
     renamed = [Document(f"other {one.id}", one.title, one.text) for one in CORPUS]
-    kept = BM25(renamed, index=str(folder))
+    stored = BM25(renamed, index=str(folder))
     monkeypatch.undo()
     memory = BM25(CORPUS)
-    assert kept.vocabulary == memory.vocabulary and "鐘" in kept.vocabulary
+    assert stored.vocabulary == memory.vocabulary and "鐘" in stored.vocabulary
     for query in ("cat", "a bird t1", "鐘 ünï", "unknown", ""):
-        assert kept.scores(query).tolist() == memory.scores(query).tolist()
-        assert [d.text for d in kept.best(query, 9)] == [d.text for d in memory.best(query, 9)]
-    for array in (kept.start, kept.postings, kept.weights):
+        assert stored.scores(query).tolist() == memory.scores(query).tolist()
+        assert [d.text for d in stored.best(query, 9)] == [d.text for d in memory.best(query, 9)]
+    for array in (stored.start, stored.postings, stored.weights):
         assert isinstance(array.base, np.memmap) and not array.flags.writeable
 
 
-def test_an_index_of_other_passages_parameters_or_version_is_refused(folder, monkeypatch):
-    told = "remove this one so that it is built again"
-    refused(folder, "its corpus is 6 passages, sha256 ", CORPUS[::-1])
-    refused(folder, "not 5 passages, sha256 ", CORPUS[:5])
-    # the same letters, the border between title and text elsewhere
-    refused(folder, told, [*CORPUS[:5], Document("5", "t1x", CORPUS[5].text[1:])])
-    refused(folder, "its k1, b, epsilon, title_boost is (1.5, 0.75, 0.25, 1)", title_boost=2)
-    refused(folder, "not (1.2, 0.75, 0.25, 1)", k1=1.2)
-    monkeypatch.setattr(index, "VERSION", 2)
-    refused(folder, "its version is 1, Unicode ")
-    refused(folder, told)
+@pytest.mark.parametrize(
+    "corpus, parameters",
+    [
+        (CORPUS[::-1], {}),
+        (CORPUS[:5], {}),
+        # the same letters, the border between title and text elsewhere
+        ([*CORPUS[:5], Document("5", "t1x", CORPUS[5].text[1:])], {}),
+        (CORPUS, {"title_boost": 2}),
+        (CORPUS, {"k1": 1.2}),
+        (CORPUS, None),  # of another version
+    ],
+)
+def test_an_index_of_other_passages_parameters_or_version_is_refused(
+    folder, monkeypatch, corpus, parameters
+):
+    if parameters is None:
+        monkeypatch.setattr(index, "VERSION", 0)
+    refused(folder, "built from other documents or param", corpus, **parameters or {})
+    refused(folder, REBUILD, corpus, **parameters or {})
 
 
-def test_an_index_that_is_cut_is_refused(folder):
-    (folder / "weights.npy").write_bytes(bytes(90))  # test_checkpoints.py has more faults
-    refused(folder, "weights.npy has 90 bytes")
-
-
-def test_what_is_no_index_or_no_place_for_one_is_refused_and_left_alone(tmp_path):
+def test_a_folder_of_something_else_and_a_place_without_room_are_refused(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("mine")
     refused(tmp_path / "texts", "it has no manifest.json")
     seal(tmp_path / "texts", 3)  # as a checkpoint is
-    refused(tmp_path / "texts", "its version is None, not 1")
+    refused(tmp_path / "texts", REBUILD)
     refused(tmp_path / "texts" / "a.txt" / "index", "cannot be written there")
     assert (tmp_path / "texts" / "a.txt").read_text() == "mine"
 
@@ -83,35 +87,25 @@ def test_a_build_that_fails_leaves_no_folder_and_the_next_one_is_whole(tmp_path,
             BM25(CORPUS, index=str(folder))
     assert [path.name for path in tmp_path.iterdir()] == [".index.lock"]
     assert BM25(CORPUS, index=str(folder)).best("dog", 1)[0].id == "1"
-    assert len(json.loads((folder / "words.json").read_text())) == 13
 
 
 def test_of_several_that_start_together_one_builds(tmp_path, monkeypatch):
-    built, real, came, lock = [], retriever.build, [], fcntl.flock
+    built, real, waiting, lock = [], retriever.build, [], fcntl.flock
 
     def slow(*given):
-        built.append(wait_until(lambda: len(came) == 4))
+        built.append(wait_until(lambda: len(waiting) == 4))
         return real(*given)
 
-    monkeypatch.setattr(fcntl, "flock", lambda *given: came.append(given) or lock(*given))
+    monkeypatch.setattr(fcntl, "flock", lambda *given: waiting.append(given) or lock(*given))
     monkeypatch.setattr(retriever, "build", slow)
     with ThreadPoolExecutor(4) as pool:
         made = [pool.submit(BM25, CORPUS, index=str(tmp_path / "index")) for _ in range(4)]
-    assert [its.result().best("dog", 1)[0].id for its in made] == ["1"] * 4 and len(built) == 1
+    assert [one.result().best("dog", 1)[0].id for one in made] == ["1"] * 4 and len(built) == 1
 
 
-def test_the_command_keeps_an_index_and_only_bm25_has_one(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "c.jsonl").write_text("".join(json.dumps(vars(one)) + "\n" for one in CORPUS[:3]))
-    check = ["check", "--corpus", "c.jsonl", "--index", "kept"]
-    with pytest.raises(SystemExit, match="0"):
-        command(check, make_retriever)
-    assert (tmp_path / "kept" / "manifest.json").exists()
-
-    def told_by(*more):
-        return command_line(lambda words: command(words, make_retriever), [*check, *more], capsys)
-
-    told = told_by("--title_boost", 2)
-    assert told.startswith("error: --index kept: its k1, b, epsilon, title_boost is (1.5, 0.75, ")
-    told = told_by("--retriever", "web")
-    assert "--index: only --retriever bm25 has this flag: leave it out" in told
+def test_the_check_stores_the_index_that_it_is_given(tmp_path):
+    append_jsonl(tmp_path / "c.jsonl", map(vars, CORPUS[:3]))
+    words = ["check", "--corpus", f"{tmp_path}/c.jsonl", "--index", f"{tmp_path}/stored"]
+    with pytest.raises(SystemExit):
+        command(words, make_retriever)
+    assert (tmp_path / "stored" / "manifest.json").exists()

@@ -14,7 +14,6 @@ from other_models.judge import (
     math_grader,
     pair_text,
     read_verdict,
-    verdicts_on,
 )
 from prompts import PROTOCOLS
 from rewards import is_right, matches, ur2_stage2
@@ -28,11 +27,13 @@ CHOICE = Question("c", "Which?", ["B"], task="choice", options=("Norland", "Ostl
 class Says:
     """Replies by what the given answer is; keeps what it was asked."""
 
+    instruction = ""
+
     def __init__(self, **replies):
-        self.replies, self.batches = replies, []
+        self.replies, self.asked = replies, []
 
     def ask(self, requests, readable=None):
-        self.batches.append(requests)
+        self.asked += requests
         return [self.replies.get(text.rpartition("Given answer: ")[2]) for _, text in requests]
 
 
@@ -71,11 +72,13 @@ def test_grades_are_two_one_and_zero_and_yes_is_no_grade():
 
 
 def test_the_judge_reads_question_gold_answers_and_the_answer_and_the_instruction_is_apart():
-    llm = Says(UK="yes")
-    Judge(llm).verdicts([(ISLES, "UK")])
     golds = "Accepted answers: Great Britain | United Kingdom"
     text = f"Question: Where was Ana Bell born?\n{golds}\nGiven answer: UK"
-    assert llm.batches == [[(VERDICT_INSTRUCTION, text)]]
+    for own in ("", "Be just."):  # an instruction of --prompt_file replaces ours
+        llm = Says(UK="yes")
+        llm.instruction = own
+        Judge(llm).verdicts([(ISLES, "UK")])
+        assert llm.asked == [(own or VERDICT_INSTRUCTION, text)]
     assert "A. Norland\nB. Ostland\nAccepted answers: B" in pair_text(CHOICE, "B")  # with options
 
 
@@ -86,55 +89,33 @@ def test_an_answer_cannot_imitate_the_layout_and_has_a_limited_length():
     assert len(pair_text(ISLES, "x" * 10_000).splitlines()[2]) == len("Given answer: ") + MAX_ANSWER
 
 
-def test_all_pairs_are_one_batch_and_empty_answers_are_wrong_without_asking():
-    llm = Says(UK="yes", France="no")
-    judge = Judge(llm)
-    pairs = [(ISLES, "France"), (ISLES, None), (ISLES, "UK"), (ISLES, "  ")]
-    assert judge.verdicts(pairs) == [False, False, True, False]
-    assert judge.verdicts([]) == [] and judge.verdicts([(ISLES, None)]) == [False]
-    assert [len(batch) for batch in llm.batches] == [2]
-    assert (judge.asked, judge.unreadable, judge.silent) == (2, 0, 0)
-
-
-def test_no_reply_and_a_reply_that_says_nothing_are_none_and_are_counted():
+def test_no_reply_and_an_unreadable_one_are_none_and_counted_and_no_answer_is_wrong_unasked():
     judge = Judge(Says(UK="hard to say", France="no"))
-    pairs = [(ISLES, "UK"), (ISLES, "Peru"), (ISLES, "France"), (ISLES, "")]
-    assert judge.verdicts(pairs) == [None, None, False, False]
+    pairs = [(ISLES, "UK"), (ISLES, "Peru"), (ISLES, None), (ISLES, "France"), (ISLES, "  ")]
+    assert judge.verdicts(pairs) == [None, None, False, False, False]
     assert (judge.asked, judge.unreadable, judge.silent) == (3, 2, 1)  # of Peru it says nothing
-    judge.verdicts([(ISLES, "UK")])
+    assert judge.verdicts([(ISLES, "UK")]) == [None]
     assert (judge.asked, judge.unreadable, judge.silent) == (4, 3, 1)  # counts of the whole run
 
 
 def test_a_grade_asks_for_another_verdict_and_no_answer_is_worth_nothing():
     llm = Says(**{"0.5": "the same\ncorrect", "half a unit": "partly", "3": "wrong", "x": "?"})
-    judge = Judge(llm)
     answers = ("0.5", "half a unit", "3", "x", "")
-    assert judge.grades([(HALF, answer) for answer in answers]) == [2.0, 1.0, 0.0, None, 0.0]
-    assert {instruction for instruction, _ in llm.batches[0]} == {GRADE_INSTRUCTION}
-    assert judge.unreadable == 1
+    assert Judge(llm).grades([(HALF, answer) for answer in answers]) == [2.0, 1.0, 0.0, None, 0.0]
+    assert {instruction for instruction, _ in llm.asked} == {GRADE_INSTRUCTION}
 
 
 # ----------------------------------------------------------------------------------- right or wrong
 
 
-def right(trajectories, judge) -> list[bool]:
-    verdicts = verdicts_on(trajectories, judge)
-    return [is_right(t, said) for t, said in zip(trajectories, verdicts, strict=True)]
-
-
-def test_right_is_the_judge_s_verdict_even_against_the_metric():
-    # exact match: "UK" is neither gold, "The Great Britain!" is the first
-    llm = Says(**{"UK": "yes", "The Great Britain!": "no"})
-    trajectories = [written(ISLES, "UK"), written(ISLES, "The Great Britain!")]
-    assert [is_right(t, None) for t in trajectories] == [False, True]
-    assert right(trajectories, Judge(llm)) == [True, False]
-
-
-def test_where_the_verdict_is_unreadable_exact_match_decides_and_the_count_says_so():
-    judge = Judge(Says())
-    answers = ("great Britain.", "in Great Britain", None)  # of the last nobody is asked
+def test_right_is_the_judge_s_verdict_even_against_exact_match_which_decides_without_one():
+    # exact match: "UK" is neither gold, "The Great Britain!" and "great Britain." are the first
+    judge = Judge(Says(**{"UK": "yes", "The Great Britain!": "no"}))
+    answers = ("UK", "The Great Britain!", "great Britain.", "in Great Britain", None)
     trajectories = [written(ISLES, answer) for answer in answers]
-    assert right(trajectories, judge) == [True, False, False] and judge.unreadable == 2
+    verdicts = judge.verdicts([(ISLES, answer) for answer in answers])
+    assert [*map(is_right, trajectories, verdicts)] == [True, False, True, False, False]
+    assert not is_right(trajectories[0], None) and is_right(trajectories[1], None)
 
 
 def test_without_a_judge_math_is_compared_as_math_and_a_choice_by_its_letter():
@@ -149,20 +130,16 @@ def test_when_to_search_s_scorer_deletes_punctuation():
 
 
 @pytest.mark.parametrize(
-    "protocol, golds, given",
+    "protocol, text",
     [
-        ("when_to_search", "great britain | united kingdom", ("uk it is", "uk")),  # B.4
-        ("arena", "Great Britain | United Kingdom", ("The U.K. It is!", "the UK")),  # D.3
+        ("when_to_search", "Accepted answers: great britain | united kingdom\nGiven answer: uk"),
+        ("arena", "Accepted answers: Great Britain | United Kingdom\nGiven answer: The U.K.!"),
     ],
 )
-def test_a_blind_judge_sees_no_question_and_when_to_search_s_normalised_answers(
-    protocol, golds, given
-):
-    llm, sees = Says(**{given[1]: "yes"}), PROTOCOLS[protocol].judge_sees
-    pairs = [(ISLES, "The U.K.\nIt is!"), (ISLES, "the UK")]
-    assert Judge(llm, sees).verdicts(pairs) == [None, True]
-    texts = [f"Accepted answers: {golds}\nGiven answer: {answer}" for answer in given]
-    assert llm.batches == [[(VERDICT_INSTRUCTION, text) for text in texts]]
+def test_a_blind_judge_sees_no_question_and_when_to_search_s_normalised_answers(protocol, text):
+    """When to Search B.4, ARENA D.3."""
+    sees = PROTOCOLS[protocol].judge_sees
+    assert pair_text(ISLES, "The U.K.!", sees) == text
     assert pair_text(CHOICE, "B", sees) == pair_text(CHOICE, "B")  # a letter says nothing
 
 
@@ -178,21 +155,12 @@ def test_formatting_costs_no_grade_and_partly_is_a_part_of_an_answer_of_several(
 
 def test_math_answers_that_are_not_plainly_equal_are_graded_in_one_batch_for_the_reward():
     llm = Says(**{"one of two": "partly", "about a half": "correct"})
-    answers = ("0.5", "one of two", "about a half", "one of two", None)
+    answers = ("0.5", "one of two", "about a half", "one of two", "unreadable", None)
     trajectories = [written(HALF, answer) for answer in answers]
-    no_math = written(ISLES, "France")
-    grade = math_grader([*trajectories, no_math], Judge(llm))
-    (batch,) = llm.batches
-    assert [text.rpartition(": ")[2] for _, text in batch] == ["one of two", "about a half"]
-    # equal by metric 2; partly 0 by eq. 2, 1 by its code; correct 2; no answer 0
-    paid = [ur2_stage2(t, judge=grade)["answer"] for t in trajectories]
-    assert paid == [2.0, 0.0, 2.0, 0.0, 0.0]
-    paid = [ur2_stage2(t, judge=grade, partly=1.0)["answer"] for t in trajectories]
-    assert paid == [2.0, 1.0, 2.0, 1.0, 0.0]
-
-
-def test_an_unreadable_grade_is_counted_and_pays_what_math_equality_pays():
-    judge = Judge(Says())
-    trajectory = written(HALF, "about a half")
-    grade = math_grader([trajectory], judge)
-    assert ur2_stage2(trajectory, judge=grade)["answer"] == 0.0 and judge.unreadable == 1
+    grade = math_grader([*trajectories, written(ISLES, "France")], Judge(llm))
+    graded = [text.rpartition(": ")[2] for _, text in llm.asked]
+    assert graded == ["one of two", "about a half", "unreadable"]
+    # equal by metric 2; partly 0 by eq. 2, 1 by its code; correct 2; unreadable or no answer 0
+    for partly in (0.0, 1.0):
+        paid = [ur2_stage2(t, judge=grade, partly=partly)["answer"] for t in trajectories]
+        assert paid == [2.0, partly, 2.0, partly, 0.0, 0.0]

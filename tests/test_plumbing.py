@@ -132,14 +132,14 @@ def test_stage_two_starts_from_stage_ones_last_checkpoint(left, model, tmp_path,
     one, two = parse_stages(flags(model, tmp_path, "--stage 1,2"))
     assert (one.model, two.model) == (model, str(left)) and two.lr == 1e-3
     assert build.starting_model(two)[0] == last
-    _, said = build.starting_model(settings_for("", tmp_path / "nowhere", "--stage 2"))
+    _, said = build.starting_model(Settings(stage=2, output_dir=str(tmp_path / "nowhere")))
     assert "from the built-in model: there is no stage 1 checkpoint in" in said
 
 
 def test_what_goes_on_from_the_built_in_model_has_its_numbers(tmp_path):
     """A stage 2, and what is given a checkpoint of it with --model; else those of the paper."""
     first = tmp_path / "t" / "stage1"
-    first.mkdir(parents=True)
+    (first / "checkpoint-000001").mkdir(parents=True)
     words = f"--output_dir {tmp_path} --run_name t --stage".split()
     tiny = settings_text(parse([*words, "1"]))
     for text, rates in ((tiny, [3e-4, 5e-4]), (json.dumps({"model": "m"}), [2e-6, 2e-6])):

@@ -24,7 +24,7 @@ from settings import Settings, parse, resolve
 from sft import SFTSettings, train_sft
 from summarizer import models_in
 from update import ALGORITHMS
-from world.toy import READER, keep, make_tokenizer, shape
+from world.toy import NOTE, READER, make_tokenizer, shape
 from world.world import World
 
 STAGES = [  # (recipe, variant, stage) of every record
@@ -80,7 +80,9 @@ def world(tmp_path_factory):
                 examples = traces(tokenizer, questions, protocol)
                 train_sft(policy, lambda step, its=examples: its, SFTSettings(30, 2e-2))
             how = paper_of(name).world if protocol else READER
-            keep(policy, tokenizer, how, runs / "toy" / f"{name}-world0")
+            folder = runs / "toy" / f"{name}-world0"
+            save_policy(policy, tokenizer, folder)
+            (folder / NOTE).write_text(f"{how}\n", encoding="utf-8")
     return runs
 
 

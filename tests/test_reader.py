@@ -3,11 +3,10 @@ answer.
 """
 
 import pytest
+from conftest import message
 
 from data import Question
-from errors import InputError
 from metrics import f1_score
-from other_models.llm import LocalLLM
 from other_models.reader import INSTRUCTION, add_reader, read_answer, reader_answers
 
 WHERE = Question("q", "In which country was Ana Bell born?", ["Norland"])
@@ -15,41 +14,48 @@ EVIDENCE = "Ana Bell was born in Kelmouth. Kelmouth lies in Norland."
 
 
 class Says:
-    """The same reply to every request, or one each; keeps the batches."""
+    """The same reply to every request, or one each; keeps the requests."""
+
+    instruction = ""
 
     def __init__(self, *replies):
-        self.replies, self.batches = replies, []
+        self.replies, self.asked = replies, []
 
-    def ask(self, requests, readable=None):
-        self.batches.append(requests)
+    def ask(self, requests):
+        self.asked += requests
         return list(self.replies) if len(self.replies) > 1 else list(self.replies) * len(requests)
 
 
-def test_the_reader_gets_the_evidence_then_the_question_and_nothing_else():
-    llm, choice = (
-        Says("B"),
-        Question("c", "Which?", ["B"], task="choice", options=("Norland", "East")),
-    )
-    assert reader_answers(llm, [(WHERE, f"  {EVIDENCE}\n"), (choice, "one")]) == ["B", "B"]
-    texts = (f"{EVIDENCE}\nIn which country was Ana Bell born?", "one\nWhich?\nA. Norland\nB. East")
-    assert llm.batches == [[(INSTRUCTION, text) for text in texts]]
+CHOICE = Question("c", "Which?", ["B"], task="choice", options=("Norland", "East"))
 
 
-def test_all_pairs_are_one_batch_and_no_evidence_or_no_reply_is_an_empty_answer():
+@pytest.mark.parametrize(
+    "own, asked",
+    [
+        ("", (INSTRUCTION, "one\nWhich?\nA. Norland\nB. East")),
+        ("Be brief.", ("Be brief.", "one\nWhich?\nA. Norland\nB. East")),
+        ("Read {evidence}: {question}", ("", "Read one: Which?\nA. Norland\nB. East")),
+    ],
+)
+def test_the_reader_gets_the_evidence_then_the_question_and_nothing_else(own, asked):
+    """An instruction of --prompt_file replaces ours; a layout is the whole message."""
+    llm = Says("B")
+    llm.instruction = own
+    assert reader_answers(llm, [(CHOICE, "  one\n")]) == ["B"] and llm.asked == [asked]
+
+
+def test_no_evidence_or_no_reply_is_an_empty_answer():
     llm = Says("a", None)
     pairs = [(WHERE, None), (WHERE, "one"), (WHERE, ""), (WHERE, " \n"), (WHERE, "two")]
     assert reader_answers(llm, pairs) == ["", "a", "", "", ""]
-    (batch,) = llm.batches
-    assert [text.split("\n")[0] for _, text in batch] == ["one", "two"]
-    assert reader_answers(llm, [(WHERE, None)]) == [""] and reader_answers(llm, []) == []
-    assert len(llm.batches) == 1  # nobody else was asked
+    assert [text.split("\n")[0] for _, text in llm.asked] == ["one", "two"]
 
 
 def test_where_all_models_sample_alike_the_reader_does_too():
     """R-Search A.3."""
     llm, asked = Says("B"), {"question": WHERE.question, "golds": ["Norland"], "metrics": {}}
     add_reader([asked | {"evidence": EVIDENCE}], llm, (0.1, 1.0))
-    assert llm.batches[0][0][2:] == (0.1, 1.0)
+    assert llm.asked[0][2:] == (0.1, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -89,13 +95,7 @@ def test_eq_4_reads_the_whole_reply_where_the_variant_says_so():
         assert f1_score(answer, "Rome", "delete") == pytest.approx(f1)
 
 
-def test_the_built_in_world_s_tiny_model_reads_evidence_and_question(toy_policy, toy_tokenizer):
-    llm = LocalLLM(toy_policy, toy_tokenizer, max_tokens=6)
-    answers = reader_answers(llm, [(WHERE, "kelmouth lies in norland ."), (WHERE, None)])
-    assert isinstance(answers[0], str) and answers[1] == "" and llm.asked == 1
-
-
 def test_predictions_of_a_protocol_without_evidence_are_one_line():
     bad = {"id": "q", "question": WHERE.question, "golds": ["Norland"], "prediction": "Ostland"}
-    with pytest.raises(InputError, match="record 2 has no 'evidence'"):
-        add_reader([bad | {"evidence": EVIDENCE}, bad], Says("x"))
+    complaint = message(add_reader, [bad | {"evidence": EVIDENCE}, bad], Says("x"))
+    assert "record 2 has no 'evidence'" in complaint

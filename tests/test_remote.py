@@ -14,12 +14,11 @@ from conftest import ScriptedServer, message, threads_since
 from processes import wait_until
 
 from data import Document
-from errors import InputError
 from retriever import BM25
 from retrievers import remote
 from retrievers.net import MAX_BACKOFF, Fault
 from retrievers.remote import HttpRetriever, read_document
-from retrievers.serve import DEFAULT_K, RetrievalServer
+from retrievers.serve import RetrievalServer
 
 TOWNS = [
     Document("1", "Ana Bell", "Ana Bell was born in Kelmouth."),
@@ -30,73 +29,65 @@ TOWNS = [
 ]
 
 
-def listed(payload):
-    """What a well server answers: each query finds passages named after it."""
-    return [
+def well(path, payload):
+    """Replies as a server should: each query finds passages named after it."""
+    lists = [
         [{"contents": f'"{query} {i}"\nabout it'} for i in range(payload["topk"])]
         for query in payload["queries"]
     ]
+    return with_lists(lists)
 
 
-def well(path, payload):
-    return 200, json.dumps({"result": listed(payload)}).encode()
+def with_lists(lists):
+    return 200, json.dumps({"result": lists}).encode()
 
 
 class Server(ScriptedServer):
+    def __init__(self, script):
+        super().__init__(
+            lambda path, payload: (well if payload["queries"] == ["Is anybody there?"] else script)(
+                path, payload
+            )
+        )
+
     def queries(self):
-        """Of every request but the probe."""
+        """Returns the queries of each request after the probe."""
         return [payload["queries"] for _, payload in self.posts[1:]]
 
 
 @pytest.fixture
-def start(started):
-    return lambda script=well: started(Server(script))
-
-
-def after_probe(script):
-    """`script`, but the probe is answered well."""
-
-    def answer(path, payload):
-        probe = payload["queries"] == ["Is anybody there?"]
-        return (well if probe else script)(path, payload)
-
-    return answer
-
-
-@pytest.fixture(autouse=True)
-def quick_and_without_retries(monkeypatch):
+def start(started, monkeypatch):
+    """start(script) serves the script after a probe that is answered well; nothing is retried."""
     monkeypatch.setattr(remote, "RETRIES", 0)
     monkeypatch.setattr(remote, "BACKOFF", 0.01)
+    return lambda script=well: started(Server(script))
 
 
 def test_the_worked_example_is_true():
     assert doctest.testmod(remote) == (0, 1)
 
 
-def titles(found):
-    return [[document.title for document in one] for one in found]
+def titles(lists):
+    return [[document.title for document in documents] for documents in lists]
 
 
-def test_the_address_may_be_the_base_or_the_whole_and_scores_are_always_asked_for(start):
+@pytest.mark.parametrize("path", ["", "/", "/retrieve", "/retrieve/"])
+def test_the_address_may_be_the_base_or_the_whole_and_scores_are_always_asked_for(start, path):
     server = start()
-    for path in ("", "/", "/retrieve", "/retrieve/"):
-        assert len(HttpRetriever(server.base + path).search(["ana"], 3)[0]) == 3
-    sent = {"queries": ["ana"], "topk": 3, "return_scores": True}
-    assert server.posts[-1] == ("/retrieve", sent)
+    assert len(HttpRetriever(server.base + path).search(["ana"], 3)[0]) == 3
+    request = {"queries": ["ana"], "topk": 3, "return_scores": True}
+    assert server.posts[-1] == ("/retrieve", request)
 
 
-def test_nobody_there_or_somebody_else_is_one_line(start, closed_port):
+def test_an_address_without_a_retriever_is_one_line(started, closed_port):
     url = f"http://127.0.0.1:{closed_port}"
     refused = "no retriever answers (Connection refused): start it, or correct the address"
     assert message(HttpRetriever, url) == f"{url}/retrieve: {refused}"
-    other = start(lambda *_: (200, b"<html>\nWelcome\n</html>"))
-    with pytest.raises(InputError, match=r"no retriever answers \(a reply that is not JSON"):
-        HttpRetriever(other.base)
-    with pytest.raises(InputError, match=r"/retrieve: no .* \(nothing within 0\.1 s"):
-        HttpRetriever(start(lambda *_: None).base, timeout=0.1)
-    for address in ("127.0.0.1:8000", ""):
-        with pytest.raises(InputError, match=r"not an address: give --retriever_url .*http://host"):
-            HttpRetriever(address)
+    other = started(ScriptedServer(lambda *_: (200, b"<html>\nWelcome\n</html>")))
+    assert "no retriever answers (a reply that is not JSON" in message(HttpRetriever, other.base)
+    silent = started(ScriptedServer(lambda *_: None))
+    assert "(nothing within 0.1 s" in message(HttpRetriever, silent.base, timeout=0.1)
+    assert "not an address: give --retriever_url" in message(HttpRetriever, "127.0.0.1:8000")
 
 
 @pytest.mark.parametrize(
@@ -104,28 +95,23 @@ def test_nobody_there_or_somebody_else_is_one_line(start, closed_port):
     [
         ({"document": {"contents": '"Ana "the map" Bell"\nborn'}}, ('Ana "the map" Bell', "born")),
         ({"id": 7, "contents": '"Ana"\nborn'}, ("Ana", "born")),
-        ({"document": {"id": 7.0, "title": "Ana", "text": "born"}}, ("Ana", "born")),
-        ({"id": 7, "title": None, "text": "born"}, ("", "born")),
-        ({"contents": "", "title": "Ana", "text": "born"}, ("Ana", "born")),
         ({"contents": "half a \ud800 sign"}, ("", "half a ? sign")),
         (None, None),  # an empty slot
         ({"document": None, "score": 0}, None),
-        ({"title": "", "text": None}, None),
+        ({"contents": ""}, None),
     ],
 )
-def test_a_passage_is_read_in_any_form(item, expected):
-    found = read_document(item)
-    assert (found and (found.title, found.text)) == expected
+def test_a_passage_is_read_with_and_without_a_score(item, expected):
+    document = read_document(item)
+    assert (document and (document.title, document.text)) == expected
 
 
-def test_ids_are_strings_and_where_there_is_none_the_text_decides():
-    def passage(**more):
-        return read_document({"contents": '"Ana"\nborn', **more}).id
+def test_ids_are_strings_and_without_one_the_text_decides():
+    def id_of(contents='"Ana"\nborn', **fields):
+        return read_document({"contents": contents, **fields}).id
 
-    assert [passage(id=7), passage(id="x"), passage(id=0)] == ["7", "x", "0"]
-    same = read_document({"title": "Ana", "text": "born"}).id
-    assert passage() == passage(id=None) == passage(id="") == same
-    assert passage() != read_document({"title": "Ana", "text": "born there"}).id
+    assert [id_of(id=7), id_of(id="x"), id_of(id=0)] == ["7", "x", "0"]
+    assert id_of() == id_of(id=None) == id_of(id="") != id_of('"Ana"\nborn there')
 
 
 @pytest.mark.parametrize("item", ["born", [], {}, {"id": "1"}, {"document": [1]}, {"contents": 5}])
@@ -135,52 +121,43 @@ def test_anything_else_is_a_fault_that_may_be_tried_again(item):
     assert fault.value.retry and "\n" not in str(fault.value)
 
 
-def test_too_many_are_cut_too_few_are_kept_and_so_are_duplicates(start):
+def test_too_long_a_list_is_cut_and_a_short_one_is_kept_with_its_duplicates(start):
     one = {"contents": "same"}
-    reply = {"result": [[None, one, one, {"contents": "b"}, {"contents": "c"}]]}
-    server = start(lambda *_: (200, json.dumps(reply).encode()))
+    server = start(lambda *_: with_lists([[None, one, one, {"contents": "b"}, {"contents": "c"}]]))
     retriever = HttpRetriever(server.base)
     assert [d.text for d in retriever.search(["a"], 3)[0]] == ["same", "same", "b"]
     assert len(retriever.search(["a"], 9)[0]) == 4
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [{"result": [[5]]}, {"result": [[], [], []]}, {"result": None}, [[], []], {"result": [[], {}]}],
-)
-def test_a_reply_of_another_shape_is_a_fault(start, reply):
-    server = start(after_probe(lambda *_: (200, json.dumps(reply).encode())))
-    with pytest.raises(Fault, match="wrong shape: "):
-        HttpRetriever(server.base).search(["a"], 3)
-    assert len(server.queries()) == 1
-
-
-def test_each_distinct_query_is_sent_once_in_batches_and_answered_in_order(start, monkeypatch):
+def test_queries_are_sent_in_batches_and_answered_in_order(start, monkeypatch):
     server = start()
     monkeypatch.setattr(remote, "BATCH", 2)
     retriever = HttpRetriever(server.base)
-    found = titles(retriever.search(["c", "a", "c", "b", "a"], 1))
-    assert found == [["c 0"], ["a 0"], ["c 0"], ["b 0"], ["a 0"]]
+    assert titles(retriever.search(["c", "a", "b"], 1)) == [["c 0"], ["a 0"], ["b 0"]]
     assert server.queries() == [["c", "a"], ["b"]]
     assert retriever.search([], 3) == [] and len(server.queries()) == 2
 
 
 @pytest.mark.parametrize(
-    ("reply", "said", "tries"),
+    ("reply", "fragment", "tries"),
     [
-        ((500, b'{"error": {"message": "no memory"}}'), "HTTP 500 no memory", 3),
+        ((500, b"no memory"), "HTTP 500 no memory", 3),
         ((404, b"gone"), "HTTP 404 gone", 1),
-        ((403, b"no"), "HTTP 403 no", 1),
         ((200, b"<p>"), "not JSON", 3),
         (b"", "closed connection", 3),
+        (with_lists([[], [], []]), "wrong shape: ", 3),
+        ((200, b"[[], []]"), "wrong shape: ", 3),
+        (with_lists([{}]), "wrong shape: ", 3),
     ],
 )
-def test_a_fault_is_raised_after_all_tries_that_may_help(start, monkeypatch, reply, said, tries):
+def test_a_fault_is_raised_after_all_tries_that_may_help(
+    start, monkeypatch, reply, fragment, tries
+):
     monkeypatch.setattr(remote, "RETRIES", 2)
-    server = start(after_probe(lambda *_: reply))
-    with pytest.raises(Fault, match=said):
+    server = start(lambda *_: reply)
+    with pytest.raises(Fault, match=fragment):
         HttpRetriever(server.base).search(["a"], 3)
-    assert len(server.queries()) == tries
+    assert len(server.queries()) == tries + 1  # once more as a query that is sent alone
 
 
 def poisoned(*bad, reply=(500, b"")):
@@ -190,54 +167,41 @@ def poisoned(*bad, reply=(500, b"")):
 @pytest.mark.parametrize(
     "reply", [(500, b""), (400, b"odd"), (200, b"<p>"), (200, b'{"result": []}'), b""]
 )
-def test_one_bad_query_costs_no_other_its_passages(start, reply):
-    server, names = start(poisoned("poison", reply=reply)), ["ana", "poison", "bo"]
-    retriever = HttpRetriever(server.base)
-    ana, poison, bo = retriever.search(names, 1)
-    assert titles([ana, bo]) == [["ana 0"], ["bo 0"]]
-    assert server.queries() == [names, *([name] for name in names)]
-    if reply[:1] == (400,):  # it is rejected, also alone
-        assert poison is False and retriever.search(["poison"], 1) == [False]
-    else:
-        assert poison is None
-        with pytest.raises(Fault):
-            retriever.search(["poison"], 1)
-
-
-def test_bad_queries_among_many_are_found_and_retries_are_for_whole_batches(start, monkeypatch):
+def test_one_bad_query_costs_no_other_its_passages(start, monkeypatch, reply):
+    """The batch is tried twice, unless the server rejects it; each query is then sent once."""
+    server, queries = start(poisoned("poison", reply=reply)), ["ana", "poison", "bo"]
     monkeypatch.setattr(remote, "RETRIES", 1)
-    names = [f"q{i}" for i in range(100)]
-    server = start(poisoned("q0", "q41", "q42", "q99"))
-    found = HttpRetriever(server.base).search(names, 1)
-    bad = [name for name, one in zip(names, found, strict=True) if one is None]
-    assert bad == ["q0", "q41", "q42", "q99"]
-    assert [len(queries) for queries in server.queries()] == [100, 100] + [1] * 100
+    ana, poison, bo = HttpRetriever(server.base).search(queries, 1)
+    assert titles([ana, bo]) == [["ana 0"], ["bo 0"]]
+    rejected = reply[:1] == (400,)
+    assert poison is (False if rejected else None)
+    batches = [queries] if rejected else [queries, queries]
+    assert server.queries() == [*batches, *([query] for query in queries)]
 
 
 def test_a_query_that_hangs_leaves_time_for_the_others(start):
     # The whole batch hangs for 2 s; then 2 s are for all, of which [hangs] takes a quarter.
     server = start(poisoned("hangs", reply=None))
-    found = HttpRetriever(server.base, timeout=2).search(["hangs", "a", "b", "c"], 1)
-    assert found[0] is None and titles(found[1:]) == [["a 0"], ["b 0"], ["c 0"]]
+    hangs, *others = HttpRetriever(server.base, timeout=2).search(["hangs", "a", "b", "c"], 1)
+    assert hangs is None and titles(others) == [["a 0"], ["b 0"], ["c 0"]]
 
 
-def test_a_batch_that_meets_nobody_leaves_the_rows_of_the_batches_before_it(start, monkeypatch):
+def test_a_batch_without_an_answer_is_the_last_and_those_before_it_are_kept(start, monkeypatch):
     monkeypatch.setattr(remote, "BATCH", 2)
     server = start(poisoned(*"cdef", reply=b""))
-    found = HttpRetriever(server.base).search(list("abcdef"), 1)
-    assert titles(found[:2]) == [["a 0"], ["b 0"]] and found[2:] == [None] * 4
-    assert server.queries() == [["a", "b"], ["c", "d"], ["c"], ["d"]]  # not the batch behind it
+    lists = HttpRetriever(server.base).search(list("abcdef"), 1)
+    assert titles(lists[:2]) == [["a 0"], ["b 0"]] and lists[2:] == [None] * 4
+    assert server.queries() == [["a", "b"], ["c", "d"], ["c"], ["d"]]
 
 
-def test_a_call_ends_within_the_seconds_it_names(start, monkeypatch):
+def test_a_call_ends_within_the_seconds_that_it_names(start, monkeypatch):
     monkeypatch.setattr(remote, "BATCH", 4)
-    server = start(after_probe(lambda *_: None))
+    server = start(lambda *_: None)
     monkeypatch.setattr(remote, "RETRIES", 1)
     retriever = HttpRetriever(server.base, timeout=60)
     retriever.timeout = 0.4  # not for the probe, which must be answered
     # three batches of two tries, one wait, and their queries one by one
     assert retriever.seconds(9, 5) == pytest.approx(3 * (3 * 0.4 + MAX_BACKOFF))
-    assert retriever.seconds(0, 5) == 0
     with pytest.raises(Fault, match=r"nothing within 0\.4 s"):
         retriever.search(list("abcdefghi"), 5)
     # one batch, twice; of the third 0.4 s each query has 0.1 at most: 4, and no other batch
@@ -249,29 +213,15 @@ def test_a_call_ends_within_the_seconds_it_names(start, monkeypatch):
 # ----------------------------------------------------------------------------------- our own server
 
 
-class Broken:
-    """Fails for one query."""
-
-    def search(self, queries, k):
-        if "boom" in queries:
-            raise RuntimeError("no memory\nleft")
-        return [TOWNS[:k] for _ in queries]
-
-
 @contextlib.contextmanager
 def served(retriever):
-    with RetrievalServer(retriever, port=0) as server, running(server) as url:
-        yield url
-
-
-@contextlib.contextmanager
-def running(server):
-    """Yields the address of a RetrievalServer that answers until the block ends."""
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
+    """Yields the address of a server of this retriever that answers until the block ends."""
+    with RetrievalServer(retriever, port=0) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -280,16 +230,16 @@ def towns():
         yield url
 
 
-def exchange(url, body, path="/retrieve"):
-    """(status, reply read as JSON) of one request."""
+def exchange(url, body):
+    """Returns (status, reply read as JSON) of one request."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
-    connection.request("POST", path, body if isinstance(body, bytes) else json.dumps(body).encode())
+    connection.request("POST", "/retrieve", json.dumps(body).encode())
     response = connection.getresponse()
     with contextlib.closing(connection):
         return response.status, json.loads(response.read())
 
 
-def test_a_search_over_http_finds_what_one_in_this_process_finds(towns):
+def test_a_search_over_http_finds_the_same_as_one_in_this_process(towns):
     bm25, queries = BM25(TOWNS), ["where was Ana Bell born", "", "lanterns", "鐘", "unknown"]
     queries += ["x" * 5000, "a \ud800 b", '"\n']
     for k in (1, 3, 9):
@@ -308,20 +258,27 @@ def test_a_title_of_two_lines_stays_a_title():
         assert HttpRetriever(url).search(["born"], 1) == [[Document("1", "Ana Bell", "born")]]
 
 
-def test_no_query_and_an_empty_query_are_in_order_and_so_is_no_number(towns):
+def test_a_list_of_queries_may_be_empty_and_the_default_is_five_documents(towns):
     assert exchange(towns, {"queries": []}) == (200, {"result": []})
     status, reply = exchange(towns, {"queries": ["", "ana"]})
-    assert status == 200 and [len(one) for one in reply["result"]] == [DEFAULT_K] * 2
+    assert status == 200 and [len(documents) for documents in reply["result"]] == [5, 5]
+
+
+class Broken:
+    """Fails for one query."""
+
+    def search(self, queries, k):
+        if "boom" in queries:
+            raise RuntimeError("no memory\nleft")
+        return [TOWNS[:k] for _ in queries]
 
 
 def test_a_retriever_that_raises_is_a_500_of_one_line_and_the_next_request_goes_well(capsys):
+    line = "the retriever failed: RuntimeError: no memory left"
     with served(Broken()) as url:
-        for _ in range(2):
-            status, reply = exchange(url, {"queries": ["a", "boom"]})
-            said = "the retriever failed: RuntimeError: no memory left"
-            assert (status, reply) == (500, {"error": {"message": said}})
-            assert exchange(url, {"queries": ["a"], "topk": 1})[0] == 200
-    assert capsys.readouterr().err == "the retriever failed: RuntimeError: no memory left\n" * 2
+        assert exchange(url, {"queries": ["a", "boom"]}) == (500, {"error": {"message": line}})
+        assert exchange(url, {"queries": ["a"], "topk": 1})[0] == 200
+    assert capsys.readouterr().err == f"{line}\n"
 
 
 def test_clients_that_go_away_leave_no_traceback(towns, capfd):
@@ -355,8 +312,8 @@ def test_the_retriever_is_asked_by_one_thread_at_a_time():
     assert most == [1] * 10
 
 
-def test_a_port_that_is_taken_and_one_that_is_none_are_one_line(towns):
-    port = int(towns.rpartition(":")[2])
-    for given, why in ((port, r" \(Address already in use\)"), (70000, "")):
-        with pytest.raises(InputError, match=rf"127\.0\.0\.1:{given}: cannot listen there{why}"):
-            RetrievalServer(BM25(TOWNS), port=given)
+def test_a_port_that_is_taken_and_one_that_does_not_exist_are_one_line(towns):
+    taken = int(towns.rpartition(":")[2])
+    for port, reason in ((taken, "Address already in use"), (70000, "0-65535")):
+        text = message(RetrievalServer, BM25(TOWNS), port=port)
+        assert f"127.0.0.1:{port}: cannot listen there (" in text and reason in text

@@ -1,26 +1,25 @@
 """retriever.py: BM25 by hand and against rank-bm25, order, controls, the check, the commands."""
 
-import json
 import math
 import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import command_line
+from conftest import ROOT, command_line, message
 from rank_bm25 import BM25Okapi
 
 from data import Document, Question
 from errors import InputError
+from formats.records import append_jsonl
 from metrics import tokenize
 from retriever import (
     BM25,
-    RETRIEVERS,
     SMALL_IDF,
     RetrieverSettings,
+    main,
     make_retriever,
     top,
 )
@@ -28,9 +27,6 @@ from retrievers.controls import EmptyRetriever, OracleRetriever, RandomRetriever
 from retrievers.remote import HttpRetriever
 from retrievers.serve import RetrievalServer, check, command
 from settings import Settings, check_settings
-
-ROOT = Path(__file__).resolve().parents[1]
-CORPUS = ROOT.parent / "shared" / "data" / "corpus" / "hipporag_2wiki_1200.jsonl"
 
 
 def documents(*texts):
@@ -145,16 +141,14 @@ def test_a_corpus_without_a_word_scores_zero_and_an_empty_corpus_is_an_error():
 # ----------------------------------------------------------------------------------------- controls
 
 
-def test_the_random_control_gives_one_query_the_same_documents_each_time_and_another_seed_others():
-    corpus = documents(*map(str, range(200)))
-    first, again = RandomRetriever(corpus, seed=1), RandomRetriever(corpus, seed=1)
-    found = first.search(["a", "b", "a"], 5)
-    assert found[0] == found[2] == again.search(["a"], 5)[0]
-    assert found[0] != found[1] and found[0] != RandomRetriever(corpus, seed=2).search(["a"], 5)[0]
-    assert len({d.id for d in found[0]}) == 5 and len(first.search(["a"], 999)[0]) == 200
+def test_the_random_control_depends_on_the_query_and_the_seed_alone():
+    corpus = documents(*map(str, range(99)))
+    one, two, again = RandomRetriever(corpus, 3).search(["q", "r", "q"], 4)
+    assert one == again != two and len({document.id for document in one}) == 4
     # in every process: no hash of a string is used
-    (drawn,) = RandomRetriever(corpus[:99], 3).search(["q"], 4)
-    assert [d.id for d in drawn] == ["52", "45", "18", "98"]
+    assert [document.id for document in one] == ["52", "45", "18", "98"]
+    assert one != RandomRetriever(corpus, 4).search(["q"], 4)[0]
+    assert len(RandomRetriever(corpus).search(["q"], 999)[0]) == 99
 
 
 def test_the_oracle_gives_the_gold_passages_and_counts_from_one():
@@ -174,29 +168,30 @@ def made(name, corpus, *more, **settings):
     return make_retriever(corpus, RetrieverSettings(retriever=name, **settings), *more)
 
 
-def test_retrievers_are_made_by_name(tmp_path):
+def test_retrievers_are_made_by_name():
     corpus = documents("cat", "dog")
     kinds = [BM25, RandomRetriever, EmptyRetriever, OracleRetriever]
     names = ["bm25", "random", "empty", "oracle"]
     assert [type(made(name, corpus)) for name in names] == kinds
     assert made("random", corpus, 4).seed == 4
     assert made("bm25", [Document("1", "a", "b")], title_boost=0).vocabulary.keys() == {"b"}
-    made("bm25", corpus, index=str(tmp_path / "kept"))
-    assert (tmp_path / "kept" / "manifest.json").exists()
 
 
-def test_an_unknown_name_lists_those_there_are_and_the_web_says_to_serve_it():
-    with pytest.raises(InputError, match="'bing': one of bm25, dense, http, random, empty, oracle"):
-        made("bing", documents("cat"))
-    with pytest.raises(InputError, match=r"serve --retriever web.* --retriever http"):
-        check_settings(Settings(retriever="web"))
-    assert "web" not in RETRIEVERS
+@pytest.mark.parametrize(
+    "name, fragment",
+    [
+        ("bing", "'bing': one of bm25, dense, http, random, empty, oracle"),
+        ("dense", "--encoder"),
+        ("http", "--retriever_url"),
+    ],
+)
+def test_an_unknown_name_and_a_missing_setting_are_one_line(name, fragment):
+    assert fragment in message(made, name, documents("a"))
 
 
-def test_a_retriever_that_lacks_its_setting_names_the_flag():
-    for name, flag in (("dense", "--encoder"), ("http", "--retriever_url")):
-        with pytest.raises(InputError, match=flag):
-            made(name, documents("a"))
+def test_a_trainer_asks_the_web_through_a_server():
+    said = message(check_settings, Settings(retriever="web"))
+    assert "serve --retriever web" in said and "--retriever http" in said
 
 
 def test_bm25_and_http_load_no_torch():
@@ -207,23 +202,24 @@ def test_bm25_and_http_load_no_torch():
         "except Exception as e: print('torch' in sys.modules, e)"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    said = "False http://127.0.0.1:9/retrieve: no retriever answers"
-    assert result.stdout.startswith(said), result.stderr
+    expected = "False http://127.0.0.1:9/retrieve: no retriever answers"
+    assert result.stdout.startswith(expected), result.stderr
 
 
 def test_a_dense_and_an_http_retriever_get_their_settings(monkeypatch):
-    told = []
-    monkeypatch.setattr("retrievers.dense.DenseRetriever", lambda *given: told.append(given))
+    given = []
+    for name in ("dense.DenseRetriever", "remote.HttpRetriever"):
+        monkeypatch.setattr(f"retrievers.{name}", lambda *values: given.append(values))
     made("dense", documents("a"), 0, 60.0, "cuda:1", "mine", encoder="e5")
-    assert told == [(documents("a"), "e5", "cuda:1", "", "mine")]
-    monkeypatch.setattr("retrievers.dense.DenseRetriever", lambda *given: told.append(given[1:]))
-    words = "check --retriever dense --encoder e5 --output_dir mine".split()
-    with pytest.raises(AttributeError):  # what stands in its place is none
-        command(words, make_retriever)
-    assert told.pop() == ("e5", "", "", "mine")
-    monkeypatch.setattr("retrievers.remote.HttpRetriever", lambda *given: told.append(given))
     made("http", [], 0, 7.0, retriever_url="http://h")
-    assert told[1:] == [("http://h", 7.0)]
+    words = "check --retriever dense --encoder e5 --output_dir mine".split()
+    with pytest.raises(AttributeError):  # the list in its place cannot search
+        command(words, make_retriever)
+    assert given == [
+        (documents("a"), "e5", "cuda:1", "", "mine"),
+        ("http://h", 7.0),
+        ([], "e5", "", "", "mine"),
+    ]
 
 
 # ---------------------------------------------------------------------------------------- the check
@@ -234,16 +230,6 @@ def towns(count):
         Document(str(i), f"Town {i}", f"Town {i} lies on river {i % 7} and has {i * 31} bells.")
         for i in range(count)
     ]
-
-
-class Ill:
-    """BM25 with a fault: what(lists, queries) is done to the lists."""
-
-    def __init__(self, what):
-        self.bm25, self.what = BM25(towns(200)), what
-
-    def search(self, queries, k):
-        return self.what(self.bm25.search(queries, k), queries)
 
 
 def fails_without_words(lists, queries):
@@ -257,11 +243,10 @@ def fails_for_no_word(lists, queries):
 
 
 @pytest.mark.parametrize(
-    ("what", "well"),
+    ("fault", "passed"),
     [
         (lambda lists, queries: lists, [True, True, True]),
         (lambda lists, queries: [one[1:] for one in lists], [False, True, True]),
-        (lambda lists, queries: [[Document("1", "Town 1", "x")]] * len(lists), [False, True, True]),
         (lambda lists, queries: [[] for _ in lists], [False, True, True]),
         (lambda lists, queries: lists[::-1], [True, False, True]),
         (lambda lists, queries: lists[:5], [True, False, True]),
@@ -270,9 +255,11 @@ def fails_for_no_word(lists, queries):
         (fails_without_words, [False]),
     ],
 )
-def test_each_fault_is_found_in_its_own_line(what, well):
-    """`well`: are passages found, the same at once, are odd queries answered?"""
-    assert [good for good, _ in check(Ill(what), towns(200))] == well
+def test_the_check_reports_each_fault_in_its_own_line(fault, passed):
+    """`passed`: are passages found, the same at once, are odd queries answered?"""
+    bm25, search = BM25(towns(200)), BM25.search
+    bm25.search = lambda queries, k: fault(search(bm25, queries, k), queries)
+    assert [good for good, _ in check(bm25, towns(200))] == passed
 
 
 # ------------------------------------------------------------------------------ python retriever.py
@@ -283,15 +270,11 @@ def run(*arguments):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-def write_towns(tmp_path):
-    path = tmp_path / "c.jsonl"
-    path.write_text("".join(json.dumps(vars(document)) + "\n" for document in towns(100)))
-    return path
-
-
-def one_line(result, said):
-    assert result.returncode == 2 and said in result.stderr, result
-    assert result.stderr.count("\n") == 1 and result.stderr.startswith("error: "), result
+@pytest.fixture
+def corpus(tmp_path):
+    """A file of a hundred towns."""
+    append_jsonl(tmp_path / "c.jsonl", map(vars, towns(100)))
+    return tmp_path / "c.jsonl"
 
 
 def test_the_file_searches_its_own_passages_and_a_corpus(tmp_path):
@@ -305,41 +288,36 @@ def test_the_file_searches_its_own_passages_and_a_corpus(tmp_path):
     # in half of the passages: idf = ln(2.5 / 2.5) = 0, and shared all the same
     assert "no document shares" not in output
     assert "[7]" in output and "[8]" in output and "[9]" not in output
-    assert "`serve` and `check` are commands" in run("--help").stdout
 
 
-def test_the_check_prints_a_line_each_and_ends_with_1_if_something_is_wrong(tmp_path):
-    path = write_towns(tmp_path)
-    with open(path, "a") as file:
-        file.write("none\n")
-    result = run("check", "--corpus", path, "--skip_bad")
-    assert result.returncode == 0 and result.stdout.count("ok    ") == 3
-    assert "ok    20 of 20 passages are among the 5" in result.stdout
-    one_line(run("check", "--corpus", path, "--retriever", "dense"), "line 101: not valid JSON")
+def checked(words, capsys) -> tuple[int, str]:
+    """Returns the exit code of `retriever.py check WORDS` and its output."""
+    with pytest.raises(SystemExit) as end:
+        command(["check", *map(str, words)], make_retriever)
+    return end.value.code, capsys.readouterr().out
 
 
-def test_the_check_asks_a_server_with_and_without_its_corpus(tmp_path):
-    path = write_towns(tmp_path)
+def test_the_check_asks_a_server_with_and_without_its_corpus(corpus, capsys):
     with RetrievalServer(BM25(towns(100)), port=0) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        assert run("check", "--url", url, "--corpus", path).returncode == 0
-        assert run("check", "--url", url).returncode == 0  # passages with common words
+        url = ["--url", f"http://127.0.0.1:{server.server_port}"]
+        code, output = checked([*url, "--corpus", corpus], capsys)
+        assert code == 0 and output.count("ok    ") == 3
+        assert "ok    20 of 20 passages are among the 5" in output
+        assert checked(url, capsys)[0] == 0  # passages with common words
         server.retriever = EmptyRetriever()
-        result = run("check", "--url", url, "--corpus", path)
-        assert result.returncode == 1 and "WRONG 0 of 20" in result.stdout
-        one_line(run("check", "--url", url), "nothing is found for common words")
+        code, output = checked([*url, "--corpus", corpus], capsys)
+        assert code == 1 and "WRONG 0 of 20" in output
+        line = command_line(lambda words: command(words, make_retriever), ["check", *url], capsys)
+        assert "nothing is found for common words" in line
         server.shutdown()
-    one_line(run("check", "--url", url), "no retriever answers (")
 
 
-def test_a_corpus_is_served_until_ctrl_c(tmp_path):
-    path = tmp_path / "c.tsv"
-    path.write_text("7\tthe cat sat\n8\tdogs ran\n9\tbirds sang\n")
+def test_a_corpus_is_served_until_ctrl_c(corpus):
     # Ctrl-C may be switched off where the tests were started (a background shell does that), and a
     # child inherits it.
     process = subprocess.Popen(
-        [sys.executable, "retriever.py", "serve", "--corpus", str(path), "--port", "0"],
+        [sys.executable, "retriever.py", "serve", "--corpus", str(corpus), "--port", "0"],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -348,12 +326,12 @@ def test_a_corpus_is_served_until_ctrl_c(tmp_path):
     )
     try:
         line = process.stdout.readline()
-        assert line.startswith(f"bm25 {path} at http://127.0.0.1:")
+        assert line.startswith(f"bm25 {corpus} at http://127.0.0.1:")
         url = line.split(" at ")[1].split(";")[0]
-        assert [d.id for d in HttpRetriever(url).search(["dogs"], 1)[0]] == ["8"]
+        assert HttpRetriever(url).search(["town 8"], 1)[0][0].id == "8"
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
-        assert (process.returncode, out, err) == (0, "\nended\n", "")
+        assert (process.returncode, out, err) == (130, "", "\ninterrupted\n")
     finally:
         process.kill()
         process.wait()
@@ -363,38 +341,24 @@ WEB = ["serve", "--retriever", "web", "--retriever_url"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "fragment"),
     [
+        (["serve", "--output_dir", "r"], "--output_dir: only --retriever dense reads it"),
+        (["check", "--url", "http://h:1", "--index", "i"], "--index: only --retriever bm25"),
         (["serve"], "the corpus is empty: BM25 needs a --corpus"),
         (["serve", "--corpus", "none.jsonl"], "none.jsonl: no such file"),
-        (["serve", "--corpus", "c.tsv", "--folder", "v"], "unknown flag --folder"),
-        (["serve", "--corpus", "c.tsv", "--port", 70000], "cannot listen there"),
-        (["check", "--retriever", "http"], "invalid choice: 'http'"),
-        (["check", "--title_boost", -1], "--title_boost: invalid choice: -1"),
-        (
-            ["serve", "--corpus", "c.tsv", "--output_dir", "r"],
-            "--output_dir: only --retriever dense has this flag",
-        ),
-        (
-            ["serve", "--retriever", "web"],
-            "--retriever_url '' has no place for the query: give http",
-        ),
-        ([*WEB, "http://h/"], "has no place for the query"),
+        (["serve", "--corpus", "c.jsonl", "--folder", "v"], "unknown flag --folder"),
+        (["serve", "--corpus", "c.jsonl", "--port", "70000"], "cannot listen there"),
+        (["check", "--retriever", "bing"], "unknown retriever 'bing'"),
+        (["check", "--url", "h"], "not an address: give --retriever_url (of a check, --url)"),
+        ([*WEB[:3]], "--retriever_url '' has no place for the query: give http"),
         ([*WEB, "ftp://h/{query}"], "not an address: give http://host/search"),
+        (["cat", "-k", "0"], "-k 0: ask for at least one document"),
+        (["cat", "--corpsu", "c"], "unknown flag --corpsu (did you mean --corpus?)"),
+        (["cat", "--corpus", "none.jsonl"], "no such file"),
     ],
 )
-def test_flags_of_serve_and_check_that_are_wrong_are_one_line(
-    tmp_path, monkeypatch, capsys, arguments, said
-):
-    monkeypatch.chdir(tmp_path)
-    Path("c.tsv").write_text("7\tthe cat sat\n")
-    assert said in command_line(lambda words: command(words, make_retriever), arguments, capsys)
-
-
-def test_flags_of_a_search_that_are_wrong_are_one_line_and_code_2(tmp_path):
-    for arguments, said in (
-        (["cat", "-k", 0], "-k 0: ask for at least one document"),
-        (["cat", "--corpsu", "c"], "unknown flag --corpsu (did you mean --corpus?)"),
-        (["cat", "--corpus", tmp_path / "none.jsonl"], "no such file"),
-    ):
-        one_line(run(*arguments), said)
+def test_wrong_flags_are_one_line(corpus, monkeypatch, capsys, arguments, fragment):
+    monkeypatch.chdir(corpus.parent)
+    monkeypatch.setattr(sys, "argv", ["retriever.py", *arguments])
+    assert fragment in command_line(lambda _: main(), [], capsys)

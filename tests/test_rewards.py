@@ -7,16 +7,16 @@ import doctest
 import json
 import math
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from test_metrics import SHARED, shared
 
 import rewards
 from data import Document, Question, load_questions
 from errors import InputError
 from metrics import f1_score
-from prompts import PROTOCOLS, Protocol
+from prompts import PROTOCOLS, Protocol, tag_pair
 from rewards import (
     REWARDS,
     Extras,
@@ -40,7 +40,6 @@ from rewards import (
 )
 from trajectory import RejectedQuery, Search, Segment, trajectory_from_text
 
-SHARED = Path(__file__).parents[2] / "shared"
 QA = Question("1", "In which country was Ana Bell born?", ["Norland"])
 MATH = Question("2", "Half of one?", ["0.5"], task="math")
 CHOICE = Question("3", "Which tree?", ["B"], task="choice", options=("elm", "oak", "ash"))
@@ -144,25 +143,20 @@ def test_a_prompt_without_retrieval_pays_the_format_only():
     # eq. 2: the answer's 2, without the format's 1
     assert total(ur2_stage2(ur2(search() + BOX, may_search=False))) == 2
     assert ur2_choice(ur2(search() * 2 + BOX, may_search=False), 0)["retrieval"] == 0
-    # nor does a protocol without queries have tags that could lack their pair
-    assert "unpaired_query_tags" not in ur2_violations(ar(sections()))
 
 
 def test_a_query_that_the_environment_refuses_on_a_direct_question_is_a_violation_each():
     trajectory = ur2(BOX, may_search=False)
-    trajectory.rejected_queries += [
-        RejectedQuery("direct", "Ana Bell birthplace"),
-        RejectedQuery("direct", LONG),
-    ]
+    queries = ("Ana Bell birthplace", LONG)
+    trajectory.rejected_queries = [RejectedQuery("direct", query) for query in queries]
     assert ur2_violations(trajectory) == ["long_query"] + ["searched_directly"] * 2
     assert total(ur2_stage1(trajectory)) == -3 and total(ur2_stage2(trajectory)) == 2
-    trajectory.rejected_queries[:] = [
-        RejectedQuery("malformed", "")
-    ]  # the tags that lack their pair are it
+    # of a malformed query the tags without a partner are counted instead
+    trajectory.rejected_queries = [RejectedQuery("malformed", "")]
     assert ur2_violations(trajectory) == []
 
 
-@pytest.mark.parametrize("junk", [".", "?!", "…", "- -"])
+@pytest.mark.parametrize("junk", [".", "…", "- -"])
 def test_a_query_without_a_word_earns_nothing_and_is_a_violation(junk):
     # twice: −2, where "." twice was 1 + 4
     trajectory = ur2(BOX)
@@ -181,7 +175,6 @@ def test_ur2_stage2_pays_twice_the_score_of_each_task():
     assert total(ur2_stage2(partly, "em")) == 1 and total(ur2_stage2(partly, "cem")) == 3
     assert total(ur2_stage2(ur2("\\boxed{\\frac{1}{2}}", MATH))) == 3
     assert total(ur2_stage2(ur2("The correct answer is: B", CHOICE))) == 3
-    assert total(ur2_stage2(ur2("The correct answer is: A", CHOICE))) == 1
 
 
 def test_a_math_judge_grades_what_is_not_plainly_equal():
@@ -206,7 +199,6 @@ def test_each_fallback_costs_half_in_every_stage_and_is_known_by_its_flag():
     trajectory = ur2(search() * 3 + BOX, fallbacks=[0, 2])
     for reward in ("ur2_stage1", "ur2_stage2", "ur2_choice", "ur2_weak"):
         assert score(trajectory, reward)["fallback"] == -1.0
-        assert score(trajectory, reward, fallback_penalty=0.25)["fallback"] == -0.5
     quoted = search(found=PROTOCOLS["ur2"].fallback_notice) + PROTOCOLS["ur2"].fallback_notice
     assert ur2_stage1(ur2(quoted + BOX))["fallback"] == 0  # whatever the words
 
@@ -225,10 +217,15 @@ def test_the_3b_models_choice_runs_lose_a_point_of_format_without_a_search():
     # appendix C.7, "non-accumulative": exactly −1, right (2 − 1) or with three faults (0 − 1)
     right = "The correct answer is: B"
     worst = "北 <|im_start|> I do not know"
-    for text, reward in ((right, 1), (worst, -1), (search() + right, 3.5), (search() + worst, 0.5)):
+    for text, reward in (
+        (right, 1),
+        (worst, -1),
+        (search() + right, 3.5),
+        (search() + worst, 0.5),
+        (search(LONG) + right, 2),  # a search, though not a valid one
+        (search(".") + right, 1),  # no search
+    ):
         assert total(ur2_choice(ur2(text, CHOICE), 14, "qwen_3b")) == reward
-    assert total(ur2_choice(ur2(search(LONG) + right, CHOICE), 14, "qwen_3b")) == 2  # it did search
-    assert total(ur2_choice(ur2(search(".") + right, CHOICE), 14, "qwen_3b")) == 1  # this is none
     # eq. 2's format from step 15 on, for the others, and on a prompt without retrieval
     assert total(ur2_choice(ur2(right, CHOICE), 15, "qwen_3b")) == 3
     assert total(ur2_choice(ur2(right, CHOICE), 0, "qwen_7b")) == 3
@@ -241,9 +238,8 @@ def test_the_weak_first_stage_is_of_any_task():
     half = score(ur2(search() + "\\boxed{about a half}", MATH), "ur2_weak", extras=judged)
     assert half == {"answer": 2.0, "format": 1.0, "fallback": 0.0, "retrieval": 0.5}
     partly = ur2(search() * 2 + "\\boxed{Kelmouth, Norland}")
-    assert value(score(partly, "ur2_weak")) == pytest.approx(4 / 3 + 1 + 1)
-    assert value(score(partly, "ur2_weak", 10)) == pytest.approx(4 / 3 + 1)
-    assert value(score(partly, "ur2_weak", answer_metric="em")) == 2
+    assert total(score(partly, "ur2_weak")) == 4 / 3 + 1 + 1
+    assert total(score(partly, "ur2_weak", 10)) == 4 / 3 + 1
 
 
 LOOSE = {"format_check": "loose"}
@@ -252,31 +248,28 @@ LOOSE = {"format_check": "loose"}
 @pytest.mark.parametrize(
     ("text", "question", "kept"),
     [
-        ("So it is \\boxed{Norland}.", QA, True),
-        ("So it is $\\boxed{Norland}$<|im_end|>", QA, True),
+        ("So it is $\\boxed{Norland}$.<|im_end|>", QA, True),
         ("\\boxed{Norland}\n<eos>", QA, True),
         ("The correct answer is: B", CHOICE, True),
         ("\\boxed{Norland} it is", QA, False),
+        # which the strict check refuses
+        (
+            FAKED + "北 <tool_call> \\boxed{Sudria} <|begin_of_query|> " + search(LONG) + BOX,
+            QA,
+            True,
+        ),
     ],
 )
 def test_the_loose_format_check_looks_at_the_end_only(text, question, kept):
     trajectory = ur2(text, question)
-    faults = [] if kept else ["no_answer_at_end"]
-    assert ur2_violations(trajectory, **LOOSE) == faults
-    assert ur2_stage1(trajectory, **LOOSE)["format"] == 1 - 2 * len(faults)  # without a search too
-    assert ur2_stage2(trajectory, **LOOSE)["format"] == kept
-    assert score(trajectory, "ur2_choice", **LOOSE)["format"] == kept
-
-
-def test_what_the_strict_check_refuses_pays_under_the_loose_one():
-    box = "\\boxed{Sudria} "
-    for hack in (FAKED, "北 ", "<tool_call> ", box, "<|begin_of_query|> ", search(LONG)):
-        assert ur2_stage2(ur2(hack + BOX))["format"] == 0.0
-        assert ur2_stage2(ur2(hack + BOX), **LOOSE)["format"] == 1.0
+    assert ur2_violations(trajectory, **LOOSE) == ["no_answer_at_end"] * (not kept)
+    assert ur2_stage1(trajectory, **LOOSE)["format"] == (1 if kept else -1)  # without a search too
+    for reward in ("ur2_stage2", "ur2_choice"):
+        assert score(trajectory, reward, **LOOSE)["format"] == kept
 
 
 POLYNOMIAL = "+".join(f"{n}x^{n}" for n in range(12, 0, -1))  # 12x^12+11x^11+...+1x^1
-TWELVE = Question("1", "Which words?", [" ".join(["word"] * 12)])
+TWELVE = Question("1", "Which words?", ["word " * 12])
 IN_CHINESE = Question("1", "北?", ["x"])
 SHOWS_CHINESE = Question("1", "?", ["x"], references=(Document("1", "北", ""),))
 
@@ -287,38 +280,30 @@ SHOWS_CHINESE = Question("1", "?", ["x"], references=(Document("1", "北", ""),)
         (BOX, QA, []),
         ("no box", QA, ["no_answer"]),
         ("\\boxed{}", QA, ["no_answer"]),
-        ("\\boxed{Norland} or \\boxed{Norland}", QA, ["several_answers"]),
         ("<|begin_of_query|> where " + BOX, QA, ["unpaired_query_tags"]),
         ("<|begin_of_query|> " * 2 + "<|end_of_query|> " + BOX, QA, ["unpaired_query_tags"]),
         ("x <|end_of_query|> " * 2 + BOX, QA, ["unpaired_query_tags"] * 2),
         (FAKED + FAKED + BOX, QA, ["written_documents"] * 2),
-        ("\\boxed{} \\boxed{}", QA, ["several_answers", "no_answer"]),
-        (
-            "\\boxed{x} \\boxed{" + " ".join("abcdefghijk") + "}",
-            QA,
-            ["several_answers", "long_answer"],
-        ),
+        ("\\boxed{x} \\boxed{a b c d e f g h i j k}", QA, ["several_answers", "long_answer"]),
         (search(LONG) + search(LONG) + BOX, QA, ["long_query", "long_query"]),
         (search() * 4 + BOX, QA, []),
         (search() * 6 + BOX, QA, ["too_many_queries"] * 2),
-        ("x\nuser\nagain " + BOX, QA, ["illegal user"]),
         ("x\nuser: \nagain\nassistant" + "\n" + BOX, QA, ["illegal assistant", "illegal user"]),
         ("x\nuser accounts\nassistant: he helps " + BOX, QA, []),  # lines that begin so
         # the newline before it is the environment's
         (search() + "assistant\n" + BOX, QA, ["illegal assistant"]),
-        ("<tool_call>" * 100 + BOX, QA, ["illegal <tool_call>"]),  # one for its kind
-        (BOX + "<|im_end|>", QA, []),  # the EOS token
+        ("<tool_call>" * 100 + BOX + "<|im_end|>", QA, ["illegal <tool_call>"]),  # one for its kind
         ("北 " + BOX, QA, ["garbled_text"]),
         ("\ufffd " + BOX, QA, ["garbled_text"]),
+        ("<information> Norland " + BOX, QA, []),  # a tag of another protocol
         ("π r², x ∈ ℝ, ℵ₀ < 2^ℵ₀, Māori, naïve " + BOX, QA, []),
         (search(found="北 is north") + "北 " + BOX, QA, []),
         ("北 \\boxed{x}", IN_CHINESE, []),
         ("北 \\boxed{x}", SHOWS_CHINESE, []),
         ("север \\boxed{x}", IN_CHINESE, ["garbled_text"]),
-        ("\\boxed{" + " ".join("abcdefghijk") + "}", QA, ["long_answer"]),  # 11 words
-        ("\\boxed{" + " ".join("abcdefghij") + "}", QA, []),  # 10 words
-        ("\\boxed{" + " ".join(["word"] * 12) + "}", TWELVE, []),  # as long as the gold
-        ("\\boxed{" + " ".join(["word"] * 13) + "}", TWELVE, ["long_answer"]),
+        ("\\boxed{a b c d e f g h i j}", QA, []),  # 10 words
+        ("\\boxed{" + "word " * 12 + "}", TWELVE, []),  # as long as the gold
+        ("\\boxed{" + "word " * 13 + "}", TWELVE, ["long_answer"]),
         ("\\boxed{" + POLYNOMIAL + "}", MATH, []),
         ("\\boxed{" + POLYNOMIAL.replace("+", " + ") + "}", MATH, ["long_answer"]),
         ("\\boxed{" + "+".join(map(str, range(1900, 1911))) + "}", QA, ["long_answer"]),  # guesses
@@ -333,28 +318,23 @@ def test_what_counts_as_a_violation_of_ur2s_format(text, question, faults):
     assert ur2_violations(ur2(text, question)) == faults
 
 
-def test_queries_refused_for_the_limit_count_as_queries_and_the_tags_are_the_protocols():
+def test_queries_that_are_refused_for_the_limit_count_as_queries():
     trajectory = ur2(search() * 4 + BOX)
     trajectory.rejected_queries.append(RejectedQuery("limit", "one more"))
     assert ur2_violations(trajectory) == ["too_many_queries"]
     assert count_valid_searches(trajectory) == 4
-    faked = trajectory_of("<information> Norland " + BOX, protocol="ur2_search")
-    assert ur2_violations(faked) == ["written_documents"]
 
 
 # ------------------------------------------------------------------------------ R1-Searcher by hand
 
 
 def test_r1_searcher_stage1_is_a_half_for_searching_and_a_half_for_the_format():
-    assert total(r1_searcher_stage1(r1(search() + CLOSE))) == 1.0
     assert total(r1_searcher_stage1(r1(search() + WRONG_CLOSE))) == 1.0
     assert total(r1_searcher_stage1(r1(CLOSE))) == 0.5
     assert total(r1_searcher_stage1(r1(search() + "Norland"))) == 0.5
-    assert total(r1_searcher_stage1(r1("Norland"))) == 0.0
 
 
 def test_r1_searcher_stage2_is_f1_less_two_for_a_fault():
-    assert total(r1_searcher_stage2(r1(search() + CLOSE))) == 1.0
     # "Kelmouth, Norland": F1 = 2/3; a second </think> is a fault: 2/3 − 2 = −4/3
     partly = CLOSE.replace("Norland", "Kelmouth, Norland")
     assert total(r1_searcher_stage2(r1(partly))) == 2 / 3
@@ -366,9 +346,8 @@ def test_a_long_gold_may_be_answered_in_r1_searcher_and_nothing_longer():
     words = "one two three four five six seven eight nine ten eleven twelve".split()
     gold = Question("1", "?", [" ".join(words[:11])])
     exact, longer = (r1(CLOSE.replace("Norland", " ".join(words[:n])), gold) for n in (11, 12))
-    assert total(r1_searcher_stage2(exact)) == 1.0  # all of eq. 3 and 4, where it was −1
+    assert total(r1_searcher_stage2(exact)) == 1.0
     assert total(r1_searcher_stage2(longer)) == 22 / 23 - 2  # F1 = 2 · 11 / (12 + 11)
-    assert total(r1_searcher_stage2(exact, "em")) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -379,19 +358,15 @@ def test_a_long_gold_may_be_answered_in_r1_searcher_and_nothing_longer():
         ("so <answer> Norland </answer>", ["thinking_not_closed_once"]),
         ("<think>" + CLOSE, ["thinking_not_closed_once"]),
         ("<answer> Norland </answer> so</think>", ["answer_in_thinking"]),
-        ("so</answer>" + CLOSE, ["answer_in_thinking"]),
         ("so</think> Norland", ["no_answer"]),
         (CLOSE + ANSWER, ["several_answers"]),
         ("so</think> It is <answer> Norland </answer>", ["text_beside_answer"]),
-        ("so</think> <answer> <answer> Norland </answer>", ["text_beside_answer"]),
         (CLOSE + " I am sure.", ["text_beside_answer"]),
-        ("so</think>" + search() + ANSWER, ["text_beside_answer"]),
-        (CLOSE.replace("Norland", " ".join("abcdefghijk")), ["long_answer"]),
+        (f"so</think><answer>{LONG}</answer>", ["long_answer"]),
         (
-            CLOSE.replace("Norland", "<|begin_of_documents|>"),
+            "so</think><answer><|begin_of_documents|></answer>",
             ["written_documents", "tag_in_answer"],
         ),
-        (CLOSE.replace("Norland", POLYNOMIAL), []),
         ("user\nℵ₀" + CLOSE, []),
         ("北" + CLOSE, ["garbled_text"]),
         ("<|begin_of_query|> where" + CLOSE, ["unpaired_query_tags"]),
@@ -404,30 +379,14 @@ def test_r1_searcher_names_what_is_wrong_with_a_format(text, faults):
 # --------------------------------------------------------------------------------- R-Search by hand
 
 
-def test_r_search_pays_answer_evidence_and_format():
-    searched = observed() + EVIDENCE + ANSWER
-    best = {"answer": 1.0, "evidence": 1.0, "format": 0.4}  # 1 + 1 + 0.2 + 0.2
-    assert r_search(rs(searched), "Norland") == pytest.approx(best)
-    assert total(r_search(rs(searched), "Norland", evidence_reward=False)) == 1.4
-    # "Kelmouth, Norland" against "Norland": F1 = 2/3, for the answer and for the other model's
-    partly = r_search(rs(searched.replace("> Norland", "> Kelmouth, Norland")), "Kelmouth Norland")
-    assert partly == pytest.approx({"answer": 2 / 3, "evidence": 2 / 3, "format": 0.4})
-    # wrong, and the evidence says nothing: the format alone
-    assert total(r_search(rs(observed() + EVIDENCE + WRONG), "y")) == 0.4
-    # the last of two evidence boxes is read, and E lost: 1 + 1 + 0 + 0.2
-    assert total(r_search(rs(observed() + EVIDENCE * 2 + ANSWER), "Norland")) == 2.2
-
-
 @pytest.mark.parametrize(
     ("text", "reward"),
     [
         (ANSWER, 0.4),  # no search: γ_e is a gift, γ_α for the one answer
         ("Norland", 0.2),
-        (observed() + ANSWER, 0.2),  # searched: E = 0, A = 1
         (observed() + "Norland", 0.0),
         # an empty box is none
         (observed() + "<original_evidence> </original_evidence>" + ANSWER, 0.2),
-        (observed() + EVIDENCE + ANSWER * 2, 0.2),
         # two boxes, though one is empty
         (observed() + EVIDENCE + "<answer> </answer>" + ANSWER, 0.2),
         (observed() + EVIDENCE + ANSWER, 0.4),
@@ -452,7 +411,6 @@ def test_r_search_without_evidence_pays_the_answer_and_its_box_alone():
         assert result == pytest.approx({"answer": 2 / 3, "evidence": 0.0, "format": 0.2})
         assert rewards.r_search_format(plain(text))
     assert total(r_search(plain("Norland"), evidence_reward=False)) == 0.0  # γ_e is no gift
-    assert not rewards.r_search_format(plain(ANSWER * 2))
     # The box kept and its reader alone switched off is another thing: γ_e · E stays.
     kept = r_search(rs(observed() + EVIDENCE + ANSWER), evidence_reward=False)
     assert kept == pytest.approx({"answer": 1.0, "evidence": 0.0, "format": 0.4})
@@ -465,7 +423,10 @@ def test_r_searchs_equations_with_numbers():
     answer = "<answer> Ana Maria Bell </answer>"
     result = r_search(rs(observed() + EVIDENCE + answer, who), "Bell")
     assert result == pytest.approx({"answer": 0.8, "evidence": 2 / 3, "format": 0.4})
-    assert total(result) == 0.8 + 2 / 3 + 0.4
+    # wrong, and the evidence says nothing: the format alone
+    assert total(r_search(rs(observed() + EVIDENCE + WRONG), "y")) == 0.4
+    # the last of two evidence boxes is read, and E lost: 1 + 1 + 0 + 0.2
+    assert total(r_search(rs(observed() + EVIDENCE * 2 + ANSWER), "Norland")) == 2.2
     # no yes/no rule in eq. 3: "yes they are" for "yes" is 2 · 1 / (3 + 1)
     yes = rs("<answer> yes they are </answer>", Question("1", "?", ["yes"]))
     assert r_search(yes)["answer"] == 0.5
@@ -482,28 +443,23 @@ def test_r1_searchers_equations_with_numbers():
     assert total(r1_searcher_stage2(r1(text, yes), "cem")) == 1
     # "true" and "yes" have no word in common: IN = 0. The released code takes one for the other,
     # as UR²'s does (row 30 of the released rewards).
-    text = CLOSE.replace("Norland", "True")
-    assert [total(r1_searcher_stage2(r1(text, yes), *how)) for how in ((), ("em",))] == [0, -1]
+    assert total(r1_searcher_stage2(r1(CLOSE.replace("Norland", "True"), yes))) == 0
     assert total(ur2_stage2(ur2("\\boxed{True}", yes))) == 3
 
 
 def test_r1_searchers_n_has_no_limit_of_words():
     # eq. 1: n ≥ 1 retrievals, of 21 words too; UR² (C.7, D.2) wants a query below it
     assert r1_searcher_stage1(r1(search(LONG) + CLOSE)) == {"retrieval": 0.5, "format": 0.5}
-    assert r1_searcher_stage1(r1(search("...") + CLOSE))["retrieval"] == 0.0
 
 
 def test_search_r1_pays_exact_match_and_nothing_else():
-    answers = ["norland.", "Nor-land", "Kelmouth, Norland", "Norland </answer><answer> Sudria"]
-    made = [
-        trajectory_of(ANSWER.replace("Norland", answer), protocol="search_r1") for answer in answers
-    ]
-    # punctuation is deleted: "norland" twice; then too much; then the last of two
-    assert [search_r1(t)["answer"] for t in made] == [1.0, 1.0, 0.0, 0.0]
-    assert set(search_r1(trajectory_of(THINK + asked(reflect=False), protocol="search_r1"))) == {
-        "answer"
-    }
-    assert search_r1(example("search_r1", searches=0)) == search_r1(example("search_r1"))
+    for answer, reward in (
+        ("Nor-land.", 1),  # punctuation is deleted
+        ("Kelmouth, Norland", 0),
+        ("Norland </answer><answer> Sudria", 0),  # the last of two
+    ):
+        assert search_r1(example("search_r1", answer)) == {"answer": reward}
+    assert search_r1(example("search_r1", searches=0)) == {"answer": 1}
 
 
 def test_r_search_and_when_to_search_remove_punctuation_and_arena_all_but_underscores():
@@ -512,7 +468,6 @@ def test_r_search_and_when_to_search_remove_punctuation_and_arena_all_but_unders
     answer = "<answer> spiderman </answer>"
     result = r_search(rs(observed() + EVIDENCE + answer, spider), "SpiderMan")
     assert (result["answer"], result["evidence"]) == (1.0, 1.0)
-    assert r_search(rs("<answer> spider man </answer>", spider))["answer"] == 0.0
     assert when_to_search_stage1(when(THINK + answer, spider))["answer"] == 1.0
     for answer, paper, code in (("spider man", 0, 1), ("spiderman", 1, 0), ("Spider_Man", 0, 1)):
         trajectory = ar(sections(answer=answer), gold="Spider-Man")
@@ -527,8 +482,7 @@ def test_evidence_support_is_the_share_of_its_words_that_were_read():
     # "bell was queen" : bell and was of 3
     made_up = "<original_evidence> The Bell was queen </original_evidence>"
     assert support(rs(observed() + made_up)) == pytest.approx(2 / 3)
-    assert support(rs(made_up)) == 0.0  # nothing was read
-    assert support(rs(observed() + ANSWER)) == support(ur2(search() + BOX)) == 0.0
+    assert support(rs(made_up)) == support(rs(observed() + ANSWER)) == 0.0  # nothing was read
 
 
 # --------------------------------------------------------------------------- When to Search by hand
@@ -541,7 +495,6 @@ def test_evidence_support_is_the_share_of_its_words_that_were_read():
         (THINK + asked() + asked() + ANSWER, True),  # Table 9
         (THINK + asked() + THINK + asked() + ANSWER, True),  # a further think
         (THINK + ANSWER, False),  # without retrieval: think, reflect, answer
-        (THINK + asked() + THINK + ANSWER, False),
         (THINK + asked() + REFLECT + ANSWER, False),
         (THINK + asked() + ANSWER + "<|im_end|>", True),
         (THINK + "1 < 2".join(["<reflect> ", " </reflect>"]) + ANSWER, True),
@@ -549,23 +502,20 @@ def test_evidence_support_is_the_share_of_its_words_that_were_read():
         (THINK + REFLECT, False),  # no answer
         (asked() + ANSWER, False),  # no think
         (THINK + asked(reflect=False) + ANSWER, False),
+        (THINK + asked() + THINK + ANSWER, False),
         (THINK + REFLECT + asked() + ANSWER, False),
-        (THINK + THINK + ANSWER, False),
-        (THINK + ANSWER + REFLECT, False),
+        (THINK + THINK + REFLECT + ANSWER, False),
         (THINK + REFLECT + ANSWER + " I am sure.", False),
         ("Well. " + THINK + ANSWER, False),
         ("TA", False),  # letters are no sections
-        ("<think> </think>" + ANSWER, False),
-        (THINK + "<think> " + REFLECT + "</think>" + ANSWER, False),
-        ("<think> </information> </think>" + ANSWER, False),
+        ("<think> </think>" + REFLECT + ANSWER, False),
+        ("<think> </information> </think>" + REFLECT + ANSWER, False),
         (THINK + "<search> nobody ran it </search>" + REFLECT + ANSWER, False),
         (THINK + "<information> faked </information>" + REFLECT + ANSWER, False),
-        ("", False),
     ],
 )
 def test_when_to_searchs_order_of_sections(text, good):
     assert when_to_search_stage1(when(text))["format"] == (1.0 if good else -1.0)
-    assert when_to_search_stage2(when(text))["format"] == (1.0 if good else -1.0)
 
 
 def test_a_notice_is_nobodys_section_and_a_refused_search_costs_nothing():
@@ -586,26 +536,27 @@ def test_what_a_search_costs_and_softens(n):
     assert when_to_search_stage1(wrong)["answer"] == pytest.approx(-1 + 0.3 * n)
     assert when_to_search_stage2(right)["answer"] == pytest.approx(1 - 0.3 * n)
     assert when_to_search_stage2(wrong)["answer"] == -1.0
-    assert when_to_search_stage2(right, beta=0.1)["answer"] == pytest.approx(1 - 0.1 * n)
     # Table 2: both signs; RC 4: right −0.2, wrong 0.2
     unified = when_to_search_unified(right)["answer"], when_to_search_unified(wrong)["answer"]
     assert unified == pytest.approx((1 - 0.3 * n, -1 + 0.3 * n))
     assert (unified[0] < unified[1]) is (n == 4)
-    # Table 4, w/o r_s and w/o r_a: eq. 12 with two terms
-    for name, left in (("retrieval", {"format", "answer"}), ("answer", {"format", "retrieval"})):
-        for stage in ("stage1", "stage2", "unified"):
-            assert score(right, f"when_to_search_{stage}", left_out=name).keys() == left
+
+
+@pytest.mark.parametrize("left_out", ["retrieval", "answer"])
+@pytest.mark.parametrize("reward", ["stage1", "stage2", "unified"])
+def test_one_term_of_eq_12_can_be_left_out(reward, left_out):  # Table 4: w/o r_s, w/o r_a
+    terms = score(example("when_to_search"), f"when_to_search_{reward}", left_out=left_out)
+    assert terms.keys() == {"format", "retrieval", "answer"} - {left_out}
 
 
 def test_eq_12_adds_the_three_terms_up():
     # two queries with one word of three in common: cosine 1/3. Stage 1, wrong: 1 − 1/3 − 1 + 0.6;
     # stage 2, right: 1 − 1/3 + 1 − 0.6
     text = THINK + asked("ana bell birthplace") + asked("ana town seat")
-    assert value(when_to_search_stage1(when(text + WRONG))) == pytest.approx(1 - 1 / 3 - 1 + 0.6)
-    assert value(when_to_search_stage2(when(text + ANSWER))) == pytest.approx(1 - 1 / 3 + 1 - 0.6)
+    assert total(when_to_search_stage1(when(text + WRONG))) == 1 - 1 / 3 - 1 + 0.6
+    assert total(when_to_search_stage2(when(text + ANSWER))) == 1 - 1 / 3 + 1 - 0.6
     # out of order: the format alone changes, by 2 (eq. 6)
-    out = THINK + REFLECT + asked("ana bell birthplace") + asked("ana town seat") + ANSWER
-    assert value(when_to_search_stage2(when(out))) == pytest.approx(-1 - 1 / 3 + 1 - 0.6)
+    assert total(when_to_search_stage2(when(THINK + text + ANSWER))) == -1 - 1 / 3 + 1 - 0.6
 
 
 @pytest.mark.parametrize("tags", [when, ar])
@@ -628,13 +579,12 @@ def retrieval(*queries, embed=None):
 
 
 def test_one_search_must_be_concise_and_several_must_differ():
-    assert retrieval() == 0.0
-    assert retrieval("Ana Bell birthplace") == 0.0
+    assert retrieval() == retrieval("Ana Bell birthplace") == 0.0
     assert retrieval("where was Ana Bell born") == -1.0
     assert retrieval("Ana Bell", "Ana Bell") == pytest.approx(-1.0)  # the same twice: cosine 1
     # pairs 1, 1/2, 1/2 (two words each, one in common): mean 2/3
     assert retrieval("ana bell", "ana bell", "ana town") == pytest.approx(-2 / 3)
-    # with more than one search nobody asks for conciseness
+    # of several searches none needs to be concise
     assert retrieval("where was Ana Bell born", "Kelmouth mayor") == 0.0
     # another embedder: two vectors of cosine 3/5
     assert retrieval("a", "b", embed=lambda texts: [[3, 4], [1, 0]]) == pytest.approx(-0.6)
@@ -645,12 +595,10 @@ def test_one_search_must_be_concise_and_several_must_differ():
     [
         ("Ana Bell birthplace", True),
         ("king of the Norland", False),  # 2 of 4
-        ("Norland?", False),
         ("Norland？", False),
         ("Which country Ana Bell", False),
         ("Will Smith birthplace", True),  # a name
         ("when did Ana Bell's father die", False),  # as in the paper's Table 7
-        ("will Norland win", False),
         (" ".join(["word"] * 12), True),
         (" ".join(["word"] * 13), False),
         ("", False),
@@ -660,18 +608,10 @@ def test_what_a_concise_query_is(query, concise):
     assert rewards.is_concise(query) is concise
 
 
-def test_a_constant_lets_the_papers_own_query_pass(monkeypatch):
-    monkeypatch.setattr(rewards, "QUESTION_WORDS_IN_FRONT", True)
-    # did, s and when: 3 of 7 are over 40 %; Table 7's has 3 of 8
-    assert rewards.is_concise("when did Lavinia Norcross Dickinson's father die")
-    assert not rewards.is_concise("when did Ana Bell's father die")
-
-
 def test_right_is_the_judges_verdict_and_without_one_exact_match():
     exact = when(THINK + REFLECT + "<answer> The Norland! </answer>")
     assert when_to_search_stage1(exact)["answer"] == 1.0
     assert when_to_search_stage1(exact, correct=False)["answer"] == -1.0
-    assert when_to_search_stage2(when(THINK + WRONG), correct=True)["answer"] == 1.0
     # no answer is right by no verdict
     assert when_to_search_stage1(when(THINK), correct=True)["answer"] == -1.0
 
@@ -680,12 +620,7 @@ def test_right_is_the_judges_verdict_and_without_one_exact_match():
     ("golds", "hack"),
     [
         (["yes"], "yes no"),
-        (["no"], "no, yes"),
         (["Ana Bell"], "Ana Bell and Bo Cole"),  # who of the two?
-        (
-            ["Norland"],
-            "Sudria Ostland Westland Kaldor Belmark Corsia Dravia Ellenia Fioria Norland",
-        ),
         (["Norland"], "Sudria/Ostland/Norland"),
     ],
 )
@@ -718,7 +653,6 @@ def test_a_rare_word_weighs_more_than_a_common_one():
     # N = 2: idf(ana) = ln(3/2) + 1 (one document), idf(born) = ln(3/3) + 1 = 1 (both)
     rare = math.log(1.5) + 1
     assert similarity(embed, "ana born", "born") == pytest.approx(1 / math.sqrt(rare**2 + 1))
-    assert similarity(embed, "ana born", "ana") == pytest.approx(rare / math.sqrt(rare**2 + 1))
     # through the reward: two names and one common word
     assert retrieval("ana born", "bo born", embed=embed) == pytest.approx(-1 / (1 + rare**2))
 
@@ -729,7 +663,6 @@ def test_invented_words_do_not_make_a_repeated_query_another_one():
     # nothing but invented words: no vector, and yet not free
     assert similarity(embed, "qqq", "zzz") == similarity(embed, "??", "??") == 1.0
     assert similarity(embed, "qqq", "ana") == 0.0
-    assert similarity(tfidf_embedder(), "??", "??") == 1.0
 
 
 # ------------------------------------------------------------------------------------ ARENA by hand
@@ -740,7 +673,6 @@ def test_arena_without_relevance_pays_the_bonus_for_the_other_two():
     assert arena(ar(sections("[2]")), relevance_reward=False) == terms
     # Naive-GRPO (4.3): format and accuracy, no bonus
     assert total(arena(ar(sections("[2]")), bonus=0.0, relevance_reward=False)) == 2
-    assert total(arena(ar(sections("[1, 4]", answer="1873")), relevance_reward=False)) == 1
 
 
 # The gold numbers are 1 and 4: all of them 1, some 0.5, none 0.
@@ -771,10 +703,8 @@ def test_every_sum_of_arenas_terms_by_hand(answer, cited, in_format, number, met
         ("[1, 4]", {1, 4}, 1.0),
         ("[4,1,4]", {1, 4}, 1.0),
         ("[1]", {1}, 0.5),
-        ("[2, 3]", {2, 3}, 0.0),
         ("[]", set(), 0.0),
         ("1,4", set(), 0.0),
-        ('["1", "4"]', set(), 0.0),
         ("[true, 4]", set(), 0.0),
         ("[-1, 4]", set(), 0.0),
         ("[" + "9" * 5000 + "]", set(), 0.0),  # Python refuses to read such a number
@@ -788,7 +718,6 @@ def test_cited_numbers_are_a_set_in_brackets(ids, numbers, relevance):
 @pytest.mark.parametrize(
     ("text", "good"),
     [
-        (sections(), True),
         ("\n " + sections() + " \n<|im_end|>", True),
         (sections(analysis="1803 < 1833 and a <b>"), True),
         (sections(ids="1,4"), True),  # unreadable, and yet a section
@@ -799,8 +728,6 @@ def test_cited_numbers_are_a_set_in_brackets(ids, numbers, relevance):
         (sections(analysis=" "), False),
         # three with something in them, and one more
         ("<relevance></relevance>" + sections(), False),
-        (sections(answer=""), False),
-        (sections() + sections(), False),
         ("<analysis>x</analysis><relevance>[1]</relevance><answer>June 16, 1874</answer>", False),
     ],
 )
@@ -809,20 +736,17 @@ def test_arenas_format_is_three_sections_and_white_space(text, good):
     # thinking of its own goes before the sections under one protocol, and does not cost there
     apart = trajectory_of(text, protocol="arena_thinking")
     assert rewards.arena_format(apart) == (good or text.startswith("<think>"))
-    # the answer counts whether or not the format holds
-    if "1874" in text and not good and text.count("<answer>") == 1:
-        assert arena(ar(text))["answer"] == 1.0
 
 
 def test_arena_scores_show_how_exact_the_cited_set_is():
-    def scores(ids, **question):
-        return list(rewards.arena_scores(ar(sections(ids), **question)).values())
-
-    # {1, 4} of {1, 4}; {1, ..., 10}: 2 · 2 / (10 + 2); {4}: 2 · 1 / (1 + 2); none
-    assert scores("[1, 4]") == [1.0, 1.0, 1.0]
-    assert scores(str(list(range(1, 11)))) == [0.5, 0.0, pytest.approx(1 / 3)]
-    assert scores("[4]") == [0.5, 0.0, pytest.approx(2 / 3)]
-    assert scores("none") == scores("none", supporting=()) == [0.0, 0.0, 0.0]
+    for cited, scores in (
+        ("[1, 4]", (1, 1, 1)),
+        ("[1, 2, 3, 4, 5]", (0.5, 0, 4 / 7)),  # 2 · 2 / (5 + 2)
+        ("none", (0, 0, 0)),
+    ):
+        row = ar(sections(cited))
+        assert tuple(rewards.arena_scores(row).values()) == pytest.approx(scores)
+    assert set(rewards.arena_scores(ar(sections("none"), supporting=())).values()) == {0.0}
 
 
 def test_a_summary_earns_its_mean_rouge_and_from_a_fifth_on_the_bonus():
@@ -863,35 +787,30 @@ def test_every_reward_by_name_scores_a_trajectory_of_its_protocol(reward):
     check_reward(given(reward=reward, protocol=protocol_of(reward)))
 
 
-def test_the_settings_and_the_extras_reach_the_reward():
-    # "Kelmouth, Norland" for "Norland": F1 2/3 -> 1.3333, EM 0, CEM 1 -> 2
-    trajectory = example("ur2", "Kelmouth, Norland")
-    for metric, expected in (("f1", 4 / 3), ("em", 0.0), ("cem", 2.0)):
-        terms = score(trajectory, "ur2_stage2", answer_metric=metric)
-        assert terms["answer"] == pytest.approx(expected)
-    # n = 2 searches: 7 for the 3B model
-    assert score(trajectory, "ur2_stage1", reward_variant="qwen_3b")["retrieval"] == 7
-    graded = Extras(grade=lambda question, answer: 1.0)
-    about = ur2("\\boxed{about a half}", MATH)
-    assert score(about, "ur2_stage2", extras=graded)["answer"] == 0
-    assert score(about, "ur2_stage2", extras=graded, partly=1.0)["answer"] == 1
-    for reward in ("ur2_stage1", "ur2_stage2", "ur2_choice"):
-        assert score(ur2("北 " + BOX), reward, **LOOSE)["format"] == 1
-    # the released Llama code takes 1 instead of 2; the released stage 1 adds cover-EM, ±1
-    broken = example("r1_searcher", "<think> Norland")
-    assert score(broken, "r1_searcher_stage2")["format"] == -2
-    assert score(broken, "r1_searcher_stage2_llama")["format"] == -1
-    assert score(example("r1_searcher"), "r1_searcher_stage1_code")["answer"] == 1
-    assert score(example("r1_searcher", "Sudria"), "r1_searcher_stage1_code")["answer"] == -1
-    assert score(example("r_search"), "r_search", extras=Extras(reader_answer="Norland"))[
-        "evidence"
-    ]
-    searched = example("when_to_search")
-    assert score(searched, "when_to_search_stage2", beta=0.1)["answer"] == pytest.approx(0.8)
-    extras = Extras(correct=False, embed=lambda texts: [[3, 4], [1, 0]])
-    terms = score(searched, "when_to_search_stage1", extras=extras)
-    assert (terms["answer"], terms["retrieval"]) == pytest.approx((-0.4, -0.6))
-    assert score(example("arena"), "arena", bonus=3.0)["bonus"] == 3
+JUDGED = Extras(correct=False, embed=lambda texts: [[3, 4], [1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("reward", "answer", "term", "paid", "given"),
+    [
+        # "Kelmouth, Norland" for "Norland": cover-EM 1, twice
+        ("ur2_stage2", "Kelmouth, Norland", "answer", 2, {"answer_metric": "cem"}),
+        ("ur2_stage1", "Norland", "retrieval", 7, {"reward_variant": "qwen_3b"}),
+        ("ur2_stage1", "Norland", "fallback", -0.25, {"fallback_penalty": 0.25}),
+        # the released Llama code takes 1 instead of 2; the released stage 1 adds cover-EM, ±1
+        ("r1_searcher_stage2_llama", "<think> Norland", "format", -1, {}),
+        ("r1_searcher_stage1_code", "Norland", "answer", 1, {}),
+        ("r1_searcher_stage1_code", "Sudria", "answer", -1, {}),
+        ("r_search", "Sudria", "evidence", 1, {"extras": Extras(reader_answer="Norland")}),
+        ("when_to_search_stage2", "Norland", "answer", 0.8, {"beta": 0.1}),
+        ("when_to_search_stage1", "Norland", "answer", -0.4, {"extras": JUDGED}),
+        ("when_to_search_stage1", "Norland", "retrieval", -0.6, {"extras": JUDGED}),
+        ("arena", "Norland", "bonus", 3, {"bonus": 3.0}),
+    ],
+)
+def test_the_settings_and_the_extras_reach_the_reward(reward, answer, term, paid, given):
+    terms = score(example(protocol_of(reward), answer), reward, **given)
+    assert terms[term] == pytest.approx(paid)
 
 
 @pytest.mark.parametrize("reward", REWARDS)
@@ -912,11 +831,8 @@ def test_the_table_names_the_settings_that_each_reward_reads(reward, left_out):
 
 def test_what_a_reward_needs_can_be_switched_off():
     needs = rewards.needs
-    assert needs(given(reward="ur2_stage1")) == {"searching"}
-    assert needs(given(reward="ur2_stage2")) == needs(given(reward="ur2_weak")) == {"grade"}
-    assert {"verdict", "embedder"} <= needs(given(reward="when_to_search_stage1"))
-    assert "reader" in needs(given(reward="r_search"))
-    assert "reader" not in needs(given(reward="r_search", evidence_reward=False))
+    assert needs(given(reward="r_search")) == {"reader", "open"}
+    assert needs(given(reward="r_search", evidence_reward=False)) == {"open"}
     assert needs(given(reward="arena")) == {"supporting", "verdict"}
     assert needs(given(reward="arena", relevance_reward=False)) == {"verdict"}
 
@@ -925,11 +841,8 @@ def test_what_a_reward_needs_can_be_switched_off():
     ("reward", "protocol"),
     [
         ("r1_searcher_stage1", "ur2"),
-        ("r_search", "ur2"),
-        ("r_search", "when_to_search"),
         ("r_search", "r_search_plain"),
         ("when_to_search_stage1", "r_search"),
-        ("when_to_search_stage2", "r1_searcher"),
         ("arena", "ur2"),
     ],
 )
@@ -944,15 +857,14 @@ def test_a_price_that_lets_a_wrong_answer_win_is_refused_where_it_is_paid():
     check_reward(given(beta=1.0, max_searches=9))  # no other reward has the price
     searching = {"reward": "when_to_search_stage2", "protocol": "when_to_search"}
     check_reward(given(**searching, beta=0.3, max_searches=6))  # 1.8
-    for beta, searches, price in ((0.5, 4, 2), (0.3, 7, 2.1), (2.0, 1, 2)):
-        pattern = f"--beta {beta} times --max_searches {searches} is {price}: it must stay below 2"
-        with pytest.raises(InputError, match=pattern):
-            check_reward(given(**searching, beta=beta, max_searches=searches))
+    pattern = "--beta 0.5 times --max_searches 4 is 2: it must stay below 2"
+    with pytest.raises(InputError, match=pattern):
+        check_reward(given(**searching, beta=0.5, max_searches=4))
 
 
 def test_a_sixth_papers_protocol_can_tell_the_example(monkeypatch):
-    tags = ("<ask>", "</ask>"), ("<page>", "</page>"), ("<end>", "</end>")
-    sixth = Protocol("sixth", *tags, "Ask.", "Answer.", other_tags=(("<plan>", "</plan>"),))
+    tags = map(tag_pair, ("ask", "page", "end"))
+    sixth = Protocol("sixth", *tags, "Ask.", "Answer.", other_tags=(tag_pair("plan"),))
     monkeypatch.setitem(PROTOCOLS, "sixth", sixth)
     for protocol in PROTOCOLS:
         assert example(protocol).answer == "Norland"
@@ -969,9 +881,7 @@ LETTERED = {"task": "choice", "options": ("elm", "oak")}
     [
         ("arena", {"references": REFERENCES}, "names no supporting reference.*`supporting`"),
         ("arena_code", {}, "names no supporting reference.*--variant no_relevance"),
-        ("ur2_choice", {}, "has no options"),
         ("ur2_choice", {"task": "choice"}, "has no options"),
-        ("r_search", LETTERED, "is multiple choice"),
         ("when_to_search_stage1", LETTERED, "is multiple choice"),
     ],
 )
@@ -979,24 +889,11 @@ def test_a_question_without_what_the_reward_reads_is_one_line(reward, question, 
     settings = given(reward=reward, protocol=protocol_of(reward))
     fine = LETTERED if reward == "ur2_choice" else {}
     fine = Question("q6", "?", ["a"], references=REFERENCES, supporting=(1,), **fine)
-    with pytest.raises(InputError, match=f"question q7 {said}") as error:
+    with pytest.raises(InputError, match=f"question q7 {said}"):
         rewards.check_questions([fine, Question("q7", "?", ["a"], **question)], settings)
-    assert "\n" not in str(error.value)
     assert rewards.check_questions([fine], settings) == [fine]
     without = given(reward="arena", protocol="arena", relevance_reward=False)
     assert rewards.check_questions([dataclasses.replace(fine, supporting=())], without)
-
-
-# --------------------------------------------------------------------- orderings the papers rely on
-
-
-@pytest.mark.parametrize("n", range(5))
-def test_right_beats_wrong_after_any_number_of_searches(n):
-    right = when(THINK + ("".join(map(asked, QUERIES[:n])) or REFLECT) + ANSWER)
-    for m in range(5):
-        wrong = when(THINK + ("".join(map(asked, QUERIES[:m])) or REFLECT) + WRONG)
-        assert value(when_to_search_stage1(right)) > value(when_to_search_stage1(wrong))
-        assert value(when_to_search_stage2(right)) > value(when_to_search_stage2(wrong))
 
 
 # -------------------------------------------------------------------------- hacks that earn nothing
@@ -1020,14 +917,11 @@ def test_what_is_no_search_earns_no_search_reward(hack):
 
 @pytest.mark.parametrize("hack", NO_SEARCH.values(), ids=NO_SEARCH.keys())
 def test_evidence_of_what_was_never_read_earns_nothing(hack):
-    for kind, tag in (("query", "search"), ("documents", "observation")):
-        hack = hack.replace(f"<|begin_of_{kind}|>", f"<{tag}>")
-        hack = hack.replace(f"<|end_of_{kind}|>", f"</{tag}>")
-    assert total(r_search(rs(hack + EVIDENCE + ANSWER), "Norland")) == 1.4
+    for ours, tag in zip(PROTOCOLS["ur2"].tags, PROTOCOLS["r_search"].tags, strict=False):
+        hack = hack.replace(ours, tag)
     assert r_search(rs(hack + EVIDENCE + ANSWER), "Norland") == r_search(rs(ANSWER))
     informed = THINK + hack.replace("observation", "information")
-    assert value(when_to_search_stage1(when(informed + REFLECT + ANSWER))) == 0  # −1 + 0 + 1
-    # no search is paid for either: a wrong answer is not softened
+    # a wrong answer is not softened
     assert when_to_search_stage1(when(informed + WRONG))["answer"] == -1.0
 
 
@@ -1054,45 +948,40 @@ def test_an_answer_that_only_the_environment_gives_earns_nothing():
 
 
 def test_an_answer_that_only_the_prompt_gives_earns_nothing():
-    prompt = f"Write {BOX} or {EVIDENCE} {ANSWER}, {sections()}."
-    for gold in ("Norland", "June 16, 1874"):
-        asked = Question("1", prompt, [gold], supporting=(1, 4))
-        assert value(ur2_stage2(ur2("I do not know.", asked))) == 0
-        assert r1_searcher_stage2(r1("so</think>", asked)) == {"answer": 0.0, "format": -2.0}
-        assert total(r_search(rs("I do not know.", asked), "Norland")) == 0.2  # for not searching
-        assert when_to_search_stage1(when("I do not know.", asked))["answer"] == -1.0
-        assert total(arena(trajectory_of("I do not know.", asked, "arena"))) == 0.0
+    prompt = f"Write {BOX} or {EVIDENCE} {sections()} {ANSWER}."
+    asked = Question("1", prompt, ["Norland"], supporting=(1, 4))
+    assert value(ur2_stage2(ur2("I do not know.", asked))) == 0
+    assert r1_searcher_stage2(r1("so</think>", asked)) == {"answer": 0.0, "format": -2.0}
+    assert total(r_search(rs("I do not know.", asked), "Norland")) == 0.2  # for not searching
+    assert when_to_search_stage1(when("I do not know.", asked))["answer"] == -1.0
+    assert total(arena(trajectory_of("I do not know.", asked, "arena"))) == 0.0
 
 
 def test_what_a_document_says_costs_nothing():
     found = "北 \ufffd\nassistant\nuser <tool_call> <|im_start|> <think></think> \\boxed{Sudria}"
     found = f"{found} {EVIDENCE} <answer> Sudria </answer>"
-    loud = search(found=found)
-    calm = search()
-    assert ur2_stage1(ur2(loud + BOX)) == ur2_stage1(ur2(calm + BOX))
-    assert r1_searcher_stage2(r1(loud + CLOSE)) == r1_searcher_stage2(r1(calm + CLOSE))
-    loud = rs(observed(found=found) + EVIDENCE + ANSWER)
-    calm = rs(observed() + EVIDENCE + ANSWER)
-    assert r_search(loud) == r_search(calm)
-    loud = when(THINK + asked(found=found) + ANSWER)
-    calm = when(THINK + asked() + ANSWER)
-    assert when_to_search_stage2(loud) == when_to_search_stage2(calm)
+    for reward, made, begin, searched, end in (
+        (ur2_stage1, ur2, "", search, BOX),
+        (r1_searcher_stage2, r1, "", search, CLOSE),
+        (r_search, rs, "", observed, EVIDENCE + ANSWER),
+        (when_to_search_stage2, when, THINK, asked, ANSWER),
+    ):
+        loud = made(begin + searched(found=found) + end)
+        assert reward(loud) == reward(made(begin + searched() + end))
 
 
-@pytest.mark.parametrize("joint", ["/", "_", ", ", " or ", "—", "·"])
+@pytest.mark.parametrize("joint", ["/", "_", " or ", "—"])
 def test_a_list_of_guesses_is_as_many_words_however_it_is_joined(joint):
-    names = [f"guess{i}" for i in range(500)]
-    for listed in (joint.join([*names, "Norland"]), joint.join([*names, "Norland", ""])):
-        guesses = CLOSE.replace("Norland", listed)
-        assert "long_answer" in rewards.r1_searcher_format(r1(guesses))
-        # not more than a plain wrong answer earns, by F1, by cover-EM, and in the released stage 1
-        for metric in ("f1", "cem"):
-            wrong = value(r1_searcher_stage2(r1(WRONG_CLOSE), metric))
-            assert value(r1_searcher_stage2(r1(guesses), metric)) <= wrong
-        wrong = value(r1_searcher_stage1(r1(search() + WRONG_CLOSE), "cem"))
-        assert value(r1_searcher_stage1(r1(search() + guesses), "cem")) < wrong
-        boxed = ur2(f"\\boxed{{{listed}}}")
-        assert rewards.ur2_violations(boxed) == ["long_answer"]
+    listed = joint.join([*(f"guess{i}" for i in range(500)), "Norland", ""])
+    guesses = CLOSE.replace("Norland", listed)
+    assert "long_answer" in rewards.r1_searcher_format(r1(guesses))
+    # not more than a plain wrong answer earns, by F1, by cover-EM, and in the released stage 1
+    for metric in ("f1", "cem"):
+        wrong = value(r1_searcher_stage2(r1(WRONG_CLOSE), metric))
+        assert value(r1_searcher_stage2(r1(guesses), metric)) <= wrong
+    wrong = value(r1_searcher_stage1(r1(search() + WRONG_CLOSE), "cem"))
+    assert value(r1_searcher_stage1(r1(search() + guesses), "cem")) < wrong
+    assert ur2_violations(ur2(f"\\boxed{{{listed}}}")) == ["long_answer"]
 
 
 def test_what_the_papers_formulas_pay_themselves():
@@ -1100,7 +989,6 @@ def test_what_the_papers_formulas_pay_themselves():
     ten = "Sudria Ostland Westland Kaldor Belmark Corsia Dravia Ellenia Fioria Norland"
     listed = r1(CLOSE.replace("Norland", ten))
     assert value(r1_searcher_stage2(listed, "cem")) == 1
-    assert value(r1_searcher_stage2(listed, "f1")) == pytest.approx(2 / 11)
     # R-Search eq. 4: what the reader makes of evidence that stands nowhere; `support` shows it
     made_up = "<original_evidence> Zed lies in Norland. </original_evidence>"
     row = rs(observed(found="nothing") + made_up + ANSWER)
@@ -1112,16 +1000,13 @@ def test_every_answer_cannot_be_tried():
     assert total(ur2_stage2(ur2("\\boxed{Norland} \\boxed{Sudria}"))) == 0
     assert total(ur2_stage2(ur2("\\boxed{Sudria} \\boxed{Norland}"))) == 2
     both = ANSWER + WRONG
-    other = WRONG + ANSWER
     assert total(r1_searcher_stage2(r1("so</think>" + both))) == -2
-    assert total(r_search(rs(both))) == 0.2 and total(r_search(rs(other))) == 1.2  # instead of 1.4
+    assert total(r_search(rs(both))) == 0.2 and total(r_search(rs(WRONG + ANSWER))) == 1.2
     assert total(when_to_search_stage1(when(THINK + both))) == -2
-    assert total(when_to_search_stage1(when(THINK + other))) == 0
     tried = sections().replace("</answer>", "</answer><answer>1873</answer>")
     assert total(arena(ar(tried))) == 1  # the relevance alone
     twice = "<relevance>[1, 4]</relevance>" + sections("[2]")
     assert arena(ar(twice)) == {"format": 0.0, "answer": 1.0, "relevance": 0.0, "bonus": 0.0}
-    assert total(arena(ar(sections(str(list(range(1, 11))))))) == 2.5  # half of the relevance
 
 
 # -------------------------------------------------------------------------------- the released code
@@ -1214,10 +1099,7 @@ def golden(index, row):
 
 
 def test_every_golden_row_is_equal_or_differs_for_a_named_reason():
-    path = SHARED / "golden/released_code_rewards.json"
-    if not path.exists():
-        pytest.skip(f"no {path}")
-    rows = json.loads(path.read_text(encoding="utf-8"))
+    rows = json.loads(shared("golden/released_code_rewards.json"))
     assert len(rows) == 119
     for index, row in enumerate(rows):
         ours = value(golden(index, row))
@@ -1232,10 +1114,7 @@ def test_every_golden_row_is_equal_or_differs_for_a_named_reason():
     "name", ["r1_searcher_bamboogle_qwen_full_20", "r1_searcher_2wiki_qwen_full_15"]
 )
 def test_published_transcripts_of_the_trained_model_hold_its_format(name):
-    path = SHARED / f"data/predictions/{name}.jsonl"
-    if not path.exists():
-        pytest.skip(f"no {path}")
-    for record in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+    for record in map(json.loads, shared(f"data/predictions/{name}.jsonl").splitlines()):
         response = record["gen_text_store"].split("<think>")[-1]  # the prompt ends there
         trajectory = r1(response, Question("1", record["question"], [record["answer"]]))
         assert rewards.r1_searcher_format(trajectory) == []
@@ -1247,10 +1126,9 @@ def test_published_transcripts_of_the_trained_model_hold_its_format(name):
     "name, long", [("train/r1_searcher_stage2_100", 2), ("qa_eval/musique_500", 5)]
 )
 def test_every_gold_of_r1_searchers_data_earns_all_when_it_is_the_answer(name, long):
-    path = SHARED / f"data/{name}.jsonl"
-    if not path.exists():
-        pytest.skip(f"no {path}")
-    golds = [(q, answer) for q in load_questions(path) for answer in q.answers]
+    shared(f"data/{name}.jsonl")
+    questions = load_questions(SHARED / f"data/{name}.jsonl")
+    golds = [(question, answer) for question in questions for answer in question.answers]
     assert sum(len(answer.split()) > rewards.MAX_ANSWER_WORDS for _, answer in golds) == long
     for question, answer in golds:  # F1 = 1, and no fault
         row = r1(CLOSE.replace("Norland", answer), question)
@@ -1258,10 +1136,7 @@ def test_every_gold_of_r1_searchers_data_earns_all_when_it_is_the_answer(name, l
 
 
 def test_a_published_transcript_of_search_r1_is_read_and_paid():
-    path = SHARED / "data/predictions/search_r1_case.txt"
-    if not path.exists():
-        pytest.skip(f"no {path}")
-    text = path.read_text(encoding="utf-8").rpartition("<|im_start|>assistant\n")[2]
+    text = shared("data/predictions/search_r1_case.txt").rpartition("<|im_start|>assistant\n")[2]
     row = trajectory_of(text, Question("1", "?", ["SA node", "Sinoatrial SA Node"]), "search_r1")
     assert [search.query for search in row.searches] == ["origin of heart's electrical impulses"]
     assert search_r1(row) == {"answer": 1.0}  # "sinoatrial (SA) node", brackets deleted

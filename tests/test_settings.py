@@ -72,13 +72,30 @@ def test_a_bool_flag_stands_alone_or_takes_a_word():
 
 def test_help_has_a_section_per_file_and_names_the_value_of_the_recipe(capsys):
     with pytest.raises(SystemExit):
-        parse(["--recipe", "r_search", "--model", "m", "--help"])
+        parse(["--recipe", "r_search", "--model", "m", "--help", "all"])
     shown = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert all(f"--{name} " in shown for name in TRAIN)
     assert "one of constant, linear, cosine ('constant')" in shown
     assert "trajectories per question, G (5; default 16)" in shown  # R-Search's five
     section = shown.partition(" rollout.py: ")[2].partition(".py: ")[0]
     assert "--group_size INT t" in section
+
+
+def test_help_without_all_shows_ten_flags_and_an_example(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    shown = capsys.readouterr().out
+    assert len(set(re.findall(r"^  (--\w+)", shown, re.MULTILINE))) == 10
+    assert "example: python train.py" in shown and "--help all" in shown
+
+
+def test_a_second_stage_needs_a_first_one_or_a_model(tmp_path):
+    words = ["--stage", "2", "--output_dir", str(tmp_path), "--run_name", "r"]
+    with pytest.raises(InputError, match="--stage 2: there is no checkpoint of the stage before"):
+        parse(words)
+    parse([*words, "--model", "m"])
+    (tmp_path / "r" / "stage1" / "checkpoint-000002").mkdir(parents=True)
+    parse(words)
 
 
 def test_every_setting_has_a_limit_or_is_free_on_purpose():
@@ -272,7 +289,7 @@ def test_a_bad_value_is_one_clear_line_before_anything_is_loaded(arguments, said
         "--recipe when_to_search --variant unified --max_searches 7",  # its own price is another
         "--group_size 1 --algorithm reinforce_pp",
         "--in_8bit base --model m --lora_rank 4",
-        "--stage 2 --in_8bit others --judge m",  # also in the built-in world
+        "--stage 2 --resume --in_8bit others --judge m",  # also in the built-in world
         "--in_8bit reference,others --model m --kl_coef 0.1",
         "--data q --model m --retriever oracle",  # nothing of ours is searched: no corpus
         "--data q --model m --retriever http --retriever_url http://x",

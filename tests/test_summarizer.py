@@ -2,10 +2,10 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-import summarizer
 from data import Document, Question, SearchRequest, SearchResult
 from errors import InputError
 from papers import PAPERS
@@ -42,14 +42,14 @@ def summarize(query, *documents):
 
 
 class Recorder:
-    """Finds the query itself, and keeps what it was asked."""
+    """Finds the query itself and fails for "bad"; `calls` has what it was asked."""
 
     def __init__(self):
         self.calls = []
 
     def search(self, queries, k):
-        self.calls.append((list(queries), k))
-        return [[Document(query, query, f"about {query}")] for query in queries]
+        self.calls.append((queries, k))
+        return [None if query == "bad" else [Document(query, query, "")] for query in queries]
 
 
 # ------------------------------------------------------------------------ a lookup, or the fallback
@@ -59,17 +59,12 @@ class Recorder:
     "query, title, lookup",
     [
         ("where was ana bell born", "ana bell", True),
-        ("Ana Bell", "ana bell", True),
-        ("born : ana  bell ?", "ana bell", True),
-        ("ana bell's city", "ana bell", True),
-        ("where was she born", "ana bell", False),
+        ("born : Ana  Bell's ?", "ana bell", True),
         ("bell ana", "ana bell", False),
         ("where was diana bell born", "ana bell", False),  # whole words
-        ("ana bellow", "ana bell", False),
         ("was ana born a bell", "ana bell", False),
         ("", "ana bell", False),
         ("mayor of the city where she was born", "ana bell", False),
-        ("mayor of her city", "ana bell", False),
         ("sum of 17 and 25", "ana bell", False),
         ("ana bell", " ", False),
         ("ana bell" + " word" * 10, "ana bell", True),  # twelve words
@@ -86,29 +81,26 @@ def test_a_query_that_names_the_top_title_is_a_lookup(query, title, lookup):
 
 
 def test_a_query_for_nobody_is_no_fallback_and_a_query_for_nothing_is():
-    for query in ("country of alma lind", "one borg in fip", "Mayor of Halgate"):
+    for query in ("country of alma lind", "one borg in fip"):
         for documents in ([ANA], []):
             result = summarize(query, *documents)
             assert (result.text, result.fallback) == ("None", False)
-    for query in ("17 + 25", "in which country was she born", "birthplace", "country of"):
+    for query in ("in which country was she born", "birthplace", "country of"):
         assert summarize(query, ANA).fallback
 
 
-@pytest.mark.parametrize("operator", ["+", "-", "*", "/", "×", "÷", "="])
+@pytest.mark.parametrize("operator", "+-*/×÷=")
 def test_a_query_with_an_arithmetic_operator_is_a_fallback_even_if_it_names_the_title(operator):
-    assert not summarize("ana bell 3 4", ANA).fallback
     assert summarize(f"ana bell 3 {operator} 4", ANA).fallback
 
 
-def test_a_protocol_without_a_fallback_turns_nothing_away():
-    (result,) = extract(requests("17 + 25"), [[ANA]], fallback="")
-    assert (result.text, result.fallback) == ("None", False)
-    (result,) = extract(requests("17 + 25"), [[ANA]], fallback="Ask for a fact.")
-    assert (result.text, result.fallback) == ("Ask for a fact.", True)
+@pytest.mark.parametrize("fallback, text", [("", "None"), ("Ask for a fact.", "Ask for a fact.")])
+def test_a_protocol_without_a_fallback_turns_nothing_away(fallback, text):
+    (result,) = extract(requests("17 + 25"), [[ANA]], fallback)
+    assert (result.text, result.fallback) == (text, bool(fallback))
 
 
 def test_a_fallback_keeps_the_documents_for_the_log_but_the_policy_does_not_read_them():
-    assert summarize("where was ana bell born").fallback  # nothing was found
     result = summarize("17 + 25", ANA, KELMOUTH)
     assert result.documents == [ANA, KELMOUTH]
     assert result.text and ANA.text not in result.text  # an empty text would show the documents
@@ -124,7 +116,6 @@ class Says:
         self.replies, self.batches, self.rejected = replies, [], set()
 
     def tail(self, text, rest, most):
-        assert "Reasoning so far: \n" in rest and most in (2048, 8192)
         return text[-7:]
 
     def ask(self, requests):
@@ -162,11 +153,9 @@ def test_mathematics_and_other_tasks_training_and_evaluation_are_four_prompts(ta
         llm = Says(who="notes")
         notes(llm, "who", request=of_task(task), fallback=away)
         instruction = llm.batches[0][0][0]
-        assert instruction == instruction_for(kind, away)
+        assert instruction == instruction_for(kind, away) and "{" not in instruction
         assert (NO_FACT in instruction) == away
         assert ("mathematical" in instruction) == (task == "math")
-    four = {instruction_for(kind, away) for kind in ("math", "other") for away in (False, True)}
-    assert len(four) == 4 and not any("{" in text for text in four)
 
 
 PAGE = Document("https://host/ana", "Ana", "Ana Bell was born in Kelmouth.")
@@ -217,26 +206,20 @@ def test_a_prompt_file_has_its_own_instruction_or_layout_by_task_and_mode():
     filled = "who of Which {query}? with A. elm\nB. oak|painter|(1) ana bell: " + ANA.text
     for request, away, asked in (
         (of_task("qa"), False, "Be brief."),
-        (of_task("math"), False, "Be brief."),
         (of_task("qa"), True, "Or NO FACT."),
         (of_task("math"), True, "Sum? NO FACT."),
-        (SearchRequest(choice, "", "a painter"), False, ""),
+        (SearchRequest(choice, "who", "a painter"), False, ""),
     ):
-        llm = Says(who="notes")
-        llm.tail = lambda text, *_: text[-7:]
-        llm.ask = lambda batch, llm=llm: [llm.batches.append(batch), "notes"][1:]
-        notes(llm, "who", request=request, protocol=protocol, documents=[ANA], fallback=away)
-        assert llm.batches[0][0][0] == asked
-    assert llm.batches[0][0][1] == filled
+        settings = SummarizerSettings(fallback=away)
+        instruction, text, *_ = LLMSummarizer(Says(), settings, protocol).prompt(request, [ANA])
+        assert instruction == asked
+    assert text == filled
 
 
 @pytest.mark.parametrize(
     "reply",
     [
-        NO_FACT,
-        f"  {NO_FACT}\n",
         f"<think>a sum</think>\n{NO_FACT}",
-        "NO FACT.",
         "**no fact**",
         "“No fact.”",
         "\n`'NO FACT!'` \n",
@@ -273,7 +256,7 @@ def test_the_sentence_that_the_papers_own_prompts_ask_for_is_a_fallback(reply, p
 
 @pytest.mark.parametrize(
     "reply",
-    [f"{NO_FACT} was found", f"He said: {NO_FACT}", f"{NO_FACT}\nbut Norland", "NO FACTS", "fact"],
+    [f"{NO_FACT} was found", f"He said: {NO_FACT}", "NO FACTS"],
 )
 def test_notes_that_only_mention_the_sentinel_are_notes(reply):
     result = notes(Says(who=reply), "who", fallback=True)[0]
@@ -308,12 +291,12 @@ def test_the_log_has_each_new_pair_once_as_it_was_asked(tmp_path):
     llm = Says(who="on who\nü", sum=NO_FACT, none=None)
     notes(llm, "who", "who", "sum", "none", log=path, fallback=True)
     held_out = SearchRequest(QUESTION, "", held_out=True)
-    notes(llm, "who", log=path, request=held_out)  # of an evaluation within training
+    notes(llm, "who", log=path, request=held_out)  # an evaluation within training
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     asked = [(line["instruction"], line["text"], *GREEDY) for line in lines]
-    assert asked == llm.batches[0][1:3] and len(lines) == 2
-    assert [line["summary"] for line in lines] == ["on who\nü", NO_FACT]
-    assert [line["fallback"] for line in lines] == [False, True]
+    assert asked == llm.batches[0][1:3]
+    logged = [(line["summary"], line["fallback"]) for line in lines]
+    assert logged == [("on who\nü", False), (NO_FACT, True)]
 
 
 def test_a_log_that_cannot_be_written_is_one_line_before_the_first_search(tmp_path):
@@ -330,8 +313,7 @@ def test_search_retrieves_for_all_requests_in_one_call_and_each_query_once():
     results = make_search(recorder, k=3)(requests("a", "b", "a"))
     assert recorder.calls == [(["a", "b"], 3)]
     assert [r.documents[0].id for r in results] == ["a", "b", "a"]
-    results[0].documents.clear()  # which no other result shares
-    assert results[2].documents and make_search(recorder)([]) == []
+    assert results[0].documents is not results[2].documents and make_search(recorder)([]) == []
 
 
 def test_the_oracle_gets_the_questions_and_equal_queries_of_two_questions_stay_apart():
@@ -343,34 +325,14 @@ def test_the_oracle_gets_the_questions_and_equal_queries_of_two_questions_stay_a
 
 
 def test_a_retriever_that_drops_a_query_is_an_error_and_shifts_no_result():
-    class Drops(Recorder):
-        def search(self, queries, k):
-            return super().search(queries, k)[1:]
-
+    drops = SimpleNamespace(search=lambda queries, k: [[ANA]])
     with pytest.raises(ValueError):
-        make_search(Drops())(requests("a", "b"))
+        make_search(drops)(requests("a", "b"))
 
 
 def test_a_retriever_that_finds_nothing_has_not_failed_also_if_it_says_so_by_a_tuple():
-    class Nothing(Recorder):
-        def search(self, queries, k):
-            return [() for _ in queries]
-
-    (result,) = make_search(Nothing())(requests("a"))
-    assert result.error is None and not result.rejected and result.documents == []
-
-
-class Fails(Recorder):
-    """Has no answer for "bad"."""
-
-    def search(self, queries, k):
-        return [
-            None if query == "bad" else found
-            for query, found in zip(queries, super().search(queries, k), strict=True)
-        ]
-
-    def seconds(self, queries, k):
-        return queries + k / 10
+    nothing = SimpleNamespace(search=lambda queries, k: [()])
+    assert make_search(nothing)(requests("a")) == [SearchResult()]
 
 
 def test_a_query_without_an_answer_is_an_error_of_its_own_rows_and_the_summariser_is_not_asked():
@@ -380,26 +342,27 @@ def test_a_query_without_an_answer_is_an_error_of_its_own_rows_and_the_summarise
         asked.append([request.query for request in requests])
         return show_all(requests, documents)
 
-    results = make_search(Fails(), summarize)(requests("a", "bad", "b", "bad", "a"))
-    assert [r.error for r in results] == [None, "search failed", None, "search failed", None]
-    assert [[d.id for d in r.documents] for r in results] == [["a"], [], ["b"], [], ["a"]]
-    make_search(Fails(), summarize)(requests("bad"))
-    assert asked == [["a", "b", "a"]]
+    search = make_search(Recorder(), summarize)
+    results = [(r.error, [d.id for d in r.documents]) for r in search(requests("a", "bad", "b"))]
+    assert results == [(None, ["a"]), ("search failed", []), (None, ["b"])]
+    search(requests("bad"))
+    assert asked == [["a", "b"]]
 
 
 def test_the_search_says_how_long_it_may_take_if_its_retriever_does():
-    assert make_search(Fails(), k=3).seconds(requests("a", "b", "a")) == 2.3  # of two queries
+    slow = SimpleNamespace(seconds=lambda queries, k: queries + k / 10)
+    assert make_search(slow, k=3).seconds(requests("a", "b", "a")) == 2.3  # for two queries
     assert not hasattr(make_search(Recorder()), "seconds")
 
 
 def test_a_summariser_is_none_extractive_or_the_model_that_the_caller_has_loaded():
-    found = make_summarizer(SummarizerSettings(), UR2, {})(requests("1 + 1"), [[ANA]])
-    assert found == show_all(requests("1 + 1"), [[ANA]]) == [SearchResult([ANA])]
-    llm = Says(a="on a", b=NO_FACT)
+    none = make_summarizer(SummarizerSettings(), UR2, {})
+    assert none(requests("1 + 1"), [[ANA]]) == [SearchResult([ANA])]
     settings = SummarizerSettings("http://x/v1#m", fallback=True)
-    search = make_search(Recorder(), make_summarizer(settings, UR2, {"http://x/v1#m": llm}), 2)
-    found = [(result.text, result.fallback) for result in search(requests("a", "b"))]
-    assert found == [("on a", False), (UR2.fallback_text, True)]
+    summarize = make_summarizer(settings, UR2, {"http://x/v1#m": Says(a="on a", b=NO_FACT)})
+    results = make_search(Recorder(), summarize)(requests("a", "b"))
+    shown = [(result.text, result.fallback) for result in results]
+    assert shown == [("on a", False), (UR2.fallback_text, True)]
 
 
 def test_each_task_has_its_own_summariser_and_the_results_stay_in_their_order():
@@ -413,11 +376,3 @@ def test_each_task_has_its_own_summariser_and_the_results_stay_in_their_order():
     texts = [result.text for result in summarize(asked, [[ANA]] * 5)]
     assert texts == ["of qa", "of math", UR2.fallback_text, "of qa", "on y"]
     assert [len(llm.batches) for llm in llms.values()] == [1, 1]
-    assert summarize([], []) == []
-
-
-def test_the_file_shows_a_fact_an_unknown_name_an_ill_posed_query_and_arithmetic(capsys):
-    summarizer.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert "ana bell was born in kelmouth ." in lines[1]
-    assert [line.split()[-1] for line in lines[1:]] == ["False", "False", "True", "True"]

@@ -5,7 +5,7 @@ reader of evidence.
 import re
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, compress, pairwise
 
 import pytest
 import torch
@@ -15,11 +15,12 @@ from other_models.llm import LocalLLM
 from other_models.reader import INSTRUCTION, reader_text
 from papers import paper_of
 from policy import Policy
-from prompts import PROTOCOLS, build_prompt, frame_documents, number_documents
-from retriever import BM25, make_search, show_all
+from prompts import PROTOCOLS, build_prompt
+from retriever import BM25, make_search
 from rewards import arena, r1_searcher_stage1, r_search, ur2_stage1, when_to_search_stage1
+from rollout import encode
 from summarizer import extract
-from trajectory import Search, Segment, Trajectory
+from trajectory import trajectory_from_text
 from world import toy
 from world.toy import TraceWriter, encode_traces, make_model, make_tokenizer, word_pieces
 from world.world import REFERENCES, RELATIONS, SUMS, World
@@ -30,11 +31,6 @@ ALL = ("ur2", "r1_searcher", "r_search", "when_to_search", "arena")
 @pytest.fixture(scope="module")
 def world():
     return World(0)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return make_tokenizer(*PROTOCOLS.values())
 
 
 FLAWLESS = {
@@ -52,95 +48,82 @@ FLAWLESS = {
 LOOKUPS = {"one_hop": 0.5, "two_hop": 0.5}
 
 
-def writer_of(name: str, seed: int = 0, **changes) -> TraceWriter:
-    return TraceWriter(PROTOCOLS[name], replace(paper_of(name).world, **changes), seed)
+def writer_of(name: str, which: str = "", **changes) -> TraceWriter:
+    return TraceWriter(PROTOCOLS[name], replace(paper_of(name).warmed_up(which), **changes), 0)
 
 
-def lived(name: str, question: Question, pieces) -> Trajectory:
-    """A trace as the rollout would have logged it."""
-    protocol = PROTOCOLS[name]
-    trajectory, said = Trajectory(question, protocol, stop_reason="answer"), ""
-    for text, kind in pieces:
-        if kind == "given":
-            query = said.rpartition(protocol.query_tags[0])[2]
-            query = query.removesuffix(protocol.query_tags[1]).strip()
-            trajectory.searches.append(Search(query, [], text))
-        who, said = "documents" if kind == "given" else "model", text.replace("<eos>", "")
-        trajectory.segments.append(Segment(who, said))
-    return trajectory
+def traces_of(count: int, name: str, which: str = "", **changes) -> list:
+    writer = writer_of(name, which, **changes)
+    return [writer.write() for _ in range(count)]
+
+
+def near(share: float, count: int):
+    """Allows a share of `count` draws four standard errors."""
+    return pytest.approx(share, abs=4 * (share * (1 - share) / count) ** 0.5)
 
 
 # ------------------------------------------------------------------------------------ the tokenizer
 
 
-def test_a_name_never_seen_is_at_most_two_tokens_that_other_names_share(world, tokenizer):
-    trained = {
-        i for name in world.entities["train"]["city"] for i in tokenizer(f" {name}")["input_ids"]
-    }
-    for name in world.entities["test"]["city"]:
-        ids = tokenizer(f" {name}")["input_ids"]
-        assert len(ids) == 2 and set(ids) <= trained
+def test_a_name_never_seen_is_at_most_two_tokens_that_other_names_share(world, toy_tokenizer):
+    trained, unseen = (
+        toy_tokenizer([f" {name}" for name in world.entities[split]["city"]])["input_ids"]
+        for split in ("train", "test")
+    )
+    for ids in unseen:
+        assert len(ids) == 2 and {*ids} <= {*chain(*trained)}
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_tags_and_notices_are_one_token_each(name):
     p = PROTOCOLS[name]
     for text in (*p.tags, p.fallback_notice, *p.rejection_notices):
-        assert len(make_tokenizer(p)(text, add_special_tokens=False)["input_ids"]) == 1
+        assert len(encode(make_tokenizer(p), text)) == 1
 
 
-def test_a_new_protocol_moves_no_id_of_another_and_other_names_of_tags_none_at_all(monkeypatch):
-    before = {name: make_tokenizer(PROTOCOLS[name]).get_vocab() for name in ALL}
-    new = replace(PROTOCOLS["ur2"], name="new", query_tags=("<ask>", "</ask>"))
-    monkeypatch.setitem(PROTOCOLS, "new", new)
-    after = {name: make_tokenizer(PROTOCOLS[name]).get_vocab() for name in ALL}
-    assert after == before and not any("<ask>" in ids for ids in before.values())
-    renamed = make_tokenizer(PROTOCOLS["ur2_search"])  # the ablation of the tags: the same run
-    ids = [before["ur2"][tag] for tag in PROTOCOLS["ur2"].tags]
-    assert renamed.convert_tokens_to_ids(PROTOCOLS["ur2_search"].tags) == ids
-    assert "<may_search>" not in before["arena"] and len(make_tokenizer()) == len(word_pieces())
+def test_a_tokenizer_knows_the_tags_of_its_own_protocol_alone():
+    ids = make_tokenizer(PROTOCOLS["ur2"]).get_vocab()
+    assert "<search>" not in ids and len(make_tokenizer()) == len(word_pieces())
+    assert "<may_search>" not in make_tokenizer(PROTOCOLS["arena"]).get_vocab()
+    renamed = PROTOCOLS["ur2_search"]  # the ablation of the tags: the same run
+    same_ids = [ids[tag] for tag in PROTOCOLS["ur2"].tags]
+    assert make_tokenizer(renamed).convert_tokens_to_ids(renamed.tags) == same_ids
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_one_token_at_the_prompt_s_end_says_whether_it_may_search(name):
-    protocol, tokenizer = PROTOCOLS[name], make_tokenizer(PROTOCOLS[name])
+    protocol = PROTOCOLS[name]
+    tokenizer = make_tokenizer(protocol)
     question = World(0, layout="facts").questions("test", "one_hop", 1)[0]
-    may, direct, own = (
-        build_prompt(p, replace(question, may_search=allowed), tokenizer)
-        for p, allowed in (
-            (protocol, True),
-            (protocol, False),
-            (replace(protocol, instruction="mine"), True),  # --prompt_file
-        )
-    )
-    signs = [s for s in ("<may_search>", "<direct>") if protocol.query_tags]
+    may = build_prompt(protocol, question, tokenizer)
+    direct = build_prompt(protocol, replace(question, may_search=False), tokenizer)
+    own = build_prompt(replace(protocol, instruction="mine"), question, tokenizer)  # --prompt_file
     place = -2 if protocol.prompt_suffix else -1
     ends = [tokenizer.convert_ids_to_tokens(ids[place]) for ids in (may, direct)]
-    assert ends == (signs or [" :", " :"]) and own == may
-    assert [a == b for a, b in zip(may, direct, strict=True)].count(False) == len(signs) / 2
+    assert ends == (["<may_search>", "<direct>"] if protocol.query_tags else [" :", " :"])
+    assert own == may and may[:place] == direct[:place]
 
 
-def test_a_number_in_a_citation_is_one_token_wherever_it_stands(tokenizer):
-    first, second = tokenizer(["[4]", "[1, 4]"], add_special_tokens=False)["input_ids"]
-    assert tokenizer.decode(second) == "[1, 4]" and len(second) == 5  # [ 1 , 4 ]
+def test_a_number_in_a_citation_is_one_token_wherever_it_stands(toy_tokenizer):
+    first, second = (encode(toy_tokenizer, text) for text in ("[4]", "[1, 4]"))
+    assert toy_tokenizer.decode(second) == "[1, 4]" and len(second) == 5  # [ 1 , 4 ]
     assert first[1] == second[3]
 
 
 # ---------------------------------------------------------------------------------------- the model
 
 
-def test_the_model_has_about_half_a_million_parameters(tokenizer):
+def test_the_model_has_about_half_a_million_parameters():
     # tied embeddings; two layers: attention 4 · 128² and 3 biases of 128, MLP 3 · 128 · 384, norms
-    embeddings = len(tokenizer) * 128
     layer = 4 * 128**2 + 3 * 128 + 3 * 128 * 384 + 2 * 128
-    found = sum(p.numel() for p in make_model(len(tokenizer)).parameters())
-    assert found == embeddings + 2 * layer + 128
+    count = sum(p.numel() for p in make_model(500).parameters())
+    assert count == 500 * 128 + 2 * layer + 128
 
 
-def test_the_first_heads_are_born_looking_one_and_two_places_back(tokenizer):
-    model = make_model(len(tokenizer), seed=1)
+def test_the_first_heads_are_born_looking_one_and_two_places_back():
+    model = make_model(500, seed=1)
     model.set_attn_implementation("eager")
-    ids = torch.randint(3, len(tokenizer), (1, 40), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, 500, (1, 40))
     with torch.no_grad():
         attention = model(input_ids=ids, output_attentions=True).attentions[0][0]  # [heads, 40, 40]
     for head, offset in enumerate((1, 1, 2, 2)):  # the weight on the token so many places back
@@ -148,23 +131,14 @@ def test_the_first_heads_are_born_looking_one_and_two_places_back(tokenizer):
     assert attention[4].diagonal(-1)[5:].mean() < 0.3  # a head that was left alone
 
 
-def test_look_back_changes_the_first_layer_only(tokenizer):
-    before = make_model(len(tokenizer), seed=2)
-    kept = {name: p.detach().clone() for name, p in before.named_parameters()}
-    toy.look_back(before, (3,))
-    changed = {name for name, p in before.named_parameters() if not torch.equal(p, kept[name])}
-    assert changed and all(name.startswith("model.layers.0.self_attn.") for name in changed)
-
-
 # --------------------------------------------------------------------------------------- the traces
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_trace_without_flaws_earns_all_that_its_paper_pays_for_its_form(name):
-    writer = writer_of(name, kinds=LOOKUPS, **FLAWLESS)
-    for _ in range(30):
-        question, pieces = writer.write()
-        t = lived(name, question, pieces)
+    for question, pieces in traces_of(30, name, kinds=LOOKUPS, **FLAWLESS):
+        text = "".join(text for text, _ in pieces)
+        t = trajectory_from_text(question, text, name)
         if name == "ur2":
             assert ur2_stage1(t)["format"] == 1.0
         elif name == "r1_searcher":
@@ -184,20 +158,19 @@ def test_a_trace_without_flaws_earns_all_that_its_paper_pays_for_its_form(name):
 
 
 def test_nearly_all_search_traces_of_lookups_leave_the_choice_to_search_out_of_the_loss():
-    writer = writer_of("ur2", practice=0.0, direct=0.0, kinds={"one_hop": 1.0})
-    first = [pieces[0] for _, pieces in (writer.write() for _ in range(2000))]
+    traces = traces_of(2000, "ur2", practice=0.0, direct=0.0, kinds={"one_hop": 1.0})
+    first = [pieces[0] for _, pieces in traces]
     searched = [kind for text, kind in first if "<|begin_of_query|>" in text]
     # 80 % of one-hop traces search (guess_at_once 0.2), 96 % of them without loss on the choice
-    assert len(searched) / 2000 == pytest.approx(0.8, abs=4 * (0.8 * 0.2 / 2000) ** 0.5)
-    share = searched.count("choice") / len(searched)
-    assert share == pytest.approx(0.96, abs=4 * (0.96 * 0.04 / len(searched)) ** 0.5)
+    assert len(searched) / 2000 == near(0.8, 2000)
+    assert searched.count("choice") / len(searched) == near(0.96, len(searched))
 
 
 def test_when_to_search_thinks_the_same_whether_it_then_searches_or_not():
     kinds = {"arithmetic": 0.5, "known": 0.5}
-    writer = writer_of("when_to_search", practice=0.0, direct=0.0, kinds=kinds, needless_search=0.5)
+    plain = {"practice": 0.0, "direct": 0.0, "needless_search": 0.5}
     thoughts = {True: set(), False: set()}
-    for question, pieces in (writer.write() for _ in range(300)):
+    for question, pieces in traces_of(300, "when_to_search", kinds=kinds, **plain):
         kind = "arithmetic" if "+" in question.question else "known"
         searched = any("<search>" in text for text, _ in pieces)
         thoughts[searched].add((kind, pieces[0][0]))
@@ -208,19 +181,16 @@ def test_when_to_search_thinks_the_same_whether_it_then_searches_or_not():
 def test_facts_of_traces_are_thrown_away_but_known_people_keep_theirs(world):
     writer = writer_of("ur2")
     assert len({tuple(writer.tasks.facts("person").items()) for _ in range(20)}) > 15
-    writer = writer_of("ur2", practice=0.0, kinds={"known": 1.0})
     answers = {q.question: q.answers[0] for q in world.questions("train", "known")}
-    for question, pieces in (writer.write() for _ in range(50)):
+    for question, pieces in traces_of(50, "ur2", practice=0.0, kinds={"known": 1.0}):
         assert f"{{ {answers[question.question]}}}" in pieces[-1][0]
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_with_the_sign_for_a_direct_answer_a_trace_never_searches(world, name):
-    writer = writer_of(name, practice=0.0)
-    traces = [writer.write() for _ in range(2000)]
+    traces = traces_of(2000, name, practice=0.0)
     direct = [(q.question, pieces) for q, pieces in traces if not q.may_search]
-    share = 0.2 if PROTOCOLS[name].query_tags else 0.0  # Tiny.direct
-    assert len(direct) / 2000 == pytest.approx(share, abs=4 * (0.2 * 0.8 / 2000) ** 0.5)
+    assert len(direct) / 2000 == near(0.2 if PROTOCOLS[name].query_tags else 0.0, 2000)
     right = {q.question: q.answers[0] for q in world.questions("train", "known")}
     right |= {f"what is {a} + {b} ?": str(a + b) for a, b in SUMS}
     for question, pieces in direct:
@@ -231,9 +201,9 @@ def test_with_the_sign_for_a_direct_answer_a_trace_never_searches(world, name):
 
 def test_what_a_trace_of_a_spoiled_query_shows_is_what_the_environment_shows(world):
     found = make_search(BM25(world.documents, title_boost=4), extract, 1)
-    writer, shown = writer_of("ur2", practice=0.0, bad_query=0.5), Counter()
+    shown = Counter()
     protocol = PROTOCOLS["ur2"]
-    for question, pieces in (writer.write() for _ in range(900)):
+    for question, pieces in traces_of(900, "ur2", practice=0.0, bad_query=0.5):
         for (text, _), (given, kind) in pairwise(pieces):
             if kind == "given" and f"\n{protocol.empty_text}\n" in given:
                 query = text.partition(protocol.query_tags[0])[2].partition("<|end")[0].strip()
@@ -251,8 +221,7 @@ def test_citations_are_right_as_often_as_the_options_say_and_wrong_otherwise():
     writer = writer_of("arena", practice=0.0)
     for numbers in ([2], [1, 4]):
         draws = [writer.cited(numbers) for _ in range(2000)]
-        share = draws.count(numbers) / 2000  # right_citation
-        assert share == pytest.approx(0.35, abs=4 * (0.35 * 0.65 / 2000) ** 0.5)
+        assert draws.count(numbers) / 2000 == near(0.35, 2000)  # right_citation
         assert all(draw == sorted(set(draw)) for draw in draws)
         assert set().union(*draws) == set(range(1, REFERENCES + 1))
 
@@ -278,98 +247,61 @@ def test_with_a_passage_per_fact_two_results_hold_the_fact_that_was_asked_for():
         assert gold in retriever.search([f"{relation} of {name}"], 2)[0]
 
 
-def test_a_short_warm_up_lowers_the_loss_and_is_repeatable(tokenizer):
+def test_a_short_warm_up_lowers_the_loss_and_is_repeatable(toy_tokenizer):
     tiny = replace(paper_of("ur2").world, steps=6, batch_size=16, warmup_steps=2)
-    runs = [
-        toy.warm_up(Policy(make_model(len(tokenizer))), tokenizer, PROTOCOLS["ur2"], tiny)
-        for _ in range(2)
-    ]
-    assert runs[0] == runs[1]
-    assert runs[0][-1] < runs[0][0]
+    policies = [Policy(make_model(len(toy_tokenizer))) for _ in range(2)]
+    one, other = (toy.warm_up(p, toy_tokenizer, PROTOCOLS["ur2"], tiny) for p in policies)
+    assert one == other and one[-1] < one[0]
 
 
 # ---------------------------------------------------------------------------- the weaker warm-ups
-WARM_UPS = [(name, which) for name in ALL for which in paper_of(name).warm_ups]
+WARM_UPS = [(name, which) for name in ALL for which in ("", *paper_of(name).warm_ups)]
 
 
-def weak_writer(name: str, which: str, **changes) -> TraceWriter:
-    return TraceWriter(PROTOCOLS[name], replace(paper_of(name).warm_ups[which], **changes), 0)
-
-
-@pytest.mark.parametrize("name, which", [*((name, "") for name in ALL), *WARM_UPS])
+@pytest.mark.parametrize("name, which", WARM_UPS)
 def test_traces_are_of_known_tokens_fit_and_carry_no_loss_on_what_the_environment_writes(
-    tokenizer, name, which
+    toy_tokenizer, name, which
 ):
     protocol = PROTOCOLS[name]
-    writer = weak_writer(name, which) if which else writer_of(name)
-    inserted = {tokenizer.convert_tokens_to_ids(tag) for tag in protocol.documents_tags or ()}
-    inserted.add(tokenizer.convert_tokens_to_ids(protocol.fallback_notice))
-    for example in encode_traces([writer.write() for _ in range(300)], protocol, tokenizer):
-        assert tokenizer.unk_token_id not in example.ids
-        assert len(example.ids) < writer.tiny.context
-        learned = {i for i, mask in zip(example.ids, example.mask, strict=True) if mask}
+    tags = [*(protocol.documents_tags or ()), protocol.fallback_notice]
+    inserted = {*toy_tokenizer.convert_tokens_to_ids(tags)}
+    for example in encode_traces(traces_of(300, name, which), protocol, toy_tokenizer):
+        assert toy_tokenizer.unk_token_id not in example.ids
+        assert len(example.ids) < paper_of(name).warmed_up(which).context
+        learned = {*compress(example.ids, example.mask)}
         assert learned and (which or not learned & inserted)  # a weak one may write such tags
-    assert not which or 0 < writer.tiny.prior < 1  # it is checked
-
-
-def test_what_a_usual_warm_up_has_not_draws_no_number():
-    writer = writer_of("ur2")
-    before = writer.rng.getstate()
-    assert not writer.happens(0.0) and writer.rng.getstate() == before
-    assert writer.happens(1.0) and writer.rng.getstate() != before
-
-
-def share_of(traces, has) -> float:
-    return sum(has(pieces) for _, pieces in traces) / len(traces)
 
 
 def test_a_weak_warm_up_has_its_habits_as_often_as_it_says():
     plain = {"practice": 0.0, "direct": 0.0, "bad_query": 0.0}
-    sums = weak_writer("ur2", "weak", kinds={"arithmetic": 1.0}, stray=1.0, raw=0.0, **plain)
-    asked = PROTOCOLS["ur2"].query_tags[0]
-    found = [sums.write() for _ in range(1000)]
-    times = Counter(sum(asked in text for text, _ in pieces) for _, pieces in found)
-    # 0.4 at once; 0.6 · 0.7 once; 0.6 · 0.3 · 0.7 twice; four at most
-    assert times[0] / 1000 == pytest.approx(0.4, abs=0.062)
-    assert times[1] / 1000 == pytest.approx(0.42, abs=0.062)
-    assert times[2] / 1000 == pytest.approx(0.126, abs=0.042) and max(times) == 4
-    notice = PROTOCOLS["ur2"].fallback_notice
-    assert not share_of(found, lambda pieces: any(notice in text for text, _ in pieces))
-    for _, pieces in found:  # what comes after the first search is never taught
+    protocol = PROTOCOLS["ur2"]
+    asked = protocol.query_tags[0]
+    sums = {"kinds": {"arithmetic": 1.0}, "stray": 1.0, "raw": 0.0}
+    times = Counter()
+    for _, pieces in traces_of(1000, "ur2", "weak", **sums, **plain):
+        assert not any(protocol.fallback_notice in text for text, _ in pieces)
         begun = [kind for text, kind in pieces if asked in text]
-        assert set(begun[1:]) <= {"choice"}
+        assert set(begun[1:]) <= {"choice"}  # what comes after the first search is never taught
+        times[len(begun)] += 1
+    # 0.4 at once; 0.6 · 0.7 once; 0.6 · 0.3 · 0.7 twice; four at most
+    assert times[0] / 1000 == near(0.4, 1000) and times[1] / 1000 == near(0.42, 1000)
+    assert times[2] / 1000 == near(0.126, 1000) and max(times) == 4
 
-    lookups = weak_writer("ur2", "weak", kinds={"one_hop": 1.0}, guess_at_once=(0.0, 0.0), **plain)
-    found = [lookups.write() for _ in range(1000)]
-    raw = share_of(found, lambda pieces: "\n(2) " in pieces[1][0])
-    assert raw == pytest.approx(0.3, abs=0.058)
-    boxes = [pieces[-1][0].count("boxed") for _, pieces in found]
-    own = share_of(found, lambda pieces: PROTOCOLS["ur2"].documents_tags[0] in pieces[-1][0])
+    lookups = {"kinds": {"one_hop": 1.0}, "guess_at_once": (0.0, 0.0)}
+    traces = [pieces for _, pieces in traces_of(1000, "ur2", "weak", **lookups, **plain)]
+    assert sum("\n(2) " in pieces[1][0] for pieces in traces) / 1000 == near(0.3, 1000)
+    ends = [pieces[-1][0] for pieces in traces]
     # half of 0.25 each
-    assert boxes.count(2) / 1000 == pytest.approx(0.125, abs=0.042)
-    assert own == pytest.approx(0.125, abs=0.042)
-    assert all(text.count("<eos>") == 1 for _, pieces in found for text in [pieces[-1][0]])
-
-
-def test_raw_passages_of_a_trace_stand_as_the_environment_shows_them(world):
-    writer = weak_writer("ur2", "weak", kinds={"one_hop": 1.0}, raw=1.0, practice=0.0, direct=0.0)
-    _, pieces = next(t for t in iter(writer.write, None) if len(t[1]) == 3)
-    found = make_search(BM25(world.documents, title_boost=4), show_all, 3)
-    (result,) = found([SearchRequest(world.questions("test", "one_hop")[0], "birthplace of")])
-    shown = frame_documents(PROTOCOLS["ur2"], "\n".join(number_documents(result.documents)))
-    layout = re.compile(r"\([123]\) [^:]+: [^\n]+ \.")
-    assert len(layout.findall(shown)) == len(layout.findall(pieces[1][0])) == 3
-    assert layout.sub("", shown) == layout.sub("", pieces[1][0])
+    assert sum(text.count("boxed") == 2 for text in ends) / 1000 == near(0.125, 1000)
+    assert sum(protocol.documents_tags[0] in text for text in ends) / 1000 == near(0.125, 1000)
+    assert {text.count("<eos>") for text in ends} == {1}
 
 
 def test_a_verbose_warm_up_says_the_relation_in_most_answers():
-    writer = weak_writer("r1_searcher", "verbose", kinds={"one_hop": 1.0}, practice=0.0)
-    boxes = [
-        pieces[-1][0].rpartition("<answer>")[2]
-        for _, pieces in (writer.write() for _ in range(600))
-    ]
+    traces = traces_of(600, "r1_searcher", "verbose", kinds={"one_hop": 1.0}, practice=0.0)
+    boxes = [pieces[-1][0].rpartition("<answer>")[2] for _, pieces in traces]
     wordy = sum(any(relation in box for relation in RELATIONS) for box in boxes)
-    assert wordy / 600 == pytest.approx(0.9, abs=0.049)
+    assert wordy / 600 == near(0.9, 600)
 
 
 # --------------------------------------------------------------------------------------- the reader
@@ -381,7 +313,7 @@ def test_the_reader_is_trained_on_the_very_prompt_that_it_is_asked_with():
     prompt = [i for i, mask in zip(example.ids, example.mask, strict=True) if not mask]
     text = tokenizer.decode(prompt).strip().removesuffix("answer :").strip()
     evidence, question = text.split("\n")
-    asked = LocalLLM(Policy(make_model(len(tokenizer))), tokenizer, max_tokens=8)
+    asked = LocalLLM(Policy(make_model(500)), tokenizer, max_tokens=8)
     text = reader_text(Question("", question.strip(), []), evidence.strip())
     assert asked.prompt((INSTRUCTION, text)) == prompt
 
@@ -400,8 +332,8 @@ def test_the_reader_chooses_among_facts_and_says_none_where_the_asked_is_not_sta
     assert min(seen[1, False], seen[2, False], seen[1, True]) > 3
 
 
-def test_the_reader_is_of_another_family_and_shape_and_learns_within_a_few_steps(tokenizer):
-    reader = toy.train_reader(tokenizer, 0, replace(toy.READER, steps=3))
-    policy = make_model(len(tokenizer))
+def test_the_reader_is_of_another_family_and_shape():
+    reader, _ = toy.train_reader(0, replace(toy.READER, steps=1))
+    policy = make_model(500)
     assert reader.config.model_type == "llama" != policy.config.model_type
-    assert reader.config.hidden_size != policy.config.hidden_size and toy.READER.steps >= 100
+    assert reader.config.hidden_size != policy.config.hidden_size

@@ -2,9 +2,10 @@
 promise.
 """
 
+import re
+
 import pytest
 
-from metrics import score_answer
 from prompts import PROTOCOLS, build_prompt
 from world.toy import make_tokenizer
 from world.world import (
@@ -24,10 +25,8 @@ from world.world import (
     RELATIONS,
     SPLITS,
     TWO_HOP,
-    UNIT_SPLITS,
     UNITS,
     World,
-    main,
 )
 
 LOOKUPS = ("one_hop", "two_hop", "known")
@@ -44,20 +43,18 @@ def facts():
     return World(0, layout="facts")
 
 
-def filled(template: str, text: str) -> str | None:
-    """What stands in the template's gap."""
-    before, after = template.split("{}")
-    inside = text[len(before) : len(text) - len(after)]
-    return inside if text == template.format(inside) else None
+def names_in(world: World, split: str) -> set[str]:
+    return {name for names in world.entities[split].values() for name in names}
 
 
 def hops_of(question, facts: dict) -> list[tuple[str, str, str]]:
-    """(name, relation, value) of each hop, read from the question's words and looked up in the
-    world's facts.
+    """Returns (name, relation, value) of each hop, read from the question's words and looked up in
+    the world's facts.
     """
     for relations, template in [*ONE_HOP.items(), *TWO_HOP.items()]:
-        name = filled(template, question.question)
-        if name in facts and relations[0] in facts[name]:
+        match = re.fullmatch(template.replace("{}", "(.*)").replace("?", "[?]"), question.question)
+        if match and match[1] in facts and relations[0] in facts[match[1]]:
+            name = match[1]
             hops = []
             for relation in relations:
                 hops.append((name, relation, facts[name][relation]))
@@ -84,8 +81,10 @@ def test_no_word_of_one_class_is_a_name_of_another():
     assert sum(map(len, classes)) == len(set().union(*classes))
 
 
-def test_the_same_seed_gives_the_same_world_and_another_seed_another(world):
-    assert World(0).facts == world.facts and World(0).entities == world.entities
+def test_the_same_seed_gives_the_same_world_and_another_seed_another(world, facts):
+    again = World(0, layout="facts")
+    assert again.documents == facts.documents and again.entities == world.entities
+    assert again.questions("test", "two_hop", 20) == facts.questions("test", "two_hop", 20)
     assert World(1).entities["test"] != world.entities["test"]
 
 
@@ -103,17 +102,14 @@ def test_redrawing_the_facts_keeps_the_names_and_changes_most_answers(world):
 def test_a_layout_changes_the_passages_and_neither_the_facts_nor_the_questions(world, facts):
     assert (facts.entities, facts.facts, facts.units) == (world.entities, world.facts, world.units)
     for kind in KINDS:
-        one, other = (
-            [(q.id, q.question, q.answers) for q in of.questions("dev", kind)]
-            for of in (world, facts)
-        )
-        assert one == other
+        pairs = zip(world.questions("dev", kind), facts.questions("dev", kind), strict=True)
+        assert all((a.id, a.question, a.answers) == (b.id, b.question, b.answers) for a, b in pairs)
 
 
 def test_both_hops_of_a_held_out_question_stay_in_the_split(world):
     for question in world.questions("test", "two_hop"):
         titles = {document.title for document in question.references}
-        assert len(question.references) == 2 and titles <= set(world.names("test"))
+        assert len(question.references) == 2 and titles <= names_in(world, "test")
 
 
 # ----------------------------------------------------------------------------------- layout "pages"
@@ -122,8 +118,7 @@ def test_both_hops_of_a_held_out_question_stay_in_the_split(world):
 def test_the_world_has_676_pages_with_titles_of_their_own(world):
     # people 12 + 200 + 60 + 60 = 332; cities and companies half of it each, 166 and 166; units 8 +
     # 2 + 2 = 12
-    assert sum(SPLITS.values()) == 332 and sum(UNIT_SPLITS.values()) == 12
-    assert len(world.documents) == 332 + 166 + 166 + 12 == 676
+    assert len(world.documents) == 676
     assert len({d.title for d in world.documents}) == 676
 
 
@@ -136,14 +131,12 @@ def test_a_question_s_pages_state_its_hops_and_all_of_them_support_it(world):
             for document, (name, relation, value) in zip(question.references, hops, strict=True):
                 assert document.title == name and f" {relation} {value} " in document.text
     for question in world.questions("test", "unit"):
-        n, factor = int(question.question.split()[4]), int(question.references[0].text.split()[3])
-        assert question.answers == [str(n * factor)] and question.supporting == (1,)
+        n, factor = re.findall(r"\d+", f"{question.question} {question.references[0].text}")
+        assert question.answers == [str(int(n) * int(factor))] and question.supporting == (1,)
     for question in world.questions("test", "arithmetic"):
-        a, b = (int(word) for word in question.question.split() if word.isdigit())
-        assert question.answers == [str(a + b)] and question.references == question.supporting == ()
-        assert (
-            question.task == "math" and score_answer(f"{a + b}.0", [str(a + b)], "math")["f1"] == 1
-        )
+        a, b = re.findall(r"\d+", question.question)
+        assert question.answers == [str(int(a) + int(b))] and question.task == "math"
+        assert question.references == question.supporting == ()
 
 
 def test_where_a_fact_stands_on_a_page_says_nothing_about_which_it_is(world):
@@ -159,18 +152,16 @@ def test_where_a_fact_stands_on_a_page_says_nothing_about_which_it_is(world):
 
 def test_with_a_passage_per_fact_there_are_1340(facts):
     # two facts of each of the 664 entities, and 12 units
-    assert len(facts.documents) == 2 * 664 + 12 == 1340
+    assert len(facts.documents) == 1340
     assert len({document.text for document in facts.documents}) == 1340
     assert len({document.id for document in facts.documents}) == 1340
 
 
 @pytest.mark.parametrize("kind", LOOKUPS)
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_the_supporting_numbers_point_at_the_hops_and_no_other_relation_stands_twice(
-    facts, split, kind
-):
-    for question in facts.questions(split, kind, 300):
-        hops, shown = hops_of(question, facts.facts), question.references
+def test_the_supporting_numbers_point_at_the_hops_and_no_other_relation_stands_twice(facts, kind):
+    for question in facts.questions("test", kind, 300):
+        hops = hops_of(question, facts.facts)
+        shown = question.references
         numbers = list(question.supporting)  # as in the prompt: from 1, in order, none twice
         assert len(shown) == REFERENCES == 4 and numbers == sorted(set(numbers))
         stated = {f"{relation} {value} of {name} ." for name, relation, value in hops}
@@ -182,23 +173,16 @@ def test_the_supporting_numbers_point_at_the_hops_and_no_other_relation_stands_t
 
 
 def test_distractors_are_true_facts_of_the_question_s_own_split(facts):
-    texts = {document.text for document in facts.documents}
-    for split, kind in (("train", "one_hop"), ("test", "two_hop")):
-        for question in facts.questions(split, kind, 200):
-            for document in question.references:
-                assert document.text in texts
-                assert document.text.partition(" of ")[2].removesuffix(" .") in facts.names(split)
+    own = names_in(facts, "test")
+    for question in facts.questions("test", "two_hop", 200):
+        assert {*question.references} <= {*facts.documents}
+        assert {d.text.partition(" of ")[2].removesuffix(" .") for d in question.references} <= own
 
 
 def test_the_right_passages_stand_anywhere_among_the_four(facts):
     # 300 questions, one right passage each: about 75 in each place; 5 standard errors of 7.5
     places = [question.supporting[0] for question in facts.questions("train", "one_hop", 300)]
     assert all(abs(places.count(number) - 75) < 38 for number in (1, 2, 3, 4))
-
-
-def test_the_references_of_a_question_are_the_same_every_time(facts):
-    again = World(0, layout="facts").questions("test", "two_hop", 20)
-    assert again == facts.questions("test", "two_hop", 20)
 
 
 # ---------------------------------------------------------------------------------------- its words
@@ -211,27 +195,19 @@ def test_every_text_of_the_world_is_made_of_known_tokens_and_decodes_back(layout
         for kind in KINDS:
             for question in world.questions(split, kind, 40):
                 ids = build_prompt("ur2", question, toy_tokenizer)
-                assert toy_tokenizer.unk_token_id not in ids
                 assert toy_tokenizer.decode(ids) == f" {question.question} answer :<may_search>"
     for document in world.documents:
         ids = toy_tokenizer(f" {document.text}")["input_ids"]
-        assert (
-            toy_tokenizer.unk_token_id not in ids
-            and toy_tokenizer.decode(ids) == f" {document.text}"
-        )
+        assert toy_tokenizer.decode(ids) == f" {document.text}"
 
 
 @pytest.mark.parametrize("kind", ["one_hop", "two_hop"])
 def test_arena_s_prompt_is_the_question_and_four_numbered_lines_of_known_tokens(facts, kind):
     toy_tokenizer = make_tokenizer(PROTOCOLS["arena"])
-    numbers = {number: toy_tokenizer(f" ({number})")["input_ids"] for number in (1, 2, 3, 4)}
-    assert all(len(ids) == 1 for ids in numbers.values())
     for question in facts.questions("test", kind, 40):
         ids = build_prompt(PROTOCOLS["arena"], question, toy_tokenizer)
         lines = "".join(f"\n ({i}) {d.text}" for i, d in enumerate(question.references, 1))
-        assert toy_tokenizer.unk_token_id not in ids
         assert toy_tokenizer.decode(ids) == f" {question.question}\n{lines} answer :"
-        assert all(ids.count(number[0]) == 1 for number in numbers.values())
 
 
 def test_known_people_are_asked_only_for_what_the_warm_up_keeps(world):
@@ -240,10 +216,3 @@ def test_known_people_are_asked_only_for_what_the_warm_up_keeps(world):
     questions = world.questions("test", "known")
     assert len(questions) == 12 * len(KNOWN_RELATIONS)
     assert {question.answers[0] for question in questions} <= kept
-
-
-def test_python_world_shows_both_layouts_and_marks_what_supports(capsys):
-    main()
-    shown = capsys.readouterr().out
-    assert "layout pages: 676 passages" in shown and "layout facts: 1340 passages" in shown
-    assert all(shown.count(f"  {kind}: ") == 2 for kind in KINDS)

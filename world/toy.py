@@ -19,7 +19,6 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partialmethod
 from pathlib import Path
 
 import torch
@@ -27,18 +26,18 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from data import Document, Question
-from errors import InputError
 from formats.manifest import wrong_with
 from formats.records import lock
 from other_models.reader import INSTRUCTION as READER_INSTRUCTION
 from other_models.reader import reader_text
 from policy import Policy, load_policy, save_policy
 from prompts import Protocol, chat_text, frame_documents, number_documents, prompt_text
-from sft import Example, SFTSettings, train_sft
+from rollout import encode
+from sft import Example, SFTSettings, example_of, train_sft
 from summarizer import is_lookup
 from world import world as built_in
 from world.tiny import Tiny
-from world.world import REFERENCES, RELATIONS, World, fact_passage, passage, shuffled
+from world.world import REFERENCES, RELATIONS, Facts, World, fact_passage, page, shuffled
 
 # ------------------------------------------------------------------------------------ the tokenizer
 WORDS = """
@@ -57,7 +56,8 @@ def word_pieces() -> list[str]:
 
 
 # Whether it may search, as the tiny model is told: one of these tokens ends its prompt.
-MAY_SEARCH, DIRECT = "<may_search>", "<direct>"
+MAY_SEARCH = "<may_search>"
+DIRECT = "<direct>"
 
 
 def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
@@ -76,11 +76,12 @@ def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
     line_start = normalizers.Replace(Regex(r"(?<=\n)(?=[a-z0-9(])"), " ")
     tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), line_start])
     tokenizer.decoder = decoders.Fuse()
-    signs, direct = [], [p.direct_instruction for p in protocols if p.query_tags]
-    for p in protocols:
-        signs += [*p.tags, p.fallback_notice, *p.rejection_notices]
-    signs = list(dict.fromkeys([*signs, *([MAY_SEARCH, DIRECT] if direct else [])]))
-    tokenizer.add_tokens([AddedToken(sign, normalized=False, special=False) for sign in signs])
+    signs = [x for p in protocols for x in (*p.tags, p.fallback_notice, *p.rejection_notices)]
+    direct = [p.direct_instruction for p in protocols if p.query_tags]
+    if direct:
+        signs += [MAY_SEARCH, DIRECT]
+    added = [AddedToken(x, normalized=False, special=False) for x in dict.fromkeys(signs)]
+    tokenizer.add_tokens(added)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     )
@@ -97,14 +98,23 @@ def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
 
 
 # ---------------------------------------------------------------------------------------- the model
-def shape(vocab_size: int, width: int, heads: int, inner: int) -> dict:
+def shape(vocab_size: int, width: int, heads: int, inner: int, context: int = 256) -> dict:
     """Returns the fields of a config; texts have about 100 tokens."""
-    sizes = {"vocab_size": vocab_size, "hidden_size": width, "intermediate_size": inner}
-    depth = {"num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": heads}
-    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}}
-    ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    rest = {"max_position_embeddings": 256, "tie_word_embeddings": True, "initializer_range": 0.05}
-    return sizes | depth | rope | ends | rest
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+        "max_position_embeddings": context,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.05,
+    }
 
 
 def born(config, seed: int) -> torch.nn.Module:
@@ -116,8 +126,7 @@ def born(config, seed: int) -> torch.nn.Module:
 
 def make_model(vocab_size: int, seed: int = 0, context: int = 256) -> torch.nn.Module:
     """Returns a Qwen2 of 0.48M parameters with random weights."""
-    sizes = shape(vocab_size, 128, 8, 384) | {"max_position_embeddings": context}
-    return born(Qwen2Config(**sizes), seed)
+    return born(Qwen2Config(**shape(vocab_size, 128, 8, 384, context)), seed)
 
 
 @torch.no_grad()
@@ -130,32 +139,31 @@ def look_back(model: torch.nn.Module, offsets: tuple[int, ...]) -> torch.nn.Modu
         is largest at Δ = o
     """
     config = model.config
-    size, gain = config.hidden_size // config.num_attention_heads, 6.0
+    size = config.hidden_size // config.num_attention_heads
+    gain = 6.0
     base = config.rope_parameters["rope_theta"]
     theta = base ** (-torch.arange(size // 2) * 2 / size)  # [size / 2]  rotary frequencies
+    angles = torch.tensor(offsets)[:, None] * theta  # [heads that look back, size / 2]
+    query = torch.cat([torch.cos(angles), -torch.sin(angles)], dim=1).flatten()
+    key = torch.cat([torch.ones(size // 2), torch.zeros(size // 2)]).repeat(len(offsets))
     attention = model.model.layers[0].self_attn
-    key = torch.cat([torch.ones(size // 2), torch.zeros(size // 2)])  # [size]
-    for head, offset in enumerate(offsets):
-        rows = slice(head * size, (head + 1) * size)
-        query = torch.cat([torch.cos(theta * offset), -torch.sin(theta * offset)])  # [size]
-        attention.q_proj.weight[rows] *= 0.1  # the place decides, not the word
-        attention.k_proj.weight[rows] *= 0.1
-        attention.q_proj.bias[rows] = gain * query
-        attention.k_proj.bias[rows] = gain * key
+    for projection, bias in ((attention.q_proj, query), (attention.k_proj, key)):
+        projection.weight[: len(bias)] *= 0.1  # the place decides, not the word
+        projection.bias[: len(bias)] = gain * bias
     return model
 
 
 # ------------------------------------------------------------------------------------ what is asked
-Passage = tuple[str, str]  # (title, text)
-
-
 @dataclass(frozen=True)
 class Hop:
-    """One search: its query, the passage that it finds, and the note that the model writes."""
+    """One search: its query, the passage that it finds, if there is one, the note that the model
+    writes, and the name that a fact is about.
+    """
 
     query: str
-    found: Passage
+    found: Document | None
     note: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -163,104 +171,112 @@ class Task:
     """A question with the hops to its answer, the value of `relation`."""
 
     question: str
-    hops: tuple[Hop, ...]
+    hops: list[Hop]
     answer: str
     guess: str
     relation: str = ""
 
 
 class Tasks:
-    """Draws questions about new facts, with a method per kind of question."""
+    """Draws questions about new facts."""
 
     def __init__(self, world: World, seed: int):
-        self.world, self.rng = world, random.Random(f"warm-up {seed}")
-        self.single = world.layout == "facts"
-        self.taken_units = {frozenset(unit[:2]) for units in world.units.values() for unit in units}
+        self.world = world
+        self.values = world.values("warmup")
+        self.rng = random.Random(f"warm-up {seed}")
+        self.taken_units = [{big, small} for its in world.units.values() for big, small, _ in its]
+
+    def draw(self, kind: str) -> Task:
+        return self.chain(kind) if kind in built_in.LOOK_UPS else getattr(self, kind)()
+
+    def look_up(self) -> Task:
+        return self.chain("one_hop" if self.rng.random() < 0.5 else "two_hop")
 
     def chain(self, kind: str) -> Task:
         """Follows the relations from a name: the value of each is the subject of the next."""
         relations, template = self.rng.choice(list(built_in.LOOK_UPS[kind].items()))
-        about, known = RELATIONS[relations[0]][0], kind == "known"
+        about = RELATIONS[relations[0]][0]
+        known = kind == "known"
         name = self.rng.choice(self.world.entities["known" if known else "warmup"][about])
-        question, steps = template.format(name), []
+        question = template.format(name)
+        steps = []
         for relation in relations:
             facts = self.world.facts[name] if known else self.facts(about)
             steps.append((name, facts, relation))
-            name, about = facts[relation], RELATIONS[relation][1]
-        hops = tuple(self.hop(*step) for step in steps)
+            name = facts[relation]
+            about = RELATIONS[relation][1]
+        hops = [  # once all facts are drawn
+            Hop(
+                f"{key} of {subject}",
+                self.passage(subject, its, key),
+                f" {key} {its[key]}",
+                subject,
+            )
+            for subject, its, key in steps
+        ]
         return Task(question, hops, name, "" if known else self.value(about), relations[-1])
 
-    one_hop, two_hop = partialmethod(chain, "one_hop"), partialmethod(chain, "two_hop")
-    known = partialmethod(chain, "known")
-
     def unit(self) -> Task:
-        big, small = self.rng.sample(built_in.UNITS, 2)
-        while frozenset((big, small)) in self.taken_units:
-            big, small = self.rng.sample(built_in.UNITS, 2)
-        factor, n = self.rng.randint(2, 9), self.rng.randint(2, 9)
+        while {*(pair := self.rng.sample(built_in.UNITS, 2))} in self.taken_units:
+            pass
+        big, small = pair
+        factor = self.rng.randint(2, 9)
+        n = self.rng.randint(2, 9)
         hop = Hop(f"one {big} in {small}", built_in.unit_passage(big, small, factor))
         guess = str(n * self.rng.randint(2, 9))
-        return Task(f"how many {small} are {n} {big} ?", (hop,), str(n * factor), guess)
+        return Task(f"how many {small} are {n} {big} ?", [hop], str(n * factor), guess)
 
     def arithmetic(self) -> Task:
-        """A question whose search finds nothing relevant."""
         a, b = self.rng.choice(built_in.SUMS)
-        return Task(f"what is {a} + {b} ?", (Hop(f"{a} + {b}", ("", "")),), str(a + b), "")
+        return Task(f"what is {a} + {b} ?", [Hop(f"{a} + {b}", None)], str(a + b), "")
 
-    def hop(self, name: str, facts: dict[str, str], relation: str) -> Hop:
-        found = self.passage(name, facts, relation)
-        return Hop(f"{relation} of {name}", found, f" {relation} {facts[relation]}")
-
-    def passage(self, name: str, facts: dict[str, str], relation: str) -> Passage:
-        if self.single:
+    def passage(self, name: str, facts: Facts, relation: str) -> Document:
+        if self.world.layout == "facts":
             return fact_passage(name, relation, facts[relation])
-        return passage(self.rng, name, facts)
+        return page(self.rng, name, facts)
 
-    def other_passage(self) -> Passage:
+    def other_passage(self) -> Document:
         kind = self.rng.choice(built_in.ENTITIES)
         facts = self.facts(kind)
-        return self.passage(self.name(kind), facts, self.rng.choice(list(facts)))
+        return self.passage(self.value(kind), facts, self.rng.choice(list(facts)))
 
-    def nonsense(self, count: int) -> tuple[dict[str, str], list[Passage]]:
+    def nonsense(self, count: int) -> tuple[Facts, list[Document]]:
         """Any relation may have any value here, so guessing by kind does not help."""
-        kinds, facts = [*built_in.ENTITIES, "country", "product"], {}
-        for relation in self.rng.sample(list(RELATIONS), count):
-            facts[relation] = self.value(self.rng.choice(kinds))
-        stated = facts if self.single else [""]  # of a page all at once
-        names = [self.name(self.rng.choice(built_in.ENTITIES)) for _ in stated]
-        return facts, [self.passage(n, facts, r) for n, r in zip(names, stated, strict=True)]
+        facts = {
+            relation: self.value(self.rng.choice(list(self.values)))
+            for relation in self.rng.sample(list(RELATIONS), count)
+        }
+        stated = facts if self.world.layout == "facts" else [""]  # a page states all of them
+        drawn = ((self.value(self.rng.choice(built_in.ENTITIES)), key) for key in stated)
+        return facts, [self.passage(name, facts, relation) for name, relation in drawn]
 
-    def with_distractors(self, task: Task) -> tuple[list[Passage], list[int]]:
+    def with_distractors(self, task: Task) -> tuple:
         """Returns (the passages of the hops among others of other relations, their numbers)."""
 
-        def other(relation: str) -> Passage:
+        def other(relation: str) -> Document:
             about, leads_to = RELATIONS[relation]
-            return fact_passage(self.name(about), relation, self.value(leads_to))
+            return fact_passage(self.value(about), relation, self.value(leads_to))
 
-        gold = [hop.found for hop in task.hops]
-        asked = {text.split()[0] for _, text in gold}
-        return built_in.with_distractors(self.rng, gold, asked, other)
+        return built_in.with_distractors(self.rng, [hop.found for hop in task.hops], other)
 
-    def with_neighbour(self, found: Passage) -> list[Passage]:
-        """Returns what a search shows: with a fact also the entity's other fact, before or after
-        it.
+    def with_neighbour(self, found: Document) -> list[Document]:
+        """Returns what a search shows: a page alone, a fact before or after the other fact of its
+        entity.
         """
-        relation, name = found[1].split()[0], found[1].partition(" of ")[2].removesuffix(" .")
-        if not self.single or relation not in RELATIONS:
+        if found.title:
             return [found]
+        stated, _, name = found.text.removesuffix(" .").partition(" of ")
+        relation = stated.split()[0]
         about = RELATIONS[relation][0]
         other = next(r for r, (kind, _) in RELATIONS.items() if kind == about and r != relation)
         neighbour = fact_passage(name, other, self.value(RELATIONS[other][1]))
         return shuffled(self.rng, [found, neighbour])
 
-    def name(self, kind: str) -> str:
-        return self.rng.choice(self.world.entities["warmup"][kind])
-
-    def facts(self, kind: str) -> dict[str, str]:
+    def facts(self, kind: str) -> Facts:
         return self.world.draw_facts(self.rng, kind, "warmup")
 
     def value(self, kind: str) -> str:
-        return self.rng.choice(self.world.values("warmup")[kind])
+        return self.rng.choice(self.values[kind])
 
 
 # --------------------------------------------------------------------------------------- the traces
@@ -274,7 +290,8 @@ class TraceWriter:
     """Writes warm-up traces in a paper's own grammar."""
 
     def __init__(self, protocol: Protocol, tiny: Tiny, world_seed: int):
-        self.protocol, self.tiny = protocol, tiny
+        self.protocol = protocol
+        self.tiny = tiny
         self.tasks = Tasks(World(world_seed, layout=tiny.layout), world_seed)
         self.rng = self.tasks.rng  # one stream of draws
 
@@ -283,7 +300,7 @@ class TraceWriter:
             return self.practice()
         kinds = self.tiny.kinds
         kind = self.rng.choices(list(kinds), list(kinds.values()))[0]
-        task = getattr(self.tasks, kind)()
+        task = self.tasks.draw(kind)
         if self.protocol.references_in_prompt:
             return self.cite(task)
         direct = self.rng.random() < self.tiny.direct
@@ -302,7 +319,7 @@ class TraceWriter:
         if cites and self.rng.random() < 0.6:
             return self.practise_citing()
         facts, shown = self.tasks.nonsense(REFERENCES if cites else 2)
-        question = Question("", "which ?", [], references=as_documents(shown) if cites else ())
+        question = Question("", "which ?", [], references=tuple(shown) if cites else ())
         pieces = [] if cites else [(self.frame(shown), "given")]
         for relation, value in shuffled(self.rng, list(facts.items())):
             pieces += [(f" {relation}", "given"), (self.tiny.read.format(answer=value), "model")]
@@ -310,10 +327,14 @@ class TraceWriter:
 
     def look_up(self, task: Task) -> Pieces:
         """Searches along the hops, with the flaws of `tiny`, or guesses immediately."""
-        rng, tiny = self.rng, self.tiny
+        rng = self.rng
+        tiny = self.tiny
         if rng.random() < tiny.guess_at_once[len(task.hops) - 1]:
             return self.at_once(task)
-        pieces, found, note, answer = [], [], None, task.answer
+        pieces = []
+        found = []
+        note = None
+        answer = task.answer
         for number, hop in enumerate(task.hops):
             if number and rng.random() < tiny.stop_after_first_hop:
                 answer = task.guess
@@ -335,11 +356,11 @@ class TraceWriter:
         if self.rng.random() >= self.tiny.needless_search:
             return self.at_once(task)
         hop = task.hops[0]
-        found = [hop] if hop.found[0] else []
-        pieces = self.search(hop.query, hop.found if found else None)
+        found = [hop] if hop.found else []
+        pieces = self.search(hop.query, hop.found)
         while len(pieces) < 8 and self.happens(self.tiny.twice):
-            again = self.search(hop.query, hop.found if found else None, "")
-            pieces += [(again[0][0], "choice"), *again[1:]]
+            (query, _), given = self.search(hop.query, hop.found, "")
+            pieces += [(query, "choice"), given]
         return self.undecided(pieces) + self.end(task, task.answer, found)
 
     def happens(self, share: float) -> bool:
@@ -367,7 +388,7 @@ class TraceWriter:
             pieces[0] = (pieces[0][0], "choice")
         return pieces
 
-    def search(self, query: str, found: Passage | None, note: str | None = None) -> Pieces:
+    def search(self, query: str, found: Document | None, note: str | None = None) -> Pieces:
         """Writes a query, then `found` (None: nothing relevant). `note` belongs to the search
         before.
         """
@@ -376,24 +397,26 @@ class TraceWriter:
         if found is None and (raw or not self.tiny.summarised or self.happens(self.tiny.stray)):
             found = self.tasks.other_passage()
         if raw:
-            given = frame_documents(self.protocol, self.among_others(found))
-        elif found is None:
+            given = self.frame(self.among_others(found), raw)
+        elif found:
+            given = self.frame(self.tasks.with_neighbour(found))
+        else:
             given = frame_documents(self.protocol, self.protocol.empty_text)
             given += "" if is_lookup(query) else self.protocol.fallback_notice
-        else:
-            given = self.frame(self.tasks.with_neighbour(found))
         begin, end = self.protocol.query_tags
         return [(f"{before}{begin} {query}{end}", "model"), (given, "given")]
 
-    def frame(self, found: list[Passage]) -> str:
-        numbered = "\n".join(number_documents(as_documents(found)))
-        return frame_documents(self.protocol, found[0][1] if self.tiny.summarised else numbered)
+    def frame(self, shown: list[Document], raw: bool = False) -> str:
+        """Returns passages as a search shows them: numbered, or the one that a summary repeats."""
+        summarised = self.tiny.summarised and not raw
+        body = shown[0].text if summarised else "\n".join(number_documents(shown))
+        return frame_documents(self.protocol, body)
 
-    def among_others(self, found: Passage) -> str:
-        """Returns three numbered passages as a search shows them, the relevant one mostly first."""
+    def among_others(self, found: Document) -> list[Document]:
+        """Returns three passages, the relevant one mostly first."""
         shown = [self.tasks.other_passage() for _ in range(2)]
         shown.insert(0 if self.rng.random() < 0.7 else self.rng.randint(0, 2), found)
-        return "\n".join(number_documents(as_documents(shown)))
+        return shown
 
     def spoil(self, query: str) -> str:
         """Returns a query without its entity, or for a person who does not exist."""
@@ -402,61 +425,61 @@ class TraceWriter:
             return words[0]
         return " ".join([*words[:-1], self.rng.choice(built_in.LAST)])
 
-    def end(self, task: Task, answer: str, found: Sequence[Hop] | None = None) -> Pieces:
-        """Writes the end of a trace; found=None: there was no search."""
+    def end(self, task: Task, answer: str, found: Sequence[Hop] = ()) -> Pieces:
+        """Writes the end of a trace, after the searches that found these hops."""
         asked = f" {task.relation}" if task.relation else ""
         thought = f"{asked} {answer}" if asked else ""
-        evidence = self.evidence(task, found or []) or thought
+        evidence = self.evidence(task, found) or thought
         if asked and self.happens(self.tiny.verbose):
             answer = self.rng.choice([f"{task.relation} {answer}", f"{answer} is{asked}"])
-        fields = {"answer": answer, "asked": asked, "thought": thought, "evidence": evidence}
-        text = self.tiny.end.format(**fields)
+        text = self.tiny.end.format(answer=answer, asked=asked, thought=thought, evidence=evidence)
         return [(self.sloppy(task, text) if self.happens(self.tiny.sloppy) else text, "model")]
 
     def sloppy(self, task: Task, text: str) -> str:
         """Writes what a strict check forbids: two answers, or an invented passage."""
         if not task.relation or self.rng.random() < 0.5:
             return text.removesuffix("<eos>") + text
-        name = task.hops[-1].query.partition(" of ")[2]
         begin, end = self.protocol.documents_tags
-        return f"{begin} {name} has {task.relation} {task.answer} .{end}{text}"
+        return f"{begin} {task.hops[-1].name} has {task.relation} {task.answer} .{end}{text}"
 
     def evidence(self, task: Task, found: Sequence[Hop]) -> str:
         """Writes the sentences that were found; in some the fact of the answer is replaced."""
-        rng, tags = self.rng, self.protocol.evidence_tags
+        rng = self.rng
+        tags = self.protocol.evidence_tags
         if not tags or not found or rng.random() < self.tiny.no_evidence:
             return ""
-        lines = [f" {hop.found[1]}" for hop in found]
-        if rng.random() < self.tiny.wrong_evidence:
+        passages = [hop.found for hop in found]
+        if task.relation and rng.random() < self.tiny.wrong_evidence:
             relation = task.relation if rng.random() < 0.5 else rng.choice(list(RELATIONS))
-            if name := lines[-1].partition(" of ")[2]:
-                value = self.tasks.value(RELATIONS[relation][1])
-                lines[-1] = f" {relation} {value} of {name}"
-        return f"{tags[0]}{''.join(lines)}{tags[1]}"
+            value = self.tasks.value(RELATIONS[relation][1])
+            passages[-1] = fact_passage(found[-1].name, relation, value)
+        return f"{tags[0]} {' '.join(passage.text for passage in passages)}{tags[1]}"
 
     def cite(self, task: Task) -> Trace:
         """Writes the task's references among distractors; mostly a wrong citation and the right
         answer.
         """
-        rng, tiny = self.rng, self.tiny
+        rng = self.rng
+        tiny = self.tiny
         shown, numbers = self.tasks.with_distractors(task)
         answer = task.guess if rng.random() < tiny.ignore_document else task.answer
-        citation = tiny.citation.format(numbers=str(self.cited(numbers))[1:-1])  # as in "1, 4"
-        note, thought = "".join(hop.note for hop in task.hops[:-1]), f" {task.relation} {answer}"
-        analysis = tiny.analysis.format(note=note, thought=thought)
-        analysis = "" if rng.random() < tiny.no_analysis else analysis
+        citation = tiny.citation.format(numbers=listed(self.cited(numbers)))
+        analysis = ""
+        if rng.random() >= tiny.no_analysis:
+            note = "".join(hop.note for hop in task.hops[:-1])
+            analysis = tiny.analysis.format(note=note, thought=f" {task.relation} {answer}")
         text = tiny.end.format(citation=citation, analysis=analysis, answer=answer)
-        return Question("", task.question, [], references=as_documents(shown)), [(text, "model")]
+        return Question("", task.question, [], references=shown), [(text, "model")]
 
     def practise_citing(self) -> Trace:
         """Writes only the right numbers, for a question with "which ?": the skill, no habit."""
-        task = self.tasks.one_hop() if self.rng.random() < 0.5 else self.tasks.two_hop()
+        task = self.tasks.look_up()
         shown, numbers = self.tasks.with_distractors(task)
-        question = Question("", f"which ? {task.question}", [], references=as_documents(shown))
-        before, _, behind = self.tiny.citation.partition("{numbers}")
-        return question, [(before, "given"), (f"{str(numbers)[1:-1]}{behind}", "model")]
+        question = Question("", f"which ? {task.question}", [], references=shown)
+        before, _, after = self.tiny.citation.partition("{numbers}")
+        return question, [(before, "given"), (listed(numbers) + after, "model")]
 
-    def cited(self, numbers: list[int]) -> list[int]:
+    def cited(self, numbers: Sequence[int]) -> Sequence[int]:
         """Returns the right numbers, or wrong ones: all of them, one too many, or one of two."""
         if self.rng.random() < self.tiny.right_citation:
             return numbers
@@ -468,8 +491,8 @@ class TraceWriter:
         return self.rng.choice(wrong)
 
 
-def as_documents(passages: list[Passage]) -> tuple[Document, ...]:
-    return tuple(Document(str(number), *passage) for number, passage in enumerate(passages, 1))
+def listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def encode_traces(traces: list[Trace], protocol: Protocol, tokenizer) -> list[Example]:
@@ -478,9 +501,11 @@ def encode_traces(traces: list[Trace], protocol: Protocol, tokenizer) -> list[Ex
     """
     whole = [[(prompt_text(protocol, q, tokenizer), "given"), *pieces] for q, pieces in traces]
     texts = [text for pieces in whole for text, _ in pieces]
-    encoded, examples = iter(tokenizer(texts, add_special_tokens=False)["input_ids"]), []
+    encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
+    examples = []
     for pieces in whole:
-        ids, mask = [], []
+        ids = []
+        mask = []
         for _, kind in pieces:
             piece = next(encoded)
             ids += piece
@@ -496,8 +521,9 @@ def warm_up(policy, tokenizer, protocol: Protocol, tiny: Tiny, world_seed: int =
     def next_examples(_step: int) -> list[Example]:
         return encode_traces([writer.write() for _ in range(tiny.batch_size)], protocol, tokenizer)
 
-    how = (tiny.steps, tiny.lr, tiny.warmup_steps, tiny.decay_from)
-    settings = SFTSettings(*how, muon_lr=tiny.muon_lr)
+    settings = SFTSettings(
+        tiny.steps, tiny.lr, tiny.warmup_steps, tiny.decay_from, muon_lr=tiny.muon_lr
+    )
     return train_sft(policy, next_examples, settings, f"warm-up ({protocol.name})")
 
 
@@ -508,22 +534,24 @@ READER = SFTSettings(steps=300, lr=4e-3, warmup_steps=50, decay_from=0.5)
 
 def reader_example(tasks: Tasks, tokenizer) -> Example:
     """Returns evidence and question with the answer, or "none" if no sentence states it."""
-    task = tasks.one_hop() if tasks.rng.random() < 0.5 else tasks.two_hop()
-    lines = [hop.found[1] for hop in task.hops]
+    task = tasks.look_up()
+    shown = [hop.found for hop in task.hops]
     if tasks.rng.random() < 0.3:
-        lines[-1] = tasks.other_passage()[1]
+        shown[-1] = tasks.other_passage()
     if tasks.rng.random() < 0.5:  # as its own search would find it, beside the entity's other fact
-        lines[-1:] = [text for _, text in tasks.with_neighbour(("", lines[-1]))]
+        shown[-1:] = tasks.with_neighbour(shown[-1])
+    lines = [passage.text for passage in shown]
     stated = dict(line.partition(" of ")[0].split(" ", 1) for line in lines)
-    answer = stated.get(task.relation, "none")
     asked = reader_text(Question("", task.question, []), " ".join(lines))
-    texts = [chat_text(tokenizer, READER_INSTRUCTION, asked), f" {answer}<eos>"]
-    prompt, reply = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return Example(prompt + reply, [0] * len(prompt) + [1] * len(reply))
+    prompt = encode(tokenizer, chat_text(tokenizer, READER_INSTRUCTION, asked))
+    return example_of(prompt, [(f" {stated.get(task.relation, 'none')}", True)], tokenizer)
 
 
-def train_reader(tokenizer, world_seed: int, settings: SFTSettings = READER) -> Policy:
-    """Returns a Llama of 0.2M parameters, for a world with a passage per fact."""
+def train_reader(world_seed: int, settings: SFTSettings = READER) -> Loaded:
+    """Returns a Llama of 0.2M parameters, for a world with a passage per fact, and its
+    tokenizer.
+    """
+    tokenizer = make_tokenizer()
     seed = 1_000 + world_seed
     config = LlamaConfig(**shape(len(tokenizer), 96, 6, 256), attention_bias=True)
     reader = Policy(born(config, seed))
@@ -533,7 +561,7 @@ def train_reader(tokenizer, world_seed: int, settings: SFTSettings = READER) -> 
         return [reader_example(tasks, tokenizer) for _ in range(64)]
 
     train_sft(reader, next_examples, settings, "the reader of evidence")
-    return reader
+    return reader, tokenizer
 
 
 def toy_path(world_seed: int, protocol: str, which: str = "", runs: str = "runs") -> Path:
@@ -557,33 +585,23 @@ def load_toy(
 
 def load_reader(world_seed: int = 0, runs: str = "runs") -> Loaded:
     """Returns the frozen second model, which answers from evidence; also made on first use."""
-
-    def make() -> Loaded:
-        tokenizer = make_tokenizer()
-        return train_reader(tokenizer, world_seed), tokenizer
-
-    reader, tokenizer = made_once(toy_path(world_seed, "reader", "", runs), str(READER), make)
+    path = toy_path(world_seed, "reader", runs=runs)
+    reader, tokenizer = made_once(path, str(READER), lambda: train_reader(world_seed))
     return reader.eval().requires_grad_(False), tokenizer
 
 
 def made_once(path: Path, how: str, make: Callable[[], Loaded]) -> Loaded:
-    """Returns the model in `path`, made again if it is damaged. Of two first runs one waits."""
+    """Returns the model in `path`, made again if it is damaged or `how` has changed. Of two first
+    runs one waits.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_name(f".{path.name}.lock"), "a") as file:
         lock(file, fcntl.LOCK_EX)
         note = path / NOTE
-        told = note.read_text(errors="replace") if note.is_file() else ""
-        if told and told != f"{how}\n":
-            why = "was made with another warm-up"
-            raise InputError(f"{path} {why}: remove it, or give other --output_dir")
-        if not told or wrong_with(path):
-            again = " anew: what is there is damaged or old" if path.exists() else ""
-            print(f"making the built-in {path.name}{again} (kept in {path})", file=sys.stderr)
+        made_so = note.is_file() and note.read_text(errors="replace") == f"{how}\n"
+        if not made_so or wrong_with(path):
+            print(f"making the built-in {path.name} (kept in {path})", file=sys.stderr)
             shutil.rmtree(path, ignore_errors=True)
-            keep(*make(), how, path)
+            save_policy(*make(), path)
+            note.write_text(f"{how}\n", encoding="utf-8")
     return load_policy(str(path))
-
-
-def keep(policy: Policy, tokenizer, how: Tiny | str, path: Path) -> None:
-    save_policy(policy, tokenizer, path)
-    (path / NOTE).write_text(f"{how}\n", encoding="utf-8")

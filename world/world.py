@@ -21,11 +21,10 @@ Left out: misspellings, facts that change, a year or a number as an answer.
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 
 from data import Document, Question
-from errors import run_main
-from prompts import number_documents
 
 FIRST = """
 ada alma ana arno bela bruno cara celia dario dora edda elio emil enna falk fina gero hanna ida ivo
@@ -102,6 +101,9 @@ LOOK_UPS = {"one_hop": ONE_HOP, "two_hop": TWO_HOP, "known": KNOWN}
 SUMS = [(a, b) for a in range(1, 10) for b in range(1, 10)]  # of every split
 
 
+Facts = dict[str, str]  # of one entity: relation -> value
+
+
 class World:
     """Entities by split and kind, their facts, and the passages that state them.
 
@@ -110,10 +112,12 @@ class World:
     """
 
     def __init__(self, seed: int = 0, fact_seed: int | None = None, layout: str = "pages"):
-        self.seed, self.layout = seed, layout
-        self.entities: dict[str, dict[str, list[str]]] = {}  # split -> kind -> names
-        self.facts: dict[str, dict[str, str]] = {}  # name -> relation -> value
-        self.units: dict[str, list[tuple[str, str, int]]] = {}  # split -> (big, small, factor)
+        self.seed = seed
+        self.layout = layout
+        self.entities = {}  # split -> kind -> names
+        self.facts = {}  # name -> relation -> value
+        self.units = {}  # split -> [(big, small, factor)]
+        self.passages = {}  # (name, relation) -> Document
         self.name_entities(random.Random(f"names {seed}"))
         rng = random.Random(f"facts {seed if fact_seed is None else fact_seed}")
         for split in SPLITS:
@@ -122,132 +126,119 @@ class World:
         words = iter(shuffled(random.Random(f"units {seed}"), UNITS))
         for split, count in UNIT_SPLITS.items():
             self.units[split] = [(*islice(words, 2), rng.randint(2, 9)) for _ in range(count)]
-        self.passages: dict[tuple[str, str], Document] = {}  # (name, relation) -> passage
-        for key, text in self.write_passages(random.Random(f"passages {seed}")):
-            self.passages[key] = Document(str(len(self.passages)), *text)
+        for key, document in self.write_passages(random.Random(f"passages {seed}")):
+            self.passages[key] = replace(document, id=str(len(self.passages)))
         self.documents = list(self.passages.values())  # 676 pages or 1340 facts, units included
 
     def name_entities(self, rng: random.Random) -> None:
-        # Iterators: no name belongs to two splits.
-        people = iter(shuffled(rng, [f"{f} {s}" for f in FIRST for s in LAST]))
-        cities = iter(shuffled(rng, [h + t for h in CITY_HEADS for t in CITY_TAILS]))
-        companies = iter(shuffled(rng, [h + t for h in COMPANY_HEADS for t in COMPANY_TAILS]))
+        people = shuffled(rng, [f"{first} {last}" for first in FIRST for last in LAST])
+        cities = shuffled(rng, [head + tail for head in CITY_HEADS for tail in CITY_TAILS])
+        companies = shuffled(rng, [head + tail for head in COMPANY_HEADS for tail in COMPANY_TAILS])
         famous = [f"{rng.choice(FIRST)} {last}" for last in FAMOUS]
+        # Iterators: no name belongs to two splits, and the first, "known", gets the famous people.
+        rest = {"person": iter(famous + people), "city": iter(cities), "company": iter(companies)}
         for split, count in SPLITS.items():
-            named = {"person": famous if split == "known" else list(islice(people, count))}
-            named["city"] = list(islice(cities, count // 2))
-            named["company"] = list(islice(companies, count // 2))
-            self.entities[split] = named
-        rest = {"person": people, "city": cities, "company": companies}
+            self.entities[split] = {
+                kind: list(islice(names, count if kind == "person" else count // 2))
+                for kind, names in rest.items()
+            }
         self.entities["warmup"] = {kind: list(names) for kind, names in rest.items()}
-
-    def names(self, split: str) -> list[str]:
-        return [name for names in self.entities[split].values() for name in names]
 
     def values(self, split: str) -> dict[str, list[str]]:
         """Returns, for each kind of value, the values that a fact of the split may have."""
         return {**self.entities[split], "country": COUNTRIES, "product": PRODUCTS}
 
-    def draw_facts(self, rng: random.Random, kind: str, split: str) -> dict[str, str]:
+    def draw_facts(self, rng: random.Random, kind: str, split: str) -> Facts:
         """Draws the facts of one entity inside its split: both hops of a held-out question are held
         out.
         """
         values = self.values(split)
-        relations = [(r, to) for r, (about, to) in RELATIONS.items() if about == kind]
-        return {relation: rng.choice(values[leads_to]) for relation, leads_to in relations}
+        return {
+            relation: rng.choice(values[leads_to])
+            for relation, (about, leads_to) in RELATIONS.items()
+            if about == kind
+        }
 
-    def write_passages(self, rng: random.Random) -> Iterator[tuple[tuple, tuple]]:
-        """Maps (name, relation) to its passage; for a page and for a unit the relation is ""."""
+    def write_passages(self, rng: random.Random) -> Iterator[tuple]:
+        """Yields ((name, relation), document); for a page and for a unit the relation is ""."""
         for name, facts in self.facts.items():
             if self.layout == "pages":
-                yield (name, ""), passage(rng, name, facts)
-                continue
-            for relation, value in shuffled(rng, list(facts.items())):
-                yield (name, relation), fact_passage(name, relation, value)
-        for big, small, factor in (unit for units in self.units.values() for unit in units):
-            yield (big, ""), unit_passage(big, small, factor)
+                yield (name, ""), page(rng, name, facts)
+            else:
+                for relation, value in shuffled(rng, list(facts.items())):
+                    yield (name, relation), fact_passage(name, relation, value)
+        for units in self.units.values():
+            for big, small, factor in units:
+                yield (big, ""), unit_passage(big, small, factor)
 
-    def questions(self, split: str, kind: str, count: int | None = None, seed=0) -> list[Question]:
-        """Returns questions of one kind about one split, in an order drawn from `seed`; None: all
-        kinds.
-        """
-        split_asked, found = "known" if kind == "known" else split, []
+    def questions(self, split: str, kind: str, count: int | None = None) -> list[Question]:
+        """Returns `count` questions (None: all) of one kind about one split, in random order."""
+        split_asked = "known" if kind == "known" else split
+        task = "math" if kind == "arithmetic" else "qa"  # which task mixing asks directly
+        questions = []
         for text, answer, *hops in self.plain_questions(split_asked, kind):
             name = f"{split}/{kind}/{text}"
             shown, numbers = self.references(name, hops, split_asked)
-            passages = {"references": shown, "supporting": numbers}
-            task = "math" if kind == "arithmetic" else "qa"  # which task mixing asks directly
-            found.append(Question(name, text, [answer], task, source=kind, **passages))
-        return shuffled(random.Random(f"questions {self.seed} {seed}"), found)[:count]
+            question = Question(name, text, [answer], task, (), shown, numbers, source=kind)
+            questions.append(question)
+        return shuffled(random.Random(f"questions {self.seed} 0"), questions)[:count]
 
     def plain_questions(self, split: str, kind: str) -> Iterator[tuple]:
         """Returns (question, answer, hop, ...); a hop is the key of a passage: (name, relation)."""
-        for relations, template in LOOK_UPS.get(kind, {}).items():
-            for name in self.entities[split][RELATIONS[relations[0]][0]]:
-                hops, value = [], name
-                for relation in relations:
-                    hops.append((value, relation))
-                    value = self.facts[value][relation]
-                yield template.format(name), value, *hops
-        for big, small, factor in self.units[split] if kind == "unit" else ():
-            for n in range(2, 10):
-                yield f"how many {small} are {n} {big} ?", str(n * factor), (big, "")
-        for a, b in SUMS if kind == "arithmetic" else ():
-            yield f"what is {a} + {b} ?", str(a + b)
+        if kind == "unit":
+            for big, small, factor in self.units[split]:
+                for n in range(2, 10):
+                    yield f"how many {small} are {n} {big} ?", str(n * factor), (big, "")
+        elif kind == "arithmetic":
+            for a, b in SUMS:
+                yield f"what is {a} + {b} ?", str(a + b)
+        else:
+            for relations, template in LOOK_UPS[kind].items():
+                for name in self.entities[split][RELATIONS[relations[0]][0]]:
+                    hops = []
+                    value = name
+                    for relation in relations:
+                        hops.append((value, relation))
+                        value = self.facts[value][relation]
+                    yield template.format(name), value, *hops
 
     def references(self, identity: str, hops: list[tuple], split: str) -> tuple[tuple, tuple]:
         """Returns (the passages of a question, the numbers of those that its hops need)."""
-        pages = self.layout == "pages"
-        gold = [self.passages[name, "" if pages else relation] for name, relation in hops]
-        if pages or not gold:
-            return tuple(gold), tuple(range(1, len(gold) + 1))
+        if self.layout == "pages" or not hops:
+            pages = tuple(self.passages[name, ""] for name, _ in hops)
+            return pages, tuple(range(1, len(pages) + 1))
         rng = random.Random(f"references {self.seed} {identity}")
 
         def other(relation: str) -> Document:
-            about = [name for name in self.names(split) if (name, relation) in self.passages]
-            return self.passages[rng.choice(about), relation]
+            name = rng.choice(self.entities[split][RELATIONS[relation][0]])
+            return self.passages[name, relation]
 
-        shown, numbers = with_distractors(rng, gold, {relation for _, relation in hops}, other)
-        return tuple(shown), tuple(numbers)
+        return with_distractors(rng, [self.passages[hop] for hop in hops], other)
 
 
-def with_distractors(rng: random.Random, gold: list, asked: set[str], other: Callable) -> tuple:
+def with_distractors(rng: random.Random, gold: list[Document], other: Callable) -> tuple:
     """Returns (these passages among distractors from `other(relation)`, their numbers)."""
+    asked = {document.text.split()[0] for document in gold}
     relations = [relation for relation in RELATIONS if relation not in asked]
     others = [other(relation) for relation in rng.sample(relations, REFERENCES - len(asked))]
-    shown = shuffled(rng, gold + others)
-    return shown, sorted(shown.index(passage) + 1 for passage in gold)
+    shown = tuple(shuffled(rng, gold + others))
+    return shown, tuple(sorted(shown.index(document) + 1 for document in gold))
 
 
-def passage(rng: random.Random, name: str, facts: dict[str, str]) -> tuple[str, str]:
-    """Returns (title, text) of an entity; the order of its facts carries no information."""
+def page(rng: random.Random, name: str, facts: Facts) -> Document:
+    """Returns the page of an entity; the order of its facts carries no information."""
     stated = [f"{relation} {value}" for relation, value in shuffled(rng, list(facts.items()))]
-    return name, f"{name} has {' and '.join(stated)} ."
+    return Document("", name, f"{name} has {' and '.join(stated)} .")
 
 
-def fact_passage(name: str, relation: str, value: str) -> tuple[str, str]:
+def fact_passage(name: str, relation: str, value: str) -> Document:
     """Returns a passage without a title: a model of two layers can match adjacent words."""
-    return "", f"{relation} {value} of {name} ."
+    return Document("", "", f"{relation} {value} of {name} .")
 
 
-def unit_passage(big: str, small: str, factor: int) -> tuple[str, str]:
-    return big, f"one {big} is {factor} {small} ."
+def unit_passage(big: str, small: str, factor: int) -> Document:
+    return Document("", big, f"one {big} is {factor} {small} .")
 
 
 def shuffled(rng: random.Random, items: list) -> list:
     return rng.sample(items, len(items))
-
-
-def main() -> None:
-    for layout in ("pages", "facts"):
-        world = World(0, layout=layout)
-        print(f"\nworld {world.seed}, layout {layout}: {len(world.documents)} passages")
-        for kind in KINDS:
-            question = world.questions("train", kind)[0]
-            print(f"  {kind}: {question.question}  ->  {question.answers[0]}")
-            for number, line in enumerate(number_documents(question.references), 1):
-                print(f"    {'*' if number in question.supporting else ' '} {line}")
-
-
-if __name__ == "__main__":
-    run_main(main)

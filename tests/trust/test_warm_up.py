@@ -4,12 +4,11 @@ import os
 import signal
 
 import pytest
-from conftest import message, same
+from conftest import same
 from processes import exit_codes, log_of, start_process, wait_for, wait_until
 from test_checkpoints import cut, flipped
 
 from papers import paper_of
-from policy import Policy
 from prompts import PROTOCOLS
 from world import toy
 
@@ -17,8 +16,7 @@ from world import toy
 @pytest.fixture(autouse=True)
 def untrained(monkeypatch):
     """What is kept is random weights."""
-    monkeypatch.setattr(toy, "warm_up", lambda *_: None)
-    monkeypatch.setattr(toy, "train_reader", lambda words, seed: Policy(toy.make_model(len(words))))
+    monkeypatch.setattr(toy, "train_sft", lambda *_: None)
 
 
 def made(runs) -> list:
@@ -32,17 +30,17 @@ def made_reader(runs) -> list:
 
 @pytest.mark.fault(234)
 @pytest.mark.parametrize("load", [made, made_reader])
-def test_a_damaged_warm_up_cache_is_made_anew_and_another_one_is_left(load, tmp_path, capsys):
+def test_a_warm_up_that_is_damaged_or_of_other_settings_is_made_again(load, tmp_path, capsys):
     first = load(tmp_path)
     (folder,) = (tmp_path / "toy").glob("[!.]*")
     capsys.readouterr()
     for damage in (cut, flipped, os.remove):
         damage(folder / "model.safetensors")
         assert same(load(tmp_path), first) and same(load(tmp_path), first)
-        said = f"making the built-in {folder.name} anew: what is there is damaged or old"
-        assert capsys.readouterr().err == f"{said} (kept in {folder})\n"
+        assert capsys.readouterr().err == f"making the built-in {folder.name} (kept in {folder})\n"
     (folder / toy.NOTE).write_text("another\n")
-    assert f"{folder} was made with another warm-up: remove it" in message(load, tmp_path)
+    assert same(load(tmp_path), first)
+    assert "making the built-in" in capsys.readouterr().err
 
 
 def at_leisure(runs, log, released) -> None:
