@@ -25,16 +25,12 @@ from torch import Tensor
 
 import kl
 import ppo
-from errors import InputError, run_main
+from errors import run_main
 from ppo import EPSILON
 
 
 def as_groups(rewards: Tensor, group_size: int) -> Tensor:
     """Reshapes [B] to [questions, G]; the rows of a question follow each other."""
-    if group_size < 1 or len(rewards) % group_size:
-        raise InputError(
-            f"{len(rewards)} rewards do not make groups of {group_size}: a group is incomplete"
-        )
     if not rewards.is_floating_point():
         rewards = rewards.float()  # [B]
     return rewards.reshape(-1, group_size)  # [questions, G]

@@ -100,15 +100,9 @@ def kl_in_reward(batch, settings) -> Tensor:
     kl_coef = coefficient(settings, "reward")
     if kl_coef == 0:
         return torch.zeros_like(batch.old_logprobs)  # [B, T]
-    penalty = -kl_coef * k1(batch.old_logprobs, required(batch.ref_logprobs))  # [B, T]
+    penalty = -kl_coef * k1(batch.old_logprobs, batch.ref_logprobs)  # [B, T]
     # `where`, not a product: a document's log-probs may be −inf, and 0 · inf is NaN.
     return torch.where(batch.response_mask.bool(), penalty, 0).detach()  # [B, T]
-
-
-def required(ref_logprobs: Tensor | None) -> Tensor:
-    if ref_logprobs is None:
-        raise InputError("kl_coef is above 0, but the batch has no ref_logprobs of a reference")
-    return ref_logprobs
 
 
 # ------------------------------------------------- the table: enumeration of a small distribution

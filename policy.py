@@ -467,8 +467,6 @@ def collate(trajectories: Sequence, rewards: Sequence[float], group_size: int, p
     """Right-pads trajectories into a Batch; masks and log-probs were recorded with the tokens. The
     pad id has no influence: it may be that of EOS, and a sampled EOS is trained on.
     """
-    if not all(t.prompt_ids for t in trajectories):
-        raise InputError("a transcript without token ids can be scored, but not trained on")
 
     def padded(rows: list[list], dtype: torch.dtype, value: int = 0) -> Tensor:
         rows = [torch.tensor(row, dtype=dtype) for row in rows]

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import kl
-from errors import InputError, run_main
+from errors import run_main
 from scale.packing import hidden_states
 
 Stats = dict[str, Tensor]  # name -> [B, T]
@@ -298,8 +298,6 @@ def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -
 # ------------------------------------------------------------------------------------ the interface
 def compute_advantages(batch, settings) -> Tensor:
     """Returns [B, T] for the whole rollout, and sets batch.returns, the critic's targets."""
-    if batch.values is None:
-        raise InputError("PPO needs the critic's batch.values to compute advantages")
     rewards = token_rewards(batch, settings)  # [B, T]
     mask = batch.response_mask  # [B, T]
     advantages, batch.returns = gae(rewards, batch.values, mask, lam=settings.gae_lambda)
@@ -330,7 +328,7 @@ def compute_loss(logprobs: Tensor, batch, settings) -> tuple[Tensor, Stats]:
     # Where is the KL? k2 and k3 are here, k1 is in the reward; with kl_coef 0 there is none.
     coefficient = kl.coefficient(settings, "loss")
     if coefficient or batch.ref_logprobs is not None:
-        ref_logprobs = model_only(kl.required(batch.ref_logprobs), mask)  # [B, T]
+        ref_logprobs = model_only(batch.ref_logprobs, mask)  # [B, T]
         now = logprobs.detach()  # [B, T]
         stats |= {name: k(now, ref_logprobs) for name, k in kl.ESTIMATORS.items()}  # logged
         if coefficient:

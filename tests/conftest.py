@@ -24,7 +24,6 @@ import pytest
 import torch
 from processes import SESSION, nothing_goes_on, nothing_is_left
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -184,7 +183,7 @@ ROOT = Path(__file__).parent.parent
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def traces(tokenizer, questions, protocol=PROTOCOLS["ur2"], search=True) -> list[Example]:
+def traces(tokenizer, questions, protocol=PROTOCOLS["ur2"]) -> list[Example]:
     """Search for the first paragraph's title, read it, answer: who never saw it never searches."""
     begin, end = protocol.query_tags
     opens, closes = protocol.answer_tags or ("\\boxed{", "}")
@@ -194,8 +193,7 @@ def traces(tokenizer, questions, protocol=PROTOCOLS["ur2"], search=True) -> list
         found = [(f"{begin} {title}{end}", True), (frame_documents(protocol, text), False)]
         answer = (f"{opens} {question.answers[0]}{closes}", True)
         prompt = build_prompt(protocol, question, tokenizer)
-        pieces = [*found, answer] if search else [answer]
-        examples.append(example_of(prompt, pieces, tokenizer))
+        examples.append(example_of(prompt, [*found, answer], tokenizer))
     return examples
 
 
@@ -258,13 +256,10 @@ def same(one, other) -> bool:
 def same_end(one: Path, other: Path) -> bool:
     """Two folders of a stage: their last checkpoint, moments and all, and their metrics."""
     a, b = (sorted(Path(folder).glob("checkpoint-??????"))[-1] for folder in (one, other))
-    states = [tree_leaves(torch.load(path / "trainer.pt")) for path in (a, b)]
-    pairs = zip(*states, strict=True)
-    state = all(torch.equal(x, y) if torch.is_tensor(x) else x == y for x, y in pairs)
+    states = (torch.load(path / "trainer.pt") for path in (a, b))
+    torch.testing.assert_close(*states, rtol=0, atol=0)
     weights = [(path / "model.safetensors").read_bytes() for path in (a, b)]
-    return (
-        a.name == b.name and state and weights[0] == weights[1] and rows_of(one) == rows_of(other)
-    )
+    return a.name == b.name and weights[0] == weights[1] and rows_of(one) == rows_of(other)
 
 
 def message(call, *arguments, **named) -> str:

@@ -4,30 +4,21 @@ import dataclasses
 import json
 import os
 import re
-import shutil
-import threading
 from types import SimpleNamespace
 
 import pytest
-from conftest import chat_server, message, of_fault
+from conftest import message
 
 from data import Document, Question, SearchRequest
 from errors import InputError
-from formats.manifest import seal
 from papers import RECIPES
 from plumbing import build
 from plumbing import questions as questions_file
-from plumbing.files import (
-    checkpoints,
-    prompt_sections,
-    settings_text,
-    starting_model,
-)
+from plumbing.files import checkpoints, prompt_sections, settings_text
 from prompts import PROTOCOLS
-from retrievers.serve import RetrievalServer
 from rewards import check_questions
-from settings import Settings, parse, resolve, stage_folder
-from summarizer import FALLBACK_TEXT, instruction_for
+from settings import Settings, resolve, stage_folder
+from summarizer import FALLBACK_TEXT
 from world.world import LOOK_UPS
 
 EVERYWHERE = [(name, stage) for name in RECIPES for stage in RECIPES[name]]
@@ -41,9 +32,6 @@ READ = (Document("1", "Ana", "Born in Kelmouth."),)
 def test_the_built_in_questions_of_every_stage_have_what_its_reward_reads(name, stage):
     settings = resolve(name, stage, tiny=True)
     questions = check_questions(questions_file.training_questions(settings), settings)
-    direct = {"direct"} if "direct" in settings.mix else set()
-    kinds = {question.kind for question in questions_file.world_questions(settings, "train")}
-    assert {q.kind for q in questions} == kinds | direct
     tasks = settings.direct_tasks.split(",")
     assert all(q.may_search == (q.kind != "direct" and q.task not in tasks) for q in questions)
     assert all(question.id.startswith("train/") for question in questions)
@@ -54,12 +42,11 @@ def test_a_share_of_training_golds_is_worded_otherwise_and_none_that_is_evaluate
     settings = resolve("r1_searcher", 2, True, {"reworded": 0.7})
     asked = questions_file.training_questions(settings)
     plain = questions_file.training_questions(dataclasses.replace(settings, reworded=0.0))
-    pairs = [(q, p) for q, p in zip(asked, plain, strict=True) if q.kind in LOOK_UPS]
-    changed = [(q, p) for q, p in pairs if q != p]
-    assert len(changed) / len(pairs) == pytest.approx(0.7, abs=0.05)
+    changed = [(q, p) for q, p in zip(asked, plain, strict=True) if q != p]
     assert all(q.answers == [f"{p.answers[0]} proper"] for q, p in changed)
-    rest = [(q, p) for q, p in zip(asked, plain, strict=True) if q.kind not in LOOK_UPS]
-    assert rest and all(q == p for q, p in rest)
+    assert {q.kind for q, _ in changed} == {*LOOK_UPS}
+    look_ups = sum(q.kind in LOOK_UPS for q in asked)
+    assert len(changed) / look_ups == pytest.approx(0.7, abs=0.05)
     held_out = questions_file.world_questions(settings, "test")
     assert all(" proper" not in question.answers[0] for question in held_out)
 
@@ -88,19 +75,20 @@ def test_what_arena_s_prompt_lacks_is_one_line_before_a_model_is_loaded(protocol
 def test_held_out_questions_are_drawn_with_the_seed_and_not_trained_on():
     questions = [Question(str(i), "?", ["a"]) for i in range(50)]
     own = Settings(data="q", model="m", eval_every=2, eval_questions=10)
-    trained_on, held_out = questions_file.hold_out(questions, own)
-    assert (trained_on, held_out) == questions_file.hold_out(questions, own)
+
+    def hold_out(**changes):
+        return questions_file.hold_out(questions, dataclasses.replace(own, **changes))
+
+    trained_on, held_out = hold_out()
+    assert (trained_on, held_out) == hold_out() != hold_out(seed=1)
     assert len(held_out) == 10 and {*map(id, trained_on + held_out)} == {*map(id, questions)}
-    assert questions_file.hold_out(questions, dataclasses.replace(own, seed=1))[1] != held_out
-    never = dataclasses.replace(own, eval_every=0)
-    assert questions_file.hold_out(questions, never) == (questions, [])
-    with pytest.raises(InputError, match=r"--eval_every: 10 questions are held out, .* has 10"):
-        questions_file.hold_out(questions[:10], own)
+    assert hold_out(eval_every=0) == (questions, [])
+    error = message(questions_file.hold_out, questions[:10], own)
+    assert re.search(r"--eval_every: 10 questions are held out, .* has 10", error)
     # the built-in world has a split for it; they are asked as the others are
-    world = dataclasses.replace(own, data="", retrieval=False)
-    trained_on, held_out = questions_file.hold_out(questions, world)
+    trained_on, held_out = hold_out(data="", retrieval=False)
     assert trained_on == questions and len(held_out) == 50
-    assert not any(q.may_search or not q.id.startswith("dev/") for q in held_out)
+    assert all(q.id.startswith("dev/") and not q.may_search for q in held_out)
 
 
 TAGGED = "Be brief: <|begin_of_query|> ask, \\boxed{} answer."  # the tags must be in it
@@ -123,22 +111,18 @@ def test_only_the_tiny_models_read_none_for_a_fallback(tmp_path):
         return build.build_protocol(Settings(**given)).fallback_text
 
     papers = PROTOCOLS["ur2"].fallback_text
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "settings.json").write_text(settings_text(Settings()))
-    assert shown() == shown(retriever="http") == shown(model=str(run), corpus="c") == FALLBACK_TEXT
+    (tmp_path / "settings.json").write_text(settings_text(Settings()))
+    trained = str(tmp_path)
+    assert shown() == shown(retriever="http") == shown(model=trained, corpus="c") == FALLBACK_TEXT
     assert shown(model="m") == FALLBACK_TEXT  # the built-in world's questions and documents
     assert shown(model="m", retriever="http") == shown(model="m", corpus="c") == papers
     assert shown(model="m", data="d") == papers != FALLBACK_TEXT
 
 
 def test_a_file_has_sections_a_folder_has_files_and_both_say_the_same(tmp_path):
-    sections = {
-        "policy": TAGGED,
-        "policy:direct:math": "A \\boxed{sum}.",
-        "judge": "Is [it]?\n[no 1]",
-    }
-    text = TAGGED + "".join(f"\n[{name}] \n{sections[name]}\n" for name in [*sections][1:])
+    others = {"policy:direct:math": "A \\boxed{sum}.", "judge": "Is [it]?\n[no 1]"}
+    sections = {"policy": TAGGED} | others
+    text = TAGGED + "".join(f"\n[{name}] \n{words}\n" for name, words in others.items())
     settings = prompted(tmp_path, text, judge="m")
     assert prompt_sections(settings) == sections
     folder = tmp_path / "prompts"
@@ -209,22 +193,6 @@ def test_of_arena_a_layout_has_references_and_an_empty_folder_is_one_line(tmp_pa
     assert "empty: none of its sections is for a model of this run" in said
 
 
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        ("--corpus {}/none.jsonl", "no such file"),
-        ("--corpus {}/empty.jsonl", "empty"),
-        ("--prompt_file {}/none.txt", "--prompt_file"),
-        of_fault(257, "--model {}/none", "^--model .*none: no such directory"),
-    ],
-)
-def test_what_is_missing_stops_before_the_model_is_loaded(flags, said, tmp_path, monkeypatch):
-    (tmp_path / "empty.jsonl").write_text("")
-    monkeypatch.setattr(build, "load_model", lambda *_, **__: pytest.fail("it was loaded"))
-    words = f"{flags} --output_dir {{}}".format(tmp_path, tmp_path).split()
-    assert re.search(said, message(build.build_state, parse(words)))
-
-
 # ----------------------------------------------------------------------------------------- search
 
 
@@ -248,51 +216,22 @@ def test_a_model_that_summarises_has_its_time_and_its_log(monkeypatch, tmp_path)
     model = SimpleNamespace(ask=lambda requests: ["Notes."], at_once=16, rejected=())
     model.tail = lambda text, *_: text
     monkeypatch.setattr(build, "load_llm", lambda *_, **__: model)
-    settings, log = Settings(retriever="oracle", timeout=5.0), tmp_path / "log.jsonl"
-    assert not hasattr(build.build_search(settings, []), "seconds")
-    settings = dataclasses.replace(settings, summarizer="m")
-    search = build.build_search(settings, [], log=str(log))
+    log = tmp_path / "log.jsonl"
     question = Question("q", "?", [], references=READ, supporting=(1,))
-    asked = [SearchRequest(question, "Ana", f"as {n}") for n in range(512)]
-    turns = [search.seconds(asked[:n]) / 15 for n in (7, 16, 17, 512)]
-    assert turns == [1, 1, 2, 32]  # the same query after another reasoning is another request
-    monkeypatch.setattr(build, "make_retriever", lambda *_: SimpleNamespace(seconds=lambda n, k: n))
-    assert build.build_search(settings, []).seconds(asked[:40]) == 1 + 3 * 15  # one query
+    asked = [SearchRequest(question, "Ana", f"as {n}") for n in range(40)]
+
+    def search_with(summarizer):
+        settings = Settings(retriever="oracle", timeout=5.0, summarizer=summarizer)
+        return build.build_search(settings, [], log=str(log))
+
+    search = search_with("m")
     assert search(asked[:1])[0].text == "Notes."
     assert json.loads(log.read_text())["summary"] == "Notes."
-    both = dataclasses.replace(
-        settings, summarizer="math=a,choice=none,other=b", retriever="oracle"
-    )
-    assert build.build_search(both, []).seconds(asked[:17]) == 1 + 2 * 2 * 15  # two models
-
-
-def test_pages_of_the_web_go_whole_to_the_summariser_which_may_turn_a_query_away(
-    tmp_path, monkeypatch
-):
-    """UR² C.4, over real sockets: an evaluation."""
-    monkeypatch.chdir(tmp_path)  # replies are kept in runs/llm_cache
-    page = "Kelmouth " * 1500 + "lies in Norland."
-    web = SimpleNamespace(search=lambda queries, k: [[Document("https://x/a", "A", page)]])
-    asked = []
-
-    def answer(instruction, text):
-        asked.append((instruction, text))
-        return "**No fact.**" if "17 + 25" in text else "It lies in Norland."
-
-    with RetrievalServer(web, port=0) as server, chat_server(answer) as spec:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        settings = Settings(retriever="http", retriever_url=url, summarizer=spec)
-        search = build.build_search(settings, [])
-        for query, text, fallback in (
-            ("17 + 25", FALLBACK_TEXT, True),
-            ("Kelmouth", "It lies in Norland.", False),
-        ):
-            (found,) = search([SearchRequest(Question("q", "?", []), query, "So far.")])
-            assert (found.text, found.fallback) == (text, fallback)
-        server.shutdown()
-    instruction, text = asked[-1]
-    assert instruction == instruction_for("other", True) and f"(1) A: {page}" in text
+    turns = [search.seconds(asked[:n]) / 15 for n in (7, 16, 17)]
+    assert turns == [1, 1, 2]  # the same query after another reasoning is another request
+    monkeypatch.setattr(build, "make_retriever", lambda *_: SimpleNamespace(seconds=lambda n, k: n))
+    assert search_with("m").seconds(asked) == 1 + 3 * 15  # one query
+    assert search_with("math=a,other=b").seconds(asked[:17]) == 1 + 2 * 2 * 15  # two models
 
 
 # ----------------------------------------------------------------------------------- where it lies
@@ -311,23 +250,3 @@ def test_only_finished_checkpoints_count_oldest_first(tmp_path):
     (tmp_path / "predictions").mkdir()
     assert [p.name for p in checkpoints(tmp_path)] == ["checkpoint-000002", "checkpoint-000010"]
     assert checkpoints(tmp_path / "nowhere") == []
-
-
-def test_a_stage_starts_from_what_it_is_told_then_from_stage_1_then_from_the_model(tmp_path):
-    settings = Settings(output_dir=str(tmp_path), run_name="r", stage=2)
-    start, said = starting_model(settings)
-    assert start == "" and "there is no stage 1 checkpoint in" in said
-    first = tmp_path / "r" / "stage1" / "checkpoint-000004"
-    first.mkdir(parents=True)
-    (first / "config.json").write_text("{}")
-    seal(first, 4)
-    assert starting_model(settings)[0].endswith("stage1/checkpoint-000004")
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "config.json").write_text("{}")
-    assert starting_model(dataclasses.replace(settings, model=str(other)))[0] == str(other)
-    last = tmp_path / "r" / "stage2" / "checkpoint-000002"
-    shutil.copytree(first, last)
-    seal(last, 2)
-    again = dataclasses.replace(settings, model=str(other), resume=True)
-    assert starting_model(again)[0] == str(last)

@@ -7,7 +7,6 @@ import torch
 
 import dapo
 import grpo
-from errors import InputError
 from policy import Batch
 
 # Two questions, two answers each. Row 0 has a document in the middle, row 2 is long, row 3 has one
@@ -43,10 +42,8 @@ def test_a_group_with_right_and_wrong_answers_is_informative_and_no_other():
     assert dapo.informative_groups(torch.tensor([0, 0, 0, 1, 0, 1, 1, 1]), 4).all()
 
 
-def test_a_group_of_one_never_teaches_and_half_a_group_is_an_input_error():
+def test_a_group_of_one_never_teaches():
     assert dapo.informative_groups(torch.tensor([True, False]), 1).tolist() == [False, False]
-    with pytest.raises(InputError, match="do not make groups of 2"):
-        dapo.informative_groups(torch.tensor([True, False, True]), 2)
 
 
 def test_an_unknown_answer_makes_no_group_informative():
@@ -112,7 +109,6 @@ def test_the_advantage_is_grpos_with_overlong_rows_in_the_mean_of_their_group():
     # [0, 2]: mean 1, std √2 -> ∓0.7071, though the first of the two gives no gradient
     advantages = dapo.compute_advantages(batch, CHOSEN)
     assert advantages[2:, 0].tolist() == pytest.approx([-0.7071, 0.7071], abs=1e-4)
-    assert torch.equal(advantages, grpo.compute_advantages(batch, CHOSEN))
 
 
 @pytest.mark.parametrize(

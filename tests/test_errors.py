@@ -1,5 +1,6 @@
 """errors.py: what a command does before its imports, and when a slow step is worth a line."""
 
+import json
 import os
 import subprocess
 import sys
@@ -60,6 +61,7 @@ else:
         ("ask.py --judge j", "error: ask.py: --judge has no meaning here"),
         ("train.py --help", ""),
         ("eval.py --help", ""),
+        ("eval.py --predictions={}/p.jsonl", ""),
         ("papers.py", ""),
         # The formulas need torch alone.
         ("kl.py", ""),
@@ -73,7 +75,9 @@ def test_what_needs_no_model_imports_no_library_of_models(start, told, tmp_path)
     formulas = start.removesuffix(".py") in ("kl", "ppo", "grpo", "dapo", "reinforce_pp")
     for name in ("transformers", "accelerate") if formulas else ("torch", "transformers"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('it was imported')")
-    words = [sys.executable, *start.split()]
+    record = {"id": "1", "question": "?", "golds": ["a"], "prediction": "a"}
+    (tmp_path / "p.jsonl").write_text(json.dumps(record) + "\n")
+    words = [sys.executable, *start.format(tmp_path).split()]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     ended = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert ended.stderr.startswith(told) and "imported" not in ended.stderr

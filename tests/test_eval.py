@@ -3,55 +3,30 @@ records from the first to the last command.
 """
 
 import dataclasses
-import itertools
 import json
 import re
-import runpy
 import shutil
-import subprocess
-import sys
-import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import (
-    ENVIRONMENT,
-    ROOT,
-    chat_server,
-    command_line,
-    message,
-    model_of,
-    small,
-    traces,
-    train_bpe,
-)
+from conftest import ROOT, command_line
 from test_compute_rewards import Model
 
 import eval as evaluation
 import train
-from data import Document, Question, load_questions
+from data import Document, Question
 from errors import InputError
-from eval import (
-    Evaluation,
-    Options,
-    last_checkpoint,
-    prediction_metrics,
-    prediction_record,
-    settings_of,
-)
-from papers import PAPERS
+from eval import Evaluation, Options, last_checkpoint, prediction_metrics, settings_of
 from plumbing import build
 from plumbing.predictions import score_command
 from plumbing.questions import evaluation_questions, training_questions, with_retrieved
-from policy import Policy, save_policy
-from prompts import PROTOCOLS, build_prompt
+from prompts import PROTOCOLS
 from retrievers.controls import make_control
 from rewards import example
 from settings import Settings, check_settings, stage_folder
-from sft import SFTSettings, example_of, train_sft
 from trajectory import trajectory_from_text
-from world.world import KINDS, World
+from world.world import KINDS
 
 HOTPOTQA = ROOT.parent / "shared" / "data" / "hotpotqa"
 ANSWER_SCORES = ("em", "f1", "cem")
@@ -85,7 +60,11 @@ def test_a_trajectory_is_graded_by_answer_searches_fallbacks_and_format(protocol
     numbers = prediction_metrics(example(protocol, "Kelmouth, Norland"))
     scores = (0, pytest.approx(2 / 3), 1)
     assert numbers == dict(zip(COLUMNS, (*scores, 1, 2, 1, 2, 0, 0, 0, 1, 0, 1), strict=True))
-    assert prediction_metrics(example(protocol, "x " * 11))["format"] == 0
+    trajectory = example(protocol, "x " * 11)
+    trajectory.searches[0].cut = True
+    numbers = prediction_metrics(trajectory)
+    assert (numbers["format"], numbers["documents_cut"]) == (0, 0.5)  # one of two
+    assert "documents_cut" not in prediction_metrics(example(protocol, searches=0))
     assert all(prediction_metrics(example(name))["format"] == 1 for name in PROTOCOLS)
 
 
@@ -183,14 +162,14 @@ def test_reader_and_judge_are_asked_after_all_predictions_are_written(
     others(monkeypatch, R=reader, J=judge)
     run("--reader R --judge J --decoding paper --temperature 0.1 --out", written)
     assert {request[2:] for request in reader.requests} == {(0.1, 0.5)}  # R-Search A.3
-    assert {record["judge_sees"] for record in records_in(written)} == {"question"}
     out = capsys.readouterr().out
     records = records_in(written)
     assert [r["evidence"] for r in records] == ["Ana Bell was born in Norland.", None]
     assert [r["reader_prediction"] for r in records] == ["Norland", ""]
     assert [r["metrics"]["judged"] for r in records] == [None, 1]
+    assert {r["judge_sees"] for r in records} == {"question"}
     assert "1 of 2 verdicts are unreadable" in out and "judge: 1 got no reply at all" in out
-    assert "reader_em" in out and "judged" in out and not list(written.parent.glob("*.partial"))
+    assert "reader_em" in out
     silent.failures = 1
     others(monkeypatch, R=silent)
     run("--reader R --fresh --out", written)
@@ -213,7 +192,7 @@ def test_an_interrupt_while_others_are_asked_loses_no_rollout_and_they_can_be_as
         run("--reader R --out", written)
     assert end.value.code == 130 and str(written) in capsys.readouterr().out.splitlines()[-1]
     before = written.read_text()
-    assert len(before.splitlines()) == 2 and "reader_em" not in before
+    assert len(before.splitlines()) == 2
     monkeypatch.setattr(evaluation, "load_model", lambda *_: pytest.fail("a model was loaded"))
     again = f"{written}.again"
     run(f"--predictions={written} --reader S --judge J --out {again} --json {again}.json")
@@ -223,17 +202,15 @@ def test_an_interrupt_while_others_are_asked_loses_no_rollout_and_they_can_be_as
     assert summary["reader_em"][0] == summary["em"][0] == 0.5
 
 
-def test_several_data_sets_are_one_pass_and_one_table(written, monkeypatch, capsys):
+def test_several_data_sets_are_one_pass_and_one_table(written, monkeypatch):
     # the first text is wrong and the second right: for the other set both are wrong
     golds = {"nq": "Norland", "wiki": "Ostland"}
     two = {name: [Question(name + i, WHERE, [gold]) for i in "12"] for name, gold in golds.items()}
     monkeypatch.setattr(evaluation, "evaluation_questions", lambda *_: (two, []))
     monkeypatch.setattr(evaluation, "QUESTIONS_AT_ONCE", 2)
-    run("--markdown --out", written, "--json", f"{written}.json")
-    lines = capsys.readouterr().out.splitlines()
-    rows = [line.split("|")[1].strip() for line in lines if line.startswith("|")]
-    assert rows == ["kind", "---", "nq", "wiki", "mean of datasets", "all"]
+    run("--out", written, "--json", f"{written}.json")
     summary = json.loads(Path(f"{written}.json").read_text())
+    assert [*summary] == ["nq", "wiki", "mean of datasets", "all"]
     assert [summary[name]["em"][0] for name in ("nq", "wiki", "mean of datasets")] == [0.5, 0, 0.25]
     # the predictions alone give the same table
     run("--predictions", written, "--json", f"{written}.again.json")
@@ -252,8 +229,7 @@ def test_two_evaluations_are_compared_in_pairs(written, tmp_path, capsys):
 
 def test_another_punctuation_scores_the_predictions_anew(written, monkeypatch, tmp_path):
     row = r_search(ANSWER.format("Nor land"), Question("1", "?", ["Nor-land"]))  # "norland"
-    asked = {"people": [row.question]}
-    monkeypatch.setattr(evaluation, "evaluation_questions", lambda *_: (asked, []))
+    monkeypatch.setattr(evaluation, "evaluation_questions", lambda *_: ({"a": [row.question]}, []))
     monkeypatch.setattr(evaluation, "rollout", lambda *_: [row])
     run(f"--punctuation space --json {tmp_path}/t.json --out", written)
     assert json.loads((tmp_path / "t.json").read_text())["qa"]["em"][0] == 1
@@ -288,7 +264,7 @@ def test_the_last_stage_is_evaluated_unless_one_is_named(trained, tmp_path):
     assert last_checkpoint(given | {"seed": 7}) == ""  # nothing trained: the built-in model
     before = settings_of(given | {"stage": 0})  # also where a run exists
     # the built-in world's settings, not the paper's 10
-    assert (before.model, before.documents_per_search, before.stage) == ("", 1, 2)
+    assert (before.model, before.documents_per_search) == ("", 1)
     # a run on a file has the name that training gave it; a paper may have one stage only
     for name, value, stage in (("data", "d/hotpot.json", 2), ("recipe", "vanilla_rl", 1)):
         given = {"output_dir": str(tmp_path), name: value}
@@ -326,9 +302,6 @@ def test_what_only_training_asks_for_is_not_asked_of_an_evaluation(tmp_path):
     settings = check_settings(settings_of({"model": model}), training=False)
     assert (settings.judge, settings.reader) == ("", "")
     assert (settings.summarizer, settings.in_8bit) == ("owner/small", "others")
-    (tmp_path / "settings.json").write_text("3")
-    with pytest.raises(InputError, match="not a settings file"):
-        settings_of({"model": model})
 
 
 def test_the_judge_of_right_and_wrong_is_the_same_in_training_and_evaluation(tmp_path):
@@ -418,14 +391,6 @@ def test_every_search_may_find_all_references_of_its_own_record():
     )
 
 
-def test_passages_that_were_cut_are_a_column():
-    t = example("ur2")
-    assert prediction_metrics(t)["documents_cut"] == 0
-    t.searches[0].cut = True
-    assert prediction_metrics(t)["documents_cut"] == 0.5  # one of two
-    assert "documents_cut" not in prediction_metrics(example("ur2", searches=0))
-
-
 @pytest.mark.parametrize(
     "words, fragment",
     [
@@ -464,25 +429,13 @@ def test_bad_input_is_one_line_before_a_model_is_loaded(
     assert fragment.format(runs=tmp_path) in command_line(evaluation.main, arguments, capsys)
 
 
-def test_help_has_its_sections_and_looks_for_no_model(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", "eval.py --recipe r1_searcher --model none --help".split())
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(ROOT / "eval.py"), run_name="__main__")
+def test_help_has_its_sections_and_looks_for_no_model(capsys):
+    with pytest.raises(SystemExit):
+        run("--recipe r1_searcher --model none --help all")
     said = capsys.readouterr().out
-    for file in ("settings", "data", "rollout", "retriever", "other_models/llm", "eval"):
-        assert f"\n{file}.py:\n" in said
-    assert "--top_p" in said and "--lr" not in said and end.value.code == 0
+    assert "\nretriever.py:\n" in said and "\neval.py:\n" in said
+    assert "--top_p" in said and "--lr" not in said
     assert "(8; default 4)" in said  # R1-Searcher's searches
-
-
-def test_scoring_a_file_loads_no_torch(tmp_path):
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch was loaded')")
-    record = {"id": "1", "question": "?", "golds": ["a"], "prediction": "a"}
-    write(tmp_path / "p.jsonl", [record])
-    command = [sys.executable, ROOT / "eval.py", "--predictions=p.jsonl"]
-    env = ENVIRONMENT | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert "1.000 [1.00, 1.00]" in done.stdout and done.returncode == 0, done.stderr
 
 
 # -------------------------------------------------------------------------------- what is evaluated
@@ -490,9 +443,9 @@ def test_scoring_a_file_loads_no_torch(tmp_path):
 
 def test_the_built_in_world_gives_so_many_held_out_questions_of_every_kind():
     datasets, documents = evaluation_questions(Settings(), OPTIONS)
-    questions = datasets["the built-in world"]
-    one_hop = [q for q in questions if q.kind == "one_hop"]
-    assert len(questions) == 15 and {q.id.split("/")[0] for q in one_hop} == {"test"}
+    (questions,) = datasets.values()
+    assert Counter(q.kind for q in questions) == dict.fromkeys(KINDS, 3)
+    assert all(q.id.startswith("test/") for q in questions if q.kind == "one_hop")
     _, other = evaluation_questions(Settings(), dataclasses.replace(OPTIONS, fact_seed=9))
     assert [d.title for d in other] == [d.title for d in documents] and other != documents
 
@@ -607,7 +560,7 @@ def test_an_interrupted_evaluation_goes_on_and_gives_the_numbers_of_an_unbroken_
         return path.read_bytes(), capsys.readouterr().out
 
     unbroken, _ = sampled("unbroken.jsonl")
-    generate, calls, out = evaluation.rollout, [], few("p.jsonl")  # others there before: put aside
+    generate, calls, out = evaluation.rollout, [], few("p.jsonl")  # other settings: put aside
 
     def third_time_interrupted(policy, environment, some, seed, *more):
         calls.append((seed, len(records_in(out))))
@@ -618,15 +571,14 @@ def test_an_interrupted_evaluation_goes_on_and_gives_the_numbers_of_an_unbroken_
     monkeypatch.setattr(evaluation, "rollout", third_time_interrupted)
     with pytest.raises(SystemExit) as end:
         sampled("p.jsonl")
-    output = capsys.readouterr().out.splitlines()
-    assert end.value.code == 130 and f"finished predictions are in {out}" in output[-1]
+    assert end.value.code == 130
+    assert f"finished predictions are in {out}" in capsys.readouterr().out.splitlines()[-1]
     assert calls == [(0, 0), (4, 8), (8, 16)]  # what was finished was written when the next began
     with open(out, "a") as file:
         file.write('{"id": "half a li')  # killed while it wrote
     made, output = sampled("p.jsonl")
     assert made == unbroken and "16 of 20 predictions exist: the evaluation continues" in output
     assert calls[3:] == [(8, 16)]  # the third batch only was made again
-    assert "20 of 20 predictions exist" in sampled("p.jsonl")[1] and len(calls) == 4
     # other settings: nothing of it counts, and nothing is lost
     made, output = sampled("p.jsonl", "--seed", 1)
     assert made != unbroken and "are kept as p.jsonl.old2" in output and len(calls) == 7
@@ -663,10 +615,8 @@ def test_the_table_has_its_kinds_and_both_decodings_are_two_evaluations(trained,
     tables = capsys.readouterr().out.split("questions of the built-in world")[1:]
     for temperature, table in zip("10", tables, strict=True):
         assert f"temperature {temperature}, retriever bm25" in table
-        lines = table.splitlines()
-        assert [line.split()[0] for line in lines[1:8]] == ["kind", *KINDS, "all"]
-        path = Path(re.search("predictions: (.*)", table)[1])
-        assert path.parent == runs / "predictions" and len(records_in(path)) == 10
+        assert [line.split()[0] for line in table.splitlines()[1:8]] == ["kind", *KINDS, "all"]
+        assert len(records_in(re.search("predictions: (.*)", table)[1])) == 10
     run(f"--output_dir {runs} --questions 2 --stage 0")
     assert capsys.readouterr().out.startswith("the built-in model, before RL: 10 questions")
 
@@ -682,133 +632,31 @@ def test_an_evaluation_draws_the_questions_that_a_training_draws(tmp_path):
 
 # ------------------------------------------------------------------------------------ real records
 
-
-def save_real_model(path, questions, family):
-    """A random model with a tokenizer trained on the records, shown a few traces for a moment: one
-    query and one answer for all questions, and for each a trace without the search. So it searches
-    about every other time, and the rewards of a group differ.
-    """
-    protocol = PROTOCOLS["ur2"]
-    both = []
-    texts = [protocol.instruction, *protocol.tags * 3] * 20
-    for q in questions:
-        texts += [q.question, *(document.text for document in q.references[:2])]
-    tokenizer = train_bpe(texts, vocab_size=600)
-    for question in questions:
-        document = Document("", "who is it", question.references[0].text)
-        asked = dataclasses.replace(question, answers=["it"], references=(document,))
-        both += traces(tokenizer, [asked]) + traces(tokenizer, [asked], search=False)
-    sizes = small(hidden_size=64, intermediate_size=128, max_position_embeddings=1024)
-    sizes |= {"tie_word_embeddings": True, "initializer_range": 0.1, "vocab_size": len(tokenizer)}
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    torch.manual_seed(0)
-    policy = Policy(model_of(family, **sizes | ends))
-    batches = [[both[(4 * step + i) % len(both)] for i in range(4)] for step in range(60)]
-    train_sft(policy, lambda step: batches[step], SFTSettings(60, 3e-3))
-    save_policy(policy, tokenizer, path)
+REAL = """--corpus from-data --run_name real --questions_per_step 4 --steps 2 --max_turn_tokens 40
+    --max_searches 1 --documents_per_search 2 --document_tokens 60 --save_every 1 --group_size 8
+    --trajectories_per_update 0 --temperature 0.8 --lr 1e-4 --tokens_per_micro_batch 700"""
 
 
-REAL = """--corpus from-data --run_name real --questions_per_step 2 --steps 2 --max_turn_tokens 40
-    --max_searches 1 --documents_per_search 2 --document_tokens 60 --save_every 1 --group_size 4
-    --trajectories_per_update 4 --temperature 0.8 --lr 1e-4 --tokens_per_micro_batch 700"""
-OTHER = "--optimizer adamw8bit --gradient_checkpointing --algorithm grpo --kl_coef 0.01"
-
-
-@pytest.mark.parametrize(
-    "file, family, more, retriever",
-    [
-        ("official_train_distractor_20.json", "qwen2", "", "bm25"),
-        ("hf_layout_dev_distractor_20.jsonl", "llama", OTHER, "oracle"),
-    ],
-)
-def test_real_hotpotqa_records_run_from_the_first_to_the_last_command(
-    file, family, more, retriever, tmp_path, capsys
-):
-    data = HOTPOTQA / file
+def test_real_hotpotqa_records_run_from_the_first_to_the_last_command(model, tmp_path, capsys):
+    data = HOTPOTQA / "official_train_distractor_20.json"
     runs = tmp_path / "runs"
     if not data.exists():
         pytest.skip(f"no HotpotQA records in {HOTPOTQA}")
-    save_real_model(tmp_path / "model", load_questions(data), family)
     for stage in (1, 2):  # they roll out, search, are rewarded and change the weights
         start = f"--data {data} --output_dir {runs} --stage {stage}"
-        start += f" --model {tmp_path}/model" * (stage == 1)
-        train.main([*start.split(), *REAL.split(), *more.split()])
+        start += f" --model {model}" * (stage == 1)
+        train.main([*start.split(), *REAL.split()])
         rows = records_in(runs / "real" / f"stage{stage}" / "metrics.jsonl")
-        assert len(rows) == 2 and sum(row["searches"] for row in rows) > 0
-        assert sum(row["inserted_tokens"] for row in rows) > 40
+        assert len(rows) == 2 and any(row["inserted_tokens"] for row in rows)
         # stage 2 pays nothing for a search: often all rewards are 0
         assert stage == 2 or any(row["grad_norm"] > 0 for row in rows)
-    run(f"--output_dir {runs} --run_name real --questions 3 --retriever {retriever}")
+    run(f"--output_dir {runs} --run_name real --questions 20 --samples 4 --temperature 0.8")
     output = capsys.readouterr().out
     assert f"stage 2 starts from {runs}/real/stage1/checkpoint-000002" in output
-    assert f"3 questions of {data.stem} (3 of each, drawn with the seed" in output
+    assert f"questions of {data.stem}" in output
     predictions = records_in(output.splitlines()[-1].removeprefix("predictions: "))
-    assert len(predictions) == 3 and any(record["searches"] for record in predictions)
     metrics = [record["metrics"] for record in predictions]
-    assert all(numbers["written"] > 0 for numbers in metrics)
-    shown = [numbers for numbers in metrics if numbers["successful"]]  # at most 60 tokens of them
-    assert shown and all(0 < numbers["shown"] <= 60 < numbers["retrieved"] for numbers in shown)
-    assert {record["hops"] for record in predictions} == {2} and "compression: " in output
-
-
-CITING = """--recipe arena --questions_per_step 2 --group_size 4 --steps 2 --max_turn_tokens 40
-    --trajectories_per_update 4 --lr 1e-3 --tokens_per_micro_batch 4000 --save_every 2"""
-
-
-@pytest.fixture(scope="module")
-def short_records(tmp_path_factory):
-    """Three records of the slice, of each of their ten paragraphs the first sentence."""
-    path = HOTPOTQA / "official_train_distractor_20.json"
-    if not path.exists():
-        pytest.skip(f"no HotpotQA records in {HOTPOTQA}")
-    records = json.loads(path.read_text())[:3]
-    for record in records:
-        record["context"] = [[title, sentences[:1]] for title, sentences in record["context"]]
-    return write(tmp_path_factory.mktemp("hotpotqa") / "short.jsonl", records)
-
-
-@pytest.fixture(scope="module")
-def citing_model(tmp_path_factory, short_records):
-    """A random model, shown the sections for a moment, with other citations and a fault now and
-    then: so the rewards of a group differ.
-    """
-    path = tmp_path_factory.mktemp("citing") / "model"
-    arena = PROTOCOLS["arena"]
-    texts = [*arena.tags * 60, arena.instruction, Path(short_records).read_text()]
-    tokenizer = train_bpe(texts, vocab_size=2000)
-    written = []
-    for number, question in itertools.product(range(1, 11), load_questions(short_records)):
-        prompt = build_prompt(arena, question, tokenizer)
-        analysis = "<analysis>it</analysis>" if number % 3 else ""  # a fault of format
-        transcript = (
-            f"<relevance>[{number}]</relevance>{analysis}<answer>{question.answers[0]}</answer>"
-        )
-        written.append(example_of(prompt, [(transcript, True)], tokenizer))
-    sizes = small(hidden_size=64, intermediate_size=128, max_position_embeddings=4096)
-    sizes |= {"tie_word_embeddings": True, "initializer_range": 0.1}
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    torch.manual_seed(0)
-    policy = Policy(model_of("qwen2", **sizes | ends | {"vocab_size": len(tokenizer)}))
-    train_sft(policy, lambda step: written[step % 5 :: 5], SFTSettings(50, 5e-3))
-    save_policy(policy, tokenizer, path)
-    return path
-
-
-@pytest.mark.parametrize("variant", ["", *PAPERS["arena"].variants])
-def test_arena_and_each_of_its_variants_take_two_steps_on_real_records(
-    variant, citing_model, short_records, tmp_path
-):
-    start = f"--model {citing_model} --output_dir {tmp_path} --run_name t {CITING}".split()
-    start, data = [*start, "--variant", variant], short_records
-    if variant.endswith("summaries"):
-        output = message(train.main, [*start, "--data", data])
-        assert "is of task qa: --recipe arena --variant summaries is" in output
-        asked = [dataclasses.replace(q, task="summary") for q in load_questions(data)]
-        data = write(tmp_path / "summaries.jsonl", map(dataclasses.asdict, asked))
-    with chat_server(lambda *_: "yes") as judge:
-        judged = ["--judge", judge] if variant == "judge" else []
-        train.main([*start, *judged, "--data", f"{data}:2"])
-    rows = records_in(tmp_path / "t" / "stage1" / "metrics.jsonl")
-    assert len(rows) == 2 and rows[1]["k2"] > 0 and rows[1]["k3"] > 0
-    assert ("reward/relevance" in rows[0]) is not variant.startswith(("naive", "no_relevance"))
-    assert all(row["grad_norm"] > 0 for row in rows)
+    # at most 60 tokens of documents are shown, beside their frame
+    shown = [numbers for numbers in metrics if numbers["successful"]]
+    assert shown and all(0 < numbers["shown"] < 70 < numbers["retrieved"] for numbers in shown)
+    assert [record["hops"] for record in predictions] == [2] * 80 and "compression: " in output

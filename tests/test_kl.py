@@ -2,6 +2,7 @@
 second time.
 """
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -134,16 +135,9 @@ def test_the_reward_pays_k1_on_model_tokens_and_nothing_on_documents():
     batch = SimpleNamespace(old_logprobs=old, ref_logprobs=ref, response_mask=mask)
     paid = kl.kl_in_reward(batch, settings("k1"))
     assert paid.tolist() == [[pytest.approx(-0.0693147, abs=1e-6), 0.0, 0.0]]
-    for estimator in ("k2", "k3", "log"):
-        assert kl.kl_in_reward(batch, settings(estimator)).tolist() == [[0.0, 0.0, 0.0]]
-
-
-def test_a_kl_without_a_reference_is_refused_unless_its_coefficient_is_zero():
-    ones = torch.ones(1, 2)
-    batch = SimpleNamespace(old_logprobs=ones, ref_logprobs=None, response_mask=ones)
-    with pytest.raises(InputError, match="no ref_logprobs"):
-        kl.kl_in_reward(batch, settings("k1"))
-    assert kl.kl_in_reward(batch, settings("k1", 0.0)).tolist() == [[0.0, 0.0]]
+    batch.ref_logprobs = None
+    for none in (settings("k2"), settings("k1", 0.0)):
+        assert kl.kl_in_reward(batch, none).tolist() == [[0.0, 0.0, 0.0]]
 
 
 # ---------------------------------------------------------------------------------------- the table
@@ -188,17 +182,13 @@ def test_one_collapsed_logit_makes_k3s_gradient_a_thousand_times_too_long():
 
 
 def test_k2_varies_less_than_k3_far_from_the_reference_and_more_near_it():
-    near2, near3 = (row(kl.categorical(0.5), name).std for name in ("k2", "k3"))
-    far2, far3 = (row(kl.categorical(4.0), name).std for name in ("k2", "k3"))
-    assert (near2, near3) == (pytest.approx(0.121, abs=5e-4), pytest.approx(0.092, abs=5e-4))
-    assert far2 < far3
+    near, far = ([row(kl.categorical(e), k) for k in ("k2", "k3")] for e in (0.5, 4.0))
+    assert [k.std for k in near] == pytest.approx([0.121, 0.092], abs=5e-4)
+    assert far[0].std < far[1].std
     # and one batch of k3 outweighs the others there
-    spread2, spread3 = (row(kl.categorical(4.0), name).spread for name in ("k2", "k3"))
-    assert 1.3 <= spread2 <= 3.4 and 49 <= spread3 <= 196
+    assert 1.3 <= far[0].spread <= 3.4 and 49 <= far[1].spread <= 196
 
 
-def test_the_table_fits_one_screen(capsys):
+def test_the_file_prints_the_table(capsys):
     kl.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 30 and max(map(len, lines)) <= 120
-    assert any("k3" in line and "147.8%" in line for line in lines)
+    assert re.search("k3 .* 147.8%", capsys.readouterr().out)

@@ -117,9 +117,11 @@ def advantages(recipe, theirs, **given):
     )
 
 
-def grpo(verl, batch, _):
+def of_outcomes(name):
     index = np.repeat(np.arange(3), 4)
-    return verl.compute_grpo_outcome_advantage(batch.paid.clone(), batch.response_mask, index)[0]
+    return lambda verl, batch, _: getattr(verl, f"compute_{name}_outcome_advantage")(
+        batch.paid.clone(), batch.response_mask, index
+    )[0]
 
 
 def reinforce_pp(verl, batch, settings):
@@ -127,14 +129,6 @@ def reinforce_pp(verl, batch, settings):
     return verl.compute_reinforce_plus_plus_outcome_advantage(rewards, batch.response_mask, gamma)[
         0
     ]
-
-
-def baseline(verl, batch, _):
-    index, find = (
-        np.repeat(np.arange(3), 4),
-        verl.compute_reinforce_plus_plus_baseline_outcome_advantage,
-    )
-    return find(batch.paid.clone(), batch.response_mask, index)[0]
 
 
 def gae(verl, batch, settings):
@@ -262,10 +256,12 @@ def of_trl(mode, name, clip_min, clip_max):
 
 
 CASES = {  # name -> (ours of a batch, theirs of verl and a batch)
-    "GRPO, R-Search": advantages("r_search", grpo),
+    "GRPO, R-Search": advantages("r_search", of_outcomes("grpo")),
     "REINFORCE++, R1-Searcher": advantages("r1_searcher", reinforce_pp),
     "REINFORCE++ and KL": advantages("r1_searcher", reinforce_pp, variant="llama_8b", kl_coef=0.1),
-    "its baseline form": advantages("r1_searcher", baseline, variant="as_its_code"),
+    "its baseline form": advantages(
+        "r1_searcher", of_outcomes("reinforce_plus_plus_baseline"), variant="as_its_code"
+    ),
     "GAE, Search-R1": advantages("search_r1", gae),
     "GAE, λ 0.95": advantages("r_search", gae, variant="ppo", gae_lambda=0.95),
     "loss, UR²": losses("ur2"),

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 import ppo
-import reinforce_pp
-from errors import InputError
 
 # Three trajectories of 4, 1 and 0 model tokens; columns with 0 are documents or padding.
 MASK = torch.tensor([[1, 0, 1, 1, 1], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0]])
@@ -72,7 +70,7 @@ def test_question_weights_by_hand():
     mask[1], mask[3] = 0, 0
     assert torch.equal(ppo.question_weights(mask, questions), mask / 8)
     batch = SimpleNamespace(response_mask=mask, questions=questions, mismatch_weights=None)
-    result = ppo.compute_token_weights(batch, ppo_settings(loss_aggregation="question"))
+    result = ppo.compute_token_weights(batch, SimpleNamespace(loss_aggregation="question"))
     assert torch.equal(result, mask / 8)
 
 
@@ -125,17 +123,8 @@ def test_documents_and_padding_are_no_steps_of_the_recursion():
 
     together = placed([0, 1, 2], 0.0)
     for columns in ([1, 4, 5], [0, 3, 7], [5, 6, 7]):
-        for fill in (3.0, float("inf"), float("nan")):
-            for result, expected in zip(placed(columns, fill), together, strict=True):
-                assert torch.equal(result, expected)
-
-
-def test_lambda_one_gives_the_rewards_to_go():
-    generator = torch.Generator().manual_seed(0)
-    mask = (torch.rand(6, 12, generator=generator) < 0.6).float()
-    rewards, values = torch.randn(2, 6, 12, generator=generator)
-    _, returns = ppo.gae(rewards, values, mask, 0.9, 1.0)
-    torch.testing.assert_close(returns, reinforce_pp.returns_to_go(rewards, mask, 0.9))
+        for fill in (float("inf"), float("nan")):
+            torch.testing.assert_close(placed(columns, fill), together, atol=0, rtol=0)
 
 
 # ---------------------------------------------------------------------------------------- whitening
@@ -148,10 +137,10 @@ def test_whitening_by_hand_leaves_documents_out():
     torch.testing.assert_close(result, torch.tensor([[-1.0, 0, 0], [1, 0, 0]]))
 
 
-def test_equal_advantages_and_a_single_token_are_exactly_zero():
-    assert ppo.whiten(torch.full((2, 3), 0.7), torch.ones(2, 3)).eq(0).all()
-    assert ppo.whiten(torch.full((2, 3), 0.7), torch.tensor([[0, 0, 1], [0, 0, 0]])).eq(0).all()
-    assert ppo.whiten(torch.rand(2, 3), torch.zeros(2, 3)).eq(0).all()
+@pytest.mark.parametrize("tokens", [7, 1, 0])
+def test_equal_advantages_and_a_single_token_are_exactly_zero(tokens):
+    mask = torch.arange(8).view(2, 4) < tokens
+    assert ppo.whiten(torch.full((2, 4), 0.7), mask).eq(0).all()
 
 
 # --------------------------------------------------------------------------------------- the critic
@@ -244,9 +233,7 @@ def test_explained_variance_without_anything_to_foresee_is_zero():
 # ------------------------------------------------------------------------------------ the interface
 
 
-def ppo_settings(**changes):
-    chosen = {"gae_lambda": 1.0, "kl_coef": 0.0, "kl_estimator": "k2", "loss_aggregation": "token"}
-    return SimpleNamespace(**(chosen | changes))
+SETTINGS = SimpleNamespace(gae_lambda=1.0, kl_coef=0.0, kl_estimator="k2")
 
 
 def ppo_batch(values):
@@ -254,30 +241,15 @@ def ppo_batch(values):
         response_mask=torch.tensor([[1.0, 0, 1], [1, 0, 0]]),
         rewards=torch.tensor([2.0, 0.0]),
         old_logprobs=torch.full((2, 3), -1.0),
-        ref_logprobs=torch.full((2, 3), -2.0),
         values=values,
-        returns=None,
     )
 
 
 def test_advantages_by_hand():
-    # λ 1: returns 2, 2 and 0. Values 1, 2, 0.5: A = 1, 0, −0.5. Mean 1/6, std √((25 + 1 + 16) / 36
-    # / 2) = 0.763763.
+    # λ 1: returns are the rewards to go, 2, 2 and 0. Values 1, 2, 0.5: A = 1, 0, −0.5. Mean 1/6,
+    # std √((25 + 1 + 16) / 36 / 2) = 0.763763.
     batch = ppo_batch(torch.tensor([[1.0, 7, 2], [0.5, 7, 7]]))
-    advantages = ppo.compute_advantages(batch, ppo_settings())
+    advantages = ppo.compute_advantages(batch, SETTINGS)
     assert batch.returns.tolist() == [[2, 0, 2], [0, 0, 0]]
-    assert advantages[0].tolist() == pytest.approx([1.0911, 0, -0.2182], abs=1e-4)
-    assert advantages[1].tolist() == pytest.approx([-0.8729, 0, 0], abs=1e-4)
-
-
-def test_a_kl_in_the_reward_is_paid_token_by_token():
-    # k1 = −1 − (−2) = 1, times 0.1: rewards −0.1, 1.9 and −0.1; γ 1, λ 1: returns 1.8, 1.9 and
-    # −0.1.
-    batch = ppo_batch(torch.zeros(2, 3))
-    ppo.compute_advantages(batch, ppo_settings(kl_coef=0.1, kl_estimator="k1"))
-    torch.testing.assert_close(batch.returns, torch.tensor([[1.8, 0, 1.9], [-0.1, 0, 0]]))
-
-
-def test_advantages_without_values_are_an_input_error():
-    with pytest.raises(InputError, match="needs the critic"):
-        ppo.compute_advantages(ppo_batch(None), ppo_settings())
+    expected = torch.tensor([[1.0911, 0, -0.2182], [-0.8729, 0, 0]])
+    torch.testing.assert_close(advantages, expected, atol=1e-4, rtol=0)

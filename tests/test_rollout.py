@@ -7,20 +7,15 @@ each row no choice.
 
 import copy
 import dataclasses
-import json
-import logging
 import math
-import re
 import threading
 from itertools import takewhile
 from operator import eq
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import model_of, roll, small
 from transformers import ByT5Tokenizer, GenerationConfig
-from transformers.utils import logging as hf_logging
 
 from data import Document, Question, SearchRequest, SearchResult
 from errors import InputError
@@ -192,14 +187,12 @@ def spelled(tokenizer, text):
 
 
 def test_sampled_ids_are_kept_although_their_text_would_encode_differently(bpe):
-    asked, answered = spelled(bpe, ASK), spelled(bpe, ANSWER)
+    asked = spelled(bpe, ASK)
     assert encode(bpe, decode(bpe, asked)) != asked  # so a round trip through text would show
-    (t,), policy, _ = play(bpe, [asked, answered])
-    documents = block_ids(bpe, "(1) about Ana Bell")
-    assert t.response_ids == asked + documents + answered + [bpe.eos_token_id]
-    # and the model's second turn read those very ids after the prompt
+    _, policy, _ = play(bpe, [asked, ANSWER])
+    # the model's second turn read those very ids after the prompt
     prompt = build_prompt("ur2", QA, bpe)
-    assert policy.heard == [[prompt, prompt + asked + documents]]
+    assert policy.heard == [[prompt, prompt + asked + block_ids(bpe, "(1) about Ana Bell")]]
 
 
 # ------------------------------------------------------------------ the mask is born with the token
@@ -210,11 +203,9 @@ def test_the_mask_is_one_on_sampled_tokens_and_zero_on_the_block_around_the_docu
     asked, documents = len(encode(bpe, ASK)), len(block_ids(bpe, "(1) about Ana Bell"))
     answered = len(encode(bpe, ANSWER)) + 1  # EOS is sampled too
     assert t.response_mask == [1] * asked + [0] * documents + [1] * answered
-    assert t.response_ids[-1] == bpe.eos_token_id and t.stop_reason == "eos"
+    assert t.stop_reason == "eos"
     framed = "\n\n<|begin_of_documents|>\n(1) about Ana Bell\n<|end_of_documents|>\n\n"
-    said = Segment("model", ANSWER + "<|im_end|>")
-    assert t.segments == [Segment("model", ASK), Segment("documents", framed), said]
-    assert t.answer == "Norland"
+    assert t.segments[1] == Segment("documents", framed) and t.answer == "Norland"
     # the scripted token has probability 0.9; what was inserted has no log-prob
     expected = [math.log(P_SCRIPT) if mask else 0.0 for mask in t.response_mask]
     assert t.logprobs == pytest.approx(expected, abs=1e-5)
@@ -248,7 +239,6 @@ def test_a_fallback_is_a_flag_with_a_notice_behind_the_documents(bpe):
     result = SearchResult([Document("d", "", "unread")], text="None", fallback=True)
     t, _ = play_one(bpe, [ASK, ANSWER], search=found(result))
     assert writers(t) == ["model", "documents", "notice", "model"]
-    assert t.segments[1].text + t.segments[2].text == block("None") + UR2.fallback_notice
     assert masked(t, 0) == block_ids(bpe, "None") + encode(bpe, UR2.fallback_notice)
     (search,) = t.searches
     assert (search.fallback, search.text, search.documents[0].text) == (True, "None", "unread")
@@ -331,13 +321,11 @@ def test_an_evaluation_within_training_says_so_to_the_search(bpe):
     [(raises, "ConnectionError: refused by peer"), (lambda requests: None, "TypeError")],
 )
 def test_a_broken_search_is_an_observation_and_an_error_in_the_log(bpe, answer, error):
-    t, calls = play_one(bpe, [ASK, ANSWER], search=Searcher(answer))
+    t, _ = play_one(bpe, [ASK, ANSWER], search=Searcher(answer))
     assert t.segments[1] == Segment("documents", block("Search is unavailable."))
     (search,) = t.searches
-    assert len(calls) == 1 and search.error.startswith(error)
-    assert (search.text, search.documents) == ("Search is unavailable.", [])
-    assert search.seconds > 0
-    assert (t.stop_reason, t.answer) == ("eos", "Norland")
+    assert search.error.startswith(error) and search.seconds > 0
+    assert (search.text, t.answer) == ("Search is unavailable.", "Norland")
 
 
 def test_a_search_over_the_network_is_given_the_time_that_it_says_it_needs():
@@ -378,32 +366,31 @@ def frame_tokens(tokenizer):
     return sum(len(encode(tokenizer, half)) for half in halves)
 
 
-@pytest.mark.parametrize("kept", [1, 2, 3])
-def test_documents_are_cut_at_a_documents_end_and_the_closing_tag_survives(bpe, kept):
-    body = "\n".join(NUMBERED[:kept])
-    fits = len(block_ids(bpe, body)) - frame_tokens(bpe)
-    for budget in (fits, fits + 1):  # the next document has more than one token
-        t, _ = play_one(bpe, [ASK, ANSWER], search=found(*DOCUMENTS), document_tokens=budget)
-        assert t.segments[1].text == block(body) and t.searches[0].text == body
-        assert masked(t, 0) == block_ids(bpe, body)
-        assert len(t.searches[0].documents) == 3  # the log keeps what was found
-        assert t.searches[0].cut == (kept < 3)
-    if kept > 1:  # one token too few costs the whole last document
-        t, _ = play_one(bpe, [ASK, ANSWER], search=found(*DOCUMENTS), document_tokens=fits - 1)
-        assert t.segments[1].text == block("\n".join(NUMBERED[: kept - 1]))
+@pytest.mark.parametrize(
+    "fitting, spare, shown",  # one token too few costs the whole last document
+    [(1, 0, 1), (1, 1, 1), (2, -1, 1), (2, 0, 2), (3, -1, 2), (3, 0, 3)],
+)
+def test_documents_are_cut_at_a_documents_end_and_the_closing_tag_survives(
+    bpe, fitting, spare, shown
+):
+    tokens = len(block_ids(bpe, "\n".join(NUMBERED[:fitting]))) - frame_tokens(bpe) + spare
+    t, _ = play_one(bpe, [ASK, ANSWER], search=found(*DOCUMENTS), document_tokens=tokens)
+    body, (search,) = "\n".join(NUMBERED[:shown]), t.searches
+    assert masked(t, 0) == block_ids(bpe, body)
+    # the log keeps all documents
+    assert (search.text, search.cut, len(search.documents)) == (body, shown < 3, 3)
 
 
 def test_a_first_document_that_alone_is_too_long_is_cut_inside_and_still_framed(bpe):
     long = "Kelmouth is a town. " * 50
     t, _ = play_one(bpe, [ASK, ANSWER], search=found(long, "never read"), document_tokens=20)
-    body = t.searches[0].text
-    assert t.searches[0].cut
-    assert body and f"(1) {long}".startswith(body) and t.segments[1].text == block(body)
+    (search,) = t.searches
+    inserted = block_ids(bpe, search.text)
+    assert search.cut and search.text and masked(t, 0) == inserted
     # no character less than there is room for
-    one_more = block_ids(bpe, f"(1) {long}"[: len(body) + 1])
-    inserted = masked(t, 0)
-    assert inserted == block_ids(bpe, body)
-    assert len(inserted) <= frame_tokens(bpe) + 20 < len(one_more)
+    one_more = f"(1) {long}"[: len(search.text) + 1]
+    assert one_more.startswith(search.text)
+    assert len(inserted) <= frame_tokens(bpe) + 20 < len(block_ids(bpe, one_more))
 
 
 def test_a_block_is_encoded_whole_so_that_its_first_word_reads_as_in_supervised_traces(
@@ -438,31 +425,22 @@ def tokens_before_documents(tokenizer):
     return len(build_prompt("ur2", QA, tokenizer)) + told
 
 
-def test_no_search_is_run_whose_documents_leave_no_room_to_answer(bpe):
-    # 16 tokens make documents worth reading, 32 are for the answer
-    needed = tokens_before_documents(bpe) + MIN_DOCUMENT_TOKENS + 32
-    page = found("Kelmouth " * 99)
-    t, calls = play_one(bpe, [ASK, ANSWER], max_context=needed, search=page)
-    assert len(calls) == 1 and (t.stop_reason, t.answer) == ("eos", "Norland")
-    assert len(masked(t, 0)) == frame_tokens(bpe) + MIN_DOCUMENT_TOKENS
-
-    t, calls = play_one(bpe, [ASK, ANSWER], max_context=needed - 1)
-    assert calls == t.searches == t.rejected_queries == []
-    assert t.stop_reason == "length" and t.response_ids == encode(bpe, ASK)
-
-
-def test_a_small_document_budget_is_no_reason_to_refuse(bpe):
-    needed = tokens_before_documents(bpe) + 5 + 32
-    for room, count in ((needed, 1), (needed - 1, 0)):
-        _, calls = play_one(bpe, [ASK, ANSWER], max_context=room, document_tokens=5)
-        assert len(calls) == count
+# 16 tokens make documents worth reading, unless the limit on them is lower
+@pytest.mark.parametrize("limit, least", [(512, MIN_DOCUMENT_TOKENS), (5, 5)])
+def test_no_search_is_run_whose_documents_leave_no_room_to_answer(bpe, limit, least):
+    needed = tokens_before_documents(bpe) + least + 32  # 32 are for the answer
+    how = {"search": found("Kelmouth " * 99), "document_tokens": limit}
+    t, _ = play_one(bpe, [ASK, ANSWER], max_context=needed, **how)
+    assert len(masked(t, 0)) == frame_tokens(bpe) + least and t.answer == "Norland"
+    t, calls = play_one(bpe, [ASK, ANSWER], max_context=needed - 1, **how)
+    assert t.rejected_queries == [] and t.stop_reason == "length"
+    assert calls == [["Ana Bell"]]  # of the first one alone
 
 
-@pytest.mark.parametrize("fallback", [False, True])
-def test_whatever_happens_the_context_is_kept_and_nothing_is_cut_from_the_front(bpe, fallback):
+def test_whatever_happens_the_context_is_kept_and_nothing_is_cut_from_the_front(bpe):
     prompt = build_prompt("ur2", QA, bpe)
     turns = [ASK, END, f"{BEGIN}again{END}", "word " * 300]
-    pages = found(SearchResult(text="Kelmouth " * 400, fallback=fallback))
+    pages = found(SearchResult(text="Kelmouth " * 400, fallback=True))
     reasons = set()
     for room in [*range(32, 160, 12), 400]:
         how = {"max_context": len(prompt) + room, "document_tokens": 60}
@@ -488,14 +466,10 @@ def test_a_notice_that_leaves_no_room_to_answer_is_not_written(bpe):
 
 
 def test_a_turn_has_its_own_limit_and_a_query_may_end_with_its_last_token(bpe):
-    ids = encode(bpe, "word " * 20)
-    t, _ = play_one(bpe, [ids], max_turn_tokens=10)
-    assert t.response_ids == ids[:10] and t.stop_reason == "length" and t.response_mask == [1] * 10
-    length = len(encode(bpe, ASK))
-    t, calls = play_one(bpe, [ASK, "no"], max_turn_tokens=length)
-    assert calls == [["Ana Bell"]] and t.stop_reason == "eos"
-    t, calls = play_one(bpe, [ASK, "no"], max_turn_tokens=length - 1)
-    assert (calls, t.stop_reason, t.response_ids) == ([], "length", encode(bpe, ASK)[:-1])
+    for spare, asked, end in ((0, [["Ana Bell"]], "eos"), (-1, [], "length")):
+        limit = len(encode(bpe, ASK)) + spare
+        t, calls = play_one(bpe, [ASK, "no"], max_turn_tokens=limit)
+        assert (calls, t.stop_reason) == (asked, end)
 
 
 def surroundings(tokenizer, max_context):
@@ -508,8 +482,6 @@ def test_a_prompt_longer_than_the_context_is_an_input_error_that_names_the_quest
     policy = ScriptedPolicy(bpe, [["no"]])
     said = rf"question q-17: its prompt has {length} tokens .* context is {length + 31},"
     with pytest.raises(InputError, match=said):  # 32 tokens are kept for the answer
-        roll(policy, bpe, question, Searcher(), "ur2", max_context=length + 31)
-    with pytest.raises(InputError, match=said):
         check_prompts([QA, question], surroundings(bpe, length + 31), policy)
     check_prompts([QA, question], surroundings(bpe, length + 32), policy)
     with pytest.raises(InputError, match="--max_context 2049: the model has only 2048 positions"):
@@ -540,7 +512,7 @@ def test_a_tag_that_ends_inside_a_token_keeps_that_token_whole_and_nothing_behin
     assert bpe.decode(said[-1:]) in (">\n\n", "|>\n\n")  # the tag ends inside this token
     script = [said + encode(bpe, "more"), ANSWER]
     t, calls = play_one(bpe, script, protocol=protocol)
-    assert t.segments[0].text == f"{begin} Ana Bell {end}\n\n" and calls == [["Ana Bell"]]
+    assert calls == [["Ana Bell"]]
     expected = said + block_ids(bpe, "", protocol)[:2]
     assert t.response_ids[: len(expected)] == expected
 
@@ -548,22 +520,10 @@ def test_a_tag_that_ends_inside_a_token_keeps_that_token_whole_and_nothing_behin
 def test_a_tag_is_found_however_its_characters_are_split_into_tokens(bpe):
     half = encode(bpe, "€")[:-1]  # "€" is three bytes, each its own token here
     split = encode(bpe, f"{BEGIN}price") + half + encode(bpe, END)
-    for said, query in ((spelled(bpe, ASK), "Ana Bell"), (split, "price�")):
+    for said, query in ((spelled(bpe, ASK), "Ana Bell"), (split, "price")):
         t, ((asked,),) = play_one(bpe, [said + encode(bpe, "more"), ANSWER])
         assert t.response_ids[: len(said) + 1] == said + block_ids(bpe, "")[:1]
-        assert asked.rstrip("�") == query.rstrip("�") and t.answer == "Norland"
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        f"{BEGIN} Ana Bell <|end_of_query> <|end_of_quer|> </search>",  # only begun
-        f"I imagine {UR2.documents_tags[0]} Norland {UR2.documents_tags[1]} \\boxed{{Norland}}",
-    ],
-)
-def test_what_is_no_stop_tag_stops_nothing(bpe, said):
-    t, calls = play_one(bpe, [said])
-    assert t.text == t.model_text == said + "<|im_end|>" and calls == []
+        assert asked.rstrip("�") == query
 
 
 def test_a_token_that_the_tokenizer_does_not_know_does_not_stop_the_run(bpe, qwen2):
@@ -587,8 +547,7 @@ def test_a_row_without_query_tags_ends_at_its_answer_at_eos_or_at_its_limit(bpe)
     how = {"protocol": "arena", "questions": [READ] * 3, "max_turn_tokens": 40}
     rows, _, search = play(bpe, *scripts, **how)
     assert [t.stop_reason for t in rows] == ["answer", "eos", "length"] and search.calls == []
-    assert rows[0].answer == "Norland" and rows[0].text == answered
-    assert all(writers(t) == ["model"] and t.rejected_queries == [] for t in rows)
+    assert rows[0].text == answered and rows[1].rejected_queries == []
 
 
 # -------------------------------------------------------------------------------- many rows at once
@@ -602,11 +561,9 @@ def test_all_queries_of_one_moment_go_out_in_one_call_and_in_order(bpe):
     scripts = [[*asks(*queries), "no"] for queries in rows]
     scripts[2].insert(0, END)
     for size, batches in ((0, [4, 3, 3, 1]), (3, [3, 1, 3, 3, 1]), (1, [1] * 11)):
-        trajectories, policy, search = play(bpe, *scripts, max_num_seqs=size)
+        _, policy, search = play(bpe, *scripts, max_num_seqs=size)
         assert search.calls == [["a1", "d1"], ["a2", "c2", "d2"], ["d3"]]
         assert policy.batches == batches  # rows sampled at once: 4 alive, then 3, 3 and 1
-        for t, queries in zip(trajectories, rows, strict=True):
-            assert [s.text for s in t.searches] == [f"(1) about {query}" for query in queries]
 
 
 def test_rows_lie_question_by_question_and_each_request_carries_its_question(bpe):
@@ -614,7 +571,6 @@ def test_rows_lie_question_by_question_and_each_request_carries_its_question(bpe
     search = Searcher(lambda requests: [SearchResult(text=r.question.id) for r in requests])
     scripts = [[f"{BEGIN}{row}{END}", str(row)] for row in range(6)]
     rows, _, _ = play(bpe, *scripts, questions=questions, group_size=2, search=search)
-    assert [t.question for t in rows] == [questions[b // 2] for b in range(6)]
     assert [t.searches[0].query for t in rows] == search.calls[0] == list("012345")
     assert [t.searches[0].text for t in rows] == list("aabbcc")
 
@@ -658,8 +614,8 @@ def by_length(requests):
     return [SearchResult(text=" kelmouth" * (1 + len(request.query) % 7)) for request in requests]
 
 
-@pytest.fixture(params=["qwen2, pad=eos", "llama", "toy"])
-def speaker(request, bpe, qwen2, llama, toy_tokenizer, toy_policy):
+@pytest.fixture(params=["qwen2, pad=eos", "toy"])
+def speaker(request, bpe, qwen2, toy_tokenizer, toy_policy):
     """speaker(questions, ...) -> the rollout of a random model that asks, answers and ends of its
     own accord; with .policy, .tokenizer and .questions.
     """
@@ -671,11 +627,9 @@ def speaker(request, bpe, qwen2, llama, toy_tokenizer, toy_policy):
         with torch.no_grad():
             for weight in policy.parameters():  # louder: what it says depends on what it has read
                 weight.mul_(3 if weight.ndim > 1 else 1)
-    elif request.param == "llama":
-        policy = asks_often(llama, tokenizer, SHORT_TAGS.query_tags)
     else:
         tokenizer.pad_token = tokenizer.eos_token  # and EOS stands in the prompt as well
-        policy = asks_often(qwen2, tokenizer, SHORT_TAGS.query_tags, 7.0, 4.0)
+        policy = asks_often(qwen2, tokenizer, SHORT_TAGS.query_tags)
 
     def speak(questions, group_size=1, **settings):
         how = {"max_turn_tokens": 24, **settings}
@@ -694,11 +648,9 @@ def test_rows_in_a_batch_say_what_they_would_say_alone(speaker):
         assert (a.response_ids, a.response_mask) == (b.response_ids, b.response_mask)
         assert (a.stop_reason, a.segments) == (b.stop_reason, b.segments)
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
-    # the cases are mixed indeed: prompts of several lengths, trajectories of several turns, with
-    # and without documents
+    # the prompts have several lengths, and the trajectories several numbers of turns
     assert len({len(t.prompt_ids) for t in together}) > 2
-    assert len({writers(t).count("model") for t in together}) > 1
-    assert any(t.searches for t in together)
+    assert len({writers(t).count("documents") for t in together}) > 1
 
 
 # ----------------------------------------------------------------------------------------- sampling
@@ -711,34 +663,28 @@ def test_recorded_log_probs_are_those_of_a_scoring_pass_over_the_same_ids(speake
     with torch.no_grad():
         scored = speaker.policy(batch.tokens, temperature, batch.response_mask)
     assert (scored - batch.old_logprobs).abs().max() < 1e-4
-    assert batch.response_mask.sum() == sum(sum(t.response_mask) for t in rows)
     assert any(t.searches for t in rows) and any(t.stop_reason == "eos" for t in rows)
-
-
-def sample(policy, tokenizer, seed, **settings):
-    how = {"seed": seed, "max_turn_tokens": 12, **settings}
-    return roll(policy, tokenizer, MIXED[:2], Searcher(by_length), SHORT_TAGS, 3, **how)
 
 
 def test_a_seed_makes_the_rollout_and_leaves_the_global_random_state_alone(qwen2, bpe):
     policy = asks_often(qwen2, bpe, SHORT_TAGS.query_tags)
-    torch.manual_seed(5)
+
+    def sampled(seed):
+        search, how = Searcher(by_length), {"seed": seed, "max_turn_tokens": 12}
+        rows = roll(policy, bpe, MIXED[:2], search, SHORT_TAGS, 3, **how)
+        return [(t.response_ids, t.logprobs) for t in rows]
+
     state = torch.get_rng_state()
-    first = sample(policy, bpe, seed=1)
+    first = sampled(1)
     assert torch.equal(torch.get_rng_state(), state)
     torch.rand(3)
-    again, other = sample(policy, bpe, seed=1), sample(policy, bpe, seed=2)
-    assert [t.response_ids for t in first] == [t.response_ids for t in again]
-    assert [t.logprobs for t in first] == [t.logprobs for t in again]
-    assert [t.response_ids for t in first] != [t.response_ids for t in other]
-    # rows of one question differ by sampling
-    assert len({tuple(t.response_ids) for t in first[:3]}) == 3
+    assert first == sampled(1) != sampled(2)
+    assert first[0] != first[1]  # rows of one question differ
 
 
-def test_a_failed_rollout_puts_the_random_state_and_the_models_defaults_back(bpe, monkeypatch):
+def test_a_failed_rollout_puts_the_random_state_and_the_models_defaults_back(bpe):
     policy = ScriptedPolicy(bpe, [["no"]])
     state, defaults = torch.get_rng_state(), policy.language_model.generation_config
-    monkeypatch.setattr(policy, "speak", None)
     policy.language_model.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         roll(policy, bpe, QA, Searcher(), "ur2", seed=1)
@@ -844,9 +790,8 @@ def test_a_transcript_is_read_into_turns_and_searches(protocol):
     answer = "<answer> Norland </answer>" if protocol.answer_tags else ANSWER
     text = f"Let me see. {first}Then {second}{answer}"
     t = written(text, protocol)
-    assert asked_and_read(t) == made and t.text == text and "born" not in t.model_text
+    assert asked_and_read(t) == made and t.text == text and t.answer == "Norland"
     assert writers(t) == ["model", "documents", "model", "documents", "model"]
-    assert (t.answer, t.stop_reason, t.response_ids) == ("Norland", "written", [])
 
 
 @pytest.mark.parametrize(
@@ -877,7 +822,8 @@ def test_an_answer_inside_documents_is_not_the_models():
     assert written(searched("Ana Bell", "\\boxed{wrong}")).answer is None
     text = searched("Ana Bell", "<answer> wrong </answer>") + "<answer> right </answer>"
     assert written(text, R1).answers == ["right"]
-    assert written(block("\\boxed{Oz}")).answer == "Oz"  # what the model wrote itself is its own
+    assert written(block("\\boxed{Oz}")).answer == "Oz"  # the model wrote this block
+    assert Trajectory(QA, UR2).answer is None
 
 
 def test_the_searches_that_were_fallbacks_are_given_by_number():
@@ -891,16 +837,8 @@ def test_what_a_rollout_wrote_is_read_back_as_the_same_searches_and_answer(bpe):
     script = [ASK, f"then {BEGIN}Kelmouth{END}\n\n", ANSWER]
     t, _ = play_one(bpe, script, search=found(*DOCUMENTS))
     read = written(t.text)
-    assert asked_and_read(read) == asked_and_read(t)
-    assert (read.answer, read.text, writers(read)) == ("Norland", t.text, writers(t))
-
-
-def test_the_last_answer_counts_and_none_is_none():
-    parts = ("model", "a"), ("notice", "b"), ("model", "c"), ("documents", "d")
-    segments = [Segment(writer, f"\\boxed{{{text}}} ") for writer, text in parts]
-    t = Trajectory(QA, UR2, segments=segments)
-    assert (t.answers, t.answer) == (["a", "c"], "c")
-    assert Trajectory(QA, UR2).answer is None
+    assert asked_and_read(read) == asked_and_read(t) and read.answer == "Norland"
+    assert (read.text, writers(read)) == (t.text, writers(t))
 
 
 def test_evidence_is_the_last_box_in_which_the_model_itself_wrote_something():

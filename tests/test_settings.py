@@ -6,7 +6,6 @@ import re
 import typing
 
 import pytest
-from conftest import ROOT
 
 import flags
 import kl
@@ -19,11 +18,10 @@ from lab.ablate import ARMS
 from lab.ablate import settings_of as arm_settings
 from papers import PAPERS, RECIPES, record_of
 from rewards import REWARDS, Extras, example
-from settings import RECORDS, Settings, check_settings, file_of, parse, resolve
+from settings import RECORDS, Settings, check_settings, parse, resolve
 
 FIELDS = {f.name: f for f in dataclasses.fields(Settings)}
 TRAIN = {n: f for n, f in FIELDS.items() if f.metadata.get("only", "train") == "train"}
-EVERYWHERE = [(name, stage) for name in RECIPES for stage in RECIPES[name]]
 
 
 def test_defaults_then_the_paper_then_the_built_in_world_then_the_flags():
@@ -32,14 +30,6 @@ def test_defaults_then_the_paper_then_the_built_in_world_then_the_flags():
     assert Settings().documents_per_search == 5
     assert parse([]).lr == PAPERS["ur2"].tiny[1]["lr"] != RECIPES["ur2"][1]["lr"]
     assert parse(["--lr", "0.5"]).lr == 0.5
-    assert parse(["--stage", "2", "--model", "m"]).reward == "ur2_stage2"
-
-
-@pytest.mark.parametrize("name, stage", EVERYWHERE)
-@pytest.mark.parametrize("tiny", [True, False])
-def test_every_stage_of_every_paper_is_made_of_known_fields_and_passes_the_check(name, stage, tiny):
-    found = check_settings(resolve(name, stage, tiny))
-    assert (found.recipe, found.stage) == (name, stage)
 
 
 def test_the_console_shows_what_differs_from_the_defaults_in_a_few_lines():
@@ -49,13 +39,6 @@ def test_the_console_shows_what_differs_from_the_defaults_in_a_few_lines():
 
 
 # ------------------------------------------------------------------------------- every field a flag
-
-
-def test_a_record_has_fields_and_nothing_else():
-    for record in RECORDS:
-        own = {name for name in vars(record) if not name.startswith("__")}
-        assert own <= {f.name for f in dataclasses.fields(record)}
-        assert record.__dataclass_params__.frozen
 
 
 def test_the_names_that_flags_offer_are_those_that_the_files_know():
@@ -78,17 +61,6 @@ def test_every_field_is_a_flag_of_its_own_type(name, monkeypatch):
     assert type(value) is kind is type(TRAIN[name].default)
 
 
-def test_a_flag_of_evaluation_alone_is_none_of_train():
-    never = {"title_boost", "group_std", "turn_tokens", "reward_variant", "whiten_tokens"}
-    never |= {"critic_warmup_ratio", "eval_questions", "max_resample", "filter_by", "gae_lambda"}
-    never |= {"sampling_copy", "relevance_reward", "evidence_reward", "bonus", "buckets"}
-    never |= {"summary_sampling", "left_out", "direct_tasks", "math_searches", "partly", "reworded"}
-    never |= {"whole_reply", "task_searches"}
-    assert set(FIELDS) - set(TRAIN) == never | {"top_p", "fallback", "protocol"}
-    with pytest.raises(InputError, match="unknown flag --top_p"):
-        parse(["--top_p", "0.5"])
-
-
 def test_a_bool_flag_stands_alone_or_takes_a_word():
     assert parse(["--skip_bad"]).skip_bad is True
     assert parse(["--skip_bad", "--seed", "3"]).seed == 3
@@ -103,15 +75,10 @@ def test_help_has_a_section_per_file_and_names_the_value_of_the_recipe(capsys):
         parse(["--recipe", "r_search", "--model", "m", "--help", "all"])
     shown = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert all(f"--{name} " in shown for name in TRAIN)
-    with_flags = [r for r in RECORDS if {f.name for f in dataclasses.fields(r)} & set(TRAIN)]
-    files = [f"{file_of(record)}: " for record in with_flags]
-    assert all((ROOT / file.strip(": ")).is_file() for file in files)
-    places = [shown.index(f" {file}") for file in files]
-    assert places == sorted(places)
     assert "one of constant, linear, cosine ('constant')" in shown
     assert "trajectories per question, G (5; default 16)" in shown  # R-Search's five
-    section = files.index("rollout.py: ")
-    assert places[section] < shown.index("--group_size INT t") < places[section + 1]
+    section = shown.partition(" rollout.py: ")[2].partition(".py: ")[0]
+    assert "--group_size INT t" in section
 
 
 def test_help_without_all_shows_ten_flags_and_an_example(capsys):
@@ -216,9 +183,7 @@ def test_dapo_means_dapo_whatever_the_recipe(recipe, variant, stage):
         ("--grup_size 4", "--group_size"),
         ("--group-size 4", "--group_size"),
         ("--learning_rate=3 --lr 1", ""),
-        ("--warmup_ratioo=3", "--warmup_ratio"),
         ("--recipe ur3", "ur2"),
-        ("--recipe r1searcher", "r1_searcher"),
         ("--retriever bm52", "bm25"),
         ("--algorithm reinforce_baseline", "reinforce_pp_baseline"),
     ],
@@ -282,6 +247,7 @@ BAD += """
 --recipe arena --retriever dense --encoder e  --retriever: protocol arena does not search
 --recipe r_search --answer_metric em  --answer_metric: --reward r_search does not read it
 --recipe r_search --max_resample 2  unknown flag --max_resample
+--top_p 0.5                      unknown flag --top_p
 --recipe ur2 --kl_estimator k3   --kl_estimator: with --kl_coef 0 there is no KL
 --algorithm dapo --loss_aggregation sequence  --loss_aggregation: dapo takes the mean over tokens
 --toy_init verbos                 --toy_init verbos: the weaker warm-ups of protocol ur2 are: weak
@@ -342,16 +308,24 @@ def test_evaluation_may_be_greedy_and_alone():
 
 
 def test_only_a_model_that_writes_notes_can_be_asked_to_turn_queries_away():
-    check_settings(Settings(summarizer="some/model", fallback=True), training=False)
-    check_settings(Settings(summarizer="math=m,other=none", fallback=True), training=False)
-    with pytest.raises(InputError, match="not --summarizer m and protocol r1_searcher"):
-        r1 = Settings(protocol="r1_searcher", summarizer="m", fallback=True)
-        check_settings(r1, training=False)
-    for name in ("none", "extractive"):
-        with pytest.raises(InputError, match=f"--fallback needs .* not --summarizer {name}"):
-            check_settings(Settings(summarizer=name, fallback=True), training=False)
-    with pytest.raises(InputError, match="--retriever"):
-        check_settings(Settings(retriever="x"), training=False)
-    for top_p, said in ((0.0, "above 0"), (1.5, "at most 1")):
-        with pytest.raises(InputError, match=f"--top_p {top_p}: must be {said}"):
-            check_settings(Settings(top_p=top_p), training=False)
+    for summarizer in ("some/model", "math=m,other=none"):
+        check_settings(Settings(summarizer=summarizer, fallback=True), training=False)
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (
+            {"fallback": True, "summarizer": "m", "protocol": "r1_searcher"},
+            "not --summarizer m and protocol r1_searcher",
+        ),
+        ({"fallback": True}, "--fallback needs .* not --summarizer none"),
+        ({"fallback": True, "summarizer": "extractive"}, "needs .* not --summarizer extractive"),
+        ({"retriever": "x"}, "--retriever"),
+        ({"top_p": 0.0}, "--top_p 0.0: must be above 0"),
+        ({"top_p": 1.5}, "--top_p 1.5: must be at most 1"),
+    ],
+)
+def test_what_an_evaluation_cannot_be_asked_for_is_one_line(given, said):
+    with pytest.raises(InputError, match=said):
+        check_settings(Settings(**given), training=False)

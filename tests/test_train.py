@@ -1,9 +1,7 @@
 """train.py: what a step samples, what is made of it, and whole runs: resumed, on two processes."""
 
-import json
 import re
 import shutil
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -20,7 +18,6 @@ from conftest import (
     settings_for,
 )
 from processes import in_two_processes
-from safetensors.torch import load_file
 from test_lora import needs_peft
 from test_update import trajectory, unequal_batch
 
@@ -28,7 +25,6 @@ import rewards
 import train
 import update as update_file
 from data import Document, Question
-from errors import InputError
 from plumbing import build
 from plumbing.build import build_state
 from plumbing.files import checkpoints
@@ -141,11 +137,9 @@ def test_the_numbers_of_a_step_are_of_all_that_was_sampled_and_the_batch_of_what
     record = measure(state, rollouts)
     assert record["reward"] == pytest.approx((2 + 2 + 0 + 1 + 2 + 1) / 12)
     assert (record["resampled"], record["skipped"]) == (2, 0)
-    assert record["informative"] == pytest.approx(2 / 6)
-    assert record["frac_reward_zero_std"] == pytest.approx(4 / 6)
+    shares = record["informative"], record["frac_reward_zero_std"]
+    assert shares == pytest.approx((2 / 6, 4 / 6))
     batch = prepare(state, rollouts, 0)
-    ends = [t.question.id for t in rollouts.of(torch.arange(4))]
-    assert ends == ["1 1 right", "1 1 wrong", "2 1 right", "2 1 wrong"]
     assert batch.rewards.tolist() == [1, 0, 1, 0]
     assert torch.equal(batch.tokens[1], torch.tensor(rollouts.trajectories[7].ids))
 
@@ -159,7 +153,7 @@ def test_a_run_whose_every_step_is_skipped_ends_with_its_checkpoint(
     rows = run(state)
     assert [row["skipped"] for row in rows] == [1, 1] and "loss" not in rows[0]
     assert len(checkpoints(tmp_path / "t" / "stage1")) == 1
-    assert same(before, weights_of(state.policy)) and not state.optimizer.state
+    assert same(before, weights_of(state.policy))
     assert capsys.readouterr().out.count("no update: ") == 2
 
 
@@ -203,19 +197,18 @@ def test_a_step_is_measured_over_all_its_trajectories(scripted):
     correct = [True, True, *[False] * 4]
     rollouts = Rollouts(rows, terms, correct, [0, 1, 2, 3, 4, 5], seconds=3.0)
     expected = {"reward": 0.5, "reward/a": 0.5, "reward/b": 0.0, "frac_reward_zero_std": 2 / 3}
-    expected |= {"failed_rows": 1 / 3, "skipped": 0, "gold_recall": 0}
+    expected |= {"failed_rows": 1 / 3}
     for kind, scores in {"math": (1, 1, 1), "choice": (1, 1, 2), "qa": (0, 0, 0)}.items():
         for name, value in zip(("em", "searched", "searches"), scores, strict=True):
             expected[f"{name}/{kind}"] = value
     # 4 trajectories of 4 sampled tokens, one with 6 inserted ones; 3 searches in 2 of them, and 2
-    expected |= {"em": 0.5, "searched": 0.5, "searches": 0.75, "rejected": 0.5, "repeated": 0}
-    expected |= {"f1": 0.5, "cem": 0.5, "successful": 0.5, "queries": 0}
+    expected |= {"em": 0.5, "searched": 0.5, "searches": 0.75, "rejected": 0.5}
+    expected |= {"f1": 0.5, "cem": 0.5, "successful": 0.5}
     expected |= {"fallbacks": 1 / 5, "search_errors": 2 / 5, "answered": 0.5, "truncated": 0.5}
     expected |= {"model_tokens": 4, "inserted_tokens": 1.5, "rollout_seconds": 3.0}
-    expected |= {"documents_cut": 1 / 5, "documents_seen": 0, "thinking_words": 0.75}
-    expected |= {"repetition": 0, "malformed_tags": 0, "search_seconds": 0}
-    expected |= {"slowest_search_seconds": 0, "reward_seconds": 0}
-    assert measure(scripted([], "grpo"), rollouts) == pytest.approx(expected)
+    expected |= {"documents_cut": 1 / 5, "thinking_words": 0.75}
+    record = measure(scripted([], "grpo"), rollouts)
+    assert {name: record[name] for name in expected} == pytest.approx(expected)
 
 
 # ------------------------------------------------------------------------ what is made of a sample
@@ -252,9 +245,9 @@ def test_a_ppo_step_starts_from_what_the_critic_said_before_it(built):
     rollouts = collect(state, 0)
     first = prepare(state, rollouts, 0)
     mask = first.response_mask.bool()
-    # γ 1, λ 1: each token's return is its trajectory's reward, and a new critic expects nothing.
+    # γ 1, λ 1: each token's return is its trajectory's reward; a new critic's values are 0.
     assert first.values.eq(0).all()
-    assert torch.equal(first.returns, first.rewards[:, None] * first.response_mask)
+    assert torch.equal(first.returns, first.rewards[:, None] * mask)
     torch.nn.init.normal_(state.critic.head.weight, generator=torch.Generator().manual_seed(0))
     batch = prepare(state, rollouts, 0)
     values = compute_values(state, batch)
@@ -309,8 +302,6 @@ def test_a_run_prints_and_saves_its_settings_its_steps_and_a_sample(model, tmp_p
     out = capsys.readouterr().out
     folder = tmp_path / "t" / "stage1"
     assert out.startswith("settings: ") and re.search(r"recipe=ur2\s+stage=1", out)
-    saved = Settings(**json.loads((folder / "settings.json").read_text()))
-    assert saved == settings_for(model, tmp_path, "--questions_per_step 4")
     assert len(re.findall(r"^step +\d+  reward ", out, re.MULTILINE)) == 2
     assert out.count("question: ") == 2 and "; reward " in out
     assert any(row["searches"] > 0 for row in rows_of(folder))
@@ -341,9 +332,6 @@ FIELDS = {  # what no flag sets
 def test_a_resumed_run_is_the_unbroken_run(name, model, tmp_path, monkeypatch):
     # The tiny model is hardly ever right: here every answer of an odd number of tokens is.
     monkeypatch.setattr(rewards, "is_right", lambda t, _: len(t.response_ids) % 2 == 1)
-    loaded = []
-    load = build.load_model
-    monkeypatch.setattr(build, "load_model", lambda *a, **b: loaded.append(a[1]) or load(*a, **b))
     more = f"--steps 3 --save_every 2 --trajectories_per_update 2 {RUNS[name]}"
     own = FIELDS.get(name, {})
     straight = train.train(settings_for(model, tmp_path / "a", more, **own))
@@ -351,31 +339,23 @@ def test_a_resumed_run_is_the_unbroken_run(name, model, tmp_path, monkeypatch):
     shutil.rmtree(left / "checkpoint-000003")  # it was left behind its second step
     assert train.train(settings_for(model, tmp_path / "b", f"{more} --resume", **own)) == left
     rows = rows_of(straight)
-    assert rows_of(left) == rows and [row["step"] for row in rows] == [0, 1, 2]
-    last = [folder / "checkpoint-000003" for folder in (straight, left)]
-    assert same(*(load_file(path / "model.safetensors").values() for path in last))
-    one, two = (torch.load(path / "trainer.pt") for path in last)
-    torch.testing.assert_close(one, two, rtol=0, atol=0)
+    assert same_end(straight, left) and [row["step"] for row in rows] == [0, 1, 2]
     assert ("eval/em" in rows[2]) == ("eval_every" in RUNS[name])
     assert "kl_coef" not in RUNS[name] or rows[2]["k_abs"] > rows[0]["k_abs"]
     if name == "dapo":
         assert any(row["resampled"] for row in rows) and not all(row["skipped"] for row in rows)
-    if name == "lora":  # one model: the reference is the same without what was learned
-        assert loaded == [model, model] and all(".lora_" in key for key in one["lora"])
 
 
 def test_a_held_out_evaluation_changes_nothing_in_training(model, tmp_path):
-    rows = []
-    more = "--steps 2 --save_every 2"
-    for name, every in (("a", "--eval_every 1"), ("b", "--eval_every 2")):
-        one = settings_for(model, tmp_path / name, f"{more} {every}", eval_questions=1)
-        folder = train.train(one)
-        rows.append(rows_of(folder))
-        assert len(checkpoints(folder)) == (2 if name == "a" else 1)  # each evaluated one is there
-    assert [["eval/em" in row for row in some] for some in rows] == [[True, True], [False, True]]
-    assert rows[0][1] == rows[1][1]
-    # greedy: the numbers are those of eval.py
-    assert {"eval/em", "eval/f1", "eval/searches", "eval/answered"} < set(rows[0][0])
+    last = []
+    for every, evaluated in ((1, [True, True]), (2, [False, True])):
+        more = f"--steps 2 --save_every 2 --eval_every {every}"
+        folder = train.train(settings_for(model, tmp_path / str(every), more, eval_questions=1))
+        rows = rows_of(folder)
+        assert ["eval/em" in row for row in rows] == evaluated
+        assert len(checkpoints(folder)) == sum(evaluated)
+        last.append(rows[1])
+    assert last[0] == last[1]
 
 
 def test_training_turns_queries_away_and_its_evaluation_does_not(built, monkeypatch):
@@ -400,7 +380,7 @@ def test_the_best_checkpoint_is_kept_and_named(model, tmp_path, monkeypatch, cap
     more = "--steps 4 --save_every 4 --eval_every 1 --keep_checkpoints 1"
     train.main(flags(model, tmp_path, more))
     folder = tmp_path / "t" / "stage1"
-    assert [path.name[-1] for path in checkpoints(folder)] == ["2", "4"]  # of equals the first
+    assert [path.name[-1] for path in checkpoints(folder)] == ["2", "4"]  # the first of the best
     assert f"--model {folder}/checkpoint-000002" in capsys.readouterr().out
 
 

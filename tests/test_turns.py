@@ -41,6 +41,7 @@ def test_log_probs_and_segments_beside_the_mask():
         ("so <answer> Norland </answer>", 99, "answer"),
         ("who <search> Ana </search", 99, None),  # goes on
         ("a < b > c", 99, None),
+        ("I imagine <information> Norland </information>", 99, None),
         ("ab", 3, None),
         ("abc", 3, "length"),
         ("</search>", 9, "query"),  # the tag counts at the limit, too

@@ -8,7 +8,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import model_of, same, small
-from test_lora import needs_peft
 
 import ppo
 import update as update_file
@@ -16,7 +15,6 @@ from data import Question
 from policy import Batch, Policy, collate
 from prompts import PROTOCOLS
 from scale import packing
-from scale.lora import add_lora, lora_state
 from settings import Settings
 from train import compute_old_logprobs, mean, sampler_stats, set_lr, shuffled_updates
 from trajectory import Trajectory
@@ -24,8 +22,6 @@ from update import (
     ALGORITHMS,
     TrainState,
     compute_logprobs,
-    compute_ref_logprobs,
-    compute_values,
     merge_records,
     rows_that_teach,
     update,
@@ -162,23 +158,19 @@ def test_documents_and_prompts_weigh_nothing(settings, step):
 
 @pytest.mark.parametrize("aggregation", ["sequence", "token"])
 def test_the_loss_is_the_sum_of_weight_times_loss_token_by_token(aggregation):
-    settings = Settings(algorithm="grpo", loss_aggregation=aggregation, group_size=2)
-    settings = dataclasses.replace(settings, clip_low=0.2, clip_high=0.3, tokens_per_micro_batch=25)
+    settings = Settings(algorithm="grpo", loss_aggregation=aggregation, clip_low=0.2, clip_high=0.3)
     batch = unequal_batch(settings)
-    expected = 0.0
     with torch.no_grad():
         logprobs = Policy(TINY)(batch.tokens)  # [B, T]
-    rows = [row.nonzero()[:, 0].tolist() for row in batch.response_mask]
-    # 11, 2, 9, 2, 1, 0, 17 and 3 sampled tokens: 45 in 7 trajectories
-    assert [len(columns) for columns in rows] == [11, 2, 9, 2, 1, 0, 17, 3]
-    for row, columns in enumerate(rows):
-        for t in columns:
-            weight = 1 / 45 if aggregation == "token" else 1 / len(columns) / 7
-            ratio = math.exp(logprobs[row, t] - batch.old_logprobs[row, t])
-            held = min(max(ratio, 0.8), 1.3)
-            advantage = batch.advantages[row, t].item()
-            expected -= weight * min(ratio * advantage, held * advantage)
-    assert gradient_of(batch, settings)[1]["loss"] == pytest.approx(expected, abs=1e-5)
+    loss = 0.0
+    for row, t in batch.response_mask.nonzero().tolist():
+        # 45 sampled tokens in 7 trajectories
+        weight = 1 / 45 if aggregation == "token" else 1 / batch.response_mask[row].sum() / 7
+        ratio = math.exp(logprobs[row, t] - batch.old_logprobs[row, t])
+        held = min(max(ratio, 0.8), 1.3)
+        advantage = batch.advantages[row, t]
+        loss -= float(weight * min(ratio * advantage, held * advantage))
+    assert gradient_of(batch, settings)[1]["loss"] == pytest.approx(loss, abs=1e-5)
 
 
 # ------------------------------------------------------------------------ rows that teach nothing
@@ -234,11 +226,10 @@ def test_numbers_of_an_update_are_means_over_the_rows_that_teach_and_entropy_ove
     # k3 of the way from π_old: exp(x) − 1 − x, x = log π − log π_old
     drift = (torch.expm1(change) - change)[taught][mask[taught]]
     assert totals["approx_kl"] == pytest.approx(drift.mean().item(), abs=1e-5)
-    own = batch.old_logprobs.clone()
+    own = batch.old_logprobs.clone()  # as they were sampled
     own[taught] = logprobs[taught]
-    assert torch.equal(batch.logprobs[2], batch.old_logprobs[2])  # as it was sampled
+    torch.testing.assert_close(batch.logprobs, own, atol=1e-5, rtol=0)
     assert totals["entropy_mc"] == pytest.approx(-own[mask].mean().item(), abs=1e-5)
-    assert totals["skipped"] == 0
 
 
 def test_an_update_in_which_no_row_teaches_makes_no_step_and_says_so():
@@ -246,33 +237,33 @@ def test_an_update_in_which_no_row_teaches_makes_no_step_and_says_so():
     state = make_parts(settings)
     batch = half_equal(settings)
     equal = batch.rows(torch.tensor([2, 3, 6, 7]))
-    totals = update(state, equal)
+    entropy = -equal.old_logprobs[equal.response_mask.bool()].mean().item()
+    expected = pytest.approx(entropy, abs=1e-5)
+    figures = {"skipped": 1, "loss": 0, "grad_norm": 0, "entropy_mc": expected}
+    assert update(state, equal) == figures
     assert not hasattr(state.optimizer, "gradients") and state.version == 0
-    assert (totals["skipped"], totals["loss"], totals["grad_norm"]) == (1, 0, 0)
-    expected = -equal.old_logprobs[equal.response_mask.bool()].mean().item()
-    assert totals["entropy_mc"] == pytest.approx(expected, abs=1e-5)
     # A KL in the loss, or a critic, learns from these rows, too.
     for name in ("ref_logprobs", "values"):
         other = dataclasses.replace(equal, **{name: equal.old_logprobs})
         assert rows_that_teach(other).tolist() == [0, 1, 2, 3]
 
 
+UNMASKED = {"sampled_logprobs": None}  # as with --mask_documents false
+
+
 def test_scoring_again_leaves_out_rows_that_teach_nothing_unless_something_reads_them():
     settings = dataclasses.replace(GRPO, kl_coef=0.0)
     state = make_parts(settings)
     batch = half_equal(settings)
-    batch.sampled_logprobs = batch.old_logprobs
+    sampled = batch.sampled_logprobs = batch.old_logprobs
     logprobs = compute_logprobs(state, state.policy, batch)
-    result = compute_old_logprobs(state, batch)
-    rows = [0, 1, 4]  # dapo's overlong rows are known to an update alone
-    torch.testing.assert_close(result[rows], logprobs[rows], atol=1e-5, rtol=0)
-    others = [2, 3, 6, 7]
-    assert torch.equal(result[others], batch.old_logprobs[others])
-    for change in ({"mismatch": "mask"}, {"ref": True}, {"unmasked": True}):
-        state.mismatch = change.get("mismatch", "none")
-        read = dataclasses.replace(batch)
-        read.ref_logprobs = batch.old_logprobs if "ref" in change else None
-        read.sampled_logprobs = None if "unmasked" in change else batch.sampled_logprobs
+    expected = logprobs.clone()
+    rest = [2, 3, 5, 6, 7]  # dapo's overlong rows are known to an update alone
+    expected[rest] = sampled[rest]
+    torch.testing.assert_close(compute_old_logprobs(state, batch), expected, atol=1e-5, rtol=0)
+    for mismatch, names in (("mask", {}), ("none", {"ref_logprobs": sampled}), ("none", UNMASKED)):
+        state.mismatch = mismatch
+        read = dataclasses.replace(batch, **names)
         torch.testing.assert_close(compute_old_logprobs(state, read), logprobs, atol=1e-5, rtol=0)
 
 
@@ -282,31 +273,8 @@ def test_scoring_and_updating_change_nothing_in_the_batch():
     state = make_parts(GRPO)
     compute_logprobs(state, state.policy, batch)
     update(state, batch)
-    assert batch.token_weights.sum().item() == pytest.approx(1.0)  # an update adds these
-    assert batch.logprobs.shape == batch.response_mask.shape  # and these, to be looked at
-    batch.token_weights = batch.logprobs = None
+    batch.token_weights = batch.logprobs = None  # an update adds these
     torch.testing.assert_close(vars(batch), vars(before), rtol=0, atol=0)
-
-
-def test_a_large_gradient_is_clipped_to_norm_1_and_logged_as_it_was():
-    batch = unequal_batch(GRPO)
-    batch.advantages *= 100
-    gradients, totals = gradient_of(batch, GRPO)
-    assert totals["grad_norm"] > 10
-    norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
-    assert norm.item() == pytest.approx(1.0, abs=1e-4)
-
-
-@needs_peft
-def test_with_lora_the_reference_is_the_policy_without_what_was_learned():
-    state = make_parts(GRPO)
-    batch = unequal_batch(GRPO)
-    plain = compute_logprobs(state, state.policy, batch)
-    add_lora(state.policy.language_model, 4)
-    for learned in lora_state(state.policy).values():
-        torch.nn.init.normal_(learned)
-    assert torch.equal(compute_ref_logprobs(state, batch), plain)
-    assert not torch.allclose(compute_logprobs(state, state.policy, batch), plain, atol=0.1)
 
 
 # ------------------------------------------------------------------------ which rows, at which rate
@@ -317,10 +285,10 @@ def test_fewer_rows_make_fewer_updates_and_the_learning_rate_goes_on_by_step():
     settings = Settings(**sizes, lr=1.2e-5, lr_schedule="linear")
     state = make_parts(settings)
     rates = []
-    for step, (rows, updates) in enumerate([(8, [3, 3, 2]), (2, [2]), (4, [2, 2])]):
-        dealt = shuffled_updates(step, torch.zeros(rows), settings)
+    for step, updates in enumerate([[3, 3, 2], [2], [2, 2]]):
+        dealt = shuffled_updates(step, torch.zeros(sum(updates)), settings)
         assert [len(one) for one in dealt] == updates
-        assert sorted(torch.cat(dealt).tolist()) == list(range(rows))
+        assert sorted(torch.cat(dealt).tolist()) == list(range(sum(updates)))
         rates += [set_lr(state, step, number) for number in range(len(dealt))]
         assert state.optimizer.param_groups[0]["lr"] == rates[-1]
     # 4 steps of 3 updates: numbers 0, 1, 2; 3; 6, 7 of 12, and 1e-6 less each
@@ -329,12 +297,9 @@ def test_fewer_rows_make_fewer_updates_and_the_learning_rate_goes_on_by_step():
     state = make_parts(
         Settings(**sizes, algorithm="ppo", critic_lr=4e-6, critic_warmup_ratio=1 / 3)
     )
-    groups = state.critic_optimizer.param_groups
-    rates = []
-    for step, number in ((0, 0), (0, 2), (2, 0), (3, 2)):
+    for step, number, rate in ((0, 0, 1e-6), (0, 2, 3e-6), (2, 0, 4e-6), (3, 2, 4e-6)):
         set_lr(state, step, number)
-        rates.append(groups[0]["lr"])
-    assert rates == pytest.approx([1e-6, 3e-6, 4e-6, 4e-6])
+        assert state.critic_optimizer.param_groups[0]["lr"] == pytest.approx(rate)
 
 
 # ----------------------------------------------------------------------------------- what is logged
@@ -354,8 +319,7 @@ def test_the_gap_to_the_sampler_is_a_mean_over_the_tokens_of_the_first_update():
     batch.ref_logprobs = batch.values = None
     batch.sampled_logprobs[1] -= 0.5
     result = sampler_stats(batch, torch.tensor([0, 1, 6, 7]), "none")
-    expected = {"logprob_gap": (11 * 0.5 + 2 * 1.0) / 13, "logprob_gap_max": 1.0}
-    assert result == pytest.approx(expected, abs=1e-5)
+    assert result["logprob_gap"] == pytest.approx((11 * 0.5 + 2 * 1.0) / 13, abs=1e-5)
 
 
 def test_records_become_one_and_extremes_stay_extremes():
