@@ -99,35 +99,15 @@ def test_the_plan_of_a_whole_model_is_within_a_twentieth_of_its_simulated_step(s
     check(shim, [case], 0.05, ["update", "rollout", "slots"])
 
 
-FAULTS = {  # what -> (file, as it is, as it fails on a GPU)
+FAULTS = {  # name -> (file, text, text that fails on a GPU)
     "log-probs that stay on the GPU": ("update.py", "micro.logprobs.cpu()", "micro.logprobs"),
-    "a result on the CPU": (
-        "policy.py",
-        "(targets.shape, device=tokens.device)",
-        "(targets.shape)",
-    ),
-    "tokens on the CPU": (
-        "scale/engine.py",
-        "torch.tensor([[row.ids[-1]] for row in rows], device=self.device)",
-        "torch.tensor([[row.ids[-1]] for row in rows])",
-    ),
     "a table on the CPU": ("scale/engine.py", "(alarm, device=self.device)", "(alarm)"),
     "a mask in fp32": (
         "scale/engine.py",
         "(hidden.shape, dtype=self.model.dtype, ",
         "(hidden.shape, ",
     ),
-    "an index on the CPU": (
-        "scale/packing.py",
-        "torch.arange(wanted.shape[1], device=tokens.device)",
-        "torch.arange(wanted.shape[1])",
-    ),
     "a query that is not cast": ("scale/packing.py", "x[0].to(value.dtype).split", "x[0].split"),
-    "scores on the CPU": (
-        "update.py",
-        "(batch.response_mask, device=state.accelerator.device)",
-        "(batch.response_mask)",
-    ),
 }
 
 
