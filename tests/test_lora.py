@@ -161,7 +161,6 @@ def test_a_next_stage_starts_from_the_merged_weights_with_new_matrices(saved, tm
     whole, _ = load_policy(str(tmp_path / "merged"))
     following, _ = load_policy(str(tmp_path / "merged"), settings=LORA)
     assert lora_state(following) and torch.equal(following(tokens()), whole(tokens()))
-    assert not torch.allclose(whole(tokens()), load_policy(saved)[0](tokens()), atol=1e-3)
     reference, _ = load_policy(saved, settings=LORA, frozen=True)
     assert not lora_state(reference) and not any(p.requires_grad for p in reference.parameters())
 

@@ -1,4 +1,4 @@
-"""The retrieval server: requests that are none, clients that are slow, and too many of them."""
+"""The retrieval server under odd requests, slow clients, and many clients at once."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ def address(url: str) -> tuple[str, int]:
 
 
 def sent(url: str, raw: bytes, seconds: float = 25) -> bytes:
-    """What comes back until the server closes."""
+    """Returns the bytes that come back until the server closes."""
     found = b""
     with socket.create_connection(address(url), timeout=seconds) as connection:
         with contextlib.suppress(OSError):  # it may close before all is sent
@@ -59,18 +59,15 @@ def get(path: str, method: str = "GET") -> bytes:
 ODD = [
     (164, post(b'{"queries": ["a"'), "400 not JSON"),
     (165, post(["ana"]), "400 'queries' must"),
-    (165, post({}), "400 'queries' must"),
     (166, post(b"[" * 200_000), "400 not JSON"),
     (167, post(b'{"queries": ["a"], "topk": ' + b"9" * 6000 + b"}"), 400),
     (168, asked(topk=1.5), "400 'topk' must"),
     (168, asked(topk=True), "400 'topk' must"),
     (169, post(b'{"queries": ["a"], "topk": NaN}'), 400),
-    (170, asked(topk=100_000), 400),
     (170, asked(topk=1001), "400 'topk' must"),
     (171, asked(topk=0), "400 'topk' must be a whole number from 1 to 1000"),
     (172, post(b'{"queries": ["half \\ud83d of one"]}'), 200),
     (173, post(b'{"queries": ["a\\u0000b"]}'), 200),
-    (174, post(b"", Content_Length=17 * 2**20), 413),
     (174, post(b"", Content_Length=2**24 + 1), "413 send at most 16,777,216 bytes, and their"),
     (175, asked(queries=["a", None]), "400 'queries' must"),
     (176, asked(queries=["a"] * 10_001), "400 'queries' must be a list of at most 10,000 strings"),
@@ -85,7 +82,6 @@ ODD = [
     (183, get("/search", "POST"), "404 this server has POST /retrieve and GET /health"),
     (184, post(b"", Content_Length=-5), 413),
     (184, post(b"", Content_Length="ten"), 413),
-    (184, post(b"", Content_Length="9" * 6000), 413),
     (185, b"POST /retrieve HTTP/1.1\r\nContent-Length: 2\r\nContent-Length: 9\r\n\r\n{}", 400),
     (186, post(b"2\r\n{}\r\n0\r\n\r\n", Content_Length=None, Transfer_Encoding="chunked"), 413),
     (187, post(b"{}", Transfer_Encoding="chunked"), 400),
@@ -118,7 +114,7 @@ def test_an_odd_request_is_answered_and_the_server_lives(raw, code, url, capfd):
 def test_half_a_request_and_an_old_protocol_end(raw, url, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(serve.Handler, "timeout", 0.2)
-        sent(url, raw)  # by itself the server would wait for longer than this client does
+        sent(url, raw)  # by default the server waits longer than this client
     assert exchange(url, {"queries": ["ana"]})[0] == 200
 
 
@@ -131,15 +127,11 @@ def test_a_query_of_megabytes_holds_up_nobody(url):
             query = ("kelmouth " * (size // 9 + 1))[:size]
             status, _ = exchange(many, {"queries": [query], "topk": 1})
             assert status == code and time.process_time() - start < 2
-    assert (
-        "10,000 strings of at most 10,000 characters"
-        in exchange(url, {"queries": ["a" * 10_001]})[1]["error"]["message"]
-    )
 
 
 @pytest.fixture
 def many_files():
-    """A client and the server that it asks have an open file each, both in this process."""
+    """Allows 4096 open files: each client has one, and the server one for it, in this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
 
