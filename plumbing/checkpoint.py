@@ -187,11 +187,9 @@ def resume(run: Run, state: TrainState) -> int:
     if state.critic is not None:
         load_weights(state.critic, trainer_state["critic"])
         load_moments(state.critic, state.critic_optimizer, trainer_state["critic_optimizer"])
-    changes = [
-        f"{name}={value} (was {vars(saved)[name]})"
-        for name, value in vars(settings).items()
-        if name not in ("resume", "dry_run") and value != vars(saved)[name]
-    ]
+    now, before = vars(settings), vars(saved)
+    changed = [name for name in now if now[name] != before[name]]
+    changes = [f"{n}={now[n]} (was {before[n]})" for n in changed if n not in ("resume", "dry_run")]
     if changes:
         run.accelerator.print(f"resumed with other settings: {', '.join(changes)}")
     return trainer_state["step"]

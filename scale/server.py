@@ -356,8 +356,7 @@ def main(arguments=None) -> None:
     if not torch.cuda.is_available():
         dtype, flags = torch.float32, f"{flags} --dtype float32 --enforce-eager"
         variables |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
-    name = re.sub(r"\W+", "-", f"{options.model}-{options.port}")
-    folder = Path("runs/served", name).absolute()
+    folder = Path("runs/served", options.port).absolute()
     write_weights(policy.language_model, folder, dtype)
     policy.config.update({"tie_word_embeddings": False, "dtype": dtype})
     policy.config.save_pretrained(folder)
