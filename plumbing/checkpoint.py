@@ -1,6 +1,6 @@
 """Checkpoints: the policy as a directory that Hugging Face loads, and beside it trainer.pt.
 
-trainer.pt   step, the optimizer's moments; with LoRA what was learned; with PPO the critic
+trainer.pt   step, the optimizer's moments; with LoRA the matrices A and B; with PPO the critic
 """
 
 import contextlib
@@ -38,8 +38,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 
 
 def hold(stages: list[Settings]):
-    """Locks the folders of several stages, until what it returns is dropped: while one of them is
-    trained, nobody may put another aside. Only the main process does; the others join each run.
+    """Locks the folders of several stages until the returned locks are dropped: while one stage is
+    trained, nobody may rename the folder of another. Only the main process locks them; the others
+    join each run.
     """
     if os.environ.get("RANK", "0") == "0" and len(stages) > 1:
         return [locked(stage_folder(settings)) for settings in stages]
@@ -47,7 +48,9 @@ def hold(stages: list[Settings]):
 
 @contextlib.contextmanager
 def as_command(settings: Settings) -> Iterator[None]:
-    """Runs one stage as a command: prints its settings, and what is kept if a signal ends it."""
+    """Runs one stage as a command: prints its settings, and the last checkpoint if a signal ends
+    it.
+    """
     # One process speaks for all. Trap: PartialState() first would ignore ACCELERATE_USE_CPU.
     say, folder = make_accelerator(settings).print, stage_folder(settings)
     check_output(folder / "settings.json", "--output_dir")
@@ -59,11 +62,11 @@ def as_command(settings: Settings) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         number = signal.Signals(*error.args or (signal.SIGINT,))
-        said = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
-        found = checkpoints(folder)
-        last = f"last checkpoint: {found[-1]} (go on with --resume)" if found else "no checkpoint"
+        end = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+        saved = checkpoints(folder)
+        last = f"last checkpoint: {saved[-1]} (go on with --resume)" if saved else "no checkpoint"
         with contextlib.suppress(OSError):  # the terminal may be closed
-            say(f"\n{said}; {last}")
+            say(f"\n{end}; {last}")
         sys.exit(128 + number)
     finally:
         list(map(signal.signal, heeded, before))
@@ -90,17 +93,18 @@ def check_room(run: Run, state: TrainState) -> None:
     moments = 8 if state.settings.optimizer == "adamw" else 2
     modules = [state.policy, *filter(None, [state.critic])]
     weights = [p for module in modules for p in module.parameters()]
-    needed = sum(p.numel() * (p.element_size() + moments * p.requires_grad) for p in weights)
+    needed = sum(p.numel() * (4 + moments * p.requires_grad) for p in weights)
     there = next(path for path in [run.folder, *run.folder.absolute().parents] if path.exists())
     free = shutil.disk_usage(there).free
     if run.main and not run.settings.dry_run and free < needed:
-        told = f"a checkpoint needs about {needed / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free"
-        raise InputError(f"{run.folder}: {told}: make room, or name another disk with --output_dir")
+        sizes = f"a checkpoint needs about {needed / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free"
+        hint = "make room, or name another disk with --output_dir"
+        raise InputError(f"{run.folder}: {sizes}: {hint}")
 
 
 def save(run: Run, state: TrainState, step: int) -> None:
-    """Saves what `step` finished steps have learned, unless it is a dry run. All processes call
-    it: weights in parts are put together.
+    """Saves the state after `step` finished steps, unless it is a dry run. All processes call it,
+    because sharded weights are gathered.
     """
     if run.settings.dry_run:
         return
@@ -121,9 +125,9 @@ def save(run: Run, state: TrainState, step: int) -> None:
 
 
 def after(run: Run, state: TrainState, record: dict) -> None:
-    """Saves what is due after a step. All do as one, if SIGTERM came to any of them. If searches
-    failed in more than MOST_FAILED of its trajectories the step made no update: what the
-    steps before it learned is saved, and the run ends, on all processes.
+    """Saves a checkpoint if one is due after this step, or if any process got SIGTERM. If searches
+    failed in more than MOST_FAILED of its trajectories, the step made no update: the state after
+    the step before is saved, and the run ends on all processes.
     """
     step = record["step"]
     if record["failed_rows"] > MOST_FAILED:
@@ -141,21 +145,21 @@ def after(run: Run, state: TrainState, record: dict) -> None:
 
 @contextlib.contextmanager
 def kept(run: Run, state: TrainState, step: int) -> Iterator[None]:
-    """Sampling and scoring change no weights: an error or a signal there loses no finished step. Of
-    several processes the first saves, which has the whole unless weights are in parts.
+    """Saves the finished steps if sampling or scoring ends in an error or a signal: they change no
+    weights. Of several processes the first saves; if weights are sharded it cannot.
     """
     alone = state.accelerator.num_processes == 1
     saves = run.main and (alone or not in_parts(state.policy))
     try:
         run.at_once = saves
-        if saves and run.ended:  # it came while the step before was saved
+        if saves and run.ended:  # the signal came while the step before was saved
             raise_terminated(*run.ended)
         yield
     except (Exception, Terminated):
         run.at_once = False  # another signal must not break the saving
         if step and saves:
             save(run, state, step)
-        if run.ended:  # another process may have heard of it first, and be gone
+        if run.ended:  # another process may have got it first, and be gone
             raise_terminated(*run.ended)
         raise
     finally:
@@ -165,15 +169,15 @@ def kept(run: Run, state: TrainState, step: int) -> Iterator[None]:
 def resume(run: Run, state: TrainState) -> int:
     """Restores the state of the last checkpoint; returns its step."""
     settings, path = run.settings, starting_model(run.settings)[0]
-    anew = "leave --resume out to start anew"
+    hint = "leave --resume out to start again"
     trainer_state, saved = read_state(path), saved_settings(path)
     for name in ("lora_rank", "optimizer"):  # a paged optimizer has the moments of the other
         ours, theirs = (str(getattr(s, name)).removeprefix("paged_") for s in (settings, saved))
         if ours != theirs:
-            made = f"{path} was made with --{name} {theirs}"
-            raise InputError(f"--resume: {made}: do the same, or {anew}")
+            former = f"{path} was made with --{name} {theirs}"
+            raise InputError(f"--resume: {former}: do the same, or {hint}")
     if state.critic is not None and "critic" not in trainer_state:
-        raise InputError(f"--resume: {path} was not made by PPO and has no critic: {anew}")
+        raise InputError(f"--resume: {path} was not made by PPO and has no critic: {hint}")
     if trainer_state["step"] >= settings.steps:
         done = f"{trainer_state['step']} of --steps {settings.steps} steps are done"
         raise InputError(f"--resume: {done}; raise --steps to go on")
@@ -184,16 +188,16 @@ def resume(run: Run, state: TrainState) -> int:
         load_weights(state.critic, trainer_state["critic"])
         load_moments(state.critic, state.critic_optimizer, trainer_state["critic_optimizer"])
     now, before = vars(settings), vars(saved)
-    changed = [n for n in now if n not in ("resume", "dry_run") and now[n] != before[n]]
-    if changed:
-        told = ", ".join(f"{name}={now[name]} (was {before[name]})" for name in changed)
-        run.accelerator.print(f"resumed with other settings: {told}")
+    changed = [name for name in now if now[name] != before[name]]
+    changes = [f"{n}={now[n]} (was {before[n]})" for n in changed if n not in ("resume", "dry_run")]
+    if changes:
+        run.accelerator.print(f"resumed with other settings: {', '.join(changes)}")
     return trainer_state["step"]
 
 
 def read_state(path: str) -> dict:
-    """Reads trainer.pt. mmap: 8 processes share one copy of the file in memory; of a 7B model the
-    moments are 57 GiB. weights_only: a pickle may run what it likes.
+    """Reads trainer.pt. mmap: 8 processes share one copy of the file in memory; the moments of a 7B
+    model are 57 GiB. weights_only: a pickle may run any code.
     """
     try:
         trainer_state = torch.load(
@@ -203,7 +207,7 @@ def read_state(path: str) -> dict:
             raise ValueError("it lacks the optimizer's moments, or is of another step")
         return trainer_state
     except Exception as error:
-        why = str(error).strip().splitlines()[0]
+        reason = str(error).strip().splitlines()[0]
         raise InputError(
-            f"--resume: {path}/trainer.pt cannot be read ({why}): remove {path}"
+            f"--resume: {path}/trainer.pt cannot be read ({reason}): remove {path}"
         ) from None

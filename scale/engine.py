@@ -14,7 +14,7 @@ row has its own length: token i has position i, is stored at place i of its slot
 places j <= i. So nothing has to be erased: keys of an earlier row that lie beyond a row's end are
 masked, and overwritten when the row gets there. A causal LM needs no change: its forward takes
 position ids, a 4D mask and a `Cache`. Left out: paging (each slot is as long as the longest row may
-become), sliding windows.
+become), families of models beyond scale/packing.py's.
 """
 
 import contextlib
@@ -24,7 +24,6 @@ import mmap
 import sys
 from collections import deque
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import psutil
 import torch
@@ -33,11 +32,11 @@ from transformers import AttentionInterface, Cache, TopPLogitsWarper
 
 from policy import evaluating, unrounded_logits
 from rollout import Environment, StopRule, Turn, end_ids, generate_by_turns
-from scale.packing import FAMILIES, windowed
+from scale.packing import obstacle
 from trajectory import Trajectory
 
-BLOCK = {"cpu": 16, "cuda": 64}  # each step reads a multiple of this many places
-CHUNK = {"cpu": 256, "cuda": 4096}  # padded tokens per prefill pass: bounds its memory
+# Each step reads a multiple of this many places; padded tokens per prefill pass: bounds its memory.
+ON_CPU, ON_GPU = (16, 256), (64, 4096)
 SHARE = 0.8  # share of the free memory that the slots may take
 
 
@@ -81,8 +80,6 @@ class SlotCache(Cache):
             return torch.zeros(shape, dtype=dtype, device=like.device)
         # Fresh pages are zero and take no memory until they are written: most rows end early.
         memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
-        with contextlib.suppress(AttributeError, OSError):  # not every system supports it
-            memory.madvise(mmap.MADV_NOHUGEPAGE)  # a page of 2 MB would span several slots
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def copy(self, source: int | list[int], target: int | list[int], length: int) -> None:
@@ -96,16 +93,11 @@ class SlotCache(Cache):
 def grouped_attention(module, query, keys, values, mask, scaling=None, **_):
     """query [n, heads, C, D], keys and values [n, kv, width, D], mask [n, 1, C, width] ->
     [n, C, heads, D]. Keys are not repeated for grouped-query attention: the queries that share a
-    key head become rows of one matrix. If that matrix would be large, they are computed one head
-    after the other and share the mask as well.
+    key head become rows of one matrix when they share the only row of the mask; in a prefill pass
+    they are computed one after the other, because at 7B a mask for all seven would be 1.1 GiB.
     """
-    n, _, chunk, _ = query.shape
     by_key = query.unflatten(1, (keys.shape[1], -1))  # [n, kv, group, C, D]
-    if chunk > 1 and n * chunk > CHUNK["cpu"]:  # on a GPU: at 7B seven masks would be 1.1 GiB
-        parts = by_key.unbind(2)
-    else:
-        parts = [by_key.flatten(2, 3)]  # [n, kv, group · C, D]
-        mask = mask if chunk == 1 else mask.repeat(1, 1, by_key.shape[2], 1)
+    parts = by_key.unbind(2) if query.shape[2] > 1 else [by_key.flatten(2, 3)]
     out = [scaled_dot_product_attention(x, keys, values, mask, scale=scaling) for x in parts]
     return torch.stack(out, 2).reshape(query.shape).transpose(1, 2).contiguous(), None
 
@@ -150,7 +142,7 @@ class Engine:
     def __init__(self, model, slots: int, size: int, rule: StopRule, temperature=1.0, top_p=1.0):
         self.model, self.device, self.rule = model, model.device, rule
         self.temperature, self.top_p = temperature, top_p
-        self.block = BLOCK.get(self.device.type, 64)
+        self.block, self.chunk = ON_CPU if self.device.type == "cpu" else ON_GPU
         size = -(-size // self.block) * self.block  # GPU kernels want a mask of an even width
         self.cache = SlotCache(slots, size)
         self.rows = [Row(None, [], Turn(0), state="free") for _ in range(slots)]  # row i: slot i
@@ -164,12 +156,10 @@ class Engine:
         return [row for row in self.rows if row.state == state]
 
     def add(self, owner, ids: list[int], max_new_tokens: int) -> None:
-        """Gives a free slot to a row, if possible the one that a sample of the same prompt left."""
+        """Gives a free slot to a row."""
         row = Row(owner, list(ids), Turn(max_new_tokens))
-        slots = [slot for slot, occupant in enumerate(self.rows) if occupant.state == "free"]
-        donor = self.donor(row)
-        slot = donor if donor in slots else slots[0]
-        if donor is not None:
+        slot = self.rows.index(self.in_state("free")[0])
+        if (donor := self.donor(row)) is not None:
             self.share(donor, slot, row)
         self.rows[slot] = row
 
@@ -185,7 +175,7 @@ class Engine:
         """
         need = len(row.ids) - 1
         for slot, other in enumerate(self.rows):
-            if other is not row and other.cached >= need and other.ids[:need] == row.ids[:need]:
+            if other.cached >= need and other.ids[:need] == row.ids[:need]:
                 return slot
         return None
 
@@ -203,13 +193,12 @@ class Engine:
                 self.share(self.donor(row), self.rows.index(row), row)
 
     def prefill(self, rows: list[Row]) -> None:
-        """Computes missing keys in passes of at most CHUNK padded tokens, over rows that miss a
+        """Computes missing keys in passes of at most `chunk` padded tokens, over rows that miss a
         similar number; the output head is skipped.
         """
-        limit = CHUNK.get(self.device.type, 2048)
         while rows := sorted((row for row in rows if row.missing), key=lambda row: row.missing):
-            longest = min(rows[-1].missing, limit)
-            batch = rows[-max(1, limit // longest) :]
+            longest = min(rows[-1].missing, self.chunk)
+            batch = rows[-max(1, self.chunk // longest) :]
             chunks = [row.ids[row.cached : -1][:longest] for row in batch]
             padded = [chunk + [0] * (longest - len(chunk)) for chunk in chunks]
             tokens = torch.tensor(padded, device=self.device)  # [n, C]
@@ -243,11 +232,7 @@ class Engine:
         strays = [slot for slot in range(count, len(live)) if live[slot]]
         for a, b in zip(places, strays, strict=True):
             displaced, row = self.rows[a], self.rows[b]
-            if displaced.state == "waiting":  # its keys will be needed
-                self.cache.copy([b, a], [a, b], max(displaced.cached, row.cached))
-            else:
-                self.cache.copy(b, a, row.cached)
-                displaced.cached = 0
+            self.cache.copy([b, a], [a, b], max(displaced.cached, row.cached))
             self.rows[a], self.rows[b] = row, displaced
 
     def sample(self, rows: list[Row]) -> list[Row]:
@@ -304,8 +289,13 @@ class Engine:
         # The mask is added to the scores; a boolean mask would be converted again in every layer.
         mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device)
         mask = mask.masked_fill_(hidden, float("-inf"))[:, None]  # [n, 1, C, width]
-        texts = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask}
-        return texts | {"past_key_values": cache, "use_cache": True}
+        return {
+            "input_ids": tokens,
+            "position_ids": positions,
+            "attention_mask": mask,
+            "past_key_values": cache,
+            "use_cache": True,
+        }
 
 
 def pick(probabilities: torch.Tensor) -> torch.Tensor:
@@ -325,24 +315,21 @@ def pick(probabilities: torch.Tensor) -> torch.Tensor:
 def generate_in_slots(
     policy, environment: Environment, live: list[Trajectory], progress=None
 ) -> None:
-    """Does the work of `rollout.generate_by_turns` in slots. If slots cannot be used, it prints a
-    warning and calls that function.
+    """Does the work of `rollout.generate_by_turns` in slots. If the model cannot be run in slots,
+    it prints a warning and calls that function.
     """
-    if not live:
-        return
     model, settings = policy.language_model, environment.settings
-    with evaluating(model), policy.autocast():  # around everything: the bf16 copy is made once
+    if problem := obstacle(model):
+        warn_once(f'engine "{settings.engine}": {problem}; plain generate is used instead')
+        generate_by_turns(policy, environment, live, progress)
+    elif live:
         size = max(environment.max_trajectory_tokens(t) for t in live)
         slots = min(settings.max_num_seqs or len(live), len(live), affordable(model, size))
-        problem = obstacle(model) or ("" if slots else f"no memory for one row of {size} tokens")
-        if not problem:
-            ends = end_ids(policy, environment.tokenizer)
-            rule = StopRule(environment.tokenizer, environment.protocol.stop_tags, ends)
+        ends = end_ids(policy, environment.tokenizer)
+        rule = StopRule(environment.tokenizer, environment.protocol.stop_tags, ends)
+        with evaluating(model), policy.autocast():  # around everything: the bf16 copy is made once
             engine = Engine(model, slots, size, rule, settings.temperature, settings.top_p)
             generate_queue(engine, environment, deque(live), progress)
-            return
-    warn_once(f'engine "{settings.engine}": {problem}; plain generate is used instead')
-    generate_by_turns(policy, environment, live, progress)
 
 
 def generate_queue(engine: Engine, environment: Environment, queue: deque, progress=None) -> None:
@@ -374,51 +361,18 @@ def warn_once(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr)
 
 
-# ------------------------------------------------------------------------ what the engine can drive
-def obstacle(model) -> str:
-    """Returns the reason why this model cannot be run in slots, or "" if it can."""
-    config = model.config
-    rope = getattr(config, "rope_parameters", None)
-    if not rope:
-        return f"{config.model_type} has no rotary positions"
-    if window := windowed(config):
-        return f"{config.model_type} has layers with {window}"
-    if rope.get("rope_type", "default") in ("dynamic", "longrope"):
-        return f"rotary positions of type {rope['rope_type']} depend on the rest of the batch"
-    agrees = config.model_type in FAMILIES or agrees_with_whole(model)
-    return (
-        "" if agrees else f"{config.model_type} computes other logits in slots than on whole texts"
-    )
-
-
-@torch.no_grad()
-def agrees_with_whole(model) -> bool:
-    """Tells whether the last of six tokens gets the same logits in a slot as in a plain forward
-    pass over the whole text.
-    """
-    ids = torch.arange(6, device=model.device)[None]  # [1, 6]
-    try:
-        whole = model(input_ids=ids).logits[:, -1]  # [1, V]
-        engine = Engine(model, 1, 8, SimpleNamespace(watched=set()))
-        engine.add(None, ids[0].tolist(), 1)
-        with attending_to_slots(model):
-            engine.catch_up()
-            logits = engine.logits(ids[:, -1:], ids[:, -1:], 6)  # [1, V]
-        return bool((logits - whole).abs().max() <= 2e-2 * whole.abs().max())
-    except Exception:  # a forward that was not made for this may raise anything
-        return False
-
-
 def affordable(model, size: int) -> int:
-    """Returns how many slots of `size` places fit in free memory, each with its row's logits."""
+    """Returns how many slots of `size` places fit in free memory, each with its row's logits; at
+    least 1.
+    """
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # returns memory that torch holds unused
         free = torch.cuda.mem_get_info(model.device)[0]
     else:  # a container may allow less than this: see --max_num_seqs
         free = psutil.virtual_memory().available
     config = model.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads = config.num_key_value_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     # Keys and values of one token in all layers; each of the V logits takes 16 bytes.
     place = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
-    return max(0, int(SHARE * free / (place * (size + 64) + 16 * config.vocab_size)))
+    return max(1, int(SHARE * free / (place * (size + 64) + 16 * config.vocab_size)))

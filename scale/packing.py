@@ -24,14 +24,14 @@ sliding window (their texts are padded and whole); text that responses have in c
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 SLACK = 4  # tokens of padding per row: fewer groups, each of which costs a call per layer
 LEAST = 64  # shortest prompt that is shared: a shorter one saves little and costs another call
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def hidden_states(backbone, tokens: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -94,8 +94,8 @@ def prompts_of(tokens: torch.Tensor, wanted: torch.Tensor) -> list[tuple[int, ..
     return [text if count[text] > 1 else () for text in texts]
 
 
-def pack(tokens: torch.Tensor, lengths: list[int], prompts: list[tuple], slack=SLACK) -> tuple:
-    """Packs the first lengths[b] tokens of each row of `tokens` [B, L], plus up to `slack` more,
+def pack(tokens: torch.Tensor, lengths: list[int], prompts: list[tuple]) -> tuple:
+    """Packs the first lengths[b] tokens of each row of `tokens` [B, L], plus up to SLACK more,
     with each prompt (`prompts_of`) only once. Returns ids [1, N], their positions [1, N], the
     groups, and the place [B] where each text begins, or would begin if its prompt preceded it.
     A group is (rows, length, the number of the prompt's group or None).
@@ -110,9 +110,9 @@ def pack(tokens: torch.Tensor, lengths: list[int], prompts: list[tuple], slack=S
 
     def fits(group: list[int], row: int) -> bool:
         same = prompts[group[0]] == prompts[row]
-        return same and lengths[group[0]] - lengths[row] <= slack
+        return same and lengths[group[0]] - lengths[row] <= SLACK
 
-    for rows in grouped(lengths, fits, prompts):
+    for rows in grouped(lengths, prompts, fits):
         prompt, end = prompts[rows[0]], lengths[rows[0]]
         begin = len(prompt)
         if prompt and prompt not in group_of:
@@ -125,17 +125,14 @@ def pack(tokens: torch.Tensor, lengths: list[int], prompts: list[tuple], slack=S
     return ids, positions, groups, torch.tensor(starts, device=tokens.device)
 
 
-def grouped(
-    lengths: list[int], fits: Callable[[list[int], int], bool], prompts: Sequence = ()
-) -> list[list[int]]:
-    """Sorts row numbers by prompt, then from long to short, and splits them into groups: a row that
-    does not fit the last group begins a new one.
+def grouped(lengths: list[int], prompts: list[tuple], fits: Callable) -> list[list[int]]:
+    """Sorts row numbers by prompt, then from long to short, and splits them into groups: a row with
+    fits(last group, row) == False begins a new one.
 
-    >>> grouped([8, 3, 4, 2], lambda group, row: len(group) < 2)
+    >>> grouped([8, 3, 4, 2], [()] * 4, lambda group, row: len(group) < 2)
     [[0, 2], [1, 3]]
     """
     groups: list[list[int]] = []
-    prompts = prompts or [()] * len(lengths)
     for row in sorted(range(len(lengths)), key=lambda row: (prompts[row], -lengths[row])):
         if groups and fits(groups[-1], row):
             groups[-1].append(row)
@@ -160,12 +157,14 @@ def micro_batches(
     for process in range(processes):
         wanted = mask[process::processes].cpu().bool()
         lengths = lengths_of(wanted)
-        prompts = [] if tokens is None else prompts_of(tokens[process::processes], wanted)
+        prompts = [()] * len(lengths)
+        if tokens is not None:
+            prompts = prompts_of(tokens[process::processes], wanted)
 
         def fits(group: list[int], row: int, lengths=lengths) -> bool:
             return (len(group) + 1) * max(lengths[i] for i in [*group, row]) <= budget
 
-        groups = grouped(lengths, fits, prompts)
+        groups = grouped(lengths, prompts, fits)
         by_process.append([process + processes * torch.tensor(group) for group in groups])
     mine = by_process[rank] or [torch.zeros(0, dtype=torch.long)]
     for _ in range(max(map(len, by_process)) - len(mine)):
@@ -202,15 +201,20 @@ def packed_attention(query, key, value, groups: list[tuple], scaling: float | No
 
 
 def allow_packing(model) -> None:
-    """Switches a model to packed attention permanently, if its family passes `groups` on."""
+    """Switches a model to packed attention permanently, if it can be packed."""
+    if model.config._attn_implementation == "sdpa" and not obstacle(model):
+        model.config._attn_implementation = "packed"
+
+
+def obstacle(model) -> str:
+    """Returns why rows of this model can neither be packed nor sampled in slots, or "" if they can:
+    its attention must hand options on, and each token attend to all earlier ones.
+    """
     config = model.config
-    plain = config.model_type in FAMILIES and config._attn_implementation == "sdpa"
-    if plain and not windowed(config):
-        config._attn_implementation = "packed"
-
-
-def windowed(config) -> str:
-    """Names the kinds of layers that do not attend to all earlier tokens; "" if all layers do."""
-    others = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
-    window = "a sliding window" if getattr(config, "sliding_window", None) else ""
-    return ", ".join(sorted(others)) or window
+    if config.model_type not in FAMILIES:
+        return f"{config.model_type} is not one of {', '.join(FAMILIES)}"
+    if getattr(config, "sliding_window", None):
+        return f"{config.model_type} has layers with a sliding window"
+    if config.rope_parameters["rope_type"] in ("dynamic", "longrope"):
+        return "its rotary positions depend on the rest of the batch"
+    return ""

@@ -46,12 +46,10 @@ def to_sample_with(policy: Policy, copies: bool) -> Iterator[Policy]:
 def copy_of(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     copy = empty_twin(model, dtype).to_empty(device=model.device)
     copy.tie_weights()  # `to_empty` has untied them
-    missing = dict(copy.named_parameters())  # the first of two tied ones
+    parameters = dict(copy.named_parameters())  # the first of two tied ones
     for name, weight in merged_weights(model):
-        if name in missing:
-            missing.pop(name).copy_(full(weight.to(dtype)))  # shards are rounded, then sent
-    if missing:
-        raise RuntimeError(f"weights that the policy does not have: {', '.join(missing)}")
+        if name in parameters:
+            parameters[name].copy_(full(weight.to(dtype)))  # shards are rounded, then sent
     # Buffers keep their dtype: rotary frequencies in bf16 would move every position.
     buffers = dict(model.named_buffers())
     for module_name, module in copy.named_modules():

@@ -82,13 +82,9 @@ def in_parts(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def parts_of(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if in_parts(module)]
-
-
 def cut(model: nn.Module) -> None:
     """Reshards the weights: after a forward pass without backward they stay gathered."""
-    for part in parts_of(model):
+    for part in filter(in_parts, model.modules()):
         part.reshard()
 
 
@@ -105,19 +101,18 @@ def load_weights(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
 
 def whole_moments(model: nn.Module, optimizer) -> dict:
     """Gathers Adam's moments: sharded ones are named after their weights, others numbered."""
-    if parts_of(model):
+    if in_parts(model):
         return states.get_optimizer_state_dict(model, optimizer, options=FULL)
     return optimizer.state_dict()
 
 
 def load_moments(model: nn.Module, optimizer, state: dict) -> None:
-    parts = bool(parts_of(model))
-    if parts != any(isinstance(name, str) for name in state["state"]):
+    if in_parts(model) != any(isinstance(name, str) for name in state["state"]):
         raise InputError(
             "--resume: Adam's moments were saved under ddp and cannot be sharded now, or the other"
             " way round: use the former configuration, or start a new run with --model"
         )
-    if parts:
+    if in_parts(model):
         states.set_optimizer_state_dict(model, optimizer, state, options=FULL)
     else:
         optimizer.load_state_dict(state)

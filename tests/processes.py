@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -43,8 +42,8 @@ def start_server() -> None:
 
 # ------------------------------------------------------------------------------------------- start
 def start_process(work, *arguments, log: Path | None = None):
-    """work(*arguments) in a process of its own. All of them must pickle. Returns the process; it
-    prints into `log` if there is one.
+    """Starts work(*arguments), which must pickle, in a process of its own, and returns the process;
+    it prints into `log` if there is one.
     """
     start_server()
     environment = dict(os.environ)  # the server has kept that of its own start, and all cores
@@ -58,7 +57,7 @@ def start_process(work, *arguments, log: Path | None = None):
 
 
 def begin(environment: dict, cores: set | None, log: Path | None, work, arguments) -> None:
-    """What a forked process does first."""
+    """Prepares a forked process and runs `work` in it."""
     os.environ.clear()
     os.environ.update(environment)
     if cores:
@@ -135,8 +134,9 @@ in_two_processes = functools.partial(in_processes, 2)
 
 # --------------------------------------------------------------------------------------- wait, end
 def exit_codes(processes: list, grace: float = 1) -> list[int]:
-    """The exit codes of all. After one has ended badly the others have `grace` seconds: a launcher
-    would end them. Who does not end in PATIENCE seconds is killed, and the test fails.
+    """Returns all exit codes. After one process has failed, the others have `grace` seconds: a
+    launcher would end them. If a process does not end in PATIENCE seconds, it is killed, and the
+    test fails.
     """
     limit, failed = time.monotonic() + PATIENCE, False
     while None in (codes := [process.exitcode for process in processes]):
@@ -161,7 +161,7 @@ def log_of(log: Path | None) -> str:
 
 
 def kill(process) -> None:
-    """Ends a process, and what it has started."""
+    """Kills a process and its children."""
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(process.pid).children(recursive=True):
             child.kill()
@@ -170,7 +170,7 @@ def kill(process) -> None:
 
 
 def wait_until(there, process=None, log: Path | None = None) -> None:
-    """Until there() is true. The test fails if the process ends before, or never gets there."""
+    """Waits until there() is true. The test fails if the process ends before, or after PATIENCE."""
     limit = time.monotonic() + PATIENCE
     while not there():
         over = process is not None and process.exitcode is not None
@@ -181,14 +181,12 @@ def wait_until(there, process=None, log: Path | None = None) -> None:
 
 
 def wait_for(path: Path, text: str, process=None) -> None:
-    """Until the file has this text."""
+    """Waits until the file has this text."""
     wait_until(lambda: path.exists() and text in path.read_text(), process, log=path)
 
 
 def quiet_port() -> int:
-    """Returns a port that two launchers can be told. Nobody who asks for any free port is ever
-    given it: those begin at 32,768.
-    """
+    """Returns a free port below 32,768: nobody who asks for any free port is ever given it."""
     for port in range(10_000 + os.getpid() * 7 % 20_000, 32_768):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
@@ -198,7 +196,7 @@ def quiet_port() -> int:
 # ------------------------------------------------------------------------------------ what is left
 @pytest.fixture(autouse=True)
 def nothing_goes_on():
-    """A test that fails leaves no training behind."""
+    """Kills what a test has started and not ended."""
     yield
     while STARTED:
         kill(STARTED.pop())
@@ -206,19 +204,19 @@ def nothing_goes_on():
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_is_left():
-    """Fails after a file that leaves a process, a thread that is not a daemon, or an open port."""
+    """Fails after a file that leaves a process."""
     yield
     limit = time.monotonic() + 20  # what has been killed may take a moment
-    while left := [*processes_left(), *threads_left(), *ports_left()]:
+    while left := [*processes_left()]:
         if time.monotonic() > limit:
-            for process in processes_left():
+            for process in left:
                 process.kill()  # the next file is not to blame
             pytest.fail(f"left over: {left}")
         time.sleep(0.05)
 
 
 def processes_left():
-    """Yields those of this session, wherever their parents are, but for those that all use."""
+    """Yields the processes of this session, whatever their parents, except those that all use."""
     known = {os.getpid(), forkserver._forkserver._forkserver_pid}
     known |= {resource_tracker._resource_tracker._pid, *(worker.pid for worker in metrics._IDLE)}
     for process in psutil.process_iter(["cmdline"]):
@@ -226,13 +224,3 @@ def processes_left():
             own = process.pid not in known and process.status() != psutil.STATUS_ZOMBIE
             if own and process.environ().get(SESSION) == str(os.getpid()):
                 yield process
-
-
-def threads_left():
-    main = threading.main_thread()
-    return [t.name for t in threading.enumerate() if t is not main and not t.daemon]
-
-
-def ports_left():
-    listening = psutil.Process().net_connections("inet")
-    return [f"port {its.laddr.port}" for its in listening if its.status == psutil.CONN_LISTEN]

@@ -1,16 +1,14 @@
-"""engine.py: slots give what row by row gives, token for token; only the work differs."""
+"""engine.py: slots sample what `generate` samples, token for token; only the work differs."""
 
 import dataclasses
 import random
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import model_of, small
-from torch.nn.functional import scaled_dot_product_attention
 
 from data import Document, Question, SearchResult
 from errors import InputError
@@ -18,15 +16,7 @@ from flags import EngineSettings, RolloutSettings
 from policy import Policy
 from prompts import PROTOCOLS, build_prompt
 from rollout import Environment, context_of, encode, generate_by_turns, rollout
-from scale.engine import (
-    Engine,
-    affordable,
-    generate_in_slots,
-    grouped_attention,
-    obstacle,
-    pick,
-    warn_once,
-)
+from scale.engine import Engine, affordable, generate_in_slots, pick, warn_once
 from trajectory import Trajectory
 
 UR2 = PROTOCOLS["ur2"]
@@ -42,20 +32,20 @@ class Settings(RolloutSettings, EngineSettings):
 
 
 def play(policy, tokenizer, questions=(QA,), search=None, protocol=UR2, seed=0, **settings):
-    """A rollout with these settings; `progress` hears of rows that end."""
-    progress = settings.pop("progress", None)
+    """Returns a rollout with these settings."""
     settings = Settings(**settings)
     context = settings.max_context or context_of(policy)
     environment = Environment(tokenizer, protocol, search or library(0), settings, context)
-    rows = rollout(policy, environment, questions, seed, PLAYS[settings.engine], progress)
-    # so that no row outgrows its slot
+    rows = rollout(policy, environment, questions, seed, PLAYS[settings.engine])
+    # No row may outgrow its slot.
     assert all(len(row.ids) <= environment.max_trajectory_tokens(row) for row in rows)
     return rows
 
 
 def random_policy(vocab_size: int, draw: random.Random) -> Policy:
-    kind = draw.choice(["qwen2", "qwen3", "llama"])
+    kind = draw.choice(["qwen2", "qwen3", "llama", "mistral"])
     sizes = small(
+        sliding_window=None,
         vocab_size=vocab_size,
         num_hidden_layers=draw.choice([1, 2, 3]),
         num_key_value_heads=draw.choice([1, 2, 4]),
@@ -69,7 +59,7 @@ def random_policy(vocab_size: int, draw: random.Random) -> Policy:
 
 
 def make_talkative(policy: Policy, tokenizer, protocol, draw: random.Random) -> Policy:
-    """It likes its tags, each at some places of a text: a random model would never ask."""
+    """Makes tags likely, each at some places of a text: a random model would never ask."""
     begin, end = protocol.query_tags or protocol.answer_tags
     rhythm = draw.randrange(5, 12)
     liked = [(begin, rhythm, 1), (end, rhythm, 4)]
@@ -89,7 +79,9 @@ def make_talkative(policy: Policy, tokenizer, protocol, draw: random.Random) -> 
 
 
 def library(seed: int):
-    """What it finds depends on the query alone: texts of all lengths, failures, fallbacks."""
+    """Returns a search function whose results depend on the query alone: documents of all lengths,
+    failures, fallbacks.
+    """
 
     def search(requests):
         search.calls.append(len(requests))
@@ -106,7 +98,9 @@ def library(seed: int):
 
 
 def schedule(tokenizer, seed: int) -> tuple[Policy, dict]:
-    """A random policy and what `generate` takes: prompts, groups, limits, fewer slots than rows."""
+    """Returns a random policy and arguments of `play`: prompts, groups, limits, often fewer slots
+    than rows.
+    """
     draw = random.Random(seed)
     names = ["ur2", "ur2_search", "r1_searcher", "r_search", "when_to_search", "arena"]
     protocol, questions = PROTOCOLS[draw.choice(names)], []
@@ -132,7 +126,9 @@ def schedule(tokenizer, seed: int) -> tuple[Policy, dict]:
 
 
 def is_tie(policy, trajectory, other) -> bool:
-    """Where the two part, are both logits the same? (Below 64, fp32 has steps of 4e-6.)"""
+    """Returns whether both tokens are equally likely where the two rows part. (Below 64, fp32 has
+    steps of 4e-6.)
+    """
     pairs = zip(trajectory.ids, other.ids, strict=False)
     place = next(i for i, (a, b) in enumerate(pairs) if a != b)
     ids, positions = torch.tensor([trajectory.ids[:place]]), torch.arange(place)[None]
@@ -142,7 +138,7 @@ def is_tie(policy, trajectory, other) -> bool:
 
 
 def assert_same(policy, ours, theirs) -> int:
-    """The same to the letter; rows that part at two equally likely tokens are counted."""
+    """Asserts that rows are equal; returns how many part at two equally likely tokens."""
 
     def plain(trajectory):  # logprobs are compared below, seconds not at all
         searches = [dataclasses.replace(s, seconds=0.0) for s in trajectory.searches]
@@ -159,7 +155,7 @@ def assert_same(policy, ours, theirs) -> int:
 
 
 def play_schedules(tokenizer, seeds) -> Counter:
-    """Both engines on each schedule, compared; counts what happened in them."""
+    """Compares both engines on each schedule; counts what happened in them."""
     seen = Counter()
     for seed in seeds:
         policy, settings = schedule(tokenizer, seed)
@@ -176,7 +172,7 @@ def play_schedules(tokenizer, seeds) -> Counter:
 
 
 @pytest.fixture(autouse=True)
-def nothing_said():
+def no_warning_yet():
     warn_once.cache_clear()
 
 
@@ -190,16 +186,15 @@ def test_greedy_rollouts_in_slots_are_those_of_generate_token_for_token(
     assert capsys.readouterr().err == ""  # no fall back, which would compare generate with itself
     kinds = ("eos", "answer", "length", "rejected", "malformed", "limit", "2 searches")
     assert min(seen[kind] for kind in kinds) > 0 and seen["fewer slots"] > 10, seen
-    # How many ties there are is the machine's rounding: what is no tie has failed already. But
-    # behind one nothing is compared, so there must be few.
+    # The number of ties depends on the machine's rounding. After a tie nothing is compared, so
+    # there must be few.
     assert seen["ties"] < 0.01 * seen["rows"] or len(seeds) == 30
     assert seen["3 searches"] > 50 or len(seeds) == 30
 
 
-def asking_at_once(bpe, text: str, more: dict[int, int] | None = None) -> Policy:
-    """Its first turn is `text`; `more`: tokens at later places of the response."""
-    start = len(build_prompt("ur2", QA, bpe)) - 1
-    script = dict(enumerate(encode(bpe, text))) | (more or {})
+def asking_at_once(bpe, text: str) -> Policy:
+    """Returns a policy whose first turn is `text`."""
+    start, script = len(build_prompt("ur2", QA, bpe)) - 1, dict(enumerate(encode(bpe, text)))
     policy = random_policy(len(bpe) + 5, random.Random(1))
 
     def speak(_model, _arguments, inputs, output):
@@ -227,7 +222,7 @@ def test_a_point_at_either_end_falls_on_something_possible(point, picked, monkey
 
 @pytest.fixture
 def work(monkeypatch):
-    """What an engine computes: tokens caught up, rows per decoding step, the caches it made."""
+    """Records what an engine computes: prefilled tokens, rows per decoding step, its caches."""
     done = {"caught": 0, "steps": [], "caches": []}
     prefill, logits, init = Engine.prefill, Engine.logits, Engine.__init__
 
@@ -262,15 +257,15 @@ def test_a_prompt_is_computed_once_for_its_group_and_a_row_step_for_every_sample
     assert {cache.slots for cache in work["caches"]} == {slots or 12}
 
 
-def test_inserted_text_is_computed_once_and_the_row_goes_on_behind_it(toy_tokenizer, work):
+def test_inserted_text_is_computed_once_and_the_row_goes_on_after_it(toy_tokenizer, work):
     searches = 0
     for seed in range(100, 130):
         policy, settings = schedule(toy_tokenizer, seed)
         work.update(caught=0, steps=[])
         settings["group_size"] = 1  # greedy samples of one prompt are one text, computed once
         rows = play(policy, toy_tokenizer, **settings)
-        # Behind a row's cached tokens stands what it sampled last and what was inserted; all but
-        # the last of it is caught up.
+        # A row's cached tokens are followed by its last sampled token and the inserted text; all
+        # but the last of these are prefilled.
         assert work["caught"] == sum(len(t.prompt_ids) - 1 + t.response_mask.count(0) for t in rows)
         assert sum(work["steps"]) == sum(sum(t.response_mask) for t in rows)
         searches += sum(len(t.searches) for t in rows)
@@ -298,62 +293,45 @@ def test_the_model_is_left_as_it_was_also_when_a_search_raises(bpe):
     assert policy.language_model.training and policy.config._attn_implementation == before
 
 
-# ----------------------------------------------------------------------- what it cannot be used for
+# ------------------------------------------------------------ other models, and too little memory
 
 
-ODD = {
-    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    "mistral": {"sliding_window": 16},
-    "qwen2": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
-    "llama": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-}
-WHY = ["no rotary positions", "a sliding window", "sliding_attention", "of type dynamic"]
+ODD = [
+    ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "gpt2 is not one of"),
+    ("mistral", {"sliding_window": 16}, "a sliding window"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        "rotary positions depend on",
+    ),
+]
 
 
-@pytest.mark.parametrize("kind, why", zip(ODD, WHY, strict=True))
-def test_a_model_that_cannot_be_driven_is_named_once_and_plain_generate_takes_over(
-    bpe, capsys, kind, why
+@pytest.mark.parametrize("kind, sizes, reason", ODD)
+def test_a_model_that_cannot_be_run_in_slots_is_named_once_and_sampled_by_generate(
+    bpe, capsys, kind, sizes, reason
 ):
-    model = model_of(kind, **small(vocab_size=len(bpe) + 5, **ODD[kind]))
-    policy, texts = Policy(model).eval(), []
+    policy, texts = Policy(model_of(kind, **small(vocab_size=len(bpe) + 5, **sizes))).eval(), []
     for engine in ("hf", "slots", "slots"):
         rows = play(policy, bpe, group_size=2, engine=engine, max_context=300)
         texts.append([t.response_ids for t in rows])
     assert texts[0] == texts[1] == texts[2]
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith('warning: engine "slots": ') and why in line and "plain generate" in line
+    assert line.startswith('warning: engine "slots": ') and reason in line
 
 
-def test_a_family_nobody_named_is_tried_first(bpe, monkeypatch):
-    sizes = small(vocab_size=len(bpe) + 5, sliding_window=None)
-    policy = Policy(model_of("mistral", **sizes)).eval()
-    assert obstacle(policy.language_model) == ""
-    both = [play(policy, bpe, group_size=3, temperature=0.0, engine=e) for e in ("slots", "hf")]
-    assert_same(policy, *both)
-    # and one whose positions are not what it is told is found out
-    rotary = policy.language_model.model.rotary_emb
-    forward = rotary.forward
-
-    def own_positions(x, positions):
-        return forward(x, torch.arange(positions.shape[1])[None].expand_as(positions))
-
-    monkeypatch.setattr(rotary, "forward", own_positions)
-    assert "other logits" in obstacle(policy.language_model)
-
-
-def test_too_little_memory_means_fewer_slots_and_for_not_even_one_generate(
-    qwen2, bpe, work, monkeypatch, capsys
+@pytest.mark.parametrize("rows_that_fit, slots", [(2.5, 2), (0.5, 1)])
+def test_too_little_memory_means_fewer_slots_and_at_least_one(
+    qwen2, bpe, work, monkeypatch, rows_that_fit, slots
 ):
     # [2 layers, keys and values, 2 heads of 8] in fp32 = 256 bytes a place; 256 + 64 places and 16
-    # bytes for each of 707 logits are 93,232 bytes
-    settings = {"group_size": 4, "max_context": 256, "max_turn_tokens": 100}
-    for slots, bytes_free in ((2, 2.5 * 93_232 / 0.8), (0, 0.5 * 93_232 / 0.8), (0, -1e6)):
-        free = SimpleNamespace(available=bytes_free)
-        monkeypatch.setattr("scale.engine.psutil.virtual_memory", lambda free=free: free)
-        assert affordable(qwen2.language_model, 256) == slots
-        assert all(t.stop_reason for t in play(qwen2, bpe, **settings))
-    assert [cache.slots for cache in work["caches"]] == [2] and max(work["steps"]) == 2
-    assert "no memory for one row of 256 tokens" in capsys.readouterr().err
+    # bytes for each of 707 logits are 93,232 bytes; 0.8 of the free memory is used.
+    free = SimpleNamespace(available=rows_that_fit * 93_232 / 0.8)
+    monkeypatch.setattr("scale.engine.psutil.virtual_memory", lambda: free)
+    assert affordable(qwen2.language_model, 256) == slots
+    rows = play(qwen2, bpe, group_size=4, max_context=256, max_turn_tokens=100)
+    assert all(row.stop_reason for row in rows)
+    assert [cache.slots for cache in work["caches"]] == [slots] and max(work["steps"]) == slots
 
 
 @pytest.mark.parametrize(

