@@ -364,6 +364,8 @@ def build_state(settings: Settings) -> TrainState:
         hint_at_summaries(settings)
     if served:
         policy.fleet = Fleet(policy, environment)
+        if main:
+            policy.fleet.check()
     copies = wants_copy(settings.sampling_copy, device, in_8bit)
     recompute = device.type != "cpu" or copies or served or not settings.mask_documents
 

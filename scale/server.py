@@ -22,12 +22,14 @@ out: SGLang, weights by NCCL or IPC, a server that sleeps on the trainer's own G
 
 import contextlib
 import hashlib
+import math
 import os
 import queue
 import re
 import secrets
 import shlex
 import shutil
+import sys
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -37,6 +39,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import pad
 
 from errors import FlagParser, InputError, run_main
 from policy import load_policy
@@ -49,26 +52,22 @@ UNNAMED = "default"  # vLLM's version name of the weights that a server started 
 RETRIES = 2  # how often a failed request is repeated
 AT_ONCE = 256  # requests of a process to a server at once: vLLM's default batch size
 SLOWEST = 1.0  # seconds per token; a full server takes 0.02 to 0.2, but rows queue for a place
-RELOADING = 600.0  # seconds for the weights to be read
+RELOADING = 600.0  # seconds for running requests to end, or for the weights to be read
 PROBE = 160  # tokens of a probe's prompt: more than one cache block, which has 128 on a CPU
 SAMPLED = 16  # tokens that a probe samples
 # Mean |log-prob of the server − of the trainer| of a probe: in fp32 it is 1e-6, bf16 has 8 bits.
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+ROUTES = (
+    "completions tokenize pause resume collective_rpc reset_prefix_cache weight_info"
+    " update_weight_version weight_checker"
+)
 # What a request leaves out would come from the checkpoint's generation_config.json.
 BODY = {
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "logprobs": 0,
-    "ignore_eos": True,
-    "include_stop_str_in_output": True,
-    "return_token_ids": True,
-    "add_special_tokens": False,
-    "skip_special_tokens": False,
-    "spaces_between_special_tokens": False,
+    **dict.fromkeys(("top_p", "repetition_penalty"), 1.0),
+    **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), 0.0),
+    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "return_token_ids"), True),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), False),
+    **{"add_special_tokens": False, "top_k": -1, "logprobs": 0},
 }
 
 
@@ -95,11 +94,19 @@ class Server:
         return retrying(lambda: str(self.ask("/weight_info", "weight_version")), RETRIES)
 
     def reload(self, folder: Path, version: str) -> None:
-        """Makes the server read the weights in `folder` and drop all cached keys."""
+        """Makes the server read the weights in `folder`. Sampling is paused meanwhile, and all
+        cached keys are dropped.
+        """
         reading = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        self.ask("/collective_rpc", payload=reading, timeout=RELOADING)
-        retrying(self.forget, RETRIES)
-        self.ask("/update_weight_version", payload={"new_version": version})
+        self.ask("/pause?mode=wait", payload={}, timeout=RELOADING)
+        try:
+            self.ask("/collective_rpc", payload=reading, timeout=RELOADING)
+            retrying(self.forget, RETRIES)
+            self.ask("/update_weight_version", payload={"new_version": version})
+        finally:
+            self.ask("/resume", payload={})
+        if self.version() != version:
+            raise Fault("it does not report the version of the weights that it was sent")
 
     def forget(self) -> None:
         """Empties the prefix cache. The server may refuse for a moment after a row has ended."""
@@ -107,19 +114,22 @@ class Server:
             raise Fault("it keeps the keys of former weights in its prefix cache")
 
     def check_weights(self, folder: Path) -> None:
-        """Compares the server's checksums of norms with those of the files in `folder`. A head that
-        is tied to the embeddings has no checksum, and a reload would not change it.
+        """Compares the server's checksums with those of the files in `folder`: of norms [H], and of
+        embeddings and head [V, H] unless ranks share them. vLLM pads V to a multiple of 64.
         """
         asked = {"payload": {"action": "checksum"}, "timeout": RELOADING}
         checksums = self.ask("/weight_checker", "checksums", **asked)
-        if "lm_head.weight" not in str(checksums):
-            raise Fault("its head is tied to the embeddings")
-        for file in folder.glob("*norm.*"):
-            weight = load_file(file)[file.stem]  # [H], whole on every rank
+        for file in folder.glob("*norm.*" if ":tp1:" in str(checksums) else "*[!j].weight.*"):
+            weight = load_file(file)[file.stem]
+            if weight.ndim == 2:
+                weight = pad(weight, (0, 0, 0, -len(weight) % 64))
             ours = hashlib.sha256(weight.view(torch.uint8).numpy().data).hexdigest()
             theirs = {value for name, value in checksums.items() if name.endswith(f":{file.stem}")}
-            if theirs != {ours}:
-                raise Fault(f"its {file.stem} is not the policy's: is it another model?")
+            if theirs != {ours}:  # a tied head has no checksum, and a reload would not change it
+                raise Fault(
+                    f"its {file.stem} is not the policy's: is it another model, or is its head tied"
+                    " to the embeddings?"
+                )
 
     def sample(self, body: dict) -> tuple:
         """Returns new ids and their log-probs. Trap: the reply's `text` may end inside a token."""
@@ -127,7 +137,8 @@ class Server:
         choice = self.ask("/v1/completions", "choices", 0, payload=BODY | body, timeout=limit)
         with contextlib.suppress(KeyError, TypeError):
             new, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-            if 0 < len(new) == len(logprobs) and choice["finish_reason"] != "abort":
+            complete = 0 < len(new) == len(logprobs) and choice["finish_reason"] != "abort"
+            if complete and math.isfinite(sum(logprobs + new)):
                 return new, logprobs
         raise Fault("it returned an incomplete turn")
 
@@ -139,15 +150,15 @@ def start(results, owner, work, *arguments) -> None:
 
 def run_in_first(work):
     """Runs `work()` in the first process only; all processes get its result or its InputError."""
-    box = [None]
+    box = [None, None]
     if PartialState().is_main_process:
         try:
             box[0] = work()
         except InputError as error:
-            box[0] = error
-    [result] = broadcast_object_list(box)
-    if isinstance(result, InputError):
-        raise result
+            box[1] = str(error)
+    result, message = broadcast_object_list(box)
+    if message:
+        raise InputError(message)
     return result
 
 
@@ -159,71 +170,106 @@ class Fleet:
         self.run, self.sent = secrets.token_hex(4), ""
         urls = self.settings.engine.split(",")
         self.servers = [Server(url, self.settings.timeout) for url in urls]
+        self.verified = set()  # servers whose checksums were compared since they started
         self.context = environment.max_context
-        self.ids = encode(environment.tokenizer, environment.protocol.instruction)
+        self.text = "".join([environment.protocol.instruction, *environment.protocol.tags])
+        self.ids = encode(environment.tokenizer, self.text)
 
     def to_error(self, server: Server, problem) -> InputError:
         """Returns the error that ends a run, with the command that starts a suitable server."""
         flags = f"--model {self.settings.model or 'DIR'} --max_context {self.context}"
         return InputError(f"--engine {server.url}: {problem}: start it by `{COMMAND} {flags}`")
 
-    def result_of(self, server: Server, result):
-        """Returns the result of a server's thread, or raises the error that it holds."""
-        if isinstance(result, Fault):
-            raise self.to_error(server, result)
-        if isinstance(result, Exception):
-            raise result
-        return result
+    def check(self) -> None:
+        """Checks that each server is vLLM, has all routes, and fits the policy."""
+        question = {"prompt": self.text, "add_special_tokens": False}
+        for server in self.servers:
+            try:
+                routes = str(server.ask("/openapi.json", "paths"))
+                for name in ROUTES.split():
+                    if f"/{name}'" not in routes:
+                        raise Fault(
+                            f"it has no route /{name}; use vLLM 0.32 or newer, with"
+                            " VLLM_SERVER_DEV_MODE=1"
+                        )
+                context = server.ask("/v1/models", "data", 0, "max_model_len")
+                if context < self.context:
+                    raise Fault(f"its context has {context} tokens, fewer than --max_context")
+                if server.ask("/tokenize", "tokens", payload=question) != self.ids:
+                    raise Fault("its tokens are not those of the policy's tokenizer")
+            except Fault as fault:
+                raise self.to_error(server, fault) from None
 
     def run_on_each(self, servers: list, work) -> list:
-        """Runs `work` on these servers at once and returns (server, work(server)) of each."""
+        """Runs `work` on all servers at once and returns (server, work(server)) of those that
+        succeed; the others are dropped.
+        """
         results = queue.SimpleQueue()
         for server in servers:
             start(results, server, work, server)
         pairs = [results.get() for _ in servers]
-        return [(server, self.result_of(server, result)) for server, result in pairs]
+        for server, result in pairs:
+            if isinstance(result, Exception):
+                self.drop(server, result)
+        return [pair for pair in pairs if pair[0] in self.alive]
+
+    def drop(self, server: Server, error: Exception) -> None:
+        """Leaves a failed server out until the next rollout; the run ends if it was the last."""
+        if not isinstance(error, Fault):
+            raise error
+        if server in self.alive:  # only the first of its rows that fails
+            self.alive = [other for other in self.alive if other != server]
+            if not (self.alive and self.sent):
+                raise self.to_error(server, error)
+            print(f"warning: {server.url} is left out of this rollout: {error}", file=sys.stderr)
 
     # ---------------------------------------------------------------------------------- the weights
-    def find_stale(self, version: int) -> tuple[str, list[Server]]:
-        """Returns the name of this version and the servers that have other weights. A restarted
-        server's weights are unnamed; a foreign name means that another run uses it.
+    def find_stale(self, version: int) -> tuple:
+        """Returns (the name of this version, servers that answer, those that have other weights). A
+        restarted server's weights are unnamed; a foreign name means that another run uses it.
         """
-        current = f"{self.run}.{version}"
+        self.alive, current = self.servers, f"{self.run}.{version}"
         versions = self.run_on_each(self.servers, Server.version)
         for server, name in versions:
             if self.sent and name != UNNAMED and not name.startswith(self.run):
                 raise self.to_error(server, f"another run has sent it weights ({name})")
-        return current, [server for server, name in versions if name != current]
+        self.verified -= {server for server, name in versions if name == UNNAMED}
+        return current, self.alive, [server for server, name in versions if name != current]
 
     def refresh(self, version: int) -> None:
         """Sends weights of this version to the servers that have others. All processes call it."""
-        self.sent, stale = run_in_first(lambda: self.find_stale(version))
-        if not stale:
-            return
-        dtype = torch.float32 if self.policy.device.type == "cpu" else torch.bfloat16
-        name = re.sub(r"\W+", "-", f"policy-of-{self.settings.engine}")
-        folder = Path(self.settings.served, name).absolute()
-        prompt = (self.ids * PROBE)[:PROBE]
-        probe = {"prompt": prompt, "max_tokens": SAMPLED, "temperature": self.settings.temperature}
+        current, self.alive, stale = run_in_first(lambda: self.find_stale(version))
+        if stale:
+            dtype = torch.float32 if self.policy.device.type == "cpu" else torch.bfloat16
+            folder = Path(
+                self.settings.served, re.sub(r"\W+", "-", f"policy-of-{self.settings.engine}")
+            ).absolute()
+            prompt = (self.ids * PROBE)[: min(PROBE, self.context - SAMPLED)]
+            probe = {"temperature": self.settings.temperature, "prompt": prompt}
+            probe["max_tokens"] = SAMPLED
 
-        def renew(server: Server) -> tuple:
-            known = server.version().startswith(self.run)
-            server.reload(folder, self.sent)
-            if not known:
-                server.check_weights(folder)
-            return retrying(lambda: server.sample(probe), RETRIES)  # the first one may be slow
+            def renew(server: Server) -> tuple:
+                server.reload(folder, current)
+                if server not in self.verified:
+                    server.check_weights(folder)
+                self.verified.add(server)
+                return retrying(lambda: server.sample(probe), RETRIES)  # the first one may be slow
 
-        try:
-            write_weights(self.policy.language_model, folder, dtype)
-            probes = run_in_first(lambda: self.run_on_each(stale, renew))
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        for server, (ids, logprobs) in probes:
-            gap, limit = self.logprob_gap(prompt + ids, logprobs), LIMITS[dtype]
-            if not gap <= limit:
-                problem = f"a probe's log-probs are {gap:.2g} from the policy's, over {limit}"
-                hint = "other weights, or another distribution"
-                raise self.to_error(server, f"{problem}: {hint}")
+            try:
+                write_weights(self.policy.language_model, folder, dtype)
+                probes, self.alive = run_in_first(
+                    lambda: (self.run_on_each(stale, renew), self.alive)
+                )
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+            for server, (ids, logprobs) in probes:
+                gap, limit = self.logprob_gap(prompt + ids, logprobs), LIMITS[dtype]
+                if not gap <= limit:
+                    problem = f"a probe's log-probs are {gap:.2g} from the policy's, over {limit}"
+                    raise self.to_error(
+                        server, f"{problem}: other weights, or another distribution"
+                    )
+        self.sent = current
 
     @torch.no_grad()
     def logprob_gap(self, ids: list, logprobs: list) -> float:
@@ -245,14 +291,19 @@ def write_weights(model, folder: Path, dtype: torch.dtype) -> None:
         if main := PartialState().is_main_process:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
+            size = dtype.itemsize * sum(w.numel() for w in model.state_dict().values())
+            if shutil.disk_usage(folder).free < size:  # /dev/shm of a container has 64 MB
+                raise OSError(f"no room for {size / 1e6:,.1f} MB")
         for name, weight in merged_weights(model):
             whole = full(weight.to(dtype))  # shards are rounded before they are sent
             if main:
                 tensors = {name: whole.to("cpu", copy=True).contiguous()}
                 save_file(tensors, folder / f"{name}.safetensors", {"format": "pt"})
     except Exception as error:  # safetensors raises errors of its own for a full disk
-        hint = "make room, or name another folder with --served"  # a container's /dev/shm has 64 MB
-        raise InputError(f"{folder}: weights cannot be written ({error}): {hint}") from None
+        raise InputError(
+            f"{folder}: weights cannot be written ({error}): make room, or name another folder with"
+            " --served"
+        ) from None
 
 
 # ------------------------------------------------------------------------------------ the rollout
@@ -272,17 +323,16 @@ class Turns:
         settings, tags = environment.settings, environment.protocol.stop_tags
         self.fleet, self.environment, self.results = fleet, environment, queue.SimpleQueue()
         self.rule = StopRule(environment.tokenizer, tags, ends)
-        self.under_way = 0
+        self.under_way = self.disagreed = 0
         self.prompts = {}  # prompt -> number: rows of a prompt share a server and its cache
         self.body = {"temperature": settings.temperature, "stop": list(tags)}
         self.body["stop_token_ids"] = sorted(ends)
 
     def start(self, row) -> None:
         """Starts a thread that requests the row's next turn."""
-        servers, max_new_tokens = self.fleet.servers, self.environment.turn_tokens_left(row)
-        next_number = PartialState().process_index + len(self.prompts)
-        number = self.prompts.setdefault(tuple(row.prompt_ids), next_number)
-        server = servers[number % len(servers)]
+        first, alive = PartialState().process_index, self.fleet.alive
+        number = self.prompts.setdefault(tuple(row.prompt_ids), len(self.prompts) + first)
+        server, max_new_tokens = alive[number % len(alive)], self.environment.turn_tokens_left(row)
         start(self.results, (row, server), self.sample, server, row.ids, max_new_tokens)
         self.under_way += 1
 
@@ -299,26 +349,33 @@ class Turns:
         for count in range(1, len(new) + 1):
             if reason := self.rule.reason(new[:count], max_new_tokens):
                 break
+        self.disagreed += not reason or count < len(new)
         return new[:count], logprobs[:count], reason or "length"
 
     def finished(self) -> list:
-        """Waits for at least one turn and returns all rows whose turn is over."""
-        results = [self.results.get()]
+        """Waits for at least one turn and returns all rows whose turn is over. A row whose server
+        failed is sent to another one.
+        """
+        results, rows = [self.results.get()], []
         while not self.results.empty():
             results.append(self.results.get())
         self.under_way -= len(results)
         for (row, server), turn in results:
-            self.environment.end_turn(row, *self.fleet.result_of(server, turn))
-        return [row for (row, _), _ in results]
+            if isinstance(turn, Exception):
+                self.fleet.drop(server, turn)
+                self.start(row)
+            else:
+                self.environment.end_turn(row, *turn)
+                rows.append(row)
+        return rows
 
 
 def generate_on_server(policy, environment, trajectories, progress=None) -> None:
     """Samples on `policy.fleet` while other rows wait for their searches."""
     turns = Turns(policy.fleet, environment, end_ids(policy, environment.tokenizer))
-    limit = environment.settings.max_num_seqs or AT_ONCE * len(policy.fleet.servers)
-    waiting = deque(trajectories)
+    waiting, limit = deque(trajectories), environment.settings.max_num_seqs
     while waiting or turns.under_way:
-        while waiting and turns.under_way < limit:
+        while waiting and turns.under_way < (limit or AT_ONCE * len(policy.fleet.alive)):
             turns.start(waiting.popleft())
         rows = turns.finished()
         environment.run_searches([row for row in rows if not row.stop_reason])
@@ -326,6 +383,8 @@ def generate_on_server(policy, environment, trajectories, progress=None) -> None
         waiting.extendleft(asking)
         if progress:
             progress(len(rows) - len(asking))
+    if turns.disagreed:
+        print(f"warning: only our stop rule cut {turns.disagreed} turns", file=sys.stderr)
 
 
 # -------------------------------------------------------------------------------------- the command
@@ -339,12 +398,12 @@ FLAGS = (
 
 def main(arguments=None) -> None:
     """Writes an untied copy of the model, then replaces this process by the server."""
+    ours, _, theirs = shlex.join(arguments or sys.argv[1:]).partition(" -- ")
     parser = FlagParser(COMMAND)
     parser.add_argument("--model", required=True)
     parser.add_argument("--port", default="8000")
     parser.add_argument("--max_context")
-    parser.add_argument("vllm_flags", nargs="*", help="flags of vLLM's own, after --")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(shlex.split(ours))
     vllm = shutil.which("vllm") or shutil.which("vllm", path=VENV)
     if vllm is None:
         raise InputError("there is no vllm: `make vllm` (for CPUs), or put one on the PATH")
@@ -356,12 +415,13 @@ def main(arguments=None) -> None:
     if not torch.cuda.is_available():
         dtype, flags = torch.float32, f"{flags} --dtype float32 --enforce-eager"
         variables |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
-    folder = Path("runs/served", options.port).absolute()
+    name = re.sub(r"\W+", "-", f"{options.model}-{options.port}")
+    folder = Path("runs/served", name).absolute()
     write_weights(policy.language_model, folder, dtype)
     policy.config.update({"tie_word_embeddings": False, "dtype": dtype})
     policy.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    command = [vllm, "serve", str(folder), *flags.split(), *options.vllm_flags]
+    command = [vllm, "serve", str(folder), *flags.split(), *shlex.split(theirs)]
     print(variables, shlex.join(command), flush=True)
     os.execve(vllm, command, os.environ | variables)
 

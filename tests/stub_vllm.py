@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from torch.nn.functional import pad
 
 from policy import evaluating, load_policy
-from rollout import StopRule
+from rollout import StopRule, encode
 from scale.engine import Engine
-from scale.server import BODY
+from scale.server import BODY, ROUTES
 
-BLOCK = 16  # tokens whose keys are cached
+BLOCK = 16  # tokens whose keys are found again
 
 
 class StubVLLM:
@@ -23,14 +24,24 @@ class StubVLLM:
     def __init__(self, folder: str):
         policy, self.tokenizer = load_policy(folder, frozen=True)
         self.model, self.version = policy.language_model, "default"
-        head = self.model.lm_head  # untied, as in what `python -m scale.server` serves
-        head.weight = torch.nn.Parameter(head.weight.clone())
         self.keys, self.lock = {}, threading.Lock()  # how a text begins -> the model that read it
 
     def __call__(self, path: str, asked) -> tuple[int, bytes]:
         with self.lock:
-            reply = getattr(self, path.rpartition("/")[2])(asked)
-        return 200, json.dumps(reply).encode()
+            name = path.partition("?")[0].rpartition("/")[2].removesuffix(".json")
+            found = getattr(self, name)(asked)
+        if name == "pause" and "clear_cache=false" not in path:
+            self.keys.clear()
+        return 200, json.dumps(found).encode()
+
+    def openapi(self, _):
+        return {"paths": {f"/{name}": {} for name in ROUTES.split()}}
+
+    def models(self, _):
+        return {"data": [{"id": "policy", "max_model_len": 256}]}
+
+    def tokenize(self, asked):
+        return {"tokens": encode(self.tokenizer, asked["prompt"])}
 
     def weight_info(self, _):
         return {"weight_version": self.version}
@@ -38,6 +49,11 @@ class StubVLLM:
     def update_weight_version(self, asked):
         self.version = asked["new_version"]
         return {"success": True}
+
+    def pause(self, _):
+        return {"status": "paused or resumed"}
+
+    resume = pause
 
     def reset_prefix_cache(self, _):
         self.keys.clear()
@@ -51,23 +67,24 @@ class StubVLLM:
         return {"results": [None]}
 
     def weight_checker(self, _):
-        """A tied head is not listed. (Those of matrices are of padded or split ones.)"""
-        checksums = {}
+        """Embeddings and head have a number of rows that 64 divides; a tied head is not listed."""
+        found = {}
         for name, weight in self.model.named_parameters():
-            data = weight.detach().view(torch.uint8).numpy().data
-            checksums[f"dp0:pp0:pcp0:tp0:{name}"] = hashlib.sha256(data).hexdigest()
-        return {"checksums": checksums}
+            whole = pad(weight, (0, 0, 0, -len(weight) % 64)) if weight.ndim == 2 else weight
+            content = whole.detach().contiguous().view(torch.uint8).numpy().tobytes()
+            found[f"dp0:pp0:pcp0:tp0:{name}"] = hashlib.sha256(content).hexdigest()
+        return {"checksums": found}
 
     @torch.no_grad()
     def completions(self, asked):
-        """A request must leave nothing to generation_config.json."""
-        ids, max_tokens = asked["prompt"], asked["max_tokens"]
-        assert BODY.items() <= asked.items() and len(ids) + max_tokens <= 256
+        """What a request leaves open would come from generation_config.json."""
+        ids, room = asked["prompt"], asked["max_tokens"]
+        assert BODY.items() <= asked.items() and len(ids) + room <= 256
         model = self.keys.setdefault(tuple(ids[:BLOCK]), self.model)
         tags = dict.fromkeys(asked.get("stop", []), "stop")
         rule = StopRule(self.tokenizer, tags, set(asked.get("stop_token_ids", [])))
-        engine = Engine(model, 1, len(ids) + max_tokens, rule, asked["temperature"])
-        engine.add(None, ids, max_tokens)
+        engine = Engine(model, 1, len(ids) + room, rule, asked["temperature"])
+        engine.add(None, ids, room)
         with evaluating(model):
             [row] = engine.decode()
         logprobs, reason = {"token_logprobs": row.turn.logprobs}, row.turn.reason
