@@ -650,7 +650,7 @@ def test_real_hotpotqa_records_run_from_the_first_to_the_last_command(model, tmp
         assert len(rows) == 2 and any(row["inserted_tokens"] for row in rows)
         # stage 2 pays nothing for a search: often all rewards are 0
         assert stage == 2 or any(row["grad_norm"] > 0 for row in rows)
-    run(f"--output_dir {runs} --run_name real --questions 20 --samples 4 --temperature 0.8")
+    run(f"--output_dir {runs} --run_name real --questions 20 --samples 4 --temperature 0.8 --all")
     output = capsys.readouterr().out
     assert f"stage 2 starts from {runs}/real/stage1/checkpoint-000002" in output
     assert f"questions of {data.stem}" in output

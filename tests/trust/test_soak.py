@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import rows_of, settings_for, threads_since
-from test_sockets import Faulty, good, http, lists
+from test_sockets import Faulty, good, http, with_lists
 
 import train
 from retrievers import remote
@@ -17,7 +17,7 @@ ILL = [
     lambda payload: good(payload)[:-20],
     lambda payload: b"",
     lambda payload: http(b"<html>"),
-    lists(-1),
+    with_lists(-1),
     "slow",
 ]
 calls = itertools.count()
@@ -25,7 +25,7 @@ calls = itertools.count()
 
 def flapping(payload) -> bytes:
     call = next(calls)
-    ill = ILL[call // 5 % len(ILL)] if call % 5 == 4 else good
+    ill = ILL[call // 6 % len(ILL)] if call % 6 > 3 else good  # also when it is sent again
     return http(b"", length=100) if ill == "slow" else ill(payload)
 
 
