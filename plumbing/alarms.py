@@ -1,11 +1,11 @@
-"""Alarms: signs in the last steps' metrics that a run may not be learning.
+"""Alarms: signs in the metrics of the last steps that a run may not be learning.
 
-    alarms(records, settings)          name -> its likely cause, and what to do
-    python train.py --dry_run ...      a single step of a run: what it saw, and all its alarms
+    alarms(records, settings)          {name: the likely cause, and what to do}
+    python train.py --dry_run ...      runs one step and prints what it saw, with all its alarms
 
-Most must hold for three steps on end. A run raises each once: it is printed and stands in the
-step's record, so a resumed run knows it. Left out: what may be wanted, such as a low entropy;
-whether a tag is one token or several, since a turn is cut by its text.
+Most alarms need three steps in a row. A run raises each alarm once: it is printed and written into
+the step's record, so a resumed run does not repeat it. Left out: what a user may want, such as a
+low entropy.
 """
 
 from collections import defaultdict
@@ -18,33 +18,50 @@ from rollout import Environment
 from settings import Settings
 
 PATIENCE = 3  # steps in a row
-WINDOW = 10  # steps: an older and a newer half
-MOST_FAILED = 0.5  # of a step's trajectories; if more have a failed search the run stops
-SAID = {
-    "equal_groups": "no group had rewards that differ: too hard or too easy? Raise --group_size",
-    "no_search": "no trajectory searched: does the model know the query tags? Stage 1 teaches them",
-    "rejected": "queries were written but none was run: empty, unopened, or rejected by a server",
-    "repeated": "a search in four is in the words of an earlier one: is what it finds of any use?",
-    "seen": "a third of what was found was known already: a small corpus, or queries all alike?",
-    "gold_recall": "what was found holds the answers of few questions: does the corpus have them?",
-    "retriever_down": "a tenth of the searches failed: is the retriever down, or over --timeout?",
-    "retriever_slow": "searching takes a third of a step: give the retriever its own machine",
-    "judge_slow": "scoring takes a third of a step: give the judge a machine, or ask a metric",
+WINDOW = 10  # steps that are compared: an older and a newer half
+MOST_FAILED = 0.5  # a run stops if a search failed in more than this share of a step's trajectories
+ADVICE = {
+    "equal_groups": "in no group did the rewards differ, so nothing was learned: the questions are"
+    " too hard or too easy for this model, or --group_size is too small",
+    "no_search": "no trajectory searched: does the model write the prompt's query tags? If not,"
+    " train it on examples first: python -m lab.distil traces",
+    "rejected": "queries were written but none was run: they were empty, had no opening tag, or"
+    " the retriever refused them",
+    "repeated": "a quarter of the searches repeat an earlier query of the same trajectory: do the"
+    " documents help the model at all?",
+    "seen": "a third of the documents were already in the same trajectory: the corpus is small, or"
+    " the queries are nearly the same",
+    "gold_recall": "for most questions no document contains an answer: does the corpus have them?",
+    "retriever_down": "a tenth of the searches failed: is the retriever running, and is --timeout"
+    " long enough?",
+    "retriever_slow": "searching takes a third of the step: run the retriever on its own machine",
+    "judge_slow": "computing rewards takes a third of the step: run the judge on its own machine,"
+    " or reward a metric instead",
     "truncated": "most trajectories were cut off: raise --max_turn_tokens or --max_context",
-    "length": "thinking grew by half, and no answer is better for it: lower --max_turn_tokens",
-    "repetition": "a tenth of the trajectories go in circles: lower --lr, or hold it by --kl_coef",
-    "malformed_tags": "in half of the texts a tag is unclosed, or was not opened: warm it up",
-    "reward_hacked": "the reward rises and exact match falls: which of its terms pays for what?",
-    "reward_size": "a reward is in the thousands and drowns all others: which term pays so much?",
-    "logprob_gap": "log-probs differ from the sampled ones: try --engine hf, --mismatch sequence",
-    "mismatch_cut": "most tokens are beyond --mismatch's bounds: the sampler is another policy",
-    "likelihood": "right answers do not become likelier: lower --lr, before the rewards fall too",
-    "kl_spike": "the KL is ten times what it was: lower --lr, or give it an --warmup_ratio",
-    "grad_spike": "the gradient is ten times what it was: look at the step, or lower --lr",
+    "length": "the model thinks half as long again, and its answers are not better: lower"
+    " --max_turn_tokens",
+    "repetition": "a tenth of the trajectories repeat themselves: lower --lr or raise --kl_coef",
+    "malformed_tags": "half of the texts have a tag that is not closed, or was not opened: train"
+    " the model on examples first: python -m lab.distil traces",
+    "reward_hacked": "the reward rises while exact match falls: which term of the reward grows?",
+    "reward_size": "a reward is in the thousands, so the others do not count: which term is it?",
+    "logprob_gap": "the sampler's log-probs differ from the trainer's: try --engine hf or"
+    " --mismatch sequence",
+    "mismatch_cut": "most tokens are outside the bounds of --mismatch: the sampler's policy is not"
+    " the trainer's",
+    "likelihood": "updates do not make right answers likelier: lower --lr before the reward falls",
+    "kl_spike": "the KL is ten times its median: lower --lr, or set --warmup_ratio",
+    "grad_spike": "the gradient norm is ten times its median: look at this step, or lower --lr",
 }
-# Alarms that are raised when the figure of the same name is above a limit.
-ABOVE = {"truncated": 0.5, "repetition": 0.1, "malformed_tags": 0.5, "mismatch_cut": 0.5}
-# In one step: those that look at the steps before it themselves, or need not.
+# alarm -> (metric, limit): raised if the metric is above the limit.
+LIMITS = {
+    "truncated": ("truncated", 0.5),
+    "repetition": ("repetition", 0.1),
+    "malformed_tags": ("malformed_tags", 0.5),
+    "mismatch_cut": ("mismatch_cut", 0.5),
+    "seen": ("documents_seen", 1 / 3),
+}
+# Raised after a single step: they compare it with earlier steps themselves, or need not.
 AT_ONCE = ("kl_spike", "grad_spike", "length", "reward_hacked", "reward_size", "likelihood")
 
 
@@ -52,33 +69,33 @@ def alarms(records: list[dict], settings: Settings, patience: int = PATIENCE) ->
     """Returns the alarms that the newest record raises and no earlier record raised."""
     raised = {name for record in records for name in record.get("alarms", ())}
     ends = range(max(1, len(records) - patience + 1), len(records) + 1)
-    steps = [{*holding(records[:end], settings)} for end in ends]
+    steps = [{*signs(records[:end], settings)} for end in ends]
     lasting = set.intersection(*steps) if len(steps) >= patience else set()
     due = (lasting | steps[-1].intersection(AT_ONCE)) - raised
-    return {name: sentence for name, sentence in SAID.items() if name in due}
+    return {name: sentence for name, sentence in ADVICE.items() if name in due}
 
 
-def holding(records: list[dict], s: Settings) -> Iterator[str]:
-    """Yields the alarms that the newest record raises. A figure that it lacks counts as 0, except
-    the recall of gold answers. Stage 1 need not reward answers, so `reward_hacked` asks for it.
+def signs(records: list[dict], s: Settings) -> Iterator[str]:
+    """Yields the alarms whose condition holds in the newest record. A metric that it lacks counts
+    as 0, except the recall of gold answers. `reward_hacked` needs a reward for answers, which
+    stage 1 may not have.
 
-    The limit of logprob_gap: where the sampler is corrected for, because its precision or engine is
-    another, it is three times the gap of step 0, but from 1e-3 to 0.1: 0.03 after 0.01. Elsewhere
-    both compute in fp32, and it is 1e-3. A gap shows another arithmetic, not how old the weights
-    are that sampled: a few updates move it as little as bf16 does.
+    logprob_gap: if sampler and trainer compute alike, in fp32, the limit is 1e-3. If they differ
+    in precision or engine, it is three times the gap of step 0, but at least 1e-3 and at most 0.1:
+    0.03 after 0.01. The gap shows different arithmetic; stale weights hardly change it.
     """
     r = defaultdict(float, records[-1])
     third = (r["rollout_seconds"] + r["reward_seconds"] + r["update_seconds"]) / 3
     grouped = s.algorithm not in ("reinforce_pp", "ppo")
     may_search = s.retrieval and not s.direct_tasks and s.max_searches > 0
-    (longer, sure), (_, better) = shift(records, "thinking_words"), shift(records, "em")
-    yield from (name for name, limit in ABOVE.items() if r[name] > limit)
-    bf16 = median([1e-3, 3 * records[0].get("logprob_gap", 1.0), 0.1])
-    if r["logprob_gap"] > (bf16 if "mismatch_ess" in r else 1e-3):
+    (growth, significance), (_, em_change) = shift(records, "thinking_words"), shift(records, "em")
+    yield from (name for name, (metric, limit) in LIMITS.items() if r[metric] > limit)
+    corrected = median([1e-3, 3 * records[0].get("logprob_gap", 1.0), 0.1])
+    if r["logprob_gap"] > (corrected if "mismatch_ess" in r else 1e-3):
         yield "logprob_gap"
-    # A step whose rewards are all equal has no figure: it stands still.
-    still = sum(row.get("likelihood_later", 0) <= 0 for row in records[-WINDOW:])
-    if still == WINDOW and "likelihood_later" in r:
+    # A step whose rewards are all equal lacks the metric: it counts as no progress.
+    stalled = sum(row.get("likelihood_later", 0) <= 0 for row in records[-WINDOW:])
+    if stalled == WINDOW and "likelihood_later" in r:
         yield "likelihood"
     if r["skipped"] == 1 or (grouped and r["frac_reward_zero_std"] == 1):
         yield "equal_groups"
@@ -88,8 +105,6 @@ def holding(records: list[dict], s: Settings) -> Iterator[str]:
         yield "rejected"
     if r["repeated"] > r["searches"] / 4:
         yield "repeated"
-    if r["documents_seen"] > 1 / 3:
-        yield "seen"
     if r.get("gold_recall", 1.0) < 0.2:
         yield "gold_recall"
     if r["search_errors"] >= 0.1:
@@ -98,11 +113,11 @@ def holding(records: list[dict], s: Settings) -> Iterator[str]:
         yield "retriever_slow"
     if r["reward_seconds"] > third:
         yield "judge_slow"
-    if longer > 1.5 and sure > 3 and better <= 0:
+    if growth > 1.5 and significance > 3 and em_change <= 0:
         yield "length"
-    if "reward/answer" in r and shift(records, "reward")[1] > 3 and better < -3:
+    if "reward/answer" in r and shift(records, "reward")[1] > 3 and em_change < -3:
         yield "reward_hacked"
-    if any(abs(r[n]) > 1000 for n in records[-1] if n.startswith("reward")):
+    if any(abs(r[name]) > 1000 for name in records[-1] if name.startswith("reward")):
         yield "reward_size"
     if spikes(records, "k3", 0.1) or spikes(records, "approx_kl", 0.1):
         yield "kl_spike"
@@ -120,10 +135,13 @@ def shift(records: list[dict], name: str) -> tuple[float, float]:
     return fmean(new) / (fmean(old) or 1e-9), (fmean(new) - fmean(old)) / (error or 1e-9)
 
 
-def spikes(rows: list[dict], name: str, least: float = 0.0) -> bool:
-    """Returns whether a metric spikes. Zeros do not count: equal rewards have no gradient."""
-    old, now = [r[name] for r in rows[-WINDOW - 1 : -1] if r.get(name)], rows[-1].get(name, 0.0)
-    return len(old) >= WINDOW // 2 and now > max(least, 10 * median(old))
+def spikes(records: list[dict], name: str, least: float = 0.0) -> bool:
+    """Returns whether a metric is above ten times its median of the last steps. Zeros are left out
+    of the median: a step whose rewards are all equal has no gradient.
+    """
+    earlier = [record[name] for record in records[-WINDOW - 1 : -1] if record.get(name)]
+    newest = records[-1].get(name, 0.0)
+    return len(earlier) >= WINDOW // 2 and newest > max(least, 10 * median(earlier))
 
 
 def report(r: dict, sampled, environment: Environment) -> Iterator[str]:

@@ -13,7 +13,7 @@ import train
 from data import Document, Question
 from errors import InputError
 from plumbing import build
-from plumbing.alarms import PATIENCE, SAID, alarms, shift, spikes
+from plumbing.alarms import ADVICE, PATIENCE, alarms, shift, spikes
 from prompts import PROTOCOLS
 from rewards import example
 from settings import Settings
@@ -153,7 +153,7 @@ def test_thinking_that_grows_is_raised_unless_answers_are_better_for_it():
 
 def test_every_alarm_is_provoked_here_and_a_healthy_run_raises_none():
     others = {"kl_spike", "grad_spike", "reward_hacked", "length", "reward_size", "likelihood"}
-    assert set(LASTING) | others == set(SAID) and not set(LASTING) & others
+    assert set(LASTING) | others == set(ADVICE) and not set(LASTING) & others
     assert raised(healthy(40)) == {}
     # an earlier version's records, and those of a protocol that searches nothing
     assert raised([{"step": n, "frac_reward_zero_std": 0, "searched": 1} for n in range(9)]) == {}
@@ -214,7 +214,7 @@ def test_gold_recall_is_of_questions_and_by_whole_words():
 def test_a_run_prints_and_keeps_its_alarm_and_a_resumed_one_knows_it(model, tmp_path, capsys):
     more = "--max_turn_tokens 2 --save_every 3 --algorithm reinforce_pp"
     folder = train.train(settings_for(model, tmp_path, f"{more} --steps 3"))
-    assert f"alarm: {SAID['truncated']}" in capsys.readouterr().out
+    assert f"alarm: {ADVICE['truncated']}" in capsys.readouterr().out
     train.train(settings_for(model, tmp_path, f"{more} --steps 5 --resume"))
     rows = rows_of(folder)
     assert [n for n, row in enumerate(rows) if "truncated" in row.get("alarms", ())] == [2]
@@ -258,7 +258,7 @@ def test_a_dry_run_names_each_fault_after_one_step(model, tmp_path, capsys, monk
     with pytest.raises(InputError, match="step 0: a search failed in 100% of the"):
         train.main(flags(model, tmp_path, more))
     printed = capsys.readouterr().out
-    assert SAID["retriever_down"] in printed and SAID["equal_groups"] in printed
+    assert ADVICE["retriever_down"] in printed and ADVICE["equal_groups"] in printed
     assert "nothing found" not in printed
 
 

@@ -20,7 +20,7 @@ import pytest
 from conftest import TRUST, injected, trust_rows
 
 from papers import PAPERS, Paper, record_of
-from plumbing.alarms import SAID
+from plumbing.alarms import ADVICE
 from settings import Settings
 
 ROOT = Path(__file__).parents[1]
@@ -150,7 +150,7 @@ TROUBLE = (ROOT / "docs" / "trouble.md").read_text(encoding="utf-8")
 def test_every_alarm_has_a_row_and_every_row_an_alarm():
     alarms = TROUBLE.partition("## It stops")[0]
     rows = re.findall(r"^\| (`.*?) \|", alarms, re.MULTILINE)
-    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(SAID)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(ADVICE)
 
 
 def test_messages_that_end_a_run_are_quoted_from_the_code():

@@ -1,5 +1,6 @@
 """What a new user tried first and was led astray by: each case of these is now a line or works."""
 
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,7 +11,9 @@ from test_dense import Hashed
 
 import retriever
 import train
+from lab import distil
 from plumbing import build
+from plumbing.alarms import ADVICE
 from plumbing.files import Run
 from plumbing.report import report
 from retrievers import dense
@@ -98,3 +101,9 @@ def test_tensorboard_is_told_where_to_look(model, tmp_path, capsys):
     run = Run(settings, SimpleNamespace(is_main_process=True, init_trackers=lambda *_: None))
     run.make_folder(0)
     assert f"tensorboard --logdir {tmp_path}" in capsys.readouterr().out
+
+
+def test_no_alarm_sends_anybody_to_a_stage_that_his_recipe_may_not_have():
+    assert not [name for name, sentence in ADVICE.items() if "stage" in sentence.lower()]
+    commands = set(re.findall(r"python -m ([\w.]+) (\w+)", " ".join(ADVICE.values())))
+    assert commands == {("lab.distil", "traces")} and "traces" in distil.Settings.__doc__

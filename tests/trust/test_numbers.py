@@ -9,7 +9,7 @@ from conftest import message, of_fault, rows_of, same, settings_for
 from test_train import marks, pay, weights_of
 
 import train
-from plumbing.alarms import SAID
+from plumbing.alarms import ADVICE
 from plumbing.build import build_state
 
 NAN = float("nan")
@@ -140,4 +140,4 @@ def test_what_is_finite_goes_on_and_what_teaches_nothing_is_told(
     assert all(p.isfinite().all() for p in state.policy.parameters())
     assert same(before, weights_of(state.policy)) == stays
     raised = {name for row in rows for name in row.get("alarms", ())}
-    assert not alarm or (alarm in raised and SAID[alarm] in capsys.readouterr().out)
+    assert not alarm or (alarm in raised and ADVICE[alarm] in capsys.readouterr().out)
