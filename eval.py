@@ -118,11 +118,11 @@ from plumbing.build import (
     load_model,
 )
 from plumbing.files import (
-    WRITES,
+    EVALUATION_HOLDS_IT,
     checkpoints,
-    go_on,
     locked,
     prompt_sections,
+    reusable_records,
 )
 from plumbing.questions import evaluation_questions
 from policy import best_device, check_model_path, weights_version
@@ -222,7 +222,8 @@ class Evaluation:
 
     def run(self) -> list[dict]:
         """Prediction records of the model's rollouts."""
-        self.lock = locked(self.out, holder=WRITES)  # as long as this evaluation is used
+        # Held for as long as this evaluation object lives.
+        self.lock = locked(self.out, holder=EVALUATION_HOLDS_IT)
         generate, version = self.load()
         self.announce()
 
@@ -242,7 +243,7 @@ class Evaluation:
         batch = QUESTIONS_AT_ONCE * options.samples
         expected = [(q.id, sample) for q in self.questions for sample in range(options.samples)]
         made_with = self.made_with(version)
-        records = go_on(out, made_with, expected, key_of, batch, options.fresh)
+        records = reusable_records(out, made_with, expected, key_of, batch, options.fresh)
         if records:
             print(f"{len(records)} of {len(expected)} predictions exist: the evaluation continues")
         begin = len(records) // options.samples

@@ -43,7 +43,7 @@ import ppo
 from plumbing import checkpoint
 from plumbing.alarms import MOST_FAILED
 from plumbing.build import build_state, make_accelerator, wait_for_all
-from plumbing.files import Run, named_by
+from plumbing.files import Run, flags_of_run
 from plumbing.record import keep_numbers
 from policy import Batch, collate, evaluating, lr_factor
 from rewards import compute_rewards
@@ -107,9 +107,9 @@ def train(settings: Settings) -> Path:
     """Trains one stage and returns the folder of the run."""
     state = build_state(settings)
     run = Run(settings, state.accelerator)
-    first_step = checkpoint.begin(run, state)
-    for step in run.bar(first_step):
-        with checkpoint.kept(run, state, step):
+    first_step = checkpoint.open_run(run, state)
+    for step in run.steps_to_do(first_step):
+        with checkpoint.saved_on_error(run, state, step):
             rollouts = collect(state, step)
         record = {"step": step} | measure(state, rollouts)  # all sampled rows
         start = time.perf_counter()
@@ -134,11 +134,11 @@ def train(settings: Settings) -> Path:
         record["update_seconds"] = time.perf_counter() - start
         try:
             if settings.eval_every and (step + 1) % settings.eval_every == 0:
-                with checkpoint.kept(run, state, step + 1):
+                with checkpoint.saved_on_error(run, state, step + 1):
                     record |= evaluate(state)
         finally:  # the step is logged even if the evaluation fails
             run.log(record, rollouts, batch, state.environment)
-        checkpoint.after(run, state, record)
+        checkpoint.save_if_due(run, state, record)
     state.accelerator.wait_for_everyone()  # the main process saves first
     return run.folder
 
@@ -406,12 +406,12 @@ def sampler_stats(batch: Batch, first: Tensor, mismatch: str) -> Record:
 
 def main(arguments: list[str] | None = None) -> None:
     stages = parse_stages(arguments)
-    _held = checkpoint.hold(stages)  # locks the folders until all stages are done
+    _held = checkpoint.lock_stages(stages)  # locks the folders until all stages are done
     for settings in stages:
         with checkpoint.as_command(settings):
             train(settings)
     if settings.evaluate and make_accelerator(settings).is_main_process:
-        evaluation.main([*named_by(settings), "--decoding", "both"])
+        evaluation.main([*flags_of_run(settings), "--decoding", "both"])
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from eval import Evaluation, Options, settings_of
 from formats.records import append_jsonl
 from lab import interruptible, parse_flags
 from metrics import score_answer
-from plumbing.files import go_on
+from plumbing.files import reusable_records
 from settings import ASKING, check_settings
 from trajectory_metrics import trajectory_metrics
 
@@ -72,7 +72,7 @@ def measure(
     out, bucket_of = Path(options.out), SCHEMES[options.scheme][0]
     made_with |= {"metric": options.metric, "scheme": options.scheme}
     ids = [question.id for question in questions]
-    records = go_on(out, made_with, ids, lambda record: record.get("id"), AT_ONCE, False)
+    records = reusable_records(out, made_with, ids, lambda record: record.get("id"), AT_ONCE, False)
     for start in tqdm(range(len(records), len(questions), AT_ONCE), f"batches of {AT_ONCE}"):
         batch = questions[start : start + AT_ONCE]
         for question, scores in zip(batch, answer(batch), strict=True):

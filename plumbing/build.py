@@ -252,7 +252,7 @@ def wait_for_all(state: TrainState, doing: str) -> None:
         if seconds == PATIENCE:  # in a thread, because a stopped store does not answer either
             start_thread(name_missing, [].append)
         if seconds_since_signal > PATIENCE:
-            raise_terminated(*state.run.ended)
+            raise_terminated(*state.run.signals)
     for error in filter(None, errors):
         raise error
 

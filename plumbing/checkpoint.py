@@ -37,7 +37,7 @@ from update import TrainState
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 
 
-def hold(stages: list[Settings]):
+def lock_stages(stages: list[Settings]):
     """Locks the folders of several stages until the returned locks are dropped: while one stage is
     trained, nobody may rename the folder of another. Only the main process locks them; the others
     join each run.
@@ -52,12 +52,12 @@ def as_command(settings: Settings) -> Iterator[None]:
     it.
     """
     # One process speaks for all. Trap: PartialState() first would ignore ACCELERATE_USE_CPU.
-    say, folder = make_accelerator(settings).print, stage_folder(settings)
+    print_once, folder = make_accelerator(settings).print, stage_folder(settings)
     check_output(folder / "settings.json", "--output_dir")
     files = "" if settings.dry_run else f"\n  (all of them: {folder}/settings.json)"
-    say(shown_settings(settings) + files)
-    heeded = [n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN]  # nohup ignores SIGHUP
-    before = [signal.signal(number, raise_terminated) for number in heeded]
+    print_once(shown_settings(settings) + files)
+    handled = [n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN]  # nohup ignores SIGHUP
+    before = [signal.signal(number, raise_terminated) for number in handled]
     try:
         yield
     except KeyboardInterrupt as error:
@@ -66,17 +66,17 @@ def as_command(settings: Settings) -> Iterator[None]:
         saved = checkpoints(folder)
         last = f"last checkpoint: {saved[-1]} (go on with --resume)" if saved else "no checkpoint"
         with contextlib.suppress(OSError):  # the terminal may be closed
-            say(f"\n{end}; {last}")
+            print_once(f"\n{end}; {last}")
         sys.exit(128 + number)
     finally:
-        list(map(signal.signal, heeded, before))
+        list(map(signal.signal, handled, before))
     gc.collect()  # FSDP2's modules refer to each other: the evaluation needs their memory
     if not settings.dry_run:
         held_out = " --data HELD_OUT_FILE" if settings.data else ""
-        say(f"done: {folder} (python eval.py --model {best_checkpoint(folder)}{held_out})")
+        print_once(f"done: {folder} (python eval.py --model {best_checkpoint(folder)}{held_out})")
 
 
-def begin(run: Run, state: TrainState) -> int:
+def open_run(run: Run, state: TrainState) -> int:
     """Prepares the run's folder; returns the number of steps that are already done."""
     state.run = run
     check_room(run, state)
@@ -124,7 +124,7 @@ def save(run: Run, state: TrainState, step: int) -> None:
     prune(run.folder, run.settings.keep_checkpoints)
 
 
-def after(run: Run, state: TrainState, record: dict) -> None:
+def save_if_due(run: Run, state: TrainState, record: dict) -> None:
     """Saves a checkpoint if one is due after this step, or if any process got SIGTERM. If searches
     failed in more than MOST_FAILED of its trajectories, the step made no update: the state after
     the step before is saved, and the run ends on all processes.
@@ -136,34 +136,34 @@ def after(run: Run, state: TrainState, record: dict) -> None:
             f"step {step}: a search failed in {record['failed_rows']:.0%} of the trajectories: look"
             " at the retriever, the summariser and --timeout, then go on with --resume"
         )
-    ended = max(gather_object([run.ended]))
-    if run.saves(step) or ended:
+    ended = max(gather_object([run.signals]))
+    if run.checkpoint_is_due(step) or ended:
         save(run, state, step + 1)
     if ended:
         raise_terminated(*ended)
 
 
 @contextlib.contextmanager
-def kept(run: Run, state: TrainState, step: int) -> Iterator[None]:
+def saved_on_error(run: Run, state: TrainState, step: int) -> Iterator[None]:
     """Saves the finished steps if sampling or scoring ends in an error or a signal: they change no
     weights. Of several processes the first saves; if weights are sharded it cannot.
     """
     alone = state.accelerator.num_processes == 1
     saves = run.main and (alone or not in_parts(state.policy))
     try:
-        run.at_once = saves
-        if saves and run.ended:  # the signal came while the step before was saved
-            raise_terminated(*run.ended)
+        run.may_stop_now = saves
+        if saves and run.signals:  # the signal came while the step before was saved
+            raise_terminated(*run.signals)
         yield
     except (Exception, Terminated):
-        run.at_once = False  # another signal must not break the saving
+        run.may_stop_now = False  # another signal must not break the saving
         if step and saves:
             save(run, state, step)
-        if run.ended:  # another process may have got it first, and be gone
-            raise_terminated(*run.ended)
+        if run.signals:  # another process may have got it first, and be gone
+            raise_terminated(*run.signals)
         raise
     finally:
-        run.at_once = False
+        run.may_stop_now = False
 
 
 def resume(run: Run, state: TrainState) -> int:

@@ -45,13 +45,13 @@ from summarizer import models_in
 from trajectory import Trajectory, show
 
 SHOW_EVERY = 5  # steps between decoded trajectories on the console
-TRAINS = "trains in {}: wait for it, end it, or name this run with --run_name"
-WRITES = "writes {}: wait for it, or name another with --out"
+TRAINING_HOLDS_IT = "trains in {}: wait for it, end it, or name this run with --run_name"
+EVALUATION_HOLDS_IT = "writes {}: wait for it, or name another with --out"
 # The locks of this process, by path. Process numbers cannot tell: in two containers both may be 1.
-HELD = weakref.WeakValueDictionary()
+HELD_LOCKS = weakref.WeakValueDictionary()
 
 
-def named_by(settings: Settings) -> list[str]:
+def flags_of_run(settings: Settings) -> list[str]:
     """Returns the flags that lead to the same run."""
     names = ("recipe", "variant", "run_name", "output_dir", "seed", "world_seed")
     return [f"--{name}={getattr(settings, name)}" for name in names]
@@ -173,14 +173,14 @@ def settings_text(settings: Settings) -> str:
     return json.dumps(dataclasses.asdict(settings), indent=1) + "\n"
 
 
-def locked(folder: Path, kind: int = fcntl.LOCK_EX, holder: str = TRAINS):
+def locked(folder: Path, kind: int = fcntl.LOCK_EX, holder: str = TRAINING_HOLDS_IT):
     """Locks a folder until the returned file is garbage-collected. Two runs in one folder would mix
     their lines and prune each other's checkpoints. The main process checks that no process of
     another run is left (LOCK_EX); then all processes of this run hold the lock (LOCK_SH). An
     evaluation locks a predictions file; `holder` is the error's text on who has the lock.
     """
     path = folder.with_name(f".{folder.name}.lock")
-    if file := HELD.get(path):  # held by this command, or by an earlier run in this process
+    if file := HELD_LOCKS.get(path):  # held by this command, or by an earlier run in this process
         return file
     with writing(path):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -194,7 +194,7 @@ def locked(folder: Path, kind: int = fcntl.LOCK_EX, holder: str = TRAINS):
             file.truncate(0)
             print(os.getpid(), file=file, flush=True)
             lock(file, fcntl.LOCK_SH)
-    HELD[path] = file
+    HELD_LOCKS[path] = file
     return file
 
 
@@ -205,7 +205,7 @@ class Run:
         self.folder, self.settings = stage_folder(settings), settings
         self.accelerator, self.main = accelerator, accelerator.is_main_process
         self.records = []  # of all steps so far
-        self.at_once, self.ended = True, []  # may a signal end the run now? signals received
+        self.may_stop_now, self.signals = True, []  # may a signal end the run now? signals received
 
     def open(self, first_step: int) -> None:
         """Locks and prepares the folder. All processes hold the lock until they end."""
@@ -247,7 +247,7 @@ class Run:
             if self.settings.report_to == "tensorboard":
                 print(f"curves: tensorboard --logdir {self.folder}")
 
-    def bar(self, first_step: int) -> Iterator[int]:
+    def steps_to_do(self, first_step: int) -> Iterator[int]:
         s, title = self.settings, f"{self.settings.recipe} stage {self.settings.stage}"
         shown = {"desc": title, "dynamic_ncols": True, "disable": not self.main or s.dry_run}
         with tqdm(total=s.steps, initial=first_step, **shown) as self.progress:
@@ -282,7 +282,7 @@ class Run:
         trajectories = step_records(step, rollouts, batch, environment.tokenizer, self.settings)
         append_trajectories(self.folder, trajectories)
 
-    def saves(self, step: int) -> bool:
+    def checkpoint_is_due(self, step: int) -> bool:
         done, s = step + 1, self.settings
         return 0 in (done - s.steps, done % s.save_every, done % (s.eval_every or s.steps))
 
@@ -290,14 +290,14 @@ class Run:
         """Handles a signal. The run ends at once if no update is in progress, otherwise after the
         step; a checkpoint is saved first. A second Ctrl-C ends the run without saving.
         """
-        self.ended.append(number)
-        if self.ended.count(signal.SIGINT) > 1:
+        self.signals.append(number)
+        if self.signals.count(signal.SIGINT) > 1:
             raise KeyboardInterrupt
         if number == signal.SIGINT and self.main and not self.settings.dry_run:
             with contextlib.suppress(OSError):  # print() may be what was interrupted
                 os.write(2, b"\nsaving a checkpoint first; Ctrl-C again ends at once\n")
-        if self.at_once or self.settings.dry_run:
-            self.at_once = False  # another signal must not interrupt the saving
+        if self.may_stop_now or self.settings.dry_run:
+            self.may_stop_now = False  # another signal must not interrupt the saving
             raise_terminated(number)
 
     def check_finite(self, result: dict, step: int, part: Batch, rows: list[Trajectory]) -> None:
@@ -314,7 +314,9 @@ class Run:
         raise InputError(f"step {step}: {', '.join(bad)}; {message}")
 
 
-def go_on(out: Path, made_with: dict, expected: list, key, batch: int, fresh: bool) -> list[dict]:
+def reusable_records(
+    out: Path, made_with: dict, expected: list, key, batch: int, fresh: bool
+) -> list[dict]:
     """Returns the records of `out` that can be kept, and removes the others from the file. A batch
     shares a seed, so only whole batches are kept. `expected` holds all keys in order; records
     are kept up to the first whose key differs from it.
@@ -342,13 +344,13 @@ def seconds_of(record: dict) -> float:
     return sum(record.get(part, 0.0) for part in parts)
 
 
-SHOWN = """
+CONSOLE_METRICS = """
 reward em eval/em searched searches fallbacks model_tokens frac_reward_zero_std grad_norm
 """.split()
 
 
 def console_line(record: dict) -> str:
-    shown = [f"{name} {record[name]:.2f}" for name in SHOWN if name in record]
+    shown = [f"{name} {record[name]:.2f}" for name in CONSOLE_METRICS if name in record]
     line = f"step {record['step']:>4}  " + "  ".join(shown)
     if record.get("search_errors"):
         line += f"  search_errors {record['search_errors']:.2f}"
