@@ -155,8 +155,9 @@ def parse_shares(text: str, flag: str) -> Weights:
         if len(weights) < len(parts):
             raise ValueError
     except ValueError:
-        hint = "write it as name=weight,name=weight, each name once"
-        raise InputError(f"{flag} {text!r}: {hint}") from None
+        raise InputError(
+            f"{flag} {text!r}: write it as name=weight,name=weight, each name once"
+        ) from None
     values = weights.values()
     if weights and not (min(values) >= 0 and 0 < sum(values) < math.inf):
         raise InputError(f"{flag} {text!r}: weights are numbers of at least 0, one of them above 0")

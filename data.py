@@ -217,8 +217,11 @@ def load_file(path: Path, skip_bad: bool) -> list[Question]:
     questions = [question_of(f) for f in read_fields(path, LAYOUTS, QUESTION_COLUMNS, skip_bad)]
     gold = [bool(question.supporting) for question in questions if question.references]
     if any(gold) and not all(gold):  # probably a mistake in the file
-        message = f"of {len(gold)} questions with references, {gold.count(False)} have no gold one"
-        print(f"{path}: {message}", file=sys.stderr)
+        print(
+            f"{path}: of {len(gold)} questions with references, {gold.count(False)} have no gold "
+            "one",
+            file=sys.stderr,
+        )
     return questions
 
 
@@ -264,9 +267,10 @@ def load_difficulty(path: str | Path) -> list[dict]:
         good = isinstance(record.get("id"), str) and isinstance(scores, list) and scores
         good = good and all(isinstance(x, int | float) and 0 <= x <= 1 for x in scores)
         if not good or (record.get("bucket") or "hard") not in BUCKETS:
-            fields = '{"id", "scores" from 0 to 1, "score"}'
-            advice = "run lab.difficulty again, or name another file"
-            raise InputError(f"{path}, record {number}: expected {fields}: {advice}")
+            raise InputError(
+                f'{path}, record {number}: expected {{"id", "scores" from 0 to 1, '
+                '"score"}: run lab.difficulty again, or name another file'
+            )
     return records
 
 

@@ -124,8 +124,10 @@ def slow_step(seconds: list[float]) -> str | None:
     slow = [step for step, taken in enumerate(seconds) if step >= 5 and taken > 5 * usual]
     if slow != [len(seconds) - 1]:
         return None
-    times = f"step {slow[0]} took {seconds[-1]:.2g} s, the first five {usual:.2g} s each"
-    return f"{times}: is something else using this machine?"
+    return (
+        f"step {slow[0]} took {seconds[-1]:.2g} s, the first five {usual:.2g} s each: is "
+        "something else using this machine?"
+    )
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -161,8 +163,10 @@ class FlagParser(argparse.ArgumentParser):
             self.error(f"unknown flag {name}{hint}; --help all lists every flag")
         for text in map(str, vars(known).values()):
             if (shown := FORBIDDEN.sub("", text)) != text:
-                what = "a user name or password in an address, or the character NUL"
-                self.error(f"{shown!r}: {what}, is not accepted: leave it out")
+                self.error(
+                    f"{shown!r}: a user name or password in an address, or the character NUL, is "
+                    "not accepted: leave it out"
+                )
         return known
 
 

@@ -259,9 +259,11 @@ class Evaluation:
                 f"{title}: {missing} of {len(expected)} got no reply; the same command asks again"
             )
         if faults := search_faults(records):
-            warning = f"warning: {len(faults)} searches failed (the first: {harmless(faults[0])})"
-            hint = "these are not the model's true scores; the same command repeats those batches"
-            print(f"{warning}: {hint}", file=sys.stderr)
+            print(
+                f"warning: {len(faults)} searches failed (the first: {harmless(faults[0])}): "
+                "these are not the model's true scores; the same command repeats those batches",
+                file=sys.stderr,
+            )
         return records
 
     def record(self, trajectory: Trajectory, row: int) -> dict:
@@ -356,8 +358,10 @@ def paper_decoding(settings: Settings) -> dict:
     """Returns how the paper samples in evaluations, for --decoding paper."""
     decoding = record_of(settings.recipe, settings.variant).decoding
     if "temperature" not in decoding:
-        reason = f"the paper of {settings.recipe} does not say how it samples in evaluations"
-        print(f"--decoding paper: {reason}: greedy")
+        print(
+            f"--decoding paper: the paper of {settings.recipe} does not say how it samples in "
+            "evaluations: greedy"
+        )
     return decoding
 
 
@@ -400,8 +404,10 @@ def parse(
     # A checkpoint's prompt file may have sections for models that only training uses.
     prompt_sections(settings, strict="prompt_file" in given)
     if options.thinking and tag_pair("think")[0] in PROTOCOLS[settings.protocol].tags:
-        reason = "has a <think> section, which is scored: leave --thinking out"
-        raise InputError(f"--thinking: protocol {settings.protocol} {reason}")
+        raise InputError(
+            f"--thinking: protocol {settings.protocol} has a <think> section, which is scored: "
+            "leave --thinking out"
+        )
     return room_to_think(settings, options.thinking), options
 
 

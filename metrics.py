@@ -299,8 +299,11 @@ def _math_verify(prediction: str, gold: str, gold_is_number: bool) -> bool:
     if has_math_verify():
         return ask_worker(prediction, gold)
     if not gold_is_number:
-        missing = "math-verify is missing: answers that are not numbers are compared as strings"
-        _print_once(f"{missing} (pip install math-verify)", file=sys.stderr)
+        _print_once(
+            "math-verify is missing: answers that are not numbers are compared as strings (pip "
+            "install math-verify)",
+            file=sys.stderr,
+        )
     return False
 
 

@@ -361,8 +361,9 @@ def check_model_path(path: str, flag: str = "--model") -> None:
         wrong = "there is no config.json in this directory" if exists else "no such directory"
         raise InputError(f"{flag} {path}: {wrong}; give a saved HF model or a hub name")
     if Path(path, MANIFEST).exists() and (wrong := wrong_with(Path(path))):
-        hint = f"use another, or remove its {MANIFEST} if you changed it"
-        raise InputError(f"{flag} {path}: {wrong}: {hint}")
+        raise InputError(
+            f"{flag} {path}: {wrong}: use another, or remove its {MANIFEST} if you changed it"
+        )
 
 
 def load_tokenizer(path: str):

@@ -363,8 +363,10 @@ def check_references(protocol: Protocol, question: Question) -> None:
             " them: give the record a `references` list, or choose a protocol that searches"
         )
     if (protocol.answer_tags == tag_pair("summary")) != (question.task == "summary"):
-        advice = "--recipe arena --variant summaries is for questions of task summary only"
-        raise InputError(f"question {question.id} is of task {question.task}: {advice}")
+        raise InputError(
+            f"question {question.id} is of task {question.task}: --recipe arena --variant "
+            "summaries is for questions of task summary only"
+        )
 
 
 def prompt_text(protocol: Protocol | str, question: Question, tokenizer) -> str:

@@ -841,8 +841,10 @@ def check_reward(settings) -> RewardTerms:
     except InputError as error:
         if is_own:
             raise
-        pair = f"--reward {settings.reward} and protocol {settings.protocol}"
-        raise InputError(f"{pair} do not go together: {error}") from None
+        raise InputError(
+            f"--reward {settings.reward} and protocol {settings.protocol} do not go together: "
+            f"{error}"
+        ) from None
 
 
 def own_reward(name: str) -> Callable:
@@ -866,13 +868,17 @@ def own_reward(name: str) -> Callable:
             # copy.deepcopy takes 1.7 ms.
             terms = defined[function](pickle.loads(pickle.dumps(t)))
         if not is_reward(terms):
-            hint = "return named numbers, such as {'answer': 1.0}"
-            raise InputError(f"{where}: {terms!r:.300} is not a reward: {hint}")
+            raise InputError(
+                f"{where}: {terms!r:.300} is not a reward: return named numbers, such as "
+                "{'answer': 1.0}"
+            )
         if not names:
             names.extend(terms)
         if set(names) != set(terms):
-            difference = f"its terms are {', '.join(terms)}, and before {', '.join(names)}"
-            raise InputError(f"{where}: {difference}: return all of them, 0 for none")
+            raise InputError(
+                f"{where}: its terms are {', '.join(terms)}, and before {', '.join(names)}: "
+                "return all of them, 0 for none"
+            )
         return {term: float(terms[term]) for term in names}
 
     return compute

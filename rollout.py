@@ -127,8 +127,9 @@ def check_prompts(questions: list[Question], environment: Environment, policy) -
     """Refuses a prompt that does not fit, before the run begins instead of at step 300."""
     context, positions = environment.max_context, context_of(policy)
     if context > positions:
-        limit = f"the model has only {positions} positions, 0 uses them all"
-        raise InputError(f"--max_context {context}: {limit}")
+        raise InputError(
+            f"--max_context {context}: the model has only {positions} positions, 0 uses them all"
+        )
     for question in questions:
         prompt = build_prompt(environment.protocol, question, environment.tokenizer)
         check_prompt(question, prompt, context)

@@ -208,12 +208,16 @@ def check_settings(settings: Settings, training=True, given: Iterable[str] = ())
     `given` would not be read by this training run (`training` False: by this evaluation).
     """
     if settings.retriever == "web":
-        hint = "serve it (python retriever.py serve --retriever web), then use --retriever http"
-        raise InputError(f"--retriever web: {hint} --retriever_url http://host:port")
+        raise InputError(
+            "--retriever web: serve it (python retriever.py serve --retriever web), then use "
+            "--retriever http --retriever_url http://host:port"
+        )
     check_limits(settings)
     if settings.run_name in (".", "..") or not RUN_NAME.fullmatch(settings.run_name):
-        hint = "must name a folder inside --output_dir, without a slash, in at most 200 characters"
-        raise InputError(f"--run_name {settings.run_name}: {hint}")
+        raise InputError(
+            f"--run_name {settings.run_name}: must name a folder inside --output_dir, without a "
+            "slash, in at most 200 characters"
+        )
     if on_servers(settings):
         for url in settings.engine.split(","):
             host_of(url, f"--engine {', '.join(LOCAL)}, or http://host:8000")
@@ -228,13 +232,17 @@ def check_settings(settings: Settings, training=True, given: Iterable[str] = ())
     known = paper_of(settings.protocol).warm_ups
     if settings.toy_init and settings.toy_init not in known:
         names = ", ".join(known) or "none"
-        hint = f"the weaker warm-ups of protocol {settings.protocol} are: {names}"
-        raise InputError(f"--toy_init {settings.toy_init}: {hint}")
+        raise InputError(
+            f"--toy_init {settings.toy_init}: the weaker warm-ups of protocol "
+            f"{settings.protocol} are: {names}"
+        )
     searches = PROTOCOLS[settings.protocol].query_tags is not None
     local = settings.retriever in ("bm25", "dense", "random")
     if searches and settings.data and local and not settings.corpus:
-        hint = "--corpus from-data to search the records' own paragraphs"
-        raise InputError(f"--data needs --corpus FILE, or {hint}")
+        raise InputError(
+            "--data needs --corpus FILE, or --corpus from-data to search the records' own "
+            "paragraphs"
+        )
     flag = NEEDS.get(settings.retriever)
     if flag and searches and not getattr(settings, flag):
         raise InputError(f"--retriever {settings.retriever} needs --{flag}")
@@ -252,66 +260,87 @@ def _check_asking(settings: Settings, given: Iterable[str]) -> None:
     if "in_8bit" in given and settings.in_8bit not in ("", "others"):
         raise InputError("--in_8bit: nothing is trained here, so it can only be others")
     if settings.reader and not PROTOCOLS[settings.protocol].evidence_tags:
-        hint = f"and protocol {settings.protocol} has none: leave it out"
-        raise InputError(f"--reader answers from evidence boxes, {hint}")
+        raise InputError(
+            f"--reader answers from evidence boxes, and protocol {settings.protocol} has none: "
+            "leave it out"
+        )
 
 
 def _check_summarizer(settings: Settings) -> None:
     value, tasks = settings.summarizer, by_task(settings.summarizer)
     if not {"other"} <= tasks.keys() <= SUMMARIZED:
-        hint = "give one for all tasks, or TASK=NAME,...,other=NAME of qa, math and choice"
-        raise InputError(f"--summarizer {value}: {hint}")
+        raise InputError(
+            f"--summarizer {value}: give one for all tasks, or TASK=NAME,...,other=NAME of qa, "
+            "math and choice"
+        )
     for name in sorted(models_in(value)):
         like = nearest(name, WITHOUT_MODEL)
         if like or name == "llm":  # else the hub would be queried, for minutes
-            hint = f"must be none, extractive, or a model's name{like}"
-            raise InputError(f"--summarizer {name}: {hint}")
+            raise InputError(
+                f"--summarizer {name}: must be none, extractive, or a model's name{like}"
+            )
     text = PROTOCOLS[settings.protocol].fallback_text
     if settings.fallback and not (text and models_in(value)):
-        hint = f"not --summarizer {value} and protocol {settings.protocol}"
         raise InputError(
-            f"--fallback needs a protocol with a fallback and a model as summariser, {hint}"
+            "--fallback needs a protocol with a fallback and a model as summariser, not "
+            f"--summarizer {value} and protocol {settings.protocol}"
         )
 
 
 def _check_training(settings: Settings) -> None:
     """Raises an InputError for settings that cannot be combined in training."""
     if settings.questions_per_step * settings.group_size > LARGEST_STEP:
-        hint = f"a step holds at most {LARGEST_STEP:,} trajectories: give fewer"
-        raise InputError(f"--questions_per_step times --group_size: {hint}")
+        raise InputError(
+            f"--questions_per_step times --group_size: a step holds at most {LARGEST_STEP:,} "
+            "trajectories: give fewer"
+        )
     if settings.temperature == 0:
         raise InputError("--temperature 0 is greedy: a group's trajectories would all be the same")
     if settings.top_p < 1:
-        hint = "log-probs would not be those of the sampled distribution: train with 1"
-        raise InputError(f"--top_p {settings.top_p}: {hint}")
+        raise InputError(
+            f"--top_p {settings.top_p}: log-probs would not be those of the sampled "
+            "distribution: train with 1"
+        )
     if settings.group_size == 1 and settings.algorithm not in ("reinforce_pp", "ppo"):
-        hint = "compares the trajectories of one question; it needs at least 2"
-        raise InputError(f"--group_size 1: {settings.algorithm} {hint}")
+        raise InputError(
+            f"--group_size 1: {settings.algorithm} compares the trajectories of one question; it "
+            "needs at least 2"
+        )
     if (every := settings.eval_every) > settings.steps:
         raise InputError(f"--eval_every {every}: the run has {settings.steps} steps: give fewer")
     if settings.evaluate and settings.data:
-        hint = "instead: python eval.py --model ... --data HELD_OUT_FILE"
-        raise InputError(f"--evaluate asks about the built-in world, not --data; {hint}")
+        raise InputError(
+            "--evaluate asks about the built-in world, not --data; instead: python eval.py "
+            "--model ... --data HELD_OUT_FILE"
+        )
     _check_8bit(settings)
     terms = check_reward(settings)
     if settings.reward.startswith("arena") and settings.judge and settings.answer_metric != "em":
-        hint = "ARENA's accuracy is the metric or the verdict: give one of the two"
-        raise InputError(f"--answer_metric {settings.answer_metric} with --judge: {hint}")
+        raise InputError(
+            f"--answer_metric {settings.answer_metric} with --judge: ARENA's accuracy is the "
+            "metric or the verdict: give one of the two"
+        )
     filters = settings.algorithm == "dapo" and settings.filter_by == "answer"
     if filters and "answer" not in terms:
-        hint = "the recipe keeps groups by the term `answer`: name one so, or give --algorithm grpo"
-        raise InputError(f"--reward {settings.reward}: {hint}")
+        raise InputError(
+            f"--reward {settings.reward}: the recipe keeps groups by the term `answer`: name one "
+            "so, or give --algorithm grpo"
+        )
 
 
 def _check_8bit(settings: Settings) -> None:
     """Raises an InputError if weights that are trained, or do not exist, are to be in int8."""
     in_8bit = frozen_in_8bit(settings)
     if "base" in in_8bit and not settings.lora_rank:
-        hint = "int8 weights cannot be trained, a step of 1e-6 rounds away: add --lora_rank 16"
-        raise InputError(f"--in_8bit base: {hint}, or leave it out")
+        raise InputError(
+            "--in_8bit base: int8 weights cannot be trained, a step of 1e-6 rounds away: add "
+            "--lora_rank 16, or leave it out"
+        )
     if "reference" in in_8bit and settings.lora_rank:
-        hint = "with --lora_rank the reference is the frozen base itself: use --in_8bit base"
-        raise InputError(f"--in_8bit reference: {hint}")
+        raise InputError(
+            "--in_8bit reference: with --lora_rank the reference is the frozen base itself: use "
+            "--in_8bit base"
+        )
     if "reference" in in_8bit and not settings.kl_coef:
         raise InputError("--in_8bit reference: with --kl_coef 0 no reference is loaded")
     if in_8bit - {"others"} and not settings.model:
@@ -429,10 +458,10 @@ def stage_before(settings: Settings) -> Settings | None:
     """Returns the settings of the stage whose last checkpoint this stage starts from."""
     folder = stage_folder(settings, settings.stage - 1)
     if not (settings.resume or any(folder.glob("checkpoint-*"))):
-        message = (
-            f"--stage {settings.stage}: there is no checkpoint of the stage before in {folder}"
+        raise InputError(
+            f"--stage {settings.stage}: there is no checkpoint of the stage before in {folder}: "
+            "train both with --stage 1,2, or give --model"
         )
-        raise InputError(f"{message}: train both with --stage 1,2, or give --model")
     return saved_settings(str(folder))
 
 

@@ -80,8 +80,10 @@ def add_reader(records: list[dict], llm, sampling=()) -> list[dict]:
     """
     for number, record in enumerate(records, 1):
         if "evidence" not in record:
-            advice = "give predictions of a protocol with an evidence box"
-            raise InputError(f"record {number} has no 'evidence': {advice}")
+            raise InputError(
+                f"record {number} has no 'evidence': give predictions of a protocol with an "
+                "evidence box"
+            )
     pairs = [(Question("", r["question"], r["golds"]), r["evidence"]) for r in records]
     read = []
     for record, answer in zip(records, reader_answers(llm, pairs, sampling=sampling), strict=True):

@@ -148,8 +148,10 @@ def report(r: dict, sampled, environment: Environment) -> Iterator[str]:
     """Yields the lines of --dry_run: what one step's metrics predict about a run."""
     prompts, s = [len(t.prompt_ids) for t in sampled.trajectories], environment.settings
     longest = max(map(environment.max_trajectory_tokens, sampled.trajectories))
-    most = f"{longest} of {environment.max_context} tokens of context"
-    yield f"prompts: {min(prompts)} to {max(prompts)} tokens; trajectories at most {most}"
+    yield (
+        f"prompts: {min(prompts)} to {max(prompts)} tokens; trajectories at most {longest} of "
+        f"{environment.max_context} tokens of context"
+    )
     count = len(prompts)
     wrote, ran, good = (round(count * r[name]) for name in ("queries", "searches", "successful"))
     yield f"queries: {wrote} in {count} trajectories, of which {r['searched']:.0%} searched"
@@ -163,8 +165,10 @@ def report(r: dict, sampled, environment: Environment) -> Iterator[str]:
         yield f"log-probs: sampled and scored ones differ by {r['logprob_gap']:.1e}"
     seconds = r["rollout_seconds"] + r["reward_seconds"] + r["update_seconds"]
     seconds *= s.questions_per_step * s.group_size * sampled.draws / count
-    hours = f"{s.steps} steps {seconds * s.steps / 3600:.1f} hours"
-    yield f"time: about {seconds:.1f} s a step of {s.questions_per_step} questions, {hours}"
+    yield (
+        f"time: about {seconds:.1f} s a step of {s.questions_per_step} questions, {s.steps} "
+        f"steps {seconds * s.steps / 3600:.1f} hours"
+    )
     if torch.cuda.is_available():
         yield f"GPU memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at its peak"
     raised = [f"alarm: {sentence}" for sentence in alarms([r], s, patience=1).values()]

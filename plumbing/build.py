@@ -181,8 +181,9 @@ def build_reader(settings: Settings, device="cpu") -> LLM:
         hint = (
             "give --reader http://host:port/v1#model or a HF model, or --variant without_evidence"
         )
-        message = "--data: the built-in reader of evidence knows only its own world"
-        raise InputError(f"{message}: {hint}")
+        raise InputError(
+            f"--data: the built-in reader of evidence knows only its own world: {hint}"
+        )
     policy, tokenizer = load_reader(settings.world_seed, settings.output_dir)
     name = f"reader-world{settings.world_seed}"
     return LocalLLM(policy.to(device), tokenizer, max_tokens=8, batch_size=256, name=name)
@@ -241,8 +242,11 @@ def wait_for_all(state: TrainState, doing: str) -> None:
 
     def name_missing() -> None:  # each looks at one neighbour, so a missing process has a witness
         if store.add(f"meetings of {neighbour}", 0) < store.add(f"meetings of {rank}", 0):
-            message = f"waiting for process {neighbour}, which {doing} or does not answer"
-            print(f"{message} ({PATIENCE} s so far)", file=sys.stderr)
+            print(
+                f"waiting for process {neighbour}, which {doing} or does not answer ({PATIENCE} "
+                "s so far)",
+                file=sys.stderr,
+            )
 
     thread = start_thread(arrive, errors.append)
     seconds, seconds_since_signal = 0, 0
@@ -263,8 +267,10 @@ def check_processes(processes: int) -> None:
     """
     started = rank_of("WORLD_SIZE", 1)
     if started != processes:
-        message = f"{started} processes were started and {processes} take part"
-        raise InputError(f"{message}: set ACCELERATE_USE_CPU=true, or start one")
+        raise InputError(
+            f"{started} processes were started and {processes} take part: set "
+            "ACCELERATE_USE_CPU=true, or start one"
+        )
 
 
 def set_threads() -> None:
@@ -332,9 +338,11 @@ def check_before_models(settings: Settings, accelerator: Accelerator) -> tuple:
     accelerator.print(message)
     trained_on, held_out = hold_out(questions, settings)
     if settings.questions_per_step > (known := len(trained_on)):
-        times = f"{settings.questions_per_step / known:.1f} times"
-        hint = f"--questions_per_step {known} or less asks each at most once"
-        accelerator.print(f"a step asks each of the {known} questions {times}: {hint}")
+        accelerator.print(
+            f"a step asks each of the {known} questions "
+            f"{settings.questions_per_step / known:.1f} times: --questions_per_step {known} or "
+            "less asks each at most once"
+        )
     return sharding, start, questions, trained_on, held_out
 
 
@@ -402,16 +410,21 @@ def make_critic(settings: Settings, policy: Policy) -> ppo.Critic | None:
 def hint_at_summaries(settings: Settings) -> None:
     """Warns about UR² on own data without a summariser (its Table 6 and section 6.1)."""
     if settings.data and settings.reward.startswith("ur2") and settings.summarizer == "none":
-        loss = "open questions lost up to 2 points of F1, and multiple choice stopped searching"
-        print(f"--summarizer none: no search can fall back; in UR² {loss}", file=sys.stderr)
+        print(
+            "--summarizer none: no search can fall back; in UR² open questions lost up to 2 "
+            "points of F1, and multiple choice stopped searching",
+            file=sys.stderr,
+        )
 
 
 def check_shares(settings: Settings, processes: int) -> None:
     per_step = settings.questions_per_step * settings.group_size
     least = per_step // updates_of(per_step, settings)
     if least < processes:
-        message = f"{least} trajectories per update cannot be shared by {processes} processes"
-        raise InputError(f"{message}: raise --trajectories_per_update")
+        raise InputError(
+            f"{least} trajectories per update cannot be shared by {processes} processes: raise "
+            "--trajectories_per_update"
+        )
 
 
 def spread_over(accelerator: Accelerator, sharding: str, optimizer: str, module, lr: float):

@@ -97,9 +97,10 @@ def check_room(run: Run, state: TrainState) -> None:
     there = next(path for path in [run.folder, *run.folder.absolute().parents] if path.exists())
     free = shutil.disk_usage(there).free
     if run.main and not run.settings.dry_run and free < needed:
-        sizes = f"a checkpoint needs about {needed / 1e6:,.1f} MB and {free / 1e6:,.1f} MB are free"
-        hint = "make room, or name another disk with --output_dir"
-        raise InputError(f"{run.folder}: {sizes}: {hint}")
+        raise InputError(
+            f"{run.folder}: a checkpoint needs about {needed / 1e6:,.1f} MB and "
+            f"{free / 1e6:,.1f} MB are free: make room, or name another disk with --output_dir"
+        )
 
 
 def save(run: Run, state: TrainState, step: int) -> None:
@@ -174,13 +175,16 @@ def resume(run: Run, state: TrainState) -> int:
     for name in ("lora_rank", "optimizer"):  # a paged optimizer has the moments of the other
         ours, theirs = (str(getattr(s, name)).removeprefix("paged_") for s in (settings, saved))
         if ours != theirs:
-            former = f"{path} was made with --{name} {theirs}"
-            raise InputError(f"--resume: {former}: do the same, or {hint}")
+            raise InputError(
+                f"--resume: {path} was made with --{name} {theirs}: do the same, or {hint}"
+            )
     if state.critic is not None and "critic" not in trainer_state:
         raise InputError(f"--resume: {path} was not made by PPO and has no critic: {hint}")
     if trainer_state["step"] >= settings.steps:
-        done = f"{trainer_state['step']} of --steps {settings.steps} steps are done"
-        raise InputError(f"--resume: {done}; raise --steps to go on")
+        raise InputError(
+            f"--resume: {trainer_state['step']} of --steps {settings.steps} steps are done; "
+            "raise --steps to go on"
+        )
     if settings.lora_rank:
         load_lora(state.policy, trainer_state["lora"])
     load_moments(state.policy, state.optimizer, trainer_state["optimizer"])

@@ -76,9 +76,9 @@ def newest_whole(folder: Path) -> Path | None:
             return path
         tell(f"{path} is passed over: {damage}")
     if paths:
-        hint = f"--model {paths[-1]} uses that one's weights alone"
         raise InputError(
-            f"{folder}: no whole checkpoint is there: start from the beginning; {hint}"
+            f"{folder}: no whole checkpoint is there: start from the beginning; --model "
+            f"{paths[-1]} uses that one's weights alone"
         )
     return None
 
@@ -105,8 +105,10 @@ def starting_model(settings: Settings) -> tuple[str, str]:
     stage, folder = settings.stage, stage_folder(settings)
     if settings.resume:
         if not (path := newest_whole(folder)):
-            hint = "leave it out to start again (all machines of a run must see this folder)"
-            raise InputError(f"--resume: no checkpoint in {folder}; {hint}")
+            raise InputError(
+                f"--resume: no checkpoint in {folder}; leave it out to start again (all machines "
+                "of a run must see this folder)"
+            )
         return str(path), f"going on from {path}"
     before, model = stage_folder(settings, stage - 1), settings.model
     if (model or stage > 1) and (path := newest_whole(Path(model or before))):
@@ -157,8 +159,10 @@ def prompt_problem(name: str, text: str, settings: Settings) -> str:
     if protocol.references_in_prompt and model == "policy":
         needed.append("references")
     if wrong := gaps.difference(needed, others) or (gaps and {*needed} - gaps):
-        known = f"{needed} are needed, and {others} are optional"
-        return f"the gap {{{min(wrong)}}} is unknown or missing: {known}"
+        return (
+            f"the gap {{{min(wrong)}}} is unknown or missing: {needed} are needed, and {others} "
+            "are optional"
+        )
     answer = (protocol.answer_tags or ["\\boxed"])[0]
     if not protocol.answer_tags and name.endswith(":choice"):
         answer = "correct answer is"
@@ -310,8 +314,10 @@ class Run:
         if self.main and where:
             torch.save(dataclasses.asdict(part), path)
         ids = ", ".join(dict.fromkeys(row.question.id for row in rows))
-        message = f"stopped; this update was not applied.{where} questions: {ids}"
-        raise InputError(f"step {step}: {', '.join(bad)}; {message}")
+        raise InputError(
+            f"step {step}: {', '.join(bad)}; stopped; this update was not applied.{where} "
+            f"questions: {ids}"
+        )
 
 
 def reusable_records(

@@ -32,8 +32,10 @@ def as_written(record: dict, number: int, place: str) -> dict:
     """Returns a record of eval.py, R1-Searcher, FlashRAG or another tool with eval.py's names."""
     key = next((name for name in TEXT_FIELDS if name in record), None)
     if key is None:
-        known = f"known are {', '.join(TEXT_FIELDS)}"
-        raise InputError(f"no prediction in it: it has the fields {short(list(record))}; {known}")
+        raise InputError(
+            f"no prediction in it: it has the fields {short(list(record))}; known are "
+            f"{', '.join(TEXT_FIELDS)}"
+        )
     if isinstance(record[key], dict) and "pred" in record[key]:  # FlashRAG: output {pred, ...}
         record = record | {key: record[key]["pred"]}
     task, question = task_of(record), text_of(record, "question") or ""
@@ -127,9 +129,11 @@ def joined(path: Path, records: list[dict], datasets: dict, count_missing: bool)
     missing = [q for q in asked if q.get("dataset") in datasets_here and q["id"] not in ids]
     if missing or foreign:
         fate = "count as wrong" if count_missing else "are left out"
-        without = f"{len(missing)} of {len(missing) + len(ids)} questions have no prediction and"
-        also = f"{foreign} predictions are of no question in --data"
-        print(f"{path}: {without} {fate}; {also}", file=sys.stderr)
+        print(
+            f"{path}: {len(missing)} of {len(missing) + len(ids)} questions have no prediction "
+            f"and {fate}; {foreign} predictions are of no question in --data",
+            file=sys.stderr,
+        )
     return answered + [q | {"prediction": None, "metrics": {}} for q in missing] * count_missing
 
 
@@ -231,6 +235,8 @@ def one_judge(records: list[dict]) -> str:
     """
     seen = sorted({r.get("judge_sees", "question") for r in records if r["prediction"]})
     if len(seen) > 1:
-        advice = "give --judge_sees for all of them, or score the files one by one"
-        raise InputError(f"--judge: judges of these predictions see {' or '.join(seen)}: {advice}")
+        raise InputError(
+            f"--judge: judges of these predictions see {' or '.join(seen)}: give --judge_sees "
+            "for all of them, or score the files one by one"
+        )
     return "".join(seen)

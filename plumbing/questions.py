@@ -56,8 +56,10 @@ def hold_out(questions: list[Question], settings: Settings) -> tuple[list, list]
     if not settings.data:
         return questions, as_asked(world_questions(settings, "dev", count), settings)
     if count >= len(questions):
-        message = f"{count} questions are held out, and --data has {len(questions)}"
-        raise InputError(f"--eval_every: {message}: leave it out")
+        raise InputError(
+            f"--eval_every: {count} questions are held out, and --data has {len(questions)}: "
+            "leave it out"
+        )
     held_out = draw_some(questions, count, f"{count} questions {settings.seed}")
     ids = {question.id for question in held_out}
     return [question for question in questions if question.id not in ids], held_out

@@ -55,8 +55,10 @@ class GivenRetriever:
     def search(self, queries: list[str], k: int, questions: list[Question]) -> list[list[Document]]:
         for question in questions:
             if not question.references:
-                advice = "give its record a `references` list, or choose a retriever that searches"
-                raise InputError(f"--retriever given: question {question.id} has none: {advice}")
+                raise InputError(
+                    f"--retriever given: question {question.id} has none: give its record a "
+                    "`references` list, or choose a retriever that searches"
+                )
         return [list(question.references) for question in questions]
 
 

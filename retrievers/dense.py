@@ -47,9 +47,10 @@ class Encoder:
 
             model = SentenceTransformer(name, device=device or None, trust_remote_code=False)
         except Exception as error:  # the reader of a broken file may raise anything
-            problem = f"encoder {name}: cannot be loaded ({shown(str(error))})"
-            advice = "pip install sentence-transformers, and give a directory or a hub name"
-            raise InputError(f"{problem}: {advice}") from None
+            raise InputError(
+                f"encoder {name}: cannot be loaded ({shown(str(error))}): pip install "
+                "sentence-transformers, and give a directory or a hub name"
+            ) from None
         self.model = model if model.device.type == "cpu" else model.half()  # more precise than bf16
         self.name, (query, passage) = name, prefixes(name)
         self.prefix = {"query": query, "passage": passage}
@@ -153,7 +154,9 @@ def passage_vectors(documents: list[Document], encoder, runs="runs") -> list[tor
 def read_index(path: str, n: int, d: int) -> list[torch.Tensor]:
     """Returns [rows, d] fp16 of each shard. Its header has 45 bytes; rows are fp32."""
     if not os.path.isfile(path) or os.path.getsize(path) != 45 + 4 * n * d:
-        wanted = f"a flat FAISS index (IndexFlatIP) of {n:,} documents with {d} numbers each"
-        raise InputError(f"--index_file {path} is not {wanted}: build it from this corpus")
+        raise InputError(
+            f"--index_file {path} is not a flat FAISS index (IndexFlatIP) of {n:,} documents "
+            f"with {d} numbers each: build it from this corpus"
+        )
     vectors, rows = np.memmap(path, np.float32, "r", 45, (n, d)), range(0, n, SHARD)
     return [torch.from_numpy(vectors[i : i + SHARD].astype(np.float16)) for i in rows]

@@ -38,8 +38,10 @@ def load_or_build(
         stored = json.loads(file.read_text(encoding="utf-8"))
     if stored.get("made_of") != made_of:
         problem = wrong or "it was built from other documents or parameters, or another version"
-        advice = "give another folder, or remove this one so that it is built again"
-        raise InputError(f"--index {where}: {problem}: {advice}")
+        raise InputError(
+            f"--index {where}: {problem}: give another folder, or remove this one so that it is "
+            "built again"
+        )
     # asarray, because slicing numpy's memmap takes several times as long
     arrays = [np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in ARRAYS]
     return {word: term for term, word in enumerate(stored["words"])}, *arrays
@@ -68,5 +70,6 @@ def write(folder: Path, made_of: list, build: Callable) -> None:
                 for name, array in zip(ARRAYS, arrays, strict=True):
                     np.save(aside / f"{name}.npy", array)
     except OSError as error:
-        problem = f"cannot be written there ({error.strerror}): give another folder"
-        raise InputError(f"--index {folder}: {problem}") from None
+        raise InputError(
+            f"--index {folder}: cannot be written there ({error.strerror}): give another folder"
+        ) from None

@@ -95,8 +95,10 @@ class HttpRetriever:
         lists = reply.get("result") if isinstance(reply, dict) else None
         good = isinstance(lists, list) and all(isinstance(items, list) for items in lists)
         if not good or len(lists) != len(queries):
-            wanted = f"'result' is not a list of {len(queries)} lists"
-            raise Fault(f"wrong shape: {wanted}: {shown(json.dumps(reply))}")
+            raise Fault(
+                f"wrong shape: 'result' is not a list of {len(queries)} lists: "
+                f"{shown(json.dumps(reply))}"
+            )
         documents = [list(filter(None, map(read_document, items)))[:k] for items in lists]
         return dict(zip(queries, documents, strict=True))
 

@@ -31,8 +31,10 @@ MARK = ".lora_"  # part of the name of every A and B
 
 def check_peft(rank: int) -> None:
     if importlib.util.find_spec("peft") is None:
-        hint = "pip install peft, or train all weights with --lora_rank 0"
-        raise InputError(f"--lora_rank {rank} needs peft: {hint}")
+        raise InputError(
+            f"--lora_rank {rank} needs peft: pip install peft, or train all weights with "
+            "--lora_rank 0"
+        )
 
 
 def add_lora(model: nn.Module, rank: int, seed: int = 0) -> None:

@@ -177,8 +177,10 @@ class Fleet:
 
     def to_error(self, server: Server, problem) -> InputError:
         """Returns the error that ends a run, with the command that starts a suitable server."""
-        flags = f"--model {self.settings.model or 'DIR'} --max_context {self.context}"
-        return InputError(f"--engine {server.url}: {problem}: start it by `{COMMAND} {flags}`")
+        return InputError(
+            f"--engine {server.url}: {problem}: start it by `{COMMAND} --model "
+            f"{self.settings.model or 'DIR'} --max_context {self.context}`"
+        )
 
     def check(self) -> None:
         """Checks that each server is vLLM, has all routes, and fits the policy."""
@@ -265,9 +267,10 @@ class Fleet:
             for server, (ids, logprobs) in probes:
                 gap, limit = self.logprob_gap(prompt + ids, logprobs), LIMITS[dtype]
                 if not gap <= limit:
-                    problem = f"a probe's log-probs are {gap:.2g} from the policy's, over {limit}"
                     raise self.to_error(
-                        server, f"{problem}: other weights, or another distribution"
+                        server,
+                        f"a probe's log-probs are {gap:.2g} from the policy's, over {limit}: "
+                        "other weights, or another distribution",
                     )
         self.sent = current
 

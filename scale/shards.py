@@ -43,8 +43,9 @@ def asked_for() -> str:
 
 def check_shardable(optimizer: str, lora_rank: int) -> None:
     if optimizer != "adamw":
-        hint = "use adamw, or configs/ddp.yaml"
-        raise InputError(f"--optimizer {optimizer} cannot update sharded weights: {hint}")
+        raise InputError(
+            f"--optimizer {optimizer} cannot update sharded weights: use adamw, or configs/ddp.yaml"
+        )
     if lora_rank:
         raise InputError(
             f"--lora_rank {lora_rank}: frozen weights need no sharding; use configs/ddp.yaml"
@@ -58,8 +59,10 @@ def check_alike(model: nn.Module, checkpoint: str) -> None:
     if rank_of("WORLD_SIZE", 1) > 1:
         total = sum(int(p.detach().flatten().view(torch.uint8).sum()) for p in model.parameters())
         if len(set(gather_object([(checkpoint, total)]))) > 1:
-            hint = "give all machines the same model, and an --output_dir that all share"
-            raise InputError(f"the processes of this run start from different weights: {hint}")
+            raise InputError(
+                "the processes of this run start from different weights: give all machines the "
+                "same model, and an --output_dir that all share"
+            )
 
 
 def shard(model: nn.Module, sharding: str, processes: int) -> nn.Module:
