@@ -207,9 +207,11 @@ def test_rows_that_teach_nothing_are_not_computed_and_the_gradient_is_that_of_al
     monkeypatch.setattr(update_file, "rows_that_teach", lambda _: torch.arange(8))
     whole, whole_totals = gradient_of(batch, settings)
     assert sum(computed) == expected + 8
-    assert largest_difference(whole, some) < 1e-6
+    # Sums of floats in another order: the limit is a millionth of the gradient's norm, up to 7.2.
+    near = 1e-6 * max(1.0, whole_totals["grad_norm"])
+    assert largest_difference(whole, some) < near
     for name in ("loss", "grad_norm"):
-        assert totals[name] == pytest.approx(whole_totals[name], abs=1e-6)
+        assert totals[name] == pytest.approx(whole_totals[name], abs=near)
 
 
 def test_numbers_of_an_update_are_means_over_the_rows_that_teach_and_entropy_over_all():
