@@ -252,7 +252,7 @@ def wait_for_all(state: TrainState, doing: str) -> None:
     seconds, seconds_since_signal = 0, 0
     while thread.join(1) or thread.is_alive():  # signal handlers run within `join`
         seconds += 1
-        seconds_since_signal += bool(getattr(state.run, "ended", ()))
+        seconds_since_signal += bool(getattr(state.run, "signals", ()))
         if seconds == PATIENCE:  # in a thread, because a stopped store does not answer either
             start_thread(name_missing, [].append)
         if seconds_since_signal > PATIENCE:

@@ -106,4 +106,4 @@ def test_tensorboard_is_told_where_to_look(model, tmp_path, capsys):
 def test_no_alarm_sends_anybody_to_a_stage_that_his_recipe_may_not_have():
     assert not [name for name, sentence in ADVICE.items() if "stage" in sentence.lower()]
     commands = set(re.findall(r"python -m ([\w.]+) (\w+)", " ".join(ADVICE.values())))
-    assert commands == {("lab.distil", "traces")} and "traces" in distil.Settings.__doc__
+    assert commands == {("lab.distil", "traces")} and "traces" in distil.DistilSettings.__doc__
