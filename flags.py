@@ -2,7 +2,7 @@
 path defines its own record. These are kept here so that --help, `python papers.py` and the message
 for a typo appear within a second.
 
-    rollout.py  scale/engine.py  other_models/  update.py  ppo.py  kl.py  reinforce_pp.py  dapo.py
+    rollout.py  engines/slots.py  other_models/  update.py  ppo.py  kl.py  reinforce_pp.py  dapo.py
     policy.py
 
 `settings.Settings` inherits all records. Left out: the papers' values (papers.py) and the checks of
@@ -50,7 +50,7 @@ class RolloutSettings:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """scale/engine.py"""
+    """engines/slots.py"""
 
     engine: str = setting(
         "slots",

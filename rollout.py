@@ -11,7 +11,7 @@ The result is a `Trajectory` per row. Two rules keep the training signal correct
     documents, their tags, the blank lines around them, and notices.
 
 Here retriever and summariser are one function, `search(requests) -> results`. Sampling is plain HF
-`generate`, which processes a row's whole context again at each turn. scale/engine.py replaces it:
+`generate`, which processes a row's whole context again at each turn. engines/slots.py replaces it:
 it samples the same rows when greedy, several times faster. Left out: several tools, and searches in
 the middle of a turn.
 """
@@ -84,7 +84,7 @@ def rollout(
     """Returns `group_size` trajectories per question: row b belongs to question b // group_size.
 
     seed       makes sampling reproducible on one machine; the global random state is restored
-    generate   samples the rows: plain `generate` here, or scale.engine.generate_in_slots
+    generate   samples the rows: plain `generate` here, or engines.slots.generate_in_slots
     progress   is called with the number of trajectories that ended since the last call
     """
     rows = []

@@ -38,6 +38,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import grpo
 from data import Document
+from engines.sampling import to_sample_with
+from engines.slots import generate_in_slots
 from errors import InputError, check_output, run_main, setting
 from flags import PolicySettings, RolloutSettings
 from lab import names_in, parse_flags
@@ -48,9 +50,7 @@ from prompts import PROTOCOLS
 from retriever import BM25, top
 from rollout import generate_by_turns, sample_turns
 from scale import packing
-from scale.engine import generate_in_slots
 from scale.lora import add_lora
-from scale.sampling import to_sample_with
 from settings import Settings, check_limits
 from trajectory import Trajectory
 from update import rows_that_teach

@@ -29,11 +29,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
+from engines.sampling import wants_copy
+from engines.slots import SHARE
 from errors import FlagParser, InputError, run_main
 from flags import frozen_in_8bit
 from policy import chunk_rows
-from scale.engine import SHARE
-from scale.sampling import wants_copy
 from settings import RECORDS, Settings, add_flags, check_settings, named_in, resolve
 
 GIB = 2**30

@@ -23,6 +23,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 import ppo
 from curriculum import QuestionStream
 from data import Document
+from engines.sampling import to_sample_with, wants_copy
+from engines.server import SLOWEST, Fleet, generate_on_server, to_serve
+from engines.slots import generate_in_slots
 from errors import InputError, raise_terminated, rank_of
 from flags import frozen_in_8bit, on_servers
 from other_models.judge import Judge, math_grader
@@ -44,10 +47,7 @@ from rollout import (
     generate_by_turns,
     start_thread,
 )
-from scale.engine import generate_in_slots
 from scale.lora import add_lora, check_peft
-from scale.sampling import to_sample_with, wants_copy
-from scale.server import SLOWEST, Fleet, generate_on_server, to_serve
 from scale.shards import asked_for, check_alike, check_shardable, shard
 from settings import Settings, asked_of_others, in_built_in_world, stage_folder
 from summarizer import FALLBACK_TEXT, SUMMARY_LOG, make_summarizer, models_in

@@ -1,1 +1,1 @@
-"""The same numbers faster, in less memory, on several GPUs; handed in, never needed."""
+"""How a policy is held: packed rows, LoRA, sharded weights. policy.py, ppo.py, update.py use it."""

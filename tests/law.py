@@ -22,8 +22,8 @@ PATH = {*PATH.split(), "curriculum", "update", "train", "eval"}
 FLOORS = """
     errors · metrics kl flags · formats · data · prompts · trajectory
     · scale.packing scale.lora scale.shards · ppo · grpo · reinforce_pp dapo · curriculum
-    · retrievers · retriever · rewards · policy · update · scale.sampling · rollout
-    · scale.engine scale.server · other_models · summarizer · sft · world · papers
+    · retrievers · retriever · rewards · policy · update · engines.sampling · rollout
+    · engines.slots engines.server · other_models · summarizer · sft · world · papers
     · trajectory_metrics settings
     · plumbing · eval · train · view ask · lab
 """

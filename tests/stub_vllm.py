@@ -1,4 +1,4 @@
-"""What vLLM 0.32 answers on the routes of scale/server.py, with a tiny model."""
+"""What vLLM 0.32 answers on the routes of engines/server.py, with a tiny model."""
 
 import copy
 import hashlib
@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import pad
 
+from engines.server import BODY, ROUTES
+from engines.slots import Engine
 from policy import evaluating, load_policy
 from rollout import StopRule, encode
-from scale.engine import Engine
-from scale.server import BODY, ROUTES
 
 BLOCK = 16  # tokens whose keys are found again
 

@@ -107,13 +107,13 @@ FAULTS = {  # what -> (file, as it is, as it fails on a GPU)
         "(targets.shape)",
     ),
     "tokens on the CPU": (
-        "scale/engine.py",
+        "engines/slots.py",
         "torch.tensor([[row.ids[-1]] for row in rows], device=self.device)",
         "torch.tensor([[row.ids[-1]] for row in rows])",
     ),
-    "a table on the CPU": ("scale/engine.py", "(alarm, device=self.device)", "(alarm)"),
+    "a table on the CPU": ("engines/slots.py", "(alarm, device=self.device)", "(alarm)"),
     "a mask in fp32": (
-        "scale/engine.py",
+        "engines/slots.py",
         "(hidden.shape, dtype=self.model.dtype, ",
         "(hidden.shape, ",
     ),

@@ -102,7 +102,7 @@ def test_the_rollout_takes_what_is_left_and_no_more_than_there_are_rows():
     made, slots = plan.plan(case, 74 * GIB)
     assert made["peak"] <= 74 * GIB and plan.FEW < slots < case.rows
     none, more = (sum(plan.rollout_parts(case, n).values()) for n in (0, slots + 1))
-    # scale.engine takes 0.8 of what is free
+    # engines.slots takes 0.8 of what is free
     assert more - none > 0.8 * (74 * GIB - sum(plan.standing(case).values()) - none)
     assert plan.plan(case, 10_000 * GIB)[1] == case.rows
 

@@ -18,6 +18,7 @@ from conftest import model_of, roll, small
 from transformers import ByT5Tokenizer, GenerationConfig
 
 from data import Document, Question, SearchRequest, SearchResult
+from engines.slots import generate_in_slots, obstacle
 from errors import InputError
 from papers import paper_of
 from policy import Policy, collate
@@ -32,7 +33,6 @@ from rollout import (
     encode,
     generate_by_turns,
 )
-from scale.engine import generate_in_slots, obstacle
 from settings import Settings
 from trajectory import Segment, Trajectory, show, trajectory_from_text
 

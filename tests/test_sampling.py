@@ -8,9 +8,9 @@ import torch
 from conftest import model_of, small
 from test_lora import needs_peft
 
+from engines.sampling import copy_of, to_sample_with, wants_copy
 from policy import Policy
 from scale.lora import add_lora
-from scale.sampling import copy_of, to_sample_with, wants_copy
 
 
 def make_policy(tied=False) -> Policy:

@@ -15,12 +15,12 @@ from processes import in_two_processes
 from safetensors.torch import load_file
 
 import ppo
+from engines.sampling import to_sample_with
 from errors import InputError
 from flags import PolicySettings
 from plumbing.build import make_accelerator, spread_over
 from policy import Batch, Policy, load_policy, save_policy
 from scale import shards
-from scale.sampling import to_sample_with
 from scale.shards import asked_for, check_shardable, full, in_parts
 from settings import Settings
 from update import TrainState, accumulate_and_step, compute_logprobs, compute_values

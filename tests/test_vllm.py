@@ -1,4 +1,4 @@
-"""scale/server.py: what servers sample is what slots sample, with the newest weights; whatever is
+"""engines/server.py: what servers sample is what slots sample, with the newest weights; whatever is
 wrong with a server is one line. Each test asks a stub, and marked `vllm` the real server.
 """
 
@@ -39,6 +39,9 @@ from stub_vllm import StubVLLM
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import train
+from engines import server
+from engines.server import Fleet, Server, Turns, generate_on_server, to_serve
+from engines.slots import generate_in_slots
 from papers import paper_of
 from plumbing.build import build_environment, build_search
 from plumbing.files import checkpoints
@@ -48,15 +51,12 @@ from prompts import PROTOCOLS
 from retrievers.net import Fault
 from rewards import REWARDS
 from rollout import rollout
-from scale import server
-from scale.engine import generate_in_slots
-from scale.server import Fleet, Server, Turns, generate_on_server, to_serve
 from settings import check_settings, parse, resolve
 from sft import SFTSettings, train_sft
 from world.toy import load_toy, make_tokenizer, shape
 from world.world import World
 
-JSON, START = "application/json", "start it by `python -m scale.server --model"
+JSON, START = "application/json", "start it by `python -m engines.server --model"
 
 
 # ------------------------------------------------------------------------------ models and servers
@@ -144,7 +144,7 @@ def real_server(model: str, folder: Path):
     start.
     """
     port = quiet_port()
-    log, words = folder / "log", f"-m scale.server --model {model} --port {port}"
+    log, words = folder / "log", f"-m engines.server --model {model} --port {port}"
     with open(log, "w") as out:
         how = {"cwd": folder, "env": ENVIRONMENT, "stdout": out, "stderr": out}
         process = subprocess.Popen([sys.executable, *words.split()], start_new_session=True, **how)

@@ -33,14 +33,14 @@ from transformers import AutoModelForCausalLM
 
 import update
 from data import Question
+from engines.sampling import to_sample_with, wants_copy
+from engines.slots import Engine, affordable
 from flags import frozen_in_8bit
 from lab import plan
 from plumbing.build import spread_over
 from policy import Policy, checkpoint_activations
 from prompts import PROTOCOLS
-from scale.engine import Engine, affordable
 from scale.lora import add_lora
-from scale.sampling import to_sample_with, wants_copy
 from train import Rollouts, prepare
 from trajectory import Trajectory
 

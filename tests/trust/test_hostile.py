@@ -17,13 +17,14 @@ from conftest import ROOT, chat_server, of_fault, rows_of, settings_for
 from hypothesis import Phase, given
 from hypothesis import settings as examples_of
 from hypothesis import strategies as st
-from test_engine import make_talkative, random_policy
+from test_slots import make_talkative, random_policy
 from tokenizers import AddedToken, normalizers
 
 import metrics
 import train
 import view
 from data import Document, Question, SearchResult, clean, harmless
+from engines.slots import generate_in_slots
 from errors import InputError
 from flags import RolloutSettings
 from formats.records import append_jsonl
@@ -35,7 +36,6 @@ from prompts import PROTOCOLS, build_prompt
 from retriever import BM25, show_search
 from rewards import REWARDS, Extras, example, tfidf_embedder
 from rollout import Environment, decode, encode, generate_by_turns, rollout
-from scale.engine import generate_in_slots
 from settings import Settings
 from trajectory import Segment, Trajectory, show, trajectory_from_text
 

@@ -19,6 +19,7 @@ from processes import in_two_processes, wait_for
 
 import train
 from data import Question, SearchRequest, SearchResult
+from engines.slots import pick
 from errors import LOST, InputError, run_main
 from eval import Evaluation, Options
 from other_models.llm import LocalLLM, ServerLLM, load_llm
@@ -26,7 +27,6 @@ from plumbing import build
 from plumbing.files import checkpoints
 from prompts import PROTOCOLS
 from rollout import MAX_STUCK, Environment, call_search
-from scale.engine import pick
 from settings import Settings
 from summarizer import SUMMARY_LOG
 

@@ -6,8 +6,8 @@
     a turn             POST /v1/completions: all ids of a row -> the new ids and their log-probs
     between turns      one search for all waiting rows, while the others are sampled
 
-    python -m scale.server --model DIR                       starts a server with the right flags
-    python -m scale.server --model DIR -- --tensor-parallel-size 4       adds flags of vLLM's own
+    python -m engines.server --model DIR                       starts a server with the right flags
+    python -m engines.server --model DIR -- --tensor-parallel-size 4       adds flags of vLLM's own
 
 Three things can go wrong silently, so they are checked: weights that were not read, keys of former
 weights in the server's prefix cache, and a distribution that is not the trained one, because
@@ -391,7 +391,7 @@ def generate_on_server(policy, environment, trajectories, progress=None) -> None
 
 
 # -------------------------------------------------------------------------------------- the command
-COMMAND = "python -m scale.server"
+COMMAND = "python -m engines.server"
 VENV = Path(__file__).resolve().parent.parent / ".venv-vllm/bin"
 FLAGS = (
     "--generation-config vllm --logprobs-mode processed_logprobs --enable-prefix-caching"

@@ -1,4 +1,4 @@
-"""engine.py: slots sample what `generate` samples, token for token; only the work differs."""
+"""engines/slots.py: greedy slots sample the tokens of `generate`; only the work differs."""
 
 import dataclasses
 import random
@@ -11,12 +11,12 @@ import torch
 from conftest import model_of, small
 
 from data import Document, Question, SearchResult
+from engines.slots import Engine, affordable, generate_in_slots, pick, warn_once
 from errors import InputError
 from flags import EngineSettings, RolloutSettings
 from policy import Policy
 from prompts import PROTOCOLS, build_prompt
 from rollout import Environment, context_of, encode, generate_by_turns, rollout
-from scale.engine import Engine, affordable, generate_in_slots, pick, warn_once
 from trajectory import Trajectory
 
 UR2 = PROTOCOLS["ur2"]
@@ -327,7 +327,7 @@ def test_too_little_memory_means_fewer_slots_and_at_least_one(
     # [2 layers, keys and values, 2 heads of 8] in fp32 = 256 bytes a place; 256 + 64 places and 16
     # bytes for each of 707 logits are 93,232 bytes; 0.8 of the free memory is used.
     free = SimpleNamespace(available=rows_that_fit * 93_232 / 0.8)
-    monkeypatch.setattr("scale.engine.psutil.virtual_memory", lambda: free)
+    monkeypatch.setattr("engines.slots.psutil.virtual_memory", lambda: free)
     assert affordable(qwen2.language_model, 256) == slots
     rows = play(qwen2, bpe, group_size=4, max_context=256, max_turn_tokens=100)
     assert all(row.stop_reason for row in rows)
