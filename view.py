@@ -19,7 +19,9 @@ import argparse
 import itertools
 import math
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
+from statistics import fmean
 
 from data import harmless
 from errors import FlagParser, InputError, check_output, run_main
@@ -68,14 +70,12 @@ def series(records: list[dict], wanted: tuple[str, ...]) -> dict[str, tuple[list
 
 def filled_panels(records: list[dict]) -> dict[str, dict]:
     """title -> curves, of the panels that this run has numbers for: only PPO has a critic."""
-    found = {title: series(records, wanted) for title, wanted in PANELS}
-    return {title: curves for title, curves in found.items() if curves}
+    return {title: curves for title, wanted in PANELS if (curves := series(records, wanted))}
 
 
 def smooth(values: list[float], window: int = 5) -> list[float]:
     """Mean of the last `window` values. smooth([0, 1, 2], 2) = [0, 0.5, 1.5]."""
-    parts = [values[max(0, i + 1 - window) : i + 1] for i in range(len(values))]
-    return [sum(part) / len(part) for part in parts]
+    return [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 
 def load_pyplot():
@@ -94,12 +94,9 @@ def draw(folder: Path, png: Path) -> None:
     records, stages = read_run(folder)
     panels = filled_panels(records)
     rows = max(1, math.ceil(len(panels) / COLUMNS))
-    size = {"figsize": (16, 3.5 * rows), "constrained_layout": True, "squeeze": False}
-    figure, axes = pyplot.subplots(rows, COLUMNS, **size)
-    for axis in axes.flat[len(panels) :]:
-        axis.remove()
-    for axis, title in zip(axes.flat, panels, strict=False):  # more places than panels
-        draw_panel(axis, title, panels[title], stages)
+    figure = pyplot.figure(figsize=(16, 3.5 * rows), layout="constrained")
+    for place, (title, curves) in enumerate(panels.items(), 1):
+        draw_panel(figure.add_subplot(rows, COLUMNS, place), title, curves, stages)
     figure.savefig(png, dpi=110)
     pyplot.close(figure)
 
@@ -109,10 +106,10 @@ def draw_panel(axis, title: str, curves: dict, stages: list[tuple[int, str]]) ->
         shown = harmless(label.replace("_", " ")).replace("$", r"\$")
         (line,) = axis.plot(x, smooth(y), label=shown, linewidth=2.4 if label == "reward" else 1.5)
         axis.plot(x, y, color=line.get_color(), alpha=0.2, linewidth=0.8)  # as measured
-    above = {"transform": axis.get_xaxis_transform(), "va": "bottom"}
+    above = axis.get_xaxis_transform()
     for x, name in stages:
         axis.axvline(x, color="0.6", linestyle="--", linewidth=0.8)
-        axis.text(x, 1.0, f" {name}", fontsize=8, color="0.4", **above)
+        axis.text(x, 1.0, f" {name}", fontsize=8, color="0.4", transform=above, va="bottom")
     axis.set_title(title, fontsize=11, pad=14)
     axis.set_xlabel("step")
     axis.grid(alpha=0.25)
@@ -191,7 +188,7 @@ def print_group(folder: Path, step: int | None, group: int) -> None:
         wanted = "no step" if step is None else f"no step {step}"
         raise InputError("; ".join([f"{folder}: {wanted} is kept there", *missing]))
     some = [r for r in some if r["step"] == some[-1]["step"]]
-    groups = [list(rows) for _, rows in itertools.groupby(some, key=lambda r: r["group"])]
+    groups = [list(rows) for _, rows in itertools.groupby(some, key=itemgetter("group"))]
     if group not in range(len(groups)):
         raise InputError(f"{folder}: {len(groups)} groups are kept there, and not --group {group}")
     first = groups[group][0]
@@ -242,10 +239,11 @@ def newest_run(folder: Path) -> Path:
 def main(arguments: list[str] | None = None) -> None:
     asked = parse(arguments)
     runs = asked.runs or [newest_run(Path("runs"))]
-    run, several = runs[0], "-".join(names_of(runs))
+    run = runs[0]
     if asked.text:
         return print_group(stages_of(run)[-1], asked.step, asked.group)
-    page = run / "view" if len(runs) == 1 else run.resolve().parent / several
+    several = run.resolve().parent / "-".join(names_of(runs))
+    page = run / "view" if len(runs) == 1 else several
     out = asked.out or (run / "curves.png" if asked.png else page)
     file = out if asked.png else out / "index.html"
     check_output(file, "--out")
