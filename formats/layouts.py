@@ -36,19 +36,19 @@ def field(record: dict, name: str, kind: type = str, default=None):
         if default is None:
             raise InputError(f"field {name!r} is missing or empty")
         return default
+    return of_kind(value, kind, f"field {name!r}")
+
+
+def of_kind(value, kind: type, place: str):
     if not isinstance(value, kind):
-        raise wrong(name, f"expected {kind.__name__}, found {short(value)}")
+        raise InputError(f"{place}: expected {kind.__name__}, found {short(value)}")
     return value
 
 
 def items(record: dict, name: str, kind: type = str, default=None) -> list:
     """Returns the list record[name], all of whose items must be of this kind."""
     values = field(record, name, list, default)
-    for i, value in enumerate(values, 1):
-        if not isinstance(value, kind):
-            expected = f"expected {kind.__name__}, found {short(value)}"
-            raise InputError(f"field {name!r}, item {i}: {expected}")
-    return values
+    return [of_kind(v, kind, f"field {name!r}, item {i}") for i, v in enumerate(values, 1)]
 
 
 def paragraphs_of(record: dict, name: str, default=None, question_id: str = "") -> list[dict]:
@@ -137,9 +137,13 @@ def from_own(record: dict, number: int) -> dict:
     supporting = field(record, "supporting", list, [])
     if not all(number in range(1, len(references) + 1) for number in supporting):
         raise wrong("supporting", f"expected numbers from 1 to {len(references)}, the references")
-    fields = asked(record, "answers", options if chosen else None, number)
-    fields |= {"task": task, "may_search": field(record, "may_search", bool, True)}
-    return fields | {"options": options, "references": references, "supporting": supporting}
+    return asked(record, "answers", options if chosen else None, number) | {
+        "task": task,
+        "may_search": field(record, "may_search", bool, True),
+        "options": options,
+        "references": references,
+        "supporting": supporting,
+    }
 
 
 def from_flashrag(record: dict, number: int) -> dict:
@@ -202,7 +206,7 @@ def titled_pairs(record: dict, name: str, second: str) -> list[Sequence]:
     pairs = record.get(name)
     if isinstance(pairs, dict):
         titles, others = items(pairs, "title"), field(pairs, second, list)
-        pairs = [[title, other] for title, other in zip_longest(titles, others)]
+        pairs = [*map(list, zip_longest(titles, others))]
     for pair in items({name: pairs}, name, list):
         if len(pair) != 2 or not isinstance(pair[0], str) or pair[1] is None:
             raise wrong(name, f"expected a title and its {second}, found {short(pair)}")
@@ -216,9 +220,8 @@ def from_musique(
     fields = asked(record, question=question)
     if not field(record, "answerable", bool, True):
         raise InputError("the question has no answer: field 'answerable' is false")
-    answers = fields["answers"]
-    if record.get("answer_aliases") is not None:
-        answers += [alias for alias in items(record, "answer_aliases") if alias.strip()]
+    aliases = items(record, "answer_aliases", str, [])
+    answers = [*fields["answers"], *(alias for alias in aliases if alias.strip())]
     references = paragraphs_of(record, paragraphs, None, fields["id"])
     marks = [field(item, "is_supporting", bool, False) for item in record[paragraphs]]
     gold = [i for i, mark in enumerate(marks, 1) if mark]
@@ -264,17 +267,12 @@ def from_verl(record: dict, number: int) -> dict:
     messages = items(record, "prompt", dict)
     users = [message.get("content") for message in messages if message.get("role") == "user"]
     question = field({"prompt": users[-1] if users else ""}, "prompt").rpartition("Question:")[2]
-    name, golds = "reward_model.ground_truth", field(record, "reward_model", dict)
-    golds = golds.get("ground_truth")
+    golds = field(record, "reward_model", dict).get("ground_truth")
     golds = golds.get("target") if isinstance(golds, dict) else golds
     golds = golds.split("<|answer_split|>") if isinstance(golds, str) else golds
-    source = field(record, "data_source", str, "")
-    return {
-        "id": f"{source}:{index}".lstrip(":"),
-        "question": field({"prompt": question}, "prompt").strip(),
-        "answers": gold_answers({name: golds}, name),
-        "source": source,
-    }
+    name, source = "reward_model.ground_truth", field(record, "data_source", str, "")
+    fields = {"id": f"{source}:{index}".lstrip(":"), "prompt": question.strip(), "source": source}
+    return asked(fields | {name: golds}, name, question="prompt")
 
 
 # -------------------------------------------------------------------------- layouts of corpus files
@@ -288,8 +286,7 @@ def from_title_text(record: dict, number: int) -> dict:
 def from_passage(record: dict, number: int, name: str = "passage", mark: str = "\t") -> dict:
     """Reads one string whose title ends at `mark`: a line break, " Text:", or three blanks."""
     title, text = titled(field(record, name), mark)
-    title = title.removeprefix("Title:")
-    return from_title_text(record | {"title": title, "text": text}, number)
+    return from_title_text(record | {"title": title.removeprefix("Title:"), "text": text}, number)
 
 
 def titled(passage: str, mark: str = "\n") -> tuple[str, str]:

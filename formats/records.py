@@ -30,8 +30,10 @@ LONGEST_LINE = 64_000_000  # bytes
 
 
 def open_error(path: Path, error: OSError) -> InputError:
-    known = {FileNotFoundError: "no such file: check the path"}
-    known[IsADirectoryError] = "a folder: name the files in it"
+    known = {
+        FileNotFoundError: "no such file: check the path",
+        IsADirectoryError: "a folder: name the files in it",
+    }
     return InputError(f"{path}: {known.get(type(error), f'cannot be read ({error.strerror})')}")
 
 
@@ -159,7 +161,7 @@ def is_tsv(path: Path) -> bool:
 
 def tsv_records(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, str, object]]:
     csv.field_size_limit(LONGEST_LINE)
-    names: Sequence[str] = ()
+    names = ()
     for number, record in decoded_lines(path):
         if isinstance(record, str):
             # Each line alone: a quote that is never closed must not take the lines after it.
@@ -230,9 +232,13 @@ def write_text(path: Path, text: str) -> None:
         os.replace(partial, path)
 
 
+def json_lines(records: Iterable[dict]) -> str:
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
 def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
     """Appends a JSON line per record, after a complete line. Without records it tests the file."""
-    lines = b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records)
+    lines = json_lines(records).encode()
     with writing(path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab+") as file:
@@ -245,8 +251,7 @@ def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
 def write_records(path: Path, records: list[dict]) -> None:
     """Writes all records as JSON lines; replaces the file at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
-    write_text(path, "".join(lines))
+    write_text(path, json_lines(records))
 
 
 @functools.cache

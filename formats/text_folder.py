@@ -31,13 +31,13 @@ def passages(text: str, name: str, markdown: bool = False) -> list[tuple[str, st
     """Returns [(title, passage)]. A title begins with the text's first heading, or with `name`."""
     found = list(paragraphs(text, markdown))
     title = next((headings[0] for headings, _ in found if headings), name)
-    packed, size, above = [], 0, ()
+    packed, size, above = [], MOST, ()
     for headings, paragraph in found:
         new = " > ".join(heading for heading in headings if heading not in above)
         joint = f"\n{new}\n" if new else "\n"
         for piece in pieces(paragraph):
             words = len(piece.split())
-            if packed and size < (LEAST if new else GOAL) and size + words <= MOST:
+            if size < (LEAST if new else GOAL) and size + words <= MOST:
                 packed[-1][1] += joint + piece
                 size += words
             else:
@@ -51,7 +51,7 @@ def passages(text: str, name: str, markdown: bool = False) -> list[tuple[str, st
 
 def paragraphs(text: str, markdown: bool) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yields (the headings above a paragraph, the paragraph on one line)."""
-    headings: dict[int, str] = {}  # level -> heading
+    headings = {}  # level -> heading
     lines, fence = [], ""  # lines of this paragraph; the mark that ends a code block
     for line in [*text.split("\n"), ""]:
         opened, heading = (FENCE.match(line), HEADING.match(line)) if markdown else (None, None)
@@ -99,9 +99,10 @@ def ending(path: Path) -> str:
 
 def is_text(path: Path) -> bool:
     """Returns whether this is a folder, a Markdown file, or a .txt file without records."""
-    if os.path.isdir(path) or ending(path) != ".txt":  # False for a name that is too long
-        return os.path.isdir(path) or ending(path) == ".md"
-    return not is_tsv(path) and not first_line(path).startswith((b"{", b"[{"))
+    if os.path.isdir(path) or ending(path) == ".md":  # isdir: False for a name that is too long
+        return True
+    records = ending(path) != ".txt" or is_tsv(path)
+    return not (records or first_line(path).startswith((b"{", b"[{")))
 
 
 def text_files(folder: Path) -> list[Path]:
@@ -132,7 +133,7 @@ def read_texts(path: Path, skip_bad: bool = False) -> list[dict]:
     for file in tqdm(files, desc="passages", unit="file", leave=False, disable=None):
         name = file.relative_to(root).as_posix()
         try:
-            text = read_whole(file).replace("\r\n", "\n").replace("\r", "\n")
+            text = re.sub("\r\n?", "\n", read_whole(file))
         except InputError as error:
             if not skip_bad:
                 raise InputError(f"{error}, or leave it out with --skip_bad") from None
