@@ -34,11 +34,13 @@ from settings import (
 
 def read_flags(arguments: list[str] | None = None) -> tuple[dict, str]:
     """Returns (the flags that were given, the question)."""
-    purpose = f"Asks a model one question, or starts a session.{MORE_HELP}"
-    example = 'example: python ask.py "who draws maps?" --model DIR --corpus my_documents/'
-    parser = FlagParser("ask.py", description=purpose, epilog=example)
-    used = "question retriever retriever_url max_searches temperature run_name"
-    parser.most_used = [*MOST_USED, *used.split()]
+    parser = FlagParser(
+        "ask.py",
+        description=f"Asks a model one question, or starts a session.{MORE_HELP}",
+        epilog='example: python ask.py "who draws maps?" --model DIR --corpus my_documents/',
+    )
+    used = "question retriever retriever_url max_searches temperature run_name".split()
+    parser.most_used = [*MOST_USED, *used]
     parser.add_argument("question", nargs="*", help="the question (default: start a session)")
     records = [record for record in ASKING if record is not EngineSettings]  # HF generate only
     add_flags(parser, records, named_in(sys.argv[1:] if arguments is None else arguments), "eval")
@@ -107,10 +109,9 @@ class Session:
         searches = PROTOCOLS[settings.protocol].query_tags is not None
         corpus = searches and settings.retriever not in ("http", "empty", "oracle", "given")
         if corpus and not (settings.corpus or built_in):
-            advice = "give --corpus FILE_OR_FOLDER or --retriever http --retriever_url URL"
             raise InputError(
                 f"{settings.model} was not trained in the built-in world, so it needs something to"
-                f" search: {advice}"
+                " search: give --corpus FILE_OR_FOLDER or --retriever http --retriever_url URL"
             )
         self.questions, device = known_questions(settings), best_device()
         self.words = {word for q in self.questions * built_in for word in tokenize(q.question)}
@@ -144,8 +145,10 @@ def answer(session: Session, text: str) -> None:
     check_prompts([question], session.environment, policy)
     unknown = [word for word in tokenize(text) if session.words and word not in session.words]
     if unknown:  # the tiny model would drop the word, or answer another sum
-        message = f"{harmless(unknown[0])!r}: it knows only its own world's words"
-        raise InputError(f"the model does not know {message}; try: {questions[0].question}")
+        raise InputError(
+            f"the model does not know {harmless(unknown[0])!r}: it knows only its own world's"
+            f" words; try: {questions[0].question}"
+        )
     print(describe_question(question))
     # A new one for each question, because Ctrl-C stops it.
     streamer = Streamer(session.tokenizer, skip_prompt=True, clean_up_tokenization_spaces=False)

@@ -201,8 +201,10 @@ def print_group(folder: Path, step: int | None, group: int) -> None:
         try:
             lines += shown_trajectory(record, settings)
         except Exception as error:  # the lines before the damage are shown
-            fits = "tokens, mask and numbers do not fit together"
-            lines.append(f"the rest of this sample is damaged, {fits}: {error!r}")
+            lines.append(
+                "the rest of this sample is damaged, tokens, mask and numbers do not fit together:"
+                f" {error!r}"
+            )
     print(*map(harmless, lines), sep="\n")
 
 
@@ -253,9 +255,11 @@ def main(arguments: list[str] | None = None) -> None:
         write_page(runs, out)
     print(f"written: {file.resolve()}")
     if not asked.png:
-        serve = f"python -m http.server --bind 127.0.0.1 --directory {out.resolve()} 8000"
-        print("open that file in a browser; of a remote machine copy the folder, or run there")
-        print(f"  {serve}\nand here  ssh -L 8000:127.0.0.1:8000 HOST, then http://127.0.0.1:8000")
+        print(
+            "open that file in a browser; of a remote machine copy the folder, or run there\n"
+            f"  python -m http.server --bind 127.0.0.1 --directory {out.resolve()} 8000\n"
+            "and here  ssh -L 8000:127.0.0.1:8000 HOST, then http://127.0.0.1:8000"
+        )
 
 
 if __name__ == "__main__":

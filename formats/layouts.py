@@ -162,8 +162,8 @@ def from_plain(record: dict, number: int) -> dict:
     """Reads a table row (a column may hold a list of answers), R1-Searcher's and UR²'s records."""
     fields = asked(record, number=number)
     if fields["question"].strip().isdigit():
-        advice = "passages go where a corpus is asked for"
-        raise wrong("question", f"{short(fields['question'])} is a number: {advice}")
+        number = f"{short(fields['question'])} is a number"
+        raise wrong("question", f"{number}: passages go where a corpus is asked for")
     if len(fields["answers"]) == 1:
         fields["answers"] = answer_list(fields["answers"][0])
     return fields | {"task": "math" if fields["source"] == "math" else "qa"}
@@ -184,9 +184,9 @@ def from_hotpotqa(record: dict, number: int) -> dict:
     """
     fields, references = asked(record), []
     for i, (title, sentences) in enumerate(titled_pairs(record, "context", "sentences"), 1):
-        found = items({"context": sentences}, "context")
         # Sentences of HotpotQA begin with a blank, those of 2Wiki do not.
-        text = " ".join(sentence.strip() for sentence in found if sentence.strip())
+        found = map(str.strip, items({"context": sentences}, "context"))
+        text = " ".join(filter(None, found))
         references.append({"id": f"{fields['id']}:{i}", "title": title, "text": text})
     titles = [reference["title"] for reference in references]
     gold = {title for title, _ in titled_pairs(record, "supporting_facts", "sent_id")}
@@ -238,8 +238,7 @@ def from_ircot(record: dict, number: int) -> dict:
     """Reads IRCoT's processed files, which R-Search uses (section 4.1): MuSiQue's layout with other
     names, also of HotpotQA and 2Wiki. Only HotpotQA's records name their data set.
     """
-    objects = items(record, "answers_objects", dict)
-    spans = [span for one in objects for span in items(one, "spans")]
+    spans = [s for one in items(record, "answers_objects", dict) for s in items(one, "spans")]
     source = field(record, "dataset", str, "")
     return from_musique(record | {"answer": spans}, number, "question_text", "contexts", source)
 
@@ -257,8 +256,8 @@ def from_math(record: dict, number: int) -> dict:
     name, answer = "answer", field(record, "answer", str, "").rpartition("####")[2].strip()
     if not answer and "solution" in record:
         name, answer = "solution", last_boxed(field(record, "solution", str, ""))
-    fields = asked(record | {name: answer}, name, number=number, question=question)
-    return fields | {"task": "math"}
+    record = record | {name: answer}
+    return asked(record, name, number=number, question=question) | {"task": "math"}
 
 
 def from_verl(record: dict, number: int) -> dict:
@@ -292,8 +291,9 @@ def from_passage(record: dict, number: int, name: str = "passage", mark: str = "
 def titled(passage: str, mark: str = "\n") -> tuple[str, str]:
     """Returns (title, text): '"Ana"\\nborn' -> ("Ana", "born"); without a mark all is text."""
     title, found, text = passage.partition(mark)
-    unquoted = re.sub(r'^"(.*)"$', r"\1", title.strip())  # the title itself may contain quotes
-    return (unquoted, text) if found else ("", passage)
+    if not found:
+        return "", passage
+    return re.sub(r'^"(.*)"$', r"\1", title.strip()), text  # the title itself may contain quotes
 
 
 # --------------------------------------------------------------------------------------- the tables
@@ -342,8 +342,8 @@ def detect(record: dict, table: dict[str, Layout]) -> str:
         if layout.recognise(record):
             return name
     known = ", ".join(f"{name} ({row.fields.replace('!', '')})" for name, row in table.items())
-    fields = f"it has the fields {', '.join(map(repr, record))[:300]}; known are {known}"
-    raise InputError(f"unknown layout: {fields}")
+    fields = ", ".join(map(repr, record))[:300]
+    raise InputError(f"unknown layout: it has the fields {fields}; known are {known}")
 
 
 def read_fields(path: Path, table: dict[str, Layout], columns=(), skip_bad=False) -> Iterator[dict]:

@@ -81,8 +81,9 @@ def decoded_lines(path: Path) -> Iterator[tuple[int, str | InputError]]:
     """
     for number, line in enumerate(byte_lines(path), 1):
         if len(line) == LONGEST_LINE:
-            advice = "longer than 64 MB: end each record with a line break"
-            raise InputError(f"{path}, line {number}: {advice}")
+            raise InputError(
+                f"{path}, line {number}: longer than 64 MB: end each record with a line break"
+            )
         if line.strip():
             yield number, decoded(line.rstrip(b"\r\n"))
 
@@ -127,11 +128,14 @@ def read_parquet(path: Path) -> list[dict]:
 
         return parquet.read_table(path).to_pylist()
     except ImportError:
-        how = "pip install pyarrow, or convert the file to JSONL"
-        raise InputError(f"{path}: a parquet file needs pyarrow: {how}") from None
+        raise InputError(
+            f"{path}: a parquet file needs pyarrow: pip install pyarrow, or convert the file to"
+            " JSONL"
+        ) from None
     except Exception as error:  # the reader of a damaged file may raise anything
-        reason = short(str(error))
-        raise InputError(f"{path}: not a readable parquet file ({reason}): get it again") from None
+        raise InputError(
+            f"{path}: not a readable parquet file ({short(str(error))}): get it again"
+        ) from None
 
 
 def loads(text: str | InputError) -> object:
@@ -171,8 +175,10 @@ def tsv_records(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, str, 
             names = names or columns
             record = dict(zip(names, values, strict=False))
             if len(values) != len(names):
-                known = f"expected {len(names)} ({', '.join(names)})"
-                record = InputError(f"{len(values)} tab-separated columns, {known}")
+                record = InputError(
+                    f"{len(values)} tab-separated columns, expected {len(names)}"
+                    f" ({', '.join(names)})"
+                )
         yield number, f"line {number}", record
 
 
@@ -220,8 +226,9 @@ def writing(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        advice = "make room, or name another place"
-        raise InputError(f"{path}: cannot be written ({error.strerror}): {advice}") from None
+        raise InputError(
+            f"{path}: cannot be written ({error.strerror}): make room, or name another place"
+        ) from None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -270,8 +277,10 @@ def lock(file, how: int) -> None:
     except BlockingIOError:
         raise
     except OSError as error:
-        why = f"cannot be locked ({error.strerror}): two runs in one folder would not be noticed"
-        tell(f"{file.name}: {why}")
+        tell(
+            f"{file.name}: cannot be locked ({error.strerror}): two runs in one folder would not be"
+            " noticed"
+        )
 
 
 def free_name(path: Path) -> Path:
@@ -295,8 +304,9 @@ def convert_records(
         except InputError as error:
             problems.append(f"{path}, {place}: {error}")
             if not skip_bad:
-                advice = "correct it, or leave it out with --skip_bad"
-                raise InputError(f"{problems[0]}: {advice}") from None
+                raise InputError(
+                    f"{problems[0]}: correct it, or leave it out with --skip_bad"
+                ) from None
         else:
             kept += 1
             yield fields
@@ -308,5 +318,8 @@ def report_skipped(path: Path, kept: int, problems: list[str], noun: str) -> Non
         reason = f"; the first problem: {problems[0]}" if problems else ""
         raise InputError(f"{path}: no {noun} to use: name another file{reason}")
     if problems:
-        count = f"{len(problems)} of {len(problems) + kept} {noun}s"
-        print(f"{path}: {count} skipped; the first: {problems[0]}", file=sys.stderr)
+        print(
+            f"{path}: {len(problems)} of {len(problems) + kept} {noun}s skipped; the first:"
+            f" {problems[0]}",
+            file=sys.stderr,
+        )

@@ -119,8 +119,9 @@ def text_files(folder: Path) -> list[Path]:
         files = [Path(root, name) for name in names if not name.startswith(".")]
         texts += [f for f in files if ending(f) in (".txt", ".md") and not f.is_fifo()]
     if not texts:
-        advice = "name a folder of texts, or a file"
-        raise InputError(f"{folder}: no file in it ends in .txt or .md: {advice}")
+        raise InputError(
+            f"{folder}: no file in it ends in .txt or .md: name a folder of texts, or a file"
+        )
     return sorted(texts)
 
 

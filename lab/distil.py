@@ -83,14 +83,10 @@ def direct_protocol(protocol: Protocol) -> Protocol:
     return replace(protocol, instruction=text, direct_instruction=text)
 
 
-def imitation(prompt: list[int], text: str, tokenizer) -> Example:
-    return example_of(prompt, [(text, True)], tokenizer)
-
-
 def direct_example(question: Question, protocol: Protocol, tokenizer) -> Example:
     """Builds: prompt -> the first gold answer, without reasoning."""
     prompt = build_prompt(direct_protocol(protocol), question, tokenizer)
-    return imitation(prompt, final_answer(protocol, question.answers[0]), tokenizer)
+    return example_of(prompt, [(final_answer(protocol, question.answers[0]), True)], tokenizer)
 
 
 def reasoning_example(question: Question, protocol: Protocol, tokenizer) -> Example:
@@ -99,7 +95,7 @@ def reasoning_example(question: Question, protocol: Protocol, tokenizer) -> Exam
     analysis = without_control(analysis_of(question), tokenizer, protocol.tags).strip()
     text = f"<relevance>{[*question.supporting]}</relevance>\n<analysis> {analysis} </analysis>\n"
     text += final_answer(protocol, question.answers[0])
-    return imitation(build_prompt(protocol, question, tokenizer), text, tokenizer)
+    return example_of(build_prompt(protocol, question, tokenizer), [(text, True)], tokenizer)
 
 
 def analysis_of(question: Question) -> str:
@@ -152,8 +148,10 @@ def read_traces(records: list[dict], protocol: Protocol, given=()) -> list[Traje
     for record in records:
         name, metrics = record["id"], record["metrics"]
         if (known and name not in known) or "transcript" not in record:
-            hint = "give its file of --questions, and --data of eval.py --out FILE"
-            raise InputError(f"question {name} is not in --questions, or has no transcript: {hint}")
+            raise InputError(
+                f"question {name} is not in --questions, or has no transcript: give its file of"
+                " --questions, and --data of eval.py --out FILE"
+            )
         if name not in traces and metrics.get("format") == metrics.get("em") == 1:
             question = known.get(name) or Question(name, record["question"], record["golds"])
             traces[name] = trajectory_from_text(question, record["transcript"], protocol)
@@ -165,8 +163,10 @@ def read_summary_log(path: str) -> dict[tuple[str, str], str]:
     replies = {}
     for _, place, record in read_records(Path(path)):
         if isinstance(record, InputError) or not record.keys() >= SUMMARY_FIELDS:
-            hint = f"give the {SUMMARY_LOG} of a --output_dir, or remove the line"
-            raise InputError(f"{path}, {place}: no summary record: {hint}")
+            raise InputError(
+                f"{path}, {place}: no summary record: give the {SUMMARY_LOG} of a --output_dir, or"
+                " remove the line"
+            )
         replies[record["instruction"], record["text"]] = record["summary"]
     return replies
 
@@ -179,7 +179,10 @@ def examples_of(method: str, settings: DistilSettings, protocol, tokenizer) -> l
     if method == "summarizer":
         replies = read_summary_log(settings.data).items()
         # Exactly the prompt that other_models/llm.py gives a local model.
-        return [imitation(prompt_ids(tokenizer, ask), reply, tokenizer) for ask, reply in replies]
+        return [
+            example_of(prompt_ids(tokenizer, asked), [(reply, True)], tokenizer)
+            for asked, reply in replies
+        ]
     if method == "traces":
         given = load_questions(settings.questions, settings.skip_bad) if settings.questions else ()
         traces = read_traces(read_predictions(settings.data, settings.skip_bad), protocol, given)
@@ -194,8 +197,8 @@ def examples_of(method: str, settings: DistilSettings, protocol, tokenizer) -> l
 
 def that_fit(examples: list[Example], longest: int) -> list[Example]:
     fit = [example for example in examples if len(example.ids) <= longest and any(example.mask)]
-    count = f"{len(fit)} of {len(examples)} examples"
-    message = f"{count} fit {longest} tokens and have text to imitate"
+    counts = f"{len(fit)} of {len(examples)} examples fit {longest} tokens"
+    message = f"{counts} and have text to imitate"
     if not fit:
         raise InputError(f"no example to train on: {message}: check --data")
     print(message)
@@ -207,8 +210,7 @@ def distil(method: str, settings: DistilSettings) -> None:
     protocol = PROTOCOLS[settings.protocol or {"traces": "r1_searcher"}.get(method, "arena")]
     memory = PolicySettings(gradient_checkpointing=settings.gradient_checkpointing)
     policy, tokenizer = load_policy(settings.model, best_device(), memory)  # fp32, for training
-    examples = examples_of(method, settings, protocol, tokenizer)
-    examples = that_fit(examples, context_of(policy))
+    examples = that_fit(examples_of(method, settings, protocol, tokenizer), context_of(policy))
     size = min(settings.batch_size, len(examples))
     steps = math.ceil(settings.epochs * len(examples) / size)
     fixed = float(method == "summarizer")  # the rate decays from the end of the run on: never

@@ -22,11 +22,12 @@ import itertools
 import random
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from curriculum import bucket
+from curriculum import bucket_of_mean
 from data import Question, load_questions
 from errors import InputError, run_main, setting
 from formats.records import append_jsonl, finished_records
@@ -164,26 +165,25 @@ def write_drafts(llm, examples: Questions, asked: set[str]) -> Questions:
 
 
 # --------------------------------------------------------------------------------------- the checks
-def asked_often(llm, instruction: str, texts: list[str], times: int) -> list[list[str | None]]:
+def asked_often(llm, instruction: str, texts: Iterable[str], times: int) -> list[list[str | None]]:
     """Samples `times` replies to each text. Requests are numbered, because equal ones would be sent
     only once.
     """
-    pairs = itertools.product(texts, range(1, times + 1))
-    turns = [Request(instruction, f"{text}\n(attempt {turn})", 1.0) for text, turn in pairs]
-    replies = llm.ask(turns)
+    numbered = [f"{text}\n(attempt {turn + 1})" for text in texts for turn in range(times)]
+    replies = llm.ask([Request(instruction, text, 1.0) for text in numbered])
     return [replies[first : first + times] for first in range(0, len(replies), times)]
 
 
 def check_drafts(drafts: Questions, verifier, answerer, k: int) -> Questions:
     """Returns the drafts that every verdict calls correct and that are not too hard, with level."""
-    verdicts = asked_often(verifier, VERIFY, list(map(shown, drafts)), VOTES)
-    pairs = zip(drafts, verdicts, strict=True)
-    correct = [draft for draft, votes in pairs if all(map(read_verdict, votes))]
-    answers = asked_often(answerer, ANSWER, list(map(question_text, correct)), k)
+    verdicts = asked_often(verifier, VERIFY, map(shown, drafts), VOTES)
+    good = [all(map(read_verdict, votes)) for votes in verdicts]
+    correct = [*itertools.compress(drafts, good)]
+    answers = asked_often(answerer, ANSWER, map(question_text, correct), k)
     graded = []
     for draft, replies in zip(correct, answers, strict=True):
-        right = sum(choice_letter(reply, draft.options) in draft.answers for reply in replies)
-        graded.append(replace(draft, level=bucket(right / k)))
+        right = [choice_letter(reply, draft.options) in draft.answers for reply in replies]
+        graded.append(replace(draft, level=bucket_of_mean(right)))
     accepted = [draft for draft in graded if draft.level != "dropped"]
     print(f"{len(drafts)} new drafts: {len(correct)} are correct, {len(accepted)} not too hard")
     return accepted
@@ -219,8 +219,10 @@ def examples_among(given: Questions) -> Questions:
     single = [q for q in given if q.task == "choice" and len(q.answers) == 1]
     if usable := [q for q in single if choice_letter(q.answers[0], q.options)]:
         return usable
-    hint = "they serve as examples for new ones: name another file"
-    raise InputError(f"--data holds no multiple-choice question with one answer: {hint}")
+    raise InputError(
+        "--data holds no multiple-choice question with one answer: they serve as examples for new"
+        " ones: name another file"
+    )
 
 
 def earlier(path: Path) -> Questions:

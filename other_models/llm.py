@@ -77,8 +77,9 @@ def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=None) -
     if spec.startswith(("http://", "https://")):
         return ServerLLM(spec, max_tokens, settings.timeout, cache)
     if not spec or (":" in spec and not Path(spec).exists()):
-        message = f"names no language model: give {ADDRESS}, a HF directory or a hub name"
-        raise InputError(f"{spec!r} {message}")
+        raise InputError(
+            f"{spec!r} names no language model: give {ADDRESS}, a HF directory or a hub name"
+        )
     in_8bit = "others" in frozen_in_8bit(settings)
     try:
         tokenizer = load_tokenizer(spec)
@@ -158,8 +159,9 @@ class LLM:
         two bytes a token: hardly any text has more tokens.
         """
         tokens = self.positions - SPARE - min(most, self.positions // 4)
-        start = len(text.encode()) + len(rest.encode()) - 2 * tokens
-        return text.encode()[max(0, start) :].decode(errors="ignore")
+        data = text.encode()
+        start = len(data) + len(rest.encode()) - 2 * tokens
+        return data[max(0, start) :].decode(errors="ignore")
 
 
 def guessed_tokens(text: str, **_) -> dict:
@@ -196,8 +198,10 @@ class ServerLLM(LLM):
             self.complete(Request(*PROBE))
         except (Fault, LookupError, TypeError) as error:
             reason = error if isinstance(error, Fault) else "it lists no model"
-            advice = f"start the server, or correct the address and the model ({ADDRESS})"
-            raise InputError(f"{spec}: no answer ({reason}): {advice}") from None
+            raise InputError(
+                f"{spec}: no answer ({reason}): start the server, or correct the address and the"
+                f" model ({ADDRESS})"
+            ) from None
 
     def fetch(self, path: str, payload: dict | None = None):
         return fetch_json(f"{self.base}/{path}", payload, self.timeout, self.headers)
@@ -247,8 +251,10 @@ class ServerLLM(LLM):
                     break
         self.dead_batches = 0 if working else self.dead_batches + 1
         if self.dead_batches >= DEAD_BATCHES:
-            problem = f"{self.dead_batches} batches in a row without an answer ({self.fault})"
-            raise InputError(f"{self.name}: {problem}: start it again; the replies so far are kept")
+            raise InputError(
+                f"{self.name}: {self.dead_batches} batches in a row without an answer"
+                f" ({self.fault}): start it again; the replies so far are kept"
+            )
 
     def tried(self, request: Request) -> tuple[Request, str | None, bool]:
         """Returns the request, its reply, and whether the server seems to be down."""

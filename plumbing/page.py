@@ -152,8 +152,10 @@ def readable_records(folder: Path, missing: list[str]) -> Iterator[dict]:
     except InputError as error:
         missing.append(str(error))
     for problem, count in problems.items():
-        lost = f"{count} trajectories are left out, damaged or written by another version"
-        missing.append(f"{folder / NAME}: {lost}: {problem}")
+        missing.append(
+            f"{folder / NAME}: {count} trajectories are left out, damaged or written by another"
+            f" version: {problem}"
+        )
 
 
 def of_step(records: Iterable[dict]) -> tuple[list[dict], list[str]]:

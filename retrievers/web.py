@@ -62,8 +62,9 @@ class WebRetriever:
     def __init__(self, template: str, allow_private=False, words=WINDOW):
         # The policy must not choose the host.
         if "{query}" not in template or "{" in host_of(template, EXAMPLE):
-            problem = f"{template!r} has no place for the query"
-            raise InputError(f"--retriever_url {problem}: give {EXAMPLE}")
+            raise InputError(
+                f"--retriever_url {template!r} has no place for the query: give {EXAMPLE}"
+            )
         self.template, self.allow_private, self.words = template, allow_private, words
         self.lock = threading.Lock()
         # Cached, because after one failure a client sends all queries again.
@@ -71,9 +72,10 @@ class WebRetriever:
         try:
             self.ask("encyclopedia", 1)
         except Fault as fault:  # the part after the ? may contain a key
-            address = template.partition("?")[0]
-            advice = "start the search API or correct the address"
-            raise InputError(f"{address}: no search results ({fault}): {advice}") from None
+            raise InputError(
+                f"{template.partition('?')[0]}: no search results ({fault}): start the search API"
+                " or correct the address"
+            ) from None
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """Returns at most k documents per query; raises a Fault if the API fails for a query."""
