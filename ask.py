@@ -116,8 +116,9 @@ class Session:
         self.questions, device = known_questions(settings), best_device()
         self.words = {word for q in self.questions * built_in for word in tokenize(q.question)}
         # A question that needs two searches shows most.
-        two_hop = [q for q in self.questions if q.kind == "two_hop"]
-        self.examples = itertools.cycle(two_hop or self.questions)
+        self.examples = itertools.cycle(
+            [q for q in self.questions if q.kind == "two_hop"] or self.questions
+        )
         documents = load_documents(settings, self.questions) if corpus else []
         search = build.build_search(settings, documents, device)
         place = settings.retriever_url or settings.retriever
@@ -183,8 +184,8 @@ def save(session: Session, file: str) -> None:
     records = []
     for group, t in enumerate(session.asked):
         correct = bool(exact_match(t.answer, t.question.answers))
-        numbers = {"rewards": {}, "correct": correct, "sampled": t.logprobs}
-        records.append({"group": group, "row": 0, **numbers, **to_record(t, session.tokenizer)})
+        place = {"group": group, "row": 0, "rewards": {}, "correct": correct, "sampled": t.logprobs}
+        records.append(place | to_record(t, session.tokenizer))
     save_page(records, Path(file))
     print(f"written: {file}")
 

@@ -122,8 +122,10 @@ def loss_of(record: dict, n: int, settings: dict) -> dict[str, float] | None:
 
     Worked: new −0.5, old −0.6: r = e^0.1 = 1.105; A = 2, w = 0.01, ε = 0.2: loss −0.01 · 2.21.
     """
-    names = ("sampled", "old", "new", "ref", "advantages", "weights")
-    sampled, old, new, ref, advantage, weight = (value_of(record, name, n) for name in names)
+    sampled, old, new, ref, advantage, weight = (
+        value_of(record, name, n)
+        for name in ("sampled", "old", "new", "ref", "advantages", "weights")
+    )
     if None in (old, new, advantage, weight) or not record["mask"][n]:
         return None
     ratio = exp(new - old)
@@ -167,7 +169,7 @@ def shown_trajectory(record: dict, settings: dict) -> Iterator[str]:
     columns = ("sampled", "old", "new", "ratio", "advantage", "weight", "loss")
     yield f"{'token':24}mask" + "".join(f"{name:>11}" for name in columns)
     length = max(len(record[name]) for name in ("ids", "tokens", "mask"))
-    for mask, run in itertools.groupby(range(length), key=record["mask"].__getitem__):
+    for mask, run in itertools.groupby(range(length), record["mask"].__getitem__):
         some = list(run)
         if not mask:
             text = "".join(record["tokens"][n] for n in some)
@@ -188,7 +190,7 @@ def print_group(folder: Path, step: int | None, group: int) -> None:
         wanted = "no step" if step is None else f"no step {step}"
         raise InputError("; ".join([f"{folder}: {wanted} is kept there", *missing]))
     some = [r for r in some if r["step"] == some[-1]["step"]]
-    groups = [list(rows) for _, rows in itertools.groupby(some, key=itemgetter("group"))]
+    groups = [list(rows) for _, rows in itertools.groupby(some, itemgetter("group"))]
     if group not in range(len(groups)):
         raise InputError(f"{folder}: {len(groups)} groups are kept there, and not --group {group}")
     first = groups[group][0]

@@ -47,16 +47,19 @@ def of_kind(value, kind: type, place: str):
 
 def items(record: dict, name: str, kind: type = str, default=None) -> list:
     """Returns the list record[name], all of whose items must be of this kind."""
-    values = field(record, name, list, default)
-    return [of_kind(v, kind, f"field {name!r}, item {i}") for i, v in enumerate(values, 1)]
+    values = enumerate(field(record, name, list, default), 1)
+    return [of_kind(value, kind, f"field {name!r}, item {i}") for i, value in values]
 
 
 def paragraphs_of(record: dict, name: str, default=None, question_id: str = "") -> list[dict]:
     paragraphs = []
     for number, item in enumerate(items(record, name, dict, default), 1):
-        text = field(item, "paragraph_text" if "paragraph_text" in item else "text")
-        item_id = f"{question_id}:{number}" if question_id else id_of(item, number)
-        paragraphs.append({"id": item_id, "title": field(item, "title", str, ""), "text": text})
+        paragraph = {
+            "id": f"{question_id}:{number}" if question_id else id_of(item, number),
+            "title": field(item, "title", str, ""),
+            "text": field(item, "paragraph_text" if "paragraph_text" in item else "text"),
+        }
+        paragraphs.append(paragraph)
     return paragraphs
 
 
@@ -192,11 +195,11 @@ def from_hotpotqa(record: dict, number: int) -> dict:
     gold = {title for title, _ in titled_pairs(record, "supporting_facts", "sent_id")}
     # In fullwiki some gold titles have no paragraph. Then there is no gold at all: half of it would
     # be taken for all of it.
-    whole = gold <= set(titles)
+    gold = gold if gold <= {*titles} else ()
     kind, source = field(record, "type", str, ""), "2wiki" if "evidences" in record else "hotpotqa"
     return fields | {
         "references": references,
-        "supporting": sorted(titles.index(title) + 1 for title in gold) if whole else [],
+        "supporting": sorted(titles.index(title) + 1 for title in gold),
         "source": f"{source}_{kind}" if kind else source,
     }
 
@@ -206,7 +209,7 @@ def titled_pairs(record: dict, name: str, second: str) -> list[Sequence]:
     pairs = record.get(name)
     if isinstance(pairs, dict):
         titles, others = items(pairs, "title"), field(pairs, second, list)
-        pairs = [*map(list, zip_longest(titles, others))]
+        pairs = list(map(list, zip_longest(titles, others)))
     for pair in items({name: pairs}, name, list):
         if len(pair) != 2 or not isinstance(pair[0], str) or pair[1] is None:
             raise wrong(name, f"expected a title and its {second}, found {short(pair)}")
@@ -223,8 +226,8 @@ def from_musique(
     aliases = items(record, "answer_aliases", str, [])
     answers = [*fields["answers"], *(alias for alias in aliases if alias.strip())]
     references = paragraphs_of(record, paragraphs, None, fields["id"])
-    marks = [field(item, "is_supporting", bool, False) for item in record[paragraphs]]
-    gold = [i for i, mark in enumerate(marks, 1) if mark]
+    numbered = enumerate(record[paragraphs], 1)
+    gold = [number for number, item in numbered if field(item, "is_supporting", bool, False)]
     hops = re.match(r"\d+hop", fields["id"])
     return fields | {
         "answers": list(dict.fromkeys(answers)),

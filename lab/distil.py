@@ -93,7 +93,9 @@ def reasoning_example(question: Question, protocol: Protocol, tokenizer) -> Exam
     """Prompt -> <relevance>[1, 3]</relevance> <analysis>...</analysis> <answer>...</answer>"""
     protocol.section_tags("relevance")  # checks that the protocol has these sections
     analysis = without_control(analysis_of(question), tokenizer, protocol.tags).strip()
-    text = f"<relevance>{[*question.supporting]}</relevance>\n<analysis> {analysis} </analysis>\n"
+    text = (
+        f"<relevance>{list(question.supporting)}</relevance>\n<analysis> {analysis} </analysis>\n"
+    )
     text += final_answer(protocol, question.answers[0])
     return example_of(build_prompt(protocol, question, tokenizer), [(text, True)], tokenizer)
 
@@ -177,16 +179,15 @@ METHODS = ("direct", "reasoning", "traces", "summarizer")
 
 def examples_of(method: str, settings: DistilSettings, protocol, tokenizer) -> list[Example]:
     if method == "summarizer":
-        replies = read_summary_log(settings.data).items()
         # Exactly the prompt that other_models/llm.py gives a local model.
         return [
             example_of(prompt_ids(tokenizer, asked), [(reply, True)], tokenizer)
-            for asked, reply in replies
+            for asked, reply in read_summary_log(settings.data).items()
         ]
     if method == "traces":
         given = load_questions(settings.questions, settings.skip_bad) if settings.questions else ()
-        traces = read_traces(read_predictions(settings.data, settings.skip_bad), protocol, given)
-        return [trace_example(trace, tokenizer) for trace in traces]
+        records = read_predictions(settings.data, settings.skip_bad)
+        return [trace_example(t, tokenizer) for t in read_traces(records, protocol, given)]
     questions = load_questions(settings.data, settings.skip_bad, settings.seed)
     if method == "direct":
         return [direct_example(q, protocol, tokenizer) for q in questions]
@@ -213,11 +214,15 @@ def distil(method: str, settings: DistilSettings) -> None:
     examples = that_fit(examples_of(method, settings, protocol, tokenizer), context_of(policy))
     size = min(settings.batch_size, len(examples))
     steps = math.ceil(settings.epochs * len(examples) / size)
-    fixed = float(method == "summarizer")  # the rate decays from the end of the run on: never
-    training = SFTSettings(steps, settings.lr, decay_from=fixed, betas=(0.9, 0.999))
+    # A summariser's rate decays from the end of the run on: never.
+    decay_from = float(method == "summarizer")
+    training = SFTSettings(steps, settings.lr, decay_from=decay_from, betas=(0.9, 0.999))
     # Each epoch has every example once.
-    orders = (random.Random(f"{settings.seed}  {epoch}") for epoch in itertools.count())
-    stream = (example for order in orders for example in order.sample(examples, len(examples)))
+    stream = (
+        example
+        for epoch in itertools.count()
+        for example in random.Random(f"{settings.seed}  {epoch}").sample(examples, len(examples))
+    )
     losses = train_sft(policy, lambda _: list(itertools.islice(stream, size)), training, method)
     if not math.isfinite(sum(losses)):
         raise InputError(f"the loss was not finite: nothing was saved; lower --lr {settings.lr:g}")

@@ -143,8 +143,7 @@ def in_form(texts: list[str | None], asked: set[str]) -> Questions:
 
 def drafts_in(reply: str | None) -> list[str]:
     """Splits a reply into drafts at each "Question:"."""
-    draft = r"^Question:.*?(?=^Question:|\Z)"
-    return re.findall(draft, reply or "", re.MULTILINE | re.DOTALL)[:DRAFTS]
+    return re.findall(r"(?ms)^Question:.*?(?=^Question:|\Z)", reply or "")[:DRAFTS]
 
 
 def reordered(draft: Question, seed: int) -> Question:
@@ -178,7 +177,7 @@ def check_drafts(drafts: Questions, verifier, answerer, k: int) -> Questions:
     """Returns the drafts that every verdict calls correct and that are not too hard, with level."""
     verdicts = asked_often(verifier, VERIFY, map(shown, drafts), VOTES)
     good = [all(map(read_verdict, votes)) for votes in verdicts]
-    correct = [*itertools.compress(drafts, good)]
+    correct = list(itertools.compress(drafts, good))
     answers = asked_often(answerer, ANSWER, map(question_text, correct), k)
     graded = []
     for draft, replies in zip(correct, answers, strict=True):
@@ -207,8 +206,8 @@ def synthesize(given: Questions, models: list, settings: SynthesizeSettings) -> 
         # A discarded question is not asked again.
         asked |= {normalize_answer(draft.question) for draft in drafts}
         accepted = check_drafts(drafts, verifier, answerer, settings.k)
-        wanted = accepted[: settings.count - len(made)]
-        fresh = [replace(q, id=f"synthetic-{i}") for i, q in enumerate(wanted, len(made))]
+        fresh = [replace(q, id=f"synthetic-{i}") for i, q in enumerate(accepted, len(made))]
+        fresh = fresh[: settings.count - len(made)]
         append_jsonl(path, map(asdict, fresh))
         made += fresh
     return made
@@ -216,7 +215,7 @@ def synthesize(given: Questions, models: list, settings: SynthesizeSettings) -> 
 
 def examples_among(given: Questions) -> Questions:
     """Returns the multiple-choice questions with one readable answer, which can be examples."""
-    single = [q for q in given if q.task == "choice" and len(q.answers) == 1]
+    single = (q for q in given if q.task == "choice" and len(q.answers) == 1)
     if usable := [q for q in single if choice_letter(q.answers[0], q.options)]:
         return usable
     raise InputError(
@@ -237,13 +236,16 @@ def main(arguments: list[str] | None = None) -> None:
     settings, _ = parse_flags("lab.synthesize", SynthesizeSettings, arguments)
     given = examples_among(load_questions(settings.data, seed=settings.seed))
     earlier(Path(settings.out))  # checks the file before a model is loaded
-    limits = {"max_tokens": settings.max_tokens, "device": best_device()}
+    device = best_device()
     names = [settings.llm, settings.verifier or settings.llm, settings.answerer or settings.llm]
     with interruptible(f"finished questions are in {settings.out}: repeat the command to continue"):
-        loaded = {name: load_llm(name, settings, **limits) for name in {*names}}
+        loaded = {
+            name: load_llm(name, settings, max_tokens=settings.max_tokens, device=device)
+            for name in {*names}
+        }
         made = synthesize(given, [loaded[name] for name in names], settings)
-    levels = Counter(question.level for question in made)
-    print(f"{settings.out}: {len(made)} of {settings.count} questions: {dict(levels)}")
+    levels = dict(Counter(question.level for question in made))
+    print(f"{settings.out}: {len(made)} of {settings.count} questions: {levels}")
 
 
 if __name__ == "__main__":

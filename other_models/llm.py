@@ -119,13 +119,12 @@ class LLM:
                     self.cached[record["key"]] = record["reply"]
 
     def key(self, request: Request) -> str:
-        fields = [self.name, self.max_tokens, *request]
-        return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+        text = json.dumps([self.name, self.max_tokens, *request])
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def ask(self, requests: list[Request], readable=bool) -> list[str | None]:
         """Returns the replies without the text of their <think> blocks."""
-        replies = self.ask_whole(requests, readable)
-        return [reply and without_thinking(reply) for reply in replies]
+        return [r and without_thinking(r) for r in self.ask_whole(requests, readable)]
 
     def ask_whole(self, requests: list[Request], readable=bool) -> list[str | None]:
         """Returns the replies with their <think> blocks.
@@ -143,8 +142,8 @@ class LLM:
                 replies[request] = reply
                 if self.cache and reply is not None and readable(reply):
                     self.keep(request, reply)  # now, so that an interrupt loses no reply
-            self.failures += [*map(replies.get, missing)].count(None)
-        return [*map(replies.get, requests)]
+            self.failures += list(map(replies.get, missing)).count(None)
+        return list(map(replies.get, requests))
 
     def prompt(self, request: Request) -> list[int]:
         return prompt_ids(self.tokenizer, request)
@@ -187,13 +186,7 @@ class ServerLLM(LLM):
         self.base, self.timeout, self.max_tokens = base.rstrip("/"), timeout, max_tokens
         key = os.environ.get("OPENAI_API_KEY", "").strip()
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.probe(spec)
-        # The name contains the address: two servers may give the same name to different models.
-        super().__init__(f"{self.base}#{self.model}", max_tokens, cache)
-
-    def probe(self, spec: str) -> None:
-        """Sends one request, once, to see that the server is there and accepts such requests."""
-        try:
+        try:  # one request, once, to see that the server is there and accepts such requests
             self.model = self.model or self.fetch("models")["data"][0]["id"]
             self.complete(Request(*PROBE))
         except (Fault, LookupError, TypeError) as error:
@@ -202,6 +195,8 @@ class ServerLLM(LLM):
                 f"{spec}: no answer ({reason}): start the server, or correct the address and the"
                 f" model ({ADDRESS})"
             ) from None
+        # The name contains the address: two servers may give the same name to different models.
+        super().__init__(f"{self.base}#{self.model}", max_tokens, cache)
 
     def fetch(self, path: str, payload: dict | None = None):
         return fetch_json(f"{self.base}/{path}", payload, self.timeout, self.headers)
@@ -220,13 +215,16 @@ class ServerLLM(LLM):
         tag if the token limit was reached while the model was still thinking.
         """
         most = request.max_tokens or self.max_tokens
-        roles = zip(("system", "user"), request[:2], strict=True)
+        messages = [
+            {"role": "system", "content": request.instruction},
+            {"role": "user", "content": request.text},
+        ]
         payload = {
             "model": self.model,
             "temperature": request.temperature,
             "top_p": request.top_p,
             "max_tokens": most,
-            "messages": [{"role": role, "content": text} for role, text in roles if text],
+            "messages": messages[not request.instruction :],
         }
         reply = self.fetch("chat/completions", payload)
         try:
@@ -320,20 +318,23 @@ class LocalLLM(LLM):
                 texts = self.generate([prompts[request] for request in batch], *sampling)
                 for request, text in zip(batch, texts, strict=True):
                     end = decode(self.tokenizer, prompts[request][-16:]).rstrip()
-                    opened = end.endswith("<think>")  # some templates open it
-                    yield request, "<think>" * opened + text
+                    # Some templates open it.
+                    yield request, "<think>" * end.endswith("<think>") + text
 
-    def generate(self, prompts: Sequence[list[int]], temperature=0.0, top_p=1.0, max_tokens=0):
+    def generate(self, prompts: Sequence[list[int]], temperature, top_p, max_tokens):
         ends = end_ids(self.policy, self.tokenizer)
         pad = min(ends, default=0)  # an end token, so that padding adds no text
         tokens, attention = left_padded(prompts, pad, self.policy.device)  # [B, L] each
-        most = min(max_tokens or self.max_tokens, self.positions - tokens.shape[1])
-        options = {"max_new_tokens": most, "do_sample": False}
-        if temperature:
-            options["logits_processor"] = [drawn_ahead(temperature, top_p, self.policy.device)]
+        sampling = [drawn_ahead(temperature, top_p, self.policy.device)] if temperature else []
         with evaluating(self.policy), plain_generation(self.policy, ends, pad):
-            out = self.policy.generate(input_ids=tokens, attention_mask=attention, **options)
+            out = self.policy.generate(
+                input_ids=tokens,
+                attention_mask=attention,
+                max_new_tokens=min(max_tokens or self.max_tokens, self.positions - tokens.shape[1]),
+                do_sample=False,
+                logits_processor=sampling,
+            )
         texts = self.tokenizer.batch_decode(
             out[:, tokens.shape[1] :], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-        return [text.strip() for text in texts]
+        return list(map(str.strip, texts))

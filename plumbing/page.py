@@ -48,8 +48,9 @@ def write_page(runs: list[Path], out: Path) -> None:
         {"name": name, "stages": [write_stage(folder, name, out) for folder in folders]}
         for name, folders in zip(names_of(runs), stages, strict=True)
     ]
-    script = f"runs({dumped(data)},{dumped(metric_sentences())});\n"
-    (out / "data" / "index.js").write_text(script, encoding="utf-8")
+    (out / "data" / "index.js").write_text(
+        f"runs({dumped(data)},{dumped(metric_sentences())});\n", encoding="utf-8"
+    )
 
 
 def metric_sentences() -> dict[str, str]:
@@ -112,11 +113,11 @@ def write_stage(folder: Path, name: str, out: Path) -> dict:
         "missing": missing,
         "asked": asked,
     }
-    records = readable_records(folder, missing)
-    for step, some in itertools.groupby(records, key=itemgetter("step")):
+    for step, some in itertools.groupby(readable_records(folder, missing), itemgetter("step")):
         rows, groups = of_step(some)
-        script = f"step({dumped(f'{key}-{step}')},{dumped(rows)},{dumped(groups)});\n"
-        (out / "data" / f"{key}-{step}.js").write_text(script, encoding="utf-8")
+        (out / "data" / f"{key}-{step}.js").write_text(
+            f"step({dumped(f'{key}-{step}')},{dumped(rows)},{dumped(groups)});\n", encoding="utf-8"
+        )
         steps.append(step)
         right = defaultdict(list)
         for row in rows:
@@ -161,7 +162,7 @@ def readable_records(folder: Path, missing: list[str]) -> Iterator[dict]:
 def of_step(records: Iterable[dict]) -> tuple[list[dict], list[str]]:
     """Returns a summary of each trajectory, and each group's trajectories as JSON."""
     rows, groups = [], []
-    for _, some in itertools.groupby(records, key=itemgetter("group")):
+    for _, some in itertools.groupby(records, itemgetter("group")):
         some = list(some)
         rows += [line_on(record) | {"group": len(groups)} for record in some]
         groups.append(dumped([slim(record) for record in some]))

@@ -52,7 +52,7 @@ def word_pieces() -> list[str]:
     words += map("({})".format, range(1, 6))
     bare = [*built_in.NAME_ENDS, *"?:.+", "\\boxed{", " \\boxed{", "}", "\n", "\n\n", " "]
     bare += ["[", "]", ", ", *map(str, range(1, REFERENCES + 1))]  # a list of references: [1, 4]
-    return [*dict.fromkeys(["<pad>", "<eos>", "<unk>", *map(" {}".format, words), *bare])]
+    return list(dict.fromkeys(["<pad>", "<eos>", "<unk>", *map(" {}".format, words), *bare]))
 
 
 # Whether it may search, as the tiny model is told: one of these tokens ends its prompt.
@@ -71,7 +71,7 @@ def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
     # Unigram with equal scores takes the fewest pieces that cover the text. In a list a number is
     # one token wherever it stands: ", " + "4", and not "," + " 4".
     scored = [(piece, -0.5 if piece == ", " else -1.0) for piece in word_pieces()]
-    tokenizer = Tokenizer(models.Unigram(scored, unk_id=2, byte_fallback=False))
+    tokenizer = Tokenizer(models.Unigram(scored, unk_id=2))
     # A word at the start of a line gets the leading space that its piece has everywhere else.
     line_start = normalizers.Replace(Regex(r"(?<=\n)(?=[a-z0-9(])"), " ")
     tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), line_start])
@@ -88,11 +88,13 @@ def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
     if direct:
         signs += [MAY_SEARCH, DIRECT]
         template += f" + ('{DIRECT}' if messages[0]['content'] in {direct} else '{MAY_SEARCH}')"
-    tokens = [AddedToken(x, normalized=False, special=False) for x in dict.fromkeys(signs)]
-    tokenizer.add_tokens(tokens)
-    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    tokenizer.add_tokens([AddedToken(x, normalized=False) for x in dict.fromkeys(signs)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, chat_template=template + " }}", **special
+        tokenizer_object=tokenizer,
+        chat_template=template + " }}",
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
     )
 
 
@@ -302,7 +304,7 @@ class TraceWriter:
         if self.rng.random() < self.tiny.practice:
             return self.practice()
         kinds = self.tiny.kinds
-        kind = self.rng.choices(list(kinds), list(kinds.values()))[0]
+        (kind,) = self.rng.choices(list(kinds), list(kinds.values()))
         task = self.tasks.draw(kind)
         if self.protocol.references_in_prompt:
             return self.cite(task)
@@ -322,11 +324,10 @@ class TraceWriter:
         if cites and self.rng.random() < 0.6:
             return self.practise_citing()
         facts, shown = self.tasks.nonsense(REFERENCES if cites else 2)
-        question = Question("", "which ?", [], references=tuple(shown) if cites else ())
         pieces = [] if cites else [(self.frame(shown), "given")]
         for relation, value in shuffled(self.rng, list(facts.items())):
             pieces += [(f" {relation}", "given"), (self.tiny.read.format(answer=value), "model")]
-        return question, pieces
+        return Question("", "which ?", [], references=tuple(shown) if cites else ()), pieces
 
     def look_up(self, task: Task) -> Pieces:
         """Searches along the hops, with the flaws of `tiny`, or guesses immediately."""
@@ -383,8 +384,10 @@ class TraceWriter:
         if self.rng.random() >= self.tiny.rejected:
             return []
         begin, end = self.protocol.query_tags
-        query = f"{begin} {task.hops[0].query}{end}"
-        return [(query, "given"), (self.protocol.direct_notice, "given")]
+        return [
+            (f"{begin} {task.hops[0].query}{end}", "given"),
+            (self.protocol.direct_notice, "given"),
+        ]
 
     def undecided(self, pieces: Pieces) -> Pieces:
         """Marks the first token, which decides to search, mostly without loss."""
