@@ -113,7 +113,8 @@ class Session:
                 f"{settings.model} was not trained in the built-in world, so it needs something to"
                 " search: give --corpus FILE_OR_FOLDER or --retriever http --retriever_url URL"
             )
-        self.questions, device = known_questions(settings), best_device()
+        self.questions = known_questions(settings)
+        device = best_device()
         self.words = {word for q in self.questions * built_in for word in tokenize(q.question)}
         # A question that needs two searches shows most.
         self.examples = itertools.cycle(
@@ -140,7 +141,8 @@ class Session:
 
 def answer(session: Session, text: str) -> None:
     """Answers a question and prints the trajectory while it is sampled."""
-    questions, policy = session.questions, session.policy
+    questions = session.questions
+    policy = session.policy
     known = next((q for q in questions if q.question == text), Question("asked", text, []))
     (question,) = as_asked([known], session.settings)
     check_prompts([question], session.environment, policy)

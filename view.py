@@ -45,7 +45,8 @@ COLUMNS = 3
 
 def read_run(folder: Path) -> tuple[list[dict], list[tuple[int, str]]]:
     """(records with a running "x", [(x where a stage begins, its name)]); of one stage too."""
-    records, stages = [], []
+    records = []
+    stages = []
     for stage in stages_of(folder):
         stages.append((len(records), stage.name))
         # A run may still be writing the file.
@@ -163,7 +164,8 @@ def value_of(record: dict, name: str, n: int) -> float | None:
 def shown_trajectory(record: dict, settings: dict) -> Iterator[str]:
     """Yields a blank line, how the trajectory ended and what it was paid, then its tokens."""
     terms = " ".join(f"{name} {value:+.2f}" for name, value in record["rewards"].items())
-    verdict, reward = "right" if record["correct"] else "wrong", sum(record["rewards"].values())
+    verdict = "right" if record["correct"] else "wrong"
+    reward = sum(record["rewards"].values())
     yield ""
     yield f"sample {record['row']}: {record['answer']!r} {verdict}, {reward:+.2f} = {terms}"
     columns = ("sampled", "old", "new", "ratio", "advantage", "weight", "loss")
@@ -234,10 +236,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def newest_run(folder: Path) -> Path:
     """Returns the run whose metrics were written last."""
-    files = sorted(folder.glob("*/stage?/metrics.jsonl"), key=lambda file: file.stat().st_mtime)
-    if not files:
+    files = folder.glob("*/stage?/metrics.jsonl")
+    newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
+    if not newest:
         raise InputError(f"{folder}: there is no run: name one, or train one with train.py")
-    return files[-1].parent.parent
+    return newest.parent.parent
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -246,10 +249,12 @@ def main(arguments: list[str] | None = None) -> None:
     run = runs[0]
     if asked.text:
         return print_group(stages_of(run)[-1], asked.step, asked.group)
-    several = run.resolve().parent / "-".join(names_of(runs))
-    page = run / "view" if len(runs) == 1 else several
-    out = asked.out or (run / "curves.png" if asked.png else page)
-    file = out if asked.png else out / "index.html"
+    if asked.png:
+        out = file = asked.out or run / "curves.png"
+    else:
+        several = run.resolve().parent / "-".join(names_of(runs))
+        out = asked.out or (run / "view" if len(runs) == 1 else several)
+        file = out / "index.html"
     check_output(file, "--out")
     if asked.png:
         draw(run, out)

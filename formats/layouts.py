@@ -185,7 +185,8 @@ def from_hotpotqa(record: dict, number: int) -> dict:
     """Reads HotpotQA (published or hub) and 2WikiMultihopQA: paragraph n of `context` is reference
     n.
     """
-    fields, references = asked(record), []
+    fields = asked(record)
+    references = []
     for i, (title, sentences) in enumerate(titled_pairs(record, "context", "sentences"), 1):
         # Sentences of HotpotQA begin with a blank, those of 2Wiki do not.
         found = map(str.strip, items({"context": sentences}, "context"))
@@ -196,7 +197,8 @@ def from_hotpotqa(record: dict, number: int) -> dict:
     # In fullwiki some gold titles have no paragraph. Then there is no gold at all: half of it would
     # be taken for all of it.
     gold = gold if gold <= {*titles} else ()
-    kind, source = field(record, "type", str, ""), "2wiki" if "evidences" in record else "hotpotqa"
+    kind = field(record, "type", str, "")
+    source = "2wiki" if "evidences" in record else "hotpotqa"
     return fields | {
         "references": references,
         "supporting": sorted(titles.index(title) + 1 for title in gold),
@@ -208,7 +210,8 @@ def titled_pairs(record: dict, name: str, second: str) -> list[Sequence]:
     """Returns pairs from [[title, x], ...] (published) or {"title": [...], second: [...]} (hub)."""
     pairs = record.get(name)
     if isinstance(pairs, dict):
-        titles, others = items(pairs, "title"), field(pairs, second, list)
+        titles = items(pairs, "title")
+        others = field(pairs, second, list)
         pairs = list(map(list, zip_longest(titles, others)))
     for pair in items({name: pairs}, name, list):
         if len(pair) != 2 or not isinstance(pair[0], str) or pair[1] is None:
@@ -256,9 +259,11 @@ def from_choice(record: dict, number: int) -> dict:
 def from_math(record: dict, number: int) -> dict:
     """Reads MATH-500, Minerva, GSM8K: the answer is a field, the text after "####", or a box."""
     question = "problem" if "problem" in record else "question"
-    name, answer = "answer", field(record, "answer", str, "").rpartition("####")[2].strip()
+    name = "answer"
+    answer = field(record, "answer", str, "").rpartition("####")[2].strip()
     if not answer and "solution" in record:
-        name, answer = "solution", last_boxed(field(record, "solution", str, ""))
+        name = "solution"
+        answer = last_boxed(field(record, "solution", str, ""))
     record = record | {name: answer}
     return asked(record, name, number=number, question=question) | {"task": "math"}
 
@@ -272,7 +277,8 @@ def from_verl(record: dict, number: int) -> dict:
     golds = field(record, "reward_model", dict).get("ground_truth")
     golds = golds.get("target") if isinstance(golds, dict) else golds
     golds = golds.split("<|answer_split|>") if isinstance(golds, str) else golds
-    name, source = "reward_model.ground_truth", field(record, "data_source", str, "")
+    name = "reward_model.ground_truth"
+    source = field(record, "data_source", str, "")
     fields = {"id": f"{source}:{index}".lstrip(":"), "prompt": question.strip(), "source": source}
     return asked(fields | {name: golds}, name, question="prompt")
 
@@ -328,7 +334,8 @@ LAYOUTS = {
     "plain": Layout("!question !answer", from_plain, lambda record: set(record) <= PLAIN_FIELDS),
 }
 ATTEMPT_LAYOUTS = {"rollouts": Layout("idx question answer !pred_anses", from_rollouts)}
-ABSTRACT, CHUNK = partial(from_passage, mark=" Text:"), partial(from_passage, mark="   ")
+ABSTRACT = partial(from_passage, mark=" Text:")
+CHUNK = partial(from_passage, mark="   ")
 CORPUS_LAYOUTS = {  # a tab-separated line is read as {"id", "passage"}
     "contents": Layout("!contents", partial(from_passage, name="contents", mark="\n")),
     "title_text": Layout("title !text", from_title_text),
@@ -351,7 +358,8 @@ def detect(record: dict, table: dict[str, Layout]) -> str:
 
 def read_fields(path: Path, table: dict[str, Layout], columns=(), skip_bad=False) -> Iterator[dict]:
     """Yields the fields of every record of a file, read by one layout, with unique ids."""
-    layout, places = None, {}
+    layout = None
+    places = {}
 
     def convert(record: dict, number: int, place: str) -> dict:
         nonlocal layout

@@ -295,7 +295,8 @@ def convert_records(
     """Yields convert(record, number, place) of each record that `read_records` yields. A bad record
     is an error, or is skipped and counted.
     """
-    kept, problems = 0, []
+    kept = 0
+    problems = []
     for number, place, record in records:
         try:
             if isinstance(record, InputError):

@@ -19,7 +19,10 @@ from tqdm import tqdm
 from errors import InputError
 from formats.records import first_line, is_tsv, open_error, read_whole, report_skipped
 
-LEAST, GOAL, MOST = 50, 100, 150  # words in a passage
+# Words in a passage.
+LEAST = 50
+GOAL = 100
+MOST = 150
 FENCE = re.compile(r"\s*(`{3,}|~{3,})")
 HEADING = re.compile(r" {0,3}(#{1,6})(?:[ \t]+(.*?))?(?:[ \t]+#+)?[ \t]*$")
 OWN_LINE = re.compile(r"\s*(?:[-*+•]\s|\d+[.)]\s|\|)")  # a list item, a table's row
@@ -31,7 +34,9 @@ def passages(text: str, name: str, markdown: bool = False) -> list[tuple[str, st
     """Returns [(title, passage)]. A title begins with the text's first heading, or with `name`."""
     found = list(paragraphs(text, markdown))
     title = next((headings[0] for headings, _ in found if headings), name)
-    packed, size, above = [], MOST, ()
+    packed = []
+    size = MOST
+    above = ()
     for headings, paragraph in found:
         new = " > ".join(heading for heading in headings if heading not in above)
         joint = f"\n{new}\n" if new else "\n"
@@ -44,7 +49,8 @@ def passages(text: str, name: str, markdown: bool = False) -> list[tuple[str, st
                 path = headings if headings[:1] == (title,) else (title, *headings)
                 packed.append([" > ".join(path), piece])
                 size = words
-            new, joint = "", " "
+            new = ""
+            joint = " "
         above = headings
     return [(title, passage) for title, passage in packed]
 
@@ -52,7 +58,8 @@ def passages(text: str, name: str, markdown: bool = False) -> list[tuple[str, st
 def paragraphs(text: str, markdown: bool) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yields (the headings above a paragraph, the paragraph on one line)."""
     headings = {}  # level -> heading
-    lines, fence = [], ""  # lines of this paragraph; the mark that ends a code block
+    lines = []  # of this paragraph
+    fence = ""  # the mark that ends a code block
     for line in [*text.split("\n"), ""]:
         opened, heading = (FENCE.match(line), HEADING.match(line)) if markdown else (None, None)
         if fence:  # inside code "#" does not begin a heading
@@ -130,7 +137,8 @@ def read_texts(path: Path, skip_bad: bool = False) -> list[dict]:
     folder#number".
     """
     files, root = (text_files(path), path) if path.is_dir() else ([path], path.parent)
-    documents, problems = [], []
+    documents = []
+    problems = []
     for file in tqdm(files, desc="passages", unit="file", leave=False, disable=None):
         name = file.relative_to(root).as_posix()
         try:

@@ -74,9 +74,11 @@ def direct_protocol(protocol: Protocol) -> Protocol:
     """Returns the protocol with an instruction that asks for the answer alone: a model trained to
     ignore its instruction would not be a fair baseline.
     """
-    task, wanted = "Answer the question", "the answer in a few words"
+    task = "Answer the question"
+    wanted = "the answer in a few words"
     if protocol.answer_tags == tag_pair("summary"):  # ARENA appendix H.2
-        task, wanted = "Write the summary that is asked for", "the summary in whole sentences"
+        task = "Write the summary that is asked for"
+        wanted = "the summary in whole sentences"
     source = " from the numbered references that follow it" if protocol.references_in_prompt else ""
     box = final_answer(replace(protocol, prompt_suffix=""), wanted)
     text = f"{task}{source}. Write nothing but {box}"
@@ -130,7 +132,8 @@ _MARK = "\ud800"  # half of a surrogate pair, which no valid text contains
 
 def trace_pieces(trajectory: Trajectory) -> list[tuple[str, bool]]:
     """Returns (text, is it the model's?) in order, split where the rollout tokenized separately."""
-    protocol, marked = trajectory.protocol, ""
+    protocol = trajectory.protocol
+    marked = ""
     # A transcript does not record the writers: notices are recognised by their wording.
     notices = filter(None, (protocol.fallback_notice, *protocol.rejection_notices))
     known = re.compile(f"({'|'.join(map(re.escape, notices))})")
@@ -146,9 +149,11 @@ def read_traces(records: list[dict], protocol: Protocol, given=()) -> list[Traje
     """Returns each question's first right trajectory (format 1, em 1). The questions in `given` add
     options and references.
     """
-    known, traces = {question.id: question for question in given}, {}
+    known = {question.id: question for question in given}
+    traces = {}
     for record in records:
-        name, metrics = record["id"], record["metrics"]
+        name = record["id"]
+        metrics = record["metrics"]
         if (known and name not in known) or "transcript" not in record:
             raise InputError(
                 f"question {name} is not in --questions, or has no transcript: give its file of"
@@ -198,8 +203,9 @@ def examples_of(method: str, settings: DistilSettings, protocol, tokenizer) -> l
 
 def that_fit(examples: list[Example], longest: int) -> list[Example]:
     fit = [example for example in examples if len(example.ids) <= longest and any(example.mask)]
-    counts = f"{len(fit)} of {len(examples)} examples fit {longest} tokens"
-    message = f"{counts} and have text to imitate"
+    message = (
+        f"{len(fit)} of {len(examples)} examples fit {longest} tokens and have text to imitate"
+    )
     if not fit:
         raise InputError(f"no example to train on: {message}: check --data")
     print(message)

@@ -37,8 +37,7 @@ def settings_of(name: str) -> tuple[RewardSettings, str]:
     if not found or name not in REWARDS:
         raise InputError(f"{name}: no reward; {', '.join(REWARDS)}{nearest(name, REWARDS)}")
     names = found[0].keys() & RewardSettings.__dataclass_fields__
-    own = {field: found[0][field] for field in names}
-    settings = RewardSettings(**own | {"reward": name})
+    settings = RewardSettings(**{field: found[0][field] for field in names} | {"reward": name})
     if needs(settings) & {"reader", "embedder"} or name in BY_THE_STEP:
         raise InputError(f"{name} depends on the step or on another model's answer: train it here")
     return settings, found[0]["protocol"]

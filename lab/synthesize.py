@@ -41,7 +41,8 @@ from prompts import question_text
 Questions = list[Question]
 OPTIONS = range(4, 11)  # allowed numbers of options
 LETTERS = ["ABCDEFGHIJ"[:n] for n in OPTIONS]
-SHOTS, DRAFTS = 5, 10  # examples in a request, questions in its reply
+SHOTS = 5  # examples in a request
+DRAFTS = 10  # questions in its reply
 VOTES = 3  # verdicts per draft: all must be "correct"
 FORM = (
     " Of 4 to 10 options exactly one may be right, the others must be plausible. Keep to the form,"
@@ -97,7 +98,8 @@ def pick_examples(given: Questions, hard: Questions, seed: int, attempt: int) ->
     """Picks hard questions of earlier rounds, one from each sub-domain before a second from any,
     and at least one given question, so that the form does not drift.
     """
-    rng, parts = random.Random(f"{seed} examples {attempt}"), defaultdict(list)
+    rng = random.Random(f"{seed} examples {attempt}")
+    parts = defaultdict(list)
     for question in rng.sample(hard, len(hard)):
         parts[question.source].append(question)
     turns = itertools.chain(*itertools.zip_longest(*parts.values()))
@@ -127,7 +129,8 @@ def parse_draft(reply: str | None) -> Question | None:
     different = {normalize_answer(option) or option for option in texts}
     if "".join(letters) not in LETTERS or letter not in letters or len(different) < len(texts):
         return None
-    question, part = question.strip().replace("\n", " "), part or "synthetic"
+    question = question.strip().replace("\n", " ")
+    part = part or "synthetic"
     return Question("", question, [letter], "choice", texts, source=part.strip(" .").lower())
 
 
@@ -193,7 +196,8 @@ def synthesize(given: Questions, models: list, settings: SynthesizeSettings) -> 
     """Fills --out with the help of three models, of which the first writes, the second checks and
     the third answers, and returns all questions of the file.
     """
-    (writer, verifier, answerer), path = models, Path(settings.out)
+    writer, verifier, answerer = models
+    path = Path(settings.out)
     made = earlier(path)
     asked = {normalize_answer(question.question) for question in [*given, *made]}
     first = len(made)

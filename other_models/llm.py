@@ -48,7 +48,8 @@ from rollout import context_of, decode, encode, end_ids, left_padded, plain_gene
 CACHE_FOLDER = "llm_cache"
 ADDRESS = "http://host:port/v1#model"
 THREADS = 16  # requests sent at the same time
-RETRIES, BACKOFF = 2, 0.5  # retries of a request; seconds before the first one, doubled each time
+RETRIES = 2  # of a request
+BACKOFF = 0.5  # seconds before the first retry, doubled each time
 REPLY_TOKEN = 64  # upper bound on characters per token; a longer reply is truncated
 CONTEXT = 32_768  # context length in tokens if the server does not report it
 SPARE = 128  # tokens kept free for the chat template
@@ -104,7 +105,8 @@ class LLM:
     at_once = THREADS  # requests sent at the same time
 
     def __init__(self, name: str, max_tokens: int, cache: str | Path = ""):
-        self.name, self.max_tokens = name, max_tokens
+        self.name = name
+        self.max_tokens = max_tokens
         self.failures = 0  # requests without an answer
         self.rejected = set()  # requests that the server rejected, for example for their length
         self.lock = threading.Lock()  # a search that timed out may still be running
@@ -136,7 +138,8 @@ class LLM:
         with self.lock:
             replies = {request: self.cached.get(self.key(request)) for request in requests}
             missing = [request for request, reply in replies.items() if reply is None]
-            fresh, title = self.replies(missing) if missing else (), f"asking {self.name[-40:]}"
+            fresh = self.replies(missing) if missing else ()
+            title = f"asking {self.name[-40:]}"
             bar = tqdm(fresh, title, len(missing), leave=False, delay=3, disable=None)
             for request, reply in bar:
                 replies[request] = reply
@@ -168,7 +171,8 @@ def guessed_tokens(text: str, **_) -> dict:
     return {"input_ids": [0] * -(-len(text.encode()) // 3)}
 
 
-guessed_tokens.unk_token_id, guessed_tokens.decode = 0, str  # it knows no control tokens
+guessed_tokens.unk_token_id = 0  # it knows no control tokens
+guessed_tokens.decode = str
 guessed_tokens.bos_token = None
 
 
@@ -178,12 +182,15 @@ class ServerLLM(LLM):
     """
 
     tokenizer = staticmethod(guessed_tokens)
-    dead_batches, fault = 0, ""  # batches in a row without an answer; the last error message
+    dead_batches = 0  # in a row without an answer
+    fault = ""  # the last error message
 
     def __init__(self, spec: str, max_tokens=256, timeout=60.0, cache: str | Path = ""):
         base, _, self.model = spec.partition("#")
         host_of(spec, ADDRESS)  # raises an InputError if it is not an address
-        self.base, self.timeout, self.max_tokens = base.rstrip("/"), timeout, max_tokens
+        self.base = base.rstrip("/")
+        self.timeout = timeout
+        self.max_tokens = max_tokens
         key = os.environ.get("OPENAI_API_KEY", "").strip()
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:  # one request, once, to see that the server is there and accepts such requests
@@ -238,16 +245,17 @@ class ServerLLM(LLM):
         return clean(content[: REPLY_TOKEN * most]) if isinstance(content, str) else None
 
     def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:
-        in_a_row, working = 0, False
+        in_a_row = 0
+        self.dead_batches += 1
         # Trap: at exit Python waits for concurrent.futures' threads; these are daemon threads.
         with ThreadPool(min(THREADS, len(requests))) as pool:
             for request, reply, down in pool.imap_unordered(self.tried, requests):
                 in_a_row = in_a_row + 1 if down else 0
-                working |= not down
+                if not down:
+                    self.dead_batches = 0
                 yield request, reply
                 if in_a_row >= GIVE_UP:
                     break
-        self.dead_batches = 0 if working else self.dead_batches + 1
         if self.dead_batches >= DEAD_BATCHES:
             raise InputError(
                 f"{self.name}: {self.dead_batches} batches in a row without an answer"
@@ -296,7 +304,9 @@ class LocalLLM(LLM):
 
     def __init__(self, policy, tokenizer, max_tokens=256, batch_size=16, name="local", cache=""):
         super().__init__(name, max_tokens, cache)
-        self.policy, self.tokenizer, self.at_once = policy, tokenizer, batch_size
+        self.policy = policy
+        self.tokenizer = tokenizer
+        self.at_once = batch_size
         self.positions = context_of(policy)
         self.longest_prompt = self.positions - max_tokens
         if self.longest_prompt < 1:

@@ -102,7 +102,10 @@ def stages_of(run: Path) -> list[Path]:
 
 def write_stage(folder: Path, name: str, out: Path) -> dict:
     """Writes the scripts of a stage's steps; returns the stage's part of index.js."""
-    key, missing, steps, asked = f"{name}-{folder.name}", [], [], defaultdict(dict)
+    key = f"{name}-{folder.name}"
+    missing = []
+    steps = []
+    asked = defaultdict(dict)
     settings = read_settings(folder, missing)
     stage = {
         "key": key,
@@ -161,7 +164,8 @@ def readable_records(folder: Path, missing: list[str]) -> Iterator[dict]:
 
 def of_step(records: Iterable[dict]) -> tuple[list[dict], list[str]]:
     """Returns a summary of each trajectory, and each group's trajectories as JSON."""
-    rows, groups = [], []
+    rows = []
+    groups = []
     for _, some in itertools.groupby(records, itemgetter("group")):
         some = list(some)
         rows += [line_on(record) | {"group": len(groups)} for record in some]
@@ -176,7 +180,8 @@ def slim(record: dict) -> dict:
 
 def line_on(record: dict) -> dict:
     """Returns the fields of one trajectory that the list of groups and its filters use."""
-    searches, rewards = record["searches"], record["rewards"]
+    searches = record["searches"]
+    rewards = record["rewards"]
     queries = [" ".join(search["query"].lower().split()) for search in searches]
     line = {name: record[name] for name in LISTED}
     line |= {"searches": len(queries), "repeated": len(set(queries)) < len(queries)}

@@ -130,7 +130,8 @@ def make_model(vocab_size: int, seed: int = 0, context: int = 256) -> torch.nn.M
     return born(Qwen2Config(**shape(vocab_size, 128, 8, 384, context)), seed)
 
 
-OFFSETS, GAIN = (1, 1, 2, 2), 6.0
+OFFSETS = (1, 1, 2, 2)  # of the heads that look back
+GAIN = 6.0  # g below
 
 
 @torch.no_grad()
@@ -223,7 +224,8 @@ class Tasks:
         while {*(pair := self.rng.sample(built_in.UNITS, 2))} in self.taken_units:
             pass
         big, small = pair
-        factor, n = self.rng.randint(2, 9), self.rng.randint(2, 9)
+        factor = self.rng.randint(2, 9)
+        n = self.rng.randint(2, 9)
         hop = Hop(f"one {big} in {small}", built_in.unit_passage(big, small, factor))
         guess = str(n * self.rng.randint(2, 9))
         return Task(f"how many {small} are {n} {big} ?", [hop], str(n * factor), guess)
@@ -479,9 +481,9 @@ class TraceWriter:
         """Writes only the right numbers, for a question with "which ?": the skill, no habit."""
         task = self.tasks.look_up()
         shown, numbers = self.tasks.with_distractors(task)
-        question = Question("", f"which ? {task.question}", [], references=shown)
         before, _, after = self.tiny.citation.partition("{numbers}")
-        return question, [(before, "given"), (", ".join(map(str, numbers)) + after, "model")]
+        pieces = [(before, "given"), (", ".join(map(str, numbers)) + after, "model")]
+        return Question("", f"which ? {task.question}", [], references=shown), pieces
 
     def cited(self, numbers: Sequence[int]) -> Sequence[int]:
         """Returns the right numbers, or wrong ones: all of them, one too many, or one of two."""
@@ -587,8 +589,9 @@ def load_toy(
 
 def load_reader(world_seed: int = 0, runs: str = "runs") -> Loaded:
     """Returns the frozen second model, which answers from evidence; also made on first use."""
-    path = toy_path(world_seed, "reader", runs=runs)
-    reader, tokenizer = made_once(path, str(READER), lambda: train_reader(world_seed))
+    reader, tokenizer = made_once(
+        toy_path(world_seed, "reader", runs=runs), str(READER), lambda: train_reader(world_seed)
+    )
     return reader.eval().requires_grad_(False), tokenizer
 
 
