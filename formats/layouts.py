@@ -165,8 +165,10 @@ def from_plain(record: dict, number: int) -> dict:
     """Reads a table row (a column may hold a list of answers), R1-Searcher's and UR²'s records."""
     fields = asked(record, number=number)
     if fields["question"].strip().isdigit():
-        number = f"{short(fields['question'])} is a number"
-        raise wrong("question", f"{number}: passages go where a corpus is asked for")
+        raise wrong(
+            "question",
+            f"{short(fields['question'])} is a number: passages go where a corpus is asked for",
+        )
     if len(fields["answers"]) == 1:
         fields["answers"] = answer_list(fields["answers"][0])
     return fields | {"task": "math" if fields["source"] == "math" else "qa"}
@@ -226,8 +228,9 @@ def from_musique(
     fields = asked(record, question=question)
     if not field(record, "answerable", bool, True):
         raise InputError("the question has no answer: field 'answerable' is false")
-    aliases = items(record, "answer_aliases", str, [])
-    answers = [*fields["answers"], *(alias for alias in aliases if alias.strip())]
+    answers = fields["answers"]
+    if record.get("answer_aliases") is not None:
+        answers += filter(str.strip, items(record, "answer_aliases"))
     references = paragraphs_of(record, paragraphs, None, fields["id"])
     numbered = enumerate(record[paragraphs], 1)
     gold = [number for number, item in numbered if field(item, "is_supporting", bool, False)]

@@ -250,10 +250,9 @@ class Tasks:
             relation: self.value(self.rng.choice(list(self.values)))
             for relation in self.rng.sample(list(RELATIONS), count)
         }
-        stated = facts if self.world.layout == "facts" else [""]  # a page states all of them
         return facts, [
             self.passage(self.value(self.rng.choice(built_in.ENTITIES)), facts, relation)
-            for relation in stated
+            for relation in (facts if self.world.layout == "facts" else [""])  # a page states all
         ]
 
     def with_distractors(self, task: Task) -> tuple:
