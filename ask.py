@@ -34,9 +34,11 @@ from settings import (
 
 def read_flags(arguments: list[str] | None = None) -> tuple[dict, str]:
     """Returns (the flags that were given, the question)."""
-    purpose = "Asks a model one question, or starts a session."
-    example = 'example: python ask.py "who draws maps?" --model DIR --corpus my_documents/'
-    parser = FlagParser("ask.py", description=purpose + MORE_HELP, epilog=example)
+    parser = FlagParser(
+        "ask.py",
+        description=f"Asks a model one question, or starts a session.{MORE_HELP}",
+        epilog='example: python ask.py "who draws maps?" --model DIR --corpus my_documents/',
+    )
     used = "question retriever retriever_url max_searches temperature run_name".split()
     parser.most_used = [*MOST_USED, *used]
     parser.add_argument("question", nargs="*", help="the question (default: start a session)")
@@ -54,6 +56,7 @@ if __name__ == "__main__":
 # isort: split
 import dataclasses
 import io
+import itertools
 from functools import partial
 from pathlib import Path
 
@@ -102,26 +105,30 @@ class Session:
         """Prints what is loaded, before the model is."""
         self.settings = settings = dataclasses.replace(settings_of(given), group_size=1)
         check_settings(settings, False, given)
+        built_in = in_built_in_world(settings)
         searches = PROTOCOLS[settings.protocol].query_tags is not None
         corpus = searches and settings.retriever not in ("http", "empty", "oracle", "given")
-        if corpus and not (settings.corpus or in_built_in_world(settings)):
-            advice = "give --corpus FILE_OR_FOLDER or --retriever http --retriever_url URL"
+        if corpus and not (settings.corpus or built_in):
             raise InputError(
                 f"{settings.model} was not trained in the built-in world, so it needs something to"
-                f" search: {advice}"
+                " search: give --corpus FILE_OR_FOLDER or --retriever http --retriever_url URL"
             )
-        self.questions, device = known_questions(settings), best_device()
-        built_in = in_built_in_world(settings)
+        self.questions = known_questions(settings)
+        device = best_device()
         self.words = {word for q in self.questions * built_in for word in tokenize(q.question)}
+        # A question that needs two searches shows most.
+        self.examples = itertools.cycle(
+            [q for q in self.questions if q.kind == "two_hop"] or self.questions
+        )
         documents = load_documents(settings, self.questions) if corpus else []
         search = build.build_search(settings, documents, device)
         place = settings.retriever_url or settings.retriever
         if corpus:
             name = settings.corpus or "the built-in world"
             place = f"{name} ({settings.retriever}, {len(documents)} documents)"
-        model = settings.model or "the built-in one, before RL"
-        searched = place if searches else "nothing: the documents come with the question"
-        print(f"model: {model}\nsearches: {searched}")
+        elif not searches:
+            place = "nothing: the documents come with the question"
+        print(f"model: {settings.model or 'the built-in one, before RL'}\nsearches: {place}")
         self.policy, self.tokenizer = build.load_model(
             settings, settings.model, device, frozen=True
         )
@@ -130,22 +137,24 @@ class Session:
             settings, self.tokenizer, search, self.policy, PrintingEnvironment
         )
         self.asked: list[Trajectory] = []
-        self.tries = 0
 
 
 def answer(session: Session, text: str) -> None:
     """Answers a question and prints the trajectory while it is sampled."""
-    questions, policy, tokenizer = session.questions, session.policy, session.tokenizer
+    questions = session.questions
+    policy = session.policy
     known = next((q for q in questions if q.question == text), Question("asked", text, []))
     (question,) = as_asked([known], session.settings)
     check_prompts([question], session.environment, policy)
     unknown = [word for word in tokenize(text) if session.words and word not in session.words]
     if unknown:  # the tiny model would drop the word, or answer another sum
-        message = f"{harmless(unknown[0])!r}: it knows only its own world's words"
-        raise InputError(f"the model does not know {message}; try: {questions[0].question}")
+        raise InputError(
+            f"the model does not know {harmless(unknown[0])!r}: it knows only its own world's"
+            f" words; try: {questions[0].question}"
+        )
     print(describe_question(question))
-    decoding = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-    streamer = Streamer(tokenizer, skip_prompt=True, **decoding)  # a new one: Ctrl-C stops it
+    # A new one for each question, because Ctrl-C stops it.
+    streamer = Streamer(session.tokenizer, skip_prompt=True, clean_up_tokenization_spaces=False)
     policy.generate = partial(session.generate, streamer=streamer)
     (row,) = rollout(policy, session.environment, [question], session.settings.seed)
     print(f"\n{describe_end(row)}")
@@ -165,10 +174,7 @@ def print_examples(session: Session) -> None:
 def try_one(session: Session, _: str) -> None:
     if not session.questions:
         raise InputError("/try: no questions are known here: start with --data FILE")
-    # A question that needs two searches shows most.
-    questions = [q for q in session.questions if q.kind == "two_hop"] or session.questions
-    session.tries += 1
-    answer(session, questions[(session.tries - 1) % len(questions)].question)
+    answer(session, next(session.examples).question)
 
 
 def save(session: Session, file: str) -> None:
@@ -180,8 +186,8 @@ def save(session: Session, file: str) -> None:
     records = []
     for group, t in enumerate(session.asked):
         correct = bool(exact_match(t.answer, t.question.answers))
-        place = {"step": 0, "group": group, "row": 0, "rewards": {}, "correct": correct}
-        records.append(place | to_record(t, session.tokenizer) | {"sampled": t.logprobs})
+        place = {"group": group, "row": 0, "rewards": {}, "correct": correct, "sampled": t.logprobs}
+        records.append(place | to_record(t, session.tokenizer))
     save_page(records, Path(file))
     print(f"written: {file}")
 

@@ -19,7 +19,9 @@ import argparse
 import itertools
 import math
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
+from statistics import fmean
 
 from data import harmless
 from errors import FlagParser, InputError, check_output, run_main
@@ -43,7 +45,8 @@ COLUMNS = 3
 
 def read_run(folder: Path) -> tuple[list[dict], list[tuple[int, str]]]:
     """(records with a running "x", [(x where a stage begins, its name)]); of one stage too."""
-    records, stages = [], []
+    records = []
+    stages = []
     for stage in stages_of(folder):
         stages.append((len(records), stage.name))
         # A run may still be writing the file.
@@ -68,14 +71,12 @@ def series(records: list[dict], wanted: tuple[str, ...]) -> dict[str, tuple[list
 
 def filled_panels(records: list[dict]) -> dict[str, dict]:
     """title -> curves, of the panels that this run has numbers for: only PPO has a critic."""
-    found = {title: series(records, wanted) for title, wanted in PANELS}
-    return {title: curves for title, curves in found.items() if curves}
+    return {title: curves for title, wanted in PANELS if (curves := series(records, wanted))}
 
 
 def smooth(values: list[float], window: int = 5) -> list[float]:
     """Mean of the last `window` values. smooth([0, 1, 2], 2) = [0, 0.5, 1.5]."""
-    parts = [values[max(0, i + 1 - window) : i + 1] for i in range(len(values))]
-    return [sum(part) / len(part) for part in parts]
+    return [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 
 def load_pyplot():
@@ -94,12 +95,9 @@ def draw(folder: Path, png: Path) -> None:
     records, stages = read_run(folder)
     panels = filled_panels(records)
     rows = max(1, math.ceil(len(panels) / COLUMNS))
-    size = {"figsize": (16, 3.5 * rows), "constrained_layout": True, "squeeze": False}
-    figure, axes = pyplot.subplots(rows, COLUMNS, **size)
-    for axis in axes.flat[len(panels) :]:
-        axis.remove()
-    for axis, title in zip(axes.flat, panels, strict=False):  # more places than panels
-        draw_panel(axis, title, panels[title], stages)
+    figure = pyplot.figure(figsize=(16, 3.5 * rows), layout="constrained")
+    for place, (title, curves) in enumerate(panels.items(), 1):
+        draw_panel(figure.add_subplot(rows, COLUMNS, place), title, curves, stages)
     figure.savefig(png, dpi=110)
     pyplot.close(figure)
 
@@ -109,10 +107,10 @@ def draw_panel(axis, title: str, curves: dict, stages: list[tuple[int, str]]) ->
         shown = harmless(label.replace("_", " ")).replace("$", r"\$")
         (line,) = axis.plot(x, smooth(y), label=shown, linewidth=2.4 if label == "reward" else 1.5)
         axis.plot(x, y, color=line.get_color(), alpha=0.2, linewidth=0.8)  # as measured
-    above = {"transform": axis.get_xaxis_transform(), "va": "bottom"}
+    above = axis.get_xaxis_transform()
     for x, name in stages:
         axis.axvline(x, color="0.6", linestyle="--", linewidth=0.8)
-        axis.text(x, 1.0, f" {name}", fontsize=8, color="0.4", **above)
+        axis.text(x, 1.0, f" {name}", fontsize=8, color="0.4", transform=above, va="bottom")
     axis.set_title(title, fontsize=11, pad=14)
     axis.set_xlabel("step")
     axis.grid(alpha=0.25)
@@ -125,8 +123,10 @@ def loss_of(record: dict, n: int, settings: dict) -> dict[str, float] | None:
 
     Worked: new −0.5, old −0.6: r = e^0.1 = 1.105; A = 2, w = 0.01, ε = 0.2: loss −0.01 · 2.21.
     """
-    names = ("sampled", "old", "new", "ref", "advantages", "weights")
-    sampled, old, new, ref, advantage, weight = (value_of(record, name, n) for name in names)
+    sampled, old, new, ref, advantage, weight = (
+        value_of(record, name, n)
+        for name in ("sampled", "old", "new", "ref", "advantages", "weights")
+    )
     if None in (old, new, advantage, weight) or not record["mask"][n]:
         return None
     ratio = exp(new - old)
@@ -164,13 +164,14 @@ def value_of(record: dict, name: str, n: int) -> float | None:
 def shown_trajectory(record: dict, settings: dict) -> Iterator[str]:
     """Yields a blank line, how the trajectory ended and what it was paid, then its tokens."""
     terms = " ".join(f"{name} {value:+.2f}" for name, value in record["rewards"].items())
-    verdict, reward = "right" if record["correct"] else "wrong", sum(record["rewards"].values())
+    verdict = "right" if record["correct"] else "wrong"
+    reward = sum(record["rewards"].values())
     yield ""
     yield f"sample {record['row']}: {record['answer']!r} {verdict}, {reward:+.2f} = {terms}"
     columns = ("sampled", "old", "new", "ratio", "advantage", "weight", "loss")
     yield f"{'token':24}mask" + "".join(f"{name:>11}" for name in columns)
     length = max(len(record[name]) for name in ("ids", "tokens", "mask"))
-    for mask, run in itertools.groupby(range(length), key=record["mask"].__getitem__):
+    for mask, run in itertools.groupby(range(length), record["mask"].__getitem__):
         some = list(run)
         if not mask:
             text = "".join(record["tokens"][n] for n in some)
@@ -191,7 +192,7 @@ def print_group(folder: Path, step: int | None, group: int) -> None:
         wanted = "no step" if step is None else f"no step {step}"
         raise InputError("; ".join([f"{folder}: {wanted} is kept there", *missing]))
     some = [r for r in some if r["step"] == some[-1]["step"]]
-    groups = [list(rows) for _, rows in itertools.groupby(some, key=lambda r: r["group"])]
+    groups = [list(rows) for _, rows in itertools.groupby(some, itemgetter("group"))]
     if group not in range(len(groups)):
         raise InputError(f"{folder}: {len(groups)} groups are kept there, and not --group {group}")
     first = groups[group][0]
@@ -204,8 +205,10 @@ def print_group(folder: Path, step: int | None, group: int) -> None:
         try:
             lines += shown_trajectory(record, settings)
         except Exception as error:  # the lines before the damage are shown
-            fits = "tokens, mask and numbers do not fit together"
-            lines.append(f"the rest of this sample is damaged, {fits}: {error!r}")
+            lines.append(
+                "the rest of this sample is damaged, tokens, mask and numbers do not fit together:"
+                f" {error!r}"
+            )
     print(*map(harmless, lines), sep="\n")
 
 
@@ -233,21 +236,25 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def newest_run(folder: Path) -> Path:
     """Returns the run whose metrics were written last."""
-    files = sorted(folder.glob("*/stage?/metrics.jsonl"), key=lambda file: file.stat().st_mtime)
-    if not files:
+    files = folder.glob("*/stage?/metrics.jsonl")
+    newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
+    if not newest:
         raise InputError(f"{folder}: there is no run: name one, or train one with train.py")
-    return files[-1].parent.parent
+    return newest.parent.parent
 
 
 def main(arguments: list[str] | None = None) -> None:
     asked = parse(arguments)
     runs = asked.runs or [newest_run(Path("runs"))]
-    run, several = runs[0], "-".join(names_of(runs))
+    run = runs[0]
     if asked.text:
         return print_group(stages_of(run)[-1], asked.step, asked.group)
-    page = run / "view" if len(runs) == 1 else run.resolve().parent / several
-    out = asked.out or (run / "curves.png" if asked.png else page)
-    file = out if asked.png else out / "index.html"
+    if asked.png:
+        out = file = asked.out or run / "curves.png"
+    else:
+        several = run.resolve().parent / "-".join(names_of(runs))
+        out = asked.out or (run / "view" if len(runs) == 1 else several)
+        file = out / "index.html"
     check_output(file, "--out")
     if asked.png:
         draw(run, out)
@@ -255,9 +262,11 @@ def main(arguments: list[str] | None = None) -> None:
         write_page(runs, out)
     print(f"written: {file.resolve()}")
     if not asked.png:
-        serve = f"python -m http.server --bind 127.0.0.1 --directory {out.resolve()} 8000"
-        print("open that file in a browser; of a remote machine copy the folder, or run there")
-        print(f"  {serve}\nand here  ssh -L 8000:127.0.0.1:8000 HOST, then http://127.0.0.1:8000")
+        print(
+            "open that file in a browser; of a remote machine copy the folder, or run there\n"
+            f"  python -m http.server --bind 127.0.0.1 --directory {out.resolve()} 8000\n"
+            "and here  ssh -L 8000:127.0.0.1:8000 HOST, then http://127.0.0.1:8000"
+        )
 
 
 if __name__ == "__main__":

@@ -36,27 +36,30 @@ def field(record: dict, name: str, kind: type = str, default=None):
         if default is None:
             raise InputError(f"field {name!r} is missing or empty")
         return default
+    return of_kind(value, kind, f"field {name!r}")
+
+
+def of_kind(value, kind: type, place: str):
     if not isinstance(value, kind):
-        raise wrong(name, f"expected {kind.__name__}, found {short(value)}")
+        raise InputError(f"{place}: expected {kind.__name__}, found {short(value)}")
     return value
 
 
 def items(record: dict, name: str, kind: type = str, default=None) -> list:
     """Returns the list record[name], all of whose items must be of this kind."""
-    values = field(record, name, list, default)
-    for i, value in enumerate(values, 1):
-        if not isinstance(value, kind):
-            expected = f"expected {kind.__name__}, found {short(value)}"
-            raise InputError(f"field {name!r}, item {i}: {expected}")
-    return values
+    values = enumerate(field(record, name, list, default), 1)
+    return [of_kind(value, kind, f"field {name!r}, item {i}") for i, value in values]
 
 
 def paragraphs_of(record: dict, name: str, default=None, question_id: str = "") -> list[dict]:
     paragraphs = []
     for number, item in enumerate(items(record, name, dict, default), 1):
-        text = field(item, "paragraph_text" if "paragraph_text" in item else "text")
-        item_id = f"{question_id}:{number}" if question_id else id_of(item, number)
-        paragraphs.append({"id": item_id, "title": field(item, "title", str, ""), "text": text})
+        paragraph = {
+            "id": f"{question_id}:{number}" if question_id else id_of(item, number),
+            "title": field(item, "title", str, ""),
+            "text": field(item, "paragraph_text" if "paragraph_text" in item else "text"),
+        }
+        paragraphs.append(paragraph)
     return paragraphs
 
 
@@ -137,9 +140,13 @@ def from_own(record: dict, number: int) -> dict:
     supporting = field(record, "supporting", list, [])
     if not all(number in range(1, len(references) + 1) for number in supporting):
         raise wrong("supporting", f"expected numbers from 1 to {len(references)}, the references")
-    fields = asked(record, "answers", options if chosen else None, number)
-    fields |= {"task": task, "may_search": field(record, "may_search", bool, True)}
-    return fields | {"options": options, "references": references, "supporting": supporting}
+    return asked(record, "answers", options if chosen else None, number) | {
+        "task": task,
+        "may_search": field(record, "may_search", bool, True),
+        "options": options,
+        "references": references,
+        "supporting": supporting,
+    }
 
 
 def from_flashrag(record: dict, number: int) -> dict:
@@ -158,8 +165,10 @@ def from_plain(record: dict, number: int) -> dict:
     """Reads a table row (a column may hold a list of answers), R1-Searcher's and UR²'s records."""
     fields = asked(record, number=number)
     if fields["question"].strip().isdigit():
-        advice = "passages go where a corpus is asked for"
-        raise wrong("question", f"{short(fields['question'])} is a number: {advice}")
+        raise wrong(
+            "question",
+            f"{short(fields['question'])} is a number: passages go where a corpus is asked for",
+        )
     if len(fields["answers"]) == 1:
         fields["answers"] = answer_list(fields["answers"][0])
     return fields | {"task": "math" if fields["source"] == "math" else "qa"}
@@ -178,21 +187,23 @@ def from_hotpotqa(record: dict, number: int) -> dict:
     """Reads HotpotQA (published or hub) and 2WikiMultihopQA: paragraph n of `context` is reference
     n.
     """
-    fields, references = asked(record), []
+    fields = asked(record)
+    references = []
     for i, (title, sentences) in enumerate(titled_pairs(record, "context", "sentences"), 1):
-        found = items({"context": sentences}, "context")
         # Sentences of HotpotQA begin with a blank, those of 2Wiki do not.
-        text = " ".join(sentence.strip() for sentence in found if sentence.strip())
+        found = map(str.strip, items({"context": sentences}, "context"))
+        text = " ".join(filter(None, found))
         references.append({"id": f"{fields['id']}:{i}", "title": title, "text": text})
     titles = [reference["title"] for reference in references]
     gold = {title for title, _ in titled_pairs(record, "supporting_facts", "sent_id")}
     # In fullwiki some gold titles have no paragraph. Then there is no gold at all: half of it would
     # be taken for all of it.
-    whole = gold <= set(titles)
-    kind, source = field(record, "type", str, ""), "2wiki" if "evidences" in record else "hotpotqa"
+    gold = gold if gold <= {*titles} else ()
+    kind = field(record, "type", str, "")
+    source = "2wiki" if "evidences" in record else "hotpotqa"
     return fields | {
         "references": references,
-        "supporting": sorted(titles.index(title) + 1 for title in gold) if whole else [],
+        "supporting": sorted(titles.index(title) + 1 for title in gold),
         "source": f"{source}_{kind}" if kind else source,
     }
 
@@ -201,8 +212,9 @@ def titled_pairs(record: dict, name: str, second: str) -> list[Sequence]:
     """Returns pairs from [[title, x], ...] (published) or {"title": [...], second: [...]} (hub)."""
     pairs = record.get(name)
     if isinstance(pairs, dict):
-        titles, others = items(pairs, "title"), field(pairs, second, list)
-        pairs = [[title, other] for title, other in zip_longest(titles, others)]
+        titles = items(pairs, "title")
+        others = field(pairs, second, list)
+        pairs = list(map(list, zip_longest(titles, others)))
     for pair in items({name: pairs}, name, list):
         if len(pair) != 2 or not isinstance(pair[0], str) or pair[1] is None:
             raise wrong(name, f"expected a title and its {second}, found {short(pair)}")
@@ -218,10 +230,10 @@ def from_musique(
         raise InputError("the question has no answer: field 'answerable' is false")
     answers = fields["answers"]
     if record.get("answer_aliases") is not None:
-        answers += [alias for alias in items(record, "answer_aliases") if alias.strip()]
+        answers += filter(str.strip, items(record, "answer_aliases"))
     references = paragraphs_of(record, paragraphs, None, fields["id"])
-    marks = [field(item, "is_supporting", bool, False) for item in record[paragraphs]]
-    gold = [i for i, mark in enumerate(marks, 1) if mark]
+    numbered = enumerate(record[paragraphs], 1)
+    gold = [number for number, item in numbered if field(item, "is_supporting", bool, False)]
     hops = re.match(r"\d+hop", fields["id"])
     return fields | {
         "answers": list(dict.fromkeys(answers)),
@@ -235,8 +247,7 @@ def from_ircot(record: dict, number: int) -> dict:
     """Reads IRCoT's processed files, which R-Search uses (section 4.1): MuSiQue's layout with other
     names, also of HotpotQA and 2Wiki. Only HotpotQA's records name their data set.
     """
-    objects = items(record, "answers_objects", dict)
-    spans = [span for one in objects for span in items(one, "spans")]
+    spans = [s for one in items(record, "answers_objects", dict) for s in items(one, "spans")]
     source = field(record, "dataset", str, "")
     return from_musique(record | {"answer": spans}, number, "question_text", "contexts", source)
 
@@ -251,11 +262,13 @@ def from_choice(record: dict, number: int) -> dict:
 def from_math(record: dict, number: int) -> dict:
     """Reads MATH-500, Minerva, GSM8K: the answer is a field, the text after "####", or a box."""
     question = "problem" if "problem" in record else "question"
-    name, answer = "answer", field(record, "answer", str, "").rpartition("####")[2].strip()
+    name = "answer"
+    answer = field(record, "answer", str, "").rpartition("####")[2].strip()
     if not answer and "solution" in record:
-        name, answer = "solution", last_boxed(field(record, "solution", str, ""))
-    fields = asked(record | {name: answer}, name, number=number, question=question)
-    return fields | {"task": "math"}
+        name = "solution"
+        answer = last_boxed(field(record, "solution", str, ""))
+    record = record | {name: answer}
+    return asked(record, name, number=number, question=question) | {"task": "math"}
 
 
 def from_verl(record: dict, number: int) -> dict:
@@ -264,17 +277,13 @@ def from_verl(record: dict, number: int) -> dict:
     messages = items(record, "prompt", dict)
     users = [message.get("content") for message in messages if message.get("role") == "user"]
     question = field({"prompt": users[-1] if users else ""}, "prompt").rpartition("Question:")[2]
-    name, golds = "reward_model.ground_truth", field(record, "reward_model", dict)
-    golds = golds.get("ground_truth")
+    golds = field(record, "reward_model", dict).get("ground_truth")
     golds = golds.get("target") if isinstance(golds, dict) else golds
     golds = golds.split("<|answer_split|>") if isinstance(golds, str) else golds
+    name = "reward_model.ground_truth"
     source = field(record, "data_source", str, "")
-    return {
-        "id": f"{source}:{index}".lstrip(":"),
-        "question": field({"prompt": question}, "prompt").strip(),
-        "answers": gold_answers({name: golds}, name),
-        "source": source,
-    }
+    fields = {"id": f"{source}:{index}".lstrip(":"), "prompt": question.strip(), "source": source}
+    return asked(fields | {name: golds}, name, question="prompt")
 
 
 # -------------------------------------------------------------------------- layouts of corpus files
@@ -288,15 +297,15 @@ def from_title_text(record: dict, number: int) -> dict:
 def from_passage(record: dict, number: int, name: str = "passage", mark: str = "\t") -> dict:
     """Reads one string whose title ends at `mark`: a line break, " Text:", or three blanks."""
     title, text = titled(field(record, name), mark)
-    title = title.removeprefix("Title:")
-    return from_title_text(record | {"title": title, "text": text}, number)
+    return from_title_text(record | {"title": title.removeprefix("Title:"), "text": text}, number)
 
 
 def titled(passage: str, mark: str = "\n") -> tuple[str, str]:
     """Returns (title, text): '"Ana"\\nborn' -> ("Ana", "born"); without a mark all is text."""
     title, found, text = passage.partition(mark)
-    unquoted = re.sub(r'^"(.*)"$', r"\1", title.strip())  # the title itself may contain quotes
-    return (unquoted, text) if found else ("", passage)
+    if not found:
+        return "", passage
+    return re.sub(r'^"(.*)"$', r"\1", title.strip()), text  # the title itself may contain quotes
 
 
 # --------------------------------------------------------------------------------------- the tables
@@ -328,7 +337,8 @@ LAYOUTS = {
     "plain": Layout("!question !answer", from_plain, lambda record: set(record) <= PLAIN_FIELDS),
 }
 ATTEMPT_LAYOUTS = {"rollouts": Layout("idx question answer !pred_anses", from_rollouts)}
-ABSTRACT, CHUNK = partial(from_passage, mark=" Text:"), partial(from_passage, mark="   ")
+ABSTRACT = partial(from_passage, mark=" Text:")
+CHUNK = partial(from_passage, mark="   ")
 CORPUS_LAYOUTS = {  # a tab-separated line is read as {"id", "passage"}
     "contents": Layout("!contents", partial(from_passage, name="contents", mark="\n")),
     "title_text": Layout("title !text", from_title_text),
@@ -345,13 +355,14 @@ def detect(record: dict, table: dict[str, Layout]) -> str:
         if layout.recognise(record):
             return name
     known = ", ".join(f"{name} ({row.fields.replace('!', '')})" for name, row in table.items())
-    fields = f"it has the fields {', '.join(map(repr, record))[:300]}; known are {known}"
-    raise InputError(f"unknown layout: {fields}")
+    fields = ", ".join(map(repr, record))[:300]
+    raise InputError(f"unknown layout: it has the fields {fields}; known are {known}")
 
 
 def read_fields(path: Path, table: dict[str, Layout], columns=(), skip_bad=False) -> Iterator[dict]:
     """Yields the fields of every record of a file, read by one layout, with unique ids."""
-    layout, places = None, {}
+    layout = None
+    places = {}
 
     def convert(record: dict, number: int, place: str) -> dict:
         nonlocal layout

@@ -30,8 +30,10 @@ LONGEST_LINE = 64_000_000  # bytes
 
 
 def open_error(path: Path, error: OSError) -> InputError:
-    known = {FileNotFoundError: "no such file: check the path"}
-    known[IsADirectoryError] = "a folder: name the files in it"
+    known = {
+        FileNotFoundError: "no such file: check the path",
+        IsADirectoryError: "a folder: name the files in it",
+    }
     return InputError(f"{path}: {known.get(type(error), f'cannot be read ({error.strerror})')}")
 
 
@@ -79,8 +81,9 @@ def decoded_lines(path: Path) -> Iterator[tuple[int, str | InputError]]:
     """
     for number, line in enumerate(byte_lines(path), 1):
         if len(line) == LONGEST_LINE:
-            advice = "longer than 64 MB: end each record with a line break"
-            raise InputError(f"{path}, line {number}: {advice}")
+            raise InputError(
+                f"{path}, line {number}: longer than 64 MB: end each record with a line break"
+            )
         if line.strip():
             yield number, decoded(line.rstrip(b"\r\n"))
 
@@ -125,11 +128,14 @@ def read_parquet(path: Path) -> list[dict]:
 
         return parquet.read_table(path).to_pylist()
     except ImportError:
-        how = "pip install pyarrow, or convert the file to JSONL"
-        raise InputError(f"{path}: a parquet file needs pyarrow: {how}") from None
+        raise InputError(
+            f"{path}: a parquet file needs pyarrow: pip install pyarrow, or convert the file to"
+            " JSONL"
+        ) from None
     except Exception as error:  # the reader of a damaged file may raise anything
-        reason = short(str(error))
-        raise InputError(f"{path}: not a readable parquet file ({reason}): get it again") from None
+        raise InputError(
+            f"{path}: not a readable parquet file ({short(str(error))}): get it again"
+        ) from None
 
 
 def loads(text: str | InputError) -> object:
@@ -159,7 +165,7 @@ def is_tsv(path: Path) -> bool:
 
 def tsv_records(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, str, object]]:
     csv.field_size_limit(LONGEST_LINE)
-    names: Sequence[str] = ()
+    names = ()
     for number, record in decoded_lines(path):
         if isinstance(record, str):
             # Each line alone: a quote that is never closed must not take the lines after it.
@@ -169,8 +175,10 @@ def tsv_records(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, str, 
             names = names or columns
             record = dict(zip(names, values, strict=False))
             if len(values) != len(names):
-                known = f"expected {len(names)} ({', '.join(names)})"
-                record = InputError(f"{len(values)} tab-separated columns, {known}")
+                record = InputError(
+                    f"{len(values)} tab-separated columns, expected {len(names)}"
+                    f" ({', '.join(names)})"
+                )
         yield number, f"line {number}", record
 
 
@@ -218,8 +226,9 @@ def writing(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        advice = "make room, or name another place"
-        raise InputError(f"{path}: cannot be written ({error.strerror}): {advice}") from None
+        raise InputError(
+            f"{path}: cannot be written ({error.strerror}): make room, or name another place"
+        ) from None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -230,9 +239,13 @@ def write_text(path: Path, text: str) -> None:
         os.replace(partial, path)
 
 
+def json_lines(records: Iterable[dict]) -> str:
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
 def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
     """Appends a JSON line per record, after a complete line. Without records it tests the file."""
-    lines = b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records)
+    lines = json_lines(records).encode()
     with writing(path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab+") as file:
@@ -245,8 +258,7 @@ def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
 def write_records(path: Path, records: list[dict]) -> None:
     """Writes all records as JSON lines; replaces the file at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
-    write_text(path, "".join(lines))
+    write_text(path, json_lines(records))
 
 
 @functools.cache
@@ -265,8 +277,10 @@ def lock(file, how: int) -> None:
     except BlockingIOError:
         raise
     except OSError as error:
-        why = f"cannot be locked ({error.strerror}): two runs in one folder would not be noticed"
-        tell(f"{file.name}: {why}")
+        tell(
+            f"{file.name}: cannot be locked ({error.strerror}): two runs in one folder would not be"
+            " noticed"
+        )
 
 
 def free_name(path: Path) -> Path:
@@ -281,7 +295,8 @@ def convert_records(
     """Yields convert(record, number, place) of each record that `read_records` yields. A bad record
     is an error, or is skipped and counted.
     """
-    kept, problems = 0, []
+    kept = 0
+    problems = []
     for number, place, record in records:
         try:
             if isinstance(record, InputError):
@@ -290,8 +305,9 @@ def convert_records(
         except InputError as error:
             problems.append(f"{path}, {place}: {error}")
             if not skip_bad:
-                advice = "correct it, or leave it out with --skip_bad"
-                raise InputError(f"{problems[0]}: {advice}") from None
+                raise InputError(
+                    f"{problems[0]}: correct it, or leave it out with --skip_bad"
+                ) from None
         else:
             kept += 1
             yield fields
@@ -303,5 +319,8 @@ def report_skipped(path: Path, kept: int, problems: list[str], noun: str) -> Non
         reason = f"; the first problem: {problems[0]}" if problems else ""
         raise InputError(f"{path}: no {noun} to use: name another file{reason}")
     if problems:
-        count = f"{len(problems)} of {len(problems) + kept} {noun}s"
-        print(f"{path}: {count} skipped; the first: {problems[0]}", file=sys.stderr)
+        print(
+            f"{path}: {len(problems)} of {len(problems) + kept} {noun}s skipped; the first:"
+            f" {problems[0]}",
+            file=sys.stderr,
+        )

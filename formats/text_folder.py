@@ -19,7 +19,10 @@ from tqdm import tqdm
 from errors import InputError
 from formats.records import first_line, is_tsv, open_error, read_whole, report_skipped
 
-LEAST, GOAL, MOST = 50, 100, 150  # words in a passage
+# Words in a passage.
+LEAST = 50
+GOAL = 100
+MOST = 150
 FENCE = re.compile(r"\s*(`{3,}|~{3,})")
 HEADING = re.compile(r" {0,3}(#{1,6})(?:[ \t]+(.*?))?(?:[ \t]+#+)?[ \t]*$")
 OWN_LINE = re.compile(r"\s*(?:[-*+•]\s|\d+[.)]\s|\|)")  # a list item, a table's row
@@ -31,28 +34,32 @@ def passages(text: str, name: str, markdown: bool = False) -> list[tuple[str, st
     """Returns [(title, passage)]. A title begins with the text's first heading, or with `name`."""
     found = list(paragraphs(text, markdown))
     title = next((headings[0] for headings, _ in found if headings), name)
-    packed, size, above = [], 0, ()
+    packed = []
+    size = MOST
+    above = ()
     for headings, paragraph in found:
         new = " > ".join(heading for heading in headings if heading not in above)
         joint = f"\n{new}\n" if new else "\n"
         for piece in pieces(paragraph):
             words = len(piece.split())
-            if packed and size < (LEAST if new else GOAL) and size + words <= MOST:
+            if size < (LEAST if new else GOAL) and size + words <= MOST:
                 packed[-1][1] += joint + piece
                 size += words
             else:
                 path = headings if headings[:1] == (title,) else (title, *headings)
                 packed.append([" > ".join(path), piece])
                 size = words
-            new, joint = "", " "
+            new = ""
+            joint = " "
         above = headings
     return [(title, passage) for title, passage in packed]
 
 
 def paragraphs(text: str, markdown: bool) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yields (the headings above a paragraph, the paragraph on one line)."""
-    headings: dict[int, str] = {}  # level -> heading
-    lines, fence = [], ""  # lines of this paragraph; the mark that ends a code block
+    headings = {}  # level -> heading
+    lines = []  # of this paragraph
+    fence = ""  # the mark that ends a code block
     for line in [*text.split("\n"), ""]:
         opened, heading = (FENCE.match(line), HEADING.match(line)) if markdown else (None, None)
         if fence:  # inside code "#" does not begin a heading
@@ -99,9 +106,10 @@ def ending(path: Path) -> str:
 
 def is_text(path: Path) -> bool:
     """Returns whether this is a folder, a Markdown file, or a .txt file without records."""
-    if os.path.isdir(path) or ending(path) != ".txt":  # False for a name that is too long
-        return os.path.isdir(path) or ending(path) == ".md"
-    return not is_tsv(path) and not first_line(path).startswith((b"{", b"[{"))
+    if os.path.isdir(path) or ending(path) == ".md":  # isdir: False for a name that is too long
+        return True
+    records = ending(path) != ".txt" or is_tsv(path)
+    return not (records or first_line(path).startswith((b"{", b"[{")))
 
 
 def text_files(folder: Path) -> list[Path]:
@@ -118,8 +126,9 @@ def text_files(folder: Path) -> list[Path]:
         files = [Path(root, name) for name in names if not name.startswith(".")]
         texts += [f for f in files if ending(f) in (".txt", ".md") and not f.is_fifo()]
     if not texts:
-        advice = "name a folder of texts, or a file"
-        raise InputError(f"{folder}: no file in it ends in .txt or .md: {advice}")
+        raise InputError(
+            f"{folder}: no file in it ends in .txt or .md: name a folder of texts, or a file"
+        )
     return sorted(texts)
 
 
@@ -128,11 +137,12 @@ def read_texts(path: Path, skip_bad: bool = False) -> list[dict]:
     folder#number".
     """
     files, root = (text_files(path), path) if path.is_dir() else ([path], path.parent)
-    documents, problems = [], []
+    documents = []
+    problems = []
     for file in tqdm(files, desc="passages", unit="file", leave=False, disable=None):
         name = file.relative_to(root).as_posix()
         try:
-            text = read_whole(file).replace("\r\n", "\n").replace("\r", "\n")
+            text = re.sub("\r\n?", "\n", read_whole(file))
         except InputError as error:
             if not skip_bad:
                 raise InputError(f"{error}, or leave it out with --skip_bad") from None

@@ -74,32 +74,32 @@ def direct_protocol(protocol: Protocol) -> Protocol:
     """Returns the protocol with an instruction that asks for the answer alone: a model trained to
     ignore its instruction would not be a fair baseline.
     """
-    task, wanted = "Answer the question", "the answer in a few words"
+    task = "Answer the question"
+    wanted = "the answer in a few words"
     if protocol.answer_tags == tag_pair("summary"):  # ARENA appendix H.2
-        task, wanted = "Write the summary that is asked for", "the summary in whole sentences"
+        task = "Write the summary that is asked for"
+        wanted = "the summary in whole sentences"
     source = " from the numbered references that follow it" if protocol.references_in_prompt else ""
     box = final_answer(replace(protocol, prompt_suffix=""), wanted)
     text = f"{task}{source}. Write nothing but {box}"
     return replace(protocol, instruction=text, direct_instruction=text)
 
 
-def imitation(prompt: list[int], text: str, tokenizer) -> Example:
-    return example_of(prompt, [(text, True)], tokenizer)
-
-
 def direct_example(question: Question, protocol: Protocol, tokenizer) -> Example:
     """Builds: prompt -> the first gold answer, without reasoning."""
     prompt = build_prompt(direct_protocol(protocol), question, tokenizer)
-    return imitation(prompt, final_answer(protocol, question.answers[0]), tokenizer)
+    return example_of(prompt, [(final_answer(protocol, question.answers[0]), True)], tokenizer)
 
 
 def reasoning_example(question: Question, protocol: Protocol, tokenizer) -> Example:
     """Prompt -> <relevance>[1, 3]</relevance> <analysis>...</analysis> <answer>...</answer>"""
     protocol.section_tags("relevance")  # checks that the protocol has these sections
     analysis = without_control(analysis_of(question), tokenizer, protocol.tags).strip()
-    text = f"<relevance>{[*question.supporting]}</relevance>\n<analysis> {analysis} </analysis>\n"
+    text = (
+        f"<relevance>{list(question.supporting)}</relevance>\n<analysis> {analysis} </analysis>\n"
+    )
     text += final_answer(protocol, question.answers[0])
-    return imitation(build_prompt(protocol, question, tokenizer), text, tokenizer)
+    return example_of(build_prompt(protocol, question, tokenizer), [(text, True)], tokenizer)
 
 
 def analysis_of(question: Question) -> str:
@@ -132,7 +132,8 @@ _MARK = "\ud800"  # half of a surrogate pair, which no valid text contains
 
 def trace_pieces(trajectory: Trajectory) -> list[tuple[str, bool]]:
     """Returns (text, is it the model's?) in order, split where the rollout tokenized separately."""
-    protocol, marked = trajectory.protocol, ""
+    protocol = trajectory.protocol
+    marked = ""
     # A transcript does not record the writers: notices are recognised by their wording.
     notices = filter(None, (protocol.fallback_notice, *protocol.rejection_notices))
     known = re.compile(f"({'|'.join(map(re.escape, notices))})")
@@ -148,12 +149,16 @@ def read_traces(records: list[dict], protocol: Protocol, given=()) -> list[Traje
     """Returns each question's first right trajectory (format 1, em 1). The questions in `given` add
     options and references.
     """
-    known, traces = {question.id: question for question in given}, {}
+    known = {question.id: question for question in given}
+    traces = {}
     for record in records:
-        name, metrics = record["id"], record["metrics"]
+        name = record["id"]
+        metrics = record["metrics"]
         if (known and name not in known) or "transcript" not in record:
-            hint = "give its file of --questions, and --data of eval.py --out FILE"
-            raise InputError(f"question {name} is not in --questions, or has no transcript: {hint}")
+            raise InputError(
+                f"question {name} is not in --questions, or has no transcript: give its file of"
+                " --questions, and --data of eval.py --out FILE"
+            )
         if name not in traces and metrics.get("format") == metrics.get("em") == 1:
             question = known.get(name) or Question(name, record["question"], record["golds"])
             traces[name] = trajectory_from_text(question, record["transcript"], protocol)
@@ -165,8 +170,10 @@ def read_summary_log(path: str) -> dict[tuple[str, str], str]:
     replies = {}
     for _, place, record in read_records(Path(path)):
         if isinstance(record, InputError) or not record.keys() >= SUMMARY_FIELDS:
-            hint = f"give the {SUMMARY_LOG} of a --output_dir, or remove the line"
-            raise InputError(f"{path}, {place}: no summary record: {hint}")
+            raise InputError(
+                f"{path}, {place}: no summary record: give the {SUMMARY_LOG} of a --output_dir, or"
+                " remove the line"
+            )
         replies[record["instruction"], record["text"]] = record["summary"]
     return replies
 
@@ -177,13 +184,15 @@ METHODS = ("direct", "reasoning", "traces", "summarizer")
 
 def examples_of(method: str, settings: DistilSettings, protocol, tokenizer) -> list[Example]:
     if method == "summarizer":
-        replies = read_summary_log(settings.data).items()
         # Exactly the prompt that other_models/llm.py gives a local model.
-        return [imitation(prompt_ids(tokenizer, ask), reply, tokenizer) for ask, reply in replies]
+        return [
+            example_of(prompt_ids(tokenizer, asked), [(reply, True)], tokenizer)
+            for asked, reply in read_summary_log(settings.data).items()
+        ]
     if method == "traces":
         given = load_questions(settings.questions, settings.skip_bad) if settings.questions else ()
-        traces = read_traces(read_predictions(settings.data, settings.skip_bad), protocol, given)
-        return [trace_example(trace, tokenizer) for trace in traces]
+        records = read_predictions(settings.data, settings.skip_bad)
+        return [trace_example(t, tokenizer) for t in read_traces(records, protocol, given)]
     questions = load_questions(settings.data, settings.skip_bad, settings.seed)
     if method == "direct":
         return [direct_example(q, protocol, tokenizer) for q in questions]
@@ -194,8 +203,9 @@ def examples_of(method: str, settings: DistilSettings, protocol, tokenizer) -> l
 
 def that_fit(examples: list[Example], longest: int) -> list[Example]:
     fit = [example for example in examples if len(example.ids) <= longest and any(example.mask)]
-    count = f"{len(fit)} of {len(examples)} examples"
-    message = f"{count} fit {longest} tokens and have text to imitate"
+    message = (
+        f"{len(fit)} of {len(examples)} examples fit {longest} tokens and have text to imitate"
+    )
     if not fit:
         raise InputError(f"no example to train on: {message}: check --data")
     print(message)
@@ -207,15 +217,18 @@ def distil(method: str, settings: DistilSettings) -> None:
     protocol = PROTOCOLS[settings.protocol or {"traces": "r1_searcher"}.get(method, "arena")]
     memory = PolicySettings(gradient_checkpointing=settings.gradient_checkpointing)
     policy, tokenizer = load_policy(settings.model, best_device(), memory)  # fp32, for training
-    examples = examples_of(method, settings, protocol, tokenizer)
-    examples = that_fit(examples, context_of(policy))
+    examples = that_fit(examples_of(method, settings, protocol, tokenizer), context_of(policy))
     size = min(settings.batch_size, len(examples))
     steps = math.ceil(settings.epochs * len(examples) / size)
-    fixed = float(method == "summarizer")  # the rate decays from the end of the run on: never
-    training = SFTSettings(steps, settings.lr, decay_from=fixed, betas=(0.9, 0.999))
+    # A summariser's rate decays from the end of the run on: never.
+    decay_from = float(method == "summarizer")
+    training = SFTSettings(steps, settings.lr, decay_from=decay_from, betas=(0.9, 0.999))
     # Each epoch has every example once.
-    orders = (random.Random(f"{settings.seed}  {epoch}") for epoch in itertools.count())
-    stream = (example for order in orders for example in order.sample(examples, len(examples)))
+    stream = (
+        example
+        for epoch in itertools.count()
+        for example in random.Random(f"{settings.seed}  {epoch}").sample(examples, len(examples))
+    )
     losses = train_sft(policy, lambda _: list(itertools.islice(stream, size)), training, method)
     if not math.isfinite(sum(losses)):
         raise InputError(f"the loss was not finite: nothing was saved; lower --lr {settings.lr:g}")

@@ -28,13 +28,16 @@ def settings_of(name: str) -> tuple[RewardSettings, str]:
     """Returns the settings and the protocol of the first stage in papers.py that pays this reward,
     or whose protocol its name begins with. A reward that a text alone does not decide is refused.
     """
-    stages = [stage for paper in PAPERS.values() for stage in paper.stages.values()]
-    found = [s for s in stages if s["reward"] == name or name.startswith(s["protocol"])]
+    found = [
+        stage
+        for paper in PAPERS.values()
+        for stage in paper.stages.values()
+        if stage["reward"] == name or name.startswith(stage["protocol"])
+    ]
     if not found or name not in REWARDS:
         raise InputError(f"{name}: no reward; {', '.join(REWARDS)}{nearest(name, REWARDS)}")
-    names = RewardSettings.__dataclass_fields__
-    own = {field: value for field, value in found[0].items() if field in names}
-    settings = RewardSettings(**own | {"reward": name})
+    names = found[0].keys() & RewardSettings.__dataclass_fields__
+    settings = RewardSettings(**{field: found[0][field] for field in names} | {"reward": name})
     if needs(settings) & {"reader", "embedder"} or name in BY_THE_STEP:
         raise InputError(f"{name} depends on the step or on another model's answer: train it here")
     return settings, found[0]["protocol"]

@@ -22,11 +22,12 @@ import itertools
 import random
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from curriculum import bucket
+from curriculum import bucket_of_mean
 from data import Question, load_questions
 from errors import InputError, run_main, setting
 from formats.records import append_jsonl, finished_records
@@ -40,7 +41,8 @@ from prompts import question_text
 Questions = list[Question]
 OPTIONS = range(4, 11)  # allowed numbers of options
 LETTERS = ["ABCDEFGHIJ"[:n] for n in OPTIONS]
-SHOTS, DRAFTS = 5, 10  # examples in a request, questions in its reply
+SHOTS = 5  # examples in a request
+DRAFTS = 10  # questions in its reply
 VOTES = 3  # verdicts per draft: all must be "correct"
 FORM = (
     " Of 4 to 10 options exactly one may be right, the others must be plausible. Keep to the form,"
@@ -96,7 +98,8 @@ def pick_examples(given: Questions, hard: Questions, seed: int, attempt: int) ->
     """Picks hard questions of earlier rounds, one from each sub-domain before a second from any,
     and at least one given question, so that the form does not drift.
     """
-    rng, parts = random.Random(f"{seed} examples {attempt}"), defaultdict(list)
+    rng = random.Random(f"{seed} examples {attempt}")
+    parts = defaultdict(list)
     for question in rng.sample(hard, len(hard)):
         parts[question.source].append(question)
     turns = itertools.chain(*itertools.zip_longest(*parts.values()))
@@ -126,7 +129,8 @@ def parse_draft(reply: str | None) -> Question | None:
     different = {normalize_answer(option) or option for option in texts}
     if "".join(letters) not in LETTERS or letter not in letters or len(different) < len(texts):
         return None
-    question, part = question.strip().replace("\n", " "), part or "synthetic"
+    question = question.strip().replace("\n", " ")
+    part = part or "synthetic"
     return Question("", question, [letter], "choice", texts, source=part.strip(" .").lower())
 
 
@@ -142,8 +146,7 @@ def in_form(texts: list[str | None], asked: set[str]) -> Questions:
 
 def drafts_in(reply: str | None) -> list[str]:
     """Splits a reply into drafts at each "Question:"."""
-    draft = r"^Question:.*?(?=^Question:|\Z)"
-    return re.findall(draft, reply or "", re.MULTILINE | re.DOTALL)[:DRAFTS]
+    return re.findall(r"(?ms)^Question:.*?(?=^Question:|\Z)", reply or "")[:DRAFTS]
 
 
 def reordered(draft: Question, seed: int) -> Question:
@@ -164,26 +167,25 @@ def write_drafts(llm, examples: Questions, asked: set[str]) -> Questions:
 
 
 # --------------------------------------------------------------------------------------- the checks
-def asked_often(llm, instruction: str, texts: list[str], times: int) -> list[list[str | None]]:
+def asked_often(llm, instruction: str, texts: Iterable[str], times: int) -> list[list[str | None]]:
     """Samples `times` replies to each text. Requests are numbered, because equal ones would be sent
     only once.
     """
-    pairs = itertools.product(texts, range(1, times + 1))
-    turns = [Request(instruction, f"{text}\n(attempt {turn})", 1.0) for text, turn in pairs]
-    replies = llm.ask(turns)
+    numbered = [f"{text}\n(attempt {turn + 1})" for text in texts for turn in range(times)]
+    replies = llm.ask([Request(instruction, text, 1.0) for text in numbered])
     return [replies[first : first + times] for first in range(0, len(replies), times)]
 
 
 def check_drafts(drafts: Questions, verifier, answerer, k: int) -> Questions:
     """Returns the drafts that every verdict calls correct and that are not too hard, with level."""
-    verdicts = asked_often(verifier, VERIFY, list(map(shown, drafts)), VOTES)
-    pairs = zip(drafts, verdicts, strict=True)
-    correct = [draft for draft, votes in pairs if all(map(read_verdict, votes))]
-    answers = asked_often(answerer, ANSWER, list(map(question_text, correct)), k)
+    verdicts = asked_often(verifier, VERIFY, map(shown, drafts), VOTES)
+    good = [all(map(read_verdict, votes)) for votes in verdicts]
+    correct = list(itertools.compress(drafts, good))
+    answers = asked_often(answerer, ANSWER, map(question_text, correct), k)
     graded = []
     for draft, replies in zip(correct, answers, strict=True):
-        right = sum(choice_letter(reply, draft.options) in draft.answers for reply in replies)
-        graded.append(replace(draft, level=bucket(right / k)))
+        right = [choice_letter(reply, draft.options) in draft.answers for reply in replies]
+        graded.append(replace(draft, level=bucket_of_mean(right)))
     accepted = [draft for draft in graded if draft.level != "dropped"]
     print(f"{len(drafts)} new drafts: {len(correct)} are correct, {len(accepted)} not too hard")
     return accepted
@@ -194,7 +196,8 @@ def synthesize(given: Questions, models: list, settings: SynthesizeSettings) -> 
     """Fills --out with the help of three models, of which the first writes, the second checks and
     the third answers, and returns all questions of the file.
     """
-    (writer, verifier, answerer), path = models, Path(settings.out)
+    writer, verifier, answerer = models
+    path = Path(settings.out)
     made = earlier(path)
     asked = {normalize_answer(question.question) for question in [*given, *made]}
     first = len(made)
@@ -207,8 +210,8 @@ def synthesize(given: Questions, models: list, settings: SynthesizeSettings) -> 
         # A discarded question is not asked again.
         asked |= {normalize_answer(draft.question) for draft in drafts}
         accepted = check_drafts(drafts, verifier, answerer, settings.k)
-        wanted = accepted[: settings.count - len(made)]
-        fresh = [replace(q, id=f"synthetic-{i}") for i, q in enumerate(wanted, len(made))]
+        fresh = [replace(q, id=f"synthetic-{i}") for i, q in enumerate(accepted, len(made))]
+        fresh = fresh[: settings.count - len(made)]
         append_jsonl(path, map(asdict, fresh))
         made += fresh
     return made
@@ -216,11 +219,13 @@ def synthesize(given: Questions, models: list, settings: SynthesizeSettings) -> 
 
 def examples_among(given: Questions) -> Questions:
     """Returns the multiple-choice questions with one readable answer, which can be examples."""
-    single = [q for q in given if q.task == "choice" and len(q.answers) == 1]
+    single = (q for q in given if q.task == "choice" and len(q.answers) == 1)
     if usable := [q for q in single if choice_letter(q.answers[0], q.options)]:
         return usable
-    hint = "they serve as examples for new ones: name another file"
-    raise InputError(f"--data holds no multiple-choice question with one answer: {hint}")
+    raise InputError(
+        "--data holds no multiple-choice question with one answer: they serve as examples for new"
+        " ones: name another file"
+    )
 
 
 def earlier(path: Path) -> Questions:
@@ -235,13 +240,16 @@ def main(arguments: list[str] | None = None) -> None:
     settings, _ = parse_flags("lab.synthesize", SynthesizeSettings, arguments)
     given = examples_among(load_questions(settings.data, seed=settings.seed))
     earlier(Path(settings.out))  # checks the file before a model is loaded
-    limits = {"max_tokens": settings.max_tokens, "device": best_device()}
+    device = best_device()
     names = [settings.llm, settings.verifier or settings.llm, settings.answerer or settings.llm]
     with interruptible(f"finished questions are in {settings.out}: repeat the command to continue"):
-        loaded = {name: load_llm(name, settings, **limits) for name in {*names}}
+        loaded = {
+            name: load_llm(name, settings, max_tokens=settings.max_tokens, device=device)
+            for name in {*names}
+        }
         made = synthesize(given, [loaded[name] for name in names], settings)
-    levels = Counter(question.level for question in made)
-    print(f"{settings.out}: {len(made)} of {settings.count} questions: {dict(levels)}")
+    levels = dict(Counter(question.level for question in made))
+    print(f"{settings.out}: {len(made)} of {settings.count} questions: {levels}")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,8 @@ from rollout import context_of, decode, encode, end_ids, left_padded, plain_gene
 CACHE_FOLDER = "llm_cache"
 ADDRESS = "http://host:port/v1#model"
 THREADS = 16  # requests sent at the same time
-RETRIES, BACKOFF = 2, 0.5  # retries of a request; seconds before the first one, doubled each time
+RETRIES = 2  # of a request
+BACKOFF = 0.5  # seconds before the first retry, doubled each time
 REPLY_TOKEN = 64  # upper bound on characters per token; a longer reply is truncated
 CONTEXT = 32_768  # context length in tokens if the server does not report it
 SPARE = 128  # tokens kept free for the chat template
@@ -77,8 +78,9 @@ def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=None) -
     if spec.startswith(("http://", "https://")):
         return ServerLLM(spec, max_tokens, settings.timeout, cache)
     if not spec or (":" in spec and not Path(spec).exists()):
-        message = f"names no language model: give {ADDRESS}, a HF directory or a hub name"
-        raise InputError(f"{spec!r} {message}")
+        raise InputError(
+            f"{spec!r} names no language model: give {ADDRESS}, a HF directory or a hub name"
+        )
     in_8bit = "others" in frozen_in_8bit(settings)
     try:
         tokenizer = load_tokenizer(spec)
@@ -103,7 +105,8 @@ class LLM:
     at_once = THREADS  # requests sent at the same time
 
     def __init__(self, name: str, max_tokens: int, cache: str | Path = ""):
-        self.name, self.max_tokens = name, max_tokens
+        self.name = name
+        self.max_tokens = max_tokens
         self.failures = 0  # requests without an answer
         self.rejected = set()  # requests that the server rejected, for example for their length
         self.lock = threading.Lock()  # a search that timed out may still be running
@@ -118,13 +121,12 @@ class LLM:
                     self.cached[record["key"]] = record["reply"]
 
     def key(self, request: Request) -> str:
-        fields = [self.name, self.max_tokens, *request]
-        return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+        text = json.dumps([self.name, self.max_tokens, *request])
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def ask(self, requests: list[Request], readable=bool) -> list[str | None]:
         """Returns the replies without the text of their <think> blocks."""
-        replies = self.ask_whole(requests, readable)
-        return [reply and without_thinking(reply) for reply in replies]
+        return [r and without_thinking(r) for r in self.ask_whole(requests, readable)]
 
     def ask_whole(self, requests: list[Request], readable=bool) -> list[str | None]:
         """Returns the replies with their <think> blocks.
@@ -136,14 +138,15 @@ class LLM:
         with self.lock:
             replies = {request: self.cached.get(self.key(request)) for request in requests}
             missing = [request for request, reply in replies.items() if reply is None]
-            fresh, title = self.replies(missing) if missing else (), f"asking {self.name[-40:]}"
+            fresh = self.replies(missing) if missing else ()
+            title = f"asking {self.name[-40:]}"
             bar = tqdm(fresh, title, len(missing), leave=False, delay=3, disable=None)
             for request, reply in bar:
                 replies[request] = reply
                 if self.cache and reply is not None and readable(reply):
                     self.keep(request, reply)  # now, so that an interrupt loses no reply
-            self.failures += [*map(replies.get, missing)].count(None)
-        return [*map(replies.get, requests)]
+            self.failures += list(map(replies.get, missing)).count(None)
+        return list(map(replies.get, requests))
 
     def prompt(self, request: Request) -> list[int]:
         return prompt_ids(self.tokenizer, request)
@@ -158,8 +161,9 @@ class LLM:
         two bytes a token: hardly any text has more tokens.
         """
         tokens = self.positions - SPARE - min(most, self.positions // 4)
-        start = len(text.encode()) + len(rest.encode()) - 2 * tokens
-        return text.encode()[max(0, start) :].decode(errors="ignore")
+        data = text.encode()
+        start = len(data) + len(rest.encode()) - 2 * tokens
+        return data[max(0, start) :].decode(errors="ignore")
 
 
 def guessed_tokens(text: str, **_) -> dict:
@@ -167,7 +171,8 @@ def guessed_tokens(text: str, **_) -> dict:
     return {"input_ids": [0] * -(-len(text.encode()) // 3)}
 
 
-guessed_tokens.unk_token_id, guessed_tokens.decode = 0, str  # it knows no control tokens
+guessed_tokens.unk_token_id = 0  # it knows no control tokens
+guessed_tokens.decode = str
 guessed_tokens.bos_token = None
 
 
@@ -177,27 +182,28 @@ class ServerLLM(LLM):
     """
 
     tokenizer = staticmethod(guessed_tokens)
-    dead_batches, fault = 0, ""  # batches in a row without an answer; the last error message
+    dead_batches = 0  # in a row without an answer
+    fault = ""  # the last error message
 
     def __init__(self, spec: str, max_tokens=256, timeout=60.0, cache: str | Path = ""):
         base, _, self.model = spec.partition("#")
         host_of(spec, ADDRESS)  # raises an InputError if it is not an address
-        self.base, self.timeout, self.max_tokens = base.rstrip("/"), timeout, max_tokens
+        self.base = base.rstrip("/")
+        self.timeout = timeout
+        self.max_tokens = max_tokens
         key = os.environ.get("OPENAI_API_KEY", "").strip()
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.probe(spec)
-        # The name contains the address: two servers may give the same name to different models.
-        super().__init__(f"{self.base}#{self.model}", max_tokens, cache)
-
-    def probe(self, spec: str) -> None:
-        """Sends one request, once, to see that the server is there and accepts such requests."""
-        try:
+        try:  # one request, once, to see that the server is there and accepts such requests
             self.model = self.model or self.fetch("models")["data"][0]["id"]
             self.complete(Request(*PROBE))
         except (Fault, LookupError, TypeError) as error:
             reason = error if isinstance(error, Fault) else "it lists no model"
-            advice = f"start the server, or correct the address and the model ({ADDRESS})"
-            raise InputError(f"{spec}: no answer ({reason}): {advice}") from None
+            raise InputError(
+                f"{spec}: no answer ({reason}): start the server, or correct the address and the"
+                f" model ({ADDRESS})"
+            ) from None
+        # The name contains the address: two servers may give the same name to different models.
+        super().__init__(f"{self.base}#{self.model}", max_tokens, cache)
 
     def fetch(self, path: str, payload: dict | None = None):
         return fetch_json(f"{self.base}/{path}", payload, self.timeout, self.headers)
@@ -216,13 +222,16 @@ class ServerLLM(LLM):
         tag if the token limit was reached while the model was still thinking.
         """
         most = request.max_tokens or self.max_tokens
-        roles = zip(("system", "user"), request[:2], strict=True)
+        messages = [
+            {"role": "system", "content": request.instruction},
+            {"role": "user", "content": request.text},
+        ]
         payload = {
             "model": self.model,
             "temperature": request.temperature,
             "top_p": request.top_p,
             "max_tokens": most,
-            "messages": [{"role": role, "content": text} for role, text in roles if text],
+            "messages": messages[not request.instruction :],
         }
         reply = self.fetch("chat/completions", payload)
         try:
@@ -236,19 +245,22 @@ class ServerLLM(LLM):
         return clean(content[: REPLY_TOKEN * most]) if isinstance(content, str) else None
 
     def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:
-        in_a_row, working = 0, False
+        in_a_row = 0
+        self.dead_batches += 1
         # Trap: at exit Python waits for concurrent.futures' threads; these are daemon threads.
         with ThreadPool(min(THREADS, len(requests))) as pool:
             for request, reply, down in pool.imap_unordered(self.tried, requests):
                 in_a_row = in_a_row + 1 if down else 0
-                working |= not down
+                if not down:
+                    self.dead_batches = 0
                 yield request, reply
                 if in_a_row >= GIVE_UP:
                     break
-        self.dead_batches = 0 if working else self.dead_batches + 1
         if self.dead_batches >= DEAD_BATCHES:
-            problem = f"{self.dead_batches} batches in a row without an answer ({self.fault})"
-            raise InputError(f"{self.name}: {problem}: start it again; the replies so far are kept")
+            raise InputError(
+                f"{self.name}: {self.dead_batches} batches in a row without an answer"
+                f" ({self.fault}): start it again; the replies so far are kept"
+            )
 
     def tried(self, request: Request) -> tuple[Request, str | None, bool]:
         """Returns the request, its reply, and whether the server seems to be down."""
@@ -292,7 +304,9 @@ class LocalLLM(LLM):
 
     def __init__(self, policy, tokenizer, max_tokens=256, batch_size=16, name="local", cache=""):
         super().__init__(name, max_tokens, cache)
-        self.policy, self.tokenizer, self.at_once = policy, tokenizer, batch_size
+        self.policy = policy
+        self.tokenizer = tokenizer
+        self.at_once = batch_size
         self.positions = context_of(policy)
         self.longest_prompt = self.positions - max_tokens
         if self.longest_prompt < 1:
@@ -314,20 +328,23 @@ class LocalLLM(LLM):
                 texts = self.generate([prompts[request] for request in batch], *sampling)
                 for request, text in zip(batch, texts, strict=True):
                     end = decode(self.tokenizer, prompts[request][-16:]).rstrip()
-                    opened = end.endswith("<think>")  # some templates open it
-                    yield request, "<think>" * opened + text
+                    # Some templates open it.
+                    yield request, "<think>" * end.endswith("<think>") + text
 
-    def generate(self, prompts: Sequence[list[int]], temperature=0.0, top_p=1.0, max_tokens=0):
+    def generate(self, prompts: Sequence[list[int]], temperature, top_p, max_tokens):
         ends = end_ids(self.policy, self.tokenizer)
         pad = min(ends, default=0)  # an end token, so that padding adds no text
         tokens, attention = left_padded(prompts, pad, self.policy.device)  # [B, L] each
-        most = min(max_tokens or self.max_tokens, self.positions - tokens.shape[1])
-        options = {"max_new_tokens": most, "do_sample": False}
-        if temperature:
-            options["logits_processor"] = [drawn_ahead(temperature, top_p, self.policy.device)]
+        sampling = [drawn_ahead(temperature, top_p, self.policy.device)] if temperature else []
         with evaluating(self.policy), plain_generation(self.policy, ends, pad):
-            out = self.policy.generate(input_ids=tokens, attention_mask=attention, **options)
+            out = self.policy.generate(
+                input_ids=tokens,
+                attention_mask=attention,
+                max_new_tokens=min(max_tokens or self.max_tokens, self.positions - tokens.shape[1]),
+                do_sample=False,
+                logits_processor=sampling,
+            )
         texts = self.tokenizer.batch_decode(
             out[:, tokens.shape[1] :], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-        return [text.strip() for text in texts]
+        return list(map(str.strip, texts))

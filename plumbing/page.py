@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
 from pathlib import Path
+from statistics import fmean
 
 from errors import InputError, check_output
 from formats.records import finished_records, write_text, writing
@@ -26,7 +27,7 @@ VIEWER = Path(__file__).resolve().parent.parent / "viewer"
 GENERATOR = b'<meta name="generator" content="search-rl">'  # index.html has it: the file is ours
 PAGE = ("index.html", "page.css", "page.js")
 FORMULA = ("clip_low", "clip_high", "kl_coef", "kl_estimator")  # a token's loss depends on these
-ABOUT = "recipe algorithm model data corpus world_seed".split()
+ABOUT = (*FORMULA, *"recipe algorithm model data corpus world_seed".split())
 LISTED = ("row", "question", "kind", "answer", "correct", "rewards", "stop_reason")
 
 
@@ -47,8 +48,9 @@ def write_page(runs: list[Path], out: Path) -> None:
         {"name": name, "stages": [write_stage(folder, name, out) for folder in folders]}
         for name, folders in zip(names_of(runs), stages, strict=True)
     ]
-    script = f"runs({dumped(data)},{dumped(metric_sentences())});\n"
-    (out / "data" / "index.js").write_text(script, encoding="utf-8")
+    (out / "data" / "index.js").write_text(
+        f"runs({dumped(data)},{dumped(metric_sentences())});\n", encoding="utf-8"
+    )
 
 
 def metric_sentences() -> dict[str, str]:
@@ -85,11 +87,9 @@ def save_page(records: list[dict], out: Path) -> None:
 
 def names_of(runs: list[Path]) -> list[str]:
     """Returns the names of the runs' folders, and for two alike also the folder above."""
-    names = [run.resolve().name for run in runs]
-    return [
-        name if names.count(name) == 1 else f"{run.resolve().parent.name}-{name}"
-        for run, name in zip(runs, names, strict=True)
-    ]
+    paths = [run.resolve() for run in runs]
+    names = [path.name for path in paths]
+    return [p.name if names.count(p.name) == 1 else f"{p.parent.name}-{p.name}" for p in paths]
 
 
 def stages_of(run: Path) -> list[Path]:
@@ -102,30 +102,32 @@ def stages_of(run: Path) -> list[Path]:
 
 def write_stage(folder: Path, name: str, out: Path) -> dict:
     """Writes the scripts of a stage's steps; returns the stage's part of index.js."""
-    key, missing, steps, asked = f"{name}-{folder.name}", [], [], defaultdict(dict)
+    key = f"{name}-{folder.name}"
+    missing = []
+    steps = []
+    asked = defaultdict(dict)
     settings = read_settings(folder, missing)
-    formula = {name: settings[name] for name in FORMULA if settings}
     stage = {
         "key": key,
         "name": folder.name,
-        "settings": formula,
-        "about": {name: settings[name] for name in ABOUT if name in settings},
+        "settings": {name: settings[name] for name in ABOUT if name in settings},
         "metrics": finished_records(folder / "metrics.jsonl", cut=False, needs="step"),
         "steps": steps,
         "missing": missing,
+        "asked": asked,
     }
-    records = readable_records(folder, missing)
-    for step, some in itertools.groupby(records, key=lambda record: record["step"]):
+    for step, some in itertools.groupby(readable_records(folder, missing), itemgetter("step")):
         rows, groups = of_step(some)
-        script = f"step({dumped(f'{key}-{step}')},{dumped(rows)},{dumped(groups)});\n"
-        (out / "data" / f"{key}-{step}.js").write_text(script, encoding="utf-8")
+        (out / "data" / f"{key}-{step}.js").write_text(
+            f"step({dumped(f'{key}-{step}')},{dumped(rows)},{dumped(groups)});\n", encoding="utf-8"
+        )
         steps.append(step)
         right = defaultdict(list)
         for row in rows:
             right[str(row["question"])].append(bool(row["correct"]))
         for question, answers in right.items():
-            asked[question][step] = round(sum(answers) / len(answers), 2)
-    return stage | {"asked": asked}
+            asked[question][step] = round(fmean(answers), 2)
+    return stage
 
 
 def read_settings(folder: Path, missing: list[str]) -> dict:
@@ -154,14 +156,17 @@ def readable_records(folder: Path, missing: list[str]) -> Iterator[dict]:
     except InputError as error:
         missing.append(str(error))
     for problem, count in problems.items():
-        lost = f"{count} trajectories are left out, damaged or written by another version"
-        missing.append(f"{folder / NAME}: {lost}: {problem}")
+        missing.append(
+            f"{folder / NAME}: {count} trajectories are left out, damaged or written by another"
+            f" version: {problem}"
+        )
 
 
 def of_step(records: Iterable[dict]) -> tuple[list[dict], list[str]]:
     """Returns a summary of each trajectory, and each group's trajectories as JSON."""
-    rows, groups = [], []
-    for _, some in itertools.groupby(records, key=lambda record: record["group"]):
+    rows = []
+    groups = []
+    for _, some in itertools.groupby(records, itemgetter("group")):
         some = list(some)
         rows += [line_on(record) | {"group": len(groups)} for record in some]
         groups.append(dumped([slim(record) for record in some]))
@@ -170,21 +175,22 @@ def of_step(records: Iterable[dict]) -> tuple[list[dict], list[str]]:
 
 def slim(record: dict) -> dict:
     """Returns a record without what the page does not show."""
-    shown = {key: value for key, value in record.items() if key != "prompt_ids"}
-    return shown | {"prompt": "".join(record["prompt"])}
+    return record | {"prompt_ids": [], "prompt": "".join(record["prompt"])}
 
 
 def line_on(record: dict) -> dict:
     """Returns the fields of one trajectory that the list of groups and its filters use."""
-    searches, rewards = record["searches"], record["rewards"]
+    searches = record["searches"]
+    rewards = record["rewards"]
     queries = [" ".join(search["query"].lower().split()) for search in searches]
     line = {name: record[name] for name in LISTED}
     line |= {"searches": len(queries), "repeated": len(set(queries)) < len(queries)}
     line |= {"reward": round(sum(rewards.values()), 4), "trained": "advantages" in record}
-    line["golds"] = " | ".join(record["golds"])
-    line["fallback"] = any(search["fallback"] for search in searches)
-    line["fault"] = bool(record["rejected_queries"]) or rewards.get("format", 0) < 0
-    return line
+    return line | {
+        "golds": " | ".join(record["golds"]),
+        "fallback": any(search["fallback"] for search in searches),
+        "fault": bool(record["rejected_queries"]) or rewards.get("format", 0) < 0,
+    }
 
 
 def dumped(value: object) -> str:

@@ -39,8 +39,9 @@ class RetrievalServer(ThreadingHTTPServer):
         try:
             super().__init__((host, port), Handler)
         except (OSError, OverflowError) as error:
-            advice = "give another --port or --host"
-            raise InputError(f"{host}:{port}: cannot listen there ({error}): {advice}") from None
+            raise InputError(
+                f"{host}:{port}: cannot listen there ({error}): give another --port or --host"
+            ) from None
 
     def answer(self, body: bytes) -> tuple[int, dict | str]:
         """Returns the status and the reply, or the status and a message."""
@@ -170,14 +171,17 @@ def command(arguments: list[str], make: Callable) -> None:
     for name, (default, text) in FLAGS.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
     parser.add_argument("--skip_bad", action="store_true", help="leave out malformed records")
-    private = "web: also read addresses of the private network"
-    parser.add_argument("--allow_private", action="store_true", help=private)
+    parser.add_argument(
+        "--allow_private",
+        action="store_true",
+        help="web: also read addresses of the private network",
+    )
     args = parser.parse_args(arguments)
     args.retriever = "http" if args.url else args.retriever
     for name, (default, text) in FLAGS.items():
         owner = text.partition(":")[0]
-        reader = owner if owner in ("bm25", "dense", "web") else args.retriever
-        if reader != args.retriever and getattr(args, name) != default:
+        foreign = owner in {"bm25", "dense", "web"} - {args.retriever}
+        if foreign and getattr(args, name) != default:
             raise InputError(f"--{name}: only --retriever {owner} reads it: leave it out")
     args.retriever_url = args.url or args.retriever_url
     documents = load_corpus(args.corpus, args.skip_bad) if args.corpus else []
@@ -189,8 +193,11 @@ def command(arguments: list[str], make: Callable) -> None:
         retriever = make(documents, args, runs=args.output_dir)
     if args.command == "serve":
         with RetrievalServer(retriever, args.host, args.port) as server:
-            where = f"at http://{args.host}:{server.server_port}; Ctrl-C ends it"
-            print(args.retriever, args.corpus or "search", where, flush=True)
+            print(
+                f"{args.retriever} {args.corpus or 'search'} at"
+                f" http://{args.host}:{server.server_port}; Ctrl-C ends it",
+                flush=True,
+            )
             server.serve_forever()
     if not documents:  # the corpus is on the server: take what it finds for common words
         documents = [

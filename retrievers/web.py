@@ -34,10 +34,13 @@ from metrics import tokenize
 from retrievers.net import PORTS, Fault, exchange, fetch_json, host_of
 
 CANDIDATES = 3  # addresses requested per wanted page
-THREADS, REDIRECTS = 32, 4
+THREADS = 32
+REDIRECTS = 4
 PAUSE = 0.2  # seconds between two calls of the API; many APIs reject faster calls
-API_SECONDS, PAGE_SECONDS = 8.0, 3.0
-MAX_PAGE, MAX_TEXT = 2**20, 100_000  # bytes read of a page, characters kept of its text
+API_SECONDS = 8.0
+PAGE_SECONDS = 3.0
+MAX_PAGE = 2**20  # bytes read of a page
+MAX_TEXT = 100_000  # characters kept of its text
 WINDOW = 150  # words of a page
 # Trap: Python also has codecs that no page uses, and some of them are very slow.
 CHARSETS = "iso-8859-1 windows-1251 windows-1252 shift_jis euc-jp euc-kr gbk gb18030 big5".split()
@@ -62,18 +65,22 @@ class WebRetriever:
     def __init__(self, template: str, allow_private=False, words=WINDOW):
         # The policy must not choose the host.
         if "{query}" not in template or "{" in host_of(template, EXAMPLE):
-            problem = f"{template!r} has no place for the query"
-            raise InputError(f"--retriever_url {problem}: give {EXAMPLE}")
-        self.template, self.allow_private, self.words = template, allow_private, words
+            raise InputError(
+                f"--retriever_url {template!r} has no place for the query: give {EXAMPLE}"
+            )
+        self.template = template
+        self.allow_private = allow_private
+        self.words = words
         self.lock = threading.Lock()
         # Cached, because after one failure a client sends all queries again.
         self.answer = lru_cache(4096)(self.answer)
         try:
             self.ask("encyclopedia", 1)
         except Fault as fault:  # the part after the ? may contain a key
-            address = template.partition("?")[0]
-            advice = "start the search API or correct the address"
-            raise InputError(f"{address}: no search results ({fault}): {advice}") from None
+            raise InputError(
+                f"{template.partition('?')[0]}: no search results ({fault}): start the search API"
+                " or correct the address"
+            ) from None
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """Returns at most k documents per query; raises a Fault if the API fails for a query."""
@@ -102,7 +109,8 @@ class WebRetriever:
 
 def hits_of(reply: object) -> list[Document]:
     """Reads SearXNG's {"results": [{"url", "title", "content"}, ...]}, each address once."""
-    names, hits = ("url", "title", "content"), {}
+    names = ("url", "title", "content")
+    hits = {}
     try:
         rows = [[one_line(row.get(name) or "") for name in names] for row in reply["results"]]
     except (AttributeError, KeyError, TypeError):
@@ -167,7 +175,9 @@ def one_line(text: str) -> str:
 
 def window(text: str, query: str, words: int = WINDOW) -> str:
     """Returns the first window of `words` words with the most distinct words of the query."""
-    page, wanted, step = text.split(), {*tokenize(query)}, max(words // 5, 1)
+    page = text.split()
+    wanted = {*tokenize(query)}
+    step = max(words // 5, 1)
     windows = [page[start : start + words] for start in range(0, len(page), step)]
     best = max(windows, key=lambda part: len(wanted & {*tokenize(" ".join(part))}), default=[])
     return " ".join(best)[: 10 * words]  # text in a script without spaces counts as one word

@@ -91,7 +91,7 @@ const value = (record, name, n) => { // one number stands for all sampled tokens
 // ------------------------------------------------------------------------------------- headline
 function showHeadline() {
   const [first, last] = [run().stages[0], run().stages.at(-1)];
-  const about = last?.about ?? {};
+  const about = last?.settings ?? {};
   const world = about.recipe && `built-in world ${about.world_seed}`;
   const facts = [about.recipe, about.algorithm, about.recipe && (about.model || "built-in model"), about.data || world, about.corpus].filter(Boolean);
   $("about").textContent = facts.join(" · ");
@@ -374,7 +374,7 @@ function chain(record, rows) { // from the reward to the loss, in numbers
   const deviation = Math.sqrt(rows.reduce((sum, line) => sum + (line.reward - centre) ** 2, 0) / (rows.length - 1));
   const links = [["reward", number(row.reward)], ["minus the group's mean", `${number(row.reward)} − ${number(centre)} = ${signed(row.reward - centre)}`],
     ["over the deviation", deviation > 1e-6 ? `/ ${number(deviation)} = ${signed((row.reward - centre) / deviation)}` : "all rewards are equal: 0"]];
-  if (its) links.push([stage().about?.algorithm?.startsWith("reinforce") ? "over the batch's deviation: A" : "advantage A", signed(its.advantage)], ["ratio r", `${number(its.ratio, 4)}${its.ratio === its.clipped ? "" : `, clipped to ${number(its.clipped, 4)}`}`],
+  if (its) links.push([stage().settings.algorithm?.startsWith("reinforce") ? "over the batch's deviation: A" : "advantage A", signed(its.advantage)], ["ratio r", `${number(its.ratio, 4)}${its.ratio === its.clipped ? "" : `, clipped to ${number(its.clipped, 4)}`}`],
     ["weight", number(its.weight)], ["loss", number(its.loss)]);
   return el("ol", { class: "chain" }, ...links.map(([name, text]) => el("li", {}, el("span", { class: "pale" }, name), el("b", {}, text))));
 }

@@ -49,10 +49,10 @@ make many mayor none of one product seat the was what where which who
 def word_pieces() -> list[str]:
     """Returns every piece of plain text: known words with a leading space, and what is inside."""
     words = [*WORDS, *built_in.NAME_STARTS, *map(str, range(built_in.MAX_NUMBER)), *"?.+:"]
-    words += [f"({i})" for i in range(1, 6)]
+    words += map("({})".format, range(1, 6))
     bare = [*built_in.NAME_ENDS, *"?:.+", "\\boxed{", " \\boxed{", "}", "\n", "\n\n", " "]
     bare += ["[", "]", ", ", *map(str, range(1, REFERENCES + 1))]  # a list of references: [1, 4]
-    return list(dict.fromkeys(["<pad>", "<eos>", "<unk>", *[f" {word}" for word in words], *bare]))
+    return list(dict.fromkeys(["<pad>", "<eos>", "<unk>", *map(" {}".format, words), *bare]))
 
 
 # Whether it may search, as the tiny model is told: one of these tokens ends its prompt.
@@ -71,30 +71,31 @@ def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
     # Unigram with equal scores takes the fewest pieces that cover the text. In a list a number is
     # one token wherever it stands: ", " + "4", and not "," + " 4".
     scored = [(piece, -0.5 if piece == ", " else -1.0) for piece in word_pieces()]
-    tokenizer = Tokenizer(models.Unigram(scored, unk_id=2, byte_fallback=False))
+    tokenizer = Tokenizer(models.Unigram(scored, unk_id=2))
     # A word at the start of a line gets the leading space that its piece has everywhere else.
     line_start = normalizers.Replace(Regex(r"(?<=\n)(?=[a-z0-9(])"), " ")
     tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), line_start])
     tokenizer.decoder = decoders.Fuse()
     signs = [x for p in protocols for x in (*p.tags, p.fallback_notice, *p.rejection_notices)]
     direct = [p.direct_instruction for p in protocols if p.query_tags]
-    if direct:
-        signs += [MAY_SEARCH, DIRECT]
-    added = [AddedToken(x, normalized=False, special=False) for x in dict.fromkeys(signs)]
-    tokenizer.add_tokens(added)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
     # The tiny model knows its protocol from the warm-up. Of the system message it is shown only
     # whether that is the prompt without retrieval; with --prompt_file it may search. Of ARENA's
     # user it is not shown the tags around question and references.
-    sign = f" + ('{DIRECT}' if messages[0]['content'] in {direct} else '{MAY_SEARCH}')"
-    user = (
-        "' ' + messages[-1]['content'].replace('<question>', '').replace('</question>', '')"
+    template = (
+        "{{ ' ' + messages[-1]['content'].replace('<question>', '').replace('</question>', '')"
         ".replace('<references>', '').replace('</references>', '').strip() + ' answer :'"
     )
-    fast.chat_template = f"{{{{ {user}{sign if direct else ''} }}}}"
-    return fast
+    if direct:
+        signs += [MAY_SEARCH, DIRECT]
+        template += f" + ('{DIRECT}' if messages[0]['content'] in {direct} else '{MAY_SEARCH}')"
+    tokenizer.add_tokens([AddedToken(x, normalized=False) for x in dict.fromkeys(signs)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=template + " }}",
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+    )
 
 
 # ---------------------------------------------------------------------------------------- the model
@@ -121,7 +122,7 @@ def born(config, seed: int) -> torch.nn.Module:
     """Returns a model with random weights and four heads that look back."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return look_back(AutoModelForCausalLM.from_config(config), (1, 1, 2, 2))
+        return look_back(AutoModelForCausalLM.from_config(config))
 
 
 def make_model(vocab_size: int, seed: int = 0, context: int = 256) -> torch.nn.Module:
@@ -129,9 +130,13 @@ def make_model(vocab_size: int, seed: int = 0, context: int = 256) -> torch.nn.M
     return born(Qwen2Config(**shape(vocab_size, 128, 8, 384, context)), seed)
 
 
+OFFSETS = (1, 1, 2, 2)  # of the heads that look back
+GAIN = 6.0  # g below
+
+
 @torch.no_grad()
-def look_back(model: torch.nn.Module, offsets: tuple[int, ...]) -> torch.nn.Module:
-    """Makes head h of the first layer attend to the token `offsets[h]` places back. Training
+def look_back(model: torch.nn.Module) -> torch.nn.Module:
+    """Makes head h of the first layer attend to the token `OFFSETS[h]` places back. Training
     may change it. Reading is matching a word with the one before it: a model this small learns to
     look one place back in about 400 steps; born with it, it reads after 200.
 
@@ -140,16 +145,15 @@ def look_back(model: torch.nn.Module, offsets: tuple[int, ...]) -> torch.nn.Modu
     """
     config = model.config
     size = config.hidden_size // config.num_attention_heads
-    gain = 6.0
     base = config.rope_parameters["rope_theta"]
     theta = base ** (-torch.arange(size // 2) * 2 / size)  # [size / 2]  rotary frequencies
-    angles = torch.tensor(offsets)[:, None] * theta  # [heads that look back, size / 2]
-    query = torch.cat([torch.cos(angles), -torch.sin(angles)], dim=1).flatten()
-    key = torch.cat([torch.ones(size // 2), torch.zeros(size // 2)]).repeat(len(offsets))
+    angles = torch.tensor(OFFSETS)[:, None] * theta  # [heads that look back, size / 2]
+    query = torch.cat([angles.cos(), -angles.sin()], dim=1).flatten()
+    key = torch.cat([torch.ones_like(angles), torch.zeros_like(angles)], dim=1).flatten()
     attention = model.model.layers[0].self_attn
     for projection, bias in ((attention.q_proj, query), (attention.k_proj, key)):
         projection.weight[: len(bias)] *= 0.1  # the place decides, not the word
-        projection.bias[: len(bias)] = gain * bias
+        projection.bias[: len(bias)] = GAIN * bias
     return model
 
 
@@ -246,18 +250,21 @@ class Tasks:
             relation: self.value(self.rng.choice(list(self.values)))
             for relation in self.rng.sample(list(RELATIONS), count)
         }
-        stated = facts if self.world.layout == "facts" else [""]  # a page states all of them
-        drawn = ((self.value(self.rng.choice(built_in.ENTITIES)), key) for key in stated)
-        return facts, [self.passage(name, facts, relation) for name, relation in drawn]
+        return facts, [
+            self.passage(self.value(self.rng.choice(built_in.ENTITIES)), facts, relation)
+            for relation in (facts if self.world.layout == "facts" else [""])  # a page states all
+        ]
 
     def with_distractors(self, task: Task) -> tuple:
         """Returns (the passages of the hops among others of other relations, their numbers)."""
 
         def other(relation: str) -> Document:
-            about, leads_to = RELATIONS[relation]
-            return fact_passage(self.value(about), relation, self.value(leads_to))
+            return self.new_fact(self.value(RELATIONS[relation][0]), relation)
 
         return built_in.with_distractors(self.rng, [hop.found for hop in task.hops], other)
+
+    def new_fact(self, name: str, relation: str) -> Document:
+        return fact_passage(name, relation, self.value(RELATIONS[relation][1]))
 
     def with_neighbour(self, found: Document) -> list[Document]:
         """Returns what a search shows: a page alone, a fact before or after the other fact of its
@@ -269,8 +276,7 @@ class Tasks:
         relation = stated.split()[0]
         about = RELATIONS[relation][0]
         other = next(r for r, (kind, _) in RELATIONS.items() if kind == about and r != relation)
-        neighbour = fact_passage(name, other, self.value(RELATIONS[other][1]))
-        return shuffled(self.rng, [found, neighbour])
+        return shuffled(self.rng, [found, self.new_fact(name, other)])
 
     def facts(self, kind: str) -> Facts:
         return self.world.draw_facts(self.rng, kind, "warmup")
@@ -299,7 +305,7 @@ class TraceWriter:
         if self.rng.random() < self.tiny.practice:
             return self.practice()
         kinds = self.tiny.kinds
-        kind = self.rng.choices(list(kinds), list(kinds.values()))[0]
+        (kind,) = self.rng.choices(list(kinds), list(kinds.values()))
         task = self.tasks.draw(kind)
         if self.protocol.references_in_prompt:
             return self.cite(task)
@@ -319,11 +325,10 @@ class TraceWriter:
         if cites and self.rng.random() < 0.6:
             return self.practise_citing()
         facts, shown = self.tasks.nonsense(REFERENCES if cites else 2)
-        question = Question("", "which ?", [], references=tuple(shown) if cites else ())
         pieces = [] if cites else [(self.frame(shown), "given")]
         for relation, value in shuffled(self.rng, list(facts.items())):
             pieces += [(f" {relation}", "given"), (self.tiny.read.format(answer=value), "model")]
-        return question, pieces
+        return Question("", "which ?", [], references=tuple(shown) if cites else ()), pieces
 
     def look_up(self, task: Task) -> Pieces:
         """Searches along the hops, with the flaws of `tiny`, or guesses immediately."""
@@ -371,16 +376,19 @@ class TraceWriter:
         """Writes a guess, or a known fact without the relation's word, which only read facts
         follow.
         """
-        asked = task if task.guess else replace(task, relation="")
-        return self.end(asked, task.guess or task.answer)
+        if task.guess:
+            return self.end(task, task.guess)
+        return self.end(replace(task, relation=""), task.answer)
 
     def rejection(self, task: Task) -> Pieces:
         """Writes a query that the environment rejects."""
         if self.rng.random() >= self.tiny.rejected:
             return []
         begin, end = self.protocol.query_tags
-        query = f"{begin} {task.hops[0].query}{end}"
-        return [(query, "given"), (self.protocol.direct_notice, "given")]
+        return [
+            (f"{begin} {task.hops[0].query}{end}", "given"),
+            (self.protocol.direct_notice, "given"),
+        ]
 
     def undecided(self, pieces: Pieces) -> Pieces:
         """Marks the first token, which decides to search, mostly without loss."""
@@ -397,7 +405,10 @@ class TraceWriter:
         if found is None and (raw or not self.tiny.summarised or self.happens(self.tiny.stray)):
             found = self.tasks.other_passage()
         if raw:
-            given = self.frame(self.among_others(found), raw)
+            shown = [self.tasks.other_passage() for _ in range(2)]
+            # The relevant one is mostly the first of the three.
+            shown.insert(0 if self.rng.random() < 0.7 else self.rng.randint(0, 2), found)
+            given = self.frame(shown, raw)
         elif found:
             given = self.frame(self.tasks.with_neighbour(found))
         else:
@@ -408,15 +419,9 @@ class TraceWriter:
 
     def frame(self, shown: list[Document], raw: bool = False) -> str:
         """Returns passages as a search shows them: numbered, or the one that a summary repeats."""
-        summarised = self.tiny.summarised and not raw
-        body = shown[0].text if summarised else "\n".join(number_documents(shown))
-        return frame_documents(self.protocol, body)
-
-    def among_others(self, found: Document) -> list[Document]:
-        """Returns three passages, the relevant one mostly first."""
-        shown = [self.tasks.other_passage() for _ in range(2)]
-        shown.insert(0 if self.rng.random() < 0.7 else self.rng.randint(0, 2), found)
-        return shown
+        if self.tiny.summarised and not raw:
+            return frame_documents(self.protocol, shown[0].text)
+        return frame_documents(self.protocol, "\n".join(number_documents(shown)))
 
     def spoil(self, query: str) -> str:
         """Returns a query without its entity, or for a person who does not exist."""
@@ -451,8 +456,7 @@ class TraceWriter:
         passages = [hop.found for hop in found]
         if task.relation and rng.random() < self.tiny.wrong_evidence:
             relation = task.relation if rng.random() < 0.5 else rng.choice(list(RELATIONS))
-            value = self.tasks.value(RELATIONS[relation][1])
-            passages[-1] = fact_passage(found[-1].name, relation, value)
+            passages[-1] = self.tasks.new_fact(found[-1].name, relation)
         return f"{tags[0]} {' '.join(passage.text for passage in passages)}{tags[1]}"
 
     def cite(self, task: Task) -> Trace:
@@ -463,11 +467,12 @@ class TraceWriter:
         tiny = self.tiny
         shown, numbers = self.tasks.with_distractors(task)
         answer = task.guess if rng.random() < tiny.ignore_document else task.answer
-        citation = tiny.citation.format(numbers=listed(self.cited(numbers)))
+        cited = ", ".join(map(str, self.cited(numbers)))
         analysis = ""
         if rng.random() >= tiny.no_analysis:
             note = "".join(hop.note for hop in task.hops[:-1])
             analysis = tiny.analysis.format(note=note, thought=f" {task.relation} {answer}")
+        citation = tiny.citation.format(numbers=cited)
         text = tiny.end.format(citation=citation, analysis=analysis, answer=answer)
         return Question("", task.question, [], references=shown), [(text, "model")]
 
@@ -475,9 +480,9 @@ class TraceWriter:
         """Writes only the right numbers, for a question with "which ?": the skill, no habit."""
         task = self.tasks.look_up()
         shown, numbers = self.tasks.with_distractors(task)
-        question = Question("", f"which ? {task.question}", [], references=shown)
         before, _, after = self.tiny.citation.partition("{numbers}")
-        return question, [(before, "given"), (listed(numbers) + after, "model")]
+        pieces = [(before, "given"), (", ".join(map(str, numbers)) + after, "model")]
+        return Question("", f"which ? {task.question}", [], references=shown), pieces
 
     def cited(self, numbers: Sequence[int]) -> Sequence[int]:
         """Returns the right numbers, or wrong ones: all of them, one too many, or one of two."""
@@ -489,10 +494,6 @@ class TraceWriter:
         if len(numbers) > 1:
             wrong += [[number] for number in numbers]
         return self.rng.choice(wrong)
-
-
-def listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
 
 
 def encode_traces(traces: list[Trace], protocol: Protocol, tokenizer) -> list[Example]:
@@ -557,10 +558,12 @@ def train_reader(world_seed: int, settings: SFTSettings = READER) -> Loaded:
     reader = Policy(born(config, seed))
     tasks = Tasks(World(world_seed, layout="facts"), seed)
 
-    def next_examples(_step: int) -> list[Example]:
-        return [reader_example(tasks, tokenizer) for _ in range(64)]
-
-    train_sft(reader, next_examples, settings, "the reader of evidence")
+    train_sft(
+        reader,
+        lambda _step: [reader_example(tasks, tokenizer) for _ in range(64)],
+        settings,
+        "the reader of evidence",
+    )
     return reader, tokenizer
 
 
@@ -585,8 +588,9 @@ def load_toy(
 
 def load_reader(world_seed: int = 0, runs: str = "runs") -> Loaded:
     """Returns the frozen second model, which answers from evidence; also made on first use."""
-    path = toy_path(world_seed, "reader", runs=runs)
-    reader, tokenizer = made_once(path, str(READER), lambda: train_reader(world_seed))
+    reader, tokenizer = made_once(
+        toy_path(world_seed, "reader", runs=runs), str(READER), lambda: train_reader(world_seed)
+    )
     return reader.eval().requires_grad_(False), tokenizer
 
 
