@@ -12,7 +12,6 @@ continues from these files; results of other settings are rejected. After a chan
 another --output_dir. Choose settings with --first_world 40 --split dev. Left out: more machines.
 """
 
-import json
 import multiprocessing
 import os
 import shutil
@@ -26,7 +25,6 @@ from pathlib import Path
 
 import numpy as np
 
-from data import Question
 from errors import InputError, run_main, setting
 from eval import Evaluation, Options
 from formats.records import finished_records, write_records
@@ -44,8 +42,7 @@ from lab.claims import (
     wanted_arms,
 )
 from lab.distil import DistilSettings, distil
-from metrics import exact_match
-from other_models.reader import add_reader, reader_answers
+from other_models.reader import add_reader
 from papers import paper_of
 from plumbing.build import build_reader, end_with_launcher
 from plumbing.files import checkpoints
@@ -55,6 +52,7 @@ from prompts import PROTOCOLS
 from retriever import make_retriever
 from settings import Settings, check_settings, resolve, stage_folder
 from train import train
+from update import merge_records
 from view import load_pyplot
 from world.toy import toy_path
 
@@ -110,7 +108,7 @@ def run_arm(name: str, seed: int, runs: str, split: str) -> None:
     if arm.start:
         before = settings_of(arm.start, seed, runs)
         settings = replace(settings, model=last_checkpoint(before))
-        curve = read_result(result_path(before))["curve"]
+        curve = read_results({(arm.start, seed)}, runs, split)[arm.start, seed]["curve"]
     else:
         check_prior(settings, split)
     if arm.imitates:
@@ -193,15 +191,11 @@ def evaluate_arm(settings: Settings, model: str, split: str) -> dict[str, dict]:
 
 def means(records: list[dict]) -> dict[str, dict[str, float]]:
     """Returns kind (or "all") -> number -> mean over the records that have this number."""
-    values = defaultdict(lambda: defaultdict(list))
+    rows = defaultdict(list)
     for record in records:
-        for number, value in record["metrics"].items():
-            for kind in (record["kind"], "all") if value is not None else ():
-                values[kind][number].append(value)
-    return {
-        kind: {number: round(np.mean(column), 4) for number, column in columns.items()}
-        for kind, columns in values.items()
-    }
+        for kind in (record["kind"], "all"):
+            rows[kind].append(record["metrics"])
+    return {kind: merge_records(rows[kind], lambda x: round(np.mean(x), 4)) for kind in rows}
 
 
 def add_rag(records: list[dict], reader, settings: Settings) -> list[dict]:
@@ -211,28 +205,23 @@ def add_rag(records: list[dict], reader, settings: Settings) -> list[dict]:
     retriever = make_retriever(built_in_world(settings).documents, settings, settings.seed)
     results = retriever.search([r["question"] for r in records], settings.documents_per_search)
     texts = [" ".join(d.text for d in documents) for documents in results]
-    questions = [Question("", record["question"], record["golds"]) for record in records]
-    pairs = list(zip(questions, texts, strict=True))
-    for record, answer in zip(records, reader_answers(reader, pairs), strict=True):
-        record["metrics"]["rag_em"] = exact_match(answer, record["golds"], "delete")
+    own = [r | {"evidence": text} for r, text in zip(records, texts, strict=True)]
+    for record, answered in zip(records, add_reader(own, reader), strict=True):
+        record["metrics"]["rag_em"] = answered["metrics"]["reader_em"]
     return records
 
 
 # --------------------------------------------------------------------------------------- all arms
-def read_result(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
 def read_results(jobs: set[tuple[str, int]], runs: str, split: str) -> Results:
     """Reads the finished results of these arms and worlds; rejects one made with other settings."""
     results = {}
     for name, seed in jobs:
         path = result_path(settings_of(name, seed, runs))
-        if path.exists():
-            results[name, seed] = read_result(path)
-            if results[name, seed]["made_with"] != made_with(name, seed, split):
+        for result in finished_records(path):  # one, or none yet
+            if result["made_with"] != made_with(name, seed, split):
                 hint = "give another --output_dir, or remove it"
                 raise InputError(f"{path} was made with other settings: {hint}")
+            results[name, seed] = result
     return results
 
 
@@ -273,6 +262,7 @@ def run_all(jobs: set[tuple[str, int]], runs: str, split: str, workers: int) -> 
 
 
 # ----------------------------------------------------------------------------- tables and pictures
+EFFECT = "{:+.2f} [{:+.2f}, {:+.2f}]"  # mean, low, high
 NAMES = ("run_name", "recipe", "variant", "stage", "steps", "difficulty")
 
 
@@ -282,9 +272,13 @@ def difference(claim: Claim) -> str:
     if other.imitates:
         return f"no RL: imitates {other.start}"
     first, second = (vars(settings_of(name, 0, "")) for name in (claim.better, claim.worse))
-    keys = [key for key in second if first[key] != second[key] and key not in NAMES]
-    parts = [f"{key} {second[key]}" if second[key] != "" else f"no {key}" for key in keys]
-    parts += ["no stage 1"] if one.start and not other.start else []
+    parts = [
+        f"no {key}" if value == "" else f"{key} {value}"
+        for key, value in second.items()
+        if value != first[key] and key not in NAMES
+    ]
+    if one.start and not other.start:
+        parts.append("no stage 1")
     return ", ".join(parts) or "nothing"
 
 
@@ -296,10 +290,9 @@ def rows(claims: dict[Claim, range], results: Results) -> list[list[str]]:
         pairs, cells = values(claim, results, worlds), ["-", "-", "-"]
         differences = [one - other for one, other in pairs]
         if pairs:
-            mean, low, high = interval(differences, 90 if claim.margin else 95)
             cells = [f"{number:.2f}" for number in np.mean(pairs, axis=0)]
-            note = " (90 %)" if claim.margin else ""
-            cells.append(f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]{note}")
+            effect = EFFECT.format(*interval(differences, 90 if claim.margin else 95))
+            cells.append(effect + " (90 %)" * bool(claim.margin))
         labels = [claim.says, claim.place, difference(claim), claim.number.name]
         lines.append([*labels, *cells, str(len(pairs)), verdict(claim, differences)])
     return lines
@@ -329,7 +322,7 @@ def main(arguments: list[str] | None = None) -> None:
     runs, split, first, claims = options.output_dir, options.split, options.first_world, {}
     for claim in map(CLAIMS.get, names):
         claims[claim] = range(first, first + (options.seeds or claim.worlds))
-    jobs = {(arm, n) for claim in claims for arm in wanted_arms([claim]) for n in claims[claim]}
+    jobs = {(arm, n) for claim in claims for arm in wanted_arms(claim) for n in claims[claim]}
     results = read_results(jobs, runs, split)
     if options.curves:
         return draw(names, results, Path(options.curves))

@@ -305,10 +305,8 @@ em; ARENA 5.3; arena; arena_f1; EM; 5; 0
 _lines = _CLAIMS.strip().splitlines()
 CLAIMS: dict[str, Claim] = {}
 for _head, _says in zip(_lines[::2], _lines[1::2], strict=True):
-    _name, _place, _better, _worse, _number, _worlds, _margin = _head.split("; ")
-    CLAIMS[_name] = Claim(
-        _place, _better, _worse, NUMBERS[_number], int(_worlds), float(_margin), _says.strip()
-    )
+    _name, *_pair, _number, _worlds, _margin = _head.split("; ")
+    CLAIMS[_name] = Claim(*_pair, NUMBERS[_number], int(_worlds), float(_margin), _says.strip())
 
 Results = dict[tuple[str, int], dict]  # (arm, world) -> its result.json
 
@@ -340,21 +338,18 @@ def verdict(claim: Claim, differences: list[float]) -> str:
     Worked, sign 1, counts 0.03: 0.10 ± 0.05 shows; 0.02 ± 0.01 does not; 0.10 ± 0.20 does not;
     −0.10 ± 0.05 is reversed. Margin 0.05: 0.01 ± 0.03 is equal within it; 0.01 ± 0.05 is not.
     """
-    number = claim.number
     if not differences:
         return "not run"
-    if claim.margin:
-        _, low, high = interval(differences, 90)
-        equal = -claim.margin < low and high < claim.margin
-        return f"equal within {claim.margin:g}" if equal else "does not show"
-    mean, low, high = interval([number.sign * d for d in differences])
-    if low > 0 and mean >= number.counts:
-        return "shows"
-    return "reversed" if high < 0 and -mean >= number.counts else "does not show"
+    mean, low, high = interval(differences, 90 if claim.margin else 95)
+    if claim.margin and max(-low, high) < claim.margin:
+        return f"equal within {claim.margin:g}"
+    beyond_0 = low * high > 0 and not claim.margin
+    if beyond_0 and abs(mean) >= claim.number.counts:
+        return "shows" if claim.number.sign * mean > 0 else "reversed"
+    return "does not show"
 
 
-def wanted_arms(claims: Iterable[Claim]) -> list[str]:
-    """Returns the arms of the claims and those that they start from, in the order of ARMS."""
-    names = {arm for claim in claims for arm in (claim.better, claim.worse)}
-    names |= {ARMS[name].start for name in names}
-    return [name for name in ARMS if name in names]
+def wanted_arms(claim: Claim) -> set[str]:
+    """Returns the arms of the claim and those that they start from."""
+    arms = {claim.better, claim.worse}
+    return arms | {ARMS[arm].start for arm in arms} - {""}
