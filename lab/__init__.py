@@ -12,16 +12,17 @@ if sys.argv[0] == "-m":  # python -m lab.NAME imports this file first
 from settings import add_flags, check_limits, named_in
 
 
-def parse_flags(command: str, record: type, arguments: list | None, others=(), methods=()) -> tuple:
+def parse_flags(
+    command: str, record: type, arguments: list | None, others=(), methods=(), only="eval"
+) -> tuple:
     """Returns (the checked `record`, the other given flags). If there are `methods`, the first
-    argument must name one of them.
+    argument must name one of them. `only`: as in `setting`.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
     parser = FlagParser(command, description=record.__doc__)
     if methods:
         parser.add_argument("method", choices=methods)
-    add_flags(parser, (record,), record(), "eval")
-    add_flags(parser, others, named_in(arguments), "eval")
+    add_flags(parser, (record,), record(), only)
+    add_flags(parser, others, named_in(arguments), only)
     given = vars(parser.parse_args(arguments))
     options = record(**{f.name: given.pop(f.name) for f in fields(record) if f.name in given})
     for f in fields(record):
@@ -31,9 +32,9 @@ def parse_flags(command: str, record: type, arguments: list | None, others=(), m
     return options, given
 
 
-def names_in(flag: str, text: str, known: Collection[str]) -> list[str]:
+def names_in(flag: str, text: str, known: Collection[str]) -> Collection[str]:
     """Splits a flag's comma-separated names and checks them; "" means all known names."""
-    names = text.replace(" ", "").split(",") if text else list(known)
+    names = text.replace(" ", "").split(",") if text else known
     for name in names:
         check_value(flag, name, {"one_of": known})
     return names

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 from curriculum import bucket_of_mean
@@ -37,10 +38,9 @@ def bucket_of_first_success(scores: Sequence[float]) -> str:
     >>> bucket_of_first_success([0, 0, 1, 0]), bucket_of_first_success([0] * 9 + [1])
     ('easy', 'medium')
     """
-    successes = [score >= 1 for score in scores[:20]]
-    if not any(successes):
-        return "hard"
-    return "easy" if successes.index(True) + 1 < 10 else "medium"
+    if max(scores[:9]) >= 1:
+        return "easy"
+    return "medium" if max(scores[:20]) >= 1 else "hard"
 
 
 # (bucket of a question's scores, its usual metric)
@@ -105,10 +105,9 @@ def measure_model(given: dict, options: DifficultySettings) -> dict[str, str]:
     generate, version = evaluation.load()
 
     def answer(batch: list[Question]) -> list[list[float]]:
-        seed, k = zlib.crc32(f"{settings.seed} {batch[0].id}".encode()), options.samples
-        rows = generate(batch, seed)
+        rows = generate(batch, zlib.crc32(f"{settings.seed} {batch[0].id}".encode()))
         scores = [trajectory_metrics(row)[options.metric] for row in rows]
-        return [scores[start : start + k] for start in range(0, len(rows), k)]
+        return np.reshape(scores, (-1, options.samples)).tolist()
 
     return measure(evaluation.questions, answer, evaluation.made_with(version), options)
 

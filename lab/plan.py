@@ -19,22 +19,23 @@ Left out: zero2, judges and readers (2 bytes per weight), dense retrieval, the e
 `generate`. CUDA's own memory and fragmentation are covered by counting only a share, USABLE.
 """
 
-import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
-from errors import FlagParser, InputError, run_main
+from errors import InputError, run_main, setting
 from flags import frozen_in_8bit
+from lab import parse_flags
 from policy import chunk_rows
+from rollout import by_task
 from scale.engine import SHARE
 from scale.sampling import wants_copy
-from settings import RECORDS, Settings, add_flags, check_settings, named_in, resolve
+from settings import RECORDS, Settings, check_settings, resolve
 
 GIB = 2**30
 USABLE = 0.92  # usable share of a GPU's memory
@@ -107,7 +108,7 @@ class Case:
         self.copy = 0 if thin else 2 * (shape.in_layers + shape.embedding)
         rows = -(-s.questions_per_step * s.group_size // gpus)
         self.rows = min(rows, s.max_num_seqs or rows)  # rows that a GPU samples at once
-        turn = max([s.max_turn_tokens, *map(int, re.findall(r"=(\d+)", s.turn_tokens))])
+        turn = max([s.max_turn_tokens, *by_task(s.turn_tokens).values()])
         longest = PROMPT + turn + s.max_searches * (turn + s.document_tokens)
         # The longest row; a micro-batch holds at least one.
         self.row_tokens = min(s.max_context or shape.positions, longest)
@@ -188,10 +189,11 @@ def plan(case: Case, memory: float) -> tuple[Bytes, int]:
     """Returns (each part's bytes and the peak, the engine's number of slots, at least FEW)."""
     always, update = standing(case), update_parts(case)
     none, one = (sum(rollout_parts(case, slots).values()) for slots in (0, 1))
-    standing_bytes, update_bytes = sum(always.values()), sum(update.values())
-    slots = int(min(case.rows, max(FEW, SHARE * (memory - standing_bytes - none) // (one - none))))
-    peak = standing_bytes + max(update_bytes, none + slots * (one - none))
-    return always | rollout_parts(case, slots) | update | {"peak": peak}, slots
+    held = sum(always.values())
+    slots = int(min(case.rows, max(FEW, SHARE * (memory - held - none) // (one - none))))
+    rollout = rollout_parts(case, slots)
+    peak = held + max(sum(update.values()), sum(rollout.values()))
+    return always | rollout | update | {"peak": peak}, slots
 
 
 ADVICE = [  # the cheapest first
@@ -250,20 +252,21 @@ def report(case: Case, memory: float, given: dict) -> Iterator[str]:
     )
 
 
+@dataclass(frozen=True)
+class PlanSettings:
+    """Estimate the memory of a run."""
+
+    gpus: int = setting(1, "number of GPUs", least=1)
+    gpu_memory: float = setting(80.0, "GiB of each GPU", above=0)
+
+
 def main(arguments: list[str] | None = None) -> None:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    parser = FlagParser("python -m lab.plan", description="Estimate the memory of a run.")
-    parser.add_argument("--gpus", type=int, default=1, help="number of GPUs")
-    parser.add_argument("--gpu_memory", type=float, default=80.0, help="GiB of each GPU")
-    add_flags(parser, RECORDS, named_in(["--model", "7B", *arguments]), "train")
-    given = vars(parser.parse_args(arguments))
-    gpus, memory = given.pop("gpus"), given.pop("gpu_memory")
-    if gpus < 1 or not memory > 0:
-        raise InputError(f"--gpus {gpus} --gpu_memory {memory:g}: give at least one, with memory")
-    chosen = {"model": "7B"} | given | {"data": ""}  # the questions take no memory
+    arguments = ["--model", "7B", *(sys.argv[1:] if arguments is None else arguments)]
+    options, given = parse_flags("lab.plan", PlanSettings, arguments, RECORDS, only="train")
+    chosen = given | {"data": ""}  # the questions take no memory
     settings = resolve(given.get("recipe", "ur2"), given.get("stage", 1), False, chosen)
-    case = Case(Shape(config_of(settings.model)), check_settings(settings), gpus)
-    print(*report(case, USABLE * memory * GIB, given), sep="\n")
+    case = Case(Shape(config_of(settings.model)), check_settings(settings), options.gpus)
+    print(*report(case, USABLE * options.gpu_memory * GIB, given), sep="\n")
 
 
 if __name__ == "__main__":
