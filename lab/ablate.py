@@ -131,8 +131,8 @@ def last_checkpoint(settings: Settings) -> str:
 def reinforce(settings: Settings) -> tuple[str, list[dict]]:
     """Trains an arm by RL. Returns its checkpoint and the records of its steps."""
     if settings.difficulty:  # measured with the model that the arm starts from
-        flags = ["--out", settings.difficulty, "--samples", str(ROLLOUTS)]
-        difficulty.main(["--model", settings.model, *flags])
+        flags = f"--samples {ROLLOUTS} --model".split()
+        difficulty.main([*flags, settings.model, "--out", settings.difficulty])
     steps = finished_records(train(settings) / "metrics.jsonl")
     for step in steps:
         if not step.get("searches"):  # without a search there is no rate of fallbacks

@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -93,7 +92,7 @@ class Write:
 
 
 # A method receives the text for a `Write`, and for a query the lines that a policy would read.
-Steps = Generator[Write | str, "str | list[str]", "str | None"]
+Steps = Generator[Write | str, "str | list[str]", str]
 
 SHORT = "in as few words as possible: a name, a date, a number, yes or no, or an option's letter"
 BOX = "<answer> your answer </answer>"
@@ -193,7 +192,7 @@ def rag(question: Question, limit: int = 1) -> Steps:
     return any_answer((yield Write(READ + DIRECT, passages)))
 
 
-_LISTED = re.compile(r"^[ \t]*(?:(?:\d[.):]|[-*])[ \t]+)?(\S.*?)[ \t]*$", re.MULTILINE)  # no "1. "
+_LISTED = re.compile(r"(?m)^[ \t]*(?:(?:\d[.):]|[-*])[ \t]+)?(\S.*?)[ \t]*$")  # no "1. "
 
 
 def sure(question: Question, limit: int = 1) -> Steps:
@@ -205,13 +204,13 @@ def sure(question: Question, limit: int = 1) -> Steps:
     candidates = list(dict.fromkeys(names))[:2]
     if len(candidates) < 2:
         return any_answer("".join(candidates))
-    scores, summaries = Counter(), {}
+    scores, summaries = {}, {}
     for name in candidates:
         suggested = f"Suggested answer: {name}"
         summary = plain((yield Write(SUPPORT, passages, suggested)))
         summaries[name] = f"{suggested}\nSummary: {summary}"
         holds = yield Write(HOLDS, notes=summaries[name])
-        scores[name] = bool(re.match(r"\W*yes\b", holds, re.IGNORECASE))
+        scores[name] = bool(re.match(r"(?i)\W*yes\b", holds))
     for a, b in (candidates, candidates[::-1]):  # a model may like what it reads first
         better = yield Write(BETTER, notes=f"A. {summaries[a]}\n\nB. {summaries[b]}")
         if letter := re.search(r"\b[AB]\b", better):
@@ -256,7 +255,7 @@ def self_ask(question: Question, limit: int = 10) -> Steps:
     return stated_answer(reply) or (yield from rag(question))
 
 
-_PARAGRAPH = re.compile(r"\S.*?(?=\s*\n\s*\n|\s*\Z)", re.DOTALL)
+_PARAGRAPH = re.compile(r"(?s)\S.*?(?=\s*\n\s*\n|\s*\Z)")
 
 
 def rat(question: Question, limit: int = 8) -> Steps:
@@ -287,8 +286,8 @@ def search_o1(question: Question, limit: int = 10) -> Steps:
     return (yield from conclude(request, reply))
 
 
-ALL = (direct, cot, rag, sure, ircot, iter_retgen, self_ask, rat, search_o1)
-METHODS = {method.__name__: method for method in ALL}
+_ALL = direct, cot, rag, sure, ircot, iter_retgen, self_ask, rat, search_o1
+METHODS = {method.__name__: method for method in _ALL}
 
 
 # -------------------------------------------------------------------------------- what a reply says
@@ -314,7 +313,7 @@ def conclude(request: Write, reply: str) -> Steps:
 
 
 # Possessive `\s*+`: many blanks after "is" must not take quadratic time.
-_STATED = re.compile(r"answer is\s*+:?\s*+([^\n]*\w[^\n]*)", re.IGNORECASE)
+_STATED = re.compile(r"(?i)answer is\s*+:?\s*+([^\n]*\w[^\n]*)")
 
 
 def stated_answer(reply: str) -> str:
@@ -342,7 +341,7 @@ def first_sentence(text: str) -> str:
     return re.match(f".*?{_END}|.*", text.strip()).group().strip()
 
 
-_FOLLOW_UP = re.compile(rf"follow[- ]?up(?: question)?\s*+:(.*?)(?:{TOLD}|\n|\Z)", re.IGNORECASE)
+_FOLLOW_UP = re.compile(rf"(?i)follow[- ]?up(?: question)?\s*+:(.*?)(?:{TOLD}|\n|\Z)")
 
 
 def next_question(reply: str) -> str:
@@ -352,7 +351,7 @@ def next_question(reply: str) -> str:
 
 # ----------------------------------------------------------------------- many questions in lockstep
 # If a model does not stop where the environment must continue, its reply is cut there.
-_TURN = re.compile(rf".*?(?:</search>|</answer>|{TOLD}|\Z)", re.DOTALL)
+_TURN = re.compile(rf"(?s).*?(?:</search>|</answer>|{TOLD}|\Z)")
 
 
 def drive(trajectory: Trajectory, steps: Steps, llm: LLM, environment: Environment) -> Generator:
@@ -360,11 +359,11 @@ def drive(trajectory: Trajectory, steps: Steps, llm: LLM, environment: Environme
     query or a request to the model, whose whole reply it receives, and None at its end.
     """
     reply = None
-    while not trajectory.stop_reason:
+    while True:
         try:
             step = steps.send(reply)
         except StopIteration as end:  # one answer box, so that it is graded like all others
-            answer = plain(end.value or "")
+            answer = plain(end.value)
             trajectory.stop_reason = "answer" if answer else "eos"
             if answer:
                 trajectory.append_model([], [], f"<answer> {answer} </answer>")
@@ -381,8 +380,7 @@ def drive(trajectory: Trajectory, steps: Steps, llm: LLM, environment: Environme
             break
         thought, text, _ = split_thought(whole)
         if thought:
-            thought = strip_tags(thought, BASELINE.tags)
-            trajectory.segments.append(Segment("thought", thought))
+            trajectory.segments.append(Segment("thought", strip_tags(thought, BASELINE.tags)))
         reply = _TURN.match(text.strip().removeprefix(step.so_far.strip())).group()
         # In a transcript, tags may only mark a search that was run or the answer.
         trajectory.append_model(encode(llm.tokenizer, whole), [], f"{plain(reply)}\n\n")
@@ -397,10 +395,10 @@ def build_request(step: Write, trajectory: Trajectory, llm: LLM, environment) ->
     question = write.question or question_text(trajectory.question)
     decoding = settings.temperature, settings.top_p, reply_tokens
     while len(llm.prompt(request := write.as_request(question, decoding))) > prompt_tokens:
-        if not (write.passages or write.notes or write.so_far):
+        longer, write = write, write.shortened()
+        if write == longer:  # there is nothing to leave out
             message = f"its prompt does not fit into {prompt_tokens} tokens"
             raise InputError(f"{question[:60]!r}: {message}: raise --max_context")
-        write = write.shortened()
     if len(write.passages) < len(step.passages):
         trajectory.searches[-1].cut = True
     return request
@@ -413,8 +411,8 @@ def run_method(name: str, questions: list, llm: LLM, search, settings: Settings)
     limit = [settings.max_searches] if settings.max_searches else []
     paper = recipe_protocol(settings)
     protocol = replace(BASELINE, name=f"baseline_{paper.name}", judge_sees=paper.judge_sees)
-    context = 2**31  # a trajectory here is a log, not the model's context
-    environment = Environment(llm.tokenizer, protocol, search, settings, context)
+    # A trajectory here is a log, not the model's context: it may be as long as it likes.
+    environment = Environment(llm.tokenizer, protocol, search, settings, 2**31)
     environment.forbidden += LABELS
     # For a method, a query that a server rejects has no results.
     environment.reject = lambda row, query, _: environment.append_result(
@@ -462,8 +460,8 @@ class Baselines(Evaluation):
         llm.at_once = settings.max_num_seqs or llm.at_once
         protocol = build_protocol(settings)
         # The summariser rejects queries only in the table of a paper in which it does so.
-        fallback_text = recipe_protocol(settings).fallback_text and protocol.fallback_text
-        protocol = replace(protocol, fallback_text=fallback_text)
+        if not recipe_protocol(settings).fallback_text:
+            protocol = replace(protocol, fallback_text="")
         return llm, build_search(settings, self.documents, device, protocol=protocol)
 
     def load(self) -> tuple[Callable, str]:
@@ -480,8 +478,8 @@ class Baselines(Evaluation):
 def parse_baselines(arguments: list[str]) -> tuple[list[str], Settings, Options]:
     """Returns (methods, settings, options). The limits are the recipe's, except for searches."""
     # Any protocol that searches will do.
-    defaults = ["--protocol=ur2", "--max_searches=0", "--documents_per_search=5"]
-    settings, options = parse([*defaults, *arguments], BaselineOptions, "lab.baselines")
+    arguments = ["--protocol=ur2", "--max_searches=0", "--documents_per_search=5", *arguments]
+    settings, options = parse(arguments, BaselineOptions, "lab.baselines")
     methods = names_in("method", options.method.removeprefix("all"), METHODS)
     if options.samples > 1 or options.against or options.json:
         raise InputError("--samples, --against, --json: a table of methods does not use them")

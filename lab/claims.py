@@ -17,7 +17,7 @@ corrections for testing many claims; arms over one world with other sampling see
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -39,7 +39,7 @@ class Arm:
 
     recipe: str
     stage: int
-    changes: dict = field(default_factory=dict)
+    changes: dict
     start: str = ""
     imitates: bool = False
 
@@ -107,10 +107,10 @@ ARMS: dict[str, Arm] = {
     "when_rare": Arm("when_to_search", 2, RARE_30, "when_rare_stage1"),
     "when_rare_no_stage1": Arm("when_to_search", 1, RARE_46 | {"variant": "without_stage_one"}),
     "when_rare_unified": Arm("when_to_search", 1, RARE_46 | {"variant": "unified"}),
-    "r_search": Arm("r_search", 1),
+    "r_search": Arm("r_search", 1, {}),
     "r_search_without": Arm("r_search", 1, {"variant": "without_evidence"}),
     "r_search_ppo": Arm("r_search", 1, {"algorithm": "ppo", "critic_lr": 1e-3}),
-    "arena": Arm("arena", 1),
+    "arena": Arm("arena", 1, {}),
     "arena_no_bonus": Arm("arena", 1, {"variant": "no_bonus"}),
     "arena_no_relevance": Arm("arena", 1, {"variant": "no_relevance"}),
     "arena_naive": Arm("arena", 1, {"variant": "naive_grpo"}),

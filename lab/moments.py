@@ -60,11 +60,11 @@ def main(arguments: list[str] | None = None) -> None:
     figure, axes = pyplot.subplots(2, 3, figsize=(14, 6), sharey="row", layout="constrained")
     kinds = sorted({t.question.kind for t in by_moment[0]})
     # The first that shows most after stage 2, or the first of all.
-    chosen = max(range(len(by_moment[2])), key=lambda i: shows_most(by_moment[2][i]))
-    for moment, rows, (above, below) in zip(MOMENTS, by_moment, axes.T, strict=True):
-        above.bar(kinds, [searched(rows, kind) for kind in kinds])
-        above.set_title(f"share of questions searched for, {moment}")
-        write_out(below, rows[chosen])
+    chosen = max(zip(*by_moment, strict=True), key=lambda three: shows_most(three[2]))
+    for column, rows, shown, moment in zip(axes.T, by_moment, chosen, MOMENTS, strict=True):
+        column[0].bar(kinds, [searched(rows, kind) for kind in kinds])
+        column[0].set_title(f"share of questions searched for, {moment}")
+        write_out(column[1], shown)
     figure.savefig("moments.png")
     print("written: moments.png")
 

@@ -241,12 +241,12 @@ def report(case: Case, memory: float, given: dict) -> Iterator[str]:
         yield f" {in_flags(changes):43}{least / GIB:8.1f}  {sentence}"
         if fits := least <= memory:
             break
-    model = case.settings.model
-    words = in_flags(FILES | given | {"model": "DIR" if model.upper() in SHAPES else model})
+    if given["model"].upper() in SHAPES:
+        given["model"] = "DIR"
     how = "fsdp2" if case.share > 1 else "ddp"
     several = f" --config_file configs/{how}.yaml --num_processes {case.gpus}" * (case.gpus > 1)
     yield (
-        f"accelerate launch{several} train.py{words}"
+        f"accelerate launch{several} train.py{in_flags(FILES | given)}"
         if fits
         else f"more GPUs: --gpus {2 * case.gpus}"
     )
