@@ -182,7 +182,7 @@ def evaluate_arm(settings: Settings, model: str, split: str) -> dict[str, dict]:
     """
     records = evaluate(settings, model, split)
     for record in records:
-        record["metrics"]["words"] = float(len((record["prediction"] or "").split()))
+        record["metrics"]["words"] = len((record["prediction"] or "").split())
     if PROTOCOLS[settings.protocol].evidence_tags:
         reader = build_reader(settings)
         records = add_rag(add_reader(records, reader), reader, settings)

@@ -39,7 +39,7 @@ import re
 import sys
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache
 
 from data import Question, SearchResult, strip_tags
 from errors import InputError, run_main, setting
@@ -453,8 +453,7 @@ class Baselines(Evaluation):
 
     method = ""
 
-    @cached_property
-    def parts(self) -> tuple:
+    def load(self) -> tuple[Callable, str]:
         settings, device = self.settings, best_device()
         llm = load_llm(settings.model, settings, max_tokens=settings.max_turn_tokens, device=device)
         llm.at_once = settings.max_num_seqs or llm.at_once
@@ -462,17 +461,15 @@ class Baselines(Evaluation):
         # The summariser rejects queries only in the table of a paper in which it does so.
         if not recipe_protocol(settings).fallback_text:
             protocol = replace(protocol, fallback_text="")
-        return llm, build_search(settings, self.documents, device, protocol=protocol)
-
-    def load(self) -> tuple[Callable, str]:
-        self.tokenizer = self.parts[0].tokenizer
+        search = build_search(settings, self.documents, device, protocol=protocol)
+        self.tokenizer = llm.tokenizer
 
         def generate(questions: list[Question], _, progress) -> list[Trajectory]:
-            rows = run_method(self.method, questions, *self.parts, self.settings)
+            rows = run_method(self.method, questions, llm, search, settings)
             progress(len(rows))
             return [row for row in rows if row.stop_reason != NO_REPLY]
 
-        return generate, weights_version(self.settings.model)
+        return generate, weights_version(settings.model)
 
 
 def parse_baselines(arguments: list[str]) -> tuple[list[str], Settings, Options]:
@@ -491,6 +488,7 @@ def main(arguments: list[str] | None = None) -> None:
     sees = options.judge_sees or recipe_protocol(settings).judge_sees
     judge = build_judge(settings, best_device(), sees)
     whole, rows = Baselines(settings, options), {}
+    whole.load = cache(whole.load)  # all methods ask one model
     folder = whole.out if options.out else whole.out.with_suffix("")
     for name in methods:
         whole.method, whole.out = name, folder / f"{name}.jsonl"

@@ -111,10 +111,10 @@ class Scripted:
         for _ in range(o.questions_per_step):
             prompt = text(half or o.prompt or 100, half or o.prompt or 200)
             for _ in range(o.group_size):
+                searches = range(0 if half else draw.randint(0, o.max_searches))
+                turns = [length(20, 80) for _ in searches] + [length(half or 20, half or 150)]
                 row = Trajectory(None, self.protocol, prompt)
-                searches = 0 if half else draw.randint(0, o.max_searches)
-                row.left = [(length(20, 80), text(100, 200)) for _ in range(searches)]
-                row.left.append((length(half or 20, half or 150), []))
+                row.left = [*zip(turns, [text(100, 200) for _ in searches] + [[]], strict=True)]
                 self.rows.append(row)
 
     def max_trajectory_tokens(self, row):

@@ -22,6 +22,7 @@ Left out: zero2, judges and readers (2 bytes per weight), dense retrieval, the e
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -76,11 +77,12 @@ class Shape:
     """Holds the sizes of a Llama-like model that the formulas need."""
 
     def __init__(self, config):
-        if not all(hasattr(config, name) for name in FIELDS):
+        try:
+            sizes = attrgetter(*FIELDS)(config)
+        except AttributeError:
             raise InputError(
                 f"--model: {config.model_type} is not built as Llama is: its memory is unknown"
-            )
-        sizes = (getattr(config, name) for name in FIELDS)
+            ) from None
         self.hidden, self.layers, self.heads, kv_heads, self.wide, *others = sizes
         self.vocab, self.positions, tied = others
         width = getattr(config, "head_dim", None) or self.hidden // self.heads
@@ -165,9 +167,9 @@ def update_parts(case: Case) -> Bytes:
     backward pass.
     """
     shape, tokens, lora = case.shape, case.tokens, case.settings.lora_rank
-    act, layer = activation_bytes(shape, lora), shape.in_layers / shape.layers
+    act = activation_bytes(shape, lora)
     # Embedding, head, two layers and the gradient of one.
-    gathered = 4 * (shape.ends + 3 * layer) * (case.share > 1)
+    gathered = 4 * (shape.ends + 3 * shape.in_layers / shape.layers) * (case.share > 1)
     width, trained = (2, 0) if lora else (4, shape.embedding)  # the head's
     logits = 10 * min(tokens, chunk_rows(shape.vocab, "cuda")) * shape.vocab  # of one chunk
     last = 12 * shape.hidden * tokens + logits + 6 * trained  # with the head's weight gradient
@@ -245,11 +247,8 @@ def report(case: Case, memory: float, given: dict) -> Iterator[str]:
         given["model"] = "DIR"
     how = "fsdp2" if case.share > 1 else "ddp"
     several = f" --config_file configs/{how}.yaml --num_processes {case.gpus}" * (case.gpus > 1)
-    yield (
-        f"accelerate launch{several} train.py{in_flags(FILES | given)}"
-        if fits
-        else f"more GPUs: --gpus {2 * case.gpus}"
-    )
+    launch = f"accelerate launch{several} train.py{in_flags(FILES | given)}"
+    yield launch if fits else f"more GPUs: --gpus {2 * case.gpus}"
 
 
 @dataclass(frozen=True)
