@@ -5,7 +5,7 @@ import sys
 from collections.abc import Collection, Iterator
 from dataclasses import fields
 
-from errors import FlagParser, InputError, check_value, prepare_command
+from errors import FlagParser, check_value, prepare_command
 
 if sys.argv[0] == "-m":  # python -m lab.NAME imports this file first
     prepare_command()
@@ -24,10 +24,10 @@ def parse_flags(
     add_flags(parser, (record,), record(), only)
     add_flags(parser, others, named_in(arguments), only)
     given = vars(parser.parse_args(arguments))
-    options = record(**{f.name: given.pop(f.name) for f in fields(record) if f.name in given})
+    options = record(**{f.name: given.pop(f.name, f.default) for f in fields(record)})
     for f in fields(record):
         if f.metadata.get("needed") and not getattr(options, f.name):
-            raise InputError(f"{command}: --{f.name} is missing")
+            parser.error(f"--{f.name} is missing")
     check_limits(options)
     return options, given
 

@@ -21,6 +21,7 @@ from collections import defaultdict
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,7 @@ from update import merge_records
 from view import load_pyplot
 from world.toy import toy_path
 
+Jobs = set[tuple[str, int]]  # (arm, world)
 SAMPLES = 2  # answers to each question
 SFT = {"epochs": 3.0, "lr": 1e-3}  # R1-Searcher section 4.1: three epochs
 ROLLOUTS = 4  # answers to each training question, for traces or difficulties
@@ -111,12 +113,8 @@ def run_arm(name: str, seed: int, runs: str, split: str) -> None:
         curve = read_results({(arm.start, seed)}, runs, split)[arm.start, seed]["curve"]
     else:
         check_prior(settings, split)
-    if arm.imitates:
-        model = imitate(settings)
-    else:
-        model, steps = reinforce(settings)
-        curve += steps
-    result = {"eval": evaluate_arm(settings, model, split), "curve": curve}
+    model, steps = (imitate if arm.imitates else reinforce)(settings)
+    result = {"eval": evaluate_arm(settings, model, split), "curve": curve + steps}
     # It is written at the end: an interrupted arm leaves no result.
     write_records(result_path(settings), [result | {"made_with": made_with(name, seed, split)}])
 
@@ -128,11 +126,11 @@ def last_checkpoint(settings: Settings) -> str:
     return str(paths[-1])
 
 
-def reinforce(settings: Settings) -> tuple[str, list[dict]]:
+def reinforce(settings: Settings) -> tuple:
     """Trains an arm by RL. Returns its checkpoint and the records of its steps."""
     if settings.difficulty:  # measured with the model that the arm starts from
-        flags = f"--samples {ROLLOUTS} --model".split()
-        difficulty.main([*flags, settings.model, "--out", settings.difficulty])
+        flags = ["--out", settings.difficulty, "--samples", str(ROLLOUTS)]
+        difficulty.main(["--model", settings.model, *flags])
     steps = finished_records(train(settings) / "metrics.jsonl")
     for step in steps:
         if not step.get("searches"):  # without a search there is no rate of fallbacks
@@ -140,17 +138,17 @@ def reinforce(settings: Settings) -> tuple[str, list[dict]]:
     return last_checkpoint(settings), steps
 
 
-def imitate(settings: Settings) -> str:
+def imitate(settings: Settings) -> tuple:
     """Trains the warmed-up model on the right trajectories that settings.model makes for training
-    questions, instead of RL (R1-Searcher section 4.1). Returns its checkpoint.
+    questions, instead of RL (R1-Searcher section 4.1). Returns its checkpoint, and no records.
     """
     out = stage_folder(settings) / "checkpoint-sft"
     traces, runs = str(out.with_name("traces.jsonl")), settings.output_dir
-    student = str(toy_path(settings.world_seed, settings.protocol, settings.toy_init, runs))
+    student = toy_path(settings.world_seed, settings.protocol, settings.toy_init, runs)
     evaluate(settings, settings.model, "train", ROLLOUTS, traces)
     shutil.rmtree(out, ignore_errors=True)  # left by an interrupted arm
-    distil("traces", DistilSettings(student, traces, str(out), settings.protocol, **SFT))
-    return str(out)
+    distil("traces", DistilSettings(str(student), traces, str(out), settings.protocol, **SFT))
+    return str(out), []
 
 
 def evaluate(settings: Settings, model: str, split: str, samples=SAMPLES, out="") -> list[dict]:
@@ -176,7 +174,7 @@ def check_prior(settings: Settings, split: str) -> None:
         )
 
 
-def evaluate_arm(settings: Settings, model: str, split: str) -> dict[str, dict]:
+def evaluate_arm(settings: Settings, model: str, split: str) -> dict:
     """Returns kind -> number -> mean on held-out entities. A protocol with evidence is also scored
     by a reader's answers.
     """
@@ -189,7 +187,7 @@ def evaluate_arm(settings: Settings, model: str, split: str) -> dict[str, dict]:
     return means(records)
 
 
-def means(records: list[dict]) -> dict[str, dict[str, float]]:
+def means(records: list[dict]) -> dict:
     """Returns kind (or "all") -> number -> mean over the records that have this number."""
     rows = defaultdict(list)
     for record in records:
@@ -212,15 +210,16 @@ def add_rag(records: list[dict], reader, settings: Settings) -> list[dict]:
 
 
 # --------------------------------------------------------------------------------------- all arms
-def read_results(jobs: set[tuple[str, int]], runs: str, split: str) -> Results:
+def read_results(jobs: Jobs, runs: str, split: str) -> Results:
     """Reads the finished results of these arms and worlds; rejects one made with other settings."""
     results = {}
     for name, seed in jobs:
         path = result_path(settings_of(name, seed, runs))
         for result in finished_records(path):  # one, or none yet
             if result["made_with"] != made_with(name, seed, split):
-                hint = "give another --output_dir, or remove it"
-                raise InputError(f"{path} was made with other settings: {hint}")
+                raise InputError(
+                    f"{path} was made with other settings: give another --output_dir, or remove it"
+                )
             results[name, seed] = result
     return results
 
@@ -243,7 +242,7 @@ def run_world(names: list[str], seed: int, runs: str, split: str) -> None:
         print(f"{name} in world {seed}: {message}", flush=True)
 
 
-def run_all(jobs: set[tuple[str, int]], runs: str, split: str, workers: int) -> None:
+def run_all(jobs: Jobs, runs: str, split: str, workers: int) -> None:
     """Runs the arms of each world in a process, several worlds at a time. None is queued in the
     pool, where it would outlive a Ctrl-C.
     """
@@ -320,9 +319,10 @@ def main(arguments: list[str] | None = None) -> None:
     options, _ = parse_flags("lab.ablate", AblateSettings, arguments)
     names = names_in("only", options.only, CLAIMS)
     runs, split, first, claims = options.output_dir, options.split, options.first_world, {}
+    jobs = set()
     for claim in map(CLAIMS.get, names):
         claims[claim] = range(first, first + (options.seeds or claim.worlds))
-    jobs = {(arm, n) for claim in claims for arm in wanted_arms(claim) for n in claims[claim]}
+        jobs |= {*product(wanted_arms(claim), claims[claim])}
     results = read_results(jobs, runs, split)
     if options.curves:
         return draw(names, results, Path(options.curves))

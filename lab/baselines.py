@@ -171,20 +171,21 @@ DIGEST = (
 
 
 # -------------------------------------------------------------------------------------- the methods
-# limit: the paper's bound on searches (Search-o1's and RAT's are ours)
+# Each takes a Question and the paper's bound on searches (Search-o1's and RAT's are ours), and
+# returns its Steps.
 
 
-def direct(question: Question, limit: int = 0) -> Steps:
+def direct(question, limit=0):
     """Asks for a short answer from the model's own knowledge."""
     return any_answer((yield Write(DIRECT)))
 
 
-def cot(question: Question, limit: int = 0) -> Steps:
+def cot(question, limit=0):
     """Chain of thought (Wei 2022): reasoning before the answer, without a search."""
     return reasoned(Write(by_step(question)))
 
 
-def rag(question: Question, limit: int = 1) -> Steps:
+def rag(question, limit=1):
     """Retrieval-augmented generation (Lewis 2020): passages for the question, one generation."""
     passages = yield question.question
     if question.task != "qa":
@@ -192,15 +193,15 @@ def rag(question: Question, limit: int = 1) -> Steps:
     return any_answer((yield Write(READ + DIRECT, passages)))
 
 
-_LISTED = re.compile(r"(?m)^[ \t]*(?:(?:\d[.):]|[-*])[ \t]+)?(\S.*?)[ \t]*$")  # no "1. "
+_LISTED = r"(?m)^[ \t]*(?:(?:\d[.):]|[-*])[ \t]+)?(\S.*?)[ \t]*$"  # without "1. "
 
 
-def sure(question: Question, limit: int = 1) -> Steps:
+def sure(question, limit=1):
     """SuRe (Kim 2024): two answers, each with a summary of the passages in its favour. An answer's
     score is 1 if its summary holds + ½ for each comparison won; of two equal ones the first wins.
     """
     passages = yield question.question
-    names = _LISTED.findall(plain((yield Write(CANDIDATES, passages))))
+    names = re.findall(_LISTED, plain((yield Write(CANDIDATES, passages))))
     candidates = list(dict.fromkeys(names))[:2]
     if len(candidates) < 2:
         return any_answer("".join(candidates))
@@ -218,7 +219,7 @@ def sure(question: Question, limit: int = 1) -> Steps:
     return max(candidates, key=scores.get)
 
 
-def ircot(question: Question, limit: int = 8) -> Steps:
+def ircot(question, limit=8):
     """IRCoT (Trivedi 2023): each new sentence is the next query, and passages pile up."""
     passages, chain, query = [], "", question.question
     for _ in range(limit):
@@ -231,7 +232,7 @@ def ircot(question: Question, limit: int = 8) -> Steps:
     return (yield from conclude(replace(request, so_far=chain), ""))
 
 
-def iter_retgen(question: Question, limit: int = 2) -> Steps:
+def iter_retgen(question, limit=2):
     """Iter-RetGen (Shao 2023): y_t = answer(question, passages for question + y_{t−1})."""
     reply = ""
     for _ in range(limit):
@@ -240,7 +241,7 @@ def iter_retgen(question: Question, limit: int = 2) -> Steps:
     return (yield from conclude(request, reply))
 
 
-def self_ask(question: Question, limit: int = 10) -> Steps:
+def self_ask(question, limit=10):
     """Self-Ask (Press 2023): the answer to a simpler question is read out of passages. It is RAG
     (UR² app. C.4) if it asks no question and says no answer, or asks `limit` of them in vain.
     """
@@ -255,12 +256,12 @@ def self_ask(question: Question, limit: int = 10) -> Steps:
     return stated_answer(reply) or (yield from rag(question))
 
 
-_PARAGRAPH = re.compile(r"(?s)\S.*?(?=\s*\n\s*\n|\s*\Z)")
+_PARAGRAPH = r"(?s)\S.*?(?=\s*\n\s*\n|\s*\Z)"
 
 
-def rat(question: Question, limit: int = 8) -> Steps:
+def rat(question, limit=8):
     """RAT (Wang 2024): the draft's first `limit` paragraphs are looked up and revised in turn."""
-    draft = _PARAGRAPH.findall((yield Write(DRAFT)))
+    draft = re.findall(_PARAGRAPH, (yield Write(DRAFT)))
     for i, paragraph in enumerate(draft[:limit]):
         notes = "\n\n".join(draft[: i + 1])  # paragraphs before this one are revised already
         line = plain((yield Write(TO_QUERY, notes=notes)))
@@ -270,7 +271,7 @@ def rat(question: Question, limit: int = 8) -> Steps:
     return (yield from conclude(Write(DRAFT, so_far="\n\n".join([*before, ""])), last))
 
 
-def search_o1(question: Question, limit: int = 10) -> Steps:
+def search_o1(question, limit=10):
     """Search-o1 (Li 2025): another call of the model reads the pages; only its notes go in."""
     chain = ""
     for searches in range(limit + 1):
@@ -341,17 +342,17 @@ def first_sentence(text: str) -> str:
     return re.match(f".*?{_END}|.*", text.strip()).group().strip()
 
 
-_FOLLOW_UP = re.compile(rf"(?i)follow[- ]?up(?: question)?\s*+:(.*?)(?:{TOLD}|\n|\Z)")
+_FOLLOW_UP = rf"(?i)follow[- ]?up(?: question)?\s*+:(.*?)(?:{TOLD}|\n|\Z)"
 
 
 def next_question(reply: str) -> str:
     """Returns Self-Ask's next question; "" if the reply asks none before it states an answer."""
-    return (_FOLLOW_UP.findall(_STATED.split(reply)[0]) or [""])[0].strip()
+    return (re.findall(_FOLLOW_UP, _STATED.split(reply)[0]) or [""])[0].strip()
 
 
 # ----------------------------------------------------------------------- many questions in lockstep
 # If a model does not stop where the environment must continue, its reply is cut there.
-_TURN = re.compile(rf"(?s).*?(?:</search>|</answer>|{TOLD}|\Z)")
+_TURN = rf"(?s).*?(?:</search>|</answer>|{TOLD}|\Z)"
 
 
 def drive(trajectory: Trajectory, steps: Steps, llm: LLM, environment: Environment) -> Generator:
@@ -381,7 +382,7 @@ def drive(trajectory: Trajectory, steps: Steps, llm: LLM, environment: Environme
         thought, text, _ = split_thought(whole)
         if thought:
             trajectory.segments.append(Segment("thought", strip_tags(thought, BASELINE.tags)))
-        reply = _TURN.match(text.strip().removeprefix(step.so_far.strip())).group()
+        reply = re.match(_TURN, text.strip().removeprefix(step.so_far.strip())).group()
         # In a transcript, tags may only mark a search that was run or the answer.
         trajectory.append_model(encode(llm.tokenizer, whole), [], f"{plain(reply)}\n\n")
     yield None
@@ -397,8 +398,10 @@ def build_request(step: Write, trajectory: Trajectory, llm: LLM, environment) ->
     while len(llm.prompt(request := write.as_request(question, decoding))) > prompt_tokens:
         longer, write = write, write.shortened()
         if write == longer:  # there is nothing to leave out
-            message = f"its prompt does not fit into {prompt_tokens} tokens"
-            raise InputError(f"{question[:60]!r}: {message}: raise --max_context")
+            raise InputError(
+                f"{question[:60]!r}: its prompt does not fit into {prompt_tokens} tokens: raise"
+                " --max_context"
+            )
     if len(write.passages) < len(step.passages):
         trajectory.searches[-1].cut = True
     return request
@@ -472,7 +475,7 @@ class Baselines(Evaluation):
         return generate, weights_version(settings.model)
 
 
-def parse_baselines(arguments: list[str]) -> tuple[list[str], Settings, Options]:
+def parse_baselines(arguments: list[str]) -> tuple:
     """Returns (methods, settings, options). The limits are the recipe's, except for searches."""
     # Any protocol that searches will do.
     arguments = ["--protocol=ur2", "--max_searches=0", "--documents_per_search=5", *arguments]

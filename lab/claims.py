@@ -154,7 +154,7 @@ SEARCHES = "searches/one_hop searches/two_hop"
 
 def score(name: str, kinds: str = LOOKUPS) -> Measure:
     """Measures a number of the evaluation, averaged over kinds of question."""
-    return lambda result: float(np.mean([result["eval"][kind][name] for kind in kinds.split()]))
+    return lambda result: np.mean([result["eval"][kind][name] for kind in kinds.split()])
 
 
 def points(result: dict, names: str) -> np.ndarray:
@@ -167,7 +167,7 @@ def points(result: dict, names: str) -> np.ndarray:
 
 def curve(names: str, steps: slice = LAST) -> Measure:
     """Measures a number of training, averaged over these steps."""
-    return lambda result: float(np.nanmean(points(result, names)[steps]))
+    return lambda result: np.nanmean(points(result, names)[steps])
 
 
 def largest(name: str) -> Measure:
@@ -180,7 +180,7 @@ def fall(names: str) -> Measure:
     def measure(result: dict) -> float:
         curve = np.nanmean(points(result, names), axis=1)
         means = np.convolve(curve, np.ones(5) / 5, "valid")  # [steps − 4]
-        return float(means.max() - means[-1])
+        return means.max() - means[-1]
 
     return measure
 
@@ -342,11 +342,11 @@ def interval(differences: list[float], sure: int = 95) -> tuple:
 
     Worked: 1, 2, 3: mean 2, s = 1, t(2) = 4.303: 2 ± 4.303 / √3 = 2 ± 2.484; at 90 % 2 ± 1.686.
     """
-    n, mean = len(differences), float(np.mean(differences))
+    n, mean = len(differences), np.mean(differences)
     if n < 2:
         return mean, -math.inf, math.inf
-    t = T[sure][min(n - 2, len(T[sure]) - 1)]
-    half = t * float(np.std(differences, ddof=1)) / math.sqrt(n)
+    t = T[sure][: n - 1][-1]  # with more worlds than it has: the table's last
+    half = t * np.std(differences, ddof=1) / math.sqrt(n)
     return mean, mean - half, mean + half
 
 

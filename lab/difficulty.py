@@ -11,7 +11,7 @@ continues an interrupted run.
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -82,20 +82,20 @@ def measure(
     return {record["id"]: record["bucket"] for record in records}
 
 
-def measure_published(given: dict, options: DifficultySettings) -> dict[str, str]:
+def measure_published(given: dict, options: DifficultySettings) -> dict:
     attempts = load_attempts(options.from_rollouts, given.get("skip_bad", False))
     predictions = {attempt.question.id: attempt.predictions for attempt in attempts}
 
-    def scores(q: Question) -> list[float]:
-        gold = (q.answers, q.task, q.options)
-        return [score_answer(text, *gold)[options.metric] for text in predictions[q.id]]
+    def answer(batch: list[Question]) -> Iterator[list]:
+        for q in batch:
+            found = (score_answer(x, q.answers, q.task, q.options) for x in predictions[q.id])
+            yield [metrics[options.metric] for metrics in found]
 
     made_with = {"answers": zlib.crc32(repr(attempts).encode())}
-    questions = [attempt.question for attempt in attempts]
-    return measure(questions, lambda batch: list(map(scores, batch)), made_with, options)
+    return measure([attempt.question for attempt in attempts], answer, made_with, options)
 
 
-def measure_model(given: dict, options: DifficultySettings) -> dict[str, str]:
+def measure_model(given: dict, options: DifficultySettings) -> dict:
     settings = check_settings(settings_of({"temperature": 1.0} | given), False, given)
     if settings.temperature == 0 and options.samples > 1:
         raise InputError("--temperature 0 is greedy: all rollouts would be the same; leave it at 1")
@@ -104,7 +104,7 @@ def measure_model(given: dict, options: DifficultySettings) -> dict[str, str]:
     )
     generate, version = evaluation.load()
 
-    def answer(batch: list[Question]) -> list[list[float]]:
+    def answer(batch: list[Question]) -> list:
         rows = generate(batch, zlib.crc32(f"{settings.seed} {batch[0].id}".encode()))
         scores = [trajectory_metrics(row)[options.metric] for row in rows]
         return np.reshape(scores, (-1, options.samples)).tolist()
@@ -116,8 +116,10 @@ def main(arguments: list[str] | None = None) -> None:
     options, given = parse_flags("lab.difficulty", DifficultySettings, arguments, ASKING)
     check_output(options.out, "--out")
     if options.scheme == "r1_searcher" and options.samples < 20 and not options.from_rollouts:
-        hint = "r1_searcher tells medium from hard at 20 rollouts: give at least --samples 20"
-        raise InputError(f"--samples {options.samples}: {hint}")
+        raise InputError(
+            f"--samples {options.samples}: r1_searcher tells medium from hard at 20 rollouts: give"
+            " at least --samples 20"
+        )
     options = replace(options, metric=options.metric or SCHEMES[options.scheme][1])
     source = measure_published if options.from_rollouts else measure_model
     with interruptible(f"finished batches are in {options.out}: repeat the command to continue"):

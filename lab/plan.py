@@ -90,8 +90,11 @@ class Shape:
         with torch.device("meta"):  # takes no memory
             model = AutoModelForCausalLM.from_config(config)
         self.weights = sum(p.numel() for p in model.parameters())
-        parts = model.base_model.modules()  # seven matrices per layer
-        self.matrices = [(m.in_features, m.out_features) for m in parts if isinstance(m, nn.Linear)]
+        self.matrices = [  # seven per layer
+            (m.in_features, m.out_features)
+            for m in model.base_model.modules()
+            if isinstance(m, nn.Linear)
+        ]
         self.in_layers = sum(a * b for a, b in self.matrices)
         self.embedding = self.vocab * self.hidden
         self.ends = self.embedding * (2 - tied)
@@ -187,7 +190,7 @@ def update_parts(case: Case) -> Bytes:
     }
 
 
-def plan(case: Case, memory: float) -> tuple[Bytes, int]:
+def plan(case: Case, memory: float) -> tuple:
     """Returns (each part's bytes and the peak, the engine's number of slots, at least FEW)."""
     always, update = standing(case), update_parts(case)
     none, one = (sum(rollout_parts(case, slots).values()) for slots in (0, 1))
@@ -262,8 +265,8 @@ class PlanSettings:
 def main(arguments: list[str] | None = None) -> None:
     arguments = ["--model", "7B", *(sys.argv[1:] if arguments is None else arguments)]
     options, given = parse_flags("lab.plan", PlanSettings, arguments, RECORDS, only="train")
-    chosen = given | {"data": ""}  # the questions take no memory
-    settings = resolve(given.get("recipe", "ur2"), given.get("stage", 1), False, chosen)
+    recipe, stage = given.get("recipe", "ur2"), given.get("stage", 1)
+    settings = resolve(recipe, stage, False, given | {"data": ""})  # questions take no memory
     case = Case(Shape(config_of(settings.model)), check_settings(settings), options.gpus)
     print(*report(case, USABLE * options.gpu_memory * GIB, given), sep="\n")
 
