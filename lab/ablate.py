@@ -20,7 +20,7 @@ import traceback
 from collections import defaultdict
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -85,8 +85,14 @@ class AblateSettings:
 def settings_of(name: str, seed: int, runs: str) -> Settings:
     """Returns an arm's settings in one world, whose number also seeds questions and sampling."""
     arm, run_name = ARMS[name], f"{name}-world{seed}"
-    changes = {"output_dir": runs, "run_name": run_name, "seed": seed, "world_seed": seed}
-    changes |= {"save_every": 10_000, "keep_checkpoints": 1}  # the last step is always saved
+    changes = {
+        "output_dir": runs,
+        "run_name": run_name,
+        "seed": seed,
+        "world_seed": seed,
+        "save_every": 10_000,  # the last step is always saved
+        "keep_checkpoints": 1,
+    }
     if "buckets" in arm.changes:
         changes["difficulty"] = str(Path(runs, run_name, "difficulty.jsonl"))
     return check_settings(resolve(arm.recipe, arm.stage, True, changes | arm.changes))
@@ -94,7 +100,7 @@ def settings_of(name: str, seed: int, runs: str) -> Settings:
 
 def made_with(name: str, seed: int, split: str) -> dict:
     """Returns the settings that an arm's result is compared by, in whichever folder it is."""
-    return asdict(settings_of(name, seed, "")) | {"split": split}
+    return vars(settings_of(name, seed, "")) | {"split": split}
 
 
 def result_path(settings: Settings) -> Path:
@@ -129,8 +135,9 @@ def last_checkpoint(settings: Settings) -> str:
 def reinforce(settings: Settings) -> tuple:
     """Trains an arm by RL. Returns its checkpoint and the records of its steps."""
     if settings.difficulty:  # measured with the model that the arm starts from
-        flags = ["--out", settings.difficulty, "--samples", str(ROLLOUTS)]
-        difficulty.main(["--model", settings.model, *flags])
+        difficulty.main(
+            ["--model", settings.model, "--out", settings.difficulty, "--samples", str(ROLLOUTS)]
+        )
     steps = finished_records(train(settings) / "metrics.jsonl")
     for step in steps:
         if not step.get("searches"):  # without a search there is no rate of fallbacks
@@ -151,7 +158,7 @@ def imitate(settings: Settings) -> tuple:
     return str(out), []
 
 
-def evaluate(settings: Settings, model: str, split: str, samples=SAMPLES, out="") -> list[dict]:
+def evaluate(settings: Settings, model: str, split: str, samples=SAMPLES, out="") -> list:
     """Returns prediction records of all questions, sampled as in training; "" means the
     warmed-up model. Records of an interrupted arm are not reused: its weights are trained again.
     """
@@ -187,7 +194,7 @@ def evaluate_arm(settings: Settings, model: str, split: str) -> dict:
     return means(records)
 
 
-def means(records: list[dict]) -> dict:
+def means(records: list) -> dict:
     """Returns kind (or "all") -> number -> mean over the records that have this number."""
     rows = defaultdict(list)
     for record in records:
@@ -196,7 +203,7 @@ def means(records: list[dict]) -> dict:
     return {kind: merge_records(rows[kind], lambda x: round(np.mean(x), 4)) for kind in rows}
 
 
-def add_rag(records: list[dict], reader, settings: Settings) -> list[dict]:
+def add_rag(records: list, reader, settings: Settings) -> list:
     """Scores the reader's answers from its own search for the question (R-Search Figure 2:
     Vanilla).
     """
@@ -261,6 +268,7 @@ def run_all(jobs: Jobs, runs: str, split: str, workers: int) -> None:
 
 
 # ----------------------------------------------------------------------------- tables and pictures
+HEAD = "claim; place; without it; number; with; without; effect [95 %]; worlds; verdict"
 EFFECT = "{:+.2f} [{:+.2f}, {:+.2f}]"  # mean, low, high
 NAMES = ("run_name", "recipe", "variant", "stage", "steps", "difficulty")
 
@@ -281,19 +289,18 @@ def difference(claim: Claim) -> str:
     return ", ".join(parts) or "nothing"
 
 
-def rows(claims: dict[Claim, range], results: Results) -> list[list[str]]:
+def rows(claims: dict, results: Results) -> list:
     """Returns the table: a header, and a line for each claim over its worlds."""
-    head = "claim; place; without it; number; with; without; effect [95 %]; worlds; verdict"
-    lines = [head.split("; ")]
+    lines = [HEAD.split("; ")]
     for claim, worlds in claims.items():
-        pairs, cells = values(claim, results, worlds), ["-", "-", "-"]
+        pairs, cells = values(claim, results, worlds), ["-"] * 3
         differences = [one - other for one, other in pairs]
         if pairs:
             cells = [f"{number:.2f}" for number in np.mean(pairs, axis=0)]
             effect = EFFECT.format(*interval(differences, 90 if claim.margin else 95))
             cells.append(effect + " (90 %)" * bool(claim.margin))
-        labels = [claim.says, claim.place, difference(claim), claim.number.name]
-        lines.append([*labels, *cells, str(len(pairs)), verdict(claim, differences)])
+        cells += [str(len(pairs)), verdict(claim, differences)]
+        lines.append([claim.says, claim.place, difference(claim), claim.number.name, *cells])
     return lines
 
 

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -287,8 +287,10 @@ def search_o1(question, limit=10):
     return (yield from conclude(request, reply))
 
 
-_ALL = direct, cot, rag, sure, ircot, iter_retgen, self_ask, rat, search_o1
-METHODS = {method.__name__: method for method in _ALL}
+METHODS = {
+    method.__name__: method
+    for method in (direct, cot, rag, sure, ircot, iter_retgen, self_ask, rat, search_o1)
+}
 
 
 # -------------------------------------------------------------------------------- what a reply says
@@ -402,7 +404,7 @@ def build_request(step: Write, trajectory: Trajectory, llm: LLM, environment) ->
                 f"{question[:60]!r}: its prompt does not fit into {prompt_tokens} tokens: raise"
                 " --max_context"
             )
-    if len(write.passages) < len(step.passages):
+    if write.passages != step.passages:
         trajectory.searches[-1].cut = True
     return request
 
@@ -456,7 +458,7 @@ class Baselines(Evaluation):
 
     method = ""
 
-    def load(self) -> tuple[Callable, str]:
+    def load(self) -> tuple:
         settings, device = self.settings, best_device()
         llm = load_llm(settings.model, settings, max_tokens=settings.max_turn_tokens, device=device)
         llm.at_once = settings.max_num_seqs or llm.at_once
@@ -488,8 +490,9 @@ def parse_baselines(arguments: list[str]) -> tuple:
 
 def main(arguments: list[str] | None = None) -> None:
     methods, settings, options = parse_baselines(sys.argv[1:] if arguments is None else arguments)
-    sees = options.judge_sees or recipe_protocol(settings).judge_sees
-    judge = build_judge(settings, best_device(), sees)
+    judge = build_judge(
+        settings, best_device(), options.judge_sees or recipe_protocol(settings).judge_sees
+    )
     whole, rows = Baselines(settings, options), {}
     whole.load = cache(whole.load)  # all methods ask one model
     folder = whole.out if options.out else whole.out.with_suffix("")

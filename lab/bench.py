@@ -134,8 +134,11 @@ def gauge(device):
     """Returns (seconds, bytes of memory in use, peak bytes) of this process."""
     if device == "cuda":
         torch.cuda.synchronize()
-        used = torch.cuda.memory_allocated()
-        return time.perf_counter(), used, torch.cuda.max_memory_allocated()
+        return (
+            time.perf_counter(),
+            torch.cuda.memory_allocated(),
+            torch.cuda.max_memory_allocated(),
+        )
     peak = getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return time.process_time(), psutil.Process().memory_info().rss, peak
 
@@ -330,7 +333,6 @@ AXES = {  # the setting that grows -> (the work, the sizes)
     "max_searches": (generate_in_slots, (1, 3, 8)),
     "passages": (BM25, (5_000, 40_000, 300_000, 1_000_000)),
 }
-BM25S = {"bm25s": bm25s} if find_spec("bm25s") else {}
 PARTS = {  # our variant comes first
     "rollout": {
         "slots": generate_in_slots,
@@ -344,14 +346,17 @@ PARTS = {  # our variant comes first
         "padded": partial(backward, padded=True),
     },
     "step": {"ours": step, "every_row": partial(step, every_row=True)},
-    "retrieval": {"ours": BM25, "rank-bm25": rank_bm25, **BM25S},
+    "retrieval": {"ours": BM25, "rank-bm25": rank_bm25},
     "growth": AXES,
 }
+if find_spec("bm25s"):
+    PARTS["retrieval"]["bm25s"] = bm25s
 
 
 def main(arguments: list[str] | None = None) -> None:
-    others = RolloutSettings, PolicySettings
-    options, given = parse_flags("lab.bench", BenchSettings, arguments, others, PARTS)
+    options, given = parse_flags(
+        "lab.bench", BenchSettings, arguments, (RolloutSettings, PolicySettings), PARTS
+    )
     part, works, runs = given.pop("method"), {}, {}
     o = Bench(**vars(options) | given, algorithm="grpo")
     check_limits(o)

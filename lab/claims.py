@@ -16,6 +16,7 @@ corrections for testing many claims; arms over one world with other sampling see
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -47,7 +48,10 @@ class Arm:
 SHORT = {"steps": 30}
 # Both arms retrieve three passages: the best is summarised, or all three are read unchanged.
 WEAK = {"toy_init": "weak", "documents_per_search": 3, "document_tokens": 64}
-PACE = {key: EVERYTHING[key] for key in ("lr", "trajectories_per_update")}  # stage 2's
+PACE = {  # stage 2's
+    "lr": EVERYTHING["lr"],
+    "trajectories_per_update": EVERYTHING["trajectories_per_update"],
+}
 WEAK_1 = WEAK | PACE | {"steps": 25}
 WEAK_2 = WEAK | {"questions_per_step": 16, "mix": EVERYTHING["mix"]}
 WEAK_30, WEAK_55 = WEAK_2 | SHORT, WEAK_2 | {"steps": 55}
@@ -177,7 +181,7 @@ def largest(name: str) -> Measure:
 def fall(names: str) -> Measure:
     """Measures the fall from the best five steps in a row to the last five; 0 if there is none."""
 
-    def measure(result: dict) -> float:
+    def measure(result):
         curve = np.nanmean(points(result, names), axis=1)
         means = np.convolve(curve, np.ones(5) / 5, "valid")  # [steps − 4]
         return means.max() - means[-1]
@@ -318,11 +322,10 @@ naive_cited; ARENA 5.3, Figure 3; arena; arena_naive; CITED; 5; 0
 em; ARENA 5.3; arena; arena_f1; EM; 5; 0
     an exact-match reward beats an F1 reward
 """
-_lines = _CLAIMS.strip().splitlines()
 CLAIMS: dict[str, Claim] = {}
-for _head, _says in zip(_lines[::2], _lines[1::2], strict=True):
+for _head, _says in re.findall(r"(.+)\n    (.+)", _CLAIMS):
     _name, *_pair, _number, _worlds, _margin = _head.split("; ")
-    CLAIMS[_name] = Claim(*_pair, NUMBERS[_number], int(_worlds), float(_margin), _says.strip())
+    CLAIMS[_name] = Claim(*_pair, NUMBERS[_number], int(_worlds), float(_margin), _says)
 
 Results = dict[tuple[str, int], dict]  # (arm, world) -> its result.json
 

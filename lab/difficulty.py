@@ -70,9 +70,14 @@ def measure(
     of each question.
     """
     out, bucket_of = Path(options.out), SCHEMES[options.scheme][0]
-    made_with |= {"metric": options.metric, "scheme": options.scheme}
-    ids = [question.id for question in questions]
-    records = go_on(out, made_with, ids, lambda record: record.get("id"), AT_ONCE, False)
+    records = go_on(
+        out,
+        made_with | {"metric": options.metric, "scheme": options.scheme},
+        [question.id for question in questions],
+        lambda record: record.get("id"),
+        AT_ONCE,
+        False,
+    )
     for start in tqdm(range(len(records), len(questions), AT_ONCE), f"batches of {AT_ONCE}"):
         batch = questions[start : start + AT_ONCE]
         for question, scores in zip(batch, answer(batch), strict=True):
@@ -124,8 +129,7 @@ def main(arguments: list[str] | None = None) -> None:
     source = measure_published if options.from_rollouts else measure_model
     with interruptible(f"finished batches are in {options.out}: repeat the command to continue"):
         counts = Counter(source(given, options).values())
-    shares = ", ".join(f"{name} {counts[name]}" for name in BUCKETS)
-    print(f"{sum(counts.values())} questions: {shares}")
+    print(f"{counts.total()} questions:", ", ".join(f"{name} {counts[name]}" for name in BUCKETS))
     print(f"use: python train.py --difficulty {options.out}")
 
 

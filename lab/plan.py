@@ -215,20 +215,17 @@ ADVICE = [  # the cheapest first
 FILES = {"data": "q.jsonl", "corpus": "p.jsonl"}  # to be filled in
 
 
-def smaller(case: Case, changes: dict) -> Case:
-    """Returns the case with these settings changed, and sharded if that is possible."""
-    return Case(case.shape, replace(case.settings, **changes), case.gpus, case.gpus)
-
-
 def in_flags(settings: dict) -> str:
     return "".join(f" --{name} {value}" for name, value in settings.items())
 
 
 def report(case: Case, memory: float, given: dict) -> Iterator[str]:
     """Yields a line per part, whether it fits, what would make it smaller, and the command."""
-    if plan(case, memory)[0]["peak"] > memory:
-        case = smaller(case, {})
-    parts, slots = plan(case, memory)
+    for share in (1, case.gpus):  # ddp if that fits, otherwise fsdp2
+        case = Case(case.shape, case.settings, case.gpus, share)
+        parts, slots = plan(case, memory)
+        if fits := parts["peak"] <= memory:
+            break
     yield (
         f"GiB on each of {case.gpus}, weights in {case.share} parts,"
         f" for {case.rows} rows of up to {case.row_tokens} tokens:"
@@ -237,11 +234,10 @@ def report(case: Case, memory: float, given: dict) -> Iterator[str]:
         yield f"  (a turn may have {tasks}; without these tasks: --max_turn_tokens N)"
     parts["host: a save, in process 0"] = case.shape.weights * (12 if case.share > 1 else 4)
     yield from (f"  {name:42}{size / GIB:8.1f}" for name, size in parts.items() if size)
-    fits = parts["peak"] <= memory
     yield f"{'fits' if fits else 'does not fit'} in {memory / GIB:.1f} GiB; {slots} rows at once"
     for changes, sentence in ADVICE * (not fits):
         given |= changes
-        case = smaller(case, changes)
+        case = Case(case.shape, replace(case.settings, **changes), case.gpus, case.gpus)
         least = plan(case, 0)[0]["peak"]
         yield f" {in_flags(changes):43}{least / GIB:8.1f}  {sentence}"
         if fits := least <= memory:
@@ -265,8 +261,8 @@ class PlanSettings:
 def main(arguments: list[str] | None = None) -> None:
     arguments = ["--model", "7B", *(sys.argv[1:] if arguments is None else arguments)]
     options, given = parse_flags("lab.plan", PlanSettings, arguments, RECORDS, only="train")
-    recipe, stage = given.get("recipe", "ur2"), given.get("stage", 1)
-    settings = resolve(recipe, stage, False, given | {"data": ""})  # questions take no memory
+    chosen = given | {"data": ""}  # the questions take no memory
+    settings = resolve(given.get("recipe", "ur2"), given.get("stage", 1), False, chosen)
     case = Case(Shape(config_of(settings.model)), check_settings(settings), options.gpus)
     print(*report(case, USABLE * options.gpu_memory * GIB, given), sep="\n")
 
