@@ -200,7 +200,10 @@ def means(records: list) -> dict:
     for record in records:
         for kind in (record["kind"], "all"):
             rows[kind].append(record["metrics"])
-    return {kind: merge_records(rows[kind], lambda x: round(np.mean(x), 4)) for kind in rows}
+    return {
+        kind: merge_records(metrics, lambda column: round(np.mean(column), 4))
+        for kind, metrics in rows.items()
+    }
 
 
 def add_rag(records: list, reader, settings: Settings) -> list:

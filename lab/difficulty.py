@@ -93,8 +93,9 @@ def measure_published(given: dict, options: DifficultySettings) -> dict:
 
     def answer(batch: list[Question]) -> Iterator[list]:
         for q in batch:
-            found = (score_answer(x, q.answers, q.task, q.options) for x in predictions[q.id])
-            yield [metrics[options.metric] for metrics in found]
+            texts = predictions[q.id]
+            scores = (score_answer(text, q.answers, q.task, q.options) for text in texts)
+            yield [score[options.metric] for score in scores]
 
     made_with = {"answers": zlib.crc32(repr(attempts).encode())}
     return measure([attempt.question for attempt in attempts], answer, made_with, options)

@@ -14,7 +14,6 @@ from formats.records import write_records
 from lab import ablate
 from lab.ablate import difference, made_with, settings_of
 from lab.claims import ARMS, CLAIMS, NUMBERS, Claim, interval, values, verdict, wanted_arms
-from other_models import reader
 from papers import paper_of
 from rewards import needs
 
@@ -209,7 +208,7 @@ def test_a_warm_up_that_searches_too_often_stops_the_arm(searches, monkeypatch, 
 def test_the_reader_s_own_search_is_scored_on_the_same_questions(monkeypatch):
     """The reader answers what follows the first "birthplace" it is shown."""
 
-    def answers(_, pairs: list, **sampling) -> list[str]:
+    def answers(_, pairs, **sampling):
         return [text.partition("birthplace ")[2].partition(" of")[0] for _, text in pairs]
 
     settings = settings_of("r_search", 20, "r")
@@ -217,7 +216,7 @@ def test_the_reader_s_own_search_is_scored_on_the_same_questions(monkeypatch):
     name = world.entities["test"]["person"][0]
     golds = [world.facts[name]["birthplace"]]
     record = {"question": f"where was {name} born ?", "golds": golds, "metrics": {}}
-    monkeypatch.setattr(reader, "reader_answers", answers)
+    monkeypatch.setattr("other_models.reader.reader_answers", answers)
     (scored,) = ablate.add_rag([record], None, settings)
     assert scored["metrics"]["rag_em"] == 1.0
 

@@ -206,5 +206,5 @@ def test_the_command_has_what_was_given_and_the_first_advice_that_fits(capsys, t
 
 @pytest.mark.parametrize("flags", ["--gpus 0", "--gpu_memory 0", "--gpu_memory nan"])
 def test_no_gpu_is_one_line(flags):
-    with pytest.raises(InputError, match=f"{flags}.*: must be"):
+    with pytest.raises(InputError, match="must be"):
         plan.main(flags.split())
