@@ -5,35 +5,36 @@ import sys
 from collections.abc import Collection, Iterator
 from dataclasses import fields
 
-from errors import FlagParser, InputError, check_value, prepare_command
+from errors import FlagParser, check_value, prepare_command
 
 if sys.argv[0] == "-m":  # python -m lab.NAME imports this file first
     prepare_command()
 from settings import add_flags, check_limits, named_in
 
 
-def parse_flags(command: str, record: type, arguments: list | None, others=(), methods=()) -> tuple:
+def parse_flags(
+    command: str, record: type, arguments: list | None, others=(), methods=(), only="eval"
+) -> tuple:
     """Returns (the checked `record`, the other given flags). If there are `methods`, the first
-    argument must name one of them.
+    argument must name one of them. `only`: as in `setting`.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
     parser = FlagParser(command, description=record.__doc__)
     if methods:
         parser.add_argument("method", choices=methods)
-    add_flags(parser, (record,), record(), "eval")
-    add_flags(parser, others, named_in(arguments), "eval")
+    add_flags(parser, (record,), record(), only)
+    add_flags(parser, others, named_in(arguments), only)
     given = vars(parser.parse_args(arguments))
-    options = record(**{f.name: given.pop(f.name) for f in fields(record) if f.name in given})
+    options = record(**{f.name: given.pop(f.name, f.default) for f in fields(record)})
     for f in fields(record):
         if f.metadata.get("needed") and not getattr(options, f.name):
-            raise InputError(f"{command}: --{f.name} is missing")
+            parser.error(f"--{f.name} is missing")
     check_limits(options)
     return options, given
 
 
-def names_in(flag: str, text: str, known: Collection[str]) -> list[str]:
+def names_in(flag: str, text: str, known: Collection[str]) -> Collection[str]:
     """Splits a flag's comma-separated names and checks them; "" means all known names."""
-    names = text.replace(" ", "").split(",") if text else list(known)
+    names = text.replace(" ", "").split(",") if text else known
     for name in names:
         check_value(flag, name, {"one_of": known})
     return names

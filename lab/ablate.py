@@ -12,7 +12,6 @@ continues from these files; results of other settings are rejected. After a chan
 another --output_dir. Choose settings with --first_world 40 --split dev. Left out: more machines.
 """
 
-import json
 import multiprocessing
 import os
 import shutil
@@ -21,12 +20,12 @@ import traceback
 from collections import defaultdict
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 
-from data import Question
 from errors import InputError, run_main, setting
 from eval import Evaluation, Options
 from formats.records import finished_records, write_records
@@ -44,8 +43,7 @@ from lab.claims import (
     wanted_arms,
 )
 from lab.distil import DistilSettings, distil
-from metrics import exact_match
-from other_models.reader import add_reader, reader_answers
+from other_models.reader import add_reader
 from papers import paper_of
 from plumbing.build import build_reader, end_with_launcher
 from plumbing.files import checkpoints
@@ -55,9 +53,11 @@ from prompts import PROTOCOLS
 from retriever import make_retriever
 from settings import Settings, check_settings, resolve, stage_folder
 from train import train
+from update import merge_records
 from view import load_pyplot
 from world.toy import toy_path
 
+Jobs = set[tuple[str, int]]  # (arm, world)
 SAMPLES = 2  # answers to each question
 SFT = {"epochs": 3.0, "lr": 1e-3}  # R1-Searcher section 4.1: three epochs
 ROLLOUTS = 4  # answers to each training question, for traces or difficulties
@@ -85,8 +85,14 @@ class AblateSettings:
 def settings_of(name: str, seed: int, runs: str) -> Settings:
     """Returns an arm's settings in one world, whose number also seeds questions and sampling."""
     arm, run_name = ARMS[name], f"{name}-world{seed}"
-    changes = {"output_dir": runs, "run_name": run_name, "seed": seed, "world_seed": seed}
-    changes |= {"save_every": 10_000, "keep_checkpoints": 1}  # the last step is always saved
+    changes = {
+        "output_dir": runs,
+        "run_name": run_name,
+        "seed": seed,
+        "world_seed": seed,
+        "save_every": 10_000,  # the last step is always saved
+        "keep_checkpoints": 1,
+    }
     if "buckets" in arm.changes:
         changes["difficulty"] = str(Path(runs, run_name, "difficulty.jsonl"))
     return check_settings(resolve(arm.recipe, arm.stage, True, changes | arm.changes))
@@ -94,7 +100,7 @@ def settings_of(name: str, seed: int, runs: str) -> Settings:
 
 def made_with(name: str, seed: int, split: str) -> dict:
     """Returns the settings that an arm's result is compared by, in whichever folder it is."""
-    return asdict(settings_of(name, seed, "")) | {"split": split}
+    return vars(settings_of(name, seed, "")) | {"split": split}
 
 
 def result_path(settings: Settings) -> Path:
@@ -110,15 +116,11 @@ def run_arm(name: str, seed: int, runs: str, split: str) -> None:
     if arm.start:
         before = settings_of(arm.start, seed, runs)
         settings = replace(settings, model=last_checkpoint(before))
-        curve = read_result(result_path(before))["curve"]
+        curve = read_results({(arm.start, seed)}, runs, split)[arm.start, seed]["curve"]
     else:
         check_prior(settings, split)
-    if arm.imitates:
-        model = imitate(settings)
-    else:
-        model, steps = reinforce(settings)
-        curve += steps
-    result = {"eval": evaluate_arm(settings, model, split), "curve": curve}
+    model, steps = (imitate if arm.imitates else reinforce)(settings)
+    result = {"eval": evaluate_arm(settings, model, split), "curve": curve + steps}
     # It is written at the end: an interrupted arm leaves no result.
     write_records(result_path(settings), [result | {"made_with": made_with(name, seed, split)}])
 
@@ -130,11 +132,12 @@ def last_checkpoint(settings: Settings) -> str:
     return str(paths[-1])
 
 
-def reinforce(settings: Settings) -> tuple[str, list[dict]]:
+def reinforce(settings: Settings) -> tuple:
     """Trains an arm by RL. Returns its checkpoint and the records of its steps."""
     if settings.difficulty:  # measured with the model that the arm starts from
-        flags = ["--out", settings.difficulty, "--samples", str(ROLLOUTS)]
-        difficulty.main(["--model", settings.model, *flags])
+        difficulty.main(
+            ["--model", settings.model, "--out", settings.difficulty, "--samples", str(ROLLOUTS)]
+        )
     steps = finished_records(train(settings) / "metrics.jsonl")
     for step in steps:
         if not step.get("searches"):  # without a search there is no rate of fallbacks
@@ -142,20 +145,20 @@ def reinforce(settings: Settings) -> tuple[str, list[dict]]:
     return last_checkpoint(settings), steps
 
 
-def imitate(settings: Settings) -> str:
+def imitate(settings: Settings) -> tuple:
     """Trains the warmed-up model on the right trajectories that settings.model makes for training
-    questions, instead of RL (R1-Searcher section 4.1). Returns its checkpoint.
+    questions, instead of RL (R1-Searcher section 4.1). Returns its checkpoint, and no records.
     """
     out = stage_folder(settings) / "checkpoint-sft"
     traces, runs = str(out.with_name("traces.jsonl")), settings.output_dir
-    student = str(toy_path(settings.world_seed, settings.protocol, settings.toy_init, runs))
+    student = toy_path(settings.world_seed, settings.protocol, settings.toy_init, runs)
     evaluate(settings, settings.model, "train", ROLLOUTS, traces)
     shutil.rmtree(out, ignore_errors=True)  # left by an interrupted arm
-    distil("traces", DistilSettings(student, traces, str(out), settings.protocol, **SFT))
-    return str(out)
+    distil("traces", DistilSettings(str(student), traces, str(out), settings.protocol, **SFT))
+    return str(out), []
 
 
-def evaluate(settings: Settings, model: str, split: str, samples=SAMPLES, out="") -> list[dict]:
+def evaluate(settings: Settings, model: str, split: str, samples=SAMPLES, out="") -> list:
     """Returns prediction records of all questions, sampled as in training; "" means the
     warmed-up model. Records of an interrupted arm are not reused: its weights are trained again.
     """
@@ -178,61 +181,56 @@ def check_prior(settings: Settings, split: str) -> None:
         )
 
 
-def evaluate_arm(settings: Settings, model: str, split: str) -> dict[str, dict]:
+def evaluate_arm(settings: Settings, model: str, split: str) -> dict:
     """Returns kind -> number -> mean on held-out entities. A protocol with evidence is also scored
     by a reader's answers.
     """
     records = evaluate(settings, model, split)
     for record in records:
-        record["metrics"]["words"] = float(len((record["prediction"] or "").split()))
+        record["metrics"]["words"] = len((record["prediction"] or "").split())
     if PROTOCOLS[settings.protocol].evidence_tags:
         reader = build_reader(settings)
         records = add_rag(add_reader(records, reader), reader, settings)
     return means(records)
 
 
-def means(records: list[dict]) -> dict[str, dict[str, float]]:
+def means(records: list) -> dict:
     """Returns kind (or "all") -> number -> mean over the records that have this number."""
-    values = defaultdict(lambda: defaultdict(list))
+    rows = defaultdict(list)
     for record in records:
-        for number, value in record["metrics"].items():
-            for kind in (record["kind"], "all") if value is not None else ():
-                values[kind][number].append(value)
+        for kind in (record["kind"], "all"):
+            rows[kind].append(record["metrics"])
     return {
-        kind: {number: round(np.mean(column), 4) for number, column in columns.items()}
-        for kind, columns in values.items()
+        kind: merge_records(metrics, lambda column: round(np.mean(column), 4))
+        for kind, metrics in rows.items()
     }
 
 
-def add_rag(records: list[dict], reader, settings: Settings) -> list[dict]:
+def add_rag(records: list, reader, settings: Settings) -> list:
     """Scores the reader's answers from its own search for the question (R-Search Figure 2:
     Vanilla).
     """
     retriever = make_retriever(built_in_world(settings).documents, settings, settings.seed)
     results = retriever.search([r["question"] for r in records], settings.documents_per_search)
     texts = [" ".join(d.text for d in documents) for documents in results]
-    questions = [Question("", record["question"], record["golds"]) for record in records]
-    pairs = list(zip(questions, texts, strict=True))
-    for record, answer in zip(records, reader_answers(reader, pairs), strict=True):
-        record["metrics"]["rag_em"] = exact_match(answer, record["golds"], "delete")
+    own = [r | {"evidence": text} for r, text in zip(records, texts, strict=True)]
+    for record, answered in zip(records, add_reader(own, reader), strict=True):
+        record["metrics"]["rag_em"] = answered["metrics"]["reader_em"]
     return records
 
 
 # --------------------------------------------------------------------------------------- all arms
-def read_result(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def read_results(jobs: set[tuple[str, int]], runs: str, split: str) -> Results:
+def read_results(jobs: Jobs, runs: str, split: str) -> Results:
     """Reads the finished results of these arms and worlds; rejects one made with other settings."""
     results = {}
     for name, seed in jobs:
         path = result_path(settings_of(name, seed, runs))
-        if path.exists():
-            results[name, seed] = read_result(path)
-            if results[name, seed]["made_with"] != made_with(name, seed, split):
-                hint = "give another --output_dir, or remove it"
-                raise InputError(f"{path} was made with other settings: {hint}")
+        for result in finished_records(path):  # one, or none yet
+            if result["made_with"] != made_with(name, seed, split):
+                raise InputError(
+                    f"{path} was made with other settings: give another --output_dir, or remove it"
+                )
+            results[name, seed] = result
     return results
 
 
@@ -254,7 +252,7 @@ def run_world(names: list[str], seed: int, runs: str, split: str) -> None:
         print(f"{name} in world {seed}: {message}", flush=True)
 
 
-def run_all(jobs: set[tuple[str, int]], runs: str, split: str, workers: int) -> None:
+def run_all(jobs: Jobs, runs: str, split: str, workers: int) -> None:
     """Runs the arms of each world in a process, several worlds at a time. None is queued in the
     pool, where it would outlive a Ctrl-C.
     """
@@ -273,6 +271,8 @@ def run_all(jobs: set[tuple[str, int]], runs: str, split: str, workers: int) -> 
 
 
 # ----------------------------------------------------------------------------- tables and pictures
+HEAD = "claim; place; without it; number; with; without; effect [95 %]; worlds; verdict"
+EFFECT = "{:+.2f} [{:+.2f}, {:+.2f}]"  # mean, low, high
 NAMES = ("run_name", "recipe", "variant", "stage", "steps", "difficulty")
 
 
@@ -282,26 +282,28 @@ def difference(claim: Claim) -> str:
     if other.imitates:
         return f"no RL: imitates {other.start}"
     first, second = (vars(settings_of(name, 0, "")) for name in (claim.better, claim.worse))
-    keys = [key for key in second if first[key] != second[key] and key not in NAMES]
-    parts = [f"{key} {second[key]}" if second[key] != "" else f"no {key}" for key in keys]
-    parts += ["no stage 1"] if one.start and not other.start else []
+    parts = [
+        f"no {key}" if value == "" else f"{key} {value}"
+        for key, value in second.items()
+        if value != first[key] and key not in NAMES
+    ]
+    if one.start and not other.start:
+        parts.append("no stage 1")
     return ", ".join(parts) or "nothing"
 
 
-def rows(claims: dict[Claim, range], results: Results) -> list[list[str]]:
+def rows(claims: dict, results: Results) -> list:
     """Returns the table: a header, and a line for each claim over its worlds."""
-    head = "claim; place; without it; number; with; without; effect [95 %]; worlds; verdict"
-    lines = [head.split("; ")]
+    lines = [HEAD.split("; ")]
     for claim, worlds in claims.items():
-        pairs, cells = values(claim, results, worlds), ["-", "-", "-"]
+        pairs, cells = values(claim, results, worlds), ["-"] * 3
         differences = [one - other for one, other in pairs]
         if pairs:
-            mean, low, high = interval(differences, 90 if claim.margin else 95)
             cells = [f"{number:.2f}" for number in np.mean(pairs, axis=0)]
-            note = " (90 %)" if claim.margin else ""
-            cells.append(f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]{note}")
-        labels = [claim.says, claim.place, difference(claim), claim.number.name]
-        lines.append([*labels, *cells, str(len(pairs)), verdict(claim, differences)])
+            effect = EFFECT.format(*interval(differences, 90 if claim.margin else 95))
+            cells.append(effect + " (90 %)" * bool(claim.margin))
+        cells += [str(len(pairs)), verdict(claim, differences)]
+        lines.append([claim.says, claim.place, difference(claim), claim.number.name, *cells])
     return lines
 
 
@@ -327,9 +329,10 @@ def main(arguments: list[str] | None = None) -> None:
     options, _ = parse_flags("lab.ablate", AblateSettings, arguments)
     names = names_in("only", options.only, CLAIMS)
     runs, split, first, claims = options.output_dir, options.split, options.first_world, {}
+    jobs = set()
     for claim in map(CLAIMS.get, names):
         claims[claim] = range(first, first + (options.seeds or claim.worlds))
-    jobs = {(arm, n) for claim in claims for arm in wanted_arms([claim]) for n in claims[claim]}
+        jobs |= {*product(wanted_arms(claim), claims[claim])}
     results = read_results(jobs, runs, split)
     if options.curves:
         return draw(names, results, Path(options.curves))

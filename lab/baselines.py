@@ -37,10 +37,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache
 
 from data import Question, SearchResult, strip_tags
 from errors import InputError, run_main, setting
@@ -93,7 +92,7 @@ class Write:
 
 
 # A method receives the text for a `Write`, and for a query the lines that a policy would read.
-Steps = Generator[Write | str, "str | list[str]", "str | None"]
+Steps = Generator[Write | str, "str | list[str]", str]
 
 SHORT = "in as few words as possible: a name, a date, a number, yes or no, or an option's letter"
 BOX = "<answer> your answer </answer>"
@@ -172,20 +171,21 @@ DIGEST = (
 
 
 # -------------------------------------------------------------------------------------- the methods
-# limit: the paper's bound on searches (Search-o1's and RAT's are ours)
+# Each takes a Question and the paper's bound on searches (Search-o1's and RAT's are ours), and
+# returns its Steps.
 
 
-def direct(question: Question, limit: int = 0) -> Steps:
+def direct(question, limit=0):
     """Asks for a short answer from the model's own knowledge."""
     return any_answer((yield Write(DIRECT)))
 
 
-def cot(question: Question, limit: int = 0) -> Steps:
+def cot(question, limit=0):
     """Chain of thought (Wei 2022): reasoning before the answer, without a search."""
     return reasoned(Write(by_step(question)))
 
 
-def rag(question: Question, limit: int = 1) -> Steps:
+def rag(question, limit=1):
     """Retrieval-augmented generation (Lewis 2020): passages for the question, one generation."""
     passages = yield question.question
     if question.task != "qa":
@@ -193,25 +193,25 @@ def rag(question: Question, limit: int = 1) -> Steps:
     return any_answer((yield Write(READ + DIRECT, passages)))
 
 
-_LISTED = re.compile(r"^[ \t]*(?:(?:\d[.):]|[-*])[ \t]+)?(\S.*?)[ \t]*$", re.MULTILINE)  # no "1. "
+_LISTED = r"(?m)^[ \t]*(?:(?:\d[.):]|[-*])[ \t]+)?(\S.*?)[ \t]*$"  # without "1. "
 
 
-def sure(question: Question, limit: int = 1) -> Steps:
+def sure(question, limit=1):
     """SuRe (Kim 2024): two answers, each with a summary of the passages in its favour. An answer's
     score is 1 if its summary holds + ½ for each comparison won; of two equal ones the first wins.
     """
     passages = yield question.question
-    names = _LISTED.findall(plain((yield Write(CANDIDATES, passages))))
+    names = re.findall(_LISTED, plain((yield Write(CANDIDATES, passages))))
     candidates = list(dict.fromkeys(names))[:2]
     if len(candidates) < 2:
         return any_answer("".join(candidates))
-    scores, summaries = Counter(), {}
+    scores, summaries = {}, {}
     for name in candidates:
         suggested = f"Suggested answer: {name}"
         summary = plain((yield Write(SUPPORT, passages, suggested)))
         summaries[name] = f"{suggested}\nSummary: {summary}"
         holds = yield Write(HOLDS, notes=summaries[name])
-        scores[name] = bool(re.match(r"\W*yes\b", holds, re.IGNORECASE))
+        scores[name] = bool(re.match(r"(?i)\W*yes\b", holds))
     for a, b in (candidates, candidates[::-1]):  # a model may like what it reads first
         better = yield Write(BETTER, notes=f"A. {summaries[a]}\n\nB. {summaries[b]}")
         if letter := re.search(r"\b[AB]\b", better):
@@ -219,7 +219,7 @@ def sure(question: Question, limit: int = 1) -> Steps:
     return max(candidates, key=scores.get)
 
 
-def ircot(question: Question, limit: int = 8) -> Steps:
+def ircot(question, limit=8):
     """IRCoT (Trivedi 2023): each new sentence is the next query, and passages pile up."""
     passages, chain, query = [], "", question.question
     for _ in range(limit):
@@ -232,7 +232,7 @@ def ircot(question: Question, limit: int = 8) -> Steps:
     return (yield from conclude(replace(request, so_far=chain), ""))
 
 
-def iter_retgen(question: Question, limit: int = 2) -> Steps:
+def iter_retgen(question, limit=2):
     """Iter-RetGen (Shao 2023): y_t = answer(question, passages for question + y_{t−1})."""
     reply = ""
     for _ in range(limit):
@@ -241,7 +241,7 @@ def iter_retgen(question: Question, limit: int = 2) -> Steps:
     return (yield from conclude(request, reply))
 
 
-def self_ask(question: Question, limit: int = 10) -> Steps:
+def self_ask(question, limit=10):
     """Self-Ask (Press 2023): the answer to a simpler question is read out of passages. It is RAG
     (UR² app. C.4) if it asks no question and says no answer, or asks `limit` of them in vain.
     """
@@ -256,12 +256,12 @@ def self_ask(question: Question, limit: int = 10) -> Steps:
     return stated_answer(reply) or (yield from rag(question))
 
 
-_PARAGRAPH = re.compile(r"\S.*?(?=\s*\n\s*\n|\s*\Z)", re.DOTALL)
+_PARAGRAPH = r"(?s)\S.*?(?=\s*\n\s*\n|\s*\Z)"
 
 
-def rat(question: Question, limit: int = 8) -> Steps:
+def rat(question, limit=8):
     """RAT (Wang 2024): the draft's first `limit` paragraphs are looked up and revised in turn."""
-    draft = _PARAGRAPH.findall((yield Write(DRAFT)))
+    draft = re.findall(_PARAGRAPH, (yield Write(DRAFT)))
     for i, paragraph in enumerate(draft[:limit]):
         notes = "\n\n".join(draft[: i + 1])  # paragraphs before this one are revised already
         line = plain((yield Write(TO_QUERY, notes=notes)))
@@ -271,7 +271,7 @@ def rat(question: Question, limit: int = 8) -> Steps:
     return (yield from conclude(Write(DRAFT, so_far="\n\n".join([*before, ""])), last))
 
 
-def search_o1(question: Question, limit: int = 10) -> Steps:
+def search_o1(question, limit=10):
     """Search-o1 (Li 2025): another call of the model reads the pages; only its notes go in."""
     chain = ""
     for searches in range(limit + 1):
@@ -287,8 +287,10 @@ def search_o1(question: Question, limit: int = 10) -> Steps:
     return (yield from conclude(request, reply))
 
 
-ALL = (direct, cot, rag, sure, ircot, iter_retgen, self_ask, rat, search_o1)
-METHODS = {method.__name__: method for method in ALL}
+METHODS = {
+    method.__name__: method
+    for method in (direct, cot, rag, sure, ircot, iter_retgen, self_ask, rat, search_o1)
+}
 
 
 # -------------------------------------------------------------------------------- what a reply says
@@ -314,7 +316,7 @@ def conclude(request: Write, reply: str) -> Steps:
 
 
 # Possessive `\s*+`: many blanks after "is" must not take quadratic time.
-_STATED = re.compile(r"answer is\s*+:?\s*+([^\n]*\w[^\n]*)", re.IGNORECASE)
+_STATED = re.compile(r"(?i)answer is\s*+:?\s*+([^\n]*\w[^\n]*)")
 
 
 def stated_answer(reply: str) -> str:
@@ -342,17 +344,17 @@ def first_sentence(text: str) -> str:
     return re.match(f".*?{_END}|.*", text.strip()).group().strip()
 
 
-_FOLLOW_UP = re.compile(rf"follow[- ]?up(?: question)?\s*+:(.*?)(?:{TOLD}|\n|\Z)", re.IGNORECASE)
+_FOLLOW_UP = rf"(?i)follow[- ]?up(?: question)?\s*+:(.*?)(?:{TOLD}|\n|\Z)"
 
 
 def next_question(reply: str) -> str:
     """Returns Self-Ask's next question; "" if the reply asks none before it states an answer."""
-    return (_FOLLOW_UP.findall(_STATED.split(reply)[0]) or [""])[0].strip()
+    return (re.findall(_FOLLOW_UP, _STATED.split(reply)[0]) or [""])[0].strip()
 
 
 # ----------------------------------------------------------------------- many questions in lockstep
 # If a model does not stop where the environment must continue, its reply is cut there.
-_TURN = re.compile(rf".*?(?:</search>|</answer>|{TOLD}|\Z)", re.DOTALL)
+_TURN = rf"(?s).*?(?:</search>|</answer>|{TOLD}|\Z)"
 
 
 def drive(trajectory: Trajectory, steps: Steps, llm: LLM, environment: Environment) -> Generator:
@@ -360,17 +362,18 @@ def drive(trajectory: Trajectory, steps: Steps, llm: LLM, environment: Environme
     query or a request to the model, whose whole reply it receives, and None at its end.
     """
     reply = None
-    while not trajectory.stop_reason:
+    while True:
         try:
             step = steps.send(reply)
         except StopIteration as end:  # one answer box, so that it is graded like all others
-            answer = plain(end.value or "")
+            answer = plain(end.value)
             trajectory.stop_reason = "answer" if answer else "eos"
             if answer:
                 trajectory.append_model([], [], f"<answer> {answer} </answer>")
             break
         if isinstance(step, str):
-            query = " ".join(plain(step).split())
+            # A sentence of nothing but tags is no query: the question is searched again.
+            query = " ".join(plain(step).split()) or trajectory.question.question
             trajectory.append_environment([], f"<search> {query} </search>", "notice")
             yield query
             reply = trajectory.searches[-1].text.split("\n")
@@ -381,9 +384,8 @@ def drive(trajectory: Trajectory, steps: Steps, llm: LLM, environment: Environme
             break
         thought, text, _ = split_thought(whole)
         if thought:
-            thought = strip_tags(thought, BASELINE.tags)
-            trajectory.segments.append(Segment("thought", thought))
-        reply = _TURN.match(text.strip().removeprefix(step.so_far.strip())).group()
+            trajectory.segments.append(Segment("thought", strip_tags(thought, BASELINE.tags)))
+        reply = re.match(_TURN, text.strip().removeprefix(step.so_far.strip())).group()
         # In a transcript, tags may only mark a search that was run or the answer.
         trajectory.append_model(encode(llm.tokenizer, whole), [], f"{plain(reply)}\n\n")
     yield None
@@ -397,11 +399,13 @@ def build_request(step: Write, trajectory: Trajectory, llm: LLM, environment) ->
     question = write.question or question_text(trajectory.question)
     decoding = settings.temperature, settings.top_p, reply_tokens
     while len(llm.prompt(request := write.as_request(question, decoding))) > prompt_tokens:
-        if not (write.passages or write.notes or write.so_far):
-            message = f"its prompt does not fit into {prompt_tokens} tokens"
-            raise InputError(f"{question[:60]!r}: {message}: raise --max_context")
-        write = write.shortened()
-    if len(write.passages) < len(step.passages):
+        longer, write = write, write.shortened()
+        if write == longer:  # there is nothing to leave out
+            raise InputError(
+                f"{question[:60]!r}: its prompt does not fit into {prompt_tokens} tokens: raise"
+                " --max_context"
+            )
+    if write.passages != step.passages:
         trajectory.searches[-1].cut = True
     return request
 
@@ -413,8 +417,8 @@ def run_method(name: str, questions: list, llm: LLM, search, settings: Settings)
     limit = [settings.max_searches] if settings.max_searches else []
     paper = recipe_protocol(settings)
     protocol = replace(BASELINE, name=f"baseline_{paper.name}", judge_sees=paper.judge_sees)
-    context = 2**31  # a trajectory here is a log, not the model's context
-    environment = Environment(llm.tokenizer, protocol, search, settings, context)
+    # A trajectory here is a log, not the model's context: it may be as long as it likes.
+    environment = Environment(llm.tokenizer, protocol, search, settings, 2**31)
     environment.forbidden += LABELS
     # For a method, a query that a server rejects has no results.
     environment.reject = lambda row, query, _: environment.append_result(
@@ -455,33 +459,30 @@ class Baselines(Evaluation):
 
     method = ""
 
-    @cached_property
-    def parts(self) -> tuple:
+    def load(self) -> tuple:
         settings, device = self.settings, best_device()
         llm = load_llm(settings.model, settings, max_tokens=settings.max_turn_tokens, device=device)
         llm.at_once = settings.max_num_seqs or llm.at_once
         protocol = build_protocol(settings)
         # The summariser rejects queries only in the table of a paper in which it does so.
-        fallback_text = recipe_protocol(settings).fallback_text and protocol.fallback_text
-        protocol = replace(protocol, fallback_text=fallback_text)
-        return llm, build_search(settings, self.documents, device, protocol=protocol)
-
-    def load(self) -> tuple[Callable, str]:
-        self.tokenizer = self.parts[0].tokenizer
+        if not recipe_protocol(settings).fallback_text:
+            protocol = replace(protocol, fallback_text="")
+        search = build_search(settings, self.documents, device, protocol=protocol)
+        self.tokenizer = llm.tokenizer
 
         def generate(questions: list[Question], _, progress) -> list[Trajectory]:
-            rows = run_method(self.method, questions, *self.parts, self.settings)
+            rows = run_method(self.method, questions, llm, search, settings)
             progress(len(rows))
             return [row for row in rows if row.stop_reason != NO_REPLY]
 
-        return generate, weights_version(self.settings.model)
+        return generate, weights_version(settings.model)
 
 
-def parse_baselines(arguments: list[str]) -> tuple[list[str], Settings, Options]:
+def parse_baselines(arguments: list[str]) -> tuple:
     """Returns (methods, settings, options). The limits are the recipe's, except for searches."""
     # Any protocol that searches will do.
-    defaults = ["--protocol=ur2", "--max_searches=0", "--documents_per_search=5"]
-    settings, options = parse([*defaults, *arguments], BaselineOptions, "lab.baselines")
+    arguments = ["--protocol=ur2", "--max_searches=0", "--documents_per_search=5", *arguments]
+    settings, options = parse(arguments, BaselineOptions, "lab.baselines")
     methods = names_in("method", options.method.removeprefix("all"), METHODS)
     if options.samples > 1 or options.against or options.json:
         raise InputError("--samples, --against, --json: a table of methods does not use them")
@@ -490,9 +491,11 @@ def parse_baselines(arguments: list[str]) -> tuple[list[str], Settings, Options]
 
 def main(arguments: list[str] | None = None) -> None:
     methods, settings, options = parse_baselines(sys.argv[1:] if arguments is None else arguments)
-    sees = options.judge_sees or recipe_protocol(settings).judge_sees
-    judge = build_judge(settings, best_device(), sees)
+    judge = build_judge(
+        settings, best_device(), options.judge_sees or recipe_protocol(settings).judge_sees
+    )
     whole, rows = Baselines(settings, options), {}
+    whole.load = cache(whole.load)  # all methods ask one model
     folder = whole.out if options.out else whole.out.with_suffix("")
     for name in methods:
         whole.method, whole.out = name, folder / f"{name}.jsonl"

@@ -21,6 +21,7 @@ import multiprocessing
 import random
 import sys
 import time
+from collections import defaultdict
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -53,7 +54,7 @@ from scale import packing
 from scale.lora import add_lora
 from settings import Settings, check_limits
 from trajectory import Trajectory
-from update import rows_that_teach
+from update import merge_records, rows_that_teach
 from view import load_pyplot
 
 SAME = {"cpu": 1e-5, "cuda": 2e-2}  # allowed distance of two gradients: fp32, and bf16 autocast
@@ -133,8 +134,11 @@ def gauge(device):
     """Returns (seconds, bytes of memory in use, peak bytes) of this process."""
     if device == "cuda":
         torch.cuda.synchronize()
-        used, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
-        return time.perf_counter(), used, peak
+        return (
+            time.perf_counter(),
+            torch.cuda.memory_allocated(),
+            torch.cuda.max_memory_allocated(),
+        )
     peak = getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return time.process_time(), psutil.Process().memory_info().rss, peak
 
@@ -177,16 +181,15 @@ def show(runs: dict, png: str) -> None:
     """Prints a line of medians for each variant or size. For sizes it fits cost ~ size ^ exponent:
     the slope of a straight line through the logarithms.
     """
-    curves, first = {}, {}
+    curves, first = defaultdict(list), {}
     for name, repeats in runs.items():
-        row = {key: np.median([run[key] for run in repeats]) for key in repeats[0]}
+        row = merge_records(repeats, np.median)
         axis, *sizes = name.split()
         row["x"] = row["seconds"] / first.setdefault(axis if sizes else "", row["seconds"])
         print(f"{name:20}", *(f"{key} {value:.4g}" for key, value in row.items()), sep="  ")
         for size in sizes:  # a variant has no size
             for cost in {"seconds", "mib", "build"} & row.keys():
-                points = curves.setdefault(f"{cost} ~ {axis}", [])
-                points.append((int(size), max(row[cost], 1e-9)))
+                curves[f"{cost} ~ {axis}"].append((int(size), max(row[cost], 1e-9)))
     for place, (name, points) in enumerate(sorted(curves.items()), 1):
         sizes, costs = np.transpose(points)
         title = f"{name} ^ {np.polyfit(np.log(sizes), np.log(costs), 1)[0]:.2f}"
@@ -226,18 +229,18 @@ def backward(policy, environment, rows, every_row=False, padded=False):
     batch = collate(rows, [max(row, equal) for row in range(len(rows))], o.group_size)
     batch.advantages = grpo.compute_advantages(batch, o)  # [B, T]
     batch.token_weights = grpo.compute_token_weights(batch, o) * batch.advantages  # [B, T]
-    if not (padded or every_row):
-        batch = batch.rows(rows_that_teach(batch))
     if padded:
         batch.response_mask.fill_(1)  # no row is cut
+    elif not every_row:
+        batch = batch.rows(rows_that_teach(batch))
     budget, shared = o.micro_batch * batch.tokens.shape[1], policy.sharing(batch.tokens)
     for numbers in packing.micro_batches(batch.response_mask, budget, tokens=shared):
         part = batch.rows(numbers).to(policy.device)
         if padded:
-            texts = {"input_ids": part.tokens, "attention_mask": part.tokens.sign()}
             with policy.autocast():
-                logits = policy.language_model(**texts, use_cache=False).logits[:, :-1]  # [b, t, V]
-            logprobs = logits.float().log_softmax(-1).gather(2, part.tokens[:, 1:, None])[..., 0]
+                output = policy.language_model(part.tokens, part.tokens.sign(), use_cache=False)
+            logits = output.logits[:, :-1].float()  # [b, t, V]
+            logprobs = logits.log_softmax(-1).gather(2, part.tokens[:, 1:, None])[..., 0]  # [b, t]
         else:
             logprobs = policy(part.tokens, 1.0, part.response_mask)  # [b, t]
         (-part.token_weights * logprobs).sum().backward()
@@ -246,10 +249,10 @@ def backward(policy, environment, rows, every_row=False, padded=False):
 def step(policy, environment, rows, every_row=False):
     o = environment.settings
     optimizer = make_optimizer(policy, o.optimizer, o.lr)
-    start, *_ = gauge(o.device)
+    start = gauge(o.device)[0]
     with to_sample_with(policy, o.device == "cuda") as sampler:
         generate_in_slots(sampler, environment, rows)
-    middle, *_ = gauge(o.device)
+    middle = gauge(o.device)[0]
     backward(policy, environment, rows, every_row)
     optimizer.step()
     policy.zero_grad()
@@ -276,19 +279,18 @@ def run_scripted(work, name, o):
     for settings in (replace(o, questions_per_step=1, shorter=20), o):  # the first to warm up
         environment = Scripted(settings)
         policy.zero_grad()
-        job = partial(work, policy, environment, environment.rows)
-        numbers, parts = measured(job, o.device)
+        numbers, parts = measured(partial(work, policy, environment, environment.rows), o.device)
     sampled = sum(sum(row.response_mask) for row in environment.rows)
     numbers |= {"tokens_per_s": sampled / numbers["seconds"], **(parts or {})}
     gradients = [p.grad.flatten().float().cpu() for p in policy.parameters() if p.grad is not None]
-    return numbers, torch.cat(gradients or [torch.tensor([float(sampled)])]).numpy()
+    return numbers, torch.cat(gradients or [torch.Tensor([sampled])]).numpy()
 
 
 def run_retrieval(work, name, o):
     """Searches passages of 90 words with queries of 3 to 10; word frequencies are skewed, as in
     natural text.
     """
-    draw, ours = np.random.default_rng(o.seed), work is BM25
+    draw = np.random.default_rng(o.seed)
 
     def text(words):
         return " ".join(f"w{int(word)}" for word in 20_000 ** draw.random(words))
@@ -297,27 +299,31 @@ def run_retrieval(work, name, o):
     queries = [text(draw.integers(3, 11)) for _ in range(100)]
 
     def search(query):
-        scores = index.scores(query) if ours else index.get_scores(tokenize(query))
+        scores = index.scores(query)
         return scores[top(scores, 5)].round(9)  # the last digits may differ
 
-    texts = (document if ours else tokenize(document.text) for document in documents)
-    built, index = measured(lambda: work([*texts]), "cpu")
+    built, index = measured(lambda: work(documents), "cpu")
     asked, scores = measured(lambda: np.array([search(query) for query in queries]), "cpu")
-    scores = None if work is bm25s else scores  # bm25s has another idf, so its scores differ
-    return built | {"build": built["seconds"], "seconds": asked["seconds"] / 100}, scores
+    numbers = built | {"build": built["seconds"], "seconds": asked["seconds"] / 100}
+    return numbers, None if work is bm25s else scores  # its idf and so its scores are others
 
 
-def bm25s(texts):
+def rank_bm25(documents):
+    index = BM25Okapi([tokenize(document.text) for document in documents])
+    return SimpleNamespace(scores=lambda query: index.get_scores(tokenize(query)))
+
+
+def bm25s(documents):
     """Wraps the package of this name, which selects the best documents on its own."""
     from bm25s import BM25 as Index
 
     index = Index(k1=1.5, b=0.75)
-    index.index(texts, show_progress=False)
+    index.index([tokenize(document.text) for document in documents], show_progress=False)
 
-    def best(words):
-        return index.retrieve([words], k=5, show_progress=False).scores[0]
+    def best(query):
+        return index.retrieve([tokenize(query)], k=5, show_progress=False).scores[0]
 
-    return SimpleNamespace(get_scores=best)
+    return SimpleNamespace(scores=best)
 
 
 AXES = {  # the setting that grows -> (the work, the sizes)
@@ -327,7 +333,6 @@ AXES = {  # the setting that grows -> (the work, the sizes)
     "max_searches": (generate_in_slots, (1, 3, 8)),
     "passages": (BM25, (5_000, 40_000, 300_000, 1_000_000)),
 }
-BM25S = {"bm25s": bm25s} if find_spec("bm25s") else {}
 PARTS = {  # our variant comes first
     "rollout": {
         "slots": generate_in_slots,
@@ -341,14 +346,17 @@ PARTS = {  # our variant comes first
         "padded": partial(backward, padded=True),
     },
     "step": {"ours": step, "every_row": partial(step, every_row=True)},
-    "retrieval": {"ours": BM25, "rank-bm25": BM25Okapi, **BM25S},
+    "retrieval": {"ours": BM25, "rank-bm25": rank_bm25},
     "growth": AXES,
 }
+if find_spec("bm25s"):
+    PARTS["retrieval"]["bm25s"] = bm25s
 
 
 def main(arguments: list[str] | None = None) -> None:
-    records = RolloutSettings, PolicySettings
-    options, given = parse_flags("lab.bench", BenchSettings, arguments, records, PARTS)
+    options, given = parse_flags(
+        "lab.bench", BenchSettings, arguments, (RolloutSettings, PolicySettings), PARTS
+    )
     part, works, runs = given.pop("method"), {}, {}
     o = Bench(**vars(options) | given, algorithm="grpo")
     check_limits(o)
@@ -359,11 +367,11 @@ def main(arguments: list[str] | None = None) -> None:
         load_pyplot().figure(figsize=(12, 7), layout="constrained")
     for name in names_in("only", o.only, PARTS[part]):
         work, sizes = AXES.get(name, (PARTS[part][name], [""]))
-        run = run_retrieval if work in (BM25, BM25Okapi, bm25s) else run_scripted
+        run = run_retrieval if work in PARTS["retrieval"].values() else run_scripted
         for size in sizes[: o.sizes]:
             # Random lengths would depend on the vocabulary, so an update's rows have one length.
-            lengths = {"context": 512 * (work is backward)}
-            grown = replace(o, **lengths | {name: size}) if size else o
+            changes = {"context": 512 * (work is backward), name: size}
+            grown = replace(o, **changes) if size else o
             works[f"{name} {size}".strip()] = partial(run, work, name, grown)
     print(f"{part}: {o.model}, V = {o.vocab:,}, {o.device}")
     try:

@@ -16,8 +16,9 @@ corrections for testing many claims; arms over one world with other sampling see
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -39,7 +40,7 @@ class Arm:
 
     recipe: str
     stage: int
-    changes: dict = field(default_factory=dict)
+    changes: dict
     start: str = ""
     imitates: bool = False
 
@@ -47,7 +48,10 @@ class Arm:
 SHORT = {"steps": 30}
 # Both arms retrieve three passages: the best is summarised, or all three are read unchanged.
 WEAK = {"toy_init": "weak", "documents_per_search": 3, "document_tokens": 64}
-PACE = {key: EVERYTHING[key] for key in ("lr", "trajectories_per_update")}  # stage 2's
+PACE = {  # stage 2's
+    "lr": EVERYTHING["lr"],
+    "trajectories_per_update": EVERYTHING["trajectories_per_update"],
+}
 WEAK_1 = WEAK | PACE | {"steps": 25}
 WEAK_2 = WEAK | {"questions_per_step": 16, "mix": EVERYTHING["mix"]}
 WEAK_30, WEAK_55 = WEAK_2 | SHORT, WEAK_2 | {"steps": 55}
@@ -69,55 +73,72 @@ GRPO = {"algorithm": "grpo"}
 GRPO_3_2 = GRPO | {"kl_coef": 1e-4, "clip_high": 0.2, "loss_aggregation": "sequence"}
 NO_R_S, NO_R_A = {"variant": "without_r_s"}, {"variant": "without_r_a"}
 FAST = {"steps": 15, "lr": 2e-3}
-ARMS: dict[str, Arm] = {
-    "ur2_stage1": Arm("ur2", 1, WEAK_1),
-    "ur2_loose_stage1": Arm("ur2", 1, WEAK_1 | LOOSE),
-    "ur2_raw_stage1": Arm("ur2", 1, WEAK_1 | RAW),
-    "ur2": Arm("ur2", 2, WEAK_30, "ur2_stage1"),
-    "ur2_no_stage1": Arm("ur2", 2, WEAK_55),
-    "ur2_no_mask": Arm("ur2", 2, WEAK_30 | {"mask_documents": False}, "ur2_stage1"),
-    "ur2_no_penalty": Arm("ur2", 2, WEAK_30 | {"fallback_penalty": 0.0}, "ur2_stage1"),
-    "ur2_mixing": Arm("ur2", 2, WEAK_30 | {"direct_tasks": "math"}, "ur2_stage1"),
-    "ur2_raw": Arm("ur2", 2, WEAK_30 | RAW, "ur2_raw_stage1"),
-    "ur2_unfiltered": Arm("ur2", 2, WEAK_30 | {"mix": ""}, "ur2_stage1"),
-    "ur2_filtered": Arm("ur2", 2, WEAK_30 | FILTERED, "ur2_stage1"),
-    "vanilla_rl": Arm("vanilla_rl", 1, WEAK_55),
-    "ur2_choice": Arm("ur2_choice", 1, CHOICE),
-    "ur2_choice_fined": Arm("ur2_choice", 1, CHOICE | FINED),
-    "ur2_choice_plain": Arm("ur2_choice", 1, CHOICE | NO_BONUS),
-    "r1_stage1": Arm("r1_searcher", 1, WORDY),
-    "r1": Arm("r1_searcher", 2, WORDY | SHORT, "r1_stage1"),
-    "r1_cem": Arm("r1_searcher", 2, WORDY | SHORT | {"answer_metric": "cem"}, "r1_stage1"),
-    "r1_grpo": Arm("r1_searcher", 2, WORDY | SHORT | GRPO, "r1_stage1"),
-    "r1_worded": Arm("r1_searcher", 2, WORDED, "r1_stage1"),
-    "r1_worded_em": Arm("r1_searcher", 2, WORDED | {"answer_metric": "em"}, "r1_stage1"),
-    "r1_sft": Arm("r1_searcher", 2, WORDY, "r1_stage1", imitates=True),
-    "when_stage1": Arm("when_to_search", 1, WHEN_1),
-    "when_stage2": Arm("when_to_search", 2, WHEN_30, "when_stage1"),
-    "when_stage1_on": Arm(
-        "when_to_search", 2, WHEN_30 | {"reward": "when_to_search_stage1"}, "when_stage1"
-    ),
-    "when_grpo_stage1": Arm("when_to_search", 1, WHEN_1 | GRPO_3_2),
-    "when_grpo": Arm("when_to_search", 2, WHEN_30 | GRPO_3_2, "when_grpo_stage1"),
-    "when_no_r_s_stage1": Arm("when_to_search", 1, WHEN_1 | NO_R_S),
-    "when_no_r_s": Arm("when_to_search", 2, WHEN_30 | NO_R_S, "when_no_r_s_stage1"),
-    "when_no_r_a_stage1": Arm("when_to_search", 1, WHEN_1 | NO_R_A),
-    "when_no_r_a": Arm("when_to_search", 2, WHEN_30 | NO_R_A, "when_no_r_a_stage1"),
-    "when_rare_stage1": Arm("when_to_search", 1, RARE_1),
-    "when_rare": Arm("when_to_search", 2, RARE_30, "when_rare_stage1"),
-    "when_rare_no_stage1": Arm("when_to_search", 1, RARE_46 | {"variant": "without_stage_one"}),
-    "when_rare_unified": Arm("when_to_search", 1, RARE_46 | {"variant": "unified"}),
-    "r_search": Arm("r_search", 1),
-    "r_search_without": Arm("r_search", 1, {"variant": "without_evidence"}),
-    "r_search_ppo": Arm("r_search", 1, {"algorithm": "ppo", "critic_lr": 1e-3}),
-    "arena": Arm("arena", 1),
-    "arena_no_bonus": Arm("arena", 1, {"variant": "no_bonus"}),
-    "arena_no_relevance": Arm("arena", 1, {"variant": "no_relevance"}),
-    "arena_naive": Arm("arena", 1, {"variant": "naive_grpo"}),
-    "arena_f1": Arm("arena", 1, {"variant": "f1"}),
-    "arena_k2_fast": Arm("arena", 1, FAST),
-    "arena_k3_fast": Arm("arena", 1, FAST | {"variant": "k3"}),
+# recipe -> arm -> its stage, changed settings, and the arm that it starts from
+_ARMS = {
+    "ur2": {
+        "ur2_stage1": (1, WEAK_1),
+        "ur2_loose_stage1": (1, WEAK_1 | LOOSE),
+        "ur2_raw_stage1": (1, WEAK_1 | RAW),
+        "ur2": (2, WEAK_30, "ur2_stage1"),
+        "ur2_no_stage1": (2, WEAK_55),
+        "ur2_no_mask": (2, WEAK_30 | {"mask_documents": False}, "ur2_stage1"),
+        "ur2_no_penalty": (2, WEAK_30 | {"fallback_penalty": 0.0}, "ur2_stage1"),
+        "ur2_mixing": (2, WEAK_30 | {"direct_tasks": "math"}, "ur2_stage1"),
+        "ur2_raw": (2, WEAK_30 | RAW, "ur2_raw_stage1"),
+        "ur2_unfiltered": (2, WEAK_30 | {"mix": ""}, "ur2_stage1"),
+        "ur2_filtered": (2, WEAK_30 | FILTERED, "ur2_stage1"),
+    },
+    "vanilla_rl": {
+        "vanilla_rl": (1, WEAK_55),
+    },
+    "ur2_choice": {
+        "ur2_choice": (1, CHOICE),
+        "ur2_choice_fined": (1, CHOICE | FINED),
+        "ur2_choice_plain": (1, CHOICE | NO_BONUS),
+    },
+    "r1_searcher": {
+        "r1_stage1": (1, WORDY),
+        "r1": (2, WORDY | SHORT, "r1_stage1"),
+        "r1_cem": (2, WORDY | SHORT | {"answer_metric": "cem"}, "r1_stage1"),
+        "r1_grpo": (2, WORDY | SHORT | GRPO, "r1_stage1"),
+        "r1_worded": (2, WORDED, "r1_stage1"),
+        "r1_worded_em": (2, WORDED | {"answer_metric": "em"}, "r1_stage1"),
+        "r1_sft": (2, WORDY, "r1_stage1", True),  # imitates it
+    },
+    "when_to_search": {
+        "when_stage1": (1, WHEN_1),
+        "when_stage2": (2, WHEN_30, "when_stage1"),
+        "when_stage1_on": (2, WHEN_30 | {"reward": "when_to_search_stage1"}, "when_stage1"),
+        "when_grpo_stage1": (1, WHEN_1 | GRPO_3_2),
+        "when_grpo": (2, WHEN_30 | GRPO_3_2, "when_grpo_stage1"),
+        "when_no_r_s_stage1": (1, WHEN_1 | NO_R_S),
+        "when_no_r_s": (2, WHEN_30 | NO_R_S, "when_no_r_s_stage1"),
+        "when_no_r_a_stage1": (1, WHEN_1 | NO_R_A),
+        "when_no_r_a": (2, WHEN_30 | NO_R_A, "when_no_r_a_stage1"),
+        "when_rare_stage1": (1, RARE_1),
+        "when_rare": (2, RARE_30, "when_rare_stage1"),
+        "when_rare_no_stage1": (1, RARE_46 | {"variant": "without_stage_one"}),
+        "when_rare_unified": (1, RARE_46 | {"variant": "unified"}),
+    },
+    "r_search": {
+        "r_search": (1, {}),
+        "r_search_without": (1, {"variant": "without_evidence"}),
+        "r_search_ppo": (1, {"algorithm": "ppo", "critic_lr": 1e-3}),
+    },
+    "arena": {
+        "arena": (1, {}),
+        "arena_no_bonus": (1, {"variant": "no_bonus"}),
+        "arena_no_relevance": (1, {"variant": "no_relevance"}),
+        "arena_naive": (1, {"variant": "naive_grpo"}),
+        "arena_f1": (1, {"variant": "f1"}),
+        "arena_k2_fast": (1, FAST),
+        "arena_k3_fast": (1, FAST | {"variant": "k3"}),
+    },
 }
+ARMS = {name: Arm(recipe, *arm) for recipe in _ARMS for name, arm in _ARMS[recipe].items()}
+
+
+Measure = Callable[[dict], float]  # reads a result
 
 
 @dataclass(frozen=True)
@@ -125,20 +146,19 @@ class Number:
     """A number by which two arms are compared; `name` is shown in the table."""
 
     name: str
-    measure: Callable[[dict], float]
+    measure: Measure
     counts: float = 0.03  # smallest effect that counts, in the number's unit; less is noise
     sign: int = 1  # 1: expected to be larger in the first arm; −1: smaller
-    other: Callable[[dict], float] | None = None  # measures the second arm, if not `measure`
+    other: Measure | None = None  # measures the second arm, if not `measure`
 
 
 LOOKUPS, LAST = "one_hop two_hop", slice(-SHORT["steps"], None)
 SEARCHES = "searches/one_hop searches/two_hop"
-Measure = Callable[[dict], float]
 
 
 def score(name: str, kinds: str = LOOKUPS) -> Measure:
     """Measures a number of the evaluation, averaged over kinds of question."""
-    return lambda result: float(np.mean([result["eval"][kind][name] for kind in kinds.split()]))
+    return lambda result: np.mean([result["eval"][kind][name] for kind in kinds.split()])
 
 
 def points(result: dict, names: str) -> np.ndarray:
@@ -151,7 +171,7 @@ def points(result: dict, names: str) -> np.ndarray:
 
 def curve(names: str, steps: slice = LAST) -> Measure:
     """Measures a number of training, averaged over these steps."""
-    return lambda result: float(np.nanmean(points(result, names)[steps]))
+    return lambda result: np.nanmean(points(result, names)[steps])
 
 
 def largest(name: str) -> Measure:
@@ -161,10 +181,10 @@ def largest(name: str) -> Measure:
 def fall(names: str) -> Measure:
     """Measures the fall from the best five steps in a row to the last five; 0 if there is none."""
 
-    def measure(result: dict) -> float:
+    def measure(result):
         curve = np.nanmean(points(result, names), axis=1)
         means = np.convolve(curve, np.ones(5) / 5, "valid")  # [steps − 4]
-        return float(means.max() - means[-1])
+        return means.max() - means[-1]
 
     return measure
 
@@ -302,35 +322,34 @@ naive_cited; ARENA 5.3, Figure 3; arena; arena_naive; CITED; 5; 0
 em; ARENA 5.3; arena; arena_f1; EM; 5; 0
     an exact-match reward beats an F1 reward
 """
-_lines = _CLAIMS.strip().splitlines()
 CLAIMS: dict[str, Claim] = {}
-for _head, _says in zip(_lines[::2], _lines[1::2], strict=True):
-    _name, _place, _better, _worse, _number, _worlds, _margin = _head.split("; ")
-    CLAIMS[_name] = Claim(
-        _place, _better, _worse, NUMBERS[_number], int(_worlds), float(_margin), _says.strip()
-    )
+for _head, _says in re.findall(r"(.+)\n    (.+)", _CLAIMS):
+    _name, *_pair, _number, _worlds, _margin = _head.split("; ")
+    CLAIMS[_name] = Claim(*_pair, NUMBERS[_number], int(_worlds), float(_margin), _says)
 
 Results = dict[tuple[str, int], dict]  # (arm, world) -> its result.json
 
 
-def values(claim: Claim, results: Results, seeds: Iterable[int]) -> list[tuple[float, float]]:
+def values(claim: Claim, results: Results, seeds: Iterable[int]) -> list:
     """Returns (with, without) for every world in which both arms have results."""
-    number = claim.number
-    pairs = [(results.get((claim.better, n)), results.get((claim.worse, n))) for n in seeds]
-    second = number.other or number.measure
-    return [(number.measure(one), second(other)) for one, other in pairs if one and other]
+    number, pairs = claim.number, []
+    for seed in seeds:
+        one, other = (results.get((arm, seed)) for arm in (claim.better, claim.worse))
+        if one and other:
+            pairs.append((number.measure(one), (number.other or number.measure)(other)))
+    return pairs
 
 
-def interval(differences: list[float], sure: int = 95) -> tuple[float, float, float]:
+def interval(differences: list[float], sure: int = 95) -> tuple:
     """Returns (mean, low, high), the t interval; for a single world (d, −inf, inf).
 
     Worked: 1, 2, 3: mean 2, s = 1, t(2) = 4.303: 2 ± 4.303 / √3 = 2 ± 2.484; at 90 % 2 ± 1.686.
     """
-    n, mean = len(differences), float(np.mean(differences))
+    n, mean = len(differences), np.mean(differences)
     if n < 2:
         return mean, -math.inf, math.inf
-    t = T[sure][min(n - 2, len(T[sure]) - 1)]
-    half = t * float(np.std(differences, ddof=1)) / math.sqrt(n)
+    t = T[sure][: n - 1][-1]  # with more worlds than it has: the table's last
+    half = t * np.std(differences, ddof=1) / math.sqrt(n)
     return mean, mean - half, mean + half
 
 
@@ -340,21 +359,18 @@ def verdict(claim: Claim, differences: list[float]) -> str:
     Worked, sign 1, counts 0.03: 0.10 ± 0.05 shows; 0.02 ± 0.01 does not; 0.10 ± 0.20 does not;
     −0.10 ± 0.05 is reversed. Margin 0.05: 0.01 ± 0.03 is equal within it; 0.01 ± 0.05 is not.
     """
-    number = claim.number
     if not differences:
         return "not run"
-    if claim.margin:
-        _, low, high = interval(differences, 90)
-        equal = -claim.margin < low and high < claim.margin
-        return f"equal within {claim.margin:g}" if equal else "does not show"
-    mean, low, high = interval([number.sign * d for d in differences])
-    if low > 0 and mean >= number.counts:
-        return "shows"
-    return "reversed" if high < 0 and -mean >= number.counts else "does not show"
+    mean, low, high = interval(differences, 90 if claim.margin else 95)
+    if claim.margin and max(-low, high) < claim.margin:
+        return f"equal within {claim.margin:g}"
+    beyond_0 = low * high > 0 and not claim.margin
+    if beyond_0 and abs(mean) >= claim.number.counts:
+        return "shows" if claim.number.sign * mean > 0 else "reversed"
+    return "does not show"
 
 
-def wanted_arms(claims: Iterable[Claim]) -> list[str]:
-    """Returns the arms of the claims and those that they start from, in the order of ARMS."""
-    names = {arm for claim in claims for arm in (claim.better, claim.worse)}
-    names |= {ARMS[name].start for name in names}
-    return [name for name in ARMS if name in names]
+def wanted_arms(claim: Claim) -> set[str]:
+    """Returns the arms of the claim and those that they start from."""
+    arms = {claim.better, claim.worse}
+    return arms | {ARMS[arm].start for arm in arms} - {""}

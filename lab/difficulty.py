@@ -11,10 +11,11 @@ continues an interrupted run.
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from tqdm import tqdm
 
 from curriculum import bucket_of_mean
@@ -37,10 +38,9 @@ def bucket_of_first_success(scores: Sequence[float]) -> str:
     >>> bucket_of_first_success([0, 0, 1, 0]), bucket_of_first_success([0] * 9 + [1])
     ('easy', 'medium')
     """
-    successes = [score >= 1 for score in scores[:20]]
-    if not any(successes):
-        return "hard"
-    return "easy" if successes.index(True) + 1 < 10 else "medium"
+    if max(scores[:9]) >= 1:
+        return "easy"
+    return "medium" if max(scores[:20]) >= 1 else "hard"
 
 
 # (bucket of a question's scores, its usual metric)
@@ -70,9 +70,14 @@ def measure(
     of each question.
     """
     out, bucket_of = Path(options.out), SCHEMES[options.scheme][0]
-    made_with |= {"metric": options.metric, "scheme": options.scheme}
-    ids = [question.id for question in questions]
-    records = reusable_records(out, made_with, ids, lambda record: record.get("id"), AT_ONCE, False)
+    records = reusable_records(
+        out,
+        made_with | {"metric": options.metric, "scheme": options.scheme},
+        [question.id for question in questions],
+        lambda record: record.get("id"),
+        AT_ONCE,
+        False,
+    )
     for start in tqdm(range(len(records), len(questions), AT_ONCE), f"batches of {AT_ONCE}"):
         batch = questions[start : start + AT_ONCE]
         for question, scores in zip(batch, answer(batch), strict=True):
@@ -82,20 +87,21 @@ def measure(
     return {record["id"]: record["bucket"] for record in records}
 
 
-def measure_published(given: dict, options: DifficultySettings) -> dict[str, str]:
+def measure_published(given: dict, options: DifficultySettings) -> dict:
     attempts = load_attempts(options.from_rollouts, given.get("skip_bad", False))
     predictions = {attempt.question.id: attempt.predictions for attempt in attempts}
 
-    def scores(q: Question) -> list[float]:
-        gold = (q.answers, q.task, q.options)
-        return [score_answer(text, *gold)[options.metric] for text in predictions[q.id]]
+    def answer(batch: list[Question]) -> Iterator[list]:
+        for q in batch:
+            texts = predictions[q.id]
+            scores = (score_answer(text, q.answers, q.task, q.options) for text in texts)
+            yield [score[options.metric] for score in scores]
 
     made_with = {"answers": zlib.crc32(repr(attempts).encode())}
-    questions = [attempt.question for attempt in attempts]
-    return measure(questions, lambda batch: list(map(scores, batch)), made_with, options)
+    return measure([attempt.question for attempt in attempts], answer, made_with, options)
 
 
-def measure_model(given: dict, options: DifficultySettings) -> dict[str, str]:
+def measure_model(given: dict, options: DifficultySettings) -> dict:
     settings = check_settings(settings_of({"temperature": 1.0} | given), False, given)
     if settings.temperature == 0 and options.samples > 1:
         raise InputError("--temperature 0 is greedy: all rollouts would be the same; leave it at 1")
@@ -104,11 +110,10 @@ def measure_model(given: dict, options: DifficultySettings) -> dict[str, str]:
     )
     generate, version = evaluation.load()
 
-    def answer(batch: list[Question]) -> list[list[float]]:
-        seed, k = zlib.crc32(f"{settings.seed} {batch[0].id}".encode()), options.samples
-        rows = generate(batch, seed)
+    def answer(batch: list[Question]) -> list:
+        rows = generate(batch, zlib.crc32(f"{settings.seed} {batch[0].id}".encode()))
         scores = [trajectory_metrics(row)[options.metric] for row in rows]
-        return [scores[start : start + k] for start in range(0, len(rows), k)]
+        return np.reshape(scores, (-1, options.samples)).tolist()
 
     return measure(evaluation.questions, answer, evaluation.made_with(version), options)
 
@@ -117,14 +122,15 @@ def main(arguments: list[str] | None = None) -> None:
     options, given = parse_flags("lab.difficulty", DifficultySettings, arguments, ASKING)
     check_output(options.out, "--out")
     if options.scheme == "r1_searcher" and options.samples < 20 and not options.from_rollouts:
-        hint = "r1_searcher tells medium from hard at 20 rollouts: give at least --samples 20"
-        raise InputError(f"--samples {options.samples}: {hint}")
+        raise InputError(
+            f"--samples {options.samples}: r1_searcher tells medium from hard at 20 rollouts: give"
+            " at least --samples 20"
+        )
     options = replace(options, metric=options.metric or SCHEMES[options.scheme][1])
     source = measure_published if options.from_rollouts else measure_model
     with interruptible(f"finished batches are in {options.out}: repeat the command to continue"):
         counts = Counter(source(given, options).values())
-    shares = ", ".join(f"{name} {counts[name]}" for name in BUCKETS)
-    print(f"{sum(counts.values())} questions: {shares}")
+    print(f"{counts.total()} questions:", ", ".join(f"{name} {counts[name]}" for name in BUCKETS))
     print(f"use: python train.py --difficulty {options.out}")
 
 

@@ -85,11 +85,11 @@ def reward_table(name: str, protocol: str, controls: dict, pieces: list) -> dict
 
 def recorded(arguments: list) -> dict:
     """Returns questions that are answered right at the end, each at three moments."""
-    rows = moments([*arguments, "--questions", "2"])
+    rows = zip(*moments([*arguments, "--questions", "2"]), strict=True)
     return {
-        t.question.question: [[*map(vars, moment[i].segments)] for moment in rows]
-        for i, t in enumerate(rows[2])
-        if trajectory_metrics(t)["em"]
+        three[2].question.question: [[*map(vars, t.segments)] for t in three]
+        for three in rows
+        if trajectory_metrics(three[2])["em"]
     }
 
 

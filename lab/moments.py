@@ -10,7 +10,6 @@ It needs the extra `plot`.
 
 import sys
 import textwrap
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -23,8 +22,10 @@ from view import load_pyplot
 MOMENTS = ("before RL", "after stage 1", "after stage 2")
 
 
-def moments(arguments: Sequence[str]) -> list[list[Trajectory]]:
-    """Asks the last checkpoint of each stage the same questions."""
+def moments(arguments: list[str]) -> list:
+    """Asks the last checkpoint of each stage the same questions. Returns a list of trajectories for
+    each of MOMENTS.
+    """
     trajectories = []
     for stage in "210":  # stage 2 first: a missing checkpoint is reported before the warm-up
         evaluation = Evaluation(*parse(["--stage", stage, "--temperature", "1", *arguments]))
@@ -39,8 +40,8 @@ def searched(trajectories: list[Trajectory], kind: str) -> float:
 
 
 def shows_most(t: Trajectory) -> bool:
-    two_searches = t.question.kind == "two_hop" and len(t.searches) == 2
-    return two_searches and trajectory_metrics(t)["em"] == 1
+    two_hop = t.question.kind == "two_hop"
+    return two_hop and len(t.searches) == 2 and trajectory_metrics(t)["em"] == 1
 
 
 def write_out(axis, t: Trajectory) -> None:
@@ -49,8 +50,15 @@ def write_out(axis, t: Trajectory) -> None:
     y = 1.0
     for segment in t.segments:
         lines = textwrap.wrap(segment.text, 46)
-        colour = "black" if segment.writer == "model" else "0.55"
-        axis.text(0, y, "\n".join(lines), va="top", family="monospace", fontsize=8, color=colour)
+        axis.text(
+            0,
+            y,
+            "\n".join(lines),
+            va="top",
+            family="monospace",
+            fontsize=8,
+            color="black" if segment.writer == "model" else "0.55",
+        )
         y -= 0.08 * len(lines)
 
 
@@ -60,11 +68,11 @@ def main(arguments: list[str] | None = None) -> None:
     figure, axes = pyplot.subplots(2, 3, figsize=(14, 6), sharey="row", layout="constrained")
     kinds = sorted({t.question.kind for t in by_moment[0]})
     # The first that shows most after stage 2, or the first of all.
-    chosen = max(range(len(by_moment[2])), key=lambda i: shows_most(by_moment[2][i]))
-    for moment, rows, (above, below) in zip(MOMENTS, by_moment, axes.T, strict=True):
-        above.bar(kinds, [searched(rows, kind) for kind in kinds])
-        above.set_title(f"share of questions searched for, {moment}")
-        write_out(below, rows[chosen])
+    chosen = max(zip(*by_moment, strict=True), key=lambda three: shows_most(three[2]))
+    for column, rows, shown, moment in zip(axes.T, by_moment, chosen, MOMENTS, strict=True):
+        column[0].bar(kinds, [searched(rows, kind) for kind in kinds])
+        column[0].set_title(f"share of questions searched for, {moment}")
+        write_out(column[1], shown)
     figure.savefig("moments.png")
     print("written: moments.png")
 

@@ -19,10 +19,10 @@ Left out: zero2, judges and readers (2 bytes per weight), dense retrieval, the e
 `generate`. CUDA's own memory and fragmentation are covered by counting only a share, USABLE.
 """
 
-import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -31,10 +31,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from engines.sampling import wants_copy
 from engines.slots import SHARE
-from errors import FlagParser, InputError, run_main
+from errors import InputError, run_main, setting
 from flags import frozen_in_8bit
+from lab import parse_flags
 from policy import chunk_rows
-from settings import RECORDS, Settings, add_flags, check_settings, named_in, resolve
+from rollout import by_task
+from settings import RECORDS, Settings, check_settings, resolve
 
 GIB = 2**30
 USABLE = 0.92  # usable share of a GPU's memory
@@ -75,11 +77,12 @@ class Shape:
     """Holds the sizes of a Llama-like model that the formulas need."""
 
     def __init__(self, config):
-        if not all(hasattr(config, name) for name in FIELDS):
+        try:
+            sizes = attrgetter(*FIELDS)(config)
+        except AttributeError:
             raise InputError(
                 f"--model: {config.model_type} is not built as Llama is: its memory is unknown"
-            )
-        sizes = (getattr(config, name) for name in FIELDS)
+            ) from None
         self.hidden, self.layers, self.heads, kv_heads, self.wide, *others = sizes
         self.vocab, self.positions, tied = others
         width = getattr(config, "head_dim", None) or self.hidden // self.heads
@@ -87,8 +90,11 @@ class Shape:
         with torch.device("meta"):  # takes no memory
             model = AutoModelForCausalLM.from_config(config)
         self.weights = sum(p.numel() for p in model.parameters())
-        parts = model.base_model.modules()  # seven matrices per layer
-        self.matrices = [(m.in_features, m.out_features) for m in parts if isinstance(m, nn.Linear)]
+        self.matrices = [  # seven per layer
+            (m.in_features, m.out_features)
+            for m in model.base_model.modules()
+            if isinstance(m, nn.Linear)
+        ]
         self.in_layers = sum(a * b for a, b in self.matrices)
         self.embedding = self.vocab * self.hidden
         self.ends = self.embedding * (2 - tied)
@@ -107,7 +113,7 @@ class Case:
         self.copy = 0 if thin else 2 * (shape.in_layers + shape.embedding)
         rows = -(-s.questions_per_step * s.group_size // gpus)
         self.rows = min(rows, s.max_num_seqs or rows)  # rows that a GPU samples at once
-        turn = max([s.max_turn_tokens, *map(int, re.findall(r"=(\d+)", s.turn_tokens))])
+        turn = max([s.max_turn_tokens, *by_task(s.turn_tokens).values()])
         longest = PROMPT + turn + s.max_searches * (turn + s.document_tokens)
         # The longest row; a micro-batch holds at least one.
         self.row_tokens = min(s.max_context or shape.positions, longest)
@@ -164,9 +170,9 @@ def update_parts(case: Case) -> Bytes:
     backward pass.
     """
     shape, tokens, lora = case.shape, case.tokens, case.settings.lora_rank
-    act, layer = activation_bytes(shape, lora), shape.in_layers / shape.layers
+    act = activation_bytes(shape, lora)
     # Embedding, head, two layers and the gradient of one.
-    gathered = 4 * (shape.ends + 3 * layer) * (case.share > 1)
+    gathered = 4 * (shape.ends + 3 * shape.in_layers / shape.layers) * (case.share > 1)
     width, trained = (2, 0) if lora else (4, shape.embedding)  # the head's
     logits = 10 * min(tokens, chunk_rows(shape.vocab, "cuda")) * shape.vocab  # of one chunk
     last = 12 * shape.hidden * tokens + logits + 6 * trained  # with the head's weight gradient
@@ -184,14 +190,15 @@ def update_parts(case: Case) -> Bytes:
     }
 
 
-def plan(case: Case, memory: float) -> tuple[Bytes, int]:
+def plan(case: Case, memory: float) -> tuple:
     """Returns (each part's bytes and the peak, the engine's number of slots, at least FEW)."""
     always, update = standing(case), update_parts(case)
     none, one = (sum(rollout_parts(case, slots).values()) for slots in (0, 1))
-    standing_bytes, update_bytes = sum(always.values()), sum(update.values())
-    slots = int(min(case.rows, max(FEW, SHARE * (memory - standing_bytes - none) // (one - none))))
-    peak = standing_bytes + max(update_bytes, none + slots * (one - none))
-    return always | rollout_parts(case, slots) | update | {"peak": peak}, slots
+    held = sum(always.values())
+    slots = int(min(case.rows, max(FEW, SHARE * (memory - held - none) // (one - none))))
+    rollout = rollout_parts(case, slots)
+    peak = held + max(sum(update.values()), sum(rollout.values()))
+    return always | rollout | update | {"peak": peak}, slots
 
 
 ADVICE = [  # the cheapest first
@@ -208,20 +215,17 @@ ADVICE = [  # the cheapest first
 FILES = {"data": "q.jsonl", "corpus": "p.jsonl"}  # to be filled in
 
 
-def smaller(case: Case, changes: dict) -> Case:
-    """Returns the case with these settings changed, and sharded if that is possible."""
-    return Case(case.shape, replace(case.settings, **changes), case.gpus, case.gpus)
-
-
 def in_flags(settings: dict) -> str:
     return "".join(f" --{name} {value}" for name, value in settings.items())
 
 
 def report(case: Case, memory: float, given: dict) -> Iterator[str]:
     """Yields a line per part, whether it fits, what would make it smaller, and the command."""
-    if plan(case, memory)[0]["peak"] > memory:
-        case = smaller(case, {})
-    parts, slots = plan(case, memory)
+    for share in (1, case.gpus):  # ddp if that fits, otherwise fsdp2
+        case = Case(case.shape, case.settings, case.gpus, share)
+        parts, slots = plan(case, memory)
+        if fits := parts["peak"] <= memory:
+            break
     yield (
         f"GiB on each of {case.gpus}, weights in {case.share} parts,"
         f" for {case.rows} rows of up to {case.row_tokens} tokens:"
@@ -230,40 +234,37 @@ def report(case: Case, memory: float, given: dict) -> Iterator[str]:
         yield f"  (a turn may have {tasks}; without these tasks: --max_turn_tokens N)"
     parts["host: a save, in process 0"] = case.shape.weights * (12 if case.share > 1 else 4)
     yield from (f"  {name:42}{size / GIB:8.1f}" for name, size in parts.items() if size)
-    fits = parts["peak"] <= memory
     yield f"{'fits' if fits else 'does not fit'} in {memory / GIB:.1f} GiB; {slots} rows at once"
     for changes, sentence in ADVICE * (not fits):
         given |= changes
-        case = smaller(case, changes)
+        case = Case(case.shape, replace(case.settings, **changes), case.gpus, case.gpus)
         least = plan(case, 0)[0]["peak"]
         yield f" {in_flags(changes):43}{least / GIB:8.1f}  {sentence}"
         if fits := least <= memory:
             break
-    model = case.settings.model
-    words = in_flags(FILES | given | {"model": "DIR" if model.upper() in SHAPES else model})
+    if given["model"].upper() in SHAPES:
+        given["model"] = "DIR"
     how = "fsdp2" if case.share > 1 else "ddp"
     several = f" --config_file configs/{how}.yaml --num_processes {case.gpus}" * (case.gpus > 1)
-    yield (
-        f"accelerate launch{several} train.py{words}"
-        if fits
-        else f"more GPUs: --gpus {2 * case.gpus}"
-    )
+    launch = f"accelerate launch{several} train.py{in_flags(FILES | given)}"
+    yield launch if fits else f"more GPUs: --gpus {2 * case.gpus}"
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """Estimate the memory of a run."""
+
+    gpus: int = setting(1, "number of GPUs", least=1)
+    gpu_memory: float = setting(80.0, "GiB of each GPU", above=0)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    parser = FlagParser("python -m lab.plan", description="Estimate the memory of a run.")
-    parser.add_argument("--gpus", type=int, default=1, help="number of GPUs")
-    parser.add_argument("--gpu_memory", type=float, default=80.0, help="GiB of each GPU")
-    add_flags(parser, RECORDS, named_in(["--model", "7B", *arguments]), "train")
-    given = vars(parser.parse_args(arguments))
-    gpus, memory = given.pop("gpus"), given.pop("gpu_memory")
-    if gpus < 1 or not memory > 0:
-        raise InputError(f"--gpus {gpus} --gpu_memory {memory:g}: give at least one, with memory")
-    chosen = {"model": "7B"} | given | {"data": ""}  # the questions take no memory
+    arguments = ["--model", "7B", *(sys.argv[1:] if arguments is None else arguments)]
+    options, given = parse_flags("lab.plan", PlanSettings, arguments, RECORDS, only="train")
+    chosen = given | {"data": ""}  # the questions take no memory
     settings = resolve(given.get("recipe", "ur2"), given.get("stage", 1), False, chosen)
-    case = Case(Shape(config_of(settings.model)), check_settings(settings), gpus)
-    print(*report(case, USABLE * memory * GIB, given), sep="\n")
+    case = Case(Shape(config_of(settings.model)), check_settings(settings), options.gpus)
+    print(*report(case, USABLE * options.gpu_memory * GIB, given), sep="\n")
 
 
 if __name__ == "__main__":

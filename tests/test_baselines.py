@@ -357,6 +357,12 @@ def test_a_page_with_tags_and_labels_can_neither_end_nor_steer_a_method(name):
     assert trajectory_from_text(ANA, trajectory.text, BASELINE).answer == "x"
 
 
+def test_a_sentence_of_nothing_but_tags_searches_the_question_again_and_the_row_goes_on():
+    trajectory, *_ = go("ircot", ["<answer> </answer>", "The answer is Norland."])
+    first, second = trajectory.searches
+    assert first.query == second.query and trajectory.stop_reason == "answer"
+
+
 def test_notes_and_queries_that_a_model_fills_with_tags_stay_harmless():
     notes = "x </information> <search> Sudria </search> <answer> Sudria </answer>"
     replies = ["<search> Ana </search>", notes, "", "Norland"]
@@ -733,9 +739,11 @@ def test_a_query_is_turned_away_only_in_a_table_whose_paper_does_so(
     recipe, rejects, monkeypatch, tmp_path
 ):
     protocols, data = [], written(tmp_path / "q.jsonl")
-    monkeypatch.setattr(baselines, "load_llm", lambda *_, **__: SimpleNamespace(at_once=1))
+    monkeypatch.setattr(
+        baselines, "load_llm", lambda *_, **__: SimpleNamespace(at_once=1, tokenizer=None)
+    )
     monkeypatch.setattr(baselines, "build_search", lambda *_, protocol: protocols.append(protocol))
     words = f"--recipe {recipe} --model m --data {data} --retriever empty"
     _, settings, options = parse_baselines(words.split())
-    assert Baselines(settings, options).parts
+    Baselines(settings, options).load()
     assert bool(protocols[0].fallback_text) is rejects
