@@ -34,7 +34,11 @@ class RolloutSettings:
         1.0, "divides the logits when sampling and when computing log-probs; 0: greedy", least=0
     )
     top_p: float = setting(
-        1.0, "sample from the top_p share of the mass", above=0, most=1, only="eval"
+        1.0,
+        "sample from the fewest tokens whose probability is top_p",
+        above=0,
+        most=1,
+        only="eval",
     )
     max_searches: int = setting(4, "most searches per trajectory", least=0, most=10_000)
     task_searches: str = setting("", "most searches for single tasks: task=N,...", only="papers")

@@ -80,7 +80,7 @@ _summarised = {"summarizer": "extractive", "task_mixing": False}
 UR2 = Paper(
     source="UR² section 4.4, app. C",
     protocols=("ur2", "ur2_search"),
-    stages={  # stage 1: math that was discarded, below 0.2 (C.7)
+    stages={  # stage 1 trains on the math questions that scored below 0.2 (C.7)
         1: _ur2 | {"reward": "ur2_stage1", "steps": 10, "buckets": "math:dropped=1"},
         2: _ur2 | {"reward": "ur2_stage2", "steps": 40, "task_mixing": True},
     },

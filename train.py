@@ -181,7 +181,7 @@ def collect(state: TrainState, step: int) -> Rollouts:
 def sample_draw(state: TrainState, step: int, draw: int) -> list[Trajectory]:
     """Samples the trajectories of one draw of questions; they come group by group."""
     questions = state.stream.take(step, draw)
-    if state.settings.dry_run:  # one of each few, so that all kinds are tried
+    if state.settings.dry_run:  # evenly spread, so that all kinds are tried
         groups = max(DRY_RUN_GROUPS, state.accelerator.num_processes)
         questions = questions[:: max(1, len(questions) // groups)][:groups]
     seed = state.settings.seed * 1_000_003 + state.accelerator.process_index

@@ -60,8 +60,8 @@ def read_trajectories(folder: Path, say=tell) -> Iterator[dict]:
 
 
 def cut_trajectories(folder: Path, first_step: int) -> None:
-    """Keeps the steps before this one: a resumed run makes the others again. Where anything else
-    is lost, the file is also kept as it was. Whatever it holds, it does not end a training.
+    """Keeps the steps before this one; a resumed run writes the others again. If damaged lines
+    are lost too, the whole file is kept under another name. No content can end a training.
     """
     path, aside, lost = folder / NAME, folder / f"{NAME}.partial", []
     if not path.exists():

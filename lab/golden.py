@@ -71,7 +71,7 @@ def cases():
 
 
 def reward_table(name: str, protocol: str, controls: dict, pieces: list) -> dict:
-    """Returns the different rewards, and which of them is paid at each position."""
+    """Returns the distinct rewards, and the index of one for each setting of the controls."""
     question, values, index = example("arena").question, {}, []
     for position in map("".join, product(*controls.values())):
         text = " ".join(piece for piece, where in pieces if re.match(where, position))

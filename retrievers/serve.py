@@ -199,7 +199,7 @@ def command(arguments: list[str], make: Callable) -> None:
                 flush=True,
             )
             server.serve_forever()
-    if not documents:  # the corpus is on the server: take what it finds for common words
+    if not documents:  # only the server has them: search for common words
         documents = [
             document for one in retriever.search(COMMON_WORDS, 5) for document in one or ()
         ]

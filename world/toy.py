@@ -418,7 +418,7 @@ class TraceWriter:
         return [(f"{before}{begin} {query}{end}", "model"), (given, "given")]
 
     def frame(self, shown: list[Document], raw: bool = False) -> str:
-        """Returns passages as a search shows them: numbered, or the one that a summary repeats."""
+        """Returns what a search shows: numbered passages, or the first one as its summary."""
         if self.tiny.summarised and not raw:
             return frame_documents(self.protocol, shown[0].text)
         return frame_documents(self.protocol, "\n".join(number_documents(shown)))
