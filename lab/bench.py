@@ -190,6 +190,8 @@ def show(runs: dict, png: str) -> None:
         for size in sizes:  # a variant has no size
             for cost in {"seconds", "mib", "build"} & row.keys():
                 curves[f"{cost} ~ {axis}"].append((int(size), max(row[cost], 1e-9)))
+    if png:
+        load_pyplot().figure(figsize=(16, 9), layout="constrained")
     for place, (name, points) in enumerate(sorted(curves.items()), 1):
         sizes, costs = np.transpose(points)
         title = f"{name} ^ {np.polyfit(np.log(sizes), np.log(costs), 1)[0]:.2f}"
@@ -198,7 +200,8 @@ def show(runs: dict, png: str) -> None:
             panel = load_pyplot().subplot(3, 4, place, title=title)
             panel.loglog(sizes, costs, "o-")
             panel.minorticks_off()
-            panel.set_xticks(sizes, sizes.astype(int))
+            panel.tick_params(labelsize=8)
+            panel.set_xticks(sizes, [f"{size:,.0f}" for size in sizes])
             panel.set_yticks(costs, [f"{cost:.4g}" for cost in costs])
     if png:
         load_pyplot().savefig(png, dpi=90)

@@ -60,7 +60,9 @@ ur2_eq_5 | reinforce_pp | baseline_advantages
     | reinforce_pp | form_by_hand or keeps_its_width or beside_others or nothing_to or unknown | |
 dapo_filter | dapo | informative_groups | dapo | informative or group_of_one or all_wrong | policy |
 sum_over_micro_batches | update | accumulate_and_step
-    | micro_batches | micro_batch | | `loss_of(micro, rows)` returns Σ weight · loss of a
+    | micro_batches | micro_batch | transformers transformers.integrations.sdpa_attention
+    transformers.masking_utils transformers.models.auto.tokenization_auto
+    transformers.utils.logging | `loss_of(micro, rows)` returns Σ weight · loss of a
     micro-batch and its record. Worked: losses 0.1 on each of three tokens and 0.5 on one, each row
     a micro-batch, the weight 1/4 on each: 0.2, where the mean of the two means is 0.3.
 """
