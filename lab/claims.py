@@ -193,7 +193,7 @@ NUMBERS = {
     "EM": Number("look-up EM", score("em")),
     "CEM": Number("look-up cover-EM", score("cem")),
     "WORDS": Number("words per answer", score("words"), 0.3),
-    "READER": Number(  # the figure's sets are of several hops
+    "READER": Number(  # R-Search's figure shows data sets of two and more hops
         "two-hop reader's EM: evidence, own RAG",
         score("reader_em", "two_hop"),
         0.05,

@@ -166,7 +166,7 @@ def read_traces(records: list[dict], protocol: Protocol, given=()) -> list[Traje
 
 
 def read_summary_log(path: str) -> dict[tuple[str, str], str]:
-    """Returns (instruction, text) -> the last reply."""
+    """Returns {(instruction, text): reply}; of several replies to one request the last counts."""
     replies = {}
     for _, place, record in read_records(Path(path)):
         if isinstance(record, InputError) or not record.keys() >= SUMMARY_FIELDS:

@@ -61,7 +61,7 @@ LIMITS = {
     "mismatch_cut": ("mismatch_cut", 0.5),
     "seen": ("documents_seen", 1 / 3),
 }
-# Raised after a single step: they compare it with earlier steps themselves, or need not.
+# Raised after a single step. The others must hold for PATIENCE steps.
 AT_ONCE = ("kl_spike", "grad_spike", "length", "reward_hacked", "reward_size", "likelihood")
 
 
