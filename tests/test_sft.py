@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import model_of
 
+import sft
 from policy import Policy
 from rollout import decode, encode
 from sft import (
@@ -103,6 +104,32 @@ def test_the_rate_is_that_of_the_step(policy):
     train(policy, lr=1e-3, warmup_steps=4)
     moved = max((p - q).abs().max() for p, q in zip(policy.parameters(), before, strict=True))
     assert moved.item() == pytest.approx(1e-3 / 4, rel=1e-2)
+
+
+@pytest.mark.parametrize("dtype, near", [(torch.bfloat16, 0.0), (torch.float32, 0.02)])
+def test_muon_takes_the_steps_of_torch_s_which_is_always_in_bf16(dtype, near, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(sft, "fast_type", lambda device: dtype)
+    ours, theirs = ([torch.ones(6, 4), torch.ones(4, 6)] for _ in range(2))
+    optimizers = [sft.Muon(ours), torch.optim.Muon(theirs, weight_decay=0.0)]
+    for _ in range(3):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = other.grad = torch.randn(one.shape)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = 0.1
+            optimizer.step()
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=near)
+
+
+def test_five_newton_schulz_steps_act_on_each_singular_value():
+    matrix = torch.diag(torch.tensor([3.0, 4.0]))  # of norm 5, so 0.6 and 0.8
+    expected = torch.tensor([0.6, 0.8])
+    for _ in range(5):
+        expected = 3.4445 * expected - 4.775 * expected**3 + 2.0315 * expected**5
+    found = sft.orthogonalize(matrix, torch.float32)
+    torch.testing.assert_close(found, torch.diag(expected))
+    assert expected.min() > 0.6 and expected.max() < 1.3
 
 
 def test_muon_steps_have_equal_singular_values_and_the_rest_is_adamws(policy):
