@@ -122,6 +122,12 @@ def test_muon_takes_the_steps_of_torch_s_which_is_always_in_bf16(dtype, near, mo
         torch.testing.assert_close(one, other, rtol=0, atol=near)
 
 
+def test_a_processor_without_fast_bf16_computes_in_fp32(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert sft.fast_type(torch.device("cpu")) == torch.float32
+    assert sft.fast_type(torch.device("cuda")) == torch.bfloat16
+
+
 def test_five_newton_schulz_steps_act_on_each_singular_value():
     matrix = torch.diag(torch.tensor([3.0, 4.0]))  # of norm 5, so 0.6 and 0.8
     expected = torch.tensor([0.6, 0.8])
