@@ -53,7 +53,6 @@ from prompts import PROTOCOLS
 from retriever import make_retriever
 from settings import Settings, check_settings, resolve, stage_folder
 from train import train
-from update import merge_records
 from view import load_pyplot
 from world.toy import toy_path
 
@@ -196,13 +195,14 @@ def evaluate_arm(settings: Settings, model: str, split: str) -> dict:
 
 def means(records: list) -> dict:
     """Returns kind (or "all") -> number -> mean over the records that have this number."""
-    rows = defaultdict(list)
+    values = defaultdict(lambda: defaultdict(list))
     for record in records:
-        for kind in (record["kind"], "all"):
-            rows[kind].append(record["metrics"])
+        for number, value in record["metrics"].items():
+            for kind in (record["kind"], "all") if value is not None else ():
+                values[kind][number].append(value)
     return {
-        kind: merge_records(metrics, lambda column: round(np.mean(column), 4))
-        for kind, metrics in rows.items()
+        kind: {number: round(np.mean(column), 4) for number, column in columns.items()}
+        for kind, columns in values.items()
     }
 
 

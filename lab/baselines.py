@@ -459,6 +459,7 @@ class Baselines(Evaluation):
 
     method = ""
 
+    @cache  # noqa: B019 - all methods of a table ask one model
     def load(self) -> tuple:
         settings, device = self.settings, best_device()
         llm = load_llm(settings.model, settings, max_tokens=settings.max_turn_tokens, device=device)
@@ -495,7 +496,6 @@ def main(arguments: list[str] | None = None) -> None:
         settings, best_device(), options.judge_sees or recipe_protocol(settings).judge_sees
     )
     whole, rows = Baselines(settings, options), {}
-    whole.load = cache(whole.load)  # all methods ask one model
     folder = whole.out if options.out else whole.out.with_suffix("")
     for name in methods:
         whole.method, whole.out = name, folder / f"{name}.jsonl"

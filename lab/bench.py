@@ -190,8 +190,6 @@ def show(runs: dict, png: str) -> None:
         for size in sizes:  # a variant has no size
             for cost in {"seconds", "mib", "build"} & row.keys():
                 curves[f"{cost} ~ {axis}"].append((int(size), max(row[cost], 1e-9)))
-    if png:
-        load_pyplot().figure(figsize=(16, 9), layout="constrained")
     for place, (name, points) in enumerate(sorted(curves.items()), 1):
         sizes, costs = np.transpose(points)
         title = f"{name} ^ {np.polyfit(np.log(sizes), np.log(costs), 1)[0]:.2f}"
@@ -367,7 +365,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise InputError("--device cuda: torch sees no GPU here")
     if o.png:
         check_output(o.png, "--png")
-        load_pyplot().figure(figsize=(12, 7), layout="constrained")
+        load_pyplot().figure(figsize=(16, 9), layout="constrained")
     for name in names_in("only", o.only, PARTS[part]):
         work, sizes = AXES.get(name, (PARTS[part][name], [""]))
         run = run_retrieval if work in PARTS["retrieval"].values() else run_scripted
