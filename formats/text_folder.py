@@ -35,14 +35,14 @@ def passages(text: str, name: str, markdown: bool = False) -> list[tuple[str, st
     found = list(paragraphs(text, markdown))
     title = next((headings[0] for headings, _ in found if headings), name)
     packed = []
-    size = MOST
+    size = 0
     above = ()
     for headings, paragraph in found:
         new = " > ".join(heading for heading in headings if heading not in above)
         joint = f"\n{new}\n" if new else "\n"
         for piece in pieces(paragraph):
             words = len(piece.split())
-            if size < (LEAST if new else GOAL) and size + words <= MOST:
+            if packed and size < (LEAST if new else GOAL) and size + words <= MOST:
                 packed[-1][1] += joint + piece
                 size += words
             else:
@@ -108,8 +108,9 @@ def is_text(path: Path) -> bool:
     """Returns whether this is a folder, a Markdown file, or a .txt file without records."""
     if os.path.isdir(path) or ending(path) == ".md":  # isdir: False for a name that is too long
         return True
-    records = ending(path) != ".txt" or is_tsv(path)
-    return not (records or first_line(path).startswith((b"{", b"[{")))
+    if ending(path) != ".txt" or is_tsv(path):
+        return False
+    return not first_line(path).startswith((b"{", b"[{"))
 
 
 def text_files(folder: Path) -> list[Path]:

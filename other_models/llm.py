@@ -126,7 +126,7 @@ class LLM:
 
     def ask(self, requests: list[Request], readable=bool) -> list[str | None]:
         """Returns the replies without the text of their <think> blocks."""
-        return [r and without_thinking(r) for r in self.ask_whole(requests, readable)]
+        return [reply and without_thinking(reply) for reply in self.ask_whole(requests, readable)]
 
     def ask_whole(self, requests: list[Request], readable=bool) -> list[str | None]:
         """Returns the replies with their <think> blocks.
@@ -222,16 +222,13 @@ class ServerLLM(LLM):
         tag if the token limit was reached while the model was still thinking.
         """
         most = request.max_tokens or self.max_tokens
-        messages = [
-            {"role": "system", "content": request.instruction},
-            {"role": "user", "content": request.text},
-        ]
+        roles = zip(("system", "user"), request[:2], strict=True)
         payload = {
             "model": self.model,
             "temperature": request.temperature,
             "top_p": request.top_p,
             "max_tokens": most,
-            "messages": messages[not request.instruction :],
+            "messages": [{"role": role, "content": text} for role, text in roles if text],
         }
         reply = self.fetch("chat/completions", payload)
         try:
@@ -246,16 +243,16 @@ class ServerLLM(LLM):
 
     def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:
         in_a_row = 0
-        self.dead_batches += 1
+        working = False
         # Trap: at exit Python waits for concurrent.futures' threads; these are daemon threads.
         with ThreadPool(min(THREADS, len(requests))) as pool:
             for request, reply, down in pool.imap_unordered(self.tried, requests):
                 in_a_row = in_a_row + 1 if down else 0
-                if not down:
-                    self.dead_batches = 0
+                working |= not down
                 yield request, reply
                 if in_a_row >= GIVE_UP:
                     break
+        self.dead_batches = 0 if working else self.dead_batches + 1
         if self.dead_batches >= DEAD_BATCHES:
             raise InputError(
                 f"{self.name}: {self.dead_batches} batches in a row without an answer"

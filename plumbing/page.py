@@ -175,7 +175,8 @@ def of_step(records: Iterable[dict]) -> tuple[list[dict], list[str]]:
 
 def slim(record: dict) -> dict:
     """Returns a record without what the page does not show."""
-    return record | {"prompt_ids": [], "prompt": "".join(record["prompt"])}
+    shown = {key: value for key, value in record.items() if key != "prompt_ids"}
+    return shown | {"prompt": "".join(record["prompt"])}
 
 
 def line_on(record: dict) -> dict:

@@ -49,10 +49,10 @@ make many mayor none of one product seat the was what where which who
 def word_pieces() -> list[str]:
     """Returns every piece of plain text: known words with a leading space, and what is inside."""
     words = [*WORDS, *built_in.NAME_STARTS, *map(str, range(built_in.MAX_NUMBER)), *"?.+:"]
-    words += map("({})".format, range(1, 6))
+    words += [f"({i})" for i in range(1, 6)]
     bare = [*built_in.NAME_ENDS, *"?:.+", "\\boxed{", " \\boxed{", "}", "\n", "\n\n", " "]
     bare += ["[", "]", ", ", *map(str, range(1, REFERENCES + 1))]  # a list of references: [1, 4]
-    return list(dict.fromkeys(["<pad>", "<eos>", "<unk>", *map(" {}".format, words), *bare]))
+    return list(dict.fromkeys(["<pad>", "<eos>", "<unk>", *[f" {word}" for word in words], *bare]))
 
 
 # Whether it may search, as the tiny model is told: one of these tokens ends its prompt.
