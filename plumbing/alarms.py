@@ -53,14 +53,8 @@ ADVICE = {
     "kl_spike": "the KL is ten times its median: lower --lr, or set --warmup_ratio",
     "grad_spike": "the gradient norm is ten times its median: look at this step, or lower --lr",
 }
-# alarm -> (metric, limit): raised if the metric is above the limit.
-LIMITS = {
-    "truncated": ("truncated", 0.5),
-    "repetition": ("repetition", 0.1),
-    "malformed_tags": ("malformed_tags", 0.5),
-    "mismatch_cut": ("mismatch_cut", 0.5),
-    "seen": ("documents_seen", 1 / 3),
-}
+# Alarms that are raised if the metric of the same name is above a limit.
+LIMITS = {"truncated": 0.5, "repetition": 0.1, "malformed_tags": 0.5, "mismatch_cut": 0.5}
 # Raised after a single step. The others must hold for PATIENCE steps.
 AT_ONCE = ("kl_spike", "grad_spike", "length", "reward_hacked", "reward_size", "likelihood")
 
@@ -89,7 +83,7 @@ def signs(records: list[dict], s: Settings) -> Iterator[str]:
     grouped = s.algorithm not in ("reinforce_pp", "ppo")
     may_search = s.retrieval and not s.direct_tasks and s.max_searches > 0
     (growth, significance), (_, em_change) = shift(records, "thinking_words"), shift(records, "em")
-    yield from (name for name, (metric, limit) in LIMITS.items() if r[metric] > limit)
+    yield from (name for name, limit in LIMITS.items() if r[name] > limit)
     corrected = median([1e-3, 3 * records[0].get("logprob_gap", 1.0), 0.1])
     if r["logprob_gap"] > (corrected if "mismatch_ess" in r else 1e-3):
         yield "logprob_gap"
@@ -105,6 +99,8 @@ def signs(records: list[dict], s: Settings) -> Iterator[str]:
         yield "rejected"
     if r["repeated"] > r["searches"] / 4:
         yield "repeated"
+    if r["documents_seen"] > 1 / 3:
+        yield "seen"
     if r.get("gold_recall", 1.0) < 0.2:
         yield "gold_recall"
     if r["search_errors"] >= 0.1:

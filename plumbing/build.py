@@ -178,11 +178,9 @@ def build_reader(settings: Settings, device="cpu") -> LLM:
     if settings.reader and settings.reader != "built-in":
         return load_other(settings, "reader", device)
     if settings.data:
-        hint = (
-            "give --reader http://host:port/v1#model or a HF model, or --variant without_evidence"
-        )
         raise InputError(
-            f"--data: the built-in reader of evidence knows only its own world: {hint}"
+            "--data: the built-in reader of evidence knows only its own world: give --reader"
+            " http://host:port/v1#model or a HF model, or --variant without_evidence"
         )
     policy, tokenizer = load_reader(settings.world_seed, settings.output_dir)
     name = f"reader-world{settings.world_seed}"
@@ -252,7 +250,7 @@ def wait_for_all(state: TrainState, doing: str) -> None:
     seconds, seconds_since_signal = 0, 0
     while thread.join(1) or thread.is_alive():  # signal handlers run within `join`
         seconds += 1
-        seconds_since_signal += bool(getattr(state.run, "signals", ()))
+        seconds_since_signal += bool(state.run and state.run.signals)
         if seconds == PATIENCE:  # in a thread, because a stopped store does not answer either
             start_thread(name_missing, [].append)
         if seconds_since_signal > PATIENCE:

@@ -209,7 +209,8 @@ class Run:
         self.folder, self.settings = stage_folder(settings), settings
         self.accelerator, self.main = accelerator, accelerator.is_main_process
         self.records = []  # of all steps so far
-        self.may_stop_now, self.signals = True, []  # may a signal end the run now? signals received
+        self.may_stop_now = True  # by a signal
+        self.signals = []  # received so far
 
     def open(self, first_step: int) -> None:
         """Locks and prepares the folder. All processes hold the lock until they end."""

@@ -107,7 +107,10 @@ def test_ctrl_c_ends_both_processes_and_resume_goes_on(config, model, tmp_path):
 @pytest.mark.parametrize(
     "wrong, line",
     [
-        ("--lrr 1", "error: train.py: unknown flag --lrr (did you mean --lr?); --help all lists"),
+        (
+            "--lrr 1",
+            "error: train.py: unknown flag --lrr (did you mean --lr?); --help all lists every flag",
+        ),
         ("--recipe r_search --reader /nowhere", "error: /nowhere: no such directory; give a saved"),
     ],
 )

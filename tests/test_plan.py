@@ -204,7 +204,14 @@ def test_the_command_has_what_was_given_and_the_first_advice_that_fits(capsys, t
     assert command.endswith(" --optimizer adamw --lora_rank 16 --lr 2e-05")
 
 
-@pytest.mark.parametrize("flags", ["--gpus 0", "--gpu_memory 0", "--gpu_memory nan"])
-def test_no_gpu_is_one_line(flags):
-    with pytest.raises(InputError, match="must be"):
+@pytest.mark.parametrize(
+    "flags, line",
+    [
+        ("--gpus 0", "--gpus 0: must be at least 1"),
+        ("--gpu_memory 0", "--gpu_memory 0.0: must be above 0"),
+        ("--gpu_memory nan", "--gpu_memory nan: must be a finite number"),
+    ],
+)
+def test_no_gpu_is_one_line(flags, line):
+    with pytest.raises(InputError, match=line):
         plan.main(flags.split())
