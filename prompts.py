@@ -99,9 +99,12 @@ class Protocol:
         """Maps each tag that ends a turn to the reason. \\boxed{...} does not end one: the model
         may reason on until EOS.
         """
-        answer = self.answer_tags if self.stop_at_answer else None
-        pairs = {"query": self.query_tags, "answer": answer}
-        return {pair[1]: reason for reason, pair in pairs.items() if pair}
+        reasons = {}
+        if self.query_tags:
+            reasons[self.query_tags[1]] = "query"
+        if self.answer_tags and self.stop_at_answer:
+            reasons[self.answer_tags[1]] = "answer"
+        return reasons
 
     def search_limit(self, task: str) -> int:
         """Returns how many searches a question of this task may run, for the prompt, the
@@ -493,8 +496,11 @@ def without_thinking(reply: str) -> str:
 # ---------------------------------------------------------------------- what the environment writes
 def number_documents(documents: Sequence[Document]) -> list[str]:
     """Formats documents as the policy reads them without a summariser: "(1) Title: text"."""
-    titled = [f"{d.title}: {d.text}" if d.title else d.text for d in documents]
-    return [f"({number}) {text}" for number, text in enumerate(titled, 1)]
+    lines = []
+    for number, document in enumerate(documents, 1):
+        title = document.title and f"{document.title}: "
+        lines.append(f"({number}) {title}{document.text}")
+    return lines
 
 
 def frame_documents(protocol: Protocol, body: str) -> str:

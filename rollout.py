@@ -42,6 +42,7 @@ from prompts import (
     frame_documents,
     number_documents,
     parse_query,
+    question_values,
     without_control,
 )
 from trajectory import RejectedQuery, Search, Trajectory, show
@@ -130,9 +131,18 @@ def check_prompts(questions: list[Question], environment: Environment, policy) -
         raise InputError(
             f"--max_context {context}: the model has only {positions} positions, 0 uses them all"
         )
+    protocol, tokenizer = environment.protocol, environment.tokenizer
+    reads_all = protocol.references_in_prompt or protocol.prompts
+    of_kind: dict[tuple, int] = {}  # (task, may_search) -> tokens of this kind's first prompt
     for question in questions:
-        prompt = build_prompt(environment.protocol, question, environment.tokenizer)
-        check_prompt(question, prompt, context)
+        values = question_values(question, "")
+        text = "".join(values.values()) if reads_all else values["question"]
+        kind = (question.task, question.may_search)
+        # A token has at least a byte. Building all prompts of 90,000 questions takes a minute.
+        if of_kind.get(kind, context) + len(text.encode()) + ANSWER_TOKENS > context:
+            prompt = build_prompt(protocol, question, tokenizer)
+            check_prompt(question, prompt, context)
+            of_kind.setdefault(kind, len(prompt))
 
 
 # ----------------------------------------------------------------------------------- sample a turn

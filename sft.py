@@ -16,6 +16,7 @@ Left out: several processes.
 import math
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -104,15 +105,17 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
+            by_shape = defaultdict(list)
             for weight in group["params"]:
-                state = self.state[weight]
-                if not state:
-                    state["momentum"] = torch.zeros_like(weight)
-                momentum = state["momentum"]
+                momentum = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
                 momentum.lerp_(weight.grad, 1 - 0.95)
-                rows, columns = weight.shape
-                update = orthogonalize(weight.grad.lerp(momentum, 0.95), fast_type(weight.device))
-                weight.add_(update, alpha=-group["lr"] * math.sqrt(max(1, rows / columns)))
+                by_shape[weight.shape].append(weight)
+            # One product of many small matrices takes half as long as many products.
+            for (rows, columns), weights in by_shape.items():
+                nesterov = [w.grad.lerp(self.state[w]["momentum"], 0.95) for w in weights]
+                updates = orthogonalize(torch.stack(nesterov), fast_type(weights[0].device))
+                for weight, update in zip(weights, updates, strict=True):
+                    weight.add_(update, alpha=-group["lr"] * math.sqrt(max(1, rows / columns)))
 
 
 def fast_type(device: torch.device) -> torch.dtype:
@@ -124,19 +127,21 @@ def fast_type(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
-def orthogonalize(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns U diag(s) Vᵀ of a matrix U diag(σ) Vᵀ by five Newton-Schulz steps
-    x ← 3.4445 x − 4.775 x³ + 2.0315 x⁵ on all singular values at once, from x = σ / its norm.
+def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns U diag(s) Vᵀ of each matrix U diag(σ) Vᵀ in [n, rows, columns] by five Newton-Schulz
+    steps x ← 3.4445 x − 4.775 x³ + 2.0315 x⁵ on all singular values at once, from x = σ / its norm.
     From x ≥ 0.02 each s is between 0.68 and 1.14. Worked: 0.01, 0.6, 0.8 → 0.70, 0.72, 1.12.
     """
-    x = matrix.to(dtype)
-    wide = len(x) <= x.shape[1]
-    x = x if wide else x.T
-    x = x / x.norm().clamp(min=1e-7)
+    x = matrices.to(dtype)
+    wide = x.shape[1] <= x.shape[2]
+    x = x if wide else x.mT
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315), x, beta=3.4445)
-    return x if wide else x.T
+        gram = x @ x.mT
+        x = torch.baddbmm(
+            x, torch.baddbmm(gram, gram, gram, beta=-4.775, alpha=2.0315), x, beta=3.4445
+        )
+    return x if wide else x.mT
 
 
 def optimizers_of(policy: Policy, settings: SFTSettings) -> dict[torch.optim.Optimizer, float]:

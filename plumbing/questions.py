@@ -6,6 +6,7 @@ Left out: in which order training asks (curriculum.py), and the layouts of files
 """
 
 import dataclasses
+import functools
 import random
 
 from curriculum import parse_shares
@@ -92,13 +93,17 @@ def as_asked(questions: list[Question], settings: Settings) -> list[Question]:
     marked = []
     for question in questions:
         check_references(PROTOCOLS[settings.protocol], question)
-        allowed = settings.retrieval and question.task not in direct_tasks
-        marked.append(dataclasses.replace(question, may_search=question.may_search and allowed))
+        if not settings.retrieval or question.task in direct_tasks:
+            question = dataclasses.replace(question, may_search=False)
+        marked.append(question)
     return marked
 
 
+cached_world = functools.lru_cache(maxsize=2)(World)
+
+
 def built_in_world(settings: Settings, fact_seed: int | None = None) -> World:
-    return World(settings.world_seed, fact_seed, paper_of(settings.protocol).world.layout)
+    return cached_world(settings.world_seed, fact_seed, paper_of(settings.protocol).world.layout)
 
 
 def built_in_questions(settings: Settings, split: str) -> list[Question]:
@@ -107,8 +112,11 @@ def built_in_questions(settings: Settings, split: str) -> list[Question]:
     if "direct" in parse_shares(settings.mix, "--mix"):
         for kind in sorted({question.kind for question in questions}):
             same_kind = [question for question in questions if question.kind == kind]
-            for question in (same_kind * 240)[:240]:  # a small kind is repeated
-                questions.append(dataclasses.replace(question, source="direct", may_search=False))
+            direct = [
+                dataclasses.replace(question, source="direct", may_search=False)
+                for question in same_kind[:240]
+            ]
+            questions += (direct * 240)[:240]  # a small kind is repeated
     return questions
 
 

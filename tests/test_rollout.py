@@ -489,6 +489,34 @@ def test_a_prompt_longer_than_the_context_is_an_input_error_that_names_the_quest
     check_prompts([], surroundings(bpe, 2048), policy)
 
 
+@pytest.mark.parametrize("name", ["ur2", "arena"])
+def test_of_many_questions_only_the_prompts_that_may_be_too_long_are_built(name, monkeypatch):
+    """In a tokenizer of bytes a question has as many tokens as it can have."""
+    tokenizer, built = ByT5Tokenizer(), []
+    short = [dataclasses.replace(READ, id=str(i)) for i in range(9)]
+    longer = dataclasses.replace(READ, id="long", question=QA.question + "??")
+    if name == "arena":  # its references count too
+        page = dataclasses.replace(REFERENCES[1], text=REFERENCES[1].text + "!!")
+        longer = dataclasses.replace(READ, id="long", references=(REFERENCES[0], page))
+
+    def build(protocol, question, tokenizer):
+        built.append(question.id)
+        return build_prompt(protocol, question, tokenizer)
+
+    def check(spare):
+        built.clear()
+        settings = Settings(max_context=len(build_prompt(name, READ, tokenizer)) + 32 + spare)
+        environment = Environment(tokenizer, PROTOCOLS[name], Searcher(), settings)
+        check_prompts([*short, longer], environment, ScriptedPolicy(tokenizer, [["no"]]))
+
+    monkeypatch.setattr("rollout.build_prompt", build)
+    with pytest.raises(InputError, match="question long: its prompt has"):
+        check(1)
+    check(2)
+    check(200)
+    assert built == ["0"]
+
+
 def test_what_the_environment_writes_begins_no_text_of_its_own():
     llama = ByT5Tokenizer()  # which closes what it encodes with </s>, as Llama's opens it with <s>
     assert llama("Norland")["input_ids"][-1] == llama.eos_token_id
