@@ -53,8 +53,10 @@ def clean(text: str) -> str:
 
 
 def clean_fields(self) -> None:
-    values = vars(self).items()
-    vars(self).update({name: clean(value) for name, value in values if isinstance(value, str)})
+    values = vars(self)
+    for name, value in values.items():
+        if isinstance(value, str) and not value.isascii():
+            values[name] = clean(value)
 
 
 @dataclass(frozen=True)

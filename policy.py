@@ -47,7 +47,7 @@ from formats.manifest import NAME as MANIFEST
 from formats.manifest import files_of, written_whole, wrong_with
 from prompts import chat_text
 from scale.lora import add_lora, save_merged
-from scale.packing import allow_packing, hidden_states, lengths_of, packed_attention
+from scale.packing import hidden_states, lengths_of, obstacle, packed_attention
 
 disable_progress_bar()  # a bar per checkpoint would break up the run's own progress bar
 # Trap: on an H100 PyTorch prefers cuDNN's attention, which plans 20 ms for each new shape.
@@ -189,7 +189,9 @@ class Policy(nn.Module):
         super().__init__()
         self.language_model = language_model
         check_head(language_model)
-        allow_packing(language_model)
+        config = language_model.config
+        if config._attn_implementation == "sdpa" and not obstacle(language_model):
+            config._attn_implementation = "packed"  # permanently
         self.train()  # for gradient checkpointing; there is no dropout
 
     @property

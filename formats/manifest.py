@@ -87,22 +87,18 @@ def wrong_with(folder: Path, step: int | None = None) -> str:
         if step not in (None, written["step"]):
             return f"it is of step {written['step']}"
         for name, (size, sha256) in written["files"].items():
-            if wrong := wrong_with_file(folder / name, size, sha256):
-                return f"{name} {wrong}"
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes and was written with {size}"
+            if not (digest(path) == sha256 if sha256 else has_whole_header(path)):
+                return f"{name} is not what was written"
     except FileNotFoundError:
         return f"it has no {NAME}"
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return f"its {NAME} cannot be read"
     return ""
-
-
-def wrong_with_file(path: Path, size: int, sha256: str) -> str:
-    if not path.is_file():
-        return "is missing"
-    if path.stat().st_size != size:
-        return f"has {path.stat().st_size} bytes and was written with {size}"
-    whole = digest(path) == sha256 if sha256 else has_whole_header(path)
-    return "" if whole else "is not what was written"
 
 
 def has_whole_header(path: Path) -> bool:

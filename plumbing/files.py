@@ -287,10 +287,6 @@ class Run:
         trajectories = step_records(step, rollouts, batch, environment.tokenizer, self.settings)
         append_trajectories(self.folder, trajectories)
 
-    def checkpoint_is_due(self, step: int) -> bool:
-        done, s = step + 1, self.settings
-        return 0 in (done - s.steps, done % s.save_every, done % (s.eval_every or s.steps))
-
     def terminate(self, number: int, *_) -> None:
         """Handles a signal. The run ends at once if no update is in progress, otherwise after the
         step; a checkpoint is saved first. A second Ctrl-C ends the run without saving.

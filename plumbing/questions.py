@@ -99,7 +99,9 @@ def as_asked(questions: list[Question], settings: Settings) -> list[Question]:
     return marked
 
 
+# Both stages and the evaluation of a command ask the same world.
 cached_world = functools.lru_cache(maxsize=2)(World)
+cached_questions = functools.lru_cache(maxsize=32)(World.questions)
 
 
 def built_in_world(settings: Settings, fact_seed: int | None = None) -> World:
@@ -123,7 +125,7 @@ def built_in_questions(settings: Settings, split: str) -> list[Question]:
 def world_questions(settings: Settings, split: str, count=None, fact_seed=None) -> list[Question]:
     """Returns `count` questions (None: all) of each kind that this protocol's tiny model knows."""
     world, kinds = built_in_world(settings, fact_seed), paper_of(settings.protocol).world.kinds
-    return [q for kind in kinds for q in world.questions(split, kind, count)]
+    return [q for kind in kinds for q in cached_questions(world, split, kind, count)]
 
 
 def load_documents(settings: Settings, questions: list[Question]) -> list[Document]:

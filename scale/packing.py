@@ -200,12 +200,6 @@ def packed_attention(query, key, value, groups: list[tuple], scaling: float | No
     return torch.cat(parts)[None]
 
 
-def allow_packing(model) -> None:
-    """Switches a model to packed attention permanently, if it can be packed."""
-    if model.config._attn_implementation == "sdpa" and not obstacle(model):
-        model.config._attn_implementation = "packed"
-
-
 def obstacle(model) -> str:
     """Returns why rows of this model can neither be packed nor sampled in slots, or "" if they can:
     its attention must hand options on, and each token attend to all earlier ones.

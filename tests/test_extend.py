@@ -1,12 +1,14 @@
-"""Applies each diff of docs/extend.md to a copy of the tree and runs what it adds; checks the
-flags of its commands; trains a model on a folder of texts with the page's commands.
+"""Applies each diff of docs/extend.md to a copy of the tree and runs every command there; checks
+the flags of its commands; trains a model on a folder of texts with the page's commands.
 """
 
+import json
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ENVIRONMENT, ROOT, SMALL, flags, rows_of
@@ -19,6 +21,7 @@ import settings
 import train
 from formats.records import append_jsonl
 from plumbing.files import checkpoints
+from world.world import KINDS
 
 TEXT = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
 DIFFS = re.findall(r"```diff\n(.*?)```", TEXT, re.DOTALL)
@@ -26,15 +29,52 @@ COMMANDS = commands_in(TEXT)
 LEFT_OUT = shutil.ignore_patterns("tests", "runs", "docs", "shared", ".*", "*.gz", "__pycache__")
 
 
+# One process, because the imports take longer than the commands.
+EVERY_COMMAND = """
+import ask, eval, papers, rewards, train
+from lab import ablate, claims
+
+for run in RUNS:
+    train.main(run)
+rewards.main()
+papers.main()
+few = "--questions_per_step 4 --group_size 2 --trajectories_per_update 4".split()
+train.main(["--recipe", "mine", "--steps", "2", *few])
+train.main(["--recipe", "mine", "--steps", "3", "--resume", *few])
+eval.main("--recipe mine --questions 3".split())
+checkpoint = "runs/mine-world0-seed0/stage1/checkpoint-000003"
+eval.main(["--model", checkpoint, "--questions", "3", "--decoding", "paper"])
+ask.main(["--recipe", "mine"])
+ablate.main(["--table", "--output_dir", "nowhere"])
+claims.ARMS["new"] = claims.Arm("mine", 1, {"steps": 1})
+ablate.Options = lambda questions, **others: eval.Options(questions=3, **others)  # not all of them
+ablate.run_arm("new", 0, "runs", "dev")
+"""
+
+
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """A copy with every diff applied."""
+    """A copy with every diff applied; the new paper's warm-up is 3 steps long here."""
     copy = tmp_path_factory.mktemp("extended") / "tree"
     shutil.copytree(ROOT, copy, ignore=LEFT_OUT)
     for diff in DIFFS:
         command = ["git", "apply", "--recount", "-"]
         subprocess.run(command, input=diff, text=True, check=True, cwd=copy)
+    source = (copy / "papers.py").read_text(encoding="utf-8")
+    shorter = source.replace('Tiny("<answer> {answer}</answer>")', 'Tiny("<answer>", steps=3)')
+    assert shorter != source
+    (copy / "papers.py").write_text(shorter, encoding="utf-8")
     return copy
+
+
+@pytest.fixture(scope="module")
+def output(tree, model) -> str:
+    """What the commands print: two steps of each of the page's runs, and the new paper's."""
+    own = "--recipe mine --retriever words --run_name own"
+    short = "--recipe search_r1 --reward mine.py:short --run_name short"
+    small = [*flags(model, tree / "runs"), *"--trajectories_per_update 4".split()]
+    runs = [[*small, *more.split()] for more in (own, short)]
+    return run_in(tree, "-c", f"RUNS = {runs}{EVERY_COMMAND}")
 
 
 def run_in(tree, *words) -> str:
@@ -46,22 +86,28 @@ def run_in(tree, *words) -> str:
     return ended.stdout
 
 
-def test_rewards_protocols_papers_and_retrievers_are_added_by_their_diffs(tree, model):
-    """Takes two steps of each of the page's runs, in one process."""
+def test_rewards_protocols_papers_and_retrievers_are_added_by_their_diffs(tree, output):
     assert len(DIFFS) == 7 and max(len(diff.splitlines()) for diff in DIFFS) <= 15
-    own = "--recipe mine --retriever words --run_name own"
-    short = "--recipe search_r1 --reward mine.py:short --run_name short"
-    small = [*flags(model, tree / "runs"), *"--trajectories_per_update 4".split()]
-    runs = [[*small, *more.split()] for more in (own, short)]
-    train_both = f"import rewards, train; [train.main(run) for run in {runs}]"
-    shown = run_in(tree, "-c", f"{train_both}; rewards.main()")
     for name, terms in (("own", {"answer", "price"}), ("short", {"right", "short"})):
         rows = rows_of(tree / "runs" / name / "stage1")
         assert len(rows) == 2
         assert {k[7:] for row in rows for k in row if k.startswith("reward/")} == terms
     # right after 0, 1 and 2 searches, then wrong
-    row = next(line.split() for line in shown.splitlines() if line.startswith("mine "))
+    row = next(line.split() for line in output.splitlines() if line.startswith("mine "))
     assert row[1:] == ["+1.00", "+0.90", "+0.80", "+0.00", "-0.10", "-0.20"]
+
+
+def test_every_command_knows_the_new_paper(tree, output):
+    assert "this page" in output  # papers
+    folder = Path("runs/mine-world0-seed0/stage1")
+    assert [row["step"] for row in rows_of(tree / folder)] == [0, 1, 2]
+    settings = json.loads((tree / folder / "settings.json").read_text())
+    assert (settings["protocol"], settings["reward"]) == ("mine", "mine")
+    assert output.count(f"{folder}/checkpoint-000003") >= 2  # both evaluations
+    assert "model: runs/mine-world0-seed0" in output  # ask
+    assert "not run" in output  # lab.ablate's table
+    arm = json.loads((tree / "runs" / "new-world0" / "result.json").read_text())
+    assert len(arm["curve"]) == 1 and set(KINDS) < set(arm["eval"])
 
 
 def test_the_server_of_the_page_answers_sensibly(tree, tmp_path):

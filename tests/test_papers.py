@@ -1,12 +1,8 @@
-"""papers.py: the papers' own numbers, and a new paper, which every command knows."""
+"""papers.py: the papers' own numbers. Of a new paper: test_extend.py."""
 
 import dataclasses
-import json
-from pathlib import Path
 
 import pytest
-from conftest import rows_of
-from test_extend import run_in, tree
 
 import papers
 from errors import InputError
@@ -222,44 +218,3 @@ def test_python_papers_prints_what_every_stage_and_every_variant_sets(capsys):
     assert {line.split(" | ")[0] for line in lines[2:]} == {*PAPERS, *names}
     assert "arena:k3 | 1 | kl_estimator k3 | ARENA section 4.4, app. F" in lines
     assert "steps 195, group_size 5" in next(line for line in lines if "r_search |" in line)
-
-
-# ------------------------------------------------------------------------------------- a new paper
-
-# One process, because the imports take longer than the commands.
-EVERY_COMMAND = """
-import ask, eval, papers, train
-from lab import ablate, claims
-
-papers.main()
-few = "--questions_per_step 4 --group_size 2 --trajectories_per_update 4".split()
-train.main(["--recipe", "mine", "--steps", "2", *few])
-train.main(["--recipe", "mine", "--steps", "3", "--resume", *few])
-eval.main("--recipe mine --questions 3".split())
-checkpoint = "runs/mine-world0-seed0/stage1/checkpoint-000003"
-eval.main(["--model", checkpoint, "--questions", "3", "--decoding", "paper"])
-ask.main(["--recipe", "mine"])
-ablate.main(["--table", "--output_dir", "nowhere"])
-claims.ARMS["new"] = claims.Arm("mine", 1, {"steps": 1})
-ablate.Options = lambda questions, **others: eval.Options(questions=3, **others)  # not all of them
-ablate.run_arm("new", 0, "runs", "dev")
-"""
-
-
-def test_every_command_knows_a_paper_that_was_added_as_docs_extend_shows(tree):
-    """The warm-up is 3 steps long here."""
-    source = (tree / "papers.py").read_text(encoding="utf-8")
-    shorter = source.replace('Tiny("<answer> {answer}</answer>")', 'Tiny("<answer>", steps=3)')
-    assert shorter != source
-    (tree / "papers.py").write_text(shorter, encoding="utf-8")
-    output = run_in(tree, "-c", EVERY_COMMAND)
-    assert "this page" in output  # papers
-    folder = Path("runs/mine-world0-seed0/stage1")
-    assert [row["step"] for row in rows_of(tree / folder)] == [0, 1, 2]
-    settings = json.loads((tree / folder / "settings.json").read_text())
-    assert (settings["protocol"], settings["reward"]) == ("mine", "mine")
-    assert output.count(f"{folder}/checkpoint-000003") >= 2  # both evaluations
-    assert "model: runs/mine-world0-seed0" in output  # ask
-    assert "not run" in output  # lab.ablate's table
-    arm = json.loads((tree / "runs" / "new-world0" / "result.json").read_text())
-    assert len(arm["curve"]) == 1 and set(KINDS) < set(arm["eval"])
