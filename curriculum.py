@@ -306,8 +306,7 @@ class QuestionStream:
             questions = with_buckets(questions, settings.difficulty, dropped)
         self.pools, shares = share_out(questions, mix, buckets)
         self.counts = exact_counts(settings.questions_per_step, shares)
-        flag = "--difficulty" if buckets else "--mix"
-        check_pools(self.pools, shares, self.counts, flag)
+        check_pools(self.pools, shares, self.counts, "--difficulty" if buckets else "--mix")
         if settings.task_mixing:
             mix_tasks(self.pools, self.counts, settings)
         self.seed = settings.seed
@@ -339,8 +338,7 @@ def main() -> None:
         searches = may_search(question, frozenset(), {"hard": 1, "dropped": 1})
         allowed = "yes" if searches else "no: asked directly"
         print(f"  {score:.2f}   {question.level:10} {allowed}")
-    weights = {"hard": 7, "medium": 2, "easy": 1}
-    print("\n64 questions at 7 : 2 : 1  ", exact_counts(64, weights))
+    print("\n64 questions at 7 : 2 : 1  ", exact_counts(64, {"hard": 7, "medium": 2, "easy": 1}))
 
 
 if __name__ == "__main__":

@@ -81,8 +81,7 @@ def frac_reward_zero_std(rewards: Tensor, group_size: int) -> float:
     """Returns the share of groups that teach nothing. Worked, G = 2: [1, 0, 1, 1] -> 0.5, and so
     for [1, 0, 1, NaN].
     """
-    equal = equal_rewards(as_groups(rewards, group_size))  # [questions, 1]
-    return equal.float().mean().item()
+    return equal_rewards(as_groups(rewards, group_size)).float().mean().item()
 
 
 def trajectory_rewards(batch, settings) -> Tensor:

@@ -69,8 +69,9 @@ def token_logprobs(
     """
     if is_matrix(head):
         kind = hidden.device.type
-        autocast = torch.is_autocast_enabled(kind)
-        dtype = torch.get_autocast_dtype(kind) if autocast else hidden.dtype
+        dtype = hidden.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
         return ChunkedLogprobs.apply(hidden, head.weight, targets, temperature, dtype)
     logits = head(hidden).float() / temperature  # [N, V]
     return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)  # [N]

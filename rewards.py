@@ -188,8 +188,7 @@ def own_format_faults(trajectory: Trajectory) -> list[str]:
 
 def stray_tags(text: str, tags: Tags) -> int:
     """Counts the tags without a partner: "<a> 1 </a> <a>" has one."""
-    paired = 2 * len(find_blocks(text, *tags))
-    return sum(map(text.count, tags)) - paired
+    return sum(map(text.count, tags)) - 2 * len(find_blocks(text, *tags))
 
 
 # ---------------------------------------------------------------------------------------------- UR²

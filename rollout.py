@@ -131,16 +131,16 @@ def check_prompts(questions: list[Question], environment: Environment, policy) -
         raise InputError(
             f"--max_context {context}: the model has only {positions} positions, 0 uses them all"
         )
-    protocol, tokenizer = environment.protocol, environment.tokenizer
-    reads_all = protocol.references_in_prompt or protocol.prompts
+    protocol = environment.protocol
+    shows_all = protocol.references_in_prompt or protocol.prompts
     of_kind: dict[tuple, int] = {}  # (task, may_search) -> tokens of this kind's first prompt
     for question in questions:
         values = question_values(question, "")
-        text = "".join(values.values()) if reads_all else values["question"]
+        text = "".join(values.values()) if shows_all else values["question"]
         kind = (question.task, question.may_search)
-        # A token has at least a byte. Building all prompts of 90,000 questions takes a minute.
+        # Building all prompts takes long, and most would fit if each byte of the text were a token.
         if of_kind.get(kind, context) + len(text.encode()) + ANSWER_TOKENS > context:
-            prompt = build_prompt(protocol, question, tokenizer)
+            prompt = build_prompt(protocol, question, environment.tokenizer)
             check_prompt(question, prompt, context)
             of_kind.setdefault(kind, len(prompt))
 
@@ -242,8 +242,7 @@ def end_ids(policy, tokenizer) -> set[int]:
     """Returns every id that ends a text: the tokenizer's EOS and the checkpoint's, which for chat
     models may be two.
     """
-    model = getattr(policy, "language_model", policy)
-    listed = model.generation_config.eos_token_id
+    listed = getattr(policy, "language_model", policy).generation_config.eos_token_id
     listed = listed if isinstance(listed, list) else [listed]
     return {tokenizer.eos_token_id, *listed} - {None}
 

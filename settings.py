@@ -231,10 +231,9 @@ def check_settings(settings: Settings, training=True, given: Iterable[str] = ())
         raise InputError("--data needs --model: the built-in model knows only its own world")
     known = paper_of(settings.protocol).warm_ups
     if settings.toy_init and settings.toy_init not in known:
-        names = ", ".join(known) or "none"
         raise InputError(
             f"--toy_init {settings.toy_init}: the weaker warm-ups of protocol "
-            f"{settings.protocol} are: {names}"
+            f"{settings.protocol} are: {', '.join(known) or 'none'}"
         )
     searches = PROTOCOLS[settings.protocol].query_tags is not None
     local = settings.retriever in ("bm25", "dense", "random")
@@ -279,8 +278,7 @@ def _check_summarizer(settings: Settings) -> None:
             raise InputError(
                 f"--summarizer {name}: must be none, extractive, or a model's name{like}"
             )
-    text = PROTOCOLS[settings.protocol].fallback_text
-    if settings.fallback and not (text and models_in(value)):
+    if settings.fallback and not (models_in(value) and PROTOCOLS[settings.protocol].fallback_text):
         raise InputError(
             "--fallback needs a protocol with a fallback and a model as summariser, not "
             f"--summarizer {value} and protocol {settings.protocol}"
@@ -320,8 +318,7 @@ def _check_training(settings: Settings) -> None:
             f"--answer_metric {settings.answer_metric} with --judge: ARENA's accuracy is the "
             "metric or the verdict: give one of the two"
         )
-    filters = settings.algorithm == "dapo" and settings.filter_by == "answer"
-    if filters and "answer" not in terms:
+    if (settings.algorithm, settings.filter_by) == ("dapo", "answer") and "answer" not in terms:
         raise InputError(
             f"--reward {settings.reward}: the recipe keeps groups by the term `answer`: name one "
             "so, or give --algorithm grpo"

@@ -115,8 +115,7 @@ def instruction_for(task: str, turns_away: bool) -> str:
     """Returns one of the four instructions of UR² D.3: for mathematics or another task, with or
     without the order to reject queries that ask for no fact.
     """
-    text = _GIVEN + (_TURN_AWAY if turns_away else "Please") + _NOTES
-    return text.format(*TASKS[task])
+    return (_GIVEN + (_TURN_AWAY if turns_away else "Please") + _NOTES).format(*TASKS[task])
 
 
 class LLMSummarizer:

@@ -257,8 +257,7 @@ def prepare(state: TrainState, rollouts: Rollouts, step: int) -> Batch:
         batch.old_logprobs = compute_old_logprobs(state, batch)  # [B, T]
     if state.mismatch != "none":  # first: token weights leave out rejected tokens
         batch.mismatch_weights = ppo.mismatch_weights(batch, state.mismatch)  # [B, T]
-    algorithm = ALGORITHMS[settings.algorithm]
-    batch.advantages = algorithm.compute_advantages(batch, settings)  # [B, T]
+    batch.advantages = ALGORITHMS[settings.algorithm].compute_advantages(batch, settings)  # [B, T]
     return batch
 
 

@@ -115,7 +115,10 @@ def run_arm(name: str, seed: int, runs: str, split: str) -> None:
     if arm.start:
         before = settings_of(arm.start, seed, runs)
         settings = replace(settings, model=last_checkpoint(before))
-        curve = read_results({(arm.start, seed)}, runs, split)[arm.start, seed]["curve"]
+        results = read_results({(arm.start, seed)}, runs, split)
+        if not results:
+            raise InputError(f"arm {arm.start} has no result in world {seed}: run it again")
+        curve = results[arm.start, seed]["curve"]
     else:
         check_prior(settings, split)
     model, steps = (imitate if arm.imitates else reinforce)(settings)

@@ -150,8 +150,7 @@ def saved_on_error(run: Run, state: TrainState, step: int) -> Iterator[None]:
     """Saves the finished steps if sampling or scoring ends in an error or a signal: they change no
     weights. Of several processes the first saves; if weights are sharded it cannot.
     """
-    alone = state.accelerator.num_processes == 1
-    saves = run.main and (alone or not in_parts(state.policy))
+    saves = run.main and (state.accelerator.num_processes == 1 or not in_parts(state.policy))
     try:
         run.may_stop_now = saves
         if saves and run.signals:  # the signal came while the step before was saved

@@ -113,10 +113,10 @@ def built_in_questions(settings: Settings, split: str) -> list[Question]:
     questions = world_questions(settings, split)
     if "direct" in parse_shares(settings.mix, "--mix"):
         for kind in sorted({question.kind for question in questions}):
-            same_kind = [question for question in questions if question.kind == kind]
             direct = [
                 dataclasses.replace(question, source="direct", may_search=False)
-                for question in same_kind[:240]
+                for question in questions
+                if question.kind == kind
             ]
             questions += (direct * 240)[:240]  # a small kind is repeated
     return questions

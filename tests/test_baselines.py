@@ -529,8 +529,7 @@ def test_all_methods_run_on_a_random_chat_model(bpe, tmp_path, capsys, monkeypat
     save_policy(random_policy(Qwen2Config(vocab_size=len(bpe) + 8, **sizes), 3), bpe, "model")
     more = "--corpus from-data --questions 2 --max_turn_tokens 8 --max_searches 2 --out out"
     main(["--model", "model", "--data", written(tmp_path / "five.jsonl"), *more.split()])
-    rows = re.findall(r"^(\w+) +2 +\d", capsys.readouterr().out, re.MULTILINE)
-    assert rows == list(METHODS)
+    assert re.findall(r"^(\w+) +2 +\d", capsys.readouterr().out, re.MULTILINE) == list(METHODS)
     for record in finished_records(tmp_path / "out" / "rag.jsonl"):
         assert len(record["searches"]) == 1 and "<information>" in record["transcript"]
         assert 0 < record["metrics"]["written"] <= 16  # 8 tokens, which may be others as text

@@ -45,8 +45,7 @@ def test_a_share_of_training_golds_is_worded_otherwise_and_none_that_is_evaluate
     changed = [(q, p) for q, p in zip(asked, plain, strict=True) if q != p]
     assert all(q.answers == [f"{p.answers[0]} proper"] for q, p in changed)
     assert {q.kind for q, _ in changed} == {*LOOK_UPS}
-    look_ups = sum(q.kind in LOOK_UPS for q in asked)
-    assert len(changed) / look_ups == pytest.approx(0.7, abs=0.05)
+    assert len(changed) / sum(q.kind in LOOK_UPS for q in asked) == pytest.approx(0.7, abs=0.05)
     held_out = questions_file.world_questions(settings, "test")
     assert all(" proper" not in question.answers[0] for question in held_out)
 

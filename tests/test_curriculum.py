@@ -388,8 +388,7 @@ def test_who_may_search_is_drawn_per_question_and_not_by_the_order_of_reading():
 
 
 def test_without_task_mixing_all_may_search_but_those_that_may_not_by_themselves():
-    questions = levelled("math", easy=3)
-    assert set(epoch_of(by_level(questions, 3), 1).values()) == {True}
+    assert set(epoch_of(by_level(levelled("math", easy=3), 3), 1).values()) == {True}
     silent = [Question("1", "?", ["!"], level="hard", may_search=False)]
     assert epoch_of(by_level(silent, 1, task_mixing=True), 1) == {"1": False}
 
@@ -404,8 +403,7 @@ def test_a_file_gives_its_buckets_and_a_line_without_one_is_read_by_its_mean(tmp
     lines = [{"id": "q0", "scores": [1, 0]}, {"id": "q1", "scores": [1], "bucket": "hard"}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert read_difficulty(path, FOUR[:2]) == {"q0": "medium", "q1": "hard"}
-    text = message(read_difficulty, path, FOUR)
-    assert "2 questions have none, the first is q2" in text
+    assert "2 questions have none, the first is q2" in message(read_difficulty, path, FOUR)
 
 
 NONE = """

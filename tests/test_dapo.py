@@ -97,8 +97,7 @@ def test_by_question_a_group_weighs_as_much_as_another_and_its_overlong_rows_not
     # groups of 2 + 2 and 4 + 1 tokens, of whose 5 the 4 of row 2 are overlong: 1/4/2 and 1/1/2
     batch = make_batch(overlong=(False, False, True, False), questions=torch.tensor([0, 0, 1, 1]))
     weights = dapo.compute_token_weights(batch, choose(loss_aggregation="question"))
-    each = torch.tensor([[1 / 8], [1 / 8], [0], [1 / 2]])
-    torch.testing.assert_close(weights, each * MASK)
+    torch.testing.assert_close(weights, torch.tensor([[1 / 8], [1 / 8], [0], [1 / 2]]) * MASK)
 
 
 # ------------------------------------------------------------------------------- advantage and loss

@@ -534,8 +534,7 @@ QUOTE = "a quote that is not closed"
 def test_a_table_of_passages_is_read_with_and_without_a_header(write, lines, expected):
     found = load_corpus(write(*lines, name="c.tsv"))
     assert [(document.title, document.text) for document in found] == expected
-    first = next(line for line in lines if line[0].isdigit())
-    assert found[0].id == first[0]
+    assert found[0].id == next(line for line in lines if line[0].isdigit())[0]
 
 
 AX, CONTENTS = {"title": "A", "text": "x"}, {"id": "1", "contents": "a\nb"}
@@ -596,8 +595,7 @@ def test_a_name_with_a_colon_is_a_file_and_more_than_a_file_has_is_one_line(writ
     assert len(load_questions(f"{path}:1")) == 1  # a name may hold a comma, too
     colon = path.rename(path.with_name("data:2"))
     assert len(load_questions(str(colon))) == 4  # not 2 of "data"
-    text = message(load_questions, f"{colon}:5")
-    assert "--data data:2:5: the file has 4 questions" in text
+    assert "--data data:2:5: the file has 4 questions" in message(load_questions, f"{colon}:5")
 
 
 # -------------------------------------------------------------------------------------- real slices

@@ -331,8 +331,7 @@ def test_examples_beyond_the_context_are_left_out_and_counted_and_not_cut(
 ):
     alone = write(record("q2") | {"transcript": "ana " * 300})
     assert "no example to train on" in message(run, "traces", model, alone, tmp_path / "out")
-    both = write(json.loads(Path(files["traces"]).read_text()))
-    run("traces", model, both, tmp_path / "out")
+    run("traces", model, write(json.loads(Path(files["traces"]).read_text())), tmp_path / "out")
     assert "1 of 2 examples fit 256 tokens and have text to imitate" in capsys.readouterr().out
 
 

@@ -116,7 +116,6 @@ def test_the_first_step_that_takes_five_times_the_median_of_the_first_five(secon
 
 def test_a_slow_step_of_a_run_is_one_line(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(files, "seconds_of", lambda record: 9 if record["step"] in (5, 6) else 1)
-    folder = train.train(settings_for(model, tmp_path, "--steps 8"))
-    assert len(rows_of(folder)) == 8
+    assert len(rows_of(train.train(settings_for(model, tmp_path, "--steps 8")))) == 8
     printed = capsys.readouterr()
     assert (printed.out + printed.err).count("is something else using this machine?") == 1

@@ -134,8 +134,7 @@ def test_sixteen_requests_are_under_way_at_once(serve, one_try):
         together.wait(30)  # with fewer at once this breaks, and the reply never comes
         return "ok"
 
-    model = asker(serve(wait_for_the_others))
-    assert model.ask(requests(*map(str, range(16)))) == ["ok"] * 16
+    assert asker(serve(wait_for_the_others)).ask(requests(*map(str, range(16)))) == ["ok"] * 16
 
 
 # -------------------------------------------------------------------------- the server is not there

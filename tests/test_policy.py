@@ -325,8 +325,7 @@ def test_collate_puts_mask_and_logprobs_in_the_column_before_their_token():
 @pytest.mark.parametrize("pad_id", [0, EOS])
 def test_a_sampled_eos_is_trained_and_padding_is_not_even_if_they_are_one_token(pad_id):
     batch = collate(ROWS, [0.0] * 3, 3, pad_id)
-    trained = batch.tokens[:, 1:][batch.response_mask.bool()].tolist()
-    assert trained == [7, EOS, 7, EOS]
+    assert batch.tokens[:, 1:][batch.response_mask.bool()].tolist() == [7, EOS, 7, EOS]
 
 
 def test_rows_take_every_tensor_cut_to_the_longest_and_leave_the_batch_alone():
@@ -363,8 +362,7 @@ def test_all_processes_are_dealt_the_same_number_of_micro_batches(processes, bud
         cuts = [cut.tolist() for share in dealt for cut in share]
         assert sorted(row for cut in cuts for row in cut) == list(range(count))
         for cut in cuts:
-            longest = max(lengths[row] for row in cut or [0])
-            assert len(cut) < 2 or len(cut) * longest <= budget
+            assert len(cut) < 2 or len(cut) * max(lengths[row] for row in cut or [0]) <= budget
 
 
 # ------------------------------------------------------------------------------------ the optimizer

@@ -221,8 +221,7 @@ def test_explained_variance_by_hand_on_model_tokens_only(values, expected):
     foreseen = torch.tensor([[values[0], 9, values[1]]])
     returns = torch.tensor([[0.0, -9, 2]])
     mask = torch.tensor([[1, 0, 1]])
-    result = ppo.explained_variance(foreseen, returns, mask)
-    assert result == pytest.approx(expected, abs=1e-6)
+    assert ppo.explained_variance(foreseen, returns, mask) == pytest.approx(expected, abs=1e-6)
 
 
 def test_explained_variance_without_anything_to_foresee_is_zero():

@@ -17,9 +17,9 @@ import view
 from plumbing import report
 
 ROOT = Path(__file__).parents[1]
-README, USE, SCALE, RESULTS, METRICS = (
+README, USE, SCALE, EXTEND, RESULTS, METRICS = (
     (ROOT / name).read_text(encoding="utf-8")
-    for name in ("README.md", *(f"docs/{n}.md" for n in "use scale results metrics".split()))
+    for name in ("README.md", *(f"docs/{n}.md" for n in "use scale extend results metrics".split()))
 )
 NO_SCREEN = {"train", "eval", "update"}  # these train, or evaluate; update is train's step
 SCREENS = {*law.PATH, "papers", "data"} - NO_SCREEN
@@ -33,6 +33,7 @@ def commands_in(text: str) -> list[tuple[str, str]]:
 
 
 COMMANDS = commands_in(README + USE + SCALE)
+ALL_COMMANDS = COMMANDS + commands_in(EXTEND)
 SUBCOMMANDS = ("direct", "reasoning", "traces", "summarizer", "serve", "check")
 SUBCOMMANDS += ("rollout", "update", "step", "retrieval", "growth")
 
@@ -79,12 +80,12 @@ def test_the_docs_have_a_command_for_every_recipe_and_each_is_one_that_can_run(m
     assert {stage.algorithm for stage in stages} >= {"ppo", "grpo", "dapo", "reinforce_pp"}
 
 
-WITH_FLAGS = sorted({name for name, arguments in COMMANDS if "--" in arguments} - {"train"})
+WITH_FLAGS = sorted({name for name, arguments in ALL_COMMANDS if "--" in arguments} - {"train"})
 
 
 @pytest.mark.parametrize("name", WITH_FLAGS)
 def test_every_command_has_only_flags_that_its_file_knows(name, run_command):
-    for other, arguments in COMMANDS:
+    for other, arguments in ALL_COMMANDS:
         words = arguments.split()
         if other == name and "--predictions" not in words:
             subcommand = [word for word in words if word in SUBCOMMANDS][:1]

@@ -987,8 +987,7 @@ def test_a_list_of_guesses_is_as_many_words_however_it_is_joined(joint):
 def test_what_the_papers_formulas_pay_themselves():
     # R1-Searcher eq. 5: ten guesses cover the gold; longer ones lose 2 (section 4.2 saw them)
     ten = "Sudria Ostland Westland Kaldor Belmark Corsia Dravia Ellenia Fioria Norland"
-    listed = r1(CLOSE.replace("Norland", ten))
-    assert value(r1_searcher_stage2(listed, "cem")) == 1
+    assert value(r1_searcher_stage2(r1(CLOSE.replace("Norland", ten)), "cem")) == 1
     # R-Search eq. 4: what the reader makes of evidence that stands nowhere; `support` shows it
     made_up = "<original_evidence> Zed lies in Norland. </original_evidence>"
     row = rs(observed(found="nothing") + made_up + ANSWER)
@@ -1131,8 +1130,7 @@ def test_every_gold_of_r1_searchers_data_earns_all_when_it_is_the_answer(name, l
     golds = [(question, answer) for question in questions for answer in question.answers]
     assert sum(len(answer.split()) > rewards.MAX_ANSWER_WORDS for _, answer in golds) == long
     for question, answer in golds:  # F1 = 1, and no fault
-        row = r1(CLOSE.replace("Norland", answer), question)
-        assert total(r1_searcher_stage2(row)) == 1.0
+        assert total(r1_searcher_stage2(r1(CLOSE.replace("Norland", answer), question))) == 1.0
 
 
 def test_a_published_transcript_of_search_r1_is_read_and_paid():

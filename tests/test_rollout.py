@@ -499,9 +499,9 @@ def test_of_many_questions_only_the_prompts_that_may_be_too_long_are_built(name,
         page = dataclasses.replace(REFERENCES[1], text=REFERENCES[1].text + "!!")
         longer = dataclasses.replace(READ, id="long", references=(REFERENCES[0], page))
 
-    def build(protocol, question, tokenizer):
-        built.append(question.id)
-        return build_prompt(protocol, question, tokenizer)
+    def build(*given):
+        built.append(given[1].id)
+        return build_prompt(*given)
 
     def check(spare):
         built.clear()

@@ -77,8 +77,7 @@ def test_help_has_a_section_per_file_and_names_the_value_of_the_recipe(capsys):
     assert all(f"--{name} " in shown for name in TRAIN)
     assert "one of constant, linear, cosine ('constant')" in shown
     assert "trajectories per question, G (5; default 16)" in shown  # R-Search's five
-    section = shown.partition(" rollout.py: ")[2].partition(".py: ")[0]
-    assert "--group_size INT t" in section
+    assert "--group_size INT t" in shown.partition(" rollout.py: ")[2].partition(".py: ")[0]
 
 
 def test_help_without_all_shows_ten_flags_and_an_example(capsys):

@@ -52,8 +52,7 @@ def test_the_loss_is_the_mean_over_the_tokens_to_imitate():
         return torch.tensor([[-1.0, -3.0, -9.0]])
 
     tokens = torch.zeros(1, 4, dtype=torch.long)
-    mask = torch.tensor([[1.0, 1.0, 0.0]])
-    assert sft_loss(scripted, tokens, mask).item() == 2.0
+    assert sft_loss(scripted, tokens, torch.tensor([[1.0, 1.0, 0.0]])).item() == 2.0
 
 
 def test_nothing_to_imitate_is_a_loss_of_zero_and_no_nan(policy):

@@ -277,8 +277,7 @@ def test_a_fast_asker_waits_until_as_many_wait_as_decode(bpe):
     asks, search = "word " * 20 + "{} Ana {}".format(*UR2.query_tags), library(0)
     texts = [QA.question + " a" * more for more in (0, 2, 4, 6)]
     questions = [dataclasses.replace(QA, question=text) for text in texts]
-    policy = asking_at_once(bpe, asks)
-    play(policy, bpe, questions, search, max_turn_tokens=60, max_context=600)
+    play(asking_at_once(bpe, asks), bpe, questions, search, max_turn_tokens=60, max_context=600)
     assert search.calls[0] == 2 and sum(search.calls) == 4
 
 

@@ -192,8 +192,7 @@ def test_notes_are_sampled_by_the_task_in_training_and_in_an_evaluation():
         ("choice", PAPERS["ur2"].decoding, (0.3, 0.5, 2048)),
     ):
         llm = Says(who="notes")
-        sampled = settings["summary_sampling"]
-        notes(llm, "who", request=of_task(task), summary_sampling=sampled)
+        notes(llm, "who", request=of_task(task), summary_sampling=settings["summary_sampling"])
         assert llm.batches[0][0][2:] == sampling
 
 

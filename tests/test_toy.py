@@ -116,8 +116,7 @@ def test_a_number_in_a_citation_is_one_token_wherever_it_stands(toy_tokenizer):
 def test_the_model_has_about_half_a_million_parameters():
     # tied embeddings; two layers: attention 4 · 128² and 3 biases of 128, MLP 3 · 128 · 384, norms
     layer = 4 * 128**2 + 3 * 128 + 3 * 128 * 384 + 2 * 128
-    count = sum(p.numel() for p in make_model(500).parameters())
-    assert count == 500 * 128 + 2 * layer + 128
+    assert sum(p.numel() for p in make_model(500).parameters()) == 500 * 128 + 2 * layer + 128
 
 
 def test_the_first_heads_are_born_looking_one_and_two_places_back():
@@ -172,8 +171,7 @@ def test_when_to_search_thinks_the_same_whether_it_then_searches_or_not():
     thoughts = {True: set(), False: set()}
     for question, pieces in traces_of(300, "when_to_search", kinds=kinds, **plain):
         kind = "arithmetic" if "+" in question.question else "known"
-        searched = any("<search>" in text for text, _ in pieces)
-        thoughts[searched].add((kind, pieces[0][0]))
+        thoughts[any("<search>" in text for text, _ in pieces)].add((kind, pieces[0][0]))
     # " how many", " birthplace", " employer"
     assert thoughts[True] == thoughts[False] and len(thoughts[True]) == 3
 

@@ -105,8 +105,7 @@ def trained(model, tmp_path_factory):
     """Two steps of GRPO with a KL, two updates each, of which everything is kept."""
     more = "--steps 2 --groups_kept -1 --algorithm grpo --kl_coef 0.1 --kl_estimator k2 --lr 1e-2"
     more += " --trajectories_per_update 2"
-    settings = settings_for(model, tmp_path_factory.mktemp("t"), more)
-    return train.train(settings)
+    return train.train(settings_for(model, tmp_path_factory.mktemp("t"), more))
 
 
 def settings_of(folder) -> dict:
@@ -175,8 +174,7 @@ def test_a_group_in_the_terminal(trained, capsys):
     ],
 )
 def test_a_wrong_command_is_one_line(arguments, fragment, trained, tmp_path):
-    words = arguments.format(run=trained, empty=tmp_path).split()
-    assert fragment in message(view.main, words)
+    assert fragment in message(view.main, arguments.format(run=trained, empty=tmp_path).split())
 
 
 # ----------------------------------------------------------------------------------------- the page

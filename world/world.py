@@ -179,8 +179,7 @@ class World:
         for text, answer, *hops in self.plain_questions(split_asked, kind):
             name = f"{split}/{kind}/{text}"
             shown, numbers = self.references(name, hops, split_asked)
-            question = Question(name, text, [answer], task, (), shown, numbers, source=kind)
-            questions.append(question)
+            questions.append(Question(name, text, [answer], task, (), shown, numbers, source=kind))
         return shuffled(random.Random(f"questions {self.seed} 0"), questions)[:count]
 
     def plain_questions(self, split: str, kind: str) -> Iterator[tuple]:
@@ -210,8 +209,7 @@ class World:
         rng = random.Random(f"references {self.seed} {identity}")
 
         def other(relation: str) -> Document:
-            name = rng.choice(self.entities[split][RELATIONS[relation][0]])
-            return self.passages[name, relation]
+            return self.passages[rng.choice(self.entities[split][RELATIONS[relation][0]]), relation]
 
         return with_distractors(rng, [self.passages[hop] for hop in hops], other)
 

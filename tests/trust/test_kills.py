@@ -218,8 +218,7 @@ def made_toy(runs: Path, kill: bool) -> None:
     toy.warm_up = lambda *_: None
     if kill:
         before(Path, "rename")
-    protocol = PROTOCOLS["ur2"]
-    toy.load_toy(0, protocol, paper_of("ur2").warmed_up(""), str(runs))
+    toy.load_toy(0, PROTOCOLS["ur2"], paper_of("ur2").warmed_up(""), str(runs))
 
 
 @fault(14)

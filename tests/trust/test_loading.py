@@ -29,8 +29,7 @@ def changed(model, tmp_path, monkeypatch):
         path = shutil.copytree(model, tmp_path / "model")
         (path / "manifest.json").unlink()  # as of a model of others
         (path / "own.py").write_text(f"open('{tmp_path}/ran', 'w')\nConfig = Model = Words = int")
-        record = json.loads((path / file).read_text())
-        (path / file).write_text(json.dumps(record | fields))
+        (path / file).write_text(json.dumps(json.loads((path / file).read_text()) | fields))
         return path
 
     yield change
