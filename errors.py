@@ -85,7 +85,7 @@ def rank_of(name: str, default: int = 0) -> int:
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run a file's `main`: an InputError is printed and ends it with code 2, Ctrl-C with 130."""
+    """Runs a file's `main`: an InputError is printed and ends it with code 2, Ctrl-C with 130."""
     prepare_command()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal, or a log, may have no ⟦

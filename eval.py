@@ -221,7 +221,7 @@ class Evaluation:
         return generate, weights_version(settings.model, policy) if settings.model else "built-in"
 
     def run(self) -> list[dict]:
-        """Prediction records of the model's rollouts."""
+        """Returns prediction records of the model's rollouts."""
         # Held for as long as this evaluation object lives.
         self.lock = locked(self.out, holder=EVALUATION_HOLDS_IT)
         generate, version = self.load()

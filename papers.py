@@ -109,7 +109,7 @@ UR2 = Paper(
     | {"summary_sampling": "math=0.3/0.7/8192,other=0.3/0.5/2048"},
 )
 # It never searches by itself, and has habits that the reward must break: searches for sums, several
-# in a row, two answers, passages of its own hand. It reads summaries and raw passages.
+# in a row, two answers, passages that it invents. It reads summaries and raw passages.
 UR2.warm_ups["weak"] = replace(
     UR2.world,
     kinds={"one_hop": 0.22, "two_hop": 0.26, "unit": 0.14, "arithmetic": 0.28, "known": 0.10},
@@ -410,8 +410,8 @@ PAPERS: dict[str, Paper] = {
 RECIPES: dict[str, dict[int, dict]] = {name: paper.stages for name, paper in PAPERS.items()}
 
 
-# What lab/baselines.py writes has no paper's format: an answer will do. Else it is scored as the
-# paper scores in whose table it stands.
+# What lab/baselines.py writes has no paper's format: having an answer is enough. Everything else is
+# scored as the paper scores in whose table the baseline is.
 BASELINES = [
     replace(
         paper,

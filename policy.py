@@ -84,7 +84,7 @@ def is_matrix(head: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def unrounded_logits(model):
-    """Within this context a bf16 head returns fp32 logits."""
+    """Makes a bf16 head return fp32 logits inside the context."""
     head = model.get_output_embeddings()
 
     def forward(hidden: Tensor) -> Tensor:  # [..., H] -> [..., V]

@@ -827,7 +827,8 @@ def check_reward(settings) -> RewardTerms:
     Returns the reward terms of an example.
     """
     price = settings.beta * settings.max_searches
-    if "price" in needs(settings) and price >= 2:  # −1 + β RC, wrong, may reach 1, right
+    # A wrong answer earns −1 + β RC, which must not reach the 1 of a right one without a search.
+    if "price" in needs(settings) and price >= 2:
         raise InputError(
             f"--beta {settings.beta} times --max_searches {settings.max_searches} is {price:g}: it"
             " must stay below 2, or a wrong answer after many searches outranks a right one"

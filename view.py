@@ -59,7 +59,7 @@ def read_run(folder: Path) -> tuple[list[dict], list[tuple[int, str]]]:
 
 
 def series(records: list[dict], wanted: tuple[str, ...]) -> dict[str, tuple[list, list]]:
-    """label -> (x, y). A step without the metric (a kind not trained on) is a gap and no zero."""
+    """Returns label -> (x, y). A step without the metric (its kind was not asked) leaves a gap."""
     prefixes = tuple(want for want in wanted if want.endswith("/"))
     curves = {}
     for name in sorted({name for record in records for name in record}):
@@ -70,12 +70,12 @@ def series(records: list[dict], wanted: tuple[str, ...]) -> dict[str, tuple[list
 
 
 def filled_panels(records: list[dict]) -> dict[str, dict]:
-    """title -> curves, of the panels that this run has numbers for: only PPO has a critic."""
+    """Returns title -> curves of the panels with numbers of this run: only PPO has a critic."""
     return {title: curves for title, wanted in PANELS if (curves := series(records, wanted))}
 
 
 def smooth(values: list[float], window: int = 5) -> list[float]:
-    """Mean of the last `window` values. smooth([0, 1, 2], 2) = [0, 0.5, 1.5]."""
+    """Returns running means of `window` values. smooth([0, 1, 2], 2) = [0, 0.5, 1.5]."""
     return [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 
@@ -85,7 +85,7 @@ def load_pyplot():
     except ImportError:
         raise InputError("pictures need matplotlib: install the extra `plot`") from None
     matplotlib.use("Agg")
-    from matplotlib import pyplot  # only behind the choice of its backend
+    from matplotlib import pyplot  # after its backend was chosen
 
     return pyplot
 

@@ -48,7 +48,7 @@ class Arm:
 SHORT = {"steps": 30}
 # Both arms retrieve three passages: the best is summarised, or all three are read unchanged.
 WEAK = {"toy_init": "weak", "documents_per_search": 3, "document_tokens": 64}
-PACE = {  # stage 2's
+PACE = {  # of the recipe's stage 2
     "lr": EVERYTHING["lr"],
     "trajectories_per_update": EVERYTHING["trajectories_per_update"],
 }

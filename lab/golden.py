@@ -1,7 +1,7 @@
 """Writes the data of docs/index.html: all rewards of its transcripts, and cases for its formulas.
 
-    python -m lab.golden                       all but what was recorded of a run
-    python -m lab.golden --output_dir runs     that too: asks the checkpoints of `make train`, with
+    python -m lab.golden                       everything except the recorded run
+    python -m lab.golden --output_dir runs     also that: asks the checkpoints of `make train`, with
                                                the flags of lab.moments
 
 The page computes no reward: it looks up what `REWARDS` pays at each position of its controls. Its

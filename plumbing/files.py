@@ -101,7 +101,7 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def starting_model(settings: Settings) -> tuple[str, str]:
-    """Returns (the path of the first weights, "" for the built-in model; a line on it)."""
+    """Returns (the path of the first weights, "" for the built-in model; a line that says so)."""
     stage, folder = settings.stage, stage_folder(settings)
     if settings.resume:
         if not (path := newest_whole(folder)):

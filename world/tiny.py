@@ -43,7 +43,7 @@ class Tiny:
     raw: float = 0.0  # searches that show three numbered passages in place of the summary
     stray: float = 0.0  # that find nothing to the point, and show some passage and no fallback
     twice: float = 0.0  # needless searches after a needless one
-    sloppy: float = 0.0  # answers given twice, or behind documents of the model's own hand
+    sloppy: float = 0.0  # answers given twice, or after documents that the model invents
     verbose: float = 0.0  # answers that say the relation beside the value
     prior: float = 1.0  # what it may search at most before RL, per look-up: lab.ablate measures it
     context: int = 256  # tokens; raw passages take more

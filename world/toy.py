@@ -69,7 +69,7 @@ def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
     care). A paper's own has no other's: what is added to one leaves the rest their ids and numbers.
     """
     # Unigram with equal scores takes the fewest pieces that cover the text. In a list a number is
-    # one token wherever it stands: ", " + "4", and not "," + " 4".
+    # one token wherever it occurs: ", " + "4", and not "," + " 4".
     scored = [(piece, -0.5 if piece == ", " else -1.0) for piece in word_pieces()]
     tokenizer = Tokenizer(models.Unigram(scored, unk_id=2))
     # A word at the start of a line gets the leading space that its piece has everywhere else.
@@ -245,7 +245,7 @@ class Tasks:
         return self.passage(self.value(kind), facts, self.rng.choice(list(facts)))
 
     def nonsense(self, count: int) -> tuple[Facts, list[Document]]:
-        """Any relation may have any value here, so guessing by kind does not help."""
+        """Returns facts with values of any kind, so that guessing by kind fails, and passages."""
         facts = {
             relation: self.value(self.rng.choice(list(self.values)))
             for relation in self.rng.sample(list(RELATIONS), count)
@@ -369,7 +369,7 @@ class TraceWriter:
         return self.undecided(pieces) + self.end(task, task.answer, found)
 
     def happens(self, share: float) -> bool:
-        """A flaw of a weaker warm-up; without it the other random draws stay the same."""
+        """Decides about a flaw of a weaker warm-up. At share 0 it draws no number: others stay."""
         return share > 0 and self.rng.random() < share
 
     def at_once(self, task: Task) -> Pieces:

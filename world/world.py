@@ -69,7 +69,7 @@ KINDS = ("one_hop", "two_hop", "unit", "arithmetic", "known")
 MAX_NUMBER = 100
 REFERENCES = 4  # passages that a question of the layout "facts" comes with
 
-# relation -> (what it is about, what it leads to); the word stands in passages and queries alone.
+# relation -> (what it is about, what it leads to); the word occurs in passages and queries only.
 RELATIONS = {
     "birthplace": ("person", "city"),
     "employer": ("person", "company"),
