@@ -21,8 +21,8 @@ train: install
 	ACCELERATE_USE_CPU=true $(BIN)/python train.py --stage 1,2 --evaluate --world_seed $(SEED) --seed $(SEED)
 	$(BIN)/python view.py runs/ur2-world$(SEED)-seed$(SEED)
 
-# The tests start many processes, which read each other's compiled files.
-test slow vllm-test: export PYTHONDONTWRITEBYTECODE =
+# Empty: compiled files are written, and the many processes of the tests share them.
+test slow trust vllm-test: export PYTHONDONTWRITEBYTECODE =
 
 # The law, and everything but the long learning runs; `make slow` runs those.
 test: install

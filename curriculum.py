@@ -33,7 +33,7 @@ Counts = dict[str, int]
 
 @dataclass(frozen=True)
 class CurriculumSettings:
-    questions_per_step: int = setting(64, "questions per step", least=1)
+    questions_per_step: int = setting(64, "questions per draw; a step usually makes one", least=1)
     mix: str = setting(
         "",
         'share of each kind in every step: "kind=weight,..."; the part before "_" stands for all'

@@ -439,9 +439,8 @@ def record_of(recipe: str, variant: str = "", stage: int | None = None) -> Paper
         check_value("variant", variant, {"one_of": paper.variants})
         paper = paper.variants[variant]
     if stage is not None and stage not in paper.stages:
-        stages = ", ".join(map(str, paper.stages))
         named = f"{recipe} {variant}".strip()
-        raise InputError(f"--stage {stage}: {named} has stages {stages}")
+        raise InputError(f"--stage {stage}: {named} has stages {', '.join(map(str, paper.stages))}")
     return paper
 
 

@@ -132,14 +132,17 @@ def check_prompts(questions: list[Question], environment: Environment, policy) -
             f"--max_context {context}: the model has only {positions} positions, 0 uses them all"
         )
     protocol = environment.protocol
-    shows_all = protocol.references_in_prompt or protocol.prompts
-    of_kind: dict[tuple, int] = {}  # (task, may_search) -> tokens of this kind's first prompt
+    # A layout of --prompt_file may show references, or a text twice.
+    copies = max([1, *(text.count("{") for text in protocol.prompts.values())])
+    shows_all = protocol.references_in_prompt or copies > 1
+    of_kind = {}  # (task, may_search) -> tokens of the first prompt of this kind
     for question in questions:
         values = question_values(question, "")
         text = "".join(values.values()) if shows_all else values["question"]
-        kind = (question.task, question.may_search)
-        # Building all prompts takes long, and most would fit if each byte of the text were a token.
-        if of_kind.get(kind, context) + len(text.encode()) + ANSWER_TOKENS > context:
+        kind = question.task, question.may_search
+        # A token has at least a byte. Building all prompts takes long, and most are far too short.
+        most = of_kind.get(kind, context) + copies * len(text.encode(errors="replace"))
+        if most + ANSWER_TOKENS > context:
             prompt = build_prompt(protocol, question, environment.tokenizer)
             check_prompt(question, prompt, context)
             of_kind.setdefault(kind, len(prompt))

@@ -110,7 +110,7 @@ class Muon(torch.optim.Optimizer):
                 momentum = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
                 momentum.lerp_(weight.grad, 1 - 0.95)
                 by_shape[weight.shape].append(weight)
-            # One product of many small matrices takes half as long as many products.
+            # Multiplying the matrices of a shape in one batch takes half as long as one by one.
             for (rows, columns), weights in by_shape.items():
                 nesterov = [w.grad.lerp(self.state[w]["momentum"], 0.95) for w in weights]
                 updates = orthogonalize(torch.stack(nesterov), fast_type(weights[0].device))

@@ -72,8 +72,7 @@ def is_lookup(query: str, title: str = "") -> bool:
     >>> is_lookup("country of alma lind"), is_lookup("in which country was she born")
     (True, False)
     """
-    arithmetic = any(operator in query for operator in OPERATORS)
-    if arithmetic or len(query.split()) > MAX_QUERY_WORDS:
+    if len(query.split()) > MAX_QUERY_WORDS or any(operator in query for operator in OPERATORS):
         return False
     return has_title(query, title) or _OF_A_NAME.search(query) is not None
 

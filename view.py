@@ -75,7 +75,7 @@ def filled_panels(records: list[dict]) -> dict[str, dict]:
 
 
 def smooth(values: list[float], window: int = 5) -> list[float]:
-    """Returns running means of `window` values. smooth([0, 1, 2], 2) = [0, 0.5, 1.5]."""
+    """Returns running means of up to `window` values. smooth([0, 1, 2], 2) = [0, 0.5, 1.5]."""
     return [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 

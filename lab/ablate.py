@@ -117,7 +117,7 @@ def run_arm(name: str, seed: int, runs: str, split: str) -> None:
         settings = replace(settings, model=last_checkpoint(before))
         results = read_results({(arm.start, seed)}, runs, split)
         if not results:
-            raise InputError(f"arm {arm.start} has no result in world {seed}: run it again")
+            raise InputError(f"arm {arm.start} has no result in world {seed}: repeat the command")
         curve = results[arm.start, seed]["curve"]
     else:
         check_prior(settings, split)

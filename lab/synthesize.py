@@ -121,8 +121,7 @@ def parse_draft(reply: str | None) -> Question | None:
     True
     """
     # Blank lines and indents are allowed.
-    text = re.sub(r"\s*\n\s*", "\n", (reply or "").strip())
-    if not (match := _FORM.fullmatch(text)):
+    if not (match := _FORM.fullmatch(re.sub(r"\s*\n\s*", "\n", (reply or "").strip()))):
         return None
     question, options, letter, part = match.groups()
     letters, texts = zip(*re.findall(r"(.)\. (.+)\n", options), strict=True)

@@ -375,7 +375,7 @@ def build_state(settings: Settings) -> TrainState:
     copies = wants_copy(settings.sampling_copy, device, in_8bit)
     recompute = device.type != "cpu" or copies or served or not settings.mask_documents
     mismatch = settings.mismatch
-    if mismatch == "auto":  # documents that are trained on were not sampled and have no ρ
+    if mismatch == "auto":  # documents were not sampled: if they are trained on, they have no ρ
         mismatch = "token" if recompute and settings.mask_documents else "none"
 
     def sampler():

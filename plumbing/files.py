@@ -101,7 +101,7 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def starting_model(settings: Settings) -> tuple[str, str]:
-    """Returns (the path of the first weights, "" for the built-in model; a line that says so)."""
+    """Returns (the path of the first weights, "" for the built-in model; the line to print)."""
     stage, folder = settings.stage, stage_folder(settings)
     if settings.resume:
         if not (path := newest_whole(folder)):
@@ -310,10 +310,9 @@ class Run:
         where = "" if self.settings.dry_run else f" The batch is in {path};"
         if self.main and where:
             torch.save(dataclasses.asdict(part), path)
-        ids = ", ".join(dict.fromkeys(row.question.id for row in rows))
         raise InputError(
             f"step {step}: {', '.join(bad)}; stopped; this update was not applied.{where} "
-            f"questions: {ids}"
+            f"questions: {', '.join(dict.fromkeys(row.question.id for row in rows))}"
         )
 
 

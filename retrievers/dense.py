@@ -124,8 +124,8 @@ def nearest(shards: list[torch.Tensor], queries: np.ndarray, k: int, device="cpu
         rows.append(best.indices.cpu() + first)
         first += len(shard)
     scores, rows = torch.cat(scores, 1).numpy(), torch.cat(rows, 1).numpy()
-    order = np.lexsort((rows, -scores))[:, :k]  # by score, then by row
-    return np.take_along_axis(rows, order, axis=1)
+    # By score, then by row.
+    return np.take_along_axis(rows, np.lexsort((rows, -scores))[:, :k], axis=1)
 
 
 def passage_vectors(documents: list[Document], encoder, runs="runs") -> list[torch.Tensor]:

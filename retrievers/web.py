@@ -177,7 +177,7 @@ def window(text: str, query: str, words: int = WINDOW) -> str:
     """Returns the first window of `words` words with the most distinct words of the query."""
     page = text.split()
     wanted = {*tokenize(query)}
-    step = max(words // 5, 1)
-    windows = [page[start : start + words] for start in range(0, len(page), step)]
+    starts = range(0, len(page), max(words // 5, 1))
+    windows = [page[start : start + words] for start in starts]
     best = max(windows, key=lambda part: len(wanted & {*tokenize(" ".join(part))}), default=[])
     return " ".join(best)[: 10 * words]  # text in a script without spaces counts as one word

@@ -1,5 +1,5 @@
-"""Applies each diff of docs/extend.md to a copy of the tree and runs every command there; trains a
-model on a folder of texts with the page's commands.
+"""Applies each diff of docs/extend.md to a copy of the tree and runs there the commands that must
+know a new paper; trains a model on a folder of texts with the page's commands.
 """
 
 import json
@@ -91,7 +91,7 @@ def test_rewards_protocols_papers_and_retrievers_are_added_by_their_diffs(tree, 
         rows = rows_of(tree / "runs" / name / "stage1")
         assert len(rows) == 2
         assert {k[7:] for row in rows for k in row if k.startswith("reward/")} == terms
-    # right after 0, 1 and 2 searches, then wrong
+    # The line of `rewards.main`: right after 0, 1 and 2 searches, then wrong.
     row = next(line.split() for line in output.splitlines() if line.startswith("mine "))
     assert row[1:] == ["+1.00", "+0.90", "+0.80", "+0.00", "-0.10", "-0.20"]
 

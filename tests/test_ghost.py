@@ -37,7 +37,7 @@ def shim(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> str:
-    """The config of a 0.5B of one layer."""
+    """The config of a 0.5B of one layer; the slow cases have all layers."""
     config = config_of("0.5B")
     config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
     config.save_pretrained(folder := tmp_path_factory.mktemp("small"))

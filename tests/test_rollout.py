@@ -489,32 +489,42 @@ def test_a_prompt_longer_than_the_context_is_an_input_error_that_names_the_quest
     check_prompts([], surroundings(bpe, 2048), policy)
 
 
-@pytest.mark.parametrize("name", ["ur2", "arena"])
-def test_of_many_questions_only_the_prompts_that_may_be_too_long_are_built(name, monkeypatch):
+LONG = "?" * 600
+PAGES = (Document("a", "Ana Bell", LONG),)
+
+
+@pytest.mark.parametrize(
+    "name, layout, changes",
+    [
+        ("ur2", "", {"question": LONG}),
+        ("ur2", "", {"options": (LONG,)}),
+        ("ur2", "", {"question": LONG, "may_search": False}),
+        ("ur2", "{question} {references}", {"references": PAGES}),
+        ("ur2", "{question} {question}", {"question": LONG}),
+        ("arena", "", {"references": PAGES}),
+    ],
+)
+def test_only_prompts_that_may_be_too_long_are_built(name, layout, changes, monkeypatch):
     """In a tokenizer of bytes a question has as many tokens as it can have."""
     tokenizer, built = ByT5Tokenizer(), []
+    protocol = dataclasses.replace(PROTOCOLS[name], prompts={"policy": layout} if layout else {})
     short = [dataclasses.replace(READ, id=str(i)) for i in range(9)]
-    longer = dataclasses.replace(READ, id="long", question=QA.question + "??")
-    if name == "arena":  # its references count too
-        page = dataclasses.replace(REFERENCES[1], text=REFERENCES[1].text + "!!")
-        longer = dataclasses.replace(READ, id="long", references=(REFERENCES[0], page))
+    longer = dataclasses.replace(READ, id="long", **changes)
 
     def build(*given):
         built.append(given[1].id)
         return build_prompt(*given)
 
-    def check(spare):
-        built.clear()
-        settings = Settings(max_context=len(build_prompt(name, READ, tokenizer)) + 32 + spare)
-        environment = Environment(tokenizer, PROTOCOLS[name], Searcher(), settings)
+    def check(context):
+        environment = Environment(tokenizer, protocol, Searcher(), Settings(max_context=context))
         check_prompts([*short, longer], environment, ScriptedPolicy(tokenizer, [["no"]]))
 
     monkeypatch.setattr("rollout.build_prompt", build)
+    context = len(build_prompt(protocol, longer, tokenizer)) + 32
+    check(context)
     with pytest.raises(InputError, match="question long: its prompt has"):
-        check(1)
-    check(2)
-    check(200)
-    assert built == ["0"]
+        check(context - 1)
+    assert built == ["0", "long"] * 2
 
 
 def test_what_the_environment_writes_begins_no_text_of_its_own():

@@ -105,6 +105,7 @@ def test_the_rate_is_that_of_the_step(policy):
     assert moved.item() == pytest.approx(1e-3 / 4, rel=1e-2)
 
 
+# In bf16 a batch of products may be rounded otherwise than one by one.
 @pytest.mark.parametrize("dtype, near", [(torch.bfloat16, 2e-3), (torch.float32, 0.02)])
 def test_muon_takes_the_steps_of_torch_s_which_is_always_in_bf16(dtype, near, monkeypatch):
     torch.manual_seed(0)

@@ -245,7 +245,7 @@ class Tasks:
         return self.passage(self.value(kind), facts, self.rng.choice(list(facts)))
 
     def nonsense(self, count: int) -> tuple[Facts, list[Document]]:
-        """Returns facts with values of any kind, so that guessing by kind fails, and passages."""
+        """Returns passages, and facts with values of any kind, so guessing by kind is no help."""
         facts = {
             relation: self.value(self.rng.choice(list(self.values)))
             for relation in self.rng.sample(list(RELATIONS), count)
@@ -369,7 +369,7 @@ class TraceWriter:
         return self.undecided(pieces) + self.end(task, task.answer, found)
 
     def happens(self, share: float) -> bool:
-        """Decides about a flaw of a weaker warm-up. At share 0 it draws no number: others stay."""
+        """Decides about a flaw of a weaker warm-up. With share 0 no number is drawn."""
         return share > 0 and self.rng.random() < share
 
     def at_once(self, task: Task) -> Pieces:
