@@ -55,7 +55,7 @@ def clean(text: str) -> str:
 def clean_fields(self) -> None:
     values = vars(self)
     for name, value in values.items():
-        if isinstance(value, str) and not value.isascii():
+        if isinstance(value, str):
             values[name] = clean(value)
 
 

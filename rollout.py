@@ -42,6 +42,7 @@ from prompts import (
     frame_documents,
     number_documents,
     parse_query,
+    question_text,
     question_values,
     without_control,
 )
@@ -137,8 +138,9 @@ def check_prompts(questions: list[Question], environment: Environment, policy) -
     shows_all = protocol.references_in_prompt or copies > 1
     of_kind = {}  # (task, may_search) -> tokens of the first prompt of this kind
     for question in questions:
-        values = question_values(question, "")
-        text = "".join(values.values()) if shows_all else values["question"]
+        text = question_text(question)
+        if shows_all:
+            text = "".join(question_values(question, "").values())
         kind = question.task, question.may_search
         # A token has at least a byte. Building all prompts takes long, and most are far too short.
         most = of_kind.get(kind, context) + copies * len(text.encode(errors="replace"))

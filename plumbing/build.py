@@ -374,26 +374,29 @@ def build_state(settings: Settings) -> TrainState:
             policy.fleet.check()
     copies = wants_copy(settings.sampling_copy, device, in_8bit)
     recompute = device.type != "cpu" or copies or served or not settings.mask_documents
-    mismatch = settings.mismatch
-    if mismatch == "auto":  # documents were not sampled: if they are trained on, they have no ρ
-        mismatch = "token" if recompute and settings.mask_documents else "none"
+    auto = "token" if recompute and settings.mask_documents else "none"  # documents have no ρ
 
     def sampler():
         return to_serve(policy, state.version) if served else to_sample_with(policy, copies)
 
     reference = load_reference(settings, device)
     spread = partial(spread_over, accelerator, sharding, settings.optimizer)
-    critic = critic_model = critic_optimizer = None
-    if settings.algorithm == "ppo":  # each stage has a new one: another reward has other values
-        critic = ppo.Critic(copy.deepcopy(policy.language_model.base_model))
-        critic_model, critic_optimizer = spread(critic, settings.critic_lr)
+    critic = make_critic(settings, policy)
+    critic_model, critic_optimizer = spread(critic, settings.critic_lr) if critic else (None, None)
     model, optimizer = spread(policy, settings.lr)
     state = TrainState(
         settings, accelerator, policy, model, optimizer, recompute,
-        mismatch, reference, critic, critic_model, critic_optimizer, stream, held_out, environment,
+        auto if settings.mismatch == "auto" else settings.mismatch, reference,
+        critic, critic_model, critic_optimizer, stream, held_out, environment,
         choose_generate(settings), sampler, others,
     )  # fmt: skip
     return state
+
+
+def make_critic(settings: Settings, policy: Policy) -> ppo.Critic | None:
+    """Returns PPO's critic. Each stage has a new one, because another reward has other values."""
+    if settings.algorithm == "ppo":
+        return ppo.Critic(copy.deepcopy(policy.language_model.base_model))
 
 
 def hint_at_summaries(settings: Settings) -> None:

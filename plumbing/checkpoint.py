@@ -130,7 +130,7 @@ def save_if_due(run: Run, state: TrainState, record: dict) -> None:
     failed in more than MOST_FAILED of its trajectories, the step made no update: the state after
     the step before is saved, and the run ends on all processes.
     """
-    step, settings = record["step"], run.settings
+    step = record["step"]
     if record["failed_rows"] > MOST_FAILED:
         save(run, state, step)
         raise InputError(
@@ -138,8 +138,8 @@ def save_if_due(run: Run, state: TrainState, record: dict) -> None:
             " at the retriever, the summariser and --timeout, then go on with --resume"
         )
     ended = max(gather_object([run.signals]))
-    done, every = step + 1, (settings.steps, settings.save_every, settings.eval_every)
-    if ended or any(steps and done % steps == 0 for steps in every):
+    done, s = step + 1, run.settings
+    if ended or any(n and done % n == 0 for n in (s.steps, s.save_every, s.eval_every)):
         save(run, state, done)
     if ended:
         raise_terminated(*ended)

@@ -100,8 +100,8 @@ def as_asked(questions: list[Question], settings: Settings) -> list[Question]:
 
 
 # Both stages and the evaluation of a command ask the same world.
-cached_world = functools.lru_cache(maxsize=2)(World)
-cached_questions = functools.lru_cache(maxsize=32)(World.questions)
+cached_world = functools.lru_cache(2)(World)
+cached_questions = functools.lru_cache(32)(World.questions)
 
 
 def built_in_world(settings: Settings, fact_seed: int | None = None) -> World:

@@ -37,9 +37,9 @@ def shim(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> str:
-    """The config of a 0.5B of one layer; the slow cases have all layers."""
+    """The config of a 0.5B of two layers."""
     config = config_of("0.5B")
-    config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
+    config.num_hidden_layers, config.layer_types = 2, ["full_attention"] * 2
     config.save_pretrained(folder := tmp_path_factory.mktemp("small"))
     return f"--model {folder} {SHORT}"
 
@@ -63,16 +63,16 @@ def check(shim: Path, cases: list[str], near: float, parts: list[str]) -> list[d
 
 
 def test_a_step_has_no_fault_of_device_or_type(shim, small):
-    weights = 151_936 * 896 + 14_912_384 + 896
-    # Rank · (in + out) of the seven matrices of its layer.
-    thin = 16 * (2 * 1792 + 2 * (896 + 128) + 3 * (896 + 4864))
+    weights = 151_936 * 896 + 2 * 14_912_384 + 896
+    # Of two layers: rank · (in + out) of their seven matrices.
+    thin = 2 * 16 * (2 * 1792 + 2 * (896 + 128) + 3 * (896 + 4864))
     # Weights and moments, and DDP's buckets: 12, 16, or 12 / 8 bytes per trained weight.
     held = {"ddp --gpus 8": 16 * weights, "fsdp2 --gpus 8": 1.5 * weights}
     if importlib.util.find_spec("peft"):
         held["one --lora_rank 16"] = 2 * weights + 12 * thin
     else:
         held["one"] = 12 * weights
-    # Of one layer what the plan leaves out is a larger share.
+    # Of two layers what the plan leaves out is a larger share.
     ghosts = check(shim, [f"{sharding} {small}" for sharding in held], 0.3, ["update"])
     standing = [ghost["standing"] for ghost in ghosts]
     assert standing == pytest.approx([*held.values()], rel=0.01)
