@@ -14,8 +14,9 @@ from plumbing import files
 
 REPORT = """
 from tqdm import tqdm
-print(type(tqdm.get_lock()).__module__, tqdm.monitor_interval, sys.excepthook.__name__)
-print(os.environ.get("GOMP_SPINCOUNT"))
+bar = tqdm(file=open(os.devnull, "w"))
+print(type(tqdm.get_lock()).__module__, tqdm.monitor_interval, bar.mininterval)
+print(sys.excepthook.__name__, os.environ.get("GOMP_SPINCOUNT"))
 """
 
 
@@ -28,7 +29,7 @@ def report(code: str, **environment) -> list[str]:
 
 
 def test_to_import_a_file_does_nothing():
-    assert report("import errors")[1:] == ["10", "excepthook", "None"]
+    assert report("import errors")[1:] == ["10", "0.1", "excepthook", "None"]
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_to_import_a_file_does_nothing():
 )
 def test_a_command_has_a_lock_of_its_own_and_the_user_decides_how_threads_wait(environment, spins):
     prepared = report("import errors; errors.prepare_command()", **environment)
-    assert prepared == ["_thread", "0", "report_interrupt", spins]
+    assert prepared == ["_thread", "0", "30.0", "report_interrupt", spins]
 
 
 STOPPED_AT_TORCH = """
@@ -95,7 +96,7 @@ def test_each_long_command_is_prepared_before_torch_is_imported(start):
     run = f'runpy.run_path("{start}", run_name="__main__")'
     if start.startswith("python -m"):
         run = 'sys.argv[0] = "-m"; import lab.plan'
-    assert report(STOPPED_AT_TORCH.format(start=run))[2:] == ["report_interrupt", SPINS]
+    assert report(STOPPED_AT_TORCH.format(start=run))[3:] == ["report_interrupt", SPINS]
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,15 @@
 """What survives: a second writer, SIGTERM, odd lines, a terminal without the signs."""
 
+import io
 import os
-import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, command_line, flags, message, rows_of, settings_for
+from conftest import command_line, flags, message, rows_of, settings_for
 from processes import command, kill, wait_for
 
 import train
+from errors import run_main
 from formats.records import finished_records, write_records, write_text
 from plumbing.files import locked
 
@@ -61,13 +62,20 @@ def test_a_file_is_the_old_one_or_the_new_one(tmp_path, monkeypatch):
 
 
 @fault(151)
-def test_a_terminal_without_the_signs_shows_their_numbers(model, tmp_path):
-    other = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "train.py", *flags(model, tmp_path, "--steps 1")]
-    how = {"cwd": ROOT, "env": os.environ | other, "text": True, "capture_output": True}
-    run = subprocess.run(command, **how, timeout=120)
-    said = run.stdout + run.stderr
-    assert run.returncode == 0 and "Traceback" not in said and "done: " in said
+def test_a_terminal_without_the_signs_shows_their_numbers(model, tmp_path, monkeypatch):
+    shown = io.BytesIO()
+    for name in ("stdout", "stderr"):  # as Python opens them where LC_ALL is C
+        stream = io.TextIOWrapper(shown, "ascii", "surrogateescape", write_through=True)
+        monkeypatch.setattr(sys, name, stream)
+
+    def work():
+        train.main(flags(model, tmp_path, "--steps 1"))
+        print("UR²")
+        print("⟦", file=sys.stderr)
+
+    run_main(work)
+    said = shown.getvalue().decode("ascii")
+    assert "done: " in said and said.endswith("UR\\xb2\n\\u27e6\n")
 
 
 def test_a_lock_is_no_hindrance_to_its_own_process(tmp_path):
