@@ -200,7 +200,7 @@ def served(request, started):
             return fault or behind(path, payload)
 
         begun = started(ScriptedServer(script))
-        begun.faults, begun.behind, begun.questions = faults, behind, 192 if real else 24
+        begun.faults, begun.behind, begun.questions = faults, behind, 192 if real else 16
         return begun
 
     return begun
