@@ -214,8 +214,8 @@ def family(kind: str) -> str:
 
 
 def check_pools(pools: dict[str, Questions], shares: Weights, counts: Counts, flag: str) -> None:
-    """Checks that each kind exists, and that a bucket has at least a step's questions, which is one
-    or more.
+    """Checks that each kind exists, that a step takes at least one question of each bucket, and
+    that a bucket has as many as a step takes.
     """
     available = ", ".join(pools)
     if not any(shares.values()):

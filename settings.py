@@ -423,7 +423,9 @@ def saved_settings(model: str) -> Settings | None:
 
 
 def in_built_in_world(settings: Settings) -> bool:
-    """Returns whether questions come from the built-in world: for a tiny model, also if trained."""
+    """Returns whether the questions come from the built-in world: without --data those of a tiny
+    model do, also after its training.
+    """
     if settings.data or not settings.model:
         return not settings.data
     saved = saved_settings(settings.model)

@@ -162,7 +162,9 @@ def from_rollouts(record: dict, number: int) -> dict:
 
 
 def from_plain(record: dict, number: int) -> dict:
-    """Reads a table row (a column may hold a list of answers), R1-Searcher's and UR²'s records."""
+    """Reads a row of a table, in which a column may hold a list of answers, and the records of
+    R1-Searcher and UR².
+    """
     fields = asked(record, number=number)
     if fields["question"].strip().isdigit():
         raise wrong(

@@ -53,7 +53,9 @@ class DistilSettings:
     data: str = setting("", f"questions, predictions or {SUMMARY_LOG}, by method", needed=True)
     out: str = setting("", "directory to save the model in", needed=True)
     protocol: str = setting("", "default: arena; for traces r1_searcher", one_of=("", *PROTOCOLS))
-    questions: str = setting("", "traces: the question file, for options and references")
+    questions: str = setting(
+        "", "traces: the file of the questions, with their options and references"
+    )
     epochs: float = setting(2.0, "passes over the examples", above=0)
     batch_size: int = setting(32, "examples per update", least=1)
     lr: float = setting(1e-5, "learning rate (summarizer: fixed; others: it falls to 0)", above=0)

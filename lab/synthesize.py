@@ -222,8 +222,8 @@ def examples_among(given: Questions) -> Questions:
     if usable := [q for q in single if choice_letter(q.answers[0], q.options)]:
         return usable
     raise InputError(
-        "--data holds no multiple-choice question with one answer: they serve as examples for new"
-        " ones: name another file"
+        "--data holds no multiple-choice question with one answer, and new questions are modelled"
+        " on such ones: name another file"
     )
 
 

@@ -228,7 +228,9 @@ class ServerLLM(LLM):
             "temperature": request.temperature,
             "top_p": request.top_p,
             "max_tokens": most,
-            "messages": [{"role": role, "content": text} for role, text in roles if text],
+            "messages": [
+                {"role": role, "content": text} for role, text in roles if text or role == "user"
+            ],
         }
         reply = self.fetch("chat/completions", payload)
         try:

@@ -1,1 +1,1 @@
-"""What stands between the commands and the method: files, checkpoints, building, reports."""
+"""Connects the commands to the method: files, checkpoints, loading and building, reports."""

@@ -86,7 +86,9 @@ def save_page(records: list[dict], out: Path) -> None:
 
 
 def names_of(runs: list[Path]) -> list[str]:
-    """Returns the names of the runs' folders, and for two alike also the folder above."""
+    """Returns the names of the runs' folders. Where two are alike, each begins with the name of
+    its parent folder.
+    """
     paths = [run.resolve() for run in runs]
     names = [path.name for path in paths]
     return [p.name if names.count(p.name) == 1 else f"{p.parent.name}-{p.name}" for p in paths]

@@ -75,8 +75,8 @@ class HttpRetriever:
         return [documents.get(query) for query in queries]
 
     def ask_one_by_one(self, batch: list[str], k: int) -> dict:
-        """Sends each query alone. All of them may take `timeout` seconds, one that hangs at most a
-        quarter of that.
+        """Sends each query alone. All together may take `timeout` seconds, and a single one at most
+        a quarter of that.
         """
         documents, deadline = {}, time.monotonic() + self.timeout
         for query in batch:

@@ -477,7 +477,9 @@ class TraceWriter:
         return Question("", task.question, [], references=shown), [(text, "model")]
 
     def practise_citing(self) -> Trace:
-        """Writes only the right numbers, for a question with "which ?": the skill, no habit."""
+        """Writes a trace that cites only the right numbers. Its question begins with "which ?", and
+        the text before the numbers has no loss: it teaches the skill of finding them, no habit.
+        """
         task = self.tasks.look_up()
         shown, numbers = self.tasks.with_distractors(task)
         before, _, after = self.tiny.citation.partition("{numbers}")
@@ -497,8 +499,8 @@ class TraceWriter:
 
 
 def encode_traces(traces: list[Trace], protocol: Protocol, tokenizer) -> list[Example]:
-    """Returns ids and masks of traces. Each piece is encoded separately, as in a rollout; in one
-    call.
+    """Returns ids and masks of traces. As in a rollout, no token crosses the border of two pieces;
+    one call of the tokenizer encodes them all.
     """
     whole = [[(prompt_text(protocol, q, tokenizer), "given"), *pieces] for q, pieces in traces]
     texts = [text for pieces in whole for text, _ in pieces]
@@ -587,7 +589,9 @@ def load_toy(
 
 
 def load_reader(world_seed: int = 0, runs: str = "runs") -> Loaded:
-    """Returns the frozen second model, which answers from evidence; also made on first use."""
+    """Returns the frozen second model, which answers from evidence. It too is made on first
+    use.
+    """
     reader, tokenizer = made_once(
         toy_path(world_seed, "reader", runs=runs), str(READER), lambda: train_reader(world_seed)
     )
