@@ -84,7 +84,7 @@ UR2 = Paper(
         1: _ur2 | {"reward": "ur2_stage1", "steps": 10, "buckets": "math:dropped=1"},
         2: _ur2 | {"reward": "ur2_stage2", "steps": 40, "task_mixing": True},
     },
-    # Eight of 24 are asked without retrieval: where all may search, the sign is unlearned.
+    # Eight of 24 questions may not search: if all may, the model forgets the token that says so.
     tiny={
         1: LOOK_UPS | _summarised,
         2: EVERYTHING
@@ -129,7 +129,8 @@ UR2.warm_ups["weak"] = replace(
     warmup_steps=50,
     decay_from=0.5,
 )
-# A bonus in its first steps is its stage 1 (C.7). The built-in world has no options: of any task.
+# In place of a stage 1 the first steps have a search bonus (C.7). In the built-in world no question
+# has options, so there the bonus is for any task.
 UR2_CHOICE = replace(
     UR2,
     stages={1: _ur2 | {"reward": "ur2_choice", "steps": 100, "task_mixing": True}},
@@ -257,7 +258,8 @@ R_SEARCH = Paper(
 _with_critic = {"algorithm": "ppo", "kl_estimator": "k1", "critic_lr": 1e-5}
 _with_critic["critic_warmup_ratio"] = 0.05
 _tiny_critic = {
-    n: its | {"critic_lr": 1e-3, "critic_warmup_ratio": 0.0} for n, its in R_SEARCH.tiny.items()
+    stage: settings | {"critic_lr": 1e-3, "critic_warmup_ratio": 0.0}
+    for stage, settings in R_SEARCH.tiny.items()
 }
 _r_search_ppo = varied(replace(R_SEARCH, tiny=_tiny_critic), **_with_critic)
 R_SEARCH.variants.update(
@@ -273,7 +275,7 @@ _when_to_search = (  # Table 5; 500 steps in all, halved between the stages by u
     | {"lr": 1e-6, "clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "token"}  # DAPO's own
     | {"kl_coef": 0.0}  # section 3.2; Table 5: 1e-4
     | {"temperature": 1.0, "documents_per_search": 5, "document_tokens": 4096}
-    | {"max_searches": 5, "max_turn_tokens": 8192}  # its five are turns
+    | {"max_searches": 5, "max_turn_tokens": 8192}  # "5" there counts turns
     | {"max_context": 18432}  # prompt 2048, response 16384
     | {"filter_by": "answer"}  # eq. 10 compares all wrong answers, eq. 11 all right: kept
     | {"save_every": 30}  # appendix B.3
@@ -310,8 +312,9 @@ _plain_stages = {1: _when_stage1 | {"beta": 0.0}, 2: _when_stage2}  # stage one 
 WHEN_TO_SEARCH.variants.update(
     # Table 2 compares checkpoints of this run
     unified=varied(_one_stage, reward="when_to_search_unified", keep_checkpoints=0),
-    without_stage_one=varied(_one_stage, reward="when_to_search_stage2"),  # Table 4, as the others
-    plain_stage_one=replace(WHEN_TO_SEARCH, stages=_plain_stages),  # the same row, by 4.5
+    # Table 4 from here on. Its row without stage one has two readings; the second is that of 4.5.
+    without_stage_one=varied(_one_stage, reward="when_to_search_stage2"),
+    plain_stage_one=replace(WHEN_TO_SEARCH, stages=_plain_stages),
     without_stage_two=varied(_one_stage, reward="when_to_search_stage1"),
     without_r_s=varied(WHEN_TO_SEARCH, left_out="retrieval"),
 )
@@ -452,10 +455,10 @@ def main() -> None:
     for name, paper in PAPERS.items():
         for variant, own in {"": paper, **paper.variants}.items():
             stages = defaultdict(list)  # what is set -> in which stages
-            for stage, its in own.stages.items():
+            for stage, settings in own.stages.items():
                 usual = paper.stages.get(stage, {}) if variant else {}
-                changed = [key for key in usual | its if its.get(key) != usual.get(key)]
-                shown = ", ".join(f"{key} {its.get(key, 'by default')}" for key in changed)
+                changed = [key for key in usual | settings if settings.get(key) != usual.get(key)]
+                shown = ", ".join(f"{key} {settings.get(key, 'by default')}" for key in changed)
                 if shown:
                     stages[shown].append(str(stage))
             for shown, numbers in stages.items():

@@ -44,7 +44,7 @@ class SFTSettings:
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids, and for each 1 if it is imitated. Nothing predicts the first token."""
+    """Token ids, and a mask, 1 for each token to imitate. Nothing predicts the first token."""
 
     ids: list[int]
     mask: list[int]

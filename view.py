@@ -44,15 +44,19 @@ COLUMNS = 3
 
 
 def read_run(folder: Path) -> tuple[list[dict], list[tuple[int, str]]]:
-    """(records with a running "x", [(x where a stage begins, its name)]); of one stage too."""
+    """Returns (the records of all steps, numbered by "x"; a pair for each stage: the x where it
+    begins, its name). The folder may also be that of a single stage.
+    """
     records = []
     stages = []
     for stage in stages_of(folder):
         stages.append((len(records), stage.name))
         # A run may still be writing the file.
         for row in finished_records(stage / "metrics.jsonl", cut=False, needs="step"):
-            told = {k: v for k, v in row.items() if isinstance(v, int | float) and abs(v) < 1e300}
-            records.append(told | {"x": len(records)})
+            numbers = {
+                k: v for k, v in row.items() if isinstance(v, int | float) and abs(v) < 1e300
+            }
+            records.append(numbers | {"x": len(records)})
     if not records:
         raise InputError(f"{folder}: no step is finished there: wait for the first one")
     return records, stages
@@ -157,8 +161,8 @@ def exp(x: float) -> float:
 
 def value_of(record: dict, name: str, n: int) -> float | None:
     """Returns the number of token n; one number may be that of all sampled tokens."""
-    its = record.get(name)
-    return its[n] if isinstance(its, list) else its
+    numbers = record.get(name)
+    return numbers[n] if isinstance(numbers, list) else numbers
 
 
 def shown_trajectory(record: dict, settings: dict) -> Iterator[str]:
@@ -178,8 +182,8 @@ def shown_trajectory(record: dict, settings: dict) -> Iterator[str]:
             yield f"   0 · {len(some)} tokens that the environment wrote: {text!r}"
             continue
         for n in some:
-            its = loss_of(record, n, settings) or {}
-            cells = [f"{its[name]:11.4g}" if name in its else f"{'-':>11}" for name in columns]
+            loss = loss_of(record, n, settings) or {}
+            cells = [f"{loss[name]:11.4g}" if name in loss else f"{'-':>11}" for name in columns]
             yield f"{record['tokens'][n]!r:24}{mask:4}" + "".join(cells)
 
 

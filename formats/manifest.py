@@ -28,8 +28,8 @@ LARGE = 100_000_000  # bytes; a file of this size or more has no sha256
 
 @contextlib.contextmanager
 def written_whole(path: Path, step: int | None = None) -> Iterator[Path]:
-    """Yields the folder to write into. After an error there is neither: a half folder would fill
-    the disk.
+    """Yields a folder to write into, which is then renamed to `path`. After an error it is removed:
+    half a folder would only fill the disk.
     """
     aside = path.with_name(path.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)
@@ -40,9 +40,9 @@ def written_whole(path: Path, step: int | None = None) -> Iterator[Path]:
         aside.rename(path)
         sync(path.parent)
     except Exception as error:  # each tensor library raises its own error for a full disk
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        how = "make room on the disk" if aside.is_dir() else "its folder was removed meanwhile"
-        raise InputError(f"{path}: cannot be saved ({why}): {how}") from None
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        advice = "make room on the disk" if aside.is_dir() else "its folder was removed meanwhile"
+        raise InputError(f"{path}: cannot be saved ({reason}): {advice}") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

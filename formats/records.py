@@ -268,12 +268,12 @@ def tell(line: str) -> None:
         print(line, file=sys.stderr)
 
 
-def lock(file, how: int) -> None:
+def lock(file, operation: int) -> None:
     """Locks an open file until it is closed, or its process ends, however that ends. Some network
     file systems have no locks: then a warning is printed, and the work goes on.
     """
     try:
-        fcntl.flock(file, how)
+        fcntl.flock(file, operation)
     except BlockingIOError:
         raise
     except OSError as error:

@@ -295,7 +295,7 @@ METHODS = {
 
 # -------------------------------------------------------------------------------- what a reply says
 def by_step(question: Question) -> str:
-    """UR² app. D.4: step by step, and a choice option by option."""
+    """Returns the instruction of UR² app. D.4: to reason step by step, or option by option."""
     return BY_OPTION if question.task == "choice" else BY_STEP
 
 

@@ -59,7 +59,7 @@ class DifficultySettings:
     )
     from_rollouts: str = setting("", "score the answers (pred_anses) of this file, without a model")
     questions: int = setting(
-        0, "questions to a model (built-in world: of each kind); 0 = all", least=0
+        0, "number of questions (built-in world: of each kind); 0 = all", least=0
     )
 
 

@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
     by_moment = moments(sys.argv[1:] if arguments is None else arguments)
     figure, axes = pyplot.subplots(2, 3, figsize=(14, 6), sharey="row", layout="constrained")
     kinds = sorted({t.question.kind for t in by_moment[0]})
-    # The first that shows most after stage 2, or the first of all.
+    # The question whose trajectory after stage 2 shows most; of several the first.
     chosen = max(zip(*by_moment, strict=True), key=lambda three: shows_most(three[2]))
     for column, rows, shown, moment in zip(axes.T, by_moment, chosen, MOMENTS, strict=True):
         column[0].bar(kinds, [searched(rows, kind) for kind in kinds])

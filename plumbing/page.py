@@ -176,7 +176,7 @@ def of_step(records: Iterable[dict]) -> tuple[list[dict], list[str]]:
 
 
 def slim(record: dict) -> dict:
-    """Returns a record without what the page does not show."""
+    """Returns a record with only the fields that the page shows."""
     shown = {key: value for key, value in record.items() if key != "prompt_ids"}
     return shown | {"prompt": "".join(record["prompt"])}
 

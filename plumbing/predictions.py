@@ -65,8 +65,8 @@ def text_of(record: dict, name: str) -> str | None:
 
 
 def stored_numbers(record: dict) -> dict[str, float | None]:
-    """Returns eval.py's metrics; of R1-Searcher the judge's verdict (None: unreadable) and the
-    searches.
+    """Returns the metrics that a record of eval.py has. R1-Searcher's records have the judge's
+    verdict (None if it is unreadable) and the number of searches.
     """
     if {"golds", "metrics"} <= set(record):
         return field(record, "metrics", dict)
@@ -192,8 +192,9 @@ def score_command(arguments: list[str] | None = None) -> None:
             check_output(path, f"--{name}")
     if args.count_missing and not args.data:
         raise InputError("--count_missing: which questions are missing is known only with --data")
-    how = (args.data, args.skip_bad, args.punctuation, args.count_missing)
-    records, others = score_files(args.predictions, *how), score_files(args.against, *how)
+    options = (args.data, args.skip_bad, args.punctuation, args.count_missing)
+    records = score_files(args.predictions, *options)
+    others = score_files(args.against, *options)
     if "judge" in args or "reader" in args:
         records = with_other_models(records, vars(args))
     if args.out:
@@ -205,7 +206,7 @@ def score_command(arguments: list[str] | None = None) -> None:
 def with_other_models(records: list[dict], given: dict) -> list[dict]:
     """Adds the answers of --reader from the evidence, and the verdicts of --judge."""
     from plumbing.build import build_judge, build_reader
-    from policy import best_device  # which loads torch: scoring alone starts without it
+    from policy import best_device  # loads torch, which scoring alone does not need
     from settings import Settings, check_limits
 
     own = [f.name for f in fields(Settings) if f.name in given]
@@ -216,10 +217,10 @@ def with_other_models(records: list[dict], given: dict) -> list[dict]:
     return ask_others(records, reader, build_judge(settings, device, sees))
 
 
-def ask_others(records: list[dict], reader, judge: Judge | None, how=()) -> list[dict]:
-    """Adds the answers of the reader, which samples with `how`, and the judge's verdicts."""
+def ask_others(records: list[dict], reader, judge: Judge | None, sampling=()) -> list[dict]:
+    """Adds the answers of the reader, which samples with `sampling`, and the judge's verdicts."""
     if reader:
-        records = add_reader(records, reader, how)
+        records = add_reader(records, reader, sampling)
         if reader.failures:
             print(f"reader: no answer to {reader.failures} of its requests; they count as wrong")
     if judge:
@@ -230,8 +231,8 @@ def ask_others(records: list[dict], reader, judge: Judge | None, how=()) -> list
 
 
 def one_judge(records: list[dict]) -> str:
-    """Returns what the judge of these predictions sees: as their protocol has it, and one for all
-    rows of a table.
+    """Returns what the judge sees of each question, which their protocol decides; all rows of a
+    table must agree.
     """
     seen = sorted({r.get("judge_sees", "question") for r in records if r["prediction"]})
     if len(seen) > 1:

@@ -50,11 +50,11 @@ def step_records(
     numbers = {} if batch is None else token_numbers(batch)
     for group in kept_groups(len(rollouts.trajectories) // size, settings.groups_kept, step):
         for n in range(group * size, (group + 1) * size):
-            t, its = rollouts.trajectories[n], rows.get(n)
+            t, row = rollouts.trajectories[n], rows.get(n)
             record = {"step": step, "group": group, "row": n % size} | to_record(t, tokenizer)
             record["rewards"] = {k: round(v, 4) for k, v in rollouts.reward_terms[n].items()}
             record["correct"] = bool(rollouts.correct[n])
-            yield record | ({} if its is None else row_numbers(numbers, its, t))
+            yield record | ({} if row is None else row_numbers(numbers, row, t))
 
 
 def to_record(t: Trajectory, tokenizer) -> dict:

@@ -136,7 +136,9 @@ def question_means(records: list[dict]) -> dict[str, dict[str, float]]:
 
 
 def cells(records: list[dict], numbers: dict[str, dict], cell: Callable) -> Summary:
-    """Calls `cell` with a row's numbers; for the mean of data sets with the numbers of each."""
+    """Returns the table whose cells are `cell` of a row's numbers. For the mean over data sets it
+    gets the numbers of each data set.
+    """
     several = len({record.get("dataset", "") for record in records}) > 1
     rows = defaultdict(dict)
     for record in records:

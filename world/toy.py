@@ -47,7 +47,9 @@ make many mayor none of one product seat the was what where which who
 
 
 def word_pieces() -> list[str]:
-    """Returns every piece of plain text: known words with a leading space, and what is inside."""
+    """Returns every token of plain text: known words with a leading space, and the pieces that have
+    none, such as the ends of names.
+    """
     words = [*WORDS, *built_in.NAME_STARTS, *map(str, range(built_in.MAX_NUMBER)), *"?.+:"]
     words += [f"({i})" for i in range(1, 6)]
     bare = [*built_in.NAME_ENDS, *"?:.+", "\\boxed{", " \\boxed{", "}", "\n", "\n\n", " "]
@@ -188,7 +190,9 @@ class Tasks:
         self.world = world
         self.values = world.values("warmup")
         self.rng = random.Random(f"warm-up {seed}")
-        self.taken_units = [{big, small} for its in world.units.values() for big, small, _ in its]
+        self.taken_units = [
+            {big, small} for units in world.units.values() for big, small, _ in units
+        ]
 
     def draw(self, kind: str) -> Task:
         return self.chain(kind) if kind in built_in.LOOK_UPS else getattr(self, kind)()
@@ -598,18 +602,18 @@ def load_reader(world_seed: int = 0, runs: str = "runs") -> Loaded:
     return reader.eval().requires_grad_(False), tokenizer
 
 
-def made_once(path: Path, how: str, make: Callable[[], Loaded]) -> Loaded:
-    """Returns the model in `path`, made again if it is damaged or `how` has changed. Of two first
-    runs one waits.
+def made_once(path: Path, recipe: str, make: Callable[[], Loaded]) -> Loaded:
+    """Returns the model in `path`. It is made if it is missing, damaged, or of another `recipe`; a
+    second process waits meanwhile.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_name(f".{path.name}.lock"), "a") as file:
         lock(file, fcntl.LOCK_EX)
         note = path / NOTE
-        made_so = note.is_file() and note.read_text(errors="replace") == f"{how}\n"
+        made_so = note.is_file() and note.read_text(errors="replace") == f"{recipe}\n"
         if not made_so or wrong_with(path):
             print(f"making the built-in {path.name} (kept in {path})", file=sys.stderr)
             shutil.rmtree(path, ignore_errors=True)
             save_policy(*make(), path)
-            note.write_text(f"{how}\n", encoding="utf-8")
+            note.write_text(f"{recipe}\n", encoding="utf-8")
     return load_policy(str(path))
