@@ -1,5 +1,5 @@
-"""plumbing/alarms.py: what each alarm takes, what a healthy run looks like, and train.py --dry_run;
-the numbers that they look at, from trajectory_metrics.py.
+"""Tests plumbing/alarms.py: the cause of each alarm, healthy runs without alarms, --dry_run, and
+the metrics of trajectory_metrics.py that the alarms use.
 """
 
 import json
@@ -30,7 +30,7 @@ NEVER = {"searched": 0.0, "searches": 0.0, "rejected": 0.0, "repeated": 0.0}
 
 
 def healthy(steps: int, **changes) -> list[dict]:
-    """Records that go up and down by a tenth."""
+    """Returns metrics of this many steps that go up and down by a tenth."""
     rows = []
     for step in range(steps):
         factor = 1 + 0.1 * (-1) ** step
@@ -40,21 +40,23 @@ def healthy(steps: int, **changes) -> list[dict]:
 
 
 def raised(rows: list[dict], **settings) -> dict[int, list[str]]:
-    """step -> alarms, each written into its record as a run does."""
+    """Returns {step: alarms}; as in a run, a step's alarms are in its row at later steps."""
     rows = [dict(row) for row in rows]
     for end in range(1, len(rows) + 1):
-        if found := alarms(rows[:end], Settings(**settings)):
-            rows[end - 1]["alarms"] = found
+        if new_alarms := alarms(rows[:end], Settings(**settings)):
+            rows[end - 1]["alarms"] = new_alarms
     return {row["step"]: list(row["alarms"]) for row in rows if "alarms" in row}
 
 
-def changed(**by) -> list[dict]:
-    """Ten steps as they were, then six in which these numbers are others, by a factor."""
+def changed(**factors) -> list[dict]:
+    """Returns ten healthy steps and then six in which these metrics are multiplied by factors."""
     rows = healthy(16)
-    return rows[:10] + [row | {name: row[name] * by[name] for name in by} for row in rows[10:]]
+    return rows[:10] + [
+        row | {name: row[name] * factors[name] for name in factors} for row in rows[10:]
+    ]
 
 
-LASTING = {
+CAUSES = {
     "equal_groups": {"frac_reward_zero_std": 1.0},
     "no_search": NEVER,
     "rejected": NEVER | {"rejected": 0.5},
@@ -72,16 +74,16 @@ LASTING = {
 }
 
 
-@pytest.mark.parametrize("name", LASTING)
-def test_three_steps_of_one_cause_raise_it_once_and_never_again(name):
+@pytest.mark.parametrize("name", CAUSES)
+def test_three_steps_with_one_cause_raise_its_alarm_once_and_never_again(name):
     rows = healthy(11)
-    # a single better step starts the count anew
+    # A single better step starts the count again.
     for step in (0, 1, 3, 4, 5, 6, 8, 9, 10):
-        rows[step] |= LASTING[name]
+        rows[step] |= CAUSES[name]
     assert raised(rows) == {5: [name]} and PATIENCE == 3
 
 
-def test_a_spike_is_raised_at_once_and_against_the_steps_before_it():
+def test_a_spike_relative_to_earlier_steps_raises_an_alarm_at_once():
     cases = (
         ({"grad_norm": 6.0}, "grad_spike"),
         ({"k3": 0.3}, "kl_spike"),
@@ -91,14 +93,14 @@ def test_a_spike_is_raised_at_once_and_against_the_steps_before_it():
         rows = healthy(9)
         rows[7] |= spike
         assert raised(rows) == {7: [alarm]}
-    assert not spikes([{"k3": 1e-4}] * 6 + [{"k3": 0.05}], "k3", 0.1)  # tiny still
-    assert not spikes([{"grad_norm": 0.1}] * 4 + [{"grad_norm": 9.0}], "grad_norm")  # too early
-    # without rewards that differ there is no gradient: the usual size is 1
+    assert not spikes([{"k3": 1e-4}] * 6 + [{"k3": 0.05}], "k3", 0.1)  # the value is still tiny
+    assert not spikes([{"grad_norm": 0.1}] * 4 + [{"grad_norm": 9.0}], "grad_norm")  # too few steps
+    # Steps with equal rewards have gradient 0; the usual size is that of the others, 1.
     rows = [{"grad_norm": x} for x in (1, 0, 1, 0, 0, 0, 1, 0, 1, 1, 5)]
     assert not spikes(rows, "grad_norm") and spikes([*rows[:-1], {"grad_norm": 11}], "grad_norm")
 
 
-def test_a_reward_in_the_thousands_is_raised_at_once_also_in_a_single_term():
+def test_a_reward_or_reward_term_in_the_thousands_raises_an_alarm_at_once():
     for name in ("reward", "reward/answer"):
         rows = healthy(4)
         rows[2][name] = -1001.0
@@ -109,109 +111,125 @@ def test_a_reward_in_the_thousands_is_raised_at_once_also_in_a_single_term():
     "first, later, alarm",
     [(0.01, 0.029, 0), (0.01, 0.031, 1), (1e-5, 9e-4, 0), (1e-5, 2e-3, 1), (0.09, 0.11, 1)],
 )
-def test_the_limit_of_the_gap_is_three_times_step_0s_in_bf16_and_in_fp32_a_thousandth(
-    first, later, alarm
-):
+def test_the_limit_of_logprob_gap_is_3_times_step_0_in_bf16_and_0_001_in_fp32(first, later, alarm):
     rows = healthy(5, logprob_gap=later)
     rows[0]["logprob_gap"] = first
     assert len(raised(rows)) == alarm
     for row in rows:
-        del row["mismatch_ess"]  # fp32
+        del row["mismatch_ess"]  # rows of a run in fp32
     assert len(raised(rows)) == (later > 1e-3)
 
 
-def test_ten_steps_in_which_better_answers_do_not_become_likelier_are_raised_at_once():
+def test_ten_steps_in_which_better_answers_do_not_get_likelier_raise_an_alarm():
     rows = healthy(14)
     for row in rows[2:12]:
-        row["likelihood_later"] = 0.0  # to stand still counts
+        row["likelihood_later"] = 0.0  # no change counts too
     assert raised(rows) == {11: ["likelihood"]}
     rows[6]["likelihood_later"] = 1e-6
     assert raised(rows) == {}
-    del rows[6]["likelihood_later"]  # all rewards are equal: a run that collapsed has such steps
+    # A step lacks the metric if all rewards are equal, as in a collapsed run.
+    del rows[6]["likelihood_later"]
     assert raised(rows) == {11: ["likelihood"]}
 
 
-def test_halves_of_the_last_ten_steps_are_compared_in_standard_errors():
+def test_the_halves_of_the_last_ten_steps_are_compared_in_standard_errors():
     rows = [{"em": x} for x in (9, 1, 3, 1, 3, 2, 4, 6, 4, 6, 5)]
-    # the last ten: means 2 and 5, variances 1 and 1, so 3 / sqrt(2 / 5)
+    # The halves of the last ten have means 2 and 5 and variances 1 and 1, so 3 / sqrt(2 / 5).
     assert shift(rows, "em") == pytest.approx((2.5, 4.7434), rel=1e-4)
     assert shift(rows[:9], "em") == shift(rows, "f1") == (1.0, 0.0)
 
 
-def test_a_reward_that_rises_while_exact_match_falls_is_raised_where_answers_are_paid():
+def test_rising_reward_with_falling_exact_match_is_an_alarm_if_answers_are_rewarded():
     rows = changed(reward=2.0, em=0.5)
     assert list(raised(rows).values()) == [["reward_hacked"]]
     for row in rows:
-        del row["reward/answer"]  # stage 1 pays for searching
+        del row["reward/answer"]  # stage 1 rewards searching, not answers
     assert raised(rows) == raised(changed(reward=2.0)) == raised(changed(em=0.5)) == {}
 
 
-def test_thinking_that_grows_is_raised_unless_answers_are_better_for_it():
+def test_longer_thinking_is_an_alarm_unless_answers_get_better():
     assert list(raised(changed(thinking_words=2.0)).values()) == [["length"]]
     assert raised(changed(thinking_words=2.0, em=1.5)) == raised(changed(thinking_words=1.3)) == {}
 
 
-def test_every_alarm_is_provoked_here_and_a_healthy_run_raises_none():
+def test_every_alarm_is_tested_here_and_a_healthy_run_raises_none():
     others = {"kl_spike", "grad_spike", "reward_hacked", "length", "reward_size", "likelihood"}
-    assert set(LASTING) | others == set(ADVICE) and not set(LASTING) & others
+    assert set(CAUSES) | others == set(ADVICE) and not set(CAUSES) & others
     assert raised(healthy(40)) == {}
-    # an earlier version's records, and those of a protocol that searches nothing
+    # Rows of an earlier version, or of a protocol without searches, lack most metrics.
     assert raised([{"step": n, "frac_reward_zero_std": 0, "searched": 1} for n in range(9)]) == {}
 
 
-def test_what_cannot_be_otherwise_is_no_alarm():
-    never, equal = healthy(4, **NEVER), healthy(4, **LASTING["equal_groups"])
-    for may_not in ({"retrieval": False}, {"max_searches": 0}, {"direct_tasks": "math"}):
-        assert raised(never) == {2: ["no_search"]} and raised(never, **may_not) == {}
-    assert raised(equal, algorithm="reinforce_pp") == {}  # has no groups
+def test_a_cause_that_the_settings_make_inevitable_is_not_an_alarm():
+    no_search_rows, equal_rows = healthy(4, **NEVER), healthy(4, **CAUSES["equal_groups"])
+    for no_searches in ({"retrieval": False}, {"max_searches": 0}, {"direct_tasks": "math"}):
+        assert (
+            raised(no_search_rows) == {2: ["no_search"]}
+            and raised(no_search_rows, **no_searches) == {}
+        )
+    assert raised(equal_rows, algorithm="reinforce_pp") == {}  # this algorithm has no groups
     assert raised(healthy(4, skipped=1), algorithm="dapo") == {2: ["equal_groups"]}
 
 
-def test_the_numbers_of_what_was_written():
+def test_text_metrics_of_words_tokens_repetition_and_tags():
     for text, ids, opened, words, repetition, malformed in (
         ("", [], "", 0, False, False),
-        # with the two tags of thinking: queries and answers are none
+        # Only <think>, who and </think> count: queries and answers are not thinking.
         ("<think> who </think> <search> Ana </search> <answer> elm </answer>", [], "", 3, 0, 0),
-        ("<think> a </think> <search> b", [5, 6] * 6, "", 5, True, True),  # in circles
+        ("<think> a </think> <search> b", [5, 6] * 6, "", 5, True, True),  # the tokens repeat
         ("a </think> <answer> b </answer>", [7, 7, 7], "", 2, False, True),  # no 4-gram
-        ("a </think> <answer> b </answer>", [], "<think>", 2, False, False),  # from the template
-        ("x", [*range(6), *range(6)], "", 1, False, False),  # said twice: 6 of 9 are new
+        # The chat template opened the tag.
+        ("a </think> <answer> b </answer>", [], "<think>", 2, False, False),
+        # The same tokens twice: 6 of 9 4-grams are new.
+        ("x", [*range(6), *range(6)], "", 1, False, False),
     ):
         t = Trajectory(Question("q", "?", ["elm"]), PROTOCOLS["when_to_search"], opened=opened)
-        t.append_environment([1] * 30, "<search> x", "documents")  # counts in none of them
+        # No metric counts the environment's tokens.
+        t.append_environment([1] * 30, "<search> x", "documents")
         t.append_model(ids, [0.0] * len(ids), text)
         numbers = text_metrics(t)
         assert numbers["thinking_words"] == words and numbers["model_tokens"] == len(ids)
         assert (numbers["repetition"], numbers["malformed_tags"]) == (repetition, malformed)
 
 
-def found(*passages: list[str], **question) -> Trajectory:
-    """A trajectory with a search for each list of texts."""
+def trajectory_of(*searches: list[str], **question) -> Trajectory:
+    """Returns a trajectory with a search for each list of documents' texts."""
     t = example("ur2", searches=0)
     t.question = Question(**{"id": "q", "question": "?", "answers": ["New York"]} | question)
-    for seconds, texts in enumerate(passages, 1):
+    for seconds, texts in enumerate(searches, 1):
         documents = [Document(text, "", text) for text in texts]
         t.searches.append(Search("x", documents, "x", seconds=seconds))
     return t
 
 
-def test_documents_of_an_earlier_search_are_seen_and_seconds_are_per_process():
-    numbers = step_searches([found(["a", "b"], ["b", "c"]), found(["a"]), found()], processes=2)
-    assert numbers["documents_seen"] == 1 / 5  # the second b; the other row has not read a
+def test_documents_of_an_earlier_search_count_as_seen_and_seconds_are_per_process():
+    numbers = step_searches(
+        [trajectory_of(["a", "b"], ["b", "c"]), trajectory_of(["a"]), trajectory_of()], processes=2
+    )
+    assert numbers["documents_seen"] == 1 / 5  # the second b; a is new in the second row
     assert numbers["search_seconds"] == numbers["slowest_search_seconds"] == 2
     assert numbers["gold_recall"] == 0
-    assert step_searches([found()], 1)["documents_seen"] == 0
+    assert step_searches([trajectory_of()], 1)["documents_seen"] == 0
 
 
-def test_gold_recall_is_of_questions_and_by_whole_words():
-    york, no = found(["in the New-York!"], id="a"), found(["New Yorkers", "York New"], id="b")
-    assert gold_recall([york, no]) == {"gold_recall": 0.5}
-    assert gold_recall([york, found(["x"], id="a")]) == {"gold_recall": 1}  # one of its samples
-    computed, yes = found(["5"], answers=["5"], task="math"), found(["yes"], answers=["Yes"])
-    assert gold_recall([found(), computed, yes]) == {}
+def test_gold_recall_counts_questions_and_compares_whole_words():
+    with_answer, without_answer = (
+        trajectory_of(["in the New-York!"], id="a"),
+        trajectory_of(["New Yorkers", "York New"], id="b"),
+    )
+    assert gold_recall([with_answer, without_answer]) == {"gold_recall": 0.5}
+    # One of two samples of the question found the answer.
+    assert gold_recall([with_answer, trajectory_of(["x"], id="a")]) == {"gold_recall": 1}
+    computed, yes_question = (
+        trajectory_of(["5"], answers=["5"], task="math"),
+        trajectory_of(["yes"], answers=["Yes"]),
+    )
+    assert gold_recall([trajectory_of(), computed, yes_question]) == {}
 
 
-def test_a_run_prints_and_keeps_its_alarm_and_a_resumed_one_knows_it(model, tmp_path, capsys):
+def test_a_run_prints_and_saves_an_alarm_and_a_resumed_run_does_not_repeat_it(
+    model, tmp_path, capsys
+):
     more = "--max_turn_tokens 2 --save_every 3 --algorithm reinforce_pp"
     folder = train.train(settings_for(model, tmp_path, f"{more} --steps 3"))
     assert f"alarm: {ADVICE['truncated']}" in capsys.readouterr().out
@@ -222,11 +240,11 @@ def test_a_run_prints_and_keeps_its_alarm_and_a_resumed_one_knows_it(model, tmp_
 
 
 @needs_node
-def test_the_page_lists_alarms_by_their_place_among_all_steps():
+def test_the_page_lists_alarms_by_their_place_among_the_steps_of_all_stages():
     rows = [{"step": 0}, {"step": 1, "alarms": {"a": "A", "b": "B"}}]
     stages = [{"name": name, "metrics": rows} for name in ("stage1", "stage2")]
     places = [(1, "stage1, step 1"), (3, "stage2, step 1")]
-    expected = [[*place, said] for place in places for said in "AB"]
+    expected = [[*place, alarm] for place in places for alarm in "AB"]
     assert run_page(f"alarms({json.dumps(stages)})") == expected
 
 
@@ -235,7 +253,9 @@ def files_of(folder) -> dict:
 
 
 @pytest.mark.parametrize("more", ["", "--resume"])
-def test_a_dry_run_reports_one_step_and_leaves_a_run_as_it_was(more, model, tmp_path, capsys):
+def test_a_dry_run_reports_one_step_and_does_not_change_an_existing_run(
+    more, model, tmp_path, capsys
+):
     train.train(settings_for(model, tmp_path, "--steps 2"))
     before = files_of(tmp_path)
     capsys.readouterr()
@@ -262,7 +282,7 @@ def test_a_dry_run_names_each_fault_after_one_step(model, tmp_path, capsys, monk
     assert "nothing found" not in printed
 
 
-def test_a_loss_that_is_not_finite_is_one_line_of_a_dry_run_and_no_file(
+def test_a_loss_that_is_not_finite_ends_a_dry_run_with_an_error_and_without_files(
     model, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(train, "update", lambda *_: {"loss": float("nan"), "grad_norm": 0.0})

@@ -1,4 +1,4 @@
-"""data.py: every layout, on small records and on real slices; every bad file in one line."""
+"""Tests data.py: every layout on small records and on real slices, and one-line errors."""
 
 import gzip
 import json
@@ -96,7 +96,7 @@ def without(record, *names):
 @pytest.fixture
 def write(tmp_path):
     def write(*records, name="questions.jsonl"):
-        """Records as JSON lines; str and bytes are written as they are."""
+        """Writes the records as JSON lines (str and bytes unchanged) and returns the path."""
         texts = [r if isinstance(r, str | bytes) else json.dumps(r) for r in records]
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ def write(tmp_path):
 
 @pytest.fixture
 def one(write):
-    """The one question of a record."""
+    """Returns a function that loads the question of a single record."""
 
     def one(record) -> Question:
         (question,) = load_questions(write(record))
@@ -118,9 +118,10 @@ def one(write):
 
 
 def real(name):
+    """Returns the path of a real slice, or skips the test if the slice is missing."""
     path = SLICES / name
     if not path.exists():
-        pytest.skip(f"the real slice {path} is not here")
+        pytest.skip(f"the real slice {path} is missing")
     return path
 
 
@@ -157,7 +158,7 @@ def test_an_unknown_layout_lists_the_fields_of_the_record_and_every_known_layout
     assert all(name in text for name in LAYOUTS) and "own (id question answers)" in text
 
 
-def test_the_fields_of_questions_as_lines_are_those_questions(write):
+def test_questions_written_as_json_lines_load_as_the_same_questions(write):
     references = (Document("9", "T", "x"), Document("4", "", "y"))
     questions = [
         Question("1", "Wer ist Ödön?", ["a", "b"], source="one_hop", level="easy"),
@@ -181,24 +182,23 @@ def test_flashrag_keeps_every_golden_answer(one):
 
 
 @pytest.mark.parametrize("record", [HOTPOT, HUB])
-def test_supporting_facts_become_reference_numbers_from_one_each_once(one, record):
+def test_supporting_facts_become_distinct_reference_numbers_that_count_from_one(one, record):
     question = one(record)
-    assert question.supporting == (1, 3)  # C is paragraph 3 and named twice, A is paragraph 1
+    assert question.supporting == (1, 3)  # C is paragraph 3 and is named twice; A is paragraph 1
     assert question.references[0] == Document("h1:1", "A", "One. Two.")
     assert [d.title for d in question.references] == ["A", "B", "C"]
     assert (question.id, question.source, question.level) == ("h1", "hotpotqa_comparison", "hard")
 
 
 @pytest.mark.parametrize("facts", [[["C", 0], ["Z", 1]], [["Z", 0]]])
-def test_where_a_gold_title_has_no_paragraph_no_number_is_given_and_the_count_is_told(
-    write, capsys, facts
-):  # as in HotpotQA's fullwiki files
+def test_a_gold_title_without_a_paragraph_gives_no_gold_numbers_and_a_warning(write, capsys, facts):
+    """HotpotQA's fullwiki files have such titles."""
     path = write(HOTPOT, {**HOTPOT, "_id": "h2", "supporting_facts": facts})
     assert [q.supporting for q in load_questions(path)] == [(1, 3), ()]
     assert "of 2 questions with references, 1 have no gold one" in capsys.readouterr().err
 
 
-def test_2wiki_is_hotpotqas_layout_with_sentences_that_bring_no_blank(one):
+def test_2wiki_has_hotpotqas_layout_and_its_sentences_are_joined_by_blanks(one):
     context = [["A", ["One.", "Two."]], ["C", ["Four."]], ["C", ["Five."]]]  # the first C is gold
     question = one({**HOTPOT, "evidences": [], "type": "inference", "context": context})
     assert question.references[0].text == "One. Two." and question.source == "2wiki_inference"
@@ -206,15 +206,15 @@ def test_2wiki_is_hotpotqas_layout_with_sentences_that_bring_no_blank(one):
     assert one(without(HOTPOT, "type")).kind == "hotpotqa"
 
 
-def test_musiques_gold_paragraphs_are_numbered_by_place_and_aliases_count_as_right(one):
+def test_musiques_gold_paragraphs_are_numbered_by_place_and_aliases_are_answers(one):
     question = one(MUSIQUE)
-    # idx 1 and 2 count from 0; both have the title B, so titles would not tell them apart.
+    # The field idx counts from 0. Both gold paragraphs have the title B, so only places differ.
     assert question.supporting == (2, 3)
     assert question.answers == ["Kelmouth", "Kel"] and question.source == "musique_2hop"
     assert [d.text for d in question.references] == ["One.", "Two.", "Three."]
 
 
-def test_paragraphs_of_title_and_text_are_references_and_none_is_gold(one, capsys):
+def test_unmarked_paragraphs_become_references_and_none_is_gold(one, capsys):
     paragraphs = [{"title": "A", "text": "One."}]
     question = one({**R1, "idx": "x1", "paragraphs": paragraphs, "cot": ""})
     references = (Document("x1:1", "A", "One."),)
@@ -222,31 +222,31 @@ def test_paragraphs_of_title_and_text_are_references_and_none_is_gold(one, capsy
     assert capsys.readouterr().err == ""
 
 
-def test_mmlu_pro_reads_a_letter_as_a_letter_even_where_an_option_reads_like_it(one):
+def test_mmlu_pros_answer_letter_is_a_letter_even_if_an_option_has_the_same_text(one):
     expected = Question("70", "Which?", ["A"], "choice", ("B", "red"), source="law")
     assert one({**MMLU, "answer": "A", "answer_index": 0}) == expected
     assert one(MMLU) == replace(expected, answers=["B"])
 
 
 @pytest.mark.parametrize("options", [LETTERED, ["red", "green"]])
-def test_medqas_options_stand_under_letters_or_in_a_list_and_its_id_is_the_line(one, options):
+def test_medqas_options_are_a_dict_or_a_list_and_the_id_is_the_line_number(one, options):
     expected = Question("1", "Which?", ["B"], "choice", ("red", "green"))
     assert one({**MEDQA, "options": options}) == expected
 
 
-def test_a_math_answer_stands_beside_the_solution_or_in_its_last_box_or_behind_a_mark(one):
+def test_a_math_answer_is_a_field_or_the_solutions_last_box_or_follows_a_mark(one):
     assert one(MATH) == Question("test/algebra/1.json", "1 + 1?", ["2"], "math", level="5")
     assert one(MINERVA) == Question("4", "1/2?", [r"\frac{1}{2}"], "math")
     assert one(GSM8K) == Question("1", "How much?", ["18"], "math")
 
 
 @pytest.mark.parametrize("gold", [["Ana", "Ana Bell"], "Ana<|answer_split|>Ana Bell", None])
-def test_verl_records_give_the_question_behind_the_instruction_and_all_answers(one, gold):
+def test_verl_records_give_the_question_after_the_instruction_and_all_answers(one, gold):
     record = {**VERL, "reward_model": {"ground_truth": gold}} if gold else VERL
     assert one(record) == Question("nq:3", "Who?", ["Ana", "Ana Bell"], source="nq")
 
 
-def test_published_rollout_answers_come_with_their_question(write):
+def test_published_answers_of_rollouts_are_loaded_with_their_question(write):
     (attempts,) = load_attempts(write(ROLLOUTS))
     assert attempts.question == Question("7", "Who?", ["Ana"])
     assert attempts.predictions == ["", " Ana "]
@@ -254,9 +254,9 @@ def test_published_rollout_answers_come_with_their_question(write):
     assert "rollouts (idx question answer pred_anses)" in message(load_attempts, write(R1))
 
 
-# ------------------------------------------------------------------------------ tables and packings
+# ---------------------------------------------------------------------- tables, gzip and parquet
 
-BO = "['Bo', \"Bo's\"]"  # as Python prints a list
+BO = "['Bo', \"Bo's\"]"  # a list as Python prints it
 
 
 @pytest.mark.parametrize(
@@ -275,18 +275,18 @@ def test_a_table_of_questions_is_read_with_and_without_a_header(write, lines, id
 
 
 @pytest.mark.parametrize("text", ["[1, 2)", "[1, 2]", "[]", "[" * 1000])
-def test_an_interval_in_brackets_is_one_answer(write, text):
+def test_a_bracketed_text_that_is_not_a_list_of_strings_is_one_answer(write, text):
     (question,) = load_questions(write(f"Which x?\t{text}", name="q.tsv"))
     assert question.answers == [text]
 
 
-def test_a_table_of_passages_is_no_question_file(write):
+def test_a_table_of_passages_is_rejected_as_a_question_file(write):
     text = message(load_questions, write("5\tA passage.", name="c.tsv"))
     assert "line 1: field 'question': '5' is a number: passages go where a corpus" in text
 
 
 @pytest.mark.fault(229)
-def test_gzipped_files_are_read_as_they_are_and_a_broken_one_is_one_line(tmp_path):
+def test_gzipped_files_are_read_and_a_broken_one_is_a_one_line_error(tmp_path):
     path = tmp_path / "nq.jsonl.gz"
     packed = gzip.compress(json.dumps(OWN).encode())
     path.write_bytes(packed)
@@ -298,7 +298,7 @@ def test_gzipped_files_are_read_as_they_are_and_a_broken_one_is_one_line(tmp_pat
     assert "nq.jsonl.gz: the file is empty" in message(load_questions, path)
 
 
-def test_parquet_files_are_what_they_are_as_json(write, tmp_path):
+def test_parquet_files_load_like_json_files(write, tmp_path):
     pyarrow = pytest.importorskip("pyarrow", reason="needs the extra `data`")
     from pyarrow import parquet
 
@@ -310,7 +310,7 @@ def test_parquet_files_are_what_they_are_as_json(write, tmp_path):
 
 
 @pytest.mark.fault(232)
-def test_without_pyarrow_a_parquet_file_says_what_it_needs(write, monkeypatch):
+def test_without_pyarrow_a_parquet_file_gives_an_error_that_names_the_package(write, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert "pip install pyarrow" in message(load_questions, write("PAR1", name="q.parquet"))
 
@@ -319,18 +319,18 @@ def test_a_json_list_and_one_record_over_several_lines_are_read_like_json_lines(
     path = write(json.dumps([HOTPOT, {**HOTPOT, "_id": "h2"}], indent=1), name="dev.json")
     assert [q.id for q in load_questions(path)] == ["h1", "h2"]
     assert one(json.dumps(OWN, indent=1)) == one(OWN)
-    # both halves of an escaped character are one
+    # The two halves of an escaped surrogate pair become one character.
     assert one(r'{"id": "q", "question": "\ud83d\ude00?", "answers": ["a"]}').question == "😀?"
 
 
-def test_blank_lines_a_byte_order_mark_and_line_separators_inside_a_text_do_no_harm(write):
+def test_blank_lines_a_byte_order_mark_and_line_separators_in_texts_are_read(write):
     first, second = b"\xef\xbb\xbf" + json.dumps(OWN).encode(), {**OWN, "id": "q2"}
     second = json.dumps({**second, "question": "a\u2028b"}, ensure_ascii=False) + "\r"
-    found = load_questions(write(first, "", second, ""))
-    assert [q.question for q in found] == ["Who?", "a\u2028b"]
+    questions = load_questions(write(first, "", second, ""))
+    assert [q.question for q in questions] == ["Who?", "a\u2028b"]
 
 
-def test_the_example_that_is_printed_loads(write, capsys, monkeypatch):
+def test_the_printed_example_loads(write, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["data.py", "--example"])
     data.main()
     lines = capsys.readouterr().out.splitlines()
@@ -344,16 +344,16 @@ def test_the_example_that_is_printed_loads(write, capsys, monkeypatch):
 def test_lists_of_answers_and_records_without_an_id_are_read(write, answer):
     records = [{"question": f"Who is {n}?", answer: ["Ana", "Ana Bell"]} for n in (1, 2)]
     questions = load_questions(write(*records))
-    assert [q.id for q in questions] == ["1", "2"]  # their places in the file
+    assert [q.id for q in questions] == ["1", "2"]  # a record without an id gets its line number
     assert questions[1].answers == ["Ana", "Ana Bell"]
 
 
-def test_a_csv_file_is_one_line(write):
+def test_a_csv_file_is_a_one_line_error(write):
     path = write("question,answer", "Who?,Ana", name="q.csv")
     assert "q.csv: a CSV file is not read: save it with tabs" in message(load_questions, path)
 
 
-# ------------------------------------------------------------------------------------ bad questions
+# ---------------------------------------------------------------------------- bad question files
 
 Q2 = {**OWN, "id": "q2"}
 
@@ -370,7 +370,7 @@ BAD_SECOND_LINES = [
     ({**Q2, "references": [{"id": "1"}]}, "'text' is missing"),
     ({**Q2, "references": ["x"]}, "'references', item 1: expected dict"),
     (OWN, "'id': duplicate 'q1' line 1"),
-    # {"id": "q2", and a blank are 13 bytes, "question": a blank and a quote 13, caf 3
+    # The bad byte follows 29 bytes: `{"id": "q2", ` has 13, `"question": "` has 13, `caf` has 3.
     of_fault(225, b'{"id": "q2", "question": "caf\xe9", "answers": ["a"]}', "byte 30 UTF-8"),
 ]
 
@@ -384,7 +384,7 @@ def assert_parts(text, expected):
 
 
 @pytest.mark.parametrize(("record", "expected"), BAD_SECOND_LINES)
-def test_a_malformed_record_is_one_line_with_file_line_and_field(write, capsys, record, expected):
+def test_the_error_of_a_malformed_record_names_file_line_and_field(write, capsys, record, expected):
     text = message(load_questions, write(OWN, record))
     assert_parts(text, f"questions.jsonl, line 2: {expected}")
     assert text.endswith("correct it, or leave it out with --skip_bad")
@@ -418,18 +418,18 @@ BAD_FIRST_LINES = [
     of_fault(226, {**OWN, "answers": 5}, "'answers' 5"),
     of_fault(227, '{"id": ' + "[" * 100_000 + "]" * 100_000 + "}", "not valid JSON"),
     of_fault(230, '{"id": NaN, "question": "Who?", "answers": ["a"]}', "field 'id'"),
-    ({"id": "q2", "question": "Who?" * 2_500_000, "answers": 5}, "'answers'"),  # one line of 10 MB
+    ({"id": "q2", "question": "Who?" * 2_500_000, "answers": 5}, "'answers'"),  # a line of 10 MB
 ]
 
 
 @pytest.mark.parametrize(("record", "expected"), BAD_FIRST_LINES)
-def test_other_layouts_and_what_is_inside_of_a_field_are_named_too(write, record, expected):
+def test_errors_of_other_layouts_and_inside_nested_fields_name_the_field(write, record, expected):
     text = message(load_questions, write(record))
     assert_parts(text, f"questions.jsonl {expected}")
     assert len(text) < 1000
 
 
-def test_in_a_json_list_the_record_is_counted_and_a_broken_list_names_its_line(write):
+def test_in_a_json_list_the_error_names_the_record_or_the_line_of_broken_json(write):
     path = write(json.dumps([HOTPOT, {**HOTPOT, "_id": "h2", "answer": None}], indent=1))
     assert "questions.jsonl, record 2: the question has no answer" in message(load_questions, path)
     text = message(load_questions, write("[", json.dumps(OWN), "oops]"))
@@ -447,7 +447,7 @@ def test_a_missing_file_and_a_file_without_records_are_errors(write, tmp_path, l
     assert "no record to use" in text and "line 1" in text
 
 
-def test_a_folder_or_no_name_is_no_question_file(tmp_path):
+def test_a_folder_and_an_empty_name_are_rejected_as_question_files(tmp_path):
     assert "a folder: name the files in it" in message(load_questions, tmp_path)
     assert "no question file was named" in message(load_questions, " , ")
 
@@ -468,21 +468,21 @@ def test_a_half_written_last_line_is_cut_off_before_the_next_is_appended(tmp_pat
     assert finished_records(path) == [first, {"id": 2}]
 
 
-def test_a_whole_line_without_its_end_is_closed_before_the_next_is_appended(tmp_path):
+def test_a_last_line_without_a_newline_gets_one_before_the_next_is_appended(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text('{"id": 1}')
     append_jsonl(path, [{"id": 2}])
     assert path.read_text() == '{"id": 1}\n{"id": 2}\n'
 
 
-# ------------------------------------------------------------------------------------ several files
+# -------------------------------------------------------------------------- several question files
 
 
 def ids(questions):
     return [question.id for question in questions]
 
 
-def test_ids_that_two_files_share_get_the_files_name_and_others_stay(write):
+def test_ids_that_two_files_share_get_the_files_name_and_other_ids_stay(write):
     a = write(R1, {**R1, "idx": 8}, name="hotpot.jsonl")
     b = write(R1, {**R1, "idx": 9}, name="wiki.jsonl")
     datasets = load_datasets([a, str(b)])
@@ -491,13 +491,13 @@ def test_ids_that_two_files_share_get_the_files_name_and_others_stay(write):
     assert load_questions(f"{a},{b}") == datasets["hotpot"] + datasets["wiki"]
 
 
-def test_a_file_that_is_named_twice_is_an_error(write):
+def test_naming_a_file_twice_is_an_error(write):
     path = write(R1, name="hotpot.jsonl")
     again = path.parent / ".." / path.parent.name / path.name
     assert "hotpot.jsonl: named twice" in message(load_questions, [path, again])
 
 
-def test_two_files_of_one_stem_are_named_by_their_folders_and_then_by_their_paths(write):
+def test_files_with_the_same_stem_are_named_by_their_folders_or_by_their_paths(write):
     names = ["nq/test.jsonl", "wiki/test.jsonl", "dev.jsonl", "old/wiki/test.jsonl"]
     paths = [write({**R1, "idx": i % 3}, name=name) for i, name in enumerate(names)]
     datasets = load_datasets(paths)
@@ -508,7 +508,7 @@ def test_two_files_of_one_stem_are_named_by_their_folders_and_then_by_their_path
 # ------------------------------------------------------------------------------------------ corpora
 
 
-def test_contents_are_split_at_the_first_line_and_only_the_outer_quotes_go(write):
+def test_contents_are_split_after_the_first_line_and_only_outer_quotes_are_removed(write):
     contents = ['"Ana Bell"\nBorn in "Kelmouth".\nTwice.', '""Heroes" (album)"\nA record.', "none"]
     assert load_corpus(write(*({"id": i, "contents": contents[i]} for i in range(3)))) == [
         Document("0", "Ana Bell", 'Born in "Kelmouth".\nTwice.'),
@@ -532,9 +532,9 @@ QUOTE = "a quote that is not closed"
     ],
 )
 def test_a_table_of_passages_is_read_with_and_without_a_header(write, lines, expected):
-    found = load_corpus(write(*lines, name="c.tsv"))
-    assert [(document.title, document.text) for document in found] == expected
-    assert found[0].id == next(line for line in lines if line[0].isdigit())[0]
+    documents = load_corpus(write(*lines, name="c.tsv"))
+    assert [(document.title, document.text) for document in documents] == expected
+    assert documents[0].id == next(line for line in lines if line[0].isdigit())[0]
 
 
 AX, CONTENTS = {"title": "A", "text": "x"}, {"id": "1", "contents": "a\nb"}
@@ -553,16 +553,17 @@ AX, CONTENTS = {"title": "A", "text": "x"}, {"id": "1", "contents": "a\nb"}
         (["id\ttext"], "c.tsv", "no record"),
     ],
 )
-def test_a_malformed_corpus_is_one_line_with_file_line_and_field(write, rows, name, expected):
+def test_the_error_of_a_malformed_corpus_names_file_line_and_field(write, rows, name, expected):
     assert_parts(message(load_corpus, write(*rows, name=name)), f"{name} {expected}")
 
 
-def test_paragraphs_of_questions_become_a_corpus_without_repetitions(write):
+def test_the_paragraphs_of_questions_become_a_corpus_without_repetitions(write):
     other = {**HOTPOT, "_id": "h2", "context": [["A", ["One.", " Two."]], ["C", ["Five."]]]}
     corpus = corpus_from_questions(load_questions(write(HOTPOT, other)))
-    # A with the same text counts once; C has another text in the second record and counts twice.
+    # A has the same text in both records and counts once; C has two texts and counts twice.
     assert [d.text for d in corpus] == ["One. Two.", "Three.", "Four.", "Five."]
-    assert [d.id for d in corpus] == ["h1:1", "h1:2", "h1:3", "h2:2"]  # by the first that brings it
+    # A paragraph of the corpus has the id of the first record with this text.
+    assert [d.id for d in corpus] == ["h1:1", "h1:2", "h1:3", "h2:2"]
 
 
 def test_references_with_one_id_but_different_texts_get_different_ids(write):
@@ -573,28 +574,30 @@ def test_references_with_one_id_but_different_texts_get_different_ids(write):
 
 
 def numbered(write, name, count):
+    """Writes a file of `count` questions whose ids are numbered and returns the path."""
     return write(*[{**R1, "idx": f"{name} {i}"} for i in range(count)], name=f"{name}.jsonl")
 
 
-def test_a_mixture_draws_so_many_of_each_file_with_the_seed(write):
-    # ARENA's 10,000 of HotpotQA, 10,000 of 2Wiki and 5,000 of MuSiQue, divided by 1,000
+def test_a_mixture_draws_the_given_number_of_questions_per_file_by_the_seed(write):
+    # ARENA draws 10,000 questions of HotpotQA, 10,000 of 2Wiki and 5,000 of MuSiQue; here 1/1000.
     files = [numbered(write, name, size) for name, size in (("a", 90), ("b", 30), ("c", 5))]
     spec = "{}:10,{}:10,{}:5".format(*files)
     drawn, whole = load_datasets(spec, seed=7), load_datasets(files)
     assert {name: len(questions) for name, questions in drawn.items()} == {"a": 10, "b": 10, "c": 5}
-    for name, questions in drawn.items():  # each once, in the order of the file
+    for name, questions in drawn.items():  # each question is drawn once, and the file's order stays
         assert [q for q in whole[name] if q in questions] == questions
     assert load_datasets(spec, seed=8) != drawn
-    # the draw from one file does not depend on the others; a file without :N is whole
+    # The draw from one file does not depend on the others; a file without :N is used whole.
     other = load_datasets(f"{files[1]},{files[0]}:10", seed=7)
     assert other["a"] == drawn["a"] and other["b"] == whole["b"]
 
 
-def test_a_name_with_a_colon_is_a_file_and_more_than_a_file_has_is_one_line(write):
+def test_a_file_name_may_contain_a_colon_and_drawing_too_many_is_an_error(write):
     path = numbered(write, "a,b", 4)
-    assert len(load_questions(f"{path}:1")) == 1  # a name may hold a comma, too
+    assert len(load_questions(f"{path}:1")) == 1  # a file name may contain a comma
     colon = path.rename(path.with_name("data:2"))
-    assert len(load_questions(str(colon))) == 4  # not 2 of "data"
+    # The name is not read as 2 questions of a file "data".
+    assert len(load_questions(str(colon))) == 4
     assert "--data data:2:5: the file has 4 questions" in message(load_questions, f"{colon}:5")
 
 
@@ -625,7 +628,7 @@ KINDS = "hotpotqa_bridge hotpotqa_comparison"
         ("musique/official_train_15.jsonl", 15, HOPS, "qa"),
     ],
 )
-def test_real_question_files_load_whole(name, count, sources, tasks):
+def test_real_question_files_load_completely(name, count, sources, tasks):
     questions = load_questions(real(name))
     assert len(questions) == count == len({q.id for q in questions})
     assert {q.source for q in questions} == set(sources.split() or [""])
@@ -635,7 +638,7 @@ def test_real_question_files_load_whole(name, count, sources, tasks):
         assert question.task != "choice" or set(question.answers) <= letters
 
 
-def test_the_gold_paragraphs_of_real_records_are_those_that_they_name():
+def test_gold_paragraphs_of_real_records_are_those_of_their_question_decomposition():
     path = real("musique/official_train_15.jsonl")
     records = map(json.loads, path.read_text().splitlines())
     for record, question in zip(records, load_questions(path), strict=True):
@@ -653,7 +656,7 @@ def test_the_gold_paragraphs_of_real_records_are_those_that_they_name():
         ("corpus/r1_searcher_kilt_100.tsv", 93, "A"),
     ],
 )
-def test_real_corpora_load_whole_with_titles_and_texts(name, count, title):
+def test_real_corpora_load_completely_with_titles_and_texts(name, count, title):
     corpus = load_corpus(real(name))
     assert len(corpus) == count == len({d.id for d in corpus})
     assert corpus[0].title == title and all(d.title and d.text for d in corpus)
@@ -663,11 +666,12 @@ def test_real_corpora_load_whole_with_titles_and_texts(name, count, title):
 
 
 def run(*arguments):
+    """Runs `python data.py ARGUMENTS` and returns the finished process."""
     command = [sys.executable, "data.py", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-def test_the_file_shows_layout_counts_and_a_record_of_questions_and_of_a_corpus(write):
+def test_data_py_prints_layout_counts_and_a_record_of_questions_and_of_a_corpus(write):
     output = run(write(HOTPOT, {**HOTPOT, "_id": "h2", "type": "bridge"})).stdout
     assert_parts(output, "hotpotqa questions 2 hotpotqa_comparison 1 qa 2 Which?")
     output = run(write("5\tTitle: Ana Text: Born.", name="c.tsv")).stdout
@@ -677,7 +681,7 @@ def test_the_file_shows_layout_counts_and_a_record_of_questions_and_of_a_corpus(
     assert_parts(run(folder).stdout, "layout text documents 1 a.md#1")
 
 
-def test_a_table_is_told_to_hold_questions_by_its_header_or_by_blanks_in_its_first_column(write):
+def test_a_table_holds_questions_if_it_has_their_header_or_text_in_column_one(write):
     for lines, expected in {
         "5\tA passage.": (True, "tsv"),
         "Who came?\tAna": (False, "plain"),
@@ -686,20 +690,20 @@ def test_a_table_is_told_to_hold_questions_by_its_header_or_by_blanks_in_its_fir
         assert first_layout(write(lines, name="t.tsv")) == expected
 
 
-def test_the_command_ends_with_one_line_and_code_2_on_bad_input(write):
+def test_data_py_ends_with_a_one_line_error_and_code_2_on_bad_input(write):
     result = run(write(OWN, "{"))
     assert result.returncode == 2 and result.stdout == "" and result.stderr.count("\n") == 1
 
 
-# ------------------------------------------------------------------------ R-Search's data
+# ------------------------------------------------------------------- R-Search's data in IRCoT files
 
 
-def test_ircots_files_give_spans_as_answers_and_marked_paragraphs_as_gold(one):
+def test_ircots_spans_become_answers_and_marked_paragraphs_become_gold(one):
     question = one(IRCOT)
     assert (question.id, question.question, question.answers) == ("h1", "Which?", ["yes", "it is"])
-    # the second and third paragraph are marked; idx counts from 0
+    # The second and third paragraphs are marked as gold; idx counts from 0.
     assert question.supporting == (2, 3) and question.references[2].text == "Three."
     assert (question.kind, question.level) == ("hotpotqa", "hard")
-    # of MuSiQue the id says the hops, of 2Wiki nothing says what it is
+    # MuSiQue's id holds the number of hops; 2Wiki's records do not name their data set.
     assert one({**IRCOT, "question_id": "3hop1__9"}).kind == "musique_3hop"
     assert one(without(IRCOT, "dataset")).source == ""

@@ -1,4 +1,4 @@
-"""dense.py: the nearest passages against a full sort, and vectors that are encoded once."""
+"""Tests dense.py: nearest passages equal a full sort, and vectors are encoded once."""
 
 import doctest
 import os
@@ -28,8 +28,9 @@ def invented(n):
 
 
 class Hashed:
-    """Draws each text's vector with a seed that the text gives. Records the passages that it
-    encodes, and stops before the passage with number `stop`.
+    """An encoder that draws each text's vector with the text as the seed.
+
+    Records the passages that it encodes and stops before the passage with number `stop`.
     """
 
     name, version = "some/hashed", "1"
@@ -48,7 +49,7 @@ class Hashed:
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch, tmp_path):
-    """Writes ten passages a shard, into a folder of the test's own."""
+    """Limits a shard to ten passages, and runs each test in a folder of its own."""
     monkeypatch.setattr(dense, "SHARD", 10)
     monkeypatch.chdir(tmp_path)
 
@@ -58,6 +59,7 @@ def shard_files():
 
 
 def vectors_of(documents, encoder):
+    """Returns the vectors of all passages, with the cache on disk."""
     return torch.cat(passage_vectors(documents, encoder)).numpy()
 
 
@@ -66,6 +68,7 @@ def texts_of(documents):
 
 
 def encoded_at_once(documents):
+    """Returns the vectors of all passages without the cache."""
     return Hashed()(texts_of(documents)).astype(np.float16)
 
 
@@ -75,7 +78,7 @@ def test_the_docstring_examples_are_true():
 
 
 def sort_of_all(matrix, queries, k):
-    """Computes all scores at once; a stable sort keeps ties in document order."""
+    """Returns the k best rows of all scores; a stable sort keeps ties in document order."""
     scores = queries @ matrix.astype(np.float32).T
     return np.argsort(-scores, axis=1, kind="stable")[:, :k]
 
@@ -86,7 +89,7 @@ def in_shards(matrix, size):
 
 @pytest.mark.parametrize("size", [7, 16, 1000])
 @pytest.mark.parametrize("k", [1, 5, 50, 80])
-def test_shards_find_the_same_as_a_sort_of_all_scores(size, k):
+def test_a_search_in_shards_equals_a_sort_of_all_scores(size, k):
     draw = np.random.default_rng(k)
     matrix = draw.standard_normal((50, 8)).astype(np.float16)
     queries = draw.standard_normal((3, 8)).astype(np.float32)
@@ -95,54 +98,54 @@ def test_shards_find_the_same_as_a_sort_of_all_scores(size, k):
 
 
 def test_ties_come_in_document_order_across_shards():
-    # whole numbers, so that equal scores are equal to the bit: only -2, -1, 0, 1 and 2 occur
+    # With integers equal scores are equal to the bit; only -2, -1, 0, 1 and 2 occur.
     matrix = np.random.default_rng(0).integers(-1, 2, (60, 2)).astype(np.float16)
     queries = np.array([[1, 1], [-1, 0], [0, 0], [0, -1]], np.float32)
     rows = nearest(in_shards(matrix, 7), queries, 60)
     assert np.array_equal(rows, sort_of_all(matrix, queries, 60))
 
 
-def test_a_passage_finds_itself_and_k_may_exceed_the_corpus():
+def test_a_passage_as_a_query_finds_itself_and_k_may_exceed_the_corpus():
     documents = invented(40)
     retriever = DenseRetriever(documents, Hashed())
     lists = retriever.search(texts_of(documents[:5]), 99)
     assert [row[0] for row in lists] == documents[:5] and {*map(len, lists)} == {40}
 
 
-def test_a_passage_is_read_as_title_then_text():
+def test_a_passage_is_encoded_as_its_title_and_its_text():
     encoder = Hashed()
     DenseRetriever([Document("1", "Ana Bell", "draws."), Document("2", "", "no title")], encoder)
     assert encoder.encoded == ["Ana Bell draws.", "no title"]
 
 
 @pytest.mark.parametrize("documents, encoder", [([], Hashed()), (invented(1), "")])
-def test_an_empty_corpus_and_no_encoder_are_one_line(documents, encoder):
+def test_an_empty_corpus_and_a_missing_encoder_are_one_line_errors(documents, encoder):
     assert "dense retrieval needs a --corpus" in message(DenseRetriever, documents, encoder)
 
 
-def test_the_second_time_nothing_is_encoded():
+def test_a_second_retriever_of_the_same_corpus_encodes_nothing():
     documents, first, second = invented(37), Hashed(), Hashed()
-    one, two = (DenseRetriever(documents, encoder, runs="mine") for encoder in (first, second))
+    built, read = (DenseRetriever(documents, encoder, runs="mine") for encoder in (first, second))
     assert len(first.encoded) == 37 and second.encoded == []
-    assert one.search(["ana"], 5) == two.search(["ana"], 5)
+    assert built.search(["ana"], 5) == read.search(["ana"], 5)
     shards = sorted(Path("mine/vectors").glob("hashed-*/*"))
     assert [path.name for path in shards] == [f"0000{i}.npy" for i in range(4)]
-    last = np.load(shards[3])  # a plain file of numpy
+    last = np.load(shards[3])  # an ordinary numpy file
     assert last.shape == (7, 16) and last.dtype == np.float16
 
 
 @pytest.mark.parametrize("stop", [0, 10, 29])
-def test_an_interrupted_run_goes_on_at_the_shard_it_was_at(stop):
+def test_an_interrupted_run_continues_at_the_unfinished_shard(stop):
     documents = invented(37)
     first, second = Hashed(stop), Hashed()
     with pytest.raises(KeyboardInterrupt):
         vectors_of(documents, first)
     assert np.array_equal(vectors_of(documents, second), encoded_at_once(documents))
     assert len(first.encoded) == stop // 10 * 10
-    assert first.encoded + second.encoded == texts_of(documents)  # each once
+    assert first.encoded + second.encoded == texts_of(documents)  # each passage is encoded once
 
 
-def test_the_processes_of_a_run_begin_at_places_of_their_own(monkeypatch):
+def test_each_process_of_a_run_begins_at_a_shard_of_its_own(monkeypatch):
     corpus, second, first = invented(40), Hashed(20), Hashed()  # 4 shards
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -154,7 +157,7 @@ def test_the_processes_of_a_run_begin_at_places_of_their_own(monkeypatch):
     assert first.encoded == texts_of(corpus[:20])
 
 
-def test_a_run_that_ends_while_it_writes_leaves_no_half_shard(monkeypatch):
+def test_a_run_that_is_stopped_while_writing_leaves_no_incomplete_shard(monkeypatch):
     def dies(path, vectors):
         path.touch()
         raise KeyboardInterrupt
@@ -170,7 +173,8 @@ CORPUS = invented(12)
 CHANGED = {
     "a word": [Document("0", "Title 0", "changed"), *CORPUS[1:]],
     "one less": CORPUS[:-1],
-    # the same letters in a row: the text of the first passage ends with the title of the second
+    # The corpus has the same letters in the same order, but the title of the second passage is now
+    # the end of the first.
     "where a passage ends": [
         Document("0", "", passage_text(CORPUS[0]) + CORPUS[1].title),
         Document("1", "", CORPUS[1].text),
@@ -181,7 +185,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("change", CHANGED)
-def test_another_corpus_or_other_weights_are_another_folder(change):
+def test_another_corpus_or_other_weights_use_another_folder(change):
     documents, encoder = CHANGED[change], Hashed()
     vectors_of(CORPUS, Hashed())
     encoder.version = "2" if change == "the weights" else "1"
@@ -199,7 +203,7 @@ def test_another_corpus_or_other_weights_are_another_folder(change):
         of_fault(211, lambda path: os.truncate(path, 0)),
     ],
 )
-def test_a_damaged_file_of_vectors_is_one_line_that_names_its_folder(damage):
+def test_the_error_of_a_damaged_file_of_vectors_names_its_folder(damage):
     vectors_of(invented(20), Hashed())
     damage(shard_files()[1])
     text = message(passage_vectors, invented(20), Hashed())
@@ -207,14 +211,14 @@ def test_a_damaged_file_of_vectors_is_one_line_that_names_its_folder(damage):
 
 
 def flat_index(rows):
-    """Writes an index as faiss does: kind, d, n, two old fields, trained, metric 0, n · d, rows."""
+    """Writes an index as faiss does: kind, d, n, 2 unused fields, trained, metric, n · d, rows."""
     n, d = rows.shape
     head = struct.pack("<4siqqq?iq", b"IxFI", d, n, 1 << 20, 1 << 20, True, 0, n * d)
     Path("an.index").write_bytes(head + rows.astype(np.float32).tobytes())
     return "an.index"
 
 
-def test_a_flat_index_is_read_and_nothing_encoded():
+def test_a_flat_index_is_read_and_no_passage_is_encoded():
     documents, encoder = invented(200), Hashed()
     retriever = DenseRetriever(
         documents, encoder, index_file=flat_index(Hashed()(texts_of(documents)))
@@ -224,7 +228,7 @@ def test_a_flat_index_is_read_and_nothing_encoded():
     assert lists == DenseRetriever(documents, Hashed()).search(queries, 5) and encoder.encoded == []
 
 
-def test_the_layout_of_the_file_is_faiss_own():
+def test_faiss_writes_an_index_file_of_the_same_bytes():
     faiss = pytest.importorskip("faiss", reason="faiss-cpu is not installed")
     rows = np.random.default_rng(0).standard_normal((20, 16)).astype(np.float32)
     index = faiss.IndexFlatIP(16)
@@ -234,25 +238,25 @@ def test_the_layout_of_the_file_is_faiss_own():
 
 
 @pytest.mark.parametrize("shape", [(19, 16), (20, 8), None])
-def test_an_index_that_does_not_fit_is_one_line(shape):
+def test_an_index_that_does_not_fit_the_corpus_is_a_one_line_error(shape):
     path = flat_index(np.ones(shape)) if shape else "nowhere.index"
     text = message(DenseRetriever, invented(20), Hashed(), index_file=path)
     assert f"{path} is not a flat FAISS index (IndexFlatIP) of 20 documents with 16" in text
 
 
-# -------------------------------------------------------------------- sentence-transformers (extra)
+# ------------------------------------------------- encoders of sentence-transformers (extra: dense)
 
 TEXTS = ["Ana Bell", "Kelmouth is a harbour town in the north", "a town", "Ana Bell draws maps"]
 
 
-def test_sentence_transformers_that_are_not_there_are_one_line(monkeypatch):
+def test_a_missing_sentence_transformers_is_a_one_line_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     assert "pip install sentence-transformers" in message(Encoder, "some/e5")
 
 
 @pytest.fixture
 def make(tmp_path):
-    """make("some-e5") writes a random BERT and a tokenizer of TEXTS' words into that directory."""
+    """Returns a function that saves a random BERT and a tokenizer of TEXTS' words by a name."""
     pytest.importorskip("sentence_transformers", reason="the extra dense is not installed")
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
@@ -278,7 +282,7 @@ def make(tmp_path):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_mean_is_pooled_and_of_a_causal_encoder_the_last_token(make, causal):
+def test_a_vector_is_the_mean_or_in_a_causal_encoder_the_last_token(make, causal):
     path = make("qwen3-embedding" if causal else "tiny-bert")
     if causal:
         sizes = small(head_dim=8, max_position_embeddings=64)
@@ -286,7 +290,7 @@ def test_the_mean_is_pooled_and_of_a_causal_encoder_the_last_token(make, causal)
     encoder = Encoder(path, "cpu")
     vectors = encoder(TEXTS, "passage")
     assert vectors.shape == (4, 32) and vectors.dtype == np.float32
-    for text, vector in zip(TEXTS, vectors, strict=True):  # of several lengths
+    for text, vector in zip(TEXTS, vectors, strict=True):  # the texts have different lengths
         ids = torch.tensor([encoder.model.tokenizer(text)["input_ids"]])
         with torch.no_grad():
             states = encoder.model[0].auto_model(ids).last_hidden_state[0]  # [L, d]
@@ -303,16 +307,17 @@ E5 = ("query: ", "passage: ")
         ("intfloat/e5-base-v2", E5),
         ("Multilingual_E5_small", E5),
         ("bge-base-en", ("Represent this sentence for searching relevant passages: ", "")),
-        ("bge-m3", ("", "")),  # published as one without an instruction
+        ("bge-m3", ("", "")),  # published as a model without an instruction
         ("e5s/tiny-bert", (None, None)),
-        ("models--x--e5-base/snapshots/0bge0", E5),  # in the hub's cache the last part is a hash
+        # In the hub's cache the last part of a path is a hash.
+        ("models--x--e5-base/snapshots/0bge0", E5),
     ],
 )
-def test_the_name_decides_about_the_prefixes(name, prefixes):
+def test_the_name_of_the_encoder_decides_about_the_prefixes(name, prefixes):
     assert dense.prefixes(name) == prefixes
 
 
-def test_the_prefix_of_a_text_is_the_names_or_the_models_own(make):
+def test_a_prefix_comes_from_the_model_or_from_its_name(make):
     path, bare = make(), Encoder(make("plain"), "cpu")
     other = Encoder(path, "cpu")
     other.model.prompts = {"query": "query: ", "document": "passage: "}
@@ -322,13 +327,13 @@ def test_the_prefix_of_a_text_is_the_names_or_the_models_own(make):
         assert np.allclose(encoder(["Ana"], "passage"), bare(["passage: Ana"]), atol=1e-6)
 
 
-def test_texts_without_words_and_broken_texts_are_texts(make):
+def test_texts_without_words_and_broken_texts_are_encoded(make):
     encoder = Encoder(make(), "cpu")
     lengths = np.linalg.norm(encoder(["", "??", "half \ud800 a pair", "ana " * 500]), axis=1)
     assert np.allclose(lengths, 1, atol=1e-5)
 
 
-def test_the_version_changes_with_the_weights_and_is_else_the_same(make):
+def test_the_version_changes_only_with_the_weights(make):
     path = make()
     version = Encoder(path, "cpu").version
     assert Encoder(path, "cpu").version == version
@@ -336,14 +341,14 @@ def test_the_version_changes_with_the_weights_and_is_else_the_same(make):
     assert Encoder(path, "cpu").version != version
 
 
-def test_an_encoder_that_is_missing_or_cut_is_one_line(make):
+def test_a_missing_or_truncated_encoder_is_a_one_line_error(make):
     path = Path(make())
     os.truncate(path / "model.safetensors", 1000)
     for name in ("./nothing", str(path)):
         assert f"encoder {name}: cannot be loaded" in message(Encoder, name)
 
 
-def test_damaged_weights_give_no_vectors(make):
+def test_weights_that_give_nan_are_an_error(make):
     encoder = Encoder(make(), "cpu")
     encoder.model[0].auto_model.embeddings.LayerNorm.weight.data[0] = float("nan")
     assert "its vectors are not finite" in message(encoder, ["a"])

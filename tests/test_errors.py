@@ -1,4 +1,4 @@
-"""errors.py: what a command does before its imports, and when a slow step is worth a line."""
+"""Tests errors.py: the preparation of a command before its imports, and the line of a slow step."""
 
 import json
 import os
@@ -21,14 +21,21 @@ print(sys.excepthook.__name__, os.environ.get("GOMP_SPINCOUNT"))
 
 
 def report(code: str, **environment) -> list[str]:
-    """What that code, and then REPORT, print in a fresh process."""
-    own = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    """Returns the words that the code and then REPORT print in a new process."""
+    # A test that ran before, in this process, may have prepared a command.
+    set_by_commands = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "TQDM_MININTERVAL")
+    inherited = {k: v for k, v in os.environ.items() if k not in set_by_commands}
     words = [sys.executable, "-c", f"import os, sys\n{code}\n{REPORT}"]
-    how = {"cwd": ROOT, "env": own | environment, "capture_output": True, "text": True}
-    return subprocess.run(words, check=True, **how).stdout.split()
+    options = {
+        "cwd": ROOT,
+        "env": inherited | environment,
+        "capture_output": True,
+        "text": True,
+    }
+    return subprocess.run(words, check=True, **options).stdout.split()
 
 
-def test_to_import_a_file_does_nothing():
+def test_importing_errors_py_changes_nothing():
     assert report("import errors")[1:] == ["10", "0.1", "excepthook", "None"]
 
 
@@ -36,7 +43,7 @@ def test_to_import_a_file_does_nothing():
     "environment, spins",
     [({}, SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
 )
-def test_a_command_has_a_lock_of_its_own_and_the_user_decides_how_threads_wait(environment, spins):
+def test_prepare_command_sets_tqdm_and_the_spin_count_unless_the_user_set_it(environment, spins):
     prepared = report("import errors; errors.prepare_command()", **environment)
     assert prepared == ["_thread", "0", "30.0", "report_interrupt", spins]
 
@@ -54,7 +61,7 @@ else:
 
 
 @pytest.mark.parametrize(
-    "start, told",
+    "start, error",
     [
         ("train.py --stpes 3", "error: train.py: unknown flag --stpes (did you mean --steps?)"),
         ("train.py --kl_coef -1", "error: --kl_coef -1.0: must be at least 0"),
@@ -66,24 +73,24 @@ else:
         ("papers.py", ""),
     ],
 )
-def test_what_needs_no_model_imports_no_library_of_models(start, told, tmp_path):
+def test_errors_help_and_scoring_import_neither_torch_nor_transformers(start, error, tmp_path):
     record = {"id": "1", "question": "?", "golds": ["a"], "prediction": "a"}
     (tmp_path / "p.jsonl").write_text(json.dumps(record) + "\n")
-    ended = run_without(("torch", "transformers"), start.format(tmp_path).split(), tmp_path)
-    assert ended.stderr.startswith(told) and "imported" not in ended.stderr
-    assert ended.returncode == (2 if told else 0)
+    process = run_without(("torch", "transformers"), start.format(tmp_path).split(), tmp_path)
+    assert process.stderr.startswith(error) and "imported" not in process.stderr
+    assert process.returncode == (2 if error else 0)
 
 
-def test_the_formulas_need_torch_alone(tmp_path):
-    """All in one process, because the import of torch takes longer than they do."""
+def test_the_files_of_formulas_need_only_torch(tmp_path):
+    """All run in one process, because importing torch takes longer than the formulas."""
     formulas = "kl.py ppo.py grpo.py dapo.py reinforce_pp.py".split()
     code = f"import runpy; [runpy.run_path(name, run_name='__main__') for name in {formulas}]"
-    ended = run_without(("transformers", "accelerate"), ["-c", code], tmp_path)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    process = run_without(("transformers", "accelerate"), ["-c", code], tmp_path)
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 def run_without(libraries: tuple, words: list[str], folder) -> subprocess.CompletedProcess:
-    """Runs `python WORDS` where an import of one of the libraries ends it."""
+    """Runs `python WORDS`; importing one of the libraries ends the process with an error."""
     for name in libraries:
         (folder / f"{name}.py").write_text("raise SystemExit('it was imported')")
     environment = os.environ | {"PYTHONPATH": str(folder)}
@@ -100,22 +107,22 @@ def test_each_long_command_is_prepared_before_torch_is_imported(start):
 
 
 @pytest.mark.parametrize(
-    "seconds, line",
+    "seconds, expected",
     [
         ([1, 2, 3, 4, 5, 15], None),  # the median is 3
         ([1, 2, 3, 4, 5, 15.1], "step 5 took 15 s, the first five 3 s each"),
         ([1, 1, 1, 1, 1, 6, 1], None),
-        ([1, 1, 1, 1, 1, 6, 7], None),  # once is enough
+        ([1, 1, 1, 1, 1, 6, 7], None),  # only the first slow step gets a line
         ([9, 1, 1], None),
         ([0.1, 1], None),
     ],
 )
-def test_the_first_step_that_takes_five_times_the_median_of_the_first_five(seconds, line):
-    found = slow_step(seconds)
-    assert found is None if line is None else found.startswith(line)
+def test_the_first_step_above_five_times_the_median_of_the_first_five_is_slow(seconds, expected):
+    actual = slow_step(seconds)
+    assert actual is None if expected is None else actual.startswith(expected)
 
 
-def test_a_slow_step_of_a_run_is_one_line(model, tmp_path, monkeypatch, capsys):
+def test_only_the_first_slow_step_of_a_run_prints_a_line(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(files, "seconds_of", lambda record: 9 if record["step"] in (5, 6) else 1)
     assert len(rows_of(train.train(settings_for(model, tmp_path, "--steps 8")))) == 8
     printed = capsys.readouterr()

@@ -1,5 +1,5 @@
-"""eval.py: the numbers of a trajectory, whose settings count, evaluations that go on, and real
-records from the first to the last command.
+"""Tests eval.py: the metrics of a trajectory, the settings of an evaluation, evaluations that
+continue after an interrupt, and real records through training and evaluation.
 """
 
 import dataclasses
@@ -30,40 +30,42 @@ from world.world import KINDS
 
 HOTPOTQA = ROOT.parent / "shared" / "data" / "hotpotqa"
 ANSWER_SCORES = ("em", "f1", "cem")
-# of all that search
+# the metrics of every protocol that searches
 COLUMNS = (*ANSWER_SCORES, "searched", "searches", "successful", "queries", "rejected")
 COLUMNS += ("failed_rows", "repeated", "fallbacks", "documents_cut", "format")
 OPTIONS = evaluation.Options(questions=3)
 
 
 def run(words: str, *more) -> None:
-    """`python eval.py WORDS`, in this process."""
+    """Runs `python eval.py WORDS MORE` in this process."""
     command = score_command if words.startswith("--predictions") else evaluation.main
     command([*words.split(), *map(str, more)])
 
 
 def records_in(path) -> list[dict]:
+    """Returns the records of a file of JSON lines."""
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 def write(path, records) -> str:
+    """Writes the records as JSON lines and returns the path."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return str(path)
 
 
-# ----------------------------------------------------------------------------------- one trajectory
+# -------------------------------------------------------------------- the metrics of one trajectory
 
 
 @pytest.mark.parametrize("protocol", ["ur2", "r1_searcher"])
-def test_a_trajectory_is_graded_by_answer_searches_fallbacks_and_format(protocol):
-    # Two searches, the second one a fallback; "Kelmouth, Norland" for "Norland": F1 2/3, cover-EM 1
+def test_the_metrics_of_a_trajectory_cover_answer_searches_fallbacks_and_format(protocol):
+    # Two searches, the second a fallback. "Kelmouth, Norland" for "Norland": F1 2/3, cover-EM 1.
     numbers = prediction_metrics(example(protocol, "Kelmouth, Norland"))
     scores = (0, pytest.approx(2 / 3), 1)
     assert numbers == dict(zip(COLUMNS, (*scores, 1, 2, 1, 2, 0, 0, 0, 1, 0, 1), strict=True))
     trajectory = example(protocol, "x " * 11)
     trajectory.searches[0].cut = True
     numbers = prediction_metrics(trajectory)
-    assert (numbers["format"], numbers["documents_cut"]) == (0, 0.5)  # one of two
+    assert (numbers["format"], numbers["documents_cut"]) == (0, 0.5)  # one of two searches
     assert "documents_cut" not in prediction_metrics(example(protocol, searches=0))
     assert all(prediction_metrics(example(name))["format"] == 1 for name in PROTOCOLS)
 
@@ -76,24 +78,26 @@ ANSWER = "<answer> {} </answer>"
 
 
 def r_search(body, question=None):
+    """Returns the trajectory of an r_search transcript."""
     return trajectory_from_text(question or Question("q", WHERE, ["Norland"]), body, "r_search")
 
 
-def test_r_search_is_graded_by_its_evidence_too():
+def test_the_metrics_of_r_search_cover_its_evidence_too():
     evidence = BOX.format("Ana Bell lives in Norland.")
     answer = ANSWER.format("Norland")
     expected = dict(zip(COLUMNS, (1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 1), strict=True))
-    # 5 words of evidence, of which "lives" stands in no document: 4/5
+    # The evidence has 5 words, and "lives" is in no document: support 4/5.
     whole = prediction_metrics(r_search(SEARCHED + evidence + answer))
     assert whole == expected | {"evidence": 1, "support": 0.8}
-    for text, form in ((answer, 1), (SEARCHED + answer, 0)):  # a search asks for evidence
+    # After a search the format requires evidence; without a search it does not.
+    for text, form in ((answer, 1), (SEARCHED + answer, 0)):
         numbers = prediction_metrics(r_search(text))
         assert (numbers["format"], numbers["evidence"]) == (form, 0)
-        assert "support" not in numbers  # and not a support of 0
+        assert "support" not in numbers  # left out, not 0
 
 
-def test_the_format_of_when_to_search_is_its_grammar_whatever_a_search_costs():
-    # 9 searches at 0.3 each are 2.7, which the reward refuses (2 is its bound): here is no price
+def test_the_format_of_when_to_search_does_not_depend_on_the_cost_of_searches():
+    # 9 searches at 0.3 each cost 2.7, above the reward's bound of 2; the metric ignores the cost.
     turn = "<search> a </search>\n<information>\nfound\n</information>\n<reflect> r </reflect>"
     transcript = f"<think> t </think>{turn * 9}{ANSWER.format('a')}"
     for text, form in ((transcript, 1), (transcript + " sure", 0)):
@@ -101,21 +105,21 @@ def test_the_format_of_when_to_search_is_its_grammar_whatever_a_search_costs():
             trajectory_from_text(Question("q", "?", ["a"]), text, "when_to_search")
         )
         assert (numbers["format"], numbers["searches"], tuple(numbers)) == (form, 9, COLUMNS)
-        assert numbers["repeated"] == 8  # all but the first ask for "a"
+        assert numbers["repeated"] == 8  # all searches after the first repeat the query "a"
 
 
-def test_arena_is_graded_by_its_citations_and_a_summary_by_rouge():
-    # cites 1, gold is 1 and 3: some overlap 0.5; set F1 2 · 1 / (1 + 2)
+def test_the_metrics_of_arena_cover_citations_and_those_of_a_summary_are_rouge():
+    # The answer cites 1, gold are 1 and 3: overlap 0.5, set F1 2 · 1 / (1 + 2).
     trajectory = example("arena", searches=1)
     answer = {"em": 1, "f1": 1, "cem": 1, "format": 1}
     half = answer | {"relevance": 0.5, "exact_set": 0, "set_f1": 2 / 3, "all_correct": 0}
     assert prediction_metrics(trajectory) == half
     assert prediction_metrics(example("arena", "Norland </answer> so"))["format"] == 0
-    # All correct (Table 13): the whole set, and the answer too
+    # All correct (Table 13) needs the exact set of citations and the right answer.
     for text, right in (("Norland", 1), ("Sudria", 0)):
         numbers = prediction_metrics(example("arena", text))
         assert (numbers["exact_set"], numbers["all_correct"]) == (1, right)
-    # without gold numbers relevance is left out, and not 0
+    # Without gold numbers the relevance is left out, not 0.
     question = dataclasses.replace(trajectory.question, supporting=())
     assert prediction_metrics(trajectory_from_text(question, trajectory.text, "arena")) == answer
     question = Question("q", "sum it up", ["the cat lay down"], task="summary")
@@ -124,25 +128,27 @@ def test_arena_is_graded_by_its_citations_and_a_summary_by_rouge():
     assert set(numbers) == {"rouge1", "rouge2", "rougeL", "rouge", "format"}
 
 
-# ---------------------------------------------------------------------------------- asked of others
+# --------------------------------------------------------------------------------- reader and judge
 
 WITH_EVIDENCE = SEARCHED + BOX.format("Ana Bell was born in Norland.") + ANSWER.format("Sudria")
 
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):
-    """An evaluation of two r_search transcripts through `main`, without a model."""
+    """Patches evaluations to use two r_search transcripts and no model; returns a path."""
     texts = [WITH_EVIDENCE, ANSWER.format("Norland")]
     questions = [Question(i, WHERE, ["Norland"], source="people") for i in "01"]
     settings = Settings(protocol="r_search", retriever="empty", model="m", output_dir=str(tmp_path))
     patches = {
-        "settings_of": lambda given: dataclasses.replace(settings, **given),
+        "settings_of": lambda flags: dataclasses.replace(settings, **flags),
         "evaluation_questions": lambda *_: ({"people": questions}, []),
         "weights_version": lambda *_: "1",
         "load_model": lambda *_, **__: (None, None),
         "build_environment": lambda *_: None,
         "check_prompts": lambda *_: None,
-        "rollout": lambda _, environment, some, *how: list(map(r_search, texts, some)),
+        "rollout": lambda _, environment, questions, *options: list(
+            map(r_search, texts, questions)
+        ),
     }
     for name, patch in patches.items():
         monkeypatch.setattr(evaluation, name, patch)
@@ -150,10 +156,11 @@ def written(tmp_path, monkeypatch):
 
 
 def others(monkeypatch, **known):
+    """Makes load_llm return the given stand-ins by their names."""
     monkeypatch.setattr(build, "load_llm", lambda spec, settings, device: known[spec])
 
 
-def test_reader_and_judge_are_asked_after_all_predictions_are_written(
+def test_reader_and_judge_are_called_after_all_predictions_are_written(
     written, monkeypatch, toy_policy, capsys
 ):
     reader = Model(lambda text: "Norland")
@@ -180,14 +187,14 @@ def test_reader_and_judge_are_asked_after_all_predictions_are_written(
     assert '"reader_em": 1.0' in written.read_text()
 
 
-def test_an_interrupt_while_others_are_asked_loses_no_rollout_and_they_can_be_asked_again(
+def test_an_interrupt_of_reader_or_judge_keeps_all_rollouts_and_both_can_be_repeated(
     written, monkeypatch, capsys
 ):
     def interrupted(text):
         raise KeyboardInterrupt
 
-    asked = Model(lambda text: "Norland")
-    others(monkeypatch, R=Model(interrupted), S=asked, J=asked)
+    reader_and_judge = Model(lambda text: "Norland")
+    others(monkeypatch, R=Model(interrupted), S=reader_and_judge, J=reader_and_judge)
     with pytest.raises(SystemExit) as end:
         run("--reader R --out", written)
     assert end.value.code == 130 and str(written) in capsys.readouterr().out.splitlines()[-1]
@@ -197,49 +204,54 @@ def test_an_interrupt_while_others_are_asked_loses_no_rollout_and_they_can_be_as
     again = f"{written}.again"
     run(f"--predictions={written} --reader S --judge J --out {again} --json {again}.json")
     assert written.read_text() == before and '"judged": null' in Path(again).read_text()
-    # each is right where the other is not
+    # The reader is right exactly where the policy's answer is wrong.
     summary = json.loads(Path(f"{again}.json").read_text())["people"]
     assert summary["reader_em"][0] == summary["em"][0] == 0.5
 
 
-def test_several_data_sets_are_one_pass_and_one_table(written, monkeypatch):
-    # the first text is wrong and the second right: for the other set both are wrong
+def test_several_data_sets_are_evaluated_together_and_printed_in_one_table(written, monkeypatch):
+    # For nq the first text is wrong and the second right; for wiki both are wrong.
     golds = {"nq": "Norland", "wiki": "Ostland"}
-    two = {name: [Question(name + i, WHERE, [gold]) for i in "12"] for name, gold in golds.items()}
-    monkeypatch.setattr(evaluation, "evaluation_questions", lambda *_: (two, []))
+    datasets = {
+        name: [Question(name + i, WHERE, [gold]) for i in "12"] for name, gold in golds.items()
+    }
+    monkeypatch.setattr(evaluation, "evaluation_questions", lambda *_: (datasets, []))
     monkeypatch.setattr(evaluation, "QUESTIONS_AT_ONCE", 2)
     run("--out", written, "--json", f"{written}.json")
     summary = json.loads(Path(f"{written}.json").read_text())
     assert [*summary] == ["nq", "wiki", "mean of datasets", "all"]
     assert [summary[name]["em"][0] for name in ("nq", "wiki", "mean of datasets")] == [0.5, 0, 0.25]
-    # the predictions alone give the same table
+    # Scoring the predictions file alone gives the same table.
     run("--predictions", written, "--json", f"{written}.again.json")
     assert json.loads(Path(f"{written}.again.json").read_text()) == summary
 
 
 def test_two_evaluations_are_compared_in_pairs(written, tmp_path, capsys):
-    # another's file has no gold answers: they are those of --data
+    # The other file has no gold answers; they come from --data.
     other = write(tmp_path / "other.jsonl", [{"id": i, "prediction": "Norland"} for i in "01"])
-    asked = [{"id": i, "question": WHERE, "answers": ["Norland"]} for i in "01"]
-    run("--out", written, "--against", other, "--data", write(tmp_path / "q.jsonl", asked))
+    questions = [{"id": i, "question": WHERE, "answers": ["Norland"]} for i in "01"]
+    run("--out", written, "--against", other, "--data", write(tmp_path / "q.jsonl", questions))
     out = capsys.readouterr().out
     assert "paired: 2 questions of both runs (0 only here, 0 only there)" in out
     assert "-0.500 [" in out
 
 
-def test_another_punctuation_scores_the_predictions_anew(written, monkeypatch, tmp_path):
-    row = r_search(ANSWER.format("Nor land"), Question("1", "?", ["Nor-land"]))  # "norland"
-    monkeypatch.setattr(evaluation, "evaluation_questions", lambda *_: ({"a": [row.question]}, []))
-    monkeypatch.setattr(evaluation, "rollout", lambda *_: [row])
+def test_another_punctuation_scores_the_predictions_again(written, monkeypatch, tmp_path):
+    trajectory = r_search(ANSWER.format("Nor land"), Question("1", "?", ["Nor-land"]))  # "norland"
+    monkeypatch.setattr(
+        evaluation, "evaluation_questions", lambda *_: ({"a": [trajectory.question]}, [])
+    )
+    monkeypatch.setattr(evaluation, "rollout", lambda *_: [trajectory])
     run(f"--punctuation space --json {tmp_path}/t.json --out", written)
     assert json.loads((tmp_path / "t.json").read_text())["qa"]["em"][0] == 1
-    assert records_in(written)[0]["metrics"]["em"] == 0  # in the file it stays as its paper has it
+    # The file keeps the punctuation rule of the paper.
+    assert records_in(written)[0]["metrics"]["em"] == 0
 
 
-# ----------------------------------------------------------------- which checkpoint, which settings
+# --------------------------------------------------------------- choosing a checkpoint and settings
 
 
-def test_the_checkpoints_own_settings_count_made_greedy_and_flags_override_them(trained):
+def test_an_evaluation_uses_the_checkpoints_settings_greedily_and_flags_override_them(trained):
     settings = settings_of({"output_dir": str(trained)})
     assert settings.model == f"{trained}/ur2-world0-seed0/stage2/checkpoint-000002"
     assert (settings.max_turn_tokens, settings.summarizer) == (16, "extractive")
@@ -248,7 +260,7 @@ def test_the_checkpoints_own_settings_count_made_greedy_and_flags_override_them(
     assert (flagged.temperature, flagged.max_turn_tokens) == (0.7, 9)
 
 
-def test_it_says_that_its_questions_are_those_of_training(written, tmp_path, capsys):
+def test_a_warning_names_a_model_that_was_trained_on_the_same_questions(written, tmp_path, capsys):
     model = save_settings(tmp_path, data="q.jsonl", model="m")
     for data, warned in (("q.jsonl", True), ("held_out.jsonl", False)):
         settings = Settings(protocol="r_search", data=data, model=model)
@@ -258,26 +270,28 @@ def test_it_says_that_its_questions_are_those_of_training(written, tmp_path, cap
         assert ("warning: the model was trained on these questions" in output) == warned
 
 
-def test_the_last_stage_is_evaluated_unless_one_is_named(trained, tmp_path):
-    given = {"output_dir": str(trained)}
-    assert "stage1" in last_checkpoint(given | {"stage": 1})
-    assert last_checkpoint(given | {"seed": 7}) == ""  # nothing trained: the built-in model
-    before = settings_of(given | {"stage": 0})  # also where a run exists
-    # the built-in world's settings, not the paper's 10
-    assert (before.model, before.documents_per_search) == ("", 1)
-    # a run on a file has the name that training gave it; a paper may have one stage only
+def test_the_last_stage_is_evaluated_unless_a_stage_is_given(trained, tmp_path):
+    flags = {"output_dir": str(trained)}
+    assert "stage1" in last_checkpoint(flags | {"stage": 1})
+    # No run has this seed, so the built-in model is evaluated.
+    assert last_checkpoint(flags | {"seed": 7}) == ""
+    # Stage 0 is the built-in model even if a run exists.
+    untrained = settings_of(flags | {"stage": 0})
+    # documents_per_search is that of the built-in world, not the paper's 10.
+    assert (untrained.model, untrained.documents_per_search) == ("", 1)
+    # A run on a file is found under the name that training gave it; some papers have one stage.
     for name, value, stage in (("data", "d/hotpot.json", 2), ("recipe", "vanilla_rl", 1)):
-        given = {"output_dir": str(tmp_path), name: value}
-        assert last_checkpoint(given) == ""
-        last = stage_folder(Settings(**given), stage) / "checkpoint-000003"
-        last.mkdir(parents=True)
-        assert last_checkpoint(given) == str(last)
+        flags = {"output_dir": str(tmp_path), name: value}
+        assert last_checkpoint(flags) == ""
+        folder = stage_folder(Settings(**flags), stage) / "checkpoint-000003"
+        folder.mkdir(parents=True)
+        assert last_checkpoint(flags) == str(folder)
     with pytest.raises(InputError, match="vanilla_rl has stages 1"):
-        last_checkpoint(given | {"stage": 2})
+        last_checkpoint(flags | {"stage": 2})
 
 
 def save_settings(folder, **settings) -> str:
-    """A folder that looks like a checkpoint of ours."""
+    """Makes the folder look like a checkpoint with these settings and returns its path."""
     (folder / "config.json").write_text("{}")
     (folder / "settings.json").write_text(json.dumps(dataclasses.asdict(Settings(**settings))))
     return str(folder)
@@ -285,44 +299,48 @@ def save_settings(folder, **settings) -> str:
 
 def test_another_question_file_does_not_search_the_old_corpus(tmp_path):
     model = save_settings(tmp_path, data="old.jsonl", corpus="old_corpus.jsonl", model="m")
-    new = {"model": model, "data": "new.jsonl"}
+    flags = {"model": model, "data": "new.jsonl"}
     with pytest.raises(InputError, match="--data needs --corpus"):
-        check_settings(settings_of(new), training=False)
+        check_settings(settings_of(flags), training=False)
     assert settings_of({"model": model}).corpus == "old_corpus.jsonl"
-    # "from-data" is no old corpus: it means the records that are asked
-    there = {"retriever": "http", "retriever_url": "http://x"}
-    save_settings(tmp_path, data="old.jsonl", corpus="from-data", model="m", **there)
-    assert (settings_of(new).corpus, settings_of(new).retriever_url) == ("from-data", "http://x")
-    check_settings(settings_of(new | {"retriever": "bm25"}), False)  # the old address is not read
+    # "from-data" is not an old corpus: it means the paragraphs of the new questions.
+    remote = {"retriever": "http", "retriever_url": "http://x"}
+    save_settings(tmp_path, data="old.jsonl", corpus="from-data", model="m", **remote)
+    assert (settings_of(flags).corpus, settings_of(flags).retriever_url) == (
+        "from-data",
+        "http://x",
+    )
+    check_settings(settings_of(flags | {"retriever": "bm25"}), False)  # the old address is ignored
 
 
-def test_what_only_training_asks_for_is_not_asked_of_an_evaluation(tmp_path):
-    given = {"judge": "http://gone:1/v1#m", "reader": "owner/gone"}
-    model = save_settings(tmp_path, in_8bit="others", summarizer="owner/small", **given)
+def test_the_judge_and_reader_of_training_are_not_used_in_an_evaluation(tmp_path):
+    models = {"judge": "http://gone:1/v1#m", "reader": "owner/gone"}
+    model = save_settings(tmp_path, in_8bit="others", summarizer="owner/small", **models)
     settings = check_settings(settings_of({"model": model}), training=False)
     assert (settings.judge, settings.reader) == ("", "")
     assert (settings.summarizer, settings.in_8bit) == ("owner/small", "others")
 
 
-def test_the_judge_of_right_and_wrong_is_the_same_in_training_and_evaluation(tmp_path):
-    # When to Search section 4.1; UR²'s judge grades mathematics in its reward alone
+def test_a_judge_that_decides_correctness_is_the_same_in_training_and_evaluation(tmp_path):
+    # When to Search section 4.1. UR²'s judge grades mathematics, and only in the reward.
     model = save_settings(tmp_path, reward="when_to_search_stage2", judge="http://j:1/v1#m")
     assert settings_of({"model": model}).judge == "http://j:1/v1#m"
     assert settings_of({"model": model, "judge": "other"}).judge == "other"
     assert settings_of({"model": model, "judge": ""}).judge == ""
 
 
-def test_a_model_of_another_recipe_is_evaluated_under_the_one_that_is_named(tmp_path):
+def test_a_model_is_evaluated_with_the_recipe_that_is_given(tmp_path):
     model = save_settings(tmp_path, recipe="ur2")
     settings = settings_of({"model": model, "recipe": "r1_searcher"})
     assert (settings.protocol, settings.max_searches, settings.model) == ("r1_searcher", 8, model)
-    hub = {"model": "Qwen/Qwen2.5-3B"}  # it has no settings: those of the paper's last stage
+    # A hub model has no settings.json and gets the settings of the paper's last stage.
+    hub = {"model": "Qwen/Qwen2.5-3B"}
     assert (settings_of(hub).stage, settings_of(hub).max_turn_tokens) == (2, 512)
     assert settings_of(hub | {"stage": 1}).stage == 1
     assert settings_of(hub | {"recipe": "vanilla_rl"}).stage == 1
 
 
-def test_the_papers_decoding_is_what_the_flags_say(tmp_path, capsys):
+def test_decoding_paper_sets_the_papers_temperature_and_top_p(tmp_path, capsys):
     def sampling(words, model="m"):
         settings, _ = evaluation.parse(f"--model {model} {words}".split())
         return settings.temperature, settings.top_p
@@ -331,33 +349,36 @@ def test_the_papers_decoding_is_what_the_flags_say(tmp_path, capsys):
     assert sampling("") == sampling(f"{paper} --recipe r1_searcher") == (0.0, 1.0)
     assert sampling(paper) == (0.3, 0.5)  # UR²
     assert sampling(f"{paper} --temperature 0.7") == (0.7, 0.5)
-    # a checkpoint's own recipe counts
+    # A checkpoint's own recipe decides.
     assert sampling(paper, save_settings(tmp_path, recipe="r_search", model="m")) == (0.1, 1.0)
     capsys.readouterr()
-    for recipe, said in (("arena", "greedy"), ("when_to_search", "greedy"), ("ur2", "")):
+    for recipe, word in (("arena", "greedy"), ("when_to_search", "greedy"), ("ur2", "")):
         sampling(f"{paper} --recipe {recipe}")
-        assert capsys.readouterr().out.endswith(f"{said}\n" if said else "")
+        assert capsys.readouterr().out.endswith(f"{word}\n" if word else "")
 
 
-def test_a_limit_that_is_given_counts_for_every_task_and_says_so(tmp_path, capsys):
-    """UR² C.4 has 3,072 tokens for mathematics and 1,536 for choice."""
+def test_a_token_limit_that_is_given_applies_to_every_task_and_a_message_says_so(tmp_path, capsys):
+    """UR² C.4 allows 3,072 tokens for mathematics and 1,536 for multiple choice."""
     model = save_settings(tmp_path, turn_tokens="math=3072,choice=1536", model="m")
-    for flag, most, turns in (("", 512, "math=3072,choice=1536"), ("--max_turn_tokens 9", 9, "")):
+    for flag, limit, task_limits in (
+        ("", 512, "math=3072,choice=1536"),
+        ("--max_turn_tokens 9", 9, ""),
+    ):
         settings, _ = evaluation.parse(f"--model {model} {flag}".split())
-        assert (settings.max_turn_tokens, settings.turn_tokens) == (most, turns)
+        assert (settings.max_turn_tokens, settings.turn_tokens) == (limit, task_limits)
         assert capsys.readouterr().out == (f"{flag} applies to every task\n" if flag else "")
 
 
-def test_a_number_of_searches_that_is_given_counts_for_every_task():
-    """UR² D.2's prompt has five queries for open questions."""
-    five = {"recipe": "ur2", "variant": "five_queries", "model": "m", "data": "d"}
-    for given, most, tasks in (({}, 4, "qa=5"), ({"max_searches": 2}, 2, "")):
-        settings = settings_of(five | given)
-        assert (settings.max_searches, settings.task_searches) == (most, tasks)
+def test_a_search_limit_that_is_given_applies_to_every_task():
+    """UR² D.2's prompt allows five queries for open questions."""
+    flags = {"recipe": "ur2", "variant": "five_queries", "model": "m", "data": "d"}
+    for more, limit, task_limits in (({}, 4, "qa=5"), ({"max_searches": 2}, 2, "")):
+        settings = settings_of(flags | more)
+        assert (settings.max_searches, settings.task_searches) == (limit, task_limits)
 
 
-def test_thoughts_have_tokens_of_their_own_and_are_no_part_of_the_answer(written, monkeypatch):
-    """ARENA 4.3, note 2: of a model that thinks by itself, and was not trained."""
+def test_thoughts_have_their_own_tokens_and_are_not_part_of_the_answer(written, monkeypatch):
+    """ARENA 4.3, note 2: a model that was not trained thinks before it answers."""
     settings = evaluation.room_to_think(Settings(turn_tokens="math=3072,choice=1536"), 100)
     assert (settings.max_turn_tokens, settings.turn_tokens) == (612, "math=3172,choice=1636")
     assert evaluation.parse("--model m --thinking 100".split())[0].max_turn_tokens == 612
@@ -369,15 +390,15 @@ def test_thoughts_have_tokens_of_their_own_and_are_no_part_of_the_answer(written
 
     monkeypatch.setattr(evaluation, "rollout", thoughtful)
     monkeypatch.setattr(evaluation, "evaluation_questions", lambda *_: ({"people": [question]}, []))
-    for flags, good in (("", 0), ("--thinking 100", 1)):
+    for flags, format_score in (("", 0), ("--thinking 100", 1)):
         run(f"{flags} --fresh --out", written)
         (record,) = records_in(written)
-        assert record["metrics"]["format"] == good and record["prediction"] == "a"
+        assert record["metrics"]["format"] == format_score and record["prediction"] == "a"
         assert record["transcript"].startswith(thought)
 
 
-def test_every_search_may_find_all_references_of_its_own_record():
-    """ARENA 4.3: released checkpoints that search are shown the given references."""
+def test_retriever_given_returns_all_references_of_the_question_that_searches():
+    """ARENA 4.3: each search of a released checkpoint returns the given references."""
     documents = [Document(str(i), "t", str(i)) for i in range(7)]
     questions = [Question(str(n), "?", ["a"], references=tuple(documents[n:])) for n in (0, 3)]
     retriever = make_control("given", [], 0)
@@ -415,33 +436,35 @@ def test_every_search_may_find_all_references_of_its_own_record():
         ("--recipe arena --references retrieved --model m --data {runs}/q", "the corpus is empty"),
     ],
 )
-def test_bad_input_is_one_line_before_a_model_is_loaded(
+def test_bad_input_is_a_one_line_error_before_a_model_is_loaded(
     words, fragment, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(evaluation, "load_model", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr(
+        evaluation, "load_model", lambda *_, **__: pytest.fail("a model was loaded")
+    )
     monkeypatch.setattr(evaluation, "build_search", lambda *_: None)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     question_file(tmp_path / "q")
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("{}")
-    arguments = words.format(runs=tmp_path).split()  # in an empty folder: nothing was trained
+    arguments = words.format(runs=tmp_path).split()  # the folder has no trained run
     assert fragment.format(runs=tmp_path) in command_line(evaluation.main, arguments, capsys)
 
 
-def test_help_has_its_sections_and_looks_for_no_model(capsys):
+def test_help_has_its_sections_and_does_not_look_for_a_model(capsys):
     with pytest.raises(SystemExit):
         run("--recipe r1_searcher --model none --help all")
-    said = capsys.readouterr().out
-    assert "\nretriever.py:\n" in said and "\neval.py:\n" in said
-    assert "--top_p" in said and "--lr" not in said
-    assert "(8; default 4)" in said  # R1-Searcher's searches
+    output = capsys.readouterr().out
+    assert "\nretriever.py:\n" in output and "\neval.py:\n" in output
+    assert "--top_p" in output and "--lr" not in output
+    assert "(8; default 4)" in output  # R1-Searcher's number of searches
 
 
-# -------------------------------------------------------------------------------- what is evaluated
+# ------------------------------------------------------------------- the questions of an evaluation
 
 
-def test_the_built_in_world_gives_so_many_held_out_questions_of_every_kind():
+def test_the_built_in_world_gives_the_same_number_of_test_questions_per_kind():
     datasets, documents = evaluation_questions(Settings(), OPTIONS)
     (questions,) = datasets.values()
     assert Counter(q.kind for q in questions) == dict.fromkeys(KINDS, 3)
@@ -451,11 +474,12 @@ def test_the_built_in_world_gives_so_many_held_out_questions_of_every_kind():
 
 
 def question_file(path, count=5) -> str:
+    """Writes a file of `count` questions with a reference each and returns the path."""
     fields = {"references": [{"id": "1", "title": "t", "text": "x"}], "answers": ["a"]}
     return write(path, [{"id": str(i), "question": f"{i} ?"} | fields for i in range(count)])
 
 
-def test_of_a_file_questions_are_drawn_with_the_seed_or_the_first_and_zero_takes_all(tmp_path):
+def test_questions_of_a_file_are_drawn_by_the_seed_and_zero_takes_all(tmp_path):
     files = [question_file(tmp_path / name, 50) for name in ("q.jsonl", "r.jsonl")]
 
     def ids(seed=0, **changes):
@@ -472,26 +496,26 @@ def test_of_a_file_questions_are_drawn_with_the_seed_or_the_first_and_zero_takes
 @pytest.mark.parametrize(
     "retriever, text", [("bm25", "a city"), ("empty", "None"), ("oracle", "x")]
 )
-def test_retrieved_references_stand_in_the_place_of_the_given_ones(retriever, text, tmp_path):
-    given = {"supporting": [1], "references": [{"id": "1", "title": "t", "text": "x"}]}
-    asked = {"id": "0", "question": "ana bell", "answers": ["a"]}
+def test_retrieved_references_replace_the_given_ones(retriever, text, tmp_path):
+    references = {"supporting": [1], "references": [{"id": "1", "title": "t", "text": "x"}]}
+    question = {"id": "0", "question": "ana bell", "answers": ["a"]}
     corpus = [{"id": str(i), "title": "t", "text": "y"} for i in range(3)]
     corpus.append({"id": "9", "title": "Ana Bell", "text": "a city"})
-    files = {"data": write(tmp_path / "q.jsonl", [asked | given])}
+    files = {"data": write(tmp_path / "q.jsonl", [question | references])}
     files["corpus"] = write(tmp_path / "c.jsonl", corpus)
     settings = Settings(protocol="arena", documents_per_search=1, retriever=retriever, **files)
     options = dataclasses.replace(OPTIONS, references="retrieved")
-    (result,) = evaluation_questions(settings, options)[0]["q"]
-    assert [document.text for document in result.references] == [text]
-    # which of them are gold is not known
-    assert result.supporting == () and {"relevance", "all_correct"}.isdisjoint(
-        prediction_metrics(arena(result))
+    (evaluated,) = evaluation_questions(settings, options)[0]["q"]
+    assert [document.text for document in evaluated.references] == [text]
+    # It is unknown which of the retrieved references are gold.
+    assert evaluated.supporting == () and {"relevance", "all_correct"}.isdisjoint(
+        prediction_metrics(arena(evaluated))
     )
-    other = Evaluation(settings, options).made_with("v")
-    assert other != Evaluation(settings, OPTIONS).made_with("v")
+    version = Evaluation(settings, options).made_with("v")
+    assert version != Evaluation(settings, OPTIONS).made_with("v")
 
 
-def test_a_search_for_references_that_fails_is_one_line(monkeypatch):
+def test_a_failed_search_for_references_is_a_one_line_error(monkeypatch):
     failing = "retrievers.controls.EmptyRetriever.search"
     monkeypatch.setattr(failing, lambda self, queries, k: [None])
     settings = Settings(protocol="arena", retriever="empty")
@@ -500,38 +524,47 @@ def test_a_search_for_references_that_fails_is_one_line(monkeypatch):
 
 
 def arena(question):
+    """Returns an arena trajectory that cites reference 1 and answers a."""
     text = "<relevance>[1]</relevance><analysis> a </analysis>" + ANSWER.format("a")
     return trajectory_from_text(question, text, "arena")
 
 
-def test_other_settings_weights_questions_passages_or_words_are_another_evaluation(tmp_path):
+def test_other_settings_weights_questions_or_prompts_are_another_evaluation(tmp_path):
     data = tmp_path / "q.jsonl"
     prompt = tmp_path / "p.txt"
     settings = Settings(model="m", data=str(data), corpus="from-data", prompt_file=str(prompt))
 
-    def made(version="v", samples=1, count=2, words="Say A.", **changes):
+    def made_with(version="v", samples=1, count=2, words="Say A.", **changes):
         question_file(data, count)
         prompt.write_text(f"{words} <|begin_of_query|> \\boxed{{}}")
         options = dataclasses.replace(OPTIONS, samples=samples)
         return Evaluation(dataclasses.replace(settings, **changes), options).made_with(version)
 
-    assert made() == made(judge="J", reader="R", run_name="n", output_dir="elsewhere", timeout=1.0)
-    others = [made("w"), made(samples=2), made(count=1), made(words="Say B."), made(top_p=0.5)]
-    assert all(other != made() for other in others)
+    assert made_with() == made_with(
+        judge="J", reader="R", run_name="n", output_dir="elsewhere", timeout=1.0
+    )
+    others = [
+        made_with("w"),
+        made_with(samples=2),
+        made_with(count=1),
+        made_with(words="Say B."),
+        made_with(top_p=0.5),
+    ]
+    assert all(other != made_with() for other in others)
 
 
-def test_predictions_always_lie_under_the_runs_folder():
+def test_predictions_are_always_written_below_the_runs_folder():
     for model in ("/", "/m", "../m", "a/b c/checkpoint-000001", "C:/x/y", ""):
         out = evaluation.default_out(Settings(model=model), OPTIONS)
         assert out.parent == Path("runs/predictions") and not out.name.startswith((".", "-"))
 
 
-# ------------------------------------------------------------------------------------ and once more
+# --------------------------------------------------------------- repeated and continued evaluations
 
 
 @pytest.fixture
 def few(trained, tmp_path, monkeypatch):
-    """Evaluate two questions of each of the five kinds, four at a time."""
+    """Returns a function that evaluates two questions of each of five kinds, four at a time."""
     monkeypatch.setattr(evaluation, "QUESTIONS_AT_ONCE", 4)
 
     def few(name: str, *more) -> Path:
@@ -541,64 +574,68 @@ def few(trained, tmp_path, monkeypatch):
     return few
 
 
-def test_a_greedy_evaluation_is_the_same_twice_and_samples_of_a_seed_are_too(few):
-    for temperature in (0, 2):  # at 1 two samples may be the same text
-        how = ("--samples", 8, "--temperature", temperature)
-        one, other = (few(f"{temperature}{again}.jsonl", *how) for again in "ab")
+def test_a_greedy_evaluation_and_samples_of_one_seed_are_reproducible(few):
+    for temperature in (0, 2):  # at temperature 1 two samples might be equal
+        options = ("--samples", 8, "--temperature", temperature)
+        one, other = (few(f"{temperature}{again}.jsonl", *options) for again in "ab")
         records = records_in(one)
         assert records == records_in(other)
         assert [r["sample"] for r in records] == [*range(8)] * 10
-        texts = {r["transcript"] for r in records[:8]}  # of one question
+        texts = {r["transcript"] for r in records[:8]}  # the samples of one question
         assert (len(texts) == 1) == (temperature == 0)
 
 
-def test_an_interrupted_evaluation_goes_on_and_gives_the_numbers_of_an_unbroken_one(
+def test_an_interrupted_evaluation_continues_and_equals_an_uninterrupted_one(
     few, monkeypatch, capsys
 ):
     def sampled(name, *more):
         path = few(name, "--samples", 2, "--temperature", 1, *more)
         return path.read_bytes(), capsys.readouterr().out
 
-    unbroken, _ = sampled("unbroken.jsonl")
-    generate, calls, out = evaluation.rollout, [], few("p.jsonl")  # other settings: put aside
+    uninterrupted, _ = sampled("unbroken.jsonl")
+    # This file has other settings, so the evaluation below renames it.
+    generate, calls, out = (evaluation.rollout, [], few("p.jsonl"))
 
-    def third_time_interrupted(policy, environment, some, seed, *more):
+    def interrupted_in_the_third_call(policy, environment, questions, seed, *more):
         calls.append((seed, len(records_in(out))))
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return generate(policy, environment, some, seed, *more)
+        return generate(policy, environment, questions, seed, *more)
 
-    monkeypatch.setattr(evaluation, "rollout", third_time_interrupted)
+    monkeypatch.setattr(evaluation, "rollout", interrupted_in_the_third_call)
     with pytest.raises(SystemExit) as end:
         sampled("p.jsonl")
     assert end.value.code == 130
     assert f"finished predictions are in {out}" in capsys.readouterr().out.splitlines()[-1]
-    assert calls == [(0, 0), (4, 8), (8, 16)]  # what was finished was written when the next began
+    assert calls == [(0, 0), (4, 8), (8, 16)]  # a batch is written before the next one starts
     with open(out, "a") as file:
-        file.write('{"id": "half a li')  # killed while it wrote
-    made, output = sampled("p.jsonl")
-    assert made == unbroken and "16 of 20 predictions exist: the evaluation continues" in output
-    assert calls[3:] == [(8, 16)]  # the third batch only was made again
-    # other settings: nothing of it counts, and nothing is lost
-    made, output = sampled("p.jsonl", "--seed", 1)
-    assert made != unbroken and "are kept as p.jsonl.old2" in output and len(calls) == 7
-    assert out.with_name("p.jsonl.old2").read_bytes() == unbroken
+        file.write('{"id": "half a li')  # as if the process was killed while writing
+    predictions, output = sampled("p.jsonl")
+    assert (
+        predictions == uninterrupted
+        and "16 of 20 predictions exist: the evaluation continues" in output
+    )
+    assert calls[3:] == [(8, 16)]  # only the third batch is generated again
+    # With other settings no old prediction is reused, and the old file is kept.
+    predictions, output = sampled("p.jsonl", "--seed", 1)
+    assert predictions != uninterrupted and "are kept as p.jsonl.old2" in output and len(calls) == 7
+    assert out.with_name("p.jsonl.old2").read_bytes() == uninterrupted
 
 
-def test_a_line_that_was_lost_or_doubled_and_a_half_finished_batch_are_noticed(few, capsys):
+def test_lost_or_doubled_lines_and_an_incomplete_batch_are_noticed(few, capsys):
     out = few("p.jsonl")
     whole = out.read_bytes()
     lines = whole.splitlines(keepends=True)
     for number, damaged in enumerate((lines[1:], lines * 2, lines[:7]), 1):
         out.write_bytes(b"".join(damaged))
         few("p.jsonl")
-        kept = out.with_name(f"p.jsonl.old{number}").read_bytes()
-        assert out.read_bytes() == whole and kept == b"".join(damaged)
-    # 7 of 10: one batch of 4, and 3 of the next
+        old = out.with_name(f"p.jsonl.old{number}").read_bytes()
+        assert out.read_bytes() == whole and old == b"".join(damaged)
+    # The last damaged file has 7 of 10 lines: one batch of 4, and 3 of the next.
     assert "4 of 10 predictions exist" in capsys.readouterr().out
 
 
-def test_failed_searches_are_told_of_and_made_again(few, monkeypatch, capsys):
+def test_failed_searches_are_reported_and_repeated_by_the_next_evaluation(few, monkeypatch, capsys):
     out = few("p.jsonl")
     healthy = out.read_bytes()
     with monkeypatch.context() as patch:
@@ -609,7 +646,9 @@ def test_failed_searches_are_told_of_and_made_again(few, monkeypatch, capsys):
     assert out.read_bytes() == healthy and "searches failed" not in capsys.readouterr().err
 
 
-def test_the_table_has_its_kinds_and_both_decodings_are_two_evaluations(trained, tmp_path, capsys):
+def test_the_table_has_a_row_per_kind_and_decoding_both_runs_two_evaluations(
+    trained, tmp_path, capsys
+):
     shutil.copytree(trained, runs := tmp_path / "runs")
     run(f"--output_dir {runs} --questions 2 --decoding both")
     tables = capsys.readouterr().out.split("questions of the built-in world")[1:]
@@ -621,7 +660,7 @@ def test_the_table_has_its_kinds_and_both_decodings_are_two_evaluations(trained,
     assert capsys.readouterr().out.startswith("the built-in model, before RL: 10 questions")
 
 
-def test_an_evaluation_draws_the_questions_that_a_training_draws(tmp_path):
+def test_an_evaluation_draws_the_same_questions_as_training(tmp_path):
     records = [{"id": str(i), "question": f"q{i} ?", "answers": ["a"]} for i in range(40)]
     path = write(tmp_path / "q.jsonl", records)
     for seed in (0, 3):
@@ -637,18 +676,18 @@ REAL = """--corpus from-data --run_name real --questions_per_step 4 --steps 2 --
     --trajectories_per_update 0 --temperature 0.8 --lr 1e-4 --tokens_per_micro_batch 700"""
 
 
-def test_real_hotpotqa_records_run_from_the_first_to_the_last_command(model, tmp_path, capsys):
+def test_real_hotpotqa_records_run_through_both_stages_and_an_evaluation(model, tmp_path, capsys):
     data = HOTPOTQA / "official_train_distractor_20.json"
     runs = tmp_path / "runs"
     if not data.exists():
         pytest.skip(f"no HotpotQA records in {HOTPOTQA}")
-    for stage in (1, 2):  # they roll out, search, are rewarded and change the weights
+    for stage in (1, 2):  # each stage rolls out, searches, rewards and updates the weights
         start = f"--data {data} --output_dir {runs} --stage {stage}"
         start += f" --model {model}" * (stage == 1)
         train.main([*start.split(), *REAL.split()])
         rows = records_in(runs / "real" / f"stage{stage}" / "metrics.jsonl")
         assert len(rows) == 2 and any(row["inserted_tokens"] for row in rows)
-        # stage 2 pays nothing for a search: often all rewards are 0
+        # Stage 2 does not reward searching, so all rewards may be 0.
         assert stage == 2 or any(row["grad_norm"] > 0 for row in rows)
     run(f"--output_dir {runs} --run_name real --questions 20 --samples 4 --temperature 0.8 --all")
     output = capsys.readouterr().out
@@ -656,7 +695,7 @@ def test_real_hotpotqa_records_run_from_the_first_to_the_last_command(model, tmp
     assert f"questions of {data.stem}" in output
     predictions = records_in(output.splitlines()[-1].removeprefix("predictions: "))
     metrics = [record["metrics"] for record in predictions]
-    # at most 60 tokens of documents are shown, beside their frame
+    # At most 60 tokens of documents are shown, plus the tags around them.
     shown = [numbers for numbers in metrics if numbers["successful"]]
     assert shown and all(0 < numbers["shown"] < 70 < numbers["retrieved"] for numbers in shown)
     assert [record["hops"] for record in predictions] == [2] * 80 and "compression: " in output

@@ -1,5 +1,5 @@
-"""A failed search is nobody's fault: no reward counts it, and training leaves its row out. A query
-that a server refuses for what it is was rejected, and its row stays in.
+"""Tests failed searches. The policy is not responsible for a failed search, so no reward counts it
+and training leaves the row out. The row of a query that a server rejected stays in the batch.
 """
 
 from dataclasses import replace
@@ -26,12 +26,12 @@ from trajectory_metrics import trajectory_metrics
 from update import update
 
 FAILED = Search("x", [], "Search is unavailable.", error="no answer within 60 s")
-LEFT = (0, 2, 3, 4, 6, 7)  # of eight rows, without the second one of each group of four
+REST = (0, 2, 3, 4, 6, 7)  # eight rows without the second row of each group of four
 ROLL_OUT = train.sample_draw
 
 
 def sample(rows=range(8), failed=()) -> Rollouts:
-    """Of eight trajectories of unequal length those numbered in `rows`."""
+    """Returns those of eight trajectories of unequal length whose numbers are in `rows`."""
     draw = torch.Generator().manual_seed(0)
     rollouts = Rollouts()
     for number in range(8):
@@ -45,7 +45,7 @@ def sample(rows=range(8), failed=()) -> Rollouts:
 
 
 def take_updates(state, rollouts: Rollouts) -> tuple[list, list]:
-    """(gradients, figures) of the updates of a step."""
+    """Returns (gradients, metrics) of the updates of a step."""
     batch = prepare(state, rollouts, 0)
     result = []
     totals = []
@@ -72,38 +72,38 @@ def test_the_gradient_is_that_of_the_batch_without_the_failed_rows(settings, mon
         return take_updates(state, sample(*rows))
 
     whole, totals = updates(4, range(8), (1, 5))
-    left, expected = updates(3, LEFT)
-    assert len(totals) == len(expected) == 2 and max(g.abs().max() for g in left) > 1e-4
-    assert largest_difference(left, whole) < 1e-6
+    rest, expected = updates(3, REST)
+    assert len(totals) == len(expected) == 2 and max(g.abs().max() for g in rest) > 1e-4
+    assert largest_difference(rest, whole) < 1e-6
     assert totals[0] == pytest.approx(expected[0], rel=1e-5, abs=1e-6)
 
 
-def test_a_failed_search_is_read_and_counted_and_a_rejected_query_is_one_that_was_not_run(bpe):
+def test_a_failed_search_is_shown_and_counted_and_a_rejected_query_is_not_a_search(bpe):
     def play(*script, **result):
-        searcher = Searcher(lambda some: [SearchResult(error="no answer", **result)])
+        searcher = Searcher(lambda requests: [SearchResult(error="no answer", **result)])
         return play_one(bpe, [*script], search=searcher)[0]
 
     failed = play(ASK, "")
     assert failed.failed and failed.searches[0].text == failed.protocol.error_text
-    rejected = play(ASK, ASK, rejected=True)  # twice, and it is over
+    rejected = play(ASK, ASK, rejected=True)  # the second rejection ends the row
     assert rejections(rejected) == 2 * [("server", "Ana Bell")] and not rejected.failed
     assert rejected.stop_reason == "rejected" and not rejected.searches
     assert [trajectory_metrics(t)["failed_rows"] for t in (failed, rejected)] == [1, 0]
 
 
-def test_no_reward_pays_or_charges_for_a_failed_search():
-    def pay(name, answer="Sudria"):
+def test_no_reward_counts_a_failed_search():
+    def reward(name, answer="Sudria"):
         t = example(name.rpartition("_stage")[0], answer)
-        t.searches[1] = FAILED  # of two
+        t.searches[1] = FAILED  # one of two searches
         return REWARDS[name](t, RewardSettings(), 0, Extras())
 
-    assert pay("ur2_stage1") == {"format": 1, "retrieval": 3, "fallback": 0}  # of one search
-    assert pay("when_to_search_stage1")["answer"] == pytest.approx(-1 + 0.3)
-    assert pay("when_to_search_stage2", "Norland")["answer"] == pytest.approx(1 - 0.3)
+    assert reward("ur2_stage1") == {"format": 1, "retrieval": 3, "fallback": 0}  # one search counts
+    assert reward("when_to_search_stage1")["answer"] == pytest.approx(-1 + 0.3)
+    assert reward("when_to_search_stage2", "Norland")["answer"] == pytest.approx(1 - 0.3)
 
 
 def fail_at_step_2(state, step, draw):
-    """In place of `train.sample_draw`."""
+    """Replaces `train.sample_draw`: every trajectory of step 2 has a failed search."""
     trajectories = ROLL_OUT(state, step, draw)
     for t in trajectories if step == 2 else ():
         t.searches = [FAILED]
@@ -117,9 +117,7 @@ def train_and_stop(settings) -> None:
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
-def test_a_step_of_failed_rows_ends_all_processes_and_what_was_learned_is_saved(
-    sharding, model, tmp_path
-):
+def test_a_step_of_failed_rows_ends_all_processes_after_a_checkpoint(sharding, model, tmp_path):
     in_two(sharding, train_and_stop, settings_for(model, tmp_path, "--steps 4 --save_every 9"))
     folder = tmp_path / "t" / "stage1"
     assert [path.name for path in checkpoints(folder)] == ["checkpoint-000002"]

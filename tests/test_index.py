@@ -1,4 +1,4 @@
-"""retrievers/index.py: BM25's index on disk is the one in memory, or it is refused in one line."""
+"""Tests retrievers/index.py: BM25's index on disk equals the one in memory or is rejected."""
 
 import fcntl
 from concurrent.futures import ThreadPoolExecutor
@@ -24,19 +24,22 @@ REBUILD = "remove this one so that it is built again"
 
 @pytest.fixture
 def folder(tmp_path):
-    """An index of CORPUS."""
+    """Builds an index of CORPUS and returns the folder."""
     BM25(CORPUS, index=str(tmp_path / "deep" / "index"))
     return tmp_path / "deep" / "index"
 
 
-def refused(folder, fragment, corpus=CORPUS, **parameters):
+def assert_rejected(folder, fragment, corpus=CORPUS, **parameters):
+    """Asserts that the index is a one-line error with this fragment."""
     text = message(BM25, corpus, index=str(folder), **parameters)
     assert text.startswith(f"--index {folder}: ") and fragment in text, text
 
 
-def test_a_second_start_maps_the_index_builds_nothing_and_finds_the_same(folder, monkeypatch):
+def test_a_second_start_maps_the_index_into_memory_and_finds_the_same(folder, monkeypatch):
     monkeypatch.setattr(retriever, "build", None)
-    renamed = [Document(f"other {one.id}", one.title, one.text) for one in CORPUS]
+    renamed = [
+        Document(f"other {document.id}", document.title, document.text) for document in CORPUS
+    ]
     stored = BM25(renamed, index=str(folder))
     monkeypatch.undo()
     memory = BM25(CORPUS)
@@ -53,33 +56,33 @@ def test_a_second_start_maps_the_index_builds_nothing_and_finds_the_same(folder,
     [
         (CORPUS[::-1], {}),
         (CORPUS[:5], {}),
-        # the same letters, the border between title and text elsewhere
+        # The same letters, but the title ends at another place.
         ([*CORPUS[:5], Document("5", "t1x", CORPUS[5].text[1:])], {}),
         (CORPUS, {"title_boost": 2}),
         (CORPUS, {"k1": 1.2}),
-        (CORPUS, None),  # of another version
+        (CORPUS, None),  # None: an index of another version
     ],
 )
-def test_an_index_of_other_passages_parameters_or_version_is_refused(
+def test_an_index_of_other_documents_parameters_or_version_is_rejected(
     folder, monkeypatch, corpus, parameters
 ):
     if parameters is None:
         monkeypatch.setattr(index, "VERSION", 0)
-    refused(folder, "built from other documents or param", corpus, **parameters or {})
-    refused(folder, REBUILD, corpus, **parameters or {})
+    assert_rejected(folder, "built from other documents or param", corpus, **parameters or {})
+    assert_rejected(folder, REBUILD, corpus, **parameters or {})
 
 
-def test_a_folder_of_something_else_and_a_place_without_room_are_refused(tmp_path):
+def test_a_folder_of_other_files_and_a_path_that_cannot_be_written_are_rejected(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("mine")
-    refused(tmp_path / "texts", "it has no manifest.json")
-    seal(tmp_path / "texts", 3)  # as a checkpoint is
-    refused(tmp_path / "texts", REBUILD)
-    refused(tmp_path / "texts" / "a.txt" / "index", "cannot be written there")
+    assert_rejected(tmp_path / "texts", "it has no manifest.json")
+    seal(tmp_path / "texts", 3)  # now it has a manifest, as a checkpoint has
+    assert_rejected(tmp_path / "texts", REBUILD)
+    assert_rejected(tmp_path / "texts" / "a.txt" / "index", "cannot be written there")
     assert (tmp_path / "texts" / "a.txt").read_text() == "mine"
 
 
-def test_a_build_that_fails_leaves_no_folder_and_the_next_one_is_whole(tmp_path, monkeypatch):
+def test_a_build_that_fails_leaves_no_folder_and_the_next_build_succeeds(tmp_path, monkeypatch):
     folder = tmp_path / "index"
     with monkeypatch.context() as patch:
         patch.setattr(np, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
@@ -89,21 +92,25 @@ def test_a_build_that_fails_leaves_no_folder_and_the_next_one_is_whole(tmp_path,
     assert BM25(CORPUS, index=str(folder)).best("dog", 1)[0].id == "1"
 
 
-def test_of_several_that_start_together_one_builds(tmp_path, monkeypatch):
-    built, real, waiting, lock = [], retriever.build, [], fcntl.flock
+def test_if_several_start_together_only_one_builds_the_index(tmp_path, monkeypatch):
+    built, build, waiting, lock = [], retriever.build, [], fcntl.flock
 
-    def slow(*given):
+    def slow(*arguments):
         built.append(wait_until(lambda: len(waiting) == 4))
-        return real(*given)
+        return build(*arguments)
 
-    monkeypatch.setattr(fcntl, "flock", lambda *given: waiting.append(given) or lock(*given))
+    monkeypatch.setattr(
+        fcntl, "flock", lambda *arguments: waiting.append(arguments) or lock(*arguments)
+    )
     monkeypatch.setattr(retriever, "build", slow)
     with ThreadPoolExecutor(4) as pool:
-        made = [pool.submit(BM25, CORPUS, index=str(tmp_path / "index")) for _ in range(4)]
-    assert [one.result().best("dog", 1)[0].id for one in made] == ["1"] * 4 and len(built) == 1
+        retrievers = [pool.submit(BM25, CORPUS, index=str(tmp_path / "index")) for _ in range(4)]
+    assert [one.result().best("dog", 1)[0].id for one in retrievers] == ["1"] * 4 and len(
+        built
+    ) == 1
 
 
-def test_the_check_stores_the_index_that_it_is_given(tmp_path):
+def test_the_command_check_stores_the_index(tmp_path):
     append_jsonl(tmp_path / "c.jsonl", map(vars, CORPUS[:3]))
     words = ["check", "--corpus", f"{tmp_path}/c.jsonl", "--index", f"{tmp_path}/stored"]
     with pytest.raises(SystemExit):

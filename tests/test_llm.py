@@ -1,5 +1,5 @@
-"""llm.py: over real sockets, with every way in which a server can fail; and a local model beside
-its slow twin.
+"""Tests llm.py: a server that fails in every way, over real sockets, and a local model against a
+slow reference implementation.
 """
 
 import importlib.util
@@ -24,8 +24,10 @@ from rollout import encode
 
 
 class Server(ScriptedServer):
-    """`script(text)` -> a reply, or what a ScriptedServer sends. The probe, the first request, gets
-    `probe`. `models`: what it lists.
+    """Serves an OpenAI-compatible model.
+
+    `script(text)` returns a reply, or bytes or a status as for ScriptedServer. The client's first
+    request, the probe, gets `probe`. A GET of /v1/models returns `models`.
     """
 
     def __init__(self, script=str.upper, models=None, probe="yes"):
@@ -41,17 +43,18 @@ class Server(ScriptedServer):
         return (200, said(reply)) if isinstance(reply, str) else reply
 
     def texts(self):
-        """What was asked behind the probe."""
+        """Returns the text of each request after the probe."""
         return [payload["messages"][-1]["content"] for _, payload in self.posts[1:]]
 
 
 @pytest.fixture
 def serve(started):
-    return lambda *given, **options: started(Server(*given, **options))
+    return lambda *arguments, **options: started(Server(*arguments, **options))
 
 
 @pytest.fixture(autouse=True)
-def no_patience(monkeypatch):
+def short_waits(monkeypatch):
+    """Makes the waits between retries short."""
     monkeypatch.setattr(llm, "BACKOFF", 0.01)
 
 
@@ -64,22 +67,25 @@ def asker(server, timeout=60.0, **options) -> ServerLLM:
     return ServerLLM(f"{server.base}#m", timeout=timeout, **options)
 
 
-def given(**settings):
-    return SimpleNamespace(**{"timeout": 60.0, "in_8bit": "", "output_dir": "runs", **settings})
+def settings_with(**fields):
+    """Returns the settings that load_llm reads, changed by these fields."""
+    return SimpleNamespace(**{"timeout": 60.0, "in_8bit": "", "output_dir": "runs", **fields})
 
 
 def requests(*texts):
+    """Returns requests with the same instruction and these texts."""
     return [("do it", text) for text in texts]
 
 
-def refused(fragment, call, *arguments, **options):
+def assert_error(fragment, call, *arguments, **options):
+    """Asserts that the call is a one-line error with this fragment."""
     assert fragment in message(call, *arguments, **options)
 
 
-# ------------------------------------------------------------------------------------- it goes well
+# -------------------------------------------------------------------------- requests that succeed
 
 
-def test_replies_come_in_the_order_of_the_requests_without_what_was_thought_aloud(serve):
+def test_replies_come_in_the_order_of_the_requests_and_without_thoughts(serve):
     def slow_first(text):
         time.sleep(0.1 if text == "a" else 0)
         return f"<think>b? no</think>\n\n{text.upper()}"
@@ -87,7 +93,7 @@ def test_replies_come_in_the_order_of_the_requests_without_what_was_thought_alou
     assert asker(serve(slow_first)).ask(requests("a", "b", "c")) == ["A", "B", "C"]
 
 
-def test_what_is_sent_is_greedy_with_the_environment_s_key_if_there_is_one(serve, monkeypatch):
+def test_a_request_is_greedy_and_has_the_key_of_the_environment_if_there_is_one(serve, monkeypatch):
     server = serve()
     for key in ("", "abc"):
         monkeypatch.setenv("OPENAI_API_KEY", key)
@@ -99,18 +105,25 @@ def test_what_is_sent_is_greedy_with_the_environment_s_key_if_there_is_one(serve
     assert sent == [None, None, "Bearer abc", "Bearer abc"]
 
 
-def test_a_request_says_how_its_reply_is_sampled_and_that_is_another_request(serve, tmp_path):
+def test_an_empty_instruction_is_left_out_and_an_empty_text_is_sent(serve):
     server = serve()
-    asked = [("i", "a"), ("i", "a", 0.3, 0.7, 8192), ("i", "a", 0.3, 0.5, 8192), ("i", "a")]
-    for _ in range(2):  # a sampled reply is kept too: the same command reads it again
-        assert asker(server, max_tokens=7, cache=tmp_path).ask(asked) == ["A"] * 4
+    asker(server).ask([("", "")])
+    assert server.posts[-1][1]["messages"] == [{"role": "user", "content": ""}]
+
+
+def test_requests_with_other_sampling_options_are_sent_and_cached_separately(serve, tmp_path):
+    server = serve()
+    batch = [("i", "a"), ("i", "a", 0.3, 0.7, 8192), ("i", "a", 0.3, 0.5, 8192), ("i", "a")]
+    for _ in range(2):  # sampled replies are cached too: the second time all are read
+        assert asker(server, max_tokens=7, cache=tmp_path).ask(batch) == ["A"] * 4
     sent = [(p["temperature"], p["top_p"], p["max_tokens"]) for _, p in server.posts]
-    assert sorted(sent[1:-1]) == [(0, 1, 7), (0.3, 0.5, 8192), (0.3, 0.7, 8192)]  # and two probes
+    # The first and the last request are probes.
+    assert sorted(sent[1:-1]) == [(0, 1, 7), (0.3, 0.5, 8192), (0.3, 0.7, 8192)]
 
 
-def test_of_a_text_a_model_gets_the_end_that_its_context_holds(serve):
-    """Two bytes are a token; of 1,000 tokens 8 are for the reply, 128 spare, 20 for the rest. A
-    reply that asks for more is promised a quarter of the context.
+def test_tail_returns_the_end_of_a_text_that_fits_the_context(serve):
+    """Two bytes count as a token. Of 1,000 tokens 8 are for the reply, 128 are spare and 20 are for
+    the rest of the prompt. A longer reply gets at most a quarter of the context.
     """
     model = asker(serve(models={"data": [{"id": "n"}, {"id": "m", "max_model_len": 1000}]}))
     assert model.tail("é" * 2000, "é" * 20, 8) == "é" * 844
@@ -119,7 +132,7 @@ def test_of_a_text_a_model_gets_the_end_that_its_context_holds(serve):
     assert asker(serve(models={"data": [{"id": "m"}]})).positions == llm.CONTEXT
 
 
-def test_equal_requests_of_a_batch_are_asked_once_and_another_instruction_is_another_request(serve):
+def test_equal_requests_are_sent_once_and_another_instruction_is_another_request(serve):
     server = serve()
     model = asker(server)
     assert model.ask([*requests("a", "b", "a", "a"), ("else", "a")]) == ["A", "B", "A", "A", "A"]
@@ -127,27 +140,30 @@ def test_equal_requests_of_a_batch_are_asked_once_and_another_instruction_is_ano
     assert sorted(server.texts()) == ["a", "a", "b"] and model.failures == 0
 
 
-def test_sixteen_requests_are_under_way_at_once(serve, one_try):
+def test_sixteen_requests_are_sent_at_once(serve, one_try):
     together = threading.Barrier(16)
 
     def wait_for_the_others(text):
-        together.wait(30)  # with fewer at once this breaks, and the reply never comes
+        together.wait(30)  # fewer than 16 at once break the barrier, and no reply comes
         return "ok"
 
     assert asker(serve(wait_for_the_others)).ask(requests(*map(str, range(16)))) == ["ok"] * 16
 
 
-# -------------------------------------------------------------------------- the server is not there
+# --------------------------------------------------------------- servers that cannot be used at all
 
 
-def test_an_address_without_a_model_means_the_first_one_that_the_server_lists(serve):
+def test_an_address_without_a_model_means_the_servers_first_model(serve):
     server = serve(models={"data": [{"id": "first"}, {"id": "second"}]})
-    model = load_llm(server.base, given(), cache="")
+    model = load_llm(server.base, settings_with(), cache="")
     assert model.ask(requests("a")) == ["A"] and model.name == f"{server.base}#first"
     assert [payload["model"] for _, payload in server.posts] == ["first", "first"]
     for models in (None, [], {"data": []}):
-        refused(
-            "no answer (it lists no model): start", load_llm, serve(models=models).base, given()
+        assert_error(
+            "no answer (it lists no model): start",
+            load_llm,
+            serve(models=models).base,
+            settings_with(),
         )
 
 
@@ -159,9 +175,11 @@ def test_an_address_without_a_model_means_the_first_one_that_the_server_lists(se
         ((400, b"max_tokens too large"), "HTTP 400 max_tokens too large"),
     ],
 )
-def test_a_server_that_hangs_or_rejects_the_first_request_is_one_line(serve, probe, match):
+def test_a_server_that_hangs_or_rejects_the_first_request_is_a_one_line_error(serve, probe, match):
     timeout = 60.0 if probe else 0.5
-    refused(match, load_llm, serve(probe=probe).base + "#m", given(timeout=timeout), cache="")
+    assert_error(
+        match, load_llm, serve(probe=probe).base + "#m", settings_with(timeout=timeout), cache=""
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,28 +192,28 @@ def test_a_server_that_hangs_or_rejects_the_first_request_is_one_line(serve, pro
         ("localhost:8000/v1#m", "names no language model: give http://host"),
     ],
 )
-def test_an_address_or_a_name_that_is_none_is_one_line(spec, match):
-    refused(match, load_llm, spec, given())
+def test_an_impossible_address_or_name_is_a_one_line_error(spec, match):
+    assert_error(match, load_llm, spec, settings_with())
 
 
-# -------------------------------------------------------------------------------- one request fails
+# ------------------------------------------------------------------------------ requests that fail
 
 
 def once(fault):
-    """The first try of every text fails in this way, the second goes well."""
-    seen = set()
+    """Returns a script: the first try of each text fails in this way, the second succeeds."""
+    tried = set()
 
     def script(text):
-        if text in seen:
+        if text in tried:
             return text.upper()
-        seen.add(text)
+        tried.add(text)
         return fault
 
     return script
 
 
 @pytest.mark.parametrize(
-    ("fault", "shown"),
+    ("fault", "fragment"),
     [
         ((503, b"oh no"), "HTTP 503 oh no"),
         (None, "nothing within 1 s"),
@@ -206,22 +224,23 @@ def once(fault):
     ],
     ids=["503", "slow", "closed", "not-json", "list", "no-choice"],
 )
-def test_a_try_that_fails_is_followed_by_another_and_after_the_last_one_by_none(
-    serve, fault, shown, monkeypatch
+def test_a_failed_request_is_retried_and_after_the_last_retry_the_reply_is_none(
+    serve, fault, fragment, monkeypatch
 ):
     server = serve(once(fault))
     model = asker(server)
-    model.timeout = 1.0 if fault is None else 60.0  # a good reply may take a while
+    # Only the test of a slow server needs a short limit.
+    model.timeout = 1.0 if fault is None else 60.0
     assert model.ask(requests("a", "b")) == ["A", "B"] and model.failures == 0
     assert sorted(server.texts()) == ["a", "a", "b", "b"]
     monkeypatch.setattr(llm, "RETRIES", 0)
     assert model.ask(requests("c")) == [None]
-    assert model.failures == 1 and shown in model.fault
+    assert model.failures == 1 and fragment in model.fault
 
 
 @pytest.mark.parametrize("reply", [(400, b"too long"), (200, said(None))])
-def test_a_rejected_request_or_a_reply_without_text_is_not_tried_again(serve, reply):
-    """It does not mean either that the server is down, however often it happens."""
+def test_a_rejected_request_and_a_reply_without_text_are_not_retried(serve, reply):
+    """Such replies do not mean that the server is down, however many there are."""
     server = serve(lambda text: reply)
     model = asker(server)
     for text in "abcd":
@@ -230,38 +249,38 @@ def test_a_rejected_request_or_a_reply_without_text_is_not_tried_again(serve, re
     assert model.rejected == {Request("do it", text) for text in "abcd" if reply[0] == 400}
 
 
-# ---------------------------------------------------------------------------------- the server dies
+# ------------------------------------------------------------------- servers and batches that fail
 
 
-def test_a_server_that_dies_costs_a_batch_one_round_of_tries_and_no_thread_asks_on(serve, one_try):
+def test_a_dead_server_costs_a_batch_one_round_of_tries_and_its_threads_end(serve, one_try):
     server, before = serve(lambda text: None), threading.enumerate()
     model = asker(server)
     model.timeout = 0.2
     assert model.ask(requests(*map(str, range(2000)))) == [None] * 2000 and model.failures == 2000
     wait_until(lambda: not any("(worker)" in thread.name for thread in threads_since(before)))
-    assert len(server.texts()) <= 16 * 4  # a thread may have begun its next request
+    assert len(server.texts()) <= 16 * 4  # each thread may have started another request
 
 
-def test_only_three_failed_batches_in_a_row_end_a_run(serve):
+def test_only_three_failed_batches_in_a_row_are_an_error(serve):
     server = serve(lambda text: "ok" if text in "ad" else (500, b""))
     model = asker(server)
     replies = [model.ask(requests(*texts)) for texts in ("a", "b", "c", "db", "e", "f")]
     assert replies == [["ok"], [None], [None], ["ok", None], [None], [None]]
     assert server.texts().count("c") == 1 + llm.RETRIES
     assert model.failures == 5
-    refused(f"{model.name}: 3 batches in a row without an answer", model.ask, requests("g"))
+    assert_error(f"{model.name}: 3 batches in a row without an answer", model.ask, requests("g"))
 
 
-def test_a_fault_of_our_own_in_a_thread_ends_the_batch_and_is_not_an_endless_wait(
-    serve, monkeypatch
-):
+def test_an_exception_in_a_thread_ends_the_batch_instead_of_waiting_forever(serve, monkeypatch):
     model = asker(serve())
     monkeypatch.setattr(model, "complete", lambda request: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model.ask(requests("a"))
 
 
-def test_an_interrupt_keeps_what_has_come_and_waits_for_nobody(serve, tmp_path, monkeypatch):
+def test_an_interrupt_keeps_the_replies_so_far_and_does_not_wait_for_others(
+    serve, tmp_path, monkeypatch
+):
     released, late = threading.Event(), []
 
     def script(text):
@@ -284,45 +303,52 @@ def test_an_interrupt_keeps_what_has_come_and_waits_for_nobody(serve, tmp_path, 
     released.set()
 
 
-# ------------------------------------------------------------------------------------- kept on disk
+# --------------------------------------------------------------------- the cache of replies on disk
 
 
 FIRST = Request("i", "t")
 
 
-def test_name_length_and_each_field_of_a_request_make_another_entry(tmp_path):
+def test_another_model_reply_length_or_request_is_another_cache_entry(tmp_path):
     LLM("a/b", 8, tmp_path).keep(FIRST, "r")
     keys = [LLM("a/b", 8).key(FIRST), LLM("a:b", 8).key(FIRST), LLM("a/b", 9).key(FIRST)]
     keys += [LLM("a/b", 8).key(Request(*other)) for other in (("j", "t"), ("i", "u"), ("it", ""))]
-    kept = LLM("a:b", 8, tmp_path)  # one file, two names
-    assert [kept.cached.get(key) for key in keys] == ["r", None, None, None, None, None]
+    llm_of_other_name = LLM("a:b", 8, tmp_path)  # both names use the same file
+    assert [llm_of_other_name.cached.get(key) for key in keys] == [
+        "r",
+        None,
+        None,
+        None,
+        None,
+        None,
+    ]
 
 
 @pytest.mark.fault(108)
-def test_lines_that_are_no_entries_are_skipped_and_two_runs_may_append(tmp_path):
+def test_bad_lines_of_the_cache_are_skipped_and_two_runs_may_append(tmp_path):
     first, second = LLM("m", 8, tmp_path), LLM("m", 8, tmp_path)
     first.keep(FIRST, "A")
     second.keep(Request("i", "b"), "line\nbreak")
     whole = first.cache.read_bytes()
     junk = [b"\xff\xfe", b"[]", b"3", b"{}", b'{"key": [], "reply": "x"}', whole[: len(whole) // 4]]
-    first.cache.write_bytes(b"\n".join([*junk, whole]) + whole[:-9])  # a torn line at the end
-    LLM("m", 8, tmp_path).keep(Request("i", "c"), "C")  # is not glued to it
+    first.cache.write_bytes(b"\n".join([*junk, whole]) + whole[:-9])  # the last line is incomplete
+    LLM("m", 8, tmp_path).keep(Request("i", "c"), "C")  # starts a new line
     replies = {"A", "line\nbreak", "C"}
     assert {*LLM("m", 8, tmp_path).cached.values()} == replies
 
 
 @pytest.mark.fault(109)
-def test_a_folder_that_cannot_be_written_is_one_line_before_anything_is_asked(tmp_path):
+def test_a_cache_folder_that_cannot_be_written_is_an_error_before_any_request(tmp_path):
     (tmp_path / "folder").write_text("")
-    refused("m.jsonl: cannot be written", LLM, "m", 8, tmp_path / "folder")
+    assert_error("m.jsonl: cannot be written", LLM, "m", 8, tmp_path / "folder")
 
 
 # ------------------------------------------------------------------------------------ a local model
 
 
 def alone(policy, tokenizer, request, count) -> str:
-    """The slow twin: no batch, no padding, no `generate`: the likeliest token, one after the
-    other.
+    """Returns the greedy reply to one request, token by token, without batch, padding or
+    `generate`.
     """
     ids = tokenizer(chat_text(tokenizer, *request), add_special_tokens=False)["input_ids"]
     new = []
@@ -339,27 +365,27 @@ TEXTS += ["Norland Norland", "a", "b c d e f g h"]
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
 @pytest.mark.parametrize("batch_size", [1, 2, 16])
-def test_a_left_padded_batch_says_what_each_request_says_alone(family, batch_size, bpe, request):
+def test_a_left_padded_batch_gives_the_same_replies_as_single_requests(
+    family, batch_size, bpe, request
+):
     policy = request.getfixturevalue(family)
     model = LocalLLM(policy, bpe, max_tokens=12, batch_size=batch_size)
-    slow = [alone(policy, bpe, r, 12) for r in requests(*TEXTS)]
-    assert model.ask(requests(*TEXTS)) == slow
-    assert len(set(slow)) > 2  # what is said depends on what was read
+    expected = [alone(policy, bpe, r, 12) for r in requests(*TEXTS)]
+    assert model.ask(requests(*TEXTS)) == expected
+    assert len(set(expected)) > 2  # the reply depends on the prompt
 
 
-def test_a_reply_ends_at_the_end_token_and_the_padding_behind_it_is_no_text(
-    qwen2, bpe, monkeypatch
-):
+def test_a_reply_ends_at_the_end_token_without_the_padding_after_it(qwen2, bpe, monkeypatch):
     def generate(input_ids, **_):
         pad = qwen2.language_model.generation_config.pad_token_id
-        said = torch.tensor([[*encode(bpe, " Norland"), bpe.eos_token_id, pad, pad]])
-        return torch.cat([input_ids, said], 1)
+        generated = torch.tensor([[*encode(bpe, " Norland"), bpe.eos_token_id, pad, pad]])
+        return torch.cat([input_ids, generated], 1)
 
     monkeypatch.setattr(qwen2, "generate", generate)
     assert LocalLLM(qwen2, bpe, max_tokens=8).ask(requests("who?")) == ["Norland"]
 
 
-def test_the_checkpoint_s_own_sampling_changes_nothing_and_asking_changes_no_state(
+def test_the_checkpoints_sampling_is_ignored_and_a_request_changes_no_state(
     llama, bpe, monkeypatch
 ):
     plain = LocalLLM(llama, bpe, max_tokens=12).ask(requests(*TEXTS))
@@ -374,21 +400,21 @@ def test_the_checkpoint_s_own_sampling_changes_nothing_and_asking_changes_no_sta
     assert llama.eval().language_model.generation_config is own
 
 
-def test_a_local_model_samples_what_asks_for_it_and_the_rest_of_the_batch_stays_greedy(qwen2, bpe):
+def test_a_local_model_samples_some_requests_and_answers_the_others_greedily(qwen2, bpe):
     model = LocalLLM(qwen2, bpe, max_tokens=12, batch_size=2)
     greedy = model.ask(requests(*TEXTS))
     mixed = [(*request, 2.0, 0.9, 99) for request in requests(*TEXTS)] + requests(*TEXTS)
     state = torch.get_rng_state()
-    found = model.ask(mixed)
-    assert found[5:] == greedy and found[:5] != greedy
-    assert model.ask(mixed) == found  # seeded, and what the policy samples next is as it was
+    replies = model.ask(mixed)
+    assert replies[5:] == greedy and replies[:5] != greedy
+    assert model.ask(mixed) == replies  # the sampling is seeded, apart from the global generator
     assert torch.equal(torch.get_rng_state(), state)
-    long = "word " * 200  # of 512 positions: a reply takes what is left
+    long = "word " * 200  # the reply gets the rest of the 512 positions
     assert len(encode(bpe, model.ask([("do it", long, 2.0, 1.0, 8192)])[0])) <= 512
 
 
 def test_the_largest_of_the_noisy_logits_is_a_sample_of_the_nucleus():
-    """p = 0.5, 0.25, 0.15, 0.1 at temperature 1: the nucleus of 0.8 is the first three."""
+    """For p = 0.5, 0.25, 0.15, 0.1 the nucleus of top_p 0.8 is the first three tokens."""
     count, p = 40_000, torch.tensor([0.5, 0.25, 0.15, 0.1])
     for temperature, top_p, expected in (
         (1.0, 1.0, [0.5, 0.25, 0.15, 0.1]),
@@ -396,19 +422,19 @@ def test_the_largest_of_the_noisy_logits_is_a_sample_of_the_nucleus():
         (1.0, 0.8, [0.5 / 0.9, 0.25 / 0.9, 0.15 / 0.9, 0.0]),
     ):
         process = llm.drawn_ahead(temperature, top_p, "cpu")
-        found = process(None, p.log().expand(count, -1)).argmax(-1)
-        shares = found.bincount(minlength=4) / count
+        samples = process(None, p.log().expand(count, -1)).argmax(-1)
+        shares = samples.bincount(minlength=4) / count
         for share, chance in zip(shares.tolist(), expected, strict=True):
             assert abs(share - chance) <= 4 * (chance * (1 - chance) / count) ** 0.5
 
 
-def test_a_prompt_beyond_the_context_is_none_and_is_not_cut(qwen2, bpe):
+def test_the_reply_to_a_prompt_longer_than_the_context_is_none(qwen2, bpe):
     model = LocalLLM(qwen2, bpe, max_tokens=8)  # 512 positions
     assert model.ask(requests("word " * 600, "who?"))[0] is None
     assert model.failures == 1
-    for _ in range(3):  # and a model in memory is never "down"
+    for _ in range(3):  # a local model never counts as down
         assert model.ask(requests("word " * 600)) == [None]
-    refused("512 new tokens do not fit its 512 positions", LocalLLM, qwen2, bpe, 512)
+    assert_error("512 new tokens do not fit its 512 positions", LocalLLM, qwen2, bpe, 512)
 
 
 @pytest.fixture
@@ -417,33 +443,35 @@ def saved(qwen2, bpe, tmp_path):
     return tmp_path / "model"
 
 
-def test_a_saved_model_keeps_its_replies_until_the_folder_has_other_weights(
+def test_replies_of_a_saved_model_are_cached_until_the_folder_has_other_weights(
     saved, qwen2, llama, bpe, tmp_path
 ):
     for policy in (qwen2, llama):
         shutil.rmtree(saved)
         save_policy(policy, bpe, saved)
         replies = LocalLLM(policy, bpe, max_tokens=6).ask(requests(*TEXTS))
-        for kept in (False, True):
-            model = load_llm(str(saved), given(), max_tokens=6, cache=tmp_path / "cache")
-            assert (model.key(("do it", TEXTS[0], 0.0, 1.0, 0)) in model.cached) == kept
+        for cached in (False, True):
+            model = load_llm(str(saved), settings_with(), max_tokens=6, cache=tmp_path / "cache")
+            assert (model.key(("do it", TEXTS[0], 0.0, 1.0, 0)) in model.cached) == cached
             assert model.ask(requests(*TEXTS)) == replies
 
 
-def test_a_folder_without_a_model_is_one_line_that_names_no_other_flag(saved, tmp_path):
-    assert message(load_llm, str(tmp_path), given()).startswith(f"{tmp_path}: there is no config")
-    assert message(load_llm, "/no/model", given()).startswith("/no/model: no such directory")
+def test_a_folder_without_a_model_is_a_one_line_error(saved, tmp_path):
+    assert message(load_llm, str(tmp_path), settings_with()).startswith(
+        f"{tmp_path}: there is no config"
+    )
+    assert message(load_llm, "/no/model", settings_with()).startswith(
+        "/no/model: no such directory"
+    )
     next(saved.glob("*.safetensors")).write_bytes(b"junk")
-    (saved / "manifest.json").unlink()  # as of a model of others
-    refused("no causal LM could be loaded from there", load_llm, str(saved), given())
+    (saved / "manifest.json").unlink()  # a model without a manifest, as from others
+    assert_error("no causal LM could be loaded from there", load_llm, str(saved), settings_with())
 
 
-def test_a_frozen_model_in_8_bits_answers_and_without_the_library_it_is_one_line(
-    saved, monkeypatch
-):
-    local = load_llm(str(saved), given(in_8bit="others"), max_tokens=4, cache="")
+def test_an_8_bit_model_answers_and_without_the_library_it_is_an_error(saved, monkeypatch):
+    local = load_llm(str(saved), settings_with(in_8bit="others"), max_tokens=4, cache="")
     assert local.policy.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
     assert len(local.ask([("", "where ?")])) == 1
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     match = "8-bit weights need bitsandbytes: pip install bitsandbytes"
-    refused(match, load_llm, str(saved), given(in_8bit="others"))
+    assert_error(match, load_llm, str(saved), settings_with(in_8bit="others"))

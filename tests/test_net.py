@@ -1,4 +1,4 @@
-"""net.py: over real sockets, with servers that drip, break off, never end and lead elsewhere."""
+"""Tests net.py over real sockets: slow, broken, endless and redirecting servers."""
 
 import time
 
@@ -14,7 +14,7 @@ CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
 
 @pytest.fixture
 def serve(started):
-    """serve(script) answers with these bytes, or with those that script(path, payload) yields."""
+    """Returns a function that starts a server of these bytes or of script(path, payload)."""
     return lambda script: started(ScriptedServer(script if callable(script) else lambda *_: script))
 
 
@@ -23,9 +23,10 @@ def reply(body: bytes, status: str = "200 OK", length: int | None = None) -> byt
     return f"HTTP/1.1 {status}\r\nContent-Length: {length}\r\n\r\n".encode() + body
 
 
-def fault_of(url: str, timeout=2.0, **named) -> Fault:
+def fault_of(url: str, timeout=2.0, **options) -> Fault:
+    """Returns the fault of a request."""
     with pytest.raises(Fault) as caught:
-        fetch_json(url, timeout=timeout, **named)
+        fetch_json(url, timeout=timeout, **options)
     return caught.value
 
 
@@ -40,11 +41,11 @@ def test_a_get_has_no_body_and_a_post_is_json(serve):
 
 
 @pytest.mark.parametrize("raw", [CHUNKED + b"3\r\n[1,\r\n2\r\n2]\r\n0\r\n\r\n", OK + b"\r\n[1, 2]"])
-def test_a_body_in_chunks_and_one_that_ends_with_the_connection_are_whole(serve, raw):
+def test_a_body_in_chunks_and_a_body_without_a_length_are_read_completely(serve, raw):
     assert fetch_json(serve(raw).base) == [1, 2]
 
 
-def test_a_proxy_of_the_environment_is_not_asked(serve, monkeypatch):
+def test_a_proxy_in_the_environment_is_not_used(serve, monkeypatch):
     proxy, server = serve(reply(b'"proxy"')), serve(reply(b'"server"'))
     monkeypatch.setenv("http_proxy", proxy.base)
     monkeypatch.delenv("no_proxy", raising=False)
@@ -61,8 +62,8 @@ DRIPS = {
 
 
 @pytest.mark.parametrize("where", DRIPS)
-def test_a_server_that_drips_is_left_at_the_time_limit(serve, where):
-    # A byte every 50 ms never reaches a socket's own limit of 0.3 s; 400 of them would take 20 s.
+def test_a_server_that_sends_byte_by_byte_is_dropped_at_the_time_limit(serve, where):
+    # A byte every 50 ms never exceeds a socket's own timeout of 0.3 s; 400 bytes would take 20 s.
     def drip(*_):
         yield DRIPS[where]
         for _ in range(400):
@@ -73,7 +74,7 @@ def test_a_server_that_drips_is_left_at_the_time_limit(serve, where):
     assert str(fault) == "nothing within 0.3 s" and fault.retry and fault.down
 
 
-def test_the_limit_of_bytes_is_the_largest_body_that_is_taken(serve, monkeypatch):
+def test_the_limit_of_bytes_is_the_largest_body_that_is_accepted(serve, monkeypatch):
     server = serve(reply(b'"' + b"x" * 98 + b'"'))
     monkeypatch.setattr(net, "MAX_BYTES", 100)
     assert fetch_json(server.base) == "x" * 98
@@ -82,7 +83,7 @@ def test_the_limit_of_bytes_is_the_largest_body_that_is_taken(serve, monkeypatch
     assert str(fault) == "more than 99 bytes" and not fault.retry
 
 
-def test_a_body_without_end_is_read_no_further_than_the_limit(serve, monkeypatch):
+def test_an_endless_body_is_read_up_to_the_limit(serve, monkeypatch):
     pieces = []
 
     def endless(*_):
@@ -93,7 +94,7 @@ def test_a_body_without_end_is_read_no_further_than_the_limit(serve, monkeypatch
 
     monkeypatch.setattr(net, "MAX_BYTES", 1_000_000)
     assert "more than 1,000,000 bytes" in str(fault_of(serve(endless).base))
-    assert len(pieces) < 300  # the rest lies in the buffers of the two sockets
+    assert len(pieces) < 300  # more than the limit, because the sockets buffer the rest
 
 
 NOT_JSON = [b'{"a": [1', b"<html>", b"", b"\xff\xfe\x00", b"[" * 100_000]
@@ -109,7 +110,7 @@ NOT_JSON = [b'{"a": [1', b"<html>", b"", b"\xff\xfe\x00", b"[" * 100_000]
         (b"no HTTP at all\r\n\r\n", "BadStatusLine"),
     ],
 )
-def test_half_an_answer_and_one_that_is_not_json_may_be_tried_again(serve, raw, fragment):
+def test_an_incomplete_reply_and_a_reply_that_is_not_json_may_be_retried(serve, raw, fragment):
     fault = fault_of(serve(raw).base)
     assert fragment in str(fault) and fault.retry and fault.down and "\n" not in str(fault)
 
@@ -117,41 +118,43 @@ def test_half_an_answer_and_one_that_is_not_json_may_be_tried_again(serve, raw, 
 @pytest.mark.parametrize(
     "codes, retry, down",
     [
-        ((400, 413, 414, 422), False, False),  # the request is at fault
+        ((400, 413, 414, 422), False, False),  # the request is wrong, not the server
         ((401, 403, 404), False, True),
         ((408, 425, 429, 500, 502, 503), True, True),
     ],
 )
-def test_a_code_says_whether_to_try_again_and_whether_the_server_is_down(serve, codes, retry, down):
+def test_the_status_code_decides_about_a_retry_and_whether_the_server_is_down(
+    serve, codes, retry, down
+):
     for code in codes:
         fault = fault_of(serve(reply(b"so\nit is", f"{code} X")).base)
         assert (str(fault), fault.retry, fault.down) == (f"HTTP {code} so it is", retry, down)
 
 
-def test_a_refused_connection_and_a_name_that_does_not_exist_may_be_tried_again(closed_port):
+def test_a_refused_connection_and_an_unknown_name_may_be_retried(closed_port):
     fault = fault_of(f"http://127.0.0.1:{closed_port}/")
     assert (str(fault), fault.retry, fault.down) == ("Connection refused", True, True)
     assert fault_of("http://no-such-host.invalid/").down
 
 
 def test_a_redirect_is_not_followed(serve):
-    """The request may carry a key."""
-    asked = []
-    other = serve(lambda *request: asked.append(request) or reply(b"stolen"))
+    """A request may contain a key, which another server must not get."""
+    requests = []
+    other = serve(lambda *request: requests.append(request) or reply(b"stolen"))
     redirect = f"HTTP/1.1 302 X\r\nLocation: {other.base}\r\nContent-Length: 0\r\n\r\n".encode()
     fault = fault_of(serve(redirect).base)
-    assert str(fault) == f"HTTP 302 {other.base}" and not fault.retry and asked == []
+    assert str(fault) == f"HTTP 302 {other.base}" and not fault.retry and requests == []
 
 
 @pytest.mark.parametrize(
     "url",
     ["", "host:80", "ftp://h/", "http://", "http://h:port/", "http://[::1/", "http://h/\r\nX: y"],
 )
-def test_a_bad_address_is_one_line_that_shows_a_good_one(url):
+def test_the_error_of_a_bad_address_shows_a_good_one(url):
     assert "not an address: give http://host/search" in message(host_of, url, "http://host/search")
 
 
-def test_a_good_address_has_a_host():
+def test_host_of_returns_the_host_of_an_address():
     urls = ["http://h", "https://A.b:8/x?y", "http://[::1]:80/"]
     assert [host_of(url) for url in urls] == ["h", "a.b", "::1"]
 
@@ -169,8 +172,8 @@ def failing(times, **fault):
     return call
 
 
-def test_retrying_waits_twice_as_long_each_time_up_to_the_maximum():
-    # 0.5 · 2^n: 0.5, 1, 2, 4, 8, and then not 16 but MAX_BACKOFF = 8
+def test_each_wait_of_retrying_is_twice_the_last_up_to_the_maximum():
+    # 0.5 · 2^n: 0.5, 1, 2, 4, 8, and then MAX_BACKOFF = 8 instead of 16.
     waits = []
     assert retrying(failing(6), retries=6, backoff=0.5, wait=waits.append) == 7
     assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, MAX_BACKOFF]
@@ -181,10 +184,10 @@ def test_retrying_waits_twice_as_long_each_time_up_to_the_maximum():
     [
         (failing(9), False, [1, 2]),  # no wait after the last try
         (failing(1, retry=False), False, []),  # a request that cannot succeed is not repeated
-        (failing(1), True, [1]),  # `wait` says to give up
+        (failing(1), True, [1]),  # `wait` returns True to give up
     ],
 )
-def test_retrying_ends(call, stops, expected):
+def test_retrying_ends_after_the_retries_or_when_it_cannot_help(call, stops, expected):
     waits = []
     with pytest.raises(Fault):
         retrying(call, retries=2, backoff=1, wait=lambda seconds: waits.append(seconds) or stops)

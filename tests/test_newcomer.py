@@ -1,4 +1,4 @@
-"""What a new user tried first and was led astray by: each case of these is now a line or works."""
+"""Tests cases that misled a new user; each now works or prints a message."""
 
 import re
 import sys
@@ -22,19 +22,19 @@ from plumbing.report import report
 from retrievers import dense
 
 
-def test_a_log_file_gets_a_line_in_thirty_seconds_from_the_warm_up_too(monkeypatch, capsys):
+def test_the_warm_up_writes_at_most_a_line_in_thirty_seconds_to_a_log_file(monkeypatch, capsys):
     # tests/test_errors.py shows that a command whose stderr is a file sets this for all bars.
     monkeypatch.setattr(sft, "tqdm", partial(tqdm, mininterval=30))
     monkeypatch.setattr(sft, "backward", lambda *_: 1.0)
     monkeypatch.setattr(sft, "optimizers_of", lambda *_: {})
     monkeypatch.setattr(sft, "slow_step", lambda _: None)
     sft.train_sft(torch.nn.Linear(1, 1), lambda step: [], sft.SFTSettings(200, 0.1))
-    shown = capsys.readouterr().err
-    assert "loss=1.000" in shown
-    assert len(list(filter(None, shown.replace("\r", "\n").split("\n")))) <= 3
+    output = capsys.readouterr().err
+    assert "loss=1.000" in output
+    assert len(list(filter(None, output.replace("\r", "\n").split("\n")))) <= 3
 
 
-def test_a_dense_retriever_is_tried_like_bm25(tmp_path, monkeypatch, capsys):
+def test_retriever_py_tries_a_dense_retriever_like_bm25(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(dense, "Encoder", lambda *_: Hashed())
     words = ["retriever.py", "who?", "--retriever", "dense", "--encoder", "some/hashed", "-k", "2"]
@@ -47,24 +47,25 @@ def test_a_dense_retriever_is_tried_like_bm25(tmp_path, monkeypatch, capsys):
         retriever.main()
 
 
-def test_a_step_that_asks_each_question_several_times_is_announced(model, tmp_path, capsys):
+def test_a_step_with_more_questions_than_the_data_has_prints_a_notice(model, tmp_path, capsys):
     file = tmp_path / "q.jsonl"
     file.write_text('{"question": "who?", "answers": ["Ana"]}\n' * 2)
     more = f"--data {file} --retriever empty --questions_per_step"
     for count, expected in ((5, "a step asks each of the 2 questions 2.5 times: "), (2, "")):
         settings = settings_for(model, tmp_path, f"{more} {count}")
         build.check_before_models(settings, build.make_accelerator(settings))
-        shown = capsys.readouterr().out
-        assert expected in shown and ("a step asks" in shown) == bool(expected)
+        output = capsys.readouterr().out
+        assert expected in output and ("a step asks" in output) == bool(expected)
 
 
-def test_a_dry_run_tries_four_groups_of_all_kinds(model, tmp_path, capsys):
+def test_a_dry_run_generates_four_groups(model, tmp_path, capsys):
     train.main(flags(model, tmp_path, "--dry_run --questions_per_step 16 --group_size 2"))
-    shown = capsys.readouterr().out
-    assert "of 4 have equal rewards" in shown and "a step of 16 questions" in shown
+    output = capsys.readouterr().out
+    assert "of 4 have equal rewards" in output and "a step of 16 questions" in output
 
 
 def records_of(values: list[float]) -> list[dict]:
+    """Returns a scored prediction with each of these values of exact match."""
     numbers = {"f1": 0.5, "searches": 2.0, "format": 1.0, "thinking": 9.0}
     return [
         {"id": str(i), "question": str(i), "kind": "a", "metrics": numbers | {"em": value}}
@@ -72,8 +73,8 @@ def records_of(values: list[float]) -> list[dict]:
     ]
 
 
-def test_an_evaluation_prints_the_important_columns_first(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")  # else the table has two blocks
+def test_a_brief_report_has_only_the_important_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # a narrower table has two blocks
     report(records_of([1.0, 0.0]), [], False, "", brief=True)
     assert capsys.readouterr().out.split("\n")[0].split() == "kind n em searches format".split()
     report(records_of([1.0, 0.0]), [], False, "")
@@ -89,20 +90,20 @@ def test_an_evaluation_prints_the_important_columns_first(capsys, monkeypatch):
         ([1.0], [0.0], "by 1.000 (95 % of the difference: +1.000 to +1.000), which may be chance"),
     ],
 )
-def test_a_comparison_ends_in_one_sentence(here, there, expected, capsys):
+def test_a_comparison_ends_with_a_verdict_in_one_sentence(here, there, expected, capsys):
     report(records_of(here), records_of(there), False, "", brief=True)
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("verdict: ") and expected in last
 
 
-def test_tensorboard_is_told_where_to_look(model, tmp_path, capsys):
+def test_report_to_tensorboard_prints_the_tensorboard_command(model, tmp_path, capsys):
     settings = settings_for(model, tmp_path, "--report_to tensorboard")
     run = Run(settings, SimpleNamespace(is_main_process=True, init_trackers=lambda *_: None))
     run.make_folder(0)
     assert f"tensorboard --logdir {tmp_path}" in capsys.readouterr().out
 
 
-def test_no_alarm_sends_anybody_to_a_stage_that_his_recipe_may_not_have():
+def test_no_alarm_recommends_a_stage_that_the_recipe_may_not_have():
     assert not [name for name, sentence in ADVICE.items() if "stage" in sentence.lower()]
     commands = set(re.findall(r"python -m ([\w.]+) (\w+)", " ".join(ADVICE.values())))
     assert commands == {("lab.distil", "traces")} and "traces" in distil.DistilSettings.__doc__

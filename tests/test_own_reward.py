@@ -1,4 +1,4 @@
-"""--reward FILE.py:FUNCTION, a reward of one's own."""
+"""Tests --reward FILE.py:FUNCTION, a reward that the user writes."""
 
 import json
 
@@ -30,7 +30,7 @@ def mine(trajectory):
 
 @pytest.fixture
 def own(tmp_path):
-    """own(text) -> "FILE.py:mine" of a file with this text."""
+    """Returns a function that writes a file with this text and returns "FILE.py:mine"."""
 
     def own(text: str) -> str:
         (tmp_path / "mine.py").write_text(text)
@@ -41,14 +41,16 @@ def own(tmp_path):
         del REWARDS[name]
 
 
-def test_a_function_of_a_file_pays_what_it_returns(own):
-    paid = own_reward(own(SHORT))
-    # "Norland" is right; the example has more than 20 words
-    assert paid(example("r_search"), None, 0, None) == {"right": 1.0, "short": 0.0}
-    assert paid(example("r_search", "Ulm", 0), None, 0, None)["right"] == 0.0
+def test_the_reward_is_the_dictionary_that_the_function_returns(own):
+    reward = own_reward(own(SHORT))
+    # "Norland" is right, and the example has more than 20 words.
+    assert reward(example("r_search"), None, 0, None) == {"right": 1.0, "short": 0.0}
+    assert reward(example("r_search", "Ulm", 0), None, 0, None)["right"] == 0.0
 
 
-def test_a_run_with_it_is_trained_logged_resumed_and_evaluated(own, model, tmp_path, capsys):
+def test_a_run_with_an_own_reward_is_trained_logged_resumed_and_evaluated(
+    own, model, tmp_path, capsys
+):
     name = own(SHORT)
     folder = train.train(settings_for(model, tmp_path, f"--steps 1 --reward {name}"))
     (row,) = rows_of(folder)
@@ -56,9 +58,9 @@ def test_a_run_with_it_is_trained_logged_resumed_and_evaluated(own, model, tmp_p
     assert json.loads((folder / "settings.json").read_text())["reward"] == name
     train.train(settings_for(model, tmp_path, f"--steps 2 --reward {name} --resume"))
     assert len(rows_of(folder)) == 2
-    (tmp_path / "mine.py").unlink()  # an evaluation pays nothing
-    given = f"--model {checkpoints(folder)[-1]} --questions 1 --output_dir {tmp_path}".split()
-    evaluation.main(given)
+    (tmp_path / "mine.py").unlink()  # an evaluation does not use the reward
+    arguments = f"--model {checkpoints(folder)[-1]} --questions 1 --output_dir {tmp_path}".split()
+    evaluation.main(arguments)
     assert "predictions:" in capsys.readouterr().out
 
 
@@ -70,7 +72,7 @@ def test_a_run_with_it_is_trained_logged_resumed_and_evaluated(own, model, tmp_p
         ("def mine(t):\n    return {}", "{} is not a reward"),
         ("def mine(t):\n    return {'a': float('nan')}", "{'a': nan} is not a reward"),
         ("def mine(t):\n    return {'a': '1'}", "{'a': '1'} is not a reward"),
-        # a number too large for the losses, and names that no file can hold
+        # Numbers too large for the losses, and names that cannot be written to a file.
         of_fault(284, "def mine(t):\n    return {'a': 10**400}", "{'a': 1000"),
         of_fault(284, "def mine(t):\n    return {'a': 1e16}", "1e+16"),
         of_fault(285, "def mine(t):\n    return {'\\ud83d': 1.0}", "is not a reward: return named"),
@@ -79,36 +81,36 @@ def test_a_run_with_it_is_trained_logged_resumed_and_evaluated(own, model, tmp_p
         of_fault(280, f"{EXIT}sys.exit(0)", "question demo: it calls sys.exit(0)"),
     ],
 )
-def test_what_is_not_a_reward_is_one_line_before_a_model_is_loaded(own, text, fragment, capsys):
+def test_a_bad_reward_is_a_one_line_error_before_a_model_is_loaded(own, text, fragment, capsys):
     line = command_line(train.main, ["--reward", own(text)], capsys)
     assert line.startswith("error: --reward ") and fragment in line and len(line) < 600
 
 
-def test_a_file_that_is_not_there_is_one_line(tmp_path, capsys):
+def test_a_missing_reward_file_is_a_one_line_error(tmp_path, capsys):
     output = command_line(train.main, ["--reward", f"{tmp_path}/no.py:mine"], capsys)
     assert "no.py" in output and "No such file" in output
 
 
-def test_a_recipe_that_keeps_groups_by_the_answer_term_wants_one(own, capsys):
-    given = ["--recipe", "when_to_search", "--reward", own(SHORT)]
-    output = command_line(train.main, given, capsys)
+def test_a_recipe_that_filters_groups_by_the_answer_term_needs_that_term(own, capsys):
+    arguments = ["--recipe", "when_to_search", "--reward", own(SHORT)]
+    output = command_line(train.main, arguments, capsys)
     assert "mine.py:mine: the recipe keeps groups by the term `answer`" in output
-    parse([*given, "--algorithm", "grpo"])
+    parse([*arguments, "--algorithm", "grpo"])
 
 
-def test_an_error_of_the_file_keeps_its_traceback(own):
+def test_an_exception_in_the_users_file_keeps_its_traceback(own):
     with pytest.raises(AttributeError) as raised:
         own_reward(own("def mine(t):\n    return t.nothing"))(example("r_search"), None, 0, None)
     assert raised.traceback[-1].lineno + 1 == 2
 
 
-def test_terms_that_come_and_go_are_an_error(own):
-    paid = own_reward(own("def mine(t):\n    return {'ab'[bool(t.searches)]: 1.0}"))
-    paid(example("r_search", searches=0), None, 0, None)
+def test_reward_terms_that_change_between_trajectories_are_an_error(own):
+    reward = own_reward(own("def mine(t):\n    return {'ab'[bool(t.searches)]: 1.0}"))
+    reward(example("r_search", searches=0), None, 0, None)
     with pytest.raises(ValueError, match="its terms are b, and before a: return all of them"):
-        paid(example("r_search", searches=1), None, 0, None)
+        reward(example("r_search", searches=1), None, 0, None)
 
 
-def test_the_settings_of_other_rewards_are_refused_beside_it(own, capsys):
-    given = ["--reward", own(SHORT), "--beta", "0.5"]
-    assert "does not read it: leave it out" in command_line(train.main, given, capsys)
+def test_settings_of_other_rewards_are_rejected_together_with_an_own_reward(own, capsys):
+    arguments = ["--reward", own(SHORT), "--beta", "0.5"]
+    assert "does not read it: leave it out" in command_line(train.main, arguments, capsys)

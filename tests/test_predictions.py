@@ -1,4 +1,4 @@
-"""predictions.py: every layout, the join with questions, the published numbers, and bad files."""
+"""Tests predictions.py: layouts, the join with questions, published numbers, and bad files."""
 
 import json
 from pathlib import Path
@@ -44,55 +44,58 @@ def questions(write):
     return write(*QUESTIONS, name="q.jsonl")
 
 
-def metrics(path, *how):
-    return [record["metrics"] for record in score_files([path], *how)]
+def metrics(path, *options):
+    """Returns the metrics of each prediction of the file."""
+    return [record["metrics"] for record in score_files([path], *options)]
 
 
 def em(records):
+    """Returns the mean exact match of all records."""
     return summarise(records)["all"]["em"][0]
 
 
-# ------------------------------------------------------------------------------------------ layouts
+# ------------------------------------------------------------------ the layouts of prediction files
 
 
 def test_a_file_of_r1_searcher_keeps_its_verdicts_and_searches(write):
     others = [{**R1, "gpt4o_output": "False", "n_search": 0}, {**R1, "gpt4o_output": "maybe"}]
     records = score_files([write(R1, *others)])
-    right = {"em": 1, "f1": 1, "cem": 1, "judged": 1, "searches": 2, "searched": 1}
-    assert records[0]["metrics"] == right and records[1]["metrics"]["searched"] == 0
+    expected = {"em": 1, "f1": 1, "cem": 1, "judged": 1, "searches": 2, "searched": 1}
+    assert records[0]["metrics"] == expected and records[1]["metrics"]["searched"] == 0
     assert [r["metrics"]["judged"] for r in records] == [1, 0, None]
     assert [r["id"] for r in records] == ["1", "2", "3"]
     empty = metrics(write({**R1, "pred_ans": None}, {**R1, "pred_ans": ""}))
-    assert [numbers["em"] for numbers in empty] == [0, 0]  # wrong, and not an error
+    # An empty prediction is wrong, not an error.
+    assert [numbers["em"] for numbers in empty] == [0, 0]
 
 
-def test_a_file_of_flashrag_has_its_prediction_inside_output_and_one_of_ours_its_numbers(write):
+def test_flashrags_prediction_is_in_the_field_output_and_our_files_keep_their_metrics(write):
     assert metrics(write(FLASHRAG)) == [{"em": 1, "f1": 1, "cem": 1}]
     stored = {**OWN, "metrics": {"em": 0.25, "format": 1.0}, "transcript": "t", "evidence": None}
     assert score_files([write(stored)]) == [{**stored, "task": "qa", "dataset": "p"}]
 
 
-def test_ours_is_scored_anew_when_another_punctuation_is_asked_for(write):
+def test_our_files_are_scored_again_if_another_punctuation_is_given(write):
     record = {**OWN, "golds": ["Spider-Man"], "prediction": "spiderman"}
     path = write({**record, "metrics": {"em": 0.0, "format": 1.0}})
     assert metrics(path, "", False, "delete") == [{"em": 1, "f1": 1, "cem": 1, "format": 1}]
     assert metrics(path, "", False, "space")[0]["em"] == 0
-    asked = write({**ASKED, "answers": ["Spider-Man"]}, name="q.jsonl")
+    questions = write({**ASKED, "answers": ["Spider-Man"]}, name="q.jsonl")
     path = write({**record, "punctuation": "delete"})  # the record says how it was scored
-    assert metrics(path, asked)[0]["em"] == 1
+    assert metrics(path, questions)[0]["em"] == 1
 
 
-def test_choices_math_and_summaries_are_scored_as_such(write):
+def test_choices_math_and_summaries_are_scored_by_their_task(write):
     choice = {"task": "choice", "golds": ["B"], "prediction": "The correct answer is (B)."}
     math = {"task": "math", "golds": ["0.5"], "prediction": r"\frac{1}{2}"}
     summary = {"task": "summary", "golds": ["the cat lay down"], "prediction": "the cat sat down"}
-    found = metrics(write(*({"question": "?"} | record for record in (choice, math, summary))))
-    assert [numbers.get("em") for numbers in found] == [1, 1, None]
-    # words ¾, pairs ⅓, sequence ¾: mean 0.6111
-    assert found[2]["rouge"] == pytest.approx(0.6111, abs=1e-4)
+    actual = metrics(write(*({"question": "?"} | record for record in (choice, math, summary))))
+    assert [numbers.get("em") for numbers in actual] == [1, 1, None]
+    # ROUGE-1 is ¾, ROUGE-2 ⅓ and ROUGE-L ¾: mean 0.6111.
+    assert actual[2]["rouge"] == pytest.approx(0.6111, abs=1e-4)
 
 
-def test_samples_and_options_of_anybodys_file_are_read(write):
+def test_samples_and_options_are_read_from_any_layout(write):
     texts = enumerate(("Varen", "no"))
     answers = [{**FLASHRAG, "sample": i, "output": {"pred": text}} for i, text in texts]
     assert em(score_files([write(*answers)])) == 0.5
@@ -100,33 +103,38 @@ def test_samples_and_options_of_anybodys_file_are_read(write):
     assert metrics(write({**choice, "options": {"A": "elm", "B": "oak"}}))[0]["em"] == 1
 
 
-def test_one_object_of_ids_is_hotpotqas_own_layout(questions, write, capsys):
+def test_a_single_object_from_ids_to_answers_is_hotpotqas_layout(questions, write, capsys):
     path = write({"answer": {"a": "Kelmouth", "b": None}, "sp": {}})
     records = score_files([path], questions)
     assert [(r["id"], r["metrics"]["em"]) for r in records] == [("a", 1), ("b", 0)]
     assert "1 of 3 questions have no prediction and are left out" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------------------- joined with questions
+# -------------------------------------------------------------------------- the join with questions
 
 
-def test_a_prediction_finds_its_question_by_id_else_by_text(write, questions, capsys):
+def test_a_prediction_is_joined_with_its_question_by_id_or_else_by_text(write, questions, capsys):
     by_text = {"question": "Where  ?", "prediction": "Kelmouth"}
     path = write({"id": "b", "prediction": "Ana Bell"}, by_text, {"id": "z", "prediction": "?"})
     records = score_files([path], questions)
-    found = [(r["id"], *r["golds"], r["metrics"]["em"]) for r in records]
-    assert found == [("b", "Ana Bell", 1), ("a", "Kelmouth", 1)]
-    said = capsys.readouterr().err
-    assert "1 of 3 questions have no prediction and are left out; 1 predictions are of no" in said
+    joined = [(r["id"], *r["golds"], r["metrics"]["em"]) for r in records]
+    assert joined == [("b", "Ana Bell", 1), ("a", "Kelmouth", 1)]
+    warning = capsys.readouterr().err
+    assert (
+        "1 of 3 questions have no prediction and are left out; 1 predictions are of no" in warning
+    )
 
 
-def test_an_id_that_only_counts_lines_does_not_take_another_question(write):
+def test_an_id_that_is_only_a_line_number_is_not_joined_with_another_question(write):
     who = {"id": "1", "question": "Who ?", "answers": ["Ana Bell"]}
-    asked = write(who, {"id": "2", "question": "Where ?", "answers": ["Kelmouth"]}, name="q.jsonl")
-    assert score_files([write(R1)], asked)[0]["id"] == "2"  # it is the file's line 1
+    questions = write(
+        who, {"id": "2", "question": "Where ?", "answers": ["Kelmouth"]}, name="q.jsonl"
+    )
+    # The prediction is on line 1 of its file, but its text is that of question 2.
+    assert score_files([write(R1)], questions)[0]["id"] == "2"
 
 
-def test_missing_predictions_count_as_wrong_only_if_asked(write, questions, capsys):
+def test_missing_predictions_count_as_wrong_only_with_count_missing(write, questions, capsys):
     path = write({"id": "a", "prediction": "Kelmouth"})
     assert em(score_files([path], questions)) == 1
     records = score_files([path], questions, count_missing=True)
@@ -135,7 +143,7 @@ def test_missing_predictions_count_as_wrong_only_if_asked(write, questions, caps
     assert "2 of 3 questions have no prediction and count as wrong" in capsys.readouterr().err
 
 
-def test_another_data_sets_questions_are_not_missing(write, capsys):
+def test_questions_of_another_data_set_do_not_count_as_missing(write, capsys):
     who, where = ({"id": 1, "question": q, "answers": ["Kelmouth"]} for q in ("Who ?", "Where ?"))
     two_sets = f"{write(who, name='nq.jsonl')},{write(where, name='wiki.jsonl')}"
     one = write({"question": "Who ?", "prediction": "Kelmouth"}, name="one.jsonl")
@@ -145,14 +153,14 @@ def test_another_data_sets_questions_are_not_missing(write, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_files_that_both_count_lines_stay_apart_even_under_one_name(write):
+def test_files_with_the_same_name_and_line_numbers_as_ids_stay_two_data_sets(write):
     files = [write({**R1, "pred_ans": "no"}, name="y/nq.jsonl"), write(R1, name="x/nq.jsonl")]
     records = score_files(files)
     assert {r["dataset"]: r["metrics"]["em"] for r in records} == {"x/nq": 1, "y/nq": 0}
     assert [r["id"] for r in records] == ["y/nq:1", "x/nq:1"]
 
 
-def test_two_predictions_for_one_question_or_none_for_any_are_an_error(write, questions):
+def test_two_predictions_of_a_question_or_no_prediction_of_any_are_an_error(write, questions):
     twice = [{"question": text, "prediction": "x"} for text in ("Where ?", "Where  ?")]
     with pytest.raises(InputError, match="two predictions for id 'a'"):
         score_files([write(*twice)], questions)
@@ -181,7 +189,7 @@ A = {"id": "1", "prediction": "a"}
         ([{**A, "golds": "a", "task": "cohice"}], "field 'task': 'cohice' is none of qa"),
     ],
 )
-def test_a_bad_predictions_file_is_one_line(records, fragment, write):
+def test_a_bad_predictions_file_is_a_one_line_error(records, fragment, write):
     path = write(*records)
     with pytest.raises(InputError, match=fragment) as error:
         score_files([path])
@@ -191,8 +199,8 @@ def test_a_bad_predictions_file_is_one_line(records, fragment, write):
 def test_bad_records_are_skipped_and_counted(write, capsys):
     path = write(R1, {**R1, "pred_ans": ["a"]}, R1)
     assert len(score_files([path], skip_bad=True)) == 2
-    said = f"{path}: 1 of 3 records skipped; the first: {path}, line 2: field 'pred_ans'"
-    assert said in capsys.readouterr().err
+    warning = f"{path}: 1 of 3 records skipped; the first: {path}, line 2: field 'pred_ans'"
+    assert warning in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------- the published numbers
@@ -211,8 +219,9 @@ def test_r1_searchers_published_predictions_give_its_papers_numbers_to_the_digit
 ):
     path = SHARED / "predictions" / f"r1_searcher_{name}_qwen_scores.jsonl"
     if not path.exists():
-        pytest.skip("the published predictions are not there")
-    for questions in ("", str(SHARED / "qa_eval" / f"{data}.jsonl")):  # whose golds are the same
+        pytest.skip("the published predictions are missing")
+    # The file of questions has the same gold answers as the predictions.
+    for questions in ("", str(SHARED / "qa_eval" / f"{data}.jsonl")):
         row = summarise(score_files([str(path)], questions))["all"]
         assert tuple(round(100 * row[c][0], 1) for c in ("em", "cem", "f1", "judged")) == published
 
@@ -234,32 +243,32 @@ def test_r1_searchers_published_predictions_give_its_papers_numbers_to_the_digit
         ("--predictions {p} --reader built-in --data {q}", "give --reader http"),
     ],
 )
-def test_a_wrong_command_is_one_line(arguments, fragment, write, questions, tmp_path):
+def test_a_wrong_command_is_a_one_line_error(arguments, fragment, write, questions, tmp_path):
     places = {"p": write(R1), "q": questions, "folder": tmp_path}
     assert fragment in message(score_command, arguments.format(**places).split())
 
 
-def test_the_judge_of_a_file_sees_what_its_protocol_says_and_one_table_has_one_judge(
+def test_a_judge_gets_the_texts_that_the_protocol_names_and_all_files_the_same_ones(
     write, tmp_path, monkeypatch
 ):
-    asked = []
-    judge = SimpleNamespace(ask=lambda requests, _: asked.extend(requests) or ["yes"])
+    judged = []
+    judge = SimpleNamespace(ask=lambda requests, _: judged.extend(requests) or ["yes"])
     monkeypatch.setattr(build, "load_llm", lambda *_, **__: judge)
     blind = write({**R1, "pred_ans": "Here.", "judge_sees": "normalized"}, name="b.jsonl")
     out = tmp_path / "out.jsonl"
-    sees = {"question": "Question: Where ?\nAccepted answers: Kelmouth\nGiven answer: Here."}
-    sees["normalized"] = "Accepted answers: kelmouth\nGiven answer: here"
-    for flag, seen in (("", "normalized"), ("--judge_sees question", "question")):
+    inputs = {"question": "Question: Where ?\nAccepted answers: Kelmouth\nGiven answer: Here."}
+    inputs["normalized"] = "Accepted answers: kelmouth\nGiven answer: here"
+    for flag, expected in (("", "normalized"), ("--judge_sees question", "question")):
         score_command(f"--predictions {blind} --judge J --out {out} {flag}".split())
-        assert asked.pop()[1] == sees[seen] and not asked
-        assert read_predictions(out)[0]["judge_sees"] == seen
-    both = f"--predictions {blind},{write(R1)} --judge J"
+        assert judged.pop()[1] == inputs[expected] and not judged
+        assert read_predictions(out)[0]["judge_sees"] == expected
+    command = f"--predictions {blind},{write(R1)} --judge J"
     with pytest.raises(InputError, match="normalized or question: give --judge_sees for all"):
-        score_command(both.split())
-    assert not asked
+        score_command(command.split())
+    assert not judged
 
 
-def test_the_command_prints_table_comparison_and_json(write, tmp_path, capsys):
+def test_the_command_prints_a_table_and_a_comparison_and_writes_json(write, tmp_path, capsys):
     path = write(R1, {**R1, "question": "Who ?"})
     other = write(R1, {**R1, "question": "Who ?", "pred_ans": "no"}, name="o.jsonl")
     out, json_file = tmp_path / "out.jsonl", tmp_path / "new" / "t.json"

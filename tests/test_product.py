@@ -1,5 +1,5 @@
-"""The product of recipes, variants, stages and algorithms: each runs two steps with a tiny random
-model, on the built-in world and on real records, or is refused in one line that says why.
+"""Tests all combinations of recipes, variants, stages and algorithms: each takes two steps with a
+tiny model, on the built-in world and on real records, or is a one-line error with the reason.
 """
 
 import json
@@ -27,13 +27,13 @@ from update import ALGORITHMS
 from world.toy import NOTE, READER, make_tokenizer, shape
 from world.world import World
 
-STAGES = [  # (recipe, variant, stage) of every record
+STAGES = [  # (recipe, variant, stage) of every recipe
     (recipe, variant, stage)
     for recipe, paper in PAPERS.items()
     for variant in ("", *paper.variants)
     for stage in record_of(recipe, variant).stages
 ]
-FIRST = [next(case for case in STAGES if case[0] == recipe) for recipe in PAPERS]
+FIRST_STAGES = [next(case for case in STAGES if case[0] == recipe) for recipe in PAPERS]
 FEW = "--steps 2 --questions_per_step 2 --group_size 2 --trajectories_per_update 4 --save_every 9"
 
 
@@ -43,23 +43,24 @@ def settings_of(case: tuple, tiny: bool) -> Settings:
 
 
 def marked(cases, quick: list[tuple]) -> list:
-    """`make test` takes the quick ones."""
+    """Marks the cases as slow that are not in `quick`; `make test` runs the quick ones."""
     return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]
 
 
 def two_steps(case: tuple, more: str, capsys) -> list[dict] | str:
-    """The metrics of a run of two steps, or why it is refused: one line that names a flag."""
+    """Returns the metrics of a run of two steps, or the one-line error, which must name a flag."""
     recipe, variant, stage = case
     arguments = f"--recipe {recipe} --stage {stage} --run_name t {FEW} {more}".split()
-    # A stage 2 of the built-in world begins as the second of one command: with the warm-up's model.
+    # A stage 2 of the built-in world gets its settings as in `--stage 1,2` and starts from the
+    # warm-up's model.
     before = None if stage == 1 or "--model" in more else settings_of((recipe, variant, 1), True)
     try:
         variants = ["--variant", variant] if variant else []
         folder = train.train(parse([*arguments, *variants], before))
     except InputError as error:
-        said = str(error)
-        assert "--" in said and "\n" not in said and len(said) < 400, said
-        return said
+        message = str(error)
+        assert "--" in message and "\n" not in message and len(message) < 400, message
+        return message
     rows = rows_of(folder)
     capsys.readouterr()
     assert [row["step"] for row in rows] == [0, 1]
@@ -68,10 +69,10 @@ def two_steps(case: tuple, more: str, capsys) -> list[dict] | str:
     return rows
 
 
-# ------------------------------------------------------------------------------ the built-in world
+# --------------------------------------------------------------- two steps on the built-in world
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A folder of runs whose built-in models are tiny: a moment of each protocol's traces."""
+    """Returns a folder of runs with a tiny warm-up model for each protocol and for the reader."""
     runs, tokenizer = tmp_path_factory.mktemp("product"), make_tokenizer(*PROTOCOLS.values())
     questions = World(0).questions("train", "one_hop")[:6]
     sizes = shape(len(tokenizer), 32, 4, 64) | {"max_position_embeddings": 2048}
@@ -81,45 +82,48 @@ def world(tmp_path_factory):
             policy, protocol = Policy(model_of("qwen2", **sizes)), PROTOCOLS.get(name)
             if protocol and protocol.query_tags:
                 examples = traces(tokenizer, questions, protocol)
-                train_sft(policy, lambda step, its=examples: its, SFTSettings(30, 2e-2))
-            how = paper_of(name).world if protocol else READER
+                train_sft(policy, lambda step, batch=examples: batch, SFTSettings(30, 2e-2))
+            note = paper_of(name).world if protocol else READER
             folder = runs / "toy" / f"{name}-world0"
             save_policy(policy, tokenizer, folder)
-            (folder / NOTE).write_text(f"{how}\n", encoding="utf-8")
+            (folder / NOTE).write_text(f"{note}\n", encoding="utf-8")
     return runs
 
 
-PRODUCT = {}  # with every algorithm; of records that differ in names and steps alone, the first
+# Every stage with every algorithm; of stages that differ only in names and steps the first one.
+PRODUCT = {}
 for case, algorithm in product(STAGES, ALGORITHMS):
-    its = vars(settings_of(case, True)) | dict.fromkeys(("recipe", "variant", "stage", "steps"))
-    PRODUCT.setdefault((algorithm, *its.values()), (*case, algorithm))
-# A recipe each with another algorithm, so that all of both occur.
-ONE_EACH = [(*case, algorithm) for case, algorithm in zip(FIRST, cycle(ALGORITHMS), strict=False)]
+    record = vars(settings_of(case, True)) | dict.fromkeys(("recipe", "variant", "stage", "steps"))
+    PRODUCT.setdefault((algorithm, *record.values()), (*case, algorithm))
+# Each recipe once, with the algorithms in turn, so that every recipe and algorithm occurs.
+QUICK = [
+    (*case, algorithm) for case, algorithm in zip(FIRST_STAGES, cycle(ALGORITHMS), strict=False)
+]
 
 
-@pytest.mark.parametrize("recipe, variant, stage, algorithm", marked(PRODUCT.values(), ONE_EACH))
-def test_every_record_runs_with_every_algorithm_or_says_why_not(
+@pytest.mark.parametrize("recipe, variant, stage, algorithm", marked(PRODUCT.values(), QUICK))
+def test_every_stage_runs_with_every_algorithm_or_is_a_one_line_error(
     recipe, variant, stage, algorithm, world, tmp_path, capsys
 ):
     (tmp_path / "toy").symlink_to(world / "toy")
     settings = settings_of((recipe, variant, stage), True)
     more = f"--algorithm {algorithm} --max_turn_tokens 12 --mix= --output_dir {tmp_path}"
-    if settings.judge:  # not the server that the paper asked
+    if settings.judge:  # a small model instead of the paper's server
         more += f" --judge {world}/toy/reader-world0"
-    found = two_steps((recipe, variant, stage), more, capsys)
-    if isinstance(found, str):  # by its own algorithm only for what the world's questions lack
-        assert algorithm != settings.algorithm or found.startswith("question "), found
+    result = two_steps((recipe, variant, stage), more, capsys)
+    if isinstance(result, str):  # with its own algorithm only if the world's questions lack a field
+        assert algorithm != settings.algorithm or result.startswith("question "), result
     elif settings.max_searches and settings.retrieval:
-        assert sum(row["searches"] for row in found)
+        assert sum(row["searches"] for row in result)
 
 
-# ------------------------------------------------------------------------------------ real records
+# ---------------------------------------------------------------------- two steps on real records
 DATA = Path(__file__).parents[2] / "shared" / "data"
 PAGES = "corpus/hipporag_2wiki_1200.jsonl"
-REAL = {  # recipe -> questions, and what is searched; other recipes take the first
+REAL = {  # recipe -> questions, corpus and flags; other recipes use the first entry
     "": "hotpotqa/official_train_distractor_20.json from-data",
     "ur2": f"train/ur2_stage1_150.jsonl,train/ur2_stage2_150.jsonl {PAGES} --difficulty level"
-    " --questions_per_step 24 --trajectories_per_update 48",  # one of each bucket
+    " --questions_per_step 24 --trajectories_per_update 48",  # one question of each bucket
     "ur2_choice": f"mcq/medqa_5options_50.jsonl,mcq/mmlupro_80.jsonl {PAGES}",
     "vanilla_rl": f"math/math500_60.jsonl,qa_eval/2wiki_500.jsonl {PAGES}",
     "r1_searcher": f"train/r1_searcher_stage1_80.jsonl {PAGES}",
@@ -130,7 +134,7 @@ REAL = {  # recipe -> questions, and what is searched; other recipes take the fi
 
 @pytest.fixture(scope="module")
 def real_model(tmp_path_factory) -> str:
-    """A random Qwen2 of two layers, with room for ten paragraphs and tokens from them."""
+    """Returns a random Qwen2 of two layers whose context holds ten paragraphs of real text."""
     first = DATA / REAL[""].split()[0]
     if not first.exists():
         pytest.skip(f"the real slices are not in {DATA}")
@@ -141,15 +145,16 @@ def real_model(tmp_path_factory) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("recipe, variant, stage", marked(STAGES, FIRST))
-def test_every_record_takes_two_steps_on_real_records(
+@pytest.mark.parametrize("recipe, variant, stage", marked(STAGES, FIRST_STAGES))
+def test_every_stage_takes_two_steps_on_real_records(
     recipe, variant, stage, real_model, tmp_path, capsys
 ):
     questions, corpus, *rest = REAL.get(recipe, REAL[""]).split()
     settings = settings_of((recipe, variant, stage), False)
     more = f"--model {real_model} --max_turn_tokens 6 --output_dir {tmp_path} {' '.join(rest)}"
     files = [DATA / name for name in questions.split(",")]
-    if settings.protocol == "arena_summary":  # no slice has any: the same records as summaries
+    # No slice has summaries: the same records are used as summaries.
+    if settings.protocol == "arena_summary":
         records = [asdict(question) | {"task": "summary"} for question in load_questions(files)]
         files = [tmp_path / "summaries.jsonl"]
         files[0].write_text("\n".join(map(json.dumps, records)))
@@ -157,8 +162,8 @@ def test_every_record_takes_two_steps_on_real_records(
     if PROTOCOLS[settings.protocol].query_tags:
         more += f" --corpus {corpus if corpus == 'from-data' else DATA / corpus}"
     more += f" --reader {real_model}" * ("reader" in needs(settings))
-    # Not the models that the paper asked.
+    # Small models replace those of the paper.
     more += f" --judge {real_model}" * bool(settings.judge)
     more += f" --summarizer {real_model}" * bool(models_in(settings.summarizer))
-    found = two_steps((recipe, variant, stage), more, capsys)
-    assert not isinstance(found, str), found
+    result = two_steps((recipe, variant, stage), more, capsys)
+    assert not isinstance(result, str), result

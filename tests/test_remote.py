@@ -1,4 +1,4 @@
-"""remote.py and serve.py: both ends over real sockets, and every way to fail."""
+"""Tests remote.py and serve.py, client and server, over real sockets with every failure."""
 
 import contextlib
 import doctest
@@ -29,8 +29,8 @@ TOWNS = [
 ]
 
 
-def well(path, payload):
-    """Replies as a server should: each query finds passages named after it."""
+def good_reply(path, payload):
+    """Replies as a server should: each query finds documents named after it."""
     lists = [
         [{"contents": f'"{query} {i}"\nabout it'} for i in range(payload["topk"])]
         for query in payload["queries"]
@@ -43,11 +43,13 @@ def with_lists(lists):
 
 
 class Server(ScriptedServer):
+    """Answers the client's first request, the probe, well; the script answers all others."""
+
     def __init__(self, script):
         super().__init__(
-            lambda path, payload: (well if payload["queries"] == ["Is anybody there?"] else script)(
-                path, payload
-            )
+            lambda path, payload: (
+                good_reply if payload["queries"] == ["Is anybody there?"] else script
+            )(path, payload)
         )
 
     def queries(self):
@@ -57,13 +59,13 @@ class Server(ScriptedServer):
 
 @pytest.fixture
 def start(started, monkeypatch):
-    """start(script) serves the script after a probe that is answered well; nothing is retried."""
+    """Returns a function that starts a Server of a script; the client does not retry."""
     monkeypatch.setattr(remote, "RETRIES", 0)
     monkeypatch.setattr(remote, "BACKOFF", 0.01)
-    return lambda script=well: started(Server(script))
+    return lambda script=good_reply: started(Server(script))
 
 
-def test_the_worked_example_is_true():
+def test_the_examples_in_docstrings_are_right():
     assert doctest.testmod(remote) == (0, 1)
 
 
@@ -72,17 +74,17 @@ def titles(lists):
 
 
 @pytest.mark.parametrize("path", ["", "/", "/retrieve", "/retrieve/"])
-def test_the_address_may_be_the_base_or_the_whole_and_scores_are_always_asked_for(start, path):
+def test_the_address_may_end_with_retrieve_or_not_and_scores_are_always_requested(start, path):
     server = start()
     assert len(HttpRetriever(server.base + path).search(["ana"], 3)[0]) == 3
     request = {"queries": ["ana"], "topk": 3, "return_scores": True}
     assert server.posts[-1] == ("/retrieve", request)
 
 
-def test_an_address_without_a_retriever_is_one_line(started, closed_port):
+def test_an_address_without_a_retriever_is_a_one_line_error(started, closed_port):
     url = f"http://127.0.0.1:{closed_port}"
-    refused = "no retriever answers (Connection refused): start it, or correct the address"
-    assert message(HttpRetriever, url) == f"{url}/retrieve: {refused}"
+    error = "no retriever answers (Connection refused): start it, or correct the address"
+    assert message(HttpRetriever, url) == f"{url}/retrieve: {error}"
     other = started(ScriptedServer(lambda *_: (200, b"<html>\nWelcome\n</html>")))
     assert "no retriever answers (a reply that is not JSON" in message(HttpRetriever, other.base)
     silent = started(ScriptedServer(lambda *_: None))
@@ -96,17 +98,17 @@ def test_an_address_without_a_retriever_is_one_line(started, closed_port):
         ({"document": {"contents": '"Ana "the map" Bell"\nborn'}}, ('Ana "the map" Bell', "born")),
         ({"id": 7, "contents": '"Ana"\nborn'}, ("Ana", "born")),
         ({"contents": "half a \ud800 sign"}, ("", "half a ? sign")),
-        (None, None),  # an empty slot
+        (None, None),  # a place without a document
         ({"document": None, "score": 0}, None),
         ({"contents": ""}, None),
     ],
 )
-def test_a_passage_is_read_with_and_without_a_score(item, expected):
+def test_a_document_is_read_with_and_without_a_score(item, expected):
     document = read_document(item)
     assert (document and (document.title, document.text)) == expected
 
 
-def test_ids_are_strings_and_without_one_the_text_decides():
+def test_ids_are_strings_and_a_missing_id_is_made_from_the_text():
     def id_of(contents='"Ana"\nborn', **fields):
         return read_document({"contents": contents, **fields}).id
 
@@ -115,15 +117,17 @@ def test_ids_are_strings_and_without_one_the_text_decides():
 
 
 @pytest.mark.parametrize("item", ["born", [], {}, {"id": "1"}, {"document": [1]}, {"contents": 5}])
-def test_anything_else_is_a_fault_that_may_be_tried_again(item):
+def test_an_item_of_another_shape_is_a_fault_that_may_be_retried(item):
     with pytest.raises(Fault, match="wrong shape: no passage") as fault:
         read_document(item)
     assert fault.value.retry and "\n" not in str(fault.value)
 
 
-def test_too_long_a_list_is_cut_and_a_short_one_is_kept_with_its_duplicates(start):
-    one = {"contents": "same"}
-    server = start(lambda *_: with_lists([[None, one, one, {"contents": "b"}, {"contents": "c"}]]))
+def test_a_list_longer_than_k_is_cut_and_duplicates_in_a_list_stay(start):
+    duplicate = {"contents": "same"}
+    server = start(
+        lambda *_: with_lists([[None, duplicate, duplicate, {"contents": "b"}, {"contents": "c"}]])
+    )
     retriever = HttpRetriever(server.base)
     assert [d.text for d in retriever.search(["a"], 3)[0]] == ["same", "same", "b"]
     assert len(retriever.search(["a"], 9)[0]) == 4
@@ -150,24 +154,27 @@ def test_queries_are_sent_in_batches_and_answered_in_order(start, monkeypatch):
         (with_lists([{}]), "wrong shape: ", 3),
     ],
 )
-def test_a_fault_is_raised_after_all_tries_that_may_help(
+def test_a_fault_is_raised_after_all_retries_that_may_help(
     start, monkeypatch, reply, fragment, tries
 ):
     monkeypatch.setattr(remote, "RETRIES", 2)
     server = start(lambda *_: reply)
     with pytest.raises(Fault, match=fragment):
         HttpRetriever(server.base).search(["a"], 3)
-    assert len(server.queries()) == tries + 1  # once more as a query that is sent alone
+    assert len(server.queries()) == tries + 1  # the last try sends the query alone
 
 
 def poisoned(*bad, reply=(500, b"")):
-    return lambda path, payload: reply if {*bad} & {*payload["queries"]} else well(path, payload)
+    """Returns a script that gives this reply to each request with one of the bad queries."""
+    return lambda path, payload: (
+        reply if {*bad} & {*payload["queries"]} else good_reply(path, payload)
+    )
 
 
 @pytest.mark.parametrize(
     "reply", [(500, b""), (400, b"odd"), (200, b"<p>"), (200, b'{"result": []}'), b""]
 )
-def test_one_bad_query_costs_no_other_its_passages(start, monkeypatch, reply):
+def test_a_bad_query_does_not_cost_other_queries_their_documents(start, monkeypatch, reply):
     """The batch is tried twice, unless the server rejects it; each query is then sent once."""
     server, queries = start(poisoned("poison", reply=reply)), ["ana", "poison", "bo"]
     monkeypatch.setattr(remote, "RETRIES", 1)
@@ -179,14 +186,15 @@ def test_one_bad_query_costs_no_other_its_passages(start, monkeypatch, reply):
     assert server.queries() == [*batches, *([query] for query in queries)]
 
 
-def test_a_query_that_hangs_leaves_time_for_the_others(start):
-    # The whole batch hangs for 2 s; then 2 s are for all, of which [hangs] takes a quarter.
+def test_a_query_that_hangs_leaves_time_for_other_queries(start):
+    # The whole batch hangs for 2 s. Its 4 queries are then sent one by one within 2 s, and the one
+    # that hangs takes a quarter of that.
     server = start(poisoned("hangs", reply=None))
     hangs, *others = HttpRetriever(server.base, timeout=2).search(["hangs", "a", "b", "c"], 1)
     assert hangs is None and titles(others) == [["a 0"], ["b 0"], ["c 0"]]
 
 
-def test_a_batch_without_an_answer_is_the_last_and_those_before_it_are_kept(start, monkeypatch):
+def test_no_batch_follows_a_batch_that_failed_and_earlier_results_are_kept(start, monkeypatch):
     monkeypatch.setattr(remote, "BATCH", 2)
     server = start(poisoned(*"cdef", reply=b""))
     lists = HttpRetriever(server.base).search(list("abcdef"), 1)
@@ -194,23 +202,24 @@ def test_a_batch_without_an_answer_is_the_last_and_those_before_it_are_kept(star
     assert server.queries() == [["a", "b"], ["c", "d"], ["c"], ["d"]]
 
 
-def test_a_call_ends_within_the_seconds_that_it_names(start, monkeypatch):
+def test_a_call_ends_within_the_seconds_that_it_computes(start, monkeypatch):
     monkeypatch.setattr(remote, "BATCH", 4)
     server = start(lambda *_: None)
     monkeypatch.setattr(remote, "RETRIES", 1)
     retriever = HttpRetriever(server.base, timeout=60)
-    retriever.timeout = 0.4  # not for the probe, which must be answered
-    # three batches of two tries, one wait, and their queries one by one
+    retriever.timeout = 0.4  # the probe had more time, because it must succeed
+    # Each of three batches has two tries, a wait and 0.4 s for its queries one by one.
     assert retriever.seconds(9, 5) == pytest.approx(3 * (3 * 0.4 + MAX_BACKOFF))
     with pytest.raises(Fault, match=r"nothing within 0\.4 s"):
         retriever.search(list("abcdefghi"), 5)
-    # one batch, twice; of the third 0.4 s each query has 0.1 at most: 4, and no other batch
+    # One batch is sent twice. Then each of its 4 queries has at most 0.1 s, so at most 4 requests
+    # follow, and no other batch is sent.
     wait_until(lambda: len(server.queries()) >= 2)
     assert [len(queries) for queries in server.queries()[:2]] == [4, 4]
     assert len(server.queries()) <= 6
 
 
-# ----------------------------------------------------------------------------------- our own server
+# ------------------------------------------------------------------------ our own server (serve.py)
 
 
 @contextlib.contextmanager
@@ -246,14 +255,14 @@ def test_a_search_over_http_finds_the_same_as_one_in_this_process(towns):
         assert HttpRetriever(towns).search(queries, k) == bm25.search(queries, k)
 
 
-def test_a_reply_is_the_one_of_the_protocol(towns):
+def test_a_reply_has_the_format_of_the_protocol(towns):
     status, reply = exchange(towns, {"queries": ["kelmouth city", "varen"], "topk": 2})
     contents = '"The "Ost""\nThe Ost flows by Varen.\nIt is long.'
     assert status == 200 and list(map(len, reply["result"])) == [2, 2]
     assert reply["result"][1][0]["document"] == {"id": "3", "contents": contents}
 
 
-def test_a_title_of_two_lines_stays_a_title():
+def test_a_title_of_two_lines_becomes_one_line():
     with served(BM25([Document("1", "Ana\nBell", "born")])) as url:
         assert HttpRetriever(url).search(["born"], 1) == [[Document("1", "Ana Bell", "born")]]
 
@@ -273,7 +282,7 @@ class Broken:
         return [TOWNS[:k] for _ in queries]
 
 
-def test_a_retriever_that_raises_is_a_500_of_one_line_and_the_next_request_goes_well(capsys):
+def test_a_retriever_that_raises_is_a_one_line_500_and_the_next_request_succeeds(capsys):
     line = "the retriever failed: RuntimeError: no memory left"
     with served(Broken()) as url:
         assert exchange(url, {"queries": ["a", "boom"]}) == (500, {"error": {"message": line}})
@@ -281,38 +290,38 @@ def test_a_retriever_that_raises_is_a_500_of_one_line_and_the_next_request_goes_
     assert capsys.readouterr().err == f"{line}\n"
 
 
-def test_clients_that_go_away_leave_no_traceback(towns, capfd):
+def test_clients_that_disconnect_cause_no_traceback(towns, capfd):
     (host, port), before = towns.removeprefix("http://").split(":"), threading.enumerate()
     body = json.dumps({"queries": ["ana"] * 5000, "topk": 5}).encode()
     head = b"POST /retrieve HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body)
-    for sent in (b"", b"POST", head + body):
+    for request in (b"", b"POST", head + body):
         connection = socket.create_connection((host, int(port)))
-        # close at once, with a reset
+        # SO_LINGER 0: close() resets the connection at once.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        connection.sendall(sent)
+        connection.sendall(request)
         connection.close()
     assert exchange(towns, {"queries": ["a"]})[0] == 200
-    wait_until(lambda: not threads_since(before))  # each has left the client that it had
+    wait_until(lambda: not threads_since(before))  # all threads have dropped their clients
     assert capfd.readouterr().err == ""
 
 
-def test_the_retriever_is_asked_by_one_thread_at_a_time():
-    inside, most = [], []
+def test_only_one_thread_at_a_time_calls_the_retriever():
+    inside, counts = [], []
 
     class Watched:
         def search(self, queries, k):
             inside.append(1)
-            most.append(len(inside))
+            counts.append(len(inside))
             time.sleep(0.01)
             inside.pop()
             return [[] for _ in queries]
 
     with served(Watched()) as url, ThreadPoolExecutor(10) as pool:
         list(pool.map(lambda _: exchange(url, {"queries": ["a"]}), range(10)))
-    assert most == [1] * 10
+    assert counts == [1] * 10
 
 
-def test_a_port_that_is_taken_and_one_that_does_not_exist_are_one_line(towns):
+def test_a_port_in_use_and_an_impossible_port_are_one_line_errors(towns):
     taken = int(towns.rpartition(":")[2])
     for port, reason in ((taken, "Address already in use"), (70000, "0-65535")):
         text = message(RetrievalServer, BM25(TOWNS), port=port)

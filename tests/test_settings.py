@@ -1,4 +1,4 @@
-"""settings.py: what wins over what, every field a flag, and what is refused."""
+"""Tests settings.py: the precedence of values, the flags, and the settings that are rejected."""
 
 import dataclasses
 import itertools
@@ -25,35 +25,36 @@ TRAIN = {n: f for n, f in FIELDS.items() if f.metadata.get("only", "train") == "
 
 
 def test_defaults_then_the_paper_then_the_built_in_world_then_the_flags():
-    assert parse(["--model", "m"]).save_every == Settings().save_every  # named nowhere else
+    # Only the defaults have a value of save_every.
+    assert parse(["--model", "m"]).save_every == Settings().save_every
     assert parse(["--model", "m"]).documents_per_search == 10  # UR² C.2
     assert Settings().documents_per_search == 5
     assert parse([]).lr == PAPERS["ur2"].tiny[1]["lr"] != RECIPES["ur2"][1]["lr"]
     assert parse(["--lr", "0.5"]).lr == 0.5
 
 
-def test_the_console_shows_what_differs_from_the_defaults_in_a_few_lines():
+def test_the_console_shows_in_a_few_lines_the_settings_that_differ_from_the_defaults():
     text = settings.shown_settings(parse(["--seed", "4"]))
     assert "recipe=ur2 stage=1" in text and "seed=4" in text and "algorithm=" not in text
     assert len(text.splitlines()) <= 6 and max(map(len, text.splitlines())) <= 100
 
 
-# ------------------------------------------------------------------------------- every field a flag
+# --------------------------------------------------------------------------- flags and their help
 
 
-def test_the_names_that_flags_offer_are_those_that_the_files_know():
+def test_the_choices_of_the_flags_are_the_names_that_the_files_define():
     assert {*flags.ALGORITHMS} == {*update.ALGORITHMS} and {*flags.ESTIMATORS} == {*kl.PLACES}
     assert {*flags.MISMATCHES} == {"auto", "none", *ppo.MISMATCH}
 
 
-def test_a_name_stands_in_one_record_only():
+def test_each_setting_is_a_field_of_one_record_only():
     names = [field.name for record in RECORDS for field in dataclasses.fields(record)]
     assert len(names) == len(set(names)) == len(dataclasses.fields(Settings))
 
 
 @pytest.mark.parametrize("name", TRAIN)
 def test_every_field_is_a_flag_of_its_own_type(name, monkeypatch):
-    monkeypatch.setattr(settings, "check_settings", lambda found, *_: found)
+    monkeypatch.setattr(settings, "check_settings", lambda checked, *_: checked)
     kind = typing.get_type_hints(Settings)[name]
     value = {int: 2, float: 0.5, bool: False, str: "x"}[kind]
     value = {"recipe": "arena", "stage": 1, "variant": ""}.get(name, value)
@@ -61,7 +62,7 @@ def test_every_field_is_a_flag_of_its_own_type(name, monkeypatch):
     assert type(value) is kind is type(TRAIN[name].default)
 
 
-def test_a_bool_flag_stands_alone_or_takes_a_word():
+def test_a_bool_flag_may_have_a_value_or_none():
     assert parse(["--skip_bad"]).skip_bad is True
     assert parse(["--skip_bad", "--seed", "3"]).seed == 3
     for words in (["--retrieval", "false"], ["--retrieval=no"]):
@@ -70,25 +71,25 @@ def test_a_bool_flag_stands_alone_or_takes_a_word():
         parse(["--retrieval", "maybe"])
 
 
-def test_help_has_a_section_per_file_and_names_the_value_of_the_recipe(capsys):
+def test_help_has_a_section_per_file_and_shows_the_values_of_the_recipe(capsys):
     with pytest.raises(SystemExit):
         parse(["--recipe", "r_search", "--model", "m", "--help", "all"])
-    shown = re.sub(r"\s+", " ", capsys.readouterr().out)
-    assert all(f"--{name} " in shown for name in TRAIN)
-    assert "one of constant, linear, cosine ('constant')" in shown
-    assert "trajectories per question, G (5; default 16)" in shown  # R-Search's five
-    assert "--group_size INT t" in shown.partition(" rollout.py: ")[2].partition(".py: ")[0]
+    output = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert all(f"--{name} " in output for name in TRAIN)
+    assert "one of constant, linear, cosine ('constant')" in output
+    assert "trajectories per question, G (5; default 16)" in output  # R-Search has five
+    assert "--group_size INT t" in output.partition(" rollout.py: ")[2].partition(".py: ")[0]
 
 
 def test_help_without_all_shows_ten_flags_and_an_example(capsys):
     with pytest.raises(SystemExit):
         parse(["--help"])
-    shown = capsys.readouterr().out
-    assert len(set(re.findall(r"^  (--\w+)", shown, re.MULTILINE))) == 10
-    assert "example: python train.py" in shown and "--help all" in shown
+    output = capsys.readouterr().out
+    assert len(set(re.findall(r"^  (--\w+)", output, re.MULTILINE))) == 10
+    assert "example: python train.py" in output and "--help all" in output
 
 
-def test_a_second_stage_needs_a_first_one_or_a_model(tmp_path):
+def test_a_second_stage_needs_a_first_stage_or_a_model(tmp_path):
     words = ["--stage", "2", "--output_dir", str(tmp_path), "--run_name", "r"]
     with pytest.raises(InputError, match="--stage 2: there is no checkpoint of the stage before"):
         parse(words)
@@ -97,83 +98,91 @@ def test_a_second_stage_needs_a_first_one_or_a_model(tmp_path):
     parse(words)
 
 
-def test_every_setting_has_a_limit_or_is_free_on_purpose():
-    # A new number without a limit would be checked by nobody.
+def test_every_number_has_a_limit_or_is_listed_as_unlimited():
+    # A new number must get a limit, or it would not be checked.
     free = {"stage", "world_seed"}
     limited = {n for n, f in FIELDS.items() if set(f.metadata) & {"least", "above", "one_of"}}
     numbers = {n for n, kind in typing.get_type_hints(Settings).items() if kind in (int, float)}
     assert numbers - limited == free
 
 
-# --------------------------------------------------------------------------- no flag is ignored
+# ----------------------------------------------------------------- every flag is read or rejected
 
-OTHERWISE = {"answer_metric": "cem", "fallback_penalty": 0.25, "format_check": "loose", "beta": 0.1}
-OTHERWISE |= {"evidence_reward": False, "relevance_reward": False, "bonus": 3.0}
-NAMED = [
+OTHER_VALUES = {
+    "answer_metric": "cem",
+    "fallback_penalty": 0.25,
+    "format_check": "loose",
+    "beta": 0.1,
+}
+OTHER_VALUES |= {"evidence_reward": False, "relevance_reward": False, "bonus": 3.0}
+STAGES = [
     (r, v, s) for r in PAPERS for v in ("", *PAPERS[r].variants) for s in record_of(r, v).stages
 ]
 
 
-def paid(found, answer, searches):
+def reward_of(run, answer, searches):
+    """Returns the reward of an example with this answer under the settings of a run."""
     extras = Extras(reader_answer="Norland")
-    return REWARDS[found.reward](example(found.protocol, answer, searches), found, 0, extras)
+    return REWARDS[run.reward](example(run.protocol, answer, searches), run, 0, extras)
 
 
-def refused(found, flag):
-    return flag in settings.unread(found, True)
+def rejected(run, flag):
+    """Returns whether training rejects the flag because the run would not read it."""
+    return flag in settings.unread(run, True)
 
 
-@pytest.mark.parametrize("recipe, variant, stage", NAMED)
-def test_every_flag_of_a_reward_is_read_or_refused(recipe, variant, stage):
-    answers = ("Norland", "Kelmouth, Norland", "Sudria", "a b c d e f g h i j k")  # long: 11 words
-    one = resolve(recipe, stage, True, {"variant": variant})
-    for flag, value in OTHERWISE.items():
-        if getattr(one, flag) == value:
+@pytest.mark.parametrize("recipe, variant, stage", STAGES)
+def test_every_flag_of_a_reward_is_read_or_rejected(recipe, variant, stage):
+    # The last answer is too long, because it has 11 words.
+    answers = ("Norland", "Kelmouth, Norland", "Sudria", "a b c d e f g h i j k")
+    run = resolve(recipe, stage, True, {"variant": variant})
+    for flag, value in OTHER_VALUES.items():
+        if getattr(run, flag) == value:
             continue
-        other = resolve(recipe, stage, True, {"variant": variant, flag: value})
+        changed_run = resolve(recipe, stage, True, {"variant": variant, flag: value})
         cases = itertools.product(answers, range(3))
-        reads = any(paid(one, *case) != paid(other, *case) for case in cases)
-        assert refused(other, flag) is not reads, flag
+        reads = any(reward_of(run, *case) != reward_of(changed_run, *case) for case in cases)
+        assert rejected(changed_run, flag) is not reads, flag
 
 
-READ_BY = {  # flag -> the recipes that read it, in some stage
+READ_BY = {  # flags -> recipes of which a stage reads them; None: all recipes that search
     "judge": {"ur2", "vanilla_rl", "when_to_search", "arena"},
     "reader": {"r_search"},
     "embedder": {"when_to_search"},
     "critic_lr": {"search_r1"},
     "kl_estimator": {"r_search", "search_r1", "arena"},
-    "loss_aggregation group_size lr mask_documents": None,  # all that search
+    "loss_aggregation group_size lr mask_documents": None,
     "retriever documents_per_search document_tokens max_searches summarizer corpus": None,
     "retrieval task_mixing": None,
 }
 
 
 @pytest.mark.parametrize("flags", READ_BY)
-def test_a_flag_of_an_algorithm_or_another_model_is_read_or_refused(flags):
+def test_a_flag_of_an_algorithm_or_another_model_is_read_or_rejected(flags):
     for flag in flags.split():
-        reads = {r for r, v, s in NAMED if not v and not refused(resolve(r, s, False), flag)}
+        reads = {r for r, v, s in STAGES if not v and not rejected(resolve(r, s, False), flag)}
         reads -= {"arena"} if flag in ("loss_aggregation", "group_size", "lr") else set()
         assert reads == (set(PAPERS) - {"arena"} if READ_BY[flags] is None else READ_BY[flags])
-    for algorithm, own in (("dapo", "judge"), ("ppo", "critic_lr")):
-        assert not refused(resolve("ur2", 2, True, {"algorithm": algorithm}), own)
+    for algorithm, flag in (("dapo", "judge"), ("ppo", "critic_lr")):
+        assert not rejected(resolve("ur2", 2, True, {"algorithm": algorithm}), flag)
 
 
 @pytest.mark.parametrize("name", ARMS)
-def test_no_arm_of_the_lab_sets_what_its_run_does_not_read(name):
+def test_no_arm_of_the_lab_sets_a_flag_that_its_run_does_not_read(name):
     check_settings(arm_settings(name, 0, "r"), True, ARMS[name].changes)
 
 
-@pytest.mark.parametrize("recipe, variant, stage", NAMED)
-def test_dapo_means_dapo_whatever_the_recipe(recipe, variant, stage):
-    found = resolve(recipe, stage, False, {"variant": variant, "algorithm": "dapo"})
-    own = (found.clip_low, found.clip_high, found.loss_aggregation, found.kl_coef)
-    assert own == (0.2, 0.28, "token", 0.0)
-    given = {"algorithm": "dapo", "clip_high": 0.3, "kl_coef": 0.01}
-    found = resolve("r_search", 1, False, given)
-    assert (found.clip_high, found.kl_coef, found.clip_low) == (0.3, 0.01, 0.2)
+@pytest.mark.parametrize("recipe, variant, stage", STAGES)
+def test_dapo_has_the_same_settings_in_every_recipe(recipe, variant, stage):
+    run = resolve(recipe, stage, False, {"variant": variant, "algorithm": "dapo"})
+    values = (run.clip_low, run.clip_high, run.loss_aggregation, run.kl_coef)
+    assert values == (0.2, 0.28, "token", 0.0)
+    flags = {"algorithm": "dapo", "clip_high": 0.3, "kl_coef": 0.01}
+    run = resolve("r_search", 1, False, flags)
+    assert (run.clip_high, run.kl_coef, run.clip_low) == (0.3, 0.01, 0.2)
 
 
-# ----------------------------------------------------------------------------- what no run can mean
+# ------------------------------------------------------------------- values that no run can use
 
 
 @pytest.mark.parametrize(
@@ -187,13 +196,15 @@ def test_dapo_means_dapo_whatever_the_recipe(recipe, variant, stage):
         ("--algorithm reinforce_baseline", "reinforce_pp_baseline"),
     ],
 )
-def test_a_typo_names_the_nearest(arguments, nearest):
+def test_the_error_of_a_typo_names_the_nearest_flag_or_value(arguments, nearest):
     with pytest.raises(InputError) as error:
         parse(arguments.split())
     assert (f"did you mean {nearest}?" if nearest else "unknown flag") in str(error.value)
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_anything_is_loaded(monkeypatch, tmp_path):
+def test_a_folder_that_cannot_be_written_is_an_error_before_anything_is_loaded(
+    monkeypatch, tmp_path
+):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(train, "build_state", lambda *_: pytest.fail("something was loaded"))
     with pytest.raises(InputError, match=r"--output_dir .*/file/.*: cannot be written there"):
@@ -207,7 +218,7 @@ def test_flags_are_not_abbreviated(word):
     assert settings.named_in([word, "4"]) == settings.named_in([])
 
 
-LIMITS = [  # what is said, to what value, of which flags
+LIMITS = [  # (fragment of the error, bad value, flags)
     ("at least 1", 0, "group_size steps questions_per_step save_every max_turn_tokens"),
     ("at least 1", 0, "tokens_per_micro_batch documents_per_search"),
     ("at least 0", -1, "keep_checkpoints temperature kl_coef beta"),
@@ -216,7 +227,7 @@ LIMITS = [  # what is said, to what value, of which flags
     ("one of", "x", "lr_schedule loss_aggregation kl_estimator answer_metric"),
     ("one of", "x", "format_check"),
 ]
-BAD = [f"--{name} {value}  {said}" for said, value, names in LIMITS for name in names.split()]
+BAD = [f"--{name} {value}  {part}" for part, value, names in LIMITS for name in names.split()]
 BAD += """
 --document_tokens 0              must be at least 1  135
 --lr inf                         finite  136
@@ -267,16 +278,18 @@ BAD += """
 """.strip().splitlines()
 
 
-BAD = [re.split(r"  +", line) for line in BAD]  # flags, what is said, the fault's number
+BAD = [re.split(r"  +", line) for line in BAD]  # flags, fragment of the error, number of the fault
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
+    "arguments, fragment",
     [pytest.param(*row[:2], marks=[pytest.mark.fault(int(n)) for n in row[2:]]) for row in BAD],
 )
-def test_a_bad_value_is_one_clear_line_before_anything_is_loaded(arguments, said, monkeypatch):
+def test_a_bad_value_is_a_one_line_error_before_anything_is_loaded(
+    arguments, fragment, monkeypatch
+):
     monkeypatch.setattr(train, "build_state", lambda *_: pytest.fail("something was loaded"))
-    with pytest.raises(InputError, match=re.escape(said)) as error:
+    with pytest.raises(InputError, match=re.escape(fragment)) as error:
         train.main(arguments.split())
     assert "\n" not in str(error.value) and "--" in str(error.value)
 
@@ -284,13 +297,13 @@ def test_a_bad_value_is_one_clear_line_before_anything_is_loaded(arguments, said
 @pytest.mark.parametrize(
     "words",
     [
-        "--recipe when_to_search --beta 0.4 --max_searches 4",  # 0.4 · 4 = 1.6: below 2
-        "--recipe when_to_search --variant unified --max_searches 7",  # its own price is another
+        "--recipe when_to_search --beta 0.4 --max_searches 4",  # 0.4 · 4 = 1.6 is below 2
+        "--recipe when_to_search --variant unified --max_searches 7",  # its price differs
         "--group_size 1 --algorithm reinforce_pp",
         "--in_8bit base --model m --lora_rank 4",
-        "--stage 2 --resume --in_8bit others --judge m",  # also in the built-in world
+        "--stage 2 --resume --in_8bit others --judge m",  # in the built-in world too
         "--in_8bit reference,others --model m --kl_coef 0.1",
-        "--data q --model m --retriever oracle",  # nothing of ours is searched: no corpus
+        "--data q --model m --retriever oracle",  # this retriever needs no corpus
         "--data q --model m --retriever http --retriever_url http://x",
         "--summarizer http://host:8000/v1#model",
         "--summarizer some/model",
@@ -298,21 +311,21 @@ def test_a_bad_value_is_one_clear_line_before_anything_is_loaded(arguments, said
         "--summarizer choice=some/model,other=extractive",
     ],
 )
-def test_what_is_near_a_refusal_is_fine(words):
+def test_settings_close_to_rejected_ones_are_accepted(words):
     parse(words.split())
 
 
-def test_evaluation_may_be_greedy_and_alone():
+def test_an_evaluation_may_be_greedy_with_one_trajectory_per_question():
     check_settings(Settings(temperature=0.0, group_size=1), training=False)
 
 
-def test_only_a_model_that_writes_notes_can_be_asked_to_turn_queries_away():
+def test_fallback_is_accepted_with_a_summarizer_that_is_a_model():
     for summarizer in ("some/model", "math=m,other=none"):
         check_settings(Settings(summarizer=summarizer, fallback=True), training=False)
 
 
 @pytest.mark.parametrize(
-    "given, said",
+    "changes, fragment",
     [
         (
             {"fallback": True, "summarizer": "m", "protocol": "r1_searcher"},
@@ -325,6 +338,6 @@ def test_only_a_model_that_writes_notes_can_be_asked_to_turn_queries_away():
         ({"top_p": 1.5}, "--top_p 1.5: must be at most 1"),
     ],
 )
-def test_what_an_evaluation_cannot_be_asked_for_is_one_line(given, said):
-    with pytest.raises(InputError, match=said):
-        check_settings(Settings(**given), training=False)
+def test_settings_that_no_evaluation_can_use_are_a_one_line_error(changes, fragment):
+    with pytest.raises(InputError, match=fragment):
+        check_settings(Settings(**changes), training=False)

@@ -1,4 +1,4 @@
-"""text_folder.py: how long a passage is, what Markdown becomes, which files are read."""
+"""Tests text_folder.py: the length of passages, the reading of Markdown, and the files read."""
 
 import gzip
 import os
@@ -12,46 +12,48 @@ from formats.text_folder import SENTENCE_END, joined, passages
 
 
 def words(count, first=0):
-    """A sentence of so many words, all different."""
+    """Returns a sentence of this many words, all different."""
     return " ".join(f"w{first + i}" for i in range(count)).capitalize() + "."
 
 
-def lengths(text, **how):
-    return [len(passage.split()) for _, passage in passages(text, "notes", **how)]
+def lengths(text, **options):
+    """Returns the number of words of each passage of the text."""
+    return [len(passage.split()) for _, passage in passages(text, "notes", **options)]
 
 
 def markdown(text):
     return passages(text, "notes", markdown=True)
 
 
-def test_a_short_text_is_one_passage_under_its_name_and_one_without_words_is_none():
+def test_a_short_text_is_one_passage_and_a_text_without_words_is_none():
     text = "Ana Bell founded\nKelmouth."
     assert passages(text, "notes") == [("notes", "Ana Bell founded Kelmouth.")]
     assert passages(" \n\n\t\n", "notes") == markdown("# Only a heading\n") == []
 
 
-def test_a_passage_takes_paragraphs_until_it_has_100_words_or_would_have_more_than_150():
-    # 60 + 60 reach 100; 90 + 70 would be 160; 40 after 120 is a passage of its own, the last one.
+def test_a_passage_takes_paragraphs_up_to_100_words_and_never_has_more_than_150():
+    # 60 + 60 reach 100. 90 stays alone because 90 + 70 would be 160. 70 + 50 reach 100, so the last
+    # 40 are a passage of their own.
     assert lengths("\n\n".join(map(words, [60, 60, 90, 70, 50, 40]))) == [120, 90, 120, 40]
 
 
-def test_a_long_paragraph_is_cut_between_its_sentences_and_a_long_sentence_between_words():
+def test_a_long_paragraph_is_cut_between_sentences_and_a_long_sentence_between_words():
     sentences = [words(30, 100 * i) for i in range(10)]
-    found = [passage for _, passage in passages(" ".join(sentences), "notes")]
-    assert [len(passage.split()) for passage in found] == [120, 120, 60]
-    assert all(passage.endswith(".") for passage in found)
+    cut = [passage for _, passage in passages(" ".join(sentences), "notes")]
+    assert [len(passage.split()) for passage in cut] == [120, 120, 60]
+    assert all(passage.endswith(".") for passage in cut)
     assert lengths(words(250)) == [100, 100, 50]
 
 
-def test_every_passage_but_the_last_has_50_to_150_words_whatever_the_text_is_like():
+def test_every_passage_but_the_last_has_50_to_150_words_in_random_texts():
     rng = random.Random(0)
     for _ in range(200):
         text = ""
         for _ in range(rng.randint(3, 30)):
             text += words(rng.choice([1, 3, 12, 30, 49, 51, 149, 400]))
             text += rng.choice([" ", " ", "\n\n", "\n- "])
-        found = lengths(text, markdown=True)
-        assert all(50 <= count <= 150 for count in found[:-1]) and found[-1] <= 150, text
+        counts = lengths(text, markdown=True)
+        assert all(50 <= size <= 150 for size in counts[:-1]) and counts[-1] <= 150, text
 
 
 def test_no_word_is_lost_or_doubled():
@@ -61,18 +63,20 @@ def test_no_word_is_lost_or_doubled():
     assert " ".join(passage for _, passage in passages(text, "notes")).split() == text.split()
 
 
-def test_where_a_sentence_ends():
-    two = [
+def test_the_pattern_of_a_sentence_end_ignores_abbreviations_and_decimals():
+    two_sentences = [
         "Ana came. Bo left.",
         '"Come." Bo left.',
         "It rang (twice.) Then not.",
         "She did! Did he?",
     ]
-    one = ["Bells, e.g. bells of Bo, ring.", "It weighs 3.5 tons.", "Well... it rang."]
-    assert [len(SENTENCE_END.split(text)) for text in two + one] == [2] * 4 + [1] * 3
+    one_sentence = ["Bells, e.g. bells of Bo, ring.", "It weighs 3.5 tons.", "Well... it rang."]
+    assert [len(SENTENCE_END.split(text)) for text in two_sentences + one_sentence] == [2] * 4 + [
+        1
+    ] * 3
 
 
-def test_headings_become_the_title_and_the_first_one_is_the_files():
+def test_headings_become_titles_and_the_first_heading_is_the_title_of_the_file():
     body = words(80)
     text = f"# Guide\n{body}\n## Install ##\n{body}\n### Linux\n{body}\n## Use\n{body}\n"
     titles = ["Guide", "Guide > Install", "Guide > Install > Linux", "Guide > Use"]
@@ -81,12 +85,12 @@ def test_headings_become_the_title_and_the_first_one_is_the_files():
     assert [title for title, _ in markdown(late)] == ["Late", "Late"]
 
 
-def test_a_heading_inside_of_a_passage_stays_as_a_line():
+def test_a_heading_inside_a_passage_stays_as_a_line():
     text = f"# Guide\n{words(30)}\n## Install\n### Linux\n{words(30)}"
     assert markdown(text) == [("Guide", f"{words(30)}\nInstall > Linux\n{words(30)}")]
 
 
-def test_code_keeps_its_lines_and_holds_no_heading():
+def test_code_keeps_its_lines_and_is_not_searched_for_headings():
     code = "# no heading\n  make *all* [x](y).   Yes\n\n~~~"
     text = f"Run:\n```sh\n{code}\n```\nDone.\n\n~~~\nopen # to the end"
     expected = "Run:\n# no heading\n  make *all* [x](y).   Yes\n~~~\nDone.\nopen # to the end"
@@ -102,21 +106,21 @@ def test_a_link_keeps_its_words_and_loses_its_target():
         assert joined([text], markdown=True) == expected and joined([text], markdown=False) == text
 
 
-def test_list_items_and_rows_are_lines():
+def test_list_items_and_table_rows_become_lines():
     lines = ["- one more", "- two", "| a | b |", "| 1 | 2 |"]
     assert markdown("- one\n  more\n- two\n| a | b |\n| 1 | 2 |")[0][1].split("\n") == lines
-    # and plain text is not read as Markdown
+    # Plain text is not read as Markdown.
     assert passages("# 5 *is* [a](b)\nx", "notes") == [("notes", "# 5 *is* [a](b) x")]
 
 
 @pytest.mark.parametrize(
     "piece", '[|[a](|`|![a]|[a [b] |#|> |("|- |a. |[a]: |# \n|[a](b('.split("|")
 )
-def test_no_pattern_takes_forever(piece):  # a quadratic one would take hours
+def test_no_pattern_takes_quadratic_time(piece):  # a pattern of quadratic time would take hours
     passages(piece * 50_000, "notes", markdown=True)
 
 
-# ------------------------------------------------------------------------------------------ folders
+# --------------------------------------------------------------------------------- folders of texts
 
 
 @pytest.fixture
@@ -130,11 +134,11 @@ def write(tmp_path):
     return write
 
 
-def ids(*arguments, **how):
-    return [document.id for document in load_corpus(*arguments, **how)]
+def ids(*arguments, **options):
+    return [document.id for document in load_corpus(*arguments, **options)]
 
 
-def test_a_folder_of_texts_is_a_corpus_in_the_order_of_its_names(write, tmp_path):
+def test_a_folder_of_texts_is_a_corpus_in_the_order_of_the_file_names(write, tmp_path):
     write("b/bell.MD", "# Bells\nThe bell [rings](http://x).")
     write("a notes.txt", b"\xef\xbb\xbfAna came.\r\nShe stayed.\r\n")
     for name in (".hidden.txt", ".git/x.md", "b/table.csv", "README"):
@@ -156,7 +160,7 @@ def test_a_folder_of_texts_is_a_corpus_in_the_order_of_its_names(write, tmp_path
         ("c.txt", "7\tx", Document("7", "", "x")),
     ],
 )
-def test_one_text_is_a_corpus_and_a_txt_file_may_hold_records(write, name, content, expected):
+def test_one_text_file_is_a_corpus_and_a_txt_file_may_hold_records(write, name, content, expected):
     assert load_corpus(write(name, content)) == [expected]
 
 
@@ -183,13 +187,13 @@ def test_a_text_that_is_not_utf8_is_named_and_can_be_skipped(write, tmp_path, ca
 def test_a_linked_file_is_read_and_a_linked_folder_or_a_pipe_is_not(write, tmp_path):
     write("here/a.txt", "Ana came.")
     there, here = write("there/b.txt", "Bo left."), tmp_path / "here"
-    (here / "loop").symlink_to(here)  # for ever
+    (here / "loop").symlink_to(here)  # following it would never end
     (here / "b.txt").symlink_to(there)
-    os.mkfifo(here / "pipe.txt")  # to open it would wait for ever
+    os.mkfifo(here / "pipe.txt")  # opening it would wait forever
     assert ids(here) == ["a.txt#1", "b.txt#1"]
 
 
-def test_a_file_name_that_is_no_text_makes_an_id_that_can_be_written(tmp_path):
+def test_a_file_name_that_is_not_utf8_gives_an_id_that_can_be_written(tmp_path):
     with open(os.fsencode(tmp_path) + b"/caf\xe9.txt", "wb") as file:
         file.write(b"Ana came.")
     (document,) = load_corpus(tmp_path)

@@ -1,4 +1,4 @@
-"""web.py: over real sockets, with everything a search API, a page or a name can do to us."""
+"""Tests web.py over real sockets against misbehaving search APIs, pages and host names."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ def reply(body: bytes | str, kind="text/html", status="200 OK", **headers) -> by
     return f"HTTP/1.1 {status}\r\n{''.join(lines)}\r\n".encode() + body
 
 
-def onward(url: str) -> bytes:
+def redirect(url: str) -> bytes:
     return reply("", status="302 Found", Location=url)
 
 
@@ -39,8 +39,9 @@ def text_page(name: str) -> bytes:
 
 
 class Site(RawServer):
-    """A search API at /search, and the `pages`: path -> bytes to send, or script(sock).
-    `results(query)` is what the API replies: a list of paths or whole results, or raw bytes.
+    """Serves a search API at /search and the `pages`: path -> bytes to send, or script(sock).
+
+    `results(query)` returns the API's reply: a list of paths or whole results, or raw bytes.
     """
 
     def __init__(self):
@@ -50,7 +51,7 @@ class Site(RawServer):
         self.api = self.base + "/search?format=json&q={query}"
 
     def answer(self, sock):
-        with sock, contextlib.suppress(OSError, IndexError):  # no request, or one that is TLS
+        with sock, contextlib.suppress(OSError, IndexError):  # an empty request, or a TLS handshake
             head = sock.recv(65536).decode("latin-1")
             self.heads.append(head)
             path, _, fields = head.split()[1].partition("?")
@@ -82,7 +83,7 @@ def searcher(site, allow_private=True, **options) -> WebRetriever:
 
 
 def documents_of(site, page, **options) -> list[Document]:
-    """Searches where the only candidate is this page, titled Ana."""
+    """Returns the documents of a search whose only candidate is this page, titled Ana."""
     site.pages["/page"] = page
     site.results = lambda query: [{"url": site.base + "/page", "title": "Ana"}]
     return searcher(site, **options).search(["ana"], 1)[0]
@@ -103,12 +104,12 @@ def drip_head(sock):
     drip(sock, b"HTTP/1.1 200 OK\r\nX-Long: ")
 
 
-def test_a_page_becomes_a_document_with_its_address_and_the_title_of_the_results(site):
+def test_a_page_becomes_a_document_with_its_address_and_the_title_of_the_result(site):
     address = site.base + "/page"
     assert documents_of(site, text_page("a")) == [Document(address, "Ana", "Text of a.")]
 
 
-def test_queries_keep_their_order_and_pages_that_of_the_results(site):
+def test_lists_keep_the_order_of_the_queries_and_pages_the_order_of_the_results(site):
     def slow(sock):
         time.sleep(0.15)
         sock.sendall(text_page("a1"))
@@ -119,15 +120,15 @@ def test_queries_keep_their_order_and_pages_that_of_the_results(site):
     assert texts(lists) == [["Text of a1.", "Text of a2."], ["Text of b1.", "Text of b2."]]
 
 
-def test_no_query_and_a_blank_query_ask_nobody(site):
+def test_no_query_and_a_blank_query_send_no_request(site):
     retriever = searcher(site)
     assert retriever.search([], 5) == [] and retriever.search([" \n"], 5) == [[]]
     assert site.heads == []
 
 
-def test_candidates_are_tried_in_order_until_k_are_read_and_none_beyond_3k(site):
-    # k = 2: /0 is read, /1 is missing, /2 is read. That is enough: the others are left alone.
-    # The same address is tried once.
+def test_candidates_are_tried_in_order_until_k_are_read_and_at_most_3k(site):
+    # k = 2: /0 is read, /1 is missing, /2 is read. The search then has 2 pages and does not visit
+    # /3. The same address is visited once.
     site.pages = {path: text_page(path[1:]) for path in ("/0", "/2", "/3")}
     site.results = lambda query: ["/0", "/0#part", "/1", "/2", "/3"]
     assert texts(searcher(site).search(["q"], 2)) == [["Text of 0.", "Text of 2."]]
@@ -146,7 +147,7 @@ def test_a_page_that_cannot_be_read_is_replaced_by_its_snippet(site):
     assert texts(lists) == [["what a says", "Text of b."]] and lists[0][0].title == "A"
 
 
-def test_a_page_is_given_by_its_window_or_whole(site):
+def test_a_documents_text_is_a_window_of_the_page_or_the_whole_page(site):
     text = " ".join(["filler"] * 400 + "Ana Bell was born".split() + ["filler"] * 400)
     part = documents_of(site, reply(text, "text/plain"))[0].text.split()
     assert len(part) == 150 and "Bell" in part
@@ -173,11 +174,11 @@ def test_the_query_is_quoted_and_cannot_reach_another_field(site):
 @pytest.mark.parametrize(
     "template", ["http://h/", "http://h/{Query}", "http://{query}/", "http://h.{query}.test/"]
 )
-def test_a_template_needs_a_place_for_the_query_that_is_not_in_the_host(template):
+def test_an_address_template_needs_a_place_for_the_query_outside_the_host(template):
     assert "give http://host/search?format=json&q={query}" in message(WebRetriever, template)
 
 
-def test_an_api_without_results_is_one_line_at_the_start_that_shows_no_key(site, closed_port):
+def test_an_api_without_results_is_a_one_line_error_that_shows_no_key(site, closed_port):
     closed = f"http://127.0.0.1:{closed_port}/find?key=secret&q={{query}}"
     text = message(WebRetriever, closed)
     assert "/find: no search results (Connection refused" in text and "secret" not in text
@@ -187,7 +188,7 @@ def test_an_api_without_results_is_one_line_at_the_start_that_shows_no_key(site,
 
 
 @pytest.mark.parametrize("raw", [reply("{", "application/json"), reply("", status="429 X"), b""])
-def test_a_query_that_the_api_fails_is_a_fault_and_the_other_replies_are_cached(site, raw):
+def test_a_failed_api_request_is_a_fault_and_the_replies_to_other_queries_are_cached(site, raw):
     site.pages, retriever = {"/a": text_page("a")}, searcher(site)
     site.results = lambda query: raw if query == "bad" else ["/a"]
     with pytest.raises(Fault):
@@ -197,14 +198,14 @@ def test_a_query_that_the_api_fails_is_a_fault_and_the_other_replies_are_cached(
     assert texts(retriever.search(["good", "bad"], 1)) == [["Text of a."]] * 2
     assert site.queries == ["bad"]
     retriever.search(["good"], 2)
-    assert len(site.queries) == 2  # another k wants other candidates
+    assert len(site.queries) == 2  # another k is another request
 
 
-def test_requests_to_the_api_keep_their_distance(site, monkeypatch):
+def test_there_is_a_pause_between_requests_to_the_api(site, monkeypatch):
     retriever = searcher(site)
     monkeypatch.setattr(module, "PAUSE", 0.05)
     start = time.monotonic()
-    retriever.search([f"q{i}" for i in range(6)], 1)  # in threads
+    retriever.search([f"q{i}" for i in range(6)], 1)  # the queries are sent in threads
     assert time.monotonic() - start >= 6 * 0.05 and len(site.queries) == 6
 
 
@@ -213,7 +214,7 @@ def test_requests_to_the_api_keep_their_distance(site, monkeypatch):
     "page",
     [
         reply("gone", status="404 Not Found"),
-        onward("/page"),
+        redirect("/page"),
         reply("%PDF", "application/pdf"),
         reply("text", Content_Encoding="gzip"),
         reply("<script>var a = 1;</script><!-- nothing -->"),
@@ -221,7 +222,7 @@ def test_requests_to_the_api_keep_their_distance(site, monkeypatch):
         b"SSH-2.0-nothing of ours\r\n",
         drip,
         drip_head,
-        onward("ftp://127.0.0.1/x"),
+        redirect("ftp://127.0.0.1/x"),
     ],
 )
 def test_a_page_that_fails_is_left_out(site, page, monkeypatch):
@@ -229,7 +230,7 @@ def test_a_page_that_fails_is_left_out(site, page, monkeypatch):
     assert documents_of(site, page) == [] and len(site.visits) in (1, 5)
 
 
-def test_a_refused_connection_an_unknown_name_and_no_certificate_are_left_out(site, closed_port):
+def test_a_page_is_left_out_if_it_refuses_has_no_address_or_no_certificate(site, closed_port):
     closed, tls = f"http://127.0.0.1:{closed_port}/", f"https://127.0.0.1:{site.port}/page"
     urls = [closed, "http://no-such-host.invalid/", tls]
     site.results = lambda query: [{"url": url} for url in urls]
@@ -237,14 +238,19 @@ def test_a_refused_connection_an_unknown_name_and_no_certificate_are_left_out(si
 
 
 def test_redirects_are_followed_up_to_their_limit_and_the_document_keeps_its_address(site):
-    site.pages = {"/1": onward("/2"), "/2": onward("3"), "/3": onward("/4"), "/4": text_page("a")}
-    assert documents_of(site, onward("/1"))[0].id == site.base + "/page"
-    site.pages |= {"/4": onward("/5"), "/5": text_page("a")}
-    assert documents_of(site, onward("/1")) == []
+    site.pages = {
+        "/1": redirect("/2"),
+        "/2": redirect("3"),
+        "/3": redirect("/4"),
+        "/4": text_page("a"),
+    }
+    assert documents_of(site, redirect("/1"))[0].id == site.base + "/page"
+    site.pages |= {"/4": redirect("/5"), "/5": text_page("a")}
+    assert documents_of(site, redirect("/1")) == []
 
 
 @pytest.mark.fault(200)
-def test_a_page_without_end_is_cut_and_its_beginning_is_used(site):
+def test_an_endless_page_is_cut_and_its_beginning_is_used(site):
     sent = []
 
     def endless(sock):
@@ -256,7 +262,7 @@ def test_a_page_without_end_is_cut_and_its_beginning_is_used(site):
     assert sum(sent) < 20_000_000
 
 
-# ------------------------------------------------------------------ which addresses may be visited
+# -------------------------------------------------------------------- addresses that may be visited
 
 PRIVATE = (
     "127.0.0.1 127.255.255.254 0.0.0.0 10.1.2.3 172.16.0.1 192.168.0.1 169.254.169.254 100.64.0.1"
@@ -276,7 +282,7 @@ def test_a_private_address_is_refused_however_it_is_written(host):
 
 
 class Names:
-    """The world's names and addresses for a test: every connection ends at the site."""
+    """Replaces DNS and connections: names have these addresses, every connection is to the site."""
 
     def __init__(self, site, monkeypatch, **names):
         self.answers = {name.replace("_", "."): list(ips) for name, ips in names.items()}
@@ -287,11 +293,11 @@ class Names:
     def look_up(self, host, port, *_):
         self.looked_up.append(host)
         ips = self.answers.get(host, [host])
-        answer = ips.pop(0) if len(ips) > 1 else ips[0]  # the next look-up may be another
+        answer = ips.pop(0) if len(ips) > 1 else ips[0]  # the next look-up may give another answer
         return [(0, 0, 0, "", (ip, port)) for ip in answer.split()]
 
-    def dial(self, where, timeout):
-        self.dialled.append(where)
+    def dial(self, address, timeout):
+        self.dialled.append(address)
         connection = socket.socket()
         connection.connect(("127.0.0.1", self.site.port))
         return connection
@@ -299,7 +305,7 @@ class Names:
 
 @pytest.mark.fault(199)
 def test_a_name_is_looked_up_once_and_sent_as_the_host(site, monkeypatch):
-    """A second look-up would give a private address (DNS rebinding)."""
+    """A second look-up would return a private address (DNS rebinding)."""
     names = Names(site, monkeypatch, rebind_test=["93.184.216.34", "127.0.0.1"])
     site.pages["/page"] = text_page("a")
     assert fetch_page("http://rebind.test/page", False) == "Text of a."
@@ -319,19 +325,19 @@ def test_a_name_with_any_private_address_is_refused(site, monkeypatch, answer):
 @pytest.mark.fault(198)
 @pytest.mark.parametrize("target", ["/there", "http://local.test/x", "//10.0.0.1/x"])
 def test_the_address_of_a_redirect_is_checked_again(site, monkeypatch, target):
-    public = ["93.184.216.34", "127.0.0.1"]  # and private when it is asked again
+    public = ["93.184.216.34", "127.0.0.1"]  # the second look-up returns a private address
     names = Names(site, monkeypatch, example_test=public, local_test=["127.0.0.1"])
-    site.pages["/page"] = onward(target)
+    site.pages["/page"] = redirect(target)
     with pytest.raises(ValueError, match="refused"):
         fetch_page("http://example.test/page", False)
     assert names.dialled == [("93.184.216.34", 80)]
 
 
 @pytest.mark.fault(197)
-def test_only_the_usual_ports_and_schemes_are_visited(site, monkeypatch):
+def test_only_ports_80_and_443_and_http_and_https_are_visited(site, monkeypatch):
     Names(site, monkeypatch, h=["93.184.216.34"])
-    usual = ("http://h/", "https://h/", "https://h:80/x")
-    assert [check_address(url, False)[1] for url in usual] == [80, 443, 80]
+    good = ("http://h/", "https://h/", "https://h:80/x")
+    assert [check_address(url, False)[1] for url in good] == [80, 443, 80]
     bad = "http://h:22/ http://h:8080/ ftp://h/ h/x javascript:x http:///x http://h:x/".split()
     for url in [*bad, ""]:
         with pytest.raises(ValueError, match=r"refused|Port could not be cast"):
@@ -339,7 +345,7 @@ def test_only_the_usual_ports_and_schemes_are_visited(site, monkeypatch):
     assert check_address("http://h:8080/", True)[1] == 8080
 
 
-def test_an_address_with_spaces_and_foreign_letters_is_quoted_and_cannot_break_the_line(site):
+def test_an_address_with_blanks_and_foreign_letters_is_quoted_and_injects_no_header(site):
     site.pages = {"/a%20b/%C3%BC": text_page("a")}
     site.results = lambda query: ["/a b/ü?x=1 2&y=%20", "/x\r\nX-Evil: 1"]
     assert len(searcher(site).search(["q"], 2)[0]) == 1
@@ -353,10 +359,12 @@ def test_an_address_with_spaces_and_foreign_letters_is_quoted_and_cannot_break_t
         ("Kelmöuth".encode("latin-1"), "ISO-8859-1", "Kelmöuth"),
         ("Kelmöuth".encode(), "utf-8", "Kelmöuth"),
         (b"a\xff", "nonsense", "a\ufffd"),
-        (b"a-", "punycode", "a-"),  # a codec, and one that takes quadratic time
+        (b"a-", "punycode", "a-"),  # Python has this codec, but it takes quadratic time
     ],
 )
-def test_the_charset_of_the_header_counts_and_a_broken_one_never_raises(site, body, charset, text):
+def test_the_charset_of_the_header_is_used_and_a_bad_charset_raises_nothing(
+    site, body, charset, text
+):
     assert documents_of(site, reply(body, f"text/plain; charset={charset}"))[0].text == text
 
 
@@ -374,7 +382,7 @@ HEAD, MENU = "<head><title>A</title><style>p {}</style></head>", "<header>top<na
         ("a < b & c &nosuch; &#0; d", "a < b & c &nosuch; \ufffd d"),
     ],
 )
-def test_html_becomes_a_line_without_menus_and_scripts(page, text):
+def test_html_becomes_one_line_without_menus_and_scripts(page, text):
     assert html_to_text(page) == text
 
 
@@ -387,16 +395,16 @@ def test_hostile_html_is_read_in_linear_time(piece):
     assert time.thread_time() - start < 5
 
 
-def test_no_more_text_than_the_limit_is_kept(site):
+def test_a_text_is_cut_at_the_limit(site):
     page = reply("<p>" + "word " * MAX_TEXT)
     assert len(documents_of(site, page, words=MAX_TEXT)[0].text) <= MAX_TEXT
 
 
-def test_the_window_is_that_with_most_words_of_the_query():
+def test_the_window_has_the_most_words_of_the_query():
     text = "a b c d e Ana Bell was born here x y z"
     assert window(text, "where was Ana Bell born?", words=5) == "e Ana Bell was born"
     text = " ".join(map(str, range(1000)))
     assert window(text, "ana", words=10) == "0 1 2 3 4 5 6 7 8 9"
     assert "999" in window(text, "999", words=10).split()
     assert window("a b c", "c", words=10) == "a b c" and window("", "c") == ""
-    assert len(window("海" * 50_000, "海", words=150)) == 1500  # no spaces: cut too
+    assert len(window("海" * 50_000, "海", words=150)) == 1500  # a text without spaces is cut too
