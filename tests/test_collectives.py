@@ -1,5 +1,5 @@
-"""Four and eight processes: all of them call the same collectives in the same order, also where a
-process has no question, or no row of an update.
+"""Tests with four and eight processes: all call the same collectives in the same order, even if
+some have no question, or no row of an update.
 """
 
 import gc
@@ -22,10 +22,11 @@ SHARDINGS = {
     "ddp": {},
     "fsdp2": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
 }
-# It compares what the processes call also where C++ does, and raises an error where they differ.
+# With it torch compares the collectives of all processes, also those called in C++, and raises an
+# error if they differ.
 COMPARED = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
 COLLECTIVE = re.compile(r"(all_|barrier|broadcast|gather|reduce|scatter)")
-# Of three questions with three samples each, eight processes have none or one. PPO has a critic.
+# With three questions of three samples each, a process has at most one question. PPO has a critic.
 FEW = "--questions_per_step 3 --group_size 3 --algorithm ppo --critic_lr 1e-3 --kl_coef 0.05"
 FEW += " --eval_every 2 --tokens_per_micro_batch 100"
 
@@ -40,7 +41,7 @@ def recorded(calls: list, name: str, work):
 
 
 def train_and_record(settings: Settings, folder: Path) -> None:
-    """Trains, and writes down the name of each collective with the sizes of its tensors."""
+    """Trains, and saves the name of each collective with the sizes of the tensors passed to it."""
     calls = []
     for name, work in inspect.getmembers(torch.distributed, inspect.isfunction):
         if COLLECTIVE.match(name):
@@ -74,20 +75,20 @@ def test_all_processes_call_the_same_collectives_with_fewer_questions_than_proce
 
 
 def train_and_let_go(arguments: list[str]) -> None:
-    """Asserts that the policy is gone without a later collection of garbage."""
-    held, build = [], train.build_state
+    """Asserts that the policy is freed after training without a garbage collection."""
+    policies, build = [], train.build_state
 
     def built(settings):
         state = build(settings)
-        held.append(weakref.ref(state.policy))
+        policies.append(weakref.ref(state.policy))
         return state
 
     train.build_state = built
     gc.disable()
     train.main(arguments)
-    assert len(held) == 1 and held[0]() is None
+    assert len(policies) == 1 and policies[0]() is None
 
 
-def test_nothing_keeps_the_weights_of_fsdp2_into_the_evaluation(model, tmp_path):
+def test_the_weights_of_fsdp2_are_freed_when_training_ends(model, tmp_path):
     arguments = flags(model, tmp_path, "--steps 1")
     in_two_processes(train_and_let_go, arguments, environment=SHARDINGS["fsdp2"])

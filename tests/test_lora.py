@@ -1,5 +1,5 @@
-"""scale/lora.py: the first step is at π_0, only A and B move, checkpoints are plain models, and a
-resumed run goes on as if never interrupted.
+"""Tests of scale/lora.py: the first step is at π_0, only A and B change, checkpoints are plain
+models, and a resumed run equals an uninterrupted one.
 """
 
 import importlib.util
@@ -19,7 +19,8 @@ needs_peft = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None, reason="the extra peft is not installed"
 )
 pytestmark = needs_peft
-# hidden size, width of keys and values, of the feed-forward layer; rank. α / r = 16 / 4 = 4
+# the hidden size, the width of keys and values, and of the feed-forward layer; the rank: α / r is
+# 16 / 4 = 4
 H, KV, FF, R = 32, 16, 48, 4
 LORA = PolicySettings(lora_rank=R)
 
@@ -48,19 +49,19 @@ def learn(policy: Policy, steps=3, optimizer=None) -> Policy:
     return policy
 
 
-def test_the_first_step_is_at_the_frozen_model_and_only_a_and_b_are_trained():
+def test_a_new_lora_model_equals_the_frozen_model_and_trains_only_a_and_b():
     plain, policy = make_policy()(tokens()), with_lora(make_policy())
     assert torch.equal(policy(tokens()), plain)
     trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
-    # A and B of 7 matrices in 2 layers, no head
+    # 2 layers have A and B for each of 7 matrices; the head has none
     assert len(trained) == 2 * 7 * 2 and all(".lora_" in name for name in trained)
-    # A has r · in, B has out · r: q and o 2 · (32 + 32), k and v 2 · (32 + 16), the three of the
-    # feed-forward 3 · (32 + 48)
+    # A has r · in weights and B has out · r. The sums in + out are: q and o 2 · (32 + 32), k and v
+    # 2 · (32 + 16), the three matrices of the feed-forward layer 3 · (32 + 48).
     expected = 2 * R * (2 * (H + H) + 2 * (H + KV) + 3 * (H + FF))
     assert sum(p.numel() for p in trained.values()) == expected == 3712
 
 
-def test_the_gradient_of_b_is_that_of_the_whole_matrix_seen_through_a():
+def test_the_gradient_of_b_is_the_gradient_of_the_whole_matrix_times_a():
     # h = W x + s B A x, so dL/dB = s (dL/dW) Aᵀ; B = 0 at the start, so dL/dA = 0. s = α / r = 4.
     whole, policy = make_policy(), with_lora(make_policy())
     for one in (whole, policy):
@@ -72,7 +73,7 @@ def test_the_gradient_of_b_is_that_of_the_whole_matrix_seen_through_a():
     assert a.grad.abs().max() == 0 and layer.base_layer.weight.grad is None
 
 
-def test_without_lora_is_the_frozen_model_whatever_was_learned_and_training_goes_on_after_it():
+def test_without_lora_gives_the_frozen_model_and_training_continues_after_it():
     plain, policy = make_policy()(tokens()), learn(with_lora(make_policy()))
     assert (policy(tokens()) - plain).abs().max() > 0.1
     with without_lora(policy):
@@ -83,7 +84,7 @@ def test_without_lora_is_the_frozen_model_whatever_was_learned_and_training_goes
 
 
 def test_the_merged_matrix_by_hand():
-    policy = with_lora(make_policy())  # B is 0 but in one matrix
+    policy = with_lora(make_policy())  # B is set below in one matrix and 0 in all others
     layer = policy.language_model.model.layers[0].self_attn.q_proj
     with torch.no_grad():
         layer.lora_A["default"].weight.zero_()[0, 3] = 3.0
@@ -91,10 +92,10 @@ def test_the_merged_matrix_by_hand():
     merged = dict(merged_weights(policy.language_model))
     plain = make_policy().language_model.state_dict()
     assert merged.keys() == plain.keys()
-    moved = {name: merged[name] - w for name, w in plain.items()}
-    change = moved.pop("model.layers.0.self_attn.q_proj.weight")
+    others = {name: merged[name] - w for name, w in plain.items()}
+    change = others.pop("model.layers.0.self_attn.q_proj.weight")
     assert change[5, 3].item() == pytest.approx(6.0, abs=1e-5)  # (α / r) · 0.5 · 3 = 4 · 1.5
-    assert change.count_nonzero() == 1 and all(m.eq(0).all() for m in moved.values())
+    assert change.count_nonzero() == 1 and all(m.eq(0).all() for m in others.values())
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -108,7 +109,7 @@ def test_a_checkpoint_is_a_plain_model_with_the_same_logprobs(tied, tmp_path, bp
     torch.testing.assert_close(again(tokens()), policy(tokens()), rtol=0, atol=1e-4)
 
 
-# -------------------------------------------------------------------------------- loaded to train
+# --------------------------------------------------- training from a checkpoint, and from a resume
 
 
 @pytest.fixture
@@ -117,14 +118,14 @@ def saved(bpe, tmp_path) -> str:
     return str(tmp_path / "saved")
 
 
-def test_a_and_b_are_fp32_beside_bf16_weights_as_on_a_gpu():
+def test_a_and_b_are_fp32_even_if_the_frozen_weights_are_bf16():
     policy = with_lora(Policy(make_policy().language_model.bfloat16()))
     assert {p.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
     layer = policy.language_model.model.layers[0].mlp.up_proj.base_layer
     assert layer.weight.dtype == torch.bfloat16 and not layer.weight.requires_grad
 
 
-def test_over_int8_weights_lora_learns_and_its_checkpoint_is_fp32(saved, tmp_path):
+def test_lora_learns_with_frozen_int8_weights_and_saves_an_fp32_checkpoint(saved, tmp_path):
     policy, tokenizer = load_policy(saved, settings=LORA, in_8bit=True)
     assert policy.language_model.model.layers[0].mlp.up_proj.base_layer.weight.dtype == torch.int8
     save_policy(learn(policy), tokenizer, tmp_path / "merged")
@@ -132,15 +133,15 @@ def test_over_int8_weights_lora_learns_and_its_checkpoint_is_fp32(saved, tmp_pat
     assert again.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
     assert not hasattr(again.config, "quantization_config")
     untrained = load_policy(saved)[0](tokens())
-    ours, theirs = policy(tokens()), Policy(again)(tokens())
-    # int8 products round their inputs to 1/127 of a row's largest too: they differ by per cents
-    # from fp32 ones
-    assert (ours - theirs).abs().max() < 0.1 * (ours - untrained).abs().max()
+    int8, fp32 = policy(tokens()), Policy(again)(tokens())
+    # int8 products also round their inputs, to 1/127 of the largest in a row, so they differ from
+    # fp32 products by some percent
+    assert (int8 - fp32).abs().max() < 0.1 * (int8 - untrained).abs().max()
 
 
-def test_going_on_from_a_and_b_and_their_moments_is_going_on(saved, tmp_path):
-    straight, _ = load_policy(saved, settings=LORA, seed=5)
-    learn(straight, 4)
+def test_resuming_from_a_b_and_their_moments_equals_an_unbroken_run(saved, tmp_path):
+    unbroken, _ = load_policy(saved, settings=LORA, seed=5)
+    learn(unbroken, 4)
     half, _ = load_policy(saved, settings=LORA, seed=5)
     optimizer = make_optimizer(half, "adamw", 1e-2)
     learn(half, 2, optimizer)
@@ -151,11 +152,11 @@ def test_going_on_from_a_and_b_and_their_moments_is_going_on(saved, tmp_path):
     optimizer = make_optimizer(resumed, "adamw", 1e-2)
     optimizer.load_state_dict(moments)
     learn(resumed, 2, optimizer)
-    assert same(lora_state(straight).values(), lora_state(resumed).values())
-    assert same(straight.parameters(), resumed.parameters())
+    assert same(lora_state(unbroken).values(), lora_state(resumed).values())
+    assert same(unbroken.parameters(), resumed.parameters())
 
 
-def test_a_next_stage_starts_from_the_merged_weights_with_new_matrices(saved, tmp_path):
+def test_the_next_stage_starts_from_the_merged_weights_with_new_a_and_b(saved, tmp_path):
     policy, tokenizer = load_policy(saved, settings=LORA)
     save_policy(learn(policy), tokenizer, tmp_path / "merged")
     whole, _ = load_policy(str(tmp_path / "merged"))
@@ -165,7 +166,7 @@ def test_a_next_stage_starts_from_the_merged_weights_with_new_matrices(saved, tm
     assert not lora_state(reference) and not any(p.requires_grad for p in reference.parameters())
 
 
-def test_a_is_drawn_from_the_seed_and_the_global_random_state_stays():
+def test_the_seed_determines_a_and_the_global_random_state_is_kept():
     torch.manual_seed(5)
     expected, states = torch.rand(1), []
     for seed in (1, 1, 2):
@@ -176,5 +177,5 @@ def test_a_is_drawn_from_the_seed_and_the_global_random_state_stays():
     assert same(states[0], states[1]) and not same(states[0], states[2])
 
 
-def test_two_processes_take_lora_s_step_of_one(start, tmp_path):
+def test_with_lora_two_processes_take_the_same_step_as_one(start, tmp_path):
     steps_of_one_and_two("ddp", start, "policy", 4, tmp_path)

@@ -1,4 +1,4 @@
-"""update.accumulate_and_step by hand: one weight w, and rows whose loss is w times a number."""
+"""Tests of update.accumulate_and_step by hand: one weight w, and a loss that is linear in w."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from update import accumulate_and_step
 
 
 class GradientDescent:
-    """Learns at the rate 1. The optimizers of torch load its compiler, a second of each start."""
+    """Gradient descent with learning rate 1. Torch's optimizers load its compiler for a second."""
 
     def __init__(self, weight):
         self.weight = weight
@@ -20,13 +20,15 @@ class GradientDescent:
         self.weight.data -= self.weight.grad
 
     def zero_grad(self, set_to_none):
-        assert set_to_none  # the memory of the gradients is free for the next rollout
+        assert set_to_none  # so that the memory of the gradients is free for the next rollout
         self.weight.grad = None
 
 
 def step(losses, budget):
-    """Returns w after a step from 0, the numbers that are logged, and w's gradient after the step.
-    Rows of 3, 1 and 2 tokens have a loss of `losses` · (w + 1) on each, and a token weighs 1/6.
+    """Makes a step from w = 0; returns w, the logged metrics, and the gradient of w after the step.
+
+    Row b of three rows, of 3, 1 and 2 tokens, has the loss losses[b] · (w + 1) on each token. The
+    weight of a token is 1/6.
     """
     mask = torch.tensor([[1.0, 1, 1], [1, 0, 0], [1, 1, 0]])
     batch = Batch(torch.zeros(3, 4, dtype=torch.long), mask, mask, torch.zeros(3), 1)
@@ -49,8 +51,8 @@ def step(losses, budget):
 
 
 @pytest.mark.parametrize("budget", [1, 4, 99])  # three micro-batches, two, and all in one
-def test_the_sum_of_weights_does_not_depend_on_the_micro_batches(budget):
-    # (3 · 0.1 + 0.5 + 2 · 0.2) / 6 = 0.2; the mean of the rows' means is (0.1 + 0.5 + 0.2) / 3
+def test_the_step_and_the_metrics_do_not_depend_on_the_micro_batches(budget):
+    # (3 · 0.1 + 0.5 + 2 · 0.2) / 6 = 0.2; a mean of row means would be (0.1 + 0.5 + 0.2) / 3 = 0.27
     weight, total, gradient = step([0.1, 0.5, 0.2], budget)
     assert weight == pytest.approx(-0.2)
     expected = {"tokens": 6.0, "row_max": 2, "loss": 0.2, "grad_norm": 0.2}
@@ -58,8 +60,8 @@ def test_the_sum_of_weights_does_not_depend_on_the_micro_batches(budget):
     assert gradient is None
 
 
-def test_the_gradient_of_all_micro_batches_is_clipped_and_its_norm_logged_as_it_was():
-    weight, total, _ = step([1.0, 5.0, 2.0], 1)  # ten times as large
+def test_the_summed_gradient_is_clipped_and_the_norm_before_clipping_is_logged():
+    weight, total, _ = step([1.0, 5.0, 2.0], 1)  # the gradient is ten times as large
     assert weight == pytest.approx(-1.0, abs=1e-4) and total["grad_norm"] == pytest.approx(2.0)
 
 

@@ -1,5 +1,5 @@
-"""ppo.mismatch_weights, where the sampler μ is not π_old: by hand, by the numbers of verl and of
-TRL, by enumeration of a small world, and in a run. Also what a run logs as likelihood_later.
+"""Tests of ppo.mismatch_weights, for a sampler μ that differs from π_old: by hand, in an update, by
+enumeration of all sequences, and in a run. A test of the metric likelihood_later is here too.
 """
 
 import itertools
@@ -20,9 +20,10 @@ import train
 from plumbing.build import build_state
 from settings import Settings, parse
 
-# The log ρ of a row's tokens, nan a masked one, and their weights: exp(0.3) = 1.3498588, ... Rows
-# of products exp(−1.5), exp(1.2) = 3.32, exp(−0.4), exp(0.0006) and exp(0). They were worked out
-# from the definitions; tests/test_peers.py holds the same modes against verl's and TRL's own code.
+# A line has the mode, log ρ of the five tokens of a row (nan: a masked token) and their weights.
+# They were computed by hand from the definitions: exp(0.3) = 1.3498588, and the products of rows
+# are exp(−1.5), exp(1.2) = 3.32, exp(−0.4) and so on. tests/test_peers.py compares the same modes
+# with the code of verl and TRL.
 ROWS = """
 token          0.3 -0.9 0 nan -0.9  1.3498588 0.4065697 1 1 0.4065697
 token          0.3 0.9 nan -400 0   1.3498588 2 1 2.0611537e-9 1
@@ -43,7 +44,7 @@ row            nan nan nan nan nan  1 1 1 1 1
 
 
 @pytest.mark.parametrize("line", ROWS.strip().splitlines())
-def test_weights_are_those_worked_out_by_hand(line):
+def test_weights_equal_those_computed_by_hand(line):
     mode, *numbers = line.split()
     old, expected = torch.tensor([float(n) for n in numbers]).view(2, 1, 5)
     batch = SimpleNamespace(old_logprobs=old.requires_grad_(), response_mask=~old.isnan())
@@ -56,9 +57,11 @@ def test_weights_are_those_worked_out_by_hand(line):
 # ------------------------------------------------------------------------------------- in an update
 
 
-def test_rejected_tokens_and_rows_leave_the_denominators_where_trl_keeps_them():
-    batch = make_batch()  # rows of 2, 2, 4 and 1 model tokens; one of the third is rejected, and
-    batch.mismatch_weights = torch.full((4, 4), 0.5)  # the last row
+def test_denominators_leave_out_rejected_tokens_and_rows_unlike_in_trl():
+    # The rows have 2, 2, 4 and 1 model tokens. One token of the third row is rejected, and the
+    # whole last row.
+    batch = make_batch()
+    batch.mismatch_weights = torch.full((4, 4), 0.5)
     batch.mismatch_weights[[2, 3], [1, 0]] = 0.0
     rows = grpo.compute_token_weights(batch, Settings(loss_aggregation="sequence"))
     assert rows[:, 0].tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 9, 0])  # TRL: 1/8, 1/8, 1/16
@@ -67,8 +70,9 @@ def test_rejected_tokens_and_rows_leave_the_denominators_where_trl_keeps_them():
     assert tokens[:, 0].tolist() == pytest.approx([1 / 7, 1 / 7, 1 / 7, 0])
 
 
-def test_the_weight_is_on_the_policy_term_and_not_on_the_kl():
-    # The loss is KL + w · policy: of w 1/2 and 1, twice the first less the second is the KL alone.
+def test_the_weight_multiplies_the_policy_loss_but_not_the_kl():
+    # The loss is KL + w · policy loss. So twice the loss with w = 1/2 minus the loss with w = 1 is
+    # the KL.
     batch = unequal_batch(GRPO)
     settings = replace(GRPO, kl_estimator="k3")
     batch.mismatch_weights = torch.full_like(batch.response_mask, 0.5)
@@ -78,19 +82,20 @@ def test_the_weight_is_on_the_policy_term_and_not_on_the_kl():
     assert kl == pytest.approx(0.1 * half["k3"], abs=1e-6) and kl > 1e-3
 
 
-def test_where_all_is_rejected_the_logged_shares_are_numbers():
-    nothing = SimpleNamespace(response_mask=torch.ones(1, 3), mismatch_weights=torch.zeros(1, 3))
-    assert ppo.mismatch_stats(nothing, "row") == {"mismatch_ess": 0, "mismatch_cut": 1}
+def test_if_every_token_is_rejected_the_logged_shares_are_finite():
+    batch = SimpleNamespace(response_mask=torch.ones(1, 3), mismatch_weights=torch.zeros(1, 3))
+    assert ppo.mismatch_stats(batch, "row") == {"mismatch_ess": 0, "mismatch_cut": 1}
 
 
-# ---------------------------------------------- a world of three tokens, and all sequences of four
+# --------------------------------------- enumeration of all sequences of four tokens out of three
 
 SEQUENCES = torch.tensor(list(itertools.product(range(3), repeat=4)))  # [81, 4]
 
 
 def gradient(theta, logits, advantages, mode: str) -> torch.Tensor:
-    """Σ over all sequences of μ(sequence) · the gradient of its weighted loss: an expectation.
-    theta and logits, of π_old and of μ, are [4, 3]: of each place.
+    """Returns the expected gradient of the weighted loss: a sum over all sequences, each times its
+    probability under μ. theta has the logits of π_old, and logits those of μ: [4, 3], one row for
+    each position.
     """
     theta = theta.clone().requires_grad_()
     new, sampled = (
@@ -106,19 +111,21 @@ def gradient(theta, logits, advantages, mode: str) -> torch.Tensor:
 
 
 def bias(mode: str) -> float:
-    """How far that is from the gradient under π_old, in its length: the mean of 20 worlds."""
+    """Returns the distance of that gradient from the one under π_old, relative to the length of the
+    latter; the mean of 20 random pairs of π_old and μ.
+    """
     result = []
     draw = torch.Generator().manual_seed(0)
     for _ in range(20):
         theta, noise = torch.randn(2, 4, 3, generator=draw)
-        advantages = torch.randn(81, 1, generator=draw).expand(81, 4)  # of a sequence
+        advantages = torch.randn(81, 1, generator=draw).expand(81, 4)  # one per sequence
         true = gradient(theta, theta, advantages, "")
         error = gradient(theta, theta + 0.3 * noise, advantages, mode) - true
         result.append((error.norm() / true.norm()).item())
     return fmean(result)
 
 
-def test_weights_of_rows_are_unbiased_as_their_bound_grows_those_of_tokens_are_not(monkeypatch):
+def test_without_a_bound_sequence_weights_are_unbiased_but_token_weights_are_not(monkeypatch):
     assert bias("") > bias("token") > 0.1 and bias("token") > 2 * bias("sequence")
     for mode in ("token", "sequence", "sequence_mask"):
         monkeypatch.setitem(ppo.MISMATCH, mode, (0.0, 1e9, 1e9))
@@ -128,7 +135,7 @@ def test_weights_of_rows_are_unbiased_as_their_bound_grows_those_of_tokens_are_n
 # -------------------------------------------------------------------------------------------- a run
 
 
-def test_a_run_corrects_where_another_distribution_samples_and_only_there(model, tmp_path):
+def test_a_run_corrects_only_if_another_distribution_samples(model, tmp_path):
     modes = {("", "auto"): "none", ("", "bf16"): "token"}
     modes |= {("--mask_documents false", "bf16"): "none"}
     for (more, copy), mode in modes.items():
@@ -138,10 +145,11 @@ def test_a_run_corrects_where_another_distribution_samples_and_only_there(model,
     assert output.startswith("--mismatch: --mask_documents false trains on documents")
 
 
-def test_all_rows_are_weighted_before_the_first_update_and_the_figures_are_logged(
+def test_all_rows_are_weighted_before_the_first_update_and_the_shares_are_logged(
     model, tmp_path, monkeypatch
 ):
-    # Four rows in two updates; of each the sampler was wrong about the first token: ρ = e.
+    # There are four rows in two updates. The log-prob recorded for the first token of each row is 1
+    # too low, so ρ = e.
     more = "--steps 1 --trajectories_per_update 2 --mismatch mask"
     state = build_state(settings_for(model, tmp_path, more))
     state.recompute = True
@@ -157,11 +165,12 @@ def test_all_rows_are_weighted_before_the_first_update_and_the_figures_are_logge
     assert row["mismatch_ess"] == pytest.approx(1 - 4 / tokens, abs=1e-4)
 
 
-def test_how_much_likelier_better_answers_became_is_a_mean_over_rows_by_hand():
-    # Row 0 is in the first update; rows 1 and 3 earn more than their baseline: 0.1 and −0.5.
+def test_likelihood_later_is_a_mean_over_rows_by_hand():
+    # Row 0 is in the first update. Rows 1 and 3 have a positive advantage in total; their log-probs
+    # change by 0.1 and −0.5.
     change = [[9, 9], [0.2, -0.1], [5, 5], [-0.4, -0.1]]
     batch = SimpleNamespace(logprobs=torch.tensor(change), old_logprobs=torch.zeros(4, 2))
     batch.advantages = torch.tensor([[1, 1], [0.5, 0.5], [-1, -1], [2, -1]])
     result = train.likelihood_later(batch, torch.tensor([0]))
     assert result == {"likelihood_later": pytest.approx(-0.2)}
-    assert train.likelihood_later(batch, torch.arange(4)) == {}  # a step of one update
+    assert train.likelihood_later(batch, torch.arange(4)) == {}  # all rows are in the first update

@@ -1,5 +1,5 @@
-"""scale/packing.py: packed rows have the log-probs and gradients of padded ones in every family;
-nothing is computed for padding, and a prompt of several rows once.
+"""Tests of scale/packing.py: packed and padded rows have equal log-probs and gradients in every
+model family; padding is not computed, and a shared prompt is computed once.
 """
 
 import math
@@ -16,7 +16,8 @@ from scale.packing import lengths_of, micro_batches, pack, prompts_of
 
 SHAPE = small(vocab_size=50, initializer_range=0.3, sliding_window=None)
 FAMILIES = pytest.mark.parametrize("family", packing.FAMILIES)
-# The last wanted place of each row; with a slack of 4 the groups are (14), (9, 8), (3, 3, 1).
+# Tokens of each row up to the last wanted one; with SLACK = 4 the groups are (14), (9, 8) and
+# (3, 3, 1).
 LENGTHS = [14, 3, 9, 3, 8, 1]
 PACKED = 14 + 2 * 9 + 3 * 3
 
@@ -27,7 +28,7 @@ def make(family="qwen2") -> Policy:
 
 
 def batch():
-    """Returns tokens [6, 15] and a mask [6, 14] with holes; a row's last 1 is in column
+    """Returns tokens [6, 15] and a mask [6, 14] with holes. The last 1 of row b is in column
     LENGTHS[b] − 1.
     """
     draw = torch.Generator().manual_seed(1)
@@ -47,7 +48,7 @@ def with_gradients(policy, tokens, mask, weights):
 
 @pytest.mark.parametrize("slack", [0, 1, 4, 100])
 @FAMILIES
-def test_packed_log_probs_and_gradients_are_the_padded_ones(family, slack, monkeypatch):
+def test_packed_log_probs_and_gradients_equal_the_padded_ones(family, slack, monkeypatch):
     monkeypatch.setattr(packing, "SLACK", slack)
     (tokens, mask), policy = batch(), make(family)
     weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(2))
@@ -74,17 +75,17 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 
 
 
 @pytest.mark.parametrize(
-    "family, more",
+    "family, changes",
     [
-        ("gpt2", {}),  # no known family
+        ("gpt2", {}),  # this family is not supported
         ("mistral", {"sliding_window": 4}),
         ("qwen2", WINDOW),
         ("qwen2", {"attn_implementation": "eager"}),
     ],
 )
-def test_what_cannot_be_packed_goes_through_padded(family, more):
+def test_a_model_that_cannot_be_packed_gets_padded_rows(family, changes):
     torch.manual_seed(0)
-    model, (tokens, mask) = model_of(family, **SHAPE | more).eval(), batch()
+    model, (tokens, mask) = model_of(family, **SHAPE | changes).eval(), batch()
     with torch.no_grad():
         logprobs = model(input_ids=tokens).logits[:, :-1].log_softmax(-1)
         expected = logprobs.gather(2, tokens[:, 1:, None])[..., 0] * mask
@@ -93,35 +94,35 @@ def test_what_cannot_be_packed_goes_through_padded(family, more):
         torch.testing.assert_close(policy(tokens, mask=mask), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_generate_and_a_saved_checkpoint_are_not_changed_by_packing(tmp_path):
+def test_packing_changes_neither_generate_nor_a_saved_checkpoint(tmp_path):
     policy, tokens = make().eval(), torch.tensor([[0, 0, 5, 6], [1, 2, 3, 4]])
     attention = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
-    how = {"attention_mask": attention, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    ours = policy.language_model.generate(input_ids=tokens, **how)
+    args = {"attention_mask": attention, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = policy.language_model.generate(input_ids=tokens, **args)
     policy.language_model.save_pretrained(tmp_path)
     assert "packed" not in (tmp_path / "config.json").read_text()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert loaded.config._attn_implementation == "sdpa"
-    assert ours.tolist() == loaded.generate(input_ids=tokens, **how).tolist()
+    assert expected.tolist() == loaded.generate(input_ids=tokens, **args).tolist()
 
 
-def test_only_the_wanted_places_are_computed_and_the_model_is_restored_afterwards():
+def test_only_wanted_places_are_computed_and_the_model_is_restored_afterwards():
     (tokens, mask), policy, seen = batch(), make(), []
     layers = policy.language_model.model.layers
     for layer in layers:
         layer.mlp.up_proj.register_forward_hook(
             lambda module, inputs, output: seen.append(output.shape[1])
         )
-    policy(tokens, mask=mask)  # padded, it would be 6 * 15 = 90
-    assert seen == [PACKED, mask.sum()]  # of the last layer only the wanted places
+    policy(tokens, mask=mask)  # with padding it would compute 6 * 15 = 90 tokens
+    assert seen == [PACKED, mask.sum()]  # the last layer computes only the wanted places
     assert all("forward" not in vars(layer.mlp) for layer in layers)
     policy.language_model(input_ids=tokens)
-    assert seen[2:] == [15, 15]  # the model by itself computes all places
+    assert seen[2:] == [15, 15]  # called directly, the model computes all places
 
 
-# ------------------------------------------------------------------------- a prompt of several rows
+# ---------------------------------------------------------------- a prompt that several rows share
 
-# Rows by their prompt; D is C without its last token, F begins as E.
+# The prompt of each row. D is C without the last token; F begins with E.
 GROUPS = "A B A C A B D E F A G G".split()
 PROMPTS = {"A": 70, "B": 64, "C": 90, "D": 89, "E": 63, "F": 80, "G": 70}  # tokens
 RESPONSES = [9, 4, 10, 6, 1, 15, 5, 7, 3, 20, 9, 10]
@@ -132,7 +133,7 @@ def draw(seed: int, *shape: int) -> torch.Tensor:
 
 
 def prompted(groups=GROUPS, responses=RESPONSES):
-    """Returns tokens [B, 150] and mask [B, 149]: responses with a document in their middle."""
+    """Returns tokens [B, 150] and mask [B, 149]: each response has a document in the middle."""
     texts = {name: draw(ord(name), n) for name, n in PROMPTS.items()}
     texts["D"] = texts["C"][:-1]
     texts["F"][: PROMPTS["E"]] = texts["E"]
@@ -146,38 +147,40 @@ def prompted(groups=GROUPS, responses=RESPONSES):
 
 
 def check_against_whole_rows(policy, monkeypatch) -> None:
-    """Asserts equal log-probs to 1e-5, and gradients to 1e-5 of the largest."""
+    """Asserts that sharing prompts changes log-probs by at most 1e-5, and gradients by at most 1e-5
+    of the largest.
+    """
     tokens, mask = prompted()
     weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(2))
-    shared, found = with_gradients(policy, tokens, mask, weights)
+    shared, actual = with_gradients(policy, tokens, mask, weights)
     monkeypatch.setattr(packing, "LEAST", math.inf)
     whole, expected = with_gradients(policy, tokens, mask, weights)
     torch.testing.assert_close(shared, whole, atol=1e-5, rtol=1e-5)
     largest = max(gradient.abs().max().item() for gradient in expected)
-    torch.testing.assert_close(found, expected, atol=1e-5 * largest, rtol=0)
+    torch.testing.assert_close(actual, expected, atol=1e-5 * largest, rtol=0)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @FAMILIES
-def test_rows_with_a_shared_prompt_are_the_whole_rows(family, checkpointed, monkeypatch):
+def test_rows_with_a_shared_prompt_equal_whole_rows(family, checkpointed, monkeypatch):
     policy = make(family)
     if checkpointed:
         checkpoint_activations(policy.language_model)
     check_against_whole_rows(policy, monkeypatch)
 
 
-def test_the_critic_s_values_and_gradients_are_those_of_whole_rows(monkeypatch):
+def test_values_and_gradients_of_the_critic_equal_those_of_whole_rows(monkeypatch):
     critic = Critic(make().language_model.base_model)
     torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(1))
     check_against_whole_rows(critic, monkeypatch)
 
 
-def test_a_prompt_is_shared_by_its_ids_and_not_by_a_part_of_them():
+def test_only_rows_with_exactly_equal_prompt_ids_share_a_prompt():
     tokens, mask = prompted()
     before = [len(prompt) for prompt in prompts_of(tokens, mask)]
-    tokens[2, 68] = (tokens[2, 68] + 1) % 50  # not A's any more
+    tokens[2, 68] = (tokens[2, 68] + 1) % 50  # row 2 no longer has prompt A
     after = [len(prompt) for prompt in prompts_of(tokens, mask)]
-    # All but the last, of 64 at least.
+    # A shared prompt has at least 64 tokens, and its last token is left out.
     assert before == [69, 63, 69, 0, 69, 63, 0, 0, 0, 69, 69, 69]
     assert after == [69, 63, 0, 0, 69, 63, 0, 0, 0, 69, 69, 69]
     assert prompts_of(tokens, torch.ones_like(mask)) == [()] * 12
@@ -190,11 +193,11 @@ def test_a_shared_prompt_is_computed_once(monkeypatch):
     whole = [PROMPTS[n] + k - 1 for n, k in zip(GROUPS, RESPONSES, strict=True)]
     monkeypatch.setattr(packing, "SLACK", 0)
     policy(tokens, mask=mask)
-    assert seen == [sum(whole) - 3 * 69 - 63 - 69]  # of four rows and of two
+    assert seen == [sum(whole) - 3 * 69 - 63 - 69]  # A has four rows; B and G have two
 
 
 def computed(tokens, mask) -> int:
-    """Returns how many tokens a pass over these rows computes: a shared prompt counts once."""
+    """Returns how many tokens a pass over these rows computes; a shared prompt counts once."""
     return pack(tokens, lengths_of(mask), prompts_of(tokens, mask))[0].numel()
 
 
@@ -207,7 +210,7 @@ def test_micro_batches_put_rows_of_one_prompt_together_within_the_same_budget(ra
     by_prompt = micro_batches(mask, 480, 2, rank, tokens)
     assert sorted(torch.cat(by_prompt).tolist()) == sorted(torch.cat(by_length).tolist())
     assert all(len(rows) * max(lengths_of(mask[rows])) <= 480 for rows in by_prompt)
-    few, many = (
+    fewer, more = (
         sum(computed(tokens[rows], mask[rows]) for rows in cuts) for cuts in (by_prompt, by_length)
     )
-    assert few < 0.8 * many
+    assert fewer < 0.8 * more

@@ -1,4 +1,4 @@
-"""policy.py: log-probs without [B, T, V], fp32 weights, batches, checkpoints that load."""
+"""Tests of policy.py: log-probs in chunks, fp32 weights, batches, checkpoints, the optimizer."""
 
 import copy
 import json
@@ -46,7 +46,7 @@ def make_tokens(rows=3, length=9, seed=1):
 
 
 def full_logprobs(policy: Policy, tokens, temperature=1.0):
-    """The plain way: all logits, log_softmax, gather."""
+    """Computes the log-probs directly: all logits, log_softmax, gather."""
     logits = policy.language_model(input_ids=tokens).logits[:, :-1] / temperature  # [B, T, V]
     return logits.log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]  # [B, T]
 
@@ -60,25 +60,25 @@ def gradients(policy: Policy, loss) -> list:
 # ---------------------------------------------------------------------------------------- log-probs
 
 
-# 24 log-probs: one row per chunk, a ragged cut, exactly one, all
+# chunks of 1, 5 (the last is smaller) and all of the 24 log-probs, and a limit above 24
 @pytest.mark.parametrize("chunk_rows", [1, 5, 24, 1000])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_chunked_logprobs_and_their_gradients_are_those_of_the_full_softmax(
+def test_chunked_logprobs_and_gradients_equal_those_of_the_full_softmax(
     family, chunk_rows, monkeypatch
 ):
     monkeypatch.setitem(policy_file.CHUNK_LOGITS, "cpu", chunk_rows * VOCABULARY)
     policy = make_policy(family)
     tokens = make_tokens()
     weights = torch.randn(3, 8, generator=torch.Generator().manual_seed(2))  # [B, T]
-    ours, plain = policy(tokens, 0.7), full_logprobs(policy, tokens, 0.7)  # [B, T]
-    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=0)
-    result, expected = (gradients(policy, (weights * x).sum()) for x in (ours, plain))
+    chunked, full = policy(tokens, 0.7), full_logprobs(policy, tokens, 0.7)  # [B, T]
+    torch.testing.assert_close(chunked, full, atol=1e-5, rtol=0)
+    result, expected = (gradients(policy, (weights * x).sum()) for x in (chunked, full))
     for one, other in zip(result, expected, strict=True):
-        # Processors add up in different orders: one without AVX-512 was 1.3e-6 apart.
+        # CPUs sum in different orders: without AVX-512 the difference was 1.3e-6.
         assert (one - other).abs().max() <= 1e-5 * max(1.0, other.abs().max().item())
 
 
-def test_logprobs_by_hand_and_at_another_temperature():
+def test_logprobs_at_two_temperatures_by_hand():
     # logits (0, ln 3): p = (1/4, 3/4). At τ = 0.5 the logits double: (0, ln 9): p = (1/10, 9/10).
     head = torch.nn.Linear(1, 2)
     head.bias.data = torch.tensor([0.0, math.log(3)])
@@ -88,7 +88,7 @@ def test_logprobs_by_hand_and_at_another_temperature():
     assert token_logprobs(hidden, head, targets, 0.5).exp().tolist() == pytest.approx([0.1, 0.9])
 
 
-def test_a_chunk_of_logits_exists_at_once_and_masked_positions_have_none(monkeypatch):
+def test_logits_are_computed_by_chunk_and_not_at_masked_positions(monkeypatch):
     monkeypatch.setitem(policy_file.CHUNK_LOGITS, "cpu", 4 * VOCABULARY)
     policy = make_policy()
     tokens = make_tokens()
@@ -104,14 +104,14 @@ def test_a_chunk_of_logits_exists_at_once_and_masked_positions_have_none(monkeyp
 
     monkeypatch.setattr(policy_file, "chunks_of_logits", watched)
     policy(tokens, mask=mask).sum().backward()
-    # the backward pass makes the same ones again
+    # the backward pass computes the same chunks again
     assert sizes == [(4, VOCABULARY), (2, VOCABULARY)] * 2
 
 
 @pytest.mark.parametrize("chunks", [1, 64])
-def test_under_bf16_the_head_s_gradient_is_as_exact_of_many_chunks_as_of_one(chunks, monkeypatch):
-    # Autograd would add 64 parts in bf16: 1.1 % off. A product rounded to bf16 is 2⁻⁹ = 0.2 % off,
-    # and their sum no more.
+def test_under_bf16_many_chunks_give_the_head_as_exact_a_gradient_as_one(chunks, monkeypatch):
+    # Autograd would sum 64 chunks in bf16, with an error of 1.1 %. A product rounded to bf16 has an
+    # error of 2⁻⁹ = 0.2 %, and the fp32 sum of the products has no larger one.
     monkeypatch.setitem(policy_file.CHUNK_LOGITS, "cpu", 640 // chunks * 50)
     torch.manual_seed(0)
     head = torch.nn.Linear(32, 50, bias=False)
@@ -128,8 +128,8 @@ def test_under_bf16_the_head_s_gradient_is_as_exact_of_many_chunks_as_of_one(chu
     assert (result[1] - result[0]).norm() < 6e-3 * result[0].norm()
 
 
-def test_logits_of_bf16_are_not_rounded_to_bf16():
-    # Logits of ±16 and more are then 1/8 apart: the log-probs are 0.02 to 0.03 off on average.
+def test_the_logits_of_a_bf16_head_are_not_rounded_to_bf16():
+    # From 16 on bf16 has steps of 1/8. The mean error of log-probs is then 0.02 to 0.03.
     torch.manual_seed(0)
     head = torch.nn.Linear(64, 500, bias=False).bfloat16()
     head.weight.data *= 16
@@ -143,20 +143,20 @@ def test_logits_of_bf16_are_not_rounded_to_bf16():
     assert 0.015 < (logprobs(head(hidden).float()) - exact).abs().mean() < 0.04
     assert (token_logprobs(hidden, head, targets) - exact).abs().max() < 1e-4
     model = SimpleNamespace(get_output_embeddings=lambda: head)
-    with unrounded_logits(model):  # as slots sample
+    with unrounded_logits(model):  # as sampling in slots does
         assert (logprobs(head(hidden[:, None])[:, 0]) - exact).abs().max() < 1e-4
     assert head(hidden).dtype == torch.bfloat16
 
 
-def test_on_a_gpu_bf16_products_are_asked_for_in_fp32():
-    with FakeTensorMode():  # a kernel that only a GPU has
+def test_on_a_gpu_products_of_bf16_matrices_have_fp32_results():
+    with FakeTensorMode():  # only a GPU has the kernel
         a, b = (torch.empty(4, 4, dtype=torch.bfloat16, device="cuda") for _ in range(2))
         assert fp32_product(a, b).dtype == torch.float32
 
 
 def test_the_gradients_of_a_log_prob_by_hand():
-    # z = W h = (0, ln 3): p = (1/4, 3/4). Of log p_1: ∂z = (−1/4, 1/4), so ∂W = ∂z hᵀ ∂h = Wᵀ ∂z;
-    # at τ = 1/2, z = (0, ln 9), p = (1/10, 9/10) and ∂z = 2 · (−1/10, 1/10).
+    # z = W h = (0, ln 3), so p = (1/4, 3/4). For log p_1, ∂z = (−1/4, 1/4), ∂W = ∂z hᵀ, ∂h = Wᵀ ∂z.
+    # At τ = 1/2, z = (0, ln 9), p = (1/10, 9/10) and ∂z = 2 · (−1/10, 1/10).
     for temperature, slope in ((1.0, 0.25), (0.5, 0.2)):
         head = torch.nn.Linear(2, 2, bias=False)
         hidden = torch.tensor([[1.0, 2.0]], requires_grad=True)
@@ -169,7 +169,7 @@ def test_the_gradients_of_a_log_prob_by_hand():
 
 @pytest.mark.parametrize("name", ["soft cap", "scaled logits"])
 def test_a_model_that_changes_its_logits_after_the_head_is_refused_in_one_line(name):
-    if name == "soft cap":  # it hardly moves the small logits of an untrained model
+    if name == "soft cap":  # it hardly changes the small logits of an untrained model
         sizes = {**SIZES, "initializer_range": 0.02}
         model = model_of("gemma2", **sizes, head_dim=8, final_logit_softcapping=30.0)
     else:
@@ -191,7 +191,7 @@ def test_generation_and_evaluation_leave_the_mode_as_it_was():
 
 @pytest.fixture(scope="module")
 def saved(bpe, tmp_path_factory):
-    """A bf16 checkpoint on disk, as hub models are."""
+    """Saves a bf16 checkpoint, as hub models are, and returns the path."""
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     model = model_of("qwen2", **{**SIZES, "vocab_size": len(bpe)})
@@ -206,7 +206,8 @@ def test_trainable_weights_are_fp32_even_if_the_checkpoint_is_bf16(saved):
 
 
 def test_a_loaded_model_has_no_dropout(tmp_path, bpe):
-    # With GPT-2's 10 % two scorings of one text would differ, and the first ratio would not be 1.
+    # With GPT-2's dropout of 10 % two passes over one text would differ, and the first ratio would
+    # not be 1.
     torch.manual_seed(0)
     model_of("gpt2", **{**SIZES, "vocab_size": len(bpe)}).save_pretrained(tmp_path)
     bpe.save_pretrained(tmp_path)
@@ -214,7 +215,7 @@ def test_a_loaded_model_has_no_dropout(tmp_path, bpe):
     assert torch.equal(policy(make_tokens()), policy(make_tokens()))
 
 
-def test_gradient_checkpointing_changes_memory_and_no_gradient(saved):
+def test_gradient_checkpointing_changes_no_gradient(saved):
     grads = []
     for flag in (False, True):
         policy, _ = load_policy(str(saved), settings=PolicySettings(gradient_checkpointing=flag))
@@ -224,14 +225,14 @@ def test_gradient_checkpointing_changes_memory_and_no_gradient(saved):
     torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-5)
 
 
-def test_a_missing_model_is_one_line(tmp_path):
+def test_a_missing_model_is_a_one_line_error(tmp_path):
     assert "there is no config.json" in message(load_policy, str(tmp_path))
     for path in (f"{tmp_path}/nothing", "./nothing", "a/b/nothing"):
         assert "no such directory; give a saved" in message(load_policy, path)
-    check_model_path("Qwen/Qwen2.5-3B")  # a hub name may well not be here yet
+    check_model_path("Qwen/Qwen2.5-3B")  # a model with a hub name may not be downloaded yet
 
 
-def test_broken_files_are_one_line_too(saved, tmp_path, bpe):
+def test_broken_model_files_are_a_one_line_error(saved, tmp_path, bpe):
     config = json.loads((saved / "config.json").read_text())
     for name, content in {"config.json": "{", "model.safetensors": "no weights"}.items():
         path = tmp_path / name.split(".")[0]
@@ -242,17 +243,15 @@ def test_broken_files_are_one_line_too(saved, tmp_path, bpe):
         assert message(load_policy, str(path)).startswith(f"--model {path}: ")
 
 
-def test_a_tokenizer_of_another_model_is_refused_before_an_index_error_on_step_300(tmp_path, bpe):
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_when_loaded(tmp_path, bpe):
     model_of("qwen2", **SIZES).save_pretrained(tmp_path)  # 50 embeddings
     bpe.save_pretrained(tmp_path)
     error = message(load_policy, str(tmp_path))
     assert f"the tokenizer has {len(bpe)} tokens, the model only 50" in error
 
 
-def test_the_tokenizer_that_the_files_declare_is_loaded_and_not_the_familys_own(
-    tmp_path, toy_tokenizer
-):
-    # AutoTokenizer sees qwen2 and splits as Qwen does, and not into the saved word pieces.
+def test_the_tokenizer_class_declared_in_the_files_is_loaded(tmp_path, toy_tokenizer):
+    # For a qwen2 model AutoTokenizer splits text as Qwen does, not into the saved word pieces.
     model_of("qwen2", **{**SIZES, "vocab_size": len(toy_tokenizer)}).save_pretrained(tmp_path)
     toy_tokenizer.save_pretrained(tmp_path)
     text = " where was ada abel born ? answer :"
@@ -266,7 +265,7 @@ def test_the_tokenizer_that_the_files_declare_is_loaded_and_not_the_familys_own(
 def test_a_saved_policy_reloads_with_automodel_and_equal_logits(tmp_path, saved):
     policy, tokenizer = load_policy(str(saved))
     with torch.no_grad():
-        policy.language_model.lm_head.weight.add_(0.01)  # as training would
+        policy.language_model.lm_head.weight.add_(0.01)  # as after training
     save_policy(policy, tokenizer, tmp_path / "a", trainer={"step": 3}, settings="{}")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     tokens = make_tokens()
@@ -277,7 +276,7 @@ def test_a_saved_policy_reloads_with_automodel_and_equal_logits(tmp_path, saved)
     assert torch.load(tmp_path / "a" / "trainer.pt") == {"step": 3}
 
 
-def test_an_interrupted_save_leaves_no_checkpoint_and_the_next_one_nothing_of_it(tmp_path):
+def test_an_interrupted_save_leaves_nothing_that_the_next_save_keeps(tmp_path):
     policy = make_policy()
 
     def interrupted(path):
@@ -286,7 +285,7 @@ def test_an_interrupted_save_leaves_no_checkpoint_and_the_next_one_nothing_of_it
     with pytest.raises(KeyboardInterrupt):
         save_policy(policy, SimpleNamespace(save_pretrained=interrupted), tmp_path / "c")
     assert not [*tmp_path.iterdir()]
-    (tmp_path / "c.partial").mkdir()  # what a kill leaves
+    (tmp_path / "c.partial").mkdir()  # a killed save leaves such a folder
     (tmp_path / "c.partial" / "stale").write_text("")
     save_policy(policy, SimpleNamespace(save_pretrained=lambda path: None), tmp_path / "c")
     assert [p.name for p in tmp_path.iterdir()] == ["c"] and not (tmp_path / "c" / "stale").exists()
@@ -296,14 +295,14 @@ def test_an_interrupted_save_leaves_no_checkpoint_and_the_next_one_nothing_of_it
 
 
 def written(prompt, response, mask):
-    """A trajectory as `collate` sees it."""
+    """Returns an object with the fields of a trajectory that `collate` reads."""
     logprobs = [-float(i + 1) * m for i, m in enumerate(mask)]
     ids = {"prompt_ids": prompt, "ids": prompt + response}
     return SimpleNamespace(**ids, response_mask=mask, logprobs=logprobs)
 
 
 EOS = 2
-# a document in the middle; a response that ends in EOS; all masked
+# a document in the middle of the response; all tokens sampled; all tokens masked
 ROWS = [
     written([5, 6], [7, 8, 9, EOS], [1, 0, 0, 1]),
     written([5], [7, EOS], [1, 1]),
@@ -314,8 +313,8 @@ ROWS = [
 def test_collate_puts_mask_and_logprobs_in_the_column_before_their_token():
     batch = collate(ROWS, [1.0, 0.0, 0.5], group_size=3, pad_id=0)
     assert batch.tokens.tolist() == [[5, 6, 7, 8, 9, EOS], [5, 7, EOS, 0, 0, 0], [5, 6, 7, 8, 0, 0]]
-    # Column t is about token t + 1: row 0's first sampled token stands at 2, so its column is 1;
-    # the prompt is never scored.
+    # Column t belongs to token t + 1: the first sampled token of row 0 is token 2, so its column is
+    # 1. Prompt tokens have mask 0.
     assert batch.response_mask.tolist() == [[0, 1, 0, 0, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
     assert batch.old_logprobs.tolist() == [[0, -1, 0, 0, -4], [-1, -2, 0, 0, 0], [0, 0, 0, 0, 0]]
     assert batch.rewards.tolist() == [1.0, 0.0, 0.5]
@@ -323,24 +322,24 @@ def test_collate_puts_mask_and_logprobs_in_the_column_before_their_token():
 
 
 @pytest.mark.parametrize("pad_id", [0, EOS])
-def test_a_sampled_eos_is_trained_and_padding_is_not_even_if_they_are_one_token(pad_id):
+def test_a_sampled_eos_is_trained_on_but_padding_is_not_even_with_the_same_id(pad_id):
     batch = collate(ROWS, [0.0] * 3, 3, pad_id)
     assert batch.tokens[:, 1:][batch.response_mask.bool()].tolist() == [7, EOS, 7, EOS]
 
 
-def test_rows_take_every_tensor_cut_to_the_longest_and_leave_the_batch_alone():
+def test_rows_cuts_every_tensor_to_the_longest_row_and_copies_it():
     batch = collate(ROWS, [1.0, 0.0, 0.5], 3)
     batch.overlong = torch.tensor([True, False, True])
     batch.values = torch.arange(15.0).view(3, 5)
     before = copy.deepcopy(batch)
-    part = batch.rows(torch.tensor([2, 1]))  # the longest of them needs two columns
+    part = batch.rows(torch.tensor([2, 1]))  # the longer of the two rows needs two columns
     assert part.values.tolist() == [[10, 11], [5, 6]] and part.overlong.tolist() == [True, False]
     assert part.ref_logprobs is None and part.group_size == 3
     part.map(torch.Tensor.zero_)
     torch.testing.assert_close(vars(batch), vars(before))
 
 
-def test_no_rows_are_a_pass_that_adds_nothing():
+def test_a_batch_of_no_rows_gives_a_pass_with_zero_gradients():
     policy = make_policy()
     batch = collate(ROWS, [1.0, 0.0, 0.5], 3)
     batch.token_weights = torch.ones(3, 5)
@@ -353,10 +352,10 @@ def test_no_rows_are_a_pass_that_adds_nothing():
 
 @pytest.mark.parametrize("budget", [1, 7, 12, 20, 1000])
 @pytest.mark.parametrize("processes", [1, 2, 3, 5])
-def test_all_processes_are_dealt_the_same_number_of_micro_batches(processes, budget):
+def test_all_processes_get_the_same_number_of_micro_batches(processes, budget):
     lengths = [3, 9, 1, 4, 4, 0, 7, 2]
     mask = torch.tensor([[1.0] * n + [0.0] * (9 - n) for n in lengths])
-    for count in range(1, 9):  # with 5 processes some get no row
+    for count in range(1, 9):  # with 5 processes some have no row
         dealt = [micro_batches(mask[:count], budget, processes, rank) for rank in range(processes)]
         assert len(set(map(len, dealt))) == 1
         cuts = [cut.tolist() for share in dealt for cut in share]
@@ -373,10 +372,10 @@ def test_all_processes_are_dealt_the_same_number_of_micro_batches(processes, bud
     [
         (0, "constant", 0.5),
         (1, "cosine", 1.0),
-        (9, "constant", 1.0),  # two steps of warm-up: 1/2, 2/2
+        (9, "constant", 1.0),  # the warm-up has two steps: 1/2, 2/2
         (2, "linear", 1.0),
         (6, "linear", 0.5),
-        (9, "linear", 0.125),  # progress 0, 4/8, 7/8
+        (9, "linear", 0.125),  # after the warm-up the progress is 0, 4/8, 7/8
         (6, "cosine", 0.5),
         (4, "cosine", 0.5 * (1 + math.sqrt(0.5))),  # cos(π/2) = 0; cos(π/4) = √½
     ],
@@ -386,8 +385,8 @@ def test_the_learning_rate_by_hand(step, schedule, expected):
 
 
 @pytest.mark.parametrize("steps, warm", [(195, 185), (40, 38), (1, 0)])
-def test_a_warm_up_is_a_share_of_all_updates(steps, warm):
-    # R-Search: 0.95 · 195 = 185.25, and of 40 updates 38: a short run ends at the full rate too
+def test_a_warm_up_takes_a_share_of_all_updates(steps, warm):
+    # R-Search: 0.95 · 195 = 185.25. A short run reaches the full rate too: 0.95 · 40 = 38.
     rates = [lr_factor(step, steps, 0.95, "constant") for step in range(steps)]
     assert rates == pytest.approx([(i + 1) / warm for i in range(warm)] + [1.0] * (steps - warm))
     assert lr_factor(0, steps, 0, "constant") == 1.0
@@ -395,10 +394,10 @@ def test_a_warm_up_is_a_share_of_all_updates(steps, warm):
 
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 @pytest.mark.parametrize("name", ["adamw8bit", "paged_adamw8bit"])
-def test_adamw8bit_takes_the_step_of_adamw_to_a_few_percent_on_a_cpu(name):
+def test_the_step_of_adamw8bit_is_within_5_percent_of_adamw_on_a_cpu(name):
     def one_step(name):
         torch.manual_seed(0)
-        # 16384 weights: above bitsandbytes' 4096, so the moments really are 8 bits
+        # bitsandbytes keeps moments of fewer than 4096 weights in fp32; this has 16384
         layer = torch.nn.Linear(128, 128)
         before = layer.weight.detach().clone()
         optimizer = make_optimizer(layer, name, 1e-3)
@@ -411,7 +410,7 @@ def test_adamw8bit_takes_the_step_of_adamw_to_a_few_percent_on_a_cpu(name):
     assert eight.abs().max() > 0 and (eight - plain).norm() / plain.norm() < 0.05
 
 
-def test_without_bitsandbytes_8_bit_moments_are_one_line_that_names_it(monkeypatch):
+def test_8_bit_moments_without_bitsandbytes_are_an_error_that_names_it(monkeypatch):
     monkeypatch.setattr(policy_file.importlib.util, "find_spec", lambda name: None)
     for name in ("adamw8bit", "paged_adamw8bit"):
         error = message(make_optimizer, make_policy(), name, 1e-3)
@@ -419,7 +418,7 @@ def test_without_bitsandbytes_8_bit_moments_are_one_line_that_names_it(monkeypat
     make_optimizer(make_policy(), "adamw", 1e-3)
 
 
-def test_a_frozen_policy_has_no_gradient_and_may_have_int8_matrices(saved):
+def test_a_frozen_policy_has_no_gradients_and_can_have_int8_matrices(saved):
     frozen, eight = (
         load_policy(str(saved), frozen=True, in_8bit=flag)[0] for flag in (False, True)
     )

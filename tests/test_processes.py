@@ -1,4 +1,4 @@
-"""tests/processes.py itself: what fails or hangs in another process fails the test."""
+"""Tests of tests/processes.py: a process that fails or hangs fails the test that started it."""
 
 import os
 import subprocess
@@ -27,12 +27,12 @@ def fail_as_second() -> None:
     hang()
 
 
-def test_one_of_two_processes_that_fails_ends_the_other_and_its_error_is_shown():
+def test_if_one_of_two_processes_fails_the_other_is_ended_and_the_error_is_shown():
     with pytest.raises(AssertionError, match="the second one fails"):
         in_two_processes(fail_as_second)
 
 
-def test_what_hangs_is_killed_and_its_log_is_shown(tmp_path, monkeypatch):
+def test_a_process_that_hangs_is_killed_and_its_log_is_shown(tmp_path, monkeypatch):
     log = tmp_path / "log"
     process = start_process(hang, log=log)
     wait_for(log, "it hangs", process)
@@ -44,8 +44,8 @@ def test_what_hangs_is_killed_and_its_log_is_shown(tmp_path, monkeypatch):
         wait_until(lambda: False, process)
 
 
-def test_a_process_that_is_left_is_seen():
+def test_a_process_that_a_test_leaves_running_is_found():
     assert not [*processes_left()]
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert [its.pid for its in processes_left()] == [process.pid]
+    assert [left.pid for left in processes_left()] == [process.pid]
     process.communicate()

@@ -1,8 +1,7 @@
-"""rollout.py: every token is where it was sampled, every mask is true, and nothing that happens
-ends the run.
+"""Tests of rollout.py: tokens are kept as sampled, masks are right, and no failure ends the run.
 
-Most tests let a model speak from a script: a real model under a real `generate`, whose logits leave
-each row no choice.
+Most tests use a scripted policy. It is a real model sampled with the real `generate`, but a hook
+replaces its logits, so that each row samples the tokens of its script.
 """
 
 import copy
@@ -46,15 +45,16 @@ READ = dataclasses.replace(QA, references=REFERENCES)
 ASK = f"I look it up. {BEGIN} Ana Bell {END}"
 NORLAND = "<answer> Norland </answer>"
 ANSWER = "So it is \\boxed{Norland}."
-P_SCRIPT = 0.9  # the probability that the scripted token has
+P_SCRIPT = 0.9  # the probability of a scripted token
 
 
 class ScriptedPolicy(Policy):
-    """Row r says scripts[r], turn by turn, and EOS where a turn's script is over. A turn is a text
-    or a list of ids.
+    """Row r samples scripts[r], turn by turn, and EOS after each turn. A turn is a text or a list
+    of ids.
 
-    The scripted token has probability 0.9, all others share the rest. A row is known again by what
-    it said before, so a rollout that loses or changes a sampled token is lost here too.
+    The scripted token has probability 0.9, and all other tokens share the rest. `generate` finds a
+    context's row by the tokens that the row sampled before, so a rollout that loses or changes a
+    sampled token gets the wrong script.
     """
 
     def __init__(self, tokenizer, scripts):
@@ -65,41 +65,42 @@ class ScriptedPolicy(Policy):
             [turn if isinstance(turn, list) else encode(tokenizer, turn) for turn in row]
             for row in scripts
         ]
-        self.said = [(-1, []) for _ in scripts]  # per row: context length, context + last turn
-        self.heard = [[] for _ in scripts]  # per row: the context of each of its turns
+        # per row: the length of the last context, and that context with the turn sampled after it
+        self.last_turns = [(-1, []) for _ in scripts]
+        self.contexts = [[] for _ in scripts]  # per row: the context of each turn
         self.batches: list[int] = []  # rows per call of `generate`
-        self.language_model.register_forward_hook(self.speak)
-        self.speaking = None
+        self.language_model.register_forward_hook(self.force_logits)
+        self.scripted = None
 
     def generate(self, **arguments):
         padded = zip(arguments["input_ids"], arguments["attention_mask"], strict=True)
-        self.speaking, taken = [], []
+        self.scripted, taken_rows = [], []
         for ids, attended in padded:
             context = ids[attended.bool()].tolist()
-            row = self.recognise(context, taken)
-            taken.append(row)
-            self.heard[row].append(context)
+            row = self.recognise(context, taken_rows)
+            taken_rows.append(row)
+            self.contexts[row].append(context)
             turn = self.turns[row].pop(0)
-            self.said[row] = len(context), context + turn
-            self.speaking.append(iter(turn))
-        self.batches.append(len(taken))
+            self.last_turns[row] = len(context), context + turn
+            self.scripted.append(iter(turn))
+        self.batches.append(len(taken_rows))
         return super().generate(**arguments)
 
-    def recognise(self, context: list[int], taken: list[int]) -> int:
+    def recognise(self, context: list[int], taken_rows: list[int]) -> int:
         def agreement(row):
-            before, known = self.said[row]
+            before, known = self.last_turns[row]
             same = sum(takewhile(bool, map(eq, context, known)))
             return same if same > before else -1
 
         rows = range(len(self.turns))
-        return max((r for r in rows if r not in taken and self.turns[r]), key=agreement)
+        return max((r for r in rows if r not in taken_rows and self.turns[r]), key=agreement)
 
-    def speak(self, _model, _arguments, output):
-        if self.speaking is None:  # the policy's own check of its head
+    def force_logits(self, _model, _arguments, output):
+        if self.scripted is None:  # Policy.__init__ runs the model once to check the output head
             return output
         vocabulary = output.logits.shape[-1]
-        logits = torch.zeros(len(self.speaking), 1, vocabulary)
-        for row, tokens in enumerate(self.speaking):
+        logits = torch.zeros(len(self.scripted), 1, vocabulary)
+        for row, tokens in enumerate(self.scripted):
             # e^x / (e^x + V − 1) = 0.9 where e^x = 9 (V − 1)
             logits[row, 0, next(tokens, self.eos)] = math.log(9 * (vocabulary - 1))
         output.logits = logits
@@ -107,7 +108,7 @@ class ScriptedPolicy(Policy):
 
 
 class Searcher:
-    """A search function that finds "about QUERY" and remembers what it was asked, call by call."""
+    """A search function that finds "about QUERY" and records the queries of each call."""
 
     def __init__(self, answer=None):
         self.answer, self.calls = answer, []
@@ -119,16 +120,16 @@ class Searcher:
         return [SearchResult([Document("d", "", f"about {request.query}")]) for request in requests]
 
 
-def found(*results):
-    """A searcher that gives every request the same documents, texts or results."""
+def fixed_search(*results):
+    """Returns a searcher that answers every request with the same documents, texts or result."""
     if isinstance(results[0], str):
         results = [SearchResult([Document("d", "", text) for text in results])]
     return Searcher(lambda requests: [results[0] for _ in requests])
 
 
 def play(tokenizer, *scripts, search=None, questions=None, exact=True, **settings):
-    """(trajectories, policy, searcher) of scripted rows; row r is question r unless `questions` are
-    given. exact: the tokenizer gives a text back to the letter.
+    """Returns (trajectories, policy, searcher) of scripted rows. Row r answers question r unless
+    `questions` are passed. exact: decoding the tokenizer's ids of a text gives the same text.
     """
     policy, search = ScriptedPolicy(tokenizer, scripts), search or Searcher()
     questions = questions or [dataclasses.replace(QA, id=str(row)) for row in range(len(scripts))]
@@ -139,14 +140,14 @@ def play(tokenizer, *scripts, search=None, questions=None, exact=True, **setting
 
 
 def play_one(tokenizer, script, **settings):
-    """(the trajectory, the calls of its searcher)"""
+    """Returns (the trajectory, the queries of each call of the searcher)."""
     (trajectory,), _, search = play(tokenizer, script, **settings)
     return trajectory, search.calls
 
 
 def check_bookkeeping(t, tokenizer):
-    """What must hold whatever happened: one mask and one log-prob per id, and segments that say
-    what the ids say.
+    """Checks what holds for every trajectory: each id has one mask and one log-prob, and the
+    segments have the text of the ids.
     """
     assert len(t.response_ids) == len(t.response_mask) == len(t.logprobs)
     for logprob, mask in zip(t.logprobs, t.response_mask, strict=True):
@@ -178,35 +179,35 @@ def rejections(trajectory):
     return [(rejected.reason, rejected.query) for rejected in trajectory.rejected_queries]
 
 
-# ---------------------------------------------------------------------- token ids in, token ids out
+# -------------------------------------------------------------- sampled ids are not encoded again
 
 
 def spelled(tokenizer, text):
-    """A text's ids character by character: another splitting than the tokenizer's own."""
+    """Encodes each character alone: the tokenizer itself would split the text differently."""
     return [i for character in text for i in encode(tokenizer, character)]
 
 
 def test_sampled_ids_are_kept_although_their_text_would_encode_differently(bpe):
-    asked = spelled(bpe, ASK)
-    assert encode(bpe, decode(bpe, asked)) != asked  # so a round trip through text would show
-    _, policy, _ = play(bpe, [asked, ANSWER])
-    # the model's second turn read those very ids after the prompt
+    turn = spelled(bpe, ASK)
+    assert encode(bpe, decode(bpe, turn)) != turn  # so decoding and encoding again would show
+    _, policy, _ = play(bpe, [turn, ANSWER])
+    # in its second turn the model read exactly these ids after the prompt
     prompt = build_prompt("ur2", QA, bpe)
-    assert policy.heard == [[prompt, prompt + asked + block_ids(bpe, "(1) about Ana Bell")]]
+    assert policy.contexts == [[prompt, prompt + turn + block_ids(bpe, "(1) about Ana Bell")]]
 
 
-# ------------------------------------------------------------------ the mask is born with the token
+# ------------------------------------------------ the mask, think tags of a template, and fallbacks
 
 
 def test_the_mask_is_one_on_sampled_tokens_and_zero_on_the_block_around_the_documents(bpe):
     t, _ = play_one(bpe, [ASK, ANSWER])
-    asked, documents = len(encode(bpe, ASK)), len(block_ids(bpe, "(1) about Ana Bell"))
-    answered = len(encode(bpe, ANSWER)) + 1  # EOS is sampled too
-    assert t.response_mask == [1] * asked + [0] * documents + [1] * answered
+    query_tokens, document_tokens = len(encode(bpe, ASK)), len(block_ids(bpe, "(1) about Ana Bell"))
+    answer_tokens = len(encode(bpe, ANSWER)) + 1  # EOS is sampled too
+    assert t.response_mask == [1] * query_tokens + [0] * document_tokens + [1] * answer_tokens
     assert t.stop_reason == "eos"
     framed = "\n\n<|begin_of_documents|>\n(1) about Ana Bell\n<|end_of_documents|>\n\n"
     assert t.segments[1] == Segment("documents", framed) and t.answer == "Norland"
-    # the scripted token has probability 0.9; what was inserted has no log-prob
+    # the scripted token has probability 0.9; inserted tokens have log-prob 0
     expected = [math.log(P_SCRIPT) if mask else 0.0 for mask in t.response_mask]
     assert t.logprobs == pytest.approx(expected, abs=1e-5)
 
@@ -219,63 +220,63 @@ def test_the_mask_is_one_on_sampled_tokens_and_zero_on_the_block_around_the_docu
         ("r1_searcher", NORLAND),
     ],
 )
-def test_a_template_that_opens_the_thinking_costs_no_format(name, rest, bpe):
+def test_a_template_that_opens_the_think_tag_keeps_the_format_valid(name, rest, bpe):
     thinks = copy.deepcopy(bpe)
     thinks.chat_template = bpe.chat_template.replace(
         "assistant\n{% endif", "assistant\n<think>\n{% endif"
     )
-    asked = [dataclasses.replace(QA, references=(Document("1", "Ana", "of Norland"),))]
+    questions = [dataclasses.replace(QA, references=(Document("1", "Ana", "of Norland"),))]
     for tokenizer, opened in (
         (thinks, "<think>"),
         (bpe, "<think>" if name == "r1_searcher" else ""),
     ):
         script = [f"Who? </think>\n\n{rest}"]
-        (t,), _, _ = play(tokenizer, script, protocol=name, questions=asked)
+        (t,), _, _ = play(tokenizer, script, protocol=name, questions=questions)
         assert decode(tokenizer, t.prompt_ids).count("assistant\n<think>") == bool(opened)
         assert (t.opened, paper_of(name).good_format(t)) == (opened, bool(opened))
 
 
-def test_a_fallback_is_a_flag_with_a_notice_behind_the_documents(bpe):
+def test_a_fallback_is_flagged_and_gets_a_notice_after_the_documents(bpe):
     result = SearchResult([Document("d", "", "unread")], text="None", fallback=True)
-    t, _ = play_one(bpe, [ASK, ANSWER], search=found(result))
+    t, _ = play_one(bpe, [ASK, ANSWER], search=fixed_search(result))
     assert writers(t) == ["model", "documents", "notice", "model"]
     assert masked(t, 0) == block_ids(bpe, "None") + encode(bpe, UR2.fallback_notice)
     (search,) = t.searches
     assert (search.fallback, search.text, search.documents[0].text) == (True, "None", "unread")
-    # a text that reads like the fallback is none
-    t, _ = play_one(bpe, [ASK, ANSWER], search=found(SearchResult(text="None")))
+    # a text that reads like the fallback does not make the result a fallback
+    t, _ = play_one(bpe, [ASK, ANSWER], search=fixed_search(SearchResult(text="None")))
     assert not t.searches[0].fallback and writers(t) == ["model", "documents", "model"]
 
 
-# ------------------------------------------------------------------------- queries that are not run
+# -------------------------------------------------------------------------------- rejected queries
 
 
 @pytest.mark.parametrize(
-    "turns, most, calls, refused",
+    "turns, max_searches, calls, rejected",
     [
         ([f"{BEGIN}{END}"], 4, [], ("empty", "")),
         ([f"{BEGIN} \n {END}"], 4, [], ("empty", "")),
         ([f"Ana Bell {END}"], 4, [], ("malformed", "")),
         ([END], 4, [], ("malformed", "")),
-        # a begin tag inside a document opens no query
+        # a begin tag inside a document does not open a query
         ([ASK, f"and then? {END}"], 4, ["Ana Bell"], ("malformed", "")),
         ([ASK, f"{BEGIN}again{END}"], 1, ["Ana Bell"], ("limit", "again")),
-        # a refused query uses up no search
+        # a rejected query does not count as a search
         ([END, ASK], 1, ["Ana Bell"], ("malformed", "")),
     ],
 )
-def test_a_query_that_is_not_run_is_logged_and_told(bpe, turns, most, calls, refused):
-    page = found(f"a page that says {BEGIN} buy this")
-    t, asked = play_one(bpe, [*turns, ANSWER], search=page, max_searches=most)
-    assert [query for call in asked for query in call] == calls == [s.query for s in t.searches]
-    notice = UR2.limit_notice if refused[0] == "limit" else UR2.malformed_notice
-    assert rejections(t) == [refused]
+def test_a_rejected_query_is_logged_and_gets_a_notice(bpe, turns, max_searches, calls, rejected):
+    page = fixed_search(f"a page that says {BEGIN} buy this")
+    t, queries = play_one(bpe, [*turns, ANSWER], search=page, max_searches=max_searches)
+    assert [query for call in queries for query in call] == calls == [s.query for s in t.searches]
+    notice = UR2.limit_notice if rejected[0] == "limit" else UR2.malformed_notice
+    assert rejections(t) == [rejected]
     assert [s.text for s in t.segments if s.writer == "notice"] == [notice]
     assert (t.stop_reason, t.answer) == ("eos", "Norland")
 
 
-def test_prompt_environment_and_fine_have_one_limit_of_searches(bpe):
-    # two searches of an open question: the third is refused, and is the one fault of its format
+def test_prompt_environment_and_penalty_use_the_same_search_limit(bpe):
+    # an open question may search twice: the third query is rejected and is the only violation
     settings = {"max_searches": 1, "task_searches": "math=3,qa=2"}
     t, calls = play_one(bpe, [ASK, ASK, ASK, ANSWER], **settings)
     assert "at most 2 queries" in decode(bpe, t.prompt_ids)
@@ -283,19 +284,19 @@ def test_prompt_environment_and_fine_have_one_limit_of_searches(bpe):
     assert ur2_violations(t) == ["too_many_queries"]
 
 
-def test_behind_an_answer_the_turn_ends_or_goes_on_as_the_protocol_says(bpe):
-    # When to Search 3.2 samples until the end of the text
+def test_the_protocol_decides_whether_the_turn_ends_after_an_answer(bpe):
+    # When to Search (section 3.2) samples until EOS
     for protocol, end in (("when_to_search", "answer"), ("when_to_search_eos", "eos")):
         t, _ = play_one(bpe, [NORLAND + " Sure."], protocol=protocol)
         assert (t.stop_reason, "Sure" in t.model_text) == (end, end == "eos")
 
 
-def test_the_second_refusal_ends_the_trajectory_without_another_notice(bpe):
+def test_the_second_rejected_query_ends_the_trajectory_without_a_notice(bpe):
     t, calls = play_one(bpe, [END, ASK, f"{BEGIN}{END}", ANSWER])
     assert rejections(t) == [("malformed", ""), ("empty", "")] and calls == [["Ana Bell"]]
     assert writers(t) == ["model", "notice", "model", "documents", "model"]
     assert t.stop_reason == "rejected"
-    # for a reader of the whole text the begin tag of the first turn would be "open" still
+    # if tags were matched across turns, the first turn's begin tag would be open in the second
     t, calls = play_one(bpe, [f"{BEGIN} one {BEGIN}{END}", f"two {END}", ANSWER])
     assert calls == [] and rejections(t) == [("empty", ""), ("malformed", "")]
 
@@ -307,13 +308,13 @@ def raises(_requests):
     raise ConnectionError("refused by peer")
 
 
-def test_an_evaluation_within_training_says_so_to_the_search(bpe):
-    asked = []
-    search = Searcher(lambda requests: asked.extend(requests) or [SearchResult(text="x")])
+def test_search_requests_of_an_evaluation_within_training_are_held_out(bpe):
+    seen = []
+    search = Searcher(lambda requests: seen.extend(requests) or [SearchResult(text="x")])
     environment = Environment(bpe, UR2, search, Settings(max_context=4096))
     for environment.held_out in (False, True):
         environment.execute([(Trajectory(QA, UR2, [1]), "who")])
-    assert [request.held_out for request in asked] == [False, True]
+    assert [request.held_out for request in seen] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -328,7 +329,7 @@ def test_a_broken_search_is_an_observation_and_an_error_in_the_log(bpe, answer, 
     assert (search.text, t.answer) == ("Search is unavailable.", "Norland")
 
 
-def test_a_search_over_the_network_is_given_the_time_that_it_says_it_needs():
+def test_the_timeout_grows_by_the_seconds_that_a_network_search_declares():
     released = threading.Event()
 
     def slow(requests):
@@ -338,7 +339,7 @@ def test_a_search_over_the_network_is_given_the_time_that_it_says_it_needs():
     requests = [SearchRequest(QA, query) for query in ("a", "a", "b")]
     assert "no answer within 0.05 s" in call_search(slow, requests, 0.05, [])[0].error
     threading.Timer(0.3, released.set).start()
-    slow.seconds = lambda asked: 60.0 * (asked == requests)
+    slow.seconds = lambda batch: 60.0 * (batch == requests)
     assert [result.text for result in call_search(slow, requests, 0.05, [])] == ["found"] * 3
 
 
@@ -350,7 +351,7 @@ def test_an_error_that_only_the_user_can_repair_ends_the_run(bpe):
         play(bpe, [ASK, ANSWER], search=Searcher(wrong_address))
 
 
-# ---------------------------------------------------------------------------- what documents may do
+# ----------------------------------------------------------- how documents are cut and encoded
 
 DOCUMENTS = (
     "Ana Bell was born in Kelmouth.",
@@ -361,104 +362,104 @@ NUMBERED = [f"({i}) {text}" for i, text in enumerate(DOCUMENTS, 1)]
 
 
 def frame_tokens(tokenizer):
-    """What stands around the documents; a budget does not count it."""
+    """Counts the tokens of the tags around the documents; the budget does not include them."""
     halves = "\n\n<|begin_of_documents|>\n", "\n<|end_of_documents|>\n\n"
     return sum(len(encode(tokenizer, half)) for half in halves)
 
 
 @pytest.mark.parametrize(
-    "fitting, spare, shown",  # one token too few costs the whole last document
+    "fitting, spare, shown",  # if one token is missing, the whole last document is left out
     [(1, 0, 1), (1, 1, 1), (2, -1, 1), (2, 0, 2), (3, -1, 2), (3, 0, 3)],
 )
-def test_documents_are_cut_at_a_documents_end_and_the_closing_tag_survives(
-    bpe, fitting, spare, shown
-):
+def test_whole_documents_are_left_out_and_the_closing_tag_stays(bpe, fitting, spare, shown):
     tokens = len(block_ids(bpe, "\n".join(NUMBERED[:fitting]))) - frame_tokens(bpe) + spare
-    t, _ = play_one(bpe, [ASK, ANSWER], search=found(*DOCUMENTS), document_tokens=tokens)
+    t, _ = play_one(bpe, [ASK, ANSWER], search=fixed_search(*DOCUMENTS), document_tokens=tokens)
     body, (search,) = "\n".join(NUMBERED[:shown]), t.searches
     assert masked(t, 0) == block_ids(bpe, body)
     # the log keeps all documents
     assert (search.text, search.cut, len(search.documents)) == (body, shown < 3, 3)
 
 
-def test_a_first_document_that_alone_is_too_long_is_cut_inside_and_still_framed(bpe):
+def test_a_first_document_that_is_too_long_is_truncated_and_still_framed(bpe):
     long = "Kelmouth is a town. " * 50
-    t, _ = play_one(bpe, [ASK, ANSWER], search=found(long, "never read"), document_tokens=20)
+    t, _ = play_one(bpe, [ASK, ANSWER], search=fixed_search(long, "never read"), document_tokens=20)
     (search,) = t.searches
     inserted = block_ids(bpe, search.text)
     assert search.cut and search.text and masked(t, 0) == inserted
-    # no character less than there is room for
+    # not even one more character would have fitted
     one_more = f"(1) {long}"[: len(search.text) + 1]
     assert one_more.startswith(search.text)
     assert len(inserted) <= frame_tokens(bpe) + 20 < len(block_ids(bpe, one_more))
 
 
-def test_a_block_is_encoded_whole_so_that_its_first_word_reads_as_in_supervised_traces(
+def test_a_document_block_is_encoded_in_one_piece_as_in_supervised_traces(
     toy_tokenizer,
 ):
-    # Word pieces carry their leading space; a passage encoded apart from the newline before it
-    # would begin with <unk>.
+    # Word pieces include the space before the word. Documents encoded separately from the newline
+    # before them would begin with <unk>.
     text = "ana bell has birthplace kelmouth ."
     script = [f" who{BEGIN} ana bell{END}", " ana"]
-    t, _ = play_one(toy_tokenizer, script, search=found(SearchResult(text=text)), exact=False)
+    t, _ = play_one(
+        toy_tokenizer, script, search=fixed_search(SearchResult(text=text)), exact=False
+    )
     pieces = ["\n\n", "<|begin_of_documents|>", "\n", " ana", " bell", " has", " birthplace"]
     pieces += [" kel", "mouth", " .", "\n", "<|end_of_documents|>", "\n\n"]
     assert toy_tokenizer.convert_ids_to_tokens(masked(t, 0)) == pieces
 
 
-def test_a_summary_is_shown_instead_of_the_documents_and_nothing_found_is_said(bpe):
+def test_a_summary_replaces_the_documents_and_an_empty_result_shows_none(bpe):
     summary = SearchResult([Document("d", "T", "long text")], text="short text")
     for result, shown in ((summary, "short text"), (SearchResult(), "None")):
-        t, _ = play_one(bpe, [ASK, ANSWER], search=found(result))
+        t, _ = play_one(bpe, [ASK, ANSWER], search=fixed_search(result))
         assert t.segments[1].text == block(shown)
 
 
-# -------------------------------------------------------------------- the context's end is foreseen
+# ----------------------------------------------------------- limits of the context and of a turn
 
 
 def tokens_before_documents(tokenizer):
-    """Prompt, a turn that asks, and what a search costs beside its documents: the frame, and the
-    notice that a fallback would add.
+    """Counts the tokens of the prompt, of a turn with a query, of the tags around the documents and
+    of the notice that a fallback would add.
     """
     texts = ASK, UR2.fallback_notice
-    told = sum(len(encode(tokenizer, text)) for text in texts) + frame_tokens(tokenizer)
-    return len(build_prompt("ur2", QA, tokenizer)) + told
+    added = sum(len(encode(tokenizer, text)) for text in texts) + frame_tokens(tokenizer)
+    return len(build_prompt("ur2", QA, tokenizer)) + added
 
 
-# 16 tokens make documents worth reading, unless the limit on them is lower
+# a search needs room for 16 tokens of documents, or for document_tokens if that is less
 @pytest.mark.parametrize("limit, least", [(512, MIN_DOCUMENT_TOKENS), (5, 5)])
-def test_no_search_is_run_whose_documents_leave_no_room_to_answer(bpe, limit, least):
-    needed = tokens_before_documents(bpe) + least + 32  # 32 are for the answer
-    how = {"search": found("Kelmouth " * 99), "document_tokens": limit}
-    t, _ = play_one(bpe, [ASK, ANSWER], max_context=needed, **how)
+def test_a_search_that_would_leave_no_room_for_an_answer_is_not_run(bpe, limit, least):
+    needed = tokens_before_documents(bpe) + least + 32  # 32 are kept for the answer
+    options = {"search": fixed_search("Kelmouth " * 99), "document_tokens": limit}
+    t, _ = play_one(bpe, [ASK, ANSWER], max_context=needed, **options)
     assert len(masked(t, 0)) == frame_tokens(bpe) + least and t.answer == "Norland"
-    t, calls = play_one(bpe, [ASK, ANSWER], max_context=needed - 1, **how)
+    t, calls = play_one(bpe, [ASK, ANSWER], max_context=needed - 1, **options)
     assert t.rejected_queries == [] and t.stop_reason == "length"
-    assert calls == [["Ana Bell"]]  # of the first one alone
+    assert calls == [["Ana Bell"]]  # only the first run searched: both share the searcher
 
 
-def test_whatever_happens_the_context_is_kept_and_nothing_is_cut_from_the_front(bpe):
+def test_no_trajectory_exceeds_the_context_or_loses_its_first_tokens(bpe):
     prompt = build_prompt("ur2", QA, bpe)
     turns = [ASK, END, f"{BEGIN}again{END}", "word " * 300]
-    pages = found(SearchResult(text="Kelmouth " * 400, fallback=True))
+    pages = fixed_search(SearchResult(text="Kelmouth " * 400, fallback=True))
     reasons = set()
     for room in [*range(32, 160, 12), 400]:
-        how = {"max_context": len(prompt) + room, "document_tokens": 60}
-        t, _ = play_one(bpe, turns, search=pages, **how)
+        options = {"max_context": len(prompt) + room, "document_tokens": 60}
+        t, _ = play_one(bpe, turns, search=pages, **options)
         assert t.prompt_ids == prompt and len(t.ids) <= len(prompt) + room
-        # what was said first is still there, to the token
-        said = encode(bpe, ASK)[:room]
-        assert t.response_ids[: len(said)] == said
-        # behind whatever the environment wrote, 32 tokens were free
+        # the tokens that were sampled first are all still there
+        first_turn = encode(bpe, ASK)[:room]
+        assert t.response_ids[: len(first_turn)] == first_turn
+        # after every text of the environment, 32 tokens were free
         last = max((i for i, mask in enumerate(t.response_mask) if not mask), default=-1)
         assert last + 1 + 32 <= room or last == -1
         reasons.add((t.stop_reason, len(t.searches)))
     assert reasons >= {("length", 0), ("length", 1), ("length", 2)}
 
 
-def test_a_notice_that_leaves_no_room_to_answer_is_not_written(bpe):
-    told = len(encode(bpe, END)) + len(encode(bpe, UR2.malformed_notice))
-    needed = len(build_prompt("ur2", QA, bpe)) + told + 32
+def test_a_notice_that_would_leave_no_room_for_an_answer_is_not_written(bpe):
+    added = len(encode(bpe, END)) + len(encode(bpe, UR2.malformed_notice))
+    needed = len(build_prompt("ur2", QA, bpe)) + added + 32
     t, _ = play_one(bpe, [END, ANSWER], max_context=needed)
     assert (t.stop_reason, t.answer) == ("eos", "Norland")
     t, _ = play_one(bpe, [END, ANSWER], max_context=needed - 1)
@@ -466,10 +467,10 @@ def test_a_notice_that_leaves_no_room_to_answer_is_not_written(bpe):
 
 
 def test_a_turn_has_its_own_limit_and_a_query_may_end_with_its_last_token(bpe):
-    for spare, asked, end in ((0, [["Ana Bell"]], "eos"), (-1, [], "length")):
+    for spare, queries, end in ((0, [["Ana Bell"]], "eos"), (-1, [], "length")):
         limit = len(encode(bpe, ASK)) + spare
         t, calls = play_one(bpe, [ASK, "no"], max_turn_tokens=limit)
-        assert (calls, t.stop_reason) == (asked, end)
+        assert (calls, t.stop_reason) == (queries, end)
 
 
 def surroundings(tokenizer, max_context):
@@ -480,8 +481,8 @@ def test_a_prompt_longer_than_the_context_is_an_input_error_that_names_the_quest
     question = dataclasses.replace(QA, id="q-17", question="Who? " * 100)
     length = len(build_prompt("ur2", question, bpe))
     policy = ScriptedPolicy(bpe, [["no"]])
-    said = rf"question q-17: its prompt has {length} tokens .* context is {length + 31},"
-    with pytest.raises(InputError, match=said):  # 32 tokens are kept for the answer
+    error_line = rf"question q-17: its prompt has {length} tokens .* context is {length + 31},"
+    with pytest.raises(InputError, match=error_line):  # 32 tokens are kept for the answer
         check_prompts([QA, question], surroundings(bpe, length + 31), policy)
     check_prompts([QA, question], surroundings(bpe, length + 32), policy)
     with pytest.raises(InputError, match="--max_context 2049: the model has only 2048 positions"):
@@ -505,15 +506,15 @@ PAGES = (Document("a", "Ana Bell", LONG),)
     ],
 )
 def test_only_prompts_that_may_be_too_long_are_built(name, layout, changes, monkeypatch):
-    """In a tokenizer of bytes a question has as many tokens as it can have."""
+    """With a byte tokenizer the upper bound of a question's tokens, its bytes, is exact."""
     tokenizer, built = ByT5Tokenizer(), []
     protocol = dataclasses.replace(PROTOCOLS[name], prompts={"policy": layout} if layout else {})
     short = [dataclasses.replace(READ, id=str(i)) for i in range(9)]
     longer = dataclasses.replace(READ, id="long", **changes)
 
-    def build(*given):
-        built.append(given[1].id)
-        return build_prompt(*given)
+    def build(*arguments):
+        built.append(arguments[1].id)
+        return build_prompt(*arguments)
 
     def check(context):
         environment = Environment(tokenizer, protocol, Searcher(), Settings(max_context=context))
@@ -527,50 +528,50 @@ def test_only_prompts_that_may_be_too_long_are_built(name, layout, changes, monk
     assert built == ["0", "long"] * 2
 
 
-def test_what_the_environment_writes_begins_no_text_of_its_own():
-    llama = ByT5Tokenizer()  # which closes what it encodes with </s>, as Llama's opens it with <s>
+def test_texts_of_the_environment_are_encoded_without_special_tokens():
+    llama = ByT5Tokenizer()  # it appends </s> to each text, as Llama's prepends <s>
     assert llama("Norland")["input_ids"][-1] == llama.eos_token_id
     assert llama.eos_token_id not in encode(llama, "Norland")
 
 
-def test_without_a_given_context_the_models_own_limit_holds(bpe):
+def test_the_context_limit_of_the_model_is_the_default(bpe):
     policy = ScriptedPolicy(bpe, [["word " * 300]])
     policy.config.max_position_embeddings = len(build_prompt("ur2", QA, bpe)) + 50
     (t,) = roll(policy, bpe, QA, Searcher(), "ur2", temperature=0.0)
     assert len(t.response_ids) == 50 and t.stop_reason == "length"
 
 
-# ------------------------------------------------------------------------------- where a turn stops
+# -------------------------------------------------------------------------------- where a turn ends
 
 
 @each_searching
-def test_a_tag_that_ends_inside_a_token_keeps_that_token_whole_and_nothing_behind_it(bpe, protocol):
+def test_a_turn_ends_with_the_whole_token_in_which_the_tag_ends(bpe, protocol):
     begin, end = protocol.query_tags
-    said = encode(bpe, f"{begin} Ana Bell {end}\n\n")
-    assert bpe.decode(said[-1:]) in (">\n\n", "|>\n\n")  # the tag ends inside this token
-    script = [said + encode(bpe, "more"), ANSWER]
+    turn = encode(bpe, f"{begin} Ana Bell {end}\n\n")
+    assert bpe.decode(turn[-1:]) in (">\n\n", "|>\n\n")  # the tag ends inside this token
+    script = [turn + encode(bpe, "more"), ANSWER]
     t, calls = play_one(bpe, script, protocol=protocol)
     assert calls == [["Ana Bell"]]
-    expected = said + block_ids(bpe, "", protocol)[:2]
+    expected = turn + block_ids(bpe, "", protocol)[:2]
     assert t.response_ids[: len(expected)] == expected
 
 
 def test_a_tag_is_found_however_its_characters_are_split_into_tokens(bpe):
     half = encode(bpe, "€")[:-1]  # "€" is three bytes, each its own token here
     split = encode(bpe, f"{BEGIN}price") + half + encode(bpe, END)
-    for said, query in ((spelled(bpe, ASK), "Ana Bell"), (split, "price")):
-        t, ((asked,),) = play_one(bpe, [said + encode(bpe, "more"), ANSWER])
-        assert t.response_ids[: len(said) + 1] == said + block_ids(bpe, "")[:1]
-        assert asked.rstrip("�") == query
+    for turn, query in ((spelled(bpe, ASK), "Ana Bell"), (split, "price")):
+        t, ((actual,),) = play_one(bpe, [turn + encode(bpe, "more"), ANSWER])
+        assert t.response_ids[: len(turn) + 1] == turn + block_ids(bpe, "")[:1]
+        assert actual.rstrip("�") == query
 
 
 def test_a_token_that_the_tokenizer_does_not_know_does_not_stop_the_run(bpe, qwen2):
-    policy = biased(qwen2, {len(bpe) + 3: 100.0})  # one of the spare rows of the output
+    policy = biased(qwen2, {len(bpe) + 3: 100.0})  # the tokenizer has no token with this id
     (t,) = roll(policy, bpe, QA, Searcher(), "ur2", temperature=0.0, max_turn_tokens=5)
     assert t.response_ids == [len(bpe) + 3] * 5 and t.stop_reason == "length"
 
 
-def test_every_end_of_text_that_the_model_knows_ends_the_trajectory(bpe):
+def test_every_eos_token_of_the_checkpoint_ends_the_trajectory(bpe):
     eot = bpe.convert_tokens_to_ids("<|eot_id|>")
     policy = ScriptedPolicy(bpe, [[[*encode(bpe, "no"), eot, eot]]])
     policy.language_model.generation_config.eos_token_id = [eot, bpe.eos_token_id]
@@ -579,32 +580,32 @@ def test_every_end_of_text_that_the_model_knows_ends_the_trajectory(bpe):
 
 
 def test_a_row_without_query_tags_ends_at_its_answer_at_eos_or_at_its_limit(bpe):
-    answered = "<relevance>[1, 2]</relevance> <analysis>x</analysis> <answer> Norland </answer>"
-    asked = "<search> Ana Bell </search> <|end_of_query|> I do not know"
-    scripts = [answered + " and more"], [asked], ["word " * 50]
-    how = {"protocol": "arena", "questions": [READ] * 3, "max_turn_tokens": 40}
-    rows, _, search = play(bpe, *scripts, **how)
+    answer = "<relevance>[1, 2]</relevance> <analysis>x</analysis> <answer> Norland </answer>"
+    query = "<search> Ana Bell </search> <|end_of_query|> I do not know"
+    scripts = [answer + " and more"], [query], ["word " * 50]
+    options = {"protocol": "arena", "questions": [READ] * 3, "max_turn_tokens": 40}
+    rows, _, search = play(bpe, *scripts, **options)
     assert [t.stop_reason for t in rows] == ["answer", "eos", "length"] and search.calls == []
-    assert rows[0].text == answered and rows[1].rejected_queries == []
+    assert rows[0].text == answer and rows[1].rejected_queries == []
 
 
-# -------------------------------------------------------------------------------- many rows at once
+# ---------------------------------------------------------------------------- batches of many rows
 
 
-def test_all_queries_of_one_moment_go_out_in_one_call_and_in_order(bpe):
-    def asks(*queries):
+def test_the_queries_of_all_live_rows_go_to_the_searcher_in_one_call_in_order(bpe):
+    def turns_of(*queries):
         return [f"{BEGIN}{query}{END}" for query in queries]
 
     rows = [["a1", "a2"], [], ["c2"], ["d1", "d2", "d3"]]
-    scripts = [[*asks(*queries), "no"] for queries in rows]
+    scripts = [[*turns_of(*queries), "no"] for queries in rows]
     scripts[2].insert(0, END)
     for size, batches in ((0, [4, 3, 3, 1]), (3, [3, 1, 3, 3, 1]), (1, [1] * 11)):
         _, policy, search = play(bpe, *scripts, max_num_seqs=size)
         assert search.calls == [["a1", "d1"], ["a2", "c2", "d2"], ["d3"]]
-        assert policy.batches == batches  # rows sampled at once: 4 alive, then 3, 3 and 1
+        assert policy.batches == batches  # sampled together: 4 live rows, then 3, 3 and 1
 
 
-def test_rows_lie_question_by_question_and_each_request_carries_its_question(bpe):
+def test_rows_are_ordered_by_question_and_each_request_has_its_question(bpe):
     questions = [dataclasses.replace(QA, id=name) for name in "abc"]
     search = Searcher(lambda requests: [SearchResult(text=r.question.id) for r in requests])
     scripts = [[f"{BEGIN}{row}{END}", str(row)] for row in range(6)]
@@ -616,11 +617,11 @@ def test_rows_lie_question_by_question_and_each_request_carries_its_question(bpe
 def test_progress_counts_every_trajectory_once(bpe):
     ended = []
     play(bpe, [ASK, ANSWER], ["no"], [END, END], ["no"], progress=ended.append)
-    assert ended == [2, 2]  # the two that never ask; then the answer and the second rejected
+    assert ended == [2, 2]  # the two without a query; then the answer and the second rejected query
 
 
 def biased(policy, bias):
-    """A copy of the model whose output has a bias: random models ask and end only if helped."""
+    """Returns a copy of the model with a bias on its logits: it samples some tokens often."""
     policy = copy.deepcopy(policy)
     old = policy.language_model.get_output_embeddings()
     head = torch.nn.Linear(old.in_features, old.out_features)
@@ -633,7 +634,7 @@ def biased(policy, bias):
     return policy
 
 
-# Tags of one character, so that random models hit upon them.
+# Tags of one character, so that a random model samples them.
 SHORT_TAGS = dataclasses.replace(UR2, query_tags=("<", ">"), documents_tags=("[", "]"))
 TEXTS = "Who?|In which country was Ana Bell born?|What is Kelmouth? What is Kelmouth? What is"
 TEXTS += " Kelmouth? What is Kelmouth?|Why?|Is Norland a town?|7 + 5?"
@@ -642,45 +643,47 @@ MIXED = [
 ]
 
 
-def asks_often(policy, tokenizer, tags, ask=7.0, end=4.0):
+def make_talkative(policy, tokenizer, tags, ask=7.0, end=4.0):
     begin, close = (tokenizer.convert_tokens_to_ids(tag) for tag in tags)
     return biased(policy, {begin: ask, close: ask, tokenizer.eos_token_id: end})
 
 
 def by_length(requests):
-    """Documents as long as the query asks for: the rows drift apart."""
+    """Returns documents whose length depends on the query, so that the rows differ in length."""
     return [SearchResult(text=" kelmouth" * (1 + len(request.query) % 7)) for request in requests]
 
 
 @pytest.fixture(params=["qwen2, pad=eos", "toy"])
 def speaker(request, bpe, qwen2, toy_tokenizer, toy_policy):
-    """speaker(questions, ...) -> the rollout of a random model that asks, answers and ends of its
-    own accord; with .policy, .tokenizer and .questions.
+    """Returns speaker(questions, ...), a rollout of a random model that searches, answers and ends
+    without a script. It has the attributes .policy, .tokenizer and .questions.
     """
     tokenizer, protocol, questions = copy.deepcopy(bpe), SHORT_TAGS, MIXED
-    if request.param == "toy":  # texts that its tokenizer gives back to the letter
+    if request.param == "toy":  # decoding the ids of these texts gives the same text
         tokenizer, protocol = toy_tokenizer, UR2
         questions = [dataclasses.replace(q, question=q.question.lower()) for q in MIXED]
-        policy = asks_often(toy_policy, tokenizer, UR2.query_tags, 3.0, 1.5)
+        policy = make_talkative(toy_policy, tokenizer, UR2.query_tags, 3.0, 1.5)
         with torch.no_grad():
-            for weight in policy.parameters():  # louder: what it says depends on what it has read
+            for weight in policy.parameters():  # larger weights: the output depends on the context
                 weight.mul_(3 if weight.ndim > 1 else 1)
     else:
-        tokenizer.pad_token = tokenizer.eos_token  # and EOS stands in the prompt as well
-        policy = asks_often(qwen2, tokenizer, SHORT_TAGS.query_tags)
+        tokenizer.pad_token = tokenizer.eos_token  # the prompt has EOS too
+        policy = make_talkative(qwen2, tokenizer, SHORT_TAGS.query_tags)
 
     def speak(questions, group_size=1, **settings):
-        how = {"max_turn_tokens": 24, **settings}
-        return roll(policy, tokenizer, questions, Searcher(by_length), protocol, group_size, **how)
+        options = {"max_turn_tokens": 24, **settings}
+        return roll(
+            policy, tokenizer, questions, Searcher(by_length), protocol, group_size, **options
+        )
 
     speak.policy, speak.tokenizer, speak.questions = policy, tokenizer, questions
     return speak
 
 
-def test_rows_in_a_batch_say_what_they_would_say_alone(speaker):
-    how = {"temperature": 0.0, "max_context": 256 if speaker.questions is not MIXED else 336}
-    together = speaker(speaker.questions, **how)
-    alone = [speaker(question, **how)[0] for question in speaker.questions]
+def test_rows_sampled_in_a_batch_equal_the_same_rows_sampled_alone(speaker):
+    options = {"temperature": 0.0, "max_context": 256 if speaker.questions is not MIXED else 336}
+    together = speaker(speaker.questions, **options)
+    alone = [speaker(question, **options)[0] for question in speaker.questions]
     for a, b in zip(together, alone, strict=True):
         check_bookkeeping(a, speaker.tokenizer)
         assert (a.response_ids, a.response_mask) == (b.response_ids, b.response_mask)
@@ -695,21 +698,21 @@ def test_rows_in_a_batch_say_what_they_would_say_alone(speaker):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_recorded_log_probs_are_those_of_a_scoring_pass_over_the_same_ids(speaker, temperature):
+def test_recorded_log_probs_equal_those_of_a_forward_pass_over_the_same_ids(speaker, temperature):
     rows = speaker(speaker.questions, 2, temperature=temperature, seed=1)
     batch = collate(rows, [0.0] * len(rows), 2, speaker.tokenizer.pad_token_id)
     with torch.no_grad():
-        scored = speaker.policy(batch.tokens, temperature, batch.response_mask)
-    assert (scored - batch.old_logprobs).abs().max() < 1e-4
+        recomputed = speaker.policy(batch.tokens, temperature, batch.response_mask)
+    assert (recomputed - batch.old_logprobs).abs().max() < 1e-4
     assert any(t.searches for t in rows) and any(t.stop_reason == "eos" for t in rows)
 
 
-def test_a_seed_makes_the_rollout_and_leaves_the_global_random_state_alone(qwen2, bpe):
-    policy = asks_often(qwen2, bpe, SHORT_TAGS.query_tags)
+def test_a_seed_determines_the_rollout_and_the_global_random_state_is_restored(qwen2, bpe):
+    policy = make_talkative(qwen2, bpe, SHORT_TAGS.query_tags)
 
     def sampled(seed):
-        search, how = Searcher(by_length), {"seed": seed, "max_turn_tokens": 12}
-        rows = roll(policy, bpe, MIXED[:2], search, SHORT_TAGS, 3, **how)
+        search, options = Searcher(by_length), {"seed": seed, "max_turn_tokens": 12}
+        rows = roll(policy, bpe, MIXED[:2], search, SHORT_TAGS, 3, **options)
         return [(t.response_ids, t.logprobs) for t in rows]
 
     state = torch.get_rng_state()
@@ -720,7 +723,7 @@ def test_a_seed_makes_the_rollout_and_leaves_the_global_random_state_alone(qwen2
     assert first[0] != first[1]  # rows of one question differ
 
 
-def test_a_failed_rollout_puts_the_random_state_and_the_models_defaults_back(bpe):
+def test_a_failed_rollout_restores_the_random_state_and_generation_defaults(bpe):
     policy = ScriptedPolicy(bpe, [["no"]])
     state, defaults = torch.get_rng_state(), policy.language_model.generation_config
     policy.language_model.register_forward_pre_hook(lambda *_: 1 / 0)
@@ -730,8 +733,8 @@ def test_a_failed_rollout_puts_the_random_state_and_the_models_defaults_back(bpe
     assert policy.language_model.generation_config is defaults
 
 
-# Five tokens hold all the mass, so what sampling must give is known: 4096 draws, deviation sqrt(p
-# (1 − p) / 4096) < 0.008.
+# Five tokens have all the probability, so the expected shares are known. With 4096 draws the
+# standard deviation of a share is sqrt(p (1 − p) / 4096) < 0.008.
 MASS = (0.4, 0.3, 0.15, 0.1, 0.05)
 HUB_DEFAULTS = {"do_sample": True, "top_k": 2, "top_p": 0.5, "min_p": 0.2, "temperature": 0.3}
 HUB_DEFAULTS |= {"repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "suppress_tokens": [10, 11]}
@@ -740,7 +743,7 @@ HUB_DEFAULTS |= {"max_new_tokens": 1, "min_new_tokens": 3, "num_beams": 3}
 
 @pytest.fixture(scope="module")
 def dice(toy_tokenizer):
-    """A model that says token 10 + i with probability MASS[i], whatever it reads."""
+    """A model that samples token 10 + i with probability MASS[i] in every context."""
     sizes = small(hidden_size=8, num_hidden_layers=1, eos_token_id=1, pad_token_id=0)
     policy = biased(Policy(model_of("qwen2", vocab_size=len(toy_tokenizer), **sizes)), {})
     head = policy.language_model.get_output_embeddings()
@@ -752,16 +755,16 @@ def dice(toy_tokenizer):
     return policy
 
 
-def throw(dice, tokenizer, **settings):
-    """512 rows of 8 tokens: (ids, log-probs), [512, 8] each."""
-    how = {"seed": 3, "max_turn_tokens": 8, **settings}
-    rows = roll(dice, tokenizer, QA, Searcher(), "ur2", 512, **how)
+def sample_dice(dice, tokenizer, **settings):
+    """Samples 512 rows of 8 tokens and returns (ids, log-probs), [512, 8] each."""
+    options = {"seed": 3, "max_turn_tokens": 8, **settings}
+    rows = roll(dice, tokenizer, QA, Searcher(), "ur2", 512, **options)
     return torch.tensor([t.response_ids for t in rows]), torch.tensor([t.logprobs for t in rows])
 
 
-def check_shares(thrown, shares, recorded):
-    """The share of each of the five tokens, within five deviations, and its recorded log-prob."""
-    ids, logprobs = thrown
+def check_shares(sampled, shares, recorded):
+    """Checks each token's share, within five standard deviations, and its recorded log-prob."""
+    ids, logprobs = sampled
     assert ids.shape == (512, 8) and bool(((ids >= 10) & (ids < 15)).all())
     for token, (share, p) in enumerate(zip(shares, recorded, strict=True), 10):
         here = ids == token
@@ -769,44 +772,42 @@ def check_shares(thrown, shares, recorded):
         assert torch.allclose(logprobs[here], torch.tensor(math.log(p)), atol=1e-4)
 
 
-each_play = pytest.mark.parametrize("how", [generate_by_turns, generate_in_slots])
+each_generate = pytest.mark.parametrize("generate", [generate_by_turns, generate_in_slots])
 
 
-@each_play
+@each_generate
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 @pytest.mark.parametrize("defaults", [{}, HUB_DEFAULTS], ids=["plain", "hub defaults"])
-def test_tokens_come_from_the_full_distribution_whatever_the_checkpoint_prefers(
-    dice, toy_tokenizer, temperature, defaults, how
+def test_tokens_come_from_the_full_distribution_despite_checkpoint_defaults(
+    dice, toy_tokenizer, temperature, defaults, generate
 ):
     policy = copy.deepcopy(dice)
-    policy.language_model.generation_config = kept = GenerationConfig(**defaults)
+    policy.language_model.generation_config = checkpoint_defaults = GenerationConfig(**defaults)
     # p^(1/τ), normalised: at τ = 0.5 (0.16, 0.09, 0.0225, 0.01, 0.0025) / 0.285
     powers = [p ** (1 / temperature) for p in MASS]
     expected = [power / sum(powers) for power in powers]
-    thrown = throw(policy, toy_tokenizer, temperature=temperature, generate=how)
-    check_shares(thrown, expected, expected)
-    assert policy.language_model.generation_config is kept
+    sampled = sample_dice(policy, toy_tokenizer, temperature=temperature, generate=generate)
+    check_shares(sampled, expected, expected)
+    assert policy.language_model.generation_config is checkpoint_defaults
 
 
-@each_play
-def test_top_p_truncates_the_samples_and_leaves_the_recorded_log_probs_full(
-    dice, toy_tokenizer, how
-):
+@each_generate
+def test_top_p_truncates_sampling_but_not_the_recorded_log_probs(dice, toy_tokenizer, generate):
     # 0.4 < 0.5 ≤ 0.4 + 0.3: two tokens remain, drawn 4 : 3, and recorded with ln 0.4 and ln 0.3
-    thrown = throw(dice, toy_tokenizer, top_p=0.5, generate=how)
-    check_shares(thrown, [4 / 7, 3 / 7, 0, 0, 0], MASS)
+    sampled = sample_dice(dice, toy_tokenizer, top_p=0.5, generate=generate)
+    check_shares(sampled, [4 / 7, 3 / 7, 0, 0, 0], MASS)
 
 
 def test_unlikely_tokens_are_sampled_as_often_as_they_should_be(dice, toy_tokenizer):
-    # 100 tokens with logits falling evenly from 1 to 0: the lower 50 have (e^0.5 − 1) / (e − 1) =
-    # 0.378 of the mass. generate's own default, top_k = 50, would never draw one of them.
+    # The logits of 100 tokens fall evenly from 1 to 0, so the lower 50 tokens have (e^0.5 − 1) /
+    # (e − 1) = 0.378 of the probability. generate's own default, top_k = 50, never samples them.
     rest = dict.fromkeys([*range(10), *range(110, len(toy_tokenizer))], -100.0)
     policy = biased(dice, {10 + i: 1 - i / 99 for i in range(100)} | rest)
-    ids, _ = throw(policy, toy_tokenizer)
+    ids, _ = sample_dice(policy, toy_tokenizer)
     assert (ids >= 60).float().mean().item() == pytest.approx(0.378, abs=0.04)
 
 
-# ----------------------------------------------------------------------------- a written transcript
+# ------------------------------------------------------------ trajectories parsed from transcripts
 
 
 def written(text, protocol="ur2", fallbacks=(), question=QA):
@@ -817,46 +818,46 @@ def searched(query, text, protocol=UR2):
     return f"{protocol.query_tags[0]} {query} {protocol.query_tags[1]}{block(text, protocol)}"
 
 
-def asked_and_read(trajectory):
+def queries_and_texts(trajectory):
     return [(search.query, search.text) for search in trajectory.searches]
 
 
 @each_searching
 def test_a_transcript_is_read_into_turns_and_searches(protocol):
-    made = [("Ana Bell", "born in Kelmouth"), ("Kelmouth", "in Norland")]
-    first, second = (searched(*search, protocol) for search in made)
+    searches = [("Ana Bell", "born in Kelmouth"), ("Kelmouth", "in Norland")]
+    first, second = (searched(*search, protocol) for search in searches)
     answer = "<answer> Norland </answer>" if protocol.answer_tags else ANSWER
     text = f"Let me see. {first}Then {second}{answer}"
     t = written(text, protocol)
-    assert asked_and_read(t) == made and t.text == text and t.answer == "Norland"
+    assert queries_and_texts(t) == searches and t.text == text and t.answer == "Norland"
     assert writers(t) == ["model", "documents", "model", "documents", "model"]
 
 
 @pytest.mark.parametrize(
     "fake",
     [
-        block("Norland \\boxed{Oz}"),  # no query at all
+        block("Norland \\boxed{Oz}"),  # there is no query
         f"{END}{block('fake')}",  # no begin tag
         f"{BEGIN} {END}{block('fake')}",  # empty
-        f"{BEGIN} q {END} hm {block('fake')}",  # not right behind
+        f"{BEGIN} q {END} hm {block('fake')}",  # not directly after the query
         f"{BEGIN} q {END} <|begin_of_documents|> never closed",
         f"{BEGIN} q {END}",
     ],
 )
-def test_a_document_block_that_no_query_asked_for_was_written_by_the_model(fake):
+def test_a_document_block_without_a_query_before_it_is_the_models_text(fake):
     t = written(fake + ANSWER)
     assert t.searches == [] and t.model_text == t.text == fake + ANSWER
 
 
-def test_behind_a_query_only_the_next_block_is_the_environments():
+def test_only_the_block_directly_after_a_query_is_the_environments():
     t = written(searched("Ana Bell", "true") + block("invented") + ANSWER)
-    assert asked_and_read(t) == [("Ana Bell", "true")] and "invented" in t.model_text
-    # a query inside a block that the model wrote is asked all the same
+    assert queries_and_texts(t) == [("Ana Bell", "true")] and "invented" in t.model_text
+    # a query inside a block that the model wrote still counts as a search
     faked = f"{END}<|begin_of_documents|> {searched('q', 'found')}"
-    assert asked_and_read(written(faked)) == [("q", "found")]
+    assert queries_and_texts(written(faked)) == [("q", "found")]
 
 
-def test_an_answer_inside_documents_is_not_the_models():
+def test_an_answer_inside_documents_does_not_count():
     assert written(searched("Ana Bell", "\\boxed{wrong}")).answer is None
     text = searched("Ana Bell", "<answer> wrong </answer>") + "<answer> right </answer>"
     assert written(text, R1).answers == ["right"]
@@ -871,15 +872,15 @@ def test_the_searches_that_were_fallbacks_are_given_by_number():
         assert flags == [0 in fallbacks, False, 2 in fallbacks]
 
 
-def test_what_a_rollout_wrote_is_read_back_as_the_same_searches_and_answer(bpe):
+def test_what_a_rollout_wrote_is_parsed_into_the_same_searches_and_answer(bpe):
     script = [ASK, f"then {BEGIN}Kelmouth{END}\n\n", ANSWER]
-    t, _ = play_one(bpe, script, search=found(*DOCUMENTS))
-    read = written(t.text)
-    assert asked_and_read(read) == asked_and_read(t) and read.answer == "Norland"
-    assert (read.text, writers(read)) == (t.text, writers(t))
+    t, _ = play_one(bpe, script, search=fixed_search(*DOCUMENTS))
+    parsed = written(t.text)
+    assert queries_and_texts(parsed) == queries_and_texts(t) and parsed.answer == "Norland"
+    assert (parsed.text, writers(parsed)) == (t.text, writers(t))
 
 
-def test_evidence_is_the_last_box_in_which_the_model_itself_wrote_something():
+def test_evidence_is_the_last_non_empty_box_that_the_model_wrote():
     box = "<original_evidence>{}</original_evidence>"
     search = searched("q", box.format(" page "), PROTOCOLS["r_search"])
     boxes = box.format(" one ") + box.format("two") + box.format(" ")

@@ -1,4 +1,4 @@
-"""The copy to sample with: the policy's weights, rounded, and nothing else of it changed."""
+"""Tests of engines/sampling.py: the sampling copy has rounded weights and is otherwise equal."""
 
 import gc
 import weakref
@@ -25,20 +25,20 @@ def test_a_copy_has_the_rounded_weights_and_its_own_memory(tied):
     with to_sample_with(policy, False) as sampler:
         assert sampler is policy
     with to_sample_with(policy, True) as copy:
-        theirs = dict(copy.named_parameters())
-        assert theirs.keys() == dict(policy.named_parameters()).keys()
+        copied = dict(copy.named_parameters())
+        assert copied.keys() == dict(policy.named_parameters()).keys()
         for name, weight in policy.named_parameters():
-            assert theirs[name].dtype == torch.bfloat16 and not theirs[name].requires_grad
-            assert torch.equal(theirs[name], weight.bfloat16())
-            assert theirs[name].data_ptr() != weight.data_ptr()
+            assert copied[name].dtype == torch.bfloat16 and not copied[name].requires_grad
+            assert torch.equal(copied[name], weight.bfloat16())
+            assert copied[name].data_ptr() != weight.data_ptr()
         model = copy.language_model
         begin, end = model.get_input_embeddings(), model.get_output_embeddings()
         assert (begin.weight is end.weight) == tied
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_in_fp32_the_copy_is_the_policy_to_the_bit(tied):
-    # Rotary frequencies must be copied too: in bf16 they would move every position.
+def test_an_fp32_copy_equals_the_policy_exactly(tied):
+    # Rotary frequencies must stay fp32: rounded to bf16 they would change every position.
     policy, tokens = make_policy(tied).eval(), torch.randint(0, 60, (2, 30))
     copy = Policy(copy_of(policy.language_model, torch.float32)).eval()
     with torch.no_grad():
@@ -47,19 +47,19 @@ def test_in_fp32_the_copy_is_the_policy_to_the_bit(tied):
         buffers = [b.dtype for b in copy.buffers() if b.is_floating_point()]
         gap = (copy(tokens) - policy(tokens)).abs()
     assert set(buffers) == {torch.float32}
-    assert 0 < gap.mean() < 0.3  # large random weights: logits of 10 and more
+    assert 0 < gap.mean() < 0.3  # random weights this large give logits of 10 and more
 
 
-def test_the_copy_s_memory_is_free_after_the_block():
+def test_the_copy_is_freed_after_the_block():
     with to_sample_with(make_policy(), True) as copy:
-        held = weakref.ref(copy)
+        reference = weakref.ref(copy)
     del copy
     gc.collect()
-    assert held() is None
+    assert reference() is None
 
 
 @needs_peft
-def test_under_lora_the_copy_is_merged():
+def test_the_copy_of_a_lora_policy_is_merged():
     policy = make_policy()
     add_lora(policy.language_model, 4)
     for name, parameter in policy.named_parameters():

@@ -1,5 +1,5 @@
-"""scale/shards.py: two processes with half of the weights each take the step of one process and
-leave whole checkpoints.
+"""Tests of scale/shards.py: two processes with half of the weights each take the same step as one
+process, and save complete checkpoints.
 """
 
 import copy
@@ -32,7 +32,7 @@ VOCABULARY = 810
 
 @pytest.fixture(scope="session")
 def start(bpe, tmp_path_factory):
-    """A checkpoint to begin with."""
+    """Saves the checkpoint that the tests start from and returns the path."""
     torch.manual_seed(0)
     policy = Policy(model_of("qwen2", **small(vocab_size=VOCABULARY, initializer_range=0.2)))
     path = tmp_path_factory.mktemp("start") / "model"
@@ -54,7 +54,7 @@ def in_two(sharding: str, work, *arguments) -> None:
 
 
 def uneven_batch() -> Batch:
-    """Eight rows of 20 to 0 sampled tokens, with holes as documents leave them."""
+    """Returns eight rows of 0 to 20 sampled tokens; two rows have documents between them."""
     draw = torch.Generator().manual_seed(0)
     mask = torch.zeros(8, 22)  # [B, T]
     for row, length in enumerate((20, 2, 9, 14, 1, 0, 17, 4)):
@@ -66,7 +66,7 @@ def uneven_batch() -> Batch:
 
 
 def parts_of_a_run(policy: Policy, critic=None) -> TrainState:
-    """Returns what an update of the policy needs, or one of the critic if there is one."""
+    """Returns the state for updates of the critic if there is one, else of the policy."""
     torch.set_num_threads(1)
     accelerator = make_accelerator(Settings())
     sharding = asked_for() if accelerator.num_processes > 1 else "ddp"
@@ -77,11 +77,11 @@ def parts_of_a_run(policy: Policy, critic=None) -> TrainState:
 
 
 def step(state: TrainState, batch: Batch) -> float:
-    """Makes a step down the gradient of Σ weight · output; returns the norm of the gradient."""
+    """Makes one step on the loss Σ weight · output; returns the norm of the gradient."""
 
     def loss_of(micro: Batch, _) -> tuple[torch.Tensor, dict]:
-        how = () if state.critic else (1.0,)  # the temperature
-        output = state.model(micro.tokens, *how, micro.response_mask)  # [b, t]
+        temperature = () if state.critic else (1.0,)
+        output = state.model(micro.tokens, *temperature, micro.response_mask)  # [b, t]
         return (micro.token_weights * output).sum(), {}
 
     return accumulate_and_step(state, state.model, state.optimizer, batch, loss_of)["grad_norm"]
@@ -92,8 +92,8 @@ def whole_of(module) -> list[torch.Tensor]:
 
 
 def take_step(start: str, kind: str, lora_rank: int, out: Path) -> None:
-    """Scores a batch, updates on rows of it (finally on a single one, so that a process has none),
-    and samples.
+    """Computes log-probs or values of a batch, updates on some of its rows, and samples. The last
+    update has a single row, so that one of two processes has no row.
     """
     policy, _ = load_policy(start, settings=PolicySettings(lora_rank=lora_rank))
     critic = ppo.Critic(copy.deepcopy(policy.language_model.base_model))
@@ -101,29 +101,29 @@ def take_step(start: str, kind: str, lora_rank: int, out: Path) -> None:
     module = critic if kind == "critic" else policy
     before, batch = whole_of(module), uneven_batch()
     state = parts_of_a_run(policy, critic if kind == "critic" else None)
-    # Adam's division would blow rounding errors up.
+    # Adam divides by the gradient's size, which would amplify rounding errors.
     state.optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], 0.1)
-    score = partial(compute_logprobs, state, policy, batch)
+    compute = partial(compute_logprobs, state, policy, batch)
     if kind == "critic":
-        score = partial(compute_values, state, batch)
-    scored, updates = score(), ([0, 1, 2], [3, 4, 5], [6, 7], [7])
+        compute = partial(compute_values, state, batch)
+    first, updates = compute(), ([0, 1, 2], [3, 4, 5], [6, 7], [7])
     norms = [step(state, batch.rows(torch.tensor(rows))) for rows in updates]
-    moved = [a - b for a, b in zip(whole_of(module), before, strict=True)]
+    changes = [a - b for a, b in zip(whole_of(module), before, strict=True)]
     if kind == "policy":
         for copies, dtype in ((False, torch.float32), (True, torch.bfloat16)):
             with to_sample_with(policy, copies) as sampler, torch.no_grad():
-                assert not in_parts(sampler)  # it waits for nobody, however much it samples
+                assert not in_parts(sampler)  # so it samples without waiting for the other process
                 sampler.generate(input_ids=torch.ones(1, 3, dtype=torch.long), max_new_tokens=4)
                 rounded = [weight.to(dtype) for weight in whole_of(policy)]
                 assert lora_rank or same(whole_of(sampler), rounded)
-    again = score()  # sampling left the parts as they were
-    held = sum(getattr(p, "_local_tensor", p).numel() for p in module.parameters())
+    last = compute()  # sampling must leave the shards unchanged
+    parameters = sum(getattr(p, "_local_tensor", p).numel() for p in module.parameters())
     if state.accelerator.is_main_process:
-        torch.save((moved, [scored, again], norms, held, in_parts(module)), out)
+        torch.save((changes, [first, last], norms, parameters, in_parts(module)), out)
 
 
 def steps_of_one_and_two(sharding, start, kind, lora_rank, folder) -> list:
-    """Returns the results of one and of two processes; both must have moved to the same place."""
+    """Returns the results of one and of two processes; their weights must have changed equally."""
     take_step(start, kind, lora_rank, folder / "one.pt")
     in_two(sharding, take_step, start, kind, lora_rank, folder / "two.pt")
     one, two = (torch.load(folder / name) for name in ("one.pt", "two.pt"))
@@ -131,7 +131,7 @@ def steps_of_one_and_two(sharding, start, kind, lora_rank, folder) -> list:
     assert max((a - b).abs().max() for a, b in zip(one[0], two[0], strict=True)) < 1e-6
     torch.testing.assert_close(two[1], one[1], rtol=0, atol=1e-5)
     assert two[2] == pytest.approx(one[2], abs=1e-5, rel=1e-5)
-    assert kind == "critic" or max(one[2]) > 1  # it was clipped
+    assert kind == "critic" or max(one[2]) > 1  # so the gradient was clipped
     return [one, two]
 
 
@@ -139,7 +139,7 @@ def steps_of_one_and_two(sharding, start, kind, lora_rank, folder) -> list:
     "sharding, kind",
     [("zero2", "policy"), ("fsdp2", "policy"), ("fsdp2", "critic")],
 )
-def test_two_processes_with_half_of_the_weights_each_take_the_step_of_one(
+def test_two_processes_with_half_of_the_weights_each_take_the_same_step_as_one(
     sharding, kind, start, tmp_path
 ):
     one, two = steps_of_one_and_two(sharding, start, kind, 0, tmp_path)
@@ -148,18 +148,18 @@ def test_two_processes_with_half_of_the_weights_each_take_the_step_of_one(
 
 
 def update_three_times(start: str) -> None:
-    """Asserts that between the micro-batches of an update no gradient has left DDP's buckets."""
+    """Asserts that the gradients stay in DDP's buckets during three updates."""
     policy, _ = load_policy(start)
     state, places = parts_of_a_run(policy), []
     gradients = [p.grad for p in policy.parameters()]
     buckets = {gradient.untyped_storage().data_ptr() for gradient in gradients}
     assert len(buckets) < len(gradients)
 
-    def look(*_) -> None:
+    def record_places(*_) -> None:
         places.append([p.grad is not None and p.grad.data_ptr() for p in policy.parameters()])
 
-    policy.register_forward_hook(look)  # inside DDP's own
-    state.optimizer.register_step_pre_hook(look)
+    policy.register_forward_hook(record_places)  # called within DDP's forward
+    state.optimizer.register_step_pre_hook(record_places)
     for _ in range(3):
         places.clear()
         step(state, uneven_batch())
@@ -171,7 +171,7 @@ def test_ddp_holds_one_copy_of_the_gradients_in_every_micro_batch(start):
 
 
 def train(start: str, done: int, steps: int, out: Path) -> None:
-    """Makes `steps` steps of AdamW from a checkpoint of step `done`, and saves another."""
+    """Makes `steps` steps of AdamW from the checkpoint of step `done`, and saves a new one."""
     policy, tokenizer = load_policy(start, settings=PolicySettings(gradient_checkpointing=True))
     state = parts_of_a_run(policy)
     if done:
@@ -186,32 +186,32 @@ def train(start: str, done: int, steps: int, out: Path) -> None:
     state.accelerator.wait_for_everyone()
 
 
-def test_parts_leave_whole_checkpoints_and_go_on_from_them(start, tmp_path):
-    straight, half, resumed = (tmp_path / name for name in ("straight", "half", "resumed"))
-    in_two("fsdp2", train, start, 0, 3, straight)
+def test_sharded_processes_save_complete_checkpoints_and_resume_from_them(start, tmp_path):
+    unbroken, half, resumed = (tmp_path / name for name in ("unbroken", "half", "resumed"))
+    in_two("fsdp2", train, start, 0, 3, unbroken)
     in_two("fsdp2", train, start, 0, 2, half)
     in_two("fsdp2", train, str(half), 2, 1, resumed)
-    one, two = (load_file(path / "model.safetensors") for path in (straight, resumed))
+    one, two = (load_file(path / "model.safetensors") for path in (unbroken, resumed))
     assert one.keys() == load_file(f"{start}/model.safetensors").keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
-    one, two = (torch.load(p / "trainer.pt")["optimizer"]["state"] for p in (straight, resumed))
+    one, two = (torch.load(p / "trainer.pt")["optimizer"]["state"] for p in (unbroken, resumed))
     assert all(torch.equal(one[name]["exp_avg"], two[name]["exp_avg"]) for name in one)
     train(start, 0, 3, tmp_path / "alone")
     ids = torch.arange(9)[None]
     logprobs, alone, first = (
-        load_policy(str(path))[0](ids) for path in (straight, tmp_path / "alone", start)
+        load_policy(str(path))[0](ids) for path in (unbroken, tmp_path / "alone", start)
     )
     assert not torch.equal(logprobs, first)
     torch.testing.assert_close(logprobs, alone, atol=1e-3, rtol=0)
     with pytest.raises(InputError, match="cannot be sharded now, or the other way round"):
-        train(str(straight), 3, 1, tmp_path / "never")
+        train(str(unbroken), 3, 1, tmp_path / "never")
 
 
 DEEPSPEED, FSDP_1 = {"ACCELERATE_USE_DEEPSPEED": "true"}, {"ACCELERATE_USE_FSDP": "true"}
 
 
 @pytest.mark.parametrize(
-    "environment, optimizer, rank, said",
+    "environment, optimizer, lora_rank, error_line",
     [
         (DEEPSPEED, "adamw", 0, "use configs/zero2.yaml"),
         (FSDP_1, "adamw", 0, "set fsdp_version: 2"),
@@ -219,16 +219,18 @@ DEEPSPEED, FSDP_1 = {"ACCELERATE_USE_DEEPSPEED": "true"}, {"ACCELERATE_USE_FSDP"
         ({}, "adamw", 8, "--lora_rank 8: frozen weights need no sharding"),
     ],
 )
-def test_what_cannot_be_done_in_parts_is_one_line(environment, optimizer, rank, said, monkeypatch):
+def test_unsupported_settings_for_shards_are_a_one_line_error(
+    environment, optimizer, lora_rank, error_line, monkeypatch
+):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=error_line):
         asked_for()
-        check_shardable(optimizer, rank)
+        check_shardable(optimizer, lora_rank)
 
 
 @pytest.mark.parametrize("name", ["ddp", "zero2", "fsdp2"])
-def test_the_configuration_files_ask_for_what_their_names_say(name, monkeypatch):
+def test_each_configuration_file_selects_the_sharding_of_its_name(name, monkeypatch):
     config = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
     monkeypatch.setenv("ACCELERATE_USE_FSDP", str(config["distributed_type"] == "FSDP").lower())
     for key, value in config.get("fsdp_config", {}).items():

@@ -1,4 +1,4 @@
-"""engines/slots.py: greedy slots sample the tokens of `generate`; only the work differs."""
+"""Tests of engines/slots.py: greedy slots sample the same tokens as `generate` with less work."""
 
 import dataclasses
 import random
@@ -37,7 +37,7 @@ def play(policy, tokenizer, questions=(QA,), search=None, protocol=UR2, seed=0, 
     context = settings.max_context or context_of(policy)
     environment = Environment(tokenizer, protocol, search or library(0), settings, context)
     rows = rollout(policy, environment, questions, seed, PLAYS[settings.engine])
-    # No row may outgrow its slot.
+    # No row is longer than its slot.
     assert all(len(row.ids) <= environment.max_trajectory_tokens(row) for row in rows)
     return rows
 
@@ -59,28 +59,28 @@ def random_policy(vocab_size: int, draw: random.Random) -> Policy:
 
 
 def make_talkative(policy: Policy, tokenizer, protocol, draw: random.Random) -> Policy:
-    """Makes tags likely, each at some places of a text: a random model would never ask."""
+    """Makes tags likely at some positions, because a random model would hardly ever search."""
     begin, end = protocol.query_tags or protocol.answer_tags
-    rhythm = draw.randrange(5, 12)
-    liked = [(begin, rhythm, 1), (end, rhythm, 4)]
+    period = draw.randrange(5, 12)
+    likely_tags = [(begin, period, 1), (end, period, 4)]
     for tag in (begin, end, *(protocol.answer_tags or ()), tokenizer.eos_token)[2:]:
-        liked.append((tag, draw.randrange(20, 60), 0))
+        likely_tags.append((tag, draw.randrange(20, 60), 0))
     bonus = draw.choice([0.0, 8.0, 15.0, 30.0])
 
-    def like(_model, _arguments, inputs, output):
+    def raise_logits(_model, _arguments, inputs, output):
         places = inputs["position_ids"][:, -output.logits.shape[1] :]  # [B, n]
-        for tag, every, at in liked:
+        for tag, interval, phase in likely_tags:
             token = tokenizer.convert_tokens_to_ids(tag)
-            output.logits[..., token] += bonus * (places % every == at)
+            output.logits[..., token] += bonus * (places % interval == phase)
         return output
 
-    policy.language_model.register_forward_hook(like, with_kwargs=True)
+    policy.language_model.register_forward_hook(raise_logits, with_kwargs=True)
     return policy
 
 
 def library(seed: int):
-    """Returns a search function whose results depend on the query alone: documents of all lengths,
-    failures, fallbacks.
+    """Returns a search function whose results depend only on the query: documents of several
+    lengths, failures and fallbacks.
     """
 
     def search(requests):
@@ -98,16 +98,16 @@ def library(seed: int):
 
 
 def schedule(tokenizer, seed: int) -> tuple[Policy, dict]:
-    """Returns a random policy and arguments of `play`: prompts, groups, limits, often fewer slots
-    than rows.
+    """Returns a random policy and random arguments of `play`: prompts, group size and limits, often
+    with fewer slots than rows.
     """
     draw = random.Random(seed)
     names = ["ur2", "ur2_search", "r1_searcher", "r_search", "when_to_search", "arena"]
     protocol, questions = PROTOCOLS[draw.choice(names)], []
     for number in range(draw.randrange(1, 5)):
-        text, may = " ".join(draw.choices(WORDS, k=draw.randrange(1, 30))), draw.random() < 0.9
-        read = (Document("r", "", "town"),)
-        questions.append(Question(str(number), text, ["x"], references=read, may_search=may))
+        text, searches = " ".join(draw.choices(WORDS, k=draw.randrange(1, 30))), draw.random() < 0.9
+        pages = (Document("r", "", "town"),)
+        questions.append(Question(str(number), text, ["x"], references=pages, may_search=searches))
     group_size = draw.randrange(1, 5)
     longest = max(len(build_prompt(protocol, question, tokenizer)) for question in questions)
     policy = make_talkative(random_policy(len(tokenizer) + 5, draw), tokenizer, protocol, draw)
@@ -126,8 +126,8 @@ def schedule(tokenizer, seed: int) -> tuple[Policy, dict]:
 
 
 def is_tie(policy, trajectory, other) -> bool:
-    """Returns whether both tokens are equally likely where the two rows part. (Below 64, fp32 has
-    steps of 4e-6.)
+    """Returns whether both tokens are equally likely at the first difference of the two rows. (fp32
+    logits below 64 are rounded to steps of 4e-6.)
     """
     pairs = zip(trajectory.ids, other.ids, strict=False)
     place = next(i for i, (a, b) in enumerate(pairs) if a != b)
@@ -137,15 +137,15 @@ def is_tie(policy, trajectory, other) -> bool:
     return bool((logits[trajectory.ids[place]] - logits[other.ids[place]]).abs() < 2e-5)
 
 
-def assert_same(policy, ours, theirs) -> int:
-    """Asserts that rows are equal; returns how many part at two equally likely tokens."""
+def assert_same(policy, actual, expected) -> int:
+    """Asserts that rows without a tie are equal; returns the number of rows with a tie."""
 
-    def plain(trajectory):  # logprobs are compared below, seconds not at all
+    def plain(trajectory):  # log-probs are compared below; seconds are not compared
         searches = [dataclasses.replace(s, seconds=0.0) for s in trajectory.searches]
         return dataclasses.replace(trajectory, logprobs=[], searches=searches)
 
     ties = 0
-    for a, b in zip(ours, theirs, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         if a.response_ids != b.response_ids and is_tie(policy, a, b):
             ties += 1
         else:
@@ -155,17 +155,17 @@ def assert_same(policy, ours, theirs) -> int:
 
 
 def play_schedules(tokenizer, seeds) -> Counter:
-    """Compares both engines on each schedule; counts what happened in them."""
+    """Compares both engines on each schedule; returns counts of the events in the rollouts."""
     seen = Counter()
     for seed in seeds:
         policy, settings = schedule(tokenizer, seed)
-        ours, theirs = (
+        in_slots, by_generate = (
             play(policy, tokenizer, engine=engine, **settings) for engine in ("slots", "hf")
         )
-        seen["rows"] += len(ours)
-        seen["ties"] += assert_same(policy, ours, theirs)
-        seen["fewer slots"] += 0 < settings["max_num_seqs"] < len(ours)
-        for t in ours:
+        seen["rows"] += len(in_slots)
+        seen["ties"] += assert_same(policy, in_slots, by_generate)
+        seen["fewer slots"] += 0 < settings["max_num_seqs"] < len(in_slots)
+        for t in in_slots:
             seen.update([t.stop_reason, f"{len(t.searches)} searches"])
             seen.update(rejected.reason for rejected in t.rejected_queries)
     return seen
@@ -179,120 +179,117 @@ def no_warning_yet():
 @pytest.mark.parametrize(
     "seeds", [range(30), pytest.param(range(1000, 1500), marks=pytest.mark.slow)]
 )
-def test_greedy_rollouts_in_slots_are_those_of_generate_token_for_token(
-    seeds, toy_tokenizer, capsys
-):
+def test_greedy_rollouts_in_slots_equal_those_of_generate(seeds, toy_tokenizer, capsys):
     seen = play_schedules(toy_tokenizer, seeds)
-    assert capsys.readouterr().err == ""  # no fall back, which would compare generate with itself
+    assert capsys.readouterr().err == ""  # a fallback would compare `generate` with itself
     kinds = ("eos", "answer", "length", "rejected", "malformed", "limit", "2 searches")
     assert min(seen[kind] for kind in kinds) > 0 and seen["fewer slots"] > 10, seen
-    # The number of ties depends on the machine's rounding. After a tie nothing is compared, so
-    # there must be few.
+    # The number of ties depends on the machine's rounding. It must be small, because a row with a
+    # tie is not compared.
     assert seen["ties"] < 0.01 * seen["rows"] or len(seeds) == 30
     assert seen["3 searches"] > 50 or len(seeds) == 30
 
 
-def asking_at_once(bpe, text: str) -> Policy:
+def scripted_policy(bpe, text: str) -> Policy:
     """Returns a policy whose first turn is `text`."""
     start, script = len(build_prompt("ur2", QA, bpe)) - 1, dict(enumerate(encode(bpe, text)))
     policy = random_policy(len(bpe) + 5, random.Random(1))
 
-    def speak(_model, _arguments, inputs, output):
+    def follow_script(_model, _arguments, inputs, output):
         for row, place in enumerate(inputs["position_ids"][:, -1].tolist()):
             if place - start in script:
                 output.logits[row, -1, script[place - start]] += 1000.0
         return output
 
-    policy.language_model.register_forward_hook(speak, with_kwargs=True)
+    policy.language_model.register_forward_hook(follow_script, with_kwargs=True)
     return policy
 
 
 # ----------------------------------------------------------------------------------------- sampling
 
 
-@pytest.mark.parametrize("point, picked", [(0.0, 1), (1 - 2**-53, 2)])
-def test_a_point_at_either_end_falls_on_something_possible(point, picked, monkeypatch):
+@pytest.mark.parametrize("point, expected", [(0.0, 1), (1 - 2**-53, 2)])
+def test_pick_never_draws_an_index_of_probability_zero(point, expected, monkeypatch):
     point = torch.tensor([[point]], dtype=torch.float64)
     monkeypatch.setattr(torch, "rand", lambda *shape, **_: point)
-    assert pick(torch.tensor([[0.0, 0.5, 0.5, 0.0]])).item() == picked
+    assert pick(torch.tensor([[0.0, 0.5, 0.5, 0.0]])).item() == expected
 
 
-# ------------------------------------------------------------------------------------ the work done
+# ------------------------------------------------- prefilled tokens, decoding steps and searches
 
 
 @pytest.fixture
 def work(monkeypatch):
-    """Records what an engine computes: prefilled tokens, rows per decoding step, its caches."""
-    done = {"caught": 0, "steps": [], "caches": []}
+    """Records the work of engines: prefilled tokens, rows of each decoding step, and caches."""
+    work = {"filled": 0, "steps": [], "caches": []}
     prefill, logits, init = Engine.prefill, Engine.logits, Engine.__init__
 
     def count_prefill(self, rows):
-        done["caught"] += sum(row.missing for row in rows)
+        work["filled"] += sum(row.missing for row in rows)
         return prefill(self, rows)
 
     def count_logits(self, tokens, *rest):
-        done["steps"].append(len(tokens))
+        work["steps"].append(len(tokens))
         return logits(self, tokens, *rest)
 
-    def keep(self, *arguments):
+    def keep_cache(self, *arguments):
         init(self, *arguments)
-        done["caches"].append(self.cache)
+        work["caches"].append(self.cache)
 
     monkeypatch.setattr(Engine, "prefill", count_prefill)
     monkeypatch.setattr(Engine, "logits", count_logits)
-    monkeypatch.setattr(Engine, "__init__", keep)
-    return done
+    monkeypatch.setattr(Engine, "__init__", keep_cache)
+    return work
 
 
 @pytest.mark.parametrize("slots", [0, 1, 2, 3, 5])
-def test_a_prompt_is_computed_once_for_its_group_and_a_row_step_for_every_sampled_token(
-    qwen2, bpe, work, slots
-):
+def test_a_prompt_is_computed_once_per_group_and_each_sampled_token_once(qwen2, bpe, work, slots):
     questions = [dataclasses.replace(QA, id=str(i), question="who " * i) for i in range(1, 4)]
     rows = play(qwen2, bpe, questions, group_size=4, max_num_seqs=slots)
-    assert not any(t.searches or t.rejected_queries for t in rows)  # a random model asks nothing
-    assert work["caught"] == sum(len(t.prompt_ids) - 1 for t in rows[::4])
+    assert not any(t.searches or t.rejected_queries for t in rows)  # a random model does not search
+    assert work["filled"] == sum(len(t.prompt_ids) - 1 for t in rows[::4])
     assert sum(work["steps"]) == sum(len(t.response_ids) for t in rows)
     assert max(work["steps"]) == (slots or 12)
     assert {cache.slots for cache in work["caches"]} == {slots or 12}
 
 
-def test_inserted_text_is_computed_once_and_the_row_goes_on_after_it(toy_tokenizer, work):
+def test_inserted_tokens_are_computed_once_and_earlier_tokens_not_again(toy_tokenizer, work):
     searches = 0
     for seed in range(100, 130):
         policy, settings = schedule(toy_tokenizer, seed)
-        work.update(caught=0, steps=[])
-        settings["group_size"] = 1  # greedy samples of one prompt are one text, computed once
+        work.update(filled=0, steps=[])
+        settings["group_size"] = 1  # equal greedy samples would be computed once
         rows = play(policy, toy_tokenizer, **settings)
-        # A row's cached tokens are followed by its last sampled token and the inserted text; all
-        # but the last of these are prefilled.
-        assert work["caught"] == sum(len(t.prompt_ids) - 1 + t.response_mask.count(0) for t in rows)
+        # After a turn the keys of all tokens but the last sampled one are cached. Before the next
+        # turn this token and the inserted ones are prefilled, except the last of them.
+        assert work["filled"] == sum(len(t.prompt_ids) - 1 + t.response_mask.count(0) for t in rows)
         assert sum(work["steps"]) == sum(sum(t.response_mask) for t in rows)
         searches += sum(len(t.searches) for t in rows)
     assert searches > 5
 
 
-def test_a_fast_asker_waits_until_as_many_wait_as_decode(bpe):
-    # A prompt that is two tokens longer begins two tokens later in the script, and asks earlier.
-    asks, search = "word " * 20 + "{} Ana {}".format(*UR2.query_tags), library(0)
+def test_searches_wait_until_half_of_the_running_rows_want_one(bpe):
+    # The script goes by position: with two more tokens in the prompt, a row skips the first two
+    # tokens of the script and searches two steps earlier.
+    script, search = "word " * 20 + "{} Ana {}".format(*UR2.query_tags), library(0)
     texts = [QA.question + " a" * more for more in (0, 2, 4, 6)]
     questions = [dataclasses.replace(QA, question=text) for text in texts]
-    play(asking_at_once(bpe, asks), bpe, questions, search, max_turn_tokens=60, max_context=600)
+    play(scripted_policy(bpe, script), bpe, questions, search, max_turn_tokens=60, max_context=600)
     assert search.calls[0] == 2 and sum(search.calls) == 4
 
 
-def test_the_model_is_left_as_it_was_also_when_a_search_raises(bpe):
-    def broken(requests):
+def test_a_search_that_raises_leaves_the_model_unchanged(bpe):
+    def broken_search(requests):
         raise InputError("the summariser is down")
 
-    policy = asking_at_once(bpe, "{} Ana {}".format(*UR2.query_tags)).train()
+    policy = scripted_policy(bpe, "{} Ana {}".format(*UR2.query_tags)).train()
     before = policy.config._attn_implementation
     with pytest.raises(InputError, match="summariser"):
-        play(policy, bpe, search=broken, max_turn_tokens=60)
+        play(policy, bpe, search=broken_search, max_turn_tokens=60)
     assert policy.language_model.training and policy.config._attn_implementation == before
 
 
-# ------------------------------------------------------------ other models, and too little memory
+# ---------------------------------------------------------- unsupported models, and limited memory
 
 
 ODD = [
@@ -307,7 +304,7 @@ ODD = [
 
 
 @pytest.mark.parametrize("kind, sizes, reason", ODD)
-def test_a_model_that_cannot_be_run_in_slots_is_named_once_and_sampled_by_generate(
+def test_a_model_that_slots_do_not_support_gets_one_warning_and_plain_generate(
     bpe, capsys, kind, sizes, reason
 ):
     policy, texts = Policy(model_of(kind, **small(vocab_size=len(bpe) + 5, **sizes))).eval(), []
@@ -320,11 +317,12 @@ def test_a_model_that_cannot_be_run_in_slots_is_named_once_and_sampled_by_genera
 
 
 @pytest.mark.parametrize("rows_that_fit, slots", [(2.5, 2), (0.5, 1)])
-def test_too_little_memory_means_fewer_slots_and_at_least_one(
+def test_with_little_memory_there_are_fewer_slots_but_at_least_one(
     qwen2, bpe, work, monkeypatch, rows_that_fit, slots
 ):
-    # [2 layers, keys and values, 2 heads of 8] in fp32 = 256 bytes a place; 256 + 64 places and 16
-    # bytes for each of 707 logits are 93,232 bytes; 0.8 of the free memory is used.
+    # A place takes 256 bytes: 2 layers, keys and values, 2 heads of 8 numbers in fp32. A slot of
+    # 256 + 64 places and 16 bytes for each of 707 logits take 93,232 bytes. 0.8 of the free memory
+    # is used.
     free = SimpleNamespace(available=rows_that_fit * 93_232 / 0.8)
     monkeypatch.setattr("engines.slots.psutil.virtual_memory", lambda: free)
     assert affordable(qwen2.language_model, 256) == slots
@@ -334,17 +332,20 @@ def test_too_little_memory_means_fewer_slots_and_at_least_one(
 
 
 @pytest.mark.parametrize(
-    "task, may, turn, searches", [("qa", True, 3, 2), ("qa", False, 3, 0), ("math", True, 10, 2)]
+    "task, may_search, turn, searches",
+    [("qa", True, 3, 2), ("qa", False, 3, 0), ("math", True, 10, 2)],
 )
-def test_a_slot_is_as_long_as_its_task_may_need(bpe, task, may, turn, searches):
+def test_a_slot_has_room_for_the_longest_trajectory_of_its_task(
+    bpe, task, may_search, turn, searches
+):
     limits = {"max_turn_tokens": 3, "turn_tokens": "math=10", "max_searches": 2}
     settings = Settings(**limits, document_tokens=20, max_context=1000)
     environment = Environment(bpe, UR2, library(0), settings)
-    row = Trajectory(dataclasses.replace(QA, task=task, may_search=may), UR2, [0] * 7)
-    # a block of documents, and a notice, per search; two refused queries may come on top: two
-    # turns, and one notice between them
-    found = searches * (20 + environment.search_overhead)
+    row = Trajectory(dataclasses.replace(QA, task=task, may_search=may_search), UR2, [0] * 7)
+    # Each search adds a block of documents and a fallback notice. Two queries may be rejected: they
+    # add two turns and one notice.
+    retrieved = searches * (20 + environment.search_overhead)
     assert (
         environment.max_trajectory_tokens(row)
-        == 7 + (searches + 2) * turn + found + environment.rejection_tokens
+        == 7 + (searches + 2) * turn + retrieved + environment.rejection_tokens
     )

@@ -1,4 +1,4 @@
-"""train.py: what a step samples, what is made of it, and whole runs: resumed, on two processes."""
+"""Tests of train.py: sampling, metrics and batch of a step; whole, resumed and two-process runs."""
 
 import re
 import shutil
@@ -38,7 +38,7 @@ from update import TrainState, compute_logprobs, compute_values, update
 
 @pytest.fixture
 def built(model, tmp_path):
-    """built("--flag value ...") -> the state of a tiny run."""
+    """Returns built("--flag value ..."), which builds the state of a tiny run."""
     return lambda more="", **fields: build_state(settings_for(model, tmp_path, more, **fields))
 
 
@@ -48,7 +48,7 @@ def weights_of(module) -> list[torch.Tensor]:
 
 @pytest.fixture
 def marks(monkeypatch):
-    """marks(mark): in place of the rewards mark(trajectories) -> (reward_terms, correct)."""
+    """Returns marks(mark), which replaces the rewards: mark(rows) -> (reward_terms, correct)."""
 
     def set_to(mark) -> None:
         monkeypatch.setattr(train, "compute_rewards", lambda rows, *_: mark(rows))
@@ -58,7 +58,7 @@ def marks(monkeypatch):
 
 @pytest.fixture
 def pay(marks):
-    """pay(amounts): what is sampled earns these rewards, in their order."""
+    """Returns pay(amounts), which gives the sampled trajectories these rewards, in this order."""
     return lambda amounts: marks(
         lambda _: ([{"answer": r} for r in amounts], [r > 0 for r in amounts])
     )
@@ -66,7 +66,7 @@ def pay(marks):
 
 @pytest.fixture
 def run(monkeypatch):
-    """run(state) -> the rows of metrics of a run with this state."""
+    """Returns run(state), which trains with this state and returns the rows of metrics.jsonl."""
 
     def run_with(state: TrainState) -> list[dict]:
         monkeypatch.setattr(train, "build_state", lambda settings: state)
@@ -75,15 +75,16 @@ def run(monkeypatch):
     return run_with
 
 
-# ----------------------------------------------------------------- DAPO: more draws, and fewer rows
+# ------------------------------------------------------- DAPO: further draws, and groups left out
 
 FULL, NONE, ALL = (1, 0), (0, 0), (1, 1)  # a group of two: informative, all wrong, all right
 
 
 @pytest.fixture
 def scripted(monkeypatch, marks):
-    """scripted(rights, ...) -> state without a model. Each draw's groups are right as written, such
-    as (1, 0); a question's id says its draw and its number.
+    """Returns scripted(rights, ...), which builds a state without a model. rights[draw] lists the
+    groups of a draw; a group such as (1, 0) says which answers are right. The id of a question has
+    the number of the draw, the number of the group, and "right" or "wrong".
     """
 
     def make(rights: list[list[tuple[int, ...]]], algorithm="dapo", **named) -> TrainState:
@@ -116,10 +117,10 @@ def scripted(monkeypatch, marks):
     [
         ("dapo", [[FULL, FULL], []], 1, ["0 0", "0 1"]),  # enough at once: no further draw
         ("dapo", [[ALL, FULL], [NONE, FULL], []], 2, ["0 1", "1 1"]),
-        ("dapo", [[ALL, FULL], [FULL, FULL]], 2, ["0 1", "1 0"]),  # the surplus is cut from behind
+        ("dapo", [[ALL, FULL], [FULL, FULL]], 2, ["0 1", "1 0"]),  # the last group is surplus
         ("dapo", [[ALL, NONE], [NONE, NONE], [ALL, FULL]], 3, ["2 1"]),  # no draw is left
         ("dapo", [[ALL, NONE], [NONE, ALL], [ALL, ALL]], 3, []),
-        ("grpo", [[ALL, NONE], [FULL, FULL]], 1, ["0 0", "0 1"]),  # others keep every group
+        ("grpo", [[ALL, NONE], [FULL, FULL]], 1, ["0 0", "0 1"]),  # grpo keeps every group
     ],
 )
 def test_groups_that_teach_nothing_are_replaced_while_draws_are_left(
@@ -131,7 +132,7 @@ def test_groups_that_teach_nothing_are_replaced_while_draws_are_left(
     assert len(rollouts.trajectories) == len(rollouts.reward_terms) == 4 * draws
 
 
-def test_the_numbers_of_a_step_are_of_all_that_was_sampled_and_the_batch_of_what_was_kept(scripted):
+def test_metrics_cover_all_sampled_rows_and_the_batch_has_only_the_kept_ones(scripted):
     state = scripted([[ALL, ALL], [NONE, FULL], [ALL, FULL]])
     rollouts = collect(state, 0)
     record = measure(state, rollouts)
@@ -144,7 +145,7 @@ def test_the_numbers_of_a_step_are_of_all_that_was_sampled_and_the_batch_of_what
     assert torch.equal(batch.tokens[1], torch.tensor(rollouts.trajectories[7].ids))
 
 
-def test_a_run_whose_every_step_is_skipped_ends_with_its_checkpoint(
+def test_a_run_that_skips_every_step_still_ends_with_a_checkpoint(
     built, tmp_path, run, pay, capsys
 ):
     state = built("--algorithm dapo", max_resample=1)
@@ -157,9 +158,9 @@ def test_a_run_whose_every_step_is_skipped_ends_with_its_checkpoint(
     assert capsys.readouterr().out.count("no update: ") == 2
 
 
-def test_dapo_may_look_at_the_answer_term_where_a_search_and_none_are_both_right(scripted, marks):
-    # When to Search's stage 2: right without a search earns 1, right after one 0.7. In the whole
-    # reward the second group differs, too, by its format.
+def test_dapo_can_filter_groups_by_the_answer_term_or_the_total_reward(scripted, marks):
+    # In When to Search's stage 2 a right answer earns 1 without a search and 0.7 after one. Only in
+    # the second group the format term differs, so its total rewards differ.
     terms = [{"answer": a, "format": f} for a, f in ((1.0, 1.0), (0.7, 1.0), (1.0, 1.0), (1.0, -1))]
     for by, kept in (("correct", []), ("answer", [0, 1]), ("total", [0, 1, 2, 3])):
         state = scripted([[ALL, ALL]], filter_by=by)
@@ -167,7 +168,7 @@ def test_dapo_may_look_at_the_answer_term_where_a_search_and_none_are_both_right
         assert collect(state, 0).kept == kept
 
 
-# ------------------------------------------------------------------- what a step is measured by
+# --------------------------------------------------------------------------- metrics of a step
 
 
 def ended(reason="eos", text="\\boxed{elm}", **question) -> Trajectory:
@@ -180,20 +181,20 @@ def ended(reason="eos", text="\\boxed{elm}", **question) -> Trajectory:
     return t
 
 
-def test_a_step_is_measured_over_all_its_trajectories(scripted):
+def test_the_metrics_of_a_step_are_means_over_all_its_trajectories(scripted):
     one = ended(text="\\boxed{0.5}", answers=["\\frac12"], task="math")
     one.searches = [Search("x", [Document("1", "t", "x")], "x", cut=True)]
     two = ended(text="The correct answer is: B.", answers=["B"], task="choice", options=("a", "b"))
     two.searches = [Search("y", [], "y", fallback=True), Search("z", [], "z")]
     two.append_environment([7] * 6, "documents", "documents")
     truncated = ended("length", "elm")
-    refused = ended("rejected", "?")
-    refused.rejected_queries = [RejectedQuery("empty", "")] * 2
-    lost = ended()  # twice, a group that is in no mean but those of searches and groups
-    lost.searches = [Search("z", [], "z", error="down")]
+    rejected = ended("rejected", "?")
+    rejected.rejected_queries = [RejectedQuery("empty", "")] * 2
+    failed = ended()  # used twice: a group that counts only in the metrics of searches and groups
+    failed.searches = [Search("z", [], "z", error="down")]
     terms = [{"a": a, "b": b} for a, b in ((1.0, 1.0), (0.0, -1.0), (0.5, 0.0), (0.5, 0.0))]
     terms += [{"a": 9.0, "b": 9.0}, {"a": 7.0, "b": 9.0}]
-    rows = [one, two, truncated, refused, lost, lost]
+    rows = [one, two, truncated, rejected, failed, failed]
     correct = [True, True, *[False] * 4]
     rollouts = Rollouts(rows, terms, correct, [0, 1, 2, 3, 4, 5], seconds=3.0)
     expected = {"reward": 0.5, "reward/a": 0.5, "reward/b": 0.0, "frac_reward_zero_std": 2 / 3}
@@ -201,7 +202,8 @@ def test_a_step_is_measured_over_all_its_trajectories(scripted):
     for kind, scores in {"math": (1, 1, 1), "choice": (1, 1, 2), "qa": (0, 0, 0)}.items():
         for name, value in zip(("em", "searched", "searches"), scores, strict=True):
             expected[f"{name}/{kind}"] = value
-    # 4 trajectories of 4 sampled tokens, one with 6 inserted ones; 3 searches in 2 of them, and 2
+    # 4 trajectories have 4 sampled tokens each, and one has 6 inserted tokens. Two of them made 3
+    # searches in total; the two failed rows made 2 more.
     expected |= {"em": 0.5, "searched": 0.5, "searches": 0.75, "rejected": 0.5}
     expected |= {"f1": 0.5, "cem": 0.5, "successful": 0.5}
     expected |= {"fallbacks": 1 / 5, "search_errors": 2 / 5, "answered": 0.5, "truncated": 0.5}
@@ -211,16 +213,16 @@ def test_a_step_is_measured_over_all_its_trajectories(scripted):
     assert {name: record[name] for name in expected} == pytest.approx(expected)
 
 
-# ------------------------------------------------------------------------ what is made of a sample
+# ----------------------------------------------------------------------------- the batch of a step
 
 
-def test_an_overlong_trajectory_is_one_cut_off_by_length_without_an_answer(scripted):
+def test_a_trajectory_truncated_before_it_answered_is_overlong(scripted):
     rows = [ended("length", "well"), ended("length"), ended("eos", "well"), ended("rejected", "x")]
     rollouts = Rollouts(rows, [{"r": 0.0}] * 4, [False] * 4, kept=[0, 1, 2, 3])
     assert prepare(scripted([]), rollouts, 0).overlong.tolist() == [True, False, False, False]
 
 
-def test_mask_documents_false_takes_in_every_token_behind_the_prompt():
+def test_mask_documents_false_trains_on_every_token_after_the_prompt():
     # prompt 3, then 2 sampled, 2 inserted, 1 sampled: columns 2, 3 and 6; without the mask 2 to 6
     draw = torch.Generator().manual_seed(0)
     rows = [trajectory(draw, 5, (2, 4)), trajectory(draw, 2)]
@@ -228,24 +230,24 @@ def test_mask_documents_false_takes_in_every_token_behind_the_prompt():
     assert batch.response_mask.tolist() == [[0, 0, 1, 1, 0, 0, 1], [0, 0, 1, 1, 0, 0, 0]]
     train.unmask_documents(batch, rows)
     assert batch.response_mask.tolist() == [[0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 0, 0, 0]]
-    assert batch.sampled_logprobs is None  # so there is no gap to report
+    assert batch.sampled_logprobs is None  # so that no gap is reported
 
 
-def test_a_kl_in_the_reward_uses_recomputed_logprobs_where_the_rollout_has_none(built):
-    # Documents that are trained on have no log-prob from the rollout. In step 0 the reference is
-    # the policy: every k1 is 0; with zeros from the rollout it would be −log π_ref.
+def test_a_kl_in_the_reward_uses_recomputed_logprobs_for_document_tokens(built):
+    # The rollout records 0 as the log-prob of a document token. In step 0 the reference equals the
+    # policy, so every k1 is 0; computed from the recorded zeros it would be −log π_ref.
     state = built("--mask_documents false --kl_coef 0.1 --kl_estimator k1 --algorithm reinforce_pp")
     batch = prepare(state, collect(state, 0), 0)
     assert (batch.old_logprobs - batch.ref_logprobs).abs().max() < 1e-4
     assert batch.ref_logprobs.min() < -1
 
 
-def test_a_ppo_step_starts_from_what_the_critic_said_before_it(built):
+def test_a_ppo_step_uses_the_values_of_the_critic_before_the_step(built):
     state = built("--algorithm ppo")
     rollouts = collect(state, 0)
     first = prepare(state, rollouts, 0)
     mask = first.response_mask.bool()
-    # γ 1, λ 1: each token's return is its trajectory's reward; a new critic's values are 0.
+    # With γ = λ = 1 a token's return is the trajectory's reward. The values of a new critic are 0.
     assert first.values.eq(0).all()
     assert torch.equal(first.returns, first.rewards[:, None] * mask)
     torch.nn.init.normal_(state.critic.head.weight, generator=torch.Generator().manual_seed(0))
@@ -258,15 +260,15 @@ def test_a_ppo_step_starts_from_what_the_critic_said_before_it(built):
     assert train.critic_metrics(batch).keys() == {"explained_variance"}
 
 
-# ---------------------------------------------------------------------------------------- a run
+# --------------------------------------------------------------------------------------- whole runs
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_first_update_has_ratio_one_and_a_second_one_is_off_policy(recompute, built, run, pay):
     ratios = []
     for rows in (0, 2):
-        # At temperature 2 two samples of a group are never the same text, which a better and a
-        # worse reward would not move.
+        # At temperature 2 the two samples of a group are never the same text. With equal texts the
+        # two rewards would cancel out and the policy would not change.
         state = built(f"--steps 1 --temperature 2 --trajectories_per_update {rows}")
         state.recompute = recompute
         pay([1.0, 0.0, 0.0, 1.0])
@@ -277,7 +279,9 @@ def test_the_first_update_has_ratio_one_and_a_second_one_is_off_policy(recompute
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "reinforce_pp_baseline"])
-def test_a_better_answer_becomes_likelier(algorithm, built, run, pay, monkeypatch):
+def test_an_answer_with_a_higher_reward_becomes_more_likely(
+    algorithm, built, run, pay, monkeypatch
+):
     state = built(f"--steps 1 --lr 1e-4 --algorithm {algorithm}")
     pay([1.0, 0.0, 0.0, 0.0])
     rollouts = collect(state, 0)
@@ -287,14 +291,14 @@ def test_a_better_answer_becomes_likelier(algorithm, built, run, pay, monkeypatc
     lengths = batch.response_mask.sum(1)  # the loss is a mean over each trajectory's tokens
     gain = (compute_logprobs(state, state.policy, batch) - batch.old_logprobs).sum(1) / lengths
     assert record["frac_reward_zero_std"] == 0.5
-    # The gains are compared: two samples of one question share most of their words.
+    # Both gains may be positive, because two samples of one question share most tokens.
     assert gain[0] > gain[1]
 
 
-def test_a_run_that_samples_from_a_copy_scores_again_and_reports_the_gap(built, run):
-    for copy, least, most in (("none", 0, 1e-4), ("bf16", 1e-4, 0.2)):
+def test_a_run_that_samples_from_a_copy_recomputes_logprobs_and_logs_the_gap(built, run):
+    for copy, smallest, largest in (("none", 0, 1e-4), ("bf16", 1e-4, 0.2)):
         for row in run(built("--trajectories_per_update 2", sampling_copy=copy)):
-            assert least <= row["logprob_gap"] <= row["logprob_gap_max"] < most
+            assert smallest <= row["logprob_gap"] <= row["logprob_gap_max"] < largest
 
 
 def test_a_run_prints_and_saves_its_settings_its_steps_and_a_sample(model, tmp_path, capsys):
@@ -310,7 +314,7 @@ def test_a_run_prints_and_saves_its_settings_its_steps_and_a_sample(model, tmp_p
 
 # ------------------------------------------------------------------------------ an interrupted run
 
-RUNS = {  # with a KL to the stage's first model, also in a run that is resumed
+RUNS = {  # most have a KL to the stage's first model, also after a resume
     "grpo": "--algorithm grpo --kl_coef 0.05 --in_8bit reference --eval_every 1",
     "reinforce_pp": "--algorithm reinforce_pp --kl_coef 0.05 --kl_estimator k1 --warmup_ratio 0.5",
     "reinforce_pp_baseline": "--optimizer adamw8bit",
@@ -318,7 +322,7 @@ RUNS = {  # with a KL to the stage's first model, also in a run that is resumed
     "ppo": "--algorithm ppo --critic_lr 1e-3 --kl_coef 0.05 --kl_estimator k1",
     "lora": "--algorithm grpo --kl_coef 0.05 --lora_rank 4 --lr 1e-2",
 }
-FIELDS = {  # what no flag sets
+FIELDS = {  # settings without a flag
     "grpo": {"eval_questions": 1},
     "reinforce_pp_baseline": {"sampling_copy": "bf16"},
     "dapo": {"max_resample": 1},
@@ -329,17 +333,17 @@ FIELDS = {  # what no flag sets
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=needs_peft if name == "lora" else ()) for name in RUNS]
 )
-def test_a_resumed_run_is_the_unbroken_run(name, model, tmp_path, monkeypatch):
-    # The tiny model is hardly ever right: here every answer of an odd number of tokens is.
+def test_a_resumed_run_equals_an_uninterrupted_run(name, model, tmp_path, monkeypatch):
+    # The tiny model is hardly ever right, so here a response with an odd number of tokens is right.
     monkeypatch.setattr(rewards, "is_right", lambda t, _: len(t.response_ids) % 2 == 1)
     more = f"--steps 3 --save_every 2 --trajectories_per_update 2 {RUNS[name]}"
-    own = FIELDS.get(name, {})
-    straight = train.train(settings_for(model, tmp_path / "a", more, **own))
-    left = shutil.copytree(straight, tmp_path / "b" / "t" / "stage1")
-    shutil.rmtree(left / "checkpoint-000003")  # it was left behind its second step
-    assert train.train(settings_for(model, tmp_path / "b", f"{more} --resume", **own)) == left
-    rows = rows_of(straight)
-    assert same_end(straight, left) and [row["step"] for row in rows] == [0, 1, 2]
+    fields = FIELDS.get(name, {})
+    unbroken = train.train(settings_for(model, tmp_path / "a", more, **fields))
+    resumed = shutil.copytree(unbroken, tmp_path / "b" / "t" / "stage1")
+    shutil.rmtree(resumed / "checkpoint-000003")  # as if it had stopped after two steps
+    assert train.train(settings_for(model, tmp_path / "b", f"{more} --resume", **fields)) == resumed
+    rows = rows_of(unbroken)
+    assert same_end(unbroken, resumed) and [row["step"] for row in rows] == [0, 1, 2]
     assert ("eval/em" in rows[2]) == ("eval_every" in RUNS[name])
     assert "kl_coef" not in RUNS[name] or rows[2]["k_abs"] > rows[0]["k_abs"]
     if name == "dapo":
@@ -358,17 +362,17 @@ def test_a_held_out_evaluation_changes_nothing_in_training(model, tmp_path):
     assert last[0] == last[1]
 
 
-def test_training_turns_queries_away_and_its_evaluation_does_not(built, monkeypatch):
-    """UR² D.3. A dry run asks as training does, and logs nothing."""
-    asked = []
+def test_training_turns_queries_away_but_its_evaluation_does_not(built, monkeypatch):
+    """UR² (D.3). A dry run builds the same search as training, but without a log."""
+    calls = []
     held_out = []
     search = build.build_search
-    record = lambda *given: [asked.append(given), search(*given)][1]  # noqa: E731
+    record = lambda *args: [calls.append(args), search(*args)][1]  # noqa: E731
     monkeypatch.setattr(build, "build_search", record)
     for dry in ("", " --dry_run"):
         state = built(f"--eval_every 1{dry}", eval_questions=1)
-    assert [(given[0].fallback, bool(given[3])) for given in asked] == [(True, True), (True, False)]
-    monkeypatch.setattr(train, "rollout", lambda _, its, *__: held_out.append(its.held_out) or [])
+    assert [(args[0].fallback, bool(args[3])) for args in calls] == [(True, True), (True, False)]
+    monkeypatch.setattr(train, "rollout", lambda _, env, *__: held_out.append(env.held_out) or [])
     monkeypatch.setattr(train, "merge_records", lambda *_: {})
     train.sample_draw(state, 0, 0), train.evaluate(state)
     assert held_out == [False, True]
@@ -380,14 +384,15 @@ def test_the_best_checkpoint_is_kept_and_named(model, tmp_path, monkeypatch, cap
     more = "--steps 4 --save_every 4 --eval_every 1 --keep_checkpoints 1"
     train.main(flags(model, tmp_path, more))
     folder = tmp_path / "t" / "stage1"
-    assert [path.name[-1] for path in checkpoints(folder)] == ["2", "4"]  # the first of the best
+    # of two equal scores the first counts as the best
+    assert [path.name[-1] for path in checkpoints(folder)] == ["2", "4"]
     assert f"--model {folder}/checkpoint-000002" in capsys.readouterr().out
 
 
 def test_ctrl_c_in_the_first_step_says_that_there_is_no_checkpoint(
     model, tmp_path, monkeypatch, capsys
 ):
-    def interrupted(*_):  # a shell's background jobs ignore the signal itself
+    def interrupted(*_):  # SIGINT itself is ignored in background jobs of a shell
         raise KeyboardInterrupt
 
     monkeypatch.setattr(train, "collect", interrupted)
@@ -400,72 +405,72 @@ def test_ctrl_c_in_the_first_step_says_that_there_is_no_checkpoint(
 
 
 def take_step(settings: Settings, batch: Batch, out: Path) -> None:
-    """Each process scores a batch that all hold, updates on it (at last on a single row, so that
-    one process has none), and samples its share.
+    """Computes log-probs of a batch that every process has, updates on it, and samples. The last
+    update has a single row, so that one of two processes has no row.
     """
     state = build_state(settings)
-    # Adam's division would blow rounding errors up.
+    # Adam divides by the gradient's size, which would amplify rounding errors.
     state.optimizer = torch.optim.SGD(state.policy.parameters(), 0.1)
-    scored = compute_logprobs(state, state.policy, batch)
+    outputs = compute_logprobs(state, state.policy, batch)
     if state.critic is not None:
         torch.nn.init.normal_(state.critic.head.weight, generator=torch.Generator().manual_seed(0))
         state.critic_optimizer = torch.optim.SGD(state.critic.parameters(), 0.01)
-        scored += compute_values(state, batch)
+        outputs += compute_values(state, batch)
     modules = torch.nn.ModuleList([m for m in (state.policy, state.critic) if m is not None])
     before = weights_of(modules)
     rows = [*shuffled_updates(0, batch.rewards, settings), torch.tensor([3])]
     totals = [update(state, batch.rows(some)) for some in rows]
     steps = [new - old for new, old in zip(weights_of(modules), before, strict=True)]
-    with mock.patch.object(train, "compute_rewards", by_place):  # one process scores for all
+    with mock.patch.object(train, "compute_rewards", by_place):  # only the main process calls it
         rollouts = collect(state, 0)
-    asked = [t.question.id for t in rollouts.trajectories]
+    sampled = [t.question.id for t in rollouts.trajectories]
     result = train.evaluate(state)
     state.accelerator.wait_for_everyone()
     if state.accelerator.is_main_process:
-        kept = [asked[row] for row in rollouts.kept]
+        kept = [sampled[row] for row in rollouts.kept]
         count = state.accelerator.num_processes
-        torch.save((steps, scored, totals, kept, asked, result, count), out)
+        torch.save((steps, outputs, totals, kept, sampled, result, count), out)
 
 
 def take_unclipped_step(*arguments) -> None:
-    """In a process of its own."""
+    """Does take_step in another process, where a monkeypatch has no effect."""
     update_file.MAX_GRAD_NORM = 1e9
     take_step(*arguments)
 
 
 def by_place(trajectories, *_):
-    """Right or wrong by question and place: two processes sample other texts than one."""
+    """Rewards by question and row, because two processes sample other texts than one process."""
     right = [i % 2 == 0 or t.question.id[-1] not in "02468" for i, t in enumerate(trajectories)]
     return [{"answer": float(r)} for r in right], right
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dapo", "ppo"])
-def test_two_processes_take_the_step_of_one(algorithm, model, tmp_path, monkeypatch):
-    # Uneven: 8 trajectories in updates of 3, 3 and 2; then one of a single row.
+def test_two_processes_take_the_same_step_as_one(algorithm, model, tmp_path, monkeypatch):
+    # Updates of unequal size: 8 trajectories in updates of 3, 3 and 2, then an update of one row.
     monkeypatch.setattr(update_file, "MAX_GRAD_NORM", 1e9)
     more = "--tokens_per_micro_batch 10 --trajectories_per_update 3 --questions_per_step 4"
     more += f" --eval_every 1 --algorithm {algorithm}"
     settings = settings_for(model, tmp_path, more, eval_questions=1, max_resample=1)
     batch = unequal_batch(settings)
-    if algorithm != "ppo":  # rows of equal rewards are then left out
+    if algorithm != "ppo":  # so that rows of groups with equal rewards are left out
         batch.ref_logprobs = batch.values = None
     take_step(settings, batch, tmp_path / "one.pt")
     in_two_processes(take_unclipped_step, settings, batch, tmp_path / "two.pt")
     one, two = (torch.load(tmp_path / name) for name in ("one.pt", "two.pt"))
-    steps, scored, totals, kept, asked, result, _ = one
-    assert two[3:] == (kept, asked, result, 2) and result["eval/queries"] > 0
-    assert len(asked) > len(kept) if algorithm == "dapo" else len(asked) == len(kept) == 8
+    steps, outputs, totals, kept, sampled, result, _ = one
+    assert two[3:] == (kept, sampled, result, 2) and result["eval/queries"] > 0
+    assert len(sampled) > len(kept) if algorithm == "dapo" else len(sampled) == len(kept) == 8
     assert max(step.abs().max() for step in steps) > 1e-3
     torch.testing.assert_close(two[0], steps, atol=2e-6, rtol=0)
-    torch.testing.assert_close(two[1], scored, atol=1e-5, rtol=0)
-    for ours, theirs in zip(totals, two[2], strict=True):
-        assert theirs == pytest.approx(ours, abs=1e-5, rel=1e-5)
+    torch.testing.assert_close(two[1], outputs, atol=1e-5, rtol=0)
+    for expected, actual in zip(totals, two[2], strict=True):
+        assert actual == pytest.approx(expected, abs=1e-5, rel=1e-5)
 
 
 def test_two_stages_behind_one_start_are_those_of_two_starts(model, tmp_path, capsys, monkeypatch):
     few = ["--questions", "3"]
-    whole = train.evaluation.main
-    monkeypatch.setattr(train.evaluation, "main", lambda words: whole([*words, *few]))
+    evaluate = train.evaluation.main
+    monkeypatch.setattr(train.evaluation, "main", lambda arguments: evaluate([*arguments, *few]))
     more = "--steps 1 --task_mixing false --stage"
     train.main(flags(model, tmp_path / "one", f"{more} 1,2 --evaluate"))
     assert "predictions:" in capsys.readouterr().out
@@ -486,5 +491,5 @@ def test_two_stages_behind_one_start_are_those_of_two_starts(model, tmp_path, ca
         ),
     ],
 )
-def test_what_several_stages_cannot_mean_is_one_line(more, fragment, model, tmp_path, capsys):
+def test_contradictory_stage_flags_are_a_one_line_error(more, fragment, model, tmp_path, capsys):
     assert fragment in command_line(train.main, flags(model, tmp_path, more), capsys)

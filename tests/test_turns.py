@@ -1,4 +1,4 @@
-"""rollout.py and trajectory.py by hand, without a model: where a turn ends, and its mask."""
+"""Tests of rollout.py and trajectory.py without a model: the end of a turn, and the mask."""
 
 import pytest
 from transformers import ByT5Tokenizer
@@ -8,11 +8,11 @@ from prompts import PROTOCOLS
 from rollout import StopRule, encode
 from trajectory import Segment, Trajectory
 
-LETTERS = ByT5Tokenizer()  # a token is a letter
+LETTERS = ByT5Tokenizer()  # each letter is a token
 RULE = StopRule(LETTERS, PROTOCOLS["when_to_search"].stop_tags, {LETTERS.eos_token_id})
 
 
-def played() -> Trajectory:
+def three_segments() -> Trajectory:
     t = Trajectory(Question("q", "?", ["!"]), PROTOCOLS["ur2"], prompt_ids=[9])
     t.append_model([1, 2, 3], [-0.1, -0.2, -0.3], "ask")
     t.append_environment([4, 5], "[]", "documents")
@@ -20,36 +20,36 @@ def played() -> Trajectory:
     return t
 
 
-def test_the_mask_by_hand():
-    # Three sampled tokens, the last of them a closing tag; two of the environment; the EOS token.
-    assert played().response_mask == [1, 1, 1, 0, 0, 1]
+def test_the_mask_is_one_only_on_tokens_of_the_model():
+    # The model sampled three tokens; the environment wrote two; the model sampled one more.
+    assert three_segments().response_mask == [1, 1, 1, 0, 0, 1]
 
 
-def test_log_probs_and_segments_beside_the_mask():
-    t = played()
+def test_ids_log_probs_and_segments_are_appended_in_order():
+    t = three_segments()
     assert t.response_ids == [1, 2, 3, 4, 5, 6]
     assert t.logprobs == [-0.1, -0.2, -0.3, 0.0, 0.0, -0.4]
-    said = [("model", "ask"), ("documents", "[]"), ("model", "!")]
-    assert t.segments == [Segment(*one) for one in said]
+    expected = [("model", "ask"), ("documents", "[]"), ("model", "!")]
+    assert t.segments == [Segment(*one) for one in expected]
 
 
 @pytest.mark.parametrize(
     ("text", "limit", "reason"),
     [
         ("who <search> Ana </search>", 99, "query"),
-        ("</search>", 99, "query"),  # as many letters as the turn has
+        ("</search>", 99, "query"),  # the turn has only the tag
         ("so <answer> Norland </answer>", 99, "answer"),
-        ("who <search> Ana </search", 99, None),  # goes on
+        ("who <search> Ana </search", 99, None),  # the turn goes on
         ("a < b > c", 99, None),
         ("I imagine <information> Norland </information>", 99, None),
         ("ab", 3, None),
         ("abc", 3, "length"),
-        ("</search>", 9, "query"),  # the tag counts at the limit, too
+        ("</search>", 9, "query"),  # a tag that ends at the limit still counts
     ],
 )
-def test_why_a_turn_is_over_with_its_last_token(text, limit, reason):
+def test_the_reason_why_a_turn_ends_after_these_tokens(text, limit, reason):
     assert RULE.reason(encode(LETTERS, text), limit) == reason
 
 
-def test_a_turn_with_the_end_of_the_text_is_over_whatever_its_length():
+def test_eos_ends_a_turn_even_if_the_limit_is_reached():
     assert RULE.reason([*encode(LETTERS, "a"), LETTERS.eos_token_id], 2) == "eos"

@@ -1,4 +1,4 @@
-"""update.py: one gradient however the batch is cut, nothing learned from documents."""
+"""Tests of update.py: micro-batches do not change the gradient; documents are not trained on."""
 
 import copy
 import dataclasses
@@ -34,7 +34,7 @@ with torch.random.fork_rng(devices=[]):
 
 
 def trajectory(generator, length, document=None, vocabulary=40) -> Trajectory:
-    """Random tokens; `document` = (start, end) of what the environment wrote."""
+    """Returns random tokens; `document` = (start, end) are those that the environment wrote."""
     t = Trajectory(Question("q", "?", ["!"]), PROTOCOLS["ur2"], prompt_ids=[1, 2, 3])
     ids = torch.randint(3, vocabulary, (length,), generator=generator).tolist()
     start, end = document or (length, length)
@@ -45,17 +45,17 @@ def trajectory(generator, length, document=None, vocabulary=40) -> Trajectory:
 
 
 class Recorder(torch.optim.SGD):
-    """Keeps the gradient instead of taking the step."""
+    """Keeps the gradients instead of changing the weights."""
 
     def step(self):
         self.gradients = [p.grad.clone() for p in self.param_groups[0]["params"]]
 
 
 def make_parts(settings: Settings) -> TrainState:
-    """A policy and a critic of its own shape; their optimizers only keep the gradients."""
+    """Returns a state with a policy and, for PPO, a critic; the optimizers only keep gradients."""
     policy = Policy(copy.deepcopy(TINY))
     critic = ppo.Critic(copy.deepcopy(TINY.base_model))
-    # Not 0, so that a gradient reaches every layer.
+    # The head must not be 0, so that a gradient reaches every layer.
     torch.nn.init.normal_(critic.head.weight, std=0.1, generator=torch.Generator().manual_seed(0))
     state = TrainState(
         settings, Accelerator(), policy, policy, Recorder(policy.parameters()), recompute=False
@@ -67,7 +67,7 @@ def make_parts(settings: Settings) -> TrainState:
 
 
 def unequal_batch(settings: Settings) -> Batch:
-    """Eight trajectories of 1 to 20 tokens, one all masked; π_old and π_ref a little off π."""
+    """Returns 8 trajectories of 1 to 20 tokens, one fully masked; π_old and π_ref differ from π."""
     draw = torch.Generator().manual_seed(0)
     shapes = [(20, (3, 12)), (2, None), (9, None), (14, (1, 13))]
     shapes += [(1, None), (5, (0, 5)), (17, None), (4, (1, 2))]
@@ -79,7 +79,7 @@ def unequal_batch(settings: Settings) -> Batch:
     batch.ref_logprobs = logprobs + 0.3 * torch.randn(logprobs.shape, generator=draw)
     batch.values = torch.randn(logprobs.shape, generator=draw)
     batch.sampled_logprobs = None
-    batch.overlong = torch.arange(8) == 3  # only DAPO looks at it
+    batch.overlong = torch.arange(8) == 3  # only DAPO reads it
     batch.advantages = ALGORITHMS[settings.algorithm].compute_advantages(batch, settings)
     return batch
 
@@ -92,7 +92,7 @@ def gradient_of(batch: Batch, settings: Settings, step=update) -> tuple[list, di
 
 
 def largest_difference(one, other) -> float:
-    """Relative to the largest entry of the gradient."""
+    """Returns the largest difference, relative to the largest entry of the first gradient."""
     largest = max(g.abs().max() for g in one)
     return (max((a - b).abs().max() for a, b in zip(one, other, strict=True)) / largest).item()
 
@@ -102,7 +102,7 @@ def unclipped(monkeypatch):
     monkeypatch.setattr(update_file, "MAX_GRAD_NORM", 1e9)
 
 
-# ----------------------------------------------------------- the gradient, however the batch is cut
+# ------------------------------------------------------ the gradient does not depend on the cuts
 
 KL = {"kl_coef": 0.1, "kl_estimator": "k2"}
 CASES = [
@@ -120,13 +120,13 @@ def name_of(settings):
 
 
 @pytest.mark.parametrize("settings", CASES, ids=name_of)
-def test_the_gradient_is_the_same_however_the_batch_is_cut(settings, unclipped):
+def test_the_gradient_is_independent_of_the_micro_batches(settings, unclipped):
     steps = [update, update_critic] if settings.algorithm == "ppo" else [update]
     batch = unequal_batch(settings)
     for step in steps:
         whole, totals = gradient_of(batch, settings, step)
         assert max(g.abs().max() for g in whole) > 1e-3
-        for budget in (1, 25, 44):  # every row alone; two ragged cuts
+        for budget in (1, 25, 44):  # every row alone; two budgets with uneven micro-batches
             small_cuts = dataclasses.replace(settings, tokens_per_micro_batch=budget)
             cut, cut_totals = gradient_of(batch, small_cuts, step)
             assert largest_difference(whole, cut) < 1e-5
@@ -134,30 +134,30 @@ def test_the_gradient_is_the_same_however_the_batch_is_cut(settings, unclipped):
 
 
 @pytest.mark.parametrize("settings, step", [(GRPO, update), (PPO, update_critic)])
-def test_a_prompt_that_rows_share_changes_neither_gradient_nor_figures(
+def test_computing_a_shared_prompt_once_changes_neither_gradient_nor_metrics(
     settings, step, unclipped, monkeypatch
 ):
     batch = unequal_batch(settings)
     whole, totals = gradient_of(batch, settings, step)
-    monkeypatch.setattr(packing, "LEAST", 3)  # all eight rows have this prompt
+    monkeypatch.setattr(packing, "LEAST", 3)  # all eight rows have the same prompt of three tokens
     shared, shared_totals = gradient_of(batch, settings, step)
     assert 0 < largest_difference(whole, shared) < 1e-5
     assert shared_totals == pytest.approx(totals, abs=1e-5, rel=1e-5)
 
 
 @pytest.mark.parametrize("settings, step", [(GRPO, update), (PPO, update_critic)])
-def test_documents_and_prompts_weigh_nothing(settings, step):
-    # A document is read; whatever log-probs, advantages and values stand on it change nothing.
+def test_numbers_on_documents_and_prompts_have_no_effect(settings, step):
+    # The model reads documents, but log-probs, advantages and values on them must have no effect.
     batch = unequal_batch(settings)
-    loud = unequal_batch(settings)
+    changed = unequal_batch(settings)
     for name in ("old_logprobs", "ref_logprobs", "advantages", "values", "returns"):
-        if (tensor := getattr(loud, name)) is not None:
-            tensor[loud.response_mask == 0] = float("inf")
-    assert same(*(gradient_of(one, settings, step)[0] for one in (batch, loud)))
+        if (tensor := getattr(changed, name)) is not None:
+            tensor[changed.response_mask == 0] = float("inf")
+    assert same(*(gradient_of(one, settings, step)[0] for one in (batch, changed)))
 
 
 @pytest.mark.parametrize("aggregation", ["sequence", "token"])
-def test_the_loss_is_the_sum_of_weight_times_loss_token_by_token(aggregation):
+def test_the_loss_is_the_sum_of_weight_times_loss_over_tokens(aggregation):
     settings = Settings(algorithm="grpo", loss_aggregation=aggregation, clip_low=0.2, clip_high=0.3)
     batch = unequal_batch(settings)
     with torch.no_grad():
@@ -167,17 +167,19 @@ def test_the_loss_is_the_sum_of_weight_times_loss_token_by_token(aggregation):
         # 45 sampled tokens in 7 trajectories
         weight = 1 / 45 if aggregation == "token" else 1 / batch.response_mask[row].sum() / 7
         ratio = math.exp(logprobs[row, t] - batch.old_logprobs[row, t])
-        held = min(max(ratio, 0.8), 1.3)
+        clipped = min(max(ratio, 0.8), 1.3)
         advantage = batch.advantages[row, t]
-        loss -= float(weight * min(ratio * advantage, held * advantage))
+        loss -= float(weight * min(ratio * advantage, clipped * advantage))
     assert gradient_of(batch, settings)[1]["loss"] == pytest.approx(loss, abs=1e-5)
 
 
-# ------------------------------------------------------------------------ rows that teach nothing
+# ------------------------------------------------------- rows that teach nothing are not computed
 
 
 def half_equal(settings: Settings) -> Batch:
-    """unequal_batch without a KL; rows 2, 3 and 6, 7 have equal rewards, row 0 is overlong."""
+    """Returns unequal_batch without KL and critic: rows 2, 3 and 6, 7 have equal rewards, and
+    row 0 is overlong.
+    """
     batch = unequal_batch(settings)
     batch.ref_logprobs = batch.values = None
     batch.rewards[3], batch.overlong = batch.rewards[2], torch.arange(8) == 0
@@ -187,7 +189,7 @@ def half_equal(settings: Settings) -> Batch:
 
 
 @pytest.mark.parametrize("settings", [s for s in CASES if s.algorithm != "ppo"], ids=name_of)
-def test_rows_that_teach_nothing_are_not_computed_and_the_gradient_is_that_of_all(
+def test_rows_that_teach_nothing_are_not_computed_and_the_gradient_is_the_same(
     settings, unclipped, monkeypatch
 ):
     settings = dataclasses.replace(settings, kl_coef=0.0)
@@ -201,40 +203,39 @@ def test_rows_that_teach_nothing_are_not_computed_and_the_gradient_is_that_of_al
 
     monkeypatch.setattr(Policy, "forward", forward)
     some, totals = gradient_of(batch, settings)
-    # Row 5 has no model token. What is plain is whitened: there an equal group teaches, too.
+    # Row 5 has no sampled token. reinforce_pp whitens the advantages over the whole batch, so its
+    # groups with equal rewards teach, too.
     expected = {"reinforce_pp": 7, "dapo": 2}.get(settings.algorithm, 3)
     assert sum(computed) == expected
     monkeypatch.setattr(update_file, "rows_that_teach", lambda _: torch.arange(8))
     whole, whole_totals = gradient_of(batch, settings)
     assert sum(computed) == expected + 8
-    # Floats are summed in another order. The norm is between 1 and 8.
+    # Only the order of summation differs. The norm is between 1 and 8.
     near = 5e-6 * max(1.0, whole_totals["grad_norm"])
     assert largest_difference(whole, some) < near
     for name in ("loss", "grad_norm"):
         assert totals[name] == pytest.approx(whole_totals[name], abs=near)
 
 
-def test_numbers_of_an_update_are_means_over_the_rows_that_teach_and_entropy_over_all():
+def test_metrics_are_means_over_rows_that_teach_but_entropy_is_over_all_rows():
     settings = dataclasses.replace(GRPO, kl_coef=0.0)
     state = make_parts(settings)
     batch = half_equal(settings)
     totals = update(state, batch)
     taught = [0, 1, 4]
     mask = batch.response_mask.bool()
-    logprobs = compute_logprobs(
-        state, state.policy, batch
-    )  # the optimizer only looks: π is what it was
+    logprobs = compute_logprobs(state, state.policy, batch)  # Recorder has left π unchanged
     change = logprobs - batch.old_logprobs
-    # k3 of the way from π_old: exp(x) − 1 − x, x = log π − log π_old
+    # the k3 estimate: exp(x) − 1 − x with x = log π − log π_old
     drift = (torch.expm1(change) - change)[taught][mask[taught]]
     assert totals["approx_kl"] == pytest.approx(drift.mean().item(), abs=1e-5)
-    own = batch.old_logprobs.clone()  # as they were sampled
-    own[taught] = logprobs[taught]
-    torch.testing.assert_close(batch.logprobs, own, atol=1e-5, rtol=0)
-    assert totals["entropy_mc"] == pytest.approx(-own[mask].mean().item(), abs=1e-5)
+    expected = batch.old_logprobs.clone()  # rows that teach nothing keep the old log-probs
+    expected[taught] = logprobs[taught]
+    torch.testing.assert_close(batch.logprobs, expected, atol=1e-5, rtol=0)
+    assert totals["entropy_mc"] == pytest.approx(-expected[mask].mean().item(), abs=1e-5)
 
 
-def test_an_update_in_which_no_row_teaches_makes_no_step_and_says_so():
+def test_an_update_in_which_no_row_teaches_makes_no_step_and_logs_skipped():
     settings = dataclasses.replace(GRPO, kl_coef=0.0)
     state = make_parts(settings)
     batch = half_equal(settings)
@@ -244,58 +245,59 @@ def test_an_update_in_which_no_row_teaches_makes_no_step_and_says_so():
     figures = {"skipped": 1, "loss": 0, "grad_norm": 0, "entropy_mc": expected}
     assert update(state, equal) == figures
     assert not hasattr(state.optimizer, "gradients") and state.version == 0
-    # A KL in the loss, or a critic, learns from these rows, too.
+    # These rows do teach if the loss has a KL, or if there is a critic.
     for name in ("ref_logprobs", "values"):
         other = dataclasses.replace(equal, **{name: equal.old_logprobs})
         assert rows_that_teach(other).tolist() == [0, 1, 2, 3]
 
 
-UNMASKED = {"sampled_logprobs": None}  # as with --mask_documents false
+UNMASKED = {"sampled_logprobs": None}  # what --mask_documents false sets
 
 
-def test_scoring_again_leaves_out_rows_that_teach_nothing_unless_something_reads_them():
+def test_old_logprobs_are_recomputed_only_for_rows_whose_logprobs_are_used():
     settings = dataclasses.replace(GRPO, kl_coef=0.0)
     state = make_parts(settings)
     batch = half_equal(settings)
     sampled = batch.sampled_logprobs = batch.old_logprobs
     logprobs = compute_logprobs(state, state.policy, batch)
     expected = logprobs.clone()
-    rest = [2, 3, 5, 6, 7]  # dapo's overlong rows are known to an update alone
+    rest = [2, 3, 5, 6, 7]  # row 0 is overlong, but only an update leaves such rows out
     expected[rest] = sampled[rest]
     torch.testing.assert_close(compute_old_logprobs(state, batch), expected, atol=1e-5, rtol=0)
     for mismatch, names in (("mask", {}), ("none", {"ref_logprobs": sampled}), ("none", UNMASKED)):
         state.mismatch = mismatch
-        read = dataclasses.replace(batch, **names)
-        torch.testing.assert_close(compute_old_logprobs(state, read), logprobs, atol=1e-5, rtol=0)
+        other = dataclasses.replace(batch, **names)
+        torch.testing.assert_close(compute_old_logprobs(state, other), logprobs, atol=1e-5, rtol=0)
 
 
-def test_scoring_and_updating_change_nothing_in_the_batch():
+def test_computing_logprobs_and_updating_leave_the_batch_unchanged():
     batch = unequal_batch(GRPO)
     before = copy.deepcopy(batch)
     state = make_parts(GRPO)
     compute_logprobs(state, state.policy, batch)
     update(state, batch)
-    batch.token_weights = batch.logprobs = None  # an update adds these
+    batch.token_weights = batch.logprobs = None  # only these are set by an update
     torch.testing.assert_close(vars(batch), vars(before), rtol=0, atol=0)
 
 
-# ------------------------------------------------------------------------ which rows, at which rate
+# ------------------------------------------------------ the rows of an update, the learning rate
 
 
-def test_fewer_rows_make_fewer_updates_and_the_learning_rate_goes_on_by_step():
+def test_fewer_rows_make_fewer_updates_and_the_learning_rate_follows_the_step():
     sizes = {"questions_per_step": 4, "group_size": 2, "trajectories_per_update": 3, "steps": 4}
     settings = Settings(**sizes, lr=1.2e-5, lr_schedule="linear")
     state = make_parts(settings)
     rates = []
     for step, updates in enumerate([[3, 3, 2], [2], [2, 2]]):
         dealt = shuffled_updates(step, torch.zeros(sum(updates)), settings)
-        assert [len(one) for one in dealt] == updates
+        assert [len(rows) for rows in dealt] == updates
         assert sorted(torch.cat(dealt).tolist()) == list(range(sum(updates)))
         rates += [set_lr(state, step, number) for number in range(len(dealt))]
         assert state.optimizer.param_groups[0]["lr"] == rates[-1]
-    # 4 steps of 3 updates: numbers 0, 1, 2; 3; 6, 7 of 12, and 1e-6 less each
+    # The rate falls by 1e-6 at each of 12 updates. Step 0 has numbers 0, 1 and 2, step 1 has 3, and
+    # step 2 has 6 and 7.
     assert rates == pytest.approx([1.2e-5, 1.1e-5, 1e-5, 9e-6, 6e-6, 5e-6])
-    # The critic's own warm-up: a third of 12 updates are 4, then it stays.
+    # The critic has its own warm-up of a third of the 12 updates; then its rate is constant.
     state = make_parts(
         Settings(**sizes, algorithm="ppo", critic_lr=4e-6, critic_warmup_ratio=1 / 3)
     )
@@ -304,31 +306,32 @@ def test_fewer_rows_make_fewer_updates_and_the_learning_rate_goes_on_by_step():
         assert state.critic_optimizer.param_groups[0]["lr"] == pytest.approx(rate)
 
 
-# ----------------------------------------------------------------------------------- what is logged
+# ---------------------------------------------------------------------------------- logged metrics
 
 
-def test_the_gap_to_the_sampler_is_a_mean_over_the_tokens_of_the_first_update():
+def test_the_logprob_gap_is_a_mean_over_the_tokens_of_the_first_update():
     state = make_parts(GRPO)
     batch = unequal_batch(GRPO)
     update(state, batch)
-    everyone = torch.arange(8)
-    assert sampler_stats(batch, everyone, "none") == {}  # documents that are trained on
+    all_rows = torch.arange(8)
+    assert sampler_stats(batch, all_rows, "none") == {}  # as with documents in the loss
     batch.sampled_logprobs = batch.logprobs - 0.5 * batch.response_mask
     batch.sampled_logprobs[2] -= 1.0  # 9 of the 45 tokens are off by 1.5: (36 · 0.5 + 9 · 1.5) / 45
-    result = sampler_stats(batch, everyone, "none")
+    result = sampler_stats(batch, all_rows, "none")
     assert result == pytest.approx({"logprob_gap": 0.7, "logprob_gap_max": 1.5}, abs=1e-5)
-    # Rows 0, 1, 6 and 7 of 11, 2, 17 and 3 tokens; the rewards of 6 and 7 are equal: not scored.
+    # Rows 0, 1, 6 and 7 have 11, 2, 17 and 3 tokens. The rewards of 6 and 7 are equal, so they do
+    # not count.
     batch.ref_logprobs = batch.values = None
     batch.sampled_logprobs[1] -= 0.5
     result = sampler_stats(batch, torch.tensor([0, 1, 6, 7]), "none")
     assert result["logprob_gap"] == pytest.approx((11 * 0.5 + 2 * 1.0) / 13, abs=1e-5)
 
 
-def test_records_become_one_and_extremes_stay_extremes():
+def test_records_are_merged_by_sum_or_mean_and_extremes_by_min_or_max():
     one = {"loss": 0.25, "grad_norm": 3.0, "ratio_min": 0.5, "ratio_max": 1.5, "logprob_gap": 0.5}
     two = {"loss": -1.0, "grad_norm": 1.0, "ratio_min": 0.75, "ratio_max": 2.0}
-    expected = one | {"ratio_max": 2.0}  # a step's first update alone has the gap
+    expected = one | {"ratio_max": 2.0}  # only a step's first update has the gap
     assert merge_records([one, two], sum) == expected | {"loss": -0.75}
     assert merge_records([one, two], mean) == expected | {"loss": -0.375}
-    # Nothing in the first update taught: what the second says is kept.
+    # The first update taught nothing, so most metrics come from the second alone.
     assert merge_records([{"loss": 0.0, "grad_norm": 0.0}, one], mean) == one | {"loss": 0.125}
