@@ -1,4 +1,4 @@
-"""What several tests share: tokenizers like real ones, small random models, local servers."""
+"""Helpers of several tests: realistic tokenizers, small random models, tiny runs, local servers."""
 
 import contextlib
 import json
@@ -15,9 +15,10 @@ from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads when it is imported
-# A name that is not a folder would be looked up for a minute, or be found where there is a network.
+# Otherwise a name that is not a folder would be looked up online, which takes a minute or succeeds.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# A run takes all cores: beside other workers its share of them, or each would wait for the other.
+# A run takes all cores. Beside other test workers it takes a share of the cores, because otherwise
+# the workers would wait for each other.
 os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 import pytest
@@ -46,7 +47,8 @@ from sft import Example, SFTSettings, example_of, train_sft
 from world.toy import NOTE, make_model, make_tokenizer, shape
 from world.world import World
 
-# A second thread would only wait: also in what a file's fixtures train, and what is forked.
+# A second thread would only wait. This also holds for fixtures of a file that train, and for forked
+# processes.
 set_threads, build.set_threads = build.set_threads, lambda: None
 torch.set_num_threads(1)
 
@@ -64,7 +66,7 @@ def pytest_runtest_setup():
 
 @pytest.fixture(autouse=True)
 def same_start():
-    """Does so again after the fixtures of the module, which only its first test sets up."""
+    """Does the same again after the fixtures of the module, which only the first test sets up."""
     pytest_runtest_setup()
 
 
@@ -72,8 +74,8 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# How the large models cut a text before BPE: signs keep the newlines behind them, so ">\n\n" can
-# become one token.
+# Large models split a text in this way before BPE: punctuation keeps the newlines after it, so
+# ">\n\n" can become one token.
 PIECES = Regex(
     r"'(?:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -81,7 +83,9 @@ PIECES = Regex(
 
 
 def train_bpe(texts: list[str], vocab_size: int = 800) -> PreTrainedTokenizerFast:
-    """Byte-level BPE as chat models have it: tags are plain text, EOS is not the padding."""
+    """Trains a byte-level BPE tokenizer like that of chat models: tags are plain text, and EOS is
+    not the padding token.
+    """
     tokenizer, split = Tokenizer(models.BPE()), pre_tokenizers.Split(PIECES, "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
@@ -103,7 +107,9 @@ def train_bpe(texts: list[str], vocab_size: int = 800) -> PreTrainedTokenizerFas
 
 @pytest.fixture(scope="session")
 def bpe():
-    """Of the protocols' own texts: tags are several tokens, "|>\\n\\n" and ">\\n\\n" one each."""
+    """Returns a tokenizer trained on the texts of the protocols: a tag is several tokens, and
+    "|>\\n\\n" and ">\\n\\n" are one token each.
+    """
     texts = []
     for p in PROTOCOLS.values():
         texts += [p.instruction, p.direct_instruction, p.limit_notice]
@@ -114,7 +120,7 @@ def bpe():
 
 
 def model_of(kind: str, **sizes):
-    """A random model of a family: "qwen2", "qwen3", "llama", "mistral", "gpt2", ..."""
+    """Returns a random model of a family: "qwen2", "qwen3", "llama", "mistral", "gpt2", ..."""
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
 
 
@@ -125,7 +131,9 @@ def random_policy(config, seed: int) -> Policy:
 
 
 def small(**changes) -> dict:
-    """A model that answers in a millisecond. Its weights are large: it heeds what it has read."""
+    """Returns the fields of a model config that answers in a millisecond. The weights are large, so
+    that the output depends on the whole context.
+    """
     return {
         "hidden_size": 32,
         "num_hidden_layers": 2,
@@ -157,18 +165,20 @@ def llama(bpe) -> Policy:
 
 @pytest.fixture(scope="session")
 def toy_tokenizer() -> PreTrainedTokenizerFast:
-    """Word pieces; a tag of any protocol is one token; the prompt is the question and a sign."""
+    """Returns a tokenizer of the built-in models: a tag of any protocol is one token, and a prompt
+    is the question and a sign.
+    """
     return make_tokenizer(*PROTOCOLS.values())
 
 
 @pytest.fixture(scope="session")
 def toy_policy(toy_tokenizer) -> Policy:
-    """The built-in world's tiny model with random weights."""
+    """Returns the built-in tiny model with random weights."""
     return Policy(make_model(len(toy_tokenizer), seed=0)).eval()
 
 
 def roll(policy, tokenizer, questions, search, protocol="ur2", group_size=1, **named):
-    """`rollout` with an Environment made from settings by name."""
+    """Calls `rollout` with an Environment that is made from the named settings."""
     how = {name: named.pop(name) for name in ("seed", "generate", "progress") if name in named}
     questions = [questions] if isinstance(questions, Question) else questions
     settings = Settings(group_size=group_size, **named)
@@ -184,7 +194,9 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def traces(tokenizer, questions, protocol=PROTOCOLS["ur2"]) -> list[Example]:
-    """Search for the first paragraph's title, read it, answer: who never saw it never searches."""
+    """Returns traces that search for the title of the first reference, read it and answer; a model
+    that has seen no trace never searches.
+    """
     begin, end = protocol.query_tags
     opens, closes = protocol.answer_tags or ("\\boxed{", "}")
     examples = []
@@ -198,7 +210,7 @@ def traces(tokenizer, questions, protocol=PROTOCOLS["ur2"]) -> list[Example]:
 
 
 def save_searching_model(path, seed=0) -> str:
-    """A tiny model that has seen a few traces for a moment: it searches, and is often wrong."""
+    """Saves a tiny model that was trained briefly on a few traces: it searches and often errs."""
     tokenizer = make_tokenizer(PROTOCOLS["ur2"])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -211,7 +223,7 @@ def save_searching_model(path, seed=0) -> str:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
-    """The path of a model that searches."""
+    """Returns the path of a model that searches."""
     return save_searching_model(tmp_path_factory.mktemp("start") / "model")
 
 
@@ -221,30 +233,32 @@ SMALL = """--run_name t --group_size 2 --questions_per_step 2 --steps 2 --lr 1e-
 
 
 def flags(model, runs, more: str = "") -> list[str]:
-    """The command line of a run of a second; its folder is RUNS/t/stage1."""
+    """Returns the arguments of a run that takes a second and writes into RUNS/t/stage1."""
     return ["--model", str(model), "--output_dir", str(runs), *SMALL.split(), *more.split()]
 
 
 @pytest.fixture(scope="session")
 def trained(model, tmp_path_factory):
-    """A folder of runs: both stages of the default run, begun with the model that searches."""
+    """Returns a folder of runs with both stages of the default run, started from the model that
+    searches.
+    """
     runs = tmp_path_factory.mktemp("trained")
-    kept = shutil.copytree(model, runs / "toy" / "ur2-world0")  # so that none is warmed up
+    kept = shutil.copytree(model, runs / "toy" / "ur2-world0")  # so no built-in model is warmed up
     (kept / NOTE).write_text(f"{paper_of('ur2').world}\n")
     seal(kept, None)
     small = SMALL.replace("--run_name t", "").replace("12", "16").split()
-    for stage in ("1", "2"):  # the path is added here: it may be in pytest-12/, not in pytest-16/
+    for stage in ("1", "2"):  # the path is added after replace(): it may contain "12"
         train.main([*small, "--stage", stage, "--output_dir", str(runs)])
     return runs
 
 
 def settings_for(model, runs, more: str = "", **fields) -> Settings:
-    """Of a command line; `fields` are none of its flags."""
+    """Returns the settings of such a run; `fields` are settings that have no flag."""
     return replace(parse(flags(model, runs, more)), **fields)
 
 
 def rows_of(folder) -> list[dict]:
-    """The metrics of a run, without what its steps took."""
+    """Returns the metrics of a run without the durations."""
     rows = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
     return [{k: v for k, v in row.items() if not k.endswith("_seconds")} for row in rows]
 
@@ -254,7 +268,9 @@ def same(one, other) -> bool:
 
 
 def same_end(one: Path, other: Path) -> bool:
-    """Two folders of a stage: their last checkpoint, moments and all, and their metrics."""
+    """Returns whether two folders of a stage have the same metrics and weights; fails if the
+    optimizer states differ.
+    """
     a, b = (sorted(Path(folder).glob("checkpoint-??????"))[-1] for folder in (one, other))
     states = (torch.load(path / "trainer.pt") for path in (a, b))
     torch.testing.assert_close(*states, rtol=0, atol=0)
@@ -263,7 +279,7 @@ def same_end(one: Path, other: Path) -> bool:
 
 
 def message(call, *arguments, **named) -> str:
-    """What an InputError says, in one line."""
+    """Returns the message of the InputError that the call raises, which must be one line."""
     with pytest.raises(InputError) as error:
         call(*arguments, **named)
     text = str(error.value)
@@ -272,7 +288,7 @@ def message(call, *arguments, **named) -> str:
 
 
 def command_line(main, arguments, capsys) -> str:
-    """What a user sees on stderr: one line, exit code 2, no traceback."""
+    """Runs a command that must end with exit code 2 and one line on stderr; returns this line."""
     with pytest.raises(SystemExit) as end:
         run_main(lambda: main([str(argument) for argument in arguments]))
     lines = capsys.readouterr().err.strip().splitlines()
@@ -298,7 +314,7 @@ def threads_since(before: list[threading.Thread]) -> set[threading.Thread]:
 def nobody_listens(port: int = 0):
     """Yields a port that is bound without a listener, by default a new one: nobody else gets it."""
     with socket.socket() as held:
-        # The last connections of a server that was there may linger.
+        # Connections of a server that used the port before may linger.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", port))
         yield held.getsockname()[1]
@@ -332,12 +348,14 @@ class RawServer:
 
 
 class ScriptedServer(ThreadingHTTPServer):
-    """`script(path, payload)` -> (status, body), or bytes to be sent raw, also piece by piece, or
-    None to say nothing; a GET has the payload None. `posts`: (path, payload) of each POST;
-    `headers`: its headers.
+    """Answers each request as `script(path, payload)` says: with (status, body), with raw bytes or
+    an iterable of them, or, for None, not at all. The payload of a GET is None.
+
+    posts     (path, payload) of each POST so far
+    headers   the headers of each POST
     """
 
-    request_queue_size = 128  # with the library's 5, sixteen at once wait, or are refused
+    request_queue_size = 128  # with the default of 5, sixteen clients at once wait or are refused
 
     def __init__(self, script):
         super().__init__(("127.0.0.1", 0), ScriptedHandler)
@@ -362,7 +380,7 @@ class ScriptedHandler(BaseHTTPRequestHandler):
         self.answer(self.server.script(self.path, payload))
 
     def answer(self, reply):
-        if reply is None:  # slow beyond every limit
+        if reply is None:  # slower than every timeout
             self.server.released.wait(60)
             return
         if isinstance(reply, tuple):
@@ -377,7 +395,7 @@ class ScriptedHandler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def started():
-    """started(server) -> the server, which is stopped at the end of the test."""
+    """Returns a function: started(server) returns the server, which the end of the test stops."""
     with contextlib.ExitStack() as stack:
 
         def started(server):
@@ -388,14 +406,14 @@ def started():
 
 
 def said(content) -> bytes:
-    """A reply of an OpenAI-compatible server."""
+    """Returns the JSON of a reply of an OpenAI-compatible server."""
     return json.dumps({"choices": [{"message": {"content": content}}]}).encode()
 
 
 @contextlib.contextmanager
 def chat_server(answer):
-    """The address of an OpenAI-compatible server that replies answer(instruction, text); None is an
-    error of the client.
+    """Yields the address of an OpenAI-compatible server that replies answer(instruction, text). If
+    that is None, the server replies with status 400.
     """
     lock = threading.Lock()
 
@@ -409,11 +427,11 @@ def chat_server(answer):
     server.stop()
 
 
-# ------------------------------------------------------------ order, limits of time, `make trust`
+# ----------------------------------------------------------------- order, time limits, `make trust`
 
 TRUST = ROOT / "tests" / "trust" / "faults.md"
 injected: dict[int, dict[str, None]] = {}  # fault -> names of the tests that inject it
-outcomes: dict[int, set[str]] = {}  # fault -> outcomes of those that ran
+outcomes: dict[int, set[str]] = {}  # fault -> outcomes of the tests that ran
 
 
 def pytest_addoption(parser):
@@ -451,14 +469,15 @@ def pytest_sessionfinish(session):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    """Takes it. A worker that crashed hands nothing over; the others collected the same tests."""
+    """Takes the collected faults of a worker. A worker that crashed hands over nothing, but the
+    others have collected the same tests.
+    """
     injected.update(getattr(node, "workeroutput", {}).get("injected", {}))
 
 
 def trust_rows(table: str, injected: dict, outcomes: dict) -> Iterator[str]:
-    """Yields a row for each fault: its number, what it is and how it ended, and then the sum.
-
-    What a fault is comes from tests/trust/faults.md, or else from the names of its tests.
+    """Yields a row for each fault (number, description, whether it ended as it should) and then the
+    total. Descriptions come from tests/trust/faults.md, or else from the names of the tests.
     """
     known = re.findall(r"^\| (\d+) \| (.*?) \| ", table, re.MULTILINE)
     faults = {int(number): fault for number, fault in known}

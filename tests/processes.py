@@ -1,8 +1,8 @@
-"""The processes that tests start: forked from a server, waited for with a limit, never left over.
+"""Starts, waits for and ends the processes of tests: every wait has a limit, and none is left over.
 
-A test process has threads (servers, searches that hang), and a fork copies the locks that they
-hold: whoever then waits for such a lock waits for ever. So everything that a test starts is forked
-from one process, a fresh interpreter with the imports and without threads.
+A test process has threads (servers, searches that hang). A fork copies the locks that they hold,
+and a process that waits for such a lock waits for ever. So tests fork their processes from one
+server process, a new interpreter that has imported everything and has no threads.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ import metrics
 from errors import run_main
 
 TESTS = Path(__file__).resolve().parent
-SESSION = "SEARCH_RL_TEST_SESSION"  # an environment variable that all that we start inherits
+SESSION = "SEARCH_RL_TEST_SESSION"  # an environment variable that all processes inherit
 FORKS = multiprocessing.get_context("forkserver")
 STARTED = []  # by the running test
-PATIENCE = 100  # seconds: below the limit of a test, so that what hangs is named
+PATIENCE = 100  # seconds; less than the time limit of a test, so that the error shows the log
 
 
 def start_server() -> None:
-    """Starts the process that others are forked from, a new interpreter, unless it runs."""
+    """Starts the server process from which others are forked, unless it already runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS.parent), str(TESTS)]))
         FORKS.set_forkserver_preload(["conftest"])
@@ -42,11 +42,11 @@ def start_server() -> None:
 
 # ------------------------------------------------------------------------------------------- start
 def start_process(work, *arguments, log: Path | None = None):
-    """Starts work(*arguments), which must pickle, in a process of its own, and returns the process;
-    it prints into `log` if there is one.
+    """Starts work(*arguments), which must pickle, in a new process and returns the process, which
+    prints into `log` if there is one.
     """
     start_server()
-    environment = dict(os.environ)  # the server has kept that of its own start, and all cores
+    environment = dict(os.environ)  # the server still has the environment and cores of its start
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     given = (environment, cores, log, work, arguments)
     process = FORKS.Process(target=begin, args=given, daemon=True)
@@ -63,7 +63,7 @@ def begin(environment: dict, cores: set | None, log: Path | None, work, argument
     if cores:
         os.sched_setaffinity(0, cores)
     if log is not None:
-        file = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115, open to the end
+        file = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115, stays open
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         sys.stdout = sys.stderr = file
@@ -73,7 +73,7 @@ def begin(environment: dict, cores: set | None, log: Path | None, work, argument
 
 
 def heed_signals() -> None:
-    """Undoes what a job in the background ignores (SIGINT), and a job under nohup (SIGHUP)."""
+    """Stops ignoring SIGINT, which a background job ignores, and SIGHUP, which nohup ignores."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -83,13 +83,13 @@ def as_command(work, *arguments) -> None:
 
 
 def command(log: Path, work, *arguments):
-    """Starts `work` as a command of its own: exit codes and last lines are those of `run_main`."""
+    """Starts `work` as a command: `run_main` determines the exit code and the last line."""
     return start_process(as_command, work, *arguments, log=log)
 
 
 def as_rank(rank: int, count: int, port: int, environment: dict, work, *arguments) -> None:
-    """Runs one of `count` processes as torchrun sets them up. The test holds the store where they
-    meet.
+    """Runs `work` as one of `count` processes, in the environment that torchrun gives them. The
+    test process holds the store through which they meet.
     """
     os.environ |= {
         "RANK": str(rank),
@@ -111,17 +111,17 @@ def as_rank(rank: int, count: int, port: int, environment: dict, work, *argument
 
 def start_ranks(log: Path, work, *arguments, environment: dict | None = None, count=2) -> list:
     """Starts work(*arguments) in `count` processes that form a group."""
-    # A port of 0 is chosen by the store itself: nobody else can take it in between.
+    # With port 0 the store chooses a free port, which nobody else can take in between.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     given = (count, store.port, environment or {}, work, *arguments)
     ranks = [start_process(as_rank, rank, *given, log=log) for rank in range(count)]
     for process in ranks:
-        process.store = store  # it lives as long as they do
+        process.store = store  # this keeps the store alive as long as the processes
     return ranks
 
 
 def in_processes(count: int, work, *arguments, environment: dict | None = None) -> None:
-    """Runs work(*arguments) in `count` processes at once; all must end well."""
+    """Runs work(*arguments) in `count` processes at once; all must end with exit code 0."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         ranks = start_ranks(log, work, *arguments, environment=environment, count=count)
@@ -132,11 +132,11 @@ def in_processes(count: int, work, *arguments, environment: dict | None = None) 
 in_two_processes = functools.partial(in_processes, 2)
 
 
-# --------------------------------------------------------------------------------------- wait, end
+# ------------------------------------------------------------------------------- waiting and ending
 def exit_codes(processes: list, grace: float = 1) -> list[int]:
-    """Returns all exit codes. After one process has failed, the others have `grace` seconds: a
-    launcher would end them. If a process does not end in PATIENCE seconds, it is killed, and the
-    test fails.
+    """Waits for the processes and returns their exit codes. After one has failed, the others are
+    killed after `grace` seconds, as a launcher would end them. If none has failed and one does not
+    end in PATIENCE seconds, all are killed and the test fails.
     """
     limit, failed = time.monotonic() + PATIENCE, False
     while None in (codes := [process.exitcode for process in processes]):
@@ -170,7 +170,7 @@ def kill(process) -> None:
 
 
 def wait_until(there, process=None, log: Path | None = None) -> None:
-    """Waits until there() is true. The test fails if the process ends before, or after PATIENCE."""
+    """Waits until there() is true. Fails if the process ends before, or after PATIENCE seconds."""
     limit = time.monotonic() + PATIENCE
     while not there():
         over = process is not None and process.exitcode is not None
@@ -181,22 +181,24 @@ def wait_until(there, process=None, log: Path | None = None) -> None:
 
 
 def wait_for(path: Path, text: str, process=None) -> None:
-    """Waits until the file has this text."""
+    """Waits until the file contains this text."""
     wait_until(lambda: path.exists() and text in path.read_text(), process, log=path)
 
 
 def quiet_port() -> int:
-    """Returns a free port below 32,768: nobody who asks for any free port is ever given it."""
+    """Returns a free port below 32,768: the system never chooses one of these when it is asked for
+    any free port.
+    """
     for port in range(10_000 + os.getpid() * 7 % 20_000, 32_768):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
     pytest.fail("no port is free")
 
 
-# ------------------------------------------------------------------------------------ what is left
+# --------------------------------------------------------------------- processes that are left over
 @pytest.fixture(autouse=True)
 def nothing_goes_on():
-    """Kills what a test has started and not ended."""
+    """Kills the processes that a test has started and not ended."""
     yield
     while STARTED:
         kill(STARTED.pop())
@@ -204,19 +206,19 @@ def nothing_goes_on():
 
 @pytest.fixture(autouse=True, scope="module")
 def nothing_is_left():
-    """Fails after a file that leaves a process."""
+    """Fails after a test file that leaves a process running."""
     yield
-    limit = time.monotonic() + 20  # what has been killed may take a moment
+    limit = time.monotonic() + 20  # a killed process may take a moment to end
     while left := [*processes_left()]:
         if time.monotonic() > limit:
             for process in left:
-                process.kill()  # the next file is not to blame
+                process.kill()  # otherwise the next file would fail too
             pytest.fail(f"left over: {left}")
         time.sleep(0.05)
 
 
 def processes_left():
-    """Yields the processes of this session, whatever their parents, except those that all use."""
+    """Yields the processes of this session, whatever their parents, except those for all tests."""
     known = {os.getpid(), forkserver._forkserver._forkserver_pid}
     known |= {resource_tracker._resource_tracker._pid, *(worker.pid for worker in metrics._IDLE)}
     for process in psutil.process_iter(["cmdline"]):

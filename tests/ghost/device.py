@@ -1,12 +1,13 @@
-"""A GPU made of nothing: tensors on "cuda" that have a shape, a type and a device, but no numbers.
+"""A simulated GPU: tensors on "cuda" have a shape, a type and a device, but mostly no numbers.
 
-They are torch's fake tensors. Those whose numbers are known (token ids, masks, what was copied from
-the CPU, and what was computed of such) carry them, so that code which decides by them runs. Tensors
-on the CPU are real. Bytes are counted by storage, in blocks of 512 as CUDA's allocator hands out.
+They are fake tensors of PyTorch. A tensor whose numbers are known (token ids, masks, copies from
+the CPU, and results computed from these) carries them, so that code which branches on them runs.
+Tensors on the CPU are real. Bytes are counted per storage, in blocks of 512 like those of CUDA's
+allocator.
 
-What this cannot see: what a kernel computes, or whether it runs; whether NCCL's processes meet or
-wait for ever; memory lost between blocks, and CUDA's own; how long anything takes; a kernel's own
-work space.
+The simulation does not show what a kernel computes, or whether it runs; whether NCCL's processes
+meet or wait for ever; memory lost between blocks, memory of CUDA itself, or the workspace of a
+kernel; how long anything takes.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ KNOWN = 2**24  # no tensor of more elements carries its numbers
 GPU = torch.device("cuda", 0)
 READING = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default}
 INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
-# Questions about a tensor, which take no memory.
+# Operations that only ask something about a tensor: they take no memory.
 ASKING = {*fake_tensor._DISPATCH_META_HANDLERS, *fake_tensor._DISPATCH_HANDLE_DIRECTLY}
 
 
@@ -37,20 +38,20 @@ def tensors_in(values, kind=Tensor) -> list[Tensor]:
 
 
 def numbers(x: Tensor) -> Tensor | None:
-    """What is known of a tensor. It is an attribute: a weak table would keep torch from swapping
-    one tensor for another.
+    """Returns the numbers of a tensor, or None if they are unknown. They are an attribute of it: a
+    weak table would keep torch from swapping one tensor for another.
     """
     return vars(x).get("numbers") if isinstance(x, FakeTensor) else x
 
 
 def invented(x: Tensor) -> Tensor:
-    """The numbers of a tensor that carries none: 1/8 for fractions, else 0."""
+    """Returns the numbers of a tensor; if they are unknown, 1/8 for floats and 0 for integers."""
     known = numbers(x)
     return torch.full(x.shape, x.is_floating_point() / 8, dtype=x.dtype) if known is None else known
 
 
 class Device(FakeTensorMode):
-    """Inside, whatever is made on "cuda" is a ghost. Counts the bytes now, and at most."""
+    """A mode in which all tensors made on "cuda" are ghosts; it counts their bytes and the peak."""
 
     inside, total, now, peak = False, 0.0, 0, 0
 
@@ -71,8 +72,8 @@ class Device(FakeTensorMode):
 
     def dispatch(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
-            return NotImplemented  # it takes itself apart first
-        if self.inside or func in ASKING:  # inside: a part of what is one kernel
+            return NotImplemented  # this class first splits the operation into plain ones
+        if self.inside or func in ASKING:  # inside: a part of one kernel
             return super().dispatch(func, types, args, kwargs or {})
         self.inside = True
         try:
@@ -86,14 +87,14 @@ class Device(FakeTensorMode):
             return func(*args, **kwargs)
         if func in READING or (func is aten._to_copy.default and to == "cpu"):
             real = func(*tree_map_only(Tensor, invented, args), **kwargs)
-            stays = isinstance(real, Tensor) and to is None  # numbers decide its shape only
+            stays = isinstance(real, Tensor) and to is None  # the numbers only decide the shape
             return self.ghost(real, args[0].device) if stays else real
         if func in INDEXING:
             args = (args[0], self.places(args[0], args[1]), *args[2:])
         args = tree_map_only(Tensor, lambda x: self.ghost(x, x.device), args)
         result = super().dispatch(func, types, args, kwargs)
-        made = tensors_in(result, FakeTensor)
-        for x, real in zip(made, learned(func, args, kwargs, made), strict=True):
+        outputs = tensors_in(result, FakeTensor)
+        for x, real in zip(outputs, learned(func, args, kwargs, outputs), strict=True):
             self.see(x, real)
         return result
 
@@ -104,33 +105,33 @@ class Device(FakeTensorMode):
         return x
 
     def ghost(self, x: Tensor, device) -> FakeTensor:
-        """A real tensor as a ghost on `device` that carries its numbers."""
+        """Returns a ghost on `device` that carries the numbers of a real tensor."""
         if isinstance(x, FakeTensor):
             return x
         return self.see(FakeTensor(self, x.to("meta"), torch.device(device)), x)
 
     def places(self, indexed: Tensor, index: list) -> list:
-        """Masks become the numbers of their places, as a GPU does it."""
-        found = []
+        """Replaces each mask in an index by the positions of its true elements, as a GPU does."""
+        places = []
         for x in index:
             if x is not None and x.device.type == "cuda" != indexed.device.type:
                 raise RuntimeError("indices should be on the device of the indexed tensor (cpu)")
             if x is not None and x.dtype == torch.bool:
-                found += [self.ghost(i, x.device) for i in invented(x).nonzero(as_tuple=True)]
+                places += [self.ghost(i, x.device) for i in invented(x).nonzero(as_tuple=True)]
             else:
-                found.append(x)
-        return found
+                places.append(x)
+        return places
 
 
-def learned(func, args, kwargs, made: list[FakeTensor]) -> list[Tensor | None]:
-    """The same operation on the numbers, if all are known and few; else they are unknown."""
+def learned(func, args, kwargs, outputs: list[FakeTensor]) -> list[Tensor | None]:
+    """Returns the results of the operation on the numbers, if all are known and few; else Nones."""
     known = all(numbers(x) is not None for x in tensors_in(args))
-    few = all(x.numel() <= KNOWN for x in made)
-    if made and known and few and torch.Tag.nondeterministic_seeded not in func.tags:
+    few = all(x.numel() <= KNOWN for x in outputs)
+    if outputs and known and few and torch.Tag.nondeterministic_seeded not in func.tags:
         kwargs = kwargs | ({"device": "cpu"} if "device" in kwargs else {})
         with contextlib.suppress(RuntimeError):
             return tensors_in(func(*tree_map_only(Tensor, numbers, args), **kwargs))
-    return [None] * len(made)
+    return [None] * len(outputs)
 
 
 IDLE = "set_device synchronize empty_cache _lazy_init current_stream stream Stream Event"
@@ -147,29 +148,29 @@ LIBRARY = torch.library.Library("aten", "IMPL")
 
 
 def real_bias(kind: type, *_) -> bias.CausalBias:
-    """It is no tensor but in name."""
+    """Creates a causal mask, which is a tensor in name only, as a real object, not as a ghost."""
     with no_dispatch():
         return Tensor.__new__(kind)
 
 
 def install(device: Device) -> None:
-    """Puts the device into torch, for the rest of this process."""
+    """Makes torch use this device for the rest of this process."""
     for name in IDLE.split():
         setattr(torch.cuda, name, MagicMock())
     for name, value in ANSWERS.items():
         setattr(torch.cuda, name, MagicMock(return_value=value))
     torch.cuda.mem_get_info = lambda *_: (int(device.total - device.now), int(device.total))
     FakeTensorMode.avoid_device_init = True  # torch.tensor(...) is made on the CPU, then moved
-    # Without a kernel its gradient would be taken apart into several tensors.
+    # Without a kernel torch would split the gradient of silu into operations with several tensors.
     LIBRARY.impl("silu_backward", MagicMock(), "CUDA")
     bias.CausalBias.__new__ = real_bias
-    bias.can_use_flash_attention = lambda asked, *_: asked.query.dtype == torch.bfloat16
+    bias.can_use_flash_attention = lambda params, *_: params.query.dtype == torch.bfloat16
     FakeTensor.tolist = lambda x: invented(x).tolist()
-    # DTensor learns shapes from whole fake tensors, which no GPU holds: of a mode of their own.
+    # DTensor infers shapes with whole fake tensors, which no GPU holds: they get a separate mode.
     _sharding_prop.detect_fake_mode = lambda: None
     resize = torch.UntypedStorage.resize_
 
-    def counted(storage, size):  # FSDP frees and takes the memory of whole weights by this
+    def counted(storage, size):  # FSDP frees and allocates whole weights with it
         result = resize(storage, size)
         if storage._cdata in device.held:
             device.count(storage, size)

@@ -1,12 +1,13 @@
-"""A training step on a GPU made of nothing: update, scoring, bf16 copy, rollout in slots.
+"""A training step on a simulated GPU: update, scoring, bf16 copy, rollout in slots.
 
     PYTHONPATH=. python tests/ghost/step.py SHIM CASE ...
 
-A CASE is "one", "ddp" or "fsdp2" and flags of `lab.plan`, as in "ddp --gpus 8 --model 3B".
+SHIM is the compiled shim.cpp. A CASE is "one", "ddp" or "fsdp2" and flags of `lab.plan`, as in
+"ddp --gpus 8 --model 3B".
 
-What it cannot see stands in device.py. It prints a line of JSON for each case: the most bytes on
-the GPU, and what `lab.plan` says of them. SHIM is shim.cpp, compiled. Of several processes this is
-the first; the others answer at once.
+Prints a line of JSON for each case: the peak number of bytes on the GPU, and that which `lab.plan`
+predicts. Of several processes this is the first; the others answer at once. device.py says what the
+simulation does not show.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from unittest import mock
 ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)  # before torch
 
 if "8bit" in str(sys.argv):
-    import bitsandbytes  # it asks at its import whether there is a GPU
+    import bitsandbytes  # it looks for a GPU when it is imported
 else:
     sys.modules["bitsandbytes"] = None  # peft would import it, which takes long
 import torch
@@ -46,7 +47,7 @@ from trajectory import Trajectory
 
 
 def accelerator(processes: int) -> SimpleNamespace:
-    """What a run asks of accelerate's."""
+    """Returns a stand-in for accelerate's Accelerator, with the attributes that a run uses."""
     return SimpleNamespace(
         num_processes=processes,
         process_index=0,
@@ -59,21 +60,23 @@ def accelerator(processes: int) -> SimpleNamespace:
 
 
 def in_buckets(policy: Policy) -> DistributedDataParallel:
+    """Wraps the policy in DDP, whose communication ends at once."""
     model = DistributedDataParallel(policy, device_ids=[0], gradient_as_bucket_view=True)
-    # Its own hook waits for a future that nobody fulfils; its logger asks CUDA's clock.
+    # The default hook waits for a future that nobody fulfils, and the logger reads CUDA's clock.
     model.register_comm_hook(None, at_once)
     model.logger = mock.MagicMock()
     return model
 
 
 def at_once(_, bucket):
+    """Returns the finished communication of a bucket of gradients, unchanged."""
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
 def case_of(words: str) -> tuple[plan.Case, float]:
-    """The case and the memory of the flags of `lab.plan`, behind the way in which GPUs share."""
+    """Returns the case and the memory that `words` name: a sharding, then flags of `lab.plan`."""
     sharding, *flags = words.split()
     with mock.patch.object(plan, "report", return_value=[]) as report:
         plan.main(flags)
@@ -83,12 +86,12 @@ def case_of(words: str) -> tuple[plan.Case, float]:
 
 
 def model_of(case: plan.Case) -> Policy:
-    """As `load_policy`, without a file."""
+    """Returns a policy like that of `load_policy`, but reads no file."""
     s, config = case.settings, plan.config_of(case.settings.model)
     config._attn_implementation = "sdpa"
     config.eos_token_id = config.bos_token_id = config.pad_token_id = None
     dtype = torch.bfloat16 if s.lora_rank else torch.float32
-    # All is made on the GPU, and peft's `to` cannot swap what is not there.
+    # All weights are made on the GPU, and the `to` that peft calls cannot swap fake tensors.
     with GPU, mock.patch.object(torch.nn.Module, "to", lambda module, *_, **__: module):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         if s.gradient_checkpointing:
@@ -100,7 +103,7 @@ def model_of(case: plan.Case) -> Policy:
 
 
 def row_of(size: int) -> Trajectory:
-    """A prompt, a turn, documents, a turn."""
+    """Returns a row of `size` tokens: a prompt, a turn, documents, a last turn."""
     row, turn = Trajectory(Question("", "", []), PROTOCOLS["ur2"], [5] * 100), (size - 100) // 4
     row.append_model([6] * turn, [-1.0] * turn, "")
     row.append_environment([7] * turn, "", "documents")
@@ -117,7 +120,7 @@ def learn(state: update.TrainState, count: int, size: int) -> None:
 
 
 def roll_out(case: plan.Case, policy: Policy) -> int:
-    """All slots at once, whose rows are as deep as they may become. Returns how many there were."""
+    """Decodes with all slots in use and rows of the largest length; returns the number of slots."""
     size, in_8bit = case.row_tokens, "base" in frozen_in_8bit(case.settings)
     copies = wants_copy(case.settings.sampling_copy, GPU, in_8bit)
     rule = SimpleNamespace(watched=[0], reason=lambda ids, room: "length" * (len(ids) == room))
@@ -131,7 +134,9 @@ def roll_out(case: plan.Case, policy: Policy) -> int:
 
 
 def step(device: Device, case: plan.Case) -> dict:
-    """The second update of a run, when moments are there, with two micro-batches; a rollout."""
+    """Runs two updates, the second with two micro-batches, and a rollout; returns the bytes of the
+    second update, when the optimizer's moments exist, and of the rollout.
+    """
     s, policy = case.settings, model_of(case)
     state = update.TrainState(s, accelerator(case.gpus), policy, None, None, True, "token")
     state.environment = mock.MagicMock(**{"tokenizer.pad_token_id": 0})
@@ -146,11 +151,11 @@ def step(device: Device, case: plan.Case) -> dict:
 
 
 def planned(case: plan.Case, total: float) -> dict:
-    """The same by `lab.plan`."""
+    """Returns the bytes and the slots that `lab.plan` predicts."""
     _, slots = plan.plan(case, total)
     kinds = {"update": plan.update_parts(case), "rollout": plan.rollout_parts(case, slots)}
     always = sum(plan.standing(case).values())
-    return {"slots": slots} | {name: always + sum(found.values()) for name, found in kinds.items()}
+    return {"slots": slots} | {name: always + sum(parts.values()) for name, parts in kinds.items()}
 
 
 def main(cases: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Damaged checkpoints are passed over and named; full disks are one line."""
+"""Damaged checkpoints are passed over and named; a full disk is a one-line error."""
 
 import json
 import os
@@ -26,7 +26,7 @@ RUN = "--save_every 2 --keep_checkpoints 0 --steps"
 
 @pytest.fixture(scope="module")
 def whole(model, tmp_path_factory):
-    """Returns the folder of an unbroken run of 6 steps."""
+    """Returns the output folder of an unbroken run of 6 steps."""
     runs = tmp_path_factory.mktemp("whole")
     train.train(settings_for(model, runs, f"{RUN} 6"))
     return runs
@@ -50,13 +50,13 @@ def empty(path):
 
 
 def rewritten(change):
-    """Returns a harm: the bytes of a file become change(bytes, half of their number)."""
+    """Returns a damage, which replaces the bytes of a file by change(bytes, half their number)."""
 
-    def harm(path):
+    def damage(path):
         data = path.read_bytes()
         path.write_bytes(change(data, len(data) // 2))
 
-    return harm
+    return damage
 
 
 flipped = rewritten(lambda b, n: b[:n] + bytes(x ^ 0x7F for x in b[n : n + 40]) + b[n + 40 :])
@@ -80,7 +80,7 @@ RUN_BY_A_PICKLE = "a-pickle-was-run"
 
 
 class Pickled:
-    """Unpickling it makes a folder."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -116,7 +116,7 @@ def renamed(path):
 
 WEIGHTS, STATE = "checkpoint-000004/model.safetensors", "checkpoint-000004/trainer.pt"
 FOUR = "checkpoint-000004"
-# (fault, damage, the damaged path, fragment of the message or "", the step that is resumed from)
+# (fault, damage, damaged path, fragment of the message or "", step of the newest whole checkpoint)
 MATRIX = [
     (22, cut, WEIGHTS, "model.safetensors has", 2),
     (23, empty, WEIGHTS, "model.safetensors has 0 bytes", 2),
@@ -145,13 +145,15 @@ MATRIX = [
 CASES = [of_fault(*row) for row in MATRIX]
 
 
-@pytest.mark.parametrize("harm, what, said, step", CASES)
-def test_what_is_not_as_it_was_written_is_passed_over(harm, what, said, step, run, capsys):
-    harm(run / what)
+@pytest.mark.parametrize("damage, damaged, fragment, step", CASES)
+def test_damaged_checkpoints_are_passed_over_and_named(
+    damage, damaged, fragment, step, run, capsys
+):
+    damage(run / damaged)
     assert newest_whole(run) == run / f"checkpoint-00000{step}"
     err = capsys.readouterr().err
-    assert err.count("\n") == bool(said) and said in err
-    assert not said or f"{run / what.split('/')[0]} is passed over: " in err
+    assert err.count("\n") == bool(fragment) and fragment in err
+    assert not fragment or f"{run / damaged.split('/')[0]} is passed over: " in err
 
 
 @pytest.fixture
@@ -166,27 +168,29 @@ def large(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "harm, what, said, step",
+    "damage, damaged, fragment, step",
     [
         of_fault(22, cut, WEIGHTS, "model.safetensors has", 2),
         pytest.param(headless, WEIGHTS, "model.safetensors is not what was written", 2),
         of_fault(32, nan_moments, STATE, "", 4),
     ],
 )
-def test_of_a_large_file_size_and_header_are_looked_at(harm, what, said, step, large, capsys):
-    harm(large / what)
+def test_a_large_file_is_checked_by_size_and_header_alone(
+    damage, damaged, fragment, step, large, capsys
+):
+    damage(large / damaged)
     assert newest_whole(large) == large / f"checkpoint-00000{step}"
-    assert said in capsys.readouterr().err
+    assert fragment in capsys.readouterr().err
 
 
 @fault(31)
-def test_a_large_state_of_another_step_is_one_line(large, model, tmp_path):
+def test_a_large_state_of_another_step_is_a_one_line_error(large, model, tmp_path):
     of_step_2(large / STATE)
-    said = message(train.train, settings_for(model, tmp_path, f"{RUN} 6 --resume"))
-    assert f"{STATE} cannot be read (it lacks the optimizer's moments, or is of another" in said
+    error = message(train.train, settings_for(model, tmp_path, f"{RUN} 6 --resume"))
+    assert f"{STATE} cannot be read (it lacks the optimizer's moments, or is of another" in error
 
 
-def test_a_resume_passes_a_damaged_checkpoint_and_ends_as_the_unbroken_run(
+def test_a_resume_passes_over_a_damaged_checkpoint_and_ends_as_the_unbroken_run(
     run, whole, model, tmp_path, capsys
 ):
     cut(run / STATE)
@@ -196,28 +200,31 @@ def test_a_resume_passes_a_damaged_checkpoint_and_ends_as_the_unbroken_run(
     assert [path.name for path in run.glob("*.old1")] == [f"{FOUR}.old1"]
 
 
-def test_without_a_whole_one_it_says_so_and_harms_nothing(run, model, tmp_path, capsys):
+def test_a_resume_without_a_whole_checkpoint_is_an_error_and_deletes_nothing(
+    run, model, tmp_path, capsys
+):
     for path in checkpoints(run):
         empty(path / "trainer.pt")
-    said = message(train.train, settings_for(model, tmp_path, f"{RUN} 6 --resume"))
-    assert "no whole checkpoint is there" in said and not said.startswith("--model")
+    error_line = message(train.train, settings_for(model, tmp_path, f"{RUN} 6 --resume"))
+    assert "no whole checkpoint is there" in error_line and not error_line.startswith("--model")
     assert len(checkpoints(run)) == 2 and len(rows_of(run)) == 6
 
 
 @fault(33)
-def test_a_state_that_would_run_a_command_is_not_read_under_a_new_manifest_either(run):
+def test_a_pickled_command_in_the_state_is_not_run_under_a_new_manifest_either(run):
     pickled(run / STATE)
     seal(run / FOUR, 4)
     assert f"{run / STATE} cannot be read" in message(checkpoint.read_state, str(run / FOUR))
     assert not [*run.parents[1].rglob(RUN_BY_A_PICKLE)]
+    # Loaded as a pickle, the file does run the command.
     torch.load(run / STATE, weights_only=False)
-    assert [*run.parents[1].rglob(RUN_BY_A_PICKLE)]  # it would have been
+    assert [*run.parents[1].rglob(RUN_BY_A_PICKLE)]
 
 
-def test_another_command_is_told_what_is_wrong_with_a_checkpoint(run, model, tmp_path, capsys):
+def test_a_run_from_a_damaged_checkpoint_is_a_one_line_error(run, model, tmp_path, capsys):
     flipped(run / WEIGHTS)
-    said = command_line(train.main, flags(run / FOUR, tmp_path, "--run_name other"), capsys)
-    assert "model.safetensors is not what was written: use another, or remove its manifest" in said
+    error = command_line(train.main, flags(run / FOUR, tmp_path, "--run_name other"), capsys)
+    assert "model.safetensors is not what was written: use another, or remove its manifest" in error
 
 
 def test_a_stage_starts_from_a_whole_checkpoint(run, model, tmp_path):
@@ -236,16 +243,16 @@ def test_a_half_deleted_checkpoint_does_not_count(run, model, tmp_path, monkeypa
     assert not [*run.glob("*.partial")]  # it would fill the disk
 
 
-# ---------------------------------------------------------------------------- a disk that is full
+# --------------------------------------------------------------------------------------- full disks
 Usage = namedtuple("Usage", "total used free")
 
 
 @fault(46, 47)
-def test_a_full_disk_is_known_before_the_work(run, model, tmp_path, monkeypatch, capsys):
+def test_a_full_disk_is_an_error_before_the_first_step(run, model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: Usage(100, 100, 0))
     monkeypatch.setattr(train, "collect", lambda *_: pytest.fail("a step was made"))
-    said = command_line(train.main, flags(model, tmp_path, f"{RUN} 6 --resume"), capsys)
-    assert "MB and 0.0 MB are free: make room, or name another disk with --output_dir" in said
+    error_line = command_line(train.main, flags(model, tmp_path, f"{RUN} 6 --resume"), capsys)
+    assert "MB and 0.0 MB are free: make room, or name another disk with --output_dir" in error_line
     assert len(rows_of(run)) == 6 and len(checkpoints(run)) == 2
 
 
@@ -255,13 +262,14 @@ def test_a_disk_that_fills_up_keeps_the_older_checkpoints(model, tmp_path, monke
     monkeypatch.setattr(
         checkpoint.shutil, "disk_usage", lambda _: Usage(100, 100, next(free, 10**12))
     )
-    said = message(train.train, settings_for(model, tmp_path, f"{RUN} 6"))
+    error_line = message(train.train, settings_for(model, tmp_path, f"{RUN} 6"))
     folder = tmp_path / "t" / "stage1"
-    assert "make room" in said and len(rows_of(folder)) == 4
+    assert "make room" in error_line and len(rows_of(folder)) == 4
     assert [newest_whole(folder)] == checkpoints(folder)
 
 
 def limited(size: int, arguments: list[str]) -> None:
+    """Trains while no file may become larger than `size` bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     train.main(arguments)
 
@@ -274,7 +282,9 @@ def last_line(log: Path) -> str:
 
 @fault(48)
 @pytest.mark.parametrize("size", [1500, 3000, 20_000, 150_000])
-def test_a_file_that_may_not_grow_is_one_line_and_resume_goes_on(size, run, model, whole, tmp_path):
+def test_a_file_size_limit_is_a_one_line_error_and_a_resume_goes_on(
+    size, run, model, whole, tmp_path
+):
     arguments, log = flags(model, tmp_path, f"{RUN} 6 --resume"), tmp_path / "log"
     assert exit_code(command(log, limited, size, arguments)) == 2
     assert "cannot be " in last_line(log) and "make room" in last_line(log)
@@ -283,7 +293,7 @@ def test_a_file_that_may_not_grow_is_one_line_and_resume_goes_on(size, run, mode
     assert same_end(run, whole / "t" / "stage1")
 
 
-# -------------------------------------------------------------------------------- files of lines
+# -------------------------------------------------------------------------------------- JSONL files
 def append_twenty(path: Path, child: int) -> None:
     for number in range(20):
         append_jsonl(path, [{"child": child, "number": number, "text": "x" * 20_000}])
@@ -294,7 +304,7 @@ def test_eight_processes_append_to_one_file(tmp_path):
     path, log = tmp_path / "a.jsonl", tmp_path / "log"
     children = [start_process(append_twenty, path, child, log=log) for child in range(8)]
     assert exit_codes(children) == [0] * 8, log.read_text()
-    found = [json.loads(line) for line in path.read_text().splitlines() if line]
-    assert {(its["child"], its["number"]) for its in found} == {
+    records = [json.loads(line) for line in path.read_text().splitlines() if line]
+    assert {(record["child"], record["number"]) for record in records} == {
         (child, number) for child in range(8) for number in range(20)
     }

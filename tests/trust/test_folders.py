@@ -1,4 +1,4 @@
-"""A run's folder: other starts, signals, and files that are not what the run wrote."""
+"""The folder of a run: a second start, signals, and files that differ from what the run wrote."""
 
 import contextlib
 import errno
@@ -33,6 +33,7 @@ LONG = "--steps 4 --save_every 1000"
 
 @pytest.fixture(autouse=True)
 def signals_are_heeded():
+    """Gives each test the default handlers of SIGINT and SIGHUP, and restores the former ones."""
     before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGHUP)]
     heed_signals()
     yield
@@ -42,15 +43,15 @@ def signals_are_heeded():
 
 @pytest.fixture
 def resumed(run, model, tmp_path):
-    """resumed(): goes on with the run of 4 steps until there are 6."""
+    """Returns a function that resumes the run after the 4 steps and trains until there are 6."""
     return lambda: train.train(settings_for(model, tmp_path, f"{RUN} 6 --resume"))
 
 
-# ------------------------------------------------------------------------------------- two starts
+# --------------------------------------------------------------------------- two runs in one folder
 @contextlib.contextmanager
 def other_run(folder):
-    """Locks a folder as another process would, which has our number, since in two containers both
-    may be number 1.
+    """Locks a folder as another run would. The lock names our own process number: in two containers
+    both processes may have the number 1.
     """
     folder.mkdir()
     with open(folder.with_name(f".{folder.name}.lock"), "w") as file:
@@ -70,47 +71,47 @@ def is_held(folder) -> bool:
 
 @fault(236)
 @pytest.mark.parametrize("stages", ["1", "1,2"])
-def test_a_start_puts_no_stage_aside_into_which_another_run_writes(
+def test_a_start_does_not_move_a_stage_that_another_run_writes(
     stages, run, model, tmp_path, capsys
 ):
     second = run.with_name("stage2")
     with other_run(second):
-        said = command_line(train.main, flags(model, tmp_path, f"--stage {stages}"), capsys)
-    assert f"process {os.getpid()} trains in {second}: wait for it" in said
+        error_line = command_line(train.main, flags(model, tmp_path, f"--stage {stages}"), capsys)
+    assert f"process {os.getpid()} trains in {second}: wait for it" in error_line
     assert {path.name for path in run.parent.glob("stage*")} == {"stage1", "stage2"}
 
 
 @fault(237)
-def test_a_command_of_two_stages_holds_both_until_it_ends(model, tmp_path, monkeypatch):
-    seen, folders = [], [tmp_path / "t" / "stage1", tmp_path / "t" / "stage2"]
-    monkeypatch.setattr(train, "train", lambda _: seen.extend(map(is_held, folders)))
+def test_a_command_of_two_stages_locks_both_folders_until_it_ends(model, tmp_path, monkeypatch):
+    held, folders = [], [tmp_path / "t" / "stage1", tmp_path / "t" / "stage2"]
+    monkeypatch.setattr(train, "train", lambda _: held.extend(map(is_held, folders)))
     train.main(flags(model, tmp_path, "--stage 1,2"))
-    assert seen == [True] * 4 and not any(map(is_held, folders))
+    assert held == [True] * 4 and not any(map(is_held, folders))
 
 
 @fault(260)
-def test_a_file_system_without_locks_is_told_once_and_trained_on(
+def test_a_file_system_without_locks_is_reported_once_and_training_goes_on(
     model, tmp_path, monkeypatch, capsys
 ):
-    def none_there(*_):
+    def no_locks(*_):
         raise OSError(errno.ENOLCK, "no locks")
 
-    monkeypatch.setattr(fcntl, "flock", none_there)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     train.main(flags(model, tmp_path, "--steps 1"))
-    said = "cannot be locked (no locks): two runs in one folder would not be noticed"
-    assert capsys.readouterr().err.count(said) == 1
+    warning = "cannot be locked (no locks): two runs in one folder would not be noticed"
+    assert capsys.readouterr().err.count(warning) == 1
 
 
 @fault(255)
-def test_a_folder_in_the_place_of_the_lock_is_one_line(model, tmp_path, capsys):
+def test_a_folder_in_the_place_of_the_lock_is_a_one_line_error(model, tmp_path, capsys):
     (tmp_path / "t" / ".stage1.lock").mkdir(parents=True)
-    said = command_line(train.main, flags(model, tmp_path), capsys)
-    assert ".stage1.lock: cannot be written (Is a directory): " in said
+    error_line = command_line(train.main, flags(model, tmp_path), capsys)
+    assert ".stage1.lock: cannot be written (Is a directory): " in error_line
 
 
 # ---------------------------------------------------------------------------------------- signals
 def raising(real, call: int, *numbers: int):
-    """`real`, in whose call of that number these signals come."""
+    """Returns a wrapper of `real` that raises these signals in the call of this number."""
     calls = []
 
     def called(*arguments):
@@ -123,6 +124,7 @@ def raising(real, call: int, *numbers: int):
 
 
 def ends_with(code: int, arguments: list[str]) -> None:
+    """Asserts that training exits with this code and leaves the signal handlers as they were."""
     before = [*map(signal.getsignal, checkpoint.SIGNALS)]
     with pytest.raises(SystemExit, match=str(code)):
         train.main(arguments)
@@ -131,7 +133,7 @@ def ends_with(code: int, arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("where, saved", [("collect", "2"), ("prepare", "3")])
 @pytest.mark.parametrize(
-    "number, said",
+    "number, ending",
     [
         of_fault(240, signal.SIGHUP, "ended by SIGHUP"),
         of_fault(241, signal.SIGUSR1, "ended by SIGUSR1"),
@@ -140,18 +142,18 @@ def ends_with(code: int, arguments: list[str]) -> None:
     ],
 )
 def test_each_signal_saves_what_was_learned(
-    number, said, where, saved, model, tmp_path, monkeypatch, capfd
+    number, ending, where, saved, model, tmp_path, monkeypatch, capfd
 ):
     monkeypatch.setattr(train, where, raising(getattr(train, where), 3, number))
     ends_with(128 + number, flags(model, tmp_path, LONG))
     (path,), (out, err) = checkpoints(tmp_path / "t" / "stage1"), capfd.readouterr()
     assert path.name[-1] == saved and not wrong_with(path)
-    assert out.splitlines()[-1] == f"{said}; last checkpoint: {path} (go on with --resume)"
+    assert out.splitlines()[-1] == f"{ending}; last checkpoint: {path} (go on with --resume)"
     assert err.count("Ctrl-C again ends at once") == (number == signal.SIGINT)
 
 
 @fault(242)
-def test_what_nohup_ignores_stays_ignored(model, tmp_path):
+def test_a_signal_that_nohup_ignores_stays_ignored(model, tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with checkpoint.as_command(settings_for(model, tmp_path)):
@@ -161,7 +163,9 @@ def test_what_nohup_ignores_stays_ignored(model, tmp_path):
 
 
 @fault(243)
-def test_a_tee_that_had_the_same_ctrl_c_loses_no_step(model, tmp_path, monkeypatch):
+def test_no_step_is_lost_if_ctrl_c_also_ends_the_tee_that_reads_the_output(
+    model, tmp_path, monkeypatch
+):
     def closed(*_, **__):
         raise BrokenPipeError
 
@@ -189,7 +193,7 @@ def test_only_a_second_ctrl_c_ends_the_saving(first, code, saved, model, tmp_pat
 
 
 @fault(21)
-def test_a_signal_while_a_step_is_saved_costs_no_further_step(model, tmp_path, monkeypatch):
+def test_a_signal_during_a_save_ends_the_run_before_another_step(model, tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "seal", raising(seal, 1, signal.SIGTERM))
     ends_with(143, flags(model, tmp_path, "--steps 4 --save_every 2"))
     assert len(rows_of(tmp_path / "t" / "stage1")) == 2
@@ -197,33 +201,35 @@ def test_a_signal_while_a_step_is_saved_costs_no_further_step(model, tmp_path, m
 
 @fault(261)
 @pytest.mark.parametrize("where", ["collect", "prepare"])
-def test_a_dry_run_that_is_ended_leaves_nothing(where, model, tmp_path, monkeypatch):
+def test_a_dry_run_that_a_signal_ends_leaves_no_files(where, model, tmp_path, monkeypatch):
     monkeypatch.setattr(train, where, raising(getattr(train, where), 1, signal.SIGTERM))
     ends_with(143, flags(model, tmp_path, "--dry_run"))
     assert not (tmp_path / "t").exists()
 
 
 def at_terminal(arguments: list[str]) -> None:
-    """A run at a terminal of its own, which is closed when it shows the second step."""
+    """Trains in a new terminal, which is closed when it shows the second step."""
     os.setsid()
-    ours, theirs = os.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+    controller, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
 
     def watch():
-        seen = b""
-        while b"step    1" not in seen:
-            seen += os.read(ours, 2**16)
-        os.close(ours)
+        output = b""
+        while b"step    1" not in output:
+            output += os.read(controller, 2**16)
+        os.close(controller)
 
     threading.Thread(target=watch, daemon=True).start()
-    sys.stdout = sys.stderr = os.fdopen(theirs, "w", buffering=1)
+    sys.stdout = sys.stderr = os.fdopen(terminal, "w", buffering=1)
     train.main(arguments)
 
 
 @fault(240)
-def test_a_terminal_that_is_closed_loses_no_step(model, tmp_path):
+def test_no_step_is_lost_if_the_terminal_is_closed(model, tmp_path):
     arguments = flags(model, tmp_path, "--steps 5000 --save_every 5000")
-    assert exit_code(command(tmp_path / "log", at_terminal, arguments))  # nobody hears which
+    assert exit_code(
+        command(tmp_path / "log", at_terminal, arguments)
+    )  # which error code it is, nobody can see
     (saved,) = checkpoints(tmp_path / "t" / "stage1")
     assert files.step_of(saved) - len(rows_of(saved.parent)) in (0, -1)
 
@@ -234,9 +240,9 @@ def steps_of(folder) -> list[int]:
 
 
 @fault(238)
-def test_a_resume_keeps_the_steps_before_a_damaged_one_and_the_file_as_it_was(run, resumed, capsys):
+def test_a_resume_keeps_the_steps_before_a_damaged_one_and_the_damaged_file(run, resumed, capsys):
     data = bytearray((run / NAME).read_bytes())
-    second = data.index(data[:3], 3)  # a member of gzip for each step
+    second = data.index(data[:3], 3)  # each step is a separate gzip member
     data[second + 50] ^= 0xFF
     (run / NAME).write_bytes(data)
     resumed()
@@ -253,7 +259,9 @@ def test_a_resume_keeps_the_steps_before_a_damaged_one_and_the_file_as_it_was(ru
         of_fault(252, gzip.compress(b'{"step": true}\n', mtime=0), [0, 1]),
     ],
 )
-def test_what_is_no_record_of_a_step_is_left_out_and_the_file_kept(odd, steps, tmp_path, capsys):
+def test_lines_that_are_not_step_records_are_left_out_and_the_file_is_kept(
+    odd, steps, tmp_path, capsys
+):
     append_trajectories(tmp_path, [{"step": 0}, {"step": 1}])
     data = odd + (tmp_path / NAME).read_bytes()
     (tmp_path / NAME).write_bytes(data)
@@ -264,7 +272,7 @@ def test_what_is_no_record_of_a_step_is_left_out_and_the_file_kept(odd, steps, t
 
 @fault(262)
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
-def test_what_is_no_file_is_put_aside_and_stops_no_training(make, run, resumed):
+def test_a_folder_or_pipe_in_place_of_the_trajectories_is_renamed(make, run, resumed):
     (run / NAME).unlink()
     make(run / NAME)
     resumed()
@@ -280,7 +288,7 @@ def test_a_half_written_checkpoint_that_is_a_file_is_removed(run, resumed):
 
 
 @fault(254)
-def test_a_folder_in_the_place_of_the_metrics_is_one_line(run, resumed):
+def test_a_folder_in_the_place_of_the_metrics_is_a_one_line_error(run, resumed):
     (run / "metrics.jsonl").unlink()
     (run / "metrics.jsonl").mkdir()
     assert "metrics.jsonl: cannot be written (Is a directory): " in message(resumed)
@@ -290,15 +298,17 @@ def test_a_folder_in_the_place_of_the_metrics_is_one_line(run, resumed):
 @pytest.mark.parametrize(
     "state", [{"step": 4}, [4], {"step": "four", "optimizer": {}}, {"step": -4, "optimizer": {}}]
 )
-def test_a_state_that_is_none_is_one_line_under_a_manifest_of_its_own(state, run, resumed):
+def test_a_wrong_trainer_state_with_a_valid_manifest_is_a_one_line_error(state, run, resumed):
     torch.save(state, run / FOUR / "trainer.pt")
     seal(run / FOUR, 4)
-    said = message(resumed)
-    assert f"{FOUR}/trainer.pt cannot be read (" in said and said.endswith(f"remove {run / FOUR}")
+    error_line = message(resumed)
+    assert f"{FOUR}/trainer.pt cannot be read (" in error_line and error_line.endswith(
+        f"remove {run / FOUR}"
+    )
 
 
 @fault(249)
-def test_another_optimizer_at_resume_is_one_line(run, resumed):
+def test_another_optimizer_at_resume_is_a_one_line_error(run, resumed):
     settings = json.loads((run / FOUR / "settings.json").read_text())
     (run / FOUR / "settings.json").write_text(json.dumps(settings | {"optimizer": "adamw8bit"}))
     seal(run / FOUR, 4)
@@ -306,26 +316,28 @@ def test_another_optimizer_at_resume_is_one_line(run, resumed):
 
 
 @fault(258)
-def test_a_folder_that_is_removed_in_a_save_is_no_full_disk(model, tmp_path, monkeypatch):
+def test_a_folder_removed_during_a_save_is_not_reported_as_a_full_disk(
+    model, tmp_path, monkeypatch
+):
     monkeypatch.setattr(manifest, "seal", lambda *_: shutil.rmtree(tmp_path / "t"))
-    said = message(train.train, settings_for(model, tmp_path, "--steps 1"))
-    assert said.endswith("its folder was removed meanwhile")
+    error_line = message(train.train, settings_for(model, tmp_path, "--steps 1"))
+    assert error_line.endswith("its folder was removed meanwhile")
 
 
-def test_a_folder_that_is_removed_in_a_step_is_not_made_again(model, tmp_path, monkeypatch):
+def test_a_folder_removed_during_a_step_is_not_created_again(model, tmp_path, monkeypatch):
     monkeypatch.setattr("plumbing.files.alarms", lambda *_: shutil.rmtree(tmp_path / "t"))
-    said = message(train.train, settings_for(model, tmp_path, "--steps 1"))
-    assert said.endswith("was removed or renamed while it trained")
+    error_line = message(train.train, settings_for(model, tmp_path, "--steps 1"))
+    assert error_line.endswith("was removed or renamed while it trained")
     assert not (tmp_path / "t").exists()
 
 
 # ---------------------------------------------------------------------------- weights in the files
 def change(path, part: str, changed) -> None:
-    """Replaces the weights with `part` in their names by what `changed` makes of them, or none."""
+    """Applies `changed` to the weights whose names contain `part`; None removes a weight."""
     weights = load_file(path / "model.safetensors")
     weights |= {name: changed(weight) for name, weight in weights.items() if part in name}
-    left = {name: weight for name, weight in weights.items() if weight is not None}
-    save_file(left, path / "model.safetensors", {"format": "pt"})
+    remaining = {name: weight for name, weight in weights.items() if weight is not None}
+    save_file(remaining, path / "model.safetensors", {"format": "pt"})
     seal(path, 4)
 
 
@@ -341,11 +353,11 @@ def test_a_model_that_lacks_weights_or_has_integers_is_not_loaded(
 ):
     path = shutil.copytree(model, tmp_path / "model")
     change(path, part, changed)
-    said = message(load_policy, str(path))
-    assert f"{count} weights are missing, or not floating point: {first}" in said
+    error_line = message(load_policy, str(path))
+    assert f"{count} weights are missing, or not floating point: {first}" in error_line
 
 
 @fault(247)
-def test_a_checkpoint_that_lacks_a_norm_is_not_gone_on_from(run, resumed):
+def test_a_checkpoint_that_lacks_a_norm_is_not_resumed(run, resumed):
     change(run / FOUR, "model.norm", lambda _: None)
     assert "1 weights are missing, or not floating point: model.norm" in message(resumed)

@@ -1,4 +1,6 @@
-"""Models of others that say odd things or nothing: counted, told in one line, never believed on."""
+"""Judges whose replies are unreadable or missing: the replies are counted and never kept, and a
+dead server is a one-line error.
+"""
 
 import pytest
 from conftest import message, of_fault, said
@@ -39,16 +41,16 @@ READ = [
 
 
 @pytest.mark.parametrize("reply, verdict", [of_fault(*row) for row in READ])
-def test_what_cannot_be_read_is_counted_and_not_kept(reply, verdict, started, tmp_path):
+def test_an_unreadable_reply_is_counted_and_not_kept(reply, verdict, started, tmp_path):
     server = started(Server(lambda text: (200, reply)))
     judge = judge_of(server, tmp_path)
-    for number in (0, 1, 2, 3, 0):  # a readable verdict of the first batch is not asked again
+    for number in (0, 1, 2, 3, 0):  # readable verdicts on the first batch come from the cache
         assert judge.verdicts(batch(number)) == [verdict] * 8
-    asked = 40 if verdict is None else 32
-    assert len(server.texts()) == asked and judge.unreadable == (asked if verdict is None else 0)
+    calls = 40 if verdict is None else 32
+    assert len(server.texts()) == calls and judge.unreadable == (calls if verdict is None else 0)
 
 
-GONE = 200, said("yes")  # and then it is stopped
+GONE = 200, said("yes")  # for the probe; then the server is stopped
 DEAD = [
     (95, (500, b"ill")),
     (96, (429, b"slower")),
@@ -63,16 +65,16 @@ DEAD = [
 
 
 @pytest.mark.parametrize("reply", [of_fault(*row) for row in DEAD])
-def test_a_dead_server_is_one_line_after_three_batches(reply, started):
+def test_a_dead_server_is_a_one_line_error_after_three_batches(reply, started):
     server = started(Server(lambda text: reply))
     judge = judge_of(server, seconds=30.0 if reply else 0.5)  # only silence has to be waited for
     if reply is GONE:
         server.stop()
     for number in range(2):
         assert judge.verdicts(batch(number)) == [None] * 8
-    complaint = message(judge.verdicts, batch(2))
-    assert "3 batches in a row without an answer (" in complaint
-    assert "start it again; the replies so far are kept" in complaint
+    error_line = message(judge.verdicts, batch(2))
+    assert "3 batches in a row without an answer (" in error_line
+    assert "start it again; the replies so far are kept" in error_line
 
 
 @pytest.mark.fault(106)

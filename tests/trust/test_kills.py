@@ -1,4 +1,6 @@
-"""kill -9 at any moment, SIGTERM, killed launchers: resumed runs end as unbroken ones do."""
+"""Stopped runs (kill -9 at any moment, SIGTERM, a killed launcher), when resumed, end exactly as
+unbroken runs do.
+"""
 
 import contextlib
 import functools
@@ -44,8 +46,8 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def before(owner, name: str, nth: int = 1) -> None:
-    """Kills this process when `owner.name` is called the nth time."""
+def kill_before(owner, name: str, nth: int = 1) -> None:
+    """Replaces `owner.name`: its nth call kills this process."""
     real, calls = getattr(owner, name), []
 
     def counted(*arguments, **named):
@@ -57,65 +59,75 @@ def before(owner, name: str, nth: int = 1) -> None:
     setattr(owner, name, counted)
 
 
-def half_written(owner, name: str, path_of, nth: int = 4) -> None:
-    """Kills this process when the nth call of `owner.name` has written half of its bytes."""
+def kill_half_written(owner, name: str, path_of, nth: int = 4) -> None:
+    """Replaces `owner.name`: its nth call kills this process after writing half of its bytes."""
     real, calls = getattr(owner, name), []
 
-    def halved(*arguments):
+    def half_called(*arguments):
         path = path_of(*arguments)
-        there = path.stat().st_size if path.exists() else 0
+        old_size = path.stat().st_size if path.exists() else 0
         real(*arguments)
         calls.append(name)
         if len(calls) == nth:
-            os.truncate(path, (there + path.stat().st_size) // 2)
+            os.truncate(path, (old_size + path.stat().st_size) // 2)
             die()
 
-    setattr(owner, name, halved)
+    setattr(owner, name, half_called)
 
 
-def half_deleted() -> None:
-    def halved(path, **_):
+def kill_half_deleted() -> None:
+    """Replaces `shutil.rmtree`: on a checkpoint it deletes one file and kills this process."""
+
+    def half_deleted(path, **_):
         if path.exists() and path.name.startswith("checkpoint"):
             (path / "config.json").unlink()
             die()
 
-    files.shutil.rmtree = halved
+    files.shutil.rmtree = half_deleted
 
 
-# The moment of a kill -> (its fault, a function and arguments that bring the kill there)
+# the moment of the kill -> (number of the fault, function that prepares the kill, arguments of it)
 POINTS = {
-    "before trainer.pt": (6, before, torch, "save", 2),
-    "half of trainer.pt": (7, half_written, torch, "save", lambda state, path: path, 2),
-    "before the manifest": (6, before, manifest, "seal", 2),
-    "half of the manifest": (7, before, manifest, "sync", 12),
-    "before the rename": (8, before, Path, "rename", 2),
-    "after the rename": (9, before, checkpoint, "prune", 2),
-    "an old checkpoint half deleted": (10, half_deleted),
-    "half a line of metrics": (11, half_written, files, "append_jsonl", lambda path, rows: path),
+    "before trainer.pt": (6, kill_before, torch, "save", 2),
+    "half of trainer.pt": (7, kill_half_written, torch, "save", lambda state, path: path, 2),
+    "before the manifest": (6, kill_before, manifest, "seal", 2),
+    "half of the manifest": (7, kill_before, manifest, "sync", 12),
+    "before the rename": (8, kill_before, Path, "rename", 2),
+    "after the rename": (9, kill_before, checkpoint, "prune", 2),
+    "an old checkpoint half deleted": (10, kill_half_deleted),
+    "half a line of metrics": (
+        11,
+        kill_half_written,
+        files,
+        "append_jsonl",
+        lambda path, rows: path,
+    ),
     "half of a step's trajectories": (
         11,
-        half_written,
+        kill_half_written,
         files,
         "append_trajectories",
         lambda folder, rows: folder / trajectories.NAME,
     ),
-    "metrics rewritten in a resume": (12, before, os, "replace", 1),
-    "trajectories rewritten in a resume": (12, before, Path, "replace", 1),
-    "settings rewritten in a resume": (13, before, os, "replace", 2),
+    "metrics rewritten in a resume": (12, kill_before, os, "replace", 1),
+    "trajectories rewritten in a resume": (12, kill_before, Path, "replace", 1),
+    "settings rewritten in a resume": (13, kill_before, os, "replace", 2),
 }
 
 
-def trained(arguments: list[str]) -> None:
-    """Trains in a process of its own."""
-    DAPO["filter_by"] = "total"  # the model answers nothing right
+def train_run(arguments: list[str]) -> None:
+    """Runs the training command; tests start it in a separate process."""
+    # All of the model's answers are wrong, so the filter by correctness would drop every group.
+    DAPO["filter_by"] = "total"
     train.main(arguments)
 
 
 def killed_at(point: str, arguments: list[str]) -> None:
+    """Runs the training command; the first process is killed at this point."""
     if os.environ.get("RANK", "0") == "0":
-        _, kill, *where = POINTS[point]
-        kill(*where)
-    trained(arguments)
+        _, prepare_kill, *kill_arguments = POINTS[point]
+        prepare_kill(*kill_arguments)
+    train_run(arguments)
 
 
 QUICK = ("half of trainer.pt", "after the rename", "metrics rewritten in a resume")
@@ -136,27 +148,29 @@ def send(run: list, number: int) -> None:
 
 @pytest.fixture(scope="module")
 def unbroken(model, tmp_path_factory):
-    """Maps (algorithm, processes) to the stage's folder of the unbroken run and its seconds."""
+    """Returns a function from (algorithm, processes) to the stage folder of the unbroken run and
+    the seconds that the run took.
+    """
 
     @functools.cache
-    def made(algorithm: str, processes: int) -> tuple[Path, float]:
-        runs, begun = tmp_path_factory.mktemp("unbroken"), time.monotonic()
+    def run(algorithm: str, processes: int) -> tuple[Path, float]:
+        runs, started_at = tmp_path_factory.mktemp("unbroken"), time.monotonic()
         arguments = flags(model, runs, f"{ALGORITHMS[algorithm]} {STEPS}")
-        codes = exit_codes(start(processes, runs / "log", trained, arguments))
+        codes = exit_codes(start(processes, runs / "log", train_run, arguments))
         assert codes == [0] * processes, (runs / "log").read_text()
-        return runs / "t" / "stage1", time.monotonic() - begun
+        return runs / "t" / "stage1", time.monotonic() - started_at
 
-    return made
+    return run
 
 
-def goes_on(model, runs, algorithm: str, processes: int, unbroken) -> None:
-    """Asserts that the killed run, resumed, ends as the unbroken run does."""
+def assert_resumes_alike(model, runs, algorithm: str, processes: int, unbroken) -> None:
+    """Resumes the killed run and asserts that it ends as the unbroken run does."""
     folder = runs / "t" / "stage1"
     done = checkpoints(folder)
     more = " --resume" * bool(done)
     arguments = flags(model, runs, f"{ALGORITHMS[algorithm]} {STEPS}{more}")
-    if not done or files.step_of(done[-1]) < 8:  # else it was killed when all was done
-        codes = exit_codes(start(processes, runs / "log", trained, arguments))
+    if not done or files.step_of(done[-1]) < 8:  # otherwise the kill came after the last step
+        codes = exit_codes(start(processes, runs / "log", train_run, arguments))
         text = (runs / "log").read_text()
         assert codes == [0] * processes and "Traceback" not in text, text
     assert same_end(folder, unbroken(algorithm, processes)[0])
@@ -167,8 +181,8 @@ def goes_on(model, runs, algorithm: str, processes: int, unbroken) -> None:
 
 
 def cases(faults: dict, quick=()) -> list:
-    """Returns each name in `faults` with each algorithm, in one process and in two. Only GRPO in
-    one process runs outside `make trust`, where the name is in `quick`.
+    """Returns each name in `faults` with each algorithm, in one process and in two. Outside
+    `make trust` only the names in `quick` run, and those only with GRPO in one process.
     """
     params = []
     for name, algorithm, processes in itertools.product(faults, ALGORITHMS, (1, 2)):
@@ -183,15 +197,15 @@ def cases(faults: dict, quick=()) -> list:
 def test_a_kill_at_a_random_moment(moment, algorithm, processes, model, unbroken, tmp_path):
     seconds = unbroken(algorithm, processes)[1]
     arguments = flags(model, tmp_path, f"{ALGORITHMS[algorithm]} {STEPS}")
-    run = start(processes, tmp_path / "log", trained, arguments)
+    run = start(processes, tmp_path / "log", train_run, arguments)
     time.sleep(random.Random(f"{algorithm} {processes} {moment}").uniform(0.05, 1) * seconds)
     send(run, signal.SIGKILL)
     exit_codes(run)
-    goes_on(model, tmp_path, algorithm, processes, unbroken)
+    assert_resumes_alike(model, tmp_path, algorithm, processes, unbroken)
 
 
 @pytest.mark.parametrize(
-    "point, algorithm, processes", cases({name: its[:1] for name, its in POINTS.items()}, QUICK)
+    "point, algorithm, processes", cases({name: point[:1] for name, point in POINTS.items()}, QUICK)
 )
 def test_a_kill_at_a_chosen_point(point, algorithm, processes, model, unbroken, tmp_path):
     first, log = flags(model, tmp_path, f"{ALGORITHMS[algorithm]} {STEPS}"), tmp_path / "log"
@@ -200,31 +214,29 @@ def test_a_kill_at_a_chosen_point(point, algorithm, processes, model, unbroken, 
         first.append("--resume")
     codes = exit_codes(start(processes, log, killed_at, point, first))
     assert codes[0] == -signal.SIGKILL, log.read_text()
-    goes_on(model, tmp_path, algorithm, processes, unbroken)
+    assert_resumes_alike(model, tmp_path, algorithm, processes, unbroken)
 
 
 @pytest.mark.parametrize("_, algorithm, processes", cases({0: ()}, quick=(0,)))
 def test_the_same_seed_gives_the_same_run(_, algorithm, processes, model, unbroken, tmp_path):
     arguments = flags(model, tmp_path, f"{ALGORITHMS[algorithm]} {STEPS} --deterministic")
-    exit_codes(start(processes, tmp_path / "log", trained, arguments))
+    exit_codes(start(processes, tmp_path / "log", train_run, arguments))
     assert same_end(tmp_path / "t" / "stage1", unbroken(algorithm, processes)[0])
 
 
-# ------------------------------------------------------------------------------ what else is made
-
-
-def made_toy(runs: Path, kill: bool) -> None:
-    """Saves the built-in model, without its warm-up."""
+# ------------------------------------------------------------------------------- the built-in model
+def save_toy(runs: Path, kill: bool) -> None:
+    """Saves the built-in model without the warm-up, or is killed before the rename."""
     toy.warm_up = lambda *_: None
     if kill:
-        before(Path, "rename")
+        kill_before(Path, "rename")
     toy.load_toy(0, PROTOCOLS["ur2"], paper_of("ur2").warmed_up(""), str(runs))
 
 
 @fault(14)
 def test_a_kill_at_the_rename_of_the_warm_up(tmp_path):
     for kill in (True, False):
-        code = exit_code(command(tmp_path / "log", made_toy, tmp_path, kill))
+        code = exit_code(command(tmp_path / "log", save_toy, tmp_path, kill))
         assert code == (-signal.SIGKILL if kill else 0), (tmp_path / "log").read_text()
     assert not [*tmp_path.rglob("*.partial")]
 
@@ -235,6 +247,7 @@ def slow_warm_up(*_) -> None:
 
 
 def first_run(runs: Path, slow: bool, arguments: list[str]) -> None:
+    """Runs the training command with a warm-up that takes a minute, or none."""
     toy.warm_up = slow_warm_up if slow else lambda *_: None
     train.main(arguments)
 
@@ -270,7 +283,7 @@ def test_sigterm_saves_what_was_learned(processes, model, tmp_path):
 
 
 def test_an_error_while_sampling_keeps_what_was_learned(model, tmp_path):
-    """Another process fails than the first, which holds all weights."""
+    """The second process fails. The first one, which holds all weights, saves them."""
     folder, log = tmp_path / "t" / "stage1", tmp_path / "log"
     codes = exit_codes(start(2, log, failing_other, flags(model, tmp_path, LONG)), grace=60)
     assert codes[0] and [files.step_of(path) for path in checkpoints(folder)] == [3]
@@ -289,19 +302,22 @@ def failing_other(arguments: list[str]) -> None:
 
 
 def processes_of(launcher: int) -> list[int]:
+    """Returns the numbers of the child processes, the first rank first."""
     return list(map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()))
 
 
 @fault(18)
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="Linux tells a process that its parent died")
+@pytest.mark.skipif(
+    not Path("/proc").is_dir(), reason="only Linux signals a process whose parent died"
+)
 def test_processes_end_when_their_launcher_is_gone(model, tmp_path):
     folder = tmp_path / "t" / "stage1"
-    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    words += ["configs/ddp.yaml", "--num_processes", "2", "--main_process_port", "0", "train.py"]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    launch += ["configs/ddp.yaml", "--num_processes", "2", "--main_process_port", "0", "train.py"]
     with open(tmp_path / "log", "w") as log:
         options = {"cwd": ROOT, "env": os.environ | {"ACCELERATE_USE_CPU": "true"}}
-        command = [*words, *flags(model, tmp_path, LONG)]
+        command = [*launch, *flags(model, tmp_path, LONG)]
         launcher = subprocess.Popen(command, stdout=log, stderr=log, **options)
     try:
         wait_for(folder / "metrics.jsonl", '"step": 2')
@@ -319,7 +335,7 @@ def test_processes_end_when_their_launcher_is_gone(model, tmp_path):
 @fault(20)
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads the children of a process in /proc")
-def test_all_end_when_one_of_them_is_killed(model, tmp_path):
+def test_all_processes_end_when_one_of_them_is_killed(model, tmp_path):
     folder = tmp_path / "t" / "stage1"
     launcher = launched("ddp", tmp_path / "logs", flags(model, tmp_path, LONG))
     wait_for(folder / "metrics.jsonl", '"step": 2', launcher)
@@ -329,16 +345,16 @@ def test_all_end_when_one_of_them_is_killed(model, tmp_path):
 
 
 def killed_after(lines: int, arguments: list[str]) -> None:
-    """Evaluates, and is killed when the predictions have this many lines and a half."""
+    """Evaluates, and is killed once the predictions have this many lines and a part of the next."""
     real = evaluation.append_jsonl
 
-    def half(path, rows):
+    def append_and_die(path, rows):
         real(path, rows)
         written = path.read_bytes().splitlines(keepends=True)
         path.write_bytes(b"".join(written[:lines]) + written[lines][:40])
         die()
 
-    evaluation.append_jsonl = half
+    evaluation.append_jsonl = append_and_die
     evaluation.main(arguments)
 
 

@@ -1,4 +1,6 @@
-"""Models: nothing that is loaded runs code of its own, and what cannot be used is told at once."""
+"""Loading models and questions: no code from a model's folder is run, and a model or question that
+cannot be used is a one-line error.
+"""
 
 import builtins
 import json
@@ -22,12 +24,14 @@ WORDS = {"auto_map": {"AutoTokenizer": [None, "own.Words"]}}
 
 @pytest.fixture
 def changed(model, tmp_path, monkeypatch):
-    """changed(file, fields) -> a copy with these in a JSON file, and with code, which never ran."""
+    """Returns a function: changed(file, fields) copies the model, adds the fields to this JSON file
+    and puts a code file beside it, and returns the path. Fails if that code ran.
+    """
     monkeypatch.setattr(builtins, "input", lambda *_: pytest.fail("it asks on the terminal"))
 
     def change(file: str, fields: dict) -> Path:
         path = shutil.copytree(model, tmp_path / "model")
-        (path / "manifest.json").unlink()  # as of a model of others
+        (path / "manifest.json").unlink()  # a downloaded model has none
         (path / "own.py").write_text(f"open('{tmp_path}/ran', 'w')\nConfig = Model = Words = int")
         (path / file).write_text(json.dumps(json.loads((path / file).read_text()) | fields))
         return path
@@ -36,16 +40,17 @@ def changed(model, tmp_path, monkeypatch):
     assert not (tmp_path / "ran").exists()
 
 
-def other(path: Path):
+def load_other(path: Path):
+    """Loads the model for another role than the policy's, such as the judge's."""
     return load_llm(str(path), ModelSettings(), max_tokens=8, cache="")
 
 
-def refused(path: Path) -> str:
-    """What is said of a policy, and of another model too."""
-    said = message(load_policy, str(path))
-    assert said.startswith(f"--model {path}: ")
-    assert f"--model {message(other, path)}" == said
-    return said
+def loading_error(path: Path) -> str:
+    """Returns the error line of loading the policy; it is the same for any other model."""
+    error_line = message(load_policy, str(path))
+    assert error_line.startswith(f"--model {path}: ")
+    assert f"--model {message(load_other, path)}" == error_line
+    return error_line
 
 
 @pytest.mark.parametrize(
@@ -60,13 +65,13 @@ def refused(path: Path) -> str:
 def test_code_beside_a_model_of_a_known_kind_is_not_run(file, fields, changed):
     path = changed(file, fields)
     policy, tokenizer = load_policy(str(path))
-    assert tokenizer and other(path) and policy(torch.tensor([[1, 2, 3]])).shape == (1, 2)
+    assert tokenizer and load_other(path) and policy(torch.tensor([[1, 2, 3]])).shape == (1, 2)
 
 
 @pytest.mark.fault(202)
-def test_a_model_that_is_code_of_its_own_is_one_line(changed):
+def test_a_model_that_needs_code_of_its_own_is_a_one_line_error(changed):
     path = changed("config.json", {"auto_map": CODE, "model_type": "own"})
-    assert "no causal LM could be loaded from there: " in refused(path)
+    assert "no causal LM could be loaded from there: " in loading_error(path)
 
 
 class Runs:
@@ -82,32 +87,32 @@ def test_pickled_weights_are_not_loaded(more, changed, tmp_path, monkeypatch):
     weights = load_policy(str(path))[0].language_model.state_dict()
     (path / "model.safetensors").unlink()
     torch.save(weights | more, path / "pytorch_model.bin")
-    assert "no file named model.safetensors" in refused(path)
+    assert "no file named model.safetensors" in loading_error(path)
 
 
 @pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
 @pytest.mark.parametrize(
-    "template, why",
+    "template, reason",
     [
         of_fault(205, "{{ ''.__class__.__mro__[1].__subclasses__() }}", "access to attribute"),
         of_fault(206, "{% for m in messages %}{{ m['content'] }", "unexpected '}'"),
         of_fault(207, "{{ raise_exception('no chat') }}", "no chat"),
     ],
 )
-def test_a_chat_template_that_fails_is_one_line_when_it_is_loaded(file, template, why, changed):
+def test_a_chat_template_that_fails_is_a_one_line_error_at_loading(file, template, reason, changed):
     path = changed("tokenizer_config.json", {"chat_template": template})
-    own = path / "chat_template.jinja"
-    own.write_text(template) if file == own.name else own.unlink()
-    said = refused(path)
-    assert "no chat template that works" in said and file in said and f"there: {why}" in said
+    template_file = path / "chat_template.jinja"
+    template_file.write_text(template) if file == template_file.name else template_file.unlink()
+    error = loading_error(path)
+    assert "no chat template that works" in error and file in error and f"there: {reason}" in error
 
 
 @pytest.mark.fault(233)
 @pytest.mark.parametrize("size", [100_000, pytest.param(10**7, marks=pytest.mark.trust)])
-def test_a_question_of_ten_megabytes_is_read_and_too_long_in_one_line(size, bpe, tmp_path):
-    path, words = tmp_path / "q.jsonl", "who was it " * (size // 11)
-    path.write_text(json.dumps({"id": "long", "question": words, "answers": ["Ana"]}) + "\n")
+def test_a_question_of_ten_megabytes_is_read_and_reported_as_too_long(size, bpe, tmp_path):
+    path, text = tmp_path / "q.jsonl", "who was it " * (size // 11)
+    path.write_text(json.dumps({"id": "long", "question": text, "answers": ["Ana"]}) + "\n")
     (question,) = load_questions(path)
-    assert question.question == words
-    said = message(check_prompt, question, build_prompt(PROTOCOLS["ur2"], question, bpe), 4096)
-    assert said.startswith("question long: its prompt has ") and len(said) < 300
+    assert question.question == text
+    error = message(check_prompt, question, build_prompt(PROTOCOLS["ur2"], question, bpe), 4096)
+    assert error.startswith("question long: its prompt has ") and len(error) < 300

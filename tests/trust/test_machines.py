@@ -1,5 +1,5 @@
-"""Two launchers on this host, as two machines over TCP: the run of one machine, and what is said
-when a part of a run is gone.
+"""Two launchers on this host act as two machines over TCP. They take the same steps as one machine,
+and if a part of the run is gone, the rest ends with a one-line error.
 """
 
 import os
@@ -19,7 +19,9 @@ from scale.shards import check_alike
 
 @pytest.fixture
 def one_core():
-    """Each launcher and its processes on one: one thread each, however many share a machine."""
+    """Restricts the processes of a test to one core, so that each uses one thread, however many of
+    them share a machine.
+    """
     if not hasattr(os, "sched_setaffinity"):
         pytest.skip("a process cannot choose its cores here")
     cores = os.sched_getaffinity(0)
@@ -29,16 +31,14 @@ def one_core():
 
 
 def machines(logs: Path, arguments: list[str]) -> list:
-    """The launchers of a run on two machines with a process each."""
-    where = f"--num_machines 2 --main_process_ip 127.0.0.1 --main_process_port {quiet_port()}"
-    pairs = [(rank, f"{where} --machine_rank {rank}") for rank in (0, 1)]
+    """Starts the launchers of a run on two machines with one process each, and returns them."""
+    address = f"--num_machines 2 --main_process_ip 127.0.0.1 --main_process_port {quiet_port()}"
+    pairs = [(rank, f"{address} --machine_rank {rank}") for rank in (0, 1)]
     return [start("ddp", logs / str(rank), arguments, more) for rank, more in pairs]
 
 
 @pytest.mark.slow
-def test_two_machines_take_the_steps_of_one_with_two_processes_to_the_bit(
-    model, tmp_path, one_core
-):
+def test_two_machines_take_exactly_the_steps_of_one_with_two_processes(model, tmp_path, one_core):
     one, two = (tmp_path / name / "t" / "stage1" for name in ("one", "two"))
     runs = [start("ddp", tmp_path / "logs", flags(model, tmp_path / "one", "--algorithm ppo"))]
     runs += machines(tmp_path / "logs2", flags(model, tmp_path / "two", "--algorithm ppo"))
@@ -50,39 +50,39 @@ def test_two_machines_take_the_steps_of_one_with_two_processes_to_the_bit(
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_gone_ends_the_other_in_one_line(model, tmp_path):
+def test_if_one_machine_is_gone_the_other_ends_with_a_one_line_error(model, tmp_path):
     gone, other = machines(tmp_path / "logs", flags(model, tmp_path, "--steps 5000"))
     wait_for(tmp_path / "t" / "stage1" / "metrics.jsonl", "\n", gone)
     for process in [*psutil.Process(gone.pid).children(), gone]:
         process.kill()
     assert exit_code(other) == 1
-    assert_one_line(tmp_path / "logs" / "1")
+    assert_one_error_line(tmp_path / "logs" / "1")
 
 
 @pytest.mark.slow
 @pytest.mark.fault(19)
-def test_a_process_without_launcher_and_peer_ends_in_one_line(model, tmp_path):
+def test_a_process_without_launcher_and_peer_ends_with_a_one_line_error(model, tmp_path):
     launcher = start("ddp", tmp_path / "logs", flags(model, tmp_path, "--steps 5000"))
     wait_for(tmp_path / "t" / "stage1" / "metrics.jsonl", "\n", launcher)
     first, second = psutil.Process(launcher.pid).children()
     for process in (launcher, second):
         process.kill()
     first.wait(100)
-    assert_one_line(tmp_path / "logs")
+    assert_one_error_line(tmp_path / "logs")
 
 
-def assert_one_line(logs: Path) -> None:
-    said = "".join(path.read_text() for path in logs.rglob("std*.log"))
-    assert said.count(LOST) == 1 and "Traceback" not in said and "gloo" not in said, said
+def assert_one_error_line(logs: Path) -> None:
+    output = "".join(path.read_text() for path in logs.rglob("std*.log"))
+    assert output.count(LOST) == 1 and "Traceback" not in output and "gloo" not in output, output
 
 
-def begin() -> None:
-    """Weights and checkpoints of two machines: the same; other weights; an older checkpoint."""
+def compare_machines() -> None:
+    """Compares two machines that are alike, have different weights, have different checkpoints."""
     rank, model = Accelerator().process_index, torch.nn.Linear(2, 2)
-    for value, step, good in ((1, 2, True), (1 + rank / 2, 2, False), (1, 2 + rank, False)):
+    for value, step, alike in ((1, 2, True), (1 + rank / 2, 2, False), (1, 2 + rank, False)):
         for p in model.parameters():
             torch.nn.init.constant_(p, value)
-        if good:
+        if alike:
             check_alike(model, f"checkpoint-{step}")
         else:
             assert "different weights: give all" in message(
@@ -91,4 +91,4 @@ def begin() -> None:
 
 
 def test_machines_that_hold_different_weights_or_checkpoints_do_not_begin():
-    in_two_processes(begin)
+    in_two_processes(compare_machines)

@@ -1,4 +1,6 @@
-"""Numbers that are not finite, or far too large, wherever they come from: no such step is taken."""
+"""A number that is not finite stops the run before the update is applied; odd finite numbers do not
+stop it, and most of them raise an alarm.
+"""
 
 import math
 import re
@@ -22,17 +24,20 @@ EACH = ("", GRPO, DAPO, PPO)
 
 
 def fault(number: int, *values):
+    """Returns the values of a test that injects this fault in `make trust` only."""
     return pytest.param(*values, marks=[pytest.mark.fault(number), pytest.mark.trust])
 
 
 @pytest.fixture
 def injected(model, tmp_path, monkeypatch, pay):
-    """injected(change, flags) -> the state of the run that train.train then takes."""
+    """Returns a function: injected(change, flags) builds a state, applies `change` to it and
+    returns it; train.train then uses this state.
+    """
 
     def inject(change, more: str):
         state = build_state(settings_for(model, tmp_path, more, max_resample=1))
         monkeypatch.setattr(train, "build_state", lambda settings: state)
-        if change:  # else its rewards are its own
+        if change:  # otherwise the model gets the real rewards
             pay([1, 0, 0, 1])
             change(state, monkeypatch)
         return state
@@ -41,12 +46,13 @@ def injected(model, tmp_path, monkeypatch, pay):
 
 
 def paid(*amounts):
+    """Returns a change: the rows get these rewards."""
     rewards = [{"answer": amount} for amount in amounts], [amount > 0 for amount in amounts]
     return lambda state, patch: patch.setattr(train, "compute_rewards", lambda *_: rewards)
 
 
 def batch_of(function: str, spoil):
-    """train.FUNCTION makes a batch, and `spoil` changes it."""
+    """Returns a change: `spoil` alters each batch that this function of train.py returns."""
 
     def change(state, patch):
         make = getattr(train, function)
@@ -62,23 +68,27 @@ def batch_of(function: str, spoil):
 
 
 def old(value: float):
+    """Returns a change: all old log-probs are this value."""
     return batch_of("prepare", lambda b: b.old_logprobs.masked_fill_(b.response_mask > 0, value))
 
 
 def masked(rows: slice):
-    """Nothing of these rows was written by the policy."""
+    """Returns a change: according to their masks the policy wrote no token of these rows."""
     return batch_of("collate", lambda b: b.response_mask[rows].zero_())
 
 
 def gradient(state, patch):
+    """Makes the gradient of one parameter NaN."""
     next(state.policy.parameters()).register_hook(lambda gradient: gradient * NAN)
 
 
 def weight(state, patch):
+    """Makes some weights NaN."""
     next(state.policy.parameters()).data[0] = NAN
 
 
 def critic(state, patch):
+    """Makes the values of the critic huge."""
     state.critic.head.bias.data.fill_(1e30)  # squared: inf; the whitened advantages stay finite
 
 
@@ -100,7 +110,7 @@ STOPS = [
 
 
 @pytest.mark.parametrize("change, more", STOPS)
-def test_what_is_not_finite_stops_the_run_in_one_line(change, more, injected):
+def test_a_number_that_is_not_finite_stops_the_run_with_a_one_line_error(change, more, injected):
     state = injected(change, f"{more} --steps 4")
     watched = state.critic if change is critic else state.policy
     before = weights_of(watched)
@@ -112,10 +122,14 @@ def test_what_is_not_finite_stops_the_run_in_one_line(change, more, injected):
     assert len(torch.load(re.search(r"The batch is in (\S+\.pt)", output)[1])["tokens"]) == 4
 
 
-GOES_ON = [  # ..., the alarm that is raised, do the weights stay?
+# (fault, change, flags, the alarm that is raised or "", whether the weights stay the same)
+GOES_ON = [
     of_fault(122, paid(1e38, 0, 0, 1), "", "reward_size", False),
     fault(122, paid(1e38, 0, 0, 1), GRPO, "reward_size", False),
-    *(fault(123 + n, paid(*EQUAL), its, "equal_groups", True) for n, its in enumerate(EACH[:3])),
+    *(
+        fault(123 + n, paid(*EQUAL), flags, "equal_groups", True)
+        for n, flags in enumerate(EACH[:3])
+    ),
     fault(126, paid(*EQUAL), PPO, "", False),
     fault(127, paid(*EQUAL), "--algorithm reinforce_pp", "", True),
     of_fault(128, masked(slice(None)), "", "", True),
@@ -129,7 +143,7 @@ GOES_ON = [  # ..., the alarm that is raised, do the weights stay?
 
 
 @pytest.mark.parametrize("change, more, alarm, stays", GOES_ON)
-def test_what_is_finite_goes_on_and_what_teaches_nothing_is_told(
+def test_a_run_with_finite_numbers_goes_on_and_raises_the_right_alarm(
     change, more, alarm, stays, injected, capsys
 ):
     state = injected(change, f"{more} --steps 3")

@@ -1,4 +1,4 @@
-"""What a user brings along: a reward file, question files, flags, an address, a full disk."""
+"""Faults in a user's reward file, question files, flags and addresses, and a full disk."""
 
 import copy
 import gzip
@@ -30,25 +30,27 @@ fault = pytest.mark.fault
 
 
 def pay(name: str, trajectory=None) -> dict:
+    """Returns the reward terms that the named function of a reward file gives."""
     return own_reward(name)(trajectory or example("r_search"), None, 0, None)
 
 
 # ----------------------------------------------------------------------------------- a reward file
 @pytest.mark.parametrize(
-    "ends, kind, shown",
+    "failure, error_type, pattern",
     [
         ("1 / 0", ZeroDivisionError, "division by zero"),
         of_fault(281, "sys.exit(0)", InputError, r"question .*: it calls sys.exit\(0\)"),
     ],
 )
-def test_an_error_of_a_reward_at_a_later_step_leaves_the_steps_before_it_saved(
-    ends, kind, shown, own, model, tmp_path
+def test_an_error_in_a_reward_at_a_later_step_saves_the_steps_before_it(
+    failure, error_type, pattern, own, model, tmp_path
 ):
-    # Twice when it is checked, then 2 questions of 2 samples a step: 11 is the third step's first.
+    # The check calls the reward twice, and each step 4 times (2 samples of 2 questions), so call 11
+    # is the first of the third step.
     text = "import itertools, sys\nCOUNT = itertools.count(1)\ndef mine(t):\n"
-    text += f"    next(COUNT) < 11 or {ends}\n    return {{'one': 1.0}}\n"
+    text += f"    next(COUNT) < 11 or {failure}\n    return {{'one': 1.0}}\n"
     more = f"--steps 5 --save_every 5 --reward {own(text)}"
-    with pytest.raises(kind, match=shown):
+    with pytest.raises(error_type, match=pattern):
         train.train(settings_for(model, tmp_path, more))
     (checkpoint,) = checkpoints(tmp_path / "t" / "stage1")
     assert checkpoint.name == "checkpoint-000002"
@@ -68,7 +70,7 @@ def mine(t):
 
 
 @fault(282)
-def test_a_reward_that_changes_its_trajectory_changes_nothing_that_is_trained_on(own):
+def test_a_reward_that_changes_its_trajectory_does_not_change_the_training_data(own):
     row = replace(example("r_search"), question=Question("q", "Where?", ["Norland"]))
     row.prompt_ids, row.response_ids, row.response_mask = [1, 2], [3, 4, 5], [1, 0, 1]
     row.logprobs = [-0.5, 0.0, -0.25]
@@ -88,12 +90,12 @@ def test_sigterm_ends_a_reward_that_does_not_return(own):
 
 @fault(286)
 @pytest.mark.parametrize("inside", [True, False])
-def test_gradients_that_a_reward_file_switches_off_are_there_in_the_update(
+def test_a_reward_file_that_switches_gradients_off_does_not_affect_the_update(
     inside, own, model, tmp_path
 ):
     off = "torch.set_grad_enabled(False)\n"
-    paying = "def mine(t):\n    return {'one': len(t.ids)}\n"
-    text = paying.replace("    return", f"    {off}    return") if inside else off + paying
+    reward = "def mine(t):\n    return {'one': len(t.ids)}\n"
+    text = reward.replace("    return", f"    {off}    return") if inside else off + reward
     name = own(f"import torch\n{text}")
     try:
         folder = train.train(settings_for(model, tmp_path, f"--steps 1 --reward {name}"))
@@ -102,66 +104,66 @@ def test_gradients_that_a_reward_file_switches_off_are_there_in_the_update(
     assert rows_of(folder)[0]["grad_norm"] > 0
 
 
-# ------------------------------------------------------------------------------------ files of data
-def shown(path, capsys, monkeypatch) -> str:
-    """What `python data.py PATH` says."""
+# ----------------------------------------------------------------------------------- question files
+def data_error(path, capsys, monkeypatch) -> str:
+    """Returns the error line of `python data.py PATH`."""
     monkeypatch.setattr(sys, "argv", ["data.py", str(path)])
     return command_line(lambda _: data.main(), [], capsys)
 
 
-def refused(*_):
+def fail_on_open(*_):
     pytest.fail("it was opened, and would be waited for")
 
 
 @fault(287)
-def test_pipes_and_devices_are_one_line_and_never_opened(tmp_path, capsys, monkeypatch):
+def test_pipes_and_devices_are_a_one_line_error_and_never_opened(tmp_path, capsys, monkeypatch):
     os.mkfifo(tmp_path / "f.jsonl")
     reading, writing = os.pipe()
-    monkeypatch.setattr("formats.records.open", refused, raising=False)
+    monkeypatch.setattr("formats.records.open", fail_on_open, raising=False)
     try:
         for path in (tmp_path / "f.jsonl", f"/dev/fd/{reading}", "/dev/zero"):
-            said = shown(path, capsys, monkeypatch)
-            assert said == f"error: {path}: a pipe or a device: save what it gives to a file first"
+            error = data_error(path, capsys, monkeypatch)
+            assert error == f"error: {path}: a pipe or a device: save what it gives to a file first"
     finally:
         os.close(reading)
         os.close(writing)
 
 
 @fault(288)
-def test_a_pipe_in_place_of_the_trajectories_is_one_line(tmp_path, monkeypatch):
+def test_a_pipe_in_place_of_the_trajectories_is_a_one_line_error(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / NAME)
-    monkeypatch.setattr("formats.trajectories.gzip.open", refused)
+    monkeypatch.setattr("formats.trajectories.gzip.open", fail_on_open)
     assert "a pipe or a device" in message(lambda: list(read_trajectories(tmp_path)))
 
 
 @fault(289)
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_line_without_end_is_refused_with_its_number(packed, tmp_path):
+def test_a_line_that_does_not_end_is_rejected_with_the_line_number(packed, tmp_path):
     path, first = tmp_path / "q.jsonl", b'{"question": "a?", "answer": "b"}\n{"question": "'
     if packed:
         path.write_bytes(gzip.compress(first) + gzip.compress(bytes(2**20), 1) * 65)
     else:
         path.write_bytes(first)
-        os.truncate(path, 65 * 2**20)  # zeros, which take no room on the disk
+        os.truncate(path, 65 * 2**20)  # a hole of zeros, which takes no room on the disk
     assert "q.jsonl, line 2: longer than 64 MB: end each record" in message(load_questions, path)
 
 
-def test_a_list_on_one_line_may_be_longer(tmp_path):
+def test_a_json_list_on_one_line_may_be_longer_than_a_record(tmp_path):
     record = '{"question": "a?", "answer": "b"}'
     (tmp_path / "q.json").write_text(f"[{record},{' ' * 65_000_000}{record}]")
     assert len(load_questions(tmp_path / "q.json")) == 2
 
 
 @fault(291)
-def test_a_file_name_of_thousands_of_characters_is_one_line(capsys, monkeypatch):
-    assert "cannot be read (File name too long)" in shown("a" * 5000, capsys, monkeypatch)
-    names = [f"{number}.jsonl" for number in range(100)]  # a list of files may be as long
+def test_a_file_name_of_thousands_of_characters_is_a_one_line_error(capsys, monkeypatch):
+    assert "cannot be read (File name too long)" in data_error("a" * 5000, capsys, monkeypatch)
+    names = [f"{number}.jsonl" for number in range(100)]  # a list of files may be this long
     assert named_files(",".join(names)) == [Path(name) for name in names]
 
 
 # ------------------------------------------------------------------------------------------- flags
 @pytest.mark.parametrize(
-    "flag, value, said",
+    "flag, value, fragment",
     [
         of_fault(293, "--timeout", "1e12", "at most 86400"),
         of_fault(293, "--max_searches", "9" * 12, "at most 10000"),
@@ -171,13 +173,13 @@ def test_a_file_name_of_thousands_of_characters_is_one_line(capsys, monkeypatch)
         of_fault(297, "--run_name", "a\0b", "the character NUL"),
     ],
 )
-def test_a_value_beyond_every_size_is_one_line(flag, value, said, capsys):
-    assert said in command_line(train.main, [flag, value], capsys)
+def test_a_value_beyond_the_limits_is_a_one_line_error(flag, value, fragment, capsys):
+    assert fragment in command_line(train.main, [flag, value], capsys)
 
 
 @fault(298)
 @pytest.mark.parametrize("text", ["one_hop=1,one_hop=2", "hard=7, easy=1,hard =2"])
-def test_a_share_that_is_named_twice_is_one_line(text):
+def test_a_share_that_is_named_twice_is_a_one_line_error(text):
     assert f"--mix {text!r}: write it as" in message(parse_shares, text, "--mix")
 
 
@@ -186,17 +188,17 @@ def test_a_share_that_is_named_twice_is_one_line(text):
     "name, value, least",
     [("LOCAL_WORLD_SIZE", "0", 1), ("RANK", "x", 0), ("WORLD_SIZE", "-2", 1), ("RANK", "", 0)],
 )
-def test_a_rank_that_is_not_a_number_is_one_line(name, value, least, monkeypatch):
+def test_a_rank_that_is_not_a_number_is_a_one_line_error(name, value, least, monkeypatch):
     monkeypatch.setenv(name, value)
     assert f"{name}={value} in the environment" in message(rank_of, name, least)
 
 
 @fault(300)
-def test_every_command_refuses_an_odd_local_rank(monkeypatch, capsys):
+def test_every_command_rejects_a_local_rank_that_is_not_a_number(monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", "x")
     monkeypatch.setattr("errors.time.sleep", lambda _: None)
-    said = command_line(lambda _: pytest.fail("it began"), [], capsys)
-    assert "LOCAL_RANK=x in the environment: unset it" in said
+    error_line = command_line(lambda _: pytest.fail("it began"), [], capsys)
+    assert "LOCAL_RANK=x in the environment: unset it" in error_line
 
 
 # --------------------------------------------------------------------------------------- addresses
@@ -226,8 +228,8 @@ def test_a_password_in_an_address_is_refused_and_not_repeated(
 # --------------------------------------------------------------------------------------- full disk
 @fault(305)
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_command_whose_output_finds_no_room_ends_with_2():
+def test_a_command_that_cannot_write_its_output_ends_with_code_2():
     with open("/dev/full", "w") as full:
-        how = {"stdout": full, "stderr": subprocess.PIPE, "text": True, "timeout": 100}
-        ended = subprocess.run([sys.executable, "data.py"], cwd=ROOT, **how)
+        options = {"stdout": full, "stderr": subprocess.PIPE, "text": True, "timeout": 100}
+        ended = subprocess.run([sys.executable, "data.py"], cwd=ROOT, **options)
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr

@@ -1,4 +1,6 @@
-"""A damaged run in the terminal and on the page, a foreign script in the page, and /save."""
+"""Damaged runs in the terminal and on the page, a foreign script on the page, and the command /save
+of ask.py.
+"""
 
 import json
 import math
@@ -28,7 +30,7 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     "settings", [of_fault(263, None), of_fault(264, '{"clip_low": 0.2,'), of_fault(265, "{}")]
 )
-def test_without_settings_all_but_the_loss_is_shown(folder, capsys, settings):
+def test_without_settings_everything_but_the_loss_is_shown(folder, capsys, settings):
     (folder / "settings.json").unlink()
     if settings:
         (folder / "settings.json").write_text(settings)
@@ -41,7 +43,7 @@ def test_without_settings_all_but_the_loss_is_shown(folder, capsys, settings):
 
 
 @pytest.mark.parametrize(
-    "odd",  # null: without the field
+    "odd",  # null: the record lacks this field
     [
         of_fault(266, '{"step": null}'),
         of_fault(267, '{"searches": null}'),
@@ -56,15 +58,15 @@ def test_a_damaged_trajectory_is_named_and_the_others_are_shown(folder, capsys, 
     record = {name: value for name, value in record.items() if value is not None}
     append_trajectories(folder, [record, one(row=2)])
     view.main([str(folder), "--text"])
-    printed = "".join(capsys.readouterr())
-    assert "\nsample 2: 'Ana' right" in printed
-    assert "damaged" in printed or "left out" in printed
+    output = "".join(capsys.readouterr())
+    assert "\nsample 2: 'Ana' right" in output
+    assert "damaged" in output or "left out" in output
     view.main([str(folder.parent)])
     script = folder.parent / "view" / "data" / "run-stage1-0.js"
     assert '"row":2' in script.read_text() and len([*script.parent.iterdir()]) == 2
 
 
-def test_a_page_of_somebody_else_is_kept(folder):
+def test_a_file_that_is_not_a_saved_page_is_kept(folder):
     page = folder / "view" / "index.html"
     page.parent.mkdir()
     page.write_text("mine")
@@ -75,8 +77,8 @@ def test_a_page_of_somebody_else_is_kept(folder):
 
 @pytest.mark.fault(269)
 def test_a_ratio_beyond_every_float_is_infinite():
-    its = view.loss_of(one(old=-710.5), 0, CLIP)  # e^710; 0.01 · −min(inf, 1.2 · 2)
-    assert its["ratio"] == math.inf and its["loss"] == pytest.approx(-0.024)
+    token = view.loss_of(one(old=-710.5), 0, CLIP)  # e^710; 0.01 · −min(inf, 1.2 · 2)
+    assert token["ratio"] == math.inf and token["loss"] == pytest.approx(-0.024)
 
 
 # ----------------------------------------------------------------------------------------- the page
@@ -87,8 +89,8 @@ def test_the_data_of_a_page_is_json_whatever_its_numbers_are():
 
 @in_chromium
 @pytest.mark.fault(264, 268, 270, 271)
-def test_what_cannot_be_read_is_named_on_the_page_and_the_rest_is_shown(browser, folder):
-    """Half-written settings, records of another version, NaN, a run that was killed."""
+def test_damaged_records_are_named_on_the_page_and_the_rest_is_shown(browser, folder):
+    """The run has half-written settings, records of another version, a NaN and half a last step."""
     rows = [searching(0, new=[-0.5, 0.0, math.nan]), *(searching(row) for row in (1, 2, 3, 4))]
     del rows[1]["searches"], rows[2]["searches"][0]["documents"]
     rows[3]["mask"] = [1, 0, 1, 1]
@@ -110,14 +112,14 @@ def test_what_cannot_be_read_is_named_on_the_page_and_the_rest_is_shown(browser,
     browser.run("go(0)")
     browser.wait("document.querySelectorAll('#groups button').length === 4")
     assert "KeyError('searches')" in browser.run(missing)
-    for row, where, said in (
+    for row, element, text in (
         (0, TOKEN, "exp(NaN − -1) = NaN"),
         (2, ONE, "this trajectory is damaged: "),
         (3, ONE, "tokens and mask differ in length"),
         (4, TOKEN, "= 0.74082"),  # e^(−1.3 + 1)
     ):
         browser.run(f"choose(0, {row}), pick(2)")
-        assert said in browser.run(where)
+        assert text in browser.run(element)
     assert browser.complaints() == []
 
 
@@ -156,10 +158,10 @@ def test_no_foreign_script_runs_in_a_page_and_nothing_leaves_it(browser, folder,
         browser.wait(WALLS)
         assert browser.run("window.ran") is None
     finally:
-        browser.events.clear()  # what was blocked is in the console
+        browser.events.clear()  # the console reports each blocked attempt as an error
 
 
-# ------------------------------------------------------------------------------------------- a file
+# ------------------------------------------------------------------------------------- a saved page
 REFUSED = """
 that file is not a saved page, and is kept: name another
 a file name cannot contain the character NUL
@@ -170,9 +172,7 @@ cannot be written (
 
 
 @pytest.mark.fault(274, 275, 276, 277, 278)
-def test_a_session_is_saved_as_one_page_and_a_name_that_cannot_be_taken_is_a_line(
-    session, tmp_path
-):
+def test_a_session_is_saved_as_one_page_and_an_unusable_name_is_a_one_line_error(session, tmp_path):
     notes, page = tmp_path / "notes.txt", tmp_path / "some" / "page.html"
     notes.write_text("my notes")
     names = [page, notes, tmp_path / "a\0b", tmp_path / ("a" * 300), tmp_path, "/proc/x", page]

@@ -1,4 +1,4 @@
-"""What survives: a second writer, SIGTERM, odd lines, a terminal without the signs."""
+"""A run survives a second run in its folder, a kill, odd lines of metrics and an ASCII terminal."""
 
 import io
 import os
@@ -20,11 +20,11 @@ fault = pytest.mark.fault
 def test_a_second_run_in_a_folder_names_the_first_and_leaves_it_alone(model, tmp_path, capsys):
     first = command(tmp_path / "log", train.main, flags(model, tmp_path, "--steps 500"))
     wait_for(tmp_path / "t" / "stage1" / "metrics.jsonl", "\n", first)
-    said = command_line(train.main, flags(model, tmp_path, "--steps 1"), capsys)
-    assert f"process {first.pid} trains in {tmp_path}/t/stage1: wait for it" in said
+    error_line = command_line(train.main, flags(model, tmp_path, "--steps 1"), capsys)
+    assert f"process {first.pid} trains in {tmp_path}/t/stage1: wait for it" in error_line
     assert not (tmp_path / "t" / "stage1.old1").exists()
     kill(first)
-    train.train(settings_for(model, tmp_path, "--steps 1"))  # a killed one holds nothing
+    train.train(settings_for(model, tmp_path, "--steps 1"))  # a killed run holds no lock
     assert (tmp_path / "t" / "stage1.old1").exists()
 
 
@@ -37,7 +37,8 @@ def test_odd_lines_of_metrics_are_left_out_and_counted(model, tmp_path, capsys):
     train.train(settings_for(model, tmp_path, "--steps 2 --resume"))
     assert "metrics.jsonl: 6 odd lines are left out" in capsys.readouterr().err
     assert [row["step"] for row in rows_of(folder)] == [0, 1]
-    assert "line 1" in message(finished_records, odd_file(tmp_path))  # other files are the user's
+    # In a user's file such a line is an error.
+    assert "line 1" in message(finished_records, odd_file(tmp_path))
 
 
 def odd_file(folder):
@@ -46,14 +47,14 @@ def odd_file(folder):
 
 
 @fault(12, 13)
-def test_a_file_is_the_old_one_or_the_new_one(tmp_path, monkeypatch):
+def test_a_file_stays_as_it_was_if_rewriting_it_is_interrupted(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
     write_text(path, "old")
 
-    def killed(*_):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("os.replace", killed)
+    monkeypatch.setattr("os.replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         write_text(path, "new")
     with pytest.raises(KeyboardInterrupt):
@@ -62,10 +63,10 @@ def test_a_file_is_the_old_one_or_the_new_one(tmp_path, monkeypatch):
 
 
 @fault(151)
-def test_a_terminal_without_the_signs_shows_their_numbers(model, tmp_path, monkeypatch):
-    shown = io.BytesIO()
+def test_a_terminal_that_lacks_a_character_shows_its_escape(model, tmp_path, monkeypatch):
+    written = io.BytesIO()
     for name in ("stdout", "stderr"):  # as Python opens them where LC_ALL is C
-        stream = io.TextIOWrapper(shown, "ascii", "surrogateescape", write_through=True)
+        stream = io.TextIOWrapper(written, "ascii", "surrogateescape", write_through=True)
         monkeypatch.setattr(sys, name, stream)
 
     def work():
@@ -74,11 +75,11 @@ def test_a_terminal_without_the_signs_shows_their_numbers(model, tmp_path, monke
         print("⟦", file=sys.stderr)
 
     run_main(work)
-    said = shown.getvalue().decode("ascii")
-    assert "done: " in said and said.endswith("UR\\xb2\n\\u27e6\n")
+    output = written.getvalue().decode("ascii")
+    assert "done: " in output and output.endswith("UR\\xb2\n\\u27e6\n")
 
 
-def test_a_lock_is_no_hindrance_to_its_own_process(tmp_path):
+def test_a_process_can_lock_its_own_folder_again(tmp_path):
     file, again = locked(tmp_path / "stage1"), locked(tmp_path / "stage1")
     file.close()
     again.close()

@@ -29,26 +29,30 @@ def address(url: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def sent(url: str, raw: bytes, seconds: float = 25) -> bytes:
-    """Returns the bytes that come back until the server closes."""
-    found = b""
+def send(url: str, raw: bytes, seconds: float = 25) -> bytes:
+    """Sends these bytes and returns the bytes that come back until the server closes."""
+    reply = b""
     with socket.create_connection(address(url), timeout=seconds) as connection:
-        with contextlib.suppress(OSError):  # it may close before all is sent
+        with contextlib.suppress(OSError):  # the server may close before all is sent
             connection.sendall(raw)
         with contextlib.suppress(ConnectionResetError):
             while piece := connection.recv(65536):
-                found += piece
-    return found
+                reply += piece
+    return reply
 
 
 def post(body, **headers) -> bytes:
+    """Returns a request to /retrieve; a header whose value is None is left out."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = {"Host": "x", "Content_Length": len(raw)} | headers
-    head = "".join(f"{name.replace('_', '-')}: {its}\r\n" for name, its in lines.items() if its)
+    head = "".join(
+        f"{name.replace('_', '-')}: {value}\r\n" for name, value in lines.items() if value
+    )
     return f"POST /retrieve HTTP/1.1\r\n{head}\r\n".encode() + raw
 
 
-def asked(**fields) -> bytes:
+def ask(**fields) -> bytes:
+    """Returns a valid request whose JSON has these fields as well."""
     return post({"queries": ["ana"]} | fields)
 
 
@@ -61,15 +65,15 @@ ODD = [
     (165, post(["ana"]), "400 'queries' must"),
     (166, post(b"[" * 200_000), "400 not JSON"),
     (167, post(b'{"queries": ["a"], "topk": ' + b"9" * 6000 + b"}"), 400),
-    (168, asked(topk=1.5), "400 'topk' must"),
-    (168, asked(topk=True), "400 'topk' must"),
+    (168, ask(topk=1.5), "400 'topk' must"),
+    (168, ask(topk=True), "400 'topk' must"),
     (169, post(b'{"queries": ["a"], "topk": NaN}'), 400),
-    (170, asked(topk=1001), "400 'topk' must"),
-    (171, asked(topk=0), "400 'topk' must be a whole number from 1 to 1000"),
+    (170, ask(topk=1001), "400 'topk' must"),
+    (171, ask(topk=0), "400 'topk' must be a whole number from 1 to 1000"),
     (172, post(b'{"queries": ["half \\ud83d of one"]}'), 200),
     (173, post(b'{"queries": ["a\\u0000b"]}'), 200),
     (174, post(b"", Content_Length=2**24 + 1), "413 send at most 16,777,216 bytes, and their"),
-    (175, asked(queries=["a", None]), "400 'queries' must"),
+    (175, ask(queries=["a", None]), "400 'queries' must"),
     (177, post(b'{"queries": ["\xff\xfe"]}'), 400),
     (178, get("/retrieve"), 404),
     (179, get("/retrieve", "PUT"), 501),
@@ -96,11 +100,11 @@ ODD = [
 
 @pytest.mark.parametrize("raw, code", [of_fault(*row) for row in ODD])
 def test_an_odd_request_is_answered_and_the_server_lives(raw, code, url, capfd):
-    reply, (code, _, told) = sent(url, raw), str(code).partition(" ")
+    reply, (code, _, fragment) = send(url, raw), str(code).partition(" ")
     head, _, body = reply.partition(b"\r\n\r\n")
-    said = reply.split()[1] if reply.startswith(b"HTTP") else reply.partition(b"code: ")[2][:3]
-    assert said == code.encode() and b"X-Injected" not in head and b"\x1b" not in reply
-    assert told.encode() in body
+    status = reply.split()[1] if reply.startswith(b"HTTP") else reply.partition(b"code: ")[2][:3]
+    assert status == code.encode() and b"X-Injected" not in head and b"\x1b" not in reply
+    assert fragment.encode() in body
     assert code != "400" or b"\n" not in body or b"DOCTYPE" in body
     assert exchange(url, {"queries": ["ana"], "topk": 1})[0] == 200
     assert capfd.readouterr().err == ""
@@ -110,27 +114,27 @@ def test_an_odd_request_is_answered_and_the_server_lives(raw, code, url, capfd):
 @pytest.mark.parametrize(
     "raw", [post(b"{", Content_Length=50), b"GET /health\r\n", b"", b"POST /retri"]
 )
-def test_half_a_request_and_an_old_protocol_end(raw, url, monkeypatch):
+def test_half_a_request_and_an_old_protocol_are_closed_after_the_timeout(raw, url, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(serve.Handler, "timeout", 0.2)
-        sent(url, raw)  # by default the server waits longer than this client
+        send(url, raw)  # by default the server waits longer than this client
     assert exchange(url, {"queries": ["ana"]})[0] == 200
 
 
 @fault(193)
-def test_a_query_of_megabytes_holds_up_nobody(url):
+def test_a_query_of_a_megabyte_does_not_hold_up_the_server(url):
     bm25 = BM25([Document(str(n), "", f"kelmouth town {n}") for n in range(2000)])
-    with served(bm25) as many:
+    with served(bm25) as large_url:
         for size, code in ((10_000, 200), (1_000_000, 200)):
             start = time.process_time()  # the server is a thread of this process
             query = ("kelmouth " * (size // 9 + 1))[:size]
-            status, _ = exchange(many, {"queries": [query], "topk": 1})
+            status, _ = exchange(large_url, {"queries": [query], "topk": 1})
             assert status == code and time.process_time() - start < 2
 
 
 @pytest.fixture
 def many_files():
-    """Allows 4096 open files: each client has one, and the server one for it, in this process."""
+    """Allows 4096 open files: clients and server are in this process, so a connection takes two."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
 
@@ -139,23 +143,23 @@ def many_files():
 @pytest.mark.usefixtures("many_files")
 def test_two_hundred_clients_at_once_are_all_answered(url):
     with ThreadPoolExecutor(200) as pool:
-        found = list(
+        codes = list(
             pool.map(lambda _: exchange(url, {"queries": ["ana"], "topk": 1})[0], range(400))
         )
-    assert found == [200] * 400
+    assert codes == [200] * 400
 
 
 @fault(195)
-def test_six_hundred_clients_that_drip_hold_up_nobody(url, many_files, monkeypatch):
+def test_six_hundred_slow_clients_do_not_hold_up_another_one(url, many_files, monkeypatch):
     monkeypatch.setattr(serve.Handler, "timeout", 600)
     with contextlib.ExitStack() as stack:
-        drips = [
+        slow_clients = [
             stack.enter_context(socket.create_connection(address(url), timeout=60))
             for _ in range(600)
         ]
-        for drip in drips:
-            drip.sendall(b"POST /retrieve HTTP/1.1\r\n")
+        for client in slow_clients:
+            client.sendall(b"POST /retrieve HTTP/1.1\r\n")
         assert exchange(url, {"queries": ["ana"]})[0] == 200
-        drips[0].setblocking(False)
-        with pytest.raises(BlockingIOError):  # the server still waits for it
-            drips[0].recv(1)
+        slow_clients[0].setblocking(False)
+        with pytest.raises(BlockingIOError):  # the server still waits for the rest
+            slow_clients[0].recv(1)

@@ -1,4 +1,4 @@
-"""Processes that wait for each other, for a lock or for another model."""
+"""Processes that wait for each other, for a locked file, for other models or for searches."""
 
 import fcntl
 import os
@@ -37,7 +37,7 @@ fault = pytest.mark.fault
 
 
 def comes_late(log: Path, late: int) -> None:
-    """Process `late` comes to the second meeting once the other has complained."""
+    """Process `late` arrives at the second meeting after the other has printed that it waits."""
     sys.stderr = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
     state = SimpleNamespace(accelerator=Accelerator(), run=None)
     build.wait_for_all(state, "still begins")
@@ -60,41 +60,41 @@ def test_a_process_that_is_late_is_named_once_and_waited_for(late, tmp_path):
 
 
 def trains_until_one_stops(folder: Path, arguments: list[str], stopped: int) -> None:
-    """Process `stopped` stops when it should sample step 3; the other gets SIGTERM. What the first
-    says while it waits brings it. If the first has stopped, the other learns nothing from the
-    store, which without a launcher the first one keeps.
+    """Trains. Process `stopped` stops when it should sample step 3, and the other one then sends
+    itself SIGTERM: process 0 when it has printed that it waits, process 1 as soon as process 0 has
+    stopped, because without a launcher process 0 keeps the store that process 1 would ask.
     """
     build.PATIENCE, build.set_threads = 1, lambda: None
-    log, number, real = folder / "log", folder / "process", train.sample_draw
+    log, pid_file, real = folder / "log", folder / "process", train.sample_draw
     sys.stderr = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
-    sign = (log, "waiting for process 1, which still samples") if stopped else (number, "stops")
+    cue = (log, "waiting for process 1, which still samples") if stopped else (pid_file, "stops")
 
     def stops(state, step, draw):
         if step == 3:
-            number.write_text(f"{os.getpid()} stops")
+            pid_file.write_text(f"{os.getpid()} stops")
             os.kill(os.getpid(), signal.SIGSTOP)
             os._exit(0)
         return real(state, step, draw)
 
-    def end() -> None:
-        wait_for(*sign)
+    def end_when_the_other_stops() -> None:
+        wait_for(*cue)
         os.kill(os.getpid(), signal.SIGTERM)
 
     if os.environ["RANK"] == str(stopped):
         train.sample_draw = stops
     else:
-        threading.Thread(target=end, daemon=True).start()
+        threading.Thread(target=end_when_the_other_stops, daemon=True).start()
     try:
         with pytest.raises(SystemExit) as ended:
             train.main(arguments)
     finally:
-        os.kill(int(number.read_text().split()[0]), signal.SIGCONT)
+        os.kill(int(pid_file.read_text().split()[0]), signal.SIGCONT)
     os._exit(ended.value.code != 143)
 
 
 @fault(307)
 @pytest.mark.parametrize("stopped, saved", [(0, []), (1, ["checkpoint-000003"])])
-def test_sigterm_ends_the_wait_for_a_stopped_process_and_the_first_saves_what_was_learned(
+def test_sigterm_ends_the_wait_for_a_stopped_process_and_the_first_one_saves(
     stopped, saved, model, tmp_path
 ):
     arguments = flags(model, tmp_path, "--steps 5000 --save_every 5000")
@@ -106,24 +106,26 @@ def test_sigterm_ends_the_wait_for_a_stopped_process_and_the_first_saves_what_wa
 @pytest.mark.parametrize(
     "changes, minutes",
     [
-        ({}, 30 + 5 * 4 * 3),  # searches, and the answer: each has four times three tries
+        ({}, 30 + 5 * 4 * 3),  # 4 searches and the answer, each 4 rounds of 3 tries
         ({"summarizer": "extractive"}, 30 + 5 * 4 * 3),
-        # 512 rows, 16 at once, are 32 turns more.
+        # 512 rows with 16 requests at once add 32 rounds.
         ({"summarizer": "m"}, 30 + 5 * (4 + 32) * 3),
         ({"judge": "m"}, 30 + 5 * (4 + 32) * 3),
         ({"summarizer": "m", "eval_questions": 1600}, 30 + 5 * (4 + 100) * 3),
     ],
 )
-def test_the_wait_between_processes_grows_with_what_one_may_ask(changes, minutes, monkeypatch):
-    seen = []
+def test_the_wait_between_processes_grows_with_the_requests_of_one_process(
+    changes, minutes, monkeypatch
+):
+    handlers = []
     monkeypatch.setattr(
-        build, "Accelerator", lambda kwargs_handlers, **_: seen.extend(kwargs_handlers)
+        build, "Accelerator", lambda kwargs_handlers, **_: handlers.extend(kwargs_handlers)
     )
     build.make_accelerator(Settings(questions_per_step=32, group_size=16, **changes))
-    assert seen[0].timeout == timedelta(minutes=minutes)
+    assert handlers[0].timeout == timedelta(minutes=minutes)
 
 
-# --------------------------------------------------------------------------- errors by their type
+# ------------------------------------------------------------------------- errors of a lost process
 
 
 def lines_of(error: Exception) -> list[str]:
@@ -153,7 +155,7 @@ GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] R
         torch.distributed.DistStoreError("wait timeout after 1ms"),
     ],
 )
-def test_a_lost_process_is_told_by_the_type_of_the_error(error):
+def test_a_lost_process_is_recognised_by_the_type_of_the_error(error):
     assert lines_of(error) == [f"error: {LOST}"]
 
 
@@ -165,7 +167,7 @@ def test_a_lost_process_is_told_by_the_type_of_the_error(error):
         RuntimeError("PytorchStreamReader failed reading /models/gloo/trainer.pt:1"),
     ],
 )
-def test_another_error_is_not_hidden_by_a_name_in_it(error):
+def test_an_error_about_a_path_named_gloo_is_not_taken_for_a_lost_process(error):
     def fails():
         raise error
 
@@ -173,7 +175,7 @@ def test_another_error_is_not_hidden_by_a_name_in_it(error):
         run_main(fails)
 
 
-# ---------------------------------------------------------------------------- one evaluation each
+# ------------------------------------------------------------------------- one evaluation at a time
 
 
 @fault(310)
@@ -182,13 +184,13 @@ def test_an_evaluation_under_a_launcher_of_several_processes_is_refused(monkeypa
     monkeypatch.setattr(sys, "argv", ["eval.py", "--help"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / "eval.py"), run_name="__main__")
-    told = capsys.readouterr()
-    assert ended.value.code == 2 and told.out == ""
-    assert told.err == "error: eval.py works in one process: start it as `python eval.py`\n"
+    output = capsys.readouterr()
+    assert ended.value.code == 2 and output.out == ""
+    assert output.err == "error: eval.py works in one process: start it as `python eval.py`\n"
 
 
 @fault(311)
-def test_a_second_evaluation_does_not_write_the_file_of_one_that_runs(tmp_path, monkeypatch):
+def test_a_second_evaluation_does_not_write_the_file_of_a_running_one(tmp_path, monkeypatch):
     out = tmp_path / "predictions.jsonl"
     monkeypatch.setattr(Evaluation, "load", lambda _: pytest.fail("a model was loaded"))
     evaluation = Evaluation(Settings(), Options(questions=1, out=str(out)))
@@ -200,24 +202,24 @@ def test_a_second_evaluation_does_not_write_the_file_of_one_that_runs(tmp_path, 
     assert not out.exists()
 
 
-# ----------------------------------------------------------------------- other models, and searches
+# ------------------------------------------------------------------------ other models and searches
 
 
 @fault(312)
 def test_a_summariser_that_is_late_does_not_change_what_the_policy_samples(qwen2, bpe, monkeypatch):
-    """It has sampled a reply and is still in its call when the policy goes on."""
+    """The summariser has sampled a reply, and its call still runs, when the policy samples on."""
     model, sampled, over = LocalLLM(qwen2, bpe, max_tokens=4), threading.Event(), threading.Event()
     generate = qwen2.generate
 
-    def late(**how):
-        found = generate(**how)
+    def generate_late(**options):
+        output = generate(**options)
         sampled.set()
         assert over.wait(60)
-        return found
+        return output
 
-    monkeypatch.setattr(qwen2, "generate", late)
+    monkeypatch.setattr(qwen2, "generate", generate_late)
 
-    def drawn(late: bool) -> list:
+    def draw_numbers(late: bool) -> list:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
             draws = [torch.rand(4)]
@@ -232,20 +234,20 @@ def test_a_summariser_that_is_late_does_not_change_what_the_policy_samples(qwen2
             draws.append(torch.rand(4))
         return torch.stack(draws).tolist()
 
-    found = drawn(True)
-    assert found == drawn(False)
+    actual = draw_numbers(True)
+    assert actual == draw_numbers(False)
 
 
 @fault(313)
-def test_two_servers_that_call_their_models_alike_do_not_share_replies(tmp_path, started):
+def test_two_servers_with_the_same_model_name_do_not_share_replies(tmp_path, started):
     def server(reply: str):
         return started(Server(lambda path, payload: (200, said(reply))))
 
     one, two = server("one"), server("two")
-    for again in ("", "again"):  # the second time the replies are read
-        asked = [ServerLLM(f"{its.base}/v1#m", cache=tmp_path) for its in (one, two)]
-        assert [model.ask([("i", "t")]) for model in asked] == [["one"], ["two"]], again
-    assert len(one.posts) == len(two.posts) == 1 + 1 + 1  # a probe each time
+    for again in ("", "again"):  # the second time the replies come from the cache
+        models = [ServerLLM(f"{each.base}/v1#m", cache=tmp_path) for each in (one, two)]
+        assert [model.ask([("i", "t")]) for model in models] == [["one"], ["two"]], again
+    assert len(one.posts) == len(two.posts) == 1 + 1 + 1  # probe, request, probe
 
 
 @fault(84, 314)
@@ -264,9 +266,9 @@ def test_searches_that_hang_neither_pile_up_nor_stop_those_of_another_run(toy_to
         for search in (hangs, finds)
     )
     requests = [SearchRequest(Question("1", "who ?", ["me"]), "who", "")]
-    told = [call_search(hangs, requests, 0.001, first.hanging)[0].error for _ in range(50)]
+    errors = [call_search(hangs, requests, 0.001, first.hanging)[0].error for _ in range(50)]
     assert len(first.hanging) == MAX_STUCK == 8
-    assert "no answer within 0.001 s" in told[0] and told[-1] == "earlier searches still hang"
+    assert "no answer within 0.001 s" in errors[0] and errors[-1] == "earlier searches still hang"
     assert call_search(finds, requests, 60, second.hanging)[0].text == "found"
     released.set()
     for thread in first.hanging:
@@ -275,20 +277,22 @@ def test_searches_that_hang_neither_pile_up_nor_stop_those_of_another_run(toy_to
 
 
 @fault(315)
-def test_what_is_kept_for_later_lies_under_runs(tmp_path, monkeypatch, started):
+def test_caches_and_notes_lie_in_the_output_folder(tmp_path, monkeypatch, started):
     monkeypatch.chdir(tmp_path)
     server = started(Server(lambda path, payload: (200, said("yes"))))
     settings = Settings(output_dir="mine", retriever="dense", encoder="e5", model="m")
     assert load_llm(f"{server.base}/v1#m", settings).cache.parent == Path("mine/llm_cache")
-    seen = []
-    monkeypatch.setattr("retrievers.dense.DenseRetriever", lambda *given: seen.append(given[-1]))
+    folders = []
+    monkeypatch.setattr(
+        "retrievers.dense.DenseRetriever", lambda *arguments: folders.append(arguments[-1])
+    )
     build.build_search(settings, [])
-    assert seen == ["mine"]
+    assert folders == ["mine"]
 
-    def searched(_, documents, device, log):
+    def raise_log_path(_, documents, device, log):
         raise InputError(log)
 
-    monkeypatch.setattr(build, "build_search", searched)
+    monkeypatch.setattr(build, "build_search", raise_log_path)
     monkeypatch.setattr(build, "starting_model", lambda _: ("", ""))
     assert message(build.build_state, settings) == str(Path("mine", SUMMARY_LOG))
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
@@ -296,6 +300,8 @@ def test_what_is_kept_for_later_lies_under_runs(tmp_path, monkeypatch, started):
 
 @fault(316)
 def test_every_device_but_the_cpu_samples_without_float64(monkeypatch):
-    on_metal, calls = SimpleNamespace(device=torch.device("mps")), []
-    monkeypatch.setattr(torch, "multinomial", lambda *given: calls.append(given) or "tokens")
-    assert pick(on_metal) == "tokens" and calls == [(on_metal, 1)]
+    on_mps, calls = SimpleNamespace(device=torch.device("mps")), []
+    monkeypatch.setattr(
+        torch, "multinomial", lambda *arguments: calls.append(arguments) or "tokens"
+    )
+    assert pick(on_mps) == "tokens" and calls == [(on_mps, 1)]

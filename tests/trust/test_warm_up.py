@@ -1,4 +1,6 @@
-"""The built-in model, which a first run makes and others take: damage is noticed, two make one."""
+"""The built-in model, which the first run makes and later runs load: damage is noticed, and of
+several first runs only one makes it.
+"""
 
 import os
 import signal
@@ -15,22 +17,24 @@ from world import toy
 
 @pytest.fixture(autouse=True)
 def untrained(monkeypatch):
-    """What is kept is random weights."""
+    """Skips the training, so the saved weights are random."""
     monkeypatch.setattr(toy, "train_sft", lambda *_: None)
 
 
-def made(runs) -> list:
+def load_weights(runs) -> list:
     policy, _ = toy.load_toy(0, PROTOCOLS["ur2"], paper_of("ur2").world, str(runs))
-    return [p.clone() for p in policy.parameters()]  # else they lie in the file
+    return [p.clone() for p in policy.parameters()]  # copied: they may be mapped from the file
 
 
-def made_reader(runs) -> list:
+def load_reader_weights(runs) -> list:
     return [p.clone() for p in toy.load_reader(0, str(runs))[0].parameters()]
 
 
 @pytest.mark.fault(234)
-@pytest.mark.parametrize("load", [made, made_reader])
-def test_a_warm_up_that_is_damaged_or_of_other_settings_is_made_again(load, tmp_path, capsys):
+@pytest.mark.parametrize("load", [load_weights, load_reader_weights])
+def test_a_built_in_model_that_is_damaged_or_of_other_settings_is_made_again(
+    load, tmp_path, capsys
+):
     first = load(tmp_path)
     (folder,) = (tmp_path / "toy").glob("[!.]*")
     capsys.readouterr()
@@ -43,22 +47,24 @@ def test_a_warm_up_that_is_damaged_or_of_other_settings_is_made_again(load, tmp_
     assert "making the built-in" in capsys.readouterr().err
 
 
-def at_leisure(runs, log, released) -> None:
+def load_when_released(runs, log, released) -> None:
+    """Loads the built-in model. A warm-up writes its process number and waits for `released`."""
+
     def warm_up(*_):
         with log.open("a") as file:
             file.write(f"{os.getpid()}\n")
         wait_until(released.exists)
 
     toy.warm_up = warm_up
-    made(runs)
+    load_weights(runs)
 
 
 @pytest.mark.fault(16)
 @pytest.mark.parametrize("killed", [False, True])
-def test_of_first_runs_at_once_one_makes_the_model_even_if_another_was_killed(killed, tmp_path):
+def test_one_of_several_first_runs_makes_the_model_even_if_another_was_killed(killed, tmp_path):
     log, released = tmp_path / "log", tmp_path / "released"
-    words = (at_leisure, tmp_path, log, released)
-    runs = [start_process(*words, log=tmp_path / "said") for _ in range(3)]
+    work = (load_when_released, tmp_path, log, released)
+    runs = [start_process(*work, log=tmp_path / "said") for _ in range(3)]
     wait_for(log, "\n")
     if killed:
         os.kill(int(log.read_text()), signal.SIGKILL)
