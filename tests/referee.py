@@ -1,10 +1,10 @@
-"""Runs tests with the functions of another file in the place of ours, for lab/exercise.py.
+"""Runs tests with functions of another file instead of ours, for lab/exercise.py.
 
     python tests/referee.py FILE MODULE FUNCTIONS TESTS CHOSEN UNUSED
 
-FUNCTIONS of MODULE get the code of those in FILE; then the CHOSEN ones of tests/test_TESTS.py run.
-UNUSED names modules that this file imports for other tests. Prints one line, and exits with 1 if a
-test fails.
+FUNCTIONS of MODULE get the code of the functions in FILE; then the CHOSEN tests of
+tests/test_TESTS.py run. UNUSED names modules that this test file imports for other tests. Prints
+one line, and exits with 1 if a test fails.
 """
 
 import gc
@@ -18,8 +18,8 @@ REVERSED = re.compile(r"assert [\w.]+ == (?!pytest)\w+\(")  # the expected value
 
 
 class Referee:
-    """A plugin of pytest that gives the originals the code of the file's functions; `failures` has
-    a sentence about each test that fails.
+    """A plugin of pytest that replaces the code of the original functions by that of the file's
+    functions; `failures` has a sentence about each test that fails.
     """
 
     def __init__(self, file: str, module: str, functions: list[str]):
@@ -28,16 +28,17 @@ class Referee:
 
     def pytest_collectreport(self, report) -> None:
         if report.failed:
-            self.failures.append(shown(str(report.longrepr).splitlines()[-1]))
+            self.failures.append(on_one_line(str(report.longrepr).splitlines()[-1]))
 
     def pytest_runtest_setup(self) -> None:
-        self.pair, own = None, vars(sys.modules[self.file])
-        theirs = vars(sys.modules[self.module])
+        self.pair, new_globals = None, vars(sys.modules[self.file])
+        original_globals = vars(sys.modules[self.module])
         for path in self.functions:
             owner, _, name = path.rpartition(".")
-            old = getattr(theirs[owner], name) if owner else theirs[name]
-            old.__code__ = own[name].__code__  # wherever it was imported
-        theirs |= own | theirs  # what else the file defines
+            old = getattr(original_globals[owner], name) if owner else original_globals[name]
+            # Modules that have imported the function see the new code too.
+            old.__code__ = new_globals[name].__code__
+        original_globals |= new_globals | original_globals  # constants and helpers of the file
 
     def pytest_assertrepr_compare(self, op, left, right) -> None:
         self.pair = (left, right) if op == "==" else None
@@ -46,7 +47,7 @@ class Referee:
         if not call.excinfo:
             self.passed += call.when == "call"
             return
-        steps, told = call.excinfo.traceback, f"fails: {shown(call.excinfo.exconly())}"
+        steps, sentence = call.excinfo.traceback, f"fails: {on_one_line(call.excinfo.exconly())}"
         line, statement = item.location[1] + 1, ""
         for step in steps:
             if step.path == item.path:
@@ -55,37 +56,38 @@ class Referee:
                 self.pair = list(step.locals.values())[:2]
         if self.pair:
             got, expected = self.pair[:: -1 if REVERSED.match(statement.strip()) else 1]
-            told = f"expects {shown(expected)} and gets {shown(got)}"
-        self.failures.append(f"{item.name} ({item.path.name}, line {line}) {told}")
+            sentence = f"expects {on_one_line(expected)} and gets {on_one_line(got)}"
+        self.failures.append(f"{item.name} ({item.path.name}, line {line}) {sentence}")
 
 
-def shown(value) -> str:
+def on_one_line(value) -> str:
     """Returns a value on one line, its numbers with five digits."""
     text = re.sub(r" ± [\d.e+-]+|approx|tensor|^E +", "", " ".join(str(value).split()))
     return re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.5g}", text)[:120]
 
 
 def judge(file: str, module: str, functions: str, tests: str, chosen: str, unused: str) -> None:
-    """Runs the tests in this process, which is changed for good, and ends it."""
-    gc.disable()  # a fifth of the time that imports take
+    """Runs the tests in this process, whose functions stay replaced, and ends the process."""
+    gc.disable()  # garbage collection takes a fifth of the time of imports
     os.environ |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"}
     os.environ.pop("PYTEST_ADDOPTS", None)
-    sys.dont_write_bytecode = True  # a file that changes within a second would not be read again
+    # With cached bytecode, a file that changes within a second would not be read again.
+    sys.dont_write_bytecode = True
     for name in unused.split():
-        from unittest.mock import MagicMock  # a tenth of a second
+        from unittest.mock import MagicMock  # this import takes a tenth of a second
 
         sys.modules.setdefault(name, MagicMock())
     import pytest
 
     referee = Referee(Path(file).stem, module, functions.split())
-    # unraisableexception collects garbage at the end: a second, where torch is loaded.
+    # unraisableexception collects garbage at the end, which takes a second if torch is loaded.
     plugins = "cacheprovider terminal faulthandler unraisableexception".split()
     options = ["--noconftest", "-c", str(TESTS.parent / "pyproject.toml"), "-k", chosen]
     options += [f"-pno:{name}" for name in plugins]
-    ended = pytest.main([file, str(TESTS / f"test_{tests}.py"), *options], [referee])
+    exit_code = pytest.main([file, str(TESTS / f"test_{tests}.py"), *options], [referee])
     failed, count = len(referee.failures), referee.passed + len(referee.failures)
-    if ended and not failed:
-        sys.exit(f"error: pytest ended with {ended!r}")
+    if exit_code and not failed:
+        sys.exit(f"error: pytest ended with {exit_code!r}")
     if failed:
         print(f"{referee.failures[0]}; {failed} of {count} tests fail")
     else:

@@ -1,4 +1,4 @@
-"""What vLLM 0.32 answers on the routes of engines/server.py, with a tiny model."""
+"""A stub of vLLM 0.32: it answers the routes that engines/server.py uses, with a tiny model."""
 
 import copy
 import hashlib
@@ -15,24 +15,25 @@ from engines.slots import Engine
 from policy import evaluating, load_policy
 from rollout import StopRule, encode
 
-BLOCK = 16  # tokens whose keys are found again
+BLOCK = 16  # tokens of a cached prefix
 
 
 class StubVLLM:
-    """(path, payload) -> (status, body), as `conftest.ScriptedServer` takes it."""
+    """Maps (path, payload) to (status, body); it is a script of `conftest.ScriptedServer`."""
 
     def __init__(self, folder: str):
         policy, self.tokenizer = load_policy(folder, frozen=True)
         self.model, self.version = policy.language_model, "default"
-        self.keys, self.lock = {}, threading.Lock()  # how a text begins -> the model that read it
+        # keys: the first tokens of a prompt -> the model whose keys are cached for them
+        self.keys, self.lock = {}, threading.Lock()
 
-    def __call__(self, path: str, asked) -> tuple[int, bytes]:
+    def __call__(self, path: str, payload) -> tuple[int, bytes]:
         with self.lock:
             name = path.partition("?")[0].rpartition("/")[2].removesuffix(".json")
-            found = getattr(self, name)(asked)
+            reply = getattr(self, name)(payload)
         if name == "pause" and "clear_cache=false" not in path:
             self.keys.clear()
-        return 200, json.dumps(found).encode()
+        return 200, json.dumps(reply).encode()
 
     def openapi(self, _):
         return {"paths": {f"/{name}": {} for name in ROUTES.split()}}
@@ -40,14 +41,14 @@ class StubVLLM:
     def models(self, _):
         return {"data": [{"id": "policy", "max_model_len": 256}]}
 
-    def tokenize(self, asked):
-        return {"tokens": encode(self.tokenizer, asked["prompt"])}
+    def tokenize(self, payload):
+        return {"tokens": encode(self.tokenizer, payload["prompt"])}
 
     def weight_info(self, _):
         return {"weight_version": self.version}
 
-    def update_weight_version(self, asked):
-        self.version = asked["new_version"]
+    def update_weight_version(self, payload):
+        self.version = payload["new_version"]
         return {"success": True}
 
     def pause(self, _):
@@ -59,32 +60,36 @@ class StubVLLM:
         self.keys.clear()
         return {"success": True}
 
-    def collective_rpc(self, asked):
+    def collective_rpc(self, payload):
         state, self.model = {}, copy.deepcopy(self.model)
-        for file in Path(asked["kwargs"]["weights_path"]).glob("*.safetensors"):
+        for file in Path(payload["kwargs"]["weights_path"]).glob("*.safetensors"):
             state |= load_file(file)
         self.model.load_state_dict(state)
         return {"results": [None]}
 
     def weight_checker(self, _):
-        """Embeddings and head have a number of rows that 64 divides; a tied head is not listed."""
-        found = {}
+        """Pads embeddings and head to a multiple of 64 rows, as vLLM does, and leaves out a tied
+        head.
+        """
+        checksums = {}
         for name, weight in self.model.named_parameters():
-            whole = pad(weight, (0, 0, 0, -len(weight) % 64)) if weight.ndim == 2 else weight
-            content = whole.detach().contiguous().view(torch.uint8).numpy().tobytes()
-            found[f"dp0:pp0:pcp0:tp0:{name}"] = hashlib.sha256(content).hexdigest()
-        return {"checksums": found}
+            padded = pad(weight, (0, 0, 0, -len(weight) % 64)) if weight.ndim == 2 else weight
+            content = padded.detach().contiguous().view(torch.uint8).numpy().tobytes()
+            checksums[f"dp0:pp0:pcp0:tp0:{name}"] = hashlib.sha256(content).hexdigest()
+        return {"checksums": checksums}
 
     @torch.no_grad()
-    def completions(self, asked):
-        """What a request leaves open would come from generation_config.json."""
-        ids, room = asked["prompt"], asked["max_tokens"]
-        assert BODY.items() <= asked.items() and len(ids) + room <= 256
+    def completions(self, payload):
+        """Samples a turn. A request must set all of BODY: vLLM would read missing settings from
+        generation_config.json.
+        """
+        ids, max_new_tokens = payload["prompt"], payload["max_tokens"]
+        assert BODY.items() <= payload.items() and len(ids) + max_new_tokens <= 256
         model = self.keys.setdefault(tuple(ids[:BLOCK]), self.model)
-        tags = dict.fromkeys(asked.get("stop", []), "stop")
-        rule = StopRule(self.tokenizer, tags, set(asked.get("stop_token_ids", [])))
-        engine = Engine(model, 1, len(ids) + room, rule, asked["temperature"])
-        engine.add(None, ids, room)
+        tags = dict.fromkeys(payload.get("stop", []), "stop")
+        rule = StopRule(self.tokenizer, tags, set(payload.get("stop_token_ids", [])))
+        engine = Engine(model, 1, len(ids) + max_new_tokens, rule, payload["temperature"])
+        engine.add(None, ids, max_new_tokens)
         with evaluating(model):
             [row] = engine.decode()
         logprobs, reason = {"token_logprobs": row.turn.logprobs}, row.turn.reason

@@ -1,5 +1,5 @@
-"""lab/claims.py and lab/ablate.py: the interval and the verdict by hand, what each pair differs in,
-which arms run in which order, what is rejected, and what the table and the pictures show.
+"""Tests lab/claims.py and lab/ablate.py: interval and verdict by hand, the differences of each pair
+of arms, the order of the runs, rejected results and flags, the table and the pictures.
 """
 
 import math
@@ -39,13 +39,13 @@ def write_result(runs, arm: str, split="test", **content) -> None:
     "differences, mean, half",
     [
         ([1.0, 2.0, 3.0], 2, 4.303 / math.sqrt(3)),  # s = 1, t(2) = 4.303
-        ([0.0, 2.0], 1, 12.706),  # s = √2, which √2 worlds divide
+        ([0.0, 2.0], 1, 12.706),  # s = √2, divided by √2 for two worlds
         ([0.4], 0.4, math.inf),
         # s = √(12 · 0.25 / 11) = 0.5222; the table ends at t(9) = 2.262
         ([0.0, 1.0] * 6, 0.5, 2.262 * 0.52223 / math.sqrt(12)),
     ],
 )
-def test_the_interval_is_student_s(differences, mean, half):
+def test_the_interval_is_that_of_student_s_t(differences, mean, half):
     assert interval(differences) == pytest.approx((mean, mean - half, mean + half), abs=1e-4)
 
 
@@ -53,57 +53,57 @@ def test_the_interval_is_student_s(differences, mean, half):
     "claim, differences, expected",
     [
         (UP, [0.10, 0.12, 0.11], "shows"),  # s = 0.01: 0.11 ± 0.025
-        (UP, [0.020, 0.021, 0.022], "does not show"),  # beyond 0, but less than what counts, 0.03
+        (UP, [0.020, 0.021, 0.022], "does not show"),  # above 0, but an effect below 0.03
         (UP, [0.30, -0.10, 0.10], "does not show"),  # s = 0.2: 0.1 ± 0.497
         (UP, [-0.10, -0.12, -0.11], "reversed"),
-        (UP, [-0.020, -0.021, -0.022], "does not show"),  # too small on the other side too
+        (UP, [-0.020, -0.021, -0.022], "does not show"),  # too small in the other direction too
         (UP, [0.9], "does not show"),  # one world has no interval
         (UP, [], "not run"),
-        (LESS, [-0.30, -0.32, -0.31], "shows"),  # less is claimed, and 0.1 counts
+        (LESS, [-0.30, -0.32, -0.31], "shows"),  # the claim is a decrease, of at least 0.1
         (LESS, [0.30, 0.32, 0.31], "reversed"),
-        # s = 0.02, 90 %: t(2) = 2.920, ± 2.920 · 0.02 / √3 = ± 0.0337
+        # s = 0.02; for 90 % t(2) = 2.920: ± 2.920 · 0.02 / √3 = ± 0.0337
         (SAME, [-0.01, 0.01, 0.03], "equal within 0.05"),
         (SAME, [0.01, 0.03, 0.05], "does not show"),  # 0.03 ± 0.0337
         (SAME, [-0.01, -0.03, -0.05], "does not show"),
     ],
 )
-def test_a_verdict_needs_an_interval_beyond_0_and_an_effect_that_counts(
+def test_a_verdict_needs_an_interval_that_excludes_0_and_an_effect_that_counts(
     claim, differences, expected
 ):
     assert verdict(claim, differences) == expected
 
 
-def test_only_worlds_with_both_arms_are_compared():
+def test_only_worlds_with_results_of_both_arms_are_compared():
     arms = {("with", 1): 0.8, ("without", 1): 0.5, ("with", 2): 0.9, ("without", 3): 0.1}
     results = {arm: {"eval": look_ups(em=em)} for arm, em in arms.items()}
     assert values(UP, results, [1, 2, 3]) == [(0.8, 0.5)]
 
 
-def test_the_reader_is_compared_with_its_own_rag_on_the_same_run():
+def test_the_reader_s_answers_are_compared_with_its_rag_answers_in_the_same_run():
     result = {"eval": look_ups(reader_em=0.75, rag_em=0.25)}
     assert values(CLAIMS["evidence"], {("r_search", 1): result}, [1]) == [(0.75, 0.25)]
 
 
 def steps_with(**columns) -> dict:
-    """Returns the result of a run whose steps have these numbers; None is no number."""
+    """Returns the result of a run whose steps have these metrics; None means a missing metric."""
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     return {"curve": [{k: v for k, v in row.items() if v is not None} for row in rows]}
 
 
-def test_numbers_of_training_by_hand():
-    largest = steps_with(grad_norm=[0.1, 1000.0, None], k2=[0.0, 0.01, 0.0], k3=[0.1, 10.0, 0.0])
-    assert CLAIMS["k2_gradient"].number.measure(largest) == pytest.approx(3)  # log10
-    assert CLAIMS["k2"].number.measure(largest) == pytest.approx(-2)
-    assert CLAIMS["k2"].number.other(largest) == pytest.approx(1)
+def test_the_numbers_that_claims_take_from_training_by_hand():
+    extremes = steps_with(grad_norm=[0.1, 1000.0, None], k2=[0.0, 0.01, 0.0], k3=[0.1, 10.0, 0.0])
+    assert CLAIMS["k2_gradient"].number.measure(extremes) == pytest.approx(3)  # log10
+    assert CLAIMS["k2"].number.measure(extremes) == pytest.approx(-2)
+    assert CLAIMS["k2"].number.other(extremes) == pytest.approx(1)
     # Steps 16 to 29 have one search in one-hop and three in two-hop questions.
     one, two = "searches/one_hop", "searches/two_hop"
     early = steps_with(**{one: [9] * 16 + [1] * 14 + [9], two: [9] * 16 + [3] * 14 + [9]})
     assert CLAIMS["unified"].number.measure(early) == 2
-    # Five steps in a row at 0.8 are the best, the last five are at 0.2; no two-hop was asked.
+    # The best five steps in a row have 0.8, the last five 0.2; there are no two-hop questions.
     exact = [0.0] * 5 + [0.8] * 5 + [0.2] * 5
-    fell = steps_with(**{"em/one_hop": exact, "em/two_hop": [None] * 15})
-    assert CLAIMS["crash"].number.measure(fell) == pytest.approx(0.6)
-    # The last 30 steps; in one of them no question of that kind was asked.
+    collapsed = steps_with(**{"em/one_hop": exact, "em/two_hop": [None] * 15})
+    assert CLAIMS["crash"].number.measure(collapsed) == pytest.approx(0.6)
+    # The last 30 steps count; one of them has no question of that kind.
     late = steps_with(**{"searches/arithmetic": [9.0] * 20 + [None] + [1.0] * 29})
     assert CLAIMS["penalty_needless"].number.measure(late) == 1
 
@@ -117,8 +117,8 @@ def steps_of(name: str) -> int:
 
 
 @pytest.mark.parametrize("name", ARMS)
-def test_every_arm_has_settings_that_can_run_and_starts_from_a_model_of_its_kind(name):
-    arm, settings = ARMS[name], settings_of(name, 20, "r")  # it checks them
+def test_every_arm_has_valid_settings_and_starts_from_a_model_of_its_kind(name):
+    arm, settings = ARMS[name], settings_of(name, 20, "r")  # settings_of checks them
     assert "options" not in needs(settings)  # no question of the built-in world has options
     if arm.start:
         before = settings_of(arm.start, 20, "r")
@@ -127,12 +127,14 @@ def test_every_arm_has_settings_that_can_run_and_starts_from_a_model_of_its_kind
 
 
 @pytest.mark.parametrize("name", CLAIMS)
-def test_the_arms_of_a_claim_are_alike_but_for_what_the_table_names(name):
+def test_the_arms_of_a_claim_differ_only_in_the_settings_that_the_table_names(name):
     claim = CLAIMS[name]
     one, other = (settings_of(arm, 20, "r") for arm in (claim.better, claim.worse))
     assert paper_of(one.protocol) is paper_of(other.protocol)
-    alike = "toy_init questions_per_step group_size temperature documents_per_search mix lr"
-    for key in [*alike.split(), "trajectories_per_update"]:
+    equal_settings = (
+        "toy_init questions_per_step group_size temperature documents_per_search mix lr"
+    )
+    for key in [*equal_settings.split(), "trajectories_per_update"]:
         assert getattr(one, key) == getattr(other, key)
     if not ARMS[claim.worse].imitates:
         assert steps_of(claim.better) == steps_of(claim.worse)
@@ -156,17 +158,17 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
-def test_what_a_pair_differs_in_by_hand(name):
+def test_the_differences_of_a_pair_of_arms_by_hand(name):
     assert difference(CLAIMS[name]) == DIFFERENCES[name]
 
 
-def test_every_arm_is_wanted_by_a_claim_and_brings_the_one_that_it_starts_from():
+def test_every_arm_belongs_to_a_claim_and_a_claim_also_runs_the_arms_it_starts_from():
     assert set().union(*map(wanted_arms, CLAIMS.values())) == set(ARMS)
     assert wanted_arms(CLAIMS["mask"]) == {"ur2_stage1", "ur2", "ur2_no_mask"}
     assert wanted_arms(CLAIMS["sft"]) == {"r1_stage1", "r1", "r1_sft"}
 
 
-# ------------------------------------------------------------------------------ what runs, and when
+# --------------------------------------------------------------------------------- running the arms
 
 
 @pytest.fixture
@@ -195,7 +197,7 @@ def test_a_result_of_other_settings_is_rejected(tmp_path):
 
 
 @pytest.mark.parametrize("searches", [0.02, 0.9])
-def test_a_warm_up_that_searches_too_often_stops_the_arm(searches, monkeypatch, tmp_path):
+def test_an_arm_stops_if_its_warmed_up_model_searches_too_often(searches, monkeypatch, tmp_path):
     records = [{"kind": kind, "metrics": {"searches": searches}} for kind in look_ups()]
     monkeypatch.setattr(ablate, "evaluate", lambda *_, **__: records)
     settings = settings_of("ur2_stage1", 20, str(tmp_path))
@@ -205,8 +207,8 @@ def test_a_warm_up_that_searches_too_often_stops_the_arm(searches, monkeypatch, 
         assert "0.900 searches per look-up" in message(ablate.check_prior, settings, "dev")
 
 
-def test_the_reader_s_own_search_is_scored_on_the_same_questions(monkeypatch):
-    """The reader answers what follows the first "birthplace" it is shown."""
+def test_rag_of_the_reader_is_scored_on_the_same_questions(monkeypatch):
+    """The reader answers with the words after the first "birthplace" in its prompt."""
 
     def answers(_, pairs, **sampling):
         return [text.partition("birthplace ")[2].partition(" of")[0] for _, text in pairs]
@@ -223,7 +225,7 @@ def test_the_reader_s_own_search_is_scored_on_the_same_questions(monkeypatch):
 
 @pytest.fixture
 def finished(monkeypatch):
-    """Arms in threads, of which one has no luck; returns those that were finished, in order."""
+    """Runs arms in threads, and lets one fail; returns the finished arms in order."""
     names = []
 
     def run_arm(name, seed, runs, split):
@@ -243,19 +245,21 @@ def finished(monkeypatch):
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_failed_arm_takes_along_only_those_that_start_from_it(
+def test_after_a_failed_arm_only_the_arms_that_start_from_it_fail_too(
     workers, finished, tmp_path, capsys
 ):
     arms = ("ur2_stage1", "ur2", "ur2_no_stage1", "arena")
     jobs = {(name, seed) for name in arms for seed in (20, 21)}
     ablate.run_all(jobs, str(tmp_path), "test", workers)
     assert set(finished) == jobs - {("ur2_stage1", 20), ("ur2", 20)}
-    if workers == 1:  # world by world, and each arm after the one that it starts from
+    if workers == 1:  # arms run world by world, each after the arm that it starts from
         in_order = [(name, 21) for name in ARMS if name in arms]
         assert finished[2:] == in_order and in_order[0][0] == "ur2_stage1"
-        lines = capsys.readouterr().out
-        assert f"ur2_stage1 in world 20: failed, see {tmp_path}/ur2_stage1-world20/log.txt" in lines
-        assert "no checkpoint: remove" in lines and "arena in world 21: 0 s" in lines
+        output = capsys.readouterr().out
+        assert (
+            f"ur2_stage1 in world 20: failed, see {tmp_path}/ur2_stage1-world20/log.txt" in output
+        )
+        assert "no checkpoint: remove" in output and "arena in world 21: 0 s" in output
 
 
 def test_a_worker_that_dies_is_one_line(finished, monkeypatch, tmp_path):

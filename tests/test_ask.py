@@ -1,4 +1,4 @@
-"""ask.py: one question, search by search, and what is searched."""
+"""Tests ask.py: the answer to a question with all searches, the documents, and a session."""
 
 import dataclasses
 import json
@@ -21,61 +21,68 @@ KNOWN = World(0).questions("test", "one_hop")[3].question  # every tiny model kn
 
 @pytest.fixture
 def typed(monkeypatch):
-    """typed("line", ...): what is typed into a session, before Ctrl-D."""
+    """Returns a function typed("line", ...) that types these lines into a session, and then Ctrl-D.
+
+    A line may also be an exception, which is raised.
+    """
 
     def typed(*lines) -> None:
         lines = iter(lines)
 
-        def line(_) -> str:
-            if (said := next(lines, None)) is None:
+        def read_line(_) -> str:
+            if (line := next(lines, None)) is None:
                 raise EOFError
-            if isinstance(said, type):
-                raise said
-            return said
+            if isinstance(line, type):
+                raise line
+            return line
 
-        monkeypatch.setattr("builtins.input", line)
+        monkeypatch.setattr("builtins.input", read_line)
 
     return typed
 
 
 @pytest.fixture
-def asked(trained, capsys, typed):
-    """asked("words", ...) -> what `python ask.py` says, as lines; without words it is /try."""
+def run_ask(trained, capsys, typed):
+    """Returns a function that runs `python ask.py` and returns the lines of its output. Without a
+    question in the arguments, /try is typed.
+    """
 
-    def asked(*arguments) -> list[str]:
+    def run_ask(*arguments) -> list[str]:
         typed("/try")
         ask.main([*map(str, arguments), "--output_dir", str(trained)])
         return capsys.readouterr().out.splitlines()
 
-    return asked
+    return run_ask
 
 
 @pytest.fixture
 def session(trained, capsys, typed):
-    """session("line", ...) -> what it answers to these lines, with the stage 1 model."""
+    """Returns a function that types lines into a session with the stage 1 model and returns its
+    output.
+    """
 
-    def session(*lines, given=("--run_name", "ur2-world0-seed0", "--stage", "1")) -> str:
+    def session(*lines, options=("--run_name", "ur2-world0-seed0", "--stage", "1")) -> str:
         typed(*lines)
-        ask.main([*given, "--temperature", "1", "--seed", "5", "--output_dir", str(trained)])
+        ask.main([*options, "--temperature", "1", "--seed", "5", "--output_dir", str(trained)])
         return capsys.readouterr().out
 
     return session
 
 
 @pytest.fixture
-def refused(trained, capsys):
-    return lambda *words: command_line(ask.main, [*words, "--output_dir", trained], capsys)
+def error_of(trained, capsys):
+    return lambda *arguments: command_line(ask.main, [*arguments, "--output_dir", trained], capsys)
 
 
 def question_in(lines: list[str]) -> str:
-    shown = next(line for line in lines if line.startswith("question: "))
-    return shown.removeprefix("question: ").split("   gold: ")[0]
+    line = next(line for line in lines if line.startswith("question: "))
+    return line.removeprefix("question: ").split("   gold: ")[0]
 
 
-def test_a_session_says_what_is_loaded_and_what_it_can_be_asked(asked, trained):
-    assert asked()[0] == f"model: {trained}/ur2-world0-seed0/stage2/checkpoint-000002"
-    # Greedily this model does not search here, and after stage 2 seldom.
-    lines = asked("--run_name", "ur2-world0-seed0", "--stage", 1, "--temperature", 1, "--seed", 5)
+def test_a_session_shows_the_model_the_documents_and_possible_questions(run_ask, trained):
+    assert run_ask()[0] == f"model: {trained}/ur2-world0-seed0/stage2/checkpoint-000002"
+    # With greedy decoding this model does not search here, and the one after stage 2 rarely does.
+    lines = run_ask("--run_name", "ur2-world0-seed0", "--stage", 1, "--temperature", 1, "--seed", 5)
     assert lines[0] == f"model: {trained}/ur2-world0-seed0/stage1/checkpoint-000002"
     assert lines[1] == f"searches: the built-in world (bm25, {len(World(0).documents)} documents)"
     assert "sums of 1 to 9; try" in lines[2]
@@ -83,40 +90,42 @@ def test_a_session_says_what_is_loaded_and_what_it_can_be_asked(asked, trained):
     assert {line.strip() for line in lines[3:6]} <= known
     assert question_in(lines) in {q.question for q in World(0).questions("test", "two_hop")}
     assert "⟦" in "".join(lines) and "searches; answer" in lines[-1]
-    assert asked("--stage", 0)[0] == "model: the built-in one, before RL"
+    assert run_ask("--stage", 0)[0] == "model: the built-in one, before RL"
 
 
-def test_what_is_heard_is_the_trajectory(trained, monkeypatch, session):
+def test_the_streamed_text_is_that_of_the_trajectory(trained, monkeypatch, session):
     rows = []
-    kept = ask.rollout
-    monkeypatch.setattr(ask, "rollout", lambda *given: rows.extend(kept(*given)) or rows[-1:])
-    said = session(KNOWN)
-    body = said.partition("   gold: ")[2].partition("\n")[2].rpartition("\n[")[0]
-    heard = body.replace("⟦", "").replace("⟧", "")
-    assert heard.rstrip("\n| ") == harmless(rows[0].text).rstrip("\n| ")
+    original_rollout = ask.rollout
+    monkeypatch.setattr(
+        ask, "rollout", lambda *arguments: rows.extend(original_rollout(*arguments)) or rows[-1:]
+    )
+    output = session(KNOWN)
+    body = output.partition("   gold: ")[2].partition("\n")[2].rpartition("\n[")[0]
+    text = body.replace("⟦", "").replace("⟧", "")
+    assert text.rstrip("\n| ") == harmless(rows[0].text).rstrip("\n| ")
     assert rows[0].searches and body.count("⟦") == sum(
         segment.writer != "model" for segment in rows[0].segments
     )
-    # as the same seed gives it unheard
+    # The same seed gives the same trajectory if the text is not streamed.
     monkeypatch.setattr(ask.Streamer, "on_finalized_text", lambda *_, **__: None)
     session(KNOWN)
     assert rows[1].response_ids == rows[0].response_ids
 
 
-def test_another_question_each_time(session):
-    said = session("/try", "/try", given=("--run_name", "ur2-world0-seed0"))
-    assert len({line for line in said.splitlines() if line.startswith("question: ")}) == 2
+def test_try_asks_another_question_each_time(session):
+    output = session("/try", "/try", options=("--run_name", "ur2-world0-seed0"))
+    assert len({line for line in output.splitlines() if line.startswith("question: ")}) == 2
 
 
-def test_a_server_that_is_not_there_is_one_line(refused, closed_port):
+def test_a_missing_retrieval_server_is_one_line(error_of, closed_port):
     url = f"http://127.0.0.1:{closed_port}"
-    assert "no retriever answers" in refused(
+    assert "no retriever answers" in error_of(
         "--stage", 0, "--retriever", "http", "--retriever_url", url
     )
 
 
 @pytest.mark.parametrize(
-    "line, said",
+    "line, reply",
     [
         ("/foo", "error: /foo: unknown; /help lists them"),
         ("/sav x", "did you mean /save?"),
@@ -125,28 +134,32 @@ def test_a_server_that_is_not_there_is_one_line(refused, closed_port):
         ("What is 17 + 25?", "the model does not know '17'"),
     ],
 )
-def test_whatever_is_wrong_is_a_line_and_the_session_goes_on(session, line, said):
-    heard = session(line, "", "/help", KNOWN)
-    assert said in heard and heard.count("error: ") == 1
-    assert "/quit" in heard and "searches; answer" in heard.splitlines()[-1]
+def test_a_wrong_line_gets_a_reply_of_one_line_and_the_session_continues(session, line, reply):
+    output = session(line, "", "/help", KNOWN)
+    assert reply in output and output.count("error: ") == 1
+    assert "/quit" in output and "searches; answer" in output.splitlines()[-1]
 
 
-def test_ctrl_c_stops_an_answer_and_quit_the_session(session, monkeypatch):
-    def stopped(*_):
+def test_ctrl_c_stops_an_answer_and_quit_ends_the_session(session, monkeypatch):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
-    kept = ask.rollout
-    monkeypatch.setattr(ask, "rollout", stopped)
-    heard = session(KNOWN, "/help", "/quit", "/foo")
-    assert "\nstopped\n" in heard and "/try" in heard and "/foo" not in heard
-    monkeypatch.setattr(ask, "rollout", kept)
+    original_rollout = ask.rollout
+    monkeypatch.setattr(ask, "rollout", interrupted)
+    output = session(KNOWN, "/help", "/quit", "/foo")
+    assert "\nstopped\n" in output and "/try" in output and "/foo" not in output
+    monkeypatch.setattr(ask, "rollout", original_rollout)
     with pytest.raises(KeyboardInterrupt):  # at the prompt: run_main ends with 130
         session(KeyboardInterrupt)
 
 
-def test_a_model_or_a_disk_that_breaks_is_told_and_the_session_goes_on(session, monkeypatch):
-    heard = session(KNOWN, "/save /proc/x.html", KNOWN)
-    assert "/proc/x.html" in heard.partition("error: ")[2] and heard.count("searches; answer") == 2
+def test_an_error_of_the_model_or_the_disk_is_printed_and_the_session_continues(
+    session, monkeypatch
+):
+    output = session(KNOWN, "/save /proc/x.html", KNOWN)
+    assert (
+        "/proc/x.html" in output.partition("error: ")[2] and output.count("searches; answer") == 2
+    )
 
     def broken(*_):
         raise RuntimeError("no kernel")
@@ -155,63 +168,66 @@ def test_a_model_or_a_disk_that_breaks_is_told_and_the_session_goes_on(session, 
     assert "error: RuntimeError: no kernel" in session(KNOWN, "/help")
 
 
-def test_words_that_the_model_does_not_know_are_one_line_with_a_question_it_knows(refused, asked):
-    said = refused("who invented the steam engine ?")
-    assert "it knows only its own world's words; try: " in said
+def test_words_that_the_model_does_not_know_are_one_line_with_a_known_question(error_of, run_ask):
+    error = error_of("who invented the steam engine ?")
+    assert "it knows only its own world's words; try: " in error
     known = [World(0).questions(split, "one_hop")[3].question for split in ("train", "dev")]
-    for question in (said.rpartition("try: ")[2], *known):  # the answers of its world are known
-        assert "   gold: unknown" not in "".join(asked(question))
+    # The answers to questions of the built-in world are known.
+    for question in (error.rpartition("try: ")[2], *known):
+        assert "   gold: unknown" not in "".join(run_ask(question))
 
 
-def test_another_model_is_asked_only_with_something_to_search(model, refused, asked, tmp_path):
-    """A foreign model would search the built-in world's inventions, and nobody would notice."""
-    given, corpus = ("--model", model), tmp_path / "c.jsonl"
-    said = refused(KNOWN, *given)
-    assert f"{model} was not trained in the built-in world, so it needs something" in said
-    assert "--corpus" in said and "--retriever_url" in said
+def test_a_foreign_model_needs_documents_to_search(model, error_of, run_ask, tmp_path):
+    """Otherwise it would silently search the invented facts of the built-in world."""
+    options, corpus = ("--model", model), tmp_path / "c.jsonl"
+    error = error_of(KNOWN, *options)
+    assert f"{model} was not trained in the built-in world, so it needs something" in error
+    assert "--corpus" in error and "--retriever_url" in error
     corpus.write_text("".join(f'{{"id": "{i}", "title": "t", "text": "x"}}\n' for i in "12"))
-    lines = asked(KNOWN, *given, "--corpus", corpus, "--max_turn_tokens", 12)
+    lines = run_ask(KNOWN, *options, "--corpus", corpus, "--max_turn_tokens", 12)
     assert lines[:2] == [f"model: {model}", f"searches: {corpus} (bm25, 2 documents)"]
     assert question_in(lines) == KNOWN and "gold: unknown" in "".join(lines)
-    assert "/try: no questions are known here" in "".join(asked(*given, "--corpus", corpus))
-    assert asked(KNOWN, *given, "--retriever", "empty")[1] == "searches: empty"
-    # in a protocol without queries they come with the question
-    assert "question asked has no references" in refused(KNOWN, *given, "--recipe", "arena")
+    assert "/try: no questions are known here" in "".join(run_ask(*options, "--corpus", corpus))
+    assert run_ask(KNOWN, *options, "--retriever", "empty")[1] == "searches: empty"
+    # In a protocol without queries, the documents come with the question.
+    assert "question asked has no references" in error_of(KNOWN, *options, "--recipe", "arena")
 
 
-def test_a_checkpoint_that_learned_from_a_model_of_elsewhere_is_one_too(trained, tmp_path, refused):
-    """Only what began as the built-in model knows the built-in world."""
-    (last,) = (trained / "ur2-world0-seed0" / "stage2").glob("checkpoint-*2")
-    settings = json.loads((last / "settings.json").read_text())
+def test_a_checkpoint_trained_from_a_foreign_model_is_foreign_too(trained, tmp_path, error_of):
+    """Only a model whose training began with the built-in model knows the built-in world."""
+    (checkpoint,) = (trained / "ur2-world0-seed0" / "stage2").glob("checkpoint-*2")
+    settings = json.loads((checkpoint / "settings.json").read_text())
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "settings.json").write_text(json.dumps(settings | {"model": "owner/name"}))
-    assert "was not trained in the built-in world" in refused("a ?", "--model", tmp_path)
+    assert "was not trained in the built-in world" in error_of("a ?", "--model", tmp_path)
 
 
-def test_words_without_quotes_are_one_question(asked):
+def test_several_unquoted_words_are_one_question(run_ask):
     assert (
-        question_in(asked("where", "was", "ana", "grau", "born", "?"))
+        question_in(run_ask("where", "was", "ana", "grau", "born", "?"))
         == "where was ana grau born ?"
     )
 
 
-def test_a_question_file_brings_questions_answers_and_passages(model, tmp_path, asked, refused):
+def test_a_question_file_supplies_questions_answers_and_passages(
+    model, tmp_path, run_ask, error_of
+):
     questions, data = World(0).questions("test", "one_hop")[:3], tmp_path / "q.jsonl"
     data.write_text("".join(json.dumps(dataclasses.asdict(q)) + "\n" for q in questions))
-    given = ("--model", model, "--data", data)
-    assert "--data needs --corpus" in refused(*given)
-    shown = asked(*given, "--corpus", "from-data")
-    assert shown[1].startswith("searches: from-data (bm25, ")
-    assert question_in(shown) == questions[0].question  # the file's first
+    options = ("--model", model, "--data", data)
+    assert "--data needs --corpus" in error_of(*options)
+    lines = run_ask(*options, "--corpus", "from-data")
+    assert lines[1].startswith("searches: from-data (bm25, ")
+    assert question_in(lines) == questions[0].question  # the first question of the file
     gold = " | ".join(questions[2].answers)
-    given = (questions[2].question, *given, "--corpus", "from-data")
-    assert f"question: {questions[2].question}   gold: {gold}" in asked(*given)
-    given = (questions[2].question, "--model", model, "--data", data, "--recipe", "arena")
-    assert asked(*given)[1].endswith("the documents come with the question")
+    options = (questions[2].question, *options, "--corpus", "from-data")
+    assert f"question: {questions[2].question}   gold: {gold}" in run_ask(*options)
+    options = (questions[2].question, "--model", model, "--data", data, "--recipe", "arena")
+    assert run_ask(*options)[1].endswith("the documents come with the question")
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, error",
     [
         (["a ?", "--samples", "3"], "ask.py: unknown flag --samples"),
         (["where", "was", "zork", "born", "?"], "knows only its own world's words"),
@@ -222,5 +238,5 @@ def test_a_question_file_brings_questions_answers_and_passages(model, tmp_path, 
         (["a ?", "--max_context", "99999"], "the model has"),
     ],
 )
-def test_bad_input_is_one_line(words, said, refused):
-    assert said in refused(*words)
+def test_bad_input_is_one_line(words, error, error_of):
+    assert error in error_of(*words)

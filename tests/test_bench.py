@@ -1,5 +1,5 @@
-"""lab.bench: what is compared is the same work, and the figures are what the runs say. No time is
-asserted.
+"""Tests lab.bench: the variants do the same work, and the figures are those of the runs. No test
+asserts a time.
 """
 
 import pickle
@@ -29,25 +29,29 @@ def policy() -> Policy:
     return random_policy(Qwen2Config(vocab_size=VOCAB, **small()), seed=3)
 
 
-def played(work, policy, o=TINY) -> list:
-    """The masks of eight short rows of two questions, with 0 to 3 searches."""
+def masks_of(work, policy, o=TINY) -> list:
+    """Runs `work`; returns the masks of eight short rows of two questions, with 0 to 3 searches."""
     environment = Scripted(o)
     work(policy, environment, environment.rows)
     return [row.response_mask for row in environment.rows]
 
 
-def test_a_group_shares_its_prompt_and_documents_stand_behind_every_turn_but_the_last():
+def test_a_group_shares_its_prompt_and_documents_follow_every_turn_but_the_last():
     o = replace(TINY, shorter=1)
-    rows, again = (Scripted(o).rows for _ in range(2))
-    assert [row.left for row in rows] == [row.left for row in again]  # the seed's alone
+    rows, same_seed = (Scripted(o).rows for _ in range(2))
+    assert [row.left for row in rows] == [row.left for row in same_seed]
     prompts = [row.prompt_ids for row in rows]
     assert prompts[0] == prompts[3] != prompts[4] == prompts[7] and len(rows) == 8
     for row in rows:
-        found = [len(ids) for _, ids in row.left]
-        assert found.pop() == 0 and len(found) <= 3 and all(100 <= n <= 200 for n in found)
+        document_sizes = [len(ids) for _, ids in row.left]
+        assert (
+            document_sizes.pop() == 0
+            and len(document_sizes) <= 3
+            and all(100 <= n <= 200 for n in document_sizes)
+        )
 
 
-def test_rows_of_a_context_are_half_a_prompt():
+def test_half_of_a_row_is_its_prompt_if_the_context_is_given():
     environment = Scripted(replace(TINY, context=640))
     sizes = {
         (len(row.prompt_ids), environment.max_trajectory_tokens(row)) for row in environment.rows
@@ -55,63 +59,66 @@ def test_rows_of_a_context_are_half_a_prompt():
     assert sizes == {(32, 64)}
 
 
-# --------------------------------------------------------------------- the twins do the same work
+# -------------------------------------------------------------------- all variants do the same work
 
 
 @pytest.mark.parametrize("name", [*PARTS["rollout"], "step"])
-def test_every_loop_samples_at_the_places_that_are_written_down(name, policy):
+def test_every_variant_samples_at_the_scripted_positions(name, policy):
     work = PARTS["rollout"].get(name, bench.step)
     with torch.no_grad():
-        assert played(work, policy) == played(bench.backward, policy)
+        assert masks_of(work, policy) == masks_of(bench.backward, policy)
 
 
-def test_a_step_learns_and_says_how_long_each_part_took(policy):
+def test_a_step_changes_the_weights_and_returns_the_seconds_of_each_part(policy):
     weight = policy.language_model.lm_head.weight
     environment, before = Scripted(TINY), weight.detach().clone()
     with torch.no_grad():
         seconds = bench.step(policy, environment, environment.rows)
     assert list(seconds) == ["rollout", "update"] and min(seconds.values()) > 0
     moved = (weight - before).abs().max().item()
-    assert moved == pytest.approx(TINY.lr, rel=0.1)  # AdamW: about the learning rate per update
+    # AdamW moves a weight by about the learning rate in each update.
+    assert moved == pytest.approx(TINY.lr, rel=0.1)
 
 
-def test_all_rows_padded_rows_and_whole_prompts_give_one_gradient(monkeypatch):
-    monkeypatch.setattr(packing, "LEAST", packing.LEAST)  # put back when this ends
+def test_all_variants_of_an_update_give_the_same_gradient(monkeypatch):
+    monkeypatch.setattr(packing, "LEAST", packing.LEAST)  # restores it after the test
     o = replace(TINY, prompt=700, equal_groups=1)
     ours, *others = [
         bench.run_scripted(PARTS["update"][name], name, o)[1] for name in PARTS["update"]
     ]
     assert len(others) == 3
-    apart = [np.linalg.norm(other - ours) / np.linalg.norm(ours) for other in others]
-    assert max(apart) <= 1e-5
-    assert min(apart[1:]) > 0  # another order of sums: it was computed in another way
+    distances = [np.linalg.norm(other - ours) / np.linalg.norm(ours) for other in others]
+    assert max(distances) <= 1e-5
+    assert min(distances[1:]) > 0  # sums in another order show that the computation differs
 
 
-def test_what_is_not_the_same_work_is_refused(monkeypatch):
+def test_variants_with_different_results_are_an_error(monkeypatch):
     monkeypatch.setattr(bench, "alone", lambda work: ({}, np.array([3.0, work])))
     o, runs = replace(TINY, repeats=1), {}
     bench.in_turns({"a": 4.0, "b": 4.0 + 2e-5}, o, runs)  # 2e-5 / 5 = 4e-6
     assert runs["a"] == [{"apart": 0}] and runs["b"][0]["apart"] == pytest.approx(4e-6, rel=1e-3)
     with pytest.raises(InputError, match=r"b: 4\.0e-05 from the first variant: not the same work"):
         bench.in_turns({"a": 4.0, "b": 4.0 + 2e-4}, o, {})
-    bench.in_turns({"a 1": 4.0, "a 2": 5.0}, o, {})  # two sizes
+    bench.in_turns({"a 1": 4.0, "a 2": 5.0}, o, {})  # sizes of one axis are not compared
 
 
-def test_a_model_directory_does_the_scripted_work_with_the_vocabulary_asked_for(tmp_path, policy):
-    # Its config names an EOS, which would end turns early.
+def test_a_model_of_a_directory_does_the_scripted_work_with_the_given_vocabulary(tmp_path, policy):
+    # The config names an EOS token, which would end turns early.
     Qwen2Config(vocab_size=40, **small(eos_token_id=3)).save_pretrained(tmp_path)
-    o, sampled = replace(TINY, model=str(tmp_path)), sum(map(sum, played(bench.backward, policy)))
+    o, sampled = replace(TINY, model=str(tmp_path)), sum(map(sum, masks_of(bench.backward, policy)))
     assert bench.run_scripted(bench.generate_in_slots, "slots", o)[1] == [sampled]
 
 
-def test_a_line_has_medians_and_how_many_times_as_long_it_takes_as_ours(capsys):
+def test_a_line_has_medians_and_the_time_relative_to_ours(capsys):
     seconds = {"ours": [2.0], "slow": [8.0, 10.0, 90.0]}
-    bench.show({name: [{"seconds": s} for s in found] for name, found in seconds.items()}, "")
+    bench.show({name: [{"seconds": s} for s in runs] for name, runs in seconds.items()}, "")
     ours, slow = capsys.readouterr().out.splitlines()
     assert ours.split() == "ours seconds 2 x 1".split() and slow.endswith("  seconds 10  x 5")
 
 
-def test_the_variants_take_turns_and_ctrl_c_keeps_what_was_measured(monkeypatch, capsys):
+def test_the_variants_take_turns_and_after_ctrl_c_the_finished_runs_are_printed(
+    monkeypatch, capsys
+):
     order = []
 
     def run_three(work):
@@ -130,7 +137,7 @@ def test_the_variants_take_turns_and_ctrl_c_keeps_what_was_measured(monkeypatch,
 # ------------------------------------------------------------------------------------------- growth
 
 
-def test_the_exponents_are_those_that_the_costs_were_made_with(capsys, tmp_path):
+def test_the_fitted_exponents_are_those_of_the_costs(capsys, tmp_path):
     pytest.importorskip("matplotlib", reason="needs the extra `plot`")
     runs = {f"a {n}": [{"seconds": 3.0 * n**2, "mib": n**0.5, "apart": 0.0}] for n in (1, 10, 100)}
     bench.show(runs, str(tmp_path / "g.png"))
@@ -139,31 +146,31 @@ def test_the_exponents_are_those_that_the_costs_were_made_with(capsys, tmp_path)
 
 
 @pytest.mark.parametrize("axis", AXES)
-def test_an_axis_is_a_setting_and_its_sizes_differ_in_it_alone(axis, monkeypatch):
-    seen, (work, sizes) = [], AXES[axis]
-    found = {"seconds": 1.0}, np.ones(1)
-    monkeypatch.setattr(bench, "alone", lambda work: seen.append(work.args) or found)
+def test_an_axis_is_a_setting_and_its_sizes_differ_only_in_that_setting(axis, monkeypatch):
+    arguments, (work, sizes) = [], AXES[axis]
+    result = {"seconds": 1.0}, np.ones(1)
+    monkeypatch.setattr(bench, "alone", lambda work: arguments.append(work.args) or result)
     bench.main(["growth", "--only", axis, "--repeats", "1", "--sizes", "2"])
-    (a, _, first), (b, _, second) = seen
+    (a, _, first), (b, _, second) = arguments
     assert a is b is work and sizes[:2] == (getattr(first, axis), getattr(second, axis))
     assert replace(first, **{axis: sizes[1]}) == second
 
 
-# ----------------------------------------------------------------------------- a process of its own
+# ----------------------------------------------------------------------------- the process of a run
 
 
-def test_what_is_measured_can_go_there():
+def test_the_measured_functions_can_be_pickled():
     assert pickle.dumps(PARTS)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_server():
-    """Both the benchmark and the tests fork from it."""
+    """Starts the server from which both the benchmark and the tests fork."""
     start_server()
 
 
 def fill() -> dict:
-    """64 MiB that are given back before the end are in the peak."""
+    """Allocates 64 MiB that are freed before the end but belong to the peak."""
     return bench.measured(lambda: torch.ones(64 * 2**18).sum().item(), "cpu")[0]
 
 
@@ -172,35 +179,35 @@ def refuse(message: str):
 
 
 def test_a_run_has_its_own_process_and_its_peak_is_counted():
-    found = bench.alone(fill)
-    # not the hundreds that a forked process shares
-    assert 60 < found["mib"] < 128 and found["seconds"] > 0
+    result = bench.alone(fill)
+    # The memory that a forked process shares, hundreds of MiB, is not counted.
+    assert 60 < result["mib"] < 128 and result["seconds"] > 0
 
 
-def test_what_is_wrong_in_a_run_comes_back_as_one_line():
+def test_an_error_in_a_run_is_one_line():
     with pytest.raises(InputError, match=r"^no such thing: give another$"):
         bench.alone(partial(refuse, "no such thing: give another"))
     with pytest.raises(InputError, match="was killed: most often memory ran out"):
         bench.alone(partial(bench.sys.modules["os"]._exit, 9))
 
 
-def test_bm25_finds_what_rank_bm25_finds_and_larger_sizes_run(capsys):
-    words = ["--shorter", "20", "--repeats", "1", "--sizes", "2"]
-    bench.main(["retrieval", *words])
-    what, ours, twin = capsys.readouterr().out.splitlines()
-    assert what.startswith("retrieval: 4M") and "apart 0 " in ours and "build " in twin
-    bench.main(["growth", "--only", "passages,vocab", *words])
-    printed = capsys.readouterr().out.splitlines()
+def test_bm25_agrees_with_rank_bm25_and_larger_sizes_run(capsys):
+    options = ["--shorter", "20", "--repeats", "1", "--sizes", "2"]
+    bench.main(["retrieval", *options])
+    header, ours, rank_bm25 = capsys.readouterr().out.splitlines()
+    assert header.startswith("retrieval: 4M") and "apart 0 " in ours and "build " in rank_bm25
+    bench.main(["growth", "--only", "passages,vocab", *options])
+    lines = capsys.readouterr().out.splitlines()
     costs = {"build": ["passages"], "mib": ["passages", "vocab"], "seconds": ["passages", "vocab"]}
-    found = [line.split(" ^ ")[0] for line in printed[5:]]
-    assert found == [f"{cost} ~ {axis}" for cost, axes in costs.items() for axis in axes]
+    titles = [line.split(" ^ ")[0] for line in lines[5:]]
+    assert titles == [f"{cost} ~ {axis}" for cost, axes in costs.items() for axis in axes]
 
 
 # -------------------------------------------------------------------------------------------- flags
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "error"),
     [
         ("rollout --only slot", r"--only slot: unknown; one of .* \(did you mean slots\?\)"),
         ("rolout", "invalid choice"),
@@ -211,6 +218,6 @@ def test_bm25_finds_what_rank_bm25_finds_and_larger_sizes_run(capsys):
         ("rollout --device cuda", "torch sees no GPU here"),
     ],
 )
-def test_what_has_no_meaning_is_one_line(words, told, monkeypatch):
+def test_flags_that_make_no_sense_are_one_line(words, error, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert re.search(told, message(bench.main, words.split()))
+    assert re.search(error, message(bench.main, words.split()))

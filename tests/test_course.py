@@ -1,4 +1,4 @@
-"""docs/index.html in headless Chromium: its formulas, its rewards, and what its controls do."""
+"""Tests docs/index.html in headless Chromium: the formulas, the rewards and all controls."""
 
 import re
 from random import Random
@@ -19,21 +19,21 @@ WRONG = "[...new Set(DATA.cases.filter((x) => !(difference(...x) < 1e-9)).map((x
 
 
 @pytest.fixture
-def shown(browser):
+def viewer(browser):
     browser.open(PAGE)
     yield browser
     assert browser.complaints() == []
 
 
-def test_the_data_is_what_would_be_written_now():
+def test_the_data_of_the_page_is_up_to_date():
     assert golden.written(TEXT, []) == TEXT
 
 
-def test_the_formulas_of_the_page_return_what_ours_do(shown):
-    assert shown.run(f"DATA.cases.length >= 300 && {WRONG}") == []
+def test_the_formulas_of_the_page_agree_with_ours(viewer):
+    assert viewer.run(f"DATA.cases.length >= 300 && {WRONG}") == []
 
 
-# A formula of the page, a piece of it, and what is put in its place.
+# A formula of the page | a piece of its code | the wrong code that replaces the piece
 FAULTS = """
 group_center | mean = sum(some) / some.length; | mean = sum(some) / group.length;
 group_normalize | known(group).length); | group.length);
@@ -50,40 +50,40 @@ clipped_surrogate | clipped: each((a, b) => b < a | clipped: each((a, b) => b <=
 
 
 @pytest.mark.parametrize("fault", FAULTS.strip().splitlines())
-def test_a_wrong_formula_is_found(browser, tmp_path, fault):
+def test_a_wrong_formula_is_detected(browser, tmp_path, fault):
     name, right, wrong = fault.split(" | ")
     assert TEXT.count(right) == 1
     (tmp_path / "index.html").write_text(TEXT.replace(right, wrong), "utf-8")
     browser.open(tmp_path / "index.html")
     assert name in browser.run(WRONG)
-    browser.events.clear()  # the picture is not beside it
+    browser.events.clear()  # an error is logged because the picture is not in this folder
 
 
 @pytest.mark.parametrize("epsilon", [0.05, 0.5, 4.0])
-def test_the_kl_estimators_are_ours(shown, epsilon):
+def test_the_kl_estimators_of_the_page_agree_with_ours(viewer, epsilon):
     logits, reference = kl.categorical(epsilon)
     for name in ("k1", "k2", "k3"):
-        given = f"({logits.tolist()}, {reference.tolist()}, '{name}')"
-        row = shown.run(f"estimator_row{given}")
-        ours = kl.estimator_row(logits, reference, name)
-        assert row == pytest.approx({key: ours[key] for key in row}, abs=1e-9)
+        call_arguments = f"({logits.tolist()}, {reference.tolist()}, '{name}')"
+        row = viewer.run(f"estimator_row{call_arguments}")
+        expected = kl.estimator_row(logits, reference, name)
+        assert row == pytest.approx({key: expected[key] for key in row}, abs=1e-9)
         values = kl.ESTIMATORS[name](logits, reference)
-        assert shown.run(f"{name}{given}") == pytest.approx(values.tolist(), abs=1e-9)
+        assert viewer.run(f"{name}{call_arguments}") == pytest.approx(values.tolist(), abs=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_rewards_are_those_of_the_transcript_that_is_shown(shown, seed):
+def test_the_rewards_belong_to_the_transcript_on_the_page(viewer, seed):
     for tick in Random(seed).sample(range(17), 8):
-        shown.run(f"$('ticks').querySelectorAll('input')[{tick}].click()")
-    for protocol in shown.run("Object.keys(TRANSCRIPTS)"):
-        text = shown.run(f"pieces_at('{protocol}').join(' ')")
-        fallbacks = [0] * shown.run("positions.fallback")  # UR² alone reads them
+        viewer.run(f"$('ticks').querySelectorAll('input')[{tick}].click()")
+    for protocol in viewer.run("Object.keys(TRANSCRIPTS)"):
+        text = viewer.run(f"pieces_at('{protocol}').join(' ')")
+        fallbacks = [0] * viewer.run("positions.fallback")  # only the rewards of UR² read them
         trajectory = trajectory_from_text(QUESTION, text, protocol, fallbacks)
         extras = Extras(reader_answer=trajectory.evidence)
         for name in (name for name in REWARDS if name.startswith(protocol)):
             terms = REWARDS[name](trajectory, RewardSettings(), 0, extras)
-            assert shown.run(f"looked_up('{name}')") == pytest.approx(terms), name
-    assert set(shown.run("Object.keys(DATA.rewards)")) == set(REWARDS)
+            assert viewer.run(f"looked_up('{name}')") == pytest.approx(terms), name
+    assert set(viewer.run("Object.keys(DATA.rewards)")) == set(REWARDS)
 
 
 HELPERS = """
@@ -102,8 +102,8 @@ const count = (id, what) => $(id).querySelectorAll(what).length;
 const pills = (i) => $("three").children[i].querySelectorAll(".pill").length;
 const hear = (id, what) => $(id).textContent.includes(what);
 """
-# What the sentence beside a control says: what is done, then what is so.
-PROMISES = """
+# Claims of the sentences beside the controls: an action, then a condition that holds after it.
+CLAIMS = """
 DATA.cases.length >= 300
 dual_clip([5, 1, -3, 0], [-1, -1, 1, 0], 2).join() === "2,1,-3,0"
 set("size", 1), state(1, "GRPO") === "silent" && state(1, "plain") === "down"
@@ -144,33 +144,34 @@ document.images[0].decode().then(() => document.images[0].naturalWidth > 0)
 """
 
 
-@pytest.mark.parametrize("promise", PROMISES.strip().splitlines())
-def test_a_control_does_what_its_sentence_says(shown, promise):
-    assert shown.run(f"{{ {HELPERS} {promise} }}")
+@pytest.mark.parametrize("claim", CLAIMS.strip().splitlines())
+def test_a_control_does_what_its_sentence_says(viewer, claim):
+    assert viewer.run(f"{{ {HELPERS} {claim} }}")
 
 
+# The number of controls without a name or out of the tab key's reach.
 BARE = """[...document.querySelectorAll('button, select, input')].filter((node) => node.tabIndex < 0
   || !(node.textContent.trim() || node.labels?.length || node.ariaLabel)).length"""
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1400])
-def test_it_can_be_read_at_each_width_in_both_themes(shown, theme, width):
+def test_the_page_can_be_read_at_each_width_in_both_themes(viewer, theme, width):
     feature = {"name": "prefers-color-scheme", "value": theme}
-    shown.call("Emulation.setEmulatedMedia", features=[feature])
-    shown.open(PAGE, width)
-    assert shown.run("document.documentElement.scrollWidth") <= width
-    assert shown.run(BARE) == 0
-    ratio, where = shown.run(CONTRAST)
+    viewer.call("Emulation.setEmulatedMedia", features=[feature])
+    viewer.open(PAGE, width)
+    assert viewer.run("document.documentElement.scrollWidth") <= width
+    assert viewer.run(BARE) == 0
+    ratio, where = viewer.run(CONTRAST)
     assert ratio >= 4.5, where
 
 
-def test_it_is_one_small_file_that_needs_no_network():
-    hand, picture = TEXT.replace(DATA, ""), (PAGE.parent / "algorithm.svg").read_bytes()
-    lines = hand.splitlines()
+def test_the_page_is_one_small_file_that_needs_no_network():
+    without_data, picture = TEXT.replace(DATA, ""), (PAGE.parent / "algorithm.svg").read_bytes()
+    lines = without_data.splitlines()
     assert len(lines) <= 500 and max(map(len, lines)) <= 120
-    assert len(hand.encode()) <= 40_000 and len(DATA.encode()) <= 120_000
-    assert not re.search(r"https?:|@import|url\(", hand)
+    assert len(without_data.encode()) <= 40_000 and len(DATA.encode()) <= 120_000
+    assert not re.search(r"https?:|@import|url\(", without_data)
     assert len(picture) <= 12_000
-    for link in re.findall('(?:src|href)="([^#"]+)"', hand):
+    for link in re.findall('(?:src|href)="([^#"]+)"', without_data):
         assert (PAGE.parent / link).exists()

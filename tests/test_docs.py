@@ -1,11 +1,12 @@
 """Compares docs/papers.md, walk.md and trouble.md, and the list of faults, with the code.
 
-A row of papers.md is | element | place in the paper | here | yes, differs: why, left out: why |.
-Text in backticks under "here" is one of
+A row of papers.md is | element | place in the paper | here | answer |. The answer is "yes",
+"differs: REASON" or "left out: REASON".
+Text in backticks under "here" has one of these forms:
 
     file.function              exists; with " = value" it is a constant of this value
-    recipe/stage name = value  what papers.py sets, else the setting's default
-    recipe:variant/stage ...   the same of a variant
+    recipe/stage name = value  a value of papers.py, or else the default of the setting
+    recipe:variant/stage ...   the same for a variant
     --flag ...                 a flag of some command; also "python -m lab.file --flag"
 """
 
@@ -26,7 +27,7 @@ from settings import Settings
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
 HEADER = "| element | in the paper | here | as the paper? |"
-SECTIONS = {  # paper -> its rows
+SECTIONS = {  # paper -> rows of the table
     block.splitlines()[0]: [
         [cell.strip() for cell in line.strip("| ").split(" | ")]
         for line in block.partition(HEADER)[2].partition("\n\n")[0].splitlines()[2:]
@@ -47,14 +48,14 @@ def is_flag(name: str) -> bool:
 
 
 def resolve(path: str):
-    """Returns the object "file.name" or "folder.file.Class.name"; a field may have no value."""
+    """Returns the object "file.name" or "folder.file.Class.name"; None for a dataclass field."""
     owner, _, name = path.rpartition(".")
     owner = resolve_name(owner)
     return None if name in getattr(owner, "__dataclass_fields__", ()) else getattr(owner, name)
 
 
 def value_of(recipe: str, variant: str, stage: int, name: str, key: str = ""):
-    """Returns the value of a setting or of a paper's field: ("decoding", "top_p")."""
+    """Returns the value of a setting, or of a field of a paper, as ("decoding", "top_p")."""
     record = record_of(recipe, variant or "", stage)
     if name in Paper.__dataclass_fields__:
         return getattr(record, name)[key] if key else getattr(record, name)
@@ -62,24 +63,24 @@ def value_of(recipe: str, variant: str, stage: int, name: str, key: str = ""):
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_everything_that_a_row_names_exists_and_has_the_value_shown(name):
+def test_everything_that_a_row_names_exists_and_has_the_value_in_the_row(name):
     if match := SETTING.fullmatch(name):
         recipe, variant, stages, settings = match.groups()
         for stage, setting in product(stages.split(","), re.split(SEPARATOR, settings)):
-            path, _, shown = setting.partition(" = ")
-            assert str(value_of(recipe, variant, int(stage), *path.split("."))) == shown
+            path, _, expected = setting.partition(" = ")
+            assert str(value_of(recipe, variant, int(stage), *path.split("."))) == expected
     elif name.startswith(("--", "python ")):
         assert all(map(is_flag, re.findall(r"--(\w+)", name)))
     else:
-        path, equals, shown = name.partition(" = ")
+        path, equals, expected = name.partition(" = ")
         value = resolve(path)
-        assert not equals or str(value) == shown
+        assert not equals or str(value) == expected
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_a_row_has_four_cells_and_says_whether_it_is_as_in_the_paper(row):
-    """A row that says yes shows values, which the first test compares, or ends with the names of
-    tests, or with "by reading".
+    """A row that says yes gives values, which the test above compares, or ends with the names of
+    tests or with "by reading".
     """
     element, place, here, answer = row
     assert element and place and here
@@ -90,46 +91,48 @@ def test_a_row_has_four_cells_and_says_whether_it_is_as_in_the_paper(row):
     assert compared or named or not answer.startswith("yes")
 
 
-def test_no_row_is_lost():
+def test_docs_papers_has_all_papers_and_rows():
     assert set(SECTIONS) >= {"UR²", "R1-Searcher", "R-Search", "Learning When to Search", "ARENA"}
-    assert len(ROWS) >= 247  # a row that is lost would be an element that nobody compares
+    assert len(ROWS) >= 247  # without its row, nobody would compare an element
 
 
 @pytest.mark.parametrize("file, name", re.findall(r"\[(\w+)::(\w+)\]", TEXT.partition("## ")[2]))
-def test_a_test_that_is_named_is_the_only_one_that_begins_so(file, name):
+def test_a_name_of_a_test_in_a_row_is_the_beginning_of_exactly_one_test(file, name):
     tests = (ROOT / "tests" / f"test_{file}.py").read_text(encoding="utf-8")
     assert tests.count(f"\ndef test_{name}") == 1
 
 
 def test_every_recipe_and_variant_has_a_row():
-    shown = " ".join(NAMED)
+    names = " ".join(NAMED)
     for recipe, paper in PAPERS.items():
         for name in (recipe, *(f"{recipe}:{variant}" for variant in paper.variants)):
-            assert f"{name}/" in shown, f"no row of docs/papers.md names {name}/STAGE SETTING = ..."
+            assert f"{name}/" in names, f"no row of docs/papers.md names {name}/STAGE SETTING = ..."
 
 
-# --------------------------------------------------------------------------------------- walk.md
+# ------------------------------------------------------------------------------------------ walk.md
 WALK = (ROOT / "docs" / "walk.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```\n\$ python (\w+)\.py ?(.*?)\n(.*?)\n```", WALK, re.DOTALL)
 TOKEN = re.compile(r"^'.*' +1" + r" +(\S+)" * 7 + "$")
 
 
-@pytest.mark.parametrize("name, shown", [(name, text) for name, words, text in BLOCKS if not words])
-def test_a_block_of_the_walk_is_what_its_command_prints(name, shown, capsys, monkeypatch):
+@pytest.mark.parametrize("name, block", [(name, text) for name, words, text in BLOCKS if not words])
+def test_a_block_of_the_walk_is_the_output_of_its_command(name, block, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", [f"{name}.py"])
     runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
-    printed = iter(capsys.readouterr().out.splitlines())
-    for line in shown.splitlines():
-        assert line == "…" or line in printed, line  # `in` continues after the line before
+    output = iter(capsys.readouterr().out.splitlines())
+    for line in block.splitlines():
+        assert line == "…" or line in output, line  # `in` continues after the line before
 
 
 def test_the_numbers_of_the_walk_follow_from_each_other():
-    (shown,) = [text for name, words, text in BLOCKS if name == "view"]
-    rewards = [float(r) for r in re.findall(r"^sample .*?, ([+-]\S+) = ", shown, re.MULTILINE)]
+    (trajectories,) = [text for name, words, text in BLOCKS if name == "view"]
+    rewards = [
+        float(r) for r in re.findall(r"^sample .*?, ([+-]\S+) = ", trajectories, re.MULTILINE)
+    ]
     mean = sum(rewards) / len(rewards)
     assert len(rewards) == 8 and f"= {mean:.4f}." in WALK
-    scale = set()
-    for reward, block in zip(rewards, shown.split("\nsample ")[1:3], strict=False):
+    factors = set()
+    for reward, block in zip(rewards, trajectories.split("\nsample ")[1:3], strict=False):
         tokens = [
             [*map(float, match.groups())] for match in map(TOKEN.match, block.split("\n")) if match
         ]
@@ -138,16 +141,17 @@ def test_the_numbers_of_the_walk_follow_from_each_other():
             assert weight == pytest.approx(1 / (64 * len(tokens)), rel=1e-3)
             surrogate = min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
             assert loss == pytest.approx(-weight * surrogate, rel=2e-3)
-            scale.add(round(advantage / (reward - mean), 3))
-    assert scale == {0.41} or max(scale) - min(scale) < 0.002  # one factor for the whole group
+            factors.add(round(advantage / (reward - mean), 3))
+    # The whole group has one factor.
+    assert factors == {0.41} or max(factors) - min(factors) < 0.002
     assert f"1 / (64 · {len(tokens)})" in WALK
 
 
-# ------------------------------------------------------------------------------------ trouble.md
+# --------------------------------------------------------------------------------------- trouble.md
 TROUBLE = (ROOT / "docs" / "trouble.md").read_text(encoding="utf-8")
 
 
-def test_every_alarm_has_a_row_and_every_row_an_alarm():
+def test_the_page_about_trouble_has_one_row_for_each_alarm():
     alarms = TROUBLE.partition("## It stops")[0]
     rows = re.findall(r"^\| (`.*?) \|", alarms, re.MULTILINE)
     assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(ADVICE)
@@ -175,11 +179,11 @@ def test_every_fault_of_the_table_is_injected_by_a_test(request):
     assert set(numbers) <= injected.keys()
 
 
-def test_each_fault_is_printed_with_its_end_and_only_those_that_passed_count():
+def test_each_fault_is_printed_with_its_outcome_and_only_passed_ones_count():
     table = "|---|---|---|\n| 1 | kill -9 | goes on |\n| 2 | a hang | one line |"
     tests = {1: {"test_a": None}, 236: {"test_one_line": None, "test_both": None}}
-    ends = {1: {"passed"}, 236: {"passed", "failed"}}
-    assert list(trust_rows(table, tests, ends)) == [
+    outcomes = {1: {"passed"}, 236: {"passed", "failed"}}
+    assert list(trust_rows(table, tests, outcomes)) == [
         "1 | kill -9 | yes",
         "2 | a hang | not run",
         "236 | one line; both | failed",

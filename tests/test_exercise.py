@@ -1,4 +1,6 @@
-"""lab.exercise: each hole as opened, as ours and with three wrong bodies; and docs/class.md."""
+"""Tests lab.exercise: each hole as opened, with our code and with three wrong bodies; and the
+experiments of docs/class.md.
+"""
 
 import os
 import re
@@ -16,7 +18,7 @@ from lab.exercise import holes, main, originals, stub
 
 HOLES = holes()
 IDF = "exercises/03_bm25_idf.py"
-# Of each hole three wrong bodies: a piece of ours -> what takes its place.
+# Three wrong bodies for each hole: a piece of our code -> the code that replaces it.
 WRONG = """
 mask_of_a_turn: [1] * len(ids) -> [1] * (len(ids) - 1) + [0]
 mask_of_a_turn: [0] * len(ids) -> [1] * len(ids)
@@ -67,7 +69,7 @@ sum_over_micro_batches: (loss * accelerator.num_processes) -> (loss / len(cuts))
 
 
 def body_of(hole, old: str = "", new: str = "") -> str:
-    """Returns the text of an exercise's file with our functions, in which a piece is replaced."""
+    """Returns the text of an exercise's file with our functions; a piece of them is replaced."""
     ours = ["\n".join(lines) for _, lines in originals(hole)]
     assert old in "\n".join(ours)
     return "\n\n\n".join([stub(hole).split("\n\n\n")[0], *ours]).replace(old, new) + "\n"
@@ -80,17 +82,15 @@ def wrong_bodies(hole) -> list[str]:
 
 
 def result(hole, path: Path, text: str) -> tuple[int, str]:
-    """Returns what `check` exits with and prints, of a process that is forked and not started."""
+    """Returns the exit code and the output of `check`, run in a forked process to save time."""
     path.write_text(text, encoding="utf-8")
-    what = hole.module, hole.functions, hole.tests, hole.chosen, hole.unused
+    arguments = hole.module, hole.functions, hole.tests, hole.chosen, hole.unused
     log = path.with_suffix(".log")
-    return exit_code(start_process(judge, str(path), *what, log=log)), log.read_text()
+    return exit_code(start_process(judge, str(path), *arguments, log=log)), log.read_text()
 
 
 @pytest.mark.parametrize("hole", HOLES, ids=lambda hole: hole.name)
-def test_a_hole_fails_as_it_is_opened_passes_as_ours_and_names_a_number_of_each_wrong_body(
-    hole, tmp_path
-):
+def test_the_stub_fails_our_code_passes_and_each_wrong_body_has_a_wrong_number(hole, tmp_path):
     code, line = result(hole, tmp_path / "opened.py", stub(hole))
     assert code == 1 and "fails: NotImplementedError" in line
     code, line = result(hole, tmp_path / "ours.py", body_of(hole))
@@ -117,36 +117,36 @@ def run(*arguments: str) -> int:
     return end.value.code
 
 
-def test_an_exercise_is_listed_opened_checked_written_and_shown(folder, capfd):
+def test_an_exercise_can_be_listed_opened_checked_shown_and_solved(folder, capfd):
     main(["list"])
     assert len(capfd.readouterr().out.splitlines()) == 15
     main(["open", "3"])
-    text = (folder / IDF).read_text()
-    assert "Worked: N = 3" in text and "from retriever import (Array, SMALL_IDF, np)\n" in text
+    opened = (folder / IDF).read_text()
+    assert "Worked: N = 3" in opened and "from retriever import (Array, SMALL_IDF, np)\n" in opened
     assert run("check", "3") == 1
     assert "NotImplementedError; 3 of 3 tests fail\n" in capfd.readouterr().out
     main(["show", "3"])
-    ours = capfd.readouterr().out
-    assert ours.startswith("def inverse_document_frequencies(")
-    own = "from retriever import Array, SMALL_IDF, np\nHALF = 0.5\n"
-    (folder / IDF).write_text(own + ours.replace("0.5", "HALF"))
+    original = capfd.readouterr().out
+    assert original.startswith("def inverse_document_frequencies(")
+    first_lines = "from retriever import Array, SMALL_IDF, np\nHALF = 0.5\n"
+    (folder / IDF).write_text(first_lines + original.replace("0.5", "HALF"))
     assert run("check", "3") == 0 and capfd.readouterr().out == "all 3 tests pass\n"
     main(["open", "3", "--again"])
-    assert (folder / IDF).read_text() == text
+    assert (folder / IDF).read_text() == opened
 
 
-def test_what_cannot_be_tested_is_one_line(folder, capsys, monkeypatch):
-    def refused(*arguments: str) -> str:
+def test_a_file_that_cannot_be_tested_is_one_line(folder, capsys, monkeypatch):
+    def error_line(*arguments: str) -> str:
         return command_line(main, arguments, capsys)
 
     for number in ("0", "16", "three"):
-        assert "argument number: invalid" in refused("open", number)
-    assert f"{IDF} does not exist: `open` writes it" in refused("check", "3")
+        assert "argument number: invalid" in error_line("open", number)
+    assert f"{IDF} does not exist: `open` writes it" in error_line("check", "3")
     main(["open", "3"])
     capsys.readouterr()
-    assert "--again replaces it" in refused("open", "3")
+    assert "--again replaces it" in error_line("open", "3")
     text = (folder / IDF).read_text()
-    for old, new, said in (
+    for old, new, problem in (
         ("epsilon: float)", "epsilon: float", "cannot be read as Python"),
         ("document_counts: Array", "counts", "must be (document_counts: Array, n: int, epsilon"),
         ("def inverse", "@staticmethod\ndef inverse", "is missing, or has a decorator"),
@@ -155,12 +155,12 @@ def test_what_cannot_be_tested_is_one_line(folder, capsys, monkeypatch):
     ):
         (folder / IDF).write_text(text.replace(old, new))
         monkeypatch.setattr(exercise, "SECONDS", 3)
-        assert said in refused("check", "3")
+        assert problem in error_line("check", "3")
 
 
-# ------------------------------------------------------------------------------- docs/class.md
+# ------------------------------------------------------------------------------------ docs/class.md
 BLOCKS = re.findall("```bash\n(.*?)```", (ROOT / "docs" / "class.md").read_text("utf-8"), re.DOTALL)
-# Of each experiment the number that is changed, and a change that is enough.
+# For each experiment, the number that is changed, and a new number that makes it pass.
 CHANGES = [
     ("title_boost=1", "title_boost=0"),
     ("beta=0.3", "beta=1.1"),
@@ -173,16 +173,14 @@ CHANGES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(6))
-def test_an_experiment_of_the_class_fails_as_printed_and_holds_with_one_number_changed(
-    number, folder
-):
+def test_an_experiment_of_the_class_fails_as_printed_and_passes_after_one_change(number, folder):
     block, change = BLOCKS[number], CHANGES[number]
     (folder / "train.py").symlink_to(ROOT / "train.py")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    ended = []
+    results = []
     assert block.count(change[0]) == 1
     for text in (block, block.replace(*change)):
         command = ["bash", "-ec", text]
-        ended.append(subprocess.run(command, env=ENVIRONMENT | {"PATH": path}, stderr=-1))
-    assert ended[0].returncode == 1 and b"AssertionError" in ended[0].stderr
-    assert ended[1].returncode == 0
+        results.append(subprocess.run(command, env=ENVIRONMENT | {"PATH": path}, stderr=-1))
+    assert results[0].returncode == 1 and b"AssertionError" in results[0].stderr
+    assert results[1].returncode == 0

@@ -1,5 +1,5 @@
-"""Applies each diff of docs/extend.md to a copy of the tree and runs there the commands that must
-know a new paper; trains a model on a folder of texts with the page's commands.
+"""Applies each diff of docs/extend.md to a copy of the tree, runs there all commands that must know
+a new paper, and trains a model on a folder of texts with the commands of the page.
 """
 
 import json
@@ -46,14 +46,14 @@ eval.main(["--model", checkpoint, "--questions", "3", "--decoding", "paper"])
 ask.main(["--recipe", "mine"])
 ablate.main(["--table", "--output_dir", "nowhere"])
 claims.ARMS["new"] = claims.Arm("mine", 1, {"steps": 1})
-ablate.Options = lambda questions, **others: eval.Options(questions=3, **others)  # not all of them
+ablate.Options = lambda questions, **others: eval.Options(questions=3, **others)  # fewer questions
 ablate.run_arm("new", 0, "runs", "dev")
 """
 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """A copy with every diff applied; the new paper's warm-up is 3 steps long here."""
+    """Returns a copy of the tree with all diffs; in it the new paper's warm-up has only 3 steps."""
     copy = tmp_path_factory.mktemp("extended") / "tree"
     shutil.copytree(ROOT, copy, ignore=LEFT_OUT)
     for diff in DIFFS:
@@ -68,21 +68,21 @@ def tree(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def output(tree, model) -> str:
-    """What the commands print: two steps of each of the page's runs, and the new paper's."""
-    own = "--recipe mine --retriever words --run_name own"
-    short = "--recipe search_r1 --reward mine.py:short --run_name short"
+    """Returns the output of the commands: two steps of each run of the page, and the new paper."""
+    own_options = "--recipe mine --retriever words --run_name own"
+    short_options = "--recipe search_r1 --reward mine.py:short --run_name short"
     small = [*flags(model, tree / "runs"), *"--trajectories_per_update 4".split()]
-    runs = [[*small, *more.split()] for more in (own, short)]
+    runs = [[*small, *options.split()] for options in (own_options, short_options)]
     return run_in(tree, "-c", f"RUNS = {runs}{EVERY_COMMAND}")
 
 
 def run_in(tree, *words) -> str:
-    """Returns what `python WORDS` prints in the copy."""
+    """Returns the output of `python WORDS` in the copy."""
     environment = ENVIRONMENT | {"PYTHONPATH": str(tree)}
     options = {"capture_output": True, "text": True, "timeout": 300, "env": environment}
-    ended = subprocess.run([sys.executable, *map(str, words)], cwd=tree, **options)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    return ended.stdout
+    result = subprocess.run([sys.executable, *map(str, words)], cwd=tree, **options)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout
 
 
 def test_rewards_protocols_papers_and_retrievers_are_added_by_their_diffs(tree, output):
@@ -96,7 +96,7 @@ def test_rewards_protocols_papers_and_retrievers_are_added_by_their_diffs(tree, 
     assert row[1:] == ["+1.00", "+0.90", "+0.80", "+0.00", "-0.10", "-0.20"]
 
 
-def test_every_command_knows_the_new_paper(tree, output):
+def test_every_command_accepts_the_new_paper(tree, output):
     assert "this page" in output  # papers
     folder = Path("runs/mine-world0-seed0/stage1")
     assert [row["step"] for row in rows_of(tree / folder)] == [0, 1, 2]
@@ -109,7 +109,7 @@ def test_every_command_knows_the_new_paper(tree, output):
     assert len(arm["curve"]) == 1 and set(KINDS) < set(arm["eval"])
 
 
-def test_the_server_of_the_page_answers_sensibly(tree, tmp_path):
+def test_the_server_of_the_page_passes_the_check_of_retrievers(tree, tmp_path):
     passages = tmp_path / "passages.jsonl"
     names = ("Ana", "Bo", "Cy")
     append_jsonl(passages, [{"title": n, "text": f"{n} was born in {n}town."} for n in names])
@@ -119,26 +119,26 @@ def test_the_server_of_the_page_answers_sensibly(tree, tmp_path):
     try:
         url = server.stdout.readline().split()[-1]
         check = ["retriever.py", "check", "--url", url, "--corpus", passages]
-        shown = run_in(tree, *check)
-        assert shown.count("ok ") == 3 and "WRONG" not in shown
+        report = run_in(tree, *check)
+        assert report.count("ok ") == 3 and "WRONG" not in report
     finally:
         server.kill()
         server.communicate()
 
 
-# ------------------------------------------------------------------------------------ the commands
-def test_every_training_is_one_that_can_run():
-    given = [arguments for name, arguments in COMMANDS if name == "train"]
-    for words in given:
+# ------------------------------------------------------------------------------------- the commands
+def test_every_training_command_of_the_page_is_valid():
+    commands = [arguments for name, arguments in COMMANDS if name == "train"]
+    for words in commands:
         if "--recipe mine" not in words:  # that recipe is added by a diff
             assert settings.parse(words.replace("--reward mine.py:short", "").split()).steps > 1
-    assert len(given) == 6
+    assert len(commands) == 6
 
 
-def test_a_folder_of_texts_becomes_a_model_that_was_trained_on_it(
+def test_a_model_is_trained_and_evaluated_on_a_folder_of_texts(
     model, tmp_path, monkeypatch, capsys
 ):
-    """Runs the page's commands, with fewer questions and a tiny model."""
+    """Runs the commands of the page with fewer questions and a tiny model."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts").mkdir()
     for name in "ABCEFGH":
@@ -148,14 +148,14 @@ def test_a_folder_of_texts_becomes_a_model_that_was_trained_on_it(
     ]
     append_jsonl("train.jsonl", questions[:4])
     append_jsonl("held_out.jsonl", questions[4:])
-    own = "--recipe search_r1 --corpus texts --output_dir runs --max_turn_tokens 12".split()
+    common = "--recipe search_r1 --corpus texts --output_dir runs --max_turn_tokens 12".split()
     small = f"{SMALL} --run_name mine --trajectories_per_update 4".split()
-    train.main([*own, *small, "--model", model, "--data", "train.jsonl", "--group_size", "2"])
+    train.main([*common, *small, "--model", model, "--data", "train.jsonl", "--group_size", "2"])
     checkpoint = checkpoints(tmp_path / "runs/mine/stage1")[-1]
-    asked = [*own, "--data", "held_out.jsonl", "--questions", "0"]
-    evaluation.main([*asked, "--run_name", "mine"])
-    evaluation.main([*asked, "--run_name", "mine", "--retriever", "empty"])
-    ask.main(["which country was jana dorn born in ?", *own, "--model", str(checkpoint)])
+    evaluation_options = [*common, "--data", "held_out.jsonl", "--questions", "0"]
+    evaluation.main([*evaluation_options, "--run_name", "mine"])
+    evaluation.main([*evaluation_options, "--run_name", "mine", "--retriever", "empty"])
+    ask.main(["which country was jana dorn born in ?", *common, "--model", str(checkpoint)])
     assert "searches: texts (bm25, 7 documents)" in capsys.readouterr().out
     AutoModelForCausalLM.from_pretrained(checkpoint)  # as a server loads it
     AutoTokenizer.from_pretrained(checkpoint)

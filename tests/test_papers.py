@@ -1,4 +1,4 @@
-"""papers.py: the papers' own numbers. Of a new paper: test_extend.py."""
+"""Tests the papers' own numbers in papers.py. test_extend.py tests adding a paper."""
 
 import dataclasses
 
@@ -17,8 +17,8 @@ EVERYWHERE = [(name, stage) for name in RECIPES for stage in RECIPES[name]]
 
 # -------------------------------------------------------------------------------------- the numbers
 
-# The papers' tables of hyper-parameters at 7B, written down by hand. What a paper has no number for
-# is left out.
+# The papers' tables of hyper-parameters at 7B, copied by hand. Settings that a paper does not
+# mention are left out.
 NUMBERS = {
     ("ur2", 1): """
         algorithm reinforce_pp_baseline   clip_low 0.2   clip_high 0.2   group_size 16
@@ -35,13 +35,13 @@ NUMBERS = {
         algorithm grpo   group_size 5   questions_per_step 256   trajectories_per_update 1280
         lr 1e-6   warmup_ratio 0.95  kl_coef 1e-3   temperature 1   max_searches 4
         max_turn_tokens 500   documents_per_search 3   steps 195""",
-    # of arXiv 2503.09516, appendix B: batches of 512, cut in two
+    # arXiv 2503.09516, appendix B: batches of 512, split in two
     ("search_r1", 1): """
         algorithm ppo   group_size 1   questions_per_step 512   trajectories_per_update 256
         lr 1e-6   critic_lr 1e-5   warmup_ratio 0.285   critic_warmup_ratio 0.015   kl_coef 1e-3
         clip_low 0.2   clip_high 0.2   gae_lambda 1   temperature 1   max_searches 4
         max_turn_tokens 500   document_tokens 500   documents_per_search 3   steps 500""",
-    # 32 · 32 trajectories; DAPO's own two clips; 2048 + 16384 tokens
+    # 32 · 32 trajectories; the two clips of DAPO; 2048 + 16384 tokens
     ("when_to_search", 1): """
         algorithm dapo   group_size 32   questions_per_step 32   trajectories_per_update 1024
         lr 1e-6   kl_coef 0   temperature 1   top_p 1   max_searches 5   max_turn_tokens 8192
@@ -54,7 +54,7 @@ NUMBERS = {
         max_turn_tokens 256   steps 95   bonus 10   answer_metric em   clip_low 0.2
         clip_high 0.2""",
 }
-# Table 15's checkpoints
+# The numbers of steps are those of the checkpoints in table 15.
 NUMBERS["ur2", 2] = NUMBERS["ur2", 1].replace("steps 10", "steps 40")
 NUMBERS["ur2_choice", 1] = NUMBERS["ur2", 2].replace("steps 40", "steps 100 reward ur2_choice")
 NUMBERS["vanilla_rl", 1] = NUMBERS["ur2", 2].replace("steps 40", "steps 25 reward ur2_stage2")
@@ -76,7 +76,7 @@ def test_the_papers_numbers(name, stage):
         assert same(getattr(settings, setting), number), setting
 
 
-ARENA = {  # variant -> what it sets otherwise: section 5.3, figure 3; appendices D.3 and H.2
+ARENA = {  # variant -> the settings that differ: section 5.3, figure 3; appendices D.3 and H.2
     "naive_grpo": {"relevance_reward": False, "bonus": 0, "kl_estimator": "k3"},
     "k3": {"kl_estimator": "k3"},
     "no_bonus": {"bonus": 0},
@@ -97,26 +97,26 @@ def test_arenas_variants():
 
 
 @pytest.mark.parametrize("variant, direct", [("llama_8b", ""), ("llama_8b_direct", "math")])
-def test_llama_gets_easy_math_in_place_of_hard(variant, direct):
-    """UR² C.5: half of the easy math searches, or none. All of stage 1 searches."""
-    given = {"variant": variant, "difficulty": "level"}
-    one, two = (resolve("ur2", stage, False, given) for stage in (1, 2))
+def test_llama_trains_on_easy_math_instead_of_hard_math(variant, direct):
+    """In UR² C.5, half of the easy math questions allow searching, or none; in stage 1 all do."""
+    settings = {"variant": variant, "difficulty": "level"}
+    one, two = (resolve("ur2", stage, False, settings) for stage in (1, 2))
     assert (two.math_searches, two.direct_tasks) == ("easy=0.5", direct)
     assert two.buckets.startswith("math:medium=1,math:easy=2,")
     assert (one.buckets, one.direct_tasks) == ("math:dropped=1", "")
 
 
-def test_a_given_limit_of_searches_is_for_every_task():
-    """D.2's prompt for open questions has five queries, 4.4 has four."""
+def test_max_searches_replaces_the_limits_of_all_tasks():
+    """The prompt for open questions allows five queries in D.2, and section 4.4 four."""
     five = {"variant": "five_queries"}
     assert resolve("ur2", 2, False, five).task_searches == "qa=5"
     assert resolve("ur2", 2, False, five | {"max_searches": 3}).task_searches == ""
 
 
 @pytest.mark.parametrize(
-    "recipe, variant, saved",  # every so many steps; how many are kept, 0 is all
+    "recipe, variant, saved",  # steps between checkpoints, number of checkpoints to keep (0: all)
     [
-        # UR² C.2: 5 for 3B and for one task, else 10; the best is chosen afterwards
+        # UR² C.2: every 5 steps for 3B and for one task, else every 10; the best is chosen later
         ("ur2", "qwen_7b", (10, 0)),
         ("ur2_choice", "qwen_3b", (5, 0)),
         ("vanilla_rl", "llama_8b_qa", (5, 0)),
@@ -127,7 +127,7 @@ def test_a_given_limit_of_searches_is_for_every_task():
         ("r_search", "", (10, 2)),
     ],
 )
-def test_checkpoints_saved_and_kept(recipe, variant, saved):
+def test_checkpoints_saved_and_kept_are_those_of_the_paper(recipe, variant, saved):
     for stage in record_of(recipe, variant).stages:
         result, small = (resolve(recipe, stage, tiny, {"variant": variant}) for tiny in (0, 1))
         assert (result.save_every, result.keep_checkpoints) == saved
@@ -135,14 +135,14 @@ def test_checkpoints_saved_and_kept(recipe, variant, saved):
 
 
 @pytest.mark.parametrize(
-    "name, variant, changed",  # what it sets otherwise than its paper
+    "name, variant, changed",  # the settings that differ from those of the paper
     [
         ("r1_searcher", "llama_8b", "kl_coef 1e-4"),  # section 3.3
         ("r1_searcher", "grpo", "algorithm grpo kl_coef 1e-4 kl_estimator k3"),  # table 3
         ("r1_searcher", "em", "answer_metric em"),  # table 5
         ("r1_searcher", "cem", "answer_metric cem"),
         ("when_to_search", "to_the_end", "protocol when_to_search_eos"),
-        # its scripts: R − the group's mean, no std, whitened over tokens
+        # the paper's scripts: R − mean of the group, no std, whitening over tokens
         (
             "r1_searcher",
             "as_its_code",
@@ -150,7 +150,8 @@ def test_checkpoints_saved_and_kept(recipe, variant, saved):
         ),
         ("r_search", "without_evidence", "protocol r_search_plain evidence_reward 0"),  # table 3
         ("r_search", "whole_reply", "whole_reply 1"),  # eq. 4
-        # section 4.3 is of both: 5 responses, β 0.001, lr 1e-6, warm-up 0.95; its script has 1
+        # Section 4.3 has 5 responses, β 0.001, lr 1e-6, warm-up 0.95 for GRPO and PPO; the script
+        # for PPO has 1 response.
         ("r_search", "ppo", "algorithm ppo kl_estimator k1 critic_warmup_ratio 0.05"),
         (
             "r_search",
@@ -165,32 +166,32 @@ def test_variants_by_name(name, variant, changed):
     words = changed.split()
     for stage in PAPERS[name].stages:
         one, other = (resolve(name, stage, False, {"variant": v}) for v in ("", variant))
-        differs = {k for k, v in vars(one).items() if v != getattr(other, k)} - {"variant"}
-        assert differs == set(words[::2])
+        different = {k for k, v in vars(one).items() if v != getattr(other, k)} - {"variant"}
+        assert different == set(words[::2])
         for setting, number in zip(words[::2], words[1::2], strict=True):
             assert same(getattr(other, setting), number)
 
 
-def test_without_difficult_questions_medium_ones_stand_in_their_place():  # R1-Searcher, table 6
+def test_without_difficult_questions_both_stages_use_medium_ones():  # R1-Searcher, table 6
     for tiny in (True, False):
-        given = {"difficulty": "d", "variant": "without_difficult"}
-        one, two = (resolve("r1_searcher", stage, tiny, given) for stage in (1, 2))
+        settings = {"difficulty": "d", "variant": "without_difficult"}
+        one, two = (resolve("r1_searcher", stage, tiny, settings) for stage in (1, 2))
         assert one.buckets == two.buckets == "medium=1"
         assert two.mix == ("" if tiny else RECIPES["r1_searcher"][2]["mix"])
 
 
-def test_search_r1_aligned():
-    # R-Search section 4.2: the parameters of its own training, also in the evaluation (A.3, 4.3)
+def test_the_aligned_search_r1_has_the_settings_of_r_search():
+    # R-Search trains (4.2) and evaluates (A.3, 4.3) Search-R1 with the parameters of R-Search.
     own = {"recipe": "search_r1", "protocol": "search_r1", "reward": "search_r1"}
-    theirs = dataclasses.replace(resolve("r_search", 1, False), variant="aligned", **own)
-    assert resolve("search_r1", 1, False, {"variant": "aligned"}) == theirs
+    expected = dataclasses.replace(resolve("r_search", 1, False), variant="aligned", **own)
+    assert resolve("search_r1", 1, False, {"variant": "aligned"}) == expected
     paper = record_of("search_r1", "aligned")
     assert paper.decoding == {"temperature": 0.1, "documents_per_search": 5}
     assert paper.punctuation == "delete" and paper.protocols == ("search_r1",)
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_a_record_is_whole(name):
+def test_a_paper_s_record_is_complete(name):
     paper = PAPERS[name]
     fields = {f.name for f in dataclasses.fields(Settings)}
     assert set(paper.tiny) == set(paper.stages)
@@ -204,14 +205,14 @@ def test_a_record_is_whole(name):
     assert {paper.good_format(example(protocol)) for protocol in paper.protocols} <= {True, False}
 
 
-def test_every_protocol_is_some_paper_s_and_an_unknown_one_is_one_line():
+def test_every_protocol_belongs_to_a_paper_and_an_unknown_one_is_one_line():
     assert {paper_of(name).source for name in PROTOCOLS} <= {p.source for p in PAPERS.values()}
-    assert paper_of("when_to_search") is PAPERS["when_to_search"]  # not its ablation
+    assert paper_of("when_to_search") is PAPERS["when_to_search"]  # not the record of the ablation
     with pytest.raises(InputError, match=r"protocol xml: no record of papers\.py names it"):
         paper_of("xml")
 
 
-def test_python_papers_prints_what_every_stage_and_every_variant_sets(capsys):
+def test_python_papers_prints_the_settings_of_every_stage_and_every_variant(capsys):
     papers.main()
     lines = capsys.readouterr().out.splitlines()
     names = [f"{name}:{v}" for name, paper in PAPERS.items() for v in paper.variants]

@@ -1,4 +1,4 @@
-"""Checks what README and docs promise: files that run, functions that exist, known flags."""
+"""Checks README and docs: the files run, the functions exist, and the commands have these flags."""
 
 import contextlib
 import importlib
@@ -21,15 +21,18 @@ README, USE, SCALE, EXTEND, RESULTS, METRICS = (
     (ROOT / name).read_text(encoding="utf-8")
     for name in ("README.md", *(f"docs/{n}.md" for n in "use scale extend results metrics".split()))
 )
-NO_SCREEN = {"train", "eval", "update"}  # these train, or evaluate; update is train's step
+NO_SCREEN = {"train", "eval", "update"}  # these files train or evaluate; update is a step of train
 SCREENS = {*law.PATH, "papers", "data"} - NO_SCREEN
 
 
 def commands_in(text: str) -> list[tuple[str, str]]:
-    """Returns (file or lab.NAME, arguments) of each command; a comment begins with " #"."""
+    """Returns (file or lab.NAME, arguments) for each command; a comment begins with " #"."""
     start = r"(?:python|accelerate launch(?: --\S+ \S+)*) (-m lab\.\w+|\w+\.py)"
-    found = re.findall(start + r"((?: (?!#)[^\s`]+)*)", text)
-    return [(module.removesuffix(".py").removeprefix("-m "), words) for module, words in found]
+    commands = re.findall(start + r"((?: (?!#)[^\s`]+)*)", text)
+    return [
+        (module.removesuffix(".py").removeprefix("-m "), arguments)
+        for module, arguments in commands
+    ]
 
 
 COMMANDS = commands_in(README + USE + SCALE)
@@ -40,14 +43,15 @@ SUBCOMMANDS += ("rollout", "update", "step", "retrieval", "growth")
 
 @pytest.fixture
 def run_command(monkeypatch, capsys):
-    """Runs python NAME.py or python -m lab.NAME; returns what it prints."""
+    """Returns a function that runs python NAME.py or python -m lab.NAME and returns the output."""
 
     def run(name: str, *arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", [name, *arguments])
-        ran = {}
-        with contextlib.suppress(SystemExit):  # --help ends so
-            ran = runpy.run_module(name, run_name="__main__", alter_sys=True)
-        for worker in ran.get("_IDLE", ()):  # of this second copy of metrics
+        module_globals = {}
+        with contextlib.suppress(SystemExit):  # --help exits
+            module_globals = runpy.run_module(name, run_name="__main__", alter_sys=True)
+        # Ends the workers of the copy of metrics that has just run.
+        for worker in module_globals.get("_IDLE", ()):
             worker.communicate()
         return capsys.readouterr().out
 
@@ -71,11 +75,11 @@ def test_every_function_of_the_equation_map_exists():
         assert hasattr(importlib.import_module(module), function), f"{module}.{function}"
 
 
-def test_the_docs_have_a_command_for_every_recipe_and_each_is_one_that_can_run(monkeypatch):
-    monkeypatch.setattr(settings, "stage_before", lambda _: None)  # as if stage 1 were there
-    given = [arguments.split() for name, arguments in COMMANDS if name == "train"]
-    given = [words for words in given if words not in (["..."], ["--help"])]
-    stages = [stage for words in given for stage in settings.parse_stages(words)]
+def test_the_docs_have_a_valid_command_for_every_recipe(monkeypatch):
+    monkeypatch.setattr(settings, "stage_before", lambda _: None)  # as if stage 1 were finished
+    commands = [arguments.split() for name, arguments in COMMANDS if name == "train"]
+    commands = [words for words in commands if words not in (["..."], ["--help"])]
+    stages = [stage for words in commands for stage in settings.parse_stages(words)]
     assert {stage.recipe for stage in stages} == set(papers.RECIPES)
     assert {stage.algorithm for stage in stages} >= {"ppo", "grpo", "dapo", "reinforce_pp"}
 
@@ -84,7 +88,7 @@ WITH_FLAGS = sorted({name for name, arguments in ALL_COMMANDS if "--" in argumen
 
 
 @pytest.mark.parametrize("name", WITH_FLAGS)
-def test_every_command_has_only_flags_that_its_file_knows(name, run_command):
+def test_commands_in_the_docs_have_only_flags_that_exist(name, run_command):
     for other, arguments in ALL_COMMANDS:
         words = arguments.split()
         if other == name and "--predictions" not in words:
@@ -94,15 +98,15 @@ def test_every_command_has_only_flags_that_its_file_knows(name, run_command):
 
 
 @pytest.mark.parametrize("recipe", papers.RECIPES)
-def test_the_line_for_eight_gpus_fits_for_every_recipe_by_our_own_plan(recipe, capsys):
+def test_the_readme_s_command_for_eight_gpus_fits_for_every_recipe(recipe, capsys):
     (line,) = (line for line in README.splitlines() if line.startswith("| 8 GPUs"))
     ((module, words),) = [(name, words) for name, words in commands_in(line) if "plan" in name]
-    assert line.count("--gradient_checkpointing") == 2  # it trains as the plan says
+    assert line.count("--gradient_checkpointing") == 2  # once for the plan, once for training
     importlib.import_module(module).main(words.replace("NAME", recipe).split())
     assert "\nfits in " in capsys.readouterr().out
 
 
-def test_every_file_is_in_the_readme_and_those_of_the_path_first():
+def test_every_file_is_in_the_readme_and_the_path_comes_first():
     path, others = re.findall(r"```\n(.*?)```", README.split("## The path")[1], re.DOTALL)[:2]
     assert set(re.findall(r"^(\w+)\.py ", path, re.MULTILINE)) == law.PATH
     listed = set(re.findall(r"\b(\w+\.py)\b", path + others))
@@ -116,7 +120,7 @@ def test_every_recipe_is_in_the_list_of_papers():
     assert set(re.findall(r"`(\w+)`", listed)) >= set(papers.RECIPES)
 
 
-def test_every_number_that_is_logged_or_drawn_has_a_row():
+def test_every_metric_that_is_logged_or_drawn_has_a_row():
     rows = re.findall(r"^\| (`.*?) \|", METRICS, re.MULTILINE)
     explained = set(re.findall(r"`([\w/]+)`", " ".join(rows)))
     drawn = {name for _, names in view.PANELS for name in names if not name.endswith("/")}
@@ -124,7 +128,7 @@ def test_every_number_that_is_logged_or_drawn_has_a_row():
     assert {*train.LOGGED, *report.COLUMNS, *drawn, *steps} - {"tokens"} <= explained
 
 
-def test_the_pictures_are_there():
+def test_the_pictures_of_the_docs_exist():
     for folder, text in ((ROOT, README), *((ROOT / "docs", text) for text in (USE, RESULTS))):
         for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text):
             assert (folder / picture).read_bytes()[:4] in (b"\x89PNG", b"<svg")

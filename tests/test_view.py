@@ -1,4 +1,4 @@
-"""The picture of a run."""
+"""Tests view.py: the curves of a run as a picture, and the folders of its pages."""
 
 import json
 import os
@@ -16,7 +16,7 @@ def write_run(folder, stages):
         (folder / name / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
 
 
-def test_stages_are_drawn_one_after_the_other_or_one_alone(tmp_path):
+def test_the_stages_of_a_run_are_drawn_one_after_the_other_or_a_single_one(tmp_path):
     first = [{"step": 0, "reward": 1.0}, {"step": 1, "reward": 2.0}]
     write_run(tmp_path, {"stage1": first, "stage2": [{"step": 0, "reward": 3.0}]})
     records, stages = view.read_run(tmp_path)
@@ -26,7 +26,7 @@ def test_stages_are_drawn_one_after_the_other_or_one_alone(tmp_path):
     assert len(records) == 1 and stages == [(0, "stage2")]
 
 
-def test_a_kind_that_a_stage_lacks_leaves_a_gap_and_not_a_zero():
+def test_a_kind_of_question_that_a_step_lacks_leaves_a_gap_instead_of_a_zero():
     records = [
         {"x": 0, "em/a": 0.5},
         {"x": 1, "em/a": 0.6, "em/b": 0.1},
@@ -35,7 +35,7 @@ def test_a_kind_that_a_stage_lacks_leaves_a_gap_and_not_a_zero():
     assert view.series(records, ("em/",)) == {"a": ([0, 1], [0.5, 0.6]), "b": ([1], [0.1])}
 
 
-def test_an_unfinished_last_line_is_left_out_and_broken_ones_inside_are_counted(tmp_path, capsys):
+def test_an_unfinished_last_line_is_left_out_and_other_broken_lines_are_counted(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n{"step": 1, "rew')
     assert view.read_run(tmp_path)[0] == [{"step": 0, "x": 0}]
@@ -44,7 +44,7 @@ def test_an_unfinished_last_line_is_left_out_and_broken_ones_inside_are_counted(
     assert "1 odd lines are left out" in capsys.readouterr().err
 
 
-def test_the_running_mean_is_over_the_last_values_only():
+def test_the_running_mean_uses_only_the_last_values():
     assert view.smooth([0, 1, 2], 2) == [0, 0.5, 1.5]  # 0; (0 + 1) / 2; (1 + 2) / 2
 
 
@@ -70,9 +70,7 @@ def test_any_number_of_panels_makes_a_picture(tmp_path, panels):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_a_run_the_newest_is_shown_and_two_runs_get_a_folder_of_their_own(
-    tmp_path, monkeypatch
-):
+def test_the_newest_run_is_shown_by_default_and_two_runs_get_another_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="runs: there is no run"):
         view.main([])

@@ -1,6 +1,4 @@
-"""The built-in world: names and splits, its two layouts, and what each question's references
-promise.
-"""
+"""Tests the built-in world: names and splits, both layouts, and the references of questions."""
 
 import re
 
@@ -39,7 +37,7 @@ def world():
 
 @pytest.fixture(scope="module")
 def facts():
-    """The same names and facts with a passage per fact."""
+    """Returns a world with the same names and facts, but with one passage per fact."""
     return World(0, layout="facts")
 
 
@@ -48,8 +46,8 @@ def names_in(world: World, split: str) -> set[str]:
 
 
 def hops_of(question, facts: dict) -> list[tuple[str, str, str]]:
-    """Returns (name, relation, value) of each hop, read from the question's words and looked up in
-    the world's facts.
+    """Returns (name, relation, value) for each hop: name and relation come from the question's
+    words, values from the world's facts.
     """
     for relations, template in [*ONE_HOP.items(), *TWO_HOP.items()]:
         match = re.fullmatch(template.replace("{}", "(.*)").replace("?", "[?]"), question.question)
@@ -66,7 +64,7 @@ def hops_of(question, facts: dict) -> list[tuple[str, str, str]]:
 # ---------------------------------------------------------------------------------- names and facts
 
 
-def test_no_name_belongs_to_two_splits_nor_to_the_warm_up(world):
+def test_no_name_is_in_two_splits_or_in_a_split_and_the_warm_up(world):
     names = [name for split in world.entities.values() for kind in split.values() for name in kind]
     assert len(names) == len(set(names))
     assert set(world.entities) == {*SPLITS, "warmup"}
@@ -81,10 +79,10 @@ def test_no_word_of_one_class_is_a_name_of_another():
     assert sum(map(len, classes)) == len(set().union(*classes))
 
 
-def test_the_same_seed_gives_the_same_world_and_another_seed_another(world, facts):
-    again = World(0, layout="facts")
-    assert again.documents == facts.documents and again.entities == world.entities
-    assert again.questions("test", "two_hop", 20) == facts.questions("test", "two_hop", 20)
+def test_the_same_seed_gives_the_same_world_and_another_seed_a_different_one(world, facts):
+    rebuilt = World(0, layout="facts")
+    assert rebuilt.documents == facts.documents and rebuilt.entities == world.entities
+    assert rebuilt.questions("test", "two_hop", 20) == facts.questions("test", "two_hop", 20)
     assert World(1).entities["test"] != world.entities["test"]
 
 
@@ -94,12 +92,12 @@ def test_redrawing_the_facts_keeps_the_names_and_changes_most_answers(world):
     before = {q.question: q.answers for q in world.questions("test", "one_hop")}
     after = {q.question: q.answers for q in redrawn.questions("test", "one_hop")}
     assert before.keys() == after.keys()
-    # values are drawn from at least 12: at most 1 in 12 stays by chance, plus noise over 240
-    # questions
+    # Each value is one of at least 12, so by chance at most 1 in 12 answers stays the same; the
+    # bound allows for the noise of 240 questions.
     assert sum(before[q] == after[q] for q in before) < 0.15 * len(before)
 
 
-def test_a_layout_changes_the_passages_and_neither_the_facts_nor_the_questions(world, facts):
+def test_the_layout_changes_the_passages_but_neither_facts_nor_questions(world, facts):
     assert (facts.entities, facts.facts, facts.units) == (world.entities, world.facts, world.units)
     for kind in KINDS:
         pairs = zip(world.questions("dev", kind), facts.questions("dev", kind), strict=True)
@@ -115,9 +113,9 @@ def test_both_hops_of_a_held_out_question_stay_in_the_split(world):
 # ----------------------------------------------------------------------------------- layout "pages"
 
 
-def test_the_world_has_676_pages_with_titles_of_their_own(world):
-    # people 12 + 200 + 60 + 60 = 332; cities and companies half of it each, 166 and 166; units 8 +
-    # 2 + 2 = 12
+def test_the_world_has_676_pages_with_different_titles(world):
+    # There are 12 + 200 + 60 + 60 = 332 people, half as many cities, as many companies as cities
+    # (166 each), and 8 + 2 + 2 = 12 units.
     assert len(world.documents) == 676
     assert len({d.title for d in world.documents}) == 676
 
@@ -139,8 +137,9 @@ def test_a_question_s_pages_state_its_hops_and_all_of_them_support_it(world):
         assert question.references == question.supporting == ()
 
 
-def test_where_a_fact_stands_on_a_page_says_nothing_about_which_it_is(world):
-    # two facts in a random order: half of 664 pages begin with the first relation of RELATIONS
+def test_the_position_of_a_fact_on_a_page_does_not_depend_on_its_relation(world):
+    # Two facts are in a random order: half of 664 pages begin with the relation that RELATIONS
+    # lists first.
     pages = [d for d in world.documents if " has " in d.text]
     begins = [d.text.removeprefix(f"{d.title} has ").split()[0] for d in pages]
     share = sum(relation in ("birthplace", "country", "product") for relation in begins) / 664
@@ -150,26 +149,28 @@ def test_where_a_fact_stands_on_a_page_says_nothing_about_which_it_is(world):
 # ----------------------------------------------------------------------------------- layout "facts"
 
 
-def test_with_a_passage_per_fact_there_are_1340(facts):
-    # two facts of each of the 664 entities, and 12 units
+def test_with_one_passage_per_fact_the_world_has_1340_passages(facts):
+    # Each of the 664 entities has two facts; there are 12 units.
     assert len(facts.documents) == 1340
     assert len({document.text for document in facts.documents}) == 1340
     assert len({document.id for document in facts.documents}) == 1340
 
 
 @pytest.mark.parametrize("kind", LOOKUPS)
-def test_the_supporting_numbers_point_at_the_hops_and_no_other_relation_stands_twice(facts, kind):
+def test_supporting_numbers_name_the_hops_and_no_other_relation_occurs_twice(facts, kind):
     for question in facts.questions("test", kind, 300):
         hops = hops_of(question, facts.facts)
-        shown = question.references
-        numbers = list(question.supporting)  # as in the prompt: from 1, in order, none twice
-        assert len(shown) == REFERENCES == 4 and numbers == sorted(set(numbers))
+        references = question.references
+        numbers = list(question.supporting)  # from 1 as in the prompt, in order, without repeats
+        assert len(references) == REFERENCES == 4 and numbers == sorted(set(numbers))
         stated = {f"{relation} {value} of {name} ." for name, relation, value in hops}
-        assert {shown[number - 1].text for number in numbers} == stated
-        asked = {relation for _, relation, _ in hops}
-        rest = [d.text.split()[0] for i, d in enumerate(shown, 1) if i not in numbers]
-        assert len(rest) == len(set(rest)) == 4 - len(asked)
-        assert set(rest) <= set(RELATIONS) - asked
+        assert {references[number - 1].text for number in numbers} == stated
+        hop_relations = {relation for _, relation, _ in hops}
+        other_relations = [
+            d.text.split()[0] for i, d in enumerate(references, 1) if i not in numbers
+        ]
+        assert len(other_relations) == len(set(other_relations)) == 4 - len(hop_relations)
+        assert set(other_relations) <= set(RELATIONS) - hop_relations
 
 
 def test_distractors_are_true_facts_of_the_question_s_own_split(facts):
@@ -179,17 +180,18 @@ def test_distractors_are_true_facts_of_the_question_s_own_split(facts):
         assert {d.text.partition(" of ")[2].removesuffix(" .") for d in question.references} <= own
 
 
-def test_the_right_passages_stand_anywhere_among_the_four(facts):
-    # 300 questions, one right passage each: about 75 in each place; 5 standard errors of 7.5
+def test_the_right_passage_is_equally_often_at_each_of_the_four_positions(facts):
+    # 300 questions with one right passage each: about 75 at each position, ± 5 standard errors of
+    # 7.5.
     places = [question.supporting[0] for question in facts.questions("train", "one_hop", 300)]
     assert all(abs(places.count(number) - 75) < 38 for number in (1, 2, 3, 4))
 
 
-# ---------------------------------------------------------------------------------------- its words
+# --------------------------------------------------------------------------- the words of the world
 
 
 @pytest.mark.parametrize("layout", ["pages", "facts"])
-def test_every_text_of_the_world_is_made_of_known_tokens_and_decodes_back(layout, toy_tokenizer):
+def test_every_text_of_the_world_has_known_tokens_and_decodes_to_itself(layout, toy_tokenizer):
     world = World(0, layout=layout)
     for split in ("train", "test"):
         for kind in KINDS:
@@ -202,7 +204,7 @@ def test_every_text_of_the_world_is_made_of_known_tokens_and_decodes_back(layout
 
 
 @pytest.mark.parametrize("kind", ["one_hop", "two_hop"])
-def test_arena_s_prompt_is_the_question_and_four_numbered_lines_of_known_tokens(facts, kind):
+def test_arena_s_prompt_is_the_question_and_four_numbered_lines_in_known_tokens(facts, kind):
     toy_tokenizer = make_tokenizer(PROTOCOLS["arena"])
     for question in facts.questions("test", kind, 40):
         ids = build_prompt(PROTOCOLS["arena"], question, toy_tokenizer)
@@ -210,9 +212,9 @@ def test_arena_s_prompt_is_the_question_and_four_numbered_lines_of_known_tokens(
         assert toy_tokenizer.decode(ids) == f" {question.question}\n{lines} answer :"
 
 
-def test_known_people_are_asked_only_for_what_the_warm_up_keeps(world):
+def test_questions_about_known_people_ask_only_for_facts_that_the_warm_up_teaches(world):
     people = world.entities["known"]["person"]
-    kept = {world.facts[name][relation] for name in people for relation in KNOWN_RELATIONS}
+    taught = {world.facts[name][relation] for name in people for relation in KNOWN_RELATIONS}
     questions = world.questions("test", "known")
     assert len(questions) == 12 * len(KNOWN_RELATIONS)
-    assert {question.answers[0] for question in questions} <= kept
+    assert {question.answers[0] for question in questions} <= taught
