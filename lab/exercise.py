@@ -29,11 +29,12 @@ COLUMNS = "name module functions tests chosen unused worked".split()
 # imports for other tests; `worked`: a number, or a formula, that the docstring does not have.
 TABLE = """
 mask_of_a_turn | trajectory | Trajectory.append_model Trajectory.append_environment
-    | turns | mask | | A sampled token has the mask 1 and its log-prob, a token of the environment
-    0 and 0.0. Worked: a turn of 3 tokens, a document of 2, a turn of 1: mask [1, 1, 1, 0, 0, 1].
+    | turns | the_mask or appended_in | | A sampled token has the mask 1 and its log-prob, a token
+    of the environment 0 and 0.0. Worked: a turn of 3 tokens, a document of 2, a turn of 1: mask
+    [1, 1, 1, 0, 0, 1].
 stop_rule | rollout | StopRule.reason
-    | turns | turn_is or turn_with | | Worked, a token a letter: "</search" is None, "</search>" is
-    "query", three letters with max_new_tokens 3 are "length", the end of the text is "eos".
+    | turns | why_a_turn or eos_ends | | Worked, a token a letter: "</search" is None, "</search>"
+    is "query", three letters with max_new_tokens 3 are "length", the end of the text is "eos".
 bm25_idf | retriever | inverse_document_frequencies
     | retriever | scores_worked or quarter_of or shares_more | conftest | Of each term [terms]:
     idf = ln((N − n_t + 0.5) / (n_t + 0.5)), or epsilon · mean idf where it is negative; if that
@@ -42,26 +43,27 @@ bm25_idf | retriever | inverse_document_frequencies
 ur2_eq_1_and_2 | rewards | ur2_stage1 ur2_stage2
     | rewards | ur2_stage or without_retrieval or math_judge | |
 r_search_format | rewards | r_search
-    | rewards | r_search_pays or r_searchs_format or r_search_without | |
+    | rewards | r_searchs_format or r_search_without | |
 when_to_search_answer | rewards | when_to_search_stage1
-    | rewards | costs_and_softens or eq_12 or judges_verdict or refused_search | |
+    | rewards | softens_a_wrong or eq_12 or judges_verdict or rejected_search | |
 arena_relevance | rewards | _relevance
-    | rewards | cited_numbers or arena_pays or arena_scores | | `numbers` are the cited references.
+    | rewards | cited_numbers or arena_scores | | `numbers` are the cited references.
     The same set as the gold one earns 1, some in common 0.5, none in common 0. Worked, gold
     {1, 4}: {1, 4} is 1.0, {1} is 0.5, {2, 3} and the empty set are 0.0.
 k3 | kl | k3 | kl | half_against or keeps_its or other_direction | |
 clipped_surrogate | ppo | clipped_surrogate
-    | ppo | clipped_by_hand or plain_policy or marks_exactly | |
-sequence_weights | ppo | sequence_weights | ppo | sequence_weights or weighs_zero | |
-gae | ppo | gae | ppo | gae_by_hand or recursion or lambda_one | |
+    | ppo | clipped_surrogate | |
+sequence_weights | ppo | sequence_weights | ppo | sequence_weights or weight_zero | |
+gae | ppo | gae | ppo | gae_by_hand or recursion | |
 group_normalisation | grpo | group_normalize
     | grpo | worked_group or itself_only or exactly_zero or group_of_one or unknown | |
 ur2_eq_5 | reinforce_pp | baseline_advantages
-    | reinforce_pp | form_by_hand or keeps_its_width or beside_others or nothing_to or unknown | |
-dapo_filter | dapo | informative_groups | dapo | informative or group_of_one or all_wrong | policy |
+    | reinforce_pp | form_by_hand or larger_spread or nothing_to or unknown | |
+dapo_filter | dapo | informative_groups | dapo | informative | policy |
 sum_over_micro_batches | update | accumulate_and_step
-    | micro_batches | micro_batch | transformers transformers.integrations.sdpa_attention
-    transformers.masking_utils transformers.models.auto.tokenization_auto
+    | micro_batches | micro_batch or before_clipping | transformers
+    transformers.integrations.sdpa_attention transformers.masking_utils
+    transformers.models.auto.tokenization_auto
     transformers.utils.logging | `loss_of(micro, rows)` returns Σ weight · loss of a
     micro-batch and its record. Worked: losses 0.1 on each of three tokens and 0.5 on one, each row
     a micro-batch, the weight 1/4 on each: 0.2, where the mean of the two means is 0.3.

@@ -2,18 +2,12 @@
 
 import dataclasses
 import json
-import sys
-import threading
 
 import pytest
 from conftest import command_line
 
 import ask
 from data import harmless
-from errors import InputError
-from retriever import BM25
-from retrievers.serve import RetrievalServer
-from rollout import main as show_script
 from world.world import KINDS, World
 
 KNOWN = World(0).questions("test", "one_hop")[3].question  # every tiny model knows its words

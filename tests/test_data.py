@@ -14,7 +14,6 @@ import data
 from data import (
     Document,
     Question,
-    SearchRequest,
     corpus_from_questions,
     first_layout,
     load_attempts,
@@ -24,9 +23,7 @@ from data import (
 )
 from formats.layouts import LAYOUTS, detect
 from formats.records import append_jsonl, finished_records
-from plumbing.build import build_search
 from retrievers.controls import gold_passages
-from settings import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 SLICES = ROOT.parent / "shared" / "data"
@@ -280,9 +277,19 @@ def test_a_bracketed_text_that_is_not_a_list_of_strings_is_one_answer(write, tex
     assert question.answers == [text]
 
 
-def test_a_table_of_passages_is_rejected_as_a_question_file(write):
-    text = message(load_questions, write("5\tA passage.", name="c.tsv"))
-    assert "line 1: field 'question': '5' is a number: passages go where a corpus" in text
+@pytest.mark.parametrize(
+    "name, text, error",
+    [
+        (
+            "c.tsv",
+            "5\tA passage.",
+            "line 1: field 'question': '5' is a number: passages go where a",
+        ),
+        ("q.csv", "question,answer\nWho?,Ana", "a CSV file is not read: save it with tabs"),
+    ],
+)
+def test_another_table_is_rejected_as_a_question_file(name, text, error, write):
+    assert error in message(load_questions, write(text, name=name))
 
 
 @pytest.mark.fault(229)
@@ -346,11 +353,6 @@ def test_lists_of_answers_and_records_without_an_id_are_read(write, answer):
     questions = load_questions(write(*records))
     assert [q.id for q in questions] == ["1", "2"]  # a record without an id gets its line number
     assert questions[1].answers == ["Ana", "Ana Bell"]
-
-
-def test_a_csv_file_is_a_one_line_error(write):
-    path = write("question,answer", "Who?,Ana", name="q.csv")
-    assert "q.csv: a CSV file is not read: save it with tabs" in message(load_questions, path)
 
 
 # ---------------------------------------------------------------------------- bad question files

@@ -1,4 +1,4 @@
-"""lab/difficulty.py: scores of rollouts, kept as they come, and what cannot be measured."""
+"""Tests lab/difficulty.py: scores of rollouts, continuing after an interrupt, and wrong flags."""
 
 import json
 from collections import Counter
@@ -9,25 +9,23 @@ from conftest import message
 import eval as evaluation
 from curriculum import read_difficulty
 from data import Question
-from errors import InputError
 from formats.records import finished_records
-from lab import difficulty
 from lab.difficulty import DifficultySettings, main, measure
 
 MANY = [Question(f"q{i}", "?", ["!"]) for i in range(40)]
 
 
 class Rollouts:
-    """Question 3 is right in the first 3 of 10 rollouts, 13 too. Keeps what it was asked."""
+    """Answers question n right in the first n % 10 of 10 rollouts and records the numbers n."""
 
     def __init__(self, stop_at=None):
-        self.asked, self.stop_at = [], stop_at
+        self.numbers, self.stop_at = [], stop_at
 
     def __call__(self, questions):
         numbers = [int(question.id[1:]) for question in questions]
         if self.stop_at in numbers:
             raise KeyboardInterrupt
-        self.asked += numbers
+        self.numbers += numbers
         return [[float(i < number % 10) for i in range(10)] for number in numbers]
 
 
@@ -36,46 +34,47 @@ def out(tmp_path):
     return tmp_path / "d.jsonl"
 
 
-def measured(out, rollouts=None, questions=MANY, scheme="ur2"):
+def buckets_of(out, rollouts=None, questions=MANY, scheme="ur2"):
     options = DifficultySettings(out=str(out), samples=10, scheme=scheme)
     return measure(questions, rollouts or Rollouts(), {}, options)
 
 
-def test_each_question_gets_its_scores_its_mean_and_its_bucket(out):
-    found = measured(out, questions=MANY[:10])
-    # 0 1, 2 3 4, 5 6 7, 8 9
-    assert Counter(found.values()) == {"dropped": 2, "hard": 3, "medium": 3, "easy": 2}
+def test_each_question_gets_scores_their_mean_and_a_bucket(out):
+    buckets = buckets_of(out, questions=MANY[:10])
+    # By right rollouts: 0 and 1 dropped, 2 to 4 hard, 5 to 7 medium, 8 and 9 easy.
+    assert Counter(buckets.values()) == {"dropped": 2, "hard": 3, "medium": 3, "easy": 2}
     scores = [1.0] * 3 + [0.0] * 7
     expected = {"id": "q3", "scores": scores, "score": 0.3, "bucket": "hard"}
     assert finished_records(out)[3] == expected
-    assert read_difficulty(out, MANY[:10]) == found
+    assert read_difficulty(out, MANY[:10]) == buckets
 
 
-def test_an_interrupted_measurement_goes_on_with_its_last_whole_batch(out, tmp_path):
+def test_an_interrupted_measurement_continues_after_its_last_complete_batch(out, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        measured(out, Rollouts(stop_at=35))
+        buckets_of(out, Rollouts(stop_at=35))
     with open(out, "a") as file:
-        file.write('{"id": "q32", "sco')  # cut short in the middle of a line
-    rest = Rollouts()
-    found = measured(out, rest)
-    measured(out, rest)
-    assert rest.asked == list(range(32, 40))  # 16 at once, and a finished file asks nothing
-    assert found == measured(tmp_path / "whole.jsonl")
+        file.write('{"id": "q32", "sco')  # the process ended within a line
+    remaining = Rollouts()
+    buckets = buckets_of(out, remaining)
+    buckets_of(out, remaining)
+    # The first run completed two batches of 16. Measuring a complete file again asks nothing.
+    assert remaining.numbers == list(range(32, 40))
+    assert buckets == buckets_of(tmp_path / "whole.jsonl")
     assert out.read_text() == (tmp_path / "whole.jsonl").read_text()
 
 
 def test_r1_searchers_scheme_counts_until_the_first_success(out):
-    # question 1 is right at once, and then never
-    found = measured(out, questions=MANY[:2], scheme="r1_searcher")
-    assert found == {"q0": "hard", "q1": "easy"} == read_difficulty(out, MANY[:2])
+    # Question 1 is right in the first rollout and then never; question 0 is never right.
+    buckets = buckets_of(out, questions=MANY[:2], scheme="r1_searcher")
+    assert buckets == {"q0": "hard", "q1": "easy"} == read_difficulty(out, MANY[:2])
 
 
 # --------------------------------------------------------------------------------- the command line
 
 
 def test_published_rollout_answers_become_difficulties(out, tmp_path, capsys):
-    # F1 with "Ana Bell": 1, 2/3 (precision 1, recall 1/2), 0, 0: mean 5/12 = 0.417, hard. Cover-EM:
-    # the first counts.
+    # F1 with "Ana Bell" is 1, 2/3 (precision 1, recall 1/2), 0 and 0: mean 5/12 = 0.417, hard. By
+    # cover-EM the first answer is right: easy.
     answers = ["Ana Bell", "Ana", "", "Carl"]
     record = {"idx": 7, "question": "Who?", "answer": "Ana Bell", "pred_anses": answers}
     (tmp_path / "r.jsonl").write_text(json.dumps(record) + "\n")
@@ -90,13 +89,13 @@ def test_published_rollout_answers_become_difficulties(out, tmp_path, capsys):
 
 @pytest.fixture
 def tiny(monkeypatch, toy_policy, toy_tokenizer, tmp_path, out):
-    """Flags of a short measurement of the untrained tiny model, a question of each kind."""
+    """Returns flags that measure the untrained tiny model on one question of each kind."""
     monkeypatch.setattr(evaluation, "load_model", lambda *_, **__: (toy_policy, toy_tokenizer))
     flags = {"questions": 1, "samples": 3, "output_dir": tmp_path, "max_turn_tokens": 4, "out": out}
     return [f"--{name}={value}" for name, value in flags.items()]
 
 
-def test_a_model_is_measured_by_sampling_and_goes_on_after_an_interrupt(out, tiny):
+def test_a_model_is_measured_by_sampling_and_continues_after_an_interrupt(out, tiny):
     main(tiny)
     whole = out.read_text()
     records = finished_records(out)
@@ -106,7 +105,7 @@ def test_a_model_is_measured_by_sampling_and_goes_on_after_an_interrupt(out, tin
     assert out.read_text() == whole
 
 
-def test_an_interrupt_says_where_the_scores_are(tiny, out, monkeypatch, capsys):
+def test_after_an_interrupt_a_message_says_where_the_scores_are(tiny, out, monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
 
@@ -128,5 +127,5 @@ def test_an_interrupt_says_where_the_scores_are(tiny, out, monkeypatch, capsys):
         ("--out x --from_rollouts nowhere.jsonl", "nowhere.jsonl: no such file"),
     ],
 )
-def test_flags_that_cannot_be_are_one_line(arguments, expected):
+def test_impossible_flags_are_an_error_of_one_line(arguments, expected):
     assert expected in message(main, arguments.split())

@@ -9,8 +9,7 @@ import pytest
 from conftest import ROOT, message
 from transformers import AutoModelForCausalLM
 
-from data import Document, Question, SearchRequest, load_questions
-from errors import InputError
+from data import Document, Question, SearchRequest
 from formats.records import append_jsonl
 from lab import distil
 from lab.distil import (

@@ -10,6 +10,7 @@ Text in backticks under "here" has one of these forms:
     --flag ...                 a flag of some command; also "python -m lab.file --flag"
 """
 
+import doctest
 import math
 import re
 import runpy
@@ -189,3 +190,10 @@ def test_each_fault_is_printed_with_its_outcome_and_only_passed_ones_count():
         "236 | one line; both | failed",
         "1 of 3 faults ended as they should",
     ]
+
+
+def test_the_examples_in_docstrings_are_true():
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("[a-z]*/*.py")]:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if ">>> " in path.read_text("utf-8"):
+            assert doctest.testmod(resolve_name(name)).failed == 0, name

@@ -45,7 +45,8 @@ checkpoint = "runs/mine-world0-seed0/stage1/checkpoint-000003"
 eval.main(["--model", checkpoint, "--questions", "3", "--decoding", "paper"])
 ask.main(["--recipe", "mine"])
 ablate.main(["--table", "--output_dir", "nowhere"])
-claims.ARMS["new"] = claims.Arm("mine", 1, {"steps": 1})
+small = {"steps": 1, "questions_per_step": 4, "group_size": 2, "trajectories_per_update": 4}
+claims.ARMS["new"] = claims.Arm("mine", 1, small)
 ablate.Options = lambda questions, **others: eval.Options(questions=3, **others)  # fewer questions
 ablate.run_arm("new", 0, "runs", "dev")
 """
@@ -71,7 +72,7 @@ def output(tree, model) -> str:
     """Returns the output of the commands: two steps of each run of the page, and the new paper."""
     own_options = "--recipe mine --retriever words --run_name own"
     short_options = "--recipe search_r1 --reward mine.py:short --run_name short"
-    small = [*flags(model, tree / "runs"), *"--trajectories_per_update 4".split()]
+    small = flags(model, tree / "runs", "--trajectories_per_update 4")
     runs = [[*small, *options.split()] for options in (own_options, short_options)]
     return run_in(tree, "-c", f"RUNS = {runs}{EVERY_COMMAND}")
 

@@ -10,14 +10,12 @@ import torch
 from conftest import rows_of, settings_for
 from test_rollout import ASK, Searcher, play_one, rejections
 from test_shards import in_two
-from test_update import CASES, Recorder, largest_difference, make_parts, name_of, trajectory
-from torch.nn.utils import parameters_to_vector
+from test_update import CASES, largest_difference, make_parts, name_of, trajectory
 
 import train
 import update as update_file
 from data import SearchResult
 from errors import InputError
-from plumbing.build import build_state
 from plumbing.files import checkpoints
 from rewards import REWARDS, Extras, RewardSettings, example
 from train import Rollouts, prepare, shuffled_updates

@@ -1,4 +1,4 @@
-"""grpo.py: the group is the baseline, and the three functions that the training loop calls."""
+"""Tests grpo.py: the advantages within a group, and the three functions that training calls."""
 
 from types import SimpleNamespace
 
@@ -7,17 +7,17 @@ import torch
 
 import grpo
 
-# Two questions, two answers each. Row 1 has a document in the middle, row 2 ends in padding, row 3
-# has no model token.
+# Two questions with two answers each. Row 1 has a document in the middle, row 2 ends in padding,
+# row 3 has no model token.
 MASK = torch.tensor([[1.0, 1, 1, 1], [1, 0, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
 
 
 def choose(**changes):
-    chosen = {"clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "sequence", "kl_coef": 0.0}
-    return SimpleNamespace(**(chosen | {"kl_estimator": "k3"} | changes))
+    settings = {"clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "sequence", "kl_coef": 0.0}
+    return SimpleNamespace(**(settings | {"kl_estimator": "k3"} | changes))
 
 
-IN_REWARD = {"kl_estimator": "k1"}  # k2 and k3 stand in the loss
+IN_REWARD = {"kl_estimator": "k1"}  # k2 and k3 are in the loss
 
 
 def make_batch(rewards=(1.0, 0.0, 1.0, 0.0), mask=MASK, ref=True, seed=0):
@@ -53,16 +53,16 @@ def total_and_gradient(logprobs, batch, settings):
 # --------------------------------------------------------------------------------------- advantages
 
 
-def test_the_worked_group():
-    # mean 0.88; squared distances 0.2704 + 0.2304 + 0.4624 + 2.3104 + 0.7744 = 4.048; std √(4.048 /
-    # 4) = 1.00598
+def test_the_advantages_of_the_worked_group():
+    # The mean is 0.88; the squared distances are 0.2704 + 0.2304 + 0.4624 + 2.3104 + 0.7744 =
+    # 4.048; the std is √(4.048 / 4) = 1.00598.
     advantages = grpo.group_normalize(torch.tensor([1.4, 0.4, 0.2, 2.4, 0.0]), 5).tolist()
     assert advantages == pytest.approx([0.5169, -0.4771, -0.6760, 1.5110, -0.8748], abs=1e-4)
 
 
 def test_a_group_is_compared_with_itself_only():
-    # [1, 0]: mean 0.5, std √0.5 = 0.7071 -> ±0.7071; [10, 8]: mean 9, std √2 -> ±0.7071, not
-    # dwarfing the first
+    # [1, 0] has mean 0.5 and std √0.5 = 0.7071, which gives ±0.7071; [10, 8] has mean 9 and std √2,
+    # which also gives ±0.7071: larger rewards do not outweigh the first group.
     advantages = grpo.group_normalize(torch.tensor([1.0, 0.0, 10.0, 8.0]), 2)
     assert advantages.tolist() == pytest.approx([0.7071, -0.7071, 0.7071, -0.7071], abs=1e-4)
 
@@ -73,7 +73,7 @@ def test_equal_rewards_give_exactly_zero(reward, size):
     assert grpo.group_normalize(torch.full((size,), reward), size).tolist() == [0.0] * size
 
 
-def test_rewards_that_differ_by_the_order_of_their_sum_are_equal():
+def test_rewards_that_differ_only_by_rounding_are_equal():
     rewards = torch.tensor([0.1 + 0.2 + 0.3, 0.3 + 0.3, 0.6, 0.6 + 1e-16], dtype=torch.float64)
     assert len(set(rewards.tolist())) > 1
     assert grpo.group_normalize(rewards, 4).tolist() == [0.0] * 4
@@ -86,12 +86,12 @@ def test_a_group_of_one_has_no_advantage_and_rewards_may_be_integers():
 
 
 def test_an_unknown_reward_is_in_neither_mean_nor_std():
-    # [3, unknown, 1]: mean 2, std √((1 + 1) / 1) = 1.4142
+    # [3, unknown, 1] has mean 2 and std √((1 + 1) / 1) = 1.4142.
     advantages = grpo.group_normalize(torch.tensor([3.0, float("nan"), 1.0]), 3)
     assert advantages.tolist() == pytest.approx([0.7071, 0.0, -0.7071], abs=1e-4)
 
 
-def test_the_share_of_groups_without_a_difference():
+def test_the_share_of_groups_with_equal_rewards():
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.1, 0.1, 0.3, 0.1])
     assert grpo.frac_reward_zero_std(rewards, 2) == 0.5  # the second and the third of four
     assert grpo.frac_reward_zero_std(rewards, 8) == 0.0
@@ -99,15 +99,16 @@ def test_the_share_of_groups_without_a_difference():
 
 
 def test_every_model_token_gets_the_advantage_and_documents_get_none():
-    # ±0.7071 in both groups; row 3 has no model token, yet its reward stands in its group's mean
+    # Both groups have ±0.7071. Row 3 has no model token, but its reward counts in its group's mean.
     advantages = grpo.compute_advantages(make_batch(), choose())
     expected = MASK * torch.tensor([[0.70711], [-0.70711], [0.70711], [-0.70711]])
     torch.testing.assert_close(advantages, expected, rtol=1e-4, atol=0)
 
 
 def test_kl_in_the_reward_is_summed_over_model_tokens_only():
-    # kl_coef 0.1; k1 of row 0: 1 + 2 = 3, of row 1: 5 (its second column is a document with k1
-    # NaN). rewards 1 − 0.3 = 0.7 and 1 − 0.5 = 0.5: the group is not equal any more, ±0.7071.
+    # Row 0 has k1 1 + 2 = 3, row 1 has 5 (its second column is a document with k1 NaN). With
+    # kl_coef 0.1 the rewards are 1 − 0.3 = 0.7 and 1 − 0.5 = 0.5: they differ now, which gives
+    # ±0.7071.
     batch = make_batch((1.0, 1.0), torch.tensor([[1.0, 1.0], [1.0, 0.0]]))
     batch.old_logprobs = torch.tensor([[1.0, 2.0], [5.0, float("nan")]])
     batch.ref_logprobs = torch.zeros(2, 2)
@@ -123,7 +124,7 @@ def test_kl_in_the_reward_is_summed_over_model_tokens_only():
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_kl_in_the_loss_is_added_with_its_coefficient(estimator):
-    # One token, A = 0, π 0.5, π_old 0.4, ref 0.25, kl_coef 2. k2: 2 · 1.25 · 0.240227 = 0.600567,
+    # One token has A 0, π 0.5, π_old 0.4, ref 0.25, kl_coef 2. k2: 2 · 1.25 · 0.240227 = 0.600567,
     # gradient 2 · 1.25 · ln 2 = 1.732868. k3: 2 · 0.193147 = 0.386294, gradient 2 · (1 − 0.5) = 1.
     batch = make_batch((0.0, 0.0), torch.ones(2, 1))
     batch.old_logprobs = torch.full((2, 1), 0.4).log()
@@ -137,8 +138,8 @@ def test_kl_in_the_loss_is_added_with_its_coefficient(estimator):
 
 
 def test_every_estimator_is_logged_even_when_none_is_optimised():
-    # π_old = π = e^-1 and ref = e^-2 on model tokens: d = 1: k1 1, k2 0.5, k3 e^-1 − 1 + 1 =
-    # 0.367879, |d| 1
+    # With π_old = π = e^-1 and ref = e^-2 on all tokens, d is 1, so k1 = 1, k2 = 0.5,
+    # k3 = e^-1 − 1 + 1 = 0.367879 and |d| = 1.
     batch = make_batch()
     settings = choose()
     batch.old_logprobs = torch.full((4, 4), -1.0)

@@ -1,4 +1,4 @@
-"""judge.py: what is asked, how strictly a verdict is read, and what an unreadable one leads to."""
+"""Tests judge.py: the requests, the parsing of verdicts, and the effect of unreadable verdicts."""
 
 import re
 
@@ -24,16 +24,16 @@ HALF = Question("m", "What is 1/2?", ["\\frac{1}{2}"], task="math")
 CHOICE = Question("c", "Which?", ["B"], task="choice", options=("Norland", "Ostland"))
 
 
-class Says:
-    """Replies by what the given answer is; keeps what it was asked."""
+class ScriptedModel:
+    """Replies according to the given answer and records the requests."""
 
     instruction = ""
 
     def __init__(self, **replies):
-        self.replies, self.asked = replies, []
+        self.replies, self.requests = replies, []
 
     def ask(self, requests, readable=None):
-        self.asked += requests
+        self.requests += requests
         return [self.replies.get(text.rpartition("Given answer: ")[2]) for _, text in requests]
 
 
@@ -43,7 +43,7 @@ def written(question, answer):
     )
 
 
-# -------------------------------------------------------------------------------- reading a verdict
+# ------------------------------------------------------------------------------ parsing of verdicts
 
 
 YES = ["yes", "Yes.", "**Yes**", "correct", "It is the same.\nyes", "no\nno\nYES!\n\n"]
@@ -56,30 +56,28 @@ NEITHER += ["the verdict is not verdict: yes"]
 
 
 @pytest.mark.parametrize("replies, verdict", [(YES, True), (NO, False), (NEITHER, None)])
-def test_a_last_line_of_one_word_is_a_verdict_in_any_dress_and_all_else_is_unreadable(
-    replies, verdict
-):
+def test_only_a_last_line_with_one_word_is_a_verdict_whatever_its_formatting(replies, verdict):
     assert {reply: read_verdict(reply) for reply in replies} == dict.fromkeys(replies, verdict)
 
 
-def test_grades_are_two_one_and_zero_and_yes_is_no_grade():
+def test_grades_are_two_one_and_zero_and_yes_is_not_a_grade():
     grades = {"correct": 2, "partly": 1, "Partly correct.": 1, "partially correct": 1}
     grades |= {"Grade: wrong": 0, "incorrect": 0, "yes": None}
     assert {word: read_verdict(word, GRADES) for word in grades} == grades
 
 
-# ------------------------------------------------------------------------------------ what is asked
+# ---------------------------------------------------------------------------- requests to the judge
 
 
-def test_the_judge_reads_question_gold_answers_and_the_answer_and_the_instruction_is_apart():
+def test_the_judge_reads_the_question_the_gold_answers_and_the_answer():
     golds = "Accepted answers: Great Britain | United Kingdom"
     text = f"Question: Where was Ana Bell born?\n{golds}\nGiven answer: UK"
-    for own in ("", "Be just."):  # an instruction of --prompt_file replaces ours
-        llm = Says(UK="yes")
+    for own in ("", "Be just."):  # an instruction from --prompt_file replaces ours
+        llm = ScriptedModel(UK="yes")
         llm.instruction = own
         Judge(llm).verdicts([(ISLES, "UK")])
-        assert llm.asked == [(own or VERDICT_INSTRUCTION, text)]
-    assert "A. Norland\nB. Ostland\nAccepted answers: B" in pair_text(CHOICE, "B")  # with options
+        assert llm.requests == [(own or VERDICT_INSTRUCTION, text)]
+    assert "A. Norland\nB. Ostland\nAccepted answers: B" in pair_text(CHOICE, "B")  # and options
 
 
 def test_an_answer_cannot_imitate_the_layout_and_has_a_limited_length():
@@ -89,28 +87,31 @@ def test_an_answer_cannot_imitate_the_layout_and_has_a_limited_length():
     assert len(pair_text(ISLES, "x" * 10_000).splitlines()[2]) == len("Given answer: ") + MAX_ANSWER
 
 
-def test_no_reply_and_an_unreadable_one_are_none_and_counted_and_no_answer_is_wrong_unasked():
-    judge = Judge(Says(UK="hard to say", France="no"))
+def test_missing_or_unreadable_replies_are_none_and_an_empty_answer_is_wrong():
+    judge = Judge(ScriptedModel(UK="hard to say", France="no"))
     pairs = [(ISLES, "UK"), (ISLES, "Peru"), (ISLES, None), (ISLES, "France"), (ISLES, "  ")]
     assert judge.verdicts(pairs) == [None, None, False, False, False]
-    assert (judge.asked, judge.unreadable, judge.silent) == (3, 2, 1)  # of Peru it says nothing
+    assert (judge.asked, judge.unreadable, judge.silent) == (3, 2, 1)  # no reply about Peru
     assert judge.verdicts([(ISLES, "UK")]) == [None]
-    assert (judge.asked, judge.unreadable, judge.silent) == (4, 3, 1)  # counts of the whole run
+    assert (judge.asked, judge.unreadable, judge.silent) == (4, 3, 1)  # the counts add up
 
 
-def test_a_grade_asks_for_another_verdict_and_no_answer_is_worth_nothing():
-    llm = Says(**{"0.5": "the same\ncorrect", "half a unit": "partly", "3": "wrong", "x": "?"})
+def test_grades_have_their_own_instruction_and_an_empty_answer_gets_zero():
+    llm = ScriptedModel(
+        **{"0.5": "the same\ncorrect", "half a unit": "partly", "3": "wrong", "x": "?"}
+    )
     answers = ("0.5", "half a unit", "3", "x", "")
     assert Judge(llm).grades([(HALF, answer) for answer in answers]) == [2.0, 1.0, 0.0, None, 0.0]
-    assert {instruction for instruction, _ in llm.asked} == {GRADE_INSTRUCTION}
+    assert {instruction for instruction, _ in llm.requests} == {GRADE_INSTRUCTION}
 
 
 # ----------------------------------------------------------------------------------- right or wrong
 
 
-def test_right_is_the_judge_s_verdict_even_against_exact_match_which_decides_without_one():
-    # exact match: "UK" is neither gold, "The Great Britain!" and "great Britain." are the first
-    judge = Judge(Says(**{"UK": "yes", "The Great Britain!": "no"}))
+def test_the_judge_s_verdict_overrules_exact_match_which_decides_if_there_is_none():
+    # By exact match, "UK" equals neither gold answer; "The Great Britain!" and "great Britain."
+    # equal the first.
+    judge = Judge(ScriptedModel(**{"UK": "yes", "The Great Britain!": "no"}))
     answers = ("UK", "The Great Britain!", "great Britain.", "in Great Britain", None)
     trajectories = [written(ISLES, answer) for answer in answers]
     verdicts = judge.verdicts([(ISLES, answer) for answer in answers])
@@ -125,7 +126,7 @@ def test_without_a_judge_math_is_compared_as_math_and_a_choice_by_its_letter():
 
 
 def test_when_to_search_s_scorer_deletes_punctuation():
-    # "delete": spiderman is spiderman; "space" would make the gold two words
+    # With "delete" the gold becomes "spiderman"; with "space" it would be two words.
     assert matches(Question("q", "Who?", ["Spider-Man"]), "Spiderman")
 
 
@@ -136,31 +137,32 @@ def test_when_to_search_s_scorer_deletes_punctuation():
         ("arena", "Accepted answers: Great Britain | United Kingdom\nGiven answer: The U.K.!"),
     ],
 )
-def test_a_blind_judge_sees_no_question_and_when_to_search_s_normalised_answers(protocol, text):
-    """When to Search B.4, ARENA D.3."""
+def test_some_protocols_judges_see_no_question_or_normalised_answers(protocol, text):
+    """The sources are When to Search B.4 and ARENA D.3."""
     sees = PROTOCOLS[protocol].judge_sees
     assert pair_text(ISLES, "The U.K.!", sees) == text
-    assert pair_text(CHOICE, "B", sees) == pair_text(CHOICE, "B")  # a letter says nothing
+    assert pair_text(CHOICE, "B", sees) == pair_text(CHOICE, "B")  # a letter alone means nothing
 
 
-def test_formatting_costs_no_grade_and_partly_is_a_part_of_an_answer_of_several():
-    """UR² D.1."""
+def test_the_grade_instruction_ignores_formatting_and_defines_partly_correct():
+    """UR² D.1 defines the grades."""
     assert "Ignore formatting" in GRADE_INSTRUCTION and "equivalent expression" in GRADE_INSTRUCTION
     assert "partly correct if the accepted answer has several parts" in GRADE_INSTRUCTION
     assert not {"slip", "unit", "form"} & set(re.findall(r"\w+", GRADE_INSTRUCTION))
 
 
-# -------------------------------------------------------------------------- the math reward's judge
+# -------------------------------------------------------------------- the grades of the math reward
 
 
-def test_math_answers_that_are_not_plainly_equal_are_graded_in_one_batch_for_the_reward():
-    llm = Says(**{"one of two": "partly", "about a half": "correct"})
+def test_math_answers_that_are_not_plainly_equal_are_graded_in_one_batch():
+    llm = ScriptedModel(**{"one of two": "partly", "about a half": "correct"})
     answers = ("0.5", "one of two", "about a half", "one of two", "unreadable", None)
     trajectories = [written(HALF, answer) for answer in answers]
     grade = math_grader([*trajectories, written(ISLES, "France")], Judge(llm))
-    graded = [text.rpartition(": ")[2] for _, text in llm.asked]
+    graded = [text.rpartition(": ")[2] for _, text in llm.requests]
     assert graded == ["one of two", "about a half", "unreadable"]
-    # equal by metric 2; partly 0 by eq. 2, 1 by its code; correct 2; unreadable or no answer 0
+    # An equal answer earns 2 by the metric; "partly" 0 by eq. 2 and 1 in the released code;
+    # "correct" 2; an unreadable grade or a missing answer 0.
     for partly in (0.0, 1.0):
-        paid = [ur2_stage2(t, judge=grade, partly=partly)["answer"] for t in trajectories]
-        assert paid == [2.0, partly, 2.0, partly, 0.0, 0.0]
+        rewards = [ur2_stage2(t, judge=grade, partly=partly)["answer"] for t in trajectories]
+        assert rewards == [2.0, partly, 2.0, partly, 0.0, 0.0]

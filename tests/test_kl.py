@@ -1,5 +1,5 @@
-"""kl.py against enumeration: expectations are sums over a small categorical, written out here a
-second time.
+"""Compares kl.py with enumeration: expectations are sums over a small categorical distribution, and
+the formulas are written out here a second time.
 """
 
 import re
@@ -15,17 +15,17 @@ DISTANCES = [0.05, 0.5, 2.0, 4.0]
 
 
 def pair(epsilon):
-    """(logits that require grad, ref log-probs, probabilities of π)."""
+    """Returns (logits that require grad, ref log-probs, probabilities of π)."""
     logits, ref = kl.categorical(epsilon)
     return logits.requires_grad_(), ref, logits.softmax(-1).detach()
 
 
-def close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+def close(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 
 
 def exact_gradients(logits, ref):
-    """∇KL(π‖ref) and ∇KL(ref‖π) over the logits, in closed form: π (d − KL) and π − ref."""
+    """Returns ∇KL(π‖ref) and ∇KL(ref‖π) over the logits in closed form: π (d − KL) and π − ref."""
     logprobs = logits.log_softmax(-1).detach()
     d = logprobs - ref
     probs = logprobs.exp()
@@ -33,7 +33,7 @@ def exact_gradients(logits, ref):
 
 
 def gradient_as_a_loss(logits, probs, estimator, ref):
-    """Σ_a p(a) · ∇ estimator(a), p not differentiated: what averaging over samples computes."""
+    """Returns Σ_a p(a) · ∇ estimator(a), where p is not differentiated: the mean over samples."""
     return torch.autograd.grad((probs * estimator(logits.log_softmax(-1), ref)).sum(), logits)[0]
 
 
@@ -45,20 +45,20 @@ def one(*probabilities):
 
 
 def test_estimators_of_a_token_of_probability_half_against_a_quarter():
-    # d = ln 0.5 − ln 0.25 = ln 2 = 0.693147; d²/2 = 0.240227; exp(−d) = 0.25 / 0.5 = 0.5, so k3 =
-    # 0.5 − 1 + 0.693147
+    # d = ln 0.5 − ln 0.25 = ln 2 = 0.693147; d²/2 = 0.240227; exp(−d) = 0.25 / 0.5 = 0.5, so k3
+    # is 0.5 − 1 + 0.693147.
     expected = {kl.k1: 0.693147, kl.k2: 0.240227, kl.k3: 0.193147, kl.k_abs: 0.693147}
     for estimator, value in expected.items():
         assert estimator(one(0.5), one(0.25)).item() == pytest.approx(value, abs=1e-6)
-    # The mirrored token, d = −ln 2: exp(ln 2) − 1 − ln 2 = 0.306853, and 0.193147 with k3's sign
-    # turned round.
+    # With both probabilities exchanged, d = −ln 2 and k3 = exp(ln 2) − 1 − ln 2 = 0.306853; with
+    # the wrong sign it would be 0.193147.
     assert kl.k_abs(one(0.25), one(0.5)).item() == pytest.approx(0.693147, abs=1e-6)
     assert kl.k3(one(0.25), one(0.5)).item() == pytest.approx(0.306853, abs=1e-6)
 
 
 def test_k3_keeps_its_digits_near_the_reference():
-    # d = 1e-4 in fp32: d²/2 − d³/6 = 5.0e-9 − 1.7e-13. Computed as exp(−d) − 1 + d, a rounding
-    # error of 6e-8 buries it.
+    # For d = 1e-4, k3 = d²/2 − d³/6 = 5.0e-9 − 1.7e-13. Computed as exp(−d) − 1 + d in fp32, it is
+    # lost in a rounding error of 6e-8.
     d = torch.tensor([[1e-4]])
     assert kl.k3(d, torch.zeros(1, 1)).item() == pytest.approx(4.99983e-9, rel=1e-2)
     assert (torch.exp(-d) - 1 + d).item() != pytest.approx(4.99983e-9, rel=1e-2)
@@ -78,15 +78,15 @@ def test_k2_as_a_loss_has_the_gradient_of_the_kl_and_k3_that_of_the_other_direct
     assert (forward - reverse).norm() > 0.01 * max(forward.norm(), reverse.norm())
 
 
-def test_k1_as_a_loss_has_no_expected_gradient_and_in_the_reward_the_right_one():
+def test_k1_has_the_right_expected_gradient_in_the_reward_but_none_in_the_loss():
     logits, ref, probs = pair(2.0)
     assert gradient_as_a_loss(logits, probs, kl.k1, ref).abs().max().item() < 1e-14
     in_reward = lambda logprobs, ref: kl.k1(logprobs, ref).detach() * logprobs  # noqa: E731
     close(gradient_as_a_loss(logits, probs, in_reward, ref), exact_gradients(logits, ref)[0])
 
 
-def test_k3_explodes_on_a_token_that_the_policy_has_left_behind():
-    # d = −10: the slope of k3 is 1 − e^10 = −22025.47, of k2 it is −10.
+def test_k3s_gradient_explodes_on_a_token_that_the_policy_no_longer_samples():
+    # At d = −10 the slope of k3 is 1 − e^10 = −22025.47, that of k2 is −10.
     for estimator, slope in ((kl.k3, -22025.47), (kl.k2, -10.0)):
         logprobs = torch.tensor([[-10.0]], requires_grad=True)
         estimator(logprobs, torch.zeros(1, 1)).sum().backward()
@@ -103,11 +103,11 @@ def test_off_policy_k2_needs_the_ratio_as_its_weight():
     assert ((plain - target).norm() / target.norm()).item() == pytest.approx(0.85, rel=0.01)
 
 
-# --------------------------------------------------------------------------------- where they stand
+# ------------------------------------------------------------------------ in the loss or the reward
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k4", "log"])
-def test_what_is_no_loss_is_refused(estimator):
+def test_an_estimator_that_cannot_be_a_loss_is_an_error(estimator):
     with pytest.raises(InputError, match=f"'{estimator}' is not a loss .k1's .* zero"):
         kl.kl_in_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), estimator)
 
@@ -120,29 +120,32 @@ def settings(estimator, kl_coef=0.1):
     ("estimator", "in_reward", "in_loss"),
     [("k1", 0.3, 0.0), ("k2", 0.0, 0.3), ("k3", 0.0, 0.3), ("log", 0.0, 0.0)],
 )
-def test_the_estimator_says_where_the_kl_stands(estimator, in_reward, in_loss):
-    chosen = settings(estimator, 0.3)
-    assert kl.coefficient(chosen, "reward") == in_reward
-    assert kl.coefficient(chosen, "loss") == in_loss
+def test_the_estimator_decides_whether_the_kl_is_in_the_reward_or_in_the_loss(
+    estimator, in_reward, in_loss
+):
+    options = settings(estimator, 0.3)
+    assert kl.coefficient(options, "reward") == in_reward
+    assert kl.coefficient(options, "loss") == in_loss
 
 
-def test_the_reward_pays_k1_on_model_tokens_and_nothing_on_documents():
-    # k1 = ln 2 at the first token: −0.1 · 0.693147. The documents hold −inf − (−inf) = NaN, which
-    # must not leak.
+def test_the_reward_contains_k1_on_model_tokens_and_nothing_on_documents():
+    # The first token has k1 = ln 2, so its reward is −0.1 · 0.693147. On the document tokens k1
+    # is NaN and −inf, which must not reach the rewards.
     mask = torch.tensor([[1.0, 0.0, 0.0]])
     old = one(0.5, 0.0, 0.0)
     ref = one(0.25, 0.0, 0.5)
     batch = SimpleNamespace(old_logprobs=old, ref_logprobs=ref, response_mask=mask)
-    paid = kl.kl_in_reward(batch, settings("k1"))
-    assert paid.tolist() == [[pytest.approx(-0.0693147, abs=1e-6), 0.0, 0.0]]
+    rewards = kl.kl_in_reward(batch, settings("k1"))
+    assert rewards.tolist() == [[pytest.approx(-0.0693147, abs=1e-6), 0.0, 0.0]]
     batch.ref_logprobs = None
-    for none in (settings("k2"), settings("k1", 0.0)):
-        assert kl.kl_in_reward(batch, none).tolist() == [[0.0, 0.0, 0.0]]
+    for no_reward in (settings("k2"), settings("k1", 0.0)):
+        assert kl.kl_in_reward(batch, no_reward).tolist() == [[0.0, 0.0, 0.0]]
 
 
 # ---------------------------------------------------------------------------------------- the table
 
-# epsilon: KL, bias of k2, error of k3's gradient against ∇KL(π‖ref), its norm ratio
+# epsilon: (KL, bias of k2, error of k3's gradient against ∇KL(π‖ref), norm of k3's gradient divided
+# by that of ∇KL(π‖ref))
 PUBLISHED = {
     0.05: (5.05e-4, 0.0063, 0.012, 1.01),
     0.5: (0.057, 0.109, 0.196, 1.07),
@@ -156,7 +159,7 @@ def row(distance, name):
 
 
 def norm(distance, estimator):
-    """|expected gradient as a loss| / |∇KL(π‖ref)|."""
+    """Returns |expected gradient as a loss| / |∇KL(π‖ref)|."""
     logits, ref = distance
     gradient = kl.expected_gradient(logits, lambda logprobs: estimator(logprobs, ref))
     return (gradient.norm() / kl.kl_gradient(logits, ref).norm()).item()
@@ -176,7 +179,7 @@ def test_the_table_has_the_published_figures(epsilon):
     assert norm(logits, kl.k3) == pytest.approx(ratio, rel=0.03)
 
 
-def test_one_collapsed_logit_makes_k3s_gradient_a_thousand_times_too_long():
+def test_one_collapsed_logit_makes_k3s_gradient_a_thousand_times_too_large():
     logits, ref = kl.collapsed(10.0)
     assert 1000 < norm((logits, ref), kl.k3) < 2000
 
@@ -185,7 +188,7 @@ def test_k2_varies_less_than_k3_far_from_the_reference_and_more_near_it():
     near, far = ([row(kl.categorical(e), k) for k in ("k2", "k3")] for e in (0.5, 4.0))
     assert [k.std for k in near] == pytest.approx([0.121, 0.092], abs=5e-4)
     assert far[0].std < far[1].std
-    # and one batch of k3 outweighs the others there
+    # Far from the reference, the spread of k3 over batches is also much larger.
     assert 1.3 <= far[0].spread <= 3.4 and 49 <= far[1].spread <= 196
 
 

@@ -5,7 +5,6 @@ slow reference implementation.
 import importlib.util
 import json
 import shutil
-import socket
 import threading
 import time
 from types import SimpleNamespace
@@ -95,20 +94,16 @@ def test_replies_come_in_the_order_of_the_requests_and_without_thoughts(serve):
 
 def test_a_request_is_greedy_and_has_the_key_of_the_environment_if_there_is_one(serve, monkeypatch):
     server = serve()
-    for key in ("", "abc"):
+    for key, *request in (("", "", ""), ("abc", "Judge.", "who?")):
         monkeypatch.setenv("OPENAI_API_KEY", key)
-        asker(server, max_tokens=7).ask([("Judge.", "who?")])
-    messages = [{"role": "system", "content": "Judge."}, {"role": "user", "content": "who?"}]
+        asker(server, max_tokens=7).ask([request])
     options = {"model": "m", "temperature": 0, "top_p": 1.0, "max_tokens": 7}
-    assert server.posts[1][1] == options | {"messages": messages}
+    judge, who = {"role": "system", "content": "Judge."}, {"role": "user", "content": "who?"}
+    assert server.posts[3][1] == options | {"messages": [judge, who]}
+    # An empty instruction is left out, an empty text is sent.
+    assert server.posts[1][1] == options | {"messages": [who | {"content": ""}]}
     sent = [headers["Authorization"] for headers in server.headers]
     assert sent == [None, None, "Bearer abc", "Bearer abc"]
-
-
-def test_an_empty_instruction_is_left_out_and_an_empty_text_is_sent(serve):
-    server = serve()
-    asker(server).ask([("", "")])
-    assert server.posts[-1][1]["messages"] == [{"role": "user", "content": ""}]
 
 
 def test_requests_with_other_sampling_options_are_sent_and_cached_separately(serve, tmp_path):

@@ -1,6 +1,5 @@
-"""metrics.py: each number is worked out in a comment; golden and real files where at hand."""
+"""Tests metrics.py with numbers that are worked out in comments, and with recorded scores."""
 
-import doctest
 import json
 import os
 import signal
@@ -47,11 +46,7 @@ def without_math_verify(monkeypatch):
     metrics._math_verify.cache_clear()
     metrics._print_once.cache_clear()
     yield
-    metrics._math_verify.cache_clear()  # its verdicts are those of a machine without the library
-
-
-def test_the_docstring_examples_are_true():
-    assert doctest.testmod(metrics).failed == 0
+    metrics._math_verify.cache_clear()  # forgets what it returned without the library
 
 
 # -------------------------------------------------------------------------------- open answers
@@ -62,24 +57,24 @@ def test_the_three_normalisations_differ_at_punctuation():
     assert normalize_answer("Spider-Man", "delete") == "spiderman"
     assert normalize_answer("O’Hara") == "o hara"
     assert normalize_answer("O’Hara", "delete") == "o’hara"
-    # ARENA: "_" is a blank, all else goes, and no True is a yes (its appendix D.1)
+    # ARENA: "_" becomes a blank, other signs are deleted, and "True" is not "yes" (appendix D.1).
     assert normalize_answer("The Sao_1  Spider-Man's", "underscore") == "sao 1 spidermans"
     assert normalize_answer("True", "underscore") == "true"
-    # and a search index keeps articles and underscores
+    # A search index keeps articles and underscores.
     assert tokenize("The Sao_1, x-y!") == ["the", "sao_1", "x", "y"]
 
 
-def test_an_answer_of_nothing_but_an_article_is_not_emptied():
-    # emptied, "A" would equal "The" and "..." and be covered by everything
+def test_normalising_does_not_empty_an_answer_that_is_only_an_article():
+    # If they were emptied, "A" would equal "The" and "...", and every text would cover it.
     assert exact_match("A", "A") == 1.0
     assert exact_match("The", "A") == exact_match("...", "A") == 0.0
     assert cover_exact_match("Norland", "A") == 0.0
 
 
-def test_true_and_false_are_verdicts_in_the_space_style_only():
+def test_true_and_false_equal_yes_and_no_in_the_space_style_only():
     assert exact_match("True", "yes") == exact_match("False", "no") == 1.0
     assert exact_match("True", "yes", "delete") == 0.0
-    assert exact_match("True Grit", "yes Grit") == 0.0  # only as a whole answer
+    assert exact_match("True Grit", "yes Grit") == 0.0  # only if it is the whole answer
 
 
 @pytest.mark.parametrize("prediction", [None, "", "  \n"])
@@ -89,15 +84,16 @@ def test_no_answer_scores_zero(metric, prediction):
 
 
 def test_f1_by_hand():
-    # "the red old town" -> red old town; gold "red town hall": 2 of 3 and 3 are common, P = R = 2/3
+    # "red old town" (without the article) and "red town hall" have 2 of 3 words in common:
+    # P = R = 2/3.
     assert f1_score("the red old town", "red town hall") == pytest.approx(2 / 3)
-    # "ana ana bell" against "ana bell": 2 of 3 and 2: P = 2/3, R = 1, F1 = 4/5 (one "ana" counts)
+    # For "ana ana bell" and the gold "ana bell", one "ana" counts: P = 2/3, R = 1, F1 = 4/5.
     assert f1_score("Ana Ana Bell", "Ana Bell") == pytest.approx(0.8)
 
 
-def test_f1_has_no_rule_for_verdicts():
+def test_f1_has_no_rule_for_yes_and_no():
     assert f1_score("yes it is", "yes") == 0.5  # 2 · 1 / (3 + 1) by the papers' formula
-    # nor eq. 4 of R1-Searcher one for "True"; its code and UR²'s have ("space")
+    # R1-Searcher's eq. 4 has no rule for "True" either; its code and UR²'s have one ("space").
     assert f1_score("True", "yes", "plain") == exact_match("False", "no", "plain") == 0.0
     assert f1_score("Spider-Man", "spider man", "plain") == 1.0
 
@@ -105,26 +101,27 @@ def test_f1_has_no_rule_for_verdicts():
 def test_cover_exact_match_is_a_bag_of_tokens_not_a_substring():
     assert cover_exact_match("France, in Lyon", "Lyon, France") == 1.0
     assert cover_exact_match("Parisian", "Paris") == 0.0
-    assert cover_exact_match("New York", "New New York") == 0.0  # two are asked for
+    assert cover_exact_match("New York", "New New York") == 0.0  # the gold has two
 
 
 @pytest.mark.parametrize("metric", METRICS.values())
-def test_the_best_gold_counts(metric):
+def test_the_best_gold_answer_counts(metric):
     assert metric("Kelmouth", ["Norland", "Kelmouth"]) == 1.0 > metric("Kelmouth", ["Norland"])
 
 
-def test_every_golden_row_holds_in_both_styles():
+def test_every_golden_row_is_reproduced_in_both_styles():
     rows = json.loads(shared("golden/answer_metrics.json"))
-    # HotpotQA's scorer gives these 0, as no paper has it: 2 / (3 + 1), 2 / (4 + 1)
-    checked, formula = 0, {"yes it is": 0.5, "no, they are not": 0.4}
+    # HotpotQA's scorer gives these answers F1 0, which is in no paper: here it is 2 / (3 + 1) and
+    # 2 / (4 + 1).
+    checked, added_by_formula = 0, {"yes it is": 0.5, "no, they are not": 0.4}
     for row in rows:
         for style in ("space", "delete"):
             for name, value in row[style].items():
-                got = METRICS[name](row["prediction"], row["golds"], style)
-                value += formula.get(row["prediction"], 0) if name == "f1" else 0
-                assert got == pytest.approx(value, abs=1e-4), (row["prediction"], style, name)
+                actual = METRICS[name](row["prediction"], row["golds"], style)
+                value += added_by_formula.get(row["prediction"], 0) if name == "f1" else 0
+                assert actual == pytest.approx(value, abs=1e-4), (row["prediction"], style, name)
                 checked += 1
-    assert checked == 100  # 20 rows: em, f1, cem in one style, em and f1 in the other
+    assert checked == 100  # 20 rows: em, f1 and cem in one style, em and f1 in the other
 
 
 # -------------------------------------------------------------------------------- summaries
@@ -133,12 +130,12 @@ def test_every_golden_row_holds_in_both_styles():
 @pytest.mark.parametrize(
     ("prediction", "gold", "expected"),
     [
-        # words: 6 of 6 and 6. pairs: "the cat", "on the", "the mat" are 3 of 5 and 5.
-        # longest subsequence of both: "the cat on the mat", 5 of 6 and 6
+        # All 6 words are common; of 5 pairs, "the cat", "on the" and "the mat" are. The longest
+        # common subsequence is "the cat on the mat": 5 of 6 words.
         ("the cat sat on the mat", "the cat on the mat sat", (1.0, 3 / 5, 5 / 6)),
-        # the gold's one "the" is matched once: 1 of 3 and 1 = 2 · 1 / 4. No pair in the gold.
+        # The gold's "the" is matched once: 2 · 1 / (3 + 1). The gold has no pair.
         ("the the the", "the", (1 / 2, 0.0, 1 / 2)),
-        # same words backwards: all words, no pair, and a subsequence of one word of 3
+        # The same words backwards: all words, no pair, and a common subsequence of 1 of 3 words.
         ("c b a", "a b c", (1.0, 0.0, 1 / 3)),
         ("The U.S. Senate!", "the u s senate", (1.0, 1.0, 1.0)),
         ("...", "Norland", (0.0, 0.0, 0.0)),
@@ -146,16 +143,16 @@ def test_every_golden_row_holds_in_both_styles():
 )
 def test_rouge_by_hand(prediction, gold, expected):
     scores = (*expected, sum(expected) / 3)
-    # F1 does not care which is which
+    # F1 is symmetric.
     for one, other in ((prediction, gold), (gold, prediction)):
         assert tuple(summary_scores(one, other).values()) == pytest.approx(scores)
 
 
-def test_rouge_takes_the_best_gold_for_each_of_the_three_and_nothing_scores_zero():
+def test_each_rouge_takes_its_best_gold_and_an_empty_text_scores_zero():
     scores = summary_scores("a b c d", ["a b x y", "d c b a"])
-    for nothing in ((None, "gold"), ("", ["gold"]), ("text", [])):
-        assert set(summary_scores(*nothing).values()) == {0.0}
-    # first gold: words 2/4, pairs 1/3, subsequence 2/4; second: 4/4, 0, 1/4
+    for empty_case in ((None, "gold"), ("", ["gold"]), ("text", [])):
+        assert set(summary_scores(*empty_case).values()) == {0.0}
+    # First gold: words 2/4, pairs 1/3, subsequence 2/4. Second gold: 4/4, 0 and 1/4.
     expected = {"rouge1": 1.0, "rouge2": 1 / 3, "rougeL": 1 / 2, "rouge": 11 / 18}
     assert scores == pytest.approx(expected)
 
@@ -171,12 +168,12 @@ OPTIONS = ("Elm", "Oak", "Ash", "The elm tree")
         ("B", "B"),
         (r"\boxed{\boxed{\text{B}}}", "B"),
         ("the correct answer is option (B).<|im_end|>", "B"),
-        ("The correct answer is A.\nNo. The correct answer is C.", "C"),  # the last one
+        ("The correct answer is A.\nNo. The correct answer is C.", "C"),  # the last letter counts
         (r"A looks right, but \boxed{C}", "C"),
         ("The correct answer is: ash.", "C"),
         ("The correct answer is both of them", None),
         ("B or C", None),
-        ("A tree of the north", None),  # an article is no choice
+        ("A tree of the north", None),  # an article is not a letter
         ("E", None),  # there are four options
         (None, None),
     ],
@@ -185,21 +182,21 @@ def test_the_letter_that_a_text_chooses(text, letter):
     assert choice_letter(text, OPTIONS) == letter
 
 
-def test_the_text_of_two_equal_options_chooses_neither():
+def test_a_text_that_equals_two_options_chooses_neither():
     assert choice_letter("elm", ("Elm", "elm")) is None
     assert choice_letter("elm", ("Elm", "oak")) == "A"
 
 
 def test_a_choice_is_right_if_it_names_the_letter_of_a_gold():
     assert same_choice("The correct answer is (B).", ["oak"], ["elm", "oak"])
-    assert not same_choice("both", "neither", ["elm", "oak"])  # no letter is not "no letter"
+    assert not same_choice("both", "neither", ["elm", "oak"])  # two missing letters are not equal
 
 
-# -------------------------------------------------------------------------------- any answer
+# -------------------------------------------------------------------------------- all tasks
 
 
 def test_each_task_has_its_metric():
-    # P = 1/2, R = 1
+    # P = 1/2 and R = 1.
     open_answer = score_answer("Kelmouth, Norland", ["Kelmouth"])
     assert open_answer == {"em": 0.0, "f1": pytest.approx(2 / 3), "cem": 1.0}
     assert score_answer("spiderman", ["Spider-Man"], punctuation="delete")["em"] == 1.0
@@ -222,7 +219,7 @@ OURS = [
     (r"\text{Even}", "even"),
     (r"\boxed{\boxed{05}}.", "5"),
     ("−5", "-5"),
-    ("9" * 400 + ".5", "9" * 400 + ".50"),  # no float
+    ("9" * 400 + ".5", "9" * 400 + ".50"),  # too large for a float
 ]
 LIBRARY = [
     (r"-1\frac{1}{2}", "-1.5"),
@@ -241,7 +238,7 @@ LIBRARY = [
 ]
 NOT_EQUAL = [
     ("50", "0.5"),  # no percent sign
-    ("1000000", "1000001"),  # within a relative tolerance, but integers
+    ("1000000", "1000001"),  # close, but integers must be equal
     ("(1,200)", "1200"),  # a pair
     ("(1,2)", "(2,1)"),
     ("5 or 6", "6"),
@@ -280,22 +277,22 @@ def test_different_answers_are_not_equal_and_never_raise(prediction, gold, libra
     assert not math_equal(prediction, gold)
 
 
-def test_without_the_library_one_line_says_what_is_missing(without_math_verify, capsys):
+def test_without_the_library_one_line_says_what_to_install(without_math_verify, capsys):
     assert not math_equal("five", "5") and not math_equal("2^{10}", "1024")
-    assert capsys.readouterr().err == ""  # the golds are numbers: hardly anything is missed
+    assert capsys.readouterr().err == ""  # for a number as gold the library changes little
     assert not math_equal("x^2 - 1", "(x-1)(x+1)") and not math_equal("1+x", "x+1")
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "pip install math-verify" in said
+    warning = capsys.readouterr().err
+    assert warning.count("\n") == 1 and "pip install math-verify" in warning
 
 
 ENDLESS = "9^{9^{9^{9}}}"
 
 
 @needs_math_verify
-def test_a_comparison_that_never_ends_is_stopped_in_any_thread_and_later_ones_work():
+def test_an_endless_comparison_is_stopped_in_any_thread_and_later_ones_work():
     verdicts = []
 
-    def ask():  # not the main thread: the library's own limit would raise here
+    def ask():  # outside the main thread the library's own time limit would raise
         verdicts.append(metrics.ask_worker("x+y", "y+x"))
         verdicts.append(metrics.ask_worker(ENDLESS, "5", 0.3))
         verdicts.append(metrics.ask_worker("2x", "x+x"))  # a new process answers
@@ -307,7 +304,7 @@ def test_a_comparison_that_never_ends_is_stopped_in_any_thread_and_later_ones_wo
 
 
 def ended(pid, seconds=60):
-    """Is that process gone within so long? One that nobody waited for (Z) is gone too."""
+    """Returns whether the process ends within this many seconds; a zombie (Z) has ended."""
     for _ in range(10 * seconds):
         stat = Path(f"/proc/{pid}/stat")
         if not stat.exists() or ") Z " in stat.read_text():
@@ -335,31 +332,31 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize(("sent", "then"), [(signal.SIGINT, "True\n"), (signal.SIGKILL, "")])
-def test_the_worker_is_quiet_at_ctrl_c_and_ends_with_its_parent(sent, then):
+@pytest.mark.parametrize(("sent", "last_output"), [(signal.SIGINT, "True\n"), (signal.SIGKILL, "")])
+def test_the_worker_is_quiet_at_ctrl_c_and_ends_with_its_parent(sent, last_output):
     command = [sys.executable, "-c", ASKS]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     parent = subprocess.Popen(command, cwd=FOLDER, start_new_session=True, **pipes)
     verdict, worker = parent.stdout.readline().split()
     assert verdict == "True" and "torch" not in Path(f"/proc/{worker}/maps").read_text()
-    assert parent.stdout.readline() == "asked\n"  # the endless one
+    assert parent.stdout.readline() == "asked\n"  # the endless comparison
     os.killpg(parent.pid, sent)
-    assert parent.communicate(timeout=60) == (then, "")  # a late reply answers no other question
+    assert parent.communicate(timeout=60) == (last_output, "")  # no late reply is taken for another
     assert ended(worker)
 
 
-def test_a_broken_installation_is_one_line(monkeypatch):
-    monkeypatch.setattr(metrics.sys, "executable", "false")  # a program that only fails
+def test_a_broken_installation_is_an_error_of_one_line(monkeypatch):
+    monkeypatch.setattr(metrics.sys, "executable", "false")  # a program that always fails
     with pytest.raises(InputError, match="math-verify does not start: try python"):
         metrics.start_worker()
 
 
 @pytest.mark.parametrize("library", [pytest.param(True, marks=needs_math_verify), False])
 def test_math_agrees_with_the_recorded_verdicts_on_800_real_answers(library, request):
-    if not library:  # no answer among them needs algebra
+    if not library:  # none of these answers needs algebra
         request.getfixturevalue("without_math_verify")
     lines = shared("data/predictions/qwen25math_800_pairs.jsonl").splitlines()
     rows = [json.loads(line) for line in lines]
     wrong = [r["gold"] for r in rows if math_equal(r["pred"], r["gold"]) != r["official_correct"]]
-    # 799 of 800: that grader takes no thousands separator in LaTeX (10{,}000), we do.
+    # 799 of 800 agree: the official grader does not read a thousands separator in LaTeX (10{,}000).
     assert len(rows) == 800 and wrong == ["10{,}000"]

@@ -1,9 +1,10 @@
-"""What training calls, with the settings that it uses, against the functions that others use.
+"""Compares the functions that training calls, with its settings, with those of verl and TRL.
 
-Their numbers are recorded in tests/peers.json: of verl 0.9.1 and TRL 1.16.0, on one batch. Where
-the two are installed (pip install --no-deps verl trl) they are computed again, and have to be
-those; RECORD=1 writes them. Nothing of verl is loaded but the files with its formulas, and of TRL
-one statement is run. So it is with rouge-score 0.1.2, on 40 pairs of texts.
+tests/peers.json records the numbers of verl 0.9.1 and TRL 1.16.0 on one batch. If these packages
+are installed (pip install --no-deps verl trl), the numbers are computed again and must equal the
+recorded ones; RECORD=1 records them. Only verl's files with its formulas are loaded, and only one
+statement of TRL is run. ROUGE is compared with rouge-score 0.1.2 in the same way, on 40 pairs of
+texts.
 """
 
 import ast
@@ -30,7 +31,7 @@ from update import ALGORITHMS
 VERL, TRL = (importlib.util.find_spec(name) for name in ("verl", "trl"))
 PATH = Path(__file__).with_name("peers.json")
 RECORDED = json.loads(PATH.read_text()) if PATH.exists() else {}  # case -> rows of numbers
-STUBS = {  # what verl's files import, and their formulas do not call
+STUBS = {  # imports of verl's files that their formulas do not call
     "omegaconf": ["DictConfig"],
     "tensordict": ["TensorDict"],
     "verl": [],
@@ -46,12 +47,12 @@ STUBS = {  # what verl's files import, and their formulas do not call
     "verl.workers.config.actor": ["PolicyLossConfig"],
 }
 FILES = "utils.torch_functional", "trainer.ppo.core_algos", "trainer.ppo.rollout_corr_helper"
-MEANS = {"sequence": "seq-mean-token-mean", "token": "token-mean"}  # theirs of ours
+MEANS = {"sequence": "seq-mean-token-mean", "token": "token-mean"}  # our name -> verl's
 
 
 @pytest.fixture
 def verl(monkeypatch):
-    """Its core_algos and, as `rollout`, its rollout_corr_helper; None where it is not installed."""
+    """Loads verl's core_algos, with rollout_corr_helper as `rollout`; None without verl."""
     if VERL is None:
         return None
     for name, attributes in STUBS.items():
@@ -74,8 +75,8 @@ def verl(monkeypatch):
 
 
 def make_batch() -> Batch:
-    """[12, 6], three groups of four, one of equal rewards; masked tokens in between."""
-    rng = random.Random(0)  # not torch's: its numbers may change
+    """Returns a batch [12, 6] of three groups, one with equal rewards; some tokens are masked."""
+    rng = random.Random(0)  # torch's numbers may change between versions
 
     def table(low, high):
         return torch.tensor(
@@ -89,28 +90,28 @@ def make_batch() -> Batch:
     old = table(-2, 0)
     batch = Batch(torch.zeros(12, 7).long(), mask, old, rewards, 4, ref_logprobs=table(-2, 0))
     batch.values = table(-1, 1) * mask
-    batch.new = old + table(-0.6, 0.6)  # the policy's, after some updates
-    batch.logits = table(-1, 1)  # whatever else a case needs
-    batch.paid = torch.zeros(12, 6).double()  # the rewards, where they are paid
+    batch.new = old + table(-0.6, 0.6)  # the policy's log-probs after some updates
+    batch.logits = table(-1, 1)  # used as advantages, returns or log-ratios
+    batch.paid = torch.zeros(12, 6).double()  # the rewards on the last model tokens
     batch.paid[ppo.last_model_token(mask)] = rewards
     return batch
 
 
-def run_of(recipe: str, **given):
-    """(the module that trains this recipe, its settings)."""
-    settings = resolve(recipe, 1, False, given)
+def module_and_settings(recipe: str, **changes):
+    """Returns the module that trains this recipe, and the recipe's settings."""
+    settings = resolve(recipe, 1, False, changes)
     return ALGORITHMS[settings.algorithm], settings
 
 
 # -------------------------------------------------------------------------------------- advantages
-def paid_less_kl(verl, batch, settings):
+def rewards_minus_kl(verl, batch, settings):
     return batch.paid - settings.kl_coef * verl.kl_penalty(
         batch.old_logprobs, batch.ref_logprobs, "kl"
     )
 
 
-def advantages(recipe, theirs, **given):
-    algorithm, settings = run_of(recipe, **given)
+def advantages(recipe, theirs, **changes):
+    algorithm, settings = module_and_settings(recipe, **changes)
     return (
         lambda batch: algorithm.compute_advantages(batch, settings),
         lambda verl, batch: theirs(verl, batch, settings),
@@ -125,21 +126,21 @@ def of_outcomes(name):
 
 
 def reinforce_pp(verl, batch, settings):
-    rewards, gamma = paid_less_kl(verl, batch, settings), SimpleNamespace(gamma=1.0)
+    rewards, gamma = rewards_minus_kl(verl, batch, settings), SimpleNamespace(gamma=1.0)
     return verl.compute_reinforce_plus_plus_outcome_advantage(rewards, batch.response_mask, gamma)[
         0
     ]
 
 
 def gae(verl, batch, settings):
-    rewards, mask = paid_less_kl(verl, batch, settings), batch.response_mask
+    rewards, mask = rewards_minus_kl(verl, batch, settings), batch.response_mask
     find = verl.compute_gae_advantage_return
     return mask * find(rewards, batch.values, mask, 1.0, settings.gae_lambda)[0]
 
 
 # ------------------------------------------------------------------------------------------ losses
-def differentiated(at, loss_of):
-    """A row: the loss, and its gradient over log-probs or values [12, 6]."""
+def loss_and_gradient(at, loss_of):
+    """Returns one row: the loss, then its gradient over log-probs or values [12, 6]."""
     at = at.clone().requires_grad_()
     loss = loss_of(at)
     loss.backward()
@@ -147,17 +148,19 @@ def differentiated(at, loss_of):
 
 
 def first_update(batch, settings):
-    """ARENA's k2 is weighted by the ratio, which is 1 in a first update; verl's is not."""
+    """Returns the log-probs to differentiate at. ARENA's k2 is multiplied by the ratio and
+    verl's is not, so k2 is compared in a first update, where the ratio is 1.
+    """
     return batch.old_logprobs if settings.kl_estimator == "k2" else batch.new
 
 
-def losses(recipe, **given):
-    algorithm, settings = run_of(recipe, **given)
+def losses(recipe, **changes):
+    algorithm, settings = module_and_settings(recipe, **changes)
 
     def ours(batch):
         batch.advantages = batch.logits
         weights = algorithm.compute_token_weights(batch, settings)
-        return differentiated(
+        return loss_and_gradient(
             first_update(batch, settings),
             lambda now: (weights * algorithm.compute_loss(now, batch, settings)[0]).sum(),
         )
@@ -167,7 +170,7 @@ def losses(recipe, **given):
             return getattr(self, name, default)
 
     clips = {"clip_ratio_low": settings.clip_low, "clip_ratio_high": settings.clip_high}
-    clips |= {"clip_ratio": 0.2, "clip_ratio_c": 1e9}  # no dual clip: none of the papers has it
+    clips |= {"clip_ratio": 0.2, "clip_ratio_c": 1e9}  # no dual clip, as in the papers
     clips["global_batch_info"] = {}
 
     def theirs(verl, batch):
@@ -181,20 +184,20 @@ def losses(recipe, **given):
                 loss = loss + settings.kl_coef * verl.agg_loss(penalty, mask, mean)
             return loss
 
-        return differentiated(first_update(batch, settings), loss_of)
+        return loss_and_gradient(first_update(batch, settings), loss_of)
 
     return ours, theirs
 
 
 def our_value_loss(batch):
     batch.returns, weights = batch.logits, ppo.token_weights(batch.response_mask)
-    return differentiated(
+    return loss_and_gradient(
         batch.new, lambda now: (weights * ppo.compute_value_loss(now, batch)[0]).sum()
     )
 
 
 def value_loss(verl, batch):
-    return differentiated(
+    return loss_and_gradient(
         batch.new,
         lambda now: verl.compute_value_loss(
             now, batch.logits, batch.values, batch.response_mask, 0.2, "token-mean"
@@ -211,7 +214,7 @@ def estimator(name):
 
 # -------------------------------------------------------------------------- weights for the sampler
 def log_ratio(batch):
-    """Some rows are far from the sampler, some near, some as good as there."""
+    """Returns log-ratios to the sampler, whose rows are in turn large, small and almost zero."""
     return batch.logits * torch.tensor([1, 0.03, 0.001] * 4).double()[:, None]
 
 
@@ -221,7 +224,9 @@ def our_weights(batch, mode):
 
 
 def rejections(mode, kind, bounds):
-    """Its bounds are on 1 / ρ; what it rejects leaves its mask, and so its denominators."""
+    """Compares the masks after rejection. verl's bounds are on 1 / ρ; the tokens that it rejects do
+    not count in the denominator of a mean.
+    """
 
     def ours(batch):
         batch.mismatch_weights = our_weights(batch, mode)
@@ -235,12 +240,12 @@ def rejections(mode, kind, bounds):
 
 
 def of_trl(mode, name, clip_min, clip_max):
-    """TRL computes them in a method of 500 lines, of which only this statement is run."""
+    """Compares the weights with TRL's; one statement of a method of 500 lines is run."""
 
     def theirs(_, batch):
         prefix, mask = "vllm_importance_sampling_", batch.response_mask
-        own = {"mode": name, "clip_min": clip_min, "clip_max": clip_max, "correction": True}
-        trainer = SimpleNamespace(use_vllm=True, **{prefix + key: own[key] for key in own})
+        options = {"mode": name, "clip_min": clip_min, "clip_max": clip_max, "correction": True}
+        trainer = SimpleNamespace(use_vllm=True, **{prefix + key: options[key] for key in options})
         names = {"self": trainer, "completion_mask": mask, "tool_mask": None, "torch": torch}
         names |= {"old_per_token_logps": log_ratio(batch), "math": math}
         names["sampling_per_token_logps"] = 0.0
@@ -255,7 +260,7 @@ def of_trl(mode, name, clip_min, clip_max):
     return lambda batch: our_weights(batch, mode), theirs
 
 
-CASES = {  # name -> (ours of a batch, theirs of verl and a batch)
+CASES = {  # name -> (our function of a batch, their function of verl and a batch)
     "GRPO, R-Search": advantages("r_search", of_outcomes("grpo")),
     "REINFORCE++, R1-Searcher": advantages("r1_searcher", reinforce_pp),
     "REINFORCE++ and KL": advantages("r1_searcher", reinforce_pp, variant="llama_8b", kl_coef=0.1),
@@ -283,27 +288,27 @@ CASES = {  # name -> (ours of a batch, theirs of verl and a batch)
 
 
 def check_recorded(name, rows):
-    """What others compute is what was recorded; with RECORD=1 it is recorded first."""
-    found = [[round(number, 9) for number in row] for row in rows]
+    """Checks that the package's numbers equal the recorded ones; RECORD=1 records them first."""
+    actual = [[round(number, 9) for number in row] for row in rows]
     if "RECORD" in os.environ:
-        RECORDED[name] = found
+        RECORDED[name] = actual
         PATH.write_text(json.dumps(RECORDED).replace("]], ", "]],\n"), encoding="utf-8")
-    assert np.allclose(found, RECORDED[name], atol=1e-8)
+    assert np.allclose(actual, RECORDED[name], atol=1e-8)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_training_computes_what_others_compute(name, verl):
+def test_training_computes_the_same_as_verl_and_trl(name, verl):
     ours, theirs = CASES[name]
     if TRL if name.startswith("TRL") else verl:
         check_recorded(name, theirs(verl, make_batch()).tolist())
-    # verl whitens by √(variance + 1e-8), we by the deviation + 1e-6
-    within = 1e-5 if name.startswith(("REINFORCE", "GAE", "its baseline")) else 1e-7
+    # verl divides by √(variance + 1e-8) when it whitens, we by the standard deviation + 1e-6.
+    tolerance = 1e-5 if name.startswith(("REINFORCE", "GAE", "its baseline")) else 1e-7
     expected = torch.tensor(RECORDED[name], dtype=torch.double)
-    assert (ours(make_batch()) - expected).abs().max() <= within
-    assert expected.abs().max() > 0.02  # there is something to compare
+    assert (ours(make_batch()) - expected).abs().max() <= tolerance
+    assert expected.abs().max() > 0.02  # the case does not compare zeros only
 
 
-def test_rouge_is_that_of_the_package():
+def test_rouge_equals_that_of_rouge_score():
     words, rng = "the a cat sat on mat dog ran in park Small U.S. it's".split(), random.Random(0)
     pairs = [[" ".join(rng.choices(words, k=rng.randint(1, 30))) for _ in "12"] for _ in range(40)]
     if importlib.util.find_spec("rouge_score"):

@@ -1,5 +1,5 @@
-"""ppo.py: the surrogate token by token, weights that do not know how a batch is cut, and a critic
-that skips documents.
+"""Tests ppo.py: the surrogate of single tokens, the token weights, GAE, whitening, and a critic
+without values on documents.
 """
 
 import copy
@@ -10,12 +10,12 @@ import torch
 
 import ppo
 
-# Three trajectories of 4, 1 and 0 model tokens; columns with 0 are documents or padding.
+# Three trajectories with 4, 1 and 0 model tokens; a 0 marks a document or padding.
 MASK = torch.tensor([[1, 0, 1, 1, 1], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0]])
 
 
 def surrogate(ratio, advantage, clip_low=0.2, clip_high=0.3):
-    """(loss, gradient over log π, clipped) of one token."""
+    """Returns (loss, gradient over log π, clipped) of one token."""
     logprobs = torch.tensor([[ratio]]).log().requires_grad_()
     old = torch.zeros(1, 1)
     advantages = torch.tensor([[advantage]])
@@ -30,16 +30,16 @@ def surrogate(ratio, advantage, clip_low=0.2, clip_high=0.3):
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "gradient", "clipped"),
     [
-        (1.25, 1.0, -1.25, -1.25, False),  # below 1.3: free
-        (1.35, 1.0, -1.30, 0.0, True),  # held at 1.3
-        # the minimum takes the free branch: a good token may come back
+        (1.25, 1.0, -1.25, -1.25, False),  # below 1.3: not clipped
+        (1.35, 1.0, -1.30, 0.0, True),  # clipped to 1.3
+        # The minimum is the unclipped branch: a good token may become likelier again.
         (0.75, 1.0, -0.75, -0.75, False),
-        (0.75, -1.0, 0.8, 0.0, True),  # held at 0.8
-        (1.35, -1.0, 1.35, 1.35, False),  # a bad token that became likelier is never held
-        (4.0, -2.0, 8.0, 8.0, False),  # and its loss grows without bound
+        (0.75, -1.0, 0.8, 0.0, True),  # clipped to 0.8
+        (1.35, -1.0, 1.35, 1.35, False),  # a bad token that became likelier is never clipped
+        (4.0, -2.0, 8.0, 8.0, False),  # so its loss grows without bound
     ],
 )
-def test_a_token_is_clipped_by_hand(ratio, advantage, loss, gradient, clipped):
+def test_the_clipped_surrogate_of_one_token_by_hand(ratio, advantage, loss, gradient, clipped):
     result = surrogate(ratio, advantage)
     assert result == (pytest.approx(loss), pytest.approx(gradient), clipped)
 
@@ -48,7 +48,7 @@ def test_a_token_is_clipped_by_hand(ratio, advantage, loss, gradient, clipped):
 
 
 def test_sequence_weights_by_hand():
-    # Two trajectories have model tokens: 1/2 each, over 4 tokens and over 1. The third row is 0.
+    # Two trajectories have model tokens, so each has weight 1/2, divided among 4 tokens or 1.
     expected = [[0.125, 0, 0.125, 0.125, 0.125], [0, 0, 0.5, 0, 0], [0, 0, 0, 0, 0]]
     assert ppo.sequence_weights(MASK).tolist() == expected
 
@@ -59,14 +59,14 @@ def test_token_weights_by_hand():
 
 
 def test_question_weights_by_hand():
-    # When to Search eq. 3 with 1 / Σ|o| inside the mean over questions: groups of 2 and of 8 model
-    # tokens weigh 1/2 each, so 0.25 and 0.0625 a token; one mean over the ten gives 0.1.
+    # In When to Search eq. 3, 1 / Σ|o| is inside the mean over questions: groups of 2 and 8 model
+    # tokens have weight 1/2 each, so 0.25 and 0.0625 per token; one mean over all ten gives 0.1.
     mask, questions = torch.ones(4, 4), torch.tensor([5, 1, 5, 1])  # rows of an update are shuffled
     mask[1, 1:] = mask[3, 1:] = 0
     expected = mask * torch.tensor([[0.0625], [0.25], [0.0625], [0.25]])
     assert torch.equal(ppo.question_weights(mask, questions), expected)
     torch.testing.assert_close(ppo.token_weights(mask), mask / 10)
-    # A group without a model token is no question: the other one weighs all.
+    # A group without a model token does not count, so the other has the whole weight.
     mask[1], mask[3] = 0, 0
     assert torch.equal(ppo.question_weights(mask, questions), mask / 8)
     batch = SimpleNamespace(response_mask=mask, questions=questions, mismatch_weights=None)
@@ -88,7 +88,7 @@ def test_weights_sum_to_one_and_a_mask_of_bools_or_floats_is_the_same(weights):
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_a_batch_without_a_model_token_weighs_zero_and_is_not_nan(weights):
+def test_a_batch_without_a_model_token_has_weight_zero_and_not_nan(weights):
     logprobs = torch.randn(2, 3, requires_grad=True)
     total = (logprobs * 2 * weights(torch.zeros(2, 3))).sum()
     total.backward()
@@ -100,9 +100,9 @@ def test_a_batch_without_a_model_token_weighs_zero_and_is_not_nan(weights):
 
 
 def test_gae_by_hand_with_a_document_in_the_middle():
-    # mask [1, 0, 1, 1], γ 0.5, λ 0.5, from behind: 1 − 0.8 = 0.2;  δ = 0.5 · 0.8 − 0.6 = −0.2, A =
-    # −0.2 + 0.25 · 0.2 = −0.15; over the document: δ = 0.5 · 0.6 − 0.5 = −0.2, A = −0.2 + 0.25 ·
-    # −0.15 = −0.2375. Returns A + V.
+    # With γ 0.5 and λ 0.5, from the end: A = 1 − 0.8 = 0.2; then δ = 0.5 · 0.8 − 0.6 = −0.2 and
+    # A = −0.2 + 0.25 · 0.2 = −0.15; then, skipping the document, δ = 0.5 · 0.6 − 0.5 = −0.2 and
+    # A = −0.2 + 0.25 · −0.15 = −0.2375. The returns are A + V.
     rewards = torch.tensor([[0.0, 9, 0, 1]])
     values = torch.tensor([[0.5, 7, 0.6, 0.8]])
     advantages, returns = ppo.gae(rewards, values, torch.tensor([[1, 0, 1, 1]]), 0.5, 0.5)
@@ -110,10 +110,10 @@ def test_gae_by_hand_with_a_document_in_the_middle():
     torch.testing.assert_close(returns, torch.tensor([[0.2625, 0, 0.45, 1.0]]))
 
 
-def test_documents_and_padding_are_no_steps_of_the_recursion():
-    # The same three steps without a document, with one in front, two in between, and padding
-    # behind: the same numbers.
-    def placed(columns, fill):
+def test_documents_and_padding_are_not_steps_of_the_gae_recursion():
+    # Three steps give the same numbers, wherever documents or padding come before, between or after
+    # them.
+    def gae_on(columns, fill):
         rewards, values = torch.full((2, 1, 8), fill)
         mask = torch.zeros(1, 8)
         rewards[0, columns] = torch.tensor([0.1, -0.2, 1.0])
@@ -121,17 +121,17 @@ def test_documents_and_padding_are_no_steps_of_the_recursion():
         mask[0, columns] = 1
         return [x[0, columns] for x in ppo.gae(rewards, values, mask, 0.9, 0.7)]
 
-    together = placed([0, 1, 2], 0.0)
+    expected = gae_on([0, 1, 2], 0.0)
     for columns in ([1, 4, 5], [0, 3, 7], [5, 6, 7]):
         for fill in (float("inf"), float("nan")):
-            torch.testing.assert_close(placed(columns, fill), together, atol=0, rtol=0)
+            torch.testing.assert_close(gae_on(columns, fill), expected, atol=0, rtol=0)
 
 
 # ---------------------------------------------------------------------------------------- whitening
 
 
 def test_whitening_by_hand_leaves_documents_out():
-    # Model tokens 2, 4 and 6: mean 4, std (ddof 1) √((4 + 0 + 4) / 2) = 2.
+    # The model tokens 2, 4 and 6 have mean 4 and std (ddof 1) √((4 + 0 + 4) / 2) = 2.
     advantages = torch.tensor([[2.0, 99, 4], [6, float("nan"), float("inf")]])
     result = ppo.whiten(advantages, torch.tensor([[1, 0, 1], [1, 0, 0]]))
     torch.testing.assert_close(result, torch.tensor([[-1.0, 0, 0], [1, 0, 0]]))
@@ -148,29 +148,29 @@ def test_equal_advantages_and_a_single_token_are_exactly_zero(tokens):
 
 @pytest.mark.parametrize(
     ("value", "returns", "loss", "gradient", "clipped"),
-    [  # V_old 0.5, clip 0.2; the gradient of ½ (V − 1)² is V − 1
+    [  # V_old is 0.5, clip 0.2, and the gradient of ½ (V − 1)² is V − 1
         (0.6, 1.0, 0.08, -0.4, False),  # ½ · 0.4²
-        (0.9, 1.0, 0.045, 0.0, True),  # towards the returns, beyond 0.2: held at 0.7, ½ · 0.3²
-        (0.1, 1.0, 0.405, -0.9, False),  # away: its own error ½ · 0.9² is above that of 0.3
-        (1.5, 1.0, 0.125, 0.5, False),  # beyond the returns: ½ · 0.5² is above that of 0.7
-        (1.1, 1.0, 0.045, 0.0, True),  # beyond, but nearer than 0.7: ½ · 0.3²
-        (0.1, 0.0, 0.045, 0.0, True),  # downwards: nearer than 0.3, at which it is held
+        (0.9, 1.0, 0.045, 0.0, True),  # moved by more than 0.2: clipped to 0.7, ½ · 0.3²
+        (0.1, 1.0, 0.405, -0.9, False),  # moved away: ½ · 0.9² is above the error of 0.3
+        (1.5, 1.0, 0.125, 0.5, False),  # above the returns: ½ · 0.5² exceeds the error of 0.7
+        (1.1, 1.0, 0.045, 0.0, True),  # above them, but nearer than 0.7: ½ · 0.3²
+        (0.1, 0.0, 0.045, 0.0, True),  # moved down, nearer than 0.3: clipped to 0.3
     ],
 )
-def test_the_value_loss_takes_the_larger_of_the_free_and_the_held_error(
+def test_the_value_loss_takes_the_larger_of_the_unclipped_and_the_clipped_error(
     value, returns, loss, gradient, clipped
 ):
     values = torch.tensor([[value]], requires_grad=True)
-    result, held = ppo.value_loss(values, torch.tensor([[0.5]]), torch.tensor([[returns]]))
+    result, was_clipped = ppo.value_loss(values, torch.tensor([[0.5]]), torch.tensor([[returns]]))
     result.sum().backward()
     assert result.item() == pytest.approx(loss)
     assert values.grad.item() == pytest.approx(gradient, abs=1e-6)
-    assert held.item() == clipped
+    assert was_clipped.item() == clipped
 
 
 def test_the_critics_loss_is_a_mean_over_model_tokens_and_documents_have_no_gradient():
-    # Errors 1 and 3 on model tokens: mean of ½ and 4.5 is 2.5; the document's NaN and inf reach
-    # neither loss nor gradient.
+    # The errors on model tokens are 1 and 3: the mean of ½ and 4.5 is 2.5. NaN and inf on the other
+    # tokens reach neither the loss nor the gradient.
     nan = float("nan")
     inf = float("inf")
     values = torch.tensor([[1.0, nan, 3.0], [inf, 5.0, 5.0]], requires_grad=True)
@@ -189,16 +189,16 @@ def test_the_critics_loss_is_a_mean_over_model_tokens_and_documents_have_no_grad
 @pytest.fixture
 def critic(qwen2):
     model = ppo.Critic(copy.deepcopy(qwen2.language_model.base_model))
-    assert model(torch.tensor([[1, 2, 3]]), torch.ones(1, 2)).eq(0).all()  # it expects nothing
+    assert model(torch.tensor([[1, 2, 3]]), torch.ones(1, 2)).eq(0).all()  # starts at 0
     torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(0))
     return lambda tokens: model(tokens, torch.ones_like(tokens[:, 1:]))
 
 
-def test_a_value_knows_what_stands_before_its_token_and_not_the_token(critic):
+def test_a_value_depends_on_the_tokens_before_its_token_but_not_on_that_token(critic):
     tokens = torch.tensor([[5, 6, 7, 8, 9]])
     values = critic(tokens)
     assert values.shape == (1, 4) and values.dtype == torch.float32
-    for column in range(4):  # column t: before tokens[:, t + 1]
+    for column in range(4):  # column t: the state before tokens[:, t + 1]
         other = tokens.clone()
         other[0, column + 1] = 11
         changed = (critic(other) - values).abs()[0] > 1e-4
@@ -210,21 +210,21 @@ def test_a_value_knows_what_stands_before_its_token_and_not_the_token(critic):
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ([0.0, 2.0], 1.0),  # foresees all
-        ([5.0, 7.0], 1.0),  # a constant error is no variance
-        ([1.0, 1.0], 0.0),  # a constant
+        ([0.0, 2.0], 1.0),  # a perfect critic
+        ([5.0, 7.0], 1.0),  # a constant error has no variance
+        ([1.0, 1.0], 0.0),  # a constant value explains nothing
         ([0.0, 1.0], 0.75),  # errors 0 and 1: variance 0.25 of 1
-        ([2.0, 0.0], -3.0),  # the wrong way round: errors −2 and 2: variance 4 of 1
+        ([2.0, 0.0], -3.0),  # values exchanged: errors −2 and 2: variance 4 of 1
     ],
 )
 def test_explained_variance_by_hand_on_model_tokens_only(values, expected):
-    foreseen = torch.tensor([[values[0], 9, values[1]]])
+    predicted = torch.tensor([[values[0], 9, values[1]]])
     returns = torch.tensor([[0.0, -9, 2]])
     mask = torch.tensor([[1, 0, 1]])
-    assert ppo.explained_variance(foreseen, returns, mask) == pytest.approx(expected, abs=1e-6)
+    assert ppo.explained_variance(predicted, returns, mask) == pytest.approx(expected, abs=1e-6)
 
 
-def test_explained_variance_without_anything_to_foresee_is_zero():
+def test_explained_variance_is_zero_for_equal_returns_and_without_model_tokens():
     assert ppo.explained_variance(torch.rand(2, 3), torch.full((2, 3), 0.7), torch.ones(2, 3)) == 0
     assert ppo.explained_variance(torch.rand(2, 3), torch.rand(2, 3), torch.zeros(2, 3)) == 0
 
@@ -245,8 +245,8 @@ def ppo_batch(values):
 
 
 def test_advantages_by_hand():
-    # λ 1: returns are the rewards to go, 2, 2 and 0. Values 1, 2, 0.5: A = 1, 0, −0.5. Mean 1/6,
-    # std √((25 + 1 + 16) / 36 / 2) = 0.763763.
+    # With λ 1 the returns are the rewards to go: 2, 2 and 0. Values 1, 2 and 0.5 give A = 1, 0 and
+    # −0.5, with mean 1/6 and std √((25 + 1 + 16) / 36 / 2) = 0.763763.
     batch = ppo_batch(torch.tensor([[1.0, 7, 2], [0.5, 7, 7]]))
     advantages = ppo.compute_advantages(batch, SETTINGS)
     assert batch.returns.tolist() == [[2, 0, 2], [0, 0, 0]]

@@ -1,5 +1,5 @@
-"""reader.py: the frozen reader sees evidence and question alone, and its reply is cut to the
-answer.
+"""Tests reader.py: the frozen reader sees only the evidence and the question, and the answer is
+parsed from its reply.
 """
 
 import pytest
@@ -13,16 +13,16 @@ WHERE = Question("q", "In which country was Ana Bell born?", ["Norland"])
 EVIDENCE = "Ana Bell was born in Kelmouth. Kelmouth lies in Norland."
 
 
-class Says:
-    """The same reply to every request, or one each; keeps the requests."""
+class ScriptedModel:
+    """Gives the same reply to every request, or one reply each, and records the requests."""
 
     instruction = ""
 
     def __init__(self, *replies):
-        self.replies, self.asked = replies, []
+        self.replies, self.requests = replies, []
 
     def ask(self, requests):
-        self.asked += requests
+        self.requests += requests
         return list(self.replies) if len(self.replies) > 1 else list(self.replies) * len(requests)
 
 
@@ -30,32 +30,35 @@ CHOICE = Question("c", "Which?", ["B"], task="choice", options=("Norland", "East
 
 
 @pytest.mark.parametrize(
-    "own, asked",
+    "own, expected",
     [
         ("", (INSTRUCTION, "one\nWhich?\nA. Norland\nB. East")),
         ("Be brief.", ("Be brief.", "one\nWhich?\nA. Norland\nB. East")),
         ("Read {evidence}: {question}", ("", "Read one: Which?\nA. Norland\nB. East")),
     ],
 )
-def test_the_reader_gets_the_evidence_then_the_question_and_nothing_else(own, asked):
-    """An instruction of --prompt_file replaces ours; a layout is the whole message."""
-    llm = Says("B")
+def test_the_reader_gets_the_evidence_then_the_question_and_nothing_else(own, expected):
+    """An instruction from --prompt_file replaces ours; a layout is the whole message."""
+    llm = ScriptedModel("B")
     llm.instruction = own
-    assert reader_answers(llm, [(CHOICE, "  one\n")]) == ["B"] and llm.asked == [asked]
+    assert reader_answers(llm, [(CHOICE, "  one\n")]) == ["B"] and llm.requests == [expected]
 
 
 def test_no_evidence_or_no_reply_is_an_empty_answer():
-    llm = Says("a", None)
+    llm = ScriptedModel("a", None)
     pairs = [(WHERE, None), (WHERE, "one"), (WHERE, ""), (WHERE, " \n"), (WHERE, "two")]
     assert reader_answers(llm, pairs) == ["", "a", "", "", ""]
-    assert [text.split("\n")[0] for _, text in llm.asked] == ["one", "two"]
+    assert [text.split("\n")[0] for _, text in llm.requests] == ["one", "two"]
 
 
-def test_where_all_models_sample_alike_the_reader_does_too():
-    """R-Search A.3."""
-    llm, asked = Says("B"), {"question": WHERE.question, "golds": ["Norland"], "metrics": {}}
-    add_reader([asked | {"evidence": EVIDENCE}], llm, (0.1, 1.0))
-    assert llm.asked[0][2:] == (0.1, 1.0)
+def test_add_reader_passes_the_sampling_settings_to_the_reader():
+    """In R-Search A.3 all models sample with the same settings."""
+    llm, record = (
+        ScriptedModel("B"),
+        {"question": WHERE.question, "golds": ["Norland"], "metrics": {}},
+    )
+    add_reader([record | {"evidence": EVIDENCE}], llm, (0.1, 1.0))
+    assert llm.requests[0][2:] == (0.1, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -86,16 +89,23 @@ def test_a_reply_is_cut_to_its_answer(reply, answer):
     assert read_answer(reply) == answer
 
 
-def test_eq_4_reads_the_whole_reply_where_the_variant_says_so():
-    # ten words ("the" does not count), of which one is the gold: 2 · 1 / (10 + 1) = 0.18; the
-    # first line alone has 1
+def test_with_whole_the_whole_reply_is_the_answer_as_in_eq_4():
+    # The reply has ten words ("the" does not count), one of them the gold: F1 = 2 · 1 / (10 + 1) =
+    # 0.18. The first line has F1 1.
     reply = "<think>Hm.</think>Rome\nbecause the passage says that it is where she ruled"
     for whole, f1 in ((False, 1.0), (True, 2 / 11)):
-        (answer,) = reader_answers(Says(reply), [(WHERE, EVIDENCE)], whole)
+        (answer,) = reader_answers(ScriptedModel(reply), [(WHERE, EVIDENCE)], whole)
         assert f1_score(answer, "Rome", "delete") == pytest.approx(f1)
 
 
-def test_predictions_of_a_protocol_without_evidence_are_one_line():
-    bad = {"id": "q", "question": WHERE.question, "golds": ["Norland"], "prediction": "Ostland"}
-    complaint = message(add_reader, [bad | {"evidence": EVIDENCE}, bad], Says("x"))
-    assert "record 2 has no 'evidence'" in complaint
+def test_predictions_of_a_protocol_without_evidence_are_an_error():
+    incomplete = {
+        "id": "q",
+        "question": WHERE.question,
+        "golds": ["Norland"],
+        "prediction": "Ostland",
+    }
+    error_line = message(
+        add_reader, [incomplete | {"evidence": EVIDENCE}, incomplete], ScriptedModel("x")
+    )
+    assert "record 2 has no 'evidence'" in error_line

@@ -1,4 +1,4 @@
-"""reinforce_pp.py: returns, statistics over trajectories, and the baseline form of UR²."""
+"""Tests reinforce_pp.py: returns, statistics over trajectories, and the baseline form of UR²."""
 
 from types import SimpleNamespace
 
@@ -12,10 +12,10 @@ INF = float("inf")
 
 
 def choose(algorithm="reinforce_pp", **changes):
-    chosen = {"clip_low": 0.2, "clip_high": 0.2, "loss_aggregation": "sequence", "kl_coef": 0.0}
-    chosen |= {"algorithm": algorithm, "kl_estimator": "k1", "group_std": True}
-    chosen["whiten_tokens"] = False
-    return SimpleNamespace(**(chosen | changes))
+    settings = {"clip_low": 0.2, "clip_high": 0.2, "loss_aggregation": "sequence", "kl_coef": 0.0}
+    settings |= {"algorithm": algorithm, "kl_estimator": "k1", "group_std": True}
+    settings["whiten_tokens"] = False
+    return SimpleNamespace(**(settings | changes))
 
 
 BASELINE = "reinforce_pp_baseline"
@@ -37,21 +37,23 @@ def make_batch(rewards, mask, old=None, ref=None, group_size=2):
 
 
 def test_the_baseline_form_by_hand():
-    # By twos: [1, 0] -> ±0.7071, [1, 1] -> 0. Batch: mean 0, std √((0.5 + 0.5) / 3) = 0.57735 ->
-    # ±1.22474
+    # The groups are [1, 0] -> ±0.7071 and [1, 1] -> 0. The batch has mean 0 and
+    # std √((0.5 + 0.5) / 3) = 0.57735, which gives ±1.22474.
     advantages = reinforce_pp.baseline_advantages(torch.tensor([1.0, 0.0, 1.0, 1.0]), 2)
     assert advantages.tolist() == pytest.approx([1.22474, -1.22474, 0.0, 0.0], abs=1e-4)
 
 
 def test_an_unknown_reward_is_not_counted_in_the_std_of_the_batch():
-    # By twos: [1, 0] -> ±0.7071, [1, unknown] -> 0. Three are known: std √((0.5 + 0.5) / 2)
+    # The groups are [1, 0] -> ±0.7071 and [1, unknown] -> 0. Three rewards are known, so the std is
+    # √((0.5 + 0.5) / 2).
     advantages = reinforce_pp.baseline_advantages(torch.tensor([1.0, 0.0, 1.0, NAN]), 2)
     assert advantages.tolist() == pytest.approx([1.0, -1.0, 0.0, 0.0], abs=1e-4)
 
 
-def test_without_the_groups_std_a_wide_group_keeps_its_width():
-    # [1, 0, 3, 0] by twos, minus the means: ±0.5, ±1.5; std √(5 / 3) = 1.29099 -> ±0.38730,
-    # ±1.16190. With the groups' std all are ±0.70711, batch std √(2 / 3) = 0.81650 -> ±0.86603.
+def test_without_the_groups_std_a_group_with_a_larger_spread_keeps_it():
+    # The groups [1, 0] and [3, 0] minus their means are ±0.5 and ±1.5; the batch std √(5 / 3) =
+    # 1.29099 gives ±0.38730 and ±1.16190. Divided by the groups' std, all are ±0.70711, and the
+    # batch std √(2 / 3) = 0.81650 gives ±0.86603.
     batch = make_batch([1.0, 0.0, 3.0, 0.0], [[1], [1], [1], [1]])
     expected = {False: [0.38730, -0.38730, 1.16190, -1.16190], True: [0.86603, -0.86603] * 2}
     for group_std, advantages in expected.items():
@@ -65,8 +67,9 @@ def test_nothing_to_compare_gives_zero_and_not_nan(rewards, group_size):
     assert result.tolist() == [0.0] * len(rewards)
 
 
-def test_the_length_of_the_answers_does_not_move_an_equal_group():
-    # Group [1, 0] with lengths 3 and 1, group [1, 1]: over trajectories the equal group is 0.
+def test_the_answers_lengths_do_not_change_the_zero_advantage_of_an_equal_group():
+    # The answers of group [1, 0] have lengths 3 and 1. Statistics are over trajectories, so the
+    # group [1, 1] has advantage 0.
     batch = make_batch([1.0, 0.0, 1.0, 1.0], [[1, 1, 1], [1, 0, 0], [1, 0, 0], [1, 0, 0]])
     advantages = reinforce_pp.compute_advantages(batch, choose(BASELINE))
     expected = [[1.22474] * 3, [-1.22474, 0, 0], [0, 0, 0], [0, 0, 0]]
@@ -74,9 +77,10 @@ def test_the_length_of_the_answers_does_not_move_an_equal_group():
 
 
 def test_the_baseline_form_over_tokens_by_hand():
-    # The same, as R1-Searcher's scripts have it: minus the group's mean the six tokens are 0.5
-    # three times, −0.5, 0, 0: mean 1/6, std √((3/9 + 4/9 + 2/36) / 5) = 0.40825. With the group's
-    # std all six are √2 times as large, and whitened the same.
+    # The same batch, whitened as in R1-Searcher's scripts. Minus the group's mean, the six tokens
+    # are 0.5 three times, −0.5, 0 and 0: mean 1/6, std √((3/9 + 4/9 + 2/36) / 5) = 0.40825.
+    # Dividing by the group's std makes all six √2 times as large, and whitening removes that
+    # factor.
     batch = make_batch([1.0, 0.0, 1.0, 1.0], [[1, 1, 1], [1, 0, 0], [1, 0, 0], [1, 0, 0]])
     for group_std in (False, True):
         settings = choose(BASELINE, group_std=group_std, whiten_tokens=True)
@@ -91,8 +95,8 @@ def test_the_baseline_form_over_tokens_by_hand():
 
 
 def test_returns_are_discounted_by_model_tokens_and_skip_documents():
-    # γ 0.5, mask [1, 0, 0, 1, 1]: G_4 = 4, G_3 = 2 + 0.5 · 4 = 4, G_0 = 1 + 0.5 · 4 = 3: one step,
-    # not three; what is on a document is nobody's.
+    # With γ 0.5: G_4 = 4, G_3 = 2 + 0.5 · 4 = 4, G_0 = 1 + 0.5 · 4 = 3. From G_3 to G_0 is one
+    # step, not three, and the rewards on the documents are ignored.
     rewards = torch.tensor([[1.0, NAN, INF, 2, 4]])
     mask = torch.tensor([[1, 0, 0, 1, 1]])
     assert reinforce_pp.returns_to_go(rewards, mask, 0.5).tolist() == [[3.0, 0.0, 0.0, 4.0, 4.0]]
@@ -104,13 +108,13 @@ def test_returns_are_discounted_by_model_tokens_and_skip_documents():
 @pytest.mark.parametrize(
     ("lengths", "right", "wrong"),
     [
-        # rewards [1, 0, 1, 1]: mean 3/4, std √((3/16 + 9/16) / 3) = 0.5
+        # The rewards [1, 0, 1, 1] have mean 3/4 and std √((3/16 + 9/16) / 3) = 0.5.
         ([1, 1, 1, 1], 0.5, -1.5),
-        # seven tokens, four of them of the wrong answer: mean 3/7, std √((48 + 36) / 49 / 6)
+        # Four of the seven tokens belong to the wrong answer: mean 3/7, std √((48 + 36) / 49 / 6).
         ([1, 4, 1, 1], 1.06904, -0.80178),
     ],
 )
-def test_the_plain_form_is_whitened_over_tokens_each_weighing_one(lengths, right, wrong):
+def test_the_plain_form_is_whitened_over_tokens_with_equal_weight(lengths, right, wrong):
     mask = [[1] * n + [0] * (4 - n) for n in lengths]
     batch = make_batch([1.0, 0.0, 1.0, 1.0], mask)
     advantages = reinforce_pp.compute_advantages(batch, choose())
@@ -119,9 +123,10 @@ def test_the_plain_form_is_whitened_over_tokens_each_weighing_one(lengths, right
 
 
 def test_the_plain_form_with_kl_in_the_reward_by_hand():
-    # kl_coef 0.1. Row 0: k1 2 and 4, reward 1: r = −0.2, 0.6; returns 0.4, 0.6. Row 1: k1 1 and 3,
-    # reward 0: r = −0.1, −0.3; returns −0.4, −0.3. Mean of the four 0.075; squares 0.325² + 0.525²
-    # + 0.475² + 0.375² = 0.7475; std √(0.7475 / 3) = 0.499166.
+    # kl_coef is 0.1. Row 0 has k1 2 and 4 and reward 1: r = −0.2, 0.6; returns 0.4, 0.6. Row 1 has
+    # k1 1 and 3 and reward 0: r = −0.1, −0.3; returns −0.4, −0.3. The mean of the four is 0.075,
+    # the squares are 0.325² + 0.525² + 0.475² + 0.375² = 0.7475, the std is √(0.7475 / 3) =
+    # 0.499166.
     mask = [[1, 0, 1], [1, 1, 0]]
     old = [[2.0, NAN, 4.0], [1.0, 3.0, -INF]]
     batch = make_batch([1.0, 0.0], mask, old=old, ref=[[0.0, 0.0, 0.0], [0.0, 0.0, -INF]])
@@ -131,8 +136,8 @@ def test_the_plain_form_with_kl_in_the_reward_by_hand():
 
 
 def test_a_trajectory_without_a_model_token_does_not_enter_the_statistics():
-    # The fourth row has reward 100 and no token: the other five tokens, 1, 1, 0, 1, 1, have mean
-    # 0.8 and std √((4 · 0.04 + 0.64) / 4) = 0.44721.
+    # The fourth row has reward 100 and no model token. The other five tokens, 1, 1, 0, 1, 1, have
+    # mean 0.8 and std √((4 · 0.04 + 0.64) / 4) = 0.44721.
     batch = make_batch([1.0, 0.0, 1.0, 100.0], [[1, 1], [1, 0], [1, 1], [0, 0]])
     advantages = reinforce_pp.compute_advantages(batch, choose())
     assert advantages[:, 0].tolist() == pytest.approx([0.44721, -1.78885, 0.44721, 0.0], abs=1e-4)

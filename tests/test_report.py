@@ -1,7 +1,5 @@
 """Compares the intervals, paired differences and tables of report.py with numbers by hand."""
 
-import json
-
 import numpy as np
 import pytest
 

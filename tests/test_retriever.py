@@ -1,4 +1,4 @@
-"""retriever.py: BM25 by hand and against rank-bm25, order, controls, the check, the commands."""
+"""Tests retriever.py: BM25 by hand and against rank-bm25, order, controls, check and commands."""
 
 import math
 import signal
@@ -34,7 +34,7 @@ def documents(*texts):
 
 
 def random_texts(rng, count, words):
-    """Word w0 stands in most texts (negative idf), high numbers in few; one text may be empty."""
+    """Returns texts with w0 in most (negative idf) and high numbers in few; some may be empty."""
     chances = 1 / np.arange(1, words + 1)
     return [
         " ".join(f"w{i}" for i in rng.choice(words, rng.integers(0, 30), p=chances / chances.sum()))
@@ -47,34 +47,37 @@ def random_texts(rng, count, words):
 
 def test_two_scores_worked_by_hand():
     bm25 = BM25(documents("cat cat sat", "dog ran off", "a bird sang"))
-    # Every document has the mean length 3, so the norm is k1 = 1.5. "cat" is in 1 of 3: idf =
-    # ln(2.5 / 1.5) = ln(5/3). f = 2: 2 · 2.5 / (2 + 1.5) = 10/7.
+    # Every document has the mean length 3, so the norm is k1 = 1.5. "cat" is in 1 of 3 documents:
+    # idf = ln(2.5 / 1.5) = ln(5/3). It occurs f = 2 times: 2 · 2.5 / (2 + 1.5) = 10/7.
     np.testing.assert_allclose(bm25.scores("cat"), [math.log(5 / 3) * 10 / 7, 0, 0], rtol=1e-12)
-    # f = 1: 1 · 2.5 / (1 + 1.5) = 1, the idf alone.
+    # With f = 1 the factor is 1 · 2.5 / (1 + 1.5) = 1, so the score is the idf.
     np.testing.assert_allclose(bm25.scores("dog"), [0, math.log(5 / 3), 0], rtol=1e-12)
 
 
 def test_a_shorter_document_scores_higher_by_the_length_norm():
     bm25 = BM25(documents("cat sat", "dog ran fast away", "my dove"))
-    # Mean length (2 + 4 + 2) / 3 = 8/3; |d| / mean = 3/4; norm = 1.5 · (1/4 + 3/4 · 3/4) = 39/32;
-    # 2.5 / (1 + 39/32) = 80/71. For the long one 4 / (8/3) = 3/2; norm = 33/16; 2.5 / (49/16).
+    # The mean length is (2 + 4 + 2) / 3 = 8/3. For "cat sat", |d| / mean = 3/4, the norm is
+    # 1.5 · (1/4 + 3/4 · 3/4) = 39/32, and 2.5 / (1 + 39/32) = 80/71. For the long document,
+    # 4 / (8/3) = 3/2, the norm is 33/16, and 2.5 / (49/16) = 40/49.
     expected = np.log(5 / 3) * np.array([80 / 71, 40 / 49, 0])
     np.testing.assert_allclose(bm25.scores("cat dog"), expected, rtol=1e-12)
 
 
 def test_a_negative_idf_becomes_a_quarter_of_the_mean_idf():
     bm25 = BM25(documents("the cat", "the dog", "a bird"))
-    # the: ln(1.5 / 2.5) = -x with x = ln(5/3); cat, dog, a, bird: +x each. Mean 3x / 5, floor 0.25
-    # · 3x / 5 = 0.15 x. All lengths are the mean: f = 1 gives the idf itself.
+    # "the" has idf ln(1.5 / 2.5) = -x with x = ln(5/3); cat, dog, a and bird have x each. The mean
+    # is 3x / 5, so the floor is 0.25 · 3x / 5 = 0.15 x. All documents have the mean length, so the
+    # score for f = 1 is the idf.
     expected = 0.15 * math.log(5 / 3) * np.array([1, 1, 0])
     np.testing.assert_allclose(bm25.scores("the"), expected, rtol=1e-12)
 
 
-def test_of_two_passages_the_one_that_shares_more_words_is_first():
-    # every idf is ln(1.5 / 1.5) = 0 or ln(0.5 / 2.5) < 0: the reference's floor is negative
+def test_the_document_that_shares_more_words_with_the_query_comes_first():
+    # Every idf is ln(1.5 / 1.5) = 0 or ln(0.5 / 2.5) < 0, so rank-bm25's floor would be negative.
     bm25 = BM25(documents("a guide to pumps", "a guide to wells and pumps and wells"))
     assert bm25.best("how are wells dug ?", 2)[0].text.startswith("a guide to wells")
-    # 4 and 8 words, 6 on average: norms 1.5 · (1/4 + 3/4 · 4/6) and 1.5 · (1/4 + 3/4 · 8/6)
+    # The documents have 4 and 8 words, 6 on average: the norms are 1.5 · (1/4 + 3/4 · 4/6) and
+    # 1.5 · (1/4 + 3/4 · 8/6).
     expected = [SMALL_IDF * 2.5 / (1 + 1.5 * (0.25 + 0.75 * n / 6)) for n in (4, 8)]
     np.testing.assert_allclose(bm25.scores("guide"), expected, rtol=1e-12)
 
@@ -84,7 +87,7 @@ def test_of_two_passages_the_one_that_shares_more_words_is_first():
 
 @pytest.mark.parametrize("parameters", [{}, {"k1": 0.9, "b": 0.4, "epsilon": 0.1}])
 @pytest.mark.parametrize("seed", range(8))
-def test_scores_are_rank_bm25s_over_random_corpora(seed, parameters):
+def test_scores_equal_those_of_rank_bm25_on_random_corpora(seed, parameters):
     rng = np.random.default_rng(seed)
     texts = random_texts(rng, int(rng.integers(3, 60)), words=40) + ["w0 w1"]
     reference = BM25Okapi([tokenize(text) for text in texts], **parameters)
@@ -96,24 +99,24 @@ def test_scores_are_rank_bm25s_over_random_corpora(seed, parameters):
         np.testing.assert_allclose(bm25.scores(query), expected, rtol=0, atol=1e-9)
 
 
-def test_a_row_of_a_common_word_gives_the_scores_of_its_postings_to_the_digit(monkeypatch):
+def test_dense_rows_of_common_words_give_exactly_the_scores_of_postings(monkeypatch):
     texts = random_texts(np.random.default_rng(5), 300, words=30)
-    found, rows = [], []
+    scores, rows = [], []
     for share in (0.0, 0.25, 1.0):
         monkeypatch.setattr("retriever.COMMON", share)
         bm25 = BM25(documents(*texts))
-        found.append([bm25.scores(query).tolist() for query in (*texts, "w1 w2 w1 w0 w1")])
+        scores.append([bm25.scores(query).tolist() for query in (*texts, "w1 w2 w1 w0 w1")])
         rows.append(len(bm25.rows))
-    assert found[0] == found[1] == found[2] and rows[0] == 30 > rows[1] > rows[2] == 0
+    assert scores[0] == scores[1] == scores[2] and rows[0] == 30 > rows[1] > rows[2] == 0
 
 
-def test_a_boosted_title_is_a_title_that_stands_in_the_text_several_times():
+def test_a_boosted_title_counts_as_if_the_text_repeated_it():
     titled = [("ana bell", "born in kelmouth"), ("kelmouth", "ana bell"), ("x", "y")]
     corpus = [Document(str(i), *titled[i]) for i in range(3)]
     reference = BM25Okapi([tokenize(" ".join([d.title] * 3 + [d.text])) for d in corpus])
     expected = reference.get_scores(["ana", "bell"])
-    found = BM25(corpus, title_boost=3).scores("ana bell")
-    np.testing.assert_allclose(found, expected, atol=1e-9)
+    actual = BM25(corpus, title_boost=3).scores("ana bell")
+    np.testing.assert_allclose(actual, expected, atol=1e-9)
     np.testing.assert_allclose(BM25(corpus, title_boost=0).scores("x"), 0)
 
 
@@ -124,7 +127,7 @@ def test_a_boosted_title_is_a_title_that_stands_in_the_text_several_times():
 def test_top_is_a_stable_sort_for_any_scores(size):
     rng = np.random.default_rng(1)
     many, few = rng.normal(size=size), rng.integers(-2, 3, size=size).astype(float)
-    last = np.arange(size) >= size - 1  # the best one stands where no whole group is left
+    last = np.arange(size) >= size - 1  # the best is in the last, partial group
     for scores in (many, few, np.zeros(size), -1.0 * last, 1.0 * last, np.sort(many)):
         for k in (0, 1, 3, 15, 40, 10_000):
             expected = sorted(range(size), key=lambda i: (-scores[i], i))[:k]
@@ -133,25 +136,25 @@ def test_top_is_a_stable_sort_for_any_scores(size):
 
 def test_a_corpus_without_a_word_scores_zero_and_an_empty_corpus_is_an_error():
     assert list(BM25(documents("...", "!")).scores("cat")) == [0, 0]
-    for make in (BM25, RandomRetriever):
+    for retriever in (BM25, RandomRetriever):
         with pytest.raises(InputError, match="corpus is empty"):
-            make([])
+            retriever([])
 
 
 # ----------------------------------------------------------------------------------------- controls
 
 
-def test_the_random_control_depends_on_the_query_and_the_seed_alone():
+def test_the_random_control_depends_only_on_the_query_and_the_seed():
     corpus = documents(*map(str, range(99)))
-    one, two, again = RandomRetriever(corpus, 3).search(["q", "r", "q"], 4)
-    assert one == again != two and len({document.id for document in one}) == 4
-    # in every process: no hash of a string is used
-    assert [document.id for document in one] == ["52", "45", "18", "98"]
-    assert one != RandomRetriever(corpus, 4).search(["q"], 4)[0]
+    first, other, again = RandomRetriever(corpus, 3).search(["q", "r", "q"], 4)
+    assert first == again != other and len({document.id for document in first}) == 4
+    # The result is the same in every process, since no hash of a string is used.
+    assert [document.id for document in first] == ["52", "45", "18", "98"]
+    assert first != RandomRetriever(corpus, 4).search(["q"], 4)[0]
     assert len(RandomRetriever(corpus).search(["q"], 999)[0]) == 99
 
 
-def test_the_oracle_gives_the_gold_passages_and_counts_from_one():
+def test_the_oracle_returns_the_gold_documents_and_counts_them_from_one():
     references = tuple(documents("a", "b", "c", "d"))
     questions = [
         Question("1", "?", ["x"], references=references, supporting=(1, 4)),
@@ -159,12 +162,12 @@ def test_the_oracle_gives_the_gold_passages_and_counts_from_one():
     ]
     oracle = OracleRetriever()
     assert oracle.needs_questions
-    found = [[d.text for d in found] for found in oracle.search(["q", "q"], 5, questions)]
-    assert found == [["a", "d"], []]
+    gold = [[d.text for d in gold] for gold in oracle.search(["q", "q"], 5, questions)]
+    assert gold == [["a", "d"], []]
     assert [d.text for d in oracle.search(["q"], 1, questions[:1])[0]] == ["a"]
 
 
-def made(name, corpus, *more, **settings):
+def make(name, corpus, *more, **settings):
     return make_retriever(corpus, RetrieverSettings(retriever=name, **settings), *more)
 
 
@@ -172,9 +175,9 @@ def test_retrievers_are_made_by_name():
     corpus = documents("cat", "dog")
     kinds = [BM25, RandomRetriever, EmptyRetriever, OracleRetriever]
     names = ["bm25", "random", "empty", "oracle"]
-    assert [type(made(name, corpus)) for name in names] == kinds
-    assert made("random", corpus, 4).seed == 4
-    assert made("bm25", [Document("1", "a", "b")], title_boost=0).vocabulary.keys() == {"b"}
+    assert [type(make(name, corpus)) for name in names] == kinds
+    assert make("random", corpus, 4).seed == 4
+    assert make("bm25", [Document("1", "a", "b")], title_boost=0).vocabulary.keys() == {"b"}
 
 
 @pytest.mark.parametrize(
@@ -185,13 +188,13 @@ def test_retrievers_are_made_by_name():
         ("http", "--retriever_url"),
     ],
 )
-def test_an_unknown_name_and_a_missing_setting_are_one_line(name, fragment):
-    assert fragment in message(made, name, documents("a"))
+def test_an_unknown_name_and_a_missing_setting_are_errors_of_one_line(name, fragment):
+    assert fragment in message(make, name, documents("a"))
 
 
-def test_a_trainer_asks_the_web_through_a_server():
-    said = message(check_settings, Settings(retriever="web"))
-    assert "serve --retriever web" in said and "--retriever http" in said
+def test_training_searches_the_web_only_through_a_server():
+    error_line = message(check_settings, Settings(retriever="web"))
+    assert "serve --retriever web" in error_line and "--retriever http" in error_line
 
 
 def test_bm25_and_http_load_no_torch():
@@ -206,16 +209,16 @@ def test_bm25_and_http_load_no_torch():
     assert result.stdout.startswith(expected), result.stderr
 
 
-def test_a_dense_and_an_http_retriever_get_their_settings(monkeypatch):
-    given = []
+def test_dense_and_http_retrievers_get_their_settings(monkeypatch):
+    arguments = []
     for name in ("dense.DenseRetriever", "remote.HttpRetriever"):
-        monkeypatch.setattr(f"retrievers.{name}", lambda *values: given.append(values))
-    made("dense", documents("a"), 0, 60.0, "cuda:1", "mine", encoder="e5")
-    made("http", [], 0, 7.0, retriever_url="http://h")
-    words = "check --retriever dense --encoder e5 --output_dir mine".split()
-    with pytest.raises(AttributeError):  # the list in its place cannot search
-        command(words, make_retriever)
-    assert given == [
+        monkeypatch.setattr(f"retrievers.{name}", lambda *values: arguments.append(values))
+    make("dense", documents("a"), 0, 60.0, "cuda:1", "mine", encoder="e5")
+    make("http", [], 0, 7.0, retriever_url="http://h")
+    flags = "check --retriever dense --encoder e5 --output_dir mine".split()
+    with pytest.raises(AttributeError):  # the replacement has no search
+        command(flags, make_retriever)
+    assert arguments == [
         (documents("a"), "e5", "cuda:1", "", "mine"),
         ("http://h", 7.0),
         ([], "e5", "", "", "mine"),
@@ -255,11 +258,11 @@ def fails_for_no_word(lists, queries):
         (fails_without_words, [False]),
     ],
 )
-def test_the_check_reports_each_fault_in_its_own_line(fault, passed):
-    """`passed`: are passages found, the same at once, are odd queries answered?"""
+def test_the_check_reports_each_kind_of_fault_separately(fault, passed):
+    """`passed`: finds documents, finds the same in one batch, answers odd queries."""
     bm25, search = BM25(towns(200)), BM25.search
     bm25.search = lambda queries, k: fault(search(bm25, queries, k), queries)
-    assert [good for good, _ in check(bm25, towns(200))] == passed
+    assert [check_passed for check_passed, _ in check(bm25, towns(200))] == passed
 
 
 # ------------------------------------------------------------------------------ python retriever.py
@@ -272,12 +275,12 @@ def run(*arguments):
 
 @pytest.fixture
 def corpus(tmp_path):
-    """A file of a hundred towns."""
+    """Writes a corpus file with a hundred towns."""
     append_jsonl(tmp_path / "c.jsonl", map(vars, towns(100)))
     return tmp_path / "c.jsonl"
 
 
-def test_the_file_searches_its_own_passages_and_a_corpus(tmp_path):
+def test_the_file_searches_its_own_documents_or_a_corpus(tmp_path):
     assert "1.   5.974  [1] Ana Bell" in run().stdout
     path = tmp_path / "c.tsv"
     path.write_text("7\tthe cat sat\n8\tthe dogs ran\n9\tbirds sang\n10\tbells rang\n")
@@ -285,26 +288,26 @@ def test_the_file_searches_its_own_passages_and_a_corpus(tmp_path):
     assert "[7]" in output and "[8]" not in output
     assert "no document shares a word" in run("Serve", "--corpus", path).stdout
     output = run("the", "--corpus", path, "-k", 4).stdout
-    # in half of the passages: idf = ln(2.5 / 2.5) = 0, and shared all the same
+    # "the" is in half of the documents: its idf is ln(2.5 / 2.5) = 0, but it counts as shared.
     assert "no document shares" not in output
     assert "[7]" in output and "[8]" in output and "[9]" not in output
 
 
-def checked(words, capsys) -> tuple[int, str]:
+def checked(flags, capsys) -> tuple[int, str]:
     """Returns the exit code of `retriever.py check WORDS` and its output."""
     with pytest.raises(SystemExit) as end:
-        command(["check", *map(str, words)], make_retriever)
+        command(["check", *map(str, flags)], make_retriever)
     return end.value.code, capsys.readouterr().out
 
 
-def test_the_check_asks_a_server_with_and_without_its_corpus(corpus, capsys):
+def test_the_check_queries_a_server_with_or_without_its_corpus(corpus, capsys):
     with RetrievalServer(BM25(towns(100)), port=0) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = ["--url", f"http://127.0.0.1:{server.server_port}"]
         code, output = checked([*url, "--corpus", corpus], capsys)
         assert code == 0 and output.count("ok    ") == 3
         assert "ok    20 of 20 passages are among the 5" in output
-        assert checked(url, capsys)[0] == 0  # passages with common words
+        assert checked(url, capsys)[0] == 0  # documents found by common words
         server.retriever = EmptyRetriever()
         code, output = checked([*url, "--corpus", corpus], capsys)
         assert code == 1 and "WRONG 0 of 20" in output
@@ -314,8 +317,7 @@ def test_the_check_asks_a_server_with_and_without_its_corpus(corpus, capsys):
 
 
 def test_a_corpus_is_served_until_ctrl_c(corpus):
-    # Ctrl-C may be switched off where the tests were started (a background shell does that), and a
-    # child inherits it.
+    # A background shell ignores Ctrl-C, and the child process would inherit that.
     process = subprocess.Popen(
         [sys.executable, "retriever.py", "serve", "--corpus", str(corpus), "--port", "0"],
         cwd=ROOT,
@@ -358,7 +360,7 @@ WEB = ["serve", "--retriever", "web", "--retriever_url"]
         (["cat", "--corpus", "none.jsonl"], "no such file"),
     ],
 )
-def test_wrong_flags_are_one_line(corpus, monkeypatch, capsys, arguments, fragment):
+def test_wrong_flags_are_errors_of_one_line(corpus, monkeypatch, capsys, arguments, fragment):
     monkeypatch.chdir(corpus.parent)
     monkeypatch.setattr(sys, "argv", ["retriever.py", *arguments])
     assert fragment in command_line(lambda _: main(), [], capsys)

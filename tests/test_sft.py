@@ -1,4 +1,4 @@
-"""sft.py: supervised training on the model's own part of a text."""
+"""Tests sft.py: supervised training on the tokens that the model should write."""
 
 from dataclasses import replace
 
@@ -21,11 +21,11 @@ from sft import (
 from world.toy import make_model
 
 EXAMPLES = [
-    # prompt, a model token, a document, a model token
+    # The prompt, a model token, a document, and a model token.
     Example([5, 6, 7, 8, 9, 10], [0, 0, 1, 0, 0, 1]),
     Example([5, 6, 11], [0, 1, 1]),
     Example([5, 12, 13, 14], [0, 0, 0, 1]),
-    Example([5, 6], [0, 0]),  # nothing to imitate
+    Example([5, 6], [0, 0]),  # no token to imitate
 ]
 
 
@@ -39,39 +39,39 @@ def train(policy, examples=EXAMPLES, steps=1, **changes):
     return train_sft(policy, lambda step: examples, settings)
 
 
-def test_columns_of_the_mask_are_about_the_next_token():
+def test_a_column_of_the_mask_refers_to_the_next_token():
     tokens, mask = collate_examples(EXAMPLES[:2])
     assert tokens.tolist() == [[5, 6, 7, 8, 9, 10], [5, 6, 11, 0, 0, 0]]
-    # token 2 of the first example is imitated: column 1. Padding is never imitated.
+    # Token 2 of the first example is imitated, so column 1 is 1. Padding is never imitated.
     assert mask.tolist() == [[0, 1, 0, 0, 1], [1, 1, 0, 0, 0]]
 
 
 def test_the_loss_is_the_mean_over_the_tokens_to_imitate():
-    # log-probs −1, −3 and −9, of which the mask takes the first two: (1 + 3) / 2 = 2
-    def scripted(tokens, mask):
+    # The log-probs are −1, −3 and −9, and the mask selects the first two: (1 + 3) / 2 = 2.
+    def fixed_logprobs(tokens, mask):
         return torch.tensor([[-1.0, -3.0, -9.0]])
 
     tokens = torch.zeros(1, 4, dtype=torch.long)
-    assert sft_loss(scripted, tokens, torch.tensor([[1.0, 1.0, 0.0]])).item() == 2.0
+    assert sft_loss(fixed_logprobs, tokens, torch.tensor([[1.0, 1.0, 0.0]])).item() == 2.0
 
 
-def test_nothing_to_imitate_is_a_loss_of_zero_and_no_nan(policy):
+def test_an_example_without_a_token_to_imitate_has_loss_zero_and_not_nan(policy):
     loss = sft_loss(policy, *collate_examples([EXAMPLES[3]]))
     loss.backward()
     assert loss.item() == 0
     assert all(p.grad is None or not p.grad.any() for p in policy.parameters())
 
 
-def test_however_a_batch_is_cut_the_step_and_the_loss_are_the_same():
+def test_the_micro_batches_change_neither_the_step_nor_the_loss():
     results = []
-    for budget in (1, 6, 10_000):  # every row alone, ragged, all at once
+    for budget in (1, 6, 10_000):  # single rows, unequal parts, all at once
         policy = Policy(make_model(30, seed=0))
         results += train(policy, EXAMPLES[:3], steps=3, lr=1e-3, tokens_per_micro_batch=budget)
     assert results == pytest.approx(results[:3] * 3, abs=1e-4)
 
 
-def test_it_learns_what_is_imitated_and_not_what_is_masked(policy):
-    # "5 -> 6 -> 7" is imitated; "7 -> 8" is a document and stays as unlikely as it was.
+def test_training_learns_the_imitated_tokens_and_not_the_masked_ones(policy):
+    # "5 -> 6 -> 7" is imitated; "7 -> 8" is a document and stays unlikely.
     example = Example([5, 6, 7, 8], [0, 1, 1, 0])
     tokens, _ = collate_examples([example])
     with torch.no_grad():
@@ -87,40 +87,43 @@ def test_it_learns_what_is_imitated_and_not_what_is_masked(policy):
 @pytest.mark.parametrize(
     "settings, rates",
     [
-        # 10 steps, 2 of warm-up, decay from 60 %: 1/2, 1, 1, 1, 1, 1, then 1 − k/4 for k = 0 .. 3
+        # 10 steps with 2 of warm-up and a decay from 60 % on: 1/2, 1, 1, 1, 1, 1, then 1 − k/4 for
+        # k = 0 .. 3.
         (SFTSettings(10, 1.0, 2, 0.6), [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]),
-        # a decay that would begin within the warm-up begins after it: 1/2, 1, then 1 − k/2
+        # A decay that would begin within the warm-up begins after it: 1/2, 1, then 1 − k/2.
         (SFTSettings(4, 1.0, 2), [0.5, 1, 1, 0.5]),
     ],
 )
-def test_the_rate_warms_up_stays_and_falls_to_zero(settings, rates):
+def test_the_learning_rate_warms_up_then_stays_then_falls_to_zero(settings, rates):
     assert [sft_lr_factor(step, settings) for step in range(settings.steps)] == rates
 
 
-def test_the_rate_is_that_of_the_step(policy):
-    """Adam's first step is the rate itself, in a warm-up of 4 steps a quarter of it."""
+def test_a_step_uses_the_learning_rate_of_that_step(policy):
+    """Adam's first step has the size of the rate, and in a warm-up of 4 steps a quarter of it."""
     before = [p.detach().clone() for p in policy.parameters()]
     train(policy, lr=1e-3, warmup_steps=4)
     moved = max((p - q).abs().max() for p, q in zip(policy.parameters(), before, strict=True))
     assert moved.item() == pytest.approx(1e-3 / 4, rel=1e-2)
 
 
-# In bf16 a batch of products may be rounded otherwise than one by one.
-@pytest.mark.parametrize("dtype, near", [(torch.bfloat16, 2e-3), (torch.float32, 0.02)])
-def test_muon_takes_the_steps_of_torch_s_which_is_always_in_bf16(dtype, near, monkeypatch):
+# In bf16 a batched product may be rounded differently from single products.
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-3), (torch.float32, 0.02)])
+def test_muon_takes_the_same_steps_as_torch_s_which_is_always_in_bf16(
+    dtype, tolerance, monkeypatch
+):
     torch.manual_seed(0)
     monkeypatch.setattr(sft, "fast_type", lambda device: dtype)
     shapes = [(6, 4), (4, 6), (6, 4)]
-    ours, theirs = ([torch.ones(shape) for shape in shapes] for _ in range(2))
-    optimizers = [sft.Muon(ours), torch.optim.Muon(theirs, weight_decay=0.0)]
+    our_weights, torch_weights = ([torch.ones(shape) for shape in shapes] for _ in range(2))
+    optimizers = [sft.Muon(our_weights), torch.optim.Muon(torch_weights, weight_decay=0.0)]
     for _ in range(3):
-        for one, other in zip(ours, theirs, strict=True):
-            one.grad = other.grad = torch.randn(one.shape)
+        for weight, torch_weight in zip(our_weights, torch_weights, strict=True):
+            weight.grad = torch_weight.grad = torch.randn(weight.shape)
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = 0.1
             optimizer.step()
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=near)
+    for weight, torch_weight in zip(our_weights, torch_weights, strict=True):
+        torch.testing.assert_close(weight, torch_weight, rtol=0, atol=tolerance)
 
 
 def test_a_processor_without_fast_bf16_computes_in_fp32(monkeypatch):
@@ -130,16 +133,16 @@ def test_a_processor_without_fast_bf16_computes_in_fp32(monkeypatch):
 
 
 def test_five_newton_schulz_steps_act_on_each_singular_value():
-    matrix = torch.diag(torch.tensor([3.0, 4.0]))  # of norm 5, so 0.6 and 0.8
+    matrix = torch.diag(torch.tensor([3.0, 4.0]))  # its norm is 5: 0.6 and 0.8
     expected = torch.tensor([0.6, 0.8])
     for _ in range(5):
         expected = 3.4445 * expected - 4.775 * expected**3 + 2.0315 * expected**5
-    found = sft.orthogonalize(torch.stack([matrix, 2 * matrix]), torch.float32)
-    torch.testing.assert_close(found, torch.diag(expected).expand(2, -1, -1))
+    actual = sft.orthogonalize(torch.stack([matrix, 2 * matrix]), torch.float32)
+    torch.testing.assert_close(actual, torch.diag(expected).expand(2, -1, -1))
     assert expected.min() > 0.6 and expected.max() < 1.3
 
 
-def test_muon_steps_have_equal_singular_values_and_the_rest_is_adamws(policy):
+def test_muon_steps_have_equal_singular_values_and_adamw_trains_the_rest(policy):
     before = {name: p.clone() for name, p in policy.named_parameters()}
     train(policy, lr=1e-3, muon_lr=0.02)
     for name, weight in policy.named_parameters():
@@ -147,15 +150,15 @@ def test_muon_steps_have_equal_singular_values_and_the_rest_is_adamws(policy):
         if weight.ndim == 2 and ".layers." in name:
             unit = 0.02 * max(1, len(weight) / weight.shape[1]) ** 0.5
             values = torch.linalg.svdvals(change) / unit
-            # Five Newton-Schulz iterations make them about 1: of a gradient of few tokens the
-            # largest ones.
+            # Five Newton-Schulz iterations bring the singular values near 1. A gradient of few
+            # tokens has low rank, so only the largest values get there.
             assert values[0] < 1.3 and values[2] > 0.4
         else:  # Adam's first step is the rate, whatever the gradient
             moved = change[change.abs() > 1e-5].abs()
             assert moved.numel() and moved.max() < 1.01e-3
 
 
-def test_a_family_without_a_list_of_layers_is_trained_too():
+def test_a_model_family_without_a_list_of_layers_is_trained_too():
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 30, "n_positions": 64}
     family = Policy(model_of("gpt2", **sizes))
     first, *_, last = train(family, steps=10)
@@ -165,7 +168,7 @@ def test_a_family_without_a_list_of_layers_is_trained_too():
 # --------------------------------------------------------------------------------- text -> example
 
 
-def test_an_example_ends_in_eos_once_and_only_the_imitated_pieces_count(bpe):
+def test_an_example_ends_in_one_eos_and_the_mask_marks_the_imitated_pieces(bpe):
     pieces = [("I look it up.", True), ("\n\nfound\n\n", False), ("Norland", True)]
     prompt = encode(bpe, "Where?")
     example = example_of(prompt, pieces, bpe)
@@ -173,5 +176,5 @@ def test_an_example_ends_in_eos_once_and_only_the_imitated_pieces_count(bpe):
     imitated = [i for i, mask in zip(example.ids, example.mask, strict=True) if mask]
     assert decode(bpe, imitated) == "I look it up.Norland<|im_end|>"
     assert example_of(prompt, [*pieces, ("<|im_end|>", True)], bpe) == example
-    # a prompt that ends in EOS says nothing about the end of the answer
+    # Even if the prompt ends in EOS, the example gets its own.
     assert example_of([bpe.eos_token_id], [], bpe).ids == [bpe.eos_token_id] * 2

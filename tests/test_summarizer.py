@@ -1,4 +1,4 @@
-"""summarizer.py: when a query is a lookup, what the policy reads, and the search of the rollout."""
+"""Tests summarizer.py: lookups and fallbacks, the notes of a model, its log, and make_search."""
 
 import json
 from dataclasses import replace
@@ -42,7 +42,7 @@ def summarize(query, *documents):
 
 
 class Recorder:
-    """Finds the query itself and fails for "bad"; `calls` has what it was asked."""
+    """Returns a document that contains the query, or fails for "bad"; `calls` records the calls."""
 
     def __init__(self):
         self.calls = []
@@ -52,7 +52,7 @@ class Recorder:
         return [None if query == "bad" else [Document(query, query, "")] for query in queries]
 
 
-# ------------------------------------------------------------------------ a lookup, or the fallback
+# ---------------------------------------------------------------------------- lookups and fallbacks
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ class Recorder:
         ("where was ana bell born", "ana bell", True),
         ("born : Ana  Bell's ?", "ana bell", True),
         ("bell ana", "ana bell", False),
-        ("where was diana bell born", "ana bell", False),  # whole words
+        ("where was diana bell born", "ana bell", False),  # only whole words match
         ("was ana born a bell", "ana bell", False),
         ("", "ana bell", False),
         ("mayor of the city where she was born", "ana bell", False),
@@ -69,18 +69,18 @@ class Recorder:
         ("ana bell", " ", False),
         ("ana bell" + " word" * 10, "ana bell", True),  # twelve words
         ("ana bell" + " word" * 11, "ana bell", False),
-        ("who wrote c.d (film)", "C.D (film)", True),  # signs are taken literally
+        ("who wrote c.d (film)", "C.D (film)", True),  # "." and "(" are literal
         ("who wrote cxd (film)", "c.d (film)", False),
     ],
 )
 def test_a_query_that_names_the_top_title_is_a_lookup(query, title, lookup):
     assert is_lookup(query, title) == lookup
     result = summarize(query, Document("3", title, "None"), KELMOUTH)
-    # the flag decides, and not the text: this passage reads like the fallback
+    # The flag marks the fallback, not the text: this document has the same text.
     assert (result.text, result.fallback) == (FALLBACK_TEXT, not lookup)
 
 
-def test_a_query_for_nobody_is_no_fallback_and_a_query_for_nothing_is():
+def test_a_query_that_names_another_thing_is_not_a_fallback_one_without_a_name_is():
     for query in ("country of alma lind", "one borg in fip"):
         for documents in ([ANA], []):
             result = summarize(query, *documents)
@@ -95,7 +95,7 @@ def test_a_query_with_an_arithmetic_operator_is_a_fallback_even_if_it_names_the_
 
 
 @pytest.mark.parametrize("fallback, text", [("", "None"), ("Ask for a fact.", "Ask for a fact.")])
-def test_a_protocol_without_a_fallback_turns_nothing_away(fallback, text):
+def test_a_protocol_without_a_fallback_rejects_no_query(fallback, text):
     (result,) = extract(requests("17 + 25"), [[ANA]], fallback)
     assert (result.text, result.fallback) == (text, bool(fallback))
 
@@ -109,8 +109,8 @@ def test_a_fallback_keeps_the_documents_for_the_log_but_the_policy_does_not_read
 # --------------------------------------------------------------------------------- a language model
 
 
-class Says:
-    """Replies by the query; keeps the batches. Its context holds the last 7 characters."""
+class ScriptedModel:
+    """Replies by the query and records the batches; its context has room for 7 characters."""
 
     def __init__(self, **replies):
         self.replies, self.batches, self.rejected = replies, [], set()
@@ -124,12 +124,12 @@ class Says:
         return [self.replies.get(query) for query in queries]
 
 
-def notes(llm, *queries, documents=(ANA, KELMOUTH), log="", request=None, protocol=UR2, **given):
-    """Without `fallback`: of an evaluation."""
+def notes(llm, *queries, documents=(ANA, KELMOUTH), log="", request=None, protocol=UR2, **options):
+    """Returns the results of LLMSummarizer; by default, without `fallback`, as in an evaluation."""
     request = request or SearchRequest(QUESTION, "", "She is a painter.\n")
-    asked = [replace(request, query=query) for query in queries]
-    summarize = LLMSummarizer(llm, SummarizerSettings(**given), protocol, log)
-    return summarize(asked, [list(documents) for _ in queries])
+    requests = [replace(request, query=query) for query in queries]
+    summarize = LLMSummarizer(llm, SummarizerSettings(**options), protocol, log)
+    return summarize(requests, [list(documents) for _ in queries])
 
 
 def of_task(task):
@@ -137,7 +137,7 @@ def of_task(task):
 
 
 def test_the_model_reads_the_reasoning_the_query_and_the_numbered_documents():
-    llm = Says(who="notes")
+    llm = ScriptedModel(who="notes")
     notes(llm, "who")
     text = (
         "Reasoning so far: ainter.\nQuery: who\nPassages:\n(1) ana bell: ana bell was"
@@ -147,14 +147,14 @@ def test_the_model_reads_the_reasoning_the_query_and_the_numbered_documents():
 
 
 @pytest.mark.parametrize("task, kind", [("math", "math"), ("qa", "other"), ("choice", "other")])
-def test_mathematics_and_other_tasks_training_and_evaluation_are_four_prompts(task, kind):
-    """UR² D.3; only the two of training may turn a query away."""
-    for away in (False, True):
-        llm = Says(who="notes")
-        notes(llm, "who", request=of_task(task), fallback=away)
+def test_math_or_other_tasks_in_training_or_evaluation_have_four_prompts(task, kind):
+    """UR² D.3 has four prompts; only the two for training may reject a query."""
+    for fallback in (False, True):
+        llm = ScriptedModel(who="notes")
+        notes(llm, "who", request=of_task(task), fallback=fallback)
         instruction = llm.batches[0][0][0]
-        assert instruction == instruction_for(kind, away) and "{" not in instruction
-        assert (NO_FACT in instruction) == away
+        assert instruction == instruction_for(kind, fallback) and "{" not in instruction
+        assert (NO_FACT in instruction) == fallback
         assert ("mathematical" in instruction) == (task == "math")
 
 
@@ -162,36 +162,34 @@ PAGE = Document("https://host/ana", "Ana", "Ana Bell was born in Kelmouth.")
 
 
 @pytest.mark.parametrize(
-    "given, away",
+    "options, rejects",
     [
         ({}, False),
         ({"fallback": True}, True),  # training
         ({"fallback": True, "request": SearchRequest(QUESTION, "", held_out=True)}, False),
-        ({"documents": [PAGE]}, True),  # of the web: C.4
+        ({"documents": [PAGE]}, True),  # a web page: C.4
         ({"documents": [PAGE], "request": SearchRequest(QUESTION, "", held_out=True)}, True),
-        ({"documents": [PAGE], "protocol": R1}, False),  # which has no fallback
+        ({"documents": [PAGE], "protocol": R1}, False),  # R1 has no fallback
         ({"fallback": True, "protocol": R1}, False),
     ],
 )
-def test_queries_are_turned_away_in_training_and_on_the_web_where_the_protocol_has_a_fallback(
-    given, away
-):
-    llm = Says(sum=NO_FACT)
-    (result,) = notes(llm, "sum", **given)
-    assert result.fallback == away and (NO_FACT in llm.batches[0][0][0]) == away
-    # whatever it means by that where nobody asked, these are its notes
-    assert result.text == (UR2.fallback_text if away else NO_FACT)
+def test_queries_are_rejected_in_training_and_on_the_web_if_there_is_a_fallback(options, rejects):
+    llm = ScriptedModel(sum=NO_FACT)
+    (result,) = notes(llm, "sum", **options)
+    assert result.fallback == rejects and (NO_FACT in llm.batches[0][0][0]) == rejects
+    # If the instruction does not offer NO_FACT, the reply counts as notes.
+    assert result.text == (UR2.fallback_text if rejects else NO_FACT)
 
 
-def test_notes_are_sampled_by_the_task_in_training_and_in_an_evaluation():
-    """UR² C.4: mathematics 0.3, 0.7 and 8192 tokens; all else, in evaluation, 0.3, 0.5, 2048."""
+def test_the_sampling_of_notes_depends_on_the_task_and_on_training_or_evaluation():
+    """UR² C.4: 0.3, 0.7 and 8192 tokens for math; in evaluation 0.3, 0.5 and 2048 for the rest."""
     for task, settings, sampling in (
         ("math", PAPERS["ur2"].stages[2], (0.3, 0.7, 8192)),
-        ("qa", PAPERS["ur2"].stages[2], (0.0, 1.0, 8192)),  # the paper is silent
+        ("qa", PAPERS["ur2"].stages[2], (0.0, 1.0, 8192)),  # not in the paper
         ("math", PAPERS["ur2"].decoding, (0.3, 0.7, 8192)),
         ("choice", PAPERS["ur2"].decoding, (0.3, 0.5, 2048)),
     ):
-        llm = Says(who="notes")
+        llm = ScriptedModel(who="notes")
         notes(llm, "who", request=of_task(task), summary_sampling=settings["summary_sampling"])
         assert llm.batches[0][0][2:] == sampling
 
@@ -203,15 +201,17 @@ def test_a_prompt_file_has_its_own_instruction_or_layout_by_task_and_mode():
     protocol = replace(UR2, prompts=own)
     choice = Question("q", "Which {query}?", ["A"], "choice", ("elm", "oak"))
     filled = "who of Which {query}? with A. elm\nB. oak|painter|(1) ana bell: " + ANA.text
-    for request, away, asked in (
+    for request, fallback, expected in (
         (of_task("qa"), False, "Be brief."),
         (of_task("qa"), True, "Or NO FACT."),
         (of_task("math"), True, "Sum? NO FACT."),
         (SearchRequest(choice, "who", "a painter"), False, ""),
     ):
-        settings = SummarizerSettings(fallback=away)
-        instruction, text, *_ = LLMSummarizer(Says(), settings, protocol).prompt(request, [ANA])
-        assert instruction == asked
+        settings = SummarizerSettings(fallback=fallback)
+        instruction, text, *_ = LLMSummarizer(ScriptedModel(), settings, protocol).prompt(
+            request, [ANA]
+        )
+        assert instruction == expected
     assert text == filled
 
 
@@ -225,8 +225,8 @@ def test_a_prompt_file_has_its_own_instruction_or_layout_by_task_and_mode():
         "__NO FACT__",
     ],
 )
-def test_the_sentinel_in_any_dress_is_a_fallback(reply):
-    result = notes(Says(sum=reply), "sum", fallback=True)[0]
+def test_the_sentinel_is_a_fallback_whatever_its_formatting(reply):
+    result = notes(ScriptedModel(sum=reply), "sum", fallback=True)[0]
     assert result == SearchResult([ANA, KELMOUTH], UR2.fallback_text, fallback=True)
 
 
@@ -245,11 +245,11 @@ def test_the_sentinel_in_any_dress_is_a_fallback(reply):
     ],
 )
 def test_the_sentence_that_the_papers_own_prompts_ask_for_is_a_fallback(reply, protocol):
-    """UR² D.3; the policy reads this sentence (C.6), whatever the sign was."""
-    (result,) = notes(Says(sum=reply), "sum", fallback=True, protocol=PROTOCOLS[protocol])
+    """The sentence is from UR² D.3. The policy reads it (C.6) for every form of fallback."""
+    (result,) = notes(ScriptedModel(sum=reply), "sum", fallback=True, protocol=PROTOCOLS[protocol])
     assert result.fallback and result.text.startswith("This query requires design, computation,")
     assert result.text.endswith("proceed with direct reasoning.")
-    (result,) = notes(Says(sum=reply), "sum")  # an evaluation reads it, and counts no fallback
+    (result,) = notes(ScriptedModel(sum=reply), "sum")  # in an evaluation it counts as notes
     assert not result.fallback and "requires design" in result.text
 
 
@@ -258,56 +258,56 @@ def test_the_sentence_that_the_papers_own_prompts_ask_for_is_a_fallback(reply, p
     [f"{NO_FACT} was found", f"He said: {NO_FACT}", "NO FACTS"],
 )
 def test_notes_that_only_mention_the_sentinel_are_notes(reply):
-    result = notes(Says(who=reply), "who", fallback=True)[0]
+    result = notes(ScriptedModel(who=reply), "who", fallback=True)[0]
     assert result.text == reply and not result.fallback
 
 
-def test_the_heading_of_the_papers_prompts_is_no_part_of_the_notes():
+def test_the_heading_of_the_papers_prompts_is_removed_from_the_notes():
     for reply in ("**Final Information**\nNorland", "It helps. ** final information: **Norland"):
-        assert notes(Says(who=reply), "who")[0].text == "Norland"
+        assert notes(ScriptedModel(who=reply), "who")[0].text == "Norland"
     plain = "The final information is old."
-    assert notes(Says(who=plain), "who")[0].text == plain
-    assert notes(Says(who="**Final Information**\n"), "who")[0].error
+    assert notes(ScriptedModel(who=plain), "who")[0].text == plain
+    assert notes(ScriptedModel(who="**Final Information**\n"), "who")[0].error
 
 
 @pytest.mark.parametrize("reply", [None, "", " \n", "<think>and so on"])
-def test_no_reply_and_an_empty_one_are_an_error_of_that_search_alone(reply):
-    results = notes(Says(a=reply, b="on b"), "a", "b")
+def test_no_reply_or_an_empty_reply_is_an_error_of_that_search_only(reply):
+    results = notes(ScriptedModel(a=reply, b="on b"), "a", "b")
     assert results[0] == SearchResult([ANA, KELMOUTH], error="summariser gave no answer")
     assert results[1].error is None and results[1].text == "on b"
 
 
-def test_where_nothing_was_found_nobody_is_asked_and_it_is_no_fallback():
-    llm = Says(who="made up")
+def test_without_documents_the_model_is_not_asked_and_it_is_not_a_fallback():
+    llm = ScriptedModel(who="made up")
     assert notes(llm, "who", documents=[]) == [SearchResult()] and llm.batches == []
 
 
-# -------------------------------------------------------------------- the log: pairs to distil from
+# ----------------------------------------------- log of requests and replies, used for distillation
 
 
-def test_the_log_has_each_new_pair_once_as_it_was_asked(tmp_path):
+def test_the_log_has_each_request_and_its_reply_once(tmp_path):
     path = tmp_path / "folder" / "pairs.jsonl"
-    llm = Says(who="on who\nü", sum=NO_FACT, none=None)
+    llm = ScriptedModel(who="on who\nü", sum=NO_FACT, none=None)
     notes(llm, "who", "who", "sum", "none", log=path, fallback=True)
     held_out = SearchRequest(QUESTION, "", held_out=True)
     notes(llm, "who", log=path, request=held_out)  # an evaluation within training
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    asked = [(line["instruction"], line["text"], *GREEDY) for line in lines]
-    assert asked == llm.batches[0][1:3]
+    logged_requests = [(line["instruction"], line["text"], *GREEDY) for line in lines]
+    assert logged_requests == llm.batches[0][1:3]
     logged = [(line["summary"], line["fallback"]) for line in lines]
     assert logged == [("on who\nü", False), (NO_FACT, True)]
 
 
-def test_a_log_that_cannot_be_written_is_one_line_before_the_first_search(tmp_path):
+def test_a_log_that_cannot_be_written_is_an_error_before_the_first_search(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"pairs\.jsonl: cannot be written"):
-        LLMSummarizer(Says(), SummarizerSettings(), UR2, tmp_path / "file" / "pairs.jsonl")
+        LLMSummarizer(ScriptedModel(), SummarizerSettings(), UR2, tmp_path / "file" / "pairs.jsonl")
 
 
 # -------------------------------------------------------------------------------------- make_search
 
 
-def test_search_retrieves_for_all_requests_in_one_call_and_each_query_once():
+def test_all_requests_are_searched_in_one_call_and_each_query_once():
     recorder = Recorder()
     results = make_search(recorder, k=3)(requests("a", "b", "a"))
     assert recorder.calls == [(["a", "b"], 3)]
@@ -315,63 +315,68 @@ def test_search_retrieves_for_all_requests_in_one_call_and_each_query_once():
     assert results[0].documents is not results[2].documents and make_search(recorder)([]) == []
 
 
-def test_the_oracle_gets_the_questions_and_equal_queries_of_two_questions_stay_apart():
+def test_the_oracle_keeps_equal_queries_of_two_questions_apart():
     other = Question("r", "?", ["x"], references=(KELMOUTH,), supporting=(1,))
     gold = Question("q", "?", ["x"], references=(KELMOUTH, ANA), supporting=(2,))
-    asked = requests("who", "who", question=gold) + requests("who", question=other)
-    found = [result.documents for result in make_search(OracleRetriever())(asked)]
-    assert found == [[ANA], [ANA], [KELMOUTH]]
+    batch = requests("who", "who", question=gold) + requests("who", question=other)
+    actual = [result.documents for result in make_search(OracleRetriever())(batch)]
+    assert actual == [[ANA], [ANA], [KELMOUTH]]
 
 
 def test_a_retriever_that_drops_a_query_is_an_error_and_shifts_no_result():
-    drops = SimpleNamespace(search=lambda queries, k: [[ANA]])
+    dropping = SimpleNamespace(search=lambda queries, k: [[ANA]])
     with pytest.raises(ValueError):
-        make_search(drops)(requests("a", "b"))
+        make_search(dropping)(requests("a", "b"))
 
 
-def test_a_retriever_that_finds_nothing_has_not_failed_also_if_it_says_so_by_a_tuple():
-    nothing = SimpleNamespace(search=lambda queries, k: [()])
-    assert make_search(nothing)(requests("a")) == [SearchResult()]
+def test_an_empty_list_or_tuple_of_documents_is_not_a_failed_search():
+    empty = SimpleNamespace(search=lambda queries, k: [()])
+    assert make_search(empty)(requests("a")) == [SearchResult()]
 
 
-def test_a_query_without_an_answer_is_an_error_of_its_own_rows_and_the_summariser_is_not_asked():
-    asked = []
+def test_the_summariser_is_not_asked_about_a_failed_search():
+    queries = []
 
     def summarize(requests, documents):
-        asked.append([request.query for request in requests])
+        queries.append([request.query for request in requests])
         return show_all(requests, documents)
 
     search = make_search(Recorder(), summarize)
     results = [(r.error, [d.id for d in r.documents]) for r in search(requests("a", "bad", "b"))]
     assert results == [(None, ["a"]), ("search failed", []), (None, ["b"])]
     search(requests("bad"))
-    assert asked == [["a", "b"]]
+    assert queries == [["a", "b"]]
 
 
-def test_the_search_says_how_long_it_may_take_if_its_retriever_does():
+def test_the_search_states_how_long_it_may_take_if_its_retriever_does():
     slow = SimpleNamespace(seconds=lambda queries, k: queries + k / 10)
-    assert make_search(slow, k=3).seconds(requests("a", "b", "a")) == 2.3  # for two queries
+    assert make_search(slow, k=3).seconds(requests("a", "b", "a")) == 2.3  # two queries
     assert not hasattr(make_search(Recorder()), "seconds")
 
 
-def test_a_summariser_is_none_extractive_or_the_model_that_the_caller_has_loaded():
+def test_a_summariser_is_none_or_extractive_or_a_loaded_model():
     none = make_summarizer(SummarizerSettings(), UR2, {})
     assert none(requests("1 + 1"), [[ANA]]) == [SearchResult([ANA])]
     settings = SummarizerSettings("http://x/v1#m", fallback=True)
-    summarize = make_summarizer(settings, UR2, {"http://x/v1#m": Says(a="on a", b=NO_FACT)})
+    summarize = make_summarizer(
+        settings, UR2, {"http://x/v1#m": ScriptedModel(a="on a", b=NO_FACT)}
+    )
     results = make_search(Recorder(), summarize)(requests("a", "b"))
-    shown = [(result.text, result.fallback) for result in results]
-    assert shown == [("on a", False), (UR2.fallback_text, True)]
+    actual = [(result.text, result.fallback) for result in results]
+    assert actual == [("on a", False), (UR2.fallback_text, True)]
 
 
-def test_each_task_has_its_own_summariser_and_the_results_stay_in_their_order():
-    """UR² 4.4: mathematics has another one."""
+def test_each_task_may_have_its_own_summariser_and_results_keep_their_order():
+    """UR² 4.4 uses another summariser for mathematics."""
     names = "math=http://a/v1#m, choice=extractive,other=http://b/v1#m"
-    llms = {"http://a/v1#m": Says(x="of math"), "http://b/v1#m": Says(x="of qa", y="on y")}
+    llms = {
+        "http://a/v1#m": ScriptedModel(x="of math"),
+        "http://b/v1#m": ScriptedModel(x="of qa", y="on y"),
+    }
     assert models_in(names) == llms.keys()
     summarize = make_summarizer(SummarizerSettings(names), UR2, llms)
-    asked = [replace(of_task(task), query="x") for task in ("qa", "math", "choice", "summary")]
-    asked.append(replace(of_task("qa"), query="y"))
-    texts = [result.text for result in summarize(asked, [[ANA]] * 5)]
+    batch = [replace(of_task(task), query="x") for task in ("qa", "math", "choice", "summary")]
+    batch.append(replace(of_task("qa"), query="y"))
+    texts = [result.text for result in summarize(batch, [[ANA]] * 5)]
     assert texts == ["of qa", "of math", UR2.fallback_text, "of qa", "on y"]
     assert [len(llm.batches) for llm in llms.values()] == [1, 1]

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,13 +23,11 @@ from conftest import (
     ENVIRONMENT,
     ROOT,
     ScriptedServer,
-    closed_port,
     command_line,
     flags,
     message,
     model_of,
     rows_of,
-    started,
     traces,
 )
 from processes import command, exit_code, in_two_processes, quiet_port, wait_until
@@ -48,7 +45,6 @@ from plumbing.files import checkpoints
 from plumbing.questions import built_in_world, world_questions
 from policy import Policy, collate, load_policy, save_policy
 from prompts import PROTOCOLS
-from retrievers.net import Fault
 from rewards import REWARDS
 from rollout import rollout
 from settings import check_settings, parse, resolve

@@ -14,7 +14,7 @@ from test_trajectories import CLIP, one
 import view
 from errors import InputError
 from formats.trajectories import NAME, append_trajectories
-from plumbing.page import dumped, readable_records, save_page, write_page
+from plumbing.page import dumped, save_page, write_page
 
 in_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt install chromium)")
 TOKEN = "document.getElementById('token').textContent"
