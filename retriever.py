@@ -320,11 +320,11 @@ def main() -> None:
     if args.retriever == "bm25":
         return show_search(BM25(documents), args.query, args.k)
     settings = RetrieverSettings(args.retriever, args.retriever_url, encoder=args.encoder)
-    (found,) = make_retriever(documents, settings).search([args.query], args.k)
-    for rank, document in enumerate(found or [], 1):
+    (results,) = make_retriever(documents, settings).search([args.query], args.k)
+    for rank, document in enumerate(results or [], 1):
         print(harmless(f"{rank}. [{document.id}] {document.title}: {document.text}"))
-    if not found:
-        print("no document was found" if found == [] else "the search failed")
+    if not results:
+        print("no document was found" if results == [] else "the search failed")
 
 
 if __name__ == "__main__":

@@ -193,8 +193,8 @@ def from_hotpotqa(record: dict, number: int) -> dict:
     references = []
     for i, (title, sentences) in enumerate(titled_pairs(record, "context", "sentences"), 1):
         # Sentences of HotpotQA begin with a blank, those of 2Wiki do not.
-        found = map(str.strip, items({"context": sentences}, "context"))
-        text = " ".join(filter(None, found))
+        stripped = map(str.strip, items({"context": sentences}, "context"))
+        text = " ".join(filter(None, stripped))
         references.append({"id": f"{fields['id']}:{i}", "title": title, "text": text})
     titles = [reference["title"] for reference in references]
     gold = {title for title, _ in titled_pairs(record, "supporting_facts", "sent_id")}
@@ -304,8 +304,8 @@ def from_passage(record: dict, number: int, name: str = "passage", mark: str = "
 
 def titled(passage: str, mark: str = "\n") -> tuple[str, str]:
     """Returns (title, text): '"Ana"\\nborn' -> ("Ana", "born"); without a mark all is text."""
-    title, found, text = passage.partition(mark)
-    if not found:
+    title, separator, text = passage.partition(mark)
+    if not separator:
         return "", passage
     return re.sub(r'^"(.*)"$', r"\1", title.strip()), text  # the title itself may contain quotes
 

@@ -295,7 +295,7 @@ def convert_records(
     """Yields convert(record, number, place) of each record that `read_records` yields. A bad record
     is an error, or is skipped and counted.
     """
-    kept = 0
+    good = 0
     problems = []
     for number, place, record in records:
         try:
@@ -309,18 +309,18 @@ def convert_records(
                     f"{problems[0]}: correct it, or leave it out with --skip_bad"
                 ) from None
         else:
-            kept += 1
+            good += 1
             yield fields
-    report_skipped(path, kept, problems, "record")
+    report_skipped(path, good, problems, "record")
 
 
-def report_skipped(path: Path, kept: int, problems: list[str], noun: str) -> None:
-    if not kept:
+def report_skipped(path: Path, good: int, problems: list[str], noun: str) -> None:
+    if not good:
         reason = f"; the first problem: {problems[0]}" if problems else ""
         raise InputError(f"{path}: no {noun} to use: name another file{reason}")
     if problems:
         print(
-            f"{path}: {len(problems)} of {len(problems) + kept} {noun}s skipped; the first:"
+            f"{path}: {len(problems)} of {len(problems) + good} {noun}s skipped; the first:"
             f" {problems[0]}",
             file=sys.stderr,
         )

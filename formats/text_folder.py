@@ -32,12 +32,12 @@ SENTENCE_END = re.compile(r"""(?:(?<=[.!?…])|(?<=[.!?…]["'”’)\]]))\s+(?!
 
 def passages(text: str, name: str, markdown: bool = False) -> list[tuple[str, str]]:
     """Returns [(title, passage)]. A title begins with the text's first heading, or with `name`."""
-    found = list(paragraphs(text, markdown))
-    title = next((headings[0] for headings, _ in found if headings), name)
+    with_headings = list(paragraphs(text, markdown))
+    title = next((headings[0] for headings, _ in with_headings if headings), name)
     packed = []
     size = 0
     above = ()
-    for headings, paragraph in found:
+    for headings, paragraph in with_headings:
         new = " > ".join(heading for heading in headings if heading not in above)
         joint = f"\n{new}\n" if new else "\n"
         for piece in pieces(paragraph):

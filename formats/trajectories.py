@@ -76,6 +76,6 @@ def cut_trajectories(folder: Path, first_step: int) -> None:
         except InputError as error:
             lost.append(error)
         if lost:
-            kept = path.rename(free_name(path))
-            tell(f"{lost[0]}; as it was it is kept as {kept.name}")
+            renamed = path.rename(free_name(path))
+            tell(f"{lost[0]}; as it was it is kept as {renamed.name}")
         aside.replace(path)

@@ -114,12 +114,12 @@ def check_file(hole: SimpleNamespace, path: Path) -> None:
     except (SyntaxError, ValueError) as error:
         raise InputError(f"{path} cannot be read as Python: {error}") from None
     plain = [n for n in body if isinstance(n, ast.FunctionDef) and not n.decorator_list]
-    found = {n.name: ast.unparse(n.args) for n in plain}
+    parameters = {n.name: ast.unparse(n.args) for n in plain}
     for node, _ in originals(hole):
         wanted = ast.unparse(node.args)
-        if node.name not in found:
+        if node.name not in parameters:
             raise InputError(f"{path}: the function {node.name} is missing, or has a decorator")
-        if found[node.name] != wanted:
+        if parameters[node.name] != wanted:
             raise InputError(f"{path}: the parameters of {node.name} must be ({wanted})")
 
 

@@ -28,19 +28,19 @@ def settings_of(name: str) -> tuple[RewardSettings, str]:
     """Returns the settings and the protocol of the first stage in papers.py that pays this reward,
     or whose protocol its name begins with. A reward that a text alone does not decide is refused.
     """
-    found = [
+    stages = [
         stage
         for paper in PAPERS.values()
         for stage in paper.stages.values()
         if stage["reward"] == name or name.startswith(stage["protocol"])
     ]
-    if not found or name not in REWARDS:
+    if not stages or name not in REWARDS:
         raise InputError(f"{name}: no reward; {', '.join(REWARDS)}{nearest(name, REWARDS)}")
-    names = found[0].keys() & RewardSettings.__dataclass_fields__
-    settings = RewardSettings(**{field: found[0][field] for field in names} | {"reward": name})
+    names = stages[0].keys() & RewardSettings.__dataclass_fields__
+    settings = RewardSettings(**{field: stages[0][field] for field in names} | {"reward": name})
     if needs(settings) & {"reader", "embedder"} or name in BY_THE_STEP:
         raise InputError(f"{name} depends on the step or on another model's answer: train it here")
-    return settings, found[0]["protocol"]
+    return settings, stages[0]["protocol"]
 
 
 def reward_terms(name: str, text: str, answers, columns: dict) -> dict[str, float]:

@@ -209,12 +209,12 @@ def verdict(column: str, cell: dict) -> str:
 
 def by_hops(records: list[dict]) -> list[dict]:
     """Returns rows by data set and number of gold references, as in ARENA's Table 13."""
-    found = []
+    rows = []
     for record in records:
         if "all_correct" in record["metrics"] and "hops" in record:
             row = f"{record.get('dataset', '')} {record['hops']} hops".strip()
-            found.append(record | {"kind": row, "dataset": ""})
-    return found
+            rows.append(record | {"kind": row, "dataset": ""})
+    return rows
 
 
 def table(

@@ -134,7 +134,7 @@ def check(retriever, passages: list[Document], k: int = 5) -> list[tuple[bool, s
     except Exception as error:  # a retriever may raise anything, and this command reports it
         return [(False, f"it failed: {type(error).__name__}: {error}")]
     n = len(queries)
-    hits = sum(query in map(query_for, found) for query, found in zip(queries, alone, strict=True))
+    hits = sum(q in map(query_for, documents) for q, documents in zip(queries, alone, strict=True))
     same = sum(map(eq, alone, together))
     return [
         (hits >= 0.9 * n, f"{hits} of {n} passages are among the {k} for their title or beginning"),
