@@ -116,7 +116,7 @@ class Session:
         self.questions = known_questions(settings)
         device = best_device()
         self.words = {word for q in self.questions * built_in for word in tokenize(q.question)}
-        # A question that needs two searches shows most.
+        # Two-hop questions, if there are any, because they need two searches.
         self.examples = itertools.cycle(
             [q for q in self.questions if q.kind == "two_hop"] or self.questions
         )

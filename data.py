@@ -43,7 +43,7 @@ class DataSettings:
     corpus: str = setting("", 'file or folder of documents; "from-data" = those of the questions')
     skip_bad: bool = setting(False, "skip malformed records and count them")
     reworded: float = setting(
-        0.0, "share of the built-in world's answers with an extra word", least=0, only="papers"
+        0.0, "share of the built-in gold answers that get an extra word", least=0, only="papers"
     )
 
 
@@ -195,7 +195,7 @@ def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> dict[str, list
             if uses[question.id] > 1:
                 questions[row] = replace(question, id=f"{name}:{question.id}")
         if count is not None and not 0 < count <= len(questions):
-            raise InputError(f"--data {name}:{count}: the file has {len(questions)} questions")
+            raise InputError(f"--data {name}:{count}: give a number from 1 to {len(questions)}")
         datasets[name] = draw_some(questions, count or 0, f"{seed} {name}")
     return datasets
 

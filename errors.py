@@ -81,7 +81,7 @@ def rank_of(name: str, default: int = 0) -> int:
     text = os.environ.get(name, str(default))
     if text.isdecimal() and int(text) >= default:
         return int(text)
-    raise InputError(f"{name}={text} in the environment: unset it, or give a number from {default}")
+    raise InputError(f"{name}={text} in the environment: unset it, or give {default} or more")
 
 
 def run_main(main: Callable[[], None]) -> None:

@@ -35,7 +35,7 @@ class RolloutSettings:
     )
     top_p: float = setting(
         1.0,
-        "sample from the fewest tokens whose probability is top_p",
+        "sample from the likeliest tokens, as few as together have at least this probability",
         above=0,
         most=1,
         only="eval",
@@ -195,5 +195,5 @@ def frozen_in_8bit(settings: ModelSettings) -> set[str]:
     """Parses --in_8bit: "others, base" -> {"base", "others"}."""
     parts = {part.strip() for part in settings.in_8bit.split(",")} - {""}
     if unknown := sorted(parts - set(PARTS)):
-        raise InputError(f"--in_8bit {unknown[0]}: unknown; a comma list of {', '.join(PARTS)}")
+        raise InputError(f"--in_8bit {unknown[0]}: unknown: list some of {', '.join(PARTS)}")
     return parts

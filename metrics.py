@@ -318,7 +318,7 @@ def ask_worker(prediction: str, gold: str, seconds: float = MATH_SECONDS) -> boo
         worker = idle if idle and idle.poll() is None else start_worker()
         print(json.dumps([prediction, gold, seconds]), file=worker.stdin, flush=True)
         reply = worker.stdout.readline()
-        if reply:  # Trap: after a Ctrl-C above, the late reply would answer the next question
+        if reply:  # Trap: no `finally`: after a Ctrl-C a late reply would come first
             _IDLE.append(worker)
     return reply == "True\n"
 

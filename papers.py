@@ -84,7 +84,7 @@ UR2 = Paper(
         1: _ur2 | {"reward": "ur2_stage1", "steps": 10, "buckets": "math:dropped=1"},
         2: _ur2 | {"reward": "ur2_stage2", "steps": 40, "task_mixing": True},
     },
-    # Eight of 24 questions may not search: if all may, the model forgets the token that says so.
+    # Eight of 24 questions forbid searching, or the model would forget the token that forbids it.
     tiny={
         1: LOOK_UPS | _summarised,
         2: EVERYTHING
@@ -308,7 +308,8 @@ _one_stage = replace(  # one reward throughout
     stages={1: _when_to_search | {"steps": 500}},
     tiny={1: EVERYTHING | WHEN_TINY | {"steps": 45}},
 )
-_plain_stages = {1: _when_stage1 | {"beta": 0.0}, 2: _when_stage2}  # stage one with ±1
+# A right answer earns 1 and a wrong one −1 in stage one, whatever the searches.
+_plain_stages = {1: _when_stage1 | {"beta": 0.0}, 2: _when_stage2}
 WHEN_TO_SEARCH.variants.update(
     # Table 2 compares checkpoints of this run
     unified=varied(_one_stage, reward="when_to_search_unified", keep_checkpoints=0),
@@ -318,7 +319,8 @@ WHEN_TO_SEARCH.variants.update(
     without_stage_two=varied(_one_stage, reward="when_to_search_stage1"),
     without_r_s=varied(WHEN_TO_SEARCH, left_out="retrieval"),
 )
-_plain_stages = {1: _when_stage1, 2: _when_stage2 | {"beta": 0.0}}  # stage two with ±1, by 4.5
+# The same in stage two (4.5).
+_plain_stages = {1: _when_stage1, 2: _when_stage2 | {"beta": 0.0}}
 WHEN_TO_SEARCH.variants.update(
     to_the_end=varied(WHEN_TO_SEARCH, protocol="when_to_search_eos"),  # 3.2
     plain_stage_two=replace(WHEN_TO_SEARCH, stages=_plain_stages),

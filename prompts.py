@@ -74,7 +74,7 @@ class Protocol:
     # task -> how many searches a question may run; "" is for all other tasks. Set by Environment.
     search_limits: dict[str, int] = field(default_factory=lambda: {"": 4}, hash=False)
     judge_sees: str = "question"  # one of JUDGE_SEES
-    # Texts of the environment. Their blank lines belong to it too, with mask 0.
+    # Texts that the environment inserts; their blank lines have mask 0 too.
     fallback_notice: str = "This query asks for no fact. Ask for a fact or reason on.\n\n"
     malformed_notice: str = "\n\nNo search was run: write the query between its two tags.\n\n"
     limit_notice: str = "\n\nNo searches are left. Answer with what you know.\n\n"

@@ -447,8 +447,8 @@ def has_one_box(trajectory: Trajectory, name: str) -> bool:
 
 
 def r_search_format(trajectory: Trajectory) -> bool:
-    """Returns whether r_f is complete: one answer box and, after a search, one evidence box, if the
-    protocol has one.
+    """Returns whether r_f is at its maximum: one answer box and, after a search under a protocol
+    with evidence, one evidence box, neither of them empty.
     """
     boxed = trajectory.executed and trajectory.protocol.evidence_tags
     return has_one_box(trajectory, "answer") and (not boxed or has_one_box(trajectory, "evidence"))

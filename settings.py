@@ -72,7 +72,7 @@ class RunSettings:
     dry_run: bool = setting(False, "try one step, report problems, write nothing", only="train")
     evaluate: bool = setting(
         False,
-        "evaluate the result in the built-in world, as eval.py --decoding both does",
+        "then evaluate in the built-in world, at temperature 1 and greedily",
         only="train",
     )
     save_every: int = setting(
@@ -473,7 +473,7 @@ def parse_stages(arguments: list[str] | None = None) -> list[Settings]:
     for stage in args.stage.split(","):
         runs.append(parse([*rest, "--stage", stage], *runs[-1:]))
     if len(runs) > 1 and (runs[0].resume or runs[0].dry_run):
-        raise InputError(f"--stage {args.stage} starts both from the beginning: give one stage")
+        raise InputError(f"--stage {args.stage}: --resume and --dry_run take one stage: give one")
     return runs
 
 

@@ -44,7 +44,9 @@ class SFTSettings:
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids, and a mask, 1 for each token to imitate. Nothing predicts the first token."""
+    """Token ids, and a mask, 1 for each token to imitate. The first token's mask is not read, since
+    nothing predicts that token.
+    """
 
     ids: list[int]
     mask: list[int]

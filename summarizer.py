@@ -200,8 +200,9 @@ def as_result(
 ) -> SearchResult:
     """Turns a summariser's reply into a result.
 
-    fallback   the policy reads this if the query is rejected; "": it may not be rejected
-    rejected   whether the server refused the prompt, if there are no notes
+    fallback   the policy reads this if the reply says that the query asks for no fact; "": such a
+               reply counts as notes
+    rejected   whether the server refused the prompt; read if there are no notes
     """
     notes = _HEADING.split(reply)[-1].strip()
     if not notes:  # an empty text would show the documents themselves

@@ -115,14 +115,14 @@ class Trajectory:
         return last_block(self.model_text, tags) if tags else None
 
     def append_model(self, ids: list[int], logprobs: list[float], text: str) -> None:
-        """Appends what the policy sampled with mask 1, including end tags and EOS."""
+        """Appends, with mask 1, what the policy sampled, including end tags and EOS."""
         self.response_ids += ids
         self.response_mask += [1] * len(ids)
         self.logprobs += logprobs
         self.segments.append(Segment("model", text))
 
     def append_environment(self, ids: list[int], text: str, writer: str) -> None:
-        """Appends what the environment wrote with mask 0, including the blank lines around it."""
+        """Appends, with mask 0, what the environment wrote, including the blank lines around it."""
         self.response_ids += ids
         self.response_mask += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)

@@ -5,10 +5,10 @@
          └──────── update: log-probs of the policy ◄─────┘   logprob_gap: mean |difference|
 
 A decoding step reads every weight for every token, so its time depends on bytes: 2 per weight
-instead of 4, and no rounding at each step, as under autocast. The copy lives for one rollout; its
-memory is free for the update.
+instead of 4. Autocast would also round the weights again at every step. The copy lives for one
+rollout; its memory is free for the update.
   * LoRA: the copy is W + (α / r) B A, so the thin matrices cost nothing per token.
-  * Sharded weights (shards.py) are gathered one by one: no process holds all in fp32.
+  * Sharded weights (shards.py) are gathered one by one, and no process holds all in fp32.
   * The samples are the copy's, not exactly the policy's: π_old's log-probs must be computed again.
 
 Left out: int8 weights (a copy in bf16 would take the memory that they saved), fp8.

@@ -228,7 +228,7 @@ class Fleet:
     # ---------------------------------------------------------------------------------- the weights
     def find_stale(self, version: int) -> tuple:
         """Returns (the name of this version, servers that answer, those that have other weights). A
-        restarted server's weights are unnamed; a foreign name means that another run uses it.
+        restarted server reports the name UNNAMED. A name of another run is an error.
         """
         self.alive, current = self.servers, f"{self.run}.{version}"
         versions = self.run_on_each(self.servers, Server.version)
@@ -239,7 +239,9 @@ class Fleet:
         return current, self.alive, [server for server, name in versions if name != current]
 
     def refresh(self, version: int) -> None:
-        """Sends weights of this version to the servers that have others. All processes call it."""
+        """Sends the weights, as this version, to each server that has another version, and compares
+        log-probs. All processes call it.
+        """
         current, self.alive, stale = run_in_first(lambda: self.find_stale(version))
         if stale:
             dtype = torch.float32 if self.policy.device.type == "cpu" else torch.bfloat16

@@ -78,7 +78,7 @@ class SlotCache(Cache):
         shape = (self.slots, self.size + 1, like.shape[1], like.shape[3])
         if kind != "cpu":
             return torch.zeros(shape, dtype=dtype, device=like.device)
-        # Fresh pages are zero and take no memory until they are written: most rows end early.
+        # Fresh pages read as zero and take no memory until written: most rows end long before.
         memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 

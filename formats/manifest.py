@@ -79,8 +79,8 @@ def sync(path: Path) -> None:
 
 
 def wrong_with(folder: Path, step: int | None = None) -> str:
-    """Returns the first difference from what was written (and from `step`, if it is given);
-    or "".
+    """Describes the first difference between the folder and its manifest, or between its step and
+    `step`, if it is given; "" if there is none.
     """
     try:
         written = json.loads((folder / NAME).read_text(encoding="utf-8"))

@@ -3,8 +3,8 @@
     step, group, row         step, question within the step, sample of that question
     id question golds kind   of the question
     prompt, tokens           texts of token ids; the ids are `prompt_ids` and `ids`
-    mask                     1: the policy sampled it; what has 0 is outside the loss
-    sampled old new ref      log-probs: when it was sampled, of π_old, in the update, of π_ref
+    mask                     1: the policy sampled the token; 0: it is outside the loss
+    sampled old new ref      its log-prob while sampling, under π_old, in the update, under π_ref
     advantages, weights      of each token; Σ weights over an update is 1
     rewards                  the terms; the reward is their sum
     searches                 query, documents, the text that was read, fallback, seconds

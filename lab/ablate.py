@@ -130,7 +130,7 @@ def run_arm(name: str, seed: int, runs: str, split: str) -> None:
 def last_checkpoint(settings: Settings) -> str:
     folder = stage_folder(settings)
     if not (paths := checkpoints(folder)):
-        raise InputError(f"{folder} has no checkpoint: remove {folder.parent}")
+        raise InputError(f"{folder} has no checkpoint: remove {folder.parent} to train it again")
     return str(paths[-1])
 
 

@@ -417,7 +417,7 @@ def run_method(name: str, questions: list, llm: LLM, search, settings: Settings)
     limit = [settings.max_searches] if settings.max_searches else []
     paper = recipe_protocol(settings)
     protocol = replace(BASELINE, name=f"baseline_{paper.name}", judge_sees=paper.judge_sees)
-    # A trajectory here is a log, not the model's context: it may be as long as it likes.
+    # A trajectory here is a log and not the model's context, so its length has no limit.
     environment = Environment(llm.tokenizer, protocol, search, settings, 2**31)
     environment.forbidden += LABELS
     # For a method, a query that a server rejects has no results.

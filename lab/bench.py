@@ -65,7 +65,7 @@ class BenchSettings:
     """Measure the parts of a training step."""
 
     repeats: int = setting(5, "runs of each variant", least=1)
-    only: str = setting("", "variants to run (growth: axes), comma-separated")
+    only: str = setting("", "variants to run, or axes of `growth`, comma-separated")
     sizes: int = setting(9, "growth: run this many of the smallest sizes of each axis", least=2)
     png: str = setting("", "growth: draw the curves into this file")
     model: str = setting(
@@ -76,7 +76,7 @@ class BenchSettings:
     questions_per_step: int = setting(8, "number of prompts", least=1)
     group_size: int = setting(8, "rows of each prompt", least=1)
     micro_batch: int = setting(4, "rows of the longest length per forward pass", least=1)
-    equal_groups: int = setting(0, "prompts whose rows all earn the same reward", least=0)
+    equal_groups: int = setting(0, "number of prompts whose rows earn equal rewards", least=0)
     prompt: int = setting(0, "tokens of each prompt; 0: 100 to 200", least=0)
     context: int = setting(0, "tokens of each row: half prompt, half answer; 0: varied", least=0)
     shorter: int = setting(1, "divide the lengths of texts and corpus by this", least=1, most=20)
@@ -207,7 +207,9 @@ def show(runs: dict, png: str) -> None:
 
 # ----------------------------------------------------------------------------------------- variants
 def whole_batch(policy, environment, rows):
-    """Calls `generate` for all rows at every turn, which computes everything again."""
+    """Calls `generate` for all rows, also finished ones, at every turn. Each call computes the
+    whole context again.
+    """
     while not all(row.stop_reason for row in rows):
         turns = sample_turns(policy, environment, rows)
         for row, turn in zip(rows, turns, strict=True):

@@ -84,7 +84,9 @@ def reward_table(name: str, protocol: str, controls: dict, pieces: list) -> dict
 
 
 def recorded(arguments: list) -> dict:
-    """Returns questions that are answered right at the end, each at three moments."""
+    """Returns questions that are answered right after stage 2, with their trajectories before RL,
+    after stage 1 and after stage 2.
+    """
     rows = zip(*moments([*arguments, "--questions", "2"]), strict=True)
     return {
         three[2].question.question: [[*map(vars, t.segments)] for t in three]

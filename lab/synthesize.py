@@ -200,7 +200,7 @@ def synthesize(given: Questions, models: list, settings: SynthesizeSettings) -> 
     made = earlier(path)
     asked = {normalize_answer(question.question) for question in [*given, *made]}
     first = len(made)
-    for number in range(first, first + settings.count):  # at most a request per question
+    for number in range(first, first + settings.count):  # ends even if all drafts are discarded
         if len(made) >= settings.count:
             break
         hard = [question for question in made if question.level == "hard"]

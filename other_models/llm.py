@@ -50,7 +50,7 @@ ADDRESS = "http://host:port/v1#model"
 THREADS = 16  # requests sent at the same time
 RETRIES = 2  # of a request
 BACKOFF = 0.5  # seconds before the first retry, doubled each time
-REPLY_TOKEN = 64  # upper bound on characters per token; a longer reply is truncated
+REPLY_TOKEN = 64  # upper bound on characters per token; replies are truncated by it
 CONTEXT = 32_768  # context length in tokens if the server does not report it
 SPARE = 128  # tokens kept free for the chat template
 GIVE_UP = 16  # consecutive failed requests, each after all retries
@@ -95,8 +95,8 @@ def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=None) -
 
 
 class LLM:
-    """The base class. A subclass adds `replies(requests)`, which yields each request with its reply
-    or None, `tokenizer`, and `positions`, the context length.
+    """The base class. A subclass adds `tokenizer`, `positions` (the context length), and
+    `replies(requests)`, which yields pairs of a request and its reply or None.
 
     cache   the folder in which replies are kept in a JSONL file; with "" none is kept
     """

@@ -74,9 +74,9 @@ def signs(records: list[dict], s: Settings) -> Iterator[str]:
     as 0, except the recall of gold answers. `reward_hacked` needs a reward for answers, which
     stage 1 may not have.
 
-    logprob_gap: if sampler and trainer compute alike, in fp32, the limit is 1e-3. If they differ
-    in precision or engine, it is three times the gap of step 0, but at least 1e-3 and at most 0.1:
-    0.03 after 0.01. The gap shows different arithmetic; stale weights hardly change it.
+    logprob_gap: the limit is 1e-3. If a --mismatch correction is on, because sampler and trainer
+    differ in precision or engine, it is three times the gap of step 0, kept between 1e-3 and 0.1.
+    The gap shows different arithmetic; old weights hardly change it.
     """
     r = defaultdict(float, records[-1])
     third = (r["rollout_seconds"] + r["reward_seconds"] + r["update_seconds"]) / 3

@@ -238,7 +238,7 @@ def wait_for_all(state: TrainState, doing: str) -> None:
         store.add(f"meetings of {rank}", 1)
         state.accelerator.wait_for_everyone()
 
-    def name_missing() -> None:  # each looks at one neighbour, so a missing process has a witness
+    def name_missing() -> None:  # every process has one that checks it
         if store.add(f"meetings of {neighbour}", 0) < store.add(f"meetings of {rank}", 0):
             print(
                 f"waiting for process {neighbour}, which {doing} or does not answer ({PATIENCE} "
@@ -403,8 +403,8 @@ def hint_at_summaries(settings: Settings) -> None:
     """Warns about UR² on own data without a summariser (its Table 6 and section 6.1)."""
     if settings.data and settings.reward.startswith("ur2") and settings.summarizer == "none":
         print(
-            "--summarizer none: no search can fall back; in UR² open questions lost up to 2 "
-            "points of F1, and multiple choice stopped searching",
+            "--summarizer none: documents are shown as they are, and no query gets the fallback. "
+            "In the paper that cost up to 2 points of F1, and multiple choice stopped searching",
             file=sys.stderr,
         )
 

@@ -213,5 +213,6 @@ def read_state(path: str) -> dict:
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
         raise InputError(
-            f"--resume: {path}/trainer.pt cannot be read ({reason}): remove {path}"
+            f"--resume: {path}/trainer.pt cannot be read ({reason}): remove {path} to "
+            "resume from the checkpoint before it"
         ) from None

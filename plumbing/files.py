@@ -261,7 +261,7 @@ class Run:
             tracker.finish()
 
     def log(self, record: dict, rollouts, batch: Batch | None, environment) -> None:
-        with contextlib.suppress(OSError):  # the terminal was closed, or `tee` got the Ctrl-C
+        with contextlib.suppress(OSError):  # no bar: the terminal was closed, or Ctrl-C ended `tee`
             self.progress.update()
         if not self.main:
             return

@@ -65,8 +65,8 @@ def text_of(record: dict, name: str) -> str | None:
 
 
 def stored_numbers(record: dict) -> dict[str, float | None]:
-    """Returns the metrics that a record of eval.py has. R1-Searcher's records have the judge's
-    verdict (None if it is unreadable) and the number of searches.
+    """Returns the metrics in a record: those of eval.py, or from a record of R1-Searcher `judged`
+    (None if the verdict is unreadable), `searches` and `searched`.
     """
     if {"golds", "metrics"} <= set(record):
         return field(record, "metrics", dict)

@@ -144,7 +144,8 @@ def evaluation_questions(
 ) -> tuple[dict[str, list[Question]], list[Document]]:
     """Returns (questions by data set, the documents). It reads these fields of eval.Options:
 
-    questions   number for each kind of the built-in world, or drawn from each file; 0: all
+    questions   how many of each kind of the built-in world, or of each file; 0: all
+    split, fact_seed   of the built-in world: which questions, and whether facts are drawn again
     references  "retrieved": the documents of a search replace a question's own references
     """
     count, fact_seed = options.questions, options.fact_seed

@@ -100,8 +100,8 @@ def token_numbers(batch: Batch) -> dict[str, np.ndarray]:
 
 
 def row_numbers(numbers: dict[str, np.ndarray], row: int, t: Trajectory) -> dict:
-    """Returns lists [R], one number per response token; a single number if all sampled tokens share
-    it.
+    """Returns name -> a list [R], one number per response token, or a single number if it is the
+    same for all sampled tokens.
     """
     first, lists = len(t.prompt_ids) - 1, {}
     columns, mask = slice(first, first + len(t.response_ids)), np.array(t.response_mask, bool)

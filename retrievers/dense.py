@@ -148,7 +148,7 @@ def passage_vectors(documents: list[Document], encoder, runs="runs") -> list[tor
         # Mode "c": torch wants memory that it could write to, and the files are never written.
         return [torch.from_numpy(np.load(path, mmap_mode="c")) for _, path in shards]
     except (ValueError, EOFError) as error:
-        raise InputError(f"{folder}: a damaged file ({error}): remove this folder") from None
+        raise InputError(f"{folder}: a damaged file ({error}): remove it to encode again") from None
 
 
 def read_index(path: str, n: int, d: int) -> list[torch.Tensor]:

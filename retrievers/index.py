@@ -25,9 +25,9 @@ ARRAYS = ("start", "postings", "weights")
 def load_or_build(
     where: str, documents: list[Document], parameters: tuple, build: Callable
 ) -> tuple:
-    """Returns (vocabulary, start, postings, weights) of build(documents, *parameters), read from
-    the folder `where`; the folder is made if it is missing. Raises an InputError if it holds
-    another index.
+    """Returns (vocabulary, start, postings, weights), read from the folder `where`. If it is empty
+    or missing, the index is first made by build(documents, *parameters) and stored there. Raises an
+    InputError if it is damaged, or of other documents, parameters or another version.
     """
     folder = Path(where).resolve()
     made_of = [VERSION, unicodedata.unidata_version, fingerprint(documents), *parameters]
@@ -48,7 +48,7 @@ def load_or_build(
 
 
 def fingerprint(documents: list[Document]) -> str:
-    """Returns a hash of titles and texts in their order; ids are not searched."""
+    """Returns a hash of titles and texts in their order; the index does not contain ids."""
     digest = hashlib.sha256()
     for document in documents:  # repr, so that "ab", "c" and "a", "bc" differ
         digest.update(repr((document.title, document.text)).encode())

@@ -122,7 +122,7 @@ def to_json(document: Document) -> dict:
 
 
 def check(retriever, passages: list[Document], k: int = 5) -> list[tuple[bool, str]]:
-    """Returns pairs (passed, description) for a retriever that should have these documents."""
+    """Tests a retriever that should have these documents: (passed, description) of each test."""
     if not passages:
         raise InputError("nothing is found for common words: give --corpus, or another address")
     sample = passages[:: max(1, len(passages) // 20)]
@@ -199,7 +199,7 @@ def command(arguments: list[str], make: Callable) -> None:
                 flush=True,
             )
             server.serve_forever()
-    if not documents:  # only the server has them: search for common words
+    if not documents:  # they are unknown here: collect some by common words
         documents = [
             document for one in retriever.search(COMMON_WORDS, 5) for document in one or ()
         ]

@@ -84,8 +84,9 @@ def lengths_of(wanted: torch.Tensor) -> list[int]:
 
 
 def prompts_of(tokens: torch.Tensor, wanted: torch.Tensor) -> list[tuple[int, ...]]:
-    """tokens [B, L], wanted [B, T] -> for each row the ids before its first wanted place; () if no
-    other row has the same, or if the prompt (these ids and the next one) is shorter than LEAST.
+    """Returns the ids that each row of tokens [B, L] shares: those before its first place in wanted
+    [B, T]. The token at that place, the prompt's last, stays with the row, which needs its output.
+    () if no other row has the same ids, or if the prompt is shorter than LEAST.
     """
     fronts = wanted.int().argmax(1).tolist()  # 0 for a row without wanted places
     rows = zip(tokens.tolist(), fronts, strict=True)

@@ -86,7 +86,7 @@ def in_parts(model: nn.Module) -> bool:
 
 
 def cut(model: nn.Module) -> None:
-    """Reshards the weights: after a forward pass without backward they stay gathered."""
+    """Shards the weights again, which a forward pass without a backward pass leaves gathered."""
     for part in filter(in_parts, model.modules()):
         part.reshard()
 

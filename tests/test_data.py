@@ -600,7 +600,7 @@ def test_a_file_name_may_contain_a_colon_and_drawing_too_many_is_an_error(write)
     colon = path.rename(path.with_name("data:2"))
     # The name is not read as 2 questions of a file "data".
     assert len(load_questions(str(colon))) == 4
-    assert "--data data:2:5: the file has 4 questions" in message(load_questions, f"{colon}:5")
+    assert "--data data:2:5: give a number from 1 to 4" in message(load_questions, f"{colon}:5")
 
 
 # -------------------------------------------------------------------------------------- real slices

@@ -326,7 +326,7 @@ def test_data_that_ur2_cannot_use_is_a_one_line_error_before_a_model_is_loaded(
 def test_ur2_without_a_summarizer_on_own_data_prints_a_warning(capsys):
     for data, warned in (("d", 1), ("", 0)):
         build.hint_at_summaries(Settings(data=data))
-        assert capsys.readouterr().err.count("--summarizer none: no search can") == warned
+        assert capsys.readouterr().err.count("--summarizer none: documents are shown") == warned
 
 
 # ---------------------------------------------------------------------------------------- trackers

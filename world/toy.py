@@ -174,7 +174,9 @@ class Hop:
 
 @dataclass(frozen=True)
 class Task:
-    """A question with the hops to its answer, the value of `relation`."""
+    """A question, the hops to its answer, and the answer: the value of `relation`, "" for units and
+    sums. `guess` is a random value of the answer's kind; "" for known facts and sums.
+    """
 
     question: str
     hops: list[Hop]
@@ -482,7 +484,7 @@ class TraceWriter:
 
     def practise_citing(self) -> Trace:
         """Writes a trace that cites only the right numbers. Its question begins with "which ?", and
-        the text before the numbers has no loss: it teaches the skill of finding them, no habit.
+        the text before the numbers has no loss: the model learns to find them, but not when to.
         """
         task = self.tasks.look_up()
         shown, numbers = self.tasks.with_distractors(task)
@@ -491,7 +493,9 @@ class TraceWriter:
         return Question("", f"which ? {task.question}", [], references=shown), pieces
 
     def cited(self, numbers: Sequence[int]) -> Sequence[int]:
-        """Returns the right numbers, or wrong ones: all of them, one too many, or one of two."""
+        """Returns the numbers of the right references, or a wrong list: all references, one too
+        many, or only one of two.
+        """
         if self.rng.random() < self.tiny.right_citation:
             return numbers
         everything = list(range(1, REFERENCES + 1))
