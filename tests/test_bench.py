@@ -2,6 +2,7 @@
 asserts a time.
 """
 
+import pickle
 import re
 from dataclasses import replace
 from functools import partial
@@ -156,6 +157,10 @@ def test_an_axis_is_a_setting_and_its_sizes_differ_only_in_that_setting(axis, mo
 
 
 # ----------------------------------------------------------------------------- the process of a run
+
+
+def test_the_measured_functions_can_be_pickled():
+    assert pickle.dumps(PARTS)  # `alone` sends them to another process
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -102,7 +102,7 @@ def test_the_judge_s_verdict_replaces_the_metric(reply, rewards, correct, unread
     assert [terms["answer"] for terms in reward_terms] == pytest.approx(
         rewards
     ) and right == correct
-    assert stats["judge_unreadable"] == unreadable  # how many of the two
+    assert stats["judge_unreadable"] == unreadable  # the share of the verdicts that are unreadable
     assert len(batches) == 1 and len(batches[0]) == 2  # one request for all
 
 
@@ -145,9 +145,10 @@ def test_the_similarity_of_queries_is_measured_over_the_run_s_corpus():
     assert retrieval("ana bell zzz", documents) == pytest.approx(-1)
 
 
-def test_without_a_corpus_only_words_of_this_step_s_queries_and_documents_count():
+def test_without_a_corpus_only_words_of_this_step_s_questions_and_results_count():
     assert retrieval("ana bell zzz") == pytest.approx(-1)
-    # Both queries contain "ana" (idf 1), and one each "bell" and "kelmouth" (idf ln(3 / 2) + 1).
+    # The texts are the question and the result. Both have "ana" (idf 1), only the result has "bell"
+    # and "kelmouth" (idf ln(3 / 2) + 1).
     assert retrieval("ana kelmouth") == pytest.approx(-1 / (1 + (np.log(3 / 2) + 1) ** 2))
 
 

@@ -161,7 +161,7 @@ def test_all_attempts_of_all_steps_share_one_numbering():
         (0.199, "dropped"),
         (0.0, "dropped"),
         (sum([0.1] * 8), "easy"),  # 0.7999999999999999
-        (1.1 - 0.3, "easy"),  # 0.8 with the error in the other direction
+        (2.2 - 1.4, "easy"),  # 0.8000000000000003
         (sum([0.1] * 3) - 0.1, "hard"),  # 0.20000000000000004
     ],
 )

@@ -283,9 +283,9 @@ def test_a_bracketed_text_that_is_not_a_list_of_strings_is_one_answer(write, tex
         (
             "c.tsv",
             "5\tA passage.",
-            "line 1: field 'question': '5' is a number: passages go where a",
+            "field 'question': '5' is a number: passages go where a corpus",
         ),
-        ("q.csv", "question,answer\nWho?,Ana", "a CSV file is not read: save it with tabs"),
+        ("q.csv", "question,answer\nWho?,Ana", "q.csv: a CSV file is not read: save it with tabs"),
     ],
 )
 def test_another_table_is_rejected_as_a_question_file(name, text, error, write):
@@ -683,7 +683,7 @@ def test_data_py_prints_layout_counts_and_a_record_of_questions_and_of_a_corpus(
     assert_parts(run(folder).stdout, "layout text documents 1 a.md#1")
 
 
-def test_a_table_holds_questions_if_it_has_their_header_or_text_in_column_one(write):
+def test_a_table_holds_questions_if_it_has_their_header_or_blanks_in_column_one(write):
     for lines, expected in {
         "5\tA passage.": (True, "tsv"),
         "Who came?\tAna": (False, "plain"),

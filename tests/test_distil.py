@@ -141,7 +141,7 @@ ROLLOUTS = {
     "a turn that ends in newlines": (UR2, [NEWLINES, BLOCK, ("model", "\n\\boxed{5}")]),
     "a block that the model wrote itself": (UR2, [("model", f"{DOCUMENTS}\\boxed{{5}}")]),
     "a fallback and its notice": (UR2, [SEARCH, NONE_FOUND, FALLBACK, FIVE]),
-    "a malformed query": (UR2, [EMPTY, MALFORMED, FIVE]),
+    "an empty query": (UR2, [EMPTY, MALFORMED, FIVE]),
     "a query where searching is not allowed": (UR2, [SEARCH, ("notice", UR2.direct_notice), FIVE]),
     "the limit": (R1, [SEARCH, BLOCK, SEARCH, LIMIT, BOX]),
 }
@@ -214,7 +214,9 @@ def test_documents_in_real_published_transcripts_have_no_loss(bpe):
 
 
 def log_of(path, *replies, documents=REFERENCES[:2]):
-    """Returns the log of a summariser whose model gives one of these replies to each query."""
+    """Writes the log of a summariser whose model gives these replies, one per query; returns its
+    path.
+    """
     requests = [SearchRequest(PLAIN, query, "<|im_end|> So.") for query in "abc"[: len(replies)]]
     llm = SimpleNamespace(ask=lambda requests: replies, tail=lambda text, *_: text, rejected=())
     settings = SummarizerSettings(fallback=True)  # as in training

@@ -28,28 +28,35 @@ COMMANDS = commands_in(TEXT)
 LEFT_OUT = shutil.ignore_patterns("tests", "runs", "docs", "shared", ".*", "*.gz", "__pycache__")
 
 
-# One process, because the imports take longer than the commands.
+# One process, because the imports take longer than the commands. Its terminal has only ASCII.
 EVERY_COMMAND = """
 import ask, eval, papers, rewards, train
 from lab import ablate, claims
+from errors import run_main
 
-for run in RUNS:
-    train.main(run)
-rewards.main()
-papers.main()
-few = "--questions_per_step 4 --group_size 2 --trajectories_per_update 4".split()
-train.main(["--recipe", "mine", "--steps", "2", *few])
-train.main(["--recipe", "mine", "--steps", "3", "--resume", *few])
-eval.main("--recipe mine --questions 3".split())
-checkpoint = "runs/mine-world0-seed0/stage1/checkpoint-000003"
-eval.main(["--model", checkpoint, "--questions", "3", "--decoding", "paper"])
-ask.main(["--recipe", "mine"])
-ablate.main(["--table", "--output_dir", "nowhere"])
-small = {"steps": 1, "questions_per_step": 4, "group_size": 2, "trajectories_per_update": 4}
-claims.ARMS["new"] = claims.Arm("mine", 1, small)
-ablate.Options = lambda questions, **others: eval.Options(questions=3, **others)  # fewer questions
-ablate.run_arm("new", 0, "runs", "dev")
+def work():
+    for run in RUNS:
+        train.main(run)
+    rewards.main()
+    papers.main()
+    few = "--questions_per_step 4 --group_size 2 --trajectories_per_update 4".split()
+    train.main(["--recipe", "mine", "--steps", "2", *few])
+    train.main(["--recipe", "mine", "--steps", "3", "--resume", *few])
+    eval.main("--recipe mine --questions 3".split())
+    checkpoint = "runs/mine-world0-seed0/stage1/checkpoint-000003"
+    eval.main(["--model", checkpoint, "--questions", "3", "--decoding", "paper"])
+    ask.main(["--recipe", "mine"])
+    ablate.main(["--table", "--output_dir", "nowhere"])
+    small = {"steps": 1, "questions_per_step": 4, "group_size": 2, "trajectories_per_update": 4}
+    claims.ARMS["new"] = claims.Arm("mine", 1, small)
+    # Fewer questions than an arm asks.
+    ablate.Options = lambda questions, **others: eval.Options(questions=3, **others)
+    ablate.run_arm("new", 0, "runs", "dev")
+    print("UR\\xb2")
+
+run_main(work)
 """
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +86,7 @@ def output(tree, model) -> str:
 
 def run_in(tree, *words) -> str:
     """Returns the output of `python WORDS` in the copy."""
-    environment = ENVIRONMENT | {"PYTHONPATH": str(tree)}
+    environment = ENVIRONMENT | ASCII | {"PYTHONPATH": str(tree)}
     options = {"capture_output": True, "text": True, "timeout": 300, "env": environment}
     result = subprocess.run([sys.executable, *map(str, words)], cwd=tree, **options)
     assert result.returncode == 0, result.stderr[-2000:]

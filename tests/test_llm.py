@@ -25,8 +25,8 @@ from rollout import encode
 class Server(ScriptedServer):
     """Serves an OpenAI-compatible model.
 
-    `script(text)` returns a reply, or bytes or a status as for ScriptedServer. The client's first
-    request, the probe, gets `probe`. A GET of /v1/models returns `models`.
+    `script(text)` returns a reply, or what ScriptedServer takes: (status, body), bytes or None. The
+    client's first request, the probe, gets `probe`. A GET of /v1/models returns `models`.
     """
 
     def __init__(self, script=str.upper, models=None, probe="yes"):

@@ -22,7 +22,7 @@ from retrievers import dense
 
 
 def test_the_warm_up_writes_at_most_a_line_in_thirty_seconds_to_a_log_file(monkeypatch, capsys):
-    # tests/test_errors.py shows that a command whose stderr is a file sets this for all bars.
+    # tests/test_errors.py shows that a command sets this if its stderr is not a terminal.
     bar = partial(tqdm, mininterval=30)
     fakes = {"tqdm": bar, "backward": lambda *_: 1.0, "optimizers_of": lambda *_: {}}
     for name, fake in (fakes | {"slow_step": lambda _: None}).items():

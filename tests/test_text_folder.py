@@ -31,7 +31,7 @@ def test_a_short_text_is_one_passage_and_a_text_without_words_is_none():
     assert passages(" \n\n\t\n", "notes") == markdown("# Only a heading\n") == []
 
 
-def test_a_passage_takes_paragraphs_up_to_100_words_and_never_has_more_than_150():
+def test_a_passage_takes_paragraphs_until_it_has_100_words_and_never_more_than_150():
     # 60 + 60 reach 100. 90 stays alone because 90 + 70 would be 160. 70 + 50 reach 100, so the last
     # 40 are a passage of their own.
     assert lengths("\n\n".join(map(words, [60, 60, 90, 70, 50, 40]))) == [120, 90, 120, 40]

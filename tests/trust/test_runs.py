@@ -1,15 +1,12 @@
-"""A run survives a second run in its folder, a kill, odd lines of metrics and an ASCII terminal."""
+"""A run survives a second run in its folder, a kill and odd lines of metrics."""
 
-import io
 import os
-import sys
 
 import pytest
 from conftest import command_line, flags, message, rows_of, settings_for
 from processes import command, kill, wait_for
 
 import train
-from errors import run_main
 from formats.records import finished_records, write_records, write_text
 from plumbing.files import locked
 
@@ -60,23 +57,6 @@ def test_a_file_stays_as_it_was_if_rewriting_it_is_interrupted(tmp_path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         write_records(path, [{"new": 1}])
     assert path.read_text() == "old"
-
-
-@fault(151)
-def test_a_terminal_that_lacks_a_character_shows_its_escape(model, tmp_path, monkeypatch):
-    written = io.BytesIO()
-    for name in ("stdout", "stderr"):  # as Python opens them where LC_ALL is C
-        stream = io.TextIOWrapper(written, "ascii", "surrogateescape", write_through=True)
-        monkeypatch.setattr(sys, name, stream)
-
-    def work():
-        train.main(flags(model, tmp_path, "--steps 1"))
-        print("UR²")
-        print("⟦", file=sys.stderr)
-
-    run_main(work)
-    output = written.getvalue().decode("ascii")
-    assert "done: " in output and output.endswith("UR\\xb2\n\\u27e6\n")
 
 
 def test_a_process_can_lock_its_own_folder_again(tmp_path):
