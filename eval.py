@@ -53,7 +53,7 @@ class Options:
     inside = ""  # if --out is a folder: the name of a file in it
     split: str = setting("test", "split of the built-in world", one_of=("train", "dev", "test"))
     questions: int = setting(
-        100, "questions per kind, or drawn with the seed from a file; 0 = all", least=0
+        100, "number of questions per kind, or drawn from a file; 0 = all", least=0
     )
     samples: int = setting(1, "trajectories per question", least=1)
     references: str = setting(

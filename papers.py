@@ -173,8 +173,8 @@ _direct = _llama.stages[2] | {"direct_tasks": "math"}  # stage 1 is mathematics 
 UR2.variants["llama_8b_direct"] = replace(_llama, stages=_llama.stages | {2: _direct})
 UR2.variants.update(
     weak_stage1=varied(UR2_CHOICE, reward="ur2_weak", steps=80),  # Table 6
-    judge_partly=varied(UR2, partly=1.0),  # as its code
-    five_queries=varied(UR2, task_searches="qa=5"),  # its prompt for open questions
+    judge_partly=varied(UR2, partly=1.0),  # as in its released code
+    five_queries=varied(UR2, task_searches="qa=5"),  # its prompt says five
 )
 # Table 3; without stage 1 there is no bonus, and the tags are others (C.2).
 _no_bonus = replace(UR2_CHOICE, tiny={1: EVERYTHING | _summarised})
