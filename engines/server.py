@@ -389,7 +389,7 @@ def generate_on_server(policy, environment, trajectories, progress=None) -> None
         if progress:
             progress(len(rows) - len(asking))
     if turns.disagreed:
-        print(f"warning: {turns.disagreed} turns ended where our stop rule would not", file=sys.stderr)
+        print(f"warning: {turns.disagreed} turns ended where our rule would not", file=sys.stderr)
 
 
 # -------------------------------------------------------------------------------------- the command
