@@ -104,8 +104,9 @@ def test_rewards_protocols_papers_and_retrievers_are_added_by_their_diffs(tree, 
     assert row[1:] == ["+1.00", "+0.90", "+0.80", "+0.00", "-0.10", "-0.20"]
 
 
+@pytest.mark.fault(151)
 def test_every_command_accepts_the_new_paper(tree, output):
-    assert "this page" in output  # papers
+    assert "UR\\xb2" in output and "this page" in output  # papers
     folder = Path("runs/mine-world0-seed0/stage1")
     assert [row["step"] for row in rows_of(tree / folder)] == [0, 1, 2]
     settings = json.loads((tree / folder / "settings.json").read_text())
