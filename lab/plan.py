@@ -244,10 +244,8 @@ def report(case: Case, memory: float, given: dict) -> Iterator[str]:
             break
     if given["model"].upper() in SHAPES:
         given["model"] = "DIR"
-    sharding = "fsdp2" if case.share > 1 else "ddp"
-    several = f" --config_file configs/{sharding}.yaml --num_processes {case.gpus}" * (
-        case.gpus > 1
-    )
+    name = "fsdp2" if case.share > 1 else "ddp"
+    several = f" --config_file configs/{name}.yaml --num_processes {case.gpus}" * (case.gpus > 1)
     launch = f"accelerate launch{several} train.py{in_flags(FILES | given)}"
     yield launch if fits else f"more GPUs: --gpus {2 * case.gpus}"
 

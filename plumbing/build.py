@@ -238,7 +238,7 @@ def wait_for_all(state: TrainState, doing: str) -> None:
         store.add(f"meetings of {rank}", 1)
         state.accelerator.wait_for_everyone()
 
-    def name_missing() -> None:  # every process has one that checks it
+    def name_missing() -> None:  # each process is checked by another
         if store.add(f"meetings of {neighbour}", 0) < store.add(f"meetings of {rank}", 0):
             print(
                 f"waiting for process {neighbour}, which {doing} or does not answer ({PATIENCE} "

@@ -39,7 +39,8 @@ def work():
         train.main(run)
     rewards.main()
     papers.main()
-    few = "--questions_per_step 4 --group_size 2 --trajectories_per_update 4".split()
+    small = {"questions_per_step": 4, "group_size": 2, "trajectories_per_update": 4}
+    few = [f"--{name}={value}" for name, value in small.items()]
     train.main(["--recipe", "mine", "--steps", "2", *few])
     train.main(["--recipe", "mine", "--steps", "3", "--resume", *few])
     eval.main("--recipe mine --questions 3".split())
@@ -47,8 +48,7 @@ def work():
     eval.main(["--model", checkpoint, "--questions", "3", "--decoding", "paper"])
     ask.main(["--recipe", "mine"])
     ablate.main(["--table", "--output_dir", "nowhere"])
-    small = {"steps": 1, "questions_per_step": 4, "group_size": 2, "trajectories_per_update": 4}
-    claims.ARMS["new"] = claims.Arm("mine", 1, small)
+    claims.ARMS["new"] = claims.Arm("mine", 1, small | {"steps": 1})
     # Fewer questions than an arm asks.
     ablate.Options = lambda questions, **others: eval.Options(questions=3, **others)
     ablate.run_arm("new", 0, "runs", "dev")

@@ -23,9 +23,13 @@ from retrievers import dense
 
 def test_the_warm_up_writes_at_most_a_line_in_thirty_seconds_to_a_log_file(monkeypatch, capsys):
     # tests/test_errors.py shows that a command sets this if its stderr is not a terminal.
-    bar = partial(tqdm, mininterval=30)
-    fakes = {"tqdm": bar, "backward": lambda *_: 1.0, "optimizers_of": lambda *_: {}}
-    for name, fake in (fakes | {"slow_step": lambda _: None}).items():
+    fakes = {
+        "tqdm": partial(tqdm, mininterval=30),
+        "backward": lambda *_: 1.0,
+        "optimizers_of": lambda *_: {},
+        "slow_step": lambda _: None,
+    }
+    for name, fake in fakes.items():
         monkeypatch.setattr(sft, name, fake)
     sft.train_sft(torch.nn.Linear(1, 1), lambda step: [], sft.SFTSettings(200, 0.1))
     output = capsys.readouterr().err

@@ -174,8 +174,8 @@ class Hop:
 
 @dataclass(frozen=True)
 class Task:
-    """A question, the hops to its answer, and the answer: the value of `relation`, "" for units and
-    sums. `guess` is a random value of the answer's kind; "" for known facts and sums.
+    """A question, the hops to its answer, and the answer. `relation` is the one whose value the
+    answer is, "" for units and sums; `guess` is a random value like it, "" for known facts, sums.
     """
 
     question: str
