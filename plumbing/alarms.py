@@ -1,11 +1,11 @@
-"""Alarms: signs in the metrics of the last steps that a run may not be learning.
+"""Raises alarms if the metrics of the last steps suggest that a run is not learning.
 
     alarms(records, settings)          {name: the likely cause, and what to do}
-    python train.py --dry_run ...      runs one step and prints what it saw, with all its alarms
+    python train.py --dry_run ...      runs one step, prints a report on it and all of its alarms
 
-Most alarms need three steps in a row. A run raises each alarm once: it is printed and written into
-the step's record, so a resumed run does not repeat it. Left out: what a user may want, such as a
-low entropy.
+The condition of most alarms must hold for three steps in a row. A run raises each alarm once: it is
+printed and written into the step's record, so a resumed run does not repeat it. Left out: alarms
+for values that a user may want, such as a low entropy.
 """
 
 from collections import defaultdict
@@ -17,8 +17,8 @@ import torch
 from rollout import Environment
 from settings import Settings
 
-PATIENCE = 3  # steps in a row
-WINDOW = 10  # steps that are compared: an older and a newer half
+PATIENCE = 3  # the condition of most alarms must hold for this many steps in a row
+WINDOW = 10  # steps of a trend: the last five are compared with the five before them
 MOST_FAILED = 0.5  # a run stops if a search failed in more than this share of a step's trajectories
 ADVICE = {
     "equal_groups": "in no group did the rewards differ, so nothing was learned: the questions are"
@@ -31,20 +31,22 @@ ADVICE = {
     " documents help the model at all?",
     "seen": "a third of the documents were already in the same trajectory: the corpus is small, or"
     " the queries are nearly the same",
-    "gold_recall": "for most questions no document contains an answer: does the corpus have them?",
+    "gold_recall": "for most questions no document contains an answer: is the corpus the right one"
+    " for these questions?",
     "retriever_down": "a tenth of the searches failed: is the retriever running, and is --timeout"
     " long enough?",
     "retriever_slow": "searching takes a third of the step: run the retriever on its own machine",
     "judge_slow": "computing rewards takes a third of the step: run the judge on its own machine,"
-    " or reward a metric instead",
+    " or choose a reward that needs no judge",
     "truncated": "most trajectories were cut off: raise --max_turn_tokens or --max_context",
-    "length": "the model thinks half as long again, and its answers are not better: lower"
-    " --max_turn_tokens",
+    "length": "the model's thoughts are 1.5 times as long as before, and its answers are not"
+    " better: lower --max_turn_tokens",
     "repetition": "a tenth of the trajectories repeat themselves: lower --lr or raise --kl_coef",
     "malformed_tags": "half of the texts have a tag that is not closed, or was not opened: train"
     " the model on examples first: python -m lab.distil traces",
     "reward_hacked": "the reward rises while exact match falls: which term of the reward grows?",
-    "reward_size": "a reward is in the thousands, so the others do not count: which term is it?",
+    "reward_size": "a reward is in the thousands, so smaller ones no longer matter: which term is"
+    " it?",
     "logprob_gap": "the sampler's log-probs differ from the trainer's: try --engine hf or"
     " --mismatch sequence",
     "mismatch_cut": "most tokens are outside the bounds of --mismatch: the sampler's policy is not"
@@ -53,9 +55,9 @@ ADVICE = {
     "kl_spike": "the KL is ten times its median: lower --lr, or set --warmup_ratio",
     "grad_spike": "the gradient norm is ten times its median: look at this step, or lower --lr",
 }
-# Alarms that are raised if the metric of the same name is above a limit.
+# These alarms are raised if the metric of the same name is above the limit.
 LIMITS = {"truncated": 0.5, "repetition": 0.1, "malformed_tags": 0.5, "mismatch_cut": 0.5}
-# Raised after a single step. The others must hold for PATIENCE steps.
+# These alarms are raised after a single step. All others must hold for PATIENCE steps.
 AT_ONCE = ("kl_spike", "grad_spike", "length", "reward_hacked", "reward_size", "likelihood")
 
 
@@ -70,13 +72,14 @@ def alarms(records: list[dict], settings: Settings, patience: int = PATIENCE) ->
 
 
 def signs(records: list[dict], s: Settings) -> Iterator[str]:
-    """Yields the alarms whose condition holds in the newest record. A metric that it lacks counts
-    as 0, except the recall of gold answers. `reward_hacked` needs a reward for answers, which
-    stage 1 may not have.
+    """Yields the alarms whose condition holds in the newest record. A metric that the record lacks
+    counts as 0, but `gold_recall` as 1, because a low value of it raises an alarm.
+    `reward_hacked` needs a reward for answers, which a stage 1 may not have.
 
-    logprob_gap: the limit is 1e-3. If a --mismatch correction is on, because sampler and trainer
-    differ in precision or engine, it is three times the gap of step 0, kept between 1e-3 and 0.1.
-    The gap shows different arithmetic; old weights hardly change it.
+    logprob_gap: the limit is 1e-3. A --mismatch correction is on where sampler and trainer differ
+    in precision or engine; the limit is then three times the gap of step 0, but at least 1e-3 and
+    at most 0.1. The gap shows different arithmetic; it hardly shows that a server sampled with
+    outdated weights.
     """
     r = defaultdict(float, records[-1])
     third = (r["rollout_seconds"] + r["reward_seconds"] + r["update_seconds"]) / 3
@@ -87,7 +90,7 @@ def signs(records: list[dict], s: Settings) -> Iterator[str]:
     corrected = median([1e-3, 3 * records[0].get("logprob_gap", 1.0), 0.1])
     if r["logprob_gap"] > (corrected if "mismatch_ess" in r else 1e-3):
         yield "logprob_gap"
-    # A step whose rewards are all equal lacks the metric: it counts as no progress.
+    # A step whose rewards are all equal lacks the metric, and counts as a step without progress.
     stalled = sum(row.get("likelihood_later", 0) <= 0 for row in records[-WINDOW:])
     if stalled == WINDOW and "likelihood_later" in r:
         yield "likelihood"
@@ -122,7 +125,9 @@ def signs(records: list[dict], s: Settings) -> Iterator[str]:
 
 
 def shift(records: list[dict], name: str) -> tuple[float, float]:
-    """Returns (mean of the newer half / mean of the older, their difference in standard errors)."""
+    """Compares the older and the newer half of the last WINDOW values of a metric. Returns (newer
+    mean / older mean, newer mean − older mean in standard errors); (1, 0) if values are missing.
+    """
     values = [record[name] for record in records[-WINDOW:] if name in record]
     old, new = values[: WINDOW // 2], values[WINDOW // 2 :]
     if len(values) < WINDOW:
@@ -132,8 +137,9 @@ def shift(records: list[dict], name: str) -> tuple[float, float]:
 
 
 def spikes(records: list[dict], name: str, least: float = 0.0) -> bool:
-    """Returns whether a metric is above ten times its median of the last steps. Zeros are left out
-    of the median: a step whose rewards are all equal has no gradient.
+    """Returns whether a metric's newest value is above `least` and above ten times the median of
+    the WINDOW steps before. The median leaves out zeros, because a step whose rewards are all equal
+    has no gradient.
     """
     earlier = [record[name] for record in records[-WINDOW - 1 : -1] if record.get(name)]
     newest = records[-1].get(name, 0.0)
@@ -141,7 +147,7 @@ def spikes(records: list[dict], name: str, least: float = 0.0) -> bool:
 
 
 def report(r: dict, sampled, environment: Environment) -> Iterator[str]:
-    """Yields the lines of --dry_run: what one step's metrics predict about a run."""
+    """Yields the lines that --dry_run prints: what its one step predicts about the whole run."""
     prompts, s = [len(t.prompt_ids) for t in sampled.trajectories], environment.settings
     longest = max(map(environment.max_trajectory_tokens, sampled.trajectories))
     yield (
@@ -153,19 +159,23 @@ def report(r: dict, sampled, environment: Environment) -> Iterator[str]:
     yield f"queries: {wrote} in {count} trajectories, of which {r['searched']:.0%} searched"
     if ran:
         each = f"in {r['search_seconds']:.2g} s, at most {r['slowest_search_seconds']:.2g} s each"
-        held = f"; a gold answer for {r['gold_recall']:.0%}" if "gold_recall" in r else ""
+        held = (
+            f"; questions whose documents contain an answer: {r['gold_recall']:.0%}"
+            if "gold_recall" in r
+            else ""
+        )
         yield f"searches: {good} of {ran} found something, {each}{held}"
     equal = round(count // s.group_size * r["frac_reward_zero_std"])
     yield f"groups: {equal} of {count // s.group_size} have equal rewards; mean {r['reward']:.2f}"
     if "logprob_gap" in r:
-        yield f"log-probs: sampled and scored ones differ by {r['logprob_gap']:.1e}"
+        yield f"log-probs: the sampler's and the trainer's differ by {r['logprob_gap']:.1e}"
     seconds = r["rollout_seconds"] + r["reward_seconds"] + r["update_seconds"]
     seconds *= s.questions_per_step * s.group_size * sampled.draws / count
     yield (
-        f"time: about {seconds:.1f} s a step of {s.questions_per_step} questions, {s.steps} "
-        f"steps {seconds * s.steps / 3600:.1f} hours"
+        f"time: about {seconds:.1f} s for a step of {s.questions_per_step} questions; all "
+        f"{s.steps} steps take {seconds * s.steps / 3600:.1f} hours"
     )
     if torch.cuda.is_available():
         yield f"GPU memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at its peak"
     raised = [f"alarm: {sentence}" for sentence in alarms([r], s, patience=1).values()]
-    yield from raised or ["nothing found that would keep it from learning"]
+    yield from raised or ["nothing found that would keep the run from learning"]

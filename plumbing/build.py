@@ -1,4 +1,4 @@
-"""Builds what the settings name, for training and evaluation: search, models, processes."""
+"""Builds the parts that a training run or an evaluation needs: search, models, processes."""
 
 import contextlib
 import copy
@@ -56,7 +56,7 @@ from update import TrainState, updates_of
 from world.toy import load_reader, load_toy
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
-QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of all cores in a period, and the period
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # CPU microseconds allowed in a period, and its length
 PATIENCE = 60  # seconds after which a process names the one that it waits for
 LAUNCHERS = (b"accelerate", b"torchrun", b"torch.distributed", b"lab.ablate")
 
@@ -79,11 +79,11 @@ def build_search(
 ) -> SearchFunction:
     """Returns the search function, which calls the retriever and the summariser.
 
-    log       training: file for the notes that a summarising model writes
-    protocol  default: that of the settings
+    log       file to which a summarising model's summaries are appended in training
+    protocol  the protocol to use; by default the one that the settings name
     """
     protocol = protocol or build_protocol(settings)
-    if protocol.query_tags is None:  # the references come with the question
+    if protocol.query_tags is None:  # nothing is searched: the references come with the question
         settings = dataclasses.replace(settings, retriever="empty", summarizer="none")
     retriever = make_retriever(
         documents, settings, settings.seed, settings.timeout, str(device), settings.output_dir
@@ -92,9 +92,9 @@ def build_search(
     llms = {name: load_llm(name, settings, device=device) for name in names}
     summarizer = make_summarizer(settings, protocol, llms, log)
     search = make_search(retriever, summarizer, settings.documents_per_search)
-    if llms:  # the limit grows by the time that all attempts of the models may take
+    if llms:  # all attempts of the models add to the time that a search may take
         retrieval_seconds = getattr(search, "seconds", lambda _: 0.0)
-        attempts = (RETRIES + 1) * settings.timeout  # seconds of one request
+        attempts = (RETRIES + 1) * settings.timeout  # seconds that one request may take
 
         def seconds(requests: list) -> float:
             rounds = sum(-(-len(requests) // llm.at_once) for llm in llms.values())
@@ -105,7 +105,7 @@ def build_search(
 
 
 def load_model(settings: Settings, path: str, device="cpu", frozen=False, in_8bit=False) -> tuple:
-    """Returns (policy, tokenizer) from `path`; "" means the built-in ones."""
+    """Returns (policy, tokenizer) from `path`; "" means the built-in model."""
     if path:
         return load_policy(path, device, settings, frozen, in_8bit, settings.seed)
     protocol, name = PROTOCOLS[settings.protocol], settings.toy_init
@@ -137,9 +137,10 @@ def build_other_models(settings: Settings, documents: list[Document], device) ->
 
 
 def build_embedder(settings: Settings, documents: list[Document], device) -> Callable:
-    """Returns a function: the trajectories of a step -> (queries -> vectors), for When to Search's
-    similarity. TF-IDF needs a corpus. With --retriever http nobody has it, so the questions and
-    results of the step replace it; a query's word that is in none of them counts as invented.
+    """Returns a function that maps a step's trajectories to an embedder (texts -> vectors), which
+    compares queries in When to Search's reward. TF-IDF counts words in the corpus. With --retriever
+    http the corpus is on another machine, so the questions and search results of the step replace
+    it; a query's word that occurs in none of them does not count.
     """
     embed = None
     if settings.embedder != "tfidf":
@@ -159,15 +160,15 @@ def build_embedder(settings: Settings, documents: list[Document], device) -> Cal
 
 def load_other(settings: Settings, name: str, device="cpu") -> LLM:
     """Returns the model of --judge or --reader, with its section of --prompt_file."""
-    instruction = prompt_sections(settings).get(name, "")  # may raise: before a model is loaded
+    instruction = prompt_sections(settings).get(name, "")  # first, because it may raise
     llm = load_llm(getattr(settings, name), settings, device=device)
     llm.instruction = instruction
     return llm
 
 
 def build_judge(settings: Settings, device="cpu", sees: str = "") -> Judge | None:
-    """Returns the judge, if there is one. `sees` is one of JUDGE_SEES: what it sees of a question;
-    "" is the protocol's choice.
+    """Returns the judge, or None without --judge. `sees`, one of JUDGE_SEES, chooses the text that
+    it gets about an open question; "" means the protocol's choice.
     """
     sees = sees or PROTOCOLS[settings.protocol].judge_sees
     return Judge(load_other(settings, "judge", device), sees) if settings.judge else None
@@ -195,20 +196,20 @@ def build_environment(
 
 
 def choose_generate(settings: Settings):
-    """Returns the function that samples: in slots, by plain `generate`, or on servers."""
+    """Returns the function that samples trajectories: on servers, by HF `generate`, or in slots."""
     if on_servers(settings):
         return generate_on_server
     return generate_by_turns if settings.engine == "hf" else generate_in_slots
 
 
 def make_accelerator(settings: Settings) -> Accelerator:
-    """Returns the accelerator. A process waits for the others as long as all searches of one may
-    take, and half an hour more.
+    """Returns the accelerator. Its timeout, after which a process that waits for the others gives
+    up, is the time that all searches of one process may take, plus half an hour.
     """
     rows = max(settings.questions_per_step * settings.group_size, settings.eval_questions)
     has_models = settings.judge or settings.reader or models_in(settings.summarizer)
     rounds = 4 + bool(has_models) * rows // THREADS
-    if on_servers(settings):  # a server may not answer
+    if on_servers(settings):  # a sampling request waits this much longer for its server
         rounds += settings.max_turn_tokens * SLOWEST / settings.timeout
     searching = (settings.max_searches + 1) * rounds * (RETRIES + 1) * settings.timeout
     if settings.report_to and settings.report_to not in map(str, get_available_trackers()):
@@ -221,11 +222,12 @@ def make_accelerator(settings: Settings) -> Accelerator:
 
 
 def wait_for_all(state: TrainState, doing: str) -> None:
-    """Waits until all processes arrive; after PATIENCE seconds it names one that has not.
+    """Waits until all processes have called it; after PATIENCE seconds it names one that has not.
 
     Trap: a collective waits in C++, where Python runs no signal handler. So a thread waits in it,
-    and the main thread waits for that thread. SIGTERM ends the first process at once; any other
-    gives the rest PATIENCE seconds, in which the step may still be finished and saved.
+    and the main thread waits for that thread. After SIGTERM the main process saves and ends at
+    once, if it can (`saved_on_error`). Any other process goes on for PATIENCE seconds, in which the
+    step may still be finished and saved.
     """
     if state.accelerator.num_processes == 1:
         return
@@ -238,7 +240,7 @@ def wait_for_all(state: TrainState, doing: str) -> None:
         store.add(f"meetings of {rank}", 1)
         state.accelerator.wait_for_everyone()
 
-    def name_missing() -> None:  # each process is checked by another
+    def name_missing() -> None:  # each process checks only the one before it
         if store.add(f"meetings of {neighbour}", 0) < store.add(f"meetings of {rank}", 0):
             print(
                 f"waiting for process {neighbour}, which {doing} or does not answer ({PATIENCE} "
@@ -248,10 +250,10 @@ def wait_for_all(state: TrainState, doing: str) -> None:
 
     thread = start_thread(arrive, errors.append)
     seconds, seconds_since_signal = 0, 0
-    while thread.join(1) or thread.is_alive():  # signal handlers run within `join`
+    while thread.join(1) or thread.is_alive():  # Python runs signal handlers during this `join`
         seconds += 1
         seconds_since_signal += bool(state.run and state.run.signals)
-        if seconds == PATIENCE:  # in a thread, because a stopped store does not answer either
+        if seconds == PATIENCE:  # in a thread, because the store hangs if its process has stopped
             start_thread(name_missing, [].append)
         if seconds_since_signal > PATIENCE:
             raise_terminated(*state.run.signals)
@@ -260,8 +262,8 @@ def wait_for_all(state: TrainState, doing: str) -> None:
 
 
 def check_processes(processes: int) -> None:
-    """Refuses a run whose processes do not find each other: on CPUs each of torchrun's processes
-    would train alone.
+    """Raises an InputError if the processes have not found each other: on CPUs, each process that
+    torchrun starts would otherwise train alone.
     """
     started = rank_of("WORLD_SIZE", 1)
     if started != processes:
@@ -272,11 +274,13 @@ def check_processes(processes: int) -> None:
 
 
 def set_threads() -> None:
-    """Shares the cores among the processes of this machine. The number of threads does not depend
-    on the machine's load, because it changes the last digits. A user's own OMP_NUM_THREADS wins.
+    """Shares the cores among the processes of this machine. The number of threads changes the last
+    digits of the results, so it does not depend on the machine's load. A user's own
+    OMP_NUM_THREADS wins.
 
-    Trap: launchers set that variable too. `torchrun` sets 1, `accelerate launch` 1 or all cores,
-    and a CPU run would then use one core, or all of them in every process.
+    Trap: launchers set that variable too, and their values are ignored. `torchrun` sets 1, so a CPU
+    run would use one core. `accelerate launch` sets 1, or divides all of the machine's cores among
+    the processes even if a container may use only some of them.
     """
     processes = rank_of("LOCAL_WORLD_SIZE", 1)
     asked = os.environ.get("OMP_NUM_THREADS")
@@ -291,15 +295,16 @@ def usable_cores() -> int:
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError, ValueError):  # not Linux, or "max": unlimited
+    with contextlib.suppress(OSError, ValueError):  # not on Linux, or the quota is "max": no limit
         quota, period = map(int, QUOTA.read_text().split())
         cores = min(cores, math.ceil(quota / period))
     return cores
 
 
 def prepare_process(settings: Settings) -> None:
-    """Sets the number of threads and the link to the launcher. --deterministic makes a GPU's
-    numbers reproducible, with a warning where it cannot; those of a CPU always are.
+    """Sets the number of threads, and lets this process end when its launcher ends. --deterministic
+    makes a GPU's numbers reproducible, and torch warns about operations where it cannot; a CPU's
+    numbers are always reproducible.
     """
     end_with_launcher()
     if settings.deterministic:
@@ -309,8 +314,8 @@ def prepare_process(settings: Settings) -> None:
 
 
 def end_with_launcher() -> None:
-    """Ends this process with its launcher (Linux only): after a kill -9 of the launcher it would go
-    on training unseen.
+    """Makes the kernel end this process when its launcher ends (Linux only). Otherwise the process
+    would go on training unseen after a kill -9 of the launcher.
     """
     with contextlib.suppress(OSError, AttributeError):
         started_by = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
@@ -353,14 +358,14 @@ def build_state(settings: Settings) -> TrainState:
     attempts = 1 + settings.max_resample * (settings.algorithm == "dapo")
     stream = QuestionStream(trained_on, settings, attempts)
     documents = load_documents(settings, questions)
-    # Not under the barrier below: vectors of a large corpus take hours.
     log = "" if settings.dry_run else str(Path(settings.output_dir, SUMMARY_LOG))
-    # In training a query that asks for no fact gets the fallback.
+    # In training a query that asks for no fact gets the fallback. The search is built outside the
+    # barrier below, because encoding a large corpus takes hours.
     search = build_search(dataclasses.replace(settings, fallback=True), documents, device, log)
     in_8bit, served = "base" in frozen_in_8bit(settings), on_servers(settings)
-    # A resumed LoRA run loads its first weights; trainer.pt has the adapters that it learned.
+    # A resumed LoRA run loads the weights that it began with; trainer.pt has the trained adapters.
     path = first_model(settings) if settings.lora_rank else start
-    with accelerator.local_main_process_first():  # one process makes the built-in models
+    with accelerator.local_main_process_first():  # it makes the built-in models, the others load
         policy, tokenizer = load_model(settings, path, device, in_8bit=in_8bit)
         others = build_other_models(settings, documents, device) if main else None
     check_alike(policy, os.path.basename(start) if settings.resume else "")
@@ -374,7 +379,8 @@ def build_state(settings: Settings) -> TrainState:
             policy.fleet.check()
     copies = wants_copy(settings.sampling_copy, device, in_8bit)
     recompute = device.type != "cpu" or copies or served or not settings.mask_documents
-    auto = "token" if recompute and settings.mask_documents else "none"  # documents have no ρ
+    # Documents are not sampled, so they have no ρ = π_old / μ.
+    auto = "token" if recompute and settings.mask_documents else "none"
 
     def sampler():
         return to_serve(policy, state.version) if served else to_sample_with(policy, copies)
@@ -394,17 +400,20 @@ def build_state(settings: Settings) -> TrainState:
 
 
 def make_critic(settings: Settings, policy: Policy) -> ppo.Critic | None:
-    """Returns PPO's critic. Each stage has a new one, because another reward has other values."""
+    """Returns a new critic if the algorithm is PPO. A stage does not take over the critic of the
+    stage before, because a different reward has different values.
+    """
     if settings.algorithm == "ppo":
         return ppo.Critic(copy.deepcopy(policy.language_model.base_model))
 
 
 def hint_at_summaries(settings: Settings) -> None:
-    """Warns about UR² on own data without a summariser (its Table 6 and section 6.1)."""
+    """Warns if UR² trains on a user's data without a summariser (UR² Table 6 and section 6.1)."""
     if settings.data and settings.reward.startswith("ur2") and settings.summarizer == "none":
         print(
             "--summarizer none: documents are shown as they are, and no query gets the fallback. "
-            "In the paper that cost up to 2 points of F1, and multiple choice stopped searching",
+            "In the paper this cost up to 2 points of F1, and the model stopped searching for "
+            "multiple-choice questions",
             file=sys.stderr,
         )
 
@@ -420,27 +429,28 @@ def check_shares(settings: Settings, processes: int) -> None:
 
 
 def spread_over(accelerator: Accelerator, sharding: str, optimizer: str, module, lr: float):
-    """Returns (the module that an update calls, its optimizer), with all weights on every process
-    or a part on each.
+    """Returns (the module that an update calls, its optimizer). With DDP every process holds all
+    weights; with any other `sharding` each process holds a part.
     """
     if sharding != "ddp":
         model = shard(module, sharding, accelerator.num_processes)
     else:
         if accelerator.num_processes > 1:
             for weight in filter(lambda weight: weight.requires_grad, module.parameters()):
-                weight.grad = torch.zeros_like(weight)  # DDP turns it into a view of its bucket
+                # DDP turns this gradient into a view of its bucket, so there is no second copy.
+                weight.grad = torch.zeros_like(weight)
         model = accelerator.prepare_model(module)
     return model, make_optimizer(module, optimizer, lr)
 
 
 def first_model(settings: Settings) -> str:
-    """Returns the model that this stage began with, also in a resumed run."""
+    """Returns the path of the model that this stage began with, also in a resumed run."""
     return starting_model(dataclasses.replace(settings, resume=False))[0]
 
 
 def load_reference(settings: Settings, device) -> Policy | None:
-    """Returns π_ref, the frozen model that this stage began with; with LoRA it is the policy's own
-    base.
+    """Returns π_ref, the frozen model that this stage began with. Returns None without a KL term,
+    and with LoRA, because π_ref is then the policy without its adapters.
     """
     if not settings.kl_coef or settings.lora_rank:
         return None

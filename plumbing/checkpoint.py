@@ -1,6 +1,7 @@
-"""Checkpoints: the policy as a directory that Hugging Face loads, and beside it trainer.pt.
+"""Saves and restores checkpoints: a model's directory as Hugging Face loads it, with trainer.pt.
 
-trainer.pt   step, the optimizer's moments; with LoRA the matrices A and B; with PPO the critic
+trainer.pt   step, the optimizer's moments; with LoRA the matrices A and B; with PPO the critic and
+             its optimizer's moments
 """
 
 import contextlib
@@ -38,9 +39,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 
 
 def lock_stages(stages: list[Settings]):
-    """Locks the folders of several stages until the returned locks are dropped: while one stage is
-    trained, nobody may rename the folder of another. Only the main process locks them; the others
-    join each run.
+    """Locks the folders of several stages until the returned locks are dropped, so that no other
+    run renames a stage's folder while another stage is trained. Only the main process does this;
+    the other processes lock a stage's folder in `Run.open`.
     """
     if os.environ.get("RANK", "0") == "0" and len(stages) > 1:
         return [locked(stage_folder(settings)) for settings in stages]
@@ -48,15 +49,17 @@ def lock_stages(stages: list[Settings]):
 
 @contextlib.contextmanager
 def as_command(settings: Settings) -> Iterator[None]:
-    """Runs one stage as a command: prints its settings, and the last checkpoint if a signal ends
-    it.
+    """Runs one stage as a command: prints the stage's settings at the start and, if a signal ends
+    it, the path of its last checkpoint.
     """
-    # One process speaks for all. Trap: PartialState() first would ignore ACCELERATE_USE_CPU.
+    # The accelerator prints in one process only. Trap: if PartialState() were created before it,
+    # ACCELERATE_USE_CPU would be ignored.
     print_once, folder = make_accelerator(settings).print, stage_folder(settings)
     check_output(folder / "settings.json", "--output_dir")
     files = "" if settings.dry_run else f"\n  (all of them: {folder}/settings.json)"
     print_once(shown_settings(settings) + files)
-    handled = [n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN]  # nohup ignores SIGHUP
+    # A signal that is ignored stays ignored, such as SIGHUP under nohup.
+    handled = [n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
     before = [signal.signal(number, raise_terminated) for number in handled]
     try:
         yield
@@ -70,7 +73,8 @@ def as_command(settings: Settings) -> Iterator[None]:
         sys.exit(128 + number)
     finally:
         list(map(signal.signal, handled, before))
-    gc.collect()  # FSDP2's modules refer to each other: the evaluation needs their memory
+    # The evaluation needs the memory of FSDP2's modules, which are in reference cycles.
+    gc.collect()
     if not settings.dry_run:
         held_out = " --data HELD_OUT_FILE" if settings.data else ""
         print_once(f"done: {folder} (python eval.py --model {best_checkpoint(folder)}{held_out})")
@@ -89,7 +93,9 @@ def open_run(run: Run, state: TrainState) -> int:
 
 
 def check_room(run: Run, state: TrainState) -> None:
-    """Checks the disk space for weights and two moments, before the run and before each save."""
+    """Checks that the disk has room for the weights and Adam's two moments. It is called before the
+    run and before each save.
+    """
     moments = 8 if state.settings.optimizer == "adamw" else 2
     modules = [state.policy, *filter(None, [state.critic])]
     weights = [p for module in modules for p in module.parameters()]
@@ -126,9 +132,9 @@ def save(run: Run, state: TrainState, step: int) -> None:
 
 
 def save_if_due(run: Run, state: TrainState, record: dict) -> None:
-    """Saves a checkpoint if one is due after this step, or if any process got SIGTERM. If searches
-    failed in more than MOST_FAILED of its trajectories, the step made no update: the state after
-    the step before is saved, and the run ends on all processes.
+    """Saves a checkpoint if one is due after this step, or if any process got a signal. If a search
+    failed in more than MOST_FAILED of the step's trajectories, the step made no update; the
+    checkpoint then counts only the steps before it, and the run ends on all processes.
     """
     step = record["step"]
     if record["failed_rows"] > MOST_FAILED:
@@ -147,20 +153,21 @@ def save_if_due(run: Run, state: TrainState, record: dict) -> None:
 
 @contextlib.contextmanager
 def saved_on_error(run: Run, state: TrainState, step: int) -> Iterator[None]:
-    """Saves the finished steps if sampling or scoring ends in an error or a signal: they change no
-    weights. Of several processes the first saves; if weights are sharded it cannot.
+    """Saves the finished steps if an error or a signal ends sampling or scoring. These change no
+    weights, so the state is still that after the last update. Of several processes only the main
+    one saves; if the weights are sharded, it cannot save alone.
     """
     saves = run.main and (state.accelerator.num_processes == 1 or not in_parts(state.policy))
     try:
         run.may_stop_now = saves
-        if saves and run.signals:  # the signal came while the step before was saved
+        if saves and run.signals:  # a signal came while the last checkpoint was being saved
             raise_terminated(*run.signals)
         yield
     except (Exception, Terminated):
         run.may_stop_now = False  # another signal must not break the saving
         if step and saves:
             save(run, state, step)
-        if run.signals:  # another process may have got it first, and be gone
+        if run.signals:  # the error may come from a process that the signal ended before this one
             raise_terminated(*run.signals)
         raise
     finally:
@@ -172,7 +179,7 @@ def resume(run: Run, state: TrainState) -> int:
     settings, path = run.settings, starting_model(run.settings)[0]
     hint = "leave --resume out to start again"
     trainer_state, saved = read_state(path), saved_settings(path)
-    for name in ("lora_rank", "optimizer"):  # a paged optimizer has the moments of the other
+    for name in ("lora_rank", "optimizer"):  # paged_adamw8bit has the same moments as adamw8bit
         ours, theirs = (str(getattr(s, name)).removeprefix("paged_") for s in (settings, saved))
         if ours != theirs:
             raise InputError(
@@ -200,8 +207,8 @@ def resume(run: Run, state: TrainState) -> int:
 
 
 def read_state(path: str) -> dict:
-    """Reads trainer.pt. mmap: 8 processes share one copy of the file in memory; the moments of a 7B
-    model are 57 GiB. weights_only: a pickle may run any code.
+    """Reads trainer.pt. mmap lets 8 processes share one copy of the file in memory, because the
+    moments of a 7B model are 57 GiB. weights_only is set because a pickle could run any code.
     """
     try:
         trainer_state = torch.load(
