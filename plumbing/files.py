@@ -1,8 +1,9 @@
-"""The files of a run and its lines on the console. Only the main process writes.
+"""Writes the files of a run and its lines on the console. Only the main process writes.
 
-A run may be killed at any moment, so a line of metrics is written at once, and a checkpoint gets
-the final name when it is complete. Predictions are stored together with the settings, weights and
-questions that they were made with. Files of an earlier run are renamed, never overwritten.
+A run may be killed at any moment, so each line of metrics is written at once, and a checkpoint gets
+its final name only when it is complete. Predictions are reused only if the settings, weights,
+questions and documents are the same as before. Files of an earlier run are renamed, never
+overwritten.
 """
 
 import contextlib
@@ -47,18 +48,19 @@ from trajectory import Trajectory, show
 SHOW_EVERY = 5  # steps between decoded trajectories on the console
 TRAINING_HOLDS_IT = "trains in {}: wait for it, end it, or name this run with --run_name"
 EVALUATION_HOLDS_IT = "writes {}: wait for it, or name another with --out"
-# The locks of this process, by path. Process numbers cannot tell: in two containers both may be 1.
+# The locks of this process, by path. The process number in a lock file does not show who holds the
+# lock, because in two containers both processes may have the number 1.
 HELD_LOCKS = weakref.WeakValueDictionary()
 
 
 def flags_of_run(settings: Settings) -> list[str]:
-    """Returns the flags that lead to the same run."""
+    """Returns the flags with which another command finds this run."""
     names = ("recipe", "variant", "run_name", "output_dir", "seed", "world_seed")
     return [f"--{name}={getattr(settings, name)}" for name in names]
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Returns the checkpoints, the oldest first. A name ending in .partial is incomplete."""
+    """Returns the complete checkpoints, the oldest first. An incomplete one is named .partial."""
     return sorted(path for path in folder.glob("checkpoint-*") if step_of(path) and path.is_dir())
 
 
@@ -69,7 +71,9 @@ def step_of(path: Path) -> int:
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """Returns the last undamaged checkpoint and prints a line on each later, damaged one."""
+    """Returns the last undamaged checkpoint, or None if the folder has no checkpoint. Prints a line
+    about each damaged checkpoint after it.
+    """
     paths = checkpoints(folder)
     for path in reversed(paths):
         if not (damage := wrong_with(path, step_of(path))):
@@ -77,31 +81,34 @@ def newest_whole(folder: Path) -> Path | None:
         tell(f"{path} is passed over: {damage}")
     if paths:
         raise InputError(
-            f"{folder}: no whole checkpoint is there: start from the beginning; --model "
-            f"{paths[-1]} uses that one's weights alone"
+            f"{folder}: no whole checkpoint is there: start from the beginning, or with --model "
+            f"{paths[-1]} from the last one's weights"
         )
     return None
 
 
 def best_checkpoint(folder: Path) -> Path:
-    """Returns the first checkpoint with the best eval/em; without --eval_every the last one."""
+    """Returns the first of the checkpoints with the best eval/em, or the last checkpoint if there
+    was no --eval_every.
+    """
     rows = finished_records(folder / "metrics.jsonl", cut=False, needs="step")
     scores = {row["step"] + 1: row["eval/em"] for row in rows if "eval/em" in row}
     if not scores:
-        return (checkpoints(folder) or [folder])[-1]  # no checkpoints: another machine wrote them
+        # If another machine wrote the checkpoints, the run's folder is returned.
+        return (checkpoints(folder) or [folder])[-1]
     return folder / f"checkpoint-{max(scores, key=scores.get):06d}"
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Deletes all checkpoints but the last `keep` and the best one; 0 keeps all."""
+    """Deletes all checkpoints except the last `keep` and the best one; keep = 0 deletes none."""
     best = best_checkpoint(folder)
     for old in checkpoints(folder)[:-keep] if keep else []:
-        if old != best:  # renamed first, so a kill in between leaves no half checkpoint
+        if old != best:  # renamed first, so that a kill leaves no half checkpoint under this name
             shutil.rmtree(old.rename(old.with_name(old.name + ".partial")))
 
 
 def starting_model(settings: Settings) -> tuple[str, str]:
-    """Returns (the path of the first weights, "" for the built-in model; the line to print)."""
+    """Returns (path of the weights to start from, message); the path "" is the built-in model."""
     stage, folder = settings.stage, stage_folder(settings)
     if settings.resume:
         if not (path := newest_whole(folder)):
@@ -112,7 +119,7 @@ def starting_model(settings: Settings) -> tuple[str, str]:
         return str(path), f"going on from {path}"
     before, model = stage_folder(settings, stage - 1), settings.model
     if (model or stage > 1) and (path := newest_whole(Path(model or before))):
-        model = str(path)  # the last one in a stage's folder
+        model = str(path)  # `model` or `before` is a stage's folder: take its last checkpoint
     elif model:
         check_model_path(model)
     message = f"stage {stage} starts from {model or 'the built-in model'}"
@@ -122,9 +129,10 @@ def starting_model(settings: Settings) -> tuple[str, str]:
 
 
 def prompt_sections(settings: Settings, strict: bool = False) -> dict[str, str]:
-    """Parses --prompt_file into {section: text}. It is a folder of NAME.txt (policy.math.txt is
-    policy:math), or a file with a line [NAME] above each text; text before the first such line is
-    [policy]. strict checks that this run uses a model that has a section.
+    """Parses --prompt_file into {section: text}. It is a folder of files NAME.txt (policy.math.txt
+    is the section policy:math), or one file with a line [NAME] above each text. Text before the
+    first such line is the section policy. `strict` raises an InputError if no section is for a
+    model that this run uses.
     """
     path, texts = Path(settings.prompt_file), {}
     if not settings.prompt_file:
@@ -149,7 +157,9 @@ def prompt_sections(settings: Settings, strict: bool = False) -> dict[str, str]:
 
 
 def prompt_problem(name: str, text: str, settings: Settings) -> str:
-    """Returns "" if a section is known and its text has the gaps and tags that it needs."""
+    """Returns what is wrong with a section: an unknown name, or an unknown or missing gap or tag in
+    its text. A gap is a name in braces, such as {question}. Returns "" if nothing is wrong.
+    """
     if name not in SECTIONS:
         return f"unknown; one of {', '.join(SECTIONS)}"
     if not text:
@@ -181,7 +191,8 @@ def locked(folder: Path, kind: int = fcntl.LOCK_EX, holder: str = TRAINING_HOLDS
     """Locks a folder until the returned file is garbage-collected. Two runs in one folder would mix
     their lines and prune each other's checkpoints. The main process checks that no process of
     another run is left (LOCK_EX); then all processes of this run hold the lock (LOCK_SH). An
-    evaluation locks a predictions file; `holder` is the error's text on who has the lock.
+    evaluation locks its predictions file in the same way. `holder` is the end of the error message
+    that names the process with the lock.
     """
     path = folder.with_name(f".{folder.name}.lock")
     if file := HELD_LOCKS.get(path):  # held by this command, or by an earlier run in this process
@@ -209,8 +220,8 @@ class Run:
         self.folder, self.settings = stage_folder(settings), settings
         self.accelerator, self.main = accelerator, accelerator.is_main_process
         self.records = []  # of all steps so far
-        self.may_stop_now = True  # by a signal
-        self.signals = []  # received so far
+        self.may_stop_now = True  # whether a signal may end the run at once
+        self.signals = []  # numbers of the signals that this process has received
 
     def open(self, first_step: int) -> None:
         """Locks and prepares the folder. All processes hold the lock until they end."""
@@ -224,15 +235,15 @@ class Run:
             self.lock = locked(self.folder, fcntl.LOCK_SH)
 
     def make_folder(self, first_step: int) -> None:
-        """Renames an earlier run's folder; --resume cuts that run's files to the checkpoint."""
-        # Later stages are renamed too: they started from the checkpoint that this one replaces.
+        """Renames an earlier run's folder, or with --resume cuts its files to the checkpoint."""
+        # Later stages are renamed too, because they started from the run that is replaced.
         stages = sorted(self.folder.parent.glob("stage?")) if not self.settings.resume else []
         stages = [stage for stage in stages if stage.name >= self.folder.name]
         _held = list(map(locked, stages))  # all are locked before one is renamed
         for folder in stages:
             old = free_name(folder)
             folder.rename(old)
-            print(f"{folder} held an earlier run: moved to {old.name} (--resume goes on)")
+            print(f"{folder} held an earlier run: moved to {old.name} (--resume would continue it)")
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.settings.resume:
             metrics = self.folder / "metrics.jsonl"
@@ -261,7 +272,7 @@ class Run:
             tracker.finish()
 
     def log(self, record: dict, rollouts, batch: Batch | None, environment) -> None:
-        with contextlib.suppress(OSError):  # no bar: the terminal was closed, or Ctrl-C ended `tee`
+        with contextlib.suppress(OSError):  # the terminal was closed, or Ctrl-C ended `tee`
             self.progress.update()
         if not self.main:
             return
@@ -295,7 +306,7 @@ class Run:
         if self.signals.count(signal.SIGINT) > 1:
             raise KeyboardInterrupt
         if number == signal.SIGINT and self.main and not self.settings.dry_run:
-            with contextlib.suppress(OSError):  # print() may be what was interrupted
+            with contextlib.suppress(OSError):  # not print(): the signal may have interrupted one
                 os.write(2, b"\nsaving a checkpoint first; Ctrl-C again ends at once\n")
         if self.may_stop_now or self.settings.dry_run:
             self.may_stop_now = False  # another signal must not interrupt the saving
@@ -319,9 +330,10 @@ class Run:
 def reusable_records(
     out: Path, made_with: dict, expected: list, key, batch: int, fresh: bool
 ) -> list[dict]:
-    """Returns the records of `out` that can be kept, and removes the others from the file. A batch
-    shares a seed, so only whole batches are kept. `expected` holds all keys in order; records
-    are kept up to the first whose key differs from it.
+    """Returns the records of the predictions file `out` that can be reused, and removes the others
+    from it. None can be reused if they were made with other settings than `made_with`, or with
+    `fresh`. Otherwise records are reused up to the first whose key differs from `expected`, the
+    list of all keys in order. A batch is sampled with one seed, so only whole batches are reused.
     """
     settings_file = out.with_name(out.name + ".settings.json")
     text = json.dumps(made_with, indent=1)
@@ -341,7 +353,7 @@ def reusable_records(
 
 
 def seconds_of(record: dict) -> float:
-    """Returns the duration of a step, without evaluation and saving."""
+    """Returns the seconds that a step took, without evaluation and saving."""
     parts = ("rollout_seconds", "reward_seconds", "update_seconds")
     return sum(record.get(part, 0.0) for part in parts)
 

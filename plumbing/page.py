@@ -1,11 +1,12 @@
-"""Writes the data of view.py's page as classic scripts, because file:// blocks all others.
+"""Writes the data of view.py's page as classic scripts: from file://, a browser loads no others.
 
-    data/index.js             runs(...): settings, metrics and kept steps of each stage
-    data/RUN-STAGE-STEP.js    step(key, rows, groups): a line on each trajectory, and of each group
-                              its trajectories as one JSON string, parsed when somebody looks
+    data/index.js             runs(...): settings, metrics and saved steps of each stage
+    data/RUN-STAGE-STEP.js    step(key, rows, groups): a row with a summary of each trajectory, and
+                              for each group its whole trajectories as one JSON string, which the
+                              page parses when somebody opens the group
 
-The page itself is viewer/: index.html, page.css, page.js. Left out: what is no trajectory.
-A damaged file is shown as far as it can be read, and "missing" says what is not shown.
+The page itself is viewer/: index.html, page.css, page.js. A damaged file is shown up to the damage,
+and the list `missing` names the parts that are not shown. Left out: checkpoints.
 """
 
 import itertools
@@ -24,7 +25,7 @@ from formats.records import finished_records, write_text, writing
 from formats.trajectories import NAME, read_trajectories
 
 VIEWER = Path(__file__).resolve().parent.parent / "viewer"
-GENERATOR = b'<meta name="generator" content="search-rl">'  # index.html has it: the file is ours
+GENERATOR = b'<meta name="generator" content="search-rl">'  # a file with this may be overwritten
 PAGE = ("index.html", "page.css", "page.js")
 FORMULA = ("clip_low", "clip_high", "kl_coef", "kl_estimator")  # a token's loss depends on these
 ABOUT = (*FORMULA, *"recipe algorithm model data corpus world_seed".split())
@@ -32,7 +33,7 @@ LISTED = ("row", "question", "kind", "answer", "correct", "rewards", "stop_reaso
 
 
 def check_ours(page: Path) -> None:
-    """Raises an InputError if another page, or anything else, has this file's name."""
+    """Raises an InputError if `page` exists and is not a page that this program has written."""
     if page.exists() and not (page.is_file() and GENERATOR in page.read_bytes()):
         raise InputError(f"{page}: that file is not a saved page, and is kept: name another")
 
@@ -54,14 +55,14 @@ def write_page(runs: list[Path], out: Path) -> None:
 
 
 def metric_sentences() -> dict[str, str]:
-    """Returns the sentence on each metric in docs/metrics.md, which the page shows as a tooltip."""
+    """Returns {metric: its sentence in docs/metrics.md}, which the page shows as tooltips."""
     page = (VIEWER.parent / "docs/metrics.md").read_text(encoding="utf-8")
     rows = re.findall(r"\| (.*`) \| (.+) \|", page)
     return {name: text for names, text in rows for name in re.findall("`([^`]+)`", names)}
 
 
 def save_page(records: list[dict], out: Path) -> None:
-    """Writes the questions and answers of a session as one file."""
+    """Writes the questions and answers of a session of ask.py as one HTML file."""
     with writing(out):
         check_output(out, "/save")
         check_ours(out)
@@ -79,15 +80,16 @@ def save_page(records: list[dict], out: Path) -> None:
     rows, groups = of_step(records)
     data = f"step('asked-0',{dumped(rows)},{dumped(groups)});\nruns({dumped(session)});"
     html, css, code = ((VIEWER / name).read_text(encoding="utf-8") for name in PAGE)
-    html = html.replace("NONCE", secrets.token_hex(16))  # no other inline script may run
+    # The page's security policy allows only inline scripts that carry this random number.
+    html = html.replace("NONCE", secrets.token_hex(16))
     html = html.replace('<link rel="stylesheet" href="page.css">', f"<style>\n{css}</style>")
     html = html.replace(' src="page.js">', f">\n{code}")
     write_text(out, html.replace(' src="data/index.js">', f">\n{data}"))
 
 
 def names_of(runs: list[Path]) -> list[str]:
-    """Returns the names of the runs' folders. Where two are alike, each begins with the name of
-    its parent folder.
+    """Returns the names of the runs' folders. A name that several folders share gets the name of
+    the parent folder as a prefix.
     """
     paths = [run.resolve() for run in runs]
     names = [path.name for path in paths]
@@ -95,10 +97,10 @@ def names_of(runs: list[Path]) -> list[str]:
 
 
 def stages_of(run: Path) -> list[Path]:
-    """Returns the folders of a run's stages, or the one stage that was named."""
+    """Returns the folders of a run's stages, or only `run` if it is the folder of one stage."""
     stages = [run] if (run / "metrics.jsonl").exists() else sorted(run.glob("stage?"))
     if not stages:
-        raise InputError(f"{run}: no metrics.jsonl there nor in a stage; give a run, runs/NAME")
+        raise InputError(f"{run}: no metrics.jsonl in it or in a stage: give a run, as runs/NAME")
     return stages
 
 
@@ -133,25 +135,29 @@ def write_stage(folder: Path, name: str, out: Path) -> dict:
 
 
 def read_settings(folder: Path, missing: list[str]) -> dict:
-    """Returns the settings of a stage; {} and a line in `missing` if a formula lacks one."""
+    """Returns the settings of a stage. If they cannot be read, or a setting that the loss formula
+    needs is not among them, adds a line to `missing` and returns {}.
+    """
     try:
         settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
         itemgetter(*FORMULA)(settings)
         return settings
-    except Exception as error:  # no file, half of one, or a file of something else
-        missing.append(f"{folder}/settings.json cannot be read: there are no formulas ({error!r})")
+    except Exception as error:  # there is no file, half of one, or a file with other content
+        missing.append(
+            f"{folder}/settings.json cannot be read, so no formulas are shown ({error!r})"
+        )
         return {}
 
 
 def readable_records(folder: Path, missing: list[str]) -> Iterator[dict]:
-    """Yields the records that can be shown; at the end `missing` gets a line on the others."""
+    """Yields the records that can be shown, then adds lines about all others to `missing`."""
     problems = Counter()
     try:
         for record in read_trajectories(folder, missing.append):
             try:
                 line_on(record)
                 slim(record)
-            except Exception as error:  # whatever a damaged record raises
+            except Exception as error:  # a damaged record may raise anything
                 problems[repr(error)] += 1
             else:
                 yield record
@@ -159,13 +165,13 @@ def readable_records(folder: Path, missing: list[str]) -> Iterator[dict]:
         missing.append(str(error))
     for problem, count in problems.items():
         missing.append(
-            f"{folder / NAME}: {count} trajectories are left out, damaged or written by another"
-            f" version: {problem}"
+            f"{folder / NAME}: {count} trajectories are left out, because they are damaged or"
+            f" written by another version: {problem}"
         )
 
 
 def of_step(records: Iterable[dict]) -> tuple[list[dict], list[str]]:
-    """Returns a summary of each trajectory, and each group's trajectories as JSON."""
+    """Returns a summary of each trajectory, and for each group its trajectories as JSON."""
     rows = []
     groups = []
     for _, some in itertools.groupby(records, itemgetter("group")):
@@ -197,8 +203,8 @@ def line_on(record: dict) -> dict:
 
 
 def dumped(value: object) -> str:
-    """Returns JSON in ASCII that may be in a script: no tag, no line end and no NaN is in it."""
+    """Returns ASCII JSON that is safe within a script: it contains no tag, line end or NaN."""
     text = json.dumps(value, separators=(",", ":"))
-    if "NaN" in text or "Infinity" in text:  # as strings, which JavaScript still computes with
+    if "NaN" in text or "Infinity" in text:  # become strings, which JavaScript reads as numbers
         text = json.dumps(json.loads(text, parse_constant=str))
     return text.replace("<", "\\u003c")

@@ -1,10 +1,10 @@
 """Scores a predictions file, in any layout, without a model: `python eval.py --predictions FILE`.
 
-    file -> records -> as eval.py writes them -> joined with --data -> em, f1, cem -> report.py
+    file -> records -> eval.py's field names -> gold answers of --data -> em, f1, cem -> report.py
 
-A prediction belongs to the question of --data with its id, else to the one with its text. Verdicts
-and counts of searches in R1-Searcher's files are kept. Trap: scorers differ on punctuation
-(metrics.py).
+A prediction belongs to the question of --data with the same id; if the ids or the texts differ, to
+the question with the same text. Verdicts and counts of searches in R1-Searcher's files are kept.
+Trap: papers score punctuation differently (metrics.py).
 """
 
 import argparse
@@ -29,12 +29,12 @@ VERDICTS = {"true": 1.0, "false": 0.0}
 
 
 def as_written(record: dict, number: int, place: str) -> dict:
-    """Returns a record of eval.py, R1-Searcher, FlashRAG or another tool with eval.py's names."""
+    """Converts a record of eval.py, R1-Searcher, FlashRAG or another tool to eval.py's names."""
     key = next((name for name in TEXT_FIELDS if name in record), None)
     if key is None:
         raise InputError(
-            f"no prediction in it: it has the fields {short(list(record))}; known are "
-            f"{', '.join(TEXT_FIELDS)}"
+            f"no prediction in it: it has the fields {short(list(record))}; a prediction is in one "
+            f"of {', '.join(TEXT_FIELDS)}"
         )
     if isinstance(record[key], dict) and "pred" in record[key]:  # FlashRAG: output {pred, ...}
         record = record | {key: record[key]["pred"]}
@@ -57,7 +57,7 @@ def as_written(record: dict, number: int, place: str) -> dict:
 
 
 def text_of(record: dict, name: str) -> str | None:
-    """Returns a string, or None for no answer; a number becomes its text."""
+    """Returns the text of a field, or None if it is empty or missing; a number becomes text."""
     value = record.get(name)
     if type(value) in (int, float):
         return str(value)
@@ -65,8 +65,8 @@ def text_of(record: dict, name: str) -> str | None:
 
 
 def stored_numbers(record: dict) -> dict[str, float | None]:
-    """Returns the metrics in a record: those of eval.py, or from a record of R1-Searcher `judged`
-    (None if the verdict is unreadable), `searches` and `searched`.
+    """Returns the metrics that a record of eval.py has. From a record of R1-Searcher it makes
+    `judged` (None if the verdict is unreadable), `searches` and `searched`.
     """
     if {"golds", "metrics"} <= set(record):
         return field(record, "metrics", dict)
@@ -79,7 +79,9 @@ def stored_numbers(record: dict) -> dict[str, float | None]:
 
 
 def scored(record: dict, punctuation: str = "") -> dict:
-    """Adds em, f1 and cem, unless the record has them with the wanted treatment of punctuation."""
+    """Adds em, f1 and cem. If the record has them already, they are computed again only for another
+    treatment of `punctuation`.
+    """
     prediction, golds, task = record["prediction"], record["golds"], record["task"]
     if "em" in record["metrics"] and not punctuation:
         return record
@@ -91,7 +93,9 @@ def scored(record: dict, punctuation: str = "") -> dict:
 
 
 def records_in(path: Path) -> list[tuple[int, str, object]]:
-    """Returns (number, place, record). HotpotQA has one object {"answer": {id: prediction}}."""
+    """Returns (number, place, record) of each record. A file in HotpotQA's format is one object
+    {"answer": {id: prediction}}; each of its pairs becomes a record.
+    """
     records = list(read_records(path))
     only = records[0][2] if len(records) == 1 else None
     if not isinstance(only, dict) or not isinstance(only.get("answer"), dict):
@@ -106,7 +110,9 @@ def read_predictions(path: str | Path, skip_bad: bool = False) -> list[dict]:
 
 
 def joined(path: Path, records: list[dict], datasets: dict, count_missing: bool) -> list[dict]:
-    """Adds golds, task and options of the questions; prints what has no counterpart."""
+    """Adds each question's golds, task and options to its prediction. Prints how many questions
+    have no prediction, and how many predictions no question.
+    """
     asked, names = [], ("id", "kind", "task", "question", "options")
     for dataset, questions in datasets.items():
         own = {"dataset": dataset} if len(datasets) > 1 else {}
@@ -118,11 +124,12 @@ def joined(path: Path, records: list[dict], datasets: dict, count_missing: bool)
     for record in records:
         item, text = by_id.get(record["id"]), tuple(record["question"].split())
         if text and (item is None or tuple(item["question"].split()) != text):
-            item = by_text.get(text)  # an id that counts lines says nothing
-        if item:  # the golds are others, so the record is scored again
+            item = by_text.get(text)  # the id may only be a line number
+        if item:  # without em the record is scored again, because its golds may have changed
             numbers = {name: value for name, value in record["metrics"].items() if name != "em"}
             answered.append(record | item | {"metrics": numbers})
-            datasets_here.add(item.get("dataset"))  # another data set's questions are not missing
+            # Questions count as missing only in data sets that have a prediction.
+            datasets_here.add(item.get("dataset"))
     if not answered:
         raise InputError(f"{path}: none of its predictions is of a question in --data")
     ids, foreign = {record["id"] for record in answered}, len(records) - len(answered)
@@ -138,7 +145,9 @@ def joined(path: Path, records: list[dict], datasets: dict, count_missing: bool)
 
 
 def score_files(paths, data="", skip_bad=False, punctuation="", count_missing=False, seed=0):
-    """Returns records with metrics. Each file is one data set, unless `data` names several."""
+    """Returns the records of all files with metrics. Each file is one data set, unless its records,
+    or the files of `data`, name their data sets.
+    """
     if not paths:
         return []
     datasets = load_datasets(data, skip_bad, seed) if data else {}
@@ -162,7 +171,7 @@ def score_files(paths, data="", skip_bad=False, punctuation="", count_missing=Fa
 
 
 def check_alone() -> None:
-    """Raises an InputError in one of several processes: each would write the same file."""
+    """Raises an InputError if there are several processes, because all would write one file."""
     if rank_of("WORLD_SIZE", 1) > 1:
         raise InputError("eval.py works in one process: start it as `python eval.py`")
 
@@ -170,19 +179,21 @@ def check_alone() -> None:
 def score_command(arguments: list[str] | None = None) -> None:
     parser = FlagParser("eval.py", description="Score predictions without a model.")
     add = parser.add_argument
-    add("--predictions", nargs="+", required=True, metavar="FILE,FILE", help="one data set each")
+    add(
+        "--predictions", nargs="+", required=True, metavar="FILE,FILE", help="one for each data set"
+    )
     add("--data", default="", help="question files with the gold answers, comma-separated")
     add("--skip_bad", action="store_true", help="leave malformed records out and count them")
-    add("--count_missing", action="store_true", help="a question without a prediction is wrong")
-    add("--out", default="", help="write the scored records there")
+    add(
+        "--count_missing", action="store_true", help="count questions without a prediction as wrong"
+    )
+    add("--out", default="", help="write the scored records to this file")
     for name in ("judge", "reader", "in_8bit", "timeout", "output_dir", "world_seed"):
         kind = {"timeout": float, "world_seed": int}.get(name, str)
-        add(f"--{name}", type=kind, default=argparse.SUPPRESS, help="of another model: see eval.py")
-    add(
-        "--judge_sees", default="", choices=["", *JUDGE_SEES], help="of open questions: see eval.py"
-    )
-    add("--against", default="", help="predictions of another run (FILE,FILE), compared in pairs")
-    add("--punctuation", default="", choices=["", *PUNCTUATION], help="becomes a blank, or nothing")
+        add(f"--{name}", type=kind, default=argparse.SUPPRESS, help="see eval.py --help all")
+    add("--judge_sees", default="", choices=["", *JUDGE_SEES], help="see eval.py --help all")
+    add("--against", default="", help="predictions of another run (FILE,FILE) to compare with")
+    add("--punctuation", default="", choices=["", *PUNCTUATION], help="see eval.py --help all")
     add("--all", action="store_true", help="print every metric")
     add("--markdown", action="store_true", help="print Markdown tables")
     add("--json", default="", help="write the numbers to this file too")
@@ -191,7 +202,7 @@ def score_command(arguments: list[str] | None = None) -> None:
         if path := getattr(args, name):
             check_output(path, f"--{name}")
     if args.count_missing and not args.data:
-        raise InputError("--count_missing: which questions are missing is known only with --data")
+        raise InputError("--count_missing needs --data, which names the questions: give both")
     options = (args.data, args.skip_bad, args.punctuation, args.count_missing)
     records = score_files(args.predictions, *options)
     others = score_files(args.against, *options)
@@ -218,7 +229,10 @@ def with_other_models(records: list[dict], given: dict) -> list[dict]:
 
 
 def ask_others(records: list[dict], reader, judge: Judge | None, sampling=()) -> list[dict]:
-    """Adds the answers of the reader, which samples with `sampling`, and the judge's verdicts."""
+    """Adds the reader's answers and the judge's verdicts, if there is a reader or a judge.
+
+    sampling   (temperature, top_p) of the reader; () decodes greedily
+    """
     if reader:
         records = add_reader(records, reader, sampling)
         if reader.failures:
@@ -226,13 +240,15 @@ def ask_others(records: list[dict], reader, judge: Judge | None, sampling=()) ->
     if judge:
         records = add_verdicts(records, judge)
         if judge.silent:
-            print(f"judge: {judge.silent} got no reply at all: the same command asks again")
+            print(
+                f"judge: {judge.silent} got no reply at all; the same command asks for them again"
+            )
     return records
 
 
 def one_judge(records: list[dict]) -> str:
-    """Returns what the judge sees of each question, which their protocol decides; all rows of a
-    table must agree.
+    """Returns the text that the judge gets about open questions, one of JUDGE_SEES. The protocol of
+    the predictions decides it, and all records of a table must agree.
     """
     seen = sorted({r.get("judge_sees", "question") for r in records if r["prediction"]})
     if len(seen) > 1:

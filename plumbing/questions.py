@@ -1,8 +1,8 @@
 """Decides which questions are asked and which documents are searched.
 
-Questions come from --data or from the built-in world; training, evaluation and a session at the
-terminal each take theirs here. Documents come with the records, from --corpus or from that world.
-Left out: in which order training asks (curriculum.py), and the layouts of files (data.py).
+Questions come from --data or from the built-in world; training, evaluation and ask.py all load them
+here. Documents come with the questions, from --corpus or from the built-in world. Left out: the
+order in which training asks (curriculum.py), and the layouts of files (data.py).
 """
 
 import dataclasses
@@ -38,7 +38,9 @@ def training_questions(settings: Settings) -> list[Question]:
 
 
 def reworded(questions: list[Question], settings: Settings) -> list[Question]:
-    """Adds a word to a share of the gold answers that are looked up, as in real data."""
+    """Adds a word to the gold answers of a share of the look-up questions. The answers then differ
+    from the documents' words, as they often do in real data.
+    """
     rng = random.Random(f"reworded {settings.seed}")
     reworded_questions = []
     for question in questions:
@@ -50,7 +52,9 @@ def reworded(questions: list[Question], settings: Settings) -> list[Question]:
 
 
 def hold_out(questions: list[Question], settings: Settings) -> tuple[list, list]:
-    """Returns (training questions, questions of --eval_every) of --data or of two splits."""
+    """Returns (training questions, held-out questions for --eval_every). The latter are drawn from
+    --data, or are the built-in world's split dev.
+    """
     if not settings.eval_every:
         return questions, []
     count = settings.eval_questions
@@ -59,7 +63,7 @@ def hold_out(questions: list[Question], settings: Settings) -> tuple[list, list]
     if count >= len(questions):
         raise InputError(
             f"--eval_every: {count} questions are held out, and --data has {len(questions)}: "
-            "leave it out"
+            "leave --eval_every out"
         )
     held_out = draw_some(questions, count, f"{count} questions {settings.seed}")
     ids = {question.id for question in held_out}
@@ -67,8 +71,8 @@ def hold_out(questions: list[Question], settings: Settings) -> tuple[list, list]
 
 
 def with_retrieved(questions: list, documents: list[Document], settings: Settings) -> list:
-    """Replaces the references of each question by the documents of a search; none of them counts as
-    gold (ARENA Figure 2).
+    """Replaces the references of each question by the documents that a search for the question
+    finds (ARENA Figure 2). None of these counts as a gold reference.
     """
     protocol = PROTOCOLS[settings.protocol]
     if not protocol.references_in_prompt:
@@ -88,7 +92,9 @@ def with_retrieved(questions: list, documents: list[Document], settings: Setting
 
 
 def as_asked(questions: list[Question], settings: Settings) -> list[Question]:
-    """Marks questions of --retrieval false and of UR²'s `direct_tasks` as not allowed to search."""
+    """Marks the questions that may not search: all with --retrieval false, otherwise those of UR²'s
+    `direct_tasks`.
+    """
     direct_tasks = settings.direct_tasks.split(",")
     marked = []
     for question in questions:
@@ -99,7 +105,7 @@ def as_asked(questions: list[Question], settings: Settings) -> list[Question]:
     return marked
 
 
-# Both stages and the evaluation of a command ask the same world.
+# Cached, because the stages and the evaluation of one command use the same world.
 cached_world = functools.lru_cache(2)(World)
 cached_questions = functools.lru_cache(32)(World.questions)
 
@@ -109,7 +115,9 @@ def built_in_world(settings: Settings, fact_seed: int | None = None) -> World:
 
 
 def built_in_questions(settings: Settings, split: str) -> list[Question]:
-    """Returns all questions of a split; with "direct" in --mix also as many without retrieval."""
+    """Returns all questions of a split. With "direct" in --mix, adds 240 questions of each kind
+    that may not search.
+    """
     questions = world_questions(settings, split)
     if "direct" in parse_shares(settings.mix, "--mix"):
         for kind in sorted({question.kind for question in questions}):
@@ -118,7 +126,7 @@ def built_in_questions(settings: Settings, split: str) -> list[Question]:
                 for question in questions
                 if question.kind == kind
             ]
-            questions += (direct * 240)[:240]  # a small kind is repeated
+            questions += (direct * 240)[:240]  # repeats the questions of a kind with fewer than 240
     return questions
 
 
@@ -142,11 +150,12 @@ def load_documents(settings: Settings, questions: list[Question]) -> list[Docume
 def evaluation_questions(
     settings: Settings, options
 ) -> tuple[dict[str, list[Question]], list[Document]]:
-    """Returns (questions by data set, the documents). It reads these fields of eval.Options:
+    """Returns (questions by data set, documents). It reads these fields of eval.Options:
 
-    questions   how many of each kind of the built-in world, or of each file; 0: all
-    split, fact_seed   of the built-in world: which questions, and whether facts are drawn again
-    references  "retrieved": the documents of a search replace a question's own references
+    questions    number of questions per kind of the built-in world, or per file; 0 = all
+    split        split of the built-in world
+    fact_seed    seed that redraws all facts of the built-in world, or None
+    references   "retrieved" replaces a question's own references by the documents of a search
     """
     count, fact_seed = options.questions, options.fact_seed
     if settings.data:
@@ -168,8 +177,8 @@ def evaluation_questions(
 
 
 def known_questions(settings: Settings) -> list[Question]:
-    """Returns questions with known answers: of --data, or of the built-in world, whose held-out
-    ones come first.
+    """Returns questions with known answers, from --data or from the built-in world. The world's
+    held-out questions come first.
     """
     if settings.data:
         return load_questions(settings.data, settings.skip_bad, settings.seed)

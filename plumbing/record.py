@@ -1,6 +1,6 @@
-"""Writes a step's trajectories as lines of trajectories.jsonl.gz (see formats/trajectories.py).
+"""Converts a step's trajectories to the records of formats/trajectories.py, which writes them.
 
-Left out: what the optimizer then did with the weights.
+Left out: gradients and optimizer steps.
 """
 
 import functools
@@ -14,7 +14,7 @@ from settings import Settings
 from trajectory import Search, Trajectory
 from update import put
 
-NUMBERS = {  # its name in the file -> the batch's
+NUMBERS = {  # name in the file -> field of the batch
     "sampled": "sampled_logprobs",
     "old": "old_logprobs",
     "new": "logprobs",
@@ -33,9 +33,10 @@ def keep_numbers(batch: Batch, rows: torch.Tensor, part: Batch) -> None:
 
 
 def kept_groups(count: int, keep: int, step: int) -> list[int]:
-    """Returns which `keep` of `count` groups are saved: evenly spread, others each step; −1: all.
+    """Returns the numbers of the `keep` of `count` groups that are saved; keep = −1 saves all. They
+    are evenly spread, and all move on by one group from step to step.
 
-    Worked: 2 of 6 are 0 and 3 in step 0, 1 and 4 in step 1.
+    Worked: with count = 6 and keep = 2, groups 0 and 3 in step 0, groups 1 and 4 in step 1.
     """
     if keep < 0 or keep >= count:
         return list(range(count))
@@ -45,7 +46,7 @@ def kept_groups(count: int, keep: int, step: int) -> list[int]:
 def step_records(
     step: int, rollouts, batch: Batch | None, tokenizer, settings: Settings
 ) -> Iterator[dict]:
-    """Yields the records of the saved groups. `batch` has the rows `rollouts.kept`."""
+    """Yields the records of the saved groups. Row i of `batch` is trajectory rollouts.kept[i]."""
     size, rows = settings.group_size, {n: row for row, n in enumerate(rollouts.kept)}
     numbers = {} if batch is None else token_numbers(batch)
     for group in kept_groups(len(rollouts.trajectories) // size, settings.groups_kept, step):
@@ -58,7 +59,7 @@ def step_records(
 
 
 def to_record(t: Trajectory, tokenizer) -> dict:
-    """Returns question, tokens, searches and end of a trajectory."""
+    """Returns the record of a trajectory: its question, tokens, searches and stop reason."""
     question = t.question
     record = {
         "id": question.id,
@@ -90,7 +91,9 @@ def search_to_record(search: Search) -> dict:
 
 
 def token_numbers(batch: Batch) -> dict[str, np.ndarray]:
-    """Returns arrays [B, T] by name. Weights keep more digits: a token's may be a millionth."""
+    """Returns the batch's numbers as {name in the file: array [B, T]}. Weights are rounded to more
+    digits, because the weight of a token may be a millionth.
+    """
     numbers = {}
     for name, batch_name in NUMBERS.items():
         tensor, digits = getattr(batch, batch_name), 12 if name == "weights" else 6

@@ -1,12 +1,14 @@
-"""Confidence intervals of means, paired comparisons of two runs, and tables.
+"""Computes confidence intervals of means, compares two runs question by question, prints tables.
 
-    interval   questions are drawn with replacement 1,000 times; 2.5 % of means are cut at each end
-    paired     d_i = a_i - b_i of every question that both runs answered: the interval of its mean,
-               and p, the share of 10,000 random flips of the signs with a mean as far from 0
+    interval   draws the questions 1,000 times with replacement; the interval contains the middle
+               95 % of the 1,000 means
+    paired     computes d_i = a_i - b_i for each question that both runs answered; returns the
+               interval of the mean of d, and p, the share of 10,000 draws of random signs for all
+               d_i in which the mean is at least as far from 0
 
-Samples of one question count as their mean: they are not independent. Two intervals may overlap
-where the paired difference is clear: questions differ more than runs do. Left out: corrections for
-many comparisons.
+Samples of one question are not independent, so a question counts with the mean of its samples. The
+intervals of two runs may overlap although their paired difference is clear, because questions
+differ more than runs do. Left out: corrections for many comparisons.
 """
 
 import json
@@ -33,21 +35,21 @@ BRIEF = (
     "rouge",
     "searches",
     "format",
-)  # the columns that are shown without --all
+)  # the columns that are printed without --all
 DRAWS, FLIPS = 1000, 10_000
-MEAN_OF_DATASETS = "mean of datasets"  # each counts the same; in "all" each question does
+MEAN_OF_DATASETS = "mean of datasets"  # row in which data sets of any size count the same
 MEAN = "{:.3f} [{:.2f}, {:.2f}]"
 DIFFERENCE = "{mean:.3f} / {other:.3f}: {difference[0]:+.3f} "
 DIFFERENCE += "[{difference[1]:+.3f}, {difference[2]:+.3f}] p={p:.3g}"
 PAIRED = """
 paired: {questions} questions of both runs ({only_here} only here, {only_there} only there)
-here / there: difference [95 %] and p of random signs"""
-Summary = dict[str, dict]  # row -> column -> cell, beside the number of "questions"
+this run / the other run: difference [95 %] and p of random signs"""
+Summary = dict[str, dict]  # row -> column -> cell; the column "questions" has their number
 
 
 def interval(groups: list[np.ndarray]) -> tuple[float, float, float]:
-    """Returns (mean, low, high), 95 %, over the means of the data sets; each is resampled
-    separately.
+    """Returns (mean, low, high): the mean of the data sets' means and its 95 % interval. `groups`
+    has the values of each data set, which are resampled separately.
     """
     rng, means = np.random.default_rng(0), np.zeros(DRAWS)
     for values in groups:
@@ -59,9 +61,9 @@ def interval(groups: list[np.ndarray]) -> tuple[float, float, float]:
 
 
 def paired(groups: list[np.ndarray]) -> dict:
-    """Compares two runs on the same questions, given as [questions, 2] for each data set."""
+    """Compares two runs by their values [questions, 2] on the same questions of each data set."""
     differences = [group[:, 0] - group[:, 1] for group in groups]
-    # a question of a small data set weighs more
+    # Each data set has the same weight, so a question of a small one has more.
     weighted = np.concatenate([difference / len(difference) for difference in differences])
     mean, other = (float(np.mean([group[:, run].mean() for group in groups])) for run in (0, 1))
     return {
@@ -74,7 +76,9 @@ def paired(groups: list[np.ndarray]) -> dict:
 
 
 def sign_flip_p(difference: np.ndarray) -> float:
-    """Returns how often chance gives such a difference: if no run is better, signs are random."""
+    """Returns p, the probability that chance makes the mean difference at least this large. If no
+    run is better, each difference may as well have the opposite sign, so signs are drawn at random.
+    """
     differing, rng = difference[difference != 0], np.random.default_rng(0)
     if not len(differing):
         return 1.0
@@ -86,13 +90,13 @@ def sign_flip_p(difference: np.ndarray) -> float:
 
 
 def summarise(records: list[dict]) -> Summary:
-    """Returns a row per kind of question or per data set; a cell is (mean, low, high)."""
+    """Returns a table with a row per kind of question or data set and cells (mean, low, high)."""
     return cells(records, question_means(records), interval)
 
 
 def four_ways(groups: list[np.ndarray]) -> dict:
-    """Counts questions that each run answers rightly in half of its samples (When to Search Fig.
-    4).
+    """Counts the questions that both runs, only one, or neither answers rightly, which means in at
+    least half of its samples (When to Search Fig. 4).
     """
     here, there = np.concatenate(groups).T >= 0.5  # [questions] each
     ways = {"both": here & there, "only here": here & ~there, "only there": there & ~here}
@@ -100,14 +104,18 @@ def four_ways(groups: list[np.ndarray]) -> dict:
 
 
 def compare(records: list[dict], others: list[dict]) -> Summary:
-    """Returns the same rows over the questions of both runs; a cell is a result of `paired`."""
+    """Returns the table of the questions that both runs answered; a cell is a result of `paired`.
+    The row "all" also has the numbers of questions that only one run answered.
+    """
     here, there, pairs = question_means(records), question_means(others), matched(records, others)
     if not pairs:
         raise InputError("the two runs have no question in common: there is nothing to compare")
     both = {}
     for left, right in pairs.items():
         a, b = here[left], there[right]
-        b = {f"reader_{c}": b[c] for c in b} | b  # a reader is compared with its own RAG
+        # If the other run has no reader, its em is compared with this run's reader_em: R-Search
+        # compares its reader, which gets the evidence, with a RAG run of the same model.
+        b = {f"reader_{c}": b[c] for c in b} | b
         both[left] = {column: (a[column], b[column]) for column in a if column in b}
     summary = cells([record for record in records if record["id"] in both], both, paired)
     left_out = {"only_here": len(here) - len(pairs), "only_there": len(there) - len(pairs)}
@@ -115,8 +123,9 @@ def compare(records: list[dict], others: list[dict]) -> Summary:
 
 
 def matched(records: list[dict], others: list[dict]) -> dict[str, str]:
-    """Maps ids of one run to the other's by the question's text; equal texts match in order.
-    Without a text the ids count.
+    """Maps each id of one run to the id of the same question in the other run. Questions are the
+    same if their texts are equal, or without a text their ids. Several questions with one text are
+    matched in order.
     """
     here, there = defaultdict(dict), defaultdict(dict)  # text -> ids, in order
     for ids, run in ((here, records), (there, others)):
@@ -136,15 +145,16 @@ def question_means(records: list[dict]) -> dict[str, dict[str, float]]:
 
 
 def cells(records: list[dict], numbers: dict[str, dict], cell: Callable) -> Summary:
-    """Returns the table whose cells are `cell` of a row's numbers. For the mean over data sets it
-    gets the numbers of each data set.
+    """Returns a table with cell(values) in each row and column. `values` is a list with one array,
+    the numbers of the row's questions. In the row of the mean over data sets it is a list with one
+    array for each data set.
     """
     several = len({record.get("dataset", "") for record in records}) > 1
     rows = defaultdict(dict)
     for record in records:
         row = record.get("dataset" if several else "kind") or "-"
         if row in ("all", MEAN_OF_DATASETS):
-            row += " (file)"  # else all.jsonl would be taken for the total
+            row += " (file)"  # otherwise the file all.jsonl would be taken for the total
         rows[row][record["id"]] = numbers[record["id"]]
     order = sorted(rows, key=lambda row: (KINDS.index(row) if row in KINDS else 99, row))
     groups = {row: [rows[row].values()] for row in order}
@@ -163,8 +173,8 @@ def cells(records: list[dict], numbers: dict[str, dict], cell: Callable) -> Summ
 def report(
     records: list[dict], others: list[dict], as_markdown: bool, json_file: str, brief: bool = False
 ) -> None:
-    """Prints the tables, and with `others` a comparison that ends in one sentence. `brief` shows
-    the columns BRIEF; the JSON file has all.
+    """Prints the tables and, if `others` has the records of another run, a comparison that ends
+    with a verdict. `brief` prints only the columns BRIEF; the JSON file has all columns.
     """
     whole = summarise(records)
     columns = BRIEF if brief else COLUMNS
@@ -178,7 +188,7 @@ def report(
         if not brief:
             print("\n" + table(whole["hops"], as_markdown, "hops"))
     if unread := sum(record["metrics"].get("judged", 0) is None for record in records):
-        print(f"{unread} of {len(records)} verdicts are unreadable: `judged` is without them")
+        print(f"{unread} of {len(records)} verdicts are unreadable and left out of `judged`")
     if others:
         whole["comparison"] = compare(records, others)
         every = whole["comparison"]["all"]
@@ -197,8 +207,8 @@ def report(
 
 
 def verdict(column: str, cell: dict) -> str:
-    """Returns a sentence. A run is better if the 95 % interval of the difference does not contain 0
-    and random signs give p ≤ 0.05.
+    """Returns a sentence that says which run is better in this column. A run is better if the 95 %
+    interval of the difference does not contain 0 and random signs give p ≤ 0.05.
     """
     difference, low, high = cell["difference"]
     size = f"by {abs(difference):.3f} (95 % of the difference: {low:+.3f} to {high:+.3f})"
@@ -208,7 +218,9 @@ def verdict(column: str, cell: dict) -> str:
 
 
 def by_hops(records: list[dict]) -> list[dict]:
-    """Returns rows by data set and number of gold references, as in ARENA's Table 13."""
+    """Returns ARENA's records, with data set and number of gold references ("hotpotqa 2 hops") as
+    the kind. A table of them is like ARENA's Table 13.
+    """
     rows = []
     for record in records:
         if "all_correct" in record["metrics"] and "hops" in record:
@@ -223,7 +235,7 @@ def table(
     head: str = "kind",
     columns: Sequence[str] = tuple(COLUMNS),
 ) -> str:
-    """Returns a line per row with a cell per column; all columns if none of these has a value."""
+    """Formats a table. If none of `columns` has a value, it shows all columns that have one."""
     rows = {row: summary[row] for row in summary if row != "all" or len(summary) != 2}
     present = [column for column in COLUMNS if any(column in row for row in rows.values())]
     columns = [column for column in present if column in columns] or present
@@ -237,12 +249,15 @@ def table(
 
 
 def shown(cell: tuple | dict) -> str:
-    """Returns "0.250 [0.12, 0.38]", a mean with its interval."""
+    """Formats a mean with its interval, as "0.250 [0.12, 0.38]", or the result of `paired`."""
     return MEAN.format(*cell) if isinstance(cell, tuple) else DIFFERENCE.format(**cell)
 
 
 def written(lines: list[list[str]], as_markdown: bool, keep: int) -> str:
-    """Lays out a header and cells as Markdown, or in blocks with the first `keep` columns."""
+    """Formats lines of cells, of which the first is the header, as Markdown or for the terminal. A
+    table that is wider than the terminal is cut into blocks, which all begin with the first `keep`
+    columns.
+    """
     lines = [[harmless(cell) for cell in line] for line in lines]
     if as_markdown:
         lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]

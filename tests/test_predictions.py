@@ -237,7 +237,7 @@ def test_r1_searchers_published_predictions_give_its_papers_numbers_to_the_digit
         ("--predictions {p} --json {p}/x.json", "x.json: cannot be written there"),
         ("--predictions {p} --out {folder}", "that is a folder: name a file"),
         ("--predictions {folder}", "a folder: name the files in it"),
-        ("--predictions {p} --count_missing", "known only with --data"),
+        ("--predictions {p} --count_missing", "--count_missing needs --data"),
         ("--predictions {p} --against none.jsonl", "none.jsonl: no such file"),
         ("--predictions {p} --judge m --timeout 0", "--timeout 0.0: must be above 0"),
         ("--predictions {p} --reader built-in --data {q}", "give --reader http"),

@@ -37,7 +37,7 @@ def test_without_settings_everything_but_the_loss_is_shown(folder, capsys, setti
     append_trajectories(folder, [one()])
     view.main([str(folder), "--text"])
     lines = capsys.readouterr().out.splitlines()
-    assert "settings.json cannot be read: there are no formulas" in lines[0]
+    assert "settings.json cannot be read, so no formulas are shown" in lines[0]
     # e^(−0.5 + 0.6) = 1.105
     assert lines[6].split()[2:] == "1 -0.6 -0.6 -0.5 1.105 2 0.01 -".split()
 
