@@ -1,1 +1,1 @@
-"""Retrievers beside BM25; the door is retriever.make_retriever."""
+"""Retrievers other than BM25. `retriever.make_retriever` creates them."""

@@ -15,7 +15,7 @@ def make_control(name: str, documents: list[Document], seed: int):
 
 
 class RandomRetriever:
-    """Finds random documents, to measure what a search is worth that finds only noise."""
+    """Finds random documents, to measure how much searching helps if it finds only noise."""
 
     def __init__(self, documents: list[Document], seed: int = 0):
         if not documents:
@@ -24,21 +24,21 @@ class RandomRetriever:
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         k = min(k, len(self.documents))
-        # Seeded with the text: hash() differs between processes.
+        # The seed contains the query's text, because hash(query) differs between processes.
         draws = [random.Random(f"{self.seed}\n{query}") for query in queries]
         return [draw.sample(self.documents, k) for draw in draws]
 
 
 class EmptyRetriever:
-    """Finds nothing, to measure what the policy knows by heart."""
+    """Finds nothing, to measure how much the policy knows without documents."""
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         return [[] for _ in queries]
 
 
 class OracleRetriever:
-    """Finds the question's gold documents, if it names any, to measure what a perfect search is
-    worth.
+    """Finds the gold documents that the question's record names, to measure how much a perfect
+    search helps. Finds nothing if the record names none.
     """
 
     needs_questions = True
@@ -56,8 +56,8 @@ class GivenRetriever:
         for question in questions:
             if not question.references:
                 raise InputError(
-                    f"--retriever given: question {question.id} has none: give its record a "
-                    "`references` list, or choose a retriever that searches"
+                    f"--retriever given: question {question.id} has no references: give its record "
+                    "a `references` list, or choose a retriever that searches"
                 )
         return [list(question.references) for question in questions]
 

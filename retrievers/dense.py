@@ -8,9 +8,9 @@
 The encoder comes from sentence-transformers (extra `dense`) and pools as the model's files say;
 without such files a causal model (Qwen3-Embedding) takes its last token, any other model the mean.
 Each text gets the prefix that the model's family was trained with (PREFIXES), or the model's own.
-Vectors are stored in fp16 (21M of 768: 32 GB) and multiplied in fp32: a score of unit vectors is
-off by at most 2^-11. An interrupted run goes on: a shard gets its name when it is complete. Left
-out: approximate search.
+Vectors are stored in fp16 (32 GB for 21M vectors of 768 numbers) and multiplied in fp32; the score
+of two unit vectors is off by at most 2^-11. After an interrupt the complete shards are used again:
+a shard's file gets its name only when it is complete. Left out: approximate search.
 """
 
 import hashlib
@@ -46,12 +46,13 @@ class Encoder:
             from sentence_transformers import SentenceTransformer  # optional extra
 
             model = SentenceTransformer(name, device=device or None, trust_remote_code=False)
-        except Exception as error:  # the reader of a broken file may raise anything
+        except Exception as error:  # a broken file may make the library raise anything
             raise InputError(
                 f"encoder {name}: cannot be loaded ({shown(str(error))}): pip install "
                 "sentence-transformers, and give a directory or a hub name"
             ) from None
-        self.model = model if model.device.type == "cpu" else model.half()  # more precise than bf16
+        # A GPU uses fp16, which is more precise than bf16.
+        self.model = model if model.device.type == "cpu" else model.half()
         self.name, (query, passage) = name, prefixes(name)
         self.prefix = {"query": query, "passage": passage}
         self.version = version_of(model, passage)
@@ -66,18 +67,20 @@ class Encoder:
 
 
 def prefixes(name: str) -> tuple[str | None, str | None]:
-    """Returns the prefixes of a query and of a document, chosen by a word of the name or path; None
-    means the model's own prefix.
+    """Returns the prefixes of a query and of a document. The first key of PREFIXES that is a word
+    of the model's name or path chooses them; None means the model's own prefix.
     """
     words = "-".join(["", *re.findall("[a-z0-9]+", name.lower()), ""])
     return next((PREFIXES[part] for part in PREFIXES if f"-{part}-" in words), (None, None))
 
 
 def version_of(model, prefix: str | None) -> str:
-    """Returns a hash of the content: a directory keeps its name when its files change."""
+    """Returns a hash of the model's layers, weights and prefix. Its name is not enough, because a
+    directory keeps its name when its files change.
+    """
     digest = hashlib.sha256(f"{model} {prefix}".encode())
     for name, tensor in sorted(model.state_dict().items()):
-        if ".pooler." not in name:  # random if the file has none, and not used
+        if ".pooler." not in name:  # its weights are not used, and random if the file lacks them
             digest.update(tensor.float().cpu().contiguous().numpy())
     return digest.hexdigest()
 
@@ -87,8 +90,8 @@ def passage_text(document: Document) -> str:
 
 
 class DenseRetriever:
-    """Searches with an `Encoder`, or with the encoder of that name. `index_file` is a flat FAISS
-    index whose row i is document i; without it the vectors are stored in the folder `runs`.
+    """Searches with `encoder`, an `Encoder` or the name of one. `index_file` is a flat FAISS index
+    whose row i is document i; without it the vectors are computed and stored in the folder `runs`.
     """
 
     def __init__(self, documents: list[Document], encoder, device="", index_file="", runs="runs"):
@@ -124,17 +127,17 @@ def nearest(shards: list[torch.Tensor], queries: np.ndarray, k: int, device="cpu
         rows.append(best.indices.cpu() + first)
         first += len(shard)
     scores, rows = torch.cat(scores, 1).numpy(), torch.cat(rows, 1).numpy()
-    # By score, then by row.
+    # Sorted by score; of equal scores the smaller row comes first.
     return np.take_along_axis(rows, np.lexsort((rows, -scores))[:, :k], axis=1)
 
 
 def passage_vectors(documents: list[Document], encoder, runs="runs") -> list[torch.Tensor]:
-    """Returns the vectors [n, d] fp16 of each shard, mapped from files; missing files are made."""
+    """Returns the vectors [n, d] fp16 of each shard, mapped from files. Makes missing files."""
     name = f"{Path(encoder.name).name}-{encoder.version[:10]}-{fingerprint(documents)}"
     folder = Path(runs, "vectors", name)
     folder.mkdir(parents=True, exist_ok=True)
     shards = [(i, folder / f"{i:05}.npy") for i in range(-(-len(documents) // SHARD))]
-    # Each process of a run begins at another shard, and skips shards that others have written.
+    # Each process begins at a different shard, and skips the shards that others have written.
     first = len(shards) * rank_of("RANK") // rank_of("WORLD_SIZE", 1)
     order = shards[first:] + shards[:first]
     for i, path in tqdm(order, "vectors", unit=" shards", disable=len(shards) < 2):
@@ -145,14 +148,16 @@ def passage_vectors(documents: list[Document], encoder, runs="runs") -> list[tor
             sync(aside)  # otherwise a power cut may leave the name without the bytes
             aside.rename(path)
     try:
-        # Mode "c": torch wants memory that it could write to, and the files are never written.
+        # Mode "c" (copy on write): torch requires writable memory, but nothing is ever written.
         return [torch.from_numpy(np.load(path, mmap_mode="c")) for _, path in shards]
     except (ValueError, EOFError) as error:
         raise InputError(f"{folder}: a damaged file ({error}): remove it to encode again") from None
 
 
 def read_index(path: str, n: int, d: int) -> list[torch.Tensor]:
-    """Returns [rows, d] fp16 of each shard. Its header has 45 bytes; rows are fp32."""
+    """Returns the vectors [rows, d] fp16 of each shard of a flat FAISS index. The file has a header
+    of 45 bytes, then the vectors in fp32.
+    """
     if not os.path.isfile(path) or os.path.getsize(path) != 45 + 4 * n * d:
         raise InputError(
             f"--index_file {path} is not a flat FAISS index (IndexFlatIP) of {n:,} documents "

@@ -1,7 +1,8 @@
-"""BM25's index on disk: it is built once, and every later start maps its arrays into memory.
+"""Stores BM25's index on disk: it is built once, and later starts map its arrays into memory.
 
-A folder that is incomplete, or was built from other documents, parameters or another version, is
-rejected and never rebuilt, because another server may be reading it. Left out: adding documents.
+A folder is rejected if it is incomplete, or was built from other documents or parameters or by
+another version. It is never rebuilt, because another server may be reading it. Left out: adding
+documents.
 """
 
 import fcntl
@@ -25,9 +26,10 @@ ARRAYS = ("start", "postings", "weights")
 def load_or_build(
     where: str, documents: list[Document], parameters: tuple, build: Callable
 ) -> tuple:
-    """Returns (vocabulary, start, postings, weights), read from the folder `where`. If it is empty
-    or missing, the index is first made by build(documents, *parameters) and stored there. Raises an
-    InputError if it is damaged, or of other documents, parameters or another version.
+    """Returns (vocabulary, start, postings, weights), read from the folder `where`. If the folder
+    is empty or missing, build(documents, *parameters) first makes the index, which is stored there.
+    Raises an InputError if the folder is damaged, or was built from other documents or parameters
+    or by another version.
     """
     folder = Path(where).resolve()
     made_of = [VERSION, unicodedata.unidata_version, fingerprint(documents), *parameters]
@@ -48,7 +50,9 @@ def load_or_build(
 
 
 def fingerprint(documents: list[Document]) -> str:
-    """Returns a hash of titles and texts in their order; the index does not contain ids."""
+    """Returns a hash of all titles and texts in their order. It leaves out the ids, because the
+    index does not contain them.
+    """
     digest = hashlib.sha256()
     for document in documents:  # repr, so that "ab", "c" and "a", "bc" differ
         digest.update(repr((document.title, document.text)).encode())
@@ -56,7 +60,7 @@ def fingerprint(documents: list[Document]) -> str:
 
 
 def write(folder: Path, made_of: list, build: Callable) -> None:
-    """Builds the index in one process; others wait and then find the folder."""
+    """Builds and stores the index in one process; others wait until the folder is complete."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with open(folder.with_name(f".{folder.name}.lock"), "w") as file:

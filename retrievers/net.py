@@ -1,11 +1,11 @@
-"""One HTTP exchange with a time limit, a size limit and one kind of error.
+"""Makes one HTTP exchange with a time limit, a size limit and one kind of error.
 
     reply  = fetch_json(url, payload, timeout)      or a `Fault`
     result = retrying(lambda: ..., retries=2)       tries again if the Fault allows it
 
-The time limit holds for the whole exchange. The limit of a socket holds for a single wait, which a
-server that sends a byte now and then never reaches. (Only the look-up of a host name has the limit
-of the operating system.) A redirect is a fault, because the request may carry a key. Left out:
+The time limit holds for the whole exchange. A socket's own limit holds for each single wait, so a
+server that sends a byte now and then would never reach it. (Only the look-up of a host name has the
+operating system's limit.) A redirect is a fault, because the request may carry a key. Left out:
 proxies.
 """
 
@@ -75,8 +75,8 @@ def fetch_json(url: str, payload=None, timeout: float = 60.0, headers=None) -> o
 
 @contextlib.contextmanager
 def exchange(url: str, deadline: float, data, headers: dict, address=None) -> Iterator:
-    """Yields the response. If `address` is given, the socket connects to it, and `Host` and
-    certificate are those of the url.
+    """Yields the response. If `address` is given, the socket connects to it; the header `Host` and
+    the check of the certificate still use the host of the url.
     """
     parts = urlsplit(url)
     port = parts.port or PORTS[parts.scheme]
@@ -91,9 +91,10 @@ def exchange(url: str, deadline: float, data, headers: dict, address=None) -> It
         method, close = "GET" if data is None else "POST", {"Connection": "close"}
         connection.request(method, path, data, close | headers)
         with http.client.HTTPResponse(connection.sock, method=method) as response:
-            stream, sock = response.fp.raw, connection.sock  # headers and body are read from it
+            stream, sock = response.fp.raw, connection.sock  # the response is read from `stream`
             receive = stream.readinto
-            # settimeout returns None: before every wait the socket's limit becomes the time left.
+            # Before every wait the socket's limit becomes the time left. settimeout returns None,
+            # so `or` goes on to `receive`.
             stream.readinto = lambda buffer: sock.settimeout(left(deadline)) or receive(buffer)
             response.begin()
             yield response
@@ -103,8 +104,8 @@ tls = functools.cache(ssl.create_default_context)
 
 
 def left(deadline: float) -> float:
-    """Returns the seconds until the deadline; raises TimeoutError if there are none. (To a socket a
-    limit of 0 means "do not wait".)
+    """Returns the seconds until the deadline; raises TimeoutError if it has passed. (A socket would
+    read a limit of 0 as "do not wait".)
     """
     seconds = deadline - time.monotonic()
     if seconds <= 0:
@@ -113,19 +114,22 @@ def left(deadline: float) -> float:
 
 
 def host_of(url: str, example: str = "http://host:port") -> str:
-    """Returns the host of an http(s) address. Raises an InputError that shows `example` if it is
-    not one.
+    """Returns the host of an http(s) address. If `url` is not one, raises an InputError that shows
+    `example`.
     """
     with contextlib.suppress(ValueError):  # raised by urlsplit, or by a port that is not a number
         parts = urlsplit(url)
-        # Trap: urlsplit removes line breaks, and messages show the whole text.
+        # Trap: urlsplit removes line breaks, so `isprintable` must reject them before a message
+        # shows the url.
         if url.isprintable() and parts.scheme in PORTS and parts.hostname and parts.port != 0:
             return parts.hostname
     raise InputError(f"{url!r}: not an address: give {example}")
 
 
 def retrying(call: Callable, retries: int, backoff: float = 0.5, wait: Callable = time.sleep):
-    """Returns `call()`, retried while its Fault allows it; `wait` may return True to give up."""
+    """Returns `call()`. After a Fault that allows another try, waits and tries again, at most
+    `retries` times. If `wait(seconds)` returns True, gives up.
+    """
     for attempt in range(retries):
         try:
             return call()

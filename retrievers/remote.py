@@ -1,15 +1,16 @@
-"""A retriever on another machine, asked over HTTP, so that an index of 21M documents can run where
-the memory is. serve.py is the server.
+"""Asks a retriever on another machine over HTTP, so that an index of 21M documents can be where the
+memory is. serve.py is the server.
 
     POST /retrieve  {"queries": [text, ...], "topk": k, "return_scores": true}
                  -> {"result": [[{"document": {"id", "contents": "\\"Title\\"\\ntext"}, "score"},
                                  ...], ...]}
 
-Traps. One query that a server cannot handle fails its whole batch; then each query is sent alone,
-once. If the server rejects a query (HTTP 400, 413, 414, 422), the search is rejected and has not
-failed: training leaves failed searches out, and a policy must not be able to cause that. A common
-server fails if "return_scores" is false. A server that drops a list would give all later queries
-the documents of another query, so lists are counted. Left out: encryption, passwords.
+Traps. One query that a server cannot handle fails its whole batch, so each query is then sent
+alone, once. A query that the server rejects (HTTP 400, 413, 414, 422) counts as rejected, not as a
+failed search: training leaves out trajectories with failed searches, and a policy must not be able
+to cause that by its queries. "return_scores" is always true, because a common server fails
+otherwise. Lists are counted, because a server that drops one would give all later queries the
+documents of another query. Left out: encryption, passwords.
 """
 
 import json
@@ -36,8 +37,8 @@ RETRIES, BACKOFF = 1, 0.5  # retries of a batch; seconds before the first one
 
 
 class HttpRetriever:
-    """Asks the server at `url`. `timeout` is the limit in seconds for one try of a batch, and also
-    for sending all of its queries one by one.
+    """Asks the server at `url`. `timeout` is the limit in seconds for one try of a batch. If its
+    queries are then sent one by one, the same limit holds for all of them together.
     """
 
     def __init__(self, url: str, timeout: float = 60.0):
@@ -75,8 +76,8 @@ class HttpRetriever:
         return [documents.get(query) for query in queries]
 
     def ask_one_by_one(self, batch: list[str], k: int) -> dict:
-        """Sends each query alone. All together may take `timeout` seconds, and a single one at most
-        a quarter of that.
+        """Sends each query alone. All queries together may take `timeout` seconds, and each of them
+        at most a quarter of this.
         """
         documents, deadline = {}, time.monotonic() + self.timeout
         for query in batch:
@@ -89,7 +90,7 @@ class HttpRetriever:
         return documents
 
     def ask(self, queries: list[str], k: int, timeout: float) -> dict[str, list[Document]]:
-        """Sends one batch once. A reply of another shape is a Fault that may be tried again."""
+        """Sends one batch once. Raises a Fault, also if the reply has an unexpected shape."""
         payload = {"queries": queries, "topk": k, "return_scores": True}
         reply = fetch_json(self.url, payload, timeout)
         lists = reply.get("result") if isinstance(reply, dict) else None
@@ -104,7 +105,7 @@ class HttpRetriever:
 
 
 def read_document(item: object) -> Document | None:
-    """Returns a document from its contents; None for an empty slot.
+    """Returns the document of one item of a reply; None for an item that is null or empty.
 
     >>> read_document({"document": {"id": 7, "contents": '"Varen"\\nBy the Ost.'}, "score": 1.5})
     Document(id='7', title='Varen', text='By the Ost.')

@@ -5,7 +5,8 @@
 
 A request that cannot be served gets {"error": {"message": ...}} with status 400, 404, 413 or
 500, and the server goes on. GET /health answers while the server runs. `check` finds faults that
-training would not show: an index of another corpus, or lists in another order than the queries.
+training would not show: the server has an index of another corpus, or returns lists in another
+order than the queries.
 Left out: encryption, passwords, and limits on slow, many or greedy clients (use a reverse proxy).
 """
 
@@ -22,15 +23,16 @@ from retrievers.net import RejectedRequest, shown
 
 MAX_BODY = 16 * 2**20  # bytes of one request
 HERE = "this server has POST /retrieve and GET /health"
-ODD_QUERIES = ["zxqvkj", "", "?!", "\n", "kelmouth " * 1000]  # unknown, no words, too many words
+# An unknown word, no words, and a thousand words.
+ODD_QUERIES = ["zxqvkj", "", "?!", "\n", "kelmouth " * 1000]
 COMMON_WORDS = "history city film born river music science war company language".split()
 
 
 class RetrievalServer(ThreadingHTTPServer):
-    """Serves a retriever at `host`:`port`. Port 0 takes a free port, which `server_port` names."""
+    """Serves a retriever at `host`:`port`. Port 0 takes a free port: see `server_port`."""
 
     daemon_threads = True  # so that Ctrl-C does not wait for a slow client
-    request_queue_size = 512  # Trap: with the library's 5, simultaneous clients are lost
+    request_queue_size = 512  # Trap: with the library's default of 5, simultaneous clients are lost
 
     def __init__(self, retriever, host: str = "127.0.0.1", port: int = 8000):
         self.retriever = retriever
@@ -50,9 +52,9 @@ class RetrievalServer(ThreadingHTTPServer):
             with self.lock:
                 lists = self.retriever.search(queries, k)
             return 200, {"result": [[to_json(document) for document in one] for one in lists]}
-        except RejectedRequest as error:  # also a search API may reject one query
+        except RejectedRequest as error:  # from `read_request`, or a search API rejected the query
             return 400, str(error)
-        except Exception as error:  # a retriever may raise anything; the next request may succeed
+        except Exception as error:  # a retriever may raise anything, but the server must go on
             line = f"the retriever failed: {type(error).__name__}: {shown(str(error))}"
             print(line, file=sys.stderr, flush=True)
             return 500, line
@@ -114,15 +116,15 @@ def read_request(body: bytes) -> tuple[list[str], int]:
 
 
 def to_json(document: Document) -> dict:
-    """Returns one document of a reply. The title is put on one line, because the first line ends
-    it.
+    """Returns one document of a reply. The title is put on one line, because the first line of
+    `contents` is the title.
     """
     contents = f'"{" ".join(document.title.split())}"\n{document.text}'
     return {"document": {"id": document.id, "contents": contents}, "score": None}
 
 
 def check(retriever, passages: list[Document], k: int = 5) -> list[tuple[bool, str]]:
-    """Tests a retriever that should have these documents: (passed, description) of each test."""
+    """Tests a retriever that should have these documents. Returns (passed, text) of each test."""
     if not passages:
         raise InputError("nothing is found for common words: give --corpus, or another address")
     sample = passages[:: max(1, len(passages) // 20)]
@@ -137,14 +139,20 @@ def check(retriever, passages: list[Document], k: int = 5) -> list[tuple[bool, s
     hits = sum(q in map(query_for, documents) for q, documents in zip(queries, alone, strict=True))
     same = sum(map(eq, alone, together))
     return [
-        (hits >= 0.9 * n, f"{hits} of {n} passages are among the {k} for their title or beginning"),
-        (same >= 0.9 * n, f"{same} of {n} queries find the same when they are asked at once"),
-        (None not in odd, "answers to queries of no word, of an unknown one, of a thousand"),
+        (
+            hits >= 0.9 * n,
+            f"{hits} of {n} passages are among the {k} for their title or first words",
+        ),
+        (same >= 0.9 * n, f"{same} of {n} queries find the same alone and in one batch"),
+        (None not in odd, "queries of no words, an unknown word and 1000 words are answered"),
     ]
 
 
 def query_for(passage: Document) -> str:
-    """Returns the title as a query. Any document of that page is a hit; ids may differ."""
+    """Returns the first words of the title, or of the text if there is no title, as a query. All
+    documents of one page have the same title, so each of them counts as a hit. Ids are not
+    compared, because the server's may differ.
+    """
     return " ".join((passage.title or passage.text).lower().split()[:12])
 
 
@@ -157,7 +165,7 @@ FLAGS = {  # name -> (default, help)
     "index_file": ("", "dense: flat FAISS index whose row i is document i"),
     "output_dir": ("runs", "dense: folder that stores the vectors in vectors/"),
     "retriever_url": ("", "web: address of the search API"),
-    "page_words": (150, "web: words of a page; 2000 for a model that summarises"),
+    "page_words": (150, "web: words shown of a page; 2000 if a model summarises them"),
     "url": ("", "check: address of a server; --corpus is the corpus that it should have"),
     "host": ("127.0.0.1", "serve: address to listen on; 0.0.0.0 accepts every machine"),
     "port": (8000, "serve: port to listen on"),
@@ -199,7 +207,7 @@ def command(arguments: list[str], make: Callable) -> None:
                 flush=True,
             )
             server.serve_forever()
-    if not documents:  # they are unknown here: collect some by common words
+    if not documents:  # without --corpus: search for common words, and take what the server has
         documents = [
             document for one in retriever.search(COMMON_WORDS, 5) for document in one or ()
         ]

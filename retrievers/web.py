@@ -3,16 +3,16 @@ Only `python retriever.py serve --retriever web` uses this file; the trainer ask
 
     query -> search API (one GET) -> addresses, in the API's order
           -> pages: HTML -> text; the API's own snippet if a page cannot be read
-          -> the window of about 150 words with most of the query's words; for a summarising model
-             rather 2,000, which is the whole of most pages
+          -> the window of about 150 words with most of the query's words; for a model that
+             summarises, 2,000 words, which is the whole of most pages
           -> Document(id = address, title in the API's reply, text)
 
-Strangers choose these addresses, and they are visited from inside your network. So only http and
-https on their usual ports and IPv4 are allowed, and every address of a host must be public, unless
-`allow_private` is set. A host name is looked up once, and the connection goes to the address that
-was checked, since a second look-up may give a private one (DNS rebinding). The same holds for
-redirects. There is no proxy, because it would look the name up itself. Left out: JavaScript, PDF,
-cookies, robots.txt, compressed pages, a second page of results.
+Strangers choose these addresses, and this program visits them from inside your network. So only
+http and https on their usual ports and IPv4 are allowed, and every IP address of a host must be
+public, unless `allow_private` is set. A host name is looked up once, and the connection goes to the
+IP address that was checked, because a second look-up may give a private one (DNS rebinding).
+Redirects are checked in the same way. There is no proxy, because it would look the name up itself.
+Left out: JavaScript, PDF, cookies, robots.txt, compressed pages, a second page of results.
 """
 
 import contextlib
@@ -45,8 +45,8 @@ WINDOW = 150  # words of a page
 # Trap: Python also has codecs that no page uses, and some of them are very slow.
 CHARSETS = "iso-8859-1 windows-1251 windows-1252 shift_jis euc-jp euc-kr gbk gb18030 big5".split()
 SILENT = "title|script|style|noscript|svg|template|iframe|select|nav|header|footer|aside"
-# A tag ends at the latest before the next "<", and a silent element without its end tag reaches to
-# the end of the page: so no page takes quadratic time.
+# No page takes quadratic time, because a tag ends at the latest before the next "<", and an element
+# of SILENT without its end tag reaches to the end of the page.
 MARKUP = re.compile(
     rf"<({SILENT})\b[^<>]*(?<!/)>.*?(?:</\1\s*>|\Z)|<!--.*?(?:-->|\Z)|</?[a-z!?][^<>]*>?",
     re.DOTALL | re.IGNORECASE,
@@ -63,7 +63,7 @@ class WebRetriever:
     """
 
     def __init__(self, template: str, allow_private=False, words=WINDOW):
-        # The policy must not choose the host.
+        # {query} must not be in the host, because the policy must not choose the host.
         if "{query}" not in template or "{" in host_of(template, EXAMPLE):
             raise InputError(
                 f"--retriever_url {template!r} has no place for the query: give {EXAMPLE}"
@@ -72,11 +72,11 @@ class WebRetriever:
         self.allow_private = allow_private
         self.words = words
         self.lock = threading.Lock()
-        # Cached, because after one failure a client sends all queries again.
+        # Cached, because a client sends all queries of a batch again if one of them fails.
         self.answer = lru_cache(4096)(self.answer)
         try:
             self.ask("encyclopedia", 1)
-        except Fault as fault:  # the part after the ? may contain a key
+        except Fault as fault:  # the message leaves out the part after "?", which may have a key
             raise InputError(
                 f"{template.partition('?')[0]}: no search results ({fault}): start the search API"
                 " or correct the address"
@@ -108,7 +108,9 @@ class WebRetriever:
 
 
 def hits_of(reply: object) -> list[Document]:
-    """Reads SearXNG's {"results": [{"url", "title", "content"}, ...]}, each address once."""
+    """Reads SearXNG's {"results": [{"url", "title", "content"}, ...]}. A document's id is its
+    address; an address that occurs again is left out.
+    """
     names = ("url", "title", "content")
     hits = {}
     try:
@@ -122,19 +124,19 @@ def hits_of(reply: object) -> list[Document]:
 
 
 def check_address(url: str, allow_private: bool) -> tuple[str, int]:
-    """Returns the IPv4 socket address of a page that may be visited; raises ValueError, or OSError
-    if the name has none.
+    """Returns (IPv4 address, port) of a page. Raises ValueError if the page may not be visited, and
+    OSError if the host has no IPv4 address.
     """
     parts = urlsplit(url)
     port = parts.port or PORTS.get(parts.scheme, 0)
     usual = port in (80, 443) or allow_private  # private services seldom use port 80
     if parts.scheme not in PORTS or not parts.hostname or not usual:
         raise ValueError("refused")
-    # The address is checked, not the name: the system also reads 2130706433 and 0x7f.1 as
-    # 127.0.0.1. IPv6 has too many notations for private IPv4 addresses.
+    # The IP address is checked, not the name, because the system also reads 2130706433 and 0x7f.1
+    # as 127.0.0.1. IPv6 is left out: it has too many notations for private IPv4 addresses.
     resolved = socket.getaddrinfo(parts.hostname, port, socket.AF_INET, socket.SOCK_STREAM)
     addresses = [ipaddress.ip_address(address) for *_, (address, _) in resolved]
-    # All of them: a name with both a public and a private address is an attack.
+    # All addresses must be public: a name that also has a private one is an attack.
     if not allow_private and not all(ip.is_global and not ip.is_multicast for ip in addresses):
         raise ValueError("refused")
     return str(addresses[0]), port
@@ -153,7 +155,7 @@ def fetch_page(url: str, allow_private: bool) -> str:
 
 
 def text_of(response: HTTPResponse) -> str:
-    """Returns what a server sent, truncated at MAX_PAGE; raises ValueError if it is not text."""
+    """Returns the text of a response up to MAX_PAGE bytes; raises ValueError if it is not text."""
     kind = response.headers.get_content_type()
     packed = response.headers.get("Content-Encoding", "identity") != "identity"
     if response.status != 200 or kind not in ("text/html", "text/plain") or packed:
@@ -164,7 +166,7 @@ def text_of(response: HTTPResponse) -> str:
 
 
 def html_to_text(page: str) -> str:
-    """Returns the text outside of scripts and menus, on one line."""
+    """Returns the text of a page outside scripts, menus and other SILENT elements, on one line."""
     text = MARKUP.sub(lambda tag: "" if tag[0].startswith("</") else " ", page)
     return one_line(html.unescape(text))
 
@@ -180,4 +182,5 @@ def window(text: str, query: str, words: int = WINDOW) -> str:
     starts = range(0, len(page), max(words // 5, 1))
     windows = [page[start : start + words] for start in starts]
     best = max(windows, key=lambda part: len(wanted & {*tokenize(" ".join(part))}), default=[])
-    return " ".join(best)[: 10 * words]  # text in a script without spaces counts as one word
+    # The limit in characters is for languages without spaces, where a whole text is one word.
+    return " ".join(best)[: 10 * words]
