@@ -403,7 +403,7 @@ def test_retriever_given_returns_all_references_of_the_question_that_searches():
     questions = [Question(str(n), "?", ["a"], references=tuple(documents[n:])) for n in (0, 3)]
     retriever = make_control("given", [], 0)
     assert retriever.search(["x", "y"], 2, questions) == [documents, documents[3:]]
-    with pytest.raises(InputError, match="--retriever given: question q has none"):
+    with pytest.raises(InputError, match="--retriever given: question q has no references"):
         retriever.search(["x"], 2, [Question("q", "?", ["a"])])
     settings = settings_of({"model": "m", "retriever": "given", "recipe": "r1_searcher"})
     assert settings.document_tokens == 4096 and not check_settings(settings, False).corpus
