@@ -3,13 +3,13 @@
     L = − Σ_t m_t log π_θ(y_t | y_<t) / Σ_t m_t      m_t = 1 on tokens to imitate,
                                                      0 on the prompt and on inserted text
 
-The mask is that of RL: a model trained to write documents learns to invent them. Other tokens may
-be masked too, because they would teach a habit: the built-in world masks the choice between
-searching and answering, so that the model practises reading while searching stays rare.
+RL masks the same tokens, because a model trained to write documents learns to invent them. Tokens
+that would teach an unwanted habit can be masked too: the built-in world masks the token that
+decides between searching and answering, so the model practises reading while searching stays rare.
 
 Every example ends in EOS, so the model learns to stop. Examples are packed, as in an update
-(scale/packing.py): a warm-up's batch of 64 has 4,660 positions with padding, of which 1,860 are
-computed. The same examples in the same order give the same weights on the same machine.
+(scale/packing.py): a batch of 64 in the warm-up has 4,660 positions with padding, but only 1,860 of
+them are computed. The same examples in the same order give the same weights on the same machine.
 Left out: several processes.
 """
 
@@ -54,7 +54,7 @@ class Example:
 
 def example_of(prompt: list[int], pieces: Sequence[tuple[str, bool]], tokenizer) -> Example:
     """Returns a prompt, the pieces (text, imitate) after it, and EOS as an example. Each piece is
-    encoded alone, as in the rollout, or a token could span a turn and the next block.
+    encoded alone, as in the rollout; otherwise a token could span a turn and the next block.
     """
     ids = list(prompt)
     mask = [0] * len(prompt)
@@ -77,14 +77,14 @@ def collate_examples(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
 
 
 def sft_loss(policy: Policy, tokens: Tensor, mask: Tensor) -> Tensor:
-    """Returns the mean −log π over the tokens to imitate. Log-probs −1, −3 with mask 1, 1 -> 2."""
+    """Returns the mean −log π of the tokens to imitate. Worked: log-probs −1, −3, mask 1, 1: 2."""
     logprobs = policy(tokens, mask=mask)  # [B, T]
     return -(logprobs * mask).sum() / mask.sum().clamp(min=1)
 
 
 def sft_lr_factor(step: int, settings: SFTSettings) -> float:
-    """Returns the factor of the rate: linear warm-up, constant, then linear to 0. Worked: 10 steps,
-    warmup_steps 2, decay_from 0.6: 1/2 1 1 1 1 1, then 1 3/4 1/2 1/4.
+    """Returns the factor of the learning rate: linear warm-up, constant, linear decay to 0. Worked:
+    10 steps, warmup_steps 2, decay_from 0.6: 1/2 1 1 1 1 1, then 1 3/4 1/2 1/4.
     """
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
@@ -97,8 +97,8 @@ class Muon(torch.optim.Optimizer):
 
         M ← 0.95 M + 0.05 g;   W ← W − lr · √max(1, rows / columns) · U,
         U = orthogonalize(0.95 M + 0.05 g)
-    Equals torch.optim.Muon without weight decay, which always computes U in bf16: on a CPU that
-    has no instructions for it, that takes eight times as long as fp32.
+    Equals torch.optim.Muon without weight decay, except that torch's always computes U in bf16. On
+    a CPU without instructions for bf16, that takes eight times as long as fp32.
     """
 
     def __init__(self, matrices: Iterable[Tensor]):
@@ -112,7 +112,7 @@ class Muon(torch.optim.Optimizer):
                 momentum = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
                 momentum.lerp_(weight.grad, 1 - 0.95)
                 by_shape[weight.shape].append(weight)
-            # Multiplying the matrices of a shape in one batch takes half as long as one by one.
+            # Multiplying all matrices of one shape as a batch takes half as long as one by one.
             for (rows, columns), weights in by_shape.items():
                 nesterov = [w.grad.lerp(self.state[w]["momentum"], 0.95) for w in weights]
                 updates = orthogonalize(torch.stack(nesterov), fast_type(weights[0].device))
@@ -121,7 +121,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def fast_type(device: torch.device) -> torch.dtype:
-    """Returns bf16, but fp32 on a CPU without instructions for bf16."""
+    """Returns bf16, or fp32 on a CPU without instructions for bf16."""
     if device.type != "cpu":
         return torch.bfloat16
     # Without oneDNN, as on a Mac, this operator does not exist.
@@ -130,9 +130,10 @@ def fast_type(device: torch.device) -> torch.dtype:
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns U diag(s) Vᵀ of each matrix U diag(σ) Vᵀ in [n, rows, columns] by five Newton-Schulz
-    steps x ← 3.4445 x − 4.775 x³ + 2.0315 x⁵ on all singular values at once, from x = σ / its norm.
-    From x ≥ 0.02 each s is between 0.68 and 1.14. Worked: 0.01, 0.6, 0.8 → 0.70, 0.72, 1.12.
+    """Returns U diag(s) Vᵀ for each matrix U diag(σ) Vᵀ in [n, rows, columns]. Five Newton-Schulz
+    steps x ← 3.4445 x − 4.775 x³ + 2.0315 x⁵ act on all singular values at once; they start at
+    x = σ / (norm of the matrix) and end at s. If x ≥ 0.02 at the start, s is between 0.68 and 1.14.
+    Worked: σ = 0.01, 0.6, 0.8 → s = 0.70, 0.72, 1.12.
     """
     x = matrices.to(dtype)
     wide = x.shape[1] <= x.shape[2]
@@ -147,8 +148,8 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def optimizers_of(policy: Policy, settings: SFTSettings) -> dict[torch.optim.Optimizer, float]:
-    """Returns {optimizer: learning rate}. For the built-in warm-up Muon needs 0.7 of AdamW's
-    steps.
+    """Returns {optimizer: learning rate}. In the built-in warm-up, Muon needs 0.7 times as many
+    steps as AdamW.
     """
     matrices = {}
     if settings.muon_lr:
@@ -183,7 +184,7 @@ def train_sft(
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            # Without `refresh` a log file would get a line for every step.
+            # With refresh=True a log file would get a line for every step.
             bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
             bar.update()
             seconds.append(time.perf_counter() - start)
@@ -194,8 +195,8 @@ def train_sft(
 
 def backward(policy: Policy, examples: Sequence[Example], tokens_per_micro_batch: int) -> float:
     """Computes the gradient of the whole batch's loss in micro-batches and returns the loss. Each
-    micro-batch is weighted by its share of the tokens to imitate: a plain mean of their means would
-    be another loss.
+    micro-batch is weighted by its share of the tokens to imitate, because the plain mean of the
+    micro-batches' losses would not be the batch's mean over tokens.
     """
     tokens, mask = collate_examples(examples)
     tokens, mask = tokens.to(policy.device), mask.to(policy.device)  # [B, L], [B, T]

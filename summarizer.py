@@ -1,10 +1,11 @@
 """The summariser: turns retrieved documents into one short text, or rejects the query (UR²).
 
 A summariser makes one short text of several documents; in training it also decides whether the
-query asks for a fact at all. If not, the result is a fallback: the policy reads that it should ask
-for a fact, and the reward penalises the search. `SearchResult.fallback` marks this; code must not
-compare texts instead, because a document could contain the same sentence. The documents stay in the
-result, for the log. Left out: distilling a small summariser from a large one (lab/distil.py).
+query asks for a fact. If the query does not, the result is a fallback: the policy reads a sentence
+that tells it to ask for a fact, and the reward penalises the search. Code recognises a fallback by
+`SearchResult.fallback` and never by its text, because a document could contain the same sentence.
+The result also holds the documents, for the log. Left out: distilling a small summariser from a
+large one (lab/distil.py).
 """
 
 import re
@@ -25,10 +26,10 @@ from prompts import (
 )
 from retriever import Found, Requests, Results, Summarize, show_all
 
-# `extract` returns this if no document's title is in the query; "" would show the documents. It is
-# also the fallback of the built-in world, whose tiny models know no other words.
+# `extract` returns this if the query does not contain the best document's title; an empty text
+# would show the documents. It is also the built-in world's fallback: its models know few words.
 FALLBACK_TEXT = "None"
-OPERATORS = "+-−*/×÷="  # includes the hyphen: no name of the built-in world has one
+OPERATORS = "+-−*/×÷="  # the hyphen is a minus, because names of the world have none
 MAX_QUERY_WORDS = 12
 # The built-in world's queries have a name after "of" or "one": "mayor of kelmouth".
 _NAMELESS = "a an the he him his she her it its they them their this that".replace(" ", "|")
@@ -52,8 +53,8 @@ class SummarizerSettings:
 
 
 def extract(requests: Requests, documents: Found, fallback: str = FALLBACK_TEXT) -> Results:
-    """Returns the best document's text if the query names its title, else "None". If the query is
-    not a lookup and the protocol has a `fallback`, the result is the fallback.
+    """Returns the text of each query's best document if the query contains its title, else "None".
+    If a query is not a lookup and `fallback` is not "", the result is `fallback`.
     """
     results = []
     for request, retrieved in zip(requests, documents, strict=True):
@@ -78,15 +79,15 @@ def is_lookup(query: str, title: str = "") -> bool:
 
 
 def has_title(query: str, title: str) -> bool:
-    """Tells whether a query contains the title as whole words: "diana bell" has no "ana bell"."""
+    """Tells whether a query contains the title as whole words: "diana bell" lacks "ana bell"."""
     words = r"\s+".join(map(re.escape, title.split()))
     return bool(words) and re.search(rf"(?<!\w){words}(?!\w)", query, re.IGNORECASE) is not None
 
 
 NO_FACT = "NO FACT"
-# A file in --output_dir, from which a small summariser can be distilled.
+# A file in --output_dir. lab/distil.py can train a small summariser on it.
 SUMMARY_LOG = "summaries.jsonl"
-# Temperature, top_p, new tokens (thinking included). The policy reads at most `document_tokens`.
+# Temperature, top_p, new tokens (with thinking). The policy reads at most `document_tokens`.
 GREEDY = (0.0, 1.0, 8192)
 LAYOUT = "Reasoning so far: {reasoning}\nQuery: {query}\nPassages:\n{documents}"
 TASKS = {
@@ -111,18 +112,18 @@ _NOTES = (
 
 
 def instruction_for(task: str, turns_away: bool) -> str:
-    """Returns one of the four instructions of UR² D.3: for mathematics or another task, with or
-    without the order to reject queries that ask for no fact.
+    """Returns one of the four instructions of UR² D.3: for mathematics or other tasks, with or
+    without the instruction to reject queries that do not ask for a fact.
     """
     return (_GIVEN + (_TURN_AWAY if turns_away else "Please") + _NOTES).format(*TASKS[task])
 
 
 class LLMSummarizer:
-    """Lets a model of other_models/llm.py write notes on the documents, or reject the query if the
-    protocol has a fallback. It may reject queries in training (`fallback` is set there), not in an
-    evaluation on held-out questions, and always for web pages (UR² D.3, C.4).
+    """Lets a model of other_models/llm.py write notes on the documents or reject the query. It may
+    reject a query only if the protocol has a fallback, and if the documents are web pages, or if
+    `settings.fallback` is set, as in training, and the question is not held out (UR² D.3, C.4).
 
-    log   a JSONL file for every new pair of training, without held-out questions
+    log   JSONL file of prompts and summaries, for distillation; without held-out questions
     """
 
     def __init__(self, llm, settings: SummarizerSettings, protocol: Protocol, log: str | Path = ""):
@@ -138,7 +139,7 @@ class LLMSummarizer:
         rows = [i for i, retrieved in enumerate(documents) if retrieved]
         prompts = [self.prompt(requests[i], documents[i]) for i in rows]
         replies = self.llm.ask(prompts) if rows else []
-        pairs = {}  # a prompt that several rows share is logged once
+        pairs = {}  # keyed by prompt, so that a prompt is logged once
         for i, prompt, reply in zip(rows, prompts, replies, strict=True):
             notes = without_thinking(reply or "")
             fallback = self.fallback_text(requests[i], documents[i])
@@ -157,8 +158,8 @@ class LLMSummarizer:
         return self.protocol.fallback_text if may_reject else ""
 
     def prompt(self, request: SearchRequest, documents: list[Document]) -> tuple:
-        """Returns the arguments of `ask`: instruction, text and sampling numbers. The text has as
-        much of the end of the reasoning as the model's context can hold.
+        """Returns a request for `ask`: instruction, text, temperature, top_p, token limit. If the
+        reasoning is too long for the model's context, the text has only the end of it.
         """
         task, may_reject = request.question.task, bool(self.fallback_text(request, documents))
         custom = self.protocol.custom_prompt("summarizer", task)
@@ -177,7 +178,7 @@ def summary_prompt(
     may_reject: bool,
     custom: str = "",
 ) -> tuple[str, str]:
-    """Returns (instruction, text). `custom` is the text of --prompt_file."""
+    """Returns (instruction, text). `custom` is this model's text in --prompt_file, or ""."""
     values = question_values(request.question, custom) | {"reasoning": reasoning}
     values |= {"query": request.query, "documents": "\n".join(number_documents(documents))}
     kind = "math" if request.question.task == "math" else "other"
@@ -191,7 +192,7 @@ def sampling_by_task(text: str) -> dict[str, tuple[float, float, int]]:
     return {task: (float(heat), float(top_p), int(tokens)) for task, heat, top_p, tokens in parts}
 
 
-# UR²'s own prompts ask for this heading; the text before it is not part of the notes.
+# UR²'s own prompts ask for this heading before the notes; the text above it is dropped.
 _HEADING = re.compile(r"\*\*\s*Final Information\s*:?\s*\*\*:?", re.IGNORECASE)
 
 
@@ -200,14 +201,14 @@ def as_result(
 ) -> SearchResult:
     """Turns a summariser's reply into a result.
 
-    fallback   the policy reads this if the reply says that the query asks for no fact; "": such a
-               reply counts as notes
-    rejected   whether the server refused the prompt; read if there are no notes
+    fallback   text for the policy if the reply says that the query does not ask for a fact; if ""
+               is given, such a reply counts as notes
+    rejected   whether the server rejected the prompt; only used if there are no notes
     """
     notes = _HEADING.split(reply)[-1].strip()
-    if not notes:  # an empty text would show the documents themselves
+    if not notes:  # as a result, an empty text would show the documents
         return SearchResult(documents, error="summariser gave no answer", rejected=rejected)
-    # Punctuation around the sentence is allowed, but no other word: notes may mention it.
+    # Only punctuation may surround the sentence, because real notes may quote it.
     rejections = (NO_FACT, fallback, fallback.partition(".")[0])
     if fallback and words_of(notes) in map(words_of, rejections):
         return SearchResult(documents, fallback, fallback=True)
@@ -223,7 +224,7 @@ SUMMARIZED = {"qa", "math", "choice", "other"}  # tasks that may have their own 
 
 
 def by_task(text: str) -> dict[str, str]:
-    """Parses --summarizer into {task: summariser}. A single one is for all tasks ("other").
+    """Parses --summarizer into {task: summariser}. Task "other" is every task that is not named.
 
     >>> by_task("math=http://a/v1#m,other=none"), by_task("extractive")
     ({'math': 'http://a/v1#m', 'other': 'none'}, {'other': 'extractive'})
@@ -239,9 +240,9 @@ def models_in(text: str) -> set[str]:
 def make_summarizer(
     settings: SummarizerSettings, protocol: Protocol, llms: dict, log: str | Path = ""
 ) -> Summarize:
-    """Returns the function that summarises each request by the summariser of its task.
+    """Returns a function that lets the summariser of each request's task summarise its documents.
 
-    llms   name -> loaded model, for all `models_in` --summarizer
+    llms   name -> loaded model, for each model that --summarizer names (`models_in`)
     """
     names_by_task = by_task(settings.summarizer)
     known = {name: LLMSummarizer(llm, settings, protocol, log) for name, llm in llms.items()}

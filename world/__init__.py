@@ -1,1 +1,1 @@
-"""The built-in world and the tiny models that live in it."""
+"""The built-in world and the tiny models that are trained on it."""

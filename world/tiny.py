@@ -1,4 +1,4 @@
-"""What the tiny world must know about a paper, without torch; `papers.py` has one per paper."""
+"""Describes the tiny model's warm-up for one paper; papers.py has the values. Needs no torch."""
 
 from dataclasses import dataclass, field
 
@@ -8,49 +8,56 @@ MIX = {"one_hop": 0.24, "two_hop": 0.28, "unit": 0.20, "arithmetic": 0.18, "know
 
 @dataclass(frozen=True)
 class Tiny:
-    """What the tiny world must know about a paper: the grammar of a trace, what is read and asked,
-    the flaws (they leave RL something to find; more of them hide the skill itself), the training.
+    """The tiny model's warm-up for one paper: the templates of a trace, the questions and passages,
+    the shares of flawed traces, and the training. Flaws leave RL something to improve; with many
+    more of them the model would not learn the skills.
 
-    A template has gaps: {answer}; {asked}, the relation, as " birthplace", or "" if none is read;
-    {thought}, both. In a passage the value follows that word directly, so it can be found there.
+    The templates have these gaps:
+    {answer}    the answer, right or wrong
+    {asked}     the relation that is looked up, for example " birthplace"; "" if there is none
+    {thought}   {asked} and then the answer. A passage also has the value directly after the
+                relation, so the model can find the value by matching the relation's word.
     """
 
-    end: str  # how a trace comes to its answer; {evidence} found, or the thought; {citation}
-    opening: str = ""  # before the first search; {asked} is " how many" where no relation is
-    between: str = "{note}"  # before each later search: the thought about the last result
-    no_note: str = ""  # replaces {note} if no passage found has the fact
-    read: str = " {answer}"  # the answer in traces that only read
-    citation: str = ""  # the {numbers} of the references in the prompt that count
-    analysis: str = ""  # what follows a citation: {note} and {thought}
+    # The last part of a trace, with the answer. {evidence}: the passages that were found, or the
+    # thought; {citation} and {analysis}: the two templates below.
+    end: str
+    opening: str = ""  # before the first search; {asked} is " how many" without a relation
+    between: str = "{note}"  # before each later search: {note} on the previous result
+    no_note: str = ""  # replaces {note} if the previous search did not find the fact
+    read: str = " {answer}"  # the answer in traces that only practise reading
+    citation: str = ""  # cites references in the prompt by their {numbers}
+    analysis: str = ""  # follows a citation; has the gaps {note} and {thought}
 
-    layout: str = "pages"  # of the world's passages, or "facts"
-    summarised: bool = False  # a search shows one text, or the fallback; else numbered passages
+    layout: str = "pages"  # of the world's passages: "pages" or "facts" (world.py)
+    summarised: bool = False  # searches show one text or the fallback, not numbered passages
     kinds: dict[str, float] = field(default_factory=MIX.copy)
-    # The numbers are shares of the traces.
-    practice: float = 0.3  # traces that only read nonsense facts and are asked for each
-    direct: float = 0.2  # share of the others whose prompt forbids searching
-    rejected: float = 0.2  # share of these in which a query, without loss, was rejected before
-    guess_at_once: tuple[float, float] = (0.2, 0.5)  # look-ups of one and two hops: no search
-    choice_without_loss: float = 0.96  # share of searches decided by a token without loss
-    bad_query: float = 0.2
-    stop_after_first_hop: float = 0.2  # at 0.35 a world was seen whose templates lost a hop
-    ignore_document: float = 0.1
-    needless_search: float = 0.3  # known facts and sums that are searched for, with right answers
+    # Down to `prior`, each number is a share; it is a share of all traces if nothing else is said.
+    practice: float = 0.3  # traces that only read: nonsense facts, each of which is asked for
+    direct: float = 0.2  # share of the other traces whose prompt forbids searching
+    rejected: float = 0.2  # share of `direct` traces that begin with a rejected query, without loss
+    guess_at_once: tuple[float, float] = (0.2, 0.5)  # one-hop, two-hop look-ups without a search
+    choice_without_loss: float = 0.96  # searching traces without loss on the decision to search
+    bad_query: float = 0.2  # share of hops that begin with a query that finds nothing
+    # Share of two-hop traces. At 0.35, in one world, some question templates lost their second hop.
+    stop_after_first_hop: float = 0.2
+    ignore_document: float = 0.1  # traces that read documents but answer with a guess
+    needless_search: float = 0.3  # share of known facts and sums: searched, then answered correctly
     no_evidence: float = 0.3  # traces that answer without evidence
-    wrong_evidence: float = 0.3  # share of the others whose evidence states another fact
-    right_citation: float = 0.35  # traces that cite the right references; the others do not
-    no_analysis: float = 0.15
-    # Flaws of the weaker warm-ups alone (papers.py); at 0 no number is drawn for them.
-    raw: float = 0.0  # searches that show three numbered passages in place of the summary
-    stray: float = 0.0  # searches that show some passage where the fallback would be right
-    twice: float = 0.0  # needless searches that follow a needless one
-    sloppy: float = 0.0  # answers given twice, or after documents that the model invents
-    verbose: float = 0.0  # answers that say the relation beside the value
-    prior: float = 1.0  # what it may search at most before RL, per look-up: lab.ablate measures it
+    wrong_evidence: float = 0.3  # share of traces with evidence: it states another fact
+    right_citation: float = 0.35  # traces with the right citation; the others have a wrong one
+    no_analysis: float = 0.15  # traces that cite without an analysis
+    # Flaws of the weaker warm-ups in papers.py. A flaw with share 0 draws no random number.
+    raw: float = 0.0  # searches that show three numbered passages instead of the summary
+    stray: float = 0.0  # searches that show a random passage although nothing relevant was found
+    twice: float = 0.0  # needless searches that are followed by another one
+    sloppy: float = 0.0  # answers that are given twice or preceded by an invented passage
+    verbose: float = 0.0  # answers that contain the relation as well as the value
+    prior: float = 1.0  # most searches per look-up before RL; lab.ablate checks this
     context: int = 256  # tokens; raw passages take more
     steps: int = 550
     batch_size: int = 64
     lr: float = 4e-3
     warmup_steps: int = 50
     decay_from: float = 0.5
-    muon_lr: float = 0.0  # sft.SFTSettings
+    muon_lr: float = 0.0  # as in sft.SFTSettings

@@ -1,15 +1,15 @@
 """The tiny model of the built-in world: tokenizer, weights, the supervised warm-up before RL.
 
-The warm-up (sft.py) teaches the skills: to read a passage, or the one of several that counts, to
-copy a name, to keep the format, to add. When to use them is left to RL: nearly all search traces
-carry no loss on the token that decides between searching and answering, and many are flawed on
-purpose. What a trace looks like is a paper's own: `Tiny` is all that this file knows of one.
+The warm-up (sft.py) teaches skills: reading a passage or the relevant one of several, copying a
+name, keeping the format, adding. RL has to teach when to use them: nearly all traces with a search
+have no loss on the token that decides between searching and answering, and many traces are flawed
+on purpose. A trace's format depends on the paper; this file learns it only from the paper's `Tiny`.
 
-The facts of a trace are drawn anew for each, so reading pays and remembering does not; only the
-twelve known people keep theirs (and have last names of their own, so that they can be told from
-others). All 81 sums of two digits are practised: arithmetic measures the habit of searching. Under
-the sign for a direct answer nothing is searched for: what is not known is guessed at once. The
-reader of evidence (`load_reader`) is a second model, which sees evidence and question only.
+Each trace has newly drawn facts, so the model learns to read and cannot memorise. Only the twelve
+known people have the same facts in all traces, and last names that nobody else has, so the model
+can recognise them. All 81 sums of two digits are practised, so a search for a sum is only a habit.
+If the prompt ends in the token <direct>, the trace has no search and guesses an unknown fact.
+The reader of evidence (`load_reader`) is a second model, which sees only evidence and question.
 Left out: misspellings, prose, protocols that were trained on each other's traces.
 """
 
@@ -47,8 +47,8 @@ make many mayor none of one product seat the was what where which who
 
 
 def word_pieces() -> list[str]:
-    """Returns every token of plain text: known words with a leading space, and the pieces that have
-    none, such as the ends of names.
+    """Returns all tokens of plain text: known words with a leading space, and pieces without a
+    leading space, such as the ends of names.
     """
     words = [*WORDS, *built_in.NAME_STARTS, *map(str, range(built_in.MAX_NUMBER)), *"?.+:"]
     words += [f"({i})" for i in range(1, 6)]
@@ -57,21 +57,22 @@ def word_pieces() -> list[str]:
     return list(dict.fromkeys(["<pad>", "<eos>", "<unk>", *[f" {word}" for word in words], *bare]))
 
 
-# Whether it may search, as the tiny model is told: one of these tokens ends its prompt.
+# One of these tokens ends the prompt and says whether the tiny model may search.
 MAY_SEARCH = "<may_search>"
 DIRECT = "<direct>"
 
 
 def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
-    """Makes a tokenizer of word pieces that include their leading space, so that decoding gives
-    back the text.
+    """Makes a tokenizer of word pieces that include their leading space, so that decoding returns
+    the original text.
 
     A known word is one token; names are head + tail (cities, companies) or first + last (people).
-    A tag or notice of `protocols` is one token (real tokenizers split it, and the rollout does not
-    care). A paper's own has no other's: what is added to one leaves the rest their ids and numbers.
+    Each tag or notice of `protocols` is one token. Real tokenizers split tags; the rollout works
+    with both. A tokenizer made for one protocol has no tags of others, so a tag that is added to
+    one protocol changes neither the token ids nor the results of the others.
     """
-    # Unigram with equal scores takes the fewest pieces that cover the text. In a list a number is
-    # one token wherever it occurs: ", " + "4", and not "," + " 4".
+    # Unigram chooses the pieces with the highest total score: for equal scores, the fewest pieces.
+    # The score of ", " makes a number in a list always the same token: ", " + "4", not "," + " 4".
     scored = [(piece, -0.5 if piece == ", " else -1.0) for piece in word_pieces()]
     tokenizer = Tokenizer(models.Unigram(scored, unk_id=2))
     # A word at the start of a line gets the leading space that its piece has everywhere else.
@@ -80,9 +81,9 @@ def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.Fuse()
     signs = [x for p in protocols for x in (*p.tags, p.fallback_notice, *p.rejection_notices)]
     direct = [p.direct_instruction for p in protocols if p.query_tags]
-    # The tiny model knows its protocol from the warm-up. Of the system message it is shown only
-    # whether that is the prompt without retrieval; with --prompt_file it may search. Of ARENA's
-    # user it is not shown the tags around question and references.
+    # The tiny model knows its protocol from the warm-up, so the template leaves the system message
+    # out and appends DIRECT if that is the protocol's direct instruction, otherwise MAY_SEARCH
+    # (also for a text of --prompt_file). ARENA's tags around question and references are removed.
     template = (
         "{{ ' ' + messages[-1]['content'].replace('<question>', '').replace('</question>', '')"
         ".replace('<references>', '').replace('</references>', '').strip() + ' answer :'"
@@ -102,7 +103,7 @@ def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
 
 # ---------------------------------------------------------------------------------------- the model
 def shape(vocab_size: int, width: int, heads: int, inner: int, context: int = 256) -> dict:
-    """Returns the fields of a config; texts have about 100 tokens."""
+    """Returns the fields of a model config; the world's texts have about 100 tokens."""
     return {
         "vocab_size": vocab_size,
         "hidden_size": width,
@@ -121,26 +122,27 @@ def shape(vocab_size: int, width: int, heads: int, inner: int, context: int = 25
 
 
 def born(config, seed: int) -> torch.nn.Module:
-    """Returns a model with random weights and four heads that look back."""
+    """Returns a model with random weights, except for four heads that look back (`look_back`)."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return look_back(AutoModelForCausalLM.from_config(config))
 
 
 def make_model(vocab_size: int, seed: int = 0, context: int = 256) -> torch.nn.Module:
-    """Returns a Qwen2 of 0.48M parameters with random weights."""
+    """Returns a Qwen2 of 0.48M parameters that is not trained yet."""
     return born(Qwen2Config(**shape(vocab_size, 128, 8, 384, context)), seed)
 
 
-OFFSETS = (1, 1, 2, 2)  # of the heads that look back
-GAIN = 6.0  # g below
+OFFSETS = (1, 1, 2, 2)  # one for each head that looks back
+GAIN = 6.0  # g in the formula below
 
 
 @torch.no_grad()
 def look_back(model: torch.nn.Module) -> torch.nn.Module:
-    """Makes head h of the first layer attend to the token `OFFSETS[h]` places back. Training
-    may change it. Reading is matching a word with the one before it: a model this small learns to
-    look one place back in about 400 steps; born with it, it reads after 200.
+    """Makes head h of the first layer attend to the token `OFFSETS[h]` places back; training may
+    change this. To read a passage, the model must match each word with the word before it. A model
+    this small needs about 400 steps to learn to attend one place back; with this start it can read
+    after 200 steps.
 
         logit(Δ) = Σ_i q_i · R(Δ θ_i) k_i,   k_i = (g, 0),   q_i = g (cos o θ_i, −sin o θ_i)
         is largest at Δ = o
@@ -154,7 +156,7 @@ def look_back(model: torch.nn.Module) -> torch.nn.Module:
     key = torch.cat([torch.ones_like(angles), torch.zeros_like(angles)], dim=1).flatten()
     attention = model.model.layers[0].self_attn
     for projection, bias in ((attention.q_proj, query), (attention.k_proj, key)):
-        projection.weight[: len(bias)] *= 0.1  # the place decides, not the word
+        projection.weight[: len(bias)] *= 0.1  # so that the position decides, and hardly the token
         projection.bias[: len(bias)] = GAIN * bias
     return model
 
@@ -162,8 +164,8 @@ def look_back(model: torch.nn.Module) -> torch.nn.Module:
 # ------------------------------------------------------------------------------------ what is asked
 @dataclass(frozen=True)
 class Hop:
-    """One search: its query, the passage that it finds, if there is one, the note that the model
-    writes, and the name that a fact is about.
+    """One search: its query, the passage that it finds (None if there is none), the note that the
+    model writes about the passage, and the name of the entity that the query is about.
     """
 
     query: str
@@ -174,8 +176,9 @@ class Hop:
 
 @dataclass(frozen=True)
 class Task:
-    """A question, the hops to its answer, and the answer. `relation` is the one whose value the
-    answer is, "" for units and sums; `guess` is a random value like it, "" for known facts, sums.
+    """A question, the hops to its answer, and the answer. The answer is the value of `relation`
+    ("" for units and sums). `guess` is a random value of the answer's kind; it is "" for known
+    facts and sums, because the model does not have to guess these.
     """
 
     question: str
@@ -203,7 +206,7 @@ class Tasks:
         return self.chain("one_hop" if self.rng.random() < 0.5 else "two_hop")
 
     def chain(self, kind: str) -> Task:
-        """Follows the relations from a name: the value of each is the subject of the next."""
+        """Draws a look-up. The value of each relation is the subject of the next one."""
         relations, template = self.rng.choice(list(built_in.LOOK_UPS[kind].items()))
         about = RELATIONS[relations[0]][0]
         known = kind == "known"
@@ -215,7 +218,7 @@ class Tasks:
             steps.append((name, facts, relation))
             name = facts[relation]
             about = RELATIONS[relation][1]
-        hops = [  # once all facts are drawn
+        hops = [  # after the loop: all facts are drawn before the first page
             Hop(
                 f"{key} of {subject}",
                 self.passage(subject, its, key),
@@ -251,18 +254,18 @@ class Tasks:
         return self.passage(self.value(kind), facts, self.rng.choice(list(facts)))
 
     def nonsense(self, count: int) -> tuple[Facts, list[Document]]:
-        """Returns passages, and facts with values of any kind, so guessing by kind is no help."""
+        """Returns facts whose values are of any kind, so that the kind is no hint, and passages."""
         facts = {
             relation: self.value(self.rng.choice(list(self.values)))
             for relation in self.rng.sample(list(RELATIONS), count)
         }
         return facts, [
             self.passage(self.value(self.rng.choice(built_in.ENTITIES)), facts, relation)
-            for relation in (facts if self.world.layout == "facts" else [""])  # a page states all
+            for relation in (facts if self.world.layout == "facts" else [""])  # a page has all
         ]
 
     def with_distractors(self, task: Task) -> tuple:
-        """Returns (the passages of the hops among others of other relations, their numbers)."""
+        """Returns (the hops' passages mixed with distractors, numbers of the hops' passages)."""
 
         def other(relation: str) -> Document:
             return self.new_fact(self.value(RELATIONS[relation][0]), relation)
@@ -273,8 +276,8 @@ class Tasks:
         return fact_passage(name, relation, self.value(RELATIONS[relation][1]))
 
     def with_neighbour(self, found: Document) -> list[Document]:
-        """Returns what a search shows: a page alone, a fact before or after the other fact of its
-        entity.
+        """Returns the passages that a search shows: a page alone, or a fact and the other fact of
+        its entity in random order.
         """
         if found.title:
             return [found]
@@ -292,7 +295,7 @@ class Tasks:
 
 
 # --------------------------------------------------------------------------------------- the traces
-# (text, kind): "model" is imitated, "choice" but for its first token, "given" not at all
+# (text, kind): "model" has a loss on all tokens, "choice" on all but the first, "given" on none
 Pieces = list[tuple[str, str]]
 Trace = tuple[Question, Pieces]
 Loaded = tuple[Policy, PreTrainedTokenizerFast]
@@ -305,7 +308,7 @@ class TraceWriter:
         self.protocol = protocol
         self.tiny = tiny
         self.tasks = Tasks(World(world_seed, layout=tiny.layout), world_seed)
-        self.rng = self.tasks.rng  # one stream of draws
+        self.rng = self.tasks.rng  # shared, so that there is one sequence of random draws
 
     def write(self) -> Trace:
         if self.rng.random() < self.tiny.practice:
@@ -320,13 +323,13 @@ class TraceWriter:
             pieces = self.rejection(task) + self.at_once(task)
         else:
             pieces = self.look_up(task) if task.guess else self.needless(task)
-        # The same whether the trace then searches or not.
+        # The opening is independent of whether the trace then searches, so it is no hint.
         opening = self.tiny.opening.format(asked=f" {task.relation or 'how many'}")
         pieces = [(opening, "model"), *pieces] if opening else pieces
         return Question("", task.question, [], may_search=not direct), pieces
 
     def practice(self) -> Trace:
-        """Practises reading: nonsense facts, and each relation's word, whose value is written."""
+        """Writes a trace of reading: nonsense facts, then each relation and the value to copy."""
         cites = self.protocol.references_in_prompt
         if cites and self.rng.random() < 0.6:
             return self.practise_citing()
@@ -375,12 +378,12 @@ class TraceWriter:
         return self.undecided(pieces) + self.end(task, task.answer, found)
 
     def happens(self, share: float) -> bool:
-        """Decides about a flaw of a weaker warm-up. With share 0 no number is drawn."""
+        """Decides whether a flaw occurs. Share 0 draws no number, so other draws do not change."""
         return share > 0 and self.rng.random() < share
 
     def at_once(self, task: Task) -> Pieces:
-        """Writes a guess, or a known fact without the relation's word, which only read facts
-        follow.
+        """Ends the trace without a search: by a guess, or by a known answer. A known answer follows
+        the word of its relation only after a search, so the word is left out here.
         """
         if task.guess:
             return self.end(task, task.guess)
@@ -397,14 +400,14 @@ class TraceWriter:
         ]
 
     def undecided(self, pieces: Pieces) -> Pieces:
-        """Marks the first token, which decides to search, mostly without loss."""
+        """Removes the loss on the first token, which decides to search, in most traces."""
         if self.rng.random() < self.tiny.choice_without_loss:
             pieces[0] = (pieces[0][0], "choice")
         return pieces
 
     def search(self, query: str, found: Document | None, note: str | None = None) -> Pieces:
-        """Writes a query, then `found` (None: nothing relevant). `note` belongs to the search
-        before.
+        """Writes a query and the result: `found`, or nothing relevant if that is None. `note` is
+        about the previous search: None if there was none, "" if it found nothing relevant.
         """
         before = "" if note is None else self.tiny.between.format(note=note or self.tiny.no_note)
         raw = self.happens(self.tiny.raw)
@@ -412,7 +415,7 @@ class TraceWriter:
             found = self.tasks.other_passage()
         if raw:
             shown = [self.tasks.other_passage() for _ in range(2)]
-            # The relevant one is mostly the first of the three.
+            # `found` is usually the first of the three passages.
             shown.insert(0 if self.rng.random() < 0.7 else self.rng.randint(0, 2), found)
             given = self.frame(shown, raw)
         elif found:
@@ -424,20 +427,20 @@ class TraceWriter:
         return [(f"{before}{begin} {query}{end}", "model"), (given, "given")]
 
     def frame(self, shown: list[Document], raw: bool = False) -> str:
-        """Returns what a search shows: numbered passages, or the first one as its summary."""
+        """Returns the text that a search shows: numbered passages, or the first as the summary."""
         if self.tiny.summarised and not raw:
             return frame_documents(self.protocol, shown[0].text)
         return frame_documents(self.protocol, "\n".join(number_documents(shown)))
 
     def spoil(self, query: str) -> str:
-        """Returns a query without its entity, or for a person who does not exist."""
+        """Returns a bad query: without its entity, or with a random last name at its end."""
         words = query.split()
         if "of" not in words or self.rng.random() < 0.5:
             return words[0]
         return " ".join([*words[:-1], self.rng.choice(built_in.LAST)])
 
     def end(self, task: Task, answer: str, found: Sequence[Hop] = ()) -> Pieces:
-        """Writes the end of a trace, after the searches that found these hops."""
+        """Writes the end of a trace. The passages of the hops in `found` were read before."""
         asked = f" {task.relation}" if task.relation else ""
         thought = f"{asked} {answer}" if asked else ""
         evidence = self.evidence(task, found) or thought
@@ -447,14 +450,14 @@ class TraceWriter:
         return [(self.sloppy(task, text) if self.happens(self.tiny.sloppy) else text, "model")]
 
     def sloppy(self, task: Task, text: str) -> str:
-        """Writes what a strict check forbids: two answers, or an invented passage."""
+        """Adds to `text` a second answer or an invented passage; a strict check forbids both."""
         if not task.relation or self.rng.random() < 0.5:
             return text.removesuffix("<eos>") + text
         begin, end = self.protocol.documents_tags
         return f"{begin} {task.hops[-1].name} has {task.relation} {task.answer} .{end}{text}"
 
     def evidence(self, task: Task, found: Sequence[Hop]) -> str:
-        """Writes the sentences that were found; in some the fact of the answer is replaced."""
+        """Writes the passages of `found` as evidence, in some traces with another last fact."""
         rng = self.rng
         tags = self.protocol.evidence_tags
         if not tags or not found or rng.random() < self.tiny.no_evidence:
@@ -466,8 +469,8 @@ class TraceWriter:
         return f"{tags[0]} {' '.join(passage.text for passage in passages)}{tags[1]}"
 
     def cite(self, task: Task) -> Trace:
-        """Writes the task's references among distractors; mostly a wrong citation and the right
-        answer.
+        """Writes a trace that cites references of its prompt, which also holds distractors. Most
+        traces cite wrong references but answer correctly.
         """
         rng = self.rng
         tiny = self.tiny
@@ -483,8 +486,9 @@ class TraceWriter:
         return Question("", task.question, [], references=shown), [(text, "model")]
 
     def practise_citing(self) -> Trace:
-        """Writes a trace that cites only the right numbers. Its question begins with "which ?", and
-        the text before the numbers has no loss: the model learns to find them, but not when to.
+        """Writes a trace that only cites, and correctly. Its question begins with "which ?", and
+        the text before the numbers has no loss, so the model learns to find the right references
+        but not to do it in answer to usual questions.
         """
         task = self.tasks.look_up()
         shown, numbers = self.tasks.with_distractors(task)
@@ -493,8 +497,8 @@ class TraceWriter:
         return Question("", f"which ? {task.question}", [], references=shown), pieces
 
     def cited(self, numbers: Sequence[int]) -> Sequence[int]:
-        """Returns the numbers of the right references, or a wrong list: all references, one too
-        many, or only one of two.
+        """Returns the numbers of the right references, or a wrong list: all references, one wrong
+        reference in addition, or only one of two.
         """
         if self.rng.random() < self.tiny.right_citation:
             return numbers
@@ -507,8 +511,8 @@ class TraceWriter:
 
 
 def encode_traces(traces: list[Trace], protocol: Protocol, tokenizer) -> list[Example]:
-    """Returns ids and masks of traces. As in a rollout, no token crosses the border of two pieces;
-    one call of the tokenizer encodes them all.
+    """Returns the traces as token ids and masks. As in a rollout, no token spans two pieces. All
+    pieces are encoded in one call of the tokenizer, which is faster.
     """
     whole = [[(prompt_text(protocol, q, tokenizer), "given"), *pieces] for q, pieces in traces]
     texts = [text for pieces in whole for text, _ in pieces]
@@ -539,17 +543,17 @@ def warm_up(policy, tokenizer, protocol: Protocol, tiny: Tiny, world_seed: int =
 
 
 # ------------------------------------------------------------------- the frozen reader of evidence
-NOTE = "warm_up.txt"  # a file beside a model that says how it was made
+NOTE = "warm_up.txt"  # this file in a model's folder holds the recipe that it was made by
 READER = SFTSettings(steps=300, lr=4e-3, warmup_steps=50, decay_from=0.5)
 
 
 def reader_example(tasks: Tasks, tokenizer) -> Example:
-    """Returns evidence and question with the answer, or "none" if no sentence states it."""
+    """Returns evidence and question as prompt, and the answer ("none" if it is not stated)."""
     task = tasks.look_up()
     shown = [hop.found for hop in task.hops]
     if tasks.rng.random() < 0.3:
         shown[-1] = tasks.other_passage()
-    if tasks.rng.random() < 0.5:  # as its own search would find it, beside the entity's other fact
+    if tasks.rng.random() < 0.5:  # as a search shows it: with the entity's other fact
         shown[-1:] = tasks.with_neighbour(shown[-1])
     lines = [passage.text for passage in shown]
     stated = dict(line.partition(" of ")[0].split(" ", 1) for line in lines)
@@ -559,8 +563,8 @@ def reader_example(tasks: Tasks, tokenizer) -> Example:
 
 
 def train_reader(world_seed: int, settings: SFTSettings = READER) -> Loaded:
-    """Returns a Llama of 0.2M parameters, for a world with a passage per fact, and its
-    tokenizer.
+    """Trains a Llama of 0.2M parameters on evidence from a world with one passage per fact;
+    returns it and its tokenizer.
     """
     tokenizer = make_tokenizer()
     seed = 1_000 + world_seed
@@ -578,14 +582,14 @@ def train_reader(world_seed: int, settings: SFTSettings = READER) -> Loaded:
 
 
 def toy_path(world_seed: int, protocol: str, which: str = "", runs: str = "runs") -> Path:
-    """Returns the folder of a warmed-up model; `which` names the warm-up, "" is the usual one."""
+    """Returns the folder of a warmed-up model. `which` names the warm-up ("": the usual one)."""
     return Path(runs, "toy", "-".join(filter(None, (protocol, which, f"world{world_seed}"))))
 
 
 def load_toy(
     world_seed: int, protocol: Protocol, tiny: Tiny, runs: str = "runs", which: str = ""
 ) -> Loaded:
-    """Returns the warmed-up tiny model and its tokenizer; they are made on first use and kept."""
+    """Returns the warmed-up tiny model and its tokenizer; the first use trains and saves them."""
 
     def make() -> Loaded:
         tokenizer = make_tokenizer(protocol)
@@ -597,8 +601,8 @@ def load_toy(
 
 
 def load_reader(world_seed: int = 0, runs: str = "runs") -> Loaded:
-    """Returns the frozen second model, which answers from evidence. It too is made on first
-    use.
+    """Returns the frozen second model, which answers from evidence, and its tokenizer; the first
+    use trains and saves them.
     """
     reader, tokenizer = made_once(
         toy_path(world_seed, "reader", runs=runs), str(READER), lambda: train_reader(world_seed)
@@ -607,8 +611,8 @@ def load_reader(world_seed: int = 0, runs: str = "runs") -> Loaded:
 
 
 def made_once(path: Path, recipe: str, make: Callable[[], Loaded]) -> Loaded:
-    """Returns the model in `path`. It is made if it is missing, damaged, or of another `recipe`; a
-    second process waits meanwhile.
+    """Returns the model in the folder `path`. If it is missing, damaged, or made by another
+    `recipe`, it is made first, while other processes that need it wait.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_name(f".{path.name}.lock"), "a") as file:

@@ -1,8 +1,8 @@
-"""The built-in world: small enough to learn to search in on a laptop. Its tiny model is in toy.py.
+"""The built-in world, so small that a laptop can train search in it. Its tiny model is in toy.py.
 
 A world, drawn from a seed, has people, cities and companies with invented names, the passages that
-state their facts, and twelve unit conversions. All splits share the pieces of names, so an entity
-that the model has never seen can be copied token by token, but its facts cannot be known.
+state their facts, and twelve unit conversions. All splits build names from the same pieces, so the
+model can copy the name of an entity that it has never seen, but cannot know the entity's facts.
 
     one_hop      where was ana bell born ?                                one search
     two_hop      who is the mayor of the city where ana bell was born ?   two searches
@@ -11,11 +11,12 @@ that the model has never seen can be copied token by token, but its facts cannot
     known        a one-hop question about one of twelve people whose facts the model has by heart
 
     layout "pages"   one passage per entity, with both its facts in a random order
-    layout "facts"   one passage per fact, and four numbered ones with every question: what a paper
-                     needs that copies its evidence (R-Search) or cites it (ARENA)
+    layout "facts"   one passage per fact; every question that needs facts has four numbered
+                     references. For papers whose model copies evidence (R-Search) or cites (ARENA)
 
-The distractors among the four are of relations that the question does not ask for. So the right
-passage is found by what it states, not by whom it is about: the tiny model learns that in a minute.
+The distractors among the four references state relations that the question does not ask for. The
+relation alone, without the name, identifies the right passage; the tiny model learns this in a
+minute.
 Left out: misspellings, facts that change, a year or a number as an answer.
 """
 
@@ -34,7 +35,7 @@ LAST = """
 abel barth bell brandt coll dorn ebner falke finch grau hahn hill ives jung kane kern lang lind
 marsh moll nord ober penn quint reed roth sand stein thorn ulm vogel wolf
 """.split()
-# last names of the people the model knows by heart, and of nobody else
+# Last names of the people whose facts the model knows by heart; nobody else has these names.
 FAMOUS = "amsel bogner cramer daimler eiche fuchs gross huber imhof jasper kaiser luther".split()
 CITY_HEADS = """
 al bar bel cor dar dun el fen gar hol in jas kel kor lor lun mar mel nor os pel rav ros sal sol tal
@@ -62,14 +63,15 @@ bim bolt borg cran dram ell fip gan hep jot kip lok mim nab oka pim quo rin sep 
 """.split()
 NAME_STARTS = [*FIRST, *LAST, *FAMOUS, *CITY_HEADS, *COMPANY_HEADS, *COUNTRIES, *PRODUCTS, *UNITS]
 NAME_ENDS = [*CITY_TAILS, *COMPANY_TAILS]
-SPLITS = {"known": len(FAMOUS), "train": 200, "dev": 60, "test": 60}  # people; else half as many
+# The number of people in each split; there are half as many cities, and half as many companies.
+SPLITS = {"known": len(FAMOUS), "train": 200, "dev": 60, "test": 60}
 UNIT_SPLITS = {"train": 8, "dev": 2, "test": 2}
 ENTITIES = ("person", "city", "company")
 KINDS = ("one_hop", "two_hop", "unit", "arithmetic", "known")
 MAX_NUMBER = 100
-REFERENCES = 4  # passages that a question of the layout "facts" comes with
+REFERENCES = 4  # number of passages that come with a question in the layout "facts"
 
-# relation -> (what it is about, what it leads to); the word occurs in passages and queries only.
+# relation -> (kind of its subject, kind of its value). Passages and queries name it by this word.
 RELATIONS = {
     "birthplace": ("person", "city"),
     "employer": ("person", "company"),
@@ -78,7 +80,7 @@ RELATIONS = {
     "product": ("company", "product"),
     "seat": ("company", "city"),
 }
-# the relations from the name to the answer -> the question
+# relations that lead from the name to the answer -> template of the question
 ONE_HOP = {
     ("birthplace",): "where was {} born ?",
     ("employer",): "who employs {} ?",
@@ -98,7 +100,7 @@ TWO_HOP = {
 KNOWN_RELATIONS = ("birthplace", "employer")
 KNOWN = {(relation,): ONE_HOP[relation,] for relation in KNOWN_RELATIONS}
 LOOK_UPS = {"one_hop": ONE_HOP, "two_hop": TWO_HOP, "known": KNOWN}
-SUMS = [(a, b) for a in range(1, 10) for b in range(1, 10)]  # of every split
+SUMS = [(a, b) for a in range(1, 10) for b in range(1, 10)]  # the same in every split
 
 
 Facts = dict[str, str]  # of one entity: relation -> value
@@ -107,8 +109,9 @@ Facts = dict[str, str]  # of one entity: relation -> value
 class World:
     """Entities by split and kind, their facts, and the passages that state them.
 
-    seed        draws the names and the splits, and the facts too unless fact_seed is given
-    fact_seed   other facts for the same names: a model that recalls fails, one that reads does not
+    seed        draws the names and the splits, and also the facts unless fact_seed is given
+    fact_seed   draws other facts for the same names. A model that recalls memorised facts then
+                fails; a model that reads the passages does not.
     """
 
     def __init__(self, seed: int = 0, fact_seed: int | None = None, layout: str = "pages"):
@@ -135,7 +138,8 @@ class World:
         cities = shuffled(rng, [head + tail for head in CITY_HEADS for tail in CITY_TAILS])
         companies = shuffled(rng, [head + tail for head in COMPANY_HEADS for tail in COMPANY_TAILS])
         famous = [f"{rng.choice(FIRST)} {last}" for last in FAMOUS]
-        # Iterators: no name belongs to two splits, and the first, "known", gets the famous people.
+        # Each split takes the next names of these iterators, so no name belongs to two splits. The
+        # first split, "known", gets the famous people.
         rest = {"person": iter(famous + people), "city": iter(cities), "company": iter(companies)}
         for split, count in SPLITS.items():
             self.entities[split] = {
@@ -149,8 +153,8 @@ class World:
         return {**self.entities[split], "country": COUNTRIES, "product": PRODUCTS}
 
     def draw_facts(self, rng: random.Random, kind: str, split: str) -> Facts:
-        """Draws the facts of one entity inside its split: both hops of a held-out question are held
-        out.
+        """Draws the facts of one entity. The values are of the entity's own split, so both hops of
+        a held-out question are held out.
         """
         values = self.values(split)
         return {
@@ -174,7 +178,7 @@ class World:
     def questions(self, split: str, kind: str, count: int | None = None) -> list[Question]:
         """Returns `count` questions (None: all) of one kind about one split, in random order."""
         split_asked = "known" if kind == "known" else split
-        task = "math" if kind == "arithmetic" else "qa"  # which task mixing asks directly
+        task = "math" if kind == "arithmetic" else "qa"  # task mixing can forbid searches in math
         questions = []
         for text, answer, *hops in self.plain_questions(split_asked, kind):
             name = f"{split}/{kind}/{text}"
@@ -202,7 +206,7 @@ class World:
                     yield template.format(name), value, *hops
 
     def references(self, identity: str, hops: list[tuple], split: str) -> tuple[tuple, tuple]:
-        """Returns (the passages of a question, the numbers of those that its hops need)."""
+        """Returns (the passages that come with a question, the numbers of those its hops need)."""
         if self.layout == "pages" or not hops:
             pages = tuple(self.passages[name, ""] for name, _ in hops)
             return pages, tuple(range(1, len(pages) + 1))
@@ -215,7 +219,7 @@ class World:
 
 
 def with_distractors(rng: random.Random, gold: list[Document], other: Callable) -> tuple:
-    """Returns (these passages among distractors from `other(relation)`, their numbers)."""
+    """Returns (`gold` mixed with distractors from `other(relation)`, the numbers of `gold`)."""
     asked = {document.text.split()[0] for document in gold}
     relations = [relation for relation in RELATIONS if relation not in asked]
     others = [other(relation) for relation in rng.sample(relations, REFERENCES - len(asked))]
@@ -230,7 +234,7 @@ def page(rng: random.Random, name: str, facts: Facts) -> Document:
 
 
 def fact_passage(name: str, relation: str, value: str) -> Document:
-    """Returns a passage without a title: a model of two layers can match adjacent words."""
+    """Returns a passage without a title. A two-layer model can match adjacent words like these."""
     return Document("", "", f"{relation} {value} of {name} .")
 
 
