@@ -1,20 +1,22 @@
-"""DAPO: GRPO for long answers, few of which are right.
+"""DAPO: GRPO adapted to long answers, of which only few are right.
 
-GRPO's advantage, A_i = (r_i − mean_group) / (std_group + 1e-6), and four departures from GRPO:
+DAPO has GRPO's advantage, A_i = (r_i − mean_group) / (std_group + 1e-6), and departs from GRPO in:
 
-    1  clip-higher        ε_low 0.2 < ε_high 0.28: an unlikely token can become likelier
-    2  dynamic sampling   groups all right or all wrong are dropped, and more questions are drawn
-    3  token mean         weight = 1 / (model tokens of the batch): all tokens count the same; with
-                          --loss_aggregation question the mean over a question's tokens comes first
-    4  overlong           truncated before it answered: no gradient, as it was not shown to be wrong
+    1  clip-higher        ε_low 0.2 < ε_high 0.28, so an unlikely token can gain more probability
+    2  dynamic sampling   groups with only right or only wrong answers are dropped, and more
+                          questions are drawn
+    3  token mean         each token weighs 1 / (model tokens of the batch); --loss_aggregation
+                          question takes a mean over each question's tokens, then over questions
+    4  overlong           a trajectory that was truncated before it answered gets no gradient,
+                          because nobody knows whether its answer would have been wrong
 
-Departure 2 compares correctness, because rewards of several terms are almost never equal in a
-group. Overlong trajectories count as wrong there, and count in the mean and std of their group. A
-KL is added where GRPO adds it.
+Departure 2 compares correctness instead of rewards, because rewards that are sums of several terms
+are almost never equal in a group. In departure 2 overlong trajectories count as wrong. Their
+rewards also count in the mean and std of their group. A KL is added where GRPO adds it.
 Source: Yu et al. 2025, sections 3.1 to 3.4, in this order.
 Left out: the soft penalty for long answers (section 3.4; none of the five papers uses it), and
-sampling until the batch is full: after `max_resample` more draws the batch stays smaller, and a
-step without a group is skipped (train.py).
+sampling until the batch is full: a step makes at most `max_resample` extra draws and then trains on
+the groups that it has. If it has none, the step is skipped (train.py).
 """
 
 import torch
@@ -26,8 +28,10 @@ from errors import run_main
 
 
 def informative_groups(correct: Tensor, group_size: int) -> Tensor:
-    """Returns [B] bool: whether correctness, or answer terms, differ in the row's group. NaN is
-    unknown. Worked, G = 2: right, wrong | right, right | wrong, NaN -> True twice, then False.
+    """Returns [B] bool: whether `correct` differs within the row's group. With --filter_by it holds
+    answer terms or rewards instead of correctness. NaN means unknown and is ignored.
+
+    Worked, G = 2: right, wrong | right, right | wrong, NaN -> True, True, then False four times.
     """
     equal = grpo.equal_rewards(grpo.as_groups(correct, group_size))  # [questions, 1]
     return ~equal.repeat_interleave(group_size)  # [B]  departure 2
@@ -39,8 +43,8 @@ compute_loss = grpo.compute_loss  # departure 1: clip_low < clip_high
 
 
 def compute_token_weights(batch, settings) -> Tensor:
-    """Returns weights [B, T] for the global batch of one update; their sum is 1, or 0 if all rows
-    are overlong. With a mean per trajectory first it would not be DAPO.
+    """Returns weights [B, T] for the global batch of one update. Their sum is 1, or 0 if all rows
+    are overlong. --loss_aggregation sequence is GRPO's mean, not DAPO's, and is not used here.
     """
     mask = ppo.trained_tokens(batch)  # [B, T]
     if batch.overlong is not None:
@@ -59,7 +63,7 @@ def main() -> None:
     print("  kept   ", informative_groups(correct, 3).tolist())
     torch.set_printoptions(precision=3)
     mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 0]])
-    print("departure 3, token mean: what one token weighs in trajectories of 4, 1 and 3 tokens")
+    print("departure 3, token mean: weight of a token in trajectories of 4, 1 and 3 tokens")
     print("  GRPO", ppo.sequence_weights(mask)[:, 0], "  DAPO", ppo.token_weights(mask)[:, 0])
     remaining = ppo.model_only(mask, torch.tensor([[True], [True], [False]]))
     print("departure 4, overlong: without the third, DAPO", ppo.token_weights(remaining)[:, 0])

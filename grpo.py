@@ -1,23 +1,24 @@
-"""GRPO: the baseline of a trajectory is the mean reward of its group, the answers to one question.
+"""GRPO: a trajectory's baseline is the mean reward of its group, all trajectories of one question.
 
-    A_i  = (r_i − mean_group) / (std_group + 1e-6)    std with ddof 1; for every model token of i
-    loss = clipped surrogate(A) + kl_coef · KL        by default the KL is in the loss
+    A_i  = (r_i − mean_group) / (std_group + 1e-6)    std with ddof 1; all model tokens of i get A_i
+    loss = clipped surrogate(A) + kl_coef · KL        by default (k2) the KL is in the loss
     total = mean over the tokens of each trajectory, then over trajectories ("sequence")
 
-A reward of NaN is unknown, because a search of that trajectory failed. It is left out of the
-group's mean and std, and the advantage is 0. All advantages of a group with fewer than two known
-rewards are 0.
+If a search of a trajectory failed, its reward is unknown and is set to NaN. An unknown reward is
+left out of the group's mean and std, and its trajectory has the advantage 0. In a group with fewer
+than two known rewards all advantages are 0.
 
 Source: DeepSeekMath (Shao et al. 2024) eq. 3 and section 4.1.2. R-Search uses GRPO; ARENA uses it
-with k2 in place of k3. Departures: a trajectory without a model token does not count in the mean;
-k2 is multiplied by the ratio.
-Left out: process rewards (section 4.1.3) and the iterative renewal of the reference.
+with k2 in place of k3. Departures: a trajectory without model tokens does not count in the mean
+over trajectories; k2 is multiplied by the ratio π/π_old.
+Left out: process rewards (section 4.1.3), and replacing the reference by the current policy at
+intervals (iterative GRPO).
 
 An algorithm is a module with three functions, which the training loop calls in this order:
 
-    compute_advantages(batch, settings)      once, on the whole rollout, groups complete -> [B, T]
-    compute_token_weights(batch, settings)   on a whole update                           -> [B, T]
-    compute_loss(logprobs, batch, settings)  on the rows of one micro-batch       -> [B, T], stats
+    compute_advantages(batch, settings)      once, on the whole rollout with full groups -> [B, T]
+    compute_token_weights(batch, settings)   once per update, on all of its rows         -> [B, T]
+    compute_loss(logprobs, batch, settings)  once per micro-batch, on its rows    -> [B, T], stats
 """
 
 import torch
@@ -30,15 +31,15 @@ from ppo import EPSILON
 
 
 def as_groups(rewards: Tensor, group_size: int) -> Tensor:
-    """Reshapes [B] to [questions, G]; the rows of a question follow each other."""
+    """Reshapes rewards [B] to [questions, G]; the G rows of a question must be adjacent."""
     if not rewards.is_floating_point():
         rewards = rewards.float()  # [B]
     return rewards.reshape(-1, group_size)  # [questions, G]
 
 
 def equal_rewards(groups: Tensor) -> Tensor:
-    """Returns [questions, 1] bool: whether a group's known rewards are equal, within EPSILON,
-    because sums in another order may differ.
+    """Returns [questions, 1] bool: whether all known rewards of a group are equal. A difference of
+    EPSILON is tolerated, because adding reward terms in a different order changes the rounding.
     """
     unknown = groups.isnan()  # [questions, G]
     highest = groups.masked_fill(unknown, -torch.inf).amax(1, keepdim=True)  # [questions, 1]
@@ -47,21 +48,23 @@ def equal_rewards(groups: Tensor) -> Tensor:
 
 
 def group_center(rewards: Tensor, group_size: int) -> Tensor:
-    """Returns r − mean of the group, [B]; exactly 0 in a group of equal rewards and for an unknown
-    one.
+    """Returns r − mean of the group, [B]. It is exactly 0 in a group of equal rewards, and where r
+    is unknown.
 
-    Worked: [1, 0, 0.1, 0.1] in groups of 2: [0.5, −0.5, 0, 0]; [1, NaN, 0, NaN] as one group: mean
-    0.5 -> [0.5, 0, −0.5, 0].
+    Worked: [1, 0, 0.1, 0.1] in groups of 2 -> [0.5, −0.5, 0, 0]. As one group, [1, NaN, 0, NaN]
+    has the mean 0.5 -> [0.5, 0, −0.5, 0].
     """
     groups = as_groups(rewards, group_size)  # [questions, G]
     centered = groups - groups.nanmean(1, keepdim=True)  # [questions, G]
-    # In fp32 the mean of seven rewards of 0.7 is not 0.7: A would be 6e-8 / (6e-8 + 1e-6).
+    # In fp32 the mean of seven rewards of 0.7 is off by 6e-8. Without this line group_normalize
+    # would make it the advantage 6e-8 / (6e-8 + 1e-6) ≈ 0.06.
     zero = equal_rewards(groups) | groups.isnan()  # [questions, G]
     return torch.where(zero, 0, centered).view(-1)  # [B]
 
 
 def group_normalize(rewards: Tensor, group_size: int) -> Tensor:
-    """Returns (r − mean) / (std + 1e-6) in each group, [B]; exactly 0 if all are equal, or for one.
+    """Returns (r − mean) / (std + 1e-6), [B], with the group's mean and std (ddof 1). It is exactly
+    0 where r is unknown, and in a group of equal rewards or with a single known reward.
 
     Worked: [1.4, 0.4, 0.2, 2.4, 0.0]: mean 0.88, std √(4.048 / 4) = 1.0060
     -> [0.5169, −0.4771, −0.6760, 1.5110, −0.8748]. [3, NaN, 1]: mean 2, std √(2 / 1) = 1.4142
@@ -73,29 +76,31 @@ def group_normalize(rewards: Tensor, group_size: int) -> Tensor:
     squares = centered.square().sum(1, keepdim=True)  # [questions, 1]
     unknown = rewards.isnan().view(-1, group_size).sum(1, keepdim=True)  # [questions, 1]
     others = group_size - 1 - unknown  # [questions, 1]
-    std = (squares / others.clamp(min=1)).sqrt()  # [questions, 1]  clamp: not 0 / 0
+    std = (squares / others.clamp(min=1)).sqrt()  # [questions, 1]  clamp avoids 0 / 0
     return (centered / (std + EPSILON)).view(-1)  # [B]
 
 
 def frac_reward_zero_std(rewards: Tensor, group_size: int) -> float:
-    """Returns the share of groups that teach nothing. Worked, G = 2: [1, 0, 1, 1] -> 0.5, and so
-    for [1, 0, 1, NaN].
+    """Returns the share of groups whose known rewards are equal, so that all advantages are 0.
+
+    Worked, G = 2: [1, 0, 1, 1] -> 0.5. [1, 0, 1, NaN] -> 0.5, because the second group has only one
+    known reward.
     """
     return equal_rewards(as_groups(rewards, group_size)).float().mean().item()
 
 
 def trajectory_rewards(batch, settings) -> Tensor:
-    """Returns [B]: the rewards plus the KL in the reward, summed over the model tokens, because all
-    tokens of a trajectory have one advantage.
+    """Returns [B]: each reward plus the KL in the reward. The KL is summed over the model tokens,
+    because all tokens of a trajectory share one advantage.
 
-    Worked: reward 2, kl_coef 0.1, mask [1, 0, 1], k1 [0.5, 9, 0.5] -> 1.9.
+    Worked: reward 2, kl_coef 0.1, mask [1, 0, 1], k1 [0.5, 9, 0.5] -> 2 − 0.1 · (0.5 + 0.5) = 1.9.
     """
     penalty = kl.kl_in_reward(batch, settings)  # [B, T]
     return batch.rewards + penalty.sum(1)  # [B]
 
 
 def on_tokens(advantages: Tensor, response_mask: Tensor) -> Tensor:
-    """Returns [B, T]: the row's advantage on each model token, closing tags and EOS too; else 0."""
+    """Returns [B, T]: the row's advantage on each model token (end tags and EOS too), else 0."""
     return torch.where(response_mask.bool(), advantages[:, None], 0)  # [B, T]
 
 
@@ -107,7 +112,7 @@ def compute_advantages(batch, settings) -> Tensor:
     return on_tokens(advantages, batch.response_mask)  # [B, T]
 
 
-# Where is the KL? k2 and k3 are in PPO's loss, k1 in trajectory_rewards.
+# Where is the KL? k2 and k3 are added in ppo.compute_loss, k1 in trajectory_rewards.
 compute_token_weights = ppo.compute_token_weights
 compute_loss = ppo.compute_loss
 

@@ -4,22 +4,23 @@
 
           value              E_π[value]    expected gradient as a loss         so it may be used
     k1 =  d                  KL(π‖ref)     0                                   in the reward
-    k2 =  d² / 2             near KL       ∇KL(π‖ref), exact on-policy         in the loss
+    k2 =  d² / 2             ≈ near ref    ∇KL(π‖ref), exact on-policy         in the loss
     k3 =  exp(−d) − 1 + d    KL(π‖ref)     ∇KL(ref‖π), the other direction     in the loss, near ref
     |d|                      -             -                                   in the log
 
-Why. Sampling is not differentiated, so a loss k(d) of a sampled token has the gradient
-k'(d) ∇log π; and ∇KL(π‖ref) = E_π[d ∇log π].
+Sampling is not differentiated, so a loss k(d) of a sampled token has the gradient k'(d) ∇log π.
+The exact gradient of the KL is ∇KL(π‖ref) = E_π[d ∇log π]. The expected gradients are therefore:
     k1' = 1            E_π[∇log π] = ∇Σπ = 0
-    k2' = d            exactly ∇KL(π‖ref)
+    k2' = d            E_π[d ∇log π] = ∇KL(π‖ref)
     k3' = 1 − exp(−d)  −E_π[(ref/π) ∇log π] = −E_ref[∇log π] = ∇KL(ref‖π)
-A good estimator of the value need not be a good loss. In the reward, k1 is multiplied by ∇log π:
-E_π[d ∇log π], the right gradient again.
+So k1 estimates the value without bias but is useless as a loss. In the reward, k1 = d is multiplied
+by ∇log π, which gives E_π[d ∇log π], the exact gradient.
 
 Source: Schulman, "Approximating KL divergence" (2020); DeepSeekMath eq. 4 is k3; ARENA chooses k2
-for its lower variance, which it has only far from the reference.
-Left out: the KL over the whole vocabulary, and, for k2 and k3, the effect of a token on the KL of
-later tokens (k1 in the reward includes it). `python kl.py` checks these claims by enumeration.
+for its lower variance, but the variance is lower only far from the reference.
+Left out: the KL over the whole vocabulary. With k2 and k3, the effect of a token on the KL of later
+tokens is left out too; k1 in the reward includes it. `python kl.py` checks the table by computing
+exact expectations over 16 tokens.
 """
 
 from collections.abc import Callable
@@ -30,38 +31,40 @@ from torch import Tensor
 
 from errors import InputError, run_main
 
-# Where each estimator is used; "log" only logs it.
+# Estimator -> where it is used. With "log" the KL is only logged, and does not affect training.
 PLACES = {"k1": "reward", "k2": "loss", "k3": "loss", "log": "log"}
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Returns d. Worked: π 0.5, ref 0.25: ln 2 = 0.6931."""
+    """Returns d = log π − log π_ref. Worked: π 0.5, ref 0.25: ln(0.5 / 0.25) = 0.6931."""
     return logprobs - ref_logprobs  # [B, T]
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Returns d²/2. Worked: π 0.5, ref 0.25: 0.6931² / 2 = 0.2402."""
+    """Returns d² / 2. Worked: π 0.5, ref 0.25: d = 0.6931, and 0.6931² / 2 = 0.2402."""
     return (logprobs - ref_logprobs).square() / 2  # [B, T]
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Returns exp(−d) − 1 + d. Worked: π 0.5, ref 0.25: 0.5 − 1 + 0.6931 = 0.1931."""
-    # Is k3's sign right? Yes: samples come from π, so ref/π = exp(−d) averages to 1, not exp(d).
-    # The slope 1 − exp(−d) explodes where π gave up a token: −22025 at d = −10; that of k2 is −10.
+    """Returns exp(−d) − 1 + d. Worked: π 0.5, ref 0.25: d = 0.6931, 0.5 − 1 + 0.6931 = 0.1931."""
+    # Is the sign in exp(−d) right? Yes: tokens are sampled from π, so the mean of ref/π = exp(−d)
+    # is 1; the mean of exp(d) is not. The slope 1 − exp(−d) explodes where π is far less likely
+    # than ref: at d = −10 it is −22025, while the slope of k2 is −10.
     d = logprobs - ref_logprobs  # [B, T]
-    return torch.expm1(-d) + d  # [B, T]  expm1: exp(−d) − 1 loses every digit near the reference
+    return torch.expm1(-d) + d  # [B, T]  expm1(−d) is exact for small d, exp(−d) − 1 is not
 
 
 def k_abs(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Returns |d|, which shows drift where k1 averages to 0. Worked: π 0.25, ref 0.5: 0.6931."""
+    """Returns |d|, which shows drift even if d has the mean 0. Worked: π 0.25, ref 0.5: 0.6931."""
     return (logprobs - ref_logprobs).abs()  # [B, T]
 
 
 def k2_off_policy(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Returns k2 · π/π_old, for tokens of an older policy: E_old[π/π_old · d ∇log π] = ∇KL(π‖ref).
+    """Returns k2 · π/π_old, for tokens that an older policy π_old sampled.
 
-    Worked: π 0.5, ref 0.25, π_old 0.4: 1.25 · 0.2402 = 0.3003. Without the ratio the gradient at
-    ε 2, sampled at ε 0.5 (see the table), is 85 % off.
+    The ratio makes the gradient exact: E_old[π/π_old · d ∇log π] = ∇KL(π‖ref). Without it the
+    gradient is 85 % off if π is `categorical(2.0)` and π_old is `categorical(0.5)`.
+    Worked: π 0.5, ref 0.25, π_old 0.4: the ratio is 1.25, and 1.25 · 0.2402 = 0.3003.
     """
     # The ratio is only a weight: differentiating it would add another term to the gradient.
     ratio = (logprobs - old_logprobs).detach().exp()  # [B, T]
@@ -80,39 +83,40 @@ def coefficient(settings, place: str) -> float:
 def kl_in_loss(
     logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, estimator: str
 ) -> Tensor:
-    """Returns [B, T], which the loss adds times kl_coef; all inputs are finite, on masked tokens
-    too.
+    """Returns the KL penalty [B, T], which compute_loss multiplies by kl_coef and adds to the loss.
+    All inputs must be finite, on masked tokens too.
     """
     if estimator == "k2":
         return k2_off_policy(logprobs, ref_logprobs, old_logprobs)  # [B, T]
     if estimator == "k3":
-        return k3(logprobs, ref_logprobs)  # [B, T]  unweighted: DeepSeekMath eq. 3 and 4 as printed
+        return k3(logprobs, ref_logprobs)  # [B, T]  no ratio π/π_old, as in DeepSeekMath eq. 3, 4
     raise InputError(
         f"kl_estimator {estimator!r} is not a loss (k1's gradient is zero): use k2 or k3"
     )
 
 
 def kl_in_reward(batch, settings) -> Tensor:
-    """Returns token rewards −kl_coef · k1, 0 on masked tokens; 0 for estimators other than k1.
+    """Returns token rewards −kl_coef · k1 [B, T], which are 0 on masked tokens. For every estimator
+    other than k1 all of them are 0.
 
-    Worked: kl_coef 0.1, π_old 0.5, ref 0.25: −0.0693.
+    Worked: kl_coef 0.1, π_old 0.5, ref 0.25: −0.1 · 0.6931 = −0.0693.
     """
     kl_coef = coefficient(settings, "reward")
     if kl_coef == 0:
         return torch.zeros_like(batch.old_logprobs)  # [B, T]
     penalty = -kl_coef * k1(batch.old_logprobs, batch.ref_logprobs)  # [B, T]
-    # `where`, not a product: a document's log-probs may be −inf, and 0 · inf is NaN.
+    # `where`, not a product with the mask: a document's log-probs may be −inf, and 0 · inf is NaN.
     return torch.where(batch.response_mask.bool(), penalty, 0).detach()  # [B, T]
 
 
-# ------------------------------------------------- the table: enumeration of a small distribution
+# ----------------------------------------------- the table of main: exact expectations, 16 tokens
 Loss = Callable[[Tensor], Tensor]  # log-probs [V] -> [V]
 VOCABULARY = 16
 
 
 def categorical(epsilon: float, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Returns (logits of π [V], log-probs of ref [V]): ref's logits are normal, π's are ref's plus
-    ε · noise.
+    """Returns (logits of π [V], log-probs of ref [V]). The logits of ref are standard normal, and
+    those of π are ref's logits plus ε · standard normal noise.
     """
     generator = torch.Generator().manual_seed(seed)
     draws = torch.randn(2, VOCABULARY, generator=generator, dtype=torch.float64)
@@ -121,18 +125,20 @@ def categorical(epsilon: float, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def collapsed(drop: float) -> tuple[Tensor, Tensor]:
-    """Returns π and ref, where π has forgotten a token: the logit of ref's likeliest is lowered."""
+    """Returns (logits of π [V], log-probs of ref [V]). They are equal, except that π's logit of
+    ref's likeliest token is lowered by `drop`.
+    """
     logits, ref_logprobs = categorical(0.0)  # [V], [V]
     return logits - drop * (ref_logprobs == ref_logprobs.max()), ref_logprobs
 
 
 def token_gradients(logits: Tensor, loss: Loss) -> Tensor:
-    """Returns [V, V]: row a is the gradient over the logits when token a was sampled."""
+    """Returns [V, V]: row a is the loss gradient with respect to the logits if a was sampled."""
     return torch.autograd.functional.jacobian(lambda x: loss(x.log_softmax(-1)), logits)
 
 
 def kl_gradient(logits: Tensor, ref_logprobs: Tensor, reverse: bool = False) -> Tensor:
-    """Returns the exact ∇KL(π‖ref) over the logits [V], or ∇KL(ref‖π) with reverse=True."""
+    """Returns ∇KL(π‖ref), or ∇KL(ref‖π) if `reverse`, with respect to the logits: [V], exact."""
     logits = logits.detach().requires_grad_()
     logprobs = logits.log_softmax(-1)  # [V]
     d = logprobs - ref_logprobs  # [V]
@@ -141,7 +147,7 @@ def kl_gradient(logits: Tensor, ref_logprobs: Tensor, reverse: bool = False) -> 
 
 
 def expected_gradient(logits: Tensor, loss: Loss) -> Tensor:
-    """Returns Σ_a π(a) · (gradient when a was sampled), [V]."""
+    """Returns Σ_a π(a) · (gradient if a was sampled), [V]."""
     return logits.softmax(-1) @ token_gradients(logits, loss)
 
 
@@ -151,7 +157,9 @@ def relative_error(vector: Tensor, target: Tensor) -> float:
 
 
 def batch_gradient_spread(logits: Tensor, loss: Loss) -> float:
-    """Returns largest / median gradient norm of 1000 random batches: the only sampled number."""
+    """Returns the largest divided by the median gradient norm of 1000 random batches. This is the
+    only number in the table that is sampled; all others are exact.
+    """
     batches = 1000
     tokens = 64
     generator = torch.Generator().manual_seed(0)
@@ -165,7 +173,9 @@ def batch_gradient_spread(logits: Tensor, loss: Loss) -> float:
 
 
 def estimator_row(logits: Tensor, ref_logprobs: Tensor, name: str) -> dict[str, float]:
-    """Returns value, bias and std of an estimator, and the errors of its gradient as a loss."""
+    """Returns an estimator's value, bias and std, and the errors and spread of its gradient if it
+    is used as a loss.
+    """
     loss = partial(ESTIMATORS[name], ref_logprobs=ref_logprobs)
     logprobs = logits.log_softmax(-1)  # [V]
     probs = logprobs.exp()  # [V]

@@ -5,23 +5,27 @@
 
     δ_t = r_t + γ V_{t'} − V_t,    A_t = δ_t + γλ A_{t'}
     t' is the next model token; after the last one V = A = 0
-    returns = A + V;  the policy is trained on A, whitened over the model tokens of the batch
+    returns = A + V, the critic's targets
+    the policy is trained on A, whitened over the model tokens of the batch
     value loss = ½ max((V − returns)², (V_old + clip(V − V_old, −c, c) − returns)²)    per token
 
     total = Σ weight · loss (update.py),    Σ weight = 1 over the global batch
+    weight of a model token, by --loss_aggregation:
     "sequence" (GRPO, UR² eq. 3)    1 / (model tokens of the trajectory) / (trajectories with any)
     "token" (DAPO; the critic)      1 / (model tokens of the whole batch)
     "question" (When to Search)     1 / (model tokens of the question's group) / (questions)
 
-    ρ = π_old(a) / μ(a), where the sampler μ differs from π_old: a bf16 copy, int8 weights, a server
-    loss = w · loss with w of `mismatch_weights`; the KL and the critic's loss are not weighted
+    If the sampler μ differs from π_old, because it is a bf16 copy, has int8 weights or is a server:
+    ρ = π_old(a) / μ(a),    loss = w(ρ) · loss, see `mismatch_weights`
+    the KL and the critic's loss are not multiplied by w
 
-Source: Schulman et al. 2017 eq. 7 (one ε), 2015 for GAE eq. 16; DAPO for two ε ("clip-higher").
-GRPO, DAPO and REINFORCE++ share the surrogate, weights and loss; REINFORCE++ also the whitening.
-GAE steps from model token to model token; the critic reads the documents between them.
+Source: Schulman et al. 2017 eq. 7 (with one ε); Schulman et al. 2015 eq. 16 for GAE; DAPO for two ε
+("clip-higher"). GRPO, DAPO and REINFORCE++ use the surrogate, the weights and the loss of this
+file, and REINFORCE++ also uses the whitening. GAE goes from each model token to the next one and
+skips the documents between them, which the critic still reads as context.
 Left out: the dual clip of verl's default (none of the papers has it), a network shared by policy
-and critic, an entropy bonus, a second epoch, early stopping, reward scaling; and verl's other
-correction for μ, which uses μ itself as π_old ("bypass") and clips the ratio to it.
+and critic, an entropy bonus, a second epoch, early stopping, reward scaling; and verl's "bypass"
+mode for a different sampler, which takes μ as π_old, so that it clips the ratio π/μ.
 """
 
 import torch
@@ -34,8 +38,8 @@ from scale.packing import hidden_states
 Stats = dict[str, Tensor]  # name -> [B, T]
 EPSILON = 1e-6
 VALUE_CLIP = 0.2  # values are clipped to ±0.2 around the old value
-# Correction -> the lowest and the highest ρ that it leaves unchanged, and the weight of any other
-# ρ. The bounds are those of verl's presets; for sequence_mask that of TRL's default.
+# --mismatch -> (lower bound of ρ, upper bound of ρ, weight of a ρ outside of the bounds). The
+# bounds are those of verl's presets, except that of sequence_mask, which is TRL's default.
 MISMATCH = {
     "token": (0.0, 2.0, 2.0),
     "sequence": (0.0, 2.0, 2.0),
@@ -52,24 +56,26 @@ def clipped_surrogate(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tensor, Stats]:
-    """Returns (loss [B, T], stats) of finite inputs [B, T].
+    """Returns (loss [B, T], stats). All inputs are [B, T] and must be finite.
 
-    Worked, ε 0.2 / 0.3: ratio 1.25, A 1 -> −1.25; ratio 1.35, A 1 -> −1.30;
+    Worked, clip_low 0.2, clip_high 0.3: ratio 1.25, A 1 -> −1.25; ratio 1.35, A 1 -> −1.30;
     ratio 0.75, A −1 -> 0.8; ratio 4, A −1 -> 4.0.
     """
     # Why is the ratio always 1? In the first update after a rollout π is still π_old, so the
-    # gradient is A ∇log π, the plain policy gradient. The ratio leaves 1 only in later updates.
+    # gradient is A ∇log π, the plain policy gradient. Only if a step makes several updates does
+    # the ratio differ from 1, from the second update on.
     ratio = torch.exp(logprobs - old_logprobs)  # [B, T]
     unclipped = ratio * advantages  # [B, T]
     clamped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages  # [B, T]
     loss = -torch.minimum(unclipped, clamped)  # [B, T]
-    clipped = clamped < unclipped  # [B, T]  the minimum is the clipped branch: no gradient
+    clipped = clamped < unclipped  # [B, T]  the clipped term is the minimum: no gradient
     return loss, {"ratio": ratio.detach(), "clipped": clipped}
 
 
-# ----------------------------------------------------------------- if the sampler is not π_old
+# ------------------------------------------------------------ if the sampler μ differs from π_old
 def mismatch_weights(batch, mode: str) -> Tensor:
-    """Returns the weight w [B, T], without a gradient, of each token's policy loss; C is the bound.
+    """Returns the weight w [B, T] of each token's policy loss, without a gradient. C is the upper
+    bound of ρ in MISMATCH, and Π ρ_t is the product over the row's model tokens.
 
     token           w = min(ρ_t, C)                           biased; its variance is small
     sequence        w = min(Π ρ_t, C)                         unbiased as C grows
@@ -77,20 +83,20 @@ def mismatch_weights(batch, mode: str) -> Tensor:
     sequence_mask   w = Π ρ_t if Π ρ_t ≤ C, else 0            unbiased as C grows
     row             w = 1 if 0.999 ≤ (Π ρ_t)^(1/T) ≤ 1.001, else 0; T: the row's model tokens
 
-    A masked token has w = 1 and ρ = 1; log ρ is clamped to ±20. Worked: a row with ρ 0.8, 4 and a
-    masked token; the product is 3.2, its root 1.79: token [0.8, 2, 1], sequence [2, 2, 1], mask
+    A masked token has ρ = 1 and w = 1. Every log ρ, and log Π ρ, is clamped to ±20.
+    Worked: a row has two model tokens with ρ 0.8 and 4, and then a masked token. The product is
+    3.2, its square root 1.79. The weights are: token [0.8, 2, 1], sequence [2, 2, 1], mask
     [0.8, 0, 1], sequence_mask and row [0, 0, 1].
-    Source: verl's rollout correction (mask and row are its token_k1 and seq_mean_k1, whose bounds
-    are on 1/ρ), and TRL's four modes, which are the first four.
+    Source: verl's rollout correction, where mask is called token_k1 and row is called seq_mean_k1,
+    with bounds on 1/ρ. TRL has the first four modes.
     """
     (lowest, highest, other), mask = MISMATCH[mode], batch.response_mask.bool()
     log_ratio = model_only(batch.old_logprobs - batch.sampled_logprobs, mask)  # [B, T]
     if mode not in ("token", "mask"):
         log_ratio = log_ratio.sum(1, keepdim=True)  # [B, 1]
     if mode == "row":
-        log_ratio = log_ratio / mask.sum(
-            1, keepdim=True
-        )  # [B, 1]  NaN without a model token; never used
+        # In a row without model tokens this is 0 / 0 = NaN, which the last `where` replaces by 1.
+        log_ratio = log_ratio / mask.sum(1, keepdim=True)  # [B, 1]
     ratio = log_ratio.detach().clamp(-20, 20).exp()  # [B, T] or [B, 1]
     beyond = (ratio < lowest) | (ratio > highest)  # [B, T] or [B, 1]
     weights = torch.where(beyond, other, 1.0 if mode == "row" else ratio)  # [B, T] or [B, 1]
@@ -98,8 +104,8 @@ def mismatch_weights(batch, mode: str) -> Tensor:
 
 
 def trained_tokens(batch) -> Tensor:
-    """Returns response_mask [B, T] without the tokens that a mismatch weight of 0 rejects. As in
-    verl, they do not count in the denominator of a mean; in TRL they do.
+    """Returns response_mask [B, T] without the tokens whose mismatch weight is 0. The rejected
+    tokens do not count in the denominators of the loss means, as in verl; in TRL they count.
     """
     if batch.mismatch_weights is None:
         return batch.response_mask
@@ -107,10 +113,12 @@ def trained_tokens(batch) -> Tensor:
 
 
 def mismatch_stats(batch, mode: str) -> dict[str, float]:
-    """Returns, over the n model tokens, mismatch_ess, the effective share (Σ w)² / (n Σ w²), which
-    is 1 if all weigh the same, and mismatch_cut, the share of tokens whose ρ was beyond a bound.
+    """Returns two metrics over the n model tokens. mismatch_ess is the effective sample size as a
+    share of n, (Σ w)² / (n Σ w²), which is 1 if all weights are equal. mismatch_cut is the share of
+    tokens whose ρ was outside of the bounds.
 
-    Worked, token: w [2, 1, 0.5] on model tokens: 3.5² / (3 · 5.25) = 0.7778; 1/3.
+    Worked, mode token: w [2, 1, 0.5] on three model tokens: mismatch_ess = 3.5² / (3 · 5.25) =
+    0.7778; mismatch_cut = 1/3, because only the first token has w = 2.
     """
     weights = batch.mismatch_weights[batch.response_mask.bool()]  # [n]
     share = weights.mean().square() / weights.square().mean().clamp(min=EPSILON)
@@ -121,40 +129,41 @@ def mismatch_stats(batch, mode: str) -> dict[str, float]:
 # -------------------------------------------------------------------------------------- aggregation
 # Token mean or sequence mean? --loss_aggregation decides. A sequence mean gives each token of a
 # long trajectory less weight; a token mean gives the long trajectory more weight in total; a
-# question mean weighs all groups alike, and all tokens of a group. Weights are computed before the
-# update is cut: a mean of the means of unequal micro-batches would be a fourth, accidental loss.
+# question mean gives every group the same weight, and every token within a group. Weights are
+# computed for the whole update, before it is cut into micro-batches: the mean of the means of
+# unequal micro-batches would be a fourth kind of mean, which nobody chose.
 
 
 def question_weights(response_mask: Tensor, questions: Tensor) -> Tensor:
     """Returns the weights of a mean over the model tokens of each question's rows, then over the
-    questions that have any. questions [B]: the number of each row's question.
+    questions that have model tokens. questions [B]: the number of each row's question.
 
     This is eq. 3 of Learning When to Search, where 1 / Σ|o| is inside the mean over questions.
-    Worked: two questions, whose groups have 2 and 8 model tokens: 1/2/2 = 0.25 and 1/8/2 = 0.0625
-    on each token; a single mean gives 1/10.
+    Worked: the groups of two questions have 2 and 8 model tokens. Each token of the first group
+    weighs 1/2/2 = 0.25 and each of the second 1/8/2 = 0.0625; in a token mean all weigh 1/10.
     """
     mask = response_mask.float()  # [B, T]
     tokens = torch.bincount(questions, mask.sum(1))  # [questions]
-    # clamp: without a model token a question's weight is 0 / 1 = 0, not 0 / 0 = NaN.
+    # clamp: for a question without model tokens, 0 / 1 = 0 instead of 0 / 0 = NaN.
     per_token = mask / tokens[questions, None].clamp(min=1)  # [B, T]
     return per_token / (tokens > 0).sum().clamp(min=1)  # [B, T]
 
 
 def sequence_weights(response_mask: Tensor) -> Tensor:
     """Returns the weights of a mean over each trajectory's model tokens, then over the trajectories
-    that have any.
+    that have model tokens.
 
     Worked: mask [[1, 1, 0], [1, 0, 0], [0, 0, 0]] -> [[1/4, 1/4, 0], [1/2, 0, 0], [0, 0, 0]].
     """
-    rows = torch.arange(
-        len(response_mask), device=response_mask.device
-    )  # [B]  each row is a question
+    # Each row counts as a question of its own.
+    rows = torch.arange(len(response_mask), device=response_mask.device)  # [B]
     return question_weights(response_mask, rows)  # [B, T]
 
 
 def token_weights(response_mask: Tensor) -> Tensor:
-    """Returns 1 / (model tokens) on each. Worked: mask [[1, 1, 0], [1, 0, 0]] -> 1/3 on three
-    tokens.
+    """Returns 1 / (model tokens of the batch) on each model token, else 0.
+
+    Worked: mask [[1, 1, 0], [1, 0, 0]] -> 1/3 on each of the three model tokens.
     """
     mask = response_mask.float()  # [B, T]
     return mask / mask.sum().clamp(min=1)  # [B, T]
@@ -162,14 +171,14 @@ def token_weights(response_mask: Tensor) -> Tensor:
 
 def model_only(values: Tensor, response_mask: Tensor) -> Tensor:
     """Returns values, or 0 on masked tokens. Worked: values [2, inf], mask [1, 0] -> [2, 0]."""
-    # Are inserted tokens really masked? Yes, here: before any exp, and by `where`, because 0 · inf
-    # is NaN, forward and backward.
+    # Are the environment's tokens really masked? Yes, here, and before any exp is taken. `where` is
+    # used, because in a product with the mask 0 · inf is NaN, in the forward and backward pass.
     return torch.where(response_mask.bool(), values, 0)
 
 
 # --------------------------------------------------------------------- rewards, advantages, returns
 def token_rewards(batch, settings) -> Tensor:
-    """Returns [B, T]: the reward on the last model token, and −kl_coef · k1, the KL in the reward,
+    """Returns [B, T]: the reward on the last model token, plus −kl_coef · k1 (the KL in the reward)
     on every model token.
 
     Worked: mask [1, 0, 1, 0], reward 2, kl_coef 0.1, k1 0.5 everywhere -> [−0.05, 0, 1.95, 0].
@@ -177,22 +186,22 @@ def token_rewards(batch, settings) -> Tensor:
     # Where is the KL? k1 is here, in the reward; k2 and k3 are in compute_loss.
     penalty = kl.kl_in_reward(batch, settings)  # [B, T]
     last = last_model_token(batch.response_mask)  # [B, T]
-    # `where`, not a product: a NaN reward must not enter a row whose tokens are all masked.
+    # `where`, not a product: in a row whose tokens are all masked, NaN · 0 would still be NaN.
     return penalty + torch.where(last, batch.rewards[:, None], 0)  # [B, T]
 
 
 def last_model_token(response_mask: Tensor) -> Tensor:
     """Returns a mask [B, T], True on the last model token. Worked: [1, 0, 1, 0] -> [0, 0, 1, 0]."""
     mask = response_mask.bool()  # [B, T]
-    remaining = mask.flip(1).long().cumsum(1).flip(1)  # [B, T]  model tokens from here on
+    remaining = mask.flip(1).long().cumsum(1).flip(1)  # [B, T]  model tokens from t on
     return mask & (remaining == 1)  # [B, T]
 
 
 def gae(
     token_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma=1.0, lam=1.0
 ) -> tuple[Tensor, Tensor]:
-    """Returns (advantages, returns), [B, T] each, 0 on masked tokens. With λ 1, returns are the
-    rewards to go, for any V.
+    """Returns (advantages, returns), [B, T] each, 0 on masked tokens. With λ = 1, returns are the
+    sums of later rewards (discounted by γ), whatever the values are.
 
     Worked: rewards [0, 9, 0, 1], values [0.5, 7, 0.6, 0.8], mask [1, 0, 1, 1], γ 1, λ 0.5.
     From the end: 1 − 0.8 = 0.2;  0.8 − 0.6 + 0.5 · 0.2 = 0.3;  0.6 − 0.5 + 0.5 · 0.3 = 0.25
@@ -202,7 +211,7 @@ def gae(
     advantages = torch.zeros_like(values)  # [B, T]
     next_value = next_advantage = values.new_zeros(len(values))  # [B]
     for t in reversed(range(values.shape[1])):
-        # A document is not a step: t' is the next model token, without a discount.
+        # A document's tokens are not steps: t' skips them, and they add no discount.
         delta = token_rewards[:, t] + gamma * next_value - values[:, t]  # [B]
         advantage = delta + gamma * lam * next_advantage  # [B]
         next_advantage = torch.where(mask[:, t], advantage, next_advantage)  # [B]
@@ -223,7 +232,7 @@ def whiten(advantages: Tensor, response_mask: Tensor) -> Tensor:
     """
     mask = response_mask.bool()  # [B, T]
     steps = advantages[mask]  # [N]
-    # Equal values give 0: dividing would only amplify rounding errors.
+    # If all advantages are equal, the result is 0: dividing would only amplify rounding errors.
     if len(steps) < 2 or steps.max() - steps.min() <= EPSILON:
         return torch.zeros_like(advantages)  # [B, T]
     centered = advantages - steps.mean()  # [B, T]
@@ -232,10 +241,11 @@ def whiten(advantages: Tensor, response_mask: Tensor) -> Tensor:
 
 
 class Critic(nn.Module):
-    """V(s_t). Column t is the state before tokens[:, t + 1] is chosen.
+    """Computes the values V(s_t), where s_t is the state before tokens[:, t + 1] is chosen.
 
-    The backbone is a copy of the policy's: two losses would pull on a shared one. The output starts
-    at 0, so the first step is REINFORCE on whitened returns.
+    The backbone is a copy of the policy's, because in a shared one the losses of policy and critic
+    would interfere. The head starts at 0, so all values are 0 in the first step, which therefore is
+    REINFORCE on whitened returns.
     """
 
     def __init__(self, backbone: nn.Module):
@@ -248,7 +258,7 @@ class Critic(nn.Module):
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """Maps right-padded tokens [B, L] to fp32 values [B, T], 0 where the mask [B, T] is 0."""
-        # On GPUs the backbone computes in bf16, as the policy's does; the head in fp32.
+        # On GPUs the backbone computes in bf16, as the policy's does, and the head in fp32.
         kind = tokens.device.type
         with torch.autocast(kind, torch.bfloat16, enabled=kind != "cpu"):
             hidden = hidden_states(self.backbone, tokens, mask.bool())  # [N, H]
@@ -258,12 +268,12 @@ class Critic(nn.Module):
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float = VALUE_CLIP):
-    """Returns (loss, clipped), [B, T] each: ½ of the larger squared error of V and of V clipped
-    around V_old.
+    """Returns (loss, clipped), [B, T] each. The loss is half the larger of two squared errors: that
+    of V, and that of V clipped to V_old ± clip. If the second is larger, `clipped` is True.
 
-    Worked, clip 0.2, returns 1, V_old 0.5: V 0.6 -> ½ · 0.4² = 0.08; V 0.9 is clipped to 0.7,
-    without a gradient -> ½ · 0.3² = 0.045; V 0.1: the error of V is above that of 0.3 -> ½ · 0.9² =
-    0.405.
+    Worked, clip 0.2, returns 1, V_old 0.5. V 0.6 -> ½ · 0.4² = 0.08. V 0.9 is clipped to 0.7, whose
+    error is larger -> ½ · 0.3² = 0.045. V 0.1 is clipped to 0.3, but the error of 0.1 is larger
+    -> ½ · 0.9² = 0.405.
     """
     error = (values - returns).square() / 2  # [B, T]
     near_old = old_values + (values - old_values).clamp(-clip, clip)  # [B, T]
@@ -283,7 +293,10 @@ def compute_value_loss(values: Tensor, batch) -> tuple[Tensor, Stats]:
 
 def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -> float:
     """Returns 1 − Var(returns − V) / Var(returns) over model tokens: 1 for a perfect critic, 0 for
-    a constant V or equal returns. Worked: returns 0, 2, V 0, 1: errors 0, 1: 1 − 0.25 / 1 = 0.75.
+    a constant V or equal returns.
+
+    Worked: returns [0, 2] have the variance 1. V [0, 1] has the errors [0, 1], whose variance is
+    0.25: 1 − 0.25 / 1 = 0.75.
     """
     mask = response_mask.bool()  # [B, T]
     if not mask.any():
@@ -297,7 +310,7 @@ def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -
 
 # ------------------------------------------------------------------------------------ the interface
 def compute_advantages(batch, settings) -> Tensor:
-    """Returns [B, T] for the whole rollout, and sets batch.returns, the critic's targets."""
+    """Returns the advantages [B, T] of the whole rollout, and sets batch.returns [B, T]."""
     rewards = token_rewards(batch, settings)  # [B, T]
     mask = batch.response_mask  # [B, T]
     advantages, batch.returns = gae(rewards, batch.values, mask, lam=settings.gae_lambda)
@@ -325,7 +338,7 @@ def compute_loss(logprobs: Tensor, batch, settings) -> tuple[Tensor, Stats]:
     if batch.mismatch_weights is not None:
         loss = loss * batch.mismatch_weights  # [B, T]
     stats["approx_kl"] = kl.k3(old_logprobs, logprobs.detach())  # [B, T]  KL(π_old‖π)
-    # Where is the KL? k2 and k3 are here, k1 is in the reward; with kl_coef 0 there is none.
+    # Where is the KL? k2 and k3 are added here, k1 is in the reward; with kl_coef 0 there is no KL.
     coefficient = kl.coefficient(settings, "loss")
     if coefficient or batch.ref_logprobs is not None:
         ref_logprobs = model_only(batch.ref_logprobs, mask)  # [B, T]

@@ -1,22 +1,23 @@
-"""REINFORCE++: PPO's surrogate without a critic; the advantage is a return, whitened over a batch.
+"""REINFORCE++: PPO's surrogate without a critic. Its advantages are returns, whitened over a batch.
 
     plain     r_t = −kl_coef · k1_t  (estimator k1),  + R on the trajectory's last model token
               G_t = r_t + γ G_{t+1}                   over model tokens only, γ = 1
               A_t = (G_t − mean_batch) / (std_batch + 1e-6)
               mean and std over the batch's model tokens (ppo.whiten)
     baseline  A = Norm_batch(Norm_group(R − b)),  b = mean of the group           (UR² eq. 5)
-              one advantage per trajectory: no γ, and a KL in the reward is summed first;
-              mean and std over the batch's trajectories
+              each trajectory has one advantage, so there is no γ, and a KL in the reward is
+              summed over its tokens and added to R first;
+              Norm_batch uses the mean and std over the batch's trajectories
               group_std=False: do not divide by the group's std
               whiten_tokens=True: Norm_batch over the model tokens, as in the plain form
 
-Only the advantage differs from GRPO. In the plain form, a question with only right answers still
-makes them more likely; in the baseline form it teaches nothing, as in GRPO.
+Only the advantage differs from GRPO. If all answers to a question are right, the plain form still
+makes them more likely; in the baseline form their advantages are 0, as in GRPO.
 Source: Hu et al. 2025 (REINFORCE++ and REINFORCE++-baseline); UR² eq. 5 and, for the loss, eq. 3.
-The code of R1-Searcher and UR² uses the baseline form without the group's std and over tokens, as
-OpenRLHF and verl do. Over trajectories, which eq. 5 allows, long answers do not dominate the mean,
-and a group of equal rewards has the advantage 0; over tokens it does so only if all lengths are
-equal.
+The code of R1-Searcher and UR² uses the baseline form with group_std=False and whiten_tokens=True,
+as OpenRLHF and verl do. By default Norm_batch is over trajectories, which eq. 5 allows: then long
+answers do not dominate the mean, and in a group of equal rewards all advantages are 0. Over tokens
+they are 0 only if all trajectories of the batch are equally long.
 Left out: reward clipping and running statistics across batches.
 """
 
@@ -32,14 +33,14 @@ from ppo import last_model_token, token_rewards
 
 def baseline_advantages(rewards: Tensor, group_size: int, group_std: bool = True) -> Tensor:
     """Returns Norm_batch(Norm_group(R − b)), [B] (UR² eq. 5); exactly 0 in groups of equal rewards.
-    Worked: [1, 0, 1, 1] in groups of 2: group [0.7071, −0.7071, 0, 0]; batch std √(1/3) = 0.5774
-    -> [1.2247, −1.2247, 0, 0]. [1, 0, 1, NaN], of which three are known: std √(1/2) = 0.7071
-    -> [1, −1, 0, 0].
+    Worked: [1, 0, 1, 1] in groups of 2: Norm_group gives [0.7071, −0.7071, 0, 0], whose squares sum
+    to 1; batch std √(1 / (4 − 1)) = 0.5774 -> [1.2247, −1.2247, 0, 0]. [1, 0, 1, NaN] has three
+    known rewards: batch std √(1 / (3 − 1)) = 0.7071 -> [1, −1, 0, 0].
     """
     normalize = grpo.group_normalize if group_std else grpo.group_center
     advantages = normalize(rewards, group_size)  # [B]
-    # Norm_batch only divides: every group's mean is 0, so the batch's is too, and subtracting a
-    # rounding error would change advantages that are exactly 0. ddof 1.
+    # Norm_batch only divides by the std (ddof 1). Every group has the mean 0, so the batch has the
+    # mean 0 up to rounding; subtracting it would change advantages that are exactly 0.
     squares = advantages.square().sum()
     known = (~rewards.isnan()).sum()
     std = (squares / (known - 1).clamp(min=1)).sqrt()
@@ -55,7 +56,7 @@ def returns_to_go(token_rewards: Tensor, response_mask: Tensor, gamma: float = 1
     returns = torch.zeros_like(token_rewards)  # [B, T]
     later = token_rewards.new_zeros(len(token_rewards))  # [B]
     for t in reversed(range(token_rewards.shape[1])):
-        # A document is not a step of the policy: it neither discounts nor adds.
+        # A document's tokens are not actions of the policy: they add no reward and no discount.
         current = token_rewards[:, t] + gamma * later  # [B]
         later = torch.where(mask[:, t], current, later)  # [B]
         returns[:, t] = later

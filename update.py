@@ -1,13 +1,14 @@
 """One optimizer update: the gradient of Σ weight · loss, on any number of processes.
 
-    weights [B, T] of the whole update (Σ = 1) -> rows that teach -> micro-batches
+    weights [B, T] of the whole update (Σ = 1) -> rows with a gradient -> micro-batches
     -> Σ weight · loss, backward -> gradients of all processes added up -> clipped to norm 1
     -> one optimizer step
 
-The weights are fixed before the update is cut: the usual mean of micro-batch means is 21 to 28 %
-off. A row whose advantages are all 0, because the rewards of its group are equal, has a loss and a
-gradient of 0: it keeps its share of the weights, but is not computed. If no row teaches anything,
-the update makes no step. This file also computes log-probs and values before an update.
+The weights are computed before the update is cut into micro-batches. The usual method, to average
+the means of the micro-batches, gives a loss that is 21 to 28 % off. A row whose advantages are all
+0, because the rewards of its group are equal, has a loss and a gradient of 0. Such a row keeps its
+share of the weights, but its forward pass is skipped. If no row has a gradient, the update makes no
+step. This file also computes log-probs and values before an update.
 Left out: several epochs over a rollout.
 """
 
@@ -53,23 +54,23 @@ class TrainState:
     model: nn.Module  # the policy, or its wrapper for several processes
     optimizer: torch.optim.Optimizer
     recompute: bool  # recompute π_old's log-probs; if False, use those recorded while sampling
-    mismatch: str = "none"  # --mismatch, where "auto" is resolved
+    mismatch: str = "none"  # --mismatch, but "auto" is replaced by a mode
     reference: Policy | None = None
     critic: ppo.Critic | None = None
     critic_model: nn.Module | None = None
     critic_optimizer: torch.optim.Optimizer | None = None
     stream: Any = None  # curriculum.QuestionStream
-    held_out: Any = ()  # questions of the evaluations while training
+    held_out: Any = ()  # questions for the evaluations during training
     environment: Any = None  # rollout.Environment
-    generate: Any = None  # how a rollout generates: in slots, or by turns
-    sampler: Any = None  # a context manager in which the policy can sample
+    generate: Any = None  # the function that generates a rollout (rollout.py, engines/)
+    sampler: Any = None  # returns a context manager that gives the policy to sample with
     other_models: Any = None  # rewards.OtherModels, in the main process only
-    run: Any = None  # plumbing.files.Run, which knows whether SIGTERM has come
-    version: int = 0  # of the policy's weights: counts optimizer steps
+    run: Any = None  # plumbing.files.Run, which knows whether a SIGTERM has arrived
+    version: int = 0  # version of the policy's weights: the number of optimizer steps
 
 
 def compute_logprobs(state: TrainState, policy: Policy, batch: Batch) -> Tensor:
-    """Returns a policy's log-probs [B, T] of the batch's tokens; every process computes a share."""
+    """Returns a policy's log-probs [B, T] of the batch's tokens. Each process computes a share."""
     return forward_in_shares(state, policy, batch, state.settings.temperature)
 
 
@@ -98,7 +99,9 @@ def compute_ref_logprobs(state: TrainState, batch: Batch) -> Tensor:
 
 
 def shares(state: TrainState, batch: Batch) -> list[Tensor]:
-    """Returns the rows of each of this process's micro-batches; all processes have equally many."""
+    """Returns this process's micro-batches, each as row indices of the batch. All processes have
+    the same number of micro-batches.
+    """
     return micro_batches(
         batch.response_mask,
         state.settings.tokens_per_micro_batch,
@@ -109,10 +112,11 @@ def shares(state: TrainState, batch: Batch) -> list[Tensor]:
 
 
 def rows_that_teach(batch: Batch) -> Tensor:
-    """Returns the rows [n] whose loss has a gradient: an advantage and its weight are not 0. With a
-    KL to the reference, or a critic, these are all rows.
+    """Returns the indices [n] of the rows whose loss has a gradient: those with a token whose
+    advantage and weight are not 0. With a KL to the reference, or a critic, these are all rows.
 
-    Worked: advantages [[1, 0], [0, 0], [−1, 0]]; the third row is overlong, so it weighs 0: row 0.
+    Worked: advantages [[1, 0], [0, 0], [−1, 0]], and the weights of the third row are 0, because it
+    is overlong -> [0].
     """
     if batch.ref_logprobs is not None or batch.values is not None:
         return torch.arange(len(batch))
@@ -123,23 +127,23 @@ def rows_that_teach(batch: Batch) -> Tensor:
 
 
 def put(rows: Tensor, values: Tensor, into: Tensor) -> None:
-    """Writes values [n, t] into the rows [n] of a tensor [B, T], which may be wider."""
+    """Writes values [n, t] into the rows [n] of the tensor `into` [B, T], where T ≥ t."""
     into[rows, : values.shape[1]] = values
 
 
 @torch.enable_grad()  # the user's own reward may have switched gradients off
 def update(state: TrainState, batch: Batch) -> Record:
-    """Makes one optimizer step of the policy on these rows, and with PPO one of the critic."""
+    """Makes one optimizer step of the policy on the batch, and with PPO another of the critic."""
     settings = state.settings
     algorithm = ALGORITHMS[state.settings.algorithm]
     batch.token_weights = algorithm.compute_token_weights(batch, settings)  # [B, T]
-    batch.logprobs = batch.old_logprobs.clone()  # [B, T]  kept by rows that are not computed
+    batch.logprobs = batch.old_logprobs.clone()  # [B, T]  stays in rows that are not computed
     rows = rows_that_teach(batch)  # [n]
-    if not len(rows):  # no step: Adam's momentum alone would move the weights
+    if not len(rows):  # no step, because Adam's momentum would move the weights
         return {"loss": 0.0, "grad_norm": 0.0, "skipped": 1.0} | entropy_of(batch)
     taught = batch.rows(rows)  # [n, t]
     taught.logprobs = torch.zeros_like(taught.response_mask)  # [n, t]
-    share = taught.token_weights.sum().item() or 1.0  # logged means are over these rows
+    share = taught.token_weights.sum().item() or 1.0  # logged means are over the rows of `taught`
 
     def loss_of(micro: Batch, rows: Tensor):
         logprobs = state.model(micro.tokens, settings.temperature, micro.response_mask)  # [b, t]
@@ -149,12 +153,12 @@ def update(state: TrainState, batch: Batch) -> Record:
         ratio = stats.pop("ratio")  # [b, t]  1 on masked tokens
         record = {"ratio_min": ratio.min().item(), "ratio_max": ratio.max().item()}
         stats["clip_fraction"] = stats.pop("clipped")
-        for name, value in stats.items():  # the weights turn sums over the update into means
+        for name, value in stats.items():  # sums with these weights over the update are means
             record[name] = ((micro.token_weights * value).sum() / share).item()
         return (micro.token_weights * loss).sum(), record
 
     record = accumulate_and_step(state, state.model, state.optimizer, taught, loss_of)
-    state.version += 1  # trap: a fused optimizer does not raise a weight's `_version`
+    state.version += 1  # trap: a fused optimizer does not raise Tensor._version
     computed = state.accelerator.reduce(taught.logprobs.to(state.accelerator.device), "sum")
     put(rows, computed.cpu(), into=batch.logprobs)  # [n, t] into [B, T]
     if state.critic is not None and math.isfinite(record["loss"] + record["grad_norm"]):
@@ -163,12 +167,12 @@ def update(state: TrainState, batch: Batch) -> Record:
 
 
 def entropy_of(batch: Batch) -> Record:
-    """Returns the Monte-Carlo estimate of the entropy, the mean of −log π over an update."""
+    """Returns the Monte-Carlo estimate of the entropy: the mean of −log π over the update."""
     return {"entropy_mc": -(batch.token_weights * batch.logprobs).sum().item()}
 
 
 def update_critic(state: TrainState, batch: Batch) -> Record:
-    """Makes one step of the critic towards batch.returns; every model token weighs the same."""
+    """Makes one step of the critic towards batch.returns. All model tokens have equal weights."""
     batch = replace(batch, token_weights=ppo.token_weights(batch.response_mask))  # [B, T]
 
     def loss_of(micro: Batch, _):
@@ -186,34 +190,37 @@ def update_critic(state: TrainState, batch: Batch) -> Record:
 def accumulate_and_step(
     state: TrainState, model, optimizer, batch: Batch, loss_of: Callable
 ) -> Record:
-    """Runs the micro-batches backward and makes one optimizer step. A loss or a gradient that is
-    not finite changes no weight; the caller checks for it and stops the run.
+    """Runs the forward and backward pass of each micro-batch, then makes one optimizer step. If the
+    loss or the gradient is not finite, it makes no step; the caller checks this and stops the run.
     """
     accelerator = state.accelerator
     records = []
     cuts = shares(state, batch)
     for number, rows in enumerate(cuts, 1):
-        # Processes exchange gradients in the last pass; sharded weights do so in every pass.
+        # Processes exchange gradients only in the last backward pass, but with sharded weights in
+        # every one.
         wait = number < len(cuts) and not in_parts(model)
         with accelerator.no_sync(model) if wait else contextlib.nullcontext():
             micro = batch.rows(rows).to(accelerator.device)
             loss, record = loss_of(micro, rows)
-            # DDP averages the gradients over processes; here they are parts of one sum.
+            # DDP averages the gradients over processes, but they are parts of one sum, so multiply.
             accelerator.backward(loss * accelerator.num_processes)
         records.append(record | {"loss": loss.item()})
-    total = merge_records(gather_object([merge_records(records, sum)]), sum)  # of all processes
+    total = merge_records(gather_object([merge_records(records, sum)]), sum)  # over all processes
     norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
     total["grad_norm"] = full(norm).item()
     if math.isfinite(total["loss"] + total["grad_norm"]):
         optimizer.step()
-    # With DDP, gradients are views of buckets that stay allocated: set to None, the next
-    # micro-batch would allocate a second copy. Without DDP, None frees memory for the rollout.
+    # With DDP, gradients are views of buckets that stay allocated. If they were set to None, the
+    # next micro-batch would allocate a second copy. Without DDP, None frees memory for the rollout.
     optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
     return total
 
 
 def merge_records(records: list[Record], merge: Callable) -> Record:
-    """Merges records into one: merge(values) of each name, or the extreme that the name ends in."""
+    """Merges records into one. Each metric becomes merge(its values); if its name ends in _min, it
+    becomes the minimum, and if it ends in _max or _norm, the maximum.
+    """
     merged = {}
     extremes = {"min": min, "max": max, "norm": max}
     for name in dict.fromkeys(name for record in records for name in record):
