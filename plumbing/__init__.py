@@ -1,1 +1,1 @@
-"""Connects the commands to the method: files, checkpoints, loading and building, reports."""
+"""Supports the commands: loads questions and models, writes files and checkpoints, reports."""

@@ -195,7 +195,7 @@ def locked(folder: Path, kind: int = fcntl.LOCK_EX, holder: str = TRAINING_HOLDS
     that names the process with the lock.
     """
     path = folder.with_name(f".{folder.name}.lock")
-    if file := HELD_LOCKS.get(path):  # held by this command, or by an earlier run in this process
+    if file := HELD_LOCKS.get(path):  # this command, or an earlier run in this process, has it
         return file
     with writing(path):
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -159,7 +159,9 @@ def score_files(paths, data="", skip_bad=False, punctuation="", count_missing=Fa
         samples = Counter((record["id"], record.get("sample", 0)) for record in records)
         [((again, _), count)] = samples.most_common(1)
         if count > 1:
-            raise InputError(f"{path}: two predictions for id {short(again)}: number each `sample`")
+            raise InputError(
+                f"{path}: two predictions for id {short(again)}: give them different `sample`s"
+            )
         if without := sum(not record.get("golds") for record in records):
             raise InputError(f"{path}: {without} predictions have no gold answer: give --data")
         for r in records:

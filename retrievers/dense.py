@@ -29,7 +29,7 @@ from retrievers.index import fingerprint
 from retrievers.net import shown
 
 SHARD = 16_384  # documents per file, and rows of one matrix product
-PREFIXES = {  # part of the model's name -> (prefix of a query, prefix of a document); first match
+PREFIXES = {  # part of the model's name -> (query prefix, document prefix); the first match counts
     "e5": ("query: ", "passage: "),
     "bge-m3": ("", ""),
     "bge": ("Represent this sentence for searching relevant passages: ", ""),

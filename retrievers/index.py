@@ -39,7 +39,7 @@ def load_or_build(
     if file.exists() and not wrong:
         stored = json.loads(file.read_text(encoding="utf-8"))
     if stored.get("made_of") != made_of:
-        problem = wrong or "it was built from other documents or parameters, or another version"
+        problem = wrong or "it was built from other documents or parameters, or by another version"
         raise InputError(
             f"--index {where}: {problem}: give another folder, or remove this one so that it is "
             "built again"
