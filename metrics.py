@@ -1,20 +1,20 @@
-r"""Answer metrics: one function for each. This file imports nothing else of the project.
+r"""Answer metrics, one function for each. Of the project, this file imports only errors.py.
 
     exact_match         1 if the normalised prediction equals a normalised gold, else 0
     f1_score            2PR / (P + R),  P = common / predicted tokens,  R = common / gold tokens
     cover_exact_match   1 if every gold token occurs in the prediction, in any order
     summary_scores      F1 of common words (1), common pairs (2), longest common subsequence (L)
     choice_letter       the one option that a text chooses
-    math_equal          same string, else same number or fraction, else math-verify's verdict
+    math_equal          whether two answers are equal as strings, as numbers or by math-verify
     score_answer        em, f1 and cem of an answer under the metric of its task
 
-`golds` is one gold or a list; the best one counts. A missing answer (None or "") scores 0.
-Four normalisations are in use, and numbers under one cannot be compared with those of another:
+`golds` is one gold answer or a list of them; the gold with the best score counts. A missing answer
+(None or "") scores 0. Scores under different normalisations, of which there are four, cannot be compared:
     "plain"        punctuation becomes a blank: "Spider-Man" is "spider man" (R1-Searcher's eq. 4)
-    "space"        the same, and a whole "True" is "yes" (the code of R1-Searcher and UR²)
+    "space"        as "plain"; also the text "True" becomes "yes" (the code of R1-Searcher and UR²)
     "delete"       punctuation is removed: "Spider-Man" is "spiderman" (R-Search, When to Search)
-    "underscore"   the same, but "_" becomes a blank: "a_b-c" is "a bc" (ARENA appendix D.1)
-Left out: model judges; algebra of our own (the extra `math`, math-verify, does it).
+    "underscore"   as "delete", but "_" becomes a blank: "a_b-c" is "a bc" (ARENA appendix D.1)
+Left out: model judges, and algebra, which math-verify does (an optional dependency).
 """
 
 import importlib.util
@@ -36,7 +36,7 @@ from pathlib import Path
 from errors import InputError
 
 # ---------------------------------------------------------------------------------- open answers
-_BLANKS = str.maketrans(dict.fromkeys(string.punctuation + "‘’´`", " "))  # "_" becomes one too
+_BLANKS = str.maketrans(dict.fromkeys(string.punctuation + "‘’´`", " "))  # "_" becomes a blank too
 PUNCTUATION = {  # style -> translation table
     "space": _BLANKS,
     "plain": _BLANKS,
@@ -48,17 +48,19 @@ Golds = str | list[str]
 
 def normalize_answer(text: str, punctuation: str = "space") -> str:
     """Returns the text in lower case, without punctuation and articles, with single blanks. Under
-    "space" a whole "True" is "yes" and a whole "False" is "no".
+    "space" the text "True" becomes "yes" and the text "False" becomes "no".
 
     >>> normalize_answer("The A.B. Smith"), normalize_answer("The A.B. Smith", "delete")
     ('b smith', 'ab smith')
     """
     lowered = text.lower()
-    if punctuation == "space":  # only the whole text: else a published score of 58.0 would be 58.2
+    # "true" is replaced only if it is the whole text: otherwise a published 58.0 would be 58.2.
+    if punctuation == "space":
         lowered = {"true": "yes", "false": "no"}.get(lowered, lowered)
     plain = lowered.translate(PUNCTUATION[punctuation])
     words = re.sub(r"\b(a|an|the)\b", " ", plain).split()
-    # Trap: "A" would become "", which equals "." and is covered by any text. So it stays "a".
+    # Trap: without its article "A" would be "", which equals "." and is covered by any text. So a
+    # text of which nothing would be left is kept: "A" becomes "a".
     return " ".join(words) or lowered.strip()
 
 
@@ -72,7 +74,7 @@ def _as_list(golds: Golds) -> list[str]:
 
 
 def _best(score, prediction: str | None, golds: Golds, punctuation: str) -> float:
-    """Returns the best score over the golds, 0 without a prediction."""
+    """Returns the best score over the golds, or 0 if there is no prediction."""
     if not prediction or not prediction.strip():
         return 0.0
     predicted = normalize_answer(prediction, punctuation)
@@ -81,14 +83,17 @@ def _best(score, prediction: str | None, golds: Golds, punctuation: str) -> floa
 
 
 def exact_match(prediction: str | None, golds: Golds, punctuation="space") -> float:
-    """Returns 1 if both are equal when normalised: exact_match("The Beatles!", "Beatles") is 1."""
+    """Returns 1 if prediction and gold are equal after normalisation, else 0.
+
+    exact_match("The Beatles!", "Beatles") is 1.
+    """
     return _best(lambda p, g: float(p == g), prediction, golds, punctuation)
 
 
 def f1_score(prediction: str | None, golds: Golds, punctuation="space") -> float:
     """Returns the F1 of two bags of tokens: f1_score("Paris, France", "Paris") is 0.6667 (P = 1/2,
-    R = 1). "yes it is" for "yes" scores 0.5; HotpotQA's own scorer gives 0 by a special rule, which
-    none of the papers has.
+    R = 1). f1_score("yes it is", "yes") is 0.5. HotpotQA's own scorer would give 0, by a special
+    rule that none of the papers has.
     """
     return _best(lambda p, g: _bag_f1(p.split(), g.split()), prediction, golds, punctuation)
 
@@ -99,7 +104,7 @@ def _bag_f1(predicted: list, gold: list) -> float:
 
 
 def cover_exact_match(prediction: str | None, golds: Golds, punctuation="space") -> float:
-    """Returns 1 if the prediction contains every gold token: "in Lyon, France" contains "Lyon",
+    """Returns 1 if the prediction contains every gold token: "in Lyon, France" contains "Lyon", but
     "Parisian" does not contain "Paris".
     """
     return _best(
@@ -111,8 +116,9 @@ def summary_scores(prediction: str | None, golds: Golds) -> dict[str, float]:
     """Returns ROUGE-1, ROUGE-2 and ROUGE-L as F1, each against its best gold, and their mean as
     `rouge`. There is no stemming, and articles are kept.
 
-    "the cat sat down" against "the cat lay down": 3 words of 4 and 4 (0.75), the pair "the cat"
-    of 3 and 3 (0.3333), and the subsequence "the cat down" of 4 and 4 (0.75); the mean is 0.6111.
+    Worked: "the cat sat down" and "the cat lay down" have 3 of 4 words in common (0.75), 1 of 3
+    pairs, "the cat" (0.3333), and the subsequence "the cat down", 3 of 4 words (0.75). The mean is
+    0.6111.
     """
     scores = [_rouge(prediction or "", gold) for gold in _as_list(golds)]
     best = [max(column) for column in zip(*scores, strict=True)] or [0.0, 0.0, 0.0]
@@ -128,8 +134,8 @@ def _rouge(prediction: str, gold: str) -> tuple[float, float, float]:
 
 
 def _common_subsequence(left: list[str], right: list[str]) -> int:
-    """Returns the length of the longest common subsequence. After each word, best[j] is its length
-    for the left words so far and right[:j].
+    """Returns the length of the longest common subsequence. After each word of `left`, best[j] is
+    this length for the words of `left` so far and right[:j].
     """
     best = [0] * (len(right) + 1)
     for word in left:
@@ -149,13 +155,13 @@ class Span:
     content: str
 
 
-# "\{" and "\}" are characters, not braces; "\\boxed{" (escaped once too often) is a box.
+# "\{" and "\}" are characters, not braces. "\\boxed{" (one backslash too many) still opens a box.
 _BRACES = re.compile(r"(?P<box>\\boxed\s*\{)|\\(?!\\boxed).|[{}]", re.DOTALL)
 
 
 def find_boxed(text: str) -> list[Span]:
-    r"""Finds every \boxed{...} with balanced braces that is not inside another one. A box that is
-    never closed hides no later box.
+    r"""Finds every \boxed{...} with balanced braces that is not inside another one. Boxes after one
+    that is never closed are found too.
     """
     spans = []
     open_braces = []
@@ -184,9 +190,9 @@ _WRAPPING = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\b|[{}$*\"'`]")
 
 
 def choice_letter(text: str | None, options=()) -> str | None:
-    r"""Returns the letter of the option that a text chooses, or None. The choice is X in the last
-    "the correct answer is X", else in \boxed{X}, else the whole text. X is a letter ("B", "(B)",
-    "B. Oak") or the whole text of exactly one option:
+    r"""Returns the letter of the option that a text chooses, or None. The choice X is read from the
+    last "the correct answer is X", else from the last \boxed{X}; else it is the whole text. X must
+    be a letter ("B", "(B)", "B. Oak") or the text of exactly one option:
     choice_letter("The correct answer is: oak.", ["elm", "Oak"]) is "B".
     """
     text = _SPECIAL_TOKEN.sub("", text or "")  # a decoded response ends in its EOS token
@@ -202,7 +208,7 @@ def choice_letter(text: str | None, options=()) -> str | None:
 
 
 def same_choice(text: str | None, golds: Golds, options=()) -> bool:
-    """Tells whether a text chooses a gold: same_choice("(B).", "oak", ["elm", "oak"]) is True."""
+    """Returns whether a text chooses a gold: same_choice("(B).", "oak", ["elm", "oak"]) is True."""
     letter = choice_letter(text, options)
     return letter is not None and letter in [choice_letter(g, options) for g in _as_list(golds)]
 
@@ -221,17 +227,17 @@ def _leading_letter(text: str) -> str | None:
 
 
 # ---------------------------------------------------------------------------------- math
-MATH_SECONDS = 3.0  # limit on a comparison by math-verify
+MATH_SECONDS = 3.0  # time limit of one comparison by math-verify
 MAX_MATH = 500  # characters; a longer answer is compared as a string
 _LOCK = threading.Lock()
-_IDLE = []  # the worker, if there is one and it is idle
-# Trap: a forked process that shared the worker could read replies to its parent's questions, and it
-# would wait forever for a lock that another thread of the parent held.
+_IDLE = []  # holds the worker process while it is idle
+# Trap: if a forked process shared the worker, it could read replies to its parent's questions. If
+# another thread of the parent held the lock during the fork, the child would wait for it forever.
 os.register_at_fork(after_in_child=lambda: globals().update(_LOCK=threading.Lock(), _IDLE=[]))
 _print_once = cache(print)
 
 _UNICODE = str.maketrans({"−": "-", "·": r"\cdot ", "√": r"\sqrt ", "²": "^2", "°": r"^\circ "})
-_DOLLARS = re.compile(r"\\?\$|\bdollars?\b|(?<!\\)\\[()\[\]]")  # and delimiters of formulas
+_DOLLARS = re.compile(r"\\?\$|\bdollars?\b|(?<!\\)\\[()\[\]]")  # "$", "dollars", and \( \) \[ \]
 _GROUPED = re.compile(r"(?<=\d)(?:\{,\}|\\[,!]|,\\!)(?=\d{3}(?!\d))")  # 10{,}000 and 10\,000
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _FRACTION = re.compile(r"^([-+]?)\\[dtc]?frac(?:\{(-?\d+)\}\{(\d+)\}|(\d)(\d))$")
@@ -239,7 +245,7 @@ _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+|\d+/0*[1-9]\d*)")
 
 
 def math_equal(prediction: str | None, gold: Golds) -> bool:
-    r"""Tells whether two answers name the same mathematical object.
+    r"""Returns whether the prediction and a gold are the same mathematical object.
 
     >>> math_equal(r"\frac12", "0.5"), math_equal("3,250", "3250"), math_equal("(1,2)", "(2,1)")
     (True, True, False)
@@ -253,7 +259,7 @@ def math_equal(prediction: str | None, gold: Golds) -> bool:
 
 @lru_cache(maxsize=4096)  # the trajectories of a group often have the same answer
 def clean_math(text: str) -> str:
-    r"""Removes what is not part of the value: clean_math(r"$\boxed{\text{1,000}}$.") is "1000"."""
+    r"""Removes all that is not the value: clean_math(r"$\boxed{\text{1,000}}$.") is "1000"."""
     text = _DOLLARS.sub("", text.translate(_UNICODE)).strip()
     text = text.replace("**", "^").replace(r"\%", "%")
     while text.startswith(r"\boxed") and (inner := last_boxed(text)):
@@ -261,7 +267,7 @@ def clean_math(text: str) -> str:
     text = " ".join(text.split()).rstrip(". ")
     text = re.sub(r"^\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}$", r"\1", text)
     text = _GROUPED.sub("", text)
-    if not re.search(r"[(\[{]", text):  # in brackets 1,000 is a pair
+    if not re.search(r"[(\[{]", text):  # in brackets 1,000 may be a pair of numbers
         text = _THOUSANDS.sub(lambda match: match.group().replace(",", ""), text)
     return text
 
@@ -278,9 +284,10 @@ def _same_math(left: str, right: str) -> bool:
     if left_word == right_word:
         return True
     if left_word.isalpha() and right_word.isalpha():
-        # "Even" is "even", x is not X. Trap: math-verify reads a word as a product, so "on" = "no".
+        # "Even" equals "even", but the variable x is not X. Trap: math-verify reads a word as a
+        # product of letters, so that "on" would equal "no".
         return len(left_word) > 1 and left_word.casefold() == right_word.casefold()
-    one_percent = ("%" in left) != ("%" in right)  # 50% is 50 or 0.5
+    one_percent = ("%" in left) != ("%" in right)  # 50% equals both 50 and 0.5
     if one_percent and _same_math(left.replace("%", ""), right.replace("%", "")):
         return True
     x = plain_number(left)
@@ -289,9 +296,9 @@ def _same_math(left: str, right: str) -> bool:
         return False  # a text without digits is not a number: no worker is needed
     if x is None or y is None:
         return _math_verify(left, right, gold_is_number=y is not None)
-    if x.denominator == y.denominator == 1:  # a tolerance would accept 1000001 for 1000000
+    if x.denominator == y.denominator == 1:  # with a tolerance 1000001 would equal 1000000
         return x == y
-    return abs(x - y) * 10**6 <= max(abs(x), abs(y))  # 1/3 has no finite decimal expansion
+    return abs(x - y) * 10**6 <= max(abs(x), abs(y))  # 0.333333 equals 1/3
 
 
 @lru_cache(maxsize=4096)
@@ -312,20 +319,22 @@ def has_math_verify() -> bool:
 
 
 def ask_worker(prediction: str, gold: str, seconds: float = MATH_SECONDS) -> bool:
-    """Asks the worker whether two answers are equal; a comparison that takes longer is False."""
+    """Asks the worker whether two answers are equal; False if it takes over `seconds`."""
     with _LOCK:
         idle = _IDLE.pop() if _IDLE else None
         worker = idle if idle and idle.poll() is None else start_worker()
         print(json.dumps([prediction, gold, seconds]), file=worker.stdin, flush=True)
         reply = worker.stdout.readline()
-        if reply:  # Trap: no `finally`: after a Ctrl-C a late reply would come first
+        # Trap: in a `finally` this would also run after a Ctrl-C, and the next question would get
+        # the late reply to this one.
+        if reply:
             _IDLE.append(worker)
     return reply == "True\n"
 
 
 def start_worker() -> subprocess.Popen:
-    """Starts the worker process: sympy can run for hours, and a thread cannot be ended. The new
-    session keeps Ctrl-C from it.
+    """Starts the worker. It is a process, because sympy can run for hours and a thread cannot be
+    killed. It gets a session of its own, so that Ctrl-C in the terminal does not reach it.
     """
     command = [sys.executable, "-c", "import metrics; metrics.serve_math()"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
@@ -344,13 +353,13 @@ def serve_math() -> None:
         latex = [LatexExtractionConfig()]
         return parse(f"${text}$", latex, extraction_mode="first_match", parsing_timeout=None)
 
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # when our timer fires, the kernel ends the copy
-    # Imports and builds once what all the copies below need.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the timer then kills the forked copy
+    # The first comparison imports and builds things that all forked copies below then share.
     verify(expression("x^2-1"), expression("(x-1)(x+1)"), timeout_seconds=None)
     print("ready", flush=True)
     for line in sys.stdin:
         prediction, gold, seconds = json.loads(line)
-        if not (child := os.fork()):  # a copy does the work, because a new worker takes a second
+        if not (child := os.fork()):  # fork, because to start a new process takes a second
             signal.setitimer(signal.ITIMER_REAL, seconds)
             same = verify(expression(gold), expression(prediction), timeout_seconds=None)
             os._exit(not same)

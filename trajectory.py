@@ -6,8 +6,8 @@
     logprobs               · · · ·  0 0 0 0 0 0  · · ·      recorded while sampling
 
 Each token gets its mask when it is appended, so no code has to search a text for tags to find out
-who wrote it. A written transcript (`trajectory_from_text`) can be scored but not trained on. This
-file does not need torch. Left out: how a trajectory is sampled (rollout.py).
+who wrote it. A written transcript (`trajectory_from_text`) has no tokens, so it can be scored but
+not trained on. This file does not need torch. Left out: how a trajectory is sampled (rollout.py).
 """
 
 import re
@@ -21,8 +21,9 @@ from prompts import Protocol, as_protocol, find_answers, last_block, parse_query
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of the response by one writer: "model", "documents" or "notice". A baseline also has
-    "thought", which is not scored.
+    """A part of the response by one writer: "model", or "documents" or "notice" for texts of the
+    environment. In evaluations and baselines, thoughts of a model have the writer "thought", and
+    are not scored.
     """
 
     writer: str
@@ -31,8 +32,9 @@ class Segment:
 
 @dataclass
 class Search:
-    """One search that was run. The policy read `text`, which is `cut` if the budget was too small.
-    An `error` says why the search failed: no connection, a timeout, an unreadable reply.
+    """One search that was run. `text` is what the policy read of its documents, or a summary of
+    them; `cut` is True if it was truncated to the token budget. If the search failed, `error` says
+    why, for example because of a timeout or an unreadable reply.
     """
 
     query: str
@@ -47,7 +49,7 @@ class Search:
 @dataclass(frozen=True)
 class RejectedQuery:
     """A query that was not run. The reason is "malformed", "empty", "direct" (the question may not
-    search), "limit" (no searches left) or "server" (retriever or summariser rejected its content).
+    search), "limit" (no searches left) or "server" (the retriever or summariser rejected it).
     """
 
     reason: str
@@ -58,8 +60,9 @@ class RejectedQuery:
 class Trajectory:
     """One response. `response_ids`, `response_mask` and `logprobs` have one entry per token.
 
-    stop_reason   "" while it goes on; "eos", "answer" (the answer's end tag), "length" (turn limit
-                  or context end), "rejected" (too many rejected queries), "written" (a transcript)
+    stop_reason   "" while sampling continues; "eos"; "answer" (the answer's end tag); "length" (the
+                  turn or the context is full); "rejected" (too many rejected queries); "written" (a
+                  transcript that was not sampled)
     """
 
     question: Question
@@ -72,7 +75,7 @@ class Trajectory:
     stop_reason: str = ""
     logprobs: list[float] = field(default_factory=list)
     rejected_queries: list[RejectedQuery] = field(default_factory=list)
-    opened: str = ""  # the tag that the prompt ends in: some chat templates open <think>
+    opened: str = ""  # begin tag at the prompt's end: some chat templates open <think>
 
     @property
     def ids(self) -> list[int]:
@@ -85,17 +88,17 @@ class Trajectory:
 
     @property
     def model_text(self) -> str:
-        """The text that the policy itself wrote: rewards may read nothing else."""
+        """The text that the policy itself wrote. Rewards may read no other text of the response."""
         return "".join(segment.text for segment in self.segments if segment.writer == "model")
 
     @property
     def executed(self) -> list:
-        """The searches that did not fail; rewards ignore those that did."""
+        """The searches that did not fail. Rewards ignore the failed ones."""
         return [search for search in self.searches if not search.error]
 
     @property
     def failed(self) -> bool:
-        """Whether a search failed. Training skips such a row, as it is not the policy's fault."""
+        """Whether a search failed. Training skips the trajectory: it is not the policy's fault."""
         return self.executed != self.searches
 
     @property
@@ -115,14 +118,14 @@ class Trajectory:
         return last_block(self.model_text, tags) if tags else None
 
     def append_model(self, ids: list[int], logprobs: list[float], text: str) -> None:
-        """Appends, with mask 1, what the policy sampled, including end tags and EOS."""
+        """Appends tokens that the policy sampled, including end tags and EOS, with mask 1."""
         self.response_ids += ids
         self.response_mask += [1] * len(ids)
         self.logprobs += logprobs
         self.segments.append(Segment("model", text))
 
     def append_environment(self, ids: list[int], text: str, writer: str) -> None:
-        """Appends, with mask 0, what the environment wrote, including the blank lines around it."""
+        """Appends tokens of the environment, including the blank lines around them, with mask 0."""
         self.response_ids += ids
         self.response_mask += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)
@@ -133,7 +136,7 @@ def trajectory_from_text(
     question: Question, text: str, protocol: Protocol | str, fallbacks: Collection[int] = ()
 ) -> Trajectory:
     """Parses a transcript into a trajectory without ids and log-probs. A document block directly
-    after a well-formed query is the environment's; the model wrote any other.
+    after a well-formed query counts as the environment's text, any other as the model's.
 
     fallbacks   indices (from 0) of the searches that returned the fallback
     """
@@ -153,8 +156,8 @@ def trajectory_from_text(
 
 
 def _next_block(protocol: Protocol, text: str, position: int) -> re.Match | None:
-    """Finds the next document block after a query's end tag: group 1 is the block with the blanks
-    around it, group 2 the text in it.
+    """Finds the next document block that directly follows a query's end tag. Group 1 is the block
+    with the blanks around it, and group 2 is the text between its tags.
     """
     if not protocol.query_tags:
         return None

@@ -1,8 +1,9 @@
 """Metrics of trajectories, for training and evaluation: answers, searches, tokens.
 
-Training logs their means (train.LOGGED); an evaluation writes those of each trajectory beside its
-prediction (plumbing.report.COLUMNS). No gradient depends on them. This file is not on the reading
-path, because it needs papers.py for each paper's punctuation and format.
+Training logs the means of the metrics (train.LOGGED); an evaluation writes the metrics of each
+trajectory beside its prediction (plumbing.report.COLUMNS). No gradient depends on them. The README
+does not list this file under "The path", because it imports papers.py for each paper's punctuation
+and format.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,7 @@ from trajectory import Search, Segment, Trajectory
 
 
 def mean(values: Iterable[float]) -> float:
-    """Returns the mean, or 0 without values."""
+    """Returns the mean of the values, or 0 if there are none."""
     values = list(values)
     return sum(values) / max(1, len(values))
 
@@ -26,8 +27,8 @@ def mean(values: Iterable[float]) -> float:
 # ----------------------------------------------------------------------------------- one trajectory
 def trajectory_metrics(t: Trajectory) -> dict[str, float]:
     """Returns the metrics that training and evaluation share. A metric that does not apply is
-    missing, not 0. em, f1 and cem treat punctuation as the paper's scorer does; for a summary each
-    is ROUGE.
+    missing, not 0. em, f1 and cem treat punctuation as the paper's scorer does; for a summary all
+    three are the mean ROUGE.
     """
     question = t.question
     punctuation = paper_of(t.protocol.name).punctuation
@@ -80,8 +81,8 @@ def successful(t: Trajectory) -> list[Search]:
 
 
 def text_metrics(t: Trajectory) -> dict[str, float]:
-    """Describes what the model wrote and how it ended. `repetition` is 1 if more than half of its
-    4-grams are repeats.
+    """Returns metrics of the text that the model wrote, and of how it ended. `repetition` is 1 if
+    more than half of the 4-grams of its tokens are repeats of earlier ones.
     """
     text = t.model_text
     sampled = list(compress(t.response_ids, t.response_mask))
@@ -98,13 +99,14 @@ def text_metrics(t: Trajectory) -> dict[str, float]:
 
 
 def token_metrics(t: Trajectory, tokenizer) -> dict[str, float]:
-    """Counts tokens: `written` by the model; `retrieved`, the documents of successful searches;
-    `shown`, the texts that the policy read instead. `compression` is the mean of the ratios: for
-    10 to 5 and 90 to 10 it is (2 + 9) / 2 = 5.5. The ratio of the means would be 100 / 15 = 6.67
-    (UR² appendix B.6: 11,346 / 761 = 14.91).
+    """Counts tokens. `written` counts those of the model, `retrieved` those of the documents that
+    successful searches found, and `shown` those that the policy read: documents or a summary.
 
-    For a thinking model, `thinking` counts the tokens of its thoughts (part of `written`), and
-    `unfinished` the thoughts without an end: one of two in <think>a b</think> <think>c.
+    `compression` is the mean of retrieved / shown over the searches: if 10 tokens become 5 and 90
+    become 10, it is (2 + 9) / 2 = 5.5. The ratio of the means would be 100 / 15 = 6.67; UR²
+    appendix B.6 gives this ratio, 11,346 / 761 = 14.91.
+    For a thinking model, `thinking` counts the tokens of its thoughts, which are part of `written`.
+    `unfinished` counts the thoughts without an end tag: one in <think>a b</think> <think>c.
     """
     numbers = {"written": float(sum(t.response_mask))}
     ratios = []
@@ -126,7 +128,7 @@ def token_metrics(t: Trajectory, tokenizer) -> dict[str, float]:
 def split_thought(text: str, inside: bool = False) -> tuple[str, str, bool]:
     """Splits a turn into (thoughts, the rest, whether a thought is still open at the end).
 
-    inside   whether a thought of an earlier turn is still open
+    inside   whether a thought is still open from an earlier turn
     >>> split_thought("<think>Kelmouth?</think> Norland")
     ('<think>Kelmouth?</think>', ' Norland', False)
     """
@@ -138,8 +140,8 @@ def split_thought(text: str, inside: bool = False) -> tuple[str, str, bool]:
 
 
 def without_thinking(t: Trajectory) -> Trajectory:
-    """Gives the text in <think> ... </think> the writer "thought", so that it counts neither for
-    the format nor for the answer (ARENA 4.3, note 2: thinking is implicit).
+    """Gives the text in <think> ... </think> the writer "thought", so that the format check and the
+    answer ignore it (ARENA 4.3, note 2: thinking is implicit). It changes `t` and returns it.
     """
     inside = False
     segments = [Segment("model", t.opened), *t.segments]
@@ -156,7 +158,7 @@ def without_thinking(t: Trajectory) -> Trajectory:
 
 # --------------------------------------------------------------------------------- a training step
 def step_searches(trajectories: Sequence[Trajectory], processes: int) -> dict[str, float]:
-    """Returns the metrics of all searches of a step, made by this many processes in parallel."""
+    """Returns the metrics of all searches of a step; `processes` processes ran them in parallel."""
     searches = [search for t in trajectories for search in t.searches]
     distinct = sum(len(documents_of(t)) for t in trajectories)
     total = sum(len(search.documents) for search in searches)
@@ -179,8 +181,10 @@ def documents_of(t: Trajectory) -> set[Document]:
 
 
 def gold_recall(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Returns the share of open questions with searches for which a document contains an answer."""
-    recalled = {}  # (question id, gold, ...) -> whether a document of a sample contains a gold
+    """Returns the share of questions for which a retrieved document contains a gold answer. Only
+    open questions with a search count, and not those whose gold answers are all yes or no.
+    """
+    recalled = {}  # (question id, gold, ...) -> whether a document in any trajectory has a gold
     for t in trajectories:
         golds = {f" {normalize_answer(gold)} " for gold in t.question.answers} - {" yes ", " no "}
         if golds and t.searches and t.question.task == "qa":
