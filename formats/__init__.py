@@ -1,1 +1,1 @@
-"""Files in anybody's layout -> records; the door is data.load_questions and data.load_corpus."""
+"""Reads files in many layouts (entry points: data.load_questions, data.load_corpus)."""

@@ -1,9 +1,9 @@
-"""The layouts of question and corpus files on disk: each is one row of a table.
+"""Reads question and corpus files in many layouts; each layout is one entry of a table.
 
-    file -> records -> layout (named by the first record) -> the fields of a Question or a Document
+    file -> records -> layout (recognised by the first) -> the fields of a Question or a Document
 
-A row holds a layout's fields and a function (record, its number in the file) -> our fields. The
-first row that recognises a record wins, by names that only this layout has.
+An entry holds the names of a layout's fields and a function (record, its number in the file) -> our
+fields. A layout is recognised by field names that the layouts after it lack; the first match wins.
 """
 
 import ast
@@ -28,8 +28,8 @@ def wrong(name: str, what: str) -> InputError:
 
 
 def field(record: dict, name: str, kind: type = str, default=None):
-    """Returns record[name], which must be of this kind; `default`, if given, if it is missing or
-    blank.
+    """Returns record[name], which must be of type `kind`. If it is missing or blank, returns
+    `default`, or raises an InputError if there is no default.
     """
     value = record.get(name)
     if value is None or (isinstance(value, str) and not value.strip()):
@@ -64,8 +64,8 @@ def paragraphs_of(record: dict, name: str, default=None, question_id: str = "") 
 
 
 def id_of(record: dict, number: int | None = None) -> str:
-    """Returns a record's id; `number`, its place in the file, if its layout allows records without
-    one.
+    """Returns a record's id. A record without one gets `number`, its place in the file, as its id;
+    layouts whose records must have an id do not pass `number`.
     """
     name = id_field(record)
     value = record.get(name, number)
@@ -77,8 +77,8 @@ def id_field(record: dict) -> str:
 
 
 def asked(record: dict, answer="answer", options=None, number=None, question="question") -> dict:
-    """Returns the fields of almost every layout. With `options` the answer is a letter; `number`:
-    see id_of.
+    """Returns the fields that almost every layout has. With `options` an answer is returned as its
+    letter. `number` is explained in id_of.
     """
     fields = {
         "id": id_of(record, number),
@@ -91,8 +91,8 @@ def asked(record: dict, answer="answer", options=None, number=None, question="qu
 
 
 def gold_answers(record: dict, name: str, options: list[str] | None = None) -> list[str]:
-    """Returns one answer or several as a list: never empty, never "" (every prediction would cover
-    it).
+    """Returns one answer or several as a list. No answer is an error, and so is an answer "",
+    because every prediction would cover it.
     """
     value = record.get(name)
     answers = value if isinstance(value, list) else [field(record, name, str, "")]
@@ -112,8 +112,8 @@ def option_texts(record: dict) -> list[str]:
 
 
 def letter_of(gold: object, options: Sequence[str], name: str) -> str:
-    """Returns the answer's letter; it is given as a letter (even if an option reads "B"), or as the
-    option's text.
+    """Returns the letter of the gold answer, which is given as a letter or as an option's text. "B"
+    is taken as a letter even if the text of an option is "B".
     """
     letters = [chr(65 + i) for i in range(len(options))]
     if gold in letters:
@@ -154,7 +154,7 @@ def from_flashrag(record: dict, number: int) -> dict:
 
 
 def from_rollouts(record: dict, number: int) -> dict:
-    """Reads R1-Searcher's published rollout answers; "" if the model gave none."""
+    """Reads R1-Searcher's published rollouts; an answer is "" if the model gave none."""
     predictions = items(record, "pred_anses")
     if not predictions:
         raise wrong("pred_anses", "it is empty: there is no rollout to score")
@@ -162,14 +162,14 @@ def from_rollouts(record: dict, number: int) -> dict:
 
 
 def from_plain(record: dict, number: int) -> dict:
-    """Reads a row of a table, in which a column may hold a list of answers, and the records of
-    R1-Searcher and UR².
+    """Reads records of R1-Searcher and UR², and rows of a table, whose answer may be a printed
+    list of answers.
     """
     fields = asked(record, number=number)
     if fields["question"].strip().isdigit():
         raise wrong(
             "question",
-            f"{short(fields['question'])} is a number: passages go where a corpus is asked for",
+            f"{short(fields['question'])} is a number: passages belong in the corpus, not here",
         )
     if len(fields["answers"]) == 1:
         fields["answers"] = answer_list(fields["answers"][0])
@@ -177,7 +177,7 @@ def from_plain(record: dict, number: int) -> dict:
 
 
 def answer_list(text: str) -> list[str]:
-    """Reads '["Ana", "Ana Bell"]', as JSON or Python print it, as two answers; "[1, 2)" is one."""
+    """Returns the answers in a printed list: two in '["Ana", "Ana Bell"]', but one in "[1, 2)"."""
     with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
         answers = ast.literal_eval(text) if text.startswith("[") else []
         if answers and all(isinstance(answer, str) and answer.strip() for answer in answers):
@@ -198,8 +198,8 @@ def from_hotpotqa(record: dict, number: int) -> dict:
         references.append({"id": f"{fields['id']}:{i}", "title": title, "text": text})
     titles = [reference["title"] for reference in references]
     gold = {title for title, _ in titled_pairs(record, "supporting_facts", "sent_id")}
-    # In fullwiki some gold titles have no paragraph. Then there is no gold at all: half of it would
-    # be taken for all of it.
+    # In fullwiki some gold titles have no paragraph. Then no reference counts as gold, because an
+    # incomplete gold set would be taken for the complete one.
     gold = gold if gold <= {*titles} else ()
     kind = field(record, "type", str, "")
     source = "2wiki" if "evidences" in record else "hotpotqa"
@@ -226,7 +226,7 @@ def titled_pairs(record: dict, name: str, second: str) -> list[Sequence]:
 def from_musique(
     record: dict, number: int, question="question", paragraphs="paragraphs", source="musique"
 ) -> dict:
-    """Reads MuSiQue: gold paragraphs count from 1 (`idx` from 0); aliases count as right."""
+    """Reads MuSiQue. Gold paragraphs are numbered from 1 (`idx`: from 0); aliases are right too."""
     fields = asked(record, question=question)
     if not field(record, "answerable", bool, True):
         raise InputError("the question has no answer: field 'answerable' is false")
@@ -246,8 +246,9 @@ def from_musique(
 
 
 def from_ircot(record: dict, number: int) -> dict:
-    """Reads IRCoT's processed files, which R-Search uses (section 4.1): MuSiQue's layout with other
-    names, also of HotpotQA and 2Wiki. Only HotpotQA's records name their data set.
+    """Reads IRCoT's processed files, which R-Search uses (section 4.1). MuSiQue, HotpotQA and 2Wiki
+    all have MuSiQue's layout there, with other field names. Only HotpotQA's records name their data
+    set.
     """
     spans = [s for one in items(record, "answers_objects", dict) for s in items(one, "spans")]
     source = field(record, "dataset", str, "")
@@ -262,7 +263,7 @@ def from_choice(record: dict, number: int) -> dict:
 
 
 def from_math(record: dict, number: int) -> dict:
-    """Reads MATH-500, Minerva, GSM8K: the answer is a field, the text after "####", or a box."""
+    """Reads MATH-500, Minerva and GSM8K; the answer is a field, text after "####", or \\boxed."""
     question = "problem" if "problem" in record else "question"
     name = "answer"
     answer = field(record, "answer", str, "").rpartition("####")[2].strip()
@@ -274,7 +275,7 @@ def from_math(record: dict, number: int) -> dict:
 
 
 def from_verl(record: dict, number: int) -> dict:
-    """Reads verl's records: answers are a list, under "target", or joined by <|answer_split|>."""
+    """Reads verl's records: answers are a list, in "target", or joined by <|answer_split|>."""
     index = field(record, "extra_info", dict, {}).get("index", number)
     messages = items(record, "prompt", dict)
     users = [message.get("content") for message in messages if message.get("role") == "user"]
@@ -297,7 +298,7 @@ def from_title_text(record: dict, number: int) -> dict:
 
 
 def from_passage(record: dict, number: int, name: str = "passage", mark: str = "\t") -> dict:
-    """Reads one string whose title ends at `mark`: a line break, " Text:", or three blanks."""
+    """Reads a string whose title ends at `mark`: a tab, a line break, " Text:" or three blanks."""
     title, text = titled(field(record, name), mark)
     return from_title_text(record | {"title": title.removeprefix("Title:"), "text": text}, number)
 
@@ -312,7 +313,9 @@ def titled(passage: str, mark: str = "\n") -> tuple[str, str]:
 
 # --------------------------------------------------------------------------------------- the tables
 class Layout(NamedTuple):
-    """A layout. Fields with "!" (of "!a|b" either) and `also` distinguish it from the others."""
+    """A layout. A record has it if it has every field marked "!" ("!a|b": a or b) and `also` holds;
+    other fields are only listed in the error about an unknown layout.
+    """
 
     fields: str
     convert: Callable[[dict, int], dict]
@@ -362,7 +365,9 @@ def detect(record: dict, table: dict[str, Layout]) -> str:
 
 
 def read_fields(path: Path, table: dict[str, Layout], columns=(), skip_bad=False) -> Iterator[dict]:
-    """Yields the fields of every record of a file, read by one layout, with unique ids."""
+    """Yields the fields of each record of a file. All records are read by one layout, and a
+    duplicate id is an error.
+    """
     layout = None
     places = {}
 

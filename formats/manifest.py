@@ -1,13 +1,15 @@
-"""Checks folders: manifest.json has the step, the size of each file, and the sha256 of small files.
+"""Detects damaged folders: manifest.json has the step, file sizes, and the sha256 of small files.
 
-    written_whole   a folder is written aside, forced to the disk, sealed, and renamed
-    wrong_with      "" while it is as it was written; else the first thing that is not
+    written_whole   writes a folder under another name, forces it to the disk, adds the manifest
+                    and renames the folder
+    wrong_with      returns "" if a folder equals its manifest, else the first difference
 
-A kill leaves a folder or none. A power cut, a failing disk or a hand leave files that are cut,
-zeroed, exchanged: whoever reads the folder again looks first. A large file has no sha256: a 7B
-checkpoint has 85 GB, and all processes would wait while it is computed. Its size is compared, and
-the header of a safetensors file must be readable and cover the whole file. Left out: bytes that
-change inside a large file, and who wrote it (no signature).
+If the process is killed, the folder is complete or does not exist. After a power cut, a disk error
+or a careless command, files may be truncated, zeroed or exchanged, so a folder is checked before it
+is read. A large file has no sha256, because all processes would wait while it is computed (a 7B
+checkpoint has 85 GB). Instead its size is compared, and the header of a safetensors file must be
+readable and cover the whole file. Left out: bytes that change inside a large file, and a signature
+of the writer.
 """
 
 import contextlib
@@ -28,8 +30,8 @@ LARGE = 100_000_000  # bytes; a file of this size or more has no sha256
 
 @contextlib.contextmanager
 def written_whole(path: Path, step: int | None = None) -> Iterator[Path]:
-    """Yields a folder to write into, which is then renamed to `path`. After an error it is removed:
-    half a folder would only fill the disk.
+    """Yields a folder to write into, which is then renamed to `path`. After an error it is removed,
+    because an incomplete folder would only fill the disk.
     """
     aside = path.with_name(path.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)
@@ -70,7 +72,7 @@ def digest(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Forces a file onto the disk: otherwise its name may be there before its bytes."""
+    """Forces a file onto the disk, or a power cut could leave its name without its bytes."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -79,8 +81,8 @@ def sync(path: Path) -> None:
 
 
 def wrong_with(folder: Path, step: int | None = None) -> str:
-    """Describes the first difference between the folder and its manifest, or between its step and
-    `step`, if it is given; "" if there is none.
+    """Describes the first difference between the folder and its manifest; "" if there is none. If
+    `step` is given, the manifest must have this step.
     """
     try:
         written = json.loads((folder / NAME).read_text(encoding="utf-8"))
@@ -102,8 +104,8 @@ def wrong_with(folder: Path, step: int | None = None) -> str:
 
 
 def has_whole_header(path: Path) -> bool:
-    """Says whether the tensors that the header of a safetensors file names end where the file ends;
-    the library compares that when it opens one. Any other file counts as whole.
+    """Returns whether the tensors in the header of a safetensors file end where the file ends;
+    `safe_open` checks this. Any other file counts as whole.
     """
     with contextlib.suppress(SafetensorError):
         if path.suffix == ".safetensors":

@@ -3,9 +3,9 @@
     bytes -> lines -> records   JSON lines, a JSON list, tab-separated lines, the same gzipped,
                                 parquet (with pyarrow)
 
-A record that cannot be read is yielded as its InputError: the caller raises or counts it.
-Traps: U+2028 ends no line of JSON; a byte-order mark is no part of the first field's name. Left
-out: other compressions, CSV fields over several lines.
+A record that cannot be read is yielded as an InputError, which the caller raises or counts.
+Traps: U+2028 does not end a line of JSON; a byte-order mark is not part of the first field's name.
+Left out: other compressions, CSV fields over several lines.
 """
 
 import contextlib
@@ -38,16 +38,16 @@ def open_error(path: Path, error: OSError) -> InputError:
 
 
 def check_regular(path: Path) -> None:
-    """Raises an InputError for a pipe or a device. It may have no end or nobody who writes into it,
-    and a file is read twice: first its layout, then its records.
+    """Raises an InputError for a pipe or a device. It may never end, or nobody may write into it.
+    It also cannot be read twice, as a file is: first for its layout, then for its records.
     """
     if path.is_fifo() or path.is_char_device():
-        raise InputError(f"{path}: a pipe or a device: save what it gives to a file first")
+        raise InputError(f"{path}: a pipe or a device: save its content to a file first")
 
 
 def byte_lines(path: Path, most: int = LONGEST_LINE) -> Iterator[bytes]:
-    """Yields the lines, a longer one in pieces of `most` bytes; unpacked if gzipped, whatever the
-    name.
+    """Yields the lines of a file; a line longer than `most` bytes comes in pieces of that size. A
+    gzipped file is unpacked, whatever its name is.
     """
     try:
         check_regular(path)
@@ -76,8 +76,8 @@ def decoded(data: bytes) -> str | InputError:
 
 
 def decoded_lines(path: Path) -> Iterator[tuple[int, str | InputError]]:
-    """Yields (number, line) for lines that are not blank. Broken UTF-8 is an error of its line
-    only.
+    """Yields (number, line) for lines that are not blank. A line that is not UTF-8 is yielded as an
+    InputError.
     """
     for number, line in enumerate(byte_lines(path), 1):
         if len(line) == LONGEST_LINE:
@@ -97,7 +97,7 @@ def read_whole(path: Path) -> str:
 
 def read_records(path: Path, columns: tuple[str, ...] = ()) -> Iterator[tuple[int, str, object]]:
     """Yields (number, "line 3" or "record 3", record or InputError). `columns` name the columns of
-    a file without a header.
+    a tab-separated file that has no header.
     """
     first = first_line(path)
     parquet = first.startswith(b"PAR1")
@@ -132,7 +132,7 @@ def read_parquet(path: Path) -> list[dict]:
             f"{path}: a parquet file needs pyarrow: pip install pyarrow, or convert the file to"
             " JSONL"
         ) from None
-    except Exception as error:  # the reader of a damaged file may raise anything
+    except Exception as error:  # pyarrow may raise any error for a damaged file
         raise InputError(
             f"{path}: not a readable parquet file ({short(str(error))}): get it again"
         ) from None
@@ -144,7 +144,7 @@ def loads(text: str | InputError) -> object:
         return text
     try:
         value = json.loads(text)
-        # Trap: JSON may escape half a character ("\ud83d"), which nobody can write or tokenize.
+        # Trap: JSON may escape half a character ("\ud83d"), which cannot be written or tokenized.
         if "\\ud" in text or "\\uD" in text:
             json.dumps(value, ensure_ascii=False).encode()
         return value
@@ -168,7 +168,7 @@ def tsv_records(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, str, 
     names = ()
     for number, record in decoded_lines(path):
         if isinstance(record, str):
-            # Each line alone: a quote that is never closed must not take the lines after it.
+            # Each line is parsed alone, or a quote that is never closed would swallow later lines.
             (values,) = csv.reader([record.replace("\r", " ")], delimiter="\t")
             if not names and (names := header(values)):
                 continue
@@ -194,13 +194,14 @@ def short(value: object) -> str:
 
 
 def has_number(record: object, name: str) -> bool:
-    """Says whether this is a record with a whole number in that field, as a step is one."""
+    """Returns whether this is a record whose field `name` holds a whole number, such as a step."""
     return isinstance(record, dict) and type(record.get(name)) is int
 
 
 def finished_records(path: str | Path, cut: bool = True, needs: str = "") -> list[dict]:
-    """Reads a JSONL file that grows, or that is not there yet. An incomplete last line is cut off
-    or ignored. Records without a whole number in the field `needs` are left out and counted.
+    """Reads a JSONL file to which a run appends; a file that does not exist yet has no records. An
+    incomplete last line is ignored, and with `cut` also removed from the file. Records without a
+    whole number in the field `needs` are left out and counted.
     """
     path = Path(path)
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
@@ -212,7 +213,7 @@ def finished_records(path: str | Path, cut: bool = True, needs: str = "") -> lis
     if needs:
         good = [record for record in records if has_number(record, needs)]
         if len(good) < len(records):
-            print(f"{path}: {len(records) - len(good)} odd lines are left out", file=sys.stderr)
+            print(f"{path}: {len(records) - len(good)} bad lines are left out", file=sys.stderr)
         return good
     for number, record in enumerate(records, 1):
         if isinstance(record, InputError):
@@ -244,13 +245,13 @@ def json_lines(records: Iterable[dict]) -> str:
 
 
 def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
-    """Appends a JSON line per record, after a complete line. Without records it tests the file."""
+    """Appends a JSON line per record. Without records it only tests that the file is writable."""
     lines = json_lines(records).encode()
     with writing(path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab+") as file:
             if file.seek(0, os.SEEK_END):
-                file.seek(-1, os.SEEK_END)
+                file.seek(-1, os.SEEK_END)  # a cut last line gets its line break
                 lines = lines if file.read(1) == b"\n" else b"\n" + lines
             file.write(lines)  # in one write: another run may append to the same file
 
@@ -263,14 +264,14 @@ def write_records(path: Path, records: list[dict]) -> None:
 
 @functools.cache
 def tell(line: str) -> None:
-    """Prints a line once, in one process."""
+    """Prints a line to stderr, in process 0 only and only the first time."""
     if not rank_of("RANK"):
         print(line, file=sys.stderr)
 
 
 def lock(file, operation: int) -> None:
-    """Locks an open file until it is closed, or its process ends, however that ends. Some network
-    file systems have no locks: then a warning is printed, and the work goes on.
+    """Locks an open file until it is closed or its process ends, even if the process is killed.
+    Some network file systems have no locks; then a warning is printed, and the work goes on.
     """
     try:
         fcntl.flock(file, operation)
@@ -284,7 +285,7 @@ def lock(file, operation: int) -> None:
 
 
 def free_name(path: Path) -> Path:
-    """Returns the first of PATH.old1, PATH.old2, ... that is free, so that nothing is lost."""
+    """Returns the first of PATH.old1, PATH.old2, ... that is free, so that no file is replaced."""
     names = (path.with_name(f"{path.name}.old{number}") for number in itertools.count(1))
     return next(name for name in names if not name.exists())
 

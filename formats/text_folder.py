@@ -2,11 +2,12 @@
 
     text -> paragraphs (also a list item, a table's row, a line of code) -> passages
 
-Greedy: a passage takes paragraphs until it has 100 words, or the next would make it more than 150.
-A heading ends one of 50 words and more, else it is a line of it. A paragraph of over 100 words is
-cut between its sentences. Markdown: a title is "Guide > Install"; a link loses its target; "#" in a
-block of code is no heading. Left out: front matter and rules (they stay as text), underlined
-headings, HTML, scripts without blanks, links to folders.
+A passage takes paragraphs until it has 100 words, or until the next paragraph would make it longer
+than 150. A heading ends a passage of 50 or more words; a shorter passage goes on, with the heading
+as one of its lines. A paragraph of over 100 words is split between its sentences. In Markdown a
+title is a path of headings ("Guide > Install"), a link loses its target, and "#" in a code block is
+not a heading. Left out: front matter and rules (they stay as text), underlined headings, HTML,
+scripts without blanks between words, links to folders.
 """
 
 import os
@@ -31,7 +32,9 @@ SENTENCE_END = re.compile(r"""(?:(?<=[.!?…])|(?<=[.!?…]["'”’)\]]))\s+(?!
 
 
 def passages(text: str, name: str, markdown: bool = False) -> list[tuple[str, str]]:
-    """Returns [(title, passage)]. A title begins with the text's first heading, or with `name`."""
+    """Returns [(title, passage)]. A title begins with the text's first heading, or with `name` if
+    the text has no heading.
+    """
     with_headings = list(paragraphs(text, markdown))
     title = next((headings[0] for headings, _ in with_headings if headings), name)
     packed = []
@@ -134,8 +137,8 @@ def text_files(folder: Path) -> list[Path]:
 
 
 def read_texts(path: Path, skip_bad: bool = False) -> list[dict]:
-    """Returns the fields of the passages of a text or a folder; an id is "file in the
-    folder#number".
+    """Returns the fields of the passages of a text or a folder. An id is "file#number": the file's
+    path in the folder and the passage's number in the file.
     """
     files, root = (text_files(path), path) if path.is_dir() else ([path], path.parent)
     documents = []

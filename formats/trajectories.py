@@ -1,15 +1,15 @@
-"""trajectories.jsonl.gz: what the policy wrote and what was learned from it, one line of JSON each.
+"""Reads and writes trajectories.jsonl.gz, which has one line of JSON per saved trajectory.
 
     step, group, row         step, question within the step, sample of that question
-    id question golds kind   of the question
-    prompt, tokens           texts of token ids; the ids are `prompt_ids` and `ids`
+    id question golds kind   fields of the question
+    prompt, tokens           the text of each token; the ids are `prompt_ids` and `ids`
     mask                     1: the policy sampled the token; 0: it is outside the loss
-    sampled old new ref      its log-prob while sampling, under π_old, in the update, under π_ref
+    sampled old new ref      log-probs of the token: at sampling, by π_old, in the update, by π_ref
     advantages, weights      of each token; Σ weights over an update is 1
     rewards                  the terms; the reward is their sum
     searches                 query, documents, the text that was read, fallback, seconds
 
-Each step is a separate gzip member: a run that is killed loses at most the step it was writing.
+Each step is a separate gzip member, so a killed run loses at most the step that it was writing.
 """
 
 import gzip
@@ -35,14 +35,14 @@ def append_trajectories(folder: Path, records: Iterable[dict], name: str = NAME)
 
 
 def read_trajectories(folder: Path, say=tell) -> Iterator[dict]:
-    """Yields the records in the order of steps, up to the first damage. `say` then gets a line
-    about it, and about lines that are not records of a step. A last step whose end is missing was
-    being written by a run, and is not mentioned.
+    """Yields the records in the order of steps, up to the first damage. `say` is called with a
+    message about damage, and about lines that are not records of a step. An incomplete last step
+    is ignored without a message, because a run may be writing it.
     """
     path, lost = folder / NAME, 0
     check_regular(path)
     if not path.is_file():
-        raise InputError(f"{folder}: no {NAME} there: --groups_kept keeps some")
+        raise InputError(f"{folder}: no {NAME} there: train with --groups_kept to save some")
     try:
         with gzip.open(path) as file:
             for line in file:
@@ -54,14 +54,14 @@ def read_trajectories(folder: Path, say=tell) -> Iterator[dict]:
     except EOFError:
         pass
     except (OSError, zlib.error) as error:
-        say(f"{path}: damaged, and read up to there ({error})")
+        say(f"{path}: damaged, and read only up to the damage ({error})")
     if lost:
-        say(f"{path}: lines that are no records of a step and are left out: {lost}")
+        say(f"{path}: left out lines that are not records of a step: {lost}")
 
 
 def cut_trajectories(folder: Path, first_step: int) -> None:
-    """Keeps the steps before this one; a resumed run writes the others again. If damaged lines
-    are lost too, the whole file is kept under another name. No content can end a training.
+    """Keeps the steps before `first_step`; a resumed run writes the others again. If damaged lines
+    would be lost too, the old file is kept under another name. Damage does not stop training.
     """
     path, aside, lost = folder / NAME, folder / f"{NAME}.partial", []
     if not path.exists():
@@ -77,5 +77,5 @@ def cut_trajectories(folder: Path, first_step: int) -> None:
             lost.append(error)
         if lost:
             renamed = path.rename(free_name(path))
-            tell(f"{lost[0]}; as it was it is kept as {renamed.name}")
+            tell(f"{lost[0]}; the old file is kept as {renamed.name}")
         aside.replace(path)

@@ -283,7 +283,7 @@ def test_a_bracketed_text_that_is_not_a_list_of_strings_is_one_answer(write, tex
         (
             "c.tsv",
             "5\tA passage.",
-            "field 'question': '5' is a number: passages go where a corpus",
+            "field 'question': '5' is a number: passages belong in the corpus",
         ),
         ("q.csv", "question,answer\nWho?,Ana", "q.csv: a CSV file is not read: save it with tabs"),
     ],

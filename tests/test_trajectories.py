@@ -60,7 +60,7 @@ def test_steps_are_appended_and_a_killed_run_leaves_the_complete_steps(tmp_path)
 
 def test_a_missing_file_is_an_error_and_a_broken_line_is_reported(tmp_path):
     error_line, warnings = message(lambda: list(read_trajectories(tmp_path))), []
-    assert f"no {NAME} there: --groups_kept keeps some" in error_line
+    assert f"no {NAME} there: train with --groups_kept to save some" in error_line
     with gzip.open(tmp_path / NAME, "wt") as file:
         file.write('{"step": 0}\n{"step": \n{"step": 2}\n')
     assert [r["step"] for r in read_trajectories(tmp_path, warnings.append)] == [0, 2]
@@ -167,8 +167,8 @@ def test_a_group_in_the_terminal(trained, capsys):
 @pytest.mark.parametrize(
     "arguments, fragment",
     [
-        ("{run} --text --group 9", "groups are kept there, and not --group 9"),
-        ("{run} --text --step 7", "no step 7 is kept there"),
+        ("{run} --text --group 9", "groups are saved, numbered from 0, but no --group 9"),
+        ("{run} --text --step 7", "no step 7 is saved there"),
         ("{empty}", "no metrics.jsonl there"),
         ("{run} {run} --text", "show one run"),
         ("{run} --out {run}/metrics.jsonl/x", "cannot be written there"),

@@ -41,7 +41,7 @@ def test_an_unfinished_last_line_is_left_out_and_other_broken_lines_are_counted(
     assert view.read_run(tmp_path)[0] == [{"step": 0, "x": 0}]
     path.write_text('{"step": 0}\n{"step": \n{"step": 2}\n')
     assert [record["step"] for record in view.read_run(tmp_path)[0]] == [0, 2]
-    assert "1 odd lines are left out" in capsys.readouterr().err
+    assert "1 bad lines are left out" in capsys.readouterr().err
 
 
 def test_the_running_mean_uses_only_the_last_values():

@@ -246,7 +246,7 @@ def test_a_resume_keeps_the_steps_before_a_damaged_one_and_the_damaged_file(run,
     data[second + 50] ^= 0xFF
     (run / NAME).write_bytes(data)
     resumed()
-    assert "as it was it is kept as" in capsys.readouterr().err
+    assert "the old file is kept as" in capsys.readouterr().err
     assert {*steps_of(run)} - {1} == {0, 4, 5} and (run / f"{NAME}.old1").read_bytes() == data
 
 

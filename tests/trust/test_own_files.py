@@ -123,7 +123,7 @@ def test_pipes_and_devices_are_a_one_line_error_and_never_opened(tmp_path, capsy
     try:
         for path in (tmp_path / "f.jsonl", f"/dev/fd/{reading}", "/dev/zero"):
             error = data_error(path, capsys, monkeypatch)
-            assert error == f"error: {path}: a pipe or a device: save what it gives to a file first"
+            assert error == f"error: {path}: a pipe or a device: save its content to a file first"
     finally:
         os.close(reading)
         os.close(writing)

@@ -32,7 +32,7 @@ def test_odd_lines_of_metrics_are_left_out_and_counted(model, tmp_path, capsys):
         file.write(b'5\n{"reward": 1}\n\xff\xfe\n{"step": "x"}\n{"step": null}\n')
         file.write(b'{"step": true}\n{"step": 7')
     train.train(settings_for(model, tmp_path, "--steps 2 --resume"))
-    assert "metrics.jsonl: 6 odd lines are left out" in capsys.readouterr().err
+    assert "metrics.jsonl: 6 bad lines are left out" in capsys.readouterr().err
     assert [row["step"] for row in rows_of(folder)] == [0, 1]
     # In a user's file such a line is an error.
     assert "line 1" in message(finished_records, odd_file(tmp_path))
