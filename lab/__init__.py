@@ -1,4 +1,4 @@
-"""Experiments and measurements: python -m lab.NAME."""
+"""Holds the experiments and measurements; python -m lab.NAME runs one of them."""
 
 import contextlib
 import sys
@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from errors import FlagParser, check_value, prepare_command
 
-if sys.argv[0] == "-m":  # python -m lab.NAME imports this file first
+if sys.argv[0] == "-m":  # true while python -m lab.NAME imports this package
     prepare_command()
 from settings import add_flags, check_limits, named_in
 
@@ -15,8 +15,9 @@ from settings import add_flags, check_limits, named_in
 def parse_flags(
     command: str, record: type, arguments: list | None, others=(), methods=(), only="eval"
 ) -> tuple:
-    """Returns (the checked `record`, the other given flags). If there are `methods`, the first
-    argument must name one of them. `only`: as in `setting`.
+    """Returns (the checked `record`, a dict of the other flags that were given). If there are
+    `methods`, the first argument must name one of them. A setting that declares a value of `only`
+    becomes a flag if that value equals this `only`.
     """
     parser = FlagParser(command, description=record.__doc__)
     if methods:
@@ -42,7 +43,7 @@ def names_in(flag: str, text: str, known: Collection[str]) -> Collection[str]:
 
 @contextlib.contextmanager
 def interruptible(message: str) -> Iterator[None]:
-    """Ends the command after Ctrl-C with a message about the work that is saved."""
+    """Turns Ctrl-C into the end of the command, with a message that says what has been saved."""
     try:
         yield
     except KeyboardInterrupt:

@@ -1,15 +1,17 @@
 """Tests which of the papers' claims hold in the built-in world; lab/claims.py lists the runs.
 
     python -m lab.ablate               two worlds, all claims: half an hour on two cores
-    python -m lab.ablate --seeds 0     the final set: each claim's own number of worlds
+    python -m lab.ablate --seeds 0     the final runs: as many worlds as each claim names
     python -m lab.ablate --only mask,penalty --seeds 5
     python -m lab.ablate --table       prints the table of finished runs; runs nothing
     python -m lab.ablate --curves docs --only stage1,penalty,stage2,two_stages     draws curves
 
-Evaluation: all questions about held-out entities, two samples each, at the temperature of
-training. Each finished arm in each world writes a result.json with its settings. An interrupted run
-continues from these files; results of other settings are rejected. After a change of a warm-up give
-another --output_dir. Choose settings with --first_world 40 --split dev. Left out: more machines.
+An arm is one training run (lab/claims.py). It is evaluated on all questions about held-out
+entities, with two samples each at the temperature of training. Each arm writes its result and its
+settings to a result.json in each world. If the command is interrupted, repeating it continues from
+these files; a result that was made with other settings is rejected. A changed warm-up is not
+noticed, so give another --output_dir after one. To choose settings, use the development questions
+of other worlds: --first_world 40 --split dev. Left out: several machines.
 """
 
 import multiprocessing
@@ -59,20 +61,20 @@ from world.toy import toy_path
 Jobs = set[tuple[str, int]]  # (arm, world)
 SAMPLES = 2  # answers to each question
 SFT = {"epochs": 3.0, "lr": 1e-3}  # R1-Searcher section 4.1: three epochs
-ROLLOUTS = 4  # answers to each training question, for traces or difficulties
+ROLLOUTS = 4  # answers to each training question, to imitate or to measure difficulty
 CURVES = """
 reward model_tokens em/one_hop em/two_hop searches/one_hop searches/two_hop searches/arithmetic
 searches/known fallbacks grad_norm k2 k3
-""".split()  # the numbers of a picture
+""".split()  # the metrics that a picture shows, one per panel
 
 
 @dataclass(frozen=True)
 class AblateSettings:
     """Test the papers' claims in the built-in world."""
 
-    seeds: int = setting(2, "worlds per claim; 0: each claim's own number", least=0)
-    first_world: int = setting(50, "number of the first world; no setting was chosen on 50 to 57")
-    split: str = setting("test", "entities that are asked about", one_of=("dev", "test"))
+    seeds: int = setting(2, "worlds per claim; 0: the number in lab/claims.py", least=0)
+    first_world: int = setting(50, "number of the first world; settings were not tuned on 50 to 57")
+    split: str = setting("test", "split of the entities to ask about", one_of=("dev", "test"))
     only: str = setting("", f"claims to test, comma-separated: {', '.join(CLAIMS)}")
     output_dir: str = setting("runs/ablate", "folder for the runs")
     workers: int = setting(os.cpu_count() or 1, "worlds at a time, one core each", least=1)
@@ -82,14 +84,14 @@ class AblateSettings:
 
 # -------------------------------------------------------------------------------- an arm's settings
 def settings_of(name: str, seed: int, runs: str) -> Settings:
-    """Returns an arm's settings in one world, whose number also seeds questions and sampling."""
+    """Returns an arm's settings in world `seed`, which also seeds its questions and sampling."""
     arm, run_name = ARMS[name], f"{name}-world{seed}"
     changes = {
         "output_dir": runs,
         "run_name": run_name,
         "seed": seed,
         "world_seed": seed,
-        "save_every": 10_000,  # the last step is always saved
+        "save_every": 10_000,  # only the last step is saved
         "keep_checkpoints": 1,
     }
     if "buckets" in arm.changes:
@@ -98,7 +100,9 @@ def settings_of(name: str, seed: int, runs: str) -> Settings:
 
 
 def made_with(name: str, seed: int, split: str) -> dict:
-    """Returns the settings that an arm's result is compared by, in whichever folder it is."""
+    """Returns the settings that are stored with a result, to reject results of other settings. The
+    folder is left empty, so a result stays valid if its folder is moved.
+    """
     return vars(settings_of(name, seed, "")) | {"split": split}
 
 
@@ -108,8 +112,8 @@ def result_path(settings: Settings) -> Path:
 
 # --------------------------------------------------------------------------------------- one arm
 def run_arm(name: str, seed: int, runs: str, split: str) -> None:
-    """Trains and evaluates one arm in one world, and writes its result with the records of its
-    steps, which follow those of the arm that it started from.
+    """Trains and evaluates one arm in one world, and writes its result. The result's `curve` is a
+    list of step records: first those of the arm that it started from, then its own.
     """
     settings, arm, curve = settings_of(name, seed, runs), ARMS[name], []
     if arm.start:
@@ -123,7 +127,7 @@ def run_arm(name: str, seed: int, runs: str, split: str) -> None:
         check_prior(settings, split)
     model, steps = (imitate if arm.imitates else reinforce)(settings)
     result = {"eval": evaluate_arm(settings, model, split), "curve": curve + steps}
-    # It is written at the end: an interrupted arm leaves no result.
+    # Written last, so an interrupted arm has no result and is run again.
     write_records(result_path(settings), [result | {"made_with": made_with(name, seed, split)}])
 
 
@@ -136,7 +140,7 @@ def last_checkpoint(settings: Settings) -> str:
 
 def reinforce(settings: Settings) -> tuple:
     """Trains an arm by RL. Returns its checkpoint and the records of its steps."""
-    if settings.difficulty:  # measured with the model that the arm starts from
+    if settings.difficulty:  # measure it with the model that the arm starts from
         difficulty.main(
             ["--model", settings.model, "--out", settings.difficulty, "--samples", str(ROLLOUTS)]
         )
@@ -148,8 +152,9 @@ def reinforce(settings: Settings) -> tuple:
 
 
 def imitate(settings: Settings) -> tuple:
-    """Trains the warmed-up model on the right trajectories that settings.model makes for training
-    questions, instead of RL (R1-Searcher section 4.1). Returns its checkpoint, and no records.
+    """Trains the warmed-up model by supervised learning instead of RL (R1-Searcher section 4.1): it
+    imitates correct trajectories of settings.model on training questions. Returns its checkpoint
+    and an empty list, since there are no RL steps.
     """
     out = stage_folder(settings) / "checkpoint-sft"
     traces, runs = str(out.with_name("traces.jsonl")), settings.output_dir
@@ -161,18 +166,18 @@ def imitate(settings: Settings) -> tuple:
 
 
 def evaluate(settings: Settings, model: str, split: str, samples=SAMPLES, out="") -> list:
-    """Returns prediction records of all questions, sampled as in training; "" means the
-    warmed-up model. Records of an interrupted arm are not reused: its weights are trained again.
+    """Returns the prediction records of all questions, sampled as in training. `model` "" means the
+    warmed-up model. Records of an interrupted arm are not reused, because it is trained again.
     """
     options = Options(split=split, questions=0, samples=samples, fresh=True, out=out)
     return Evaluation(replace(settings, model=model), options).run()
 
 
 def check_prior(settings: Settings, split: str) -> None:
-    """Raises an error if the warmed-up model searches more often than its limit allows."""
+    """Raises an error if the warmed-up model searches more often than its `prior` in papers.py."""
     if PROTOCOLS[settings.protocol].query_tags is None:
         return
-    # Each arm writes a file of its own: another worker may be measuring the same model.
+    # Each arm has its own file, because another worker may be measuring the same model.
     out = str(result_path(settings).with_name("prior.jsonl"))
     prior = score("searches")({"eval": means(evaluate(settings, "", split, out=out))})
     limit = paper_of(settings.protocol).warmed_up(settings.toy_init).prior
@@ -184,8 +189,8 @@ def check_prior(settings: Settings, split: str) -> None:
 
 
 def evaluate_arm(settings: Settings, model: str, split: str) -> dict:
-    """Returns kind -> number -> mean on held-out entities. A protocol with evidence is also scored
-    by a reader's answers.
+    """Evaluates an arm and returns {kind of question: {metric: mean}}. If the protocol writes
+    evidence, a reader also answers from the evidence, and its answers are scored.
     """
     records = evaluate(settings, model, split)
     for record in records:
@@ -197,7 +202,7 @@ def evaluate_arm(settings: Settings, model: str, split: str) -> dict:
 
 
 def means(records: list) -> dict:
-    """Returns kind (or "all") -> number -> mean over the records that have this number."""
+    """Returns {kind or "all": {metric: mean}}; a mean is over the records that have the metric."""
     values = defaultdict(lambda: defaultdict(list))
     for record in records:
         for number, value in record["metrics"].items():
@@ -210,8 +215,8 @@ def means(records: list) -> dict:
 
 
 def add_rag(records: list, reader, settings: Settings) -> list:
-    """Scores the reader's answers from its own search for the question (R-Search Figure 2:
-    Vanilla).
+    """Adds the metric `rag_em`: the reader answers from the documents of a search for the question,
+    without the policy (R-Search Figure 2: Vanilla).
     """
     retriever = make_retriever(built_in_world(settings).documents, settings, settings.seed)
     results = retriever.search([r["question"] for r in records], settings.documents_per_search)
@@ -224,11 +229,13 @@ def add_rag(records: list, reader, settings: Settings) -> list:
 
 # --------------------------------------------------------------------------------------- all arms
 def read_results(jobs: Jobs, runs: str, split: str) -> Results:
-    """Reads the finished results of these arms and worlds; rejects one made with other settings."""
+    """Reads the finished results of these arms and worlds. A result that was made with other
+    settings is an error.
+    """
     results = {}
     for name, seed in jobs:
         path = result_path(settings_of(name, seed, runs))
-        for result in finished_records(path):  # one, or none yet
+        for result in finished_records(path):  # one result, or none yet
             if result["made_with"] != made_with(name, seed, split):
                 raise InputError(
                     f"{path} was made with other settings: give another --output_dir, or remove it"
@@ -238,8 +245,8 @@ def read_results(jobs: Jobs, runs: str, split: str) -> Results:
 
 
 def run_world(names: list[str], seed: int, runs: str, split: str) -> None:
-    """Runs arms one after the other. One that fails is reported and stops no other; those that
-    start from it fail too, as they find no checkpoint or result.
+    """Runs the arms of one world one after the other. If an arm fails, its error is printed and the
+    next arm runs. Arms that start from a failed arm fail too, because they find no checkpoint.
     """
     for name in names:
         log = result_path(settings_of(name, seed, runs)).with_name("log.txt")
@@ -256,10 +263,10 @@ def run_world(names: list[str], seed: int, runs: str, split: str) -> None:
 
 
 def run_all(jobs: Jobs, runs: str, split: str, workers: int) -> None:
-    """Runs the arms of each world in a process, several worlds at a time. None is queued in the
-    pool, where it would outlive a Ctrl-C.
+    """Runs several worlds at a time, each in a process that runs all its arms. A world is submitted
+    only when a worker is free, because a queued world would still run after Ctrl-C.
     """
-    running, context = set(), multiprocessing.get_context("spawn")  # forked threads of torch hang
+    running, context = set(), multiprocessing.get_context("spawn")  # torch hangs if it is forked
     worlds = sorted({world for _, world in jobs}, reverse=True)
     with ProcessPoolExecutor(workers, context, end_with_launcher) as pool:
         while worlds or running:
@@ -280,7 +287,7 @@ NAMES = ("run_name", "recipe", "variant", "stage", "steps", "difficulty")
 
 
 def difference(claim: Claim) -> str:
-    """Describes the settings in which the second arm differs from the first."""
+    """Describes the settings in which the claim's worse arm differs from its better one."""
     one, other = ARMS[claim.better], ARMS[claim.worse]
     if other.imitates:
         return f"no RL: imitates {other.start}"
@@ -296,7 +303,7 @@ def difference(claim: Claim) -> str:
 
 
 def rows(claims: dict, results: Results) -> list:
-    """Returns the table: a header, and a line for each claim over its worlds."""
+    """Returns the rows of the table: a header, then a row per claim with means over its worlds."""
     lines = [HEAD.split("; ")]
     for claim, worlds in claims.items():
         pairs, cells = values(claim, results, worlds), ["-"] * 3
@@ -340,7 +347,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.curves:
         return draw(names, results, Path(options.curves))
     if not options.table:
-        os.environ["OMP_NUM_THREADS"] = "1"  # of each worker, which has one core
+        os.environ["OMP_NUM_THREADS"] = "1"  # workers inherit it: each has one core
         with interruptible("finished runs are kept: repeat the command to continue"):
             run_all(jobs - results.keys(), runs, split, options.workers)
         results = read_results(jobs, runs, split)

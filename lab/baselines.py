@@ -1,5 +1,6 @@
-"""The baselines of the papers, with the same retriever, limits and metrics as everything else here.
+"""Runs the papers' baselines, with the same retriever, limits and metrics as everything else here.
 
+    method        what it does                                         source          searches
     direct        answer                                                               no search
     cot           think, answer                                            Wei 2022    no search
     rag           search the question, read, answer                        Lewis 2020          1
@@ -10,27 +11,28 @@
     rat           draft, then revise paragraph by paragraph                Wang 2024     up to 8
     search_o1     search inside the reasoning, insert digested notes       Li 2025      up to 10
 
-A method is a generator: it yields a `Write` (a request to the model) or a query, receives the
-reply, and returns its answer. `run_method` drives many questions at once, with one search call and
-one batch of requests for all.
+A method is a generator. It yields a `Write` (a request to the model) or a query, receives the reply
+or the passages, and returns its answer. `run_method` runs the generators of many questions in
+lockstep: each round has one search call and one batch of requests for all of them.
 
     python -m lab.baselines --model SPEC --data FILE --corpus FILE          all methods
     python -m lab.baselines --method rag,ircot --recipe r_search --decoding paper ...
     python -m lab.baselines --method direct,rag,sure,self_ask --recipe arena --retriever given ...
                                                    SPEC: a HF model, or http://host:port/v1#model
 
---recipe names the paper whose table the methods belong to. It decides how many tokens a reply has
-(UR² app. C.4: 3,072 for math, 1,536 for choice, else 512), how --decoding paper samples, which
-punctuation is scored, and what a judge sees. Thinking in <think> ... </think> is not scored; it
-shares the limit of the reply, or has its own limit --thinking N. The metric `thinking` counts its
-tokens, and `unfinished` the thoughts that the limit cut off.
+--recipe names the paper whose table the methods belong to. It decides how many tokens a reply may
+have (UR² app. C.4: 3,072 for math, 1,536 for choice, else 512), how --decoding paper samples, how
+punctuation is scored, and what a judge sees. Thinking in <think> ... </think> is not scored. It
+counts towards the limit of the reply, unless --thinking N gives it a limit of its own. The metric
+`thinking` is its number of tokens, and `unfinished` is the number of thoughts that the limit cut.
 
-The prompts are ours, for chat models. As in FlashRAG, an open question is answered from passages in
-a few words (rag); mathematics and choices are reasoned through, as in UR² app. D.4. Tags and labels
-are removed from passages, and for a local model also special tokens. Repeating the command asks
-again those questions that got no reply. A search returns 5 passages, as in UR² app. C.4 for Qwen
-and Llama; its sections 4.3 and 4.4 have 10. --retriever given shows all references of the record,
-as in ARENA 4.3. Left out: the papers' few-shot examples, except Self-Ask's, which ours replace.
+We wrote the prompts, for chat models. With `rag` the model answers an open question in a few words,
+as in FlashRAG, and reasons about mathematics and choices, as in UR² app. D.4. The tags and labels
+of the prompts are removed from passages, and for a local model special tokens too. If the command
+is repeated, only questions that got no reply are asked again. A search returns 5 passages, as UR²
+app. C.4 says for Qwen and Llama; UR² sections 4.3 and 4.4 say 10. --retriever given shows all
+references of the record, as in ARENA 4.3. Left out: the papers' few-shot examples; Self-Ask gets
+examples that we wrote.
 """
 
 from __future__ import annotations
@@ -71,13 +73,13 @@ class Write:
     """
 
     instruction: str
-    passages: Sequence[str] = ()  # lines, the latest search's first; dropped from the end if long
-    notes: str = ""  # more text to read; if it is still too long, it is cut from the front
+    passages: Sequence[str] = ()  # lines, newest search first; if too long, the last are dropped
+    notes: str = ""  # more text to read; loses its beginning if the prompt is still too long
     so_far: str = ""  # the beginning of the model's reply
     question: str = ""  # replaces the trajectory's question
 
     def as_request(self, question: str, decoding: tuple) -> Request:
-        """Builds the prompt: passages (each once, without its number), question, notes, reply."""
+        """Builds the prompt: passages (no duplicates or numbers), question, notes, reply so far."""
         lines = dict.fromkeys(re.sub(r"^\(\d+\) ", "", line) for line in self.passages)
         passages = "\n".join(["Passages:", *lines]) if lines else ""
         so_far = f"{GO_ON}\n{self.so_far}" if self.so_far else ""
@@ -91,7 +93,8 @@ class Write:
         return replace(self, notes=notes, so_far=so_far)
 
 
-# A method receives the text for a `Write`, and for a query the lines that a policy would read.
+# After a `Write` a method receives the model's reply; after a query it receives the lines of
+# passages that a policy would read.
 Steps = Generator[Write | str, "str | list[str]", str]
 
 SHORT = "in as few words as possible: a name, a date, a number, yes or no, or an option's letter"
@@ -171,8 +174,8 @@ DIGEST = (
 
 
 # -------------------------------------------------------------------------------------- the methods
-# Each takes a Question and the paper's bound on searches (Search-o1's and RAT's are ours), and
-# returns its Steps.
+# Each method takes a Question and a limit on searches (the paper's; ours for Search-o1, RAT) and
+# returns the generator `Steps`.
 
 
 def direct(question, limit=0):
@@ -181,12 +184,12 @@ def direct(question, limit=0):
 
 
 def cot(question, limit=0):
-    """Chain of thought (Wei 2022): reasoning before the answer, without a search."""
+    """Chain of thought (Wei 2022): the model reasons before it answers, without a search."""
     return reasoned(Write(by_step(question)))
 
 
 def rag(question, limit=1):
-    """Retrieval-augmented generation (Lewis 2020): passages for the question, one generation."""
+    """Retrieval-augmented generation (Lewis 2020): searches the question once, then generates."""
     passages = yield question.question
     if question.task != "qa":
         return (yield from reasoned(Write(READ + by_step(question), passages)))
@@ -197,8 +200,9 @@ _LISTED = r"(?m)^[ \t]*(?:(?:\d[.):]|[-*])[ \t]+)?(\S.*?)[ \t]*$"  # without "1.
 
 
 def sure(question, limit=1):
-    """SuRe (Kim 2024): two answers, each with a summary of the passages in its favour. An answer's
-    score is 1 if its summary holds + ½ for each comparison won; of two equal ones the first wins.
+    """SuRe (Kim 2024): writes two answers and, for each, a summary of the passages in its favour.
+    An answer scores 1 if the model finds its summary convincing, plus ½ for each comparison that
+    it wins. The answer with the higher score is returned, in a tie the first.
     """
     passages = yield question.question
     names = re.findall(_LISTED, plain((yield Write(CANDIDATES, passages))))
@@ -212,7 +216,7 @@ def sure(question, limit=1):
         summaries[name] = f"{suggested}\nSummary: {summary}"
         holds = yield Write(HOLDS, notes=summaries[name])
         scores[name] = bool(re.match(r"(?i)\W*yes\b", holds))
-    for a, b in (candidates, candidates[::-1]):  # a model may like what it reads first
+    for a, b in (candidates, candidates[::-1]):  # both orders: a model may prefer the first
         better = yield Write(BETTER, notes=f"A. {summaries[a]}\n\nB. {summaries[b]}")
         if letter := re.search(r"\b[AB]\b", better):
             scores[a if letter.group() == "A" else b] += 0.5
@@ -220,7 +224,7 @@ def sure(question, limit=1):
 
 
 def ircot(question, limit=8):
-    """IRCoT (Trivedi 2023): each new sentence is the next query, and passages pile up."""
+    """IRCoT (Trivedi 2023): each new sentence is the next query; all passages found stay shown."""
     passages, chain, query = [], "", question.question
     for _ in range(limit):
         passages = (yield query) + passages
@@ -242,8 +246,9 @@ def iter_retgen(question, limit=2):
 
 
 def self_ask(question, limit=10):
-    """Self-Ask (Press 2023): the answer to a simpler question is read out of passages. It is RAG
-    (UR² app. C.4) if it asks no question and says no answer, or asks `limit` of them in vain.
+    """Self-Ask (Press 2023): the model asks simpler questions and answers each from passages. If
+    its last reply states no answer, for example after `limit` questions, RAG answers instead (UR²
+    app. C.4).
     """
     chain = ""
     for _ in range(limit):
@@ -260,7 +265,7 @@ _PARAGRAPH = r"(?s)\S.*?(?=\s*\n\s*\n|\s*\Z)"
 
 
 def rat(question, limit=8):
-    """RAT (Wang 2024): the draft's first `limit` paragraphs are looked up and revised in turn."""
+    """RAT (Wang 2024): searches for and revises each of the draft's first `limit` paragraphs."""
     draft = re.findall(_PARAGRAPH, (yield Write(DRAFT)))
     for i, paragraph in enumerate(draft[:limit]):
         notes = "\n\n".join(draft[: i + 1])  # paragraphs before this one are revised already
@@ -272,7 +277,7 @@ def rat(question, limit=8):
 
 
 def search_o1(question, limit=10):
-    """Search-o1 (Li 2025): another call of the model reads the pages; only its notes go in."""
+    """Search-o1 (Li 2025): another call reads the passages; only its notes enter the reasoning."""
     chain = ""
     for searches in range(limit + 1):
         request = Write(SEARCH_INSIDE, so_far=chain)
@@ -315,7 +320,7 @@ def conclude(request: Write, reply: str) -> Steps:
     return any_answer((yield replace(request, so_far="\n".join(filter(None, parts)))))
 
 
-# Possessive `\s*+`: many blanks after "is" must not take quadratic time.
+# `\s*+` is possessive, so that many blanks after "is" do not take quadratic time.
 _STATED = re.compile(r"(?i)answer is\s*+:?\s*+([^\n]*\w[^\n]*)")
 
 
@@ -331,11 +336,11 @@ def stated_answer(reply: str) -> str:
 
 
 def any_answer(reply: str) -> str:
-    """Returns the stated answer, or the first sentence where a reply should be the answer alone."""
+    """Returns the stated answer, else the first sentence; for replies that only give an answer."""
     return stated_answer(reply) or first_sentence(plain(read_answer(reply)))
 
 
-# A full stop after one capital letter, one digit (of a numbered list) or a title ends no sentence.
+# A full stop after a single capital letter, a single digit ("1.") or a title ends no sentence.
 _END = r"(?<!\b[A-Z\d])(?<!\b[DMS]r)(?<!\bSt)(?<!\bMrs)(?<!\bvs)[.!?][\"')\]]*(?=\s|$)"
 
 
@@ -358,21 +363,22 @@ _TURN = rf"(?s).*?(?:</search>|</answer>|{TOLD}|\Z)"
 
 
 def drive(trajectory: Trajectory, steps: Steps, llm: LLM, environment: Environment) -> Generator:
-    """Runs a method on one question and writes the trajectory. Yields what the method waits for, a
-    query or a request to the model, whose whole reply it receives, and None at its end.
+    """Runs a method on one question and writes the trajectory. Yields a query or a Request when the
+    method waits for a result, and None at the end. After a Request, `send` passes in the reply with
+    its <think> block, or None.
     """
     reply = None
     while True:
         try:
             step = steps.send(reply)
-        except StopIteration as end:  # one answer box, so that it is graded like all others
+        except StopIteration as end:  # boxed, so that it is graded like other trajectories
             answer = plain(end.value)
             trajectory.stop_reason = "answer" if answer else "eos"
             if answer:
                 trajectory.append_model([], [], f"<answer> {answer} </answer>")
             break
         if isinstance(step, str):
-            # A sentence of nothing but tags is no query: the question is searched again.
+            # If only tags were written as the query, the question itself is searched.
             query = " ".join(plain(step).split()) or trajectory.question.question
             trajectory.append_environment([], f"<search> {query} </search>", "notice")
             yield query
@@ -386,7 +392,7 @@ def drive(trajectory: Trajectory, steps: Steps, llm: LLM, environment: Environme
         if thought:
             trajectory.segments.append(Segment("thought", strip_tags(thought, BASELINE.tags)))
         reply = re.match(_TURN, text.strip().removeprefix(step.so_far.strip())).group()
-        # In a transcript, tags may only mark a search that was run or the answer.
+        # Tags are removed: a transcript has them only around executed searches and the answer.
         trajectory.append_model(encode(llm.tokenizer, whole), [], f"{plain(reply)}\n\n")
     yield None
 
@@ -411,8 +417,8 @@ def build_request(step: Write, trajectory: Trajectory, llm: LLM, environment) ->
 
 
 def run_method(name: str, questions: list, llm: LLM, search, settings: Settings) -> list:
-    """Returns a trajectory for each question; token ids are only for counting. max_searches 0 means
-    the method's own limit.
+    """Returns a trajectory for each question; its token ids only serve to count tokens. With
+    max_searches 0 each method has its own limit.
     """
     limit = [settings.max_searches] if settings.max_searches else []
     paper = recipe_protocol(settings)
@@ -420,7 +426,7 @@ def run_method(name: str, questions: list, llm: LLM, search, settings: Settings)
     # A trajectory here is a log and not the model's context, so its length has no limit.
     environment = Environment(llm.tokenizer, protocol, search, settings, 2**31)
     environment.forbidden += LABELS
-    # For a method, a query that a server rejects has no results.
+    # If the server rejects a query, the method gets an empty result.
     environment.reject = lambda row, query, _: environment.append_result(
         row, query.query, SearchResult()
     )
@@ -431,7 +437,7 @@ def run_method(name: str, questions: list, llm: LLM, search, settings: Settings)
         # All searches are one call, with the retries and token budgets of a rollout.
         if queries := [pair for pair in zip(rows, steps, strict=True) if isinstance(pair[1], str)]:
             environment.execute(queries)
-        # After a query a method reads what was found, and waits for the model.
+        # A method that searched reads its passages now; its next step is always a request.
         pairs = zip(drives, steps, strict=True)
         steps = [next(row) if isinstance(step, str) else step for row, step in pairs]
         replies = iter(llm.ask_whole([*filter(None, steps)]))
@@ -455,17 +461,17 @@ def recipe_protocol(settings: Settings) -> Protocol:
 
 
 class Baselines(Evaluation):
-    """Evaluates one `method` after the other."""
+    """Evaluates the baseline that is named in `method`; `main` sets it to each in turn."""
 
     method = ""
 
-    @cache  # noqa: B019 - all methods of a table ask one model
+    @cache  # noqa: B019 - the model is loaded once for all methods
     def load(self) -> tuple:
         settings, device = self.settings, best_device()
         llm = load_llm(settings.model, settings, max_tokens=settings.max_turn_tokens, device=device)
         llm.at_once = settings.max_num_seqs or llm.at_once
         protocol = build_protocol(settings)
-        # The summariser rejects queries only in the table of a paper in which it does so.
+        # The summariser may answer with a fallback only if the recipe's paper has one.
         if not recipe_protocol(settings).fallback_text:
             protocol = replace(protocol, fallback_text="")
         search = build_search(settings, self.documents, device, protocol=protocol)
@@ -480,8 +486,8 @@ class Baselines(Evaluation):
 
 
 def parse_baselines(arguments: list[str]) -> tuple:
-    """Returns (methods, settings, options). The limits are the recipe's, except for searches."""
-    # Any protocol that searches will do.
+    """Returns (methods, settings, options). By default the limits on tokens are the recipe's."""
+    # The methods have prompts of their own, so any protocol that searches will do.
     arguments = ["--protocol=ur2", "--max_searches=0", "--documents_per_search=5", *arguments]
     settings, options = parse(arguments, BaselineOptions, "lab.baselines")
     methods = names_in("method", options.method.removeprefix("all"), METHODS)

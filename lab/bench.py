@@ -1,20 +1,20 @@
-"""Measures the parts of a training step: ours beside slower variants, and how cost grows with size.
+"""Times our parts of a training step against slower variants, and how their cost grows with size.
 
-    python -m lab.bench rollout      in slots; by plain `generate` on unfinished rows, or on all
-    python -m lab.bench update       one gradient: ours; also of rows that teach nothing
-                                     (--equal_groups); without shared prompts; of padded rows
+    python -m lab.bench rollout      ours (slots); plain `generate` on unfinished rows; on all rows
+    python -m lab.bench update       one gradient: ours; with rows whose loss has no gradient
+                                     (--equal_groups N makes some); without shared prompts; padded
     python -m lab.bench step         a whole GRPO step: seconds of its rollout and of its update
-    python -m lab.bench retrieval    BM25: seconds of a query and of the build (bm25s: if installed)
-    python -m lab.bench growth       ours at several sizes: cost ~ size ^ exponent (--png FILE)
+    python -m lab.bench retrieval    BM25: seconds per query and per build (bm25s if installed)
+    python -m lab.bench growth       ours at several sizes: fits cost ~ size ^ exponent (--png FILE)
 
-The work is fixed in advance: the tokens of each turn, and the documents that are then inserted. The
-runs of the variants are interleaved, each in its own process, which warms up on a small piece of
-the work. It prints medians of
+The number of tokens of each turn and the documents inserted after it are fixed in advance, so all
+variants do the same work. The variants run in turns. Each run has its own process, which first
+warms up on a small piece of the work. The command prints medians of
     seconds   CPU time (on a GPU: clock time after a synchronisation)
     mib       peak memory, less the memory (mostly weights) held before
-    x         seconds / those of the first variant, which is ours, or of the smallest size
-Left out: searches (nothing waits here), several processes, sampling by a server, other trainers; in
-`step` the clipping of ratios, and log-probs computed again after sampling in bf16.
+    x         seconds, divided by those of the first variant (ours) or of the smallest size
+Left out: waiting for searches, several processes, sampling by a server, other trainers. `step` also
+leaves out clipped ratios, and recomputing log-probs after sampling in bf16.
 """
 
 import multiprocessing
@@ -57,7 +57,7 @@ from trajectory import Trajectory
 from update import merge_records, rows_that_teach
 from view import load_pyplot
 
-SAME = {"cpu": 1e-5, "cuda": 2e-2}  # allowed distance of two gradients: fp32, and bf16 autocast
+SAME = {"cpu": 1e-5, "cuda": 2e-2}  # allowed relative distance of two gradients (cuda: bf16)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class BenchSettings:
     device: str = setting("cpu", "device (BM25 always runs on a CPU)", one_of=SAME)
     questions_per_step: int = setting(8, "number of prompts", least=1)
     group_size: int = setting(8, "rows of each prompt", least=1)
-    micro_batch: int = setting(4, "rows of the longest length per forward pass", least=1)
+    micro_batch: int = setting(4, "tokens per forward pass, in rows of the longest length", least=1)
     equal_groups: int = setting(0, "number of prompts whose rows earn equal rewards", least=0)
     prompt: int = setting(0, "tokens of each prompt; 0: 100 to 200", least=0)
     context: int = setting(0, "tokens of each row: half prompt, half answer; 0: varied", least=0)
@@ -163,8 +163,8 @@ def alone(work):
 
 
 def in_turns(works: dict, o: Bench, runs: dict) -> None:
-    """Runs the variants in turns and fills `runs`. Their results must agree: |a − b| / |b| to the
-    first run is at most SAME. Different sizes are not compared.
+    """Runs the variants in turns and fills `runs` {variant: its numbers}. Each result a must agree
+    with the first run's result b: |a − b| / |b| is at most SAME. Sizes are not compared.
     """
     first = None
     for name in tqdm([*works] * o.repeats, leave=False):
@@ -178,8 +178,8 @@ def in_turns(works: dict, o: Bench, runs: dict) -> None:
 
 
 def show(runs: dict, png: str) -> None:
-    """Prints a line of medians for each variant or size. For sizes it fits cost ~ size ^ exponent:
-    the slope of a straight line through the logarithms.
+    """Prints a line of medians for each variant or size. For sizes it also fits cost ~ size ^
+    exponent: the exponent is the slope of a straight line through the logarithms.
     """
     curves, first = defaultdict(list), {}
     for name, repeats in runs.items():
@@ -207,8 +207,8 @@ def show(runs: dict, png: str) -> None:
 
 # ----------------------------------------------------------------------------------------- variants
 def whole_batch(policy, environment, rows):
-    """Calls `generate` for all rows, also finished ones, at every turn. Each call computes the
-    whole context again.
+    """Calls `generate` at every turn for all rows, even finished ones. Each call computes the whole
+    context again.
     """
     while not all(row.stop_reason for row in rows):
         turns = sample_turns(policy, environment, rows)
@@ -219,12 +219,13 @@ def whole_batch(policy, environment, rows):
 
 @torch.enable_grad()
 def backward(policy, environment, rows, every_row=False, padded=False):
-    """Computes the gradient as update.py and policy.py do. every_row: includes rows that teach
-    nothing; padded: pads all rows to the longest and computes every log-prob (padding has id 0).
-    The token budget per pass is the same. A row's reward is its number, except in --equal_groups.
+    """Computes the gradient as update.py and policy.py do. `every_row` includes rows whose loss has
+    no gradient. `padded` pads all rows to the longest (with id 0) and computes every log-prob. All
+    variants have the same token budget per pass. A row's reward is its index, but all rows of the
+    first --equal_groups prompts earn the same.
     """
     o, draw = environment.settings, random.Random(0)
-    for row in rows:  # random tokens in place of sampled ones: a thousandth of the work
+    for row in rows:  # random tokens are a thousandth of the work of sampled ones
         while row.left:
             ids = draw.choices(range(1, o.vocab), k=row.left[0][0])
             environment.end_turn(row, ids, [0.0] * len(ids), "")
@@ -233,7 +234,7 @@ def backward(policy, environment, rows, every_row=False, padded=False):
     batch.advantages = grpo.compute_advantages(batch, o)  # [B, T]
     batch.token_weights = grpo.compute_token_weights(batch, o) * batch.advantages  # [B, T]
     if padded:
-        batch.response_mask.fill_(1)  # no row is cut
+        batch.response_mask.fill_(1)  # so every row counts at full length
     elif not every_row:
         batch = batch.rows(rows_that_teach(batch))
     budget, shared = o.micro_batch * batch.tokens.shape[1], policy.sharing(batch.tokens)
@@ -268,7 +269,7 @@ def run_scripted(work, name, o):
     config = without_dropout(config_of(o.model))
     config.eos_token_id = config.pad_token_id = None  # no turn ends early
     config.vocab_size = o.vocab
-    # Either all weights are trained, in fp32, or only LoRA's; the rest is frozen (bf16 on a GPU).
+    # Trained weights are fp32. With LoRA the model's weights are frozen, in bf16 on a GPU.
     dtype = torch.bfloat16 if o.lora_rank and o.device == "cuda" else torch.float32
     torch.manual_seed(o.seed)
     with torch.device(o.device):
@@ -279,7 +280,7 @@ def run_scripted(work, name, o):
         add_lora(policy.language_model, o.lora_rank)
     if o.gradient_checkpointing:
         checkpoint_activations(policy.language_model)
-    for settings in (replace(o, questions_per_step=1, shorter=20), o):  # the first to warm up
+    for settings in (replace(o, questions_per_step=1, shorter=20), o):  # the first warms up
         environment = Scripted(settings)
         policy.zero_grad()
         numbers, parts = measured(partial(work, policy, environment, environment.rows), o.device)
@@ -290,8 +291,8 @@ def run_scripted(work, name, o):
 
 
 def run_retrieval(work, name, o):
-    """Searches passages of 90 words with queries of 3 to 10; word frequencies are skewed, as in
-    natural text.
+    """Searches passages of 90 words with queries of 3 to 10 words. Word frequencies are skewed, as
+    in natural text.
     """
     draw = np.random.default_rng(o.seed)
 
@@ -308,7 +309,7 @@ def run_retrieval(work, name, o):
     built, index = measured(lambda: work(documents), "cpu")
     asked, scores = measured(lambda: np.array([search(query) for query in queries]), "cpu")
     numbers = built | {"build": built["seconds"], "seconds": asked["seconds"] / 100}
-    return numbers, None if work is bm25s else scores  # its idf and so its scores are others
+    return numbers, None if work is bm25s else scores  # it defines idf differently
 
 
 def rank_bm25(documents):
@@ -317,7 +318,7 @@ def rank_bm25(documents):
 
 
 def bm25s(documents):
-    """Wraps the package of this name, which selects the best documents on its own."""
+    """Wraps the package bm25s; its own code selects the best documents."""
     from bm25s import BM25 as Index
 
     index = Index(k1=1.5, b=0.75)
@@ -329,7 +330,7 @@ def bm25s(documents):
     return SimpleNamespace(scores=best)
 
 
-AXES = {  # the setting that grows -> (the work, the sizes)
+AXES = {  # setting that grows -> (the function to time, its sizes)
     "questions_per_step": (generate_in_slots, (2, 8, 32, 128)),
     "context": (backward, (256, 1024, 4096)),
     "vocab": (backward, (4096, 24_576, 151_936)),
@@ -372,7 +373,7 @@ def main(arguments: list[str] | None = None) -> None:
         work, sizes = AXES.get(name, (PARTS[part][name], [""]))
         run = run_retrieval if work in PARTS["retrieval"].values() else run_scripted
         for size in sizes[: o.sizes]:
-            # Random lengths would depend on the vocabulary, so an update's rows have one length.
+            # Random lengths would change with the vocabulary, so rows of an update have one length.
             changes = {"context": 512 * (work is backward), name: size}
             grown = replace(o, **changes) if size else o
             works[f"{name} {size}".strip()] = partial(run, work, name, grown)

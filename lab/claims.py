@@ -1,18 +1,19 @@
-"""The papers' claims, each as a pair of runs that differ in one thing.
+"""Lists the papers' claims, each as a pair of training runs that differ in one thing.
 
     arm      a training run: its recipe, stage, changed settings, and the arm that it starts from
-    claim    compares a number of two arms, paired by world, after the same number of steps
+    claim    compares a metric of two arms, paired by world, after the same number of steps
     effect   mean over worlds of (with − without), and its interval, mean ± t(n − 1) · s / √n
     verdict  "shows": the 95 % interval lies beyond 0 on the claimed side, and the mean reaches the
              smallest effect that counts; "reversed": the same on the other side; otherwise "does
-             not show", which is a result too
-    equal    "equal within m": two one-sided tests at 5 %, the 90 % interval lies within ±m
+             not show", which is reported too
+    equal    "equal within m": the 90 % interval lies within ±m (two one-sided tests at 5 %)
 
-If a paper's setting is impossible in a world this small, the sentence names the substitute.
-Settings, thresholds and margins were chosen on worlds from 40 on, dev split; those of `buckets`,
-`f1_cem`, `reinforce_...` and `crash` were written without a run. Left out: multiple choice, whose
-arms are asked open questions (the tiny model did not learn to find an option's letter);
-corrections for testing many claims; arms over one world with other sampling seeds.
+If a paper's setting is impossible in a world this small, the sentence of the claim names the
+substitute. Settings, thresholds and margins were chosen on the dev split of worlds from 40 on, but
+those of `buckets`, `f1_cem`, `reinforce_...` and `crash` were chosen before any run. Left out:
+multiple choice (the tiny model did not learn to find an option's letter, so its arms are asked open
+questions); corrections for testing many claims; repeating an arm in one world with other sampling
+seeds.
 """
 
 import math
@@ -34,7 +35,7 @@ T = {
 @dataclass(frozen=True)
 class Arm:
     """A training run. `start` is the arm whose last checkpoint it continues from; "" means the
-    warmed-up model. `imitates`: instead of RL, the warmed-up model learns from the right
+    warmed-up model. With `imitates` there is no RL: the warmed-up model is trained on correct
     trajectories of the arm `start`.
     """
 
@@ -46,16 +47,16 @@ class Arm:
 
 
 SHORT = {"steps": 30}
-# Both arms retrieve three passages: the best is summarised, or all three are read unchanged.
+# Three passages are retrieved. The best is summarised, or without a summariser all three are read.
 WEAK = {"toy_init": "weak", "documents_per_search": 3, "document_tokens": 64}
-PACE = {  # of the recipe's stage 2
+PACE = {  # learning rate and batch size of the tiny stage 2
     "lr": EVERYTHING["lr"],
     "trajectories_per_update": EVERYTHING["trajectories_per_update"],
 }
 WEAK_1 = WEAK | PACE | {"steps": 25}
 WEAK_2 = WEAK | {"questions_per_step": 16, "mix": EVERYTHING["mix"]}
 WEAK_30, WEAK_55 = WEAK_2 | SHORT, WEAK_2 | {"steps": 55}
-# The 7B model's reward is stage 2's and a bonus; the 3B model's also has a −1 for no search (C.7).
+# C.7: the 7B model earns stage 2's reward and a bonus; the 3B model also gets −1 for no search.
 CHOICE = WEAK | {"steps": 40, "reward": "ur2_weak"}
 NO_BONUS = {"reward": "ur2_stage2"}
 FINED = {"reward_variant": "qwen_3b", "left_out": "retrieval"}
@@ -65,15 +66,16 @@ WORDY = {"toy_init": "verbose"}
 WORDED = WORDY | SHORT | {"reworded": 0.7}
 RARE_1 = PACE | {"toy_init": "rare", "steps": 16}
 RARE_30, RARE_46 = RARE_1 | SHORT, RARE_1 | {"steps": 46}
-# Stage 1 has a third of stage 2's pace: at a higher one the model searches for every known fact.
+# lr / trajectories_per_update is a third of stage 2's (3e-4 / 64, 5e-4 / 32): at a higher ratio
+# stage 1 teaches the model to search even for every known fact.
 WHEN_1 = {"toy_init": "weak", "steps": 8}
 WHEN_30 = WHEN_1 | SHORT
 GRPO = {"algorithm": "grpo"}
-# GRPO with a KL term (weight of Table 5), a symmetric clip range (3.2) and a sequence mean.
+# GRPO with a KL term (weight of Table 5), a symmetric clip range (section 3.2) and a sequence mean.
 GRPO_3_2 = GRPO | {"kl_coef": 1e-4, "clip_high": 0.2, "loss_aggregation": "sequence"}
 NO_R_S, NO_R_A = {"variant": "without_r_s"}, {"variant": "without_r_a"}
 FAST = {"steps": 15, "lr": 2e-3}
-# recipe -> arm -> its stage, changed settings, and the arm that it starts from
+# recipe -> arm -> its stage, changed settings, the arm it starts from, whether it imitates that arm
 _ARMS = {
     "ur2": {
         "ur2_stage1": (1, WEAK_1),
@@ -103,7 +105,7 @@ _ARMS = {
         "r1_grpo": (2, WORDY | SHORT | GRPO, "r1_stage1"),
         "r1_worded": (2, WORDED, "r1_stage1"),
         "r1_worded_em": (2, WORDED | {"answer_metric": "em"}, "r1_stage1"),
-        "r1_sft": (2, WORDY, "r1_stage1", True),  # imitates it
+        "r1_sft": (2, WORDY, "r1_stage1", True),  # imitates r1_stage1
     },
     "when_to_search": {
         "when_stage1": (1, WHEN_1),
@@ -149,7 +151,7 @@ class Number:
     measure: Measure
     counts: float = 0.03  # smallest effect that counts, in the number's unit; less is noise
     sign: int = 1  # 1: expected to be larger in the first arm; −1: smaller
-    other: Measure | None = None  # measures the second arm, if not `measure`
+    other: Measure | None = None  # reads the second arm; None: `measure` does
 
 
 LOOKUPS, LAST = "one_hop two_hop", slice(-SHORT["steps"], None)
@@ -157,20 +159,20 @@ SEARCHES = "searches/one_hop searches/two_hop"
 
 
 def score(name: str, kinds: str = LOOKUPS) -> Measure:
-    """Measures a number of the evaluation, averaged over kinds of question."""
+    """Returns a function that reads a metric of the evaluation, averaged over kinds of question."""
     return lambda result: np.mean([result["eval"][kind][name] for kind in kinds.split()])
 
 
 def points(result: dict, names: str) -> np.ndarray:
-    """Returns these numbers of training as [steps, names], the steps of the start included; NaN
-    where a step asked no question of a kind.
+    """Returns these training metrics as an array [steps, names]; steps of the arm that it started
+    from come first. NaN means that a step asked no question of that kind.
     """
     steps = [[step.get(name, math.nan) for name in names.split()] for step in result["curve"]]
     return np.array(steps, float).round(4)
 
 
 def curve(names: str, steps: slice = LAST) -> Measure:
-    """Measures a number of training, averaged over these steps."""
+    """Returns a function that reads training metrics, averaged over these steps."""
     return lambda result: np.nanmean(points(result, names)[steps])
 
 
@@ -179,7 +181,7 @@ def largest(name: str) -> Measure:
 
 
 def fall(names: str) -> Measure:
-    """Measures the fall from the best five steps in a row to the last five; 0 if there is none."""
+    """Returns a function: the best mean of five consecutive steps − the mean of the last five."""
 
     def measure(result):
         curve = np.nanmean(points(result, names), axis=1)
@@ -193,7 +195,7 @@ NUMBERS = {
     "EM": Number("look-up EM", score("em")),
     "CEM": Number("look-up cover-EM", score("cem")),
     "WORDS": Number("words per answer", score("words"), 0.3),
-    "READER": Number(  # R-Search's figure shows data sets of two and more hops
+    "READER": Number(  # R-Search's figure has no one-hop data sets
         "two-hop reader's EM: evidence, own RAG",
         score("reader_em", "two_hop"),
         0.05,
@@ -221,8 +223,8 @@ NUMBERS = {
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of a paper. A `margin` above 0 claims equality of the arms within it; where effects
-    are small, `worlds` is 8.
+    """A claim of a paper about the number of two arms. With a `margin` above 0 it claims that the
+    arms are equal within the margin. `worlds` is 5, or 8 where the effect is small.
     """
 
     place: str  # in the paper
@@ -234,8 +236,8 @@ class Claim:
     says: str
 
 
-# Name; place; the better arm; the worse one; the number; worlds; equal within (0: a direction)
-#   what the paper says
+# name; place; better arm; worse arm; number; worlds; margin (0: one arm is claimed to be better)
+#   what the paper says; "and ..." continues the claim above
 _CLAIMS = """
 stage1; UR² 6.1, R1-Searcher 4.2; ur2; ur2_no_stage1; EM; 5; 0
     a first stage that rewards searching helps
@@ -331,7 +333,7 @@ Results = dict[tuple[str, int], dict]  # (arm, world) -> its result.json
 
 
 def values(claim: Claim, results: Results, seeds: Iterable[int]) -> list:
-    """Returns (with, without) for every world in which both arms have results."""
+    """Returns (number of the better arm, of the worse) for each world where both have results."""
     number, pairs = claim.number, []
     for seed in seeds:
         one, other = (results.get((arm, seed)) for arm in (claim.better, claim.worse))
@@ -341,14 +343,15 @@ def values(claim: Claim, results: Results, seeds: Iterable[int]) -> list:
 
 
 def interval(differences: list[float], sure: int = 95) -> tuple:
-    """Returns (mean, low, high), the t interval; for a single world (d, −inf, inf).
+    """Returns (mean, low, high) of the t interval at `sure` %; one world d gives (d, −inf, inf).
 
-    Worked: 1, 2, 3: mean 2, s = 1, t(2) = 4.303: 2 ± 4.303 / √3 = 2 ± 2.484; at 90 % 2 ± 1.686.
+    Worked: 1, 2, 3 have mean 2 and s = 1. At 95 %, t(2) = 4.303, so the interval is 2 ± 4.303 / √3
+    = 2 ± 2.484. At 90 % it is 2 ± 1.686.
     """
     n, mean = len(differences), np.mean(differences)
     if n < 2:
         return mean, -math.inf, math.inf
-    t = T[sure][: n - 1][-1]  # with more worlds than it has: the table's last
+    t = T[sure][: n - 1][-1]  # beyond the table: its last value
     half = t * np.std(differences, ddof=1) / math.sqrt(n)
     return mean, mean - half, mean + half
 
@@ -356,8 +359,9 @@ def interval(differences: list[float], sure: int = 95) -> tuple:
 def verdict(claim: Claim, differences: list[float]) -> str:
     """Returns "shows", "does not show", "reversed", "equal within m" (equality), or "not run".
 
-    Worked, sign 1, counts 0.03: 0.10 ± 0.05 shows; 0.02 ± 0.01 does not; 0.10 ± 0.20 does not;
-    −0.10 ± 0.05 is reversed. Margin 0.05: 0.01 ± 0.03 is equal within it; 0.01 ± 0.05 is not.
+    Worked (mean ± half the interval) for sign 1 and counts 0.03: 0.10 ± 0.05 shows; 0.02 ± 0.01
+    does not show; 0.10 ± 0.20 does not show; −0.10 ± 0.05 is reversed. With margin 0.05, 0.01 ±
+    0.03 is equal within 0.05, and 0.01 ± 0.05 does not show.
     """
     if not differences:
         return "not run"

@@ -1,12 +1,13 @@
 """Measures how hard each question is for a model before training (UR² appendix C.2).
 
-    s = mean score of K rollouts      a JSONL line per question: {"id", "scores", "score", "bucket"}
+    score of a question     mean score of K rollouts
+    line of the output      {"id", "scores", "score", "bucket"}, JSON, one per question
 
     python -m lab.difficulty --model DIR --data FILE --corpus FILE --out difficulty.jsonl
     python -m lab.difficulty --from_rollouts FILE --out difficulty.jsonl     published answers
 
-curriculum.py defines the buckets, eval.py the flags (temperature 1). Repeating the command
-continues an interrupted run.
+curriculum.py defines the buckets. The other flags are those of eval.py, but the default temperature
+is 1. If the command is interrupted, repeating it continues where it stopped.
 """
 
 import zlib
@@ -29,11 +30,12 @@ from plumbing.files import reusable_records
 from settings import ASKING, check_settings
 from trajectory_metrics import trajectory_metrics
 
-AT_ONCE = 16  # questions that share a seed
+AT_ONCE = 16  # questions per batch; a batch has one seed
 
 
 def bucket_of_first_success(scores: Sequence[float]) -> str:
-    """Buckets as R1-Searcher does: by the first full score among 20 rollouts; without one, "hard".
+    """Buckets as R1-Searcher does: "easy" if one of the first 9 rollouts has the full score,
+    "medium" if one of the first 20 has it, else "hard".
 
     >>> bucket_of_first_success([0, 0, 1, 0]), bucket_of_first_success([0] * 9 + [1])
     ('easy', 'medium')
@@ -43,7 +45,7 @@ def bucket_of_first_success(scores: Sequence[float]) -> str:
     return "medium" if max(scores[:20]) >= 1 else "hard"
 
 
-# (bucket of a question's scores, its usual metric)
+# scheme -> (function from a question's scores to its bucket, default metric of open answers)
 SCHEMES = {"ur2": (bucket_of_mean, "f1"), "r1_searcher": (bucket_of_first_success, "cem")}
 
 
@@ -66,8 +68,8 @@ class DifficultySettings:
 def measure(
     questions: list, answer: Callable, made_with: dict, options: DifficultySettings
 ) -> dict:
-    """Returns id -> bucket, and writes each batch when it is done. answer(batch) returns the scores
-    of each question.
+    """Returns {question id: bucket}, and appends each finished batch to --out. answer(batch) gives
+    a list of scores for each question.
     """
     out, bucket_of = Path(options.out), SCHEMES[options.scheme][0]
     records = reusable_records(
@@ -123,8 +125,8 @@ def main(arguments: list[str] | None = None) -> None:
     check_output(options.out, "--out")
     if options.scheme == "r1_searcher" and options.samples < 20 and not options.from_rollouts:
         raise InputError(
-            f"--samples {options.samples}: r1_searcher tells medium from hard at 20 rollouts: give"
-            " at least --samples 20"
+            f"--samples {options.samples}: r1_searcher needs 20 rollouts to tell medium from hard:"
+            " give at least --samples 20"
         )
     options = replace(options, metric=options.metric or SCHEMES[options.scheme][1])
     source = measure_published if options.from_rollouts else measure_model

@@ -1,19 +1,20 @@
-"""Supervised training: two papers' baselines, and a small summariser from the log of a large one.
+"""Trains by supervision: baselines of two papers, and a small summariser on a large one's log.
 
     direct      ARENA's first baseline: the answer alone, or (--protocol arena_summary) the summary
     reasoning   ARENA's second: the relevant references, an analysis, the answer
-    traces      R1-Searcher's: right trajectories, from a predictions file of eval.py
-    summarizer  instruction, reasoning, query and passages -> the notes; from the log of a training
+    traces      R1-Searcher's: correct trajectories, from a predictions file of eval.py
+    summarizer  instruction, reasoning, query, passages -> notes, from the log of a training run
 
     python -m lab.distil direct --model DIR --data QUESTIONS --out DIR
 
 UR² trains its summariser at a fixed learning rate (C.1). No paper gives the rate of the others;
 here it falls linearly to 0.
 
-An example is a prompt and pieces of text, some of which the model imitates (sft.py). No example is
-truncated: that would teach the model to stop without an answer. `reasoning` quotes gold references.
-To imitate a teacher's own words: `traces --protocol arena --data FILE --questions QUESTIONS`, where
-FILE is from eval.py --recipe arena.
+An example is a prompt and pieces of text, some of which the model imitates (sft.py). Examples that
+are too long are dropped, because truncated ones would teach the model to stop without an answer.
+The analysis of `reasoning` quotes the gold references. To imitate a teacher's own words instead,
+write a predictions FILE with eval.py --recipe arena, and run
+`traces --protocol arena --data FILE --questions QUESTIONS`.
 """
 
 import itertools
@@ -50,7 +51,9 @@ class DistilSettings:
     """METHOD: direct, reasoning, traces or summarizer."""
 
     model: str = setting("", "HF causal LM to start from: a directory or a hub name", needed=True)
-    data: str = setting("", f"questions, predictions or {SUMMARY_LOG}, by method", needed=True)
+    data: str = setting(
+        "", f"questions; for traces predictions; {SUMMARY_LOG} for summarizer", needed=True
+    )
     out: str = setting("", "directory to save the model in", needed=True)
     protocol: str = setting("", "default: arena; for traces r1_searcher", one_of=("", *PROTOCOLS))
     questions: str = setting(
@@ -73,8 +76,8 @@ def final_answer(protocol: Protocol, answer: str) -> str:
 
 
 def direct_protocol(protocol: Protocol) -> Protocol:
-    """Returns the protocol with an instruction that asks for the answer alone: a model trained to
-    ignore its instruction would not be a fair baseline.
+    """Returns the protocol with an instruction that asks for the answer alone, because a model that
+    is trained to ignore its instruction would not be a fair baseline.
     """
     task = "Answer the question"
     wanted = "the answer in a few words"
@@ -88,13 +91,15 @@ def direct_protocol(protocol: Protocol) -> Protocol:
 
 
 def direct_example(question: Question, protocol: Protocol, tokenizer) -> Example:
-    """Builds: prompt -> the first gold answer, without reasoning."""
+    """Builds an example: prompt -> the first gold answer, without reasoning."""
     prompt = build_prompt(direct_protocol(protocol), question, tokenizer)
     return example_of(prompt, [(final_answer(protocol, question.answers[0]), True)], tokenizer)
 
 
 def reasoning_example(question: Question, protocol: Protocol, tokenizer) -> Example:
-    """Prompt -> <relevance>[1, 3]</relevance> <analysis>...</analysis> <answer>...</answer>"""
+    """Builds an example: prompt -> <relevance>[1, 3]</relevance> <analysis>...</analysis>
+    <answer>...</answer>.
+    """
     protocol.section_tags("relevance")  # checks that the protocol has these sections
     analysis = without_control(analysis_of(question), tokenizer, protocol.tags).strip()
     text = (
@@ -105,13 +110,13 @@ def reasoning_example(question: Question, protocol: Protocol, tokenizer) -> Exam
 
 
 def analysis_of(question: Question) -> str:
-    """Quotes from each gold reference the sentence with the answer, or the first; then answers."""
+    """Quotes each gold reference (its sentence with the answer, or its first), then answers."""
 
     def answers(sentence: str) -> bool:
         return any(answer.lower() in sentence.lower() for answer in question.answers)
 
     def quote(text: str) -> str:
-        return max(re.split(r"(?<=[.!?])\s+", text.strip()), key=answers)  # the first of equal ones
+        return max(re.split(r"(?<=[.!?])\s+", text.strip()), key=answers)  # in a tie the first
 
     quotes = number_documents([replace(r, text=quote(r.text)) for r in question.references])
     quoted = [quotes[number - 1] for number in question.supporting]
@@ -119,13 +124,13 @@ def analysis_of(question: Question) -> str:
 
 
 def trace_example(trajectory: Trajectory, tokenizer) -> Example:
-    """Builds an example from a trajectory: its documents and notices are read, not imitated."""
+    """Builds an example from a trajectory; its documents and notices are not imitated."""
     prompt = build_prompt(trajectory.protocol, trajectory.question, tokenizer)
     return example_of(prompt, trace_pieces(trajectory), tokenizer)
 
 
-# The environment puts exactly one blank line ("\n\n") around documents. Further white space was
-# sampled by the model: a turn may end in a token such as ">\n\n".
+# The environment puts exactly one blank line ("\n\n") around documents. Any other white space
+# was sampled by the model, for example in a last token ">\n\n" of a turn.
 _BLOCK = re.compile(r"((?:\s*(?=\n\n\S))?)(\s*\S.*\S(?:\n\n|\s*))(\s*)", re.DOTALL)
 
 
@@ -133,10 +138,10 @@ _MARK = "\ud800"  # half of a surrogate pair, which no valid text contains
 
 
 def trace_pieces(trajectory: Trajectory) -> list[tuple[str, bool]]:
-    """Returns (text, is it the model's?) in order, split where the rollout tokenized separately."""
+    """Returns pairs (text, did the model write it?), split as in the rollout's tokenization."""
     protocol = trajectory.protocol
     marked = ""
-    # A transcript does not record the writers: notices are recognised by their wording.
+    # A transcript does not record who wrote a text, so notices are recognised by their wording.
     notices = filter(None, (protocol.fallback_notice, *protocol.rejection_notices))
     known = re.compile(f"({'|'.join(map(re.escape, notices))})")
     for segment in trajectory.segments:  # puts marks around the environment's text
@@ -148,8 +153,8 @@ def trace_pieces(trajectory: Trajectory) -> list[tuple[str, bool]]:
 
 
 def read_traces(records: list[dict], protocol: Protocol, given=()) -> list[Trajectory]:
-    """Returns each question's first right trajectory (format 1, em 1). The questions in `given` add
-    options and references.
+    """Returns each question's first correct trajectory (format 1, em 1). Options and references are
+    taken from the questions in `given`, if there are any.
     """
     known = {question.id: question for question in given}
     traces = {}
@@ -158,8 +163,8 @@ def read_traces(records: list[dict], protocol: Protocol, given=()) -> list[Traje
         metrics = record["metrics"]
         if (known and name not in known) or "transcript" not in record:
             raise InputError(
-                f"question {name} is not in --questions, or has no transcript: give its file of"
-                " --questions, and --data of eval.py --out FILE"
+                f"question {name} is not in --questions, or has no transcript: give as"
+                " --questions the file it is from, and as --data a file that eval.py --out wrote"
             )
         if name not in traces and metrics.get("format") == metrics.get("em") == 1:
             question = known.get(name) or Question(name, record["question"], record["golds"])
@@ -168,7 +173,7 @@ def read_traces(records: list[dict], protocol: Protocol, given=()) -> list[Traje
 
 
 def read_summary_log(path: str) -> dict[tuple[str, str], str]:
-    """Returns {(instruction, text): reply}; of several replies to one request the last counts."""
+    """Returns {(instruction, text): reply}; the last reply to a request replaces earlier ones."""
     replies = {}
     for _, place, record in read_records(Path(path)):
         if isinstance(record, InputError) or not record.keys() >= SUMMARY_FIELDS:
@@ -186,7 +191,7 @@ METHODS = ("direct", "reasoning", "traces", "summarizer")
 
 def examples_of(method: str, settings: DistilSettings, protocol, tokenizer) -> list[Example]:
     if method == "summarizer":
-        # Exactly the prompt that other_models/llm.py gives a local model.
+        # The prompt must equal the one that other_models/llm.py gives a local summariser.
         return [
             example_of(prompt_ids(tokenizer, asked), [(reply, True)], tokenizer)
             for asked, reply in read_summary_log(settings.data).items()
@@ -222,7 +227,7 @@ def distil(method: str, settings: DistilSettings) -> None:
     examples = that_fit(examples_of(method, settings, protocol, tokenizer), context_of(policy))
     size = min(settings.batch_size, len(examples))
     steps = math.ceil(settings.epochs * len(examples) / size)
-    # A summariser's rate decays from the end of the run on: never.
+    # decay_from = 1.0 is the end of the run, so a summariser's learning rate stays fixed.
     decay_from = float(method == "summarizer")
     training = SFTSettings(steps, settings.lr, decay_from=decay_from, betas=(0.9, 0.999))
     # Each epoch has every example once.

@@ -1,13 +1,13 @@
-"""Fifteen functions of this code to write again, checked by the tests of the originals.
+"""Lets you write fifteen functions of this code again; the tests of the originals check them.
 
     python -m lab.exercise list        the fifteen, in reading order
     python -m lab.exercise open 3      writes exercises/03_bm25_idf.py: a signature, a docstring
-    python -m lab.exercise check 3     runs the tests of the original with the function of the file
+    python -m lab.exercise check 3     runs the tests of the original with your function
     python -m lab.exercise show 3      prints the original
 
-`check` runs tests/referee.py in a process of its own, and changes no file of ours. It exits with 0
-if all tests pass, with 1 and the first number that is not met if one fails, and with 2 if the file
-cannot be tested.
+`check` runs tests/referee.py in a process of its own and changes no other file. It exits with 0 if
+all tests pass; with 1 if one fails, after printing the first number that differs; and with 2 if the
+file cannot be tested.
 """
 
 import ast
@@ -23,23 +23,26 @@ from types import SimpleNamespace
 from errors import FlagParser, InputError, run_main
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 20  # for the tests of one file
+SECONDS = 20  # time limit of the tests of one exercise
 COLUMNS = "name module functions tests chosen unused worked".split()
-# `tests`: the file of their tests, and `chosen` which of them; `unused`: modules that the file
-# imports for other tests; `worked`: a number, or a formula, that the docstring does not have.
+# A hole is one exercise: functions whose bodies are removed. `tests` names the file of their tests,
+# and `chosen` selects tests in it (pytest -k). `unused` are modules that only other tests of that
+# file need. `worked` is an example or a formula that the docstring does not have.
 TABLE = """
 mask_of_a_turn | trajectory | Trajectory.append_model Trajectory.append_environment
-    | turns | the_mask or appended_in | | A sampled token has the mask 1 and its log-prob, a token
-    of the environment 0 and 0.0. Worked: a turn of 3 tokens, a document of 2, a turn of 1: mask
-    [1, 1, 1, 0, 0, 1].
+    | turns | the_mask or appended_in | | A sampled token has mask 1 and its log-prob; a token of
+    the environment has mask 0 and log-prob 0.0. Worked: a turn of 3 tokens, a document of 2 and a
+    turn of 1 have the mask [1, 1, 1, 0, 0, 1].
 stop_rule | rollout | StopRule.reason
-    | turns | why_a_turn or eos_ends | | Worked, a token a letter: "</search" is None, "</search>"
-    is "query", three letters with max_new_tokens 3 are "length", the end of the text is "eos".
+    | turns | why_a_turn or eos_ends | | Worked, with one token per letter: "</search" gives None,
+    "</search>" gives "query", three letters with max_new_tokens 3 give "length", and the token that
+    ends the text gives "eos".
 bm25_idf | retriever | inverse_document_frequencies
-    | retriever | scores_worked or quarter_of or shares_more | conftest | Of each term [terms]:
-    idf = ln((N − n_t + 0.5) / (n_t + 0.5)), or epsilon · mean idf where it is negative; if that
-    mean is not above 0, each is SMALL_IDF at least. Worked: N = 3, n_t = [2, 1, 1, 1, 1], epsilon
-    0.25: −0.5108 and four times 0.5108, mean 0.3065: [0.0766, 0.5108, 0.5108, 0.5108, 0.5108].
+    | retriever | scores_worked or quarter_of or shares_more | conftest | The result is an
+    array [terms]: idf = ln((N − n_t + 0.5) / (n_t + 0.5)), or epsilon · mean idf where it is < 0.
+    If that mean is not above 0, each value is at least SMALL_IDF instead. Worked: N = 3, n_t = [2,
+    1, 1, 1, 1] and epsilon = 0.25 give one idf of −0.5108 and four of 0.5108, whose mean is 0.3065;
+    the result is [0.0766, 0.5108, 0.5108, 0.5108, 0.5108].
 ur2_eq_1_and_2 | rewards | ur2_stage1 ur2_stage2
     | rewards | ur2_stage or without_retrieval or math_judge | |
 r_search_format | rewards | r_search
@@ -48,8 +51,8 @@ when_to_search_answer | rewards | when_to_search_stage1
     | rewards | softens_a_wrong or eq_12 or judges_verdict or rejected_search | |
 arena_relevance | rewards | _relevance
     | rewards | cited_numbers or arena_scores | | `numbers` are the cited references.
-    The same set as the gold one earns 1, some in common 0.5, none in common 0. Worked, gold
-    {1, 4}: {1, 4} is 1.0, {1} is 0.5, {2, 3} and the empty set are 0.0.
+    They earn 1 if they equal the gold set, 0.5 if they share some numbers with it, and 0 if none.
+    Worked for gold {1, 4}: {1, 4} earns 1.0, {1} earns 0.5, {2, 3} and the empty set earn 0.0.
 k3 | kl | k3 | kl | half_against or keeps_its or other_direction | |
 clipped_surrogate | ppo | clipped_surrogate
     | ppo | clipped_surrogate | |
@@ -65,8 +68,9 @@ sum_over_micro_batches | update | accumulate_and_step
     transformers.integrations.sdpa_attention transformers.masking_utils
     transformers.models.auto.tokenization_auto
     transformers.utils.logging | `loss_of(micro, rows)` returns Σ weight · loss of a
-    micro-batch and its record. Worked: losses 0.1 on each of three tokens and 0.5 on one, each row
-    a micro-batch, the weight 1/4 on each: 0.2, where the mean of the two means is 0.3.
+    micro-batch and its record. Worked: one micro-batch has three tokens with loss 0.1 each, another
+    has one token with loss 0.5; with weight 1/4 per token the loss is 0.2, whereas the mean of the
+    two micro-batches' means is 0.3.
 """
 
 
@@ -80,7 +84,7 @@ def source(hole: SimpleNamespace) -> str:
 
 
 def originals(hole: SimpleNamespace) -> Iterator[tuple[ast.FunctionDef, list[str]]]:
-    """Yields each function of a hole with its lines."""
+    """Yields the syntax tree and the source lines of each function of a hole."""
     text = source(hole)
     for path in hole.functions.split():
         node = ast.parse(text)
@@ -90,7 +94,7 @@ def originals(hole: SimpleNamespace) -> Iterator[tuple[ast.FunctionDef, list[str
 
 
 def stub(hole: SimpleNamespace) -> str:
-    """Returns an exercise's file as it is opened; it imports what the original uses."""
+    """Returns the text of a new exercise file: the original's imports, signature and docstring."""
     table = symtable.symtable(source(hole), "", "exec").get_symbols()
     bound = {symbol.get_name() for symbol in table if symbol.is_imported() or symbol.is_assigned()}
     used, blocks = set(), []
@@ -124,7 +128,7 @@ def check_file(hole: SimpleNamespace, path: Path) -> None:
 
 
 def check(hole: SimpleNamespace, path: Path) -> int:
-    """Runs the tests of a hole with the functions of the file, which print a line."""
+    """Runs the tests of a hole with the functions of the file, and returns the exit status."""
     check_file(hole, path)
     command = [sys.executable, ROOT / "tests" / "referee.py", path, hole.module, hole.functions]
     try:
@@ -151,7 +155,7 @@ def main(arguments: list[str] | None = None) -> None:
             print("\n".join(lines))
     elif given.command == "open":
         if path.exists() and not given.again:
-            raise InputError(f"{path} exists: --again replaces it, and what is in it is lost")
+            raise InputError(f"{path} exists: --again replaces it, and its content is lost")
         path.parent.mkdir(exist_ok=True)
         path.write_text(stub(hole), encoding="utf-8")
         print("written:", path)

@@ -1,14 +1,14 @@
-"""Our rewards in the trainers of others.
+"""Exports our rewards as reward functions of two other trainers, TRL and verl.
 
     TRL     from lab.export import trl_reward
             GRPOTrainer(reward_funcs=[trl_reward("search_r1")], ...)
     verl    custom_reward_function.path=.../lab/export.py custom_reward_function.name=verl_score
             +custom_reward_function.reward_kwargs.reward=search_r1
 
-Both need this repository on PYTHONPATH. A completion is the whole transcript, with what was found;
-its prompt is that of prompts.prompt_text. Math and answers are compared, as in a training without
---judge. Left out: rewards that depend on the step, on a reader's answer or on an embedder's
-vectors; fallbacks, which no text shows.
+Both need this repository on PYTHONPATH. A completion must be the whole transcript, with the
+retrieved documents, and its prompt must be that of prompts.prompt_text. Answers are compared by
+rules, as in training without --judge. Left out: rewards that depend on the step, on a reader's
+answer or on an embedder's vectors; fallbacks, because a transcript does not show them.
 """
 
 from functools import lru_cache
@@ -19,14 +19,15 @@ from papers import PAPERS
 from rewards import REWARDS, Extras, RewardSettings, needs
 from trajectory import trajectory_from_text
 
-BY_THE_STEP = {"ur2_choice", "ur2_weak"}  # neither trainer says which step of sampling it is
+BY_THE_STEP = {"ur2_choice", "ur2_weak"}  # neither trainer passes the number of the step
 FIELDS = ("question", "task", "options", "references", "supporting", "may_search")  # if they exist
 
 
 @lru_cache
 def settings_of(name: str) -> tuple[RewardSettings, str]:
-    """Returns the settings and the protocol of the first stage in papers.py that pays this reward,
-    or whose protocol its name begins with. A reward that a text alone does not decide is refused.
+    """Returns the settings and the protocol of the first stage in papers.py that has this reward,
+    or whose protocol begins the reward's name. It is an error if the reward needs more than a
+    transcript.
     """
     stages = [
         stage
@@ -35,7 +36,9 @@ def settings_of(name: str) -> tuple[RewardSettings, str]:
         if stage["reward"] == name or name.startswith(stage["protocol"])
     ]
     if not stages or name not in REWARDS:
-        raise InputError(f"{name}: no reward; {', '.join(REWARDS)}{nearest(name, REWARDS)}")
+        raise InputError(
+            f"{name}: unknown reward; one of {', '.join(REWARDS)}{nearest(name, REWARDS)}"
+        )
     names = stages[0].keys() & RewardSettings.__dataclass_fields__
     settings = RewardSettings(**{field: stages[0][field] for field in names} | {"reward": name})
     if needs(settings) & {"reader", "embedder"} or name in BY_THE_STEP:
@@ -52,8 +55,8 @@ def reward_terms(name: str, text: str, answers, columns: dict) -> dict[str, floa
 
 
 def trl_reward(name: str):
-    """Returns a function for GRPOTrainer: a number for each completion. `answers` (a list for each
-    row) and FIELDS are columns of the data set.
+    """Returns a function for GRPOTrainer, which returns a number for each completion. The data set
+    has the column `answers` (a list of answers per row), and may have the columns FIELDS.
     """
     settings_of(name)
 
@@ -71,6 +74,6 @@ def trl_reward(name: str):
 
 
 def verl_score(data_source, solution_str, ground_truth, extra_info=None, *, reward, **_) -> dict:
-    """Returns the sum as "score", and its terms. ground_truth: {"target": a list of answers}."""
+    """Returns the reward as "score", and its terms. ground_truth is {"target": list of answers}."""
     terms = reward_terms(reward, solution_str, ground_truth["target"], extra_info or {})
     return {"score": float(sum(terms.values()))} | terms

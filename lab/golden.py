@@ -1,11 +1,12 @@
-"""Writes the data of docs/index.html: all rewards of its transcripts, and cases for its formulas.
+"""Writes data into docs/index.html: rewards of its transcripts, and test cases of its formulas.
 
     python -m lab.golden                       everything except the recorded run
-    python -m lab.golden --output_dir runs     also that: asks the checkpoints of `make train`, with
-                                               the flags of lab.moments
+    python -m lab.golden --output_dir runs     everything; for the recorded run it asks the
+                                               checkpoints of `make train` (flags of lab.moments)
 
-The page computes no reward: it looks up what `REWARDS` pays at each position of its controls. Its
-formulas have the names of ours, and tests/test_course.py lets it compute all cases again.
+The page does not compute rewards: for each position of its controls it looks up the reward that is
+written here. It does compute the formulas, under the names of our functions, and
+tests/test_course.py checks that its results equal those of the cases.
 """
 
 import json
@@ -30,8 +31,9 @@ from trajectory_metrics import trajectory_metrics
 
 PAGE = Path("docs/index.html")
 MARK = "/* JSON that lab.golden reads or writes */"  # around the transcripts, then around the data
-# Parameter of a formula -> pools of its numbers (see `drawn`). Some pools hold edges only: equal
-# or unknown rewards, a group of one, log-ratios a hair inside and outside of a clip's border.
+# Parameter of a formula -> pools from which `drawn` takes its value. Some pools hold only edge
+# cases: equal or unknown (NaN) rewards, a group of one, log-ratios just inside and just outside the
+# clip range.
 POOLS = """{
     "rewards": [[0.7], [NaN], [0, 1, NaN], [-2.5, 1, 4, NaN], [2, 2.0000005], [2, 2.000002],
         [-1, 0.3, 1.25, 4.5, 5]],
@@ -56,7 +58,7 @@ FORMULAS = [
 
 
 def drawn(draw, pools):
-    """Returns one element of the list; in place of a list, four that are drawn from it."""
+    """Draws an element of `pools`; if the element is a list, draws four elements from that list."""
     pool = draw.choice(pools)
     return [drawn(draw, pool) for _ in range(4)] if isinstance(pool, list) else pool
 
@@ -71,21 +73,21 @@ def cases():
 
 
 def reward_table(name: str, protocol: str, controls: dict, pieces: list) -> dict:
-    """Returns the distinct rewards, and the index of one for each setting of the controls."""
+    """Returns the distinct rewards, and the index of one for each position of the controls."""
     question, values, index = example("arena").question, {}, []
     for position in map("".join, product(*controls.values())):
         text = " ".join(piece for piece, where in pieces if re.match(where, position))
-        # The last control of UR² is the fallback, which no other reward reads.
+        # UR²'s last control says whether the search got the fallback; no other reward reads that.
         t = trajectory_from_text(question, text, protocol, [0] * int(position[-1]))
-        # The reader of R-Search answers with the whole evidence.
+        # Assume that R-Search's reader answers with the whole evidence.
         terms = REWARDS[name](t, RewardSettings(), 0, Extras(reader_answer=t.evidence))
         index.append(values.setdefault(tuple(terms.items()), len(values)))
     return {"protocol": protocol, "index": index, "values": list(values)}
 
 
 def recorded(arguments: list) -> dict:
-    """Returns questions that are answered right after stage 2, with their trajectories before RL,
-    after stage 1 and after stage 2.
+    """Returns {question: the segments of its trajectories before RL, after stage 1 and after stage
+    2}, for the questions whose answer after stage 2 is correct.
     """
     rows = zip(*moments([*arguments, "--questions", "2"]), strict=True)
     return {
@@ -96,7 +98,7 @@ def recorded(arguments: list) -> dict:
 
 
 def written(page: str, arguments: list) -> str:
-    """Returns the page with the data that is computed now."""
+    """Returns the text of the page with newly computed data."""
     parts = page.split(MARK)
     transcripts, data = map(json.loads, parts[1:4:2])
     if arguments:

@@ -1,11 +1,11 @@
-"""Draws a run at three moments: before RL, after stage 1, after stage 2.
+"""Draws how a run's model behaves at three moments: before RL, after stage 1, after stage 2.
 
     python -m lab.moments                      draws the run of `make train` into moments.png
     python -m lab.moments --world_seed 20 --seed 20
 
 The upper row shows the share of held-out questions of each kind that the model searches for, at
-temperature 1. The lower row shows its response to one question; the environment's text is grey.
-It needs the extra `plot`.
+temperature 1. The lower row shows the model's response to one question, with the environment's text
+in grey. The command needs matplotlib (the extra `plot`).
 """
 
 import sys
@@ -35,7 +35,7 @@ def moments(arguments: list[str]) -> list:
 
 
 def searched(trajectories: list[Trajectory], kind: str) -> float:
-    """Returns the share of questions of this kind that were searched for."""
+    """Returns the share of questions of this kind for which the model searched."""
     return np.mean([bool(t.searches) for t in trajectories if t.question.kind == kind])
 
 
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
     by_moment = moments(sys.argv[1:] if arguments is None else arguments)
     figure, axes = pyplot.subplots(2, 3, figsize=(14, 6), sharey="row", layout="constrained")
     kinds = sorted({t.question.kind for t in by_moment[0]})
-    # The question whose trajectory after stage 2 shows most; of several the first.
+    # The first question for which `shows_most` holds after stage 2; if none, simply the first.
     chosen = max(zip(*by_moment, strict=True), key=lambda three: shows_most(three[2]))
     for column, rows, shown, moment in zip(axes.T, by_moment, chosen, MOMENTS, strict=True):
         column[0].bar(kinds, [searched(rows, kind) for kind in kinds])

@@ -4,19 +4,22 @@
 
     peak = standing + max(rollout, update)
 
-P is the number of weights, K the width of keys. Weights are trained in fp32, everything else is
-computed in bf16. For 7B in GiB:
+P is the number of weights, K the width of one token's keys in a layer. Weights are trained in fp32,
+everything else is computed in bf16. The formulas give bytes; the numbers are GiB for 7B:
 
-    standing   weights 4 P 28.4, moments 8 P 56.7, reference 2 P 14.2; under LoRA weights 14.3 only
-    rollout    bf16 copy of the weights 2 P 14.2; keys and values 4 K per layer and token; under ddp
-               gradients 4 P 28.4: they are views of DDP's buckets, which stay allocated
-    update     gradients 4 P 28.4, bf16 weights 13.2, head 4.3; activations 262 KiB per layer, token
+    standing   weights 4 P = 28.4, moments 8 P = 56.7, reference 2 P = 14.2; LoRA: weights 14.3 only
+    rollout    bf16 copy of the weights 2 P = 14.2; keys and values 4 K per layer and token; with
+               ddp on several GPUs also gradients 4 P = 28.4, because they are views of DDP's
+               buckets, which stay allocated
+    update     gradients 4 P = 28.4, bf16 weights 13.2, head 4.3; activations 262 KiB per layer and
+               token
 
 On several GPUs ddp keeps everything on each; fsdp2 shards weights, moments and gradients, and
-gathers a layer's weights to compute it. LoRA and 8-bit moments cannot be sharded. The plan uses ddp
-if that fits, otherwise fsdp2. tests/ghost compares these formulas with simulated steps.
+gathers the weights of the layer that it computes. LoRA and 8-bit moments cannot be sharded. The
+plan uses ddp if that fits, otherwise fsdp2. tests/ghost compares these formulas with simulated
+steps.
 Left out: zero2, judges and readers (2 bytes per weight), dense retrieval, the extra memory of plain
-`generate`. CUDA's own memory and fragmentation are covered by counting only a share, USABLE.
+`generate`. CUDA's own memory and fragmentation get the share 1 − USABLE of a GPU.
 """
 
 import sys
@@ -69,7 +72,7 @@ def config_of(model: str):
     except (OSError, ValueError):
         raise InputError(
             f"--model {model}: neither a Qwen2.5 of {', '.join(SHAPES)} nor a model on this disk:"
-            " give the one most like it, or a directory with its config.json"
+            " give the most similar of these, or a directory with its config.json"
         ) from None
 
 
@@ -105,7 +108,7 @@ class Case:
 
     def __init__(self, shape: Shape, s: Settings, gpus: int = 1, share: int = 1):
         self.shape, self.settings, self.gpus = shape, s, gpus
-        thin = s.lora_rank * sum(map(sum, shape.matrices))  # A and B: r (in + out) each
+        thin = s.lora_rank * sum(map(sum, shape.matrices))  # LoRA's A and B: r (in + out) each
         self.trained = thin or shape.weights
         self.share = 1 if thin or s.optimizer != "adamw" else share
         self.buckets = 4 * self.trained * (gpus > self.share)  # DDP's, which hold the gradients
@@ -115,25 +118,25 @@ class Case:
         self.rows = min(rows, s.max_num_seqs or rows)  # rows that a GPU samples at once
         turn = max([s.max_turn_tokens, *by_task(s.turn_tokens).values()])
         longest = PROMPT + turn + s.max_searches * (turn + s.document_tokens)
-        # The longest row; a micro-batch holds at least one.
+        # Tokens of the longest row; a micro-batch is at least as long, because it holds one row.
         self.row_tokens = min(s.max_context or shape.positions, longest)
         self.tokens = max(s.tokens_per_micro_batch, self.row_tokens)
 
 
 def frozen_bytes(shape: Shape, in_8bit: bool) -> int:
-    """Returns the bytes of a frozen model. int8 applies to the layers' matrices, with a scale of 4
-    bytes per row.
+    """Returns the bytes of a frozen model in bf16. `in_8bit` makes the layers' matrices int8, with
+    a scale of 4 bytes per row of a matrix.
     """
     scales = 4 * sum(out for _, out in shape.matrices)
     return 2 * shape.weights - in_8bit * (shape.in_layers - scales)
 
 
 def activation_bytes(shape: Shape, lora_rank: int = 0) -> int:
-    """Returns the bytes of a token's activations per layer.
-    7B: 32 · 3584 + 4 · (512 + 2 · 18944) + 8 + 4 · 28 = 268,408.
+    """Returns the bytes of a token's activations per layer. Worked for 7B (hidden = q = 3584, kv =
+    512, wide = 18944, heads = 28): 32 · 3584 + 4 · (512 + 2 · 18944) + 8 + 4 · 28 = 268,408.
     """
     full = 26 * shape.hidden + 6 * shape.q + 4 * (shape.kv + 2 * shape.wide) + 8 + 4 * shape.heads
-    # With LoRA everything is bf16, and the norms are frozen; A x of seven matrices is stored.
+    # With LoRA activations are bf16 and norms are frozen; A x is stored for each of seven matrices.
     return full + 14 * (lora_rank - shape.hidden) if lora_rank else full
 
 
@@ -154,7 +157,7 @@ def standing(case: Case) -> Bytes:
 
 def rollout_parts(case: Case, slots: int) -> Bytes:
     shape, s = case.shape, case.settings
-    copy = 4 * shape.weights if case.share > 1 else case.copy  # sharded: all weights, gathered
+    copy = 4 * shape.weights if case.share > 1 else case.copy  # if sharded, all are gathered
     if wants_copy(s.sampling_copy, torch.device("cuda"), "base" in frozen_in_8bit(s)):
         copy = 2 * shape.weights
     return {
@@ -171,13 +174,13 @@ def update_parts(case: Case) -> Bytes:
     """
     shape, tokens, lora = case.shape, case.tokens, case.settings.lora_rank
     act = activation_bytes(shape, lora)
-    # Embedding, head, two layers and the gradient of one.
+    # Embedding, head, the weights of two layers and the gradient of one layer.
     gathered = 4 * (shape.ends + 3 * shape.in_layers / shape.layers) * (case.share > 1)
-    width, trained = (2, 0) if lora else (4, shape.embedding)  # the head's
+    width, trained = (2, 0) if lora else (4, shape.embedding)  # of the head
     logits = 10 * min(tokens, chunk_rows(shape.vocab, "cuda")) * shape.vocab  # of one chunk
     last = 12 * shape.hidden * tokens + logits + 6 * trained  # with the head's weight gradient
     saved, copy = act * shape.layers, case.copy
-    if case.settings.gradient_checkpointing:  # or one layer again, with its own gradients
+    if case.settings.gradient_checkpointing:  # one layer is computed again
         saved, copy = width * shape.hidden * shape.layers, 0
         again = act + 4 * shape.wide + width * shape.hidden
         last = max(last, again * tokens + 4 * trained)
@@ -191,7 +194,7 @@ def update_parts(case: Case) -> Bytes:
 
 
 def plan(case: Case, memory: float) -> tuple:
-    """Returns (each part's bytes and the peak, the engine's number of slots, at least FEW)."""
+    """Returns ({part: bytes, also the peak}, slots): at least FEW slots, if there are FEW rows."""
     always, update = standing(case), update_parts(case)
     none, one = (sum(rollout_parts(case, slots).values()) for slots in (0, 1))
     held = sum(always.values())
@@ -202,13 +205,13 @@ def plan(case: Case, memory: float) -> tuple:
 
 
 ADVICE = [  # the cheapest first
-    ({"gradient_checkpointing": True}, "Activations are computed twice: a third more time."),
-    ({"tokens_per_micro_batch": 4096}, "More, smaller micro-batches; each holds one row at least."),
-    ({"optimizer": "adamw8bit"}, "Moments of 8 bits cannot be cut: each GPU holds all, not FSDP2."),
-    ({"optimizer": "paged_adamw8bit"}, "The moments move to the CPU: steps are slow."),
+    ({"gradient_checkpointing": True}, "Computes activations twice: steps take a third longer."),
+    ({"tokens_per_micro_batch": 4096}, "More and smaller micro-batches of at least one row."),
+    ({"optimizer": "adamw8bit"}, "8-bit moments cannot be sharded: each GPU holds all (no FSDP2)."),
+    ({"optimizer": "paged_adamw8bit"}, "The moments move to the CPU, so steps are slow."),
     (
         {"optimizer": "adamw", "lora_rank": 16, "lr": 2e-5},
-        "Thin matrices are trained beside frozen ones, with ten times the learning rate.",
+        "LoRA: only thin matrices are trained, with ten times the learning rate.",
     ),
     ({"in_8bit": "base"}, "The frozen weights are rounded to 8 bits."),
 ]
@@ -220,7 +223,7 @@ def in_flags(settings: dict) -> str:
 
 
 def report(case: Case, memory: float, given: dict) -> Iterator[str]:
-    """Yields a line per part, whether it fits, what would make it smaller, and the command."""
+    """Yields lines: bytes of each part, whether all fits, changes that save memory, the command."""
     for share in (1, case.gpus):  # ddp if that fits, otherwise fsdp2
         case = Case(case.shape, case.settings, case.gpus, share)
         parts, slots = plan(case, memory)
@@ -231,7 +234,7 @@ def report(case: Case, memory: float, given: dict) -> Iterator[str]:
         f" for {case.rows} rows of up to {case.row_tokens} tokens:"
     )
     if tasks := case.settings.turn_tokens:
-        yield f"  (a turn may have {tasks}; without these tasks: --max_turn_tokens N)"
+        yield f"  (tokens of a turn: {tasks}; if the data has no such tasks: --max_turn_tokens N)"
     parts["host: a save, in process 0"] = case.shape.weights * (12 if case.share > 1 else 4)
     yield from (f"  {name:42}{size / GIB:8.1f}" for name, size in parts.items() if size)
     yield f"{'fits' if fits else 'does not fit'} in {memory / GIB:.1f} GiB; {slots} rows at once"

@@ -14,8 +14,8 @@
 
     python -m lab.synthesize --llm URL#model --verifier URL#other --data FILE --out FILE --count 500
 
-The writer decodes greedily, the others sample at temperature 1 (ours). Repeating the command adds
-the questions that are still missing. Left out: questions about passages.
+The writer decodes greedily, the others sample at temperature 1 (our choice). Repeating the command
+adds the questions that are still missing. Left out: questions about passages.
 """
 
 import itertools
@@ -74,7 +74,7 @@ class SynthesizeSettings:
     """Write questions with a language model."""
 
     llm: str = setting("", "model that writes: http://host:port/v1#model or HF", needed=True)
-    verifier: str = setting("", "model that checks (default: --llm; better another one)")
+    verifier: str = setting("", "model that checks (default: --llm; another one is better)")
     answerer: str = setting("", "model whose answers set the difficulty (default: --llm)")
     data: str = setting("", "multiple-choice questions that serve as examples", needed=True)
     out: str = setting("", "JSONL file to append to", needed=True)
@@ -83,7 +83,7 @@ class SynthesizeSettings:
     max_tokens: int = setting(4096, "maximum tokens of a reply", least=1)
     seed: int = setting(0, "seed of the choice of examples and the order of options")
     timeout: float = setting(60.0, "seconds before a request fails", above=0, most=86_400)
-    in_8bit: ClassVar[str] = ""  # load_llm reads it and output_dir
+    in_8bit: ClassVar[str] = ""  # load_llm reads this and output_dir
     output_dir: ClassVar[str] = "runs"
 
 
@@ -95,8 +95,8 @@ def shown(question: Question) -> str:
 
 
 def pick_examples(given: Questions, hard: Questions, seed: int, attempt: int) -> Questions:
-    """Picks hard questions of earlier rounds, one from each sub-domain before a second from any,
-    and at least one given question, so that the form does not drift.
+    """Picks up to SHOTS examples: hard questions of earlier rounds, one from each sub-domain before
+    a second from any, and at least one given question, so that the form does not drift.
     """
     rng = random.Random(f"{seed} examples {attempt}")
     parts = defaultdict(list)
@@ -134,7 +134,7 @@ def parse_draft(reply: str | None) -> Question | None:
 
 
 def in_form(texts: list[str | None], asked: set[str]) -> Questions:
-    """Returns the drafts that are in the form and ask something new."""
+    """Returns the drafts that can be parsed and whose question is not in `asked`."""
     drafts = {}  # normalised question -> draft
     for draft in filter(None, map(parse_draft, texts)):
         key = normalize_answer(draft.question)
@@ -151,7 +151,7 @@ def drafts_in(reply: str | None) -> list[str]:
 def reordered(draft: Question, seed: int) -> Question:
     """Shuffles the options of a draft, because writers prefer certain letters.
 
-    Worked: right is B of (w, x, y, z); in the order (z, y, x, w) it is C.
+    Worked: if B is right in (w, x, y, z), then C is right in the order (z, y, x, w).
     """
     order = random.Random(f"{seed} {draft.question}").sample(draft.options, len(draft.options))
     place = order.index(draft.options[ord(draft.answers[0]) - 65])
@@ -176,7 +176,7 @@ def asked_often(llm, instruction: str, texts: Iterable[str], times: int) -> list
 
 
 def check_drafts(drafts: Questions, verifier, answerer, k: int) -> Questions:
-    """Returns the drafts that every verdict calls correct and that are not too hard, with level."""
+    """Returns drafts that every verdict calls correct and that are not too hard; sets `level`."""
     verdicts = asked_often(verifier, VERIFY, map(shown, drafts), VOTES)
     good = [all(map(read_verdict, votes)) for votes in verdicts]
     correct = list(itertools.compress(drafts, good))
@@ -192,8 +192,8 @@ def check_drafts(drafts: Questions, verifier, answerer, k: int) -> Questions:
 
 # ------------------------------------------------------------------------------------------ the run
 def synthesize(given: Questions, models: list, settings: SynthesizeSettings) -> Questions:
-    """Fills --out with the help of three models, of which the first writes, the second checks and
-    the third answers, and returns all questions of the file.
+    """Adds questions to --out until it has --count, and returns all its questions. The first of the
+    three models writes, the second checks and the third answers.
     """
     writer, verifier, answerer = models
     path = Path(settings.out)
@@ -206,7 +206,7 @@ def synthesize(given: Questions, models: list, settings: SynthesizeSettings) -> 
         hard = [question for question in made if question.level == "hard"]
         examples = pick_examples(given, hard, settings.seed, number)
         drafts = [reordered(q, settings.seed) for q in write_drafts(writer, examples, asked)]
-        # A discarded question is not asked again.
+        # Discarded drafts are added too, so that they are not accepted in a later round.
         asked |= {normalize_answer(draft.question) for draft in drafts}
         accepted = check_drafts(drafts, verifier, answerer, settings.k)
         fresh = [replace(q, id=f"synthetic-{i}") for i, q in enumerate(accepted, len(made))]
@@ -222,8 +222,8 @@ def examples_among(given: Questions) -> Questions:
     if usable := [q for q in single if choice_letter(q.answers[0], q.options)]:
         return usable
     raise InputError(
-        "--data holds no multiple-choice question with one answer, and new questions are modelled"
-        " on such ones: name another file"
+        "--data holds no multiple-choice question with one answer, and new questions are written"
+        " like such examples: name another file"
     )
 
 

@@ -61,7 +61,7 @@ def test_a_reward_that_needs_more_than_the_text_is_refused_in_one_line(name):
 
 def test_an_unknown_reward_is_one_line():
     text = message(trl_reward, "search_r2")
-    assert "search_r2: no reward; " in text and "did you mean search_r1?" in text
+    assert "search_r2: unknown reward; " in text and "did you mean search_r1?" in text
 
 
 def test_the_trainer_of_trl_accepts_the_function(qwen2, bpe, tmp_path):
