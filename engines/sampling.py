@@ -4,14 +4,15 @@
          ▲                  (thrown away)                │
          └──────── update: log-probs of the policy ◄─────┘   logprob_gap: mean |difference|
 
-A decoding step reads every weight for every token, so its time depends on bytes: 2 per weight
-instead of 4. Autocast would also round the weights again at every step. The copy lives for one
-rollout; its memory is free for the update.
-  * LoRA: the copy is W + (α / r) B A, so the thin matrices cost nothing per token.
-  * Sharded weights (shards.py) are gathered one by one, and no process holds all in fp32.
-  * The samples are the copy's, not exactly the policy's: π_old's log-probs must be computed again.
+A decoding step reads all weights for each token, so its time depends on their bytes: bf16 has 2 per
+weight, fp32 has 4. Without a copy, autocast would also round the weights again at every step. The
+copy exists during one rollout; its memory is free again for the update.
+  * LoRA: the copy is W + (α / r) B A, so A and B cost no extra time per token.
+  * Sharded weights (shards.py) are gathered one by one, so no process holds all of them in fp32.
+  * The tokens are sampled from the copy, whose distribution differs slightly from the policy's, so
+    π_old's log-probs must be computed again.
 
-Left out: int8 weights (a copy in bf16 would take the memory that they saved), fp8.
+Left out: copies of int8 weights (a bf16 copy would take the memory that int8 saves), fp8.
 """
 
 import contextlib
@@ -26,14 +27,14 @@ from scale.shards import full, in_parts
 
 
 def wants_copy(choice: str, device: torch.device, in_8bit: bool) -> bool:
-    """Decides by `sampling_copy`: "bf16", "none", or "auto" (on a GPU, unless weights are int8)."""
+    """Tells whether to copy: "bf16" yes, "none" no, "auto" on a GPU unless weights are int8."""
     return choice == "bf16" or (choice == "auto" and device.type != "cpu" and not in_8bit)
 
 
 @contextlib.contextmanager
 def to_sample_with(policy: Policy, copies: bool) -> Iterator[Policy]:
-    """Yields a copy of the policy (gathered, if it is sharded), or the policy. All processes must
-    enter together.
+    """Yields a copy of the policy if `copies` is set or the policy is sharded, otherwise the policy
+    itself. All processes must enter this context together.
     """
     if copies or in_parts(policy):
         dtype = torch.bfloat16 if copies else torch.float32
@@ -46,10 +47,10 @@ def to_sample_with(policy: Policy, copies: bool) -> Iterator[Policy]:
 def copy_of(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     copy = empty_twin(model, dtype).to_empty(device=model.device)
     copy.tie_weights()  # `to_empty` has untied them
-    parameters = dict(copy.named_parameters())  # the first of two tied ones
+    parameters = dict(copy.named_parameters())  # of two tied weights only the first
     for name, weight in merged_weights(model):
         if name in parameters:
-            parameters[name].copy_(full(weight.to(dtype)))  # shards are rounded, then sent
+            parameters[name].copy_(full(weight.to(dtype)))  # shards are rounded before sending
     # Buffers keep their dtype: rotary frequencies in bf16 would move every position.
     buffers = dict(model.named_buffers())
     for module_name, module in copy.named_modules():

@@ -1,23 +1,24 @@
-"""vLLM as the sampler: other processes, on GPUs of their own, sample with the policy's weights.
+"""Samples with vLLM servers: processes with GPUs of their own that get the policy's weights.
 
     a rollout begins   If the policy's weights are newer than those of the servers, a folder of
                        safetensors is written; every server reads it and drops its cached keys.
-                       Checksums (the first time) and a probe row (each time) verify this.
-    a turn             POST /v1/completions: all ids of a row -> the new ids and their log-probs
-    between turns      one search for all waiting rows, while the others are sampled
+                       Checksums (the first time) and a probe of 16 tokens (each time) verify this.
+    a turn             POST /v1/completions: a row's token ids -> the new ids and their log-probs
+    between turns      one batch of searches for rows whose turn is over; other rows go on sampling
 
     python -m engines.server --model DIR                       starts a server with the right flags
     python -m engines.server --model DIR -- --tensor-parallel-size 4       adds flags of vLLM's own
 
-Three things can go wrong silently, so they are checked: weights that were not read, keys of former
-weights in the server's prefix cache, and a distribution that is not the trained one, because
-generation_config.json supplies what a request leaves out. A reload writes nothing into an output
-head that is tied to the embeddings, so the served copy is always untied. The server's arithmetic
-differs from the trainer's: π_old's log-probs must be computed again.
+Three errors would go unnoticed, so they are checked: a server has not read the weights; its prefix
+cache still has keys that older weights computed; it samples from another distribution, because
+generation_config.json supplies sampling parameters that a request leaves out. A reload writes
+nothing into an output head that is tied to the embeddings, so the served copy is always untied. The
+server's arithmetic differs from the trainer's, so π_old's log-probs must be computed again.
 
-With several processes, each generates its share of the rows, and the first one sends the weights to
-the servers: under FSDP all processes gather them, tensor by tensor. vLLM is never imported. Left
-out: SGLang, weights by NCCL or IPC, a server that sleeps on the trainer's own GPU.
+A row is a trajectory. With several processes, each generates its share of the rows, and the first
+process sends the weights to the servers; under FSDP, all processes gather the weights for it,
+tensor by tensor. vLLM is never imported. Left out: SGLang, sending weights by NCCL or IPC, a server
+that sleeps on the trainer's own GPU.
 """
 
 import contextlib
@@ -48,20 +49,20 @@ from rollout import StopRule, context_of, encode, end_ids, start_thread
 from scale.lora import merged_weights
 from scale.shards import cut, full
 
-UNNAMED = "default"  # vLLM's version name of the weights that a server started with
+UNNAMED = "default"  # vLLM's name for the version of the weights that a server started with
 RETRIES = 2  # how often a failed request is repeated
-AT_ONCE = 256  # requests of a process to a server at once: vLLM's default batch size
-SLOWEST = 1.0  # seconds per token; a full server takes 0.02 to 0.2, but rows queue for a place
+AT_ONCE = 256  # concurrent requests of a process to a server: vLLM's default batch size
+SLOWEST = 1.0  # seconds per token; a busy server takes 0.02 to 0.2, but requests also queue
 RELOADING = 600.0  # seconds for running requests to end, or for the weights to be read
-PROBE = 160  # tokens of a probe's prompt: more than one cache block, which has 128 on a CPU
+PROBE = 160  # prompt tokens of a probe: more than one cache block (128 tokens on a CPU)
 SAMPLED = 16  # tokens that a probe samples
-# Mean |log-prob of the server − of the trainer| of a probe: in fp32 it is 1e-6, bf16 has 8 bits.
+# Limits of a probe's mean |log-prob of server − trainer|. In fp32 it is 1e-6; bf16 has 8 bits.
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 ROUTES = (
     "completions tokenize pause resume collective_rpc reset_prefix_cache weight_info"
     " update_weight_version weight_checker"
 )
-# What a request leaves out would come from the checkpoint's generation_config.json.
+# vLLM takes parameters that a request lacks from generation_config.json, so all are given.
 BODY = {
     **dict.fromkeys(("top_p", "repetition_penalty"), 1.0),
     **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), 0.0),
@@ -74,7 +75,7 @@ BODY = {
 # -------------------------------------------------------------------------------------- the servers
 @dataclass(frozen=True)
 class Server:
-    """A vLLM server. Each method raises Fault if the server fails or does not answer as vLLM."""
+    """A vLLM server. Each method raises Fault if the server fails or its reply is not vLLM's."""
 
     url: str
     timeout: float  # seconds for requests that sample nothing
@@ -109,13 +110,14 @@ class Server:
             raise Fault("it does not report the version of the weights that it was sent")
 
     def forget(self) -> None:
-        """Empties the prefix cache. The server may refuse for a moment after a row has ended."""
+        """Empties the prefix cache. Just after a request has ended, the server may refuse this."""
         if self.ask("/reset_prefix_cache", "success", payload={}) is not True:
             raise Fault("it keeps the keys of former weights in its prefix cache")
 
     def check_weights(self, folder: Path) -> None:
-        """Compares the server's checksums with those of the files in `folder`: of norms [H], and of
-        embeddings and head [V, H] unless ranks share them. vLLM pads V to a multiple of 64.
+        """Compares the server's checksums of norms [H], embeddings and head [V, H] with those of
+        the files in `folder`; if ranks share the embeddings (tensor parallelism), only those of
+        norms. vLLM pads V to a multiple of 64.
         """
         asked = {"payload": {"action": "checksum"}, "timeout": RELOADING}
         checksums = self.ask("/weight_checker", "checksums", **asked)
@@ -125,7 +127,7 @@ class Server:
                 weight = pad(weight, (0, 0, 0, -len(weight) % 64))
             ours = hashlib.sha256(weight.view(torch.uint8).numpy().data).hexdigest()
             theirs = {value for name, value in checksums.items() if name.endswith(f":{file.stem}")}
-            if theirs != {ours}:  # a tied head has no checksum, and a reload would not change it
+            if theirs != {ours}:  # also if the head is tied: it then has no checksum
                 raise Fault(
                     f"its {file.stem} is not the policy's: is it another model, or is its head tied"
                     " to the embeddings?"
@@ -144,7 +146,7 @@ class Server:
 
 
 def start(results, owner, work, *arguments) -> None:
-    """Runs work(*arguments) in a thread, which puts (owner, result or exception) into `results`."""
+    """Runs work(*arguments) in a thread that puts (owner, result or exception) into `results`."""
     start_thread(lambda: work(*arguments), lambda result: results.put((owner, result)))
 
 
@@ -163,7 +165,7 @@ def run_in_first(work):
 
 
 class Fleet:
-    """Keeps the servers of a run, and the version of the policy's weights that they have."""
+    """Holds the servers of a run and the version of the weights that was sent to them."""
 
     def __init__(self, policy, environment):
         self.policy, self.settings = policy, environment.settings
@@ -216,10 +218,12 @@ class Fleet:
         return [pair for pair in pairs if pair[0] in self.alive]
 
     def drop(self, server: Server, error: Exception) -> None:
-        """Leaves a failed server out until the next rollout; the run ends if it was the last."""
+        """Leaves a failed server out until the next rollout. The run ends if no server is left, or
+        if the failure comes before the first weights were sent.
+        """
         if not isinstance(error, Fault):
             raise error
-        if server in self.alive:  # only the first of its rows that fails
+        if server in self.alive:  # not if another of its requests failed before
             self.alive = [other for other in self.alive if other != server]
             if not (self.alive and self.sent):
                 raise self.to_error(server, error)
@@ -227,8 +231,8 @@ class Fleet:
 
     # ---------------------------------------------------------------------------------- the weights
     def find_stale(self, version: int) -> tuple:
-        """Returns (the name of this version, servers that answer, those that have other weights). A
-        restarted server reports the name UNNAMED. A name of another run is an error.
+        """Returns (this version's name, servers that answer, those of them with other weights). A
+        restarted server names its version UNNAMED; a name of another run is an error.
         """
         self.alive, current = self.servers, f"{self.run}.{version}"
         versions = self.run_on_each(self.servers, Server.version)
@@ -239,8 +243,8 @@ class Fleet:
         return current, self.alive, [server for server, name in versions if name != current]
 
     def refresh(self, version: int) -> None:
-        """Sends the weights, as this version, to each server that has another version, and compares
-        log-probs. All processes call it.
+        """Sends the weights, named after `version`, to each server that has other weights, and then
+        compares log-probs. All processes must call this.
         """
         current, self.alive, stale = run_in_first(lambda: self.find_stale(version))
         if stale:
@@ -271,15 +275,15 @@ class Fleet:
                 if not gap <= limit:
                     raise self.to_error(
                         server,
-                        f"a probe's log-probs are {gap:.2g} from the policy's, over {limit}: "
-                        "other weights, or another distribution",
+                        f"a probe's log-probs are {gap:.2g} from the policy's, over {limit}"
+                        ": it has other weights, or samples from another distribution",
                     )
         self.sent = current
 
     @torch.no_grad()
     def logprob_gap(self, ids: list, logprobs: list) -> float:
-        """Returns the mean |log-prob of the server − of the policy| over the last `ids`. All
-        processes call it: a forward pass of sharded weights needs them.
+        """Returns the mean |server's − policy's log-prob| of the last len(logprobs) `ids`. All
+        processes must call this, because sharded weights need them for a forward pass.
         """
         tokens = torch.tensor([ids], device=self.policy.device)  # [1, L]
         scored = self.policy(tokens, self.settings.temperature)[0].cpu()  # [T]
@@ -289,8 +293,8 @@ class Fleet:
 
 @torch.no_grad()
 def write_weights(model, folder: Path, dtype: torch.dtype) -> None:
-    """Writes the whole model, one file per tensor, including a head that is tied to the embeddings.
-    The first process writes; the others take part in gathering sharded weights.
+    """Writes the whole model, one file per tensor; a head that is tied to the embeddings gets a
+    file too. Only the first process writes; the others help to gather sharded weights.
     """
     try:
         if main := PartialState().is_main_process:
@@ -304,7 +308,7 @@ def write_weights(model, folder: Path, dtype: torch.dtype) -> None:
             if main:
                 tensors = {name: whole.to("cpu", copy=True).contiguous()}
                 save_file(tensors, folder / f"{name}.safetensors", {"format": "pt"})
-    except Exception as error:  # safetensors raises errors of its own for a full disk
+    except Exception as error:  # a full disk raises an error class of safetensors
         raise InputError(
             f"{folder}: weights cannot be written ({error}): make room, or name another folder with"
             " --served"
@@ -314,8 +318,8 @@ def write_weights(model, folder: Path, dtype: torch.dtype) -> None:
 # ------------------------------------------------------------------------------------ the rollout
 @contextlib.contextmanager
 def to_serve(policy, version: int):
-    """Yields the policy after its servers have received these weights. All processes must enter
-    together.
+    """Sends the policy's weights to its servers, then yields the policy. All processes must enter
+    this context together.
     """
     policy.fleet.refresh(version)
     yield policy
@@ -329,7 +333,7 @@ class Turns:
         self.fleet, self.environment, self.results = fleet, environment, queue.SimpleQueue()
         self.rule = StopRule(environment.tokenizer, tags, ends)
         self.under_way = self.disagreed = 0
-        self.prompts = {}  # prompt -> number: rows of a prompt share a server and its cache
+        self.prompts = {}  # prompt -> number; it selects the server, whose cache has the prompt
         self.body = {"temperature": settings.temperature, "stop": list(tags)}
         self.body["stop_token_ids"] = sorted(ends)
 
@@ -342,8 +346,8 @@ class Turns:
         self.under_way += 1
 
     def sample(self, server: Server, ids: list, max_new_tokens: int) -> tuple:
-        """Returns a turn, cut by our stop rule: ids, log-probs and the reason. Trap: a restarted
-        server would sample with the weights it started with, so it is not asked again.
+        """Returns a turn, cut by our stop rule: ids, log-probs and the stop reason. Trap: a
+        restarted server has the weights it started with, so a failed request is not sent again.
         """
         body = self.body | {"prompt": ids, "max_tokens": max_new_tokens}
         new, logprobs = retrying(
@@ -358,8 +362,8 @@ class Turns:
         return new[:count], logprobs[:count], reason or "length"
 
     def finished(self) -> list:
-        """Waits for at least one turn and returns all rows whose turn is over. A row whose server
-        failed is sent to another one.
+        """Waits for at least one turn and returns all rows whose turn is over. If a row's server
+        has failed, the row is sent to another server.
         """
         results, rows = [self.results.get()], []
         while not self.results.empty():
@@ -376,7 +380,7 @@ class Turns:
 
 
 def generate_on_server(policy, environment, trajectories, progress=None) -> None:
-    """Samples on `policy.fleet` while other rows wait for their searches."""
+    """Samples all trajectories on the servers of `policy.fleet`, and runs their searches."""
     turns = Turns(policy.fleet, environment, end_ids(policy, environment.tokenizer))
     waiting, limit = deque(trajectories), environment.settings.max_num_seqs
     while waiting or turns.under_way:
@@ -389,7 +393,7 @@ def generate_on_server(policy, environment, trajectories, progress=None) -> None
         if progress:
             progress(len(rows) - len(asking))
     if turns.disagreed:
-        print(f"warning: {turns.disagreed} turns ended where our rule would not", file=sys.stderr)
+        print(f"warning: {turns.disagreed} turns did not end by our stop rule", file=sys.stderr)
 
 
 # -------------------------------------------------------------------------------------- the command
@@ -402,7 +406,7 @@ FLAGS = (
 
 
 def main(arguments=None) -> None:
-    """Writes an untied copy of the model, then replaces this process by the server."""
+    """Writes a copy of the model with an untied head, then replaces this process by the server."""
     ours, _, theirs = shlex.join(arguments or sys.argv[1:]).partition(" -- ")
     parser = FlagParser(COMMAND)
     parser.add_argument("--model", required=True)
@@ -411,11 +415,11 @@ def main(arguments=None) -> None:
     options = parser.parse_args(shlex.split(ours))
     vllm = shutil.which("vllm") or shutil.which("vllm", path=VENV)
     if vllm is None:
-        raise InputError("there is no vllm: `make vllm` (for CPUs), or put one on the PATH")
+        raise InputError("vllm is not installed: `make vllm` (for CPUs), or put it on the PATH")
     policy, tokenizer = load_policy(options.model, frozen=True)
     flags = f"{FLAGS} --port {options.port}"
     flags += f" --max-model-len {options.max_context or context_of(policy)}"
-    # Without dev mode there is no route for new weights.
+    # vLLM has its routes for new weights only in dev mode.
     dtype, variables = torch.bfloat16, {"VLLM_SERVER_DEV_MODE": "1"}
     if not torch.cuda.is_available():
         dtype, flags = torch.float32, f"{flags} --dtype float32 --enforce-eager"

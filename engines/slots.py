@@ -1,20 +1,20 @@
 """A decoding engine for one process: rows of different lengths share one key-value cache.
 
     slot 0  [prompt | sampled | documents | sampl>   ]  decodes
-         1  [prompt | sam>                           ]  decodes: live rows fill the first n slots
+         1  [prompt | sam>                           ]  decodes; live rows fill the first n slots
          2  [prompt | sampled, a query>              ]  waits for its documents
-         3  [prompt | ...                            ]  free: its prompt can be copied to other rows
+         3  [prompt | ...                            ]  free; its prompt can be copied to other rows
 
-    catch up   fills in the keys of all tokens of a row but the last: they are copied from a slot
-               that holds them, or computed in one forward pass
+    catch up   fills in the keys of all tokens of a row except the last: they are copied from a
+               slot that holds them, or computed in one forward pass
     decode     last tokens [n, 1] -> logits [n, V] -> one token per row, until a turn may be over
 
 HF `generate` pads, waits for the slowest row, and computes every row again at each turn. Here each
 row has its own length: token i has position i, is stored at place i of its slot and attends to the
-places j <= i. So nothing has to be erased: keys of an earlier row that lie beyond a row's end are
-masked, and overwritten when the row gets there. A causal LM needs no change: its forward takes
-position ids, a 4D mask and a `Cache`. Left out: paging (each slot is as long as the longest row may
-become), families of models beyond scale/packing.py's.
+places j <= i. Nothing has to be erased when a slot gets a new row: keys of the old row beyond the
+new row's end are masked, and are overwritten as the new row grows. A causal LM needs no change,
+because its forward takes position ids, a 4D mask and a `Cache`. Left out: paging (each slot is as
+long as the longest row may become), model families that scale/packing.py does not list.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from rollout import Environment, StopRule, Turn, end_ids, generate_by_turns
 from scale.packing import obstacle
 from trajectory import Trajectory
 
-# Each step reads a multiple of this many places; padded tokens per prefill pass: bounds its memory.
+# (A pass reads a multiple of this many places; most padded tokens in a prefill pass, for memory.)
 ON_CPU, ON_GPU = (16, 256), (64, 4096)
 SHARE = 0.8  # share of the free memory that the slots may take
 
@@ -45,7 +45,7 @@ class SlotCache(Cache):
     """Keys and values, [slots, size + 1, heads, D] per layer; the last place takes padding."""
 
     write: tuple  # (slots [n, 1], positions [n, C]) of new keys; set before each forward pass
-    read: slice | torch.Tensor  # the same slots; a slice gives a view, an index would copy
+    read: slice | torch.Tensor  # the same slots; a slice reads a view, an index tensor a copy
     width: int  # number of places that are read of each slot
 
     def __init__(self, slots: int, size: int):
@@ -68,23 +68,24 @@ class SlotCache(Cache):
         return stored[self.read, : self.width].transpose(1, 2)  # [n, heads, width, D]
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Returns zeros, because uninitialised memory may hold NaN: attention weight 0 times NaN is
-        NaN.
+        """Returns zeros. Uninitialised memory may hold NaN, and a masked place with NaN would spoil
+        the attention, because weight 0 times NaN is NaN.
         """
         kind, dtype = like.device.type, like.dtype
         if torch.is_autocast_enabled(kind):
-            # Rotated keys are fp32 here, and attention would round all of them at every step.
+            # Rotary keys are fp32 here; if stored so, attention would round all of them every step.
             dtype = torch.get_autocast_dtype(kind)
         shape = (self.slots, self.size + 1, like.shape[1], like.shape[3])
         if kind != "cpu":
             return torch.zeros(shape, dtype=dtype, device=like.device)
-        # Fresh pages read as zero and take no memory until written: most rows end long before.
+        # New pages read as zero and take no memory until they are written. Most rows end early, so
+        # much memory is never taken.
         memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def copy(self, source: int | list[int], target: int | list[int], length: int) -> None:
-        """Copies the first `length` places; ([a, b], [b, a], length) swaps two slots, since all
-        sources are read before anything is written.
+        """Copies the first `length` places of slots. copy([a, b], [b, a], length) swaps two slots,
+        because both are read before either is written.
         """
         for stored in self.keys + self.values:
             stored[target, :length] = stored[source, :length]
@@ -92,9 +93,10 @@ class SlotCache(Cache):
 
 def grouped_attention(module, query, keys, values, mask, scaling=None, **_):
     """query [n, heads, C, D], keys and values [n, kv, width, D], mask [n, 1, C, width] ->
-    [n, C, heads, D]. Keys are not repeated for grouped-query attention: the queries that share a
-    key head become rows of one matrix when they share the only row of the mask; in a prefill pass
-    they are computed one after the other, because at 7B a mask for all seven would be 1.1 GiB.
+    [n, C, heads, D]. Keys are not repeated for grouped-query attention. In decoding (C = 1), the
+    queries that share a key head become rows of one matrix, for which one mask row is enough. In a
+    prefill pass they are computed one after the other, because at 7B (seven queries per key head) a
+    mask for all of them would be 1.1 GiB.
     """
     by_key = query.unflatten(1, (keys.shape[1], -1))  # [n, kv, group, C, D]
     parts = by_key.unbind(2) if query.shape[2] > 1 else [by_key.flatten(2, 3)]
@@ -118,18 +120,18 @@ def attending_to_slots(model):
 # --------------------------------------------------------------------------------------- the engine
 @dataclass(eq=False)
 class Row:
-    """A text that grows in a slot; the keys of the first `cached` of its `ids` are in the cache."""
+    """A text that grows in a slot. The keys of its first `cached` tokens are in the cache."""
 
     owner: object
     ids: list[int]
     turn: Turn
     cached: int = 0
-    state: str = "live"  # "live": it decodes; "waiting": its turn is over; "free"
+    state: str = "live"  # "live": decodes; "waiting": its turn is over; "free": may be replaced
 
     @property
     def missing(self) -> int:
-        """Number of tokens whose keys must be filled in. The last token is not counted: the step
-        that reads it computes its keys.
+        """The number of tokens whose keys must be filled in. The last token is not counted, because
+        the decoding step that reads it computes its keys.
         """
         return len(self.ids) - 1 - self.cached
 
@@ -143,7 +145,7 @@ class Engine:
         self.model, self.device, self.rule = model, model.device, rule
         self.temperature, self.top_p = temperature, top_p
         self.block, self.chunk = ON_CPU if self.device.type == "cpu" else ON_GPU
-        size = -(-size // self.block) * self.block  # GPU kernels want a mask of an even width
+        size = -(-size // self.block) * self.block  # GPU kernels need an aligned mask width
         self.cache = SlotCache(slots, size)
         self.rows = [Row(None, [], Turn(0), state="free") for _ in range(slots)]  # row i: slot i
         self.slot_ids = torch.arange(slots, device=self.device)
@@ -164,8 +166,8 @@ class Engine:
         self.rows[slot] = row
 
     def resume(self, row: Row, ids: list[int], max_new_tokens: int) -> None:
-        """Begins another turn of a waiting row; `ids` are all its tokens, including the documents
-        that were appended.
+        """Begins the next turn of a waiting row. `ids` are all tokens of the row, now with the
+        documents.
         """
         row.ids, row.turn, row.state = list(ids), Turn(max_new_tokens), "live"
 
@@ -185,7 +187,7 @@ class Engine:
             self.cache.copy(donor, slot, row.cached)
 
     def catch_up(self) -> None:
-        """Fills in the missing keys of all live rows. Equal texts are computed once."""
+        """Fills in the missing keys of all live rows. Rows with equal texts are computed once."""
         late = [row for row in self.in_state("live") if row.missing]
         self.prefill(list({tuple(row.ids): row for row in late}.values()))
         for row in late:
@@ -193,8 +195,8 @@ class Engine:
                 self.share(self.donor(row), self.rows.index(row), row)
 
     def prefill(self, rows: list[Row]) -> None:
-        """Computes missing keys in passes of at most `chunk` padded tokens, over rows that miss a
-        similar number; the output head is skipped.
+        """Computes missing keys in passes of at most `chunk` padded tokens. Each pass takes
+        rows that miss a similar number of keys, and skips the output head.
         """
         while rows := sorted((row for row in rows if row.missing), key=lambda row: row.missing):
             longest = min(rows[-1].missing, self.chunk)
@@ -202,7 +204,8 @@ class Engine:
             chunks = [row.ids[row.cached : -1][:longest] for row in batch]
             padded = [chunk + [0] * (longest - len(chunk)) for chunk in chunks]
             tokens = torch.tensor(padded, device=self.device)  # [n, C]
-            # Padding is written after the row's end or, beyond the slot's end, to the last place.
+            # Keys of padding are written after the row's end, where they are masked; those beyond
+            # the slot's end are all written to the extra last place.
             starts = torch.tensor([[row.cached] for row in batch], device=self.device)  # [n, 1]
             positions = (starts + self.places[:longest]).clamp(max=self.cache.size)  # [n, C]
             slots = torch.tensor([self.rows.index(row) for row in batch], device=self.device)
@@ -212,8 +215,8 @@ class Engine:
                 row.cached += len(chunk)
 
     def decode(self) -> list[Row]:
-        """Samples for all live rows until at least one turn is over, and returns the rows whose
-        turn is over; they are now waiting.
+        """Samples for all live rows until at least one turn is over. Returns the rows whose turn is
+        over; their state is now "waiting".
         """
         finished = []
         while not finished and (live := self.in_state("live")):
@@ -224,8 +227,8 @@ class Engine:
         return finished
 
     def arrange(self, count: int) -> None:
-        """Moves the live rows into the first `count` slots, so that a step reads a view of the
-        cache.
+        """Moves the live rows into the first `count` slots, so that a decoding step can read them
+        as one slice of the cache, without a copy.
         """
         live = [row.state == "live" for row in self.rows]
         places = [slot for slot in range(count) if not live[slot]]
@@ -236,7 +239,7 @@ class Engine:
             self.rows[a], self.rows[b] = row, displaced
 
     def sample(self, rows: list[Row]) -> list[Row]:
-        """Decodes up to the first watched token or full turn; returns rows whose turn is over."""
+        """Decodes until a row draws a watched token or fills its turn; returns rows that ended."""
         tokens = torch.tensor([[row.ids[-1]] for row in rows], device=self.device)  # [n, 1]
         positions = torch.tensor([[row.cached] for row in rows], device=self.device)  # [n, 1]
         deepest, drawn = max(row.cached for row in rows), []
@@ -250,7 +253,7 @@ class Engine:
         return [row for row, i, p in zip(rows, ids, logprobs, strict=True) if self.take(row, i, p)]
 
     def take(self, row: Row, ids: list[int], logprobs: list[float]) -> bool:
-        """Appends the tokens that a row has sampled; returns whether its turn is over."""
+        """Appends newly sampled tokens to a row; returns whether its turn is over."""
         turn = row.turn
         row.ids += ids
         turn.ids += ids
@@ -261,8 +264,8 @@ class Engine:
         return row.state == "waiting"
 
     def draw(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Samples from logits [n, V]: returns a token for each row and its log-prob in the full
-        distribution, [n, 1] each.
+        """Samples from logits [n, V]: returns a token for each row and its log-prob, [n, 1] each.
+        The log-prob is that of the full distribution, before top_p.
         """
         scores = logits.float() / (self.temperature or 1.0)
         if not self.temperature:
@@ -273,7 +276,7 @@ class Engine:
         return tokens, scores.gather(1, tokens) - scores.logsumexp(-1, keepdim=True)
 
     def logits(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
-        """[n, 1] tokens at [n, 1] positions of the first n slots -> logits [n, V]."""
+        """Returns logits [n, V] for the tokens [n, 1] at positions [n, 1] of the first n slots."""
         n = len(tokens)
         inputs = self.inputs(tokens, positions, width, self.slot_ids[:n], slice(n))
         return self.model(**inputs).logits[:, -1]
@@ -286,7 +289,7 @@ class Engine:
         cache.write, cache.read = (slots[:, None], positions), read
         cache.width = min(-(-width // self.block) * self.block, cache.size)
         hidden = self.places[: cache.width] > positions[..., None]  # [n, C, width]
-        # The mask is added to the scores; a boolean mask would be converted again in every layer.
+        # A float mask, added to the scores: a boolean mask would be converted in every layer.
         mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device)
         mask = mask.masked_fill_(hidden, float("-inf"))[:, None]  # [n, 1, C, width]
         return {
@@ -299,15 +302,15 @@ class Engine:
 
 
 def pick(probabilities: torch.Tensor) -> torch.Tensor:
-    """Draws an index for each row of [n, V], as [n, 1]: the first whose running sum exceeds a
-    uniform number.
+    """Draws an index for each row of `probabilities` [n, V]; returns them as [n, 1]. On a CPU it is
+    the first index whose cumulative probability exceeds a uniform random number.
     """
-    if probabilities.device.type != "cpu":  # cumsum varies between runs on CUDA; MPS has no float64
-        return torch.multinomial(probabilities, 1)  # 2 to 10 times slower on a CPU
-    # fp32 would round small probabilities away.
+    if probabilities.device.type != "cpu":  # CUDA's cumsum is not deterministic; MPS has no float64
+        return torch.multinomial(probabilities, 1)  # on a CPU 2 to 10 times slower than below
+    # In fp32, small probabilities would be lost when they are added to a large sum.
     sums = probabilities.cumsum(-1, dtype=torch.float64)  # [n, V]
     points = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device) * sums[:, -1:]
-    indices = torch.searchsorted(sums, points, right=True)  # right: probability 0 is never drawn
+    indices = torch.searchsorted(sums, points, right=True)  # right=True skips p = 0
     return indices.clamp(max=sums.shape[1] - 1)
 
 
@@ -315,8 +318,8 @@ def pick(probabilities: torch.Tensor) -> torch.Tensor:
 def generate_in_slots(
     policy, environment: Environment, live: list[Trajectory], progress=None
 ) -> None:
-    """Does the work of `rollout.generate_by_turns` in slots. If the model cannot be run in slots,
-    it prints a warning and calls that function.
+    """Samples the trajectories in slots. If the model cannot be run in slots, prints a warning and
+    calls `rollout.generate_by_turns`, which does the same more slowly.
     """
     model, settings = policy.language_model, environment.settings
     if problem := obstacle(model):
@@ -327,14 +330,14 @@ def generate_in_slots(
         slots = min(settings.max_num_seqs or len(live), len(live), affordable(model, size))
         ends = end_ids(policy, environment.tokenizer)
         rule = StopRule(environment.tokenizer, environment.protocol.stop_tags, ends)
-        with evaluating(model), policy.autocast():  # around everything: the bf16 copy is made once
+        with evaluating(model), policy.autocast():  # around all: weights are cast once
             engine = Engine(model, slots, size, rule, settings.temperature, settings.top_p)
             generate_queue(engine, environment, deque(live), progress)
 
 
 def generate_queue(engine: Engine, environment: Environment, queue: deque, progress=None) -> None:
-    """Runs all queued trajectories; the slot of a finished row goes to the next one. Searches are
-    delayed until half of the running rows want one.
+    """Runs all queued trajectories; when one ends, the next gets its slot. Searches are delayed
+    until at least half of the unfinished rows wait for one, so that they run in large batches.
     """
     while queue or len(engine.in_state("free")) < len(engine.rows):
         while queue and engine.in_state("free"):
@@ -362,17 +365,17 @@ def warn_once(message: str) -> None:
 
 
 def affordable(model, size: int) -> int:
-    """Returns how many slots of `size` places fit in free memory, each with its row's logits; at
-    least 1.
+    """Returns how many slots of `size` places fit in free memory, each with its row's logits. The
+    result is at least 1.
     """
     if model.device.type == "cuda":
-        torch.cuda.empty_cache()  # returns memory that torch holds unused
+        torch.cuda.empty_cache()  # frees memory that torch has cached
         free = torch.cuda.mem_get_info(model.device)[0]
-    else:  # a container may allow less than this: see --max_num_seqs
+    else:  # a container may allow less; then set --max_num_seqs
         free = psutil.virtual_memory().available
     config = model.config
     heads = config.num_key_value_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    # Keys and values of one token in all layers; each of the V logits takes 16 bytes.
+    # Bytes of the keys and values of one token in all layers. Each of the V logits takes 16 bytes.
     place = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
     return max(1, int(SHARE * free / (place * (size + 64) + 16 * config.vocab_size)))

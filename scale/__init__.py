@@ -1,1 +1,1 @@
-"""How a policy is held: packed rows, LoRA, sharded weights. policy.py, ppo.py, update.py use it."""
+"""Saves time and memory: packed rows, LoRA, sharding. policy.py, ppo.py and update.py use it."""

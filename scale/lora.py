@@ -3,14 +3,15 @@
     h = W x + (α / r) · B A x
     W [out, in] frozen;  A [r, in] random;  B [out, r] zero, so the first step is at π_0
 
-At 7B and r = 16 that is 40M trained weights in place of 7.6 billion.
-  * W may be bf16 or int8, because it takes no small steps; A and B are fp32.
-  * π_ref is the policy with B A left out (`without_lora`): no second model is loaded.
-  * A checkpoint holds W + (α / r) B A, a plain HF model. A resumed run needs A and B themselves
-    (`lora_state`) and the original W: subtracting B A from the sum would round.
+At 7B and r = 16, A and B have 40M weights; without LoRA 7.6 billion weights would be trained.
+  * W may be bf16 or int8, because it is frozen. A and B are fp32, so small steps are not lost.
+  * π_ref is the policy without B A (`without_lora`), so no second model is loaded.
+  * A checkpoint holds W + (α / r) B A, as a plain HF model. A resumed run needs A and B themselves
+    (`lora_state`) and the original W, because W could not be recovered from the sum exactly.
 
-The layers are those of `peft`, put into the model in place. Left out: dropout (sampling and
-log-probs must use the same model), DoRA, several adapters, a choice of matrices (all but the head).
+The layers are peft's; they replace the model's own in place. Left out: dropout (sampling and
+log-probs must use the same model), DoRA, several adapters, a choice of matrices (all except the
+output head get A and B).
 """
 
 import contextlib
@@ -84,13 +85,13 @@ def without_lora(model: nn.Module):
 
 @torch.no_grad()
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (the plain model's name, W + (α / r) B A); other weights unchanged, int8 as fp32."""
+    """Yields (name in the plain model, weight): W + (α / r) B A, others unchanged, int8 as fp32."""
     state, layers = model.state_dict(), lora_layers(model)
     for name, weight in state.items():
         if MARK in name or name.endswith((".SCB", ".weight_format")):
             continue
         if (largest := state.get(name.removesuffix("weight") + "SCB")) is not None:
-            # [out, in]; a row's largest weight is stored as 127
+            # [out, in]; int8 stores the largest weight of each row as 127
             weight = weight.float() * largest[:, None] / 127
         if (layer := layers.get(name.removesuffix(".base_layer.weight"))) is not None:
             weight = weight.float() + layer.get_delta_weight(ADAPTER).float()
@@ -98,19 +99,19 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def save_merged(model: nn.Module, path: Path, weights: dict | None = None) -> None:
-    """Saves a plain model in the folder `path`; a sharded model's gathered `weights` are given."""
+    """Saves a plain model in the folder `path`. `weights`: those gathered from a sharded model."""
     if weights is None and not lora_state(model):
         model.save_pretrained(path)
         return
     merged = ((name, weight.float().cpu()) for name, weight in merged_weights(model))
     weights, plain = weights or dict(merged), empty_twin(model, torch.float32)
-    for name in plain.all_tied_weights_keys:  # it is saved under the name that it is tied to
+    for name in plain.all_tied_weights_keys:  # saved only under the name that it is tied to
         weights.pop(name, None)
     plain.save_pretrained(path, state_dict=weights)
 
 
 def empty_twin(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Returns the same network without LoRA and int8; its weights take no memory yet."""
+    """Returns the same network without LoRA and int8. Its weights are not allocated yet."""
     config = copy.deepcopy(model.config)
     vars(config).pop("quantization_config", None)
     with torch.device("meta"):

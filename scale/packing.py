@@ -7,19 +7,20 @@ A prompt that several texts share is computed once.
              d d . . . . . . .
 
 Only attention mixes tokens; the rest of a transformer treats each token separately, given its
-position in its text. Attention is computed group by group: the rows of a group follow the same
-prompt, or none, and their lengths differ by at most SLACK tokens, so that a group is a view of the
-packed tensor.
+position in its text. Attention is computed group by group: the rows of a group have the same shared
+prompt, or none has one, and their lengths differ by at most SLACK tokens, so that a group is a view
+of the packed tensor.
 
-A prompt is the part of a row before its first wanted place. Rows with exactly the same ids there
-(at least LEAST) share it, whatever group they are in; its last token, which predicts the first
-token of each response, stays with the row. An update of 8 rows to a prompt of 100 to 200 tokens was
-1.3 times as fast as with whole rows, one of 16 rows to 300 tokens 1.5 times as fast
-(`python -m lab.bench update`, 4M, CPU).
+A place is wanted if the caller needs its last hidden state, for a log-prob or a value. A row's
+shared prompt is the part before its first wanted place, if it has at least LEAST tokens and another
+row has exactly the same ids there, even in another group. The prompt's last token predicts the
+first token of the response, so every row keeps its own. With 8 rows per prompt of 100 to 200
+tokens, an update was 1.3 times as fast as without sharing; with 16 rows per prompt of 300 tokens,
+1.5 times (`python -m lab.bench update`, 4M, CPU).
 
 Two more parts are skipped: tokens after the last wanted token of a text, and the last layer's
-feed-forward part of tokens that are not wanted. Left out: other model families and layers with a
-sliding window (their texts are padded and whole); text that responses have in common.
+feed-forward part for tokens that are not wanted. Left out: other model families and layers with a
+sliding window (their texts are padded and computed whole); sharing equal text in responses.
 """
 
 import contextlib
@@ -29,8 +30,9 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-SLACK = 4  # tokens of padding per row: fewer groups, each of which costs a call per layer
-LEAST = 64  # shortest prompt that is shared: a shorter one saves little and costs another call
+# Tokens of padding per row. Padding gives fewer groups; each group costs one call per layer.
+SLACK = 4
+LEAST = 64  # shortest prompt that is shared; a shorter one would save little and cost an extra call
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -54,8 +56,8 @@ def hidden_states(backbone, tokens: torch.Tensor, wanted: torch.Tensor) -> torch
 
 @contextlib.contextmanager
 def last_layer_at(backbone, places: torch.Tensor):
-    """Computes the last layer's feed-forward part at `places` [n] only: after it no token reads
-    another.
+    """Computes the last layer's feed-forward part only at `places` [n]. The other places are not
+    needed, because no attention follows.
     """
     layer = backbone.layers[-1]
     attributes, whole = vars(layer.mlp), layer.mlp.forward
@@ -65,7 +67,8 @@ def last_layer_at(backbone, places: torch.Tensor):
         computed = whole(hidden.index_select(1, places))  # [1, n, H]
         return torch.zeros_like(hidden).index_copy(1, places, computed)  # [1, N, H]
 
-    # Gradient checkpointing computes the layer again later, when `forward` is restored.
+    # Gradient checkpointing computes the layer again in the backward pass, after `forward` has been
+    # restored. With it, the layer is therefore not changed here.
     if not getattr(layer, "gradient_checkpointing", False):
         layer.mlp.forward = at_places
     try:
@@ -84,9 +87,10 @@ def lengths_of(wanted: torch.Tensor) -> list[int]:
 
 
 def prompts_of(tokens: torch.Tensor, wanted: torch.Tensor) -> list[tuple[int, ...]]:
-    """Returns the ids that each row of tokens [B, L] shares: those before its first place in wanted
-    [B, T]. The token at that place, the prompt's last, stays with the row, which needs its output.
-    () if no other row has the same ids, or if the prompt is shorter than LEAST.
+    """Returns for each row of tokens [B, L] the ids that it shares with other rows: those before
+    its first place in wanted [B, T], or () if no other row has the same ids or the prompt is
+    shorter than LEAST. The token at that place is the prompt's last. It is not shared, because
+    each row needs its own output there.
     """
     fronts = wanted.int().argmax(1).tolist()  # 0 for a row without wanted places
     rows = zip(tokens.tolist(), fronts, strict=True)
@@ -97,9 +101,10 @@ def prompts_of(tokens: torch.Tensor, wanted: torch.Tensor) -> list[tuple[int, ..
 
 def pack(tokens: torch.Tensor, lengths: list[int], prompts: list[tuple]) -> tuple:
     """Packs the first lengths[b] tokens of each row of `tokens` [B, L], plus up to SLACK more,
-    with each prompt (`prompts_of`) only once. Returns ids [1, N], their positions [1, N], the
-    groups, and the place [B] where each text begins, or would begin if its prompt preceded it.
-    A group is (rows, length, the number of the prompt's group or None).
+    but each shared prompt (`prompts_of`) only once. Returns ids [1, N], their positions [1, N], the
+    groups, and the place [B] where each text begins; if its prompt is elsewhere, where it would
+    begin if the prompt preceded it directly. A group is (number of rows, length of each row, number
+    of the group that holds their prompt, or None).
     """
     pieces, positions, groups, starts, count = [], [], [], [0] * len(lengths), 0
     group_of: dict[tuple, int] = {}  # prompt -> the number of its group
@@ -146,12 +151,13 @@ def micro_batches(
     mask: torch.Tensor, budget: int, processes=1, rank=0, tokens: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
     """Splits process `rank`'s rows of mask [B, T] into micro-batches of at most `budget` padded
-    tokens; rows of similar length come together. Row b belongs to process b % processes. If tokens
-    [B, L] are given, rows of one prompt come together instead: the budget still counts padded
+    tokens, so that rows of similar length are together. Row b belongs to process b % processes. If
+    tokens [B, L] are given, rows with the same prompt are together: the budget still counts padded
     tokens, but fewer of them are computed.
 
     All processes get the same number of micro-batches, because they wait for each other's passes. A
-    process with fewer halves its largest; the second half of a single row is empty (`Batch.rows`).
+    process with fewer splits its largest in two; if that has only one row, the second part is empty
+    (`Batch.rows` handles this).
     Worked: 5 rows, each a micro-batch, 2 processes: [0], [2], [4] and [1], [], [3].
     """
     by_process = []
@@ -175,11 +181,11 @@ def micro_batches(
 
 
 def packed_attention(query, key, value, groups: list[tuple], scaling: float | None = None):
-    """query [1, heads, N, D], key and value [1, kv, N, D] -> [1, N, heads, D], text by text."""
+    """query [1, heads, N, D], key, value [1, kv, N, D] -> [1, N, heads, D], group by group."""
     options = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     sizes, parts = [rows * length for rows, length, _ in groups], []
-    # Each tensor is split once: slices would each build a gradient of the full size. The cast is
-    # that of autocast, which does not reach the kernel for masks aligned at the end.
+    # Each tensor is split once, because each slice would build a gradient of the full size. The
+    # cast is needed: autocast does not reach the kernel for masks that are aligned at the end.
     texts = [x[0].to(value.dtype).split(sizes, 1) for x in (query, key, value)]
     for number, (rows, length, prompt) in enumerate(groups):
         # [heads, rows · length, D] -> [rows, heads, length, D], a view
@@ -190,7 +196,7 @@ def packed_attention(query, key, value, groups: list[tuple], scaling: float | No
             # Imported here because it loads torch._dynamo, which takes a second.
             from torch.nn.attention.bias import causal_lower_right
 
-            # Trap: is_causal lets query i see keys 0 to i, however many keys there are.
+            # Trap: is_causal lets query i see keys 0 to i, but query i is token P + i of its text.
             front = groups[prompt][1]
             shared = (x[prompt].expand(rows, -1, -1, -1) for x in texts[1:])  # [rows, kv, P, D]
             # [rows, kv, P + length, D]
@@ -202,8 +208,9 @@ def packed_attention(query, key, value, groups: list[tuple], scaling: float | No
 
 
 def obstacle(model) -> str:
-    """Returns why rows of this model can neither be packed nor sampled in slots, or "" if they can:
-    its attention must hand options on, and each token attend to all earlier ones.
+    """Returns the reason why this model's rows can neither be packed nor sampled in slots, or "" if
+    they can: its attention must pass extra options on, and each token must attend to all earlier
+    tokens.
     """
     config = model.config
     if config.model_type not in FAMILIES:

@@ -1,15 +1,15 @@
 """Sharding: each of n processes keeps 1/n of the weights, their gradients and optimizer moments.
 
-    ddp      no shards: every process keeps everything; gradients are averaged   configs/ddp.yaml
+    ddp      no shards: every process keeps all weights; gradients are averaged  configs/ddp.yaml
     zero2    weights are gathered for a forward pass, resharded after its backward    zero2.yaml
     fsdp2    weights are gathered layer by layer, resharded after each                fsdp2.yaml
 
-zero2 and fsdp2 are PyTorch's `fully_shard`, which gathers weights inside `forward`, in a call that
-all processes take part in:
-  * a process with one pass more would wait for ever: `packing.micro_batches` gives all processes
-    the same number;
-  * texts end at different lengths, so sampling uses a whole copy (sampling.py);
-  * a shard is useless alone, so checkpoints hold whole tensors.
+zero2 and fsdp2 are PyTorch's `fully_shard`, which gathers weights inside `forward`. All processes
+must take part in this, with three consequences:
+  * A process that makes one more pass than the others would wait for ever, so
+    `packing.micro_batches` gives all processes the same number of passes.
+  * Sampled texts have different lengths, so sampling uses a whole copy of the policy (sampling.py).
+  * A shard is useless alone, so checkpoints hold whole tensors.
 Left out: DeepSpeed, weights kept on the CPU, sharded 8-bit moments, sharded LoRA.
 """
 
@@ -28,7 +28,7 @@ FULL = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def asked_for() -> str:
-    """Returns "ddp", "zero2" or "fsdp2", as `accelerate launch --config_file` has set it."""
+    """Returns "ddp", "zero2" or "fsdp2", as the config file of `accelerate launch` says."""
     variables = {name: value.lower() for name, value in os.environ.items()}
     if variables.get("ACCELERATE_USE_DEEPSPEED") == "true":
         raise InputError("DeepSpeed makes its own optimizer steps: use configs/zero2.yaml")
@@ -53,8 +53,8 @@ def check_shardable(optimizer: str, lora_rank: int) -> None:
 
 
 def check_alike(model: nn.Module, checkpoint: str) -> None:
-    """Checks that all processes start from the same weights: machines that share no folder may have
-    different files.
+    """Checks that all processes start from the same weights, because machines without a shared
+    folder may have different files.
     """
     if rank_of("WORLD_SIZE", 1) > 1:
         total = sum(int(p.detach().flatten().view(torch.uint8).sum()) for p in model.parameters())
@@ -73,7 +73,8 @@ def shard(model: nn.Module, sharding: str, processes: int) -> nn.Module:
     for layer in [m for m in model.modules() if type(m).__name__ in names]:
         fully_shard(layer, mesh=mesh, reshard_after_forward=sharding == "fsdp2")
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    # The first forward pass decides which module is the root; in a rollout that would be a layer.
+    # The module that runs the first forward pass becomes the root. Here that is the whole model; in
+    # a rollout it would be a layer.
     with torch.no_grad():
         tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
         model(tokens, mask=torch.ones(1, 1, device=device))
@@ -86,7 +87,7 @@ def in_parts(model: nn.Module) -> bool:
 
 
 def cut(model: nn.Module) -> None:
-    """Shards the weights again, which a forward pass without a backward pass leaves gathered."""
+    """Reshards the weights: a forward pass that no backward pass follows leaves them gathered."""
     for part in filter(in_parts, model.modules()):
         part.reshard()
 
@@ -103,7 +104,7 @@ def load_weights(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
 
 
 def whole_moments(model: nn.Module, optimizer) -> dict:
-    """Gathers Adam's moments: sharded ones are named after their weights, others numbered."""
+    """Gathers Adam's moments. Sharded ones have weights' names as keys, others have numbers."""
     if in_parts(model):
         return states.get_optimizer_state_dict(model, optimizer, options=FULL)
     return optimizer.state_dict()
@@ -113,7 +114,7 @@ def load_moments(model: nn.Module, optimizer, state: dict) -> None:
     if in_parts(model) != any(isinstance(name, str) for name in state["state"]):
         raise InputError(
             "--resume: Adam's moments were saved under ddp and cannot be sharded now, or the other"
-            " way round: use the former configuration, or start a new run with --model"
+            " way round: use the configuration that saved them, or start a new run with --model"
         )
     if in_parts(model):
         states.set_optimizer_state_dict(model, optimizer, state, options=FULL)
