@@ -6,10 +6,10 @@
     python ask.py "who draws maps?" --model DIR --corpus my_documents/
     python ask.py --model DIR --retriever http --retriever_url http://host:8000
 
-The model's text is printed while it is sampled, the environment's in ⟦ ⟧. The flags are those of a
-rollout; by default each has the checkpoint's own value. A model that was not trained in the
-built-in world needs documents of your own. Left out: dialogues; each question is answered on its
-own.
+The model's text is printed while it is sampled, and text of the environment appears in ⟦ ⟧. The
+flags are those of a rollout. Their defaults are the values saved with the checkpoint. A model that
+was not trained in the built-in world needs documents of your own. Left out: dialogues; a question
+does not see the questions before it.
 """
 
 from errors import FlagParser, InputError, nearest, prepare_command, run_main
@@ -42,10 +42,11 @@ def read_flags(arguments: list[str] | None = None) -> tuple[dict, str]:
     used = "question retriever retriever_url max_searches temperature run_name".split()
     parser.most_used = [*MOST_USED, *used]
     parser.add_argument("question", nargs="*", help="the question (default: start a session)")
-    records = [record for record in ASKING if record is not EngineSettings]  # HF generate only
+    # There are no flags of engines, because a session samples with HF generate.
+    records = [record for record in ASKING if record is not EngineSettings]
     add_flags(parser, records, named_in(sys.argv[1:] if arguments is None else arguments), "eval")
     given = vars(parser.parse_args(arguments))
-    text = clean(" ".join(given.pop("question"))).strip()  # arguments may not be valid UTF-8
+    text = clean(" ".join(given.pop("question"))).strip()  # may contain invalid UTF-8
     if unused := {"judge", "reader"} & given.keys():
         raise InputError(f"ask.py: --{min(unused)} has no meaning here, only in eval.py")
     return given, text
@@ -102,7 +103,7 @@ class Session:
     """A model with the documents that it searches, loaded once for all questions."""
 
     def __init__(self, given: dict):
-        """Prints what is loaded, before the model is."""
+        """Loads documents and model. Prints the names of both before it loads the model."""
         self.settings = settings = dataclasses.replace(settings_of(given), group_size=1)
         check_settings(settings, False, given)
         built_in = in_built_in_world(settings)
@@ -116,7 +117,7 @@ class Session:
         self.questions = known_questions(settings)
         device = best_device()
         self.words = {word for q in self.questions * built_in for word in tokenize(q.question)}
-        # Two-hop questions, if there are any, because they need two searches.
+        # /try prefers two-hop questions, if there are any, because they need two searches.
         self.examples = itertools.cycle(
             [q for q in self.questions if q.kind == "two_hop"] or self.questions
         )
@@ -147,13 +148,13 @@ def answer(session: Session, text: str) -> None:
     (question,) = as_asked([known], session.settings)
     check_prompts([question], session.environment, policy)
     unknown = [word for word in tokenize(text) if session.words and word not in session.words]
-    if unknown:  # the tiny model would drop the word, or answer another sum
+    if unknown:  # the tiny model would ignore it, or answer another sum
         raise InputError(
             f"the model does not know {harmless(unknown[0])!r}: it knows only its own world's"
             f" words; try: {questions[0].question}"
         )
     print(describe_question(question))
-    # A new one for each question, because Ctrl-C stops it.
+    # Each question gets a new streamer, because Ctrl-C may leave tokens in the old one.
     streamer = Streamer(session.tokenizer, skip_prompt=True, clean_up_tokenization_spaces=False)
     policy.generate = partial(session.generate, streamer=streamer)
     (row,) = rollout(policy, session.environment, [question], session.settings.seed)
@@ -163,7 +164,7 @@ def answer(session: Session, text: str) -> None:
 
 def print_examples(session: Session) -> None:
     if in_built_in_world(session.settings):
-        print("it knows its own world's people, cities, companies, and sums of 1 to 9; try")
+        print("the model knows people, cities and companies of its world, and sums of 1 to 9; try")
         examples = {question.kind: question.question for question in session.questions[::-1]}
         for kind in ("one_hop", "two_hop", "arithmetic"):
             print(f"    {examples[kind]}")
@@ -214,7 +215,8 @@ def converse(session: Session) -> None:
                 answer(session, line)
         except InputError as error:
             print(f"\nerror: {error}")
-        except Exception as error:  # of a model or a disk; earlier answers can still be saved
+        # An error of the model or the disk does not end the session: /save still works.
+        except Exception as error:
             print(f"\nerror: {type(error).__name__}: {error}")
         except KeyboardInterrupt:
             print("\nstopped")
@@ -223,7 +225,7 @@ def converse(session: Session) -> None:
 def main(arguments: list[str] | None = None) -> None:
     given, text = read_flags(arguments)
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # piped lines may not be valid UTF-8
+        sys.stdin.reconfigure(errors="replace")  # piped lines may contain invalid UTF-8
     session = Session(given)
     if text:
         return answer(session, text)

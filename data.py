@@ -40,7 +40,9 @@ class DataSettings:
     data: str = setting(
         "", 'question files, comma-separated; FILE:N draws N questions; "" = the built-in world'
     )
-    corpus: str = setting("", 'file or folder of documents; "from-data" = those of the questions')
+    corpus: str = setting(
+        "", 'file or folder of documents; "from-data" = the references of the questions in --data'
+    )
     skip_bad: bool = setting(False, "skip malformed records and count them")
     reworded: float = setting(
         0.0, "share of the built-in gold answers that get an extra word", least=0, only="papers"
@@ -48,7 +50,9 @@ class DataSettings:
 
 
 def clean(text: str) -> str:
-    """Replaces lone surrogates by "?": JSON may contain them, files and tokenizers reject them."""
+    """Replaces lone surrogates by "?", because JSON may contain them, but files and tokenizers
+    reject them.
+    """
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
@@ -100,24 +104,24 @@ class Question:
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """One query of one row. The oracle control needs the question, and summarisers need the row's
-    reasoning before the query.
+    """One query of one trajectory. The retriever `oracle` needs the question, and summarisers need
+    the reasoning that the policy wrote before the query.
     """
 
     question: Question
     query: str
     reasoning: str = ""
-    held_out: bool = False  # part of an evaluation within training
+    held_out: bool = False  # True in an evaluation during training
 
 
 @dataclass(frozen=True)
 class SearchResult:
     """The result of one request.
 
-    text       the summary that the policy reads; "" shows `documents`, numbered
+    text       the summary that the policy reads; if "", it reads the numbered `documents`
     fallback   True if the summariser decided that the query asks for no fact (UR²)
-    error      why the search failed, for a technical reason
-    rejected   True if a server rejected the query for its content: this is not a failed search
+    error      the technical reason why the search failed, or None if it did not
+    rejected   True if a server rejected the query for its content, which is not a failed search
     """
 
     documents: list[Document] = field(default_factory=list)
@@ -146,8 +150,10 @@ def harmless(text: str) -> str:
 
 
 def truncate_texts(texts: list[str], limit: int) -> list[str]:
-    """Keeps the first `limit` characters of all texts together."""
-    # The separator is half a character (a lone surrogate), which `clean` texts do not contain.
+    """Truncates a list of texts to `limit` characters in total, separators included. Texts after
+    the cut are dropped.
+    """
+    # The separator is a lone surrogate, which does not occur in texts after `clean`.
     return "\ud800".join(texts)[:limit].split("\ud800")
 
 
@@ -169,7 +175,7 @@ def control_tokens(tokenizer) -> dict[int, str]:
 
 
 def question_of(fields: dict) -> Question:
-    """Makes a Question of a layout's fields; references are dicts {id, title, text}."""
+    """Makes a Question from a layout's fields, where references are dicts {id, title, text}."""
     fields = fields | {name: tuple(fields.get(name, ())) for name in ("options", "supporting")}
     references = [Document(**reference) for reference in fields.get("references", ())]
     return Question(**fields | {"references": tuple(references)})
@@ -182,9 +188,9 @@ def load_questions(path: str | Path | list, skip_bad: bool = False, seed=0) -> l
 
 def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> dict[str, list[Question]]:
     """Loads questions as {name of the file: questions}, in the order given. An id that occurs in
-    several files gets the file's name as a prefix: two data sets may both count from 1, and
-    questions with the same id would share a group. "FILE:N" draws N questions by the seed, as ARENA
-    (appendix C) takes 10,000 of HotpotQA, 10,000 of 2Wiki and 5,000 of MuSiQue.
+    several files gets the file's name as a prefix, because two data sets may both count from 1, and
+    questions with the same id would share a group. "FILE:N" draws N questions with the seed: ARENA
+    (appendix C), for example, has 10,000 of HotpotQA, 10,000 of 2Wiki and 5,000 of MuSiQue.
     """
     files, counts = zip(*map(with_count, named_files(path)), strict=True)
     loaded = [load_file(file, skip_bad) for file in files]
@@ -230,7 +236,8 @@ def load_file(path: Path, skip_bad: bool) -> list[Question]:
 def named_files(path: str | Path | list) -> list[Path]:
     if isinstance(path, list | tuple):
         return [file for item in path for file in named_files(item)]
-    # A file name may contain a comma; "" would be this folder.
+    # A file name may contain a comma, so a name that exists is not split. Path("") would be the
+    # current folder.
     if path and os.path.exists(with_count(Path(path))[0]):
         return [Path(path)]
     names = [name.strip() for name in str(path).split(",") if name.strip()]
@@ -240,7 +247,9 @@ def named_files(path: str | Path | list) -> list[Path]:
 
 
 def dataset_names(files: list[Path]) -> list[str]:
-    """Names each file by the first of stem, folder/stem and path that is unique: "nq/test"."""
+    """Names each file by its stem ("test") if that is unique, else by folder and stem ("nq/test")
+    if these are unique, else by its path.
+    """
     choices = []
     for file in files:
         folder = file.absolute().parent.name
@@ -253,7 +262,9 @@ def dataset_names(files: list[Path]) -> list[str]:
 
 
 def load_attempts(path: str | Path, skip_bad: bool = False) -> list[Attempts]:
-    """Loads published rollout answers: R1-Searcher's stage 1 file has ten per question."""
+    """Loads published answers of rollouts: R1-Searcher's stage 1 file, for example, has ten answers
+    per question.
+    """
     records = read_fields(Path(path), ATTEMPT_LAYOUTS, skip_bad=skip_bad)
     return [Attempts(predictions=r.pop("predictions"), question=question_of(r)) for r in records]
 
@@ -303,14 +314,17 @@ def corpus_from_questions(questions: list[Question]) -> list[Document]:
 
 # ------------------------------------------------------------------------------ python data.py FILE
 def first_layout(path: Path) -> tuple[bool, str]:
-    """Returns (is it a corpus, the layout's name), by the first record that can be read."""
+    """Returns (whether the file is a corpus, the name of its layout), judged by the first record
+    that can be read.
+    """
     if is_text(path):
         return True, "text"
     tsv = is_tsv(path)
     for _, place, record in read_records(path, ("first", "second") if tsv else ()):
         if not isinstance(record, dict):
             continue
-        if set(record) == {"first", "second"}:  # no header: questions contain blanks, ids do not
+        # Without a header, the first column has questions if there is a blank in it, else ids.
+        if set(record) == {"first", "second"}:
             names = QUESTION_COLUMNS if " " in record["first"].strip() else PASSAGE_COLUMNS
             record = dict(zip(names, record.values(), strict=True))
         known = any(layout.recognise(record) for layout in CORPUS_LAYOUTS.values())

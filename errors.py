@@ -21,28 +21,30 @@ BOUNDS = {"least": (ge, "at least"), "above": (gt, "above")}  # the comparison a
 BOUNDS |= {"most": (le, "at most"), "below": (lt, "below")}
 # Messages of gloo begin with the source line that raised them.
 GLOO = re.compile(r"(Gloo \w+ failed with )?\[\S*/gloo/\S+:\d+\]")
-LOST = "another process or machine of this run is gone: look there for why; go on with --resume"
+LOST = "another process or machine of this run is gone: its output says why; go on with --resume"
 ADVICE = {errno.ENOSPC: "make room on its disk", errno.ENAMETOOLONG: "give a shorter name"}
 # Arguments may contain neither the character NUL nor "user:password@", with or without a scheme.
 FORBIDDEN = re.compile(r"\0|(?<=://)[^/?#\s]*@|^[^:/?#\s]+:[^/?#\s]*@")
 
-SPINS = "10000"  # turns of a loop that a thread of torch's waits before it sleeps
+SPINS = "10000"  # iterations that a waiting thread of torch spins before it sleeps
 
 
 @functools.cache
 def prepare_command() -> None:
-    """Prepares a command, before it imports anything else; importing a file does nothing.
+    """Prepares the process of a command; the command calls it before it imports anything else.
 
-    Ctrl-C during those imports prints one line. Progress bars get no lock between processes: a
-    process that is killed while it holds one stops all others. And torch's threads wait for each
-    other at the end of every operation. By default they spin for milliseconds, and beside as many
-    busy programs as there are cores a run keeps between a fourth and a twentieth of its speed; if
-    they sleep at once, a run on a quiet machine is a third slower. With this spin a quiet run loses
-    nothing, and a run beside busy programs keeps a third of its speed. No digit depends on it. A
-    user's own setting of either variable wins.
+    Ctrl-C during the imports then prints one line. Progress bars get no lock between processes,
+    because a process that is killed while it holds the lock would stop all others.
+
+    Torch's threads wait for each other at the end of every operation. By default they spin for
+    milliseconds while they wait. If as many other programs are busy as there are cores, a run then
+    keeps only between a fourth and a twentieth of its speed. If the threads sleep at once instead,
+    a run on a quiet machine is a third slower. If they spin SPINS times, a run on a quiet machine
+    loses nothing, and a run beside busy programs keeps a third of its speed. The results do not
+    depend on it. If the user has set OMP_WAIT_POLICY or GOMP_SPINCOUNT, that value is used.
     """
     sys.excepthook = report_interrupt
-    if not sys.stderr.isatty():  # in a file each update of a bar is a line: two a minute suffice
+    if not sys.stderr.isatty():  # in a file each update is a line, so two a minute suffice
         os.environ.setdefault("TQDM_MININTERVAL", "30")
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
@@ -65,8 +67,9 @@ class InputError(ValueError):
 
 
 class Terminated(KeyboardInterrupt):
-    """Ends a run because of a signal, whose number it carries: SIGTERM from a scheduler or `docker
-    stop`, SIGHUP from a closed terminal, SIGUSR1 from Slurm, SIGINT from Ctrl-C.
+    """Raised to end a run after a signal; its argument is the signal's number. SIGTERM comes from a
+    scheduler or `docker stop`, SIGHUP from a closed terminal, SIGUSR1 from Slurm, SIGINT from
+    Ctrl-C.
     """
 
 
@@ -85,16 +88,18 @@ def rank_of(name: str, default: int = 0) -> int:
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Runs a file's `main`: an InputError is printed and ends it with code 2, Ctrl-C with 130."""
+    """Runs a file's `main`. An InputError is printed and ends the process with exit code 2. Ctrl-C
+    ends it with 130.
+    """
     prepare_command()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal, or a log, may have no ⟦
+        if isinstance(stream, io.TextIOWrapper):  # its encoding may lack ⟦
             stream.reconfigure(errors="backslashreplace")
     try:
         rank_of("LOCAL_RANK")
         try:
             main()
-        finally:  # reports a full disk here: at exit Python would print two obscure lines
+        finally:  # report a full disk here, because at exit Python would print two obscure lines
             print(end="", flush=True)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
@@ -103,11 +108,11 @@ def run_main(main: Callable[[], None]) -> None:
         sys.stderr.close()
     except Exception as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(5)  # the first process reports the error, and torchrun ends the others
+            time.sleep(5)  # meanwhile the first process reports the error, and torchrun ends all
         if advice := ADVICE.get(getattr(error, "errno", None)):
             error = InputError(f"{error}: {advice}")
             sys.stdout = None  # at exit Python would try to write the rest of the buffer again
-        kind = type(error)  # not compared with torch's class: commands without torch start faster
+        kind = type(error)  # compared by module name, so that this file need not import torch
         gloo = kind is RuntimeError and GLOO.match(str(error))
         lost = gloo or kind.__module__ == "torch.distributed"
         if not lost and not isinstance(error, InputError):
@@ -118,7 +123,7 @@ def run_main(main: Callable[[], None]) -> None:
 
 def slow_step(seconds: list[float]) -> str | None:
     """Returns a warning if the newest step is the first to take more than five times the median of
-    the first five: slow_step([1, 1, 1, 1, 1, 6]) names step 5.
+    the first five steps. Worked: slow_step([1, 1, 1, 1, 1, 6]) warns of step 5.
     """
     usual = median(seconds[:5])
     slow = [step for step, taken in enumerate(seconds) if step >= 5 and taken > 5 * usual]
@@ -154,7 +159,7 @@ class FlagParser(argparse.ArgumentParser):
         raise InputError(f"{self.prog}: {message}")
 
     def parse_args(self, args=None, namespace=None):
-        self.allow_abbrev = False  # "--l" for "--lr" would change as soon as --lora_rank is added
+        self.allow_abbrev = False  # "--l" for "--lr" would break as soon as --lora_rank is added
         self.show_all = "all" in (sys.argv if args is None else args)
         known, rest = self.parse_known_args(args, namespace)
         if rest:
@@ -171,7 +176,9 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def setting(default, help: str, **limits):
-    """Declares a field of a settings record. Limits: least, above, most, below, one_of (names)."""
+    """Declares a field of a settings record. `limits` may have least, above, most, below and one_of
+    (names). `only` names the one command that has a flag for the field; "papers" means none.
+    """
     return field(default=default, metadata={"help": help, **limits})
 
 
@@ -189,7 +196,9 @@ def check_value(name: str, value, limits: Mapping) -> None:
 
 
 def check_output(path: str | Path, flag: str) -> None:
-    """Checks, before the work, that this file can be written; creates nothing."""
+    """Raises an InputError if this file cannot be written. It creates nothing, so a command can
+    call it before its work.
+    """
     path = Path(path)
     place = path if path.exists() else next(p for p in path.absolute().parents if p.exists())
     if place.is_dir() == path.exists() or not os.access(place, os.W_OK):

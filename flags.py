@@ -1,6 +1,6 @@
-"""The flags of the files that import torch, one settings record per file. Every other file of the
-path defines its own record. These are kept here so that --help, `python papers.py` and the message
-for a typo appear within a second.
+"""Defines the flags of the files that import torch, one settings record per file. They are
+defined here because importing torch takes seconds: --help, `python papers.py` and the message for a
+typo appear within a second. All other records are defined in the files that read them.
 
     rollout.py  engines/slots.py  other_models/  update.py  ppo.py  kl.py  reinforce_pp.py  dapo.py
     policy.py
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from errors import InputError, setting
 
-# Only the names; a test compares them with the tables in the files that implement them.
+# These are only the names. A test compares them with the tables in the files that implement them.
 ALGORITHMS = ("reinforce_pp", "reinforce_pp_baseline", "grpo", "dapo", "ppo")  # update.py
 ESTIMATORS = ("k1", "k2", "k3", "log")  # kl.py
 MISMATCHES = ("auto", "none", "token", "sequence", "mask", "sequence_mask", "row")  # ppo.py
@@ -21,7 +21,7 @@ OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit")
 SCHEDULES = ("constant", "linear", "cosine")
 LOCAL = ("slots", "hf")  # engines that sample in this process
 PARTS = ("base", "reference", "others")  # the values of --in_8bit
-# --algorithm dapo sets these in any other recipe: the values of the DAPO paper.
+# --algorithm dapo sets these values of the DAPO paper in a recipe that has another algorithm.
 DAPO = {"clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "token", "kl_coef": 0.0}
 
 
@@ -35,17 +35,17 @@ class RolloutSettings:
     )
     top_p: float = setting(
         1.0,
-        "sample from the likeliest tokens, as few as together have at least this probability",
+        "sample from the smallest set of likeliest tokens with at least this total probability",
         above=0,
         most=1,
         only="eval",
     )
-    max_searches: int = setting(4, "most searches per trajectory", least=0, most=10_000)
-    task_searches: str = setting("", "most searches for single tasks: task=N,...", only="papers")
-    max_turn_tokens: int = setting(512, "most new tokens per turn", least=1)
+    max_searches: int = setting(4, "maximum searches per trajectory", least=0, most=10_000)
+    task_searches: str = setting("", "max_searches of single tasks: task=N,...", only="papers")
+    max_turn_tokens: int = setting(512, "maximum number of new tokens per turn", least=1)
     turn_tokens: str = setting("", "max_turn_tokens of single tasks: task=N,...", only="papers")
-    max_context: int = setting(0, "most tokens of prompt and response; 0: the model's", least=0)
-    document_tokens: int = setting(1024, "most document tokens inserted per search", least=1)
+    max_context: int = setting(0, "maximum tokens of prompt and response; 0: the model's", least=0)
+    document_tokens: int = setting(1024, "maximum number of document tokens per search", least=1)
     max_num_seqs: int = setting(0, "trajectories sampled at once; 0: all", least=0)
     timeout: float = setting(
         60.0, "seconds after which a search or a request counts as failed", above=0, most=86_400
@@ -66,7 +66,8 @@ class EngineSettings:
     )
     sampling_copy: str = setting(
         "auto",
-        "copy of the weights to sample with: bf16, none; auto: bf16 on a GPU unless in int8",
+        "copy of the weights to sample with: bf16, none; auto: bf16 on a GPU, none on a CPU or for "
+        "int8 weights",
         only="papers",
     )
 
@@ -94,8 +95,10 @@ class UpdateSettings:
     algorithm: str = setting(
         "reinforce_pp_baseline", "how advantages are computed", one_of=ALGORITHMS
     )
-    steps: int = setting(100, "training steps: a rollout, then updates on it", least=1)
-    trajectories_per_update: int = setting(256, "0: one update with all of a step", least=0)
+    steps: int = setting(100, "training steps; each is a rollout and updates on it", least=1)
+    trajectories_per_update: int = setting(
+        256, "batch size of an update; 0: all trajectories of a step", least=0
+    )
     tokens_per_micro_batch: int = setting(16384, "padded tokens per forward pass", least=1)
     mask_documents: bool = setting(
         True, "train on the policy's own tokens only; False (an ablation): on the documents too"
@@ -110,16 +113,18 @@ class PPOSettings:
     clip_high: float = setting(0.2, "the ratio is clipped above at 1 + clip_high", least=0)
     loss_aggregation: str = setting(
         "sequence",
-        "mean of the loss: over trajectories (of token means), over all tokens, or over questions",
+        "how the token losses are averaged: sequence = within each trajectory, then over all "
+        "trajectories; token = over all tokens; question = within each question's group, then over "
+        "all questions",
         one_of=("sequence", "token", "question"),
     )
     mismatch: str = setting(
         "auto",
-        "corrects for a sampler whose log-probs differ, by ρ = exp(old − sampled): token and "
-        "sequence weight the loss with min(ρ, 2), ρ of a token or a trajectory's product; mask "
-        "drops tokens with ρ outside 1/2 to 2, sequence_mask trajectories with a product above 3, "
-        "row those whose mean is 0.1 % off; auto: token if another precision or engine samples, "
-        "else none",
+        "corrects for a sampler whose log-probs differ from the policy's, by ρ = exp(old − sampled)"
+        " of each token. token: weight the loss with min(ρ, 2); sequence: the same with the product"
+        " of ρ over the trajectory; mask: drop tokens with ρ outside 1/2 to 2; sequence_mask: drop "
+        "trajectories whose product is above 3; row: drop trajectories whose geometric mean of ρ is"
+        " more than 0.1 % from 1; auto: token if another precision or engine samples, else none",
         one_of=MISMATCHES,
     )
     gae_lambda: float = setting(1.0, "PPO: GAE's λ", only="papers", least=0, most=1)
@@ -153,7 +158,7 @@ class ReinforceSettings:
         True, "divide advantages by the group's std (UR² eq. 5)", only="papers"
     )
     whiten_tokens: bool = setting(
-        False, "baseline: whiten over the batch's tokens, not its trajectories", only="papers"
+        False, "reinforce_pp_baseline: whiten over tokens, not trajectories", only="papers"
     )
 
 
@@ -161,7 +166,7 @@ class ReinforceSettings:
 class DapoSettings:
     """dapo.py"""
 
-    max_resample: int = setting(3, "most extra draws per step", only="papers", least=0)
+    max_resample: int = setting(3, "maximum number of extra draws per step", only="papers", least=0)
     filter_by: str = setting(
         "correct", "keep groups whose trajectories differ in: correct, answer, total", only="papers"
     )
@@ -179,7 +184,7 @@ class PolicySettings:
     lr: float = setting(2e-6, "learning rate", above=0)
     warmup_ratio: float = setting(0.0, "share of all updates with linear warm-up", least=0, below=1)
     lr_schedule: str = setting(
-        "constant", "after the warm-up; linear and cosine end at 0", one_of=SCHEDULES
+        "constant", "learning rate after the warm-up; linear and cosine end at 0", one_of=SCHEDULES
     )
     gradient_checkpointing: bool = setting(
         False, "recompute activations in the backward pass: slower, with less memory"

@@ -1,18 +1,18 @@
 """The settings of each paper: one record per paper, every number with its source.
 
-    protocols    the tags it writes (prompts.py); the first is its own
-    stages       stage -> the settings it sets; what is not named has its record's default
-    tiny         stage -> what the tiny model on the built-in world needs in their place
-    world        how the tiny model is warmed up: sizes, and the grammar of the traces it reads
-    warm_ups     worse ones by name (--toy_init): in which worlds the paper's claims can show
-    good_format  is a trajectory in the paper's format? (evaluations report the share)
-    punctuation  what becomes of it in answers, as its scorer has it: a style of metrics.PUNCTUATION
-    decoding     how it samples when it evaluates; {} is greedy
-    variants     its other backbones and ablations, by name: each is a record of its own (--variant)
+    protocols    names of protocols in prompts.py: the paper's own, then those of its variants
+    stages       {stage: the paper's settings}; other settings have the default of their record
+    tiny         {stage: settings that replace these for the tiny model on the built-in world}
+    world        the tiny model's supervised warm-up: the form and flaws of its traces, its steps
+    warm_ups     weaker warm-ups by name (--toy_init), on which the paper's claims can be tested
+    good_format  tells whether a trajectory has the paper's format; evaluations report the share
+    punctuation  how the paper's scorer treats punctuation in answers, a key of metrics.PUNCTUATION
+    decoding     sampling settings of the paper's evaluations; {} means greedy
+    variants     other backbones and ablations by name (--variant), each with a record of its own
 
-A paper is three files: what it writes (prompts.py), what it is paid (rewards.py) and what it chose
-(here). Whoever adds one writes these three, and every command knows it.
-Left out: what the papers chose for backbones that are no causal LM, and their hardware.
+A paper is described in three files: tags and instructions in prompts.py, rewards in rewards.py, and
+settings here. To add a paper, extend these three files; every command then knows it.
+Left out: the papers' settings for backbones that are not causal LMs, and for their hardware.
 """
 
 from collections import defaultdict
@@ -36,18 +36,19 @@ class Paper:
     punctuation: str = "space"
     decoding: dict = field(default_factory=dict)
     warm_ups: dict[str, Tiny] = field(default_factory=dict)
-    variants: dict[str, "Paper"] = field(default_factory=dict, init=False)  # a copy has none
+    variants: dict[str, "Paper"] = field(default_factory=dict, init=False)  # a copy starts with {}
 
     def warmed_up(self, name: str) -> Tiny:
         return self.warm_ups[name] if name else self.world
 
 
 def varied(paper: Paper, **changes) -> Paper:
-    """Returns the paper with these settings in each of its stages."""
+    """Returns a copy of the paper with these settings changed in each of its stages."""
     return replace(paper, stages={n: stage | changes for n, stage in paper.stages.items()})
 
 
-# The tiny model has 0.48M weights, born at random: a learning rate 150 times larger, short texts.
+# The tiny model has 0.48M weights, random before the warm-up, so its learning rate is 150 times
+# UR²'s 2e-6. Its texts are short.
 TINY = (
     {"lr": 3e-4, "group_size": 8, "questions_per_step": 16, "trajectories_per_update": 64}
     | {"max_turn_tokens": 24, "turn_tokens": "", "max_searches": 4}
@@ -68,23 +69,27 @@ _ur2 = (  # section 4.4, appendix C.2 and C.4
     {"protocol": "ur2", "algorithm": "reinforce_pp_baseline"}
     | {"group_size": 16, "questions_per_step": 64, "trajectories_per_update": 256}
     | {"lr": 2e-6, "clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0}
-    | {"temperature": 1.0, "max_searches": 4}  # not its top_p 0.9: that is not what is scored
+    # top_p is 1, not the paper's 0.9, because log-probs are computed under the full distribution.
+    | {"temperature": 1.0, "max_searches": 4}
     | {"max_turn_tokens": 512, "turn_tokens": "math=3072,choice=1536"}
-    | {"summary_sampling": "math=0.3/0.7/8192"}  # of other tasks in training it says nothing
+    # The paper does not say how the summariser samples in training for tasks other than math.
+    | {"summary_sampling": "math=0.3/0.7/8192"}
     | {"documents_per_search": 10, "document_tokens": 1536}  # ten have 1,291 tokens (B.6)
-    # Read with --difficulty alone. Math 1 : 1 : 1 (C.5), else 7 : 2 : 1 (3.3).
+    # Used only with --difficulty. The ratio hard : medium : easy is 1 : 1 : 1 for math (C.5) and
+    # 7 : 2 : 1 for other tasks (3.3).
     | {"buckets": "math:hard=1,math:medium=1,math:easy=1,hard=7,medium=2,easy=1"}
-    | {"keep_checkpoints": 0}  # the best of them is chosen afterwards (C.2)
+    | {"keep_checkpoints": 0}  # all, because the paper chooses the best afterwards (C.2)
 )
 _summarised = {"summarizer": "extractive", "task_mixing": False}
 UR2 = Paper(
     source="UR² section 4.4, app. C",
     protocols=("ur2", "ur2_search"),
-    stages={  # stage 1 trains on the math questions that scored below 0.2 (C.7)
+    stages={  # stage 1 trains on math of the bucket "dropped": a mean score below 0.2 (C.7)
         1: _ur2 | {"reward": "ur2_stage1", "steps": 10, "buckets": "math:dropped=1"},
         2: _ur2 | {"reward": "ur2_stage2", "steps": 40, "task_mixing": True},
     },
-    # Eight of 24 questions forbid searching, or the model would forget the token that forbids it.
+    # In stage 2, 8 of the 24 questions of a step forbid searching. Otherwise the model would forget
+    # the prompt token that forbids it.
     tiny={
         1: LOOK_UPS | _summarised,
         2: EVERYTHING
@@ -93,23 +98,24 @@ UR2 = Paper(
         | {"mix": "one_hop=5,two_hop=5,unit=1,arithmetic=3,known=2,direct=8"},
     },
     good_format=lambda trajectory: not rewards.ur2_violations(trajectory),
-    # search, read the summary (or the fallback), write \\boxed{...}
+    # A trace searches, reads the summary (or the fallback) and writes \boxed{...}.
     world=Tiny(
         "{asked} \\boxed{{ {answer}}}<eos>",
         read=" \\boxed{{ {answer}}}",
         summarised=True,
-        stop_after_first_hop=0.1,  # at 0.2 stage 2 unlearned the second hop in world 44
+        stop_after_first_hop=0.1,  # with 0.2 and --world_seed 44 stage 2 unlearned the 2nd hop
         steps=440,
         muon_lr=0.01,
         warmup_steps=20,
         decay_from=0.4,
     ),
-    # appendix C.4, as the summariser's: temperature, top_p, tokens
+    # Appendix C.4. The summariser's sampling is written as temperature/top_p/tokens.
     decoding={"temperature": 0.3, "top_p": 0.5}
     | {"summary_sampling": "math=0.3/0.7/8192,other=0.3/0.5/2048"},
 )
-# It never searches by itself, and has habits that the reward must break: searches for sums, several
-# in a row, two answers, passages that it invents. It reads summaries and raw passages.
+# This warm-up hardly ever searches before RL, and has bad habits that the reward must break: it
+# searches for sums, searches several times in a row, gives two answers and invents passages. It
+# learns to read both summaries and raw passages.
 UR2.warm_ups["weak"] = replace(
     UR2.world,
     kinds={"one_hop": 0.22, "two_hop": 0.26, "unit": 0.14, "arithmetic": 0.28, "known": 0.10},
@@ -129,26 +135,27 @@ UR2.warm_ups["weak"] = replace(
     warmup_steps=50,
     decay_from=0.5,
 )
-# In place of a stage 1 the first steps have a search bonus (C.7). In the built-in world no question
-# has options, so there the bonus is for any task.
+# Instead of a separate stage 1, the first steps pay a search bonus for multiple choice (C.7). No
+# question of the built-in world has options, so there the bonus is paid for any task.
 UR2_CHOICE = replace(
     UR2,
     stages={1: _ur2 | {"reward": "ur2_choice", "steps": 100, "task_mixing": True}},
     tiny={1: EVERYTHING | _summarised | {"reward": "ur2_weak"}},
 )
-# UR²'s baseline, a run per task: eq. 2 (our reading), and only open questions search (C.3).
+# UR²'s baseline trains on one task per run. Its reward is eq. 2 (our reading), and only open
+# questions may search (C.3).
 VANILLA_RL = replace(
     UR2,
     source="UR² section 4.3, app. C.3",
     stages={
         1: _ur2
         | {"reward": "ur2_stage2", "steps": 25, "direct_tasks": "math,choice"}
-        | {"save_every": 5}  # of single tasks and of 3B models, else 10 (C.2)
+        | {"save_every": 5}  # for single tasks and for 3B models; otherwise 10 (C.2)
     },
     tiny={1: EVERYTHING | _summarised | {"steps": 72}},
 )
 
-# Table 15: each run's steps, to the checkpoint that was best on the test set (C.2).
+# Table 15: the steps of each run, up to the checkpoint that was best on the test set (C.2).
 _runs, *_rows = """
            ur2  ur2_choice  math  qa  mmlu_pro  medqa  choice
 qwen_7b    40   100         40    25  94        47     60
@@ -159,24 +166,27 @@ _small = {"questions_per_step": 128, "trajectories_per_update": 512, "save_every
 for _name, *_numbers in map(str.split, _rows):
     for _run, _steps in zip(_runs.split(), _numbers, strict=False):
         _paper = {"ur2": UR2, "ur2_choice": UR2_CHOICE}.get(_run, VANILLA_RL)
-        _own = {"save_every": 10} if _run == "choice" else {}  # two tasks in one run
+        _own = {"save_every": 10} if _run == "choice" else {}  # this run has two data sets
         _own |= {"reward_variant": _name} | (_small if _name == "qwen_3b" else {})
         _variant = varied(_paper, **_own)
         _variant.stages[max(_variant.stages)]["steps"] = int(_steps)
         _paper.variants[f"{_name}_{_run}" if _paper is VANILLA_RL else _name] = _variant
-UR2.variants["qwen_3b"].stages[1]["steps"] = 15  # C.7's last sentence (our reading: math, too)
-# Easy math in place of hard (C.5): a third of all, and searching as the hard third would (ours).
+# C.7's last sentence has 15 for multiple choice; in our reading it holds for math too.
+UR2.variants["qwen_3b"].stages[1]["steps"] = 15
+# Easy math questions replace the hard ones (C.5), so two thirds of the math questions are easy.
+# Half of these may search, as the hard third would have (our reading).
 _easier = {"buckets": "math:medium=1,math:easy=2,hard=7,medium=2,easy=1"}
 UR2.variants["llama_8b"].stages[2].update(_easier, math_searches="easy=0.5")
 _llama = UR2.variants["llama_8b"]
-_direct = _llama.stages[2] | {"direct_tasks": "math"}  # stage 1 is mathematics that searches
+# Only stage 2 forbids searching in math, because stage 1 learns to search on math questions.
+_direct = _llama.stages[2] | {"direct_tasks": "math"}
 UR2.variants["llama_8b_direct"] = replace(_llama, stages=_llama.stages | {2: _direct})
 UR2.variants.update(
     weak_stage1=varied(UR2_CHOICE, reward="ur2_weak", steps=80),  # Table 6
     judge_partly=varied(UR2, partly=1.0),  # as in its released code
-    five_queries=varied(UR2, task_searches="qa=5"),  # its prompt says five
+    five_queries=varied(UR2, task_searches="qa=5"),  # as its prompt says
 )
-# Table 3; without stage 1 there is no bonus, and the tags are others (C.2).
+# Table 3. Without stage 1 there is no search bonus, and the run uses other tags (C.2).
 _no_bonus = replace(UR2_CHOICE, tiny={1: EVERYTHING | _summarised})
 UR2_CHOICE.variants.update(
     without_stage1=varied(_no_bonus, reward="ur2_stage2", protocol="ur2_search", steps=110),
@@ -187,7 +197,8 @@ _mini = varied(UR2_CHOICE, steps=50, summarizer="https://api.openai.com/v1#gpt-4
 _sampled = "math=0.3/0.7/2048,other=0.3/0.7/2048"  # C.2, of Qwen-3-8B
 _qwen3 = varied(_mini, summarizer="Qwen/Qwen3-8B", summary_sampling=_sampled)
 UR2_CHOICE.variants.update(gpt_4o_mini_summaries=_mini, qwen3_8b_summaries=_qwen3)
-# Tables 6 and 7; five passages, as Table 10's evaluations without summaries (our reading).
+# Tables 6 and 7. A search has five passages, as in Table 10's evaluations without summaries (our
+# reading).
 _passages = replace(
     varied(VANILLA_RL, documents_per_search=5), tiny={1: EVERYTHING | {"steps": 72}}
 )
@@ -197,17 +208,21 @@ VANILLA_RL.variants.update(
     raw_math=varied(VANILLA_RL, steps=10, buckets=""),
 )
 
-_r1_searcher = (  # section 3.3; --encoder BAAI/bge-large-en-v1.5; it is judged by GPT-4o-mini (3.1)
+# Section 3.3. The paper also has --encoder BAAI/bge-large-en-v1.5, and GPT-4o-mini judges its
+# evaluations (3.1).
+_r1_searcher = (
     {"protocol": "r1_searcher", "algorithm": "reinforce_pp"}
     | {"group_size": 16, "questions_per_step": 64, "trajectories_per_update": 256}
     | {"lr": 2e-6, "kl_coef": 0.0, "kl_estimator": "k1"}  # in the reward
     | {"temperature": 1.0, "max_searches": 8, "max_turn_tokens": 512}
-    | {"documents_per_search": 5}  # not given there; 3 in its code
+    | {"documents_per_search": 5}  # ours; the paper gives no number, its code has 3
 )
 R1_SEARCHER = Paper(
     source="R1-Searcher section 3.3",
     protocols=("r1_searcher",),
-    stages={  # one epoch of Table 1's 350, then of its 8,148; its counts need --difficulty
+    # One epoch over Table 1's 350 questions in stage 1 and over its 8,148 in stage 2. The counts of
+    # each difficulty need --difficulty.
+    stages={
         1: _r1_searcher
         | {"reward": "r1_searcher_stage1", "steps": 6, "mix": "hotpotqa=200,2wiki=150"}
         | {"buckets": "medium=1"},
@@ -223,15 +238,16 @@ R1_SEARCHER = Paper(
 R1_SEARCHER.warm_ups["verbose"] = replace(R1_SEARCHER.world, verbose=0.9, prior=0.3)
 R1_SEARCHER.variants.update(
     llama_8b=varied(R1_SEARCHER, kl_coef=1e-4),  # section 3.3
-    grpo=varied(R1_SEARCHER, algorithm="grpo", kl_coef=1e-4, kl_estimator="k3"),  # table 3: Llama's
+    # Table 3. The KL weight is the one that the paper gives for Llama.
+    grpo=varied(R1_SEARCHER, algorithm="grpo", kl_coef=1e-4, kl_estimator="k3"),
     em=varied(R1_SEARCHER, answer_metric="em"),  # eq. 5, table 5
     cem=varied(R1_SEARCHER, answer_metric="cem"),
-    as_its_code=varied(  # the advantage of its scripts: R − the group's mean, whitened over tokens
+    as_its_code=varied(  # its scripts' advantage: R minus the group's mean, whitened over tokens
         R1_SEARCHER, algorithm="reinforce_pp_baseline", group_std=False, whiten_tokens=True
     ),
 )
 
-# Section 4.3, table 6: medium questions in the place of difficult ones.
+# Section 4.3, table 6: medium questions replace the difficult ones.
 _medium = replace(R1_SEARCHER, tiny={1: LOOK_UPS, 2: EVERYTHING})
 R1_SEARCHER.variants["without_difficult"] = varied(_medium, buckets="medium=1")
 
@@ -249,12 +265,13 @@ R_SEARCH = Paper(
     stages={1: _r_search},
     tiny={1: EVERYTHING | TWO_FACTS | {"warmup_ratio": 0.0, "kl_coef": 0.0, "steps": 40}},
     good_format=rewards.r_search_format,
-    # two passages a search; copy the one that counts as evidence, answer from it
+    # A trace gets two passages per search, copies the relevant one as evidence, answers from it.
     world=Tiny("{evidence}<answer> {answer}</answer>", layout="facts", kinds=HALVES, steps=350),
     punctuation="delete",
     decoding={"temperature": 0.1, "documents_per_search": 5},  # appendix A.3, section 4.3
 )
-# PPO (5.3) has 4.3's numbers too; where its KL is, and the critic's numbers, are its script's.
+# PPO (5.3) has the settings of 4.3 too. The paper does not say where PPO's KL is used, nor the
+# critic's learning rate and warm-up; these come from the paper's script.
 _with_critic = {"algorithm": "ppo", "kl_estimator": "k1", "critic_lr": 1e-5}
 _with_critic["critic_warmup_ratio"] = 0.05
 _tiny_critic = {
@@ -269,15 +286,17 @@ R_SEARCH.variants.update(
     ppo_code=varied(_r_search_ppo, group_size=1, trajectories_per_update=256),  # one response
 )
 
-_when_to_search = (  # Table 5; 500 steps in all, halved between the stages by us
+_when_to_search = (  # Table 5; each stage has half of its 500 steps (our choice)
     {"protocol": "when_to_search", "algorithm": "dapo", "beta": 0.3, "steps": 250}
     | {"group_size": 32, "questions_per_step": 32, "trajectories_per_update": 1024}
     | {"lr": 1e-6, "clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "token"}  # DAPO's own
-    | {"kl_coef": 0.0}  # section 3.2; Table 5: 1e-4
+    | {"kl_coef": 0.0}  # as section 3.2 says; Table 5 has 1e-4
     | {"temperature": 1.0, "documents_per_search": 5, "document_tokens": 4096}
-    | {"max_searches": 5, "max_turn_tokens": 8192}  # "5" there counts turns
-    | {"max_context": 18432}  # prompt 2048, response 16384
-    | {"filter_by": "answer"}  # eq. 10 compares all wrong answers, eq. 11 all right: kept
+    | {"max_searches": 5, "max_turn_tokens": 8192}  # we read Table 5's five turns as searches
+    | {"max_context": 18432}  # prompt 2048 + response 16384
+    # The filter `correct` would drop groups that are all wrong or all right, but eq. 10 gives wrong
+    # answers different rewards, and eq. 11 right answers.
+    | {"filter_by": "answer"}
     | {"save_every": 30}  # appendix B.3
 )
 _when_stage1 = _when_to_search | {"reward": "when_to_search_stage1"}
@@ -290,7 +309,7 @@ WHEN_TO_SEARCH = Paper(
     stages={1: _when_stage1, 2: _when_stage2},
     tiny={1: TINY | WHEN_TINY | {"steps": 5}, 2: EVERYTHING | WHEN_TINY | {"steps": 40}},
     good_format=rewards.when_to_search_format,
-    # think, search, reflect, answer; or think, reflect, answer
+    # A trace has the sections think, search, reflect, answer; without a search it has no `search`.
     world=Tiny(
         opening="<think>{asked}</think>",
         between="<reflect>{note}</reflect>",
@@ -299,7 +318,8 @@ WHEN_TO_SEARCH = Paper(
     ),
     punctuation="delete",
 )
-# It hardly searches by itself: in one look-up of a hundred, and of two hundred.
+# These warm-ups hardly ever search before RL: only one trace with searches in 100 (`_weak`) or in
+# 200 (`_rare`) has a loss on the token that decides to search.
 _weak = replace(WHEN_TO_SEARCH.world, choice_without_loss=0.99, prior=0.05)
 _rare = replace(_weak, choice_without_loss=0.995, prior=0.02)
 WHEN_TO_SEARCH.warm_ups.update(weak=_weak, rare=_rare)
@@ -308,18 +328,19 @@ _one_stage = replace(  # one reward throughout
     stages={1: _when_to_search | {"steps": 500}},
     tiny={1: EVERYTHING | WHEN_TINY | {"steps": 45}},
 )
-# A right answer earns 1 and a wrong one −1 in stage one, whatever the searches.
+# With β = 0 a right answer earns 1 and a wrong one −1 in stage one, however often it searched.
 _plain_stages = {1: _when_stage1 | {"beta": 0.0}, 2: _when_stage2}
 WHEN_TO_SEARCH.variants.update(
-    # Table 2 compares checkpoints of this run
+    # All checkpoints of this run are kept, because Table 2 compares them.
     unified=varied(_one_stage, reward="when_to_search_unified", keep_checkpoints=0),
-    # Table 4 from here on. Its row without stage one has two readings; the second is that of 4.5.
+    # The variants from here on are those of Table 4. Its row "w/o stage one" has two readings: the
+    # reward of stage two throughout, or, as in section 4.5, ±1 in stage one (`plain_stage_one`).
     without_stage_one=varied(_one_stage, reward="when_to_search_stage2"),
     plain_stage_one=replace(WHEN_TO_SEARCH, stages=_plain_stages),
     without_stage_two=varied(_one_stage, reward="when_to_search_stage1"),
     without_r_s=varied(WHEN_TO_SEARCH, left_out="retrieval"),
 )
-# The same in stage two (4.5).
+# With β = 0 in stage two, a right answer earns 1 and a wrong one −1 there (4.5).
 _plain_stages = {1: _when_stage1, 2: _when_stage2 | {"beta": 0.0}}
 WHEN_TO_SEARCH.variants.update(
     to_the_end=varied(WHEN_TO_SEARCH, protocol="when_to_search_eos"),  # 3.2
@@ -327,16 +348,17 @@ WHEN_TO_SEARCH.variants.update(
     without_r_a=varied(WHEN_TO_SEARCH, left_out="answer", filter_by="total"),
 )
 
-# Section 4.4, appendix F. Our copy of the text has lost its KL weight, updates per batch and clip
-# range there, and in 3.2 the names of its two estimators: what 3.2 and appendix B prove of them
-# holds for k3 (GRPO's own) and k2. The three numbers are the defaults of its library.
+# Section 4.4 and appendix F. In our copy of the paper the KL weight, the updates per batch and the
+# clip range are missing from appendix F, so we use the defaults of its library. The names of the
+# two KL estimators are missing from 3.2. They must be k3 (GRPO's own) and k2, because 3.2 and
+# appendix B prove properties that these two have.
 _arena = (
     {"protocol": "arena", "algorithm": "grpo", "reward": "arena", "answer_metric": "em"}
     | {"group_size": 7, "questions_per_step": 256, "trajectories_per_update": 1792}
     | {"lr": 3e-6, "kl_estimator": "k2", "kl_coef": 0.04, "clip_low": 0.2, "clip_high": 0.2}
     | {"temperature": 0.9, "max_searches": 0}
     | {"max_turn_tokens": 256}  # its library's default
-    | {"steps": 95}  # table 10: one epoch of the 25,000
+    | {"steps": 95}  # table 10: one epoch over the 25,000 questions
 )
 ARENA = Paper(
     source="ARENA section 4.4, app. F",
@@ -344,7 +366,7 @@ ARENA = Paper(
     stages={1: _arena},
     tiny={1: EVERYTHING | TWO_FACTS | {"max_searches": 0, "steps": 40}},
     good_format=rewards.arena_format,
-    # four numbered references in the prompt; cite, analyse, answer
+    # The prompt has four numbered references; a trace cites some of them, analyses and answers.
     world=Tiny(
         citation="<relevance>[{numbers}]",
         analysis="<analysis>{note}{thought}</analysis>",
@@ -366,7 +388,7 @@ ARENA.variants.update(  # section 5.3, figure 3
 )
 ARENA.variants["no_relevance"] = varied(ARENA, relevance_reward=False)  # ours
 ARENA.variants["thinking"] = varied(ARENA, protocol="arena_thinking")  # 4.3, note 2
-# Appendix H.2, table 9; one epoch of its 5,000 is our reading.
+# Appendix H.2, table 9. The 20 steps are one epoch over its 5,000 examples, which is our reading.
 _naive = ARENA.variants["naive_grpo"]
 ARENA.variants["summaries"] = varied(ARENA, protocol="arena_summary", steps=20)
 ARENA.variants["naive_summaries"] = varied(_naive, protocol="arena_summary", steps=20)
@@ -415,8 +437,8 @@ PAPERS: dict[str, Paper] = {
 RECIPES: dict[str, dict[int, dict]] = {name: paper.stages for name, paper in PAPERS.items()}
 
 
-# What lab/baselines.py writes has no paper's format: having an answer is enough. Everything else is
-# scored as the paper scores in whose table the baseline is.
+# Trajectories of lab/baselines.py follow no paper's format, so an answer is enough for a good
+# format. All other metrics are those of the paper whose table has the baseline.
 BASELINES = [
     replace(
         paper,
@@ -437,7 +459,9 @@ def paper_of(protocol: str) -> Paper:
 
 
 def record_of(recipe: str, variant: str = "", stage: int | None = None) -> Paper:
-    """Returns the record of a recipe or its variant, which must have the stage."""
+    """Returns the record of a recipe or of its variant. Raises an InputError if the recipe, the
+    variant or the stage does not exist.
+    """
     check_value("recipe", recipe, {"one_of": PAPERS})
     paper = PAPERS[recipe]
     if variant:
@@ -450,13 +474,13 @@ def record_of(recipe: str, variant: str = "", stage: int | None = None) -> Paper
 
 
 def main() -> None:
-    """Prints the settings of each stage of each paper as a table of Markdown, and of each variant
-    those that differ from its paper's. Stages that set the same share a row.
+    """Prints a Markdown table of the settings of each paper and stage. A variant shows only the
+    settings that differ from its paper's. Stages with the same settings share a row.
     """
     print("paper | stage | settings | source\n--- | --- | --- | ---")
     for name, paper in PAPERS.items():
         for variant, own in {"": paper, **paper.variants}.items():
-            stages = defaultdict(list)  # what is set -> in which stages
+            stages = defaultdict(list)  # the settings, as text -> the stages that have them
             for stage, settings in own.stages.items():
                 usual = paper.stages.get(stage, {}) if variant else {}
                 changed = [key for key in usual | settings if settings.get(key) != usual.get(key)]

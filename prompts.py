@@ -1,12 +1,14 @@
 """The protocol of each paper: the tags of queries, documents and answers, and the instruction.
 
 Training, evaluation and the demo share one `Protocol`, because a prompt that differs between them
-is the most common silent fault of public code. The last answer is scored; braces are balanced, so
-\\boxed{\\frac{1}{2}} is read whole. The wording is ours. --prompt_file replaces it by model, task
-and mode (`SECTIONS`). A text in that file without placeholders is an instruction, the system
-message. A text with placeholders such as {question} is a layout: filled in, it is the user message,
-and there is no system message. Left out: system prompts per model family (the chat template has
-them), few-shot examples.
+is the most common silent fault of public code. If a response has several answers, the last one is
+scored. Braces are balanced, so \\boxed{\\frac{1}{2}} is read whole.
+
+The wording of the prompts is ours. --prompt_file replaces it, separately for each model, task and
+mode (`SECTIONS`). In that file, a text without placeholders is an instruction and becomes the
+system message. A text with placeholders such as {question} is a layout: it is filled in and becomes
+the user message, and there is no system message. Left out: system prompts per model family (the
+chat template has them), few-shot examples.
 """
 
 from __future__ import annotations
@@ -23,20 +25,20 @@ from metrics import Span, find_boxed
 
 Tags = tuple[str, str]  # begin, end
 PROTOCOLS: dict[str, Protocol] = {}  # name -> protocol; filled below, paper by paper
-# A judge of correctness reads the question with the answers, or the answers alone, as they are or
-# normalized.
+# The input of the judge of correctness: "question" gives it the question and the answers, "answers"
+# only the answers, and "normalized" only the normalized answers.
 JUDGE_SEES = ("question", "answers", "normalized")
 # The sections of --prompt_file. "policy:direct" is for questions that may not search, and
 # "summarizer:fallback" is used where a query may be rejected: in training, and for web pages.
 BY_TASK = ("policy", "policy:direct", "summarizer", "summarizer:fallback")
 TASKS = ("qa", "math", "choice", "summary")
 SECTIONS = ("judge", "reader", *BY_TASK, *(f"{name}:{task}" for name in BY_TASK for task in TASKS))
-# The placeholders of a layout: those it needs, and those it may have.
+# The placeholders that a layout must have (NEEDED), and those that it may have (OPTIONAL).
 NEEDED = {"policy": "question", "reader": "question evidence", "summarizer": "query documents"}
 OPTIONAL = {"policy": "options", "reader": "options"}  # under ARENA the policy needs {references}
 OPTIONAL["summarizer"] = "question options reasoning"
-# LaTeX braces are not placeholders: \boxed{answer}, x^{n}. {max_searches} is filled in earlier, in
-# every instruction.
+# LaTeX braces are not placeholders: \boxed{answer}, x^{n}. Nor is {max_searches}, which is
+# filled in earlier, in every instruction.
 _GAP = re.compile(r"(?:\\\w+|[\^_])(?:\{[^{}]*\})+|\{(?!max_searches\})([a-z_]+)\}")
 
 
@@ -45,9 +47,9 @@ class PromptSettings:
     protocol: str = setting("ur2", "the paper's tags and prompt", one_of=PROTOCOLS, only="eval")
     prompt_file: str = setting(
         "",
-        "your own prompts: a file with a line such as [policy:math] above each prompt (a file "
-        "without one holds [policy]), or a folder of files such as policy.math.txt; see "
-        "docs/extend.md",
+        "your own prompts: a file with a line such as [policy:math] above each prompt (without "
+        "such a line, the whole file is the prompt [policy]), or a folder of files such as "
+        "policy.math.txt; see docs/extend.md",
     )
     retrieval: bool = setting(True, "False uses UR²'s prompt without retrieval")
     direct_tasks: str = setting(
@@ -81,7 +83,8 @@ class Protocol:
     direct_notice: str = "\n\nThere is no searching here. Answer with what you know.\n\n"
     error_text: str = "Search is unavailable."
     empty_text: str = "None"
-    # The policy reads this instead of documents if a query asks for no fact; "": never.
+    # The policy reads this text instead of documents if its query asks for no fact. With "" the
+    # protocol has no fallback.
     fallback_text: str = ""
     prompts: dict[str, str] = field(default_factory=dict, hash=False)  # from --prompt_file
 
@@ -96,8 +99,8 @@ class Protocol:
 
     @property
     def stop_tags(self) -> dict[str, str]:
-        """Maps each tag that ends a turn to the reason. \\boxed{...} does not end one: the model
-        may reason on until EOS.
+        """Maps each tag that ends a turn to the reason for the end. \\boxed{...} does not end a
+        turn, because the model may go on reasoning until EOS.
         """
         reasons = {}
         if self.query_tags:
@@ -107,8 +110,8 @@ class Protocol:
         return reasons
 
     def search_limit(self, task: str) -> int:
-        """Returns how many searches a question of this task may run, for the prompt, the
-        environment and UR²'s format reward alike.
+        """Returns how many searches a question of this task may run. The prompt, the environment
+        and UR²'s format reward all use this number.
         """
         return self.search_limits.get(task, self.search_limits[""])
 
@@ -152,7 +155,8 @@ _UR2_TAGS = (
 )
 
 
-# UR² appendix C.6, word for word: the paper's summary prompts ask for this sentence.
+# UR² appendix C.6, word for word. The paper's summary prompts tell the summariser to reject a query
+# with this sentence.
 _NO_FACT_TO_FIND = (
     "This query requires design, computation, or complex reasoning, which exceeds the capabilities"
     " of a search engine. Please input another query or proceed with direct reasoning."
@@ -250,7 +254,7 @@ PROTOCOLS["when_to_search"] = Protocol(
     other_tags=(tag_pair("think"), tag_pair("reflect")),
     judge_sees="normalized",  # appendix B.4
 )
-# When to Search section 3.2 samples until the end of the text.
+# In section 3.2 of When to Search, the model generates until EOS, also after its answer.
 PROTOCOLS["when_to_search_eos"] = replace(
     PROTOCOLS["when_to_search"], name="when_to_search_eos", stop_at_answer=False
 )
@@ -317,7 +321,7 @@ def gaps_of(text: str) -> set[str]:
 
 
 def fill(layout: str, values: dict[str, str]) -> str:
-    """Fills a layout in one pass: a value that looks like a placeholder stays as it is."""
+    """Fills a layout in one pass, so a value that looks like a placeholder stays as it is."""
     return _GAP.sub(lambda gap: values[gap[1]] if gap[1] else gap[0], layout)
 
 
@@ -355,8 +359,9 @@ def user_text(protocol: Protocol, question: Question, tokenizer) -> str:
 
 
 def check_references(protocol: Protocol, question: Question) -> None:
-    """Refuses a question without references, and a task that does not fit the answer tags, if the
-    protocol puts references into the prompt.
+    """Checks a question for a protocol that puts references into the prompt. Raises an InputError
+    if it has no references, or if its task does not fit the answer tags: <summary> is for the task
+    "summary" only.
     """
     if not protocol.references_in_prompt:
         return
@@ -367,8 +372,8 @@ def check_references(protocol: Protocol, question: Question) -> None:
         )
     if (protocol.answer_tags == tag_pair("summary")) != (question.task == "summary"):
         raise InputError(
-            f"question {question.id} is of task {question.task}: --recipe arena --variant "
-            "summaries is for questions of task summary only"
+            f"question {question.id} is of task {question.task}: --recipe arena needs --variant "
+            "summaries for questions of task summary, and only for these"
         )
 
 
@@ -408,7 +413,7 @@ def chat_text(tokenizer, instruction: str, text: str, plain: str = "{}\n\nAnswer
 
 
 def build_prompt(protocol: Protocol | str, question: Question, tokenizer) -> list[int]:
-    """Returns the prompt's token ids. The template writes the special tokens; none is added."""
+    """Returns the prompt's token ids. The tokenizer adds no special tokens: the text has them."""
     text = prompt_text(protocol, question, tokenizer)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -433,15 +438,15 @@ def last_block(text: str, tags: Tags) -> str | None:
 
 
 def section_letters(text: str, tags: dict[str, Tags]) -> str:
-    """Returns one letter per section. "x" marks a fault: text outside the sections, a tag inside
-    one, an empty one.
+    """Returns one letter per section, in order. "x" marks a fault: an empty section, a tag inside a
+    section, or text outside of all sections.
 
     >>> section_letters("<a> 1 < 2 </a> <b></b>", {"A": ("<a>", "</a>"), "B": ("<b>", "</b>")})
     'Ax'
     """
     letters = {begin + end: letter for letter, (begin, end) in tags.items()}
     any_tag = "|".join(re.escape(tag) for pair in tags.values() for tag in pair)
-    outside, *rest = re.split(f"({any_tag})", text)  # then begin, content, end, outside, begin, ...
+    outside, *rest = re.split(f"({any_tag})", text)  # [begin, content, end, outside, ...]
     order = ""
     while len(rest) >= 4:
         begin, content, end, after, *rest = rest
@@ -450,8 +455,8 @@ def section_letters(text: str, tags: dict[str, Tags]) -> str:
     return "x" if rest or outside.strip() else order
 
 
-# A colon, then a letter that is not part of a word; a box, brackets or stars may surround it.
-# `*+` is possessive: a long run of blanks after "is" must not cost quadratic time.
+# Matches a colon and then a letter that is not part of a word. A box, brackets or stars may
+# surround the letter. `*+` is possessive, because `*` takes quadratic time on a long run of blanks.
 _CHOICE = re.compile(
     r"correct answer is[\s*]*+:((?:\\[a-z]+|[\s*_$\"'(\[{])*+[a-z](?![-'’]?[^\W_])[^\n]*)",
     re.IGNORECASE,
@@ -460,9 +465,9 @@ _CHOICE = re.compile(
 
 @lru_cache(maxsize=1024)  # rewards and metrics need a trajectory's answers a dozen times
 def find_answers(protocol: Protocol, text: str, task: str = "qa") -> tuple[Span, ...]:
-    """Finds every answer in the model's own text, in order. Under UR² only "the correct answer is:
-    X" answers a choice (D.2); "... is not A", "... is: neither" and a box, which may belong to a
-    calculation, do not.
+    """Finds every answer in the model's own text, in order. Under UR² the answer to a
+    multiple-choice question has the form "the correct answer is: X" (D.2). The forms "... is not A"
+    and "... is: neither" are not answers, nor is a box, which may belong to a calculation.
     """
     if protocol.answer_tags:
         return tuple(find_blocks(text, *protocol.answer_tags))
@@ -473,7 +478,8 @@ def find_answers(protocol: Protocol, text: str, task: str = "qa") -> tuple[Span,
 
 def parse_query(protocol: Protocol, turn: str) -> str | None:
     """Returns the query at the end of a model's turn, "" if it is empty, None if a tag is missing.
-    Give it this turn only, so that no begin tag of an earlier turn or a document can open a query.
+    `turn` must be the text of this turn only, so that a begin tag in an earlier turn or in a
+    document cannot open a query.
     """
     if not protocol.query_tags:
         return None
@@ -485,7 +491,7 @@ def parse_query(protocol: Protocol, turn: str) -> str | None:
 
 def without_thinking(reply: str) -> str:
     """Returns the reply after the thinking, or "" if the thinking did not end. The opening <think>
-    may be missing, as some templates write it.
+    may be missing, because some chat templates write it into the prompt.
 
     >>> without_thinking("<think>Kelmouth? No.</think>\\nNorland")
     'Norland'
@@ -504,20 +510,23 @@ def number_documents(documents: Sequence[Document]) -> list[str]:
 
 
 def frame_documents(protocol: Protocol, body: str) -> str:
-    """Returns the whole inserted text, tags and blank lines included; all of it has mask 0."""
+    """Returns the text to insert: `body` with tags and blank lines. All of it has mask 0."""
     begin, end = protocol.documents_tags
     return f"\n\n{begin}\n{body}\n{end}\n\n"
 
 
 @lru_cache(maxsize=1024)
 def without_control(text: str, tokenizer, tags: tuple[str, ...] = ()) -> str:
-    """Removes tags and control tokens from foreign text: no page may close its own frame."""
+    """Removes tags and control tokens from a text that the policy did not write: otherwise a web
+    page, for example, could contain the tag that ends the documents.
+    """
     control = control_tokens(tokenizer)
     text = strip_tags(clean(text), [*tags, *control.values()])
-    # Trap: a tokenizer that normalises reads "＜EOS＞" as a token. Then all punctuation goes.
+    # Trap: a tokenizer that normalises text may read "＜EOS＞" as a special token. In that case all
+    # punctuation is removed.
     for candidate in (text, re.sub(r"[^\w\s]|_", " ", text)):
         ids = tokenizer(candidate, add_special_tokens=False)["input_ids"]
-        special = control.keys() & set(ids) - {tokenizer.unk_token_id}  # or an unknown word
+        special = control.keys() & set(ids) - {tokenizer.unk_token_id}  # <unk> is harmless
         if not special and not any(map(tokenizer.decode(ids).count, tags)):
             return candidate
     return ""

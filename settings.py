@@ -1,11 +1,12 @@
-"""The flags: one record that inherits the settings records of the files that read them.
+"""Defines all flags: `Settings` inherits the settings records of the files that read them.
 
     defaults  <  the paper's stage  <  the built-in world (without --model)  <  the command line
 
-A function takes the record it reads: `rollout` takes a RolloutSettings, `make_retriever` a
-RetrieverSettings. `Settings` inherits them all, so every setting is one flag. Flags that contradict
-each other raise an InputError here, before a model is loaded. Left out: settings files; a shell
-script with the flags does the same.
+If several of these sources give a value, the one furthest to the right wins. A function takes the
+record it reads: `rollout` takes a RolloutSettings, `make_retriever` a RetrieverSettings. `Settings`
+inherits all records. Every setting is a flag, unless its record says only="papers". Flags that
+contradict each other raise an InputError here, before a model is loaded. Left out: settings files,
+because a shell script with the flags does the same.
 """
 
 import argparse
@@ -45,8 +46,9 @@ from rewards import READS, RewardSettings, check_reward, needs
 from summarizer import SUMMARIZED, WITHOUT_MODEL, SummarizerSettings, by_task, models_in
 
 RUN_NAME = re.compile(r"[^/\\]{,200}")
-# Eight times the step of the DAPO paper. The ids, masks and log-probs of 65,536 trajectories of
-# 4,000 tokens take 21 GB as Python lists on every process, before they are put into a batch.
+# The most trajectories that a step may have: eight times as many as in the DAPO paper. The ids,
+# masks and log-probs of 65,536 trajectories of 4,000 tokens take 21 GB as Python lists on every
+# process, before they are put into a batch.
 LARGEST_STEP = 65_536
 TRACKERS = (
     "tensorboard",
@@ -61,7 +63,9 @@ class RunSettings:
     variant: str = setting("", "another backbone or an ablation of the recipe")
     stage: int = setting(1, "1: learn to search; 2: learn to answer, from stage 1's model")
     model: str = setting(
-        "", 'HF causal LM, a folder or a hub name; "": the last of stage 1, or the built-in model'
+        "",
+        'HF causal LM (folder or hub name); "": in stage 2 the last checkpoint of stage 1, in '
+        "evaluations the last of the run, else the built-in model",
     )
     toy_init: str = setting(
         "", "built-in model only: name of a weaker supervised warm-up (default: the standard one)"
@@ -72,7 +76,7 @@ class RunSettings:
     dry_run: bool = setting(False, "try one step, report problems, write nothing", only="train")
     evaluate: bool = setting(
         False,
-        "then evaluate in the built-in world, at temperature 1 and greedily",
+        "after training, evaluate in the built-in world, at temperature 1 and greedily",
         only="train",
     )
     save_every: int = setting(
@@ -83,7 +87,10 @@ class RunSettings:
         0, "steps between greedy evaluations; 0: never", least=0, only="train"
     )
     eval_questions: int = setting(
-        100, "questions held out of --data, or per kind", least=1, only="papers"
+        100,
+        "questions of --eval_every: in all from --data, or per kind of the built-in world",
+        least=1,
+        only="papers",
     )
     groups_kept: int = setting(
         4, "groups of trajectories saved per step for view.py; -1: all", least=-1, only="train"
@@ -92,7 +99,7 @@ class RunSettings:
         "", "tracker that also receives the metrics", one_of=("", *TRACKERS), only="train"
     )
     deterministic: bool = setting(
-        False, "reproducible numbers on a GPU, slower; a CPU's always are", only="train"
+        False, "make a GPU's results reproducible, at lower speed; a CPU's always are", only="train"
     )
     seed: int = setting(0, "random seed of questions and sampling", least=0, most=2**31 - 1)
     world_seed: int = setting(0, "random seed of the built-in world and its models")
@@ -127,7 +134,9 @@ class Settings(*reversed(RECORDS)):  # dataclass lists the fields of the last ba
 
 
 def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> Settings:
-    """Returns a run's settings: defaults < paper's stage < tiny world's values < `given`."""
+    """Returns a run's settings. A later source overrides the earlier ones: defaults, the paper's
+    stage, the values for the tiny model (if `tiny`), `given`.
+    """
     given = given or {}
     paper = record_of(recipe, given.get("variant", ""), stage)
     built_in = paper.tiny[stage] if tiny else {}
@@ -139,7 +148,7 @@ def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> S
         chosen = chosen | {"buckets": "", "mix": built_in.get("mix", "")}
     if given.get("buckets", tiny and chosen["buckets"]):  # buckets replace the mix of kinds
         chosen = chosen | {"mix": ""}
-    if "max_turn_tokens" in given:  # a flag holds for every task
+    if "max_turn_tokens" in given:  # a flag of the command line applies to every task
         given = {"turn_tokens": ""} | given
     if "max_searches" in given:
         given = {"task_searches": ""} | given
@@ -148,17 +157,20 @@ def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> S
     return Settings(**{"recipe": recipe, "stage": stage} | chosen | given)
 
 
-NEEDS = {"dense": "encoder", "http": "retriever_url"}  # retriever -> a flag that only it reads
+# For a retriever: the flag that it needs, and that no other retriever reads.
+NEEDS = {"dense": "encoder", "http": "retriever_url"}
 READ_BY = NEEDS | {"bm25": "index"}
 SEARCHING = """
 retriever retriever_url index encoder documents_per_search document_tokens max_searches summarizer
 corpus retrieval task_mixing mask_documents
-""".split()  # unread by a protocol that does not search
+""".split()  # flags that a protocol without searches does not read
 MODELS = {"verdict": "judge", "grade": "judge", "reader": "reader", "embedder": "embedder"}
 
 
 def unread(settings: Settings, training: bool) -> dict[str, str]:
-    """Returns {flag: why this run would not read it}; a recipe may still set such a flag."""
+    """Returns {flag: the reason why this run does not read it}. A recipe may set such a flag, but
+    `check_settings` rejects it on the command line.
+    """
     reasons = {
         flag: f"only --retriever {retriever} reads it"
         for retriever, flag in READ_BY.items()
@@ -190,7 +202,9 @@ def unread(settings: Settings, training: bool) -> dict[str, str]:
 
 
 def asked_of_others(settings: Settings) -> set[str]:
-    """Returns what the reward needs of other models; DAPO's filter by `correct` needs a verdict."""
+    """Returns the needs of the reward (rewards.NEEDS), and "verdict" if DAPO filters the groups by
+    `correct`.
+    """
     filters = settings.algorithm == "dapo" and settings.filter_by == "correct"
     return needs(settings) | ({"verdict"} if filters else set())
 
@@ -204,8 +218,8 @@ def check_limits(record) -> None:
 
 
 def check_settings(settings: Settings, training=True, given: Iterable[str] = ()) -> Settings:
-    """Returns the settings. Raises an InputError if they contradict each other, or if a flag in
-    `given` would not be read by this training run (`training` False: by this evaluation).
+    """Returns the settings unchanged. Raises an InputError if they contradict each other, or if
+    this run does not read a flag in `given`. The run is an evaluation if `training` is False.
     """
     if settings.retriever == "web":
         raise InputError(
@@ -269,12 +283,12 @@ def _check_summarizer(settings: Settings) -> None:
     value, tasks = settings.summarizer, by_task(settings.summarizer)
     if not {"other"} <= tasks.keys() <= SUMMARIZED:
         raise InputError(
-            f"--summarizer {value}: give one for all tasks, or TASK=NAME,...,other=NAME of qa, "
-            "math and choice"
+            f"--summarizer {value}: give one for all tasks, or TASK=NAME,...,other=NAME, where TASK"
+            " is qa, math or choice"
         )
     for name in sorted(models_in(value)):
         like = nearest(name, WITHOUT_MODEL)
-        if like or name == "llm":  # else the hub would be queried, for minutes
+        if like or name == "llm":  # otherwise the hub is queried for it, for minutes
             raise InputError(
                 f"--summarizer {name}: must be none, extractive, or a model's name{like}"
             )
@@ -320,18 +334,18 @@ def _check_training(settings: Settings) -> None:
         )
     if (settings.algorithm, settings.filter_by) == ("dapo", "answer") and "answer" not in terms:
         raise InputError(
-            f"--reward {settings.reward}: the recipe keeps groups by the term `answer`: name one "
-            "so, or give --algorithm grpo"
+            f"--reward {settings.reward}: the recipe filters groups by the reward term `answer`, "
+            "which this reward lacks: name a term `answer`, or give --algorithm grpo"
         )
 
 
 def _check_8bit(settings: Settings) -> None:
-    """Raises an InputError if weights that are trained, or do not exist, are to be in int8."""
+    """Raises an InputError if --in_8bit names weights that are trained or that do not exist."""
     in_8bit = frozen_in_8bit(settings)
     if "base" in in_8bit and not settings.lora_rank:
         raise InputError(
-            "--in_8bit base: int8 weights cannot be trained, a step of 1e-6 rounds away: add "
-            "--lora_rank 16, or leave it out"
+            "--in_8bit base: int8 weights cannot be trained, because a step of 1e-6 is rounded "
+            "away: add --lora_rank 16, or leave it out"
         )
     if "reference" in in_8bit and settings.lora_rank:
         raise InputError(
@@ -355,7 +369,8 @@ def add_flags(
     parser: argparse.ArgumentParser, records: Iterable[type], shown: Settings, command: str
 ) -> None:
     """Adds a --flag for every field of the records. --help has a section for each record's file and
-    shows the values of `shown`. argparse gets no defaults, so only flags that are given override.
+    shows the values of `shown`. argparse gets no defaults, so it returns only the flags that the
+    user gave.
     """
     for record in records:
         section = parser.add_argument_group(file_of(record, parser.prog))
@@ -366,7 +381,9 @@ def add_flags(
 
 
 def file_of(record: type, command: str = "") -> str:
-    """Returns the file that reads a record; the docstring of a record in flags.py names it."""
+    """Returns the name of the file that reads a record. A record in flags.py has this name as its
+    docstring; any other record is defined in that file.
+    """
     if record.__module__ == "flags":
         return record.__doc__
     name = record.__module__.replace("__main__", command.removesuffix(".py"))
@@ -394,7 +411,9 @@ MORE_HELP = " These are the most used flags; --help all lists every flag, by top
 
 
 def named_in(arguments: list[str]) -> Settings:
-    """Returns the settings of the recipe and stage on a command line, which --help shows."""
+    """Returns the settings of the recipe, variant and stage that a command line names. --help shows
+    these values.
+    """
     parser = FlagParser(add_help=False, allow_abbrev=False)
     for name in ("recipe", "stage", "model", "variant"):
         default = getattr(RunSettings, name)
@@ -412,7 +431,7 @@ def stage_folder(settings: Settings, stage: int | None = None) -> Path:
 
 
 def saved_settings(model: str) -> Settings | None:
-    """Returns the settings saved with a checkpoint or its stage; None for any other model."""
+    """Returns the settings saved in a checkpoint's or a stage's folder; None for other models."""
     path = Path(model, "settings.json")
     if not model or not path.exists():
         return None
@@ -423,8 +442,8 @@ def saved_settings(model: str) -> Settings | None:
 
 
 def in_built_in_world(settings: Settings) -> bool:
-    """Returns whether the questions come from the built-in world: without --data those of a tiny
-    model do, also after its training.
+    """Returns whether the questions come from the built-in world: they do without --data if the
+    model is the built-in one, or was trained from it.
     """
     if settings.data or not settings.model:
         return not settings.data
@@ -433,8 +452,9 @@ def in_built_in_world(settings: Settings) -> bool:
 
 
 def parse(arguments: list[str] | None = None, before: Settings | None = None) -> Settings:
-    """Parses train.py's command line. `before`: the settings of the stage that the same command
-    trains first; if None, a stage 2 without --model continues from the saved stage 1.
+    """Parses train.py's command line. `before` has the settings of the stage that the same command
+    trains just before this one. If it is None, stage 2 without --model continues from the stage 1
+    that was saved earlier.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     description = "Trains stages of a paper. In brackets: the value for --recipe and --stage."
@@ -465,7 +485,9 @@ def stage_before(settings: Settings) -> Settings | None:
 
 
 def parse_stages(arguments: list[str] | None = None) -> list[Settings]:
-    """Parses train.py's command line where --stage may list several: a run for each, in order."""
+    """Parses train.py's command line, where --stage may list several stages. Returns the settings
+    of each stage, in order.
+    """
     parser = FlagParser("train.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--stage", default="1")
     args, rest = parser.parse_known_args(arguments)

@@ -6,13 +6,14 @@
     python view.py RUN --text --step 3 --group 1    one group in the terminal
     python view.py RUN --png                        its curves as one picture (extra `plot`)
 
-Of a sampled token, with A its advantage, w its weight (Σ w = 1 over an update), and k the KL's
-estimate where a KL stands in the loss:
+A sampled token with advantage A and weight w (Σ w = 1 over an update) has the following loss, where
+k is the estimate of the KL if the loss has a KL term:
 
     r = exp(new − old)      loss = w · (kl_coef · k − min(r A, clip(r, 1 − ε_low, 1 + ε_high) A))
 
-What the environment wrote has none: it is outside the loss. In the picture a pale line is as
-measured, in front of it a running mean over five steps. Left out: what the optimizer then did.
+Tokens that the environment wrote have no loss. In the picture, a pale line shows the measured
+values, and the strong line of the same color their running mean over five steps. Left out: what the
+optimizer does with the gradient.
 """
 
 import argparse
@@ -44,14 +45,14 @@ COLUMNS = 3
 
 
 def read_run(folder: Path) -> tuple[list[dict], list[tuple[int, str]]]:
-    """Returns (the records of all steps, numbered by "x"; a pair for each stage: the x where it
-    begins, its name). The folder may also be that of a single stage.
+    """Returns the records of all steps, which the field "x" numbers, and for each stage the pair (x
+    of its first step, name). `folder` is the folder of a run or of a single stage.
     """
     records = []
     stages = []
     for stage in stages_of(folder):
         stages.append((len(records), stage.name))
-        # A run may still be writing the file.
+        # The file is not cut, because a run may still be writing it.
         for row in finished_records(stage / "metrics.jsonl", cut=False, needs="step"):
             numbers = {
                 k: v for k, v in row.items() if isinstance(v, int | float) and abs(v) < 1e300
@@ -63,7 +64,9 @@ def read_run(folder: Path) -> tuple[list[dict], list[tuple[int, str]]]:
 
 
 def series(records: list[dict], wanted: tuple[str, ...]) -> dict[str, tuple[list, list]]:
-    """Returns label -> (x, y). A step without the metric (its kind was not asked) leaves a gap."""
+    """Returns {label: (x, y)}. A step without the metric has no point: em/two_hop, for example, is
+    missing if the step had no such question.
+    """
     prefixes = tuple(want for want in wanted if want.endswith("/"))
     curves = {}
     for name in sorted({name for record in records for name in record}):
@@ -74,7 +77,9 @@ def series(records: list[dict], wanted: tuple[str, ...]) -> dict[str, tuple[list
 
 
 def filled_panels(records: list[dict]) -> dict[str, dict]:
-    """Returns title -> curves of the panels with numbers of this run: only PPO has a critic."""
+    """Returns {title: curves} of the panels that have data in this run. The critic's panel, for
+    example, has data only under PPO.
+    """
     return {title: curves for title, wanted in PANELS if (curves := series(records, wanted))}
 
 
@@ -123,9 +128,11 @@ def draw_panel(axis, title: str, curves: dict, stages: list[tuple[int, str]]) ->
 
 # ---------------------------------------------------------------------------------- in the terminal
 def loss_of(record: dict, n: int, settings: dict) -> dict[str, float] | None:
-    """Returns the terms of the formula above for token n, or None if nothing was learned from it.
+    """Returns the terms of the formula at the top of this file for token n, or None for a token
+    that is outside the loss.
 
-    Worked: new −0.5, old −0.6: r = e^0.1 = 1.105; A = 2, w = 0.01, ε = 0.2: loss −0.01 · 2.21.
+    Worked: new −0.5 and old −0.6 give r = e^0.1 = 1.105. With A = 2, w = 0.01, ε = 0.2 and no KL,
+    the loss is −0.01 · 1.105 · 2 = −0.0221.
     """
     sampled, old, new, ref, advantage, weight = (
         value_of(record, name, n)
@@ -160,13 +167,15 @@ def exp(x: float) -> float:
 
 
 def value_of(record: dict, name: str, n: int) -> float | None:
-    """Returns the number of token n; one number may be that of all sampled tokens."""
+    """Returns the value for token n. The record may have a list with a value for each token, or one
+    number for all sampled tokens.
+    """
     numbers = record.get(name)
     return numbers[n] if isinstance(numbers, list) else numbers
 
 
 def shown_trajectory(record: dict, settings: dict) -> Iterator[str]:
-    """Yields a blank line, how the trajectory ended and what it was paid, then its tokens."""
+    """Yields a blank line, the answer with its verdict and rewards, and then the tokens."""
     terms = " ".join(f"{name} {value:+.2f}" for name, value in record["rewards"].items())
     verdict = "right" if record["correct"] else "wrong"
     reward = sum(record["rewards"].values())
@@ -188,30 +197,32 @@ def shown_trajectory(record: dict, settings: dict) -> Iterator[str]:
 
 
 def print_group(folder: Path, step: int | None, group: int) -> None:
-    """Prints one group of a stage: of the last step that is kept, or of the one that is named."""
+    """Prints one group of trajectories of a stage, from `step` or, if None, the last saved step."""
     missing = []
     settings = read_settings(folder, missing)
     some = [r for r in readable_records(folder, missing) if step in (None, r["step"])]
     if not some:
         wanted = "no step" if step is None else f"no step {step}"
-        raise InputError("; ".join([f"{folder}: {wanted} is kept there", *missing]))
+        raise InputError("; ".join([f"{folder}: {wanted} is saved there", *missing]))
     some = [r for r in some if r["step"] == some[-1]["step"]]
     groups = [list(rows) for _, rows in itertools.groupby(some, itemgetter("group"))]
     if group not in range(len(groups)):
-        raise InputError(f"{folder}: {len(groups)} groups are kept there, and not --group {group}")
+        raise InputError(
+            f"{folder}: {len(groups)} groups are saved, numbered from 0, but no --group {group}"
+        )
     first = groups[group][0]
     lines = [
         *missing,
         f"{folder.name}, step {first['step']}, group {first['group']}: {first['question']}",
-        f"gold {' | '.join(first['golds'])}; {len(groups)} groups are kept",
+        f"gold {' | '.join(first['golds'])}; {len(groups)} groups are saved",
     ]
     for record in groups[group]:
         try:
             lines += shown_trajectory(record, settings)
         except Exception as error:  # the lines before the damage are shown
             lines.append(
-                "the rest of this sample is damaged, tokens, mask and numbers do not fit together:"
-                f" {error!r}"
+                "the rest of this sample is damaged, because tokens, mask and numbers do not fit "
+                f"together: {error!r}"
             )
     print(*map(harmless, lines), sep="\n")
 
@@ -267,7 +278,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"written: {file.resolve()}")
     if not asked.png:
         print(
-            "open that file in a browser; of a remote machine copy the folder, or run there\n"
+            "open that file in a browser; if it is on a remote machine, copy the folder, or run "
+            "there\n"
             f"  python -m http.server --bind 127.0.0.1 --directory {out.resolve()} 8000\n"
             "and here  ssh -L 8000:127.0.0.1:8000 HOST, then http://127.0.0.1:8000"
         )

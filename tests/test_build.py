@@ -61,7 +61,7 @@ def test_without_retrieval_no_question_may_search_and_data_alone_gives_no_corpus
     "protocol, fields, fragment",
     [
         ("arena", {}, "has no references"),
-        ("arena", {"references": REFERENCES, "task": "summary"}, "--variant summaries is for"),
+        ("arena", {"references": REFERENCES, "task": "summary"}, "needs --variant summaries"),
         ("arena_summary", {"references": REFERENCES}, "is of task qa"),
     ],
 )

@@ -94,7 +94,7 @@ def test_a_missing_reward_file_is_a_one_line_error(tmp_path, capsys):
 def test_a_recipe_that_filters_groups_by_the_answer_term_needs_that_term(own, capsys):
     arguments = ["--recipe", "when_to_search", "--reward", own(SHORT)]
     output = command_line(train.main, arguments, capsys)
-    assert "mine.py:mine: the recipe keeps groups by the term `answer`" in output
+    assert "mine.py:mine: the recipe filters groups by the reward term `answer`" in output
     parse([*arguments, "--algorithm", "grpo"])
 
 

@@ -270,7 +270,7 @@ BAD += """
 --summarizer extractiv           a model's name (did you mean extractive?)
 --summarizer llm                 or a model's name
 --summarizer math=m              math=m: give one for all tasks, or TASK=NAME,...,other=NAME
---summarizer maths=m,other=none  or TASK=NAME,...,other=NAME of qa, math and choice
+--summarizer maths=m,other=none  other=NAME, where TASK is qa, math or choice
 --summarizer math=extractiv,other=none  --summarizer extractiv: must be none, extractive, or a model
 --in_8bit base --model m         int8 weights cannot be trained
 --in_8bit reference --model m    with --kl_coef 0 no reference is loaded
