@@ -1,15 +1,17 @@
-"""Which questions come next, and which of them may search (UR² section 3.3, appendix C.2).
+"""Chooses the questions of each step, and which of them may search (UR² section 3.3, app. C.2).
 
-A stream deals questions in fixed shares per kind (`mix`), per difficulty (`buckets`) or per both,
-each in its own shuffled order, epoch after epoch. The questions of step s depend only on s and the
-seed, so a resumed run sees the same questions as an uninterrupted one.
+A stream gives each step a fixed share of questions per kind (`mix`), per difficulty (`buckets`) or
+per both. Questions of the same share come in a shuffled order, epoch after epoch. The questions of
+step s depend only on s and the seed, so a resumed run sees the same questions as an uninterrupted
+one.
 
-Difficulty is measured once, before training: the mean score of K rollouts of the model (UR²: K =
-20; `python -m lab.difficulty`). A step then has hard : medium : easy = 7 : 2 : 1. A task or kind
-may have shares of its own, as math has 1 : 1 : 1 in UR² (C.5):
-"math:hard=1,math:medium=1,math:easy=1,hard=7,medium=2,easy=1". Dropped questions are dealt only if
-`buckets` names them, because groups that always fail teach nothing; UR²'s stage 1 trains on exactly
-those of math ("math:dropped=1", C.7).
+Difficulty is measured once, before training, as the mean score of K rollouts of the model (UR²: K =
+20; `python -m lab.difficulty`). In UR² a step then has hard : medium : easy = 7 : 2 : 1. A task or
+kind may have its own shares, as math has 1 : 1 : 1 in UR² (C.5):
+"math:hard=1,math:medium=1,math:easy=1,hard=7,medium=2,easy=1". The hardest questions, with a score
+below 0.2, are in the bucket "dropped". They are asked only if `buckets` names them, because groups
+that always fail teach nothing. UR²'s stage 1 trains on the dropped math questions
+("math:dropped=1", C.7).
 Left out: measuring difficulty again while training.
 """
 
@@ -27,26 +29,30 @@ from data import Question, load_difficulty
 from errors import InputError, run_main, setting
 
 Questions = list[Question]
-Weights = dict[str, float]  # of kinds or buckets, by name
+Weights = dict[str, float]  # name of a kind or bucket -> weight
 Counts = dict[str, int]
 
 
 @dataclass(frozen=True)
 class CurriculumSettings:
-    questions_per_step: int = setting(64, "questions per draw; a step usually makes one", least=1)
+    questions_per_step: int = setting(64, "questions per draw; most steps make one draw", least=1)
     mix: str = setting(
         "",
-        'share of each kind in every step: "kind=weight,..."; the part before "_" stands for all'
-        ' kinds that begin with it; "" = as in the data',
+        'share of each kind in every step: "kind=weight,..."; "hotpotqa" means all kinds that begin'
+        ' with "hotpotqa_"; "" = as in the data',
     )
     difficulty: str = setting(
-        "", 'JSONL of lab.difficulty, or "level" to use the level in the data: sorts into buckets'
+        "", 'sorts into buckets: a JSONL file of lab.difficulty, or "level" for the level in --data'
     )
     buckets: str = setting(
-        "", 'shares, as "hard=7,easy=1"; for one task or kind: "math:hard=1,..."', only="papers"
+        "",
+        'share of each bucket: "hard=7,easy=1"; for one task or kind: "math:hard=1,..."',
+        only="papers",
     )
     task_mixing: bool = setting(
-        False, "only hard math questions (--difficulty) and half of the multiple choice may search"
+        False,
+        "let only hard math questions (by --difficulty), half of the multiple-choice questions and "
+        "all open questions search",
     )
     math_searches: str = setting(
         "hard=1,dropped=1",
@@ -56,10 +62,10 @@ class CurriculumSettings:
 
 
 # -------------------------------------------------------------------------------------- difficulty
-EDGES = {"easy": 0.8, "medium": 0.5, "hard": 0.2}  # a bucket begins at this mean score
+EDGES = {"easy": 0.8, "medium": 0.5, "hard": 0.2}  # lowest mean score of each bucket
 LEVELS = {"easy": "easy", "medium": "medium", "hard": "hard", "very_hard": "dropped"}  # UR²'s files
 TASKS = {"", "qa", "math", "choice", "summary"}
-HARDEST_FIRST = {"medium": 1, "easy": 2}  # 0, the first: hard, dropped, not measured
+HARDEST_FIRST = {"medium": 1, "easy": 2}  # others are 0: hard, dropped, not measured
 
 
 def bucket(score: float) -> str:
@@ -68,7 +74,7 @@ def bucket(score: float) -> str:
     >>> bucket(0.8), bucket(0.79), bucket(0.5), bucket(0.2), bucket(0.19)
     ('easy', 'medium', 'medium', 'hard', 'dropped')
     """
-    score = round(score, 9)  # eight times 0.1 add up to 0.7999999999999999, and that is 0.8
+    score = round(score, 9)  # 0.1 added eight times is 0.7999999999999999: counts as 0.8
     if not 0 <= score <= 1:
         raise InputError(f"a mean score of {score}: scores must be from 0 to 1")
     for name, edge in EDGES.items():
@@ -82,7 +88,7 @@ def bucket_of_mean(scores: Sequence[float]) -> str:
 
 
 def read_difficulty(path: str | Path, questions: Questions) -> dict[str, str]:
-    """Returns {id: bucket} from a difficulty file, or for "level" from the levels in the data."""
+    """Returns {id: bucket} from the file `path`; if it is "level", from the levels in the data."""
     if str(path) == "level":
         buckets = {q.id: LEVELS[q.level] for q in questions if q.level in LEVELS}
     elif not Path(path).exists():
@@ -97,27 +103,27 @@ def read_difficulty(path: str | Path, questions: Questions) -> dict[str, str]:
     missing = [question.id for question in questions if question.id not in buckets]
     if missing:
         raise InputError(
-            f"--difficulty {path}: {len(missing)} questions have none, the first is {missing[0]}: "
-            "measure the same --data to its end"
+            f"--difficulty {path}: {len(missing)} questions have no difficulty, the first is "
+            f"{missing[0]}: measure the same --data to its end"
         )
     return buckets
 
 
 def with_buckets(questions: Questions, path: str, dropped: bool) -> Questions:
-    """Sets the bucket as each question's `level`; leaves out the bucket "dropped", unless
-    `dropped`.
+    """Sets the `level` of each question to its bucket. Questions in the bucket "dropped" are left
+    out unless `dropped` is True.
     """
     buckets = read_difficulty(path, questions)
     measured = [replace(question, level=buckets[question.id]) for question in questions]
     remaining = [question for question in measured if dropped or question.level != "dropped"]
     if not remaining:
         raise InputError(
-            "--difficulty: every question is in the bucket dropped: ask easier ones, or measure a "
-            "--model that learned to search"
+            '--difficulty: every question is in the bucket "dropped": ask easier questions, or '
+            "measure a --model that learned to search"
         )
     if left_out := len(measured) - len(remaining):
         print_note(
-            f"{left_out} of {len(measured)} questions are in the bucket dropped and left out"
+            f'{left_out} of {len(measured)} questions are in the bucket "dropped" and are left out'
         )
     return remaining
 
@@ -129,8 +135,8 @@ def print_note(note: str) -> None:
 
 # ------------------------------------------------------------------------------------------ shares
 def exact_counts(total: int, weights: Weights) -> Counts:
-    """Returns integers in the ratio of the weights that add up to `total` (largest remainder
-    first).
+    """Returns integers that add up to `total` in the ratio of the weights. Each share is rounded
+    down; then the shares with the largest remainders get one more.
 
     >>> exact_counts(16, {"a": 3, "b": 4, "c": 1})
     {'a': 6, 'b': 8, 'c': 2}
@@ -165,13 +171,14 @@ def parse_shares(text: str, flag: str) -> Weights:
 
 
 def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[dict, Weights]:
-    """Returns the questions of each pool, such as "one_hop", "hard" or "math:hard", and its weight.
+    """Returns the questions and the weight of each pool, such as "one_hop", "hard" or "math:hard".
 
-    `mix` gives the weight of each kind. Without it a task or kind with buckets of its own weighs as
-    many questions as it has, and so do all others together. Worked: 30 of math, 60 others, and the
-    shares at the top of this file: math:hard, :medium, :easy 10 each; the 60 others by 7 : 2 : 1:
-    hard 42, medium 12, easy 6. "hotpotqa" in `mix` or `buckets` means hotpotqa_bridge and
-    hotpotqa_comparison together.
+    `mix` gives the weight of each kind. Without `mix`, a task or kind that has its own shares of
+    buckets weighs as much as it has questions, and all other questions form one group that weighs
+    as much as it has questions. Worked: 30 questions of math, 60 others, and the shares of buckets
+    at the top of this file. Math weighs 30, divided 1 : 1 : 1: math:hard, math:medium and math:easy
+    have the weight 10 each. The others weigh 60, divided 7 : 2 : 1: hard 42, medium 12, easy 6.
+    "hotpotqa" in `mix` or `buckets` means hotpotqa_bridge and hotpotqa_comparison together.
     """
     scopes = defaultdict(dict)  # task or kind -> bucket -> share
     for name, share in (buckets or {"": 1.0}).items():
@@ -181,7 +188,7 @@ def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[dic
     for scope in scopes.keys() - kinds - {*map(family, kinds)} - TASKS:
         raise InputError(f"--difficulty: {scope} is not a task or kind of the data: leave it out")
     pools = defaultdict(list)
-    sizes = Counter()  # of groups: kinds, or a task or kind with buckets of its own
+    sizes = Counter()  # number of questions in each group: a kind, a task, or "" for all others
     splits = {kind: {"": 1.0} for kind in mix}  # group -> bucket -> share
     for question in questions:
         kind = question.kind
@@ -207,15 +214,15 @@ def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[dic
 
 
 def family(kind: str) -> str:
-    """Returns the part of a kind before "_", which shares may give for all kinds that begin with
-    it: "hotpotqa_bridge" is of the family "hotpotqa".
+    """Returns the part of a kind before "_": "hotpotqa_bridge" is of the family "hotpotqa". A share
+    of a family holds for all of its kinds together.
     """
     return kind.partition("_")[0]
 
 
 def check_pools(pools: dict[str, Questions], shares: Weights, counts: Counts, flag: str) -> None:
-    """Checks that each kind exists, that a step takes at least one question of each bucket, and
-    that a bucket has as many as a step takes.
+    """Raises an InputError if the data has no question of a kind in --mix, if a step would take no
+    question of a bucket, or if it would take more questions than the bucket has.
     """
     available = ", ".join(pools)
     if not any(shares.values()):
@@ -233,10 +240,11 @@ def check_pools(pools: dict[str, Questions], shares: Weights, counts: Counts, fl
 
 # ------------------------------------------------------------------------------------- task mixing
 def may_search(question: Question, drawn: frozenset[str], of_math: Weights, seed: int = 0) -> bool:
-    """Returns whether a question may search: open questions always, multiple choice if drawn, and
-    of the math questions in each bucket the given share, by lot: {"hard": 1} means all hard ones.
-    UR² gave Llama easy math questions in place of hard ones (appendix C.5), so two thirds of them
-    are easy: {"easy": 0.5} is the half that took the place of the hard ones.
+    """Returns whether a question may search. Open questions always may; multiple-choice questions
+    may if they are in `drawn`. Of the math questions in a bucket, a random share may search, which
+    `of_math` gives: {"hard": 1} means all hard ones. For Llama, UR² replaced hard math questions by
+    easy ones (appendix C.5), so two thirds of the math questions are easy. {"easy": 0.5} lets half
+    of the easy questions search, as many as replaced hard ones.
     """
     if question.task == "math":
         return lot_of(question, seed) < of_math.get(question.level, 0)
@@ -244,16 +252,19 @@ def may_search(question: Question, drawn: frozenset[str], of_math: Weights, seed
 
 
 def lot_of(question: Question, seed: int) -> float:
-    """Returns the question's lot, a random number from 0 to below 1."""
+    """Returns a random number in [0, 1), which depends only on the question's id and the seed."""
     return random.Random(f"{seed} search {question.id}").random()
 
 
 def draw_choices(pools: dict[str, Questions], counts: Counts, seed: int) -> frozenset[str]:
-    """Returns ids of the multiple-choice questions that may search: half of those dealt, hard
-    first. Worked: 20 hard and 10 easy ones, dealt at 8 : 2. Each hard one comes 8/20 times a step;
-    half of 10 is 5, so 12.5 of the 20, so 13, may search. The lot is drawn by seed and id.
+    """Returns the ids of the multiple-choice questions that may search: half of those that a step
+    asks. Hard ones come first; seed and id decide within a difficulty.
+
+    Worked: a step asks 8 of 20 hard and 2 of 10 easy questions, 10 together, so 5 may search. A
+    hard question is asked 8/20 times per step. So 5 / (8/20) = 12.5, rounded to 13, of the 20 hard
+    questions may search, and no easy one.
     """
-    dealt = []  # for each: difficulty, lot, how often a step deals it, id
+    dealt = []  # for each question: difficulty, lot, how often a step asks it, id
     for name, pool in pools.items():
         rate = counts.get(name, 0) / len(pool)
         for question in pool:
@@ -270,10 +281,10 @@ def draw_choices(pools: dict[str, Questions], counts: Counts, seed: int) -> froz
 
 
 def mix_tasks(pools: dict[str, Questions], counts: Counts, settings) -> None:
-    """Sets `may_search` of the questions in the pools, by task mixing."""
+    """Decides by --task_mixing which questions in the pools may search; sets `may_search`."""
     drawn = draw_choices(pools, counts, settings.seed)
     if drawn and not settings.difficulty:
-        print_note("no --difficulty: half of the multiple choice may search, drawn at random")
+        print_note("no --difficulty: a random half of the multiple-choice questions may search")
     of_math = parse_shares(settings.math_searches, "math_searches")
     for pool in pools.values():
         for place, q in enumerate(pool):
@@ -283,11 +294,12 @@ def mix_tasks(pools: dict[str, Questions], counts: Counts, settings) -> None:
 
 # -------------------------------------------------------------------------------------- the stream
 class QuestionStream:
-    """`take(step)` deals the questions of one step, mixed by kind, by bucket or by both.
+    """Holds all questions; `take(step)` returns those of a step, mixed by kind, bucket or both.
 
-    attempts   number of draws a step may make: DAPO draws again for groups that teach nothing. Draw
-               a of step s uses the question numbers (s · attempts + a) · count + i, independent of
-               how many draws earlier steps made
+    attempts   number of draws that a step may make: DAPO draws more questions in place of groups
+               that teach nothing. Draw a of step s takes the questions with the numbers
+               (s · attempts + a) · count + i of a pool, i = 0 ... count − 1, however many draws
+               earlier steps made
     """
 
     def __init__(self, questions: Questions, settings, attempts: int = 1):
@@ -299,7 +311,7 @@ class QuestionStream:
         if (buckets or math_mixed) and not settings.difficulty:
             raise InputError(
                 "buckets, and --task_mixing of math, need --difficulty FILE"
-                " (--task_mixing false: all may search)"
+                " (--task_mixing false: all questions may search)"
             )
         if settings.difficulty:
             dropped = any(name.endswith("dropped") for name in buckets)
@@ -318,7 +330,8 @@ class QuestionStream:
         dealt = []
         for name, count in self.counts.items():
             pool = self.pools[name]
-            for number in range(turn * count, (turn + 1) * count):  # of the pool's endless list
+            # The numbers count the questions in the endless list of all epochs of this pool.
+            for number in range(turn * count, (turn + 1) * count):
                 epoch, place = divmod(number, len(pool))
                 order = shuffled(len(pool), f"{self.seed} {name} {epoch}")
                 dealt.append(pool[order[place]])
@@ -332,7 +345,7 @@ def shuffled(size: int, lot: str) -> list[int]:
 
 def main() -> None:
     """Prints the buckets of a few questions, and the shares of a step."""
-    print("mean score of 20 rollouts -> bucket; may a math question of it search?")
+    print("mean score of 20 rollouts -> bucket; may a math question in this bucket search?")
     for score in (0.95, 0.8, 0.75, 0.5, 0.45, 0.35, 0.1):
         question = Question("q", "?", ["!"], "math", level=bucket(score))
         searches = may_search(question, frozenset(), {"hard": 1, "dropped": 1})

@@ -3,18 +3,18 @@
     python eval.py                                  the last checkpoint, on held-out questions
     python eval.py --model DIR --data FILE --corpus from-data
     python eval.py --stage 0                        before RL
-    python eval.py --retriever empty                does it answer from documents, or from memory?
+    python eval.py --retriever empty                does the model answer from memory?
     python eval.py --retriever given --data FILE    a search finds all references of the question
-    python eval.py --judge URL#MODEL                also accepts right answers in other words
+    python eval.py --judge URL#MODEL                a judge accepts right answers in other words
     python eval.py --recipe r_search --reader SPEC  another model answers from the evidence
     python eval.py --data A,B,C --model DIR         several data sets in one table
-    python eval.py ... --against FILE               two runs compared question by question
+    python eval.py ... --against FILE               compares two runs question by question
     python eval.py --predictions FILE               scores a file, in any layout, without a model
 
 Answers are greedy by default, with the protocol, documents and limits of training. Predictions are
-written batch by batch; after an interrupt the same command continues. A model that thinks in
-<think> ... </think> without being trained under this protocol is a baseline: --thinking N gives
-thoughts N tokens of their own and removes them before scoring.
+written batch by batch; after an interruption the same command continues. --thinking N is for a
+baseline that thinks in <think> ... </think>, which the protocol does not ask for: each turn may
+have N more tokens, and the thoughts are removed before scoring.
 """
 
 import hashlib
@@ -48,12 +48,12 @@ from settings import ASKING, MORE_HELP, MOST_USED, Settings, add_flags, named_in
 
 @dataclass(frozen=True)
 class Options:
-    """The options of an evaluation, in addition to the settings of a run."""
+    """Holds the options of an evaluation that are not settings of a run."""
 
     inside = ""  # if --out is a folder: the name of a file in it
     split: str = setting("test", "split of the built-in world", one_of=("train", "dev", "test"))
     questions: int = setting(
-        100, "number of questions per kind, or drawn from a file; 0 = all", least=0
+        100, "number of questions: per kind, or per file of --data; 0 = all", least=0
     )
     samples: int = setting(1, "trajectories per question", least=1)
     references: str = setting(
@@ -66,10 +66,10 @@ class Options:
         one_of=("greedy", "paper", "both"),
     )
     thinking: int = setting(
-        0, "tokens of thinking per turn, on top of the limit; thoughts are not scored", least=0
+        0, "tokens of thinking that are added to each turn's limit; they are not scored", least=0
     )
     judge_sees: str = setting(
-        "", "what the judge sees of open questions; default: by protocol", one_of=("", *JUDGE_SEES)
+        "", "what the judge of open answers reads; default: by protocol", one_of=("", *JUDGE_SEES)
     )
     fresh: bool = setting(False, "start from the beginning, even if there are predictions")
     out: str = setting("", "predictions file; default: under runs/predictions")
@@ -77,11 +77,11 @@ class Options:
         "", "predictions of another run (FILE,FILE) to compare with, question by question"
     )
     punctuation: str = setting(
-        "", "how the metrics treat punctuation; default: as the paper", one_of=("", *PUNCTUATION)
+        "", "how metrics treat punctuation; default: as in the paper", one_of=("", *PUNCTUATION)
     )
     all: bool = setting(False, "print every metric; by default the most important ones")
     markdown: bool = setting(False, "print tables as Markdown")
-    json: str = setting("", "file for the numbers, as JSON")
+    json: str = setting("", "file to write the numbers to, as JSON")
 
 
 def read_flags(
@@ -147,12 +147,12 @@ from trajectory_metrics import (
 )
 
 QUESTIONS_AT_ONCE = 64
-GIVEN_TOKENS = 4096  # limit of --retriever given: 20 paragraphs (ARENA) of 200 tokens
+GIVEN_TOKENS = 4096  # document tokens with --retriever given: room for ARENA's 20 paragraphs of 200
 
 
 # ----------------------------------------------------------------------------------- one trajectory
 def prediction_metrics(trajectory: Trajectory) -> dict[str, float]:
-    """Returns the metrics of a trajectory that a table can show; for a summary only ROUGE."""
+    """Returns the metrics that a table can show; for a summary, ROUGE replaces em, f1 and cem."""
     numbers = trajectory_metrics(trajectory)
     numbers |= paper_metrics(trajectory, numbers["em"])
     left_out = ("em", "f1", "cem") if trajectory.question.task == "summary" else ()
@@ -192,7 +192,7 @@ def prediction_record(trajectory: Trajectory, sample: int) -> dict:
 
 # ------------------------------------------------------------------------------------ all questions
 class Evaluation:
-    """Questions, documents, a model, and the file for the predictions."""
+    """Runs a model on questions and writes its predictions to the file `out`."""
 
     def __init__(self, settings: Settings, options: Options):
         self.settings = replace(settings, group_size=options.samples)
@@ -204,7 +204,7 @@ class Evaluation:
         self.tokenizer = None  # until the policy is loaded
 
     def load(self) -> tuple[Callable, str]:
-        """Loads the model and returns (generate, the version of its weights), where
+        """Loads the model and returns (generate, an id of its weights). The function
         generate(questions, seed, progress) returns trajectories.
         """
         settings = self.settings
@@ -222,7 +222,7 @@ class Evaluation:
 
     def run(self) -> list[dict]:
         """Returns prediction records of the model's rollouts."""
-        # Held for as long as this evaluation object lives.
+        # The lock is held as long as this Evaluation exists.
         self.lock = locked(self.out, holder=EVALUATION_HOLDS_IT)
         generate, version = self.load()
         self.announce()
@@ -234,10 +234,11 @@ class Evaluation:
         return self.collect(self.out, version, rows_of)
 
     def collect(self, out: Path, version: str, rows_of, title: str = "evaluation") -> list[dict]:
-        """Returns prediction records; each batch is appended to the file `out` at once.
+        """Returns all prediction records. Those of a batch are appended to the file `out` as soon
+        as the batch is finished.
 
-        rows_of   (questions, the number of the first, progress) -> trajectories; if it leaves one
-                  out, the next run makes that batch again
+        rows_of   a function (questions, number of the first question, progress) -> trajectories. If
+                  it leaves out a trajectory, the next run of the command repeats the whole batch
         """
         options = self.options
         batch = QUESTIONS_AT_ONCE * options.samples
@@ -261,7 +262,7 @@ class Evaluation:
         if faults := search_faults(records):
             print(
                 f"warning: {len(faults)} searches failed (the first: {harmless(faults[0])}): "
-                "these are not the model's true scores; the same command repeats those batches",
+                "the scores are not the model's true ones; the same command repeats those batches",
                 file=sys.stderr,
             )
         return records
@@ -307,8 +308,10 @@ class Evaluation:
 
 
 def key_of(record: dict) -> tuple | None:
-    """Returns (question, sample), or None if the retriever failed, so that it is made again."""
-    if set(search_faults([record])) - {SEARCH_FAILED}:  # a rejected query would fail again
+    """Returns (question, sample), or None if the retriever failed: the prediction is then repeated.
+    A single query that failed (SEARCH_FAILED) is no reason, because it would fail again.
+    """
+    if set(search_faults([record])) - {SEARCH_FAILED}:
         return None
     return record.get("id"), record.get("sample")
 
@@ -321,16 +324,16 @@ def search_faults(records: list[dict]) -> list[str]:
 
 # ------------------------------------------------------------------------------------- the settings
 def settings_of(given: dict) -> Settings:
-    """Returns the checkpoint's settings, made greedy, with the flags that were given. Of the other
-    models of the reward only the judge of answers stays (When to Search section 4.1: as in
-    training).
+    """Returns the checkpoint's settings with greedy decoding, and with the flags that were given.
+    Of the other models that the training reward used, only a judge of answers is used here too
+    (When to Search section 4.1: as in training).
     """
     given, model = dict(given), given.get("model", "")
     if given.get("stage") == 0:
         del given["stage"]
     elif not model:
         model = last_checkpoint(given)
-    if model and "://" not in model:  # a baseline's may be an address
+    if model and "://" not in model:  # a baseline's model may be an address
         check_model_path(model)
     settings = saved_settings(model)
     if settings is None or given.get("recipe", settings.recipe) != settings.recipe:
@@ -342,8 +345,8 @@ def settings_of(given: dict) -> Settings:
     if "verdict" not in needs(settings):
         changes["judge"] = ""
     if "data" in given and settings.corpus != "from-data":
-        changes["corpus"] = ""  # it belonged to the data of training
-    if settings.engine != "hf":  # a run's servers hold its current weights
+        changes["corpus"] = ""  # the saved corpus is that of the training data
+    if settings.engine != "hf":  # servers of a run have its newest weights, not this checkpoint's
         changes["engine"] = "slots"
     if "max_turn_tokens" in given:
         changes["turn_tokens"] = ""  # the flag applies to every task
@@ -355,25 +358,29 @@ def settings_of(given: dict) -> Settings:
 
 
 def paper_decoding(settings: Settings) -> dict:
-    """Returns how the paper samples in evaluations, for --decoding paper."""
+    """Returns the settings by which the paper samples in evaluations, for --decoding paper."""
     decoding = record_of(settings.recipe, settings.variant).decoding
     if "temperature" not in decoding:
         print(
             f"--decoding paper: the paper of {settings.recipe} does not say how it samples in "
-            "evaluations: greedy"
+            "evaluations: greedy decoding is used"
         )
     return decoding
 
 
 def room_to_think(settings: Settings, tokens: int) -> Settings:
-    """Adds `tokens` to every limit of a turn: 512 and math=3072 with 100 become 612 and 3172."""
+    """Adds `tokens` to every limit of a turn: with 100, 512 becomes 612, and math=3072 becomes
+    math=3172.
+    """
     by_task = re.sub(r"\d+", lambda limit: str(int(limit[0]) + tokens), settings.turn_tokens)
     limit = settings.max_turn_tokens + tokens
     return replace(settings, max_turn_tokens=limit, turn_tokens=by_task)
 
 
 def last_checkpoint(given: dict) -> str:
-    """Returns the last checkpoint of the last stage of the run that the flags name, or ""."""
+    """Returns the last checkpoint of the run that the flags name, from its last stage that has
+    one, or "" if there is none.
+    """
     name = given.get("recipe", "ur2")
     others = {key: value for key, value in given.items() if key not in ("recipe", "stage")}
     run = resolve(name, given.get("stage", 1), True, others)
@@ -395,13 +402,14 @@ def parse(
     given, options = read_flags(arguments, kind, command)
     check_options(options, given)
     settings = settings_of(given)
-    if options.decoding == "paper":  # of the checkpoint's recipe
+    if options.decoding == "paper":  # `settings` has the checkpoint's recipe
         settings = settings_of(paper_decoding(settings) | given)
     if "max_turn_tokens" in given:
         print(f"--max_turn_tokens {settings.max_turn_tokens} applies to every task")
     read = SEARCHING if options.references == "retrieved" else ()
     check_settings(settings, False, given.keys() - read)
-    # A checkpoint's prompt file may have sections for models that only training uses.
+    # strict only if the flag is given: a checkpoint's prompt file may have sections for models that
+    # only training uses.
     prompt_sections(settings, strict="prompt_file" in given)
     if options.thinking and tag_pair("think")[0] in PROTOCOLS[settings.protocol].tags:
         raise InputError(
@@ -423,7 +431,9 @@ def check_options(options: Options, given: dict) -> None:
 
 
 def default_out(settings: Settings, options: Options) -> Path:
-    """Returns a file under --output_dir: the model may be a hub name, or in a read-only folder."""
+    """Returns the default path of the predictions. It is under --output_dir, because the model may
+    be a hub name, or in a read-only folder.
+    """
     model = "-".join(Path(settings.model).parts[-3:]) or f"warm-{settings.protocol}"
     files = "+".join(Path(name).stem for name in settings.data.split(","))
     questions = files[:100] or f"world{settings.world_seed}-{options.split}"
@@ -437,10 +447,10 @@ def run(settings: Settings, options: Options) -> None:
     others = score_files(
         options.against, settings.data, settings.skip_bad, options.punctuation, seed=settings.seed
     )
-    # Reader and judge come first: a wrong address fails before the work.
+    # Reader and judge are built first, so that a wrong address fails before the long rollouts.
     reader = build_reader(settings, best_device()) if settings.reader else None
     judge = build_judge(settings, best_device(), options.judge_sees)
-    paper = options.decoding == "paper"  # R-Search appendix A.3: all models sample alike
+    paper = options.decoding == "paper"  # then the reader samples alike (R-Search appendix A.3)
     sampling = (settings.temperature, settings.top_p) if paper else ()
     evaluation = Evaluation(settings, options)
     records = evaluate(evaluation, reader, judge, sampling)
@@ -449,8 +459,8 @@ def run(settings: Settings, options: Options) -> None:
 
 
 def evaluate(evaluation: Evaluation, reader, judge, sampling: tuple = ()) -> list[dict]:
-    """Returns prediction records with the reader's answers and the judge's verdicts; the reader
-    samples with `sampling`, (temperature, top_p), and is greedy by default.
+    """Returns prediction records with the reader's answers and the judge's verdicts. The reader
+    samples with `sampling` = (temperature, top_p), or is greedy if it is ().
     """
     out = evaluation.out
     punctuation = evaluation.options.punctuation
@@ -459,7 +469,7 @@ def evaluate(evaluation: Evaluation, reader, judge, sampling: tuple = ()) -> lis
         if punctuation:
             records = [scored(record, punctuation) for record in records]
         if reader or judge:
-            print(f"all predictions are written: --predictions {out} asks about them again")
+            print(f"all predictions are written: --predictions {out} asks reader and judge again")
             records = ask_others(records, reader, judge, sampling)
             write_records(out, records)
     except KeyboardInterrupt:

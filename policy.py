@@ -2,13 +2,13 @@
 
     log π_θ(y_t | y_<t) = z_t[y_t] / τ − logsumexp(z_t / τ),   z_t = W h_t,   τ: the temperature
 
-The head is the expensive part: logits [B, T, V] in fp32 are 9.9 GB at B = 8, T = 2048, V = 151k. So
-log-probs are computed only where the policy sampled, in chunks whose logits are discarded and
-recomputed in the backward pass.
+The output head is the expensive part: logits [B, T, V] in fp32 take 9.9 GB at B = 8, T = 2048,
+V = 151k. So log-probs are computed only for tokens that the policy sampled, and in chunks: the
+logits of a chunk are discarded after use and recomputed in the backward pass.
 
-Trained weights are fp32; on GPUs the arithmetic is bf16. Weights in bf16 would lose steps of 1e-6
-to rounding: after 20 AdamW steps 98 % of them have not changed. Frozen weights may be bf16 or int8,
-and Adam's moments 8 bits.
+Trained weights are stored in fp32; on GPUs the arithmetic is in bf16. If the weights were bf16,
+rounding would undo steps of 1e-6: after 20 AdamW steps, 98 % of the weights have not changed.
+Frozen weights may be bf16 or int8, and Adam's moments may have 8 bits.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ from prompts import chat_text
 from scale.lora import add_lora, save_merged
 from scale.packing import hidden_states, lengths_of, obstacle, packed_attention
 
-disable_progress_bar()  # a bar per checkpoint would break up the run's own progress bar
-# Trap: on an H100 PyTorch prefers cuDNN's attention, which plans 20 ms for each new shape.
+disable_progress_bar()  # a bar for each loaded model would break up the run's own progress bar
+# Trap: on an H100 PyTorch prefers cuDNN's attention, which needs 20 ms to plan each new shape.
 torch.backends.cuda.enable_cudnn_sdp(False)
-# Sum bf16 products in fp32, also across the blocks that a GPU splits a matrix into.
+# bf16 products are summed in fp32, also where a GPU splits one sum into several blocks.
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-# Logits in memory at once: 64 and 512 MB in fp32. Each chunk reads the whole head.
+# Logits in one chunk: 64 MB in fp32 on a CPU, 512 MB on a GPU. Small chunks would be slow, because
+# each chunk reads the whole head.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**27}
 DEFAULTS = PolicySettings()
 
@@ -99,18 +100,21 @@ def unrounded_logits(model):
 
 
 class ChunkedLogprobs(torch.autograd.Function):
-    """Computes log p_y = z_y − ln Σ_v exp z_v with z = W h / τ, and the gradient, chunk by chunk.
+    """Computes log p_y = z_y − ln Σ_v exp z_v with z = W h / τ, and its gradient, chunk by chunk.
 
         ∂ log p_y / ∂z_v = 1[v = y] − p_v
         G = gradient · (onehot − p) / τ  [n, V],   ∂h = G W  [n, H],   ∂W = Σ_chunks Gᵀ h  [V, H]
 
-    All chunks share one buffer. Trap: autograd would keep four tensors [n, V], and under autocast
-    sum ∂W over the chunks in bf16, which is 1 % off after 64 chunks. Here the sum is fp32.
+    All fp32 chunks share one buffer. Trap: autograd would keep four tensors [n, V] of each chunk.
+    Under autocast it would also sum ∂W over the chunks in bf16, which is 1 % off after 64 chunks;
+    here this sum is in fp32.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, dtype):
-        """Maps hidden [N, H], weight [V, H], targets [N] to [N]; matrix products are in `dtype`."""
+        """Maps hidden [N, H], weight [V, H] and targets [N] to log-probs [N]. Matrix products are
+        computed in `dtype`.
+        """
         ctx.temperature = temperature
         ctx.dtype = dtype
         chosen = hidden.new_empty(len(targets), dtype=torch.float32)  # [N]  z_y
@@ -146,7 +150,9 @@ def chunk_rows(vocab: int, device: str) -> int:
 
 
 def chunks_of_logits(hidden: Tensor, weight: Tensor, temperature: float):
-    """Yields (slice, fp32 logits / τ [n, V]) per chunk; fp32 chunks overwrite each other."""
+    """Yields (slice of hidden [N, H], its fp32 logits / τ [n, V]) for each chunk. If `hidden` is
+    fp32, the logits are in one buffer, which the next chunk overwrites.
+    """
     rows = chunk_rows(len(weight), hidden.device.type)
     exact = hidden.dtype == torch.float32
     buffer = hidden.new_empty(min(rows, len(hidden)) * exact, len(weight))
@@ -161,8 +167,8 @@ def chunks_of_logits(hidden: Tensor, weight: Tensor, temperature: float):
 
 
 def fp32_product(a: Tensor, b: Tensor) -> Tensor:
-    """Returns a b without rounding to bf16: a GPU sums bf16 products in fp32 anyway, and rounded
-    logits change a log-prob by 0.025 on average.
+    """Returns the matrix product a b in fp32. A GPU sums bf16 products in fp32 anyway, and logits
+    that are then rounded to bf16 would change a log-prob by 0.025 on average.
     """
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
@@ -182,8 +188,9 @@ def evaluating(module: nn.Module):
 
 
 class Policy(nn.Module):
-    """A causal LM whose forward pass returns log-probs. Trap: they must be computed in forward():
-    bypassing the DDP wrapper silently skips gradient synchronisation.
+    """Wraps a causal LM so that its forward pass returns log-probs. Trap: log-probs for training
+    must come from forward(), which DDP wraps: any other method would silently skip the
+    synchronisation of gradients.
     """
 
     def __init__(self, language_model: nn.Module):
@@ -193,7 +200,7 @@ class Policy(nn.Module):
         config = language_model.config
         if config._attn_implementation == "sdpa" and not obstacle(language_model):
             config._attn_implementation = "packed"  # permanently
-        self.train()  # for gradient checkpointing; there is no dropout
+        self.train()  # gradient checkpointing needs training mode; dropout is switched off
 
     @property
     def device(self) -> torch.device:
@@ -204,13 +211,15 @@ class Policy(nn.Module):
         return self.language_model.config
 
     def sharing(self, tokens: Tensor) -> Tensor | None:
-        """Returns the tokens by which `micro_batches` groups rows with the same prompt; None if the
-        model's family cannot be packed.
+        """Returns the tokens, so that `micro_batches` can put rows with the same prompt together;
+        None if texts cannot be packed for this family of models.
         """
         return tokens if self.config._attn_implementation == "packed" else None
 
     def autocast(self, keep: bool = True):
-        """Computes fp32 weights in bf16 on GPUs; keep=True caches the bf16 copies."""
+        """Returns a context in which a GPU computes with fp32 weights in bf16; keep=True caches the
+        bf16 copies of the weights.
+        """
         mixed = self.device.type != "cpu"
         mixed = mixed and any(p.dtype == torch.float32 for p in self.parameters())
         return torch.autocast(self.device.type, torch.bfloat16, enabled=mixed, cache_enabled=keep)
@@ -219,8 +228,8 @@ class Policy(nn.Module):
         """Maps right-padded tokens [B, L] to fp32 log-probs [B, T] of tokens[:, 1:], 0 where mask
         is 0.
         """
-        # Inserted tokens are read and influence later tokens, but their log-probs are not computed:
-        # they are the constant 0, without a gradient.
+        # The model reads inserted tokens, such as documents, and later tokens attend to them. But
+        # their log-probs are not computed: they are the constant 0, without a gradient.
         targets = tokens[:, 1:]  # [B, T]
         wanted = torch.ones_like(targets).bool() if mask is None else mask.bool()  # [B, T]
         with self.autocast(keep=False):
@@ -232,22 +241,24 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def generate(self, **arguments):
-        """Runs HF `generate`, without waiting for other processes: sharded weights are complete
-        here.
+        """Runs HF `generate`. It need not wait for other processes (synced_gpus=False), because
+        sharded weights have been gathered before.
         """
         with evaluating(self.language_model), self.autocast():
             return self.language_model.generate(**arguments, synced_gpus=False)
 
 
 def check_head(model: nn.Module) -> None:
-    """Rejects a model that scales or caps its logits: log-probs here are of head(hidden state)."""
+    """Raises an InputError if a model scales or caps its logits, because this file computes
+    log-probs from head(hidden state).
+    """
     with torch.no_grad(), evaluating(model):
         ids = torch.arange(3, device=model.device)[None]
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         ours = model.get_output_embeddings()(hidden)
         logits = model(input_ids=ids, use_cache=False).logits
     differs = (ours - logits).abs().max() > 1e-2 * logits.abs().max()
-    # A cap hardly changes the small logits of an untrained model.
+    # The config is checked too: a cap hardly changes the small logits of an untrained model.
     if differs or getattr(model.config, "final_logit_softcapping", None):
         raise InputError(
             f"{type(model).__name__} changes its logits after the output head (cap or scale): use a"
@@ -256,8 +267,8 @@ def check_head(model: nn.Module) -> None:
 
 
 def attention(module, query, key, value, mask, groups=None, **options):
-    """Computes packed attention if `groups` of texts are given, else the library's own, which
-    `generate` uses.
+    """Computes packed attention if the `groups` of packed texts are given. Otherwise, for example
+    in `generate`, it computes the library's own attention.
     """
     if groups is None:
         return sdpa_attention_forward(module, query, key, value, mask, **options)
@@ -280,8 +291,9 @@ def load_policy(
 ) -> tuple[Policy, object]:
     """Loads (policy, tokenizer) from a folder or a hub name; trained weights become fp32.
 
-    frozen    train nothing, whatever lora_rank is: for a reference
-    in_8bit   int8 weights: of a frozen model, or under LoRA's matrices, which `seed` initialises
+    frozen    trains nothing and adds no LoRA, whatever settings.lora_rank is: for a reference
+    in_8bit   loads int8 weights: for a frozen model, or as LoRA's base
+    seed      initialises the LoRA matrices
     """
     tokenizer = load_tokenizer(path)
     lora_rank = 0 if frozen else settings.lora_rank
@@ -306,8 +318,9 @@ def load_policy(
 
 
 def load_whole(path: str, options: dict) -> nn.Module:
-    """Loads a causal LM. The library only warns of missing weights, which it draws at random, and
-    accepts integers as weights; here both are errors. Buffers and a tied head may be missing.
+    """Loads a causal LM; raises an InputError if weights are missing or are integers. The library
+    would only warn of missing weights and initialise them at random, and it accepts integers.
+    Buffers and a tied head may be missing.
     """
     model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
     wrong = [*report["missing_keys"]]
@@ -323,8 +336,8 @@ def load_whole(path: str, options: dict) -> nn.Module:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Recomputes the layers' activations in the backward pass, to save memory."""
-    # transformers 5.17 has only the second name; 5.23 deprecates it.
+    """Makes the model recompute its activations in the backward pass, to save memory."""
+    # transformers 5.17 has only `gradient_checkpointing_enable`, which 5.23 deprecates.
     newer = getattr(model, "activation_checkpointing_enable", None)
     (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
@@ -332,11 +345,12 @@ def checkpoint_activations(model: nn.Module) -> None:
 def frozen_options(device: torch.device | str, in_8bit: bool) -> dict:
     """Returns loading options for frozen weights: bf16 on a GPU, fp32 on a CPU, or int8."""
     options = {"dtype": torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16}
-    options |= {"trust_remote_code": False, "use_safetensors": True}  # no code of others, no pickle
-    options["device_map"] = {"": device}  # without it eight processes put eight copies into RAM
+    # Neither code nor pickles that come with a model are run.
+    options |= {"trust_remote_code": False, "use_safetensors": True}
+    options["device_map"] = {"": device}  # otherwise eight processes load eight copies into RAM
     if in_8bit:
         check_bitsandbytes("8-bit weights")
-        # It would log a line for every product.
+        # bitsandbytes would log a line for every matrix product.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
     return options
@@ -348,7 +362,9 @@ def check_bitsandbytes(feature: str) -> None:
 
 
 def without_dropout(config):
-    """Switches dropout off: sampling and log-probs must agree, or the first ratio is not 1."""
+    """Switches dropout off. With it, log-probs would differ from those of sampling, and the first
+    ratio would not be 1.
+    """
     for name, value in list(vars(config).items()):
         # attention_dropout (Llama), resid_pdrop (GPT-2), layerdrop (OPT)
         if "drop" in name and isinstance(value, float):
@@ -357,7 +373,9 @@ def without_dropout(config):
 
 
 def check_model_path(path: str, flag: str = "--model") -> None:
-    """Rejects an existing path, or a name that can only be a path, that is not a saved model."""
+    """Raises an InputError if `path` is local but not a saved model, or differs from its manifest.
+    A path is local if it exists, or if it cannot be a hub name.
+    """
     exists = Path(path).exists()
     local = exists or path.startswith((".", "/", "~")) or path.count("/") > 1
     if local and not Path(path, "config.json").exists():
@@ -365,15 +383,16 @@ def check_model_path(path: str, flag: str = "--model") -> None:
         raise InputError(f"{flag} {path}: {wrong}; give a saved HF model or a hub name")
     if Path(path, MANIFEST).exists() and (wrong := wrong_with(Path(path))):
         raise InputError(
-            f"{flag} {path}: {wrong}: use another, or remove its {MANIFEST} if you changed it"
+            f"{flag} {path}: {wrong}: use another model, or remove its {MANIFEST} if you changed "
+            "the files yourself"
         )
 
 
 def load_tokenizer(path: str):
     check_model_path(path)
     with loading("tokenizer", path):
-        # Trap: AutoTokenizer may choose the family's class (qwen2), which splits text differently
-        # from the plain class that the files declare.
+        # Trap: AutoTokenizer may choose the class of the model's family (such as Qwen2's), which
+        # splits text differently from the plain class that the tokenizer's files declare.
         declared = get_tokenizer_config(path).get("tokenizer_class")
         plain = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
         kind = PlainTokenizer if plain else AutoTokenizer
@@ -385,7 +404,7 @@ def load_tokenizer(path: str):
 
 @contextlib.contextmanager
 def loading(what: str, path: str):
-    """Turns any error of reading a broken file into one line."""
+    """Turns any error that is raised while a file is read into an InputError of one line."""
     try:
         yield
     except Exception as error:
@@ -395,7 +414,9 @@ def loading(what: str, path: str):
 
 
 def weights_version(path: str, model=None) -> str:
-    """Identifies the weights: a directory keeps its name if a run overwrites the weights in it."""
+    """Returns an id of the weights: a hub model's commit, or a hash of a directory's file names,
+    sizes and times, because a run may overwrite weights in the same directory.
+    """
     if not Path(path).is_dir():
         return str(getattr(getattr(model, "config", None), "_commit_hash", None) or "main")[:12]
     files = [(file.name, file.stat()) for file in files_of(Path(path))]
@@ -404,7 +425,9 @@ def weights_version(path: str, model=None) -> str:
 
 
 def save_policy(policy, tokenizer, path: Path | str, trainer=None, settings="", weights=None):
-    """Saves a folder that `from_pretrained` loads; `weights` are the whole ones if sharded."""
+    """Saves a folder that `from_pretrained` can load. If the policy is sharded, `weights` are the
+    gathered weights.
+    """
     step = (trainer or {}).get("step")
     with written_whole(Path(path), step) as folder:
         save_merged(policy.language_model, folder, weights)
@@ -418,11 +441,11 @@ def save_policy(policy, tokenizer, path: Path | str, trainer=None, settings="", 
 # ---------------------------------------------------------------------------------------- the batch
 @dataclass
 class Batch:
-    """Trajectories as tensors: B rows, `group_size` per question; T = L − 1.
+    """Holds trajectories as tensors: B rows, `group_size` per question; T = L − 1.
 
     Column t of a [B, T] tensor belongs to tokens[:, t + 1]. response_mask is 1 where the policy
     sampled that token, and 0 on the prompt, on the environment's text, and on padding. A row with a
-    failed search has the reward NaN and a mask of zeros: it only keeps its group complete.
+    failed search has the reward NaN and a mask of zeros; it is there to keep its group complete.
     """
 
     tokens: Tensor  # [B, L]
@@ -437,9 +460,9 @@ class Batch:
     overlong: Tensor | None = None  # [B] bool: truncated without an answer
     values: Tensor | None = None  # [B, T]  of the state before tokens[:, t + 1]
     returns: Tensor | None = None  # [B, T]  the critic's targets
-    sampled_logprobs: Tensor | None = None  # [B, T]  None once the weights have moved
-    mismatch_weights: Tensor | None = None  # [B, T]  0 rejects a token's policy loss
-    logprobs: Tensor | None = None  # [B, T]  of the policy in the update, for the logs
+    sampled_logprobs: Tensor | None = None  # [B, T]  None if documents are trained on
+    mismatch_weights: Tensor | None = None  # [B, T]  0 removes a token from the policy loss
+    logprobs: Tensor | None = None  # [B, T]  the policy's during the update, only for logging
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -453,23 +476,24 @@ class Batch:
         return self.map(lambda value: value.to(device))
 
     def rows(self, index: Tensor) -> Batch:
-        """Returns the rows `index` [n], cut to the longest. An empty index gives a row of zeros,
-        which adds nothing to a loss.
+        """Returns a batch of the rows `index` [n], cut after the last sampled token of the longest
+        row. An empty index gives one row of zeros, which adds nothing to a loss.
         """
         part = self.map(lambda value: value[index] if len(index) else torch.zeros_like(value[:1]))
-        width = last_column(part.response_mask)  # padding costs as much as text
+        width = last_column(part.response_mask)  # padding would cost as much as text
         cut = part.map(lambda value: value[:, :width] if value.ndim == 2 else value)
         return replace(cut, tokens=part.tokens[:, : width + 1])
 
 
 def last_column(mask: Tensor) -> int:
-    """Returns the number of columns of [n, T] up to the last sampled token."""
+    """Returns the number of columns of a mask [n, T] up to the last sampled token of any row."""
     return max(lengths_of(mask.bool()), default=1)
 
 
 def collate(trajectories: Sequence, rewards: Sequence[float], group_size: int, pad_id=0) -> Batch:
-    """Right-pads trajectories into a Batch; masks and log-probs were recorded with the tokens. The
-    pad id has no influence: it may be that of EOS, and a sampled EOS is trained on.
+    """Right-pads trajectories into a Batch, with the masks and log-probs recorded while sampling.
+    The pad id has no influence, because padding has mask 0. It may be the EOS id: a sampled EOS has
+    mask 1 and is trained on.
     """
 
     def padded(rows: list[list], dtype: torch.dtype, value: int = 0) -> Tensor:
@@ -491,7 +515,9 @@ def collate(trajectories: Sequence, rewards: Sequence[float], group_size: int, p
 
 # ------------------------------------------------------------------------------------ the optimizer
 def make_optimizer(module: nn.Module, name: str, lr: float):
-    """Makes AdamW, or that of bitsandbytes with 8-bit moments (32 bits below 4096 weights)."""
+    """Makes torch's AdamW, or the AdamW of bitsandbytes with 8-bit moments. Moments of a tensor
+    with fewer than 4096 weights keep 32 bits.
+    """
     parameters = [p for p in module.parameters() if p.requires_grad]
     if name == "adamw":
         # fused: on a GPU the default needs a second copy of all weights during the step
@@ -505,8 +531,10 @@ def make_optimizer(module: nn.Module, name: str, lr: float):
 
 def lr_factor(step: int, steps: int, warmup_ratio: float, schedule: str) -> float:
     """Returns the factor of the learning rate in step 0, 1, ...: linear warm-up, then `schedule`.
-    Worked: lr_factor(0, 10, 0.2, "linear") = 0.5; lr_factor(6, 10, 0.2, "linear") = 0.5;
-    0.95 · 40 = 38 of 40 updates, lr_factor(18, 40, 0.95, "constant") = 19/38.
+
+    Worked: lr_factor(0, 10, 0.2, "linear"): the warm-up has 0.2 · 10 = 2 steps, so 1/2.
+    lr_factor(6, 10, 0.2, "linear"): 4 of the other 8 steps are done, so 1 − 4/8 = 0.5.
+    lr_factor(18, 40, 0.95, "constant"): the warm-up has 0.95 · 40 = 38 steps, so 19/38.
     """
     warmup = round(warmup_ratio * steps)
     if step < warmup:

@@ -1,17 +1,19 @@
-"""Retrieval: query -> documents. Every retriever has `search(queries, k)`. One call takes the
-queries of all rows and returns for each a list of documents, None if this search failed, or False
-if a server rejected the query for its content.
+"""Retrieval: query -> documents. Every retriever has a method `search(queries, k)`. One call takes
+the queries of all trajectories and returns for each query a list of documents, None if its search
+failed, or False if a server rejected the query because of its content.
 
 BM25 as rank-bm25's BM25Okapi defines it, over N documents; f = count of term t in document d,
 |d| = the number of words in d:
 
     score(q, d) = Σ_{t in q} idf(t) · f · (k1 + 1) / (f + k1 · (1 − b + b · |d| / mean |d|))
     idf(t)      = ln((N − n_t + 0.5) / (n_t + 0.5)),   n_t documents contain t;
-                  a negative idf (t in more than half of them) becomes epsilon · mean idf; if that
-                  is not positive either (as with two documents), it becomes a small number
+                  a negative idf (t is in more than half of the documents) becomes epsilon · mean
+                  idf; if this product is not positive either (for example with two documents),
+                  every idf below SMALL_IDF becomes SMALL_IDF
 
-The summands do not depend on the query. So the index holds the summand of every (term, document)
-pair, sorted by term, and a query adds up a few slices. `--index` stores it (retrievers/index.py).
+A summand depends only on term and document, not on the rest of the query. So the index holds the
+summand of every (term, document) pair, sorted by term, and a query adds up the slices of its terms.
+`--index` stores the index on the disk (retrievers/index.py).
 
 Other retrievers: retrievers/dense.py (an encoder), retrievers/remote.py (another machine's
 retriever), retrievers/controls.py (`random`, `empty`, `oracle`, `given`).
@@ -36,23 +38,23 @@ from data import Document, SearchRequest, SearchResult, harmless, load_corpus
 from errors import FlagParser, InputError, run_main, setting
 from metrics import tokenize
 
-SHOW_PROGRESS_FROM = 20_000  # documents; a smaller index takes less than a second
+SHOW_PROGRESS_FROM = 20_000  # documents; a smaller index is built in less than a second
 RETRIEVERS = ("bm25", "dense", "http", "random", "empty", "oracle", "given")
 Array = np.ndarray
-SMALL_IDF = 0.05  # if epsilon · mean idf is not positive
-COMMON = 0.25  # a term in more than this share of the documents gets a whole row of scores
+SMALL_IDF = 0.05  # the smallest idf if epsilon · mean idf is not positive
+COMMON = 0.25  # a term in more than this share of the documents gets a dense array of summands
 Found = list[list[Document]]  # one per query or request, best first
 Requests = list[SearchRequest]
 Results = list[SearchResult]  # one per request, in order
 Summarize = Callable[[Requests, Found], Results]
-SEARCH_FAILED = "search failed"  # the error of a single query in a call
+SEARCH_FAILED = "search failed"  # the error if a single query of a call failed
 
 
 @dataclass(frozen=True)
 class RetrieverSettings:
     retriever: str = setting(
         "bm25",
-        "bm25 or dense search the corpus, http asks a server, the others are controls",
+        "bm25 and dense search the corpus, http asks a server, the others are controls",
         one_of=RETRIEVERS,
     )
     retriever_url: str = setting("", "http: the server's address, http://host:port")
@@ -82,16 +84,16 @@ def make_retriever(
     if name == "bm25":
         return BM25(documents, title_boost=settings.title_boost, index=settings.index)
     if name == "http":
-        from retrievers.remote import HttpRetriever  # a door: BM25 needs no network
+        from retrievers.remote import HttpRetriever  # imported late: BM25 needs no network
 
         return HttpRetriever(settings.retriever_url, timeout)
     if name == "dense":
-        from retrievers.dense import DenseRetriever  # a door: BM25 loads no torch
+        from retrievers.dense import DenseRetriever  # imported late: BM25 loads no torch
 
         index_file = getattr(settings, "index_file", "")  # a flag of `serve` and `check`
         return DenseRetriever(documents, settings.encoder, device, index_file, runs)
     if name in RETRIEVERS:
-        from retrievers.controls import make_control  # a door: BM25 needs no control
+        from retrievers.controls import make_control  # imported late: BM25 needs no control
 
         return make_control(name, documents, seed)
     raise InputError(f"unknown retriever {name!r}: one of {', '.join(RETRIEVERS)}")
@@ -104,8 +106,9 @@ def show_all(requests: Requests, documents: Found) -> Results:
 
 
 def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> Callable:
-    """Returns the rollout's search function: it retrieves for all requests in one call, then
-    summarises for all. `search.seconds(requests)` is how long a remote retriever may take.
+    """Returns the search function of the rollout. It retrieves the documents of all requests in one
+    call, then summarises them. If the retriever is remote, the function has an attribute `seconds`:
+    search.seconds(requests) is the longest time that the retriever may take.
     """
 
     def search(requests: Requests) -> Results:
@@ -124,24 +127,25 @@ def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> Calla
 
 
 def retrieve(retriever, requests: Requests, k: int) -> list[list[Document] | bool | None]:
-    """Returns each request's documents, None if the search failed, False if the query was rejected.
-    A query that several requests share is searched once.
+    """Returns for each request its documents, None if its search failed, or False if its query was
+    rejected. A query that several requests share is searched once.
     """
     oracle = getattr(retriever, "needs_questions", False)
-    # The oracle's documents depend on the question, and two questions may share a query.
+    # `oracle` and `given` find documents by the question, and two questions may share a query.
     keys = [(request.query, request.question.id if oracle else "") for request in requests]
     unique = dict(zip(keys, requests, strict=True))
     questions = [[request.question for request in unique.values()]] if oracle else []
     answers = retriever.search([query for query, _ in unique], k, *questions)
-    # strict: a retriever that drops a query must not shift the others
+    # strict=True: if a retriever drops a query, the other queries must not get wrong documents
     by_key = dict(zip(unique, answers, strict=True))
     return [by_key[key] if by_key[key] in (None, False) else list(by_key[key]) for key in keys]
 
 
 # --------------------------------------------------------------------------------------------- BM25
 class BM25:
-    """BM25 over an inverted index: `postings[start[t] : start[t + 1]]` are the documents of term t,
-    `weights` holds their summands. For a common term, adding a whole row [N] is faster.
+    """Computes BM25 with an inverted index: `postings[start[t] : start[t + 1]]` are the documents
+    that contain term t, and the same slice of `weights` has their summands. For a common term,
+    `rows` has the summands of all documents [N], because adding such an array is faster.
     """
 
     def __init__(
@@ -161,7 +165,7 @@ class BM25:
         self.documents = documents
         parameters = (k1, b, epsilon, title_boost)
         if index:
-            from retrievers.index import load_or_build  # a door: an index in memory needs no files
+            from retrievers.index import load_or_build  # not needed for an index in memory
 
             parts = load_or_build(index, documents, parameters, build)
         else:
@@ -172,7 +176,7 @@ class BM25:
         self.rows = {term: self.add(np.zeros(n), term, 1) for term in common}
 
     def add(self, scores: Array, term: int, count: int) -> Array:
-        """Adds a term's summands to `scores` [N] in place and returns it."""
+        """Adds `count` times a term's summands to `scores` [N] in place and returns `scores`."""
         pairs = slice(self.start[term], self.start[term + 1])
         # += is safe, because no document occurs twice in a slice.
         scores[self.postings[pairs]] += count * self.weights[pairs]
@@ -184,15 +188,16 @@ class BM25:
         counts = Counter(tokenize(query))  # a repeated word counts each time
         for word, count in counts.items():
             term = self.vocabulary.get(word)
-            if term in self.rows:  # for count 1 no product, which would be another row of memory
+            if term in self.rows:
+                # A product would allocate another array [N], so count 1 is added without one.
                 scores += self.rows[term] if count == 1 else count * self.rows[term]
             elif term is not None:
                 self.add(scores, term, count)
         return scores
 
     def search(self, queries: list[str], k: int) -> Found:
-        """Returns min(k, N) documents per query, best first. As in the reference implementation,
-        documents that share no word with the query (score 0) fill up the list.
+        """Returns min(k, N) documents per query, best first. If fewer documents share a word with
+        the query, others with score 0 fill up the list, as in the reference implementation.
         """
         return [self.best(query, k) for query in queries]
 
@@ -210,9 +215,10 @@ def build(documents: list[Document], k1: float, b: float, epsilon: float, title_
     document_counts = np.bincount(terms, minlength=len(vocabulary))  # [terms], n_t
     start = np.concatenate([[0], np.cumsum(document_counts)])
     idf = inverse_document_frequencies(document_counts, n, epsilon)
-    mean = max(lengths.mean(), 1e-12)  # a corpus may have no word at all
+    mean = max(lengths.mean(), 1e-12)  # not 0, even if no document has a word
     norm = k1 * (1 - b + b * lengths / mean)  # [N]
-    # fp64: in fp32 the seventh digit would differ from the reference and break ties differently.
+    # In fp64, because in fp32 scores would differ from the reference in the seventh digit, and
+    # documents with equal scores would be ranked in another order.
     gain = frequencies * (k1 + 1) / (frequencies + norm[postings])  # [pairs]
     return vocabulary, start, postings, idf[terms] * gain
 
@@ -226,15 +232,17 @@ def count_words(texts: Iterable[str]) -> tuple[dict[str, int], Array, Array]:
         words = tokenize(text)
         tokens.extend([vocabulary[word] for word in words])
         lengths.append(len(words))
-    # A plain dict: a query's unknown word must not become a new term.
+    # Returned as a plain dict, so that an unknown word in a query does not become a new term.
     return dict(vocabulary), np.array(tokens, np.int64), np.array(lengths, np.int64)
 
 
 def invert(tokens: Array, lengths: Array) -> tuple[Array, Array, Array]:
-    """Returns (terms, documents, frequencies) of all pairs that occur, sorted by term, document."""
+    """Returns arrays (terms, documents, frequencies) with one entry per (term, document) pair that
+    occurs, sorted by term, then by document.
+    """
     n = len(lengths)
-    # Each word becomes term · n + document, so that sorting sorts by (term, document). This works
-    # in place, because it is the largest array.
+    # Each token becomes term · n + document, so that sorting orders the tokens by term, then by
+    # document. `tokens` is changed in place, because it is the largest array.
     tokens *= n
     tokens += np.repeat(np.arange(n), lengths)
     tokens.sort()
@@ -249,8 +257,8 @@ def inverse_document_frequencies(document_counts: Array, n: int, epsilon: float)
     floor = epsilon * idf.mean() if len(idf) else 0.0
     if floor > 0:
         return np.where(idf < 0, floor, idf)
-    # The mean includes the negative values. In a tiny corpus the reference's floor is negative,
-    # and documents that contain a word of the query would rank last.
+    # The mean includes the negative values, so in a tiny corpus the reference's floor may be
+    # negative. Documents that contain a word of the query would then rank last.
     return np.maximum(idf, SMALL_IDF)
 
 
@@ -259,15 +267,17 @@ def top(scores: Array, k: int) -> Array:
     k = min(k, len(scores))
     if k <= 0:
         return np.zeros(0, int)
-    # If k groups have a maximum of at least `bound`, then k scores do. For 100,000 scores, sorting
-    # the maxima takes 0.03 ms; np.partition of all scores takes 1 ms.
+    # `bound` is the k-th largest of the maxima of groups of scores. So at least k scores are as
+    # large as `bound`, and the others need not be sorted. For 100,000 scores, sorting the maxima
+    # takes 0.03 ms; np.partition of all scores would take 1 ms.
     rows = min(64, len(scores) // k)
     groups = len(scores) // rows
     maxima = scores[: rows * groups].reshape(rows, groups).max(0)
     bound = np.sort(maxima)[-k]
     above = np.flatnonzero(scores > bound)
     best = above[np.argsort(-scores[above], kind="stable")][:k]
-    # If fewer than k scores are above `bound`, it is the k-th score: the first ties fill up.
+    # If fewer than k scores are above `bound`, then `bound` is the k-th largest score, and the
+    # first documents with exactly this score fill up the list.
     return np.concatenate([best, np.flatnonzero(scores == bound)[: k - len(best)]])
 
 
@@ -283,7 +293,7 @@ INVENTED = [
 
 
 def show_search(bm25: BM25, query: str, k: int) -> None:
-    """Prints the best documents, but none that shares no word with the query."""
+    """Prints those of the k best documents that share a word with the query."""
     words = bm25.vocabulary.keys() & tokenize(query)
     print(f"{len(bm25.documents):,} documents, {len(bm25.vocabulary):,} words")
     if not words:
@@ -292,14 +302,14 @@ def show_search(bm25: BM25, query: str, k: int) -> None:
     for rank, i in enumerate(top(scores, k), 1):
         document = bm25.documents[i]
         text = f"{document.title}: {document.text}"
-        # Not `score != 0`: the idf of a common word may be 0.
+        # The test is not `score != 0`: a word in half of the documents has an idf of 0.
         if words.intersection(tokenize(text)):
             print(harmless(f"{rank}. {scores[i]:7.3f}  [{document.id}] {text}"))
 
 
 def main() -> None:
     if sys.argv[1:2] in (["serve"], ["check"]):
-        from retrievers.serve import command  # a door: a search needs no server
+        from retrievers.serve import command  # imported late: a search needs no server
 
         return command(sys.argv[1:], make_retriever)
     parser = FlagParser(

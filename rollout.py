@@ -1,19 +1,20 @@
 """The rollout loop: the model reasons, searches, reads the documents and answers.
 
-    sample a turn -> does it end in a query? -> search (the queries of all rows in one call)
+    sample a turn -> does it end in a query? -> search (one call for all trajectories' queries)
                   -> append the documents with mask 0 -> sample the next turn
                   -> ... -> an answer, EOS or a limit
 
-The result is a `Trajectory` per row. Two rules keep the training signal correct:
-  * token ids in, token ids out. Sampled ids are never decoded and encoded again, because the text
-    could split into tokens that nobody sampled. The environment's texts are encoded once;
+Each response becomes a `Trajectory`; a batch of them is `rows` in the code. Two rules keep the
+training signal correct:
+  * token ids in, token ids out. Sampled ids are never decoded and encoded again, because the
+    tokenizer could split the text into other tokens. The environment's texts are encoded once;
   * each token gets its mask when it is appended (trajectory.py): 1 if the policy sampled it, 0 for
     documents, their tags, the blank lines around them, and notices.
 
-Here retriever and summariser are one function, `search(requests) -> results`. Sampling is plain HF
-`generate`, which processes a row's whole context again at each turn. engines/slots.py replaces it:
-it samples the same rows when greedy, several times faster. Left out: several tools, and searches in
-the middle of a turn.
+For this file, retriever and summariser are one function, `search(requests) -> results`. It samples
+with plain HF `generate`, which processes the whole context of a trajectory again at each turn. By
+default engines/slots.py samples instead: it is several times faster, and its greedy samples are the
+same. Left out: tools other than search, and searches in the middle of a turn.
 """
 
 from __future__ import annotations
@@ -50,18 +51,18 @@ from trajectory import RejectedQuery, Search, Trajectory, show
 
 SearchFunction = Callable[[list[SearchRequest]], list[SearchResult]]
 Progress = Callable[[int], None] | None
-MIN_DOCUMENT_TOKENS = 16  # a search with less room for documents is not run
-ANSWER_TOKENS = 32  # kept free for the answer after documents and notices
+MIN_DOCUMENT_TOKENS = 16  # a search with less room for its documents, in tokens, is not run
+ANSWER_TOKENS = 32  # tokens of the context that documents and notices leave free for the answer
 TOKEN_LENGTH = 16  # upper bound on characters per token; longer text is truncated, then tokenized
 MAX_REJECTED_QUERIES = 2  # this many rejected queries end a trajectory
-MAX_STUCK = 8  # with this many searches of an environment hanging, no new search is started
+MAX_STUCK = 8  # while this many earlier searches of an environment hang, no new search starts
 
 
 # ---------------------------------------------------------------------------------------- the loop
 def generate_by_turns(
     policy, environment: Environment, live: list[Trajectory], progress: Progress = None
 ) -> None:
-    """Samples a turn for all live rows and runs their searches, until every row has ended."""
+    """Samples a turn of every live trajectory, then runs their searches, until all have ended."""
     while live:
         size = environment.settings.max_num_seqs or len(live)
         for start in range(0, len(live), size):
@@ -83,10 +84,10 @@ def rollout(
     generate: Callable = generate_by_turns,
     progress: Progress = None,
 ) -> list[Trajectory]:
-    """Returns `group_size` trajectories per question: row b belongs to question b // group_size.
+    """Returns `group_size` trajectories per question: item b belongs to question b // group_size.
 
     seed       makes sampling reproducible on one machine; the global random state is restored
-    generate   samples the rows: plain `generate` here, or engines.slots.generate_in_slots
+    generate   samples the trajectories: `generate_by_turns`, or engines.slots.generate_in_slots
     progress   is called with the number of trajectories that ended since the last call
     """
     rows = []
@@ -94,7 +95,7 @@ def rollout(
         prompt = build_prompt(environment.protocol, question, environment.tokenizer)
         check_prompt(question, prompt, environment.max_context)
         end = decode(environment.tokenizer, prompt[-16:]).rstrip()
-        opened = "<think>" if end.endswith("<think>") else ""  # a template opens it
+        opened = "<think>" if end.endswith("<think>") else ""  # by a chat template
         for _ in range(environment.settings.group_size):
             rows.append(Trajectory(question, environment.protocol, prompt, opened=opened))
     with seeded(seed, policy.device):
@@ -104,7 +105,7 @@ def rollout(
 
 @contextlib.contextmanager
 def seeded(seed: int | None, device: torch.device):
-    """Seeds sampling inside the context and then restores the random state; None does nothing."""
+    """Seeds the random state inside the context and restores it afterwards, unless seed is None."""
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(gpus, enabled=seed is not None):
         if seed is not None:
@@ -121,19 +122,21 @@ def check_prompt(question: Question, prompt: list[int], max_context: int) -> Non
     if len(prompt) + ANSWER_TOKENS > max_context:
         raise InputError(
             f"question {question.id}: its prompt has {len(prompt)} tokens and the context is "
-            f"{max_context}, {ANSWER_TOKENS} of it for an answer: shorten it or raise --max_context"
+            f"{max_context}, of which {ANSWER_TOKENS} are for an answer: shorten the question or "
+            "raise --max_context"
         )
 
 
 def check_prompts(questions: list[Question], environment: Environment, policy) -> None:
-    """Refuses a prompt that does not fit, before the run begins instead of at step 300."""
+    """Raises an InputError before the run, not at step 300, if a prompt does not fit."""
     context, positions = environment.max_context, context_of(policy)
     if context > positions:
         raise InputError(
-            f"--max_context {context}: the model has only {positions} positions, 0 uses them all"
+            f"--max_context {context}: the model has only {positions} positions: give 0 to use all "
+            "of them"
         )
     protocol = environment.protocol
-    # A layout of --prompt_file may show references, or a text twice.
+    # A --prompt_file may insert references, or repeat a text, at most as often as it contains "{".
     copies = max([1, *(text.count("{") for text in protocol.prompts.values())])
     shows_all = protocol.references_in_prompt or copies > 1
     of_kind = {}  # (task, may_search) -> tokens of the first prompt of this kind
@@ -142,7 +145,8 @@ def check_prompts(questions: list[Question], environment: Environment, policy) -
         if shows_all:
             text = "".join(question_values(question, "").values())
         kind = question.task, question.may_search
-        # A token has at least a byte. Building all prompts takes long, and most are far too short.
+        # Building every prompt would take long. A token has at least one byte, so `most` is an
+        # upper bound on the prompt's tokens. The prompt is built only if `most` is too large.
         most = of_kind.get(kind, context) + copies * len(text.encode(errors="replace"))
         if most + ANSWER_TOKENS > context:
             prompt = build_prompt(protocol, question, environment.tokenizer)
@@ -153,7 +157,7 @@ def check_prompts(questions: list[Question], environment: Environment, policy) -
 # ----------------------------------------------------------------------------------- sample a turn
 @dataclass
 class Turn:
-    """Holds the tokens that a row samples: at most `max_new_tokens`, until a `reason` ends it."""
+    """Holds the sampled tokens of one turn, and the `reason` why it ended (None: it goes on)."""
 
     max_new_tokens: int
     ids: list[int] = field(default_factory=list)
@@ -162,16 +166,18 @@ class Turn:
 
 
 def sample_turns(policy, environment: Environment, rows: list[Trajectory]) -> list[Turn]:
-    """Samples one turn for every row. Rows are left-padded, so that they all end together."""
+    """Samples one turn of every trajectory. Contexts are left-padded to end in the same column."""
     settings, eos_ids = environment.settings, end_ids(policy, environment.tokenizer)
     turns = [Turn(environment.turn_tokens_left(row)) for row in rows]
     rule = StopRule(environment.tokenizer, environment.protocol.stop_tags, eos_ids)
     watcher = TurnWatcher(rule, turns, settings.temperature or 1.0)
     sampling = {"do_sample": False}
     if settings.temperature:
-        # top_k: generate's default of 50 would be off-policy. temperature 1: the watcher divides.
+        # top_k is 0, because generate's default of 50 would sample off-policy. temperature is 1,
+        # because the watcher has already divided the logits by the temperature.
         sampling = {"do_sample": True, "top_k": 0, "top_p": settings.top_p, "temperature": 1.0}
-    # Any id can pad: padding is not attended to, and nothing after a row's last token is read.
+    # Any id can pad: the mask hides the padding on the left, and the tokens that `generate` appends
+    # after the end of a turn are never read.
     tokens, attention = left_padded([row.ids for row in rows], 0, policy.device)  # [B, L] each
     with plain_generation(policy, eos_ids, 0):
         policy.generate(
@@ -186,15 +192,15 @@ def sample_turns(policy, environment: Environment, rows: list[Trajectory]) -> li
 
 
 class TurnWatcher:
-    """Implements both hooks of `generate`. The logits processor sees the distributions, the
-    stopping criterion sees the tokens: it records each with its log-prob and applies the rule.
+    """Implements two hooks of `generate`. `process_logits` keeps the logits of a step. `check_stop`
+    then sees the sampled tokens, records each with its log-prob, and applies the stop rule.
     """
 
     def __init__(self, rule: StopRule, turns: list[Turn], temperature: float):
         self.rule, self.turns, self.temperature = rule, turns, temperature
 
     def process_logits(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Returns the logits to sample from, [B, V], and keeps them for the token's log-prob."""
+        """Returns logits / temperature [B, V], and keeps them to compute the tokens' log-probs."""
         self.scores = logits / self.temperature
         return self.scores
 
@@ -212,11 +218,12 @@ class TurnWatcher:
 
 
 class StopRule:
-    """Decides when a turn is over: at EOS, at a stop tag (each has a reason) or at its limit.
+    """Decides when a turn is over: at EOS, at a stop tag or at the turn's limit of tokens.
 
-    A tag may span several tokens, and its last token may go on after it (">\\n\\n"). So the rule
-    searches the decoded tail of the turn, and the turn ends with that whole token, as sampled.
-    Only tokens in `watched` can end a turn, so most tokens need no decoding.
+    `stop_tags` maps each tag to its reason. A tag may span several tokens, and its last token may
+    contain more characters (">\\n\\n"). So the rule decodes the last tokens of the turn and looks
+    for tags in this text. The turn keeps its last token whole, as it was sampled. Only tokens in
+    `watched` can end a turn, so most tokens need no decoding.
     """
 
     def __init__(self, tokenizer, stop_tags: dict[str, str], eos_ids: set[int]):
@@ -230,7 +237,7 @@ class StopRule:
             return "eos"
         if turn[-1] in self.watched:
             for tag, reason in self.stop_tags.items():
-                # Each token of a tag holds at least one character, so len(tag) tokens hold it all.
+                # Each token has at least one character, so len(tag) tokens hold the whole tag.
                 if tag in decode(self.tokenizer, turn[-len(tag) :]):
                     return reason
         return "length" if len(turn) >= max_new_tokens else None
@@ -238,14 +245,16 @@ class StopRule:
 
 @functools.lru_cache(maxsize=8)
 def closing_ids(tokenizer, size: int, last: str) -> set[int]:
-    """Returns the ids of the tokens with a character of `last`: only they can complete a tag."""
+    """Returns the ids of the tokens that contain a character of `last`, the last characters of all
+    tags. No other token can complete a tag.
+    """
     pieces = tokenizer.batch_decode([[i] for i in range(size)], skip_special_tokens=False)
     return {i for i, piece in enumerate(pieces) if set(last) & set(piece)}
 
 
 def end_ids(policy, tokenizer) -> set[int]:
-    """Returns every id that ends a text: the tokenizer's EOS and the checkpoint's, which for chat
-    models may be two.
+    """Returns every id that ends a text: the EOS of the tokenizer, and those in the checkpoint's
+    generation config. A chat model may have two.
     """
     listed = getattr(policy, "language_model", policy).generation_config.eos_token_id
     listed = listed if isinstance(listed, list) else [listed]
@@ -254,9 +263,9 @@ def end_ids(policy, tokenizer) -> set[int]:
 
 @contextlib.contextmanager
 def plain_generation(policy, eos_ids: set[int], pad_id: int):
-    """Removes the checkpoint's own generation defaults for a while. Trap: they fill every argument
-    that is not given (top_k=20 ...), and then the samples do not come from the distribution that
-    is trained.
+    """Removes the checkpoint's generation defaults inside the context. Trap: `generate` would use
+    them for every argument that is not given (such as top_k=20), and would then sample from another
+    distribution than the one that is trained.
     """
     model = getattr(policy, "language_model", policy)
     defaults = model.generation_config
@@ -271,7 +280,7 @@ def plain_generation(policy, eos_ids: set[int], pad_id: int):
 def left_padded(texts: Sequence[list[int]], pad_id: int, device) -> tuple[torch.Tensor, ...]:
     """Returns (tokens, attention mask), [B, L] each; all rows end in the last column."""
     rows = [torch.tensor(text, dtype=torch.long) for text in texts]
-    # Not `tokens != pad`: if the padding is EOS, that would hide real EOS tokens.
+    # The mask is not `tokens != pad_id`: if EOS is the pad token, this would mask real EOS tokens.
     attention = [torch.ones_like(row) for row in rows]
     tokens = pad_sequence(rows, True, pad_id, padding_side="left")
     return tokens.to(device), pad_sequence(attention, True, padding_side="left").to(device)
@@ -292,10 +301,10 @@ def by_task(numbers: str) -> dict[str, int]:
 
 
 class Environment:
-    """Everything around the policy: it ends turns, runs searches and appends the documents."""
+    """Ends turns, runs searches and appends documents: all of a rollout except the policy."""
 
     def __init__(self, tokenizer, protocol: Protocol, search, settings: RolloutSettings, context=0):
-        """context: the limit in tokens; 0 takes --max_context."""
+        """context: the limit on prompt and response, in tokens; 0 takes settings.max_context."""
         limits = {"": settings.max_searches} | by_task(settings.task_searches)
         self.protocol = dataclasses.replace(protocol, search_limits=limits)
         self.tokenizer, self.search = tokenizer, search
@@ -304,7 +313,8 @@ class Environment:
         self.held_out = False  # True during an evaluation within training
         self.turn_tokens = by_task(settings.turn_tokens)
         self.forbidden = protocol.tags  # tags to remove from documents
-        # A search adds, beside the documents, the tokens of their frame and of a fallback notice.
+        # A search inserts documents, the tags around them (the frame) and perhaps a fallback
+        # notice. All of these tokens need room in the context.
         frame = frame_documents(protocol, "\x00").split("\x00") if protocol.documents_tags else []
         self.frame_tokens = sum(map(self.count_tokens, frame))
         self.search_overhead = self.frame_tokens + self.count_tokens(protocol.fallback_notice)
@@ -317,7 +327,7 @@ class Environment:
         return self.max_context - len(row.ids)
 
     def turn_limit(self, row: Trajectory) -> int:
-        """Returns how many tokens a turn may have if the context leaves room for it."""
+        """Returns the limit on the tokens of a turn in this task, apart from the context limit."""
         return self.turn_tokens.get(row.question.task, self.settings.max_turn_tokens)
 
     def turn_tokens_left(self, row: Trajectory) -> int:
@@ -330,28 +340,29 @@ class Environment:
         return min(self.settings.document_tokens, room)
 
     def max_trajectory_tokens(self, row: Trajectory) -> int:
-        """Returns an upper bound on this trajectory's length, by the limits of its task."""
+        """Returns an upper bound on the final length in tokens, from the limits of the task."""
         searching = self.protocol.query_tags and row.question.may_search
         searches = self.protocol.search_limit(row.question.task) if searching else 0
-        # Each turn but the last ends in a search or a rejected query; a second rejection is final.
+        # Every turn except the last ends in a search or a rejected query, and the second rejected
+        # query ends the trajectory. So there are at most searches + MAX_REJECTED_QUERIES turns.
         sampled = (searches + MAX_REJECTED_QUERIES) * self.turn_limit(row)
         retrieved = searches * (self.settings.document_tokens + self.search_overhead)
         notices = (MAX_REJECTED_QUERIES - 1) * self.rejection_tokens
         return min(len(row.prompt_ids) + sampled + retrieved + notices, self.max_context)
 
     def end_turn(self, row: Trajectory, ids: list[int], logprobs: list[float], reason: str) -> None:
-        """Appends a sampled turn. Unless it ended in a query, it was the row's last."""
+        """Appends a sampled turn. If it did not end in a query, the trajectory is over."""
         row.append_model(ids, logprobs, decode(self.tokenizer, ids))
         row.stop_reason = "" if reason == "query" else reason
 
     def run_searches(self, rows: list[Trajectory]) -> None:
-        """Runs the queries in which these rows end, except those that are rejected."""
+        """Runs the query at the end of each of these trajectories, unless it is rejected."""
         accepted = [(row, query) for row in rows if (query := self.accepted_query(row))]
         if accepted:
             self.execute(accepted)
 
     def execute(self, accepted: list[tuple[Trajectory, str]]) -> None:
-        """Searches for the queries of all rows in one call."""
+        """Runs the queries of all trajectories in one call and appends the results."""
         start = time.perf_counter()
         requests = []
         for row, query in accepted:
@@ -366,7 +377,7 @@ class Environment:
                 self.append_result(row, query, result, seconds)
 
     def accepted_query(self, row: Trajectory) -> str | None:
-        """Returns the query, or None if it is rejected; the row then gets a notice or ends."""
+        """Returns the query, or None if it may not run; then a notice is appended or `row` ends."""
         protocol = self.protocol
         query = parse_query(protocol, row.segments[-1].text)
         if not query:
@@ -385,7 +396,7 @@ class Environment:
         return None
 
     def reject(self, row: Trajectory, rejected: RejectedQuery, notice: str) -> None:
-        """Appends a notice that says why the query was not run, or ends the row."""
+        """Appends a notice that says why the query was not run, or ends the trajectory."""
         row.rejected_queries.append(rejected)
         ids = encode(self.tokenizer, notice)
         if len(row.rejected_queries) >= MAX_REJECTED_QUERIES:
@@ -398,7 +409,7 @@ class Environment:
     def append_result(
         self, row: Trajectory, query: str, result: SearchResult, seconds: float = 0.0
     ) -> None:
-        """Appends the documents or the summary, cut to the row's budget, and records the search."""
+        """Appends the documents or the summary, cut to the token budget; records the search."""
         protocol, budget = self.protocol, self.frame_tokens + self.document_token_budget(row)
         shown = protocol.error_text if result.error else result.text
         texts = [shown] if shown else number_documents(result.documents) or [protocol.empty_text]
@@ -416,8 +427,8 @@ class Environment:
             row.append_environment(encode(self.tokenizer, notice), notice, "notice")
 
     def fit_documents(self, pieces: list[str], budget: int) -> str:
-        """Joins as many documents as fit into the budget with their frame. If even the first does
-        not fit, it is cut.
+        """Joins as many documents as fit, together with their frame, into `budget` tokens. If not
+        even the first document fits, it is cut.
         """
         for count in range(len(pieces), 0, -1):
             body = "\n".join(pieces[:count])
@@ -439,13 +450,14 @@ class Environment:
 def call_search(
     search: SearchFunction, requests: list, timeout: float, hanging: list
 ) -> list[SearchResult]:
-    """Returns the results, or an error for each: a step must survive a retriever that fails or
-    hangs. `hanging` holds the threads of earlier searches that still run.
+    """Returns a result for each request. If the retriever fails or hangs, every result is an error,
+    so that the training step survives. `hanging` holds the threads of earlier searches that still
+    run.
     """
     hanging[:] = filter(threading.Thread.is_alive, hanging)
     if len(hanging) >= MAX_STUCK:
         return [SearchResult(error="earlier searches still hang")] * len(requests)
-    if network_seconds := getattr(search, "seconds", None):  # grows with the number of queries
+    if network_seconds := getattr(search, "seconds", None):  # more for more queries
         timeout += network_seconds(requests)
     outcomes = []
 
@@ -459,7 +471,7 @@ def call_search(
     thread.join(timeout)
     hanging.append(thread)
     outcome = outcomes[0] if outcomes else TimeoutError(f"no answer within {timeout:g} s")
-    if isinstance(outcome, InputError):  # only the user can repair this, for example an address
+    if isinstance(outcome, InputError):  # only the user can repair it: a wrong address
         raise outcome
     if isinstance(outcome, list):
         return outcome
@@ -468,7 +480,7 @@ def call_search(
 
 def start_thread(work: Callable, report: Callable) -> threading.Thread:
     """Calls `work()` in a thread and passes its result, or the error that it raises, to `report`.
-    The thread keeps no process alive: a run may end while a search or a server hangs.
+    It is a daemon thread, so that the run can end while a search or a server hangs.
     """
 
     def run() -> None:

@@ -1,16 +1,16 @@
-"""The training loop: sample, compute rewards and advantages, update. A run is one paper's stage.
+"""The training loop: sample, compute rewards and advantages, update. One run trains one stage.
 
     accelerate launch train.py --stage 1             the built-in world, UR²
     accelerate launch train.py --stage 2             from stage 1's last checkpoint, or --model
     accelerate launch train.py --stage 1,2 --evaluate   both stages, then their evaluation
     accelerate launch train.py --stage 1 --model DIR --data FILE --corpus from-data
-    python train.py --dry_run                        tries one step and reports what would fail
+    python train.py --dry_run                        tries one step and reports problems
 
     questions -> rollout -> rewards [B] -> advantages [B, T] -> for each update: token weights
     (Σ = 1) -> micro-batches: Σ weight · loss, backward -> clip -> one optimizer step
 
-DAPO draws more questions in place of groups that teach nothing; PPO's critic has updates of its
-own. Each process samples its share of the questions. The trajectories are then gathered on every
+DAPO drops uninformative groups and draws more questions in their place; PPO also updates a critic.
+Each process samples its share of the questions. The trajectories are then gathered on every
 process, so advantages use the global batch.
 
 Files in runs/NAME/stageN: settings.json, metrics.jsonl, trajectories.jsonl.gz, checkpoints.
@@ -73,26 +73,27 @@ model_tokens tokens thinking_words repetition malformed_tags
 
 @dataclass
 class Rollouts:
-    """The trajectories of one step, their rewards, and which rows are trained on."""
+    """Holds the trajectories of one step, their rewards, and which of them are trained on."""
 
     trajectories: list[Trajectory] = field(default_factory=list)  # N, group by group
     reward_terms: list[Record] = field(default_factory=list)  # N
     correct: list[bool] = field(default_factory=list)  # N
-    kept: list[int] = field(default_factory=list)  # rows; groups stay whole, with failed rows
+    # Indices of the trajectories to train on. Groups are whole, including failed trajectories.
+    kept: list[int] = field(default_factory=list)
     draws: int = 0
     seconds: float = 0.0  # of sampling and searching
     reward_seconds: float = 0.0
 
     @property
     def failed(self) -> Tensor:
-        """[N] bool: whether a search of the row failed."""
+        """[N] bool: True for each trajectory in which a search failed."""
         return torch.tensor([t.failed for t in self.trajectories])
 
     @property
     def rewards(self) -> Tensor:
-        """[N]: the reward of each row, NaN where a search failed, because nobody knows what that
-        row would have earned. If a reward function returns NaN, the run has to stop: the reward is
-        then infinite.
+        """[N]: the reward of each trajectory; NaN if a search failed, because nobody knows the
+        reward that it would have got without the failure. A NaN from a reward function becomes
+        infinite, so that the loss is not finite and the run stops.
         """
         rewards = torch.tensor([float(sum(terms.values())) for terms in self.reward_terms])  # [N]
         rewards[rewards.isnan()] = torch.inf
@@ -111,7 +112,7 @@ def train(settings: Settings) -> Path:
     for step in run.steps_to_do(first_step):
         with checkpoint.saved_on_error(run, state, step):
             rollouts = collect(state, step)
-        record = {"step": step} | measure(state, rollouts)  # all sampled rows
+        record = {"step": step} | measure(state, rollouts)  # of all sampled trajectories
         start = time.perf_counter()
         batch = None
         if rollouts.kept:
@@ -139,15 +140,15 @@ def train(settings: Settings) -> Path:
         finally:  # the step is logged even if the evaluation fails
             run.log(record, rollouts, batch, state.environment)
         checkpoint.save_if_due(run, state, record)
-    state.accelerator.wait_for_everyone()  # the main process saves first
+    state.accelerator.wait_for_everyone()  # until the main process has saved
     return run.folder
 
 
 # ------------------------------------------------------------------------------------------ sample
 def collect(state: TrainState, step: int) -> Rollouts:
-    """Samples the step's trajectories and computes their rewards. DAPO (departure 2) draws until
-    there are enough informative groups, or no draw is left. Each draw depends only on the seed, the
-    step and the number of the draw.
+    """Samples the step's trajectories and computes their rewards. DAPO (departure 2 in dapo.py)
+    draws more questions until there are enough informative groups, or no draw is left. The
+    questions of a draw depend only on the seed, the step and the number of the draw.
     """
     settings = state.settings
     rollouts = Rollouts()
@@ -156,8 +157,8 @@ def collect(state: TrainState, step: int) -> Rollouts:
         start = time.perf_counter()
         trajectories = sample_draw(state, step, rollouts.draws)
         scored_from = time.perf_counter()
-        # Only the main process computes rewards: a judge might give each process another verdict,
-        # and they would then train on different rows.
+        # Only the main process computes rewards, because a judge might give each process a
+        # different verdict, and the processes would then train on different trajectories.
         scored = [None, None]
         if state.other_models is not None:
             scored = [*compute_rewards(trajectories, settings, step, state.other_models)]
@@ -169,17 +170,17 @@ def collect(state: TrainState, step: int) -> Rollouts:
         rollouts.reward_terms += reward_terms
         rollouts.correct += correct
         kept = rows_to_train_on(rollouts, settings)  # [N]
-        rollouts.kept = kept.nonzero()[:wanted, 0].tolist()  # the first ones
+        rollouts.kept = kept.nonzero()[:wanted, 0].tolist()  # not more than wanted
         rollouts.draws += 1
         if len(rollouts.kept) >= wanted:
             break
     if rollouts.failed.float().mean() > MOST_FAILED:
-        rollouts.kept = []  # too few rows are left: the run stops after this step
+        rollouts.kept = []  # too many searches failed: the run stops after this step
     return rollouts
 
 
 def sample_draw(state: TrainState, step: int, draw: int) -> list[Trajectory]:
-    """Samples the trajectories of one draw of questions; they come group by group."""
+    """Samples the trajectories of one draw; those of the same question follow each other."""
     questions = state.stream.take(step, draw)
     if state.settings.dry_run:  # evenly spread, so that all kinds are tried
         groups = max(DRY_RUN_GROUPS, state.accelerator.num_processes)
@@ -202,8 +203,9 @@ def shared_rollout(state: TrainState, environment, questions: list, seed: int) -
 
 
 def evaluate(state: TrainState) -> Record:
-    """Answers the held-out questions greedily, every --eval_every steps. The checkpoint is then
-    saved (When to Search, training details), and the best one is kept.
+    """Answers the held-out questions greedily. After each evaluation (every --eval_every steps) a
+    checkpoint is saved, and the best checkpoint is never deleted (When to Search, training
+    details).
     """
     greedy = copy.copy(state.environment)
     greedy.settings = replace(state.settings, temperature=0.0, group_size=1)
@@ -214,12 +216,13 @@ def evaluate(state: TrainState) -> Record:
 
 
 def rows_to_train_on(rollouts: Rollouts, settings: Settings) -> Tensor:
-    """Returns a mask [N] of the rows that are trained on. Only DAPO drops groups: those whose
-    answers are all right or all wrong, or whose answer terms, or rewards, are all equal
-    (--filter_by). Rows with a failed search are ignored in the comparison.
+    """Returns a mask [N] of the trajectories to train on. Only DAPO drops groups. --filter_by says
+    which: those whose answers are all right or all wrong ("correct"), whose answer terms are equal
+    ("answer"), or whose rewards are equal ("total"). Trajectories with a failed search are ignored
+    in this comparison.
 
-    Trap: filtering by correctness drops every question that is always answered right, or always
-    wrong, although its answers with and without a search could still be compared. When to Search
+    Trap: "correct" drops every question that is always answered right, or always wrong, although
+    its trajectories with a search could still be compared with those without one. When to Search
     therefore filters by the answer term.
     """
     if settings.algorithm != "dapo":
@@ -235,8 +238,8 @@ def rows_to_train_on(rollouts: Rollouts, settings: Settings) -> Tensor:
 
 # ----------------------------------------------------------------------------------------- prepare
 def prepare(state: TrainState, rollouts: Rollouts, step: int) -> Batch:
-    """Returns the global batch: rewards [B]; log-probs of π_old and π_ref, and the critic's values
-    [B, T]; advantages [B, T].
+    """Returns the global batch with rewards [B], and [B, T] each: log-probs of π_old and π_ref, the
+    critic's values, and advantages.
     """
     settings = state.settings
     rows = rollouts.kept
@@ -248,23 +251,24 @@ def prepare(state: TrainState, rollouts: Rollouts, step: int) -> Batch:
     batch.overlong = torch.tensor(overlong)  # [B]  truncated before it answered
     if not settings.mask_documents:
         unmask_documents(batch, trajectories)
-    batch.response_mask[batch.rewards.isnan()] = 0.0  # failed rows count in no statistic
+    batch.response_mask[batch.rewards.isnan()] = 0.0  # so no mean counts failed rows
     if settings.kl_coef:
         batch.ref_logprobs = compute_ref_logprobs(state, batch)  # [B, T]
-    if state.critic is not None:  # once: advantages, returns and value clipping use them
+    if state.critic is not None:  # once, for the advantages, the returns and value clipping
         batch.values = compute_values(state, batch)  # [B, T]
-    if state.recompute:  # in bf16, sampling and scoring round differently
+    if state.recompute:  # the sampler may have rounded them differently, as in bf16
         batch.old_logprobs = compute_old_logprobs(state, batch)  # [B, T]
-    if state.mismatch != "none":  # first: token weights leave out rejected tokens
+    if state.mismatch != "none":  # before the token weights, which leave out rejected tokens
         batch.mismatch_weights = ppo.mismatch_weights(batch, state.mismatch)  # [B, T]
     batch.advantages = ALGORITHMS[settings.algorithm].compute_advantages(batch, settings)  # [B, T]
     return batch
 
 
 def compute_old_logprobs(state: TrainState, batch: Batch) -> Tensor:
-    """Returns π_old's log-probs [B, T]. Rows that teach nothing keep the log-probs recorded while
-    sampling, unless something else reads them: a KL, a critic, documents that are trained on, or a
-    mismatch correction that drops tokens, because it counts the tokens that are left.
+    """Returns π_old's log-probs [B, T]. To save time, rows whose advantages are all 0 keep the
+    log-probs recorded while sampling. But all rows are computed if there is a KL or a critic, if
+    documents are trained on, or if the mismatch correction drops tokens, because the means are then
+    over the remaining tokens of all rows.
     """
     drops = state.mismatch != "none" and ppo.MISMATCH[state.mismatch][-1] == 0
     rows = torch.arange(len(batch))  # [n]
@@ -279,7 +283,7 @@ def compute_old_logprobs(state: TrainState, batch: Batch) -> Tensor:
 
 
 def unmask_documents(batch: Batch, trajectories: Sequence[Trajectory]) -> None:
-    """Trains on every token after the prompt, documents too: the ablation of the loss mask."""
+    """Sets the mask to 1 on all tokens after the prompt, documents too (the loss-mask ablation)."""
     batch.response_mask = torch.zeros_like(batch.response_mask)  # [B, T]
     for row, t in enumerate(trajectories):
         first = len(t.prompt_ids) - 1  # the column of the first response token
@@ -288,9 +292,9 @@ def unmask_documents(batch: Batch, trajectories: Sequence[Trajectory]) -> None:
 
 
 def shuffled_updates(step: int, rewards: Tensor, settings: Settings) -> tuple:
-    """Returns the rows [n] of each update of a step: those whose reward [B] is known, shuffled.
-    Where DAPO keeps fewer rows, or searches failed, there are fewer updates rather than smaller
-    ones.
+    """Returns the rows [n] of each update of a step. All rows whose reward [B] is not NaN are
+    shuffled and divided. If DAPO dropped groups, or searches failed, the step has fewer updates
+    rather than smaller ones.
     """
     rows = (~rewards.isnan()).nonzero()[:, 0]  # [n]
     generator = torch.Generator().manual_seed(settings.seed * 7_919 + step)
@@ -300,8 +304,8 @@ def shuffled_updates(step: int, rewards: Tensor, settings: Settings) -> tuple:
 
 def set_lr(state: TrainState, step: int, number: int) -> float:
     """Sets the learning rates for update `number` of the step and returns the policy's. The
-    critic's rate has a warm-up of its own and then stays constant: while the policy warms up for
-    long, the critic already learns.
+    critic's rate has its own warm-up and then stays constant, so that the critic can learn while
+    the policy is still in a long warm-up.
     """
     settings = state.settings
     updates = updates_of(settings.questions_per_step * settings.group_size, settings)
@@ -318,9 +322,9 @@ def set_lr(state: TrainState, step: int, number: int) -> float:
 
 # ---------------------------------------------------------------------------------- what is logged
 def measure(state: TrainState, rollouts: Rollouts) -> Record:
-    """Returns the metrics of a step's rollout (docs/metrics.md), including groups that DAPO drops.
-    They are means over the trajectories whose searches did not fail, or over all if every
-    trajectory has a failed search.
+    """Returns the metrics of a step's rollout (docs/metrics.md), with the groups that DAPO drops.
+    Means are over the trajectories without a failed search, or over all trajectories if each of
+    them has a failed search.
     """
     failed = rollouts.failed
     settings = state.settings
@@ -348,7 +352,7 @@ def measure(state: TrainState, rollouts: Rollouts) -> Record:
         "skipped": int(not rollouts.kept),
         "frac_reward_zero_std": grpo.frac_reward_zero_std(rollouts.rewards, settings.group_size),
     }
-    if state.other_models is not None:  # only the main process has them, and it logs
+    if state.other_models is not None:  # only in the main process, which logs
         record |= {name: count() for name, count in state.other_models.stats.items()}
     if settings.algorithm == "dapo":
         share = rows_to_train_on(rollouts, settings).float().mean()
@@ -363,7 +367,7 @@ def logged_metrics(t: Trajectory) -> Record:
 
 
 def critic_metrics(batch: Batch) -> Record:
-    """Returns how much of the returns PPO's critic predicted; nothing without a critic."""
+    """Returns the share of the returns' variance that the critic explains, or {} without PPO."""
     if batch.values is None:
         return {}
     explained = ppo.explained_variance(batch.values, batch.returns, batch.response_mask)
@@ -371,15 +375,17 @@ def critic_metrics(batch: Batch) -> Record:
 
 
 def likelihood_later(batch: Batch, first: Tensor) -> Record:
-    """Returns by how much the step's earlier updates have raised the log-prob of good answers: the
-    mean of Σ_t (log π − log π_old) over model tokens, over the rows with A > 0 that are not in the
-    step's first update [n]. A of a row is the sum over its tokens.
+    """Returns by how much the step's earlier updates have raised the log-prob of good answers. For
+    a row this is Σ_t (log π − log π_old) over its model tokens. The mean is taken over rows with a
+    positive sum of advantages, except the rows `first` [n] of the step's first update.
 
-    Worked: A [1, 1], [−1, −1], [2, 2]; log π − log π_old [0, 0], [5, 5], [0.2, −0.1]; the first
-    update has row 0: 0.1. A value at or below 0 is the "lazy likelihood displacement" that comes
-    before a collapse (Deng et al. 2026, arXiv 2512.04220). It is only logged; no loss contains it.
+    Worked: three rows with advantages [1, 1], [−1, −1], [2, 2] and log π − log π_old [0, 0],
+    [5, 5], [0.2, −0.1]. Row 0 is in the first update and row 1 has negative advantages, so only
+    row 2 counts: 0.2 − 0.1 = 0.1. A value at or below 0 is the "lazy likelihood displacement" that
+    comes before a collapse (Deng et al. 2026, arXiv 2512.04220). The value is only logged; no loss
+    contains it.
     """
-    change = (batch.logprobs - batch.old_logprobs).sum(1)  # [B]  both are 0 on masked tokens
+    change = (batch.logprobs - batch.old_logprobs).sum(1)  # [B]  masked tokens: 0 − 0
     better = batch.advantages.sum(1) > 0  # [B]
     better[first] = False  # no weight has moved before the first update
     return {"likelihood_later": change[better].mean().item()} if better.any() else {}
@@ -387,9 +393,11 @@ def likelihood_later(batch: Batch, first: Tensor) -> Record:
 
 def sampler_stats(batch: Batch, first: Tensor, mismatch: str) -> Record:
     """Returns how far the log-probs recorded while sampling are from the recomputed ones: the mean
-    |difference| over the model tokens of the step's first update [n], by their weights, and the
-    largest one. Before the first update no weight has moved, so any difference is the sampler's.
-    Rows that teach nothing are not recomputed, and documents were not sampled.
+    |difference|, weighted by the token weights, and the largest |difference|, over the model tokens
+    of the step's first update (rows `first` [n]). The policy has not changed before the first
+    update, so any difference comes from the sampler. Rows whose advantages are all 0 are left out,
+    because they are not recomputed. If documents are trained on, the result is {}, because
+    documents were not sampled.
     """
     part = batch.rows(first)
     part = part.rows(rows_that_teach(part))
