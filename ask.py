@@ -100,7 +100,7 @@ class PrintingEnvironment(Environment):
 
 # ---------------------------------------------------------------------------------------- a session
 class Session:
-    """A model with the documents that it searches, loaded once for all questions."""
+    """Holds a model and the documents that it searches, loaded once for all questions."""
 
     def __init__(self, given: dict):
         """Loads documents and model. Prints the names of both before it loads the model."""

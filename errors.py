@@ -63,7 +63,7 @@ def report_interrupt(kind: type, error: BaseException, trace) -> None:
 
 
 class InputError(ValueError):
-    """A bad file, record, flag or address, described in one line."""
+    """Raised for a bad file, record, flag or address; its message is one line."""
 
 
 class Terminated(KeyboardInterrupt):

@@ -74,7 +74,7 @@ _ur2 = (  # section 4.4, appendix C.2 and C.4
     | {"max_turn_tokens": 512, "turn_tokens": "math=3072,choice=1536"}
     # The paper does not say how the summariser samples in training for tasks other than math.
     | {"summary_sampling": "math=0.3/0.7/8192"}
-    | {"documents_per_search": 10, "document_tokens": 1536}  # ten have 1,291 tokens (B.6)
+    | {"documents_per_search": 10, "document_tokens": 1536}  # ten documents have 1,291 tokens (B.6)
     # Used only with --difficulty. The ratio hard : medium : easy is 1 : 1 : 1 for math (C.5) and
     # 7 : 2 : 1 for other tasks (3.3).
     | {"buckets": "math:hard=1,math:medium=1,math:easy=1,hard=7,medium=2,easy=1"}

@@ -130,7 +130,7 @@ RECORDS = (
 
 @dataclass(frozen=True)
 class Settings(*reversed(RECORDS)):  # dataclass lists the fields of the last base first
-    """Every setting of a run. Each name is defined in one record only."""
+    """Holds every setting of a run. Each name is defined in one record only."""
 
 
 def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> Settings:
@@ -141,7 +141,8 @@ def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> S
     paper = record_of(recipe, given.get("variant", ""), stage)
     built_in = paper.tiny[stage] if tiny else {}
     chosen = paper.stages[stage] | built_in
-    # Shares per task or data set do not fit the built-in world: it has too few questions of each.
+    # Shares per task or data set are dropped for the tiny model, because the built-in world has too
+    # few questions of each.
     shares = [x for x in chosen.get("buckets", "").split(",") if not (tiny and ":" in x)]
     chosen = chosen | {"buckets": ",".join(shares)}
     if not given.get("difficulty"):  # the paper's shares need measured difficulties

@@ -162,7 +162,7 @@ def loss_of(record: dict, n: int, settings: dict) -> dict[str, float] | None:
 
 
 def exp(x: float) -> float:
-    """Returns e^x, and infinity where that is too large for a float, as torch does."""
+    """Returns e^x, or infinity if e^x is too large for a float, as torch does."""
     return math.inf if x > 709.78 else math.exp(x)
 
 
