@@ -9,7 +9,7 @@ r"""Answer metrics, one function for each. Of the project, this file imports onl
     score_answer        em, f1 and cem of an answer under the metric of its task
 
 `golds` is one gold answer or a list of them; the gold with the best score counts. A missing answer
-(None or "") scores 0. Scores under different normalisations, of which there are four, cannot be compared:
+(None or "") scores 0. There are four normalisations, whose scores cannot be compared:
     "plain"        punctuation becomes a blank: "Spider-Man" is "spider man" (R1-Searcher's eq. 4)
     "space"        as "plain"; also the text "True" becomes "yes" (the code of R1-Searcher and UR²)
     "delete"       punctuation is removed: "Spider-Man" is "spiderman" (R-Search, When to Search)

@@ -1,19 +1,19 @@
 """The rewards: one function per formula. Each returns named reward terms; their sum is the reward.
 The docstrings give the formulas, with these letters:
 
-    n   valid searches: executed by the environment, for a query with a word in it; under UR² with
-        at most 20 words. A search that failed (`Search.error`) was not executed: no reward pays or
-        charges for it
-    f   searches that were answered by the fallback ("this query asks for no fact")
-    v   format violations
+    n   number of valid searches. The environment executed them, and the query has a word (under
+        UR² at most 20 words). A search that failed (`Search.error`) does not count as executed: no
+        reward pays or charges for it
+    f   number of searches answered by the fallback ("this query asks for no fact")
+    v   number of format violations
 
-Training exploits a reward that breaks one of these rules:
+A policy learns to exploit any reward that breaks one of these rules:
   1. only the model's own text is scored, not the text of documents or of the prompt;
-  2. searches are counted in the environment's log: a tag can be written without a search;
-  3. the last answer is scored; two answers are a fault.
+  2. searches are counted in the environment's log, because a tag can be written without a search;
+  3. only the last answer is scored, and more than one answer is a format violation.
 
-Left out: comparing several trajectories (that is an advantage), and asking a judge or a reader:
-their results are arguments here, and plumbing/build.py supplies them.
+Left out: comparing several trajectories, which is the task of the advantages; and calling a judge
+or a reader model. Their results are arguments here, and plumbing/build.py supplies them.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ RewardTerms = dict[str, float]  # name -> what it adds to the reward
 Embedder = Callable[[list[str]], np.ndarray]  # n texts -> [n, d]
 Judge = Callable[[Question, str], float]
 
-LARGEST_TERM = 1e15  # of a user's own reward: its square is still finite in fp32
+LARGEST_TERM = 1e15  # limit for a user's own reward, so that its square is finite in fp32
 
 # name -> (trajectory, settings, step, extras) -> RewardTerms; filled below
 REWARDS: dict[str, Callable] = {}
@@ -59,11 +59,12 @@ UR2_RETRIEVAL = {"qwen_7b": (0, 3, 4), "qwen_3b": (0, 5, 7), "llama_8b": (0, 3, 
 class RewardSettings:
     reward: str = setting(
         "ur2_stage1",
-        "name of the reward, or your own: FILE.py:FUNCTION; _code, _llama: as in the released code",
+        "name of the reward, or FILE.py:FUNCTION for your own; those ending in _code or _llama "
+        "follow a paper's released code",
         one_of=REWARDS,
     )
     reward_variant: str = setting(
-        "qwen_7b", "UR²: backbone whose numbers are used", one_of=UR2_RETRIEVAL, only="papers"
+        "qwen_7b", "UR²: backbone whose reward values are used", one_of=UR2_RETRIEVAL, only="papers"
     )
     answer_metric: str = setting("f1", "metric of the answer term", one_of=("f1", "em", "cem"))
     fallback_penalty: float = setting(
@@ -89,53 +90,56 @@ class RewardSettings:
     )
     relevance_reward: bool = setting(True, "ARENA: reward relevance", only="papers")
     bonus: float = setting(
-        10.0, "ARENA: added if all three terms are right", only="papers", least=0
+        10.0, "ARENA: bonus if format, answer and relevance are all 1", only="papers", least=0
     )
 
 
 @dataclass(frozen=True)
 class Extras:
-    """What other models contribute to the reward of one trajectory."""
+    """Results of other models that enter the reward of one trajectory."""
 
     correct: bool | None = None  # the judge's verdict; if None, the metrics decide
     reader_answer: str = ""  # R-Search: the answer of another model, from the evidence
     embed: Embedder | None = None  # When to Search: queries -> vectors
-    grade: Judge | None = None  # UR²: 2, 1 or 0 for a math answer that is not equal
+    grade: Judge | None = None  # UR²: grades (2, 1, 0) a math answer that equals no gold
 
 
 @dataclass
 class OtherModels:
-    """The other models that a reward asks. Each function is called once a step with all
-    trajectories, so that a model is asked in one batch; by default no model is asked.
+    """The other models that a reward asks. Each function is called once per step with all
+    trajectories, so that the model gets one batch. By default no model is asked.
     """
 
-    verdicts: Callable = lambda rows: [None] * len(rows)  # an Extras.correct for each
-    readings: Callable = lambda rows: [""] * len(rows)  # an Extras.reader_answer for each
-    embedder: Callable = lambda rows: None  # an Extras.embed
-    grader: Callable = lambda rows: None  # an Extras.grade
+    verdicts: Callable = lambda rows: [None] * len(rows)  # returns Extras.correct for each row
+    readings: Callable = lambda rows: [""] * len(rows)  # returns Extras.reader_answer for each row
+    embedder: Callable = lambda rows: None  # returns Extras.embed
+    grader: Callable = lambda rows: None  # returns Extras.grade
     stats: dict[str, Callable] = field(default_factory=dict)  # metric name -> its value
 
 
-# --------------------------------------------------------------------------- what all formats share
+# ------------------------------------------------------------------- checks that all formats share
 MAX_QUERY_WORDS = 20
 MAX_ANSWER_WORDS = 10
 has_word = re.compile(r"\w").search  # a full stop alone is not a query
 
 
 def count_valid_searches(trajectory: Trajectory, max_words: float = MAX_QUERY_WORDS) -> int:
-    """Returns n. The environment runs any query; here it needs a word, and at most `max_words`."""
+    """Returns n, the number of executed searches whose query has a word, and at most `max_words`
+    words. (The environment also runs other queries.)
+    """
     queries = [search.query for search in trajectory.executed if has_word(search.query)]
     return sum(len(query.split()) <= max_words for query in queries)
 
 
 def is_long(question: Question, answer: str) -> bool:
-    """Returns whether the answer has over 10 words and more than every gold answer."""
+    """Returns whether the answer has more than 10 words and more words than every gold answer."""
     return count_words(answer) > max([MAX_ANSWER_WORDS, *map(count_words, question.answers)])
 
 
 def count_words(text: str) -> int:
-    """Counts the pieces between blanks, or the words and numbers of two characters or more,
-    whichever is larger: "Ana/Bo/1900" counts 3, however guesses are joined; "3x^9+2x^8+x" counts 1.
+    """Returns the larger of two counts: the pieces between blanks, and the words and numbers of at
+    least two characters. So several guesses count separately even if they are joined: "Ana/Bo/1900"
+    has 3 words. The formula "3x^9+2x^8+x" has 1.
     """
     words = re.findall(r"[^\W\d_]{2,}|(?<![^\W_])\d{2,}(?![^\W_])", text)
     return max(len(text.split()), len(words))
@@ -143,7 +147,7 @@ def count_words(text: str) -> int:
 
 def scripts(text: str) -> set[str]:
     """Returns the scripts of the letters in a text: "π r², 巴黎" -> GREEK, LATIN, CJK. NFKC turns ℝ
-    into R; mathematical letters such as ℵ are removed first, or ℵ would become Hebrew.
+    into R. It would turn mathematical letters such as ℵ into Hebrew, so these are removed before.
     """
     letters = set(unicodedata.normalize("NFKC", re.sub("[ℵ-ℸ]", "", text)))
     letters = [x for x in letters if unicodedata.category(x) in ("Lu", "Ll", "Lt", "Lo")]
@@ -151,8 +155,8 @@ def scripts(text: str) -> set[str]:
 
 
 def is_garbled(trajectory: Trajectory) -> bool:
-    """Returns whether the model wrote U+FFFD, a private-use character, or letters of a script that
-    is neither Latin nor Greek and not in any text it was shown.
+    """Returns whether the model wrote U+FFFD, a private-use character, or a letter of a foreign
+    script: neither Latin nor Greek nor a script of the texts that it was shown.
     """
     question = trajectory.question
     text = trajectory.model_text
@@ -164,14 +168,14 @@ def is_garbled(trajectory: Trajectory) -> bool:
 
 
 def without_eos(text: str) -> str:
-    """Removes the EOS token at the end of a text, which is decoded with the rest."""
+    """Removes the EOS token at the end of a text, because a decoded response includes it."""
     return re.sub(r"(?:<\|[^|<>]*\|>|</s>|<eos>)\s*$", "", text)
 
 
 def own_format_faults(trajectory: Trajectory) -> list[str]:
-    """Returns the faults that UR² and R1-Searcher share: one for each query tag without a partner,
-    each block of documents that the model itself opened or closed, and each answer with a tag in
-    it; and one if the text is garbled.
+    """Returns the format faults that both UR² and R1-Searcher count: one for each query tag without
+    a partner, for each document block that the model itself opened or closed, and for each answer
+    that contains a tag; and one more if the text is garbled.
     """
     text = trajectory.model_text
     protocol = trajectory.protocol
@@ -187,19 +191,16 @@ def own_format_faults(trajectory: Trajectory) -> list[str]:
 
 
 def stray_tags(text: str, tags: Tags) -> int:
-    """Counts the tags without a partner: "<a> 1 </a> <a>" has one."""
+    """Counts the tags without a partner: "<a> 1 </a> <a>" has one, the last tag."""
     return sum(map(text.count, tags)) - 2 * len(find_blocks(text, *tags))
 
 
 # ---------------------------------------------------------------------------------------------- UR²
-UR2_CHOICE_STEPS = {
-    "qwen_7b": 10,
-    "qwen_3b": 15,
-    "llama_8b": 10,
-}  # the search bonus is paid in steps 0 to 9 (14)
+# Number of steps, from step 0 on, in which ur2_choice pays its search bonus.
+UR2_CHOICE_STEPS = {"qwen_7b": 10, "qwen_3b": 15, "llama_8b": 10}
 
-# <|im_end|> and <|eot_id|> are legal: a complete response ends in such an EOS token.
-_HEADER = r"^(?:user|assistant)(?=:?[ \t]*$)"  # of a chat turn: alone on its line
+# <|im_end|> and <|eot_id|> are legal, because they are EOS tokens: a complete response ends in one.
+_HEADER = r"^(?:user|assistant)(?=:?[ \t]*$)"  # header of a chat turn, alone on its line
 _ILLEGAL = rf"(?m){_HEADER}|<\|im_start\|>|<tool_call>|<\|(?:start|end)_header_id\|>"
 
 
@@ -208,11 +209,12 @@ def ur2_violations(
 ) -> list[str]:
     """Returns the names of all format violations; v is their number (UR² eq. 1, appendix C.7).
 
-    Every occurrence counts: each answer after the first, each stray tag, each block of documents,
-    and each query that is too long, without a word, beyond the limit or on a question that may not
-    search. Garbled text counts once, and each kind of illegal token once: a loop would otherwise
-    cost without end. `search_required` is for stage 1. format_check="loose" only checks that the
-    text ends in an answer (ablation).
+    Every occurrence counts: each answer after the first, each tag without a partner, each document
+    block that the model wrote, and each query that is too long, has no word, exceeds the search
+    limit or belongs to a question that may not search. Garbled text counts once, and each kind of
+    illegal token counts once, because a text that repeats them would otherwise cost without limit.
+    With `search_required` (stage 1) it is also a violation not to search. format_check="loose" only
+    checks that the text ends in an answer (ablation).
     >>> ur2_violations(example("ur2", answer="a b c d e f g h i j k"))     # 11 words
     ['long_answer']
     """
@@ -233,7 +235,7 @@ def ur2_violations(
         faults += ["searched_directly"] * len(queries)
     limit = trajectory.protocol.search_limit(trajectory.question.task)
     faults += ["too_many_queries"] * (len(queries) - limit)
-    # Joined by newlines: the environment ends its text with one, so each turn begins a line.
+    # The environment's text ends with a newline, so each turn of the model begins on its own line.
     turns = [segment.text for segment in trajectory.segments if segment.writer == "model"]
     illegal = set(re.findall(_ILLEGAL, "\n".join(turns)))
     faults += [f"illegal {kind}" for kind in sorted(illegal)]
@@ -243,7 +245,7 @@ def ur2_violations(
 
 
 def _ur2_answer_faults(trajectory: Trajectory) -> list[str]:
-    """Returns the faults of the last answer, which is scored, and one for each earlier answer."""
+    """Returns the faults of the last answer, the one that is scored, and one per earlier answer."""
     answers = trajectory.answers
     question = trajectory.question
     faults = ["several_answers"] * (len(answers) - 1)
@@ -265,12 +267,13 @@ def ur2_stage1(
     fallback_penalty: float = 0.5,
     format_check: str = "strict",
 ) -> RewardTerms:
-    """R = format + retrieval − fallback: learn to search (UR² eq. 1, appendix C.7).
+    """R = format + retrieval + fallback. It trains the model to search (UR² eq. 1, appendix C.7).
 
         format      +1 if v = 0, else −v; not searching is a violation if the question may search
         retrieval   0, 3, 4 for n = 0, 1, ≥ 2 (3B: 0, 5, 7; Llama: 0, 3, 3)
-        fallback    −0.5 f; f comes from the summariser's flag, not from the wording of a message
-    A question that may not search earns the format term alone: +1, or −2 for two queries.
+        fallback    −0.5 f; f is counted by the summariser's flag, not by the wording of its message
+    If the question may not search, only the format term is paid: +1, or for example −2 if the model
+    wrote two queries.
     >>> ur2_stage1(example("ur2"))     # v = 0, n = 2, f = 1: 1 + 4 − 0.5 = 4.5
     {'format': 1.0, 'retrieval': 4.0, 'fallback': -0.5}
     """
@@ -292,11 +295,12 @@ def ur2_stage2(
     format_check: str = "strict",
     partly: float = 0.0,
 ) -> RewardTerms:
-    """R = 2 · score(answer) + [v = 0] − 0.5 f: learn to be right (UR² eq. 2, section 3.4).
+    """R = 2 · score(answer) + [v = 0] − 0.5 f. It rewards right answers (UR² eq. 2, section 3.4).
 
-    score: the letter (choice), math equality (math), `answer_metric` (open QA: the paper names
-    none, its code uses F1). `judge` grades a math answer that is not equal: 2, 1 or 0. A grade of
-    1, partly right, earns `partly`: 0 by eq. 2, 1 in the released code.
+    The score is 1 for the right letter (multiple choice) or an equal value (math). In open QA it is
+    `answer_metric`: the paper names no metric, and its code uses F1. If there is a `judge`, it
+    grades a math answer that equals no gold with 2, 1 or 0, and this grade replaces 2 · score. But
+    the grade 1, partly right, earns `partly`, which is 0 in eq. 2 and 1 in the released code.
     >>> ur2_stage2(example("ur2", answer="Kelmouth, Norland"))     # F1 = 2/3, v = 0, f = 1
     {'answer': 1.3333333333333333, 'format': 1.0, 'fallback': -0.5}
     """
@@ -325,12 +329,13 @@ def _ur2_fallback(trajectory: Trajectory, penalty: float) -> float:
 def ur2_choice(
     trajectory: Trajectory, step: int, variant: str = "qwen_7b", terms: RewardTerms | None = None
 ) -> RewardTerms:
-    """R = stage 2 + a search bonus in steps 0 to 9 (3B: 14): 0.5 for n = 1, 1 for n ≥ 2.
+    """R = stage 2 + a search bonus in steps 0 to 9 (3B: 0 to 14): 0.5 for n = 1, 1 for n ≥ 2.
 
-    This is the "weak" stage 1 of multiple choice, where the model mostly knows the answer (UR²
-    appendix C.7); the reward ur2_weak pays it for any task. `terms` are stage 2's; by default they
-    are computed with its default arguments. In these steps the 3B model's format term is −1 if it
-    never searched, whatever else is wrong: the paper calls this "non-accumulative".
+    This is the "weak" stage 1 for multiple choice, where the model mostly knows the answer (UR²
+    appendix C.7). The reward ur2_weak is the same for any task. `terms` are the terms of stage 2;
+    by default ur2_stage2 computes them with its default arguments. In the steps with a bonus, the
+    3B model's format term is −1 if it never searched, however many other violations there are. The
+    paper calls this "non-accumulative".
     >>> ur2_choice(example("ur2"), step=0)     # right, v = 0, f = 1, n = 2: 2 + 1 − 0.5 + 1 = 3.5
     {'answer': 2.0, 'format': 1.0, 'fallback': -0.5, 'retrieval': 1.0}
     """
@@ -346,8 +351,8 @@ def ur2_choice(
 # -------------------------------------------------------------------------------------- R1-Searcher
 def r1_searcher_format(trajectory: Trajectory) -> list[str]:
     """Returns the names of all format faults (R1-Searcher section 2.2.1). The format is: thinking
-    and searches, one </think>, <answer> a short answer </answer>. Short is at most 10 words (our
-    choice), or as long as a gold answer. The opening <think> is in the prompt.
+    and searches, one </think>, <answer> a short answer </answer>. The opening <think> is in the
+    prompt. A short answer has at most 10 words (our choice), or is as short as a gold answer.
     >>> r1_searcher_format(example("r1_searcher", answer="Norland </answer> <answer> Norland"))
     ['several_answers']
     """
@@ -372,7 +377,7 @@ def r1_searcher_format(trajectory: Trajectory) -> list[str]:
 
 
 def r1_searcher_stage1(trajectory: Trajectory, answer_metric: str = "none") -> RewardTerms:
-    """R = 0.5 [n ≥ 1] + 0.5 [format]: learn to search, whatever the answer (R1-Searcher eq. 1, 2).
+    """R = 0.5 [n ≥ 1] + 0.5 [format]. The answer does not count (R1-Searcher eq. 1, 2).
     answer_metric="cem", as in the released code, adds +1 or −1 by cover-EM; a long answer gets −1.
     >>> r1_searcher_stage1(example("r1_searcher", answer="Sudria"), answer_metric="cem")
     {'retrieval': 0.5, 'format': 0.5, 'answer': -1.0}
@@ -388,9 +393,9 @@ def r1_searcher_stage1(trajectory: Trajectory, answer_metric: str = "none") -> R
 def r1_searcher_stage2(
     trajectory: Trajectory, answer_metric: str = "f1", format_penalty: float = 2.0
 ) -> RewardTerms:
-    """R = F1(answer, gold) + (0 if format else −2): learn to be right (R1-Searcher eq. 3, 4).
-    answer_metric="em" or "cem" pays +1 or −1 (eq. 5, table 5); format_penalty=1 is the released
-    Llama code.
+    """R = F1(answer, gold) + (0 if format else −2). Right answers pay (R1-Searcher eq. 3, 4).
+    answer_metric="em" or "cem" pays +1 or −1 instead of F1 (eq. 5, table 5). format_penalty=1 is
+    used in the released code for Llama.
     >>> r1_searcher_stage2(example("r1_searcher", answer="<think> Norland"))     # F1 = 2/3, less 2
     {'answer': 0.6666666666666666, 'format': -2.0}
     """
@@ -414,12 +419,13 @@ def r_search(
 ) -> RewardTerms:
     """R = F1(answer) + F1(the reader's answer) + r_f (R-Search eq. 3 to 8).
 
-        A, E       1 if there is one answer box (one evidence box) and it is not empty, else 0
-        format     r_f = 0.2 + 0.2 A without a search;   0.2 E + 0.2 A with one
+        A          1 if there is exactly one answer box and it is not empty, else 0
+        E          the same for the evidence box
+        format     r_f = 0.2 + 0.2 A without a search,   r_f = 0.2 E + 0.2 A with a search
         evidence   F1 of the answer that a reader, a frozen model of another family, gives from the
                    question and the evidence alone; 0 without a search, without evidence, or with
                    evidence_reward=False
-    With evidence_reward=False in a protocol without an evidence box r_f = 0.2 A (section 5.2,
+    With evidence_reward=False and a protocol that has no evidence box, r_f = 0.2 A (section 5.2,
     table 3).
     >>> r_search(example("r_search", answer="Kelmouth, Norland"), "Norland")     # 2/3 + 1 + 0.4
     {'answer': 0.6666666666666666, 'evidence': 1.0, 'format': 0.4}
@@ -439,7 +445,7 @@ def r_search(
 
 
 def has_one_box(trajectory: Trajectory, name: str) -> bool:
-    """Returns whether there is exactly one such box, not empty, and no stray tag of it."""
+    """Returns whether the model wrote exactly one such box, not empty, and no other tag of it."""
     text = trajectory.model_text
     tags = trajectory.protocol.section_tags(name)
     contents = [box.content for box in find_blocks(text, *tags)]
@@ -447,15 +453,15 @@ def has_one_box(trajectory: Trajectory, name: str) -> bool:
 
 
 def r_search_format(trajectory: Trajectory) -> bool:
-    """Returns whether r_f is at its maximum: one answer box and, after a search under a protocol
-    with evidence, one evidence box, neither of them empty.
+    """Returns whether r_f has its maximum: there is one answer box that is not empty and, if the
+    model searched under a protocol with evidence, also one evidence box that is not empty.
     """
     boxed = trajectory.executed and trajectory.protocol.evidence_tags
     return has_one_box(trajectory, "answer") and (not boxed or has_one_box(trajectory, "evidence"))
 
 
 def evidence_support(trajectory: Trajectory) -> float:
-    """Returns the share of the evidence's words that are in the documents; it is only reported."""
+    """Returns the share of the evidence's words that are in the documents. No reward uses it."""
     documents = " ".join(search.text for search in trajectory.searches)
     document_words = normalize_answer(documents, "delete").split()
     words = normalize_answer(trajectory.evidence or "", "delete").split()
@@ -464,7 +470,7 @@ def evidence_support(trajectory: Trajectory) -> float:
 
 
 def search_r1(trajectory: Trajectory) -> RewardTerms:
-    """R = EM(answer, gold), nothing for format or searches (Search-R1, arXiv 2503.09516, eq. 4).
+    """R = EM(answer, gold). Format and searches do not count (Search-R1, arXiv 2503.09516, eq. 4).
     >>> search_r1(example("search_r1", answer="Kelmouth, Norland"))
     {'answer': 0.0}
     """
@@ -491,9 +497,10 @@ def when_to_search_stage1(
     12).
 
         format      +1 if the sections are in the protocol's order, else −1
-        retrieval   RC ≤ 1: 0 if the query is concise, else −1
-                    RC > 1: −avg_sim, the queries' mean cosine by pairs
-        answer      right 1, wrong −1 + β RC;   RC counts all executed searches, long queries too
+        RC          number of executed searches, also of those with long queries
+        retrieval   RC ≤ 1: −1 if there is a query that is not concise, else 0
+                    RC > 1: −avg_sim, where avg_sim is the mean cosine over all pairs of queries
+        answer      1 if right, −1 + β RC if wrong
     `correct` is a judge's verdict; if it is None, exact match decides.
     >>> when_to_search_stage1(example("when_to_search", answer="Sudria"))     # RC = 2: −1 + 0.6
     {'format': 1.0, 'retrieval': 0.0, 'answer': -0.4}
@@ -506,7 +513,8 @@ def when_to_search_stage1(
 def when_to_search_stage2(
     trajectory: Trajectory, correct: bool | None = None, embed: Embedder | None = None, beta=0.3
 ) -> RewardTerms:
-    """R as in stage 1, but r_a = 1 − β RC if right, −1 if wrong: learn when not to search.
+    """R as in stage 1, but r_a = 1 − β RC if right, −1 if wrong. A search costs β, so the model
+    learns when not to search.
     >>> when_to_search_stage2(example("when_to_search"))     # right with RC = 2: 1 − 0.6
     {'format': 1.0, 'retrieval': 0.0, 'answer': 0.4}
     """
@@ -518,8 +526,8 @@ def when_to_search_stage2(
 def when_to_search_unified(
     trajectory: Trajectory, correct: bool | None = None, *more
 ) -> RewardTerms:
-    """R of stage 2 if right, of stage 1 if wrong: our reading of Table 2. From RC = 4 on, a wrong
-    answer earns more than a right one.
+    """R is that of stage 2 for a right answer and that of stage 1 for a wrong one. This is our
+    reading of Table 2. With β = 0.3 and RC ≥ 4, a wrong answer earns more than a right one.
 
     >>> when_to_search_unified(example("when_to_search", answer="Sudria"))     # −1 + 0.6
     {'format': 1.0, 'retrieval': 0.0, 'answer': -0.4}
@@ -539,9 +547,9 @@ def _when_to_search(trajectory: Trajectory, embed: Embedder | None) -> RewardTer
 
 
 def when_to_search_format(trajectory: Trajectory) -> bool:
-    """Returns whether the sections are think, reflect, answer, or think, searches, answer. A search
-    is: search, information, reflect; a think may come between two searches (section 3.3, Table 9).
-    Information must be written by the environment.
+    """Returns whether the order of the sections is "think, reflect, answer" or "think, searches,
+    answer". Each search is "search, information, reflect", and there may be a think between two
+    searches (section 3.3, Table 9). The information must be written by the environment.
     """
     tags_of = trajectory.protocol.section_tags
     order = ""
@@ -551,7 +559,7 @@ def when_to_search_format(trajectory: Trajectory) -> bool:
         "S": tags_of("query"),
         "R": tags_of("reflect"),
         "A": tags_of("answer"),
-        "x": tags_of("documents"),  # written by the model
+        "x": tags_of("documents"),  # documents written by the model: never legal
     }
     for segment in trajectory.segments:
         if segment.writer == "documents":
@@ -563,29 +571,29 @@ def when_to_search_format(trajectory: Trajectory) -> bool:
 
 
 def is_right(trajectory: Trajectory, correct: bool | None) -> bool:
-    """Returns the judge's verdict, or without one `matches`; False if there is no answer."""
+    """Returns the judge's verdict `correct`, or `matches` if it is None; False if no answer."""
     if not trajectory.answer:
         return False
     return matches(trajectory.question, trajectory.answer) if correct is None else correct
 
 
 def matches(question: Question, answer: str | None) -> bool:
-    """Returns whether an answer is right: math equality, the letter, or exact match. Cover-EM would
-    accept "yes no".
+    """Returns whether an answer is right, by math equality, by its letter or by exact match, as the
+    task requires. Cover-EM is not used, because it would accept "yes no".
     """
     scores = score_answer(answer, question.answers, question.task, question.options, "delete")
     return scores["em"] == 1.0
 
 
 def is_concise(query: str) -> bool:
-    """Returns whether a query is made of key words, as "Ana Bell birthplace": at most 12 words, at
-    most 40 % of them stopwords, no "?", and not begun by a question word or an auxiliary. The rule
-    is ours; the paper gives none.
+    """Returns whether a query consists of key words, such as "Ana Bell birthplace". It must have at
+    most 12 words, at most 40 % of them stopwords, and no "?", and it must not begin with a question
+    word or an auxiliary verb. The rule is ours, because the paper gives none.
     """
     words = re.findall(r"\w+", query)
     if not words or len(query.split()) > 12 or re.search("[?？]", query):
         return False
-    # "Will Smith" is a name, and asks nothing.
+    # "Will Smith" begins with a name, not with an auxiliary verb.
     is_name = words[0] in ("Will", "May") and "".join(words[1:2]).istitle()
     if words[0].lower() in _OPENERS and not is_name:
         return False
@@ -594,10 +602,12 @@ def is_concise(query: str) -> bool:
 
 
 def mean_similarity(queries: list[str], embed: Embedder) -> float:
-    """Returns the mean cosine over the unordered pairs of queries. ana bell, ana bell, ana town:
-    2/3. The cosine of two zero vectors counts as 1, or a misspelled query could be repeated for
-    free; that of a zero vector and another is 0. Eq. 8 as printed divides by N(N−1), which gives
-    half of this.
+    """Returns the mean cosine over the unordered pairs of queries.
+
+    The cosine of two zero vectors counts as 1: if it were 0, a misspelled query could be repeated
+    without a penalty. The cosine of a zero vector and any other vector is 0. Eq. 8 as printed
+    divides by N(N−1) instead of N(N−1)/2, which gives half of this mean.
+    Worked: the queries ana bell, ana bell, ana town have the cosines 1, 1/2, 1/2 -> 2/3.
     """
     vectors = embed(queries)  # [n, d]
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)  # [n, 1]
@@ -609,10 +619,11 @@ def mean_similarity(queries: list[str], embed: Embedder) -> float:
 
 
 def tfidf_embedder(documents: Sequence[Document] = ()) -> Embedder:
-    """w(t) = count of t in the text · idf(t),  idf(t) = ln((1 + N) / (1 + n_t)) + 1.
+    """Weights words by w(t) = count of t in the text · idf(t), idf(t) = ln((1 + N)/(1 + n_t)) + 1.
 
-    N documents, of which n_t contain t; without documents every idf is 1. A word in no document
-    does not count, or a query could be repeated with a new invented word each time.
+    There are N documents, of which n_t contain t. Without documents every idf is 1. Otherwise a
+    word that is in no document has the weight 0; if it had a weight, a query could be repeated
+    without a penalty by adding an invented word each time.
     >>> embed = tfidf_embedder([Document("1", "Ana", "town"), Document("2", "Bo", "town")])
     >>> embed(["Ana town"]).round(4).tolist()     # idf(ana) = ln(3/2) + 1, idf(town) = ln(3/3) + 1
     [[1.4055, 1.0]]
@@ -623,7 +634,7 @@ def tfidf_embedder(documents: Sequence[Document] = ()) -> Embedder:
 
     def embed(texts: list[str]) -> np.ndarray:
         counts = [Counter(tokenize(text)) for text in texts]
-        words = sorted(set().union(*counts))  # other words do not change these texts' cosines
+        words = sorted(set().union(*counts))  # only words of the texts affect their cosines
         vectors = np.zeros((len(texts), len(words)))  # [n, d]
         for column, word in enumerate(words):
             n_t = document_counts[word]
@@ -636,8 +647,9 @@ def tfidf_embedder(documents: Sequence[Document] = ()) -> Embedder:
 
 
 # -------------------------------------------------------------------------------------------- ARENA
-# The mean ROUGE from which a summary earns the bonus: about that of ARENA's own model (table 9:
-# 19.6). Appendix H.2 names neither an answer term nor a bonus for summaries: both are our reading.
+# A summary earns the bonus if its mean ROUGE is at least this, which is about the score of ARENA's
+# own model (table 9: 19.6 of 100). Appendix H.2 names no answer term and no bonus for summaries, so
+# both are our reading.
 GOOD_SUMMARY = 0.2
 
 
@@ -649,14 +661,17 @@ def arena(
     relevance_reward: bool = True,
     punctuation: str = "underscore",
 ) -> RewardTerms:
-    """R = format + answer + relevance, and 10 more if all three are 1 (ARENA section 3.3).
+    """R = format + answer + relevance, and a bonus of 10 if all three are 1 (ARENA section 3.3).
 
         format      1 if the text is <relevance> <analysis> <answer>, each once and not empty; under
-                    protocol arena_thinking after the model's own <think>
-        answer      exact match, in any format; in ablations (5.3) F1 or a judge's verdict
-                    `correct`; for a summary its mean ROUGE, where 0.2 is enough for the bonus
-        relevance   cited numbers against gold ones: 1 for the same set, 0.5 for some in common
-    So R is 0, 0.5, ..., 3, or 13. Without `relevance_reward` the bonus needs only the other two.
+                    protocol arena_thinking they follow the model's own <think>
+        answer      exact match, whether or not the format is right; in ablations (5.3) F1 or a
+                    judge's verdict `correct`; for a summary its mean ROUGE, where 0.2 is enough for
+                    the bonus
+        relevance   1 if the cited references are exactly the gold ones, 0.5 if at least one is
+                    among them, else 0
+    So with exact match R is 0, 0.5, ..., 2.5 or 13. Without `relevance_reward` the bonus needs only
+    format and answer.
     >>> arena(example("arena", searches=1))     # cites 1 of the gold numbers 1 and 3: 1 + 1 + 0.5
     {'format': 1.0, 'answer': 1.0, 'relevance': 0.5, 'bonus': 0.0}
     """
@@ -685,7 +700,7 @@ def arena_format(trajectory: Trajectory) -> bool:
     tags = {"1": tags_of("relevance"), "2": tags_of("analysis"), "3": tags_of("answer")}
     text = without_eos(trajectory.model_text)
     thinks = trajectory.protocol.thinking_apart and text.lstrip().startswith("<think>")
-    if trajectory.opened or thinks:  # by the chat template, or by the model itself
+    if trajectory.opened or thinks:  # <think> was opened by the chat template, or by the model
         text = text.partition("</think>")[2]
     return section_letters(text, tags) == "123"
 
@@ -694,14 +709,14 @@ def cited(trajectory: Trajectory) -> set[int]:
     """Returns the numbers in the last <relevance> section, if it is a list such as [1, 4]."""
     boxes = find_blocks(trajectory.model_text, *trajectory.protocol.section_tags("relevance"))
     content = boxes[-1].content if boxes else ""
-    # [0-9]{1,6}: Python refuses to read a number of 5000 digits, and a model can write one.
+    # [0-9]{1,6}: a model can write a number of 5000 digits, on which int() raises an error.
     if not re.fullmatch(r"\[\s*[0-9]{1,6}(?:\s*,\s*[0-9]{1,6})*\s*\]", content):
         return set()
     return {int(number) for number in re.findall("[0-9]+", content)}
 
 
 def arena_scores(trajectory: Trajectory) -> RewardTerms:
-    """Returns what an evaluation reports. set_f1 = 2 |cited ∩ gold| / (|cited| + |gold|).
+    """Returns the citation metrics for evaluation. set_f1 is 2 |cited ∩ gold| / (|cited| + |gold|).
     >>> arena_scores(example("arena", searches=1))     # cited {1}, gold {1, 3}: 2 · 1 / (1 + 2)
     {'relevance': 0.5, 'exact_set': 0.0, 'set_f1': 0.6666666666666666}
     """
@@ -715,24 +730,24 @@ def arena_scores(trajectory: Trajectory) -> RewardTerms:
 
 # ------------------------------------------------------------------------------------------ by name
 def _make_when_to_search(reward: Callable) -> Callable:
-    """Makes a row of REWARDS from a reward of When to Search."""
+    """Makes an entry of REWARDS from a reward of When to Search."""
 
     def compute(t: Trajectory, s, step: int, e: Extras) -> RewardTerms:
-        price = [] if s.left_out == "answer" else [s.beta]  # without that term beta is not read
+        price = [] if s.left_out == "answer" else [s.beta]  # beta is only in the answer term
         return _remove_left_out(reward(t, e.correct, e.embed, *price), s)
 
     return compute
 
 
 def _make_arena(punctuation: str) -> Callable:
-    """Makes a row of REWARDS from ARENA's reward."""
+    """Makes an entry of REWARDS from ARENA's reward."""
     return lambda t, s, step, e: arena(
         t, s.answer_metric, e.correct, s.bonus, s.relevance_reward, punctuation
     )
 
 
 def _remove_left_out(terms: RewardTerms, s) -> RewardTerms:
-    """Removes a term, as Table 4's "w/o r_s" and "w/o r_a" do."""
+    """Removes the term that --left_out names, as "w/o r_s" in When to Search's Table 4."""
     return {name: term for name, term in terms.items() if name != s.left_out}
 
 
@@ -743,7 +758,7 @@ REWARDS |= {
     "ur2_stage2": lambda t, s, step, e: ur2_stage2(
         t, s.answer_metric, e.grade, s.fallback_penalty, s.format_check, s.partly
     ),
-    # left_out "retrieval" leaves C.7's −1 and no bonus
+    # With left_out="retrieval" there is no search bonus, but the −1 of the 3B model remains.
     "ur2_choice": lambda t, s, step, e: _remove_left_out(
         ur2_choice(t, step, s.reward_variant, REWARDS["ur2_stage2"](t, s, step, e)), s
     ),
@@ -760,9 +775,10 @@ REWARDS |= {
     "arena_code": _make_arena("space"),
 }
 REWARDS["ur2_weak"] = REWARDS["ur2_choice"]  # for any task
-# What a reward needs. From other models: a judge's grade or verdict, a reader, an embedder. From
-# the questions: options, supporting references, open answers, one that may search (searching). From
-# the settings: a price of a search that is not too high.
+# Reward -> the things that it needs. From other models: a judge's grade or verdict, a reader, an
+# embedder. From the questions: options, supporting references, open answers, or at least one
+# question that may search ("searching"). From the settings: a price of a search, β · max_searches,
+# that is not too high.
 NEEDS = {
     "ur2_stage1": "searching",
     "ur2_stage2": "grade",
@@ -776,7 +792,8 @@ NEEDS = {
     "arena": "verdict supporting",
     "arena_code": "verdict supporting",
 }
-# The settings that a reward reads; without its answer term When to Search does not read beta.
+# Reward -> the settings that it reads. When to Search does not read beta if its answer term is left
+# out.
 READS = {
     "ur2_stage1": "reward_variant fallback_penalty format_check",
     "ur2_stage2": "answer_metric fallback_penalty format_check partly",
@@ -812,7 +829,7 @@ def compute_rewards(
 
 
 def needs(settings) -> set[str]:
-    """Returns what the reward of these settings needs, as in NEEDS."""
+    """Returns the words of NEEDS that hold for the reward under these settings."""
     needed = {*NEEDS.get(settings.reward, "").split()}
     if not settings.evidence_reward:
         needed.discard("reader")
@@ -827,7 +844,8 @@ def check_reward(settings) -> RewardTerms:
     Returns the reward terms of an example.
     """
     price = settings.beta * settings.max_searches
-    # A wrong answer earns −1 + β RC, which must not reach the 1 of a right one without a search.
+    # A wrong answer earns −1 + β RC, which must stay below 1, the term of a right answer without
+    # a search.
     if "price" in needs(settings) and price >= 2:
         raise InputError(
             f"--beta {settings.beta} times --max_searches {settings.max_searches} is {price:g}: it"
@@ -848,8 +866,9 @@ def check_reward(settings) -> RewardTerms:
 
 
 def own_reward(name: str) -> Callable:
-    """Loads FILE.py:FUNCTION, a function of a Trajectory that returns named numbers, the same names
-    for every trajectory. Their sum is the reward. An error in the file keeps its traceback.
+    """Loads FILE.py:FUNCTION. The function gets a Trajectory and returns a dict of named numbers,
+    whose sum is the reward; the names must be equal for all trajectories. An error in the file
+    keeps its traceback.
     """
     file, _, function = name.rpartition(":")
     with exits_refused(f"--reward {name}"):
@@ -864,8 +883,8 @@ def own_reward(name: str) -> Callable:
     def compute(t: Trajectory, settings, step: int, extras: Extras) -> RewardTerms:
         where = f"--reward {name}, question {t.question.id}"
         with exits_refused(where):
-            # A copy, since the tokens and the mask are trained on: 0.4 ms for 4,000 tokens, where
-            # copy.deepcopy takes 1.7 ms.
+            # The function gets a copy, so that it cannot change the tokens and the mask, which are
+            # trained on. For 4,000 tokens this takes 0.4 ms; copy.deepcopy takes 1.7 ms.
             terms = defined[function](pickle.loads(pickle.dumps(t)))
         if not is_reward(terms):
             raise InputError(
@@ -876,8 +895,8 @@ def own_reward(name: str) -> Callable:
             names.extend(terms)
         if set(names) != set(terms):
             raise InputError(
-                f"{where}: its terms are {', '.join(terms)}, and before {', '.join(names)}: "
-                "return all of them, 0 for none"
+                f"{where}: its terms are {', '.join(terms)}, but before they were "
+                f"{', '.join(names)}: always return all of them, with 0 where one does not apply"
             )
         return {term: float(terms[term]) for term in names}
 
@@ -886,7 +905,7 @@ def own_reward(name: str) -> Callable:
 
 @contextlib.contextmanager
 def exits_refused(where: str) -> Iterator[None]:
-    """Turns sys.exit in a user's file into an error: a run must not end as if it were finished."""
+    """Turns sys.exit in a user's file into an error, because the run would end as if finished."""
     try:
         yield
     except SystemExit as error:
@@ -894,8 +913,8 @@ def exits_refused(where: str) -> Iterator[None]:
 
 
 def is_reward(terms: object) -> bool:
-    """Returns whether a user's function returned named numbers. Names are printed and written to
-    files, and numbers are squared in fp32.
+    """Returns whether a user's function returned a dict of named numbers. The names must be
+    printable, because they are logged; the numbers are limited, because they are squared in fp32.
     """
     if not isinstance(terms, dict) or not terms:
         return False
@@ -908,7 +927,9 @@ def is_reward(terms: object) -> bool:
 
 
 def check_questions(questions: list[Question], settings) -> list[Question]:
-    """Returns the questions; an InputError names the first one that lacks what the reward reads."""
+    """Returns the questions unchanged. If one lacks something that the reward needs, an InputError
+    names the first such question.
+    """
     needed = needs(settings)
     searching = [question for question in questions if question.may_search]
     if "searching" in needed and not searching:
@@ -938,8 +959,8 @@ _TOWN = "Kelmouth is a town in Norland."
 
 
 def example(protocol: Protocol | str, answer: str = "Norland", searches: int = 2) -> Trajectory:
-    """Returns a trajectory with up to 2 searches; the fallback answers the second. Under ARENA it
-    cites references instead.
+    """Returns a trajectory with up to 2 searches; the fallback answers the second. Under ARENA's
+    protocols, which have no searches, the trajectory cites up to 2 references instead.
     """
     protocol = as_protocol(protocol)
     tags = {pair[0].strip("<>"): pair for pair in protocol.other_tags}
@@ -949,7 +970,7 @@ def example(protocol: Protocol | str, answer: str = "Norland", searches: int = 2
         "evidence": protocol.evidence_tags,
         "answer": protocol.answer_tags or ("The answer is \\boxed{", "}."),
     }
-    if protocol.prompt_suffix:  # it opens <think>, which ends before the answer
+    if protocol.prompt_suffix:  # the suffix opens <think>, which must be closed before the answer
         begin, end = tags["answer"]
         tags["think"] = ("", "")
         tags["answer"] = ("</think>" + begin, end)
