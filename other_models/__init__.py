@@ -1,1 +1,1 @@
-"""Models that are asked and never trained: summariser, judge, reader; the door is plumbing."""
+"""Models that are asked but never trained: summariser, judge, reader of evidence."""

@@ -1,15 +1,15 @@
-"""Asks a language model whether an answer is right, because no metric on words knows that "the UK"
-is "Great Britain".
+"""Asks a language model whether an answer is right, because metrics that compare words do not know
+that "the UK" is "Great Britain".
 
-    verdicts   yes or no                               When to Search's "right"; a column of eval.py
-    grades     2 correct, 1 partly correct, 0 wrong    UR²'s reward for mathematics
+    verdicts   yes or no                               for When to Search's rewards and for eval.py
+    grades     2 correct, 1 partly correct, 0 wrong    for UR²'s reward for mathematics
 
-The last line of the reply must be that one word. Any other reply is unreadable: the verdict is
-None, it is counted, and a metric decides. The answer was written by a policy that is rewarded for a
-"yes", so it is given to the judge as one line of limited length, and the instruction says that it
-is text to judge.
+The last line of the judge's reply must be one word: the verdict or the grade. Any other reply is
+unreadable: the verdict is None and is counted, and a metric decides instead. The policy that wrote
+the answer is rewarded for a "yes" and could try to instruct the judge. So the judge gets the answer
+as one line of limited length, and its instruction says that this line is text to judge.
 
-The protocol decides what the judge of an open question sees; each prediction records it:
+The protocol decides which texts the judge of an open question sees; each prediction records this:
 
     question     the question, the accepted answers and the given one     (UR² D.1)
     answers      the answers alone                                       (ARENA D.3)
@@ -56,15 +56,15 @@ _LABEL = re.compile(r"^(?:final )?(?:verdict|judge?ment|grade|answer)\s*[:=-]\s*
 
 
 class Judge:
-    """Judges answers. It counts the pairs that were `asked`, the `unreadable` verdicts, and among
-    these the `silent` ones, which had no reply at all.
+    """Judges answers. Counts the pairs that were sent (`asked`), the verdicts that could not be
+    read (`unreadable`), and those among them for which there was no reply (`silent`).
     """
 
     def __init__(self, llm, sees: str = "question"):
         self.llm, self.sees, self.asked, self.unreadable, self.silent = llm, sees, 0, 0, 0
 
     def verdicts(self, pairs: list[Pair]) -> list[bool | None]:
-        """Returns a verdict per pair; an empty answer is wrong without asking the model."""
+        """Returns a verdict per pair. An empty answer is wrong; the model is not asked about it."""
         return self._ask(pairs, VERDICT_INSTRUCTION, VERDICTS)
 
     def grades(self, pairs: list[Pair]) -> list[float | None]:
@@ -84,8 +84,8 @@ class Judge:
 
 
 def pair_text(question: Question, answer: str, sees: str = "question") -> str:
-    """Returns the text that the judge reads. The letter of an option and the result of a sum mean
-    nothing without their question, so only open questions are left out.
+    """Returns the text that the judge reads. Without the question, the letter of an option or a
+    number means nothing, so it is left out only if it is an open question.
     """
     golds, asked = question.answers, f"Question: {question_text(question)}\n"
     if question.task == "qa" and sees != "question":
@@ -98,8 +98,8 @@ def pair_text(question: Question, answer: str, sees: str = "question") -> str:
 
 
 def read_verdict(reply: str | None, words: dict = VERDICTS):
-    """Returns what the word on the last line means, whatever its formatting; None if that line
-    holds anything else.
+    """Returns the meaning of the word on the last line, without its formatting, or None if the line
+    contains anything else.
 
     >>> read_verdict("It names the same country.\\n**Verdict: Yes.**"), read_verdict("yes and no")
     (True, None)
@@ -110,8 +110,9 @@ def read_verdict(reply: str | None, words: dict = VERDICTS):
 
 
 def math_grader(trajectories: list[Trajectory], judge: Judge) -> Callable[[Question, str], float]:
-    """Returns the `judge` of `rewards.ur2_stage2`. It asks for grades of all answers that no metric
-    finds equal in one batch; for any other answer it returns 0.
+    """Asks, in one batch, for grades of all answers to mathematics that differ from the accepted
+    ones. Returns the argument `judge` of `rewards.ur2_stage2`: it looks up an answer's grade, and
+    returns 0 for an answer without a grade.
     """
     pairs = [(t.question, t.answer) for t in trajectories if t.question.task == "math"]
     asked = {(q.question, a): (q, a) for q, a in pairs if a and not matches(q, a)}
@@ -121,8 +122,8 @@ def math_grader(trajectories: list[Trajectory], judge: Judge) -> Callable[[Quest
 
 def add_verdicts(records: list[dict], judge: Judge) -> list[dict]:
     """Adds the column `judged`: 1 or 0, for mathematics also ½ for a partly correct answer; None if
-    the verdict is unreadable. UR² appendix D.1 does not state the ½; its Table 1 has odd tenths of
-    per cents over 500 questions.
+    the verdict is unreadable. UR² appendix D.1 does not mention the ½, but the odd tenths of
+    a per cent in its Table 1, over 500 questions, are only possible with halves.
     """
     pairs, judged = [], list(records)
     for r in records:
@@ -132,7 +133,7 @@ def add_verdicts(records: list[dict], judge: Judge) -> list[dict]:
         rows = [i for i, (q, _) in enumerate(pairs) if (q.task == "math") == (highest == 2)]
         for i, mark in zip(rows, ask([pairs[i] for i in rows]), strict=True):
             metrics = records[i]["metrics"]
-            # If the server was silent, the verdict of an earlier evaluation stays.
+            # If some requests had no reply, verdicts of an earlier evaluation replace missing ones.
             earlier = metrics.get("judged") if judge.silent else None
             metrics = metrics | {"judged": earlier if mark is None else mark / highest}
             judged[i] = records[i] | {"metrics": metrics, "judge_sees": judge.sees}

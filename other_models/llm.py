@@ -1,14 +1,14 @@
 """Ask another language model: a judge, a reader of evidence, a summariser.
 
-    request = (instruction, text)        ask(requests) -> a reply each, None where no answer came
+    request = (instruction, text)        ask(requests) -> one reply per request, or None
 
 "http://host:port/v1#model" is an OpenAI-compatible server; any other name is a Hugging Face causal
 LM that runs in this process. Both decode greedily unless the request gives a temperature
-(`Request`). Every reply is kept on disk, also a sampled one: the same command reads the same text
-again, and equal requests are sent once. Text in <think> ... </think> is not part of the reply.
+(`Request`). Replies are saved on disk, even sampled ones, so the same command gets the same replies
+again, and equal requests are sent only once. Text in <think> ... </think> is not part of a reply.
 
-    the server is down at the start   InputError (`probe`)
-    a request fails                   RETRIES more tries; then None, counted in `failures`
+    the server is down at the start   InputError (PROBE is sent first)
+    a request fails                   RETRIES more tries, then None; `failures` counts these
     GIVE_UP failures in a row         the rest of the batch is not sent
     DEAD_BATCHES unanswered batches   InputError, which ends a training run
 
@@ -44,17 +44,17 @@ from prompts import chat_text, without_control, without_thinking
 from retrievers.net import Fault, RejectedRequest, fetch_json, host_of, retrying, shown
 from rollout import context_of, decode, encode, end_ids, left_padded, plain_generation
 
-# A folder of --output_dir that all runs share: a reply does not depend on which run asked.
+# A folder in --output_dir. All runs share it, because a reply does not depend on the run.
 CACHE_FOLDER = "llm_cache"
 ADDRESS = "http://host:port/v1#model"
 THREADS = 16  # requests sent at the same time
-RETRIES = 2  # of a request
+RETRIES = 2  # how often a failed request is sent again
 BACKOFF = 0.5  # seconds before the first retry, doubled each time
-REPLY_TOKEN = 64  # upper bound on characters per token; replies are truncated by it
+REPLY_TOKEN = 64  # upper bound on characters per token; a longer reply is truncated
 CONTEXT = 32_768  # context length in tokens if the server does not report it
 SPARE = 128  # tokens kept free for the chat template
 GIVE_UP = 16  # consecutive failed requests, each after all retries
-DEAD_BATCHES = 3
+DEAD_BATCHES = 3  # consecutive batches without an answer
 PROBE = ("You are asked once whether you are there.", "Reply with the word yes.")
 
 
@@ -65,13 +65,13 @@ class Request(NamedTuple):
     text: str
     temperature: float = 0.0
     top_p: float = 1.0
-    max_tokens: int = 0  # limit of the reply; 0: the limit of the model object
+    max_tokens: int = 0  # limit of the reply; 0: max_tokens of the LLM
 
 
 def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=None) -> LLM:
-    """Loads the model that `spec` names. One try of a request to a server may take
-    `settings.timeout` seconds. Replies are kept in the folder `cache`, by default a folder of
-    --output_dir.
+    """Loads the model that `spec` names. Each try of a request to a server may take
+    `settings.timeout` seconds. Replies are saved in the folder `cache` (None: the default folder in
+    --output_dir).
     """
     if cache is None:
         cache = Path(settings.output_dir, CACHE_FOLDER)
@@ -89,7 +89,7 @@ def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=None) -
             model = load_whole(spec, frozen_options(device, in_8bit))
         model.eval().requires_grad_(False)
     except InputError as error:
-        raise InputError(str(error).removeprefix("--model ")) from None  # the model of another flag
+        raise InputError(str(error).removeprefix("--model ")) from None  # --model is not at fault
     name = f"{spec}@{weights_version(spec, model)}{'-8bit' * in_8bit}"
     return LocalLLM(model, tokenizer, max_tokens, name=name, cache=cache)
 
@@ -98,10 +98,10 @@ class LLM:
     """The base class. A subclass adds `tokenizer`, `positions` (the context length), and
     `replies(requests)`, which yields pairs of a request and its reply or None.
 
-    cache   the folder in which replies are kept in a JSONL file; with "" none is kept
+    cache   folder with the JSONL file in which replies are saved; "" saves none
     """
 
-    instruction = ""  # from --prompt_file; a judge or a reader gives it in place of its own
+    instruction = ""  # from --prompt_file; it replaces the judge's or reader's own
     at_once = THREADS  # requests sent at the same time
 
     def __init__(self, name: str, max_tokens: int, cache: str | Path = ""):
@@ -131,8 +131,8 @@ class LLM:
     def ask_whole(self, requests: list[Request], readable=bool) -> list[str | None]:
         """Returns the replies with their <think> blocks.
 
-        readable: returns whether a reply may be kept on disk. A nonsense reply of a server that is
-        broken for a while must not be reused for ever.
+        readable: tells whether a reply may be saved on disk. Nonsense from a server that is broken
+        for a while must not be reused later.
         """
         requests = [Request(*request) for request in requests]
         with self.lock:
@@ -144,7 +144,7 @@ class LLM:
             for request, reply in bar:
                 replies[request] = reply
                 if self.cache and reply is not None and readable(reply):
-                    self.keep(request, reply)  # now, so that an interrupt loses no reply
+                    self.keep(request, reply)  # at once, so that an interrupt loses no reply
             self.failures += list(map(replies.get, missing)).count(None)
         return list(map(replies.get, requests))
 
@@ -157,8 +157,9 @@ class LLM:
         append_jsonl(self.cache, [{"key": key, "reply": reply}])
 
     def tail(self, text: str, rest: str, most: int) -> str:
-        """Returns as much of the text's end as fits into the context beside `rest` and a reply, at
-        two bytes a token: hardly any text has more tokens.
+        """Returns the end of `text` that fits into the context together with `rest` and a reply of
+        `most` tokens (at most a quarter of the context). It assumes two bytes per token; hardly any
+        text has more tokens than that.
         """
         tokens = self.positions - SPARE - min(most, self.positions // 4)
         data = text.encode()
@@ -171,18 +172,18 @@ def guessed_tokens(text: str, **_) -> dict:
     return {"input_ids": [0] * -(-len(text.encode()) // 3)}
 
 
-guessed_tokens.unk_token_id = 0  # it knows no control tokens
+guessed_tokens.unk_token_id = 0  # so that no text counts as a control token
 guessed_tokens.decode = str
 guessed_tokens.bos_token = None
 
 
 class ServerLLM(LLM):
-    """An OpenAI-compatible server. Without "#model" its first model is used. The key in
-    OPENAI_API_KEY is sent if it is set.
+    """An OpenAI-compatible server. Without "#model" the first model that it lists is used. If
+    OPENAI_API_KEY is set, the key is sent.
     """
 
     tokenizer = staticmethod(guessed_tokens)
-    dead_batches = 0  # in a row without an answer
+    dead_batches = 0  # consecutive batches without an answer
     fault = ""  # the last error message
 
     def __init__(self, spec: str, max_tokens=256, timeout=60.0, cache: str | Path = ""):
@@ -193,7 +194,7 @@ class ServerLLM(LLM):
         self.max_tokens = max_tokens
         key = os.environ.get("OPENAI_API_KEY", "").strip()
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
-        try:  # one request, once, to see that the server is there and accepts such requests
+        try:  # one request at the start checks that the server works and accepts such requests
             self.model = self.model or self.fetch("models")["data"][0]["id"]
             self.complete(Request(*PROBE))
         except (Fault, LookupError, TypeError) as error:
@@ -210,16 +211,16 @@ class ServerLLM(LLM):
 
     @functools.cached_property
     def positions(self) -> int:
-        """The context length in tokens, which some servers report (vLLM)."""
+        """The context length in tokens. Only some servers report it, for example vLLM."""
         with contextlib.suppress(Fault, LookupError, TypeError, StopIteration):
             listed = self.fetch("models")["data"]
             return next(entry["max_model_len"] for entry in listed if entry["id"] == self.model)
         return CONTEXT
 
     def complete(self, request: Request) -> str | None:
-        """Sends the request once; returns None if the answer has no text. Some servers return the
-        thinking in a separate field. It is put before the text in <think> tags, without the end
-        tag if the token limit was reached while the model was still thinking.
+        """Sends the request once; returns None if the reply has no text. Some servers return the
+        thinking in a separate field; it is then put before the text in <think> tags. If there is no
+        text, because the model reached the token limit while thinking, the end tag is missing.
         """
         most = request.max_tokens or self.max_tokens
         roles = zip(("system", "user"), request[:2], strict=True)
@@ -246,7 +247,8 @@ class ServerLLM(LLM):
     def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:
         in_a_row = 0
         working = False
-        # Trap: at exit Python waits for concurrent.futures' threads; these are daemon threads.
+        # Trap: at exit, Python would wait for threads of concurrent.futures. ThreadPool has daemon
+        # threads.
         with ThreadPool(min(THREADS, len(requests))) as pool:
             for request, reply, down in pool.imap_unordered(self.tried, requests):
                 in_a_row = in_a_row + 1 if down else 0
@@ -258,7 +260,7 @@ class ServerLLM(LLM):
         if self.dead_batches >= DEAD_BATCHES:
             raise InputError(
                 f"{self.name}: {self.dead_batches} batches in a row without an answer"
-                f" ({self.fault}): start it again; the replies so far are kept"
+                f" ({self.fault}): start the server again; the replies so far are kept"
             )
 
     def tried(self, request: Request) -> tuple[Request, str | None, bool]:
@@ -273,8 +275,8 @@ class ServerLLM(LLM):
 
 
 def prompt_ids(tokenizer, request: Request) -> list[int]:
-    # The text may come from a web page or from the policy that is judged. It must not contain the
-    # control tokens that begin a new turn.
+    # The text may come from a web page or from the policy that is judged, so control tokens are
+    # removed: they could begin a new turn.
     text = without_control(request[1], tokenizer)
     return encode(tokenizer, chat_text(tokenizer, request[0], text))
 
@@ -283,9 +285,9 @@ def drawn_ahead(temperature: float, top_p: float, device) -> Callable:
     """Returns a logits processor that makes greedy decoding sample: with exponential noise e, the
     largest p / e is at token t with probability p[t] (the Gumbel trick, as in torch.multinomial).
 
-    Trap: `generate` itself draws from the global generator. A summariser that answers late, in
-    another thread, would change what the policy samples. The reply is kept on disk, so a fixed
-    seed of 0 is enough.
+    Trap: the sampling of `generate` uses the global random generator. A summariser that is still
+    running in another thread would then change which tokens the policy samples. The seed can be
+    fixed (0), because each reply is saved and not sampled again.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -297,8 +299,8 @@ def drawn_ahead(temperature: float, top_p: float, device) -> Callable:
 
 
 class LocalLLM(LLM):
-    """A `Policy` or a plain Hugging Face model in this process. Give `cache` only together with a
-    `name` that identifies these weights.
+    """A `Policy` or a plain Hugging Face model in this process. If `cache` is given, `name` must
+    identify these weights, because saved replies are found by it.
     """
 
     def __init__(self, policy, tokenizer, max_tokens=256, batch_size=16, name="local", cache=""):
@@ -315,19 +317,19 @@ class LocalLLM(LLM):
 
     def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:
         prompts = {request: self.prompt(request) for request in requests}
-        # Requests of similar length share a batch; the longest come first, so that a lack of memory
-        # shows immediately.
+        # Sorted, so that a batch has prompts of similar length. The longest come first, so that
+        # running out of memory shows immediately.
         rows = sorted(requests, key=lambda r: (r[2:], len(prompts[r])), reverse=True)
         for sampling, group in itertools.groupby(rows, key=lambda r: r[2:]):
             fit = list(group)
             while fit and len(prompts[fit[0]]) > self.longest_prompt:
-                yield fit.pop(0), None  # a truncated prompt would be another question
+                yield fit.pop(0), None  # a truncated prompt would ask something else
             for start in range(0, len(fit), self.at_once):
                 batch = fit[start : start + self.at_once]
                 texts = self.generate([prompts[request] for request in batch], *sampling)
                 for request, text in zip(batch, texts, strict=True):
                     end = decode(self.tokenizer, prompts[request][-16:]).rstrip()
-                    # Some templates open it.
+                    # Some chat templates end in <think>, so the reply lacks this tag.
                     yield request, "<think>" * end.endswith("<think>") + text
 
     def generate(self, prompts: Sequence[list[int]], temperature, top_p, max_tokens):

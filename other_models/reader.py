@@ -1,12 +1,12 @@
-"""R-Search's frozen reader: what does another model answer from the evidence alone?
+"""R-Search's frozen reader: another model that answers the question from the evidence alone.
 
     reader's answer = reader(question, evidence)
 
-R-Search eq. 4 rewards the F1 of the reader's answer: evidence is good if a model that did not write
-it can answer from it. The reader is frozen, belongs to another family, and reads only the evidence
-box. It decodes greedily, except in an evaluation with --decoding paper, where all models sample
-with the same settings (appendix A.3). Without evidence the reader is not asked; then, and when
-there is no reply, the answer is "".
+R-Search eq. 4 rewards the F1 of the reader's answer: evidence is good if a model other than its
+writer can answer from it. The reader is frozen, belongs to another model family, and reads only the
+question and the evidence box. It decodes greedily, except in an evaluation with --decoding paper,
+where all models sample with the same settings (appendix A.3). If there is no evidence, the reader
+is not asked and its answer is ""; if it does not reply, its answer is also "".
 """
 
 import re
@@ -33,10 +33,10 @@ def reader_text(question: Question, evidence: str, layout: str = LAYOUT) -> str:
 
 
 def read_answer(reply: str | None, whole: bool = False) -> str:
-    """Returns the last <answer> box, the last \\boxed{...}, or the first line after a label; else
-    "". A reply answers in its first line, and the text after that line is not part of the answer:
-    "Rome" and a reason in nine other words have F1 2 / (10 + 1) = 0.18 for "Rome" if the reply is
-    read as a `whole`, as R-Search's eq. 4 reads it.
+    """Returns the last <answer> box, or the last \\boxed{...}, or the first line after a label such
+    as "Answer:", or "". Text after the first line is no part of the answer. With `whole`, as in
+    R-Search's eq. 4, the whole reply is the answer: then "Rome" and a reason of nine other words
+    have F1 2 / (10 + 1) = 0.18 for the accepted answer "Rome".
 
     >>> read_answer("**Answer:**\\nNorland\\nas told"), read_answer("<answer> Norland </answer>!")
     ('Norland', 'Norland')
@@ -48,18 +48,18 @@ def read_answer(reply: str | None, whole: bool = False) -> str:
         return boxes[-1].content
     if (boxed := last_boxed(reply)) is not None:
         return boxed
-    text = _LABEL.sub("", reply.rpartition("<answer>")[2])  # the limit may have cut the end tag off
+    text = _LABEL.sub("", reply.rpartition("<answer>")[2])  # </answer> may have been cut off
     return text.strip().partition("\n")[0].strip()
 
 
 def reader_answers(
     llm, pairs: list[tuple[Question, str | None]], whole=False, sampling=()
 ) -> list[str]:
-    """Returns what `read_answer` reads in the reply about each (question, evidence); a pair without
-    evidence is not sent.
+    """Returns the reader's answer for each pair (question, evidence), "" for a pair without
+    evidence, which is not sent. `whole`: see `read_answer`.
     """
     given = {i: pair for i, pair in enumerate(pairs) if (pair[1] or "").strip()}
-    custom = llm.instruction  # from --prompt_file; a layout is the whole message
+    custom = llm.instruction  # from --prompt_file; with gaps it is the whole message
     layout, instruction = (custom, "") if gaps_of(custom) else (LAYOUT, custom or INSTRUCTION)
     requests = [(instruction, reader_text(*pair, layout), *sampling) for pair in given.values()]
     replies = dict(zip(given, llm.ask(requests) if requests else [], strict=True))
@@ -67,14 +67,14 @@ def reader_answers(
 
 
 def readings_of(trajectories: list[Trajectory], reader, whole: bool) -> list[str]:
-    """Returns the reader's answers. Evidence without a search was invented, so it is not read."""
+    """Returns the reader's answers. Evidence without any search is invented, so it is not read."""
     pairs = [(t.question, t.evidence if t.executed else None) for t in trajectories]
     return reader_answers(reader, pairs, whole)
 
 
 def add_reader(records: list[dict], llm, sampling=()) -> list[dict]:
-    """Adds the reader's answers from the evidence alone (R-Search as a search tool) and their
-    scores.
+    """Adds to each record the reader's answer from the evidence alone and its scores, as R-Search
+    does when it evaluates the policy as a search tool.
 
     sampling   (temperature, top_p) of the reader; () decodes greedily
     """

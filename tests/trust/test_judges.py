@@ -74,7 +74,7 @@ def test_a_dead_server_is_a_one_line_error_after_three_batches(reply, started):
         assert judge.verdicts(batch(number)) == [None] * 8
     error_line = message(judge.verdicts, batch(2))
     assert "3 batches in a row without an answer (" in error_line
-    assert "start it again; the replies so far are kept" in error_line
+    assert "start the server again; the replies so far are kept" in error_line
 
 
 @pytest.mark.fault(106)
