@@ -107,7 +107,7 @@ def test_an_exception_in_the_users_file_keeps_its_traceback(own):
 def test_reward_terms_that_change_between_trajectories_are_an_error(own):
     reward = own_reward(own("def mine(t):\n    return {'ab'[bool(t.searches)]: 1.0}"))
     reward(example("r_search", searches=0), None, 0, None)
-    with pytest.raises(ValueError, match="its terms are b, and before a: return all of them"):
+    with pytest.raises(ValueError, match="its terms are b, but before they were a: always"):
         reward(example("r_search", searches=1), None, 0, None)
 
 
