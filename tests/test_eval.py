@@ -354,7 +354,7 @@ def test_decoding_paper_sets_the_papers_temperature_and_top_p(tmp_path, capsys):
     capsys.readouterr()
     for recipe, word in (("arena", "greedy"), ("when_to_search", "greedy"), ("ur2", "")):
         sampling(f"{paper} --recipe {recipe}")
-        assert capsys.readouterr().out.endswith(f"{word}\n" if word else "")
+        assert capsys.readouterr().out.endswith(f"{word} decoding is used\n" if word else "")
 
 
 def test_a_token_limit_that_is_given_applies_to_every_task_and_a_message_says_so(tmp_path, capsys):
