@@ -10,7 +10,7 @@ known people have the same facts in all traces, and last names that nobody else 
 can recognise them. All 81 sums of two digits are practised, so a search for a sum is only a habit.
 If the prompt ends in the token <direct>, the trace has no search and guesses an unknown fact.
 The reader of evidence (`load_reader`) is a second model, which sees only evidence and question.
-Left out: misspellings, prose, protocols that were trained on each other's traces.
+Left out: misspellings, prose, training one protocol on another protocol's traces.
 """
 
 import fcntl

@@ -17,7 +17,7 @@ model can copy the name of an entity that it has never seen, but cannot know the
 The distractors among the four references state relations that the question does not ask for. The
 relation alone, without the name, identifies the right passage; the tiny model learns this in a
 minute.
-Left out: misspellings, facts that change, a year or a number as an answer.
+Left out: misspellings, facts that change, facts whose value is a year or a number.
 """
 
 import random
