@@ -148,7 +148,7 @@ def answer(session: Session, text: str) -> None:
     (question,) = as_asked([known], session.settings)
     check_prompts([question], session.environment, policy)
     unknown = [word for word in tokenize(text) if session.words and word not in session.words]
-    if unknown:  # the tiny model would ignore it, or answer another sum
+    if unknown:  # the tiny model would ignore such a word, and add other numbers
         raise InputError(
             f"the model does not know {harmless(unknown[0])!r}: it knows only its own world's"
             f" words; try: {questions[0].question}"

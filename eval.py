@@ -450,7 +450,8 @@ def run(settings: Settings, options: Options) -> None:
     # Reader and judge are built first, so that a wrong address fails before the long rollouts.
     reader = build_reader(settings, best_device()) if settings.reader else None
     judge = build_judge(settings, best_device(), options.judge_sees)
-    paper = options.decoding == "paper"  # then the reader samples alike (R-Search appendix A.3)
+    # With the paper's decoding the reader samples too (R-Search appendix A.3).
+    paper = options.decoding == "paper"
     sampling = (settings.temperature, settings.top_p) if paper else ()
     evaluation = Evaluation(settings, options)
     records = evaluate(evaluation, reader, judge, sampling)

@@ -318,9 +318,9 @@ def load_policy(
 
 
 def load_whole(path: str, options: dict) -> nn.Module:
-    """Loads a causal LM; raises an InputError if weights are missing or are integers. The library
-    would only warn of missing weights and initialise them at random, and it accepts integers.
-    Buffers and a tied head may be missing.
+    """Loads a causal LM; raises an InputError if weights are missing, or if files in a folder
+    hold unquantized integer weights. The library would only warn of missing weights and initialise
+    them at random, and it accepts integers. Buffers and a tied head may be missing.
     """
     model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
     wrong = [*report["missing_keys"]]

@@ -209,10 +209,12 @@ def ur2_violations(
 ) -> list[str]:
     """Returns the names of all format violations; v is their number (UR² eq. 1, appendix C.7).
 
-    Every occurrence counts: each answer after the first, each tag without a partner, each document
-    block that the model wrote, and each query that is too long, has no word, exceeds the search
-    limit or belongs to a question that may not search. Garbled text counts once, and each kind of
-    illegal token counts once, because a text that repeats them would otherwise cost without limit.
+    Every occurrence counts: each answer after the first, each answer that contains a tag, each
+    query tag without a partner, each document block that the model wrote, and each query that is
+    too long, has no word, exceeds the search limit or belongs to a question that may not search. No
+    answer, or a last answer that is too long or, in multiple choice, not a letter, counts once.
+    Garbled text counts once, and each kind of illegal token counts once, because a text that
+    repeats them would otherwise cost without limit.
     With `search_required` (stage 1) it is also a violation not to search. format_check="loose" only
     checks that the text ends in an answer (ablation).
     >>> ur2_violations(example("ur2", answer="a b c d e f g h i j k"))     # 11 words
@@ -332,9 +334,9 @@ def ur2_choice(
     """R = stage 2 + a search bonus in steps 0 to 9 (3B: 0 to 14): 0.5 for n = 1, 1 for n ≥ 2.
 
     This is the "weak" stage 1 for multiple choice, where the model mostly knows the answer (UR²
-    appendix C.7). The reward ur2_weak is the same for any task. `terms` are the terms of stage 2;
-    by default ur2_stage2 computes them with its default arguments. In the steps with a bonus, the
-    3B model's format term is −1 if it never searched, however many other violations there are. The
+    appendix C.7). The reward ur2_weak is this formula, but allowed for every task. `terms` are
+    the terms of stage 2; by default ur2_stage2 computes them with its default arguments. In the
+    steps with a bonus, the 3B model's format term is −1 if it never searched, however many other violations there are. The
     paper calls this "non-accumulative".
     >>> ur2_choice(example("ur2"), step=0)     # right, v = 0, f = 1, n = 2: 2 + 1 − 0.5 + 1 = 3.5
     {'answer': 2.0, 'format': 1.0, 'fallback': -0.5, 'retrieval': 1.0}

@@ -53,7 +53,8 @@ SearchFunction = Callable[[list[SearchRequest]], list[SearchResult]]
 Progress = Callable[[int], None] | None
 MIN_DOCUMENT_TOKENS = 16  # a search with less room for its documents, in tokens, is not run
 ANSWER_TOKENS = 32  # tokens of the context that documents and notices leave free for the answer
-TOKEN_LENGTH = 16  # upper bound on characters per token; longer text is truncated, then tokenized
+# A text of more than 16 characters per token of its limit is truncated before it is tokenized.
+TOKEN_LENGTH = 16
 MAX_REJECTED_QUERIES = 2  # this many rejected queries end a trajectory
 MAX_STUCK = 8  # while this many earlier searches of an environment hang, no new search starts
 

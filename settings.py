@@ -88,7 +88,7 @@ class RunSettings:
     )
     eval_questions: int = setting(
         100,
-        "questions of --eval_every: in all from --data, or per kind of the built-in world",
+        "questions in an evaluation of --eval_every: in total, or per kind of the built-in world",
         least=1,
         only="papers",
     )

@@ -1,8 +1,9 @@
 """The summariser: turns retrieved documents into one short text, or rejects the query (UR²).
 
-A summariser makes one short text of several documents; in training it also decides whether the
-query asks for a fact. If the query does not, the result is a fallback: the policy reads a sentence
-that tells it to ask for a fact, and the reward penalises the search. Code recognises a fallback by
+A summariser makes one short text of several documents. It may also decide whether the query asks
+for a fact; a model does so only in training, for web pages, or with --fallback. If the query asks
+for none, the result is a fallback: instead of a summary the policy reads the protocol's fallback
+sentence, and the reward penalises the search. Code recognises a fallback by
 `SearchResult.fallback` and never by its text, because a document could contain the same sentence.
 The result also holds the documents, for the log. Left out: distilling a small summariser from a
 large one (lab/distil.py).

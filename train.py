@@ -293,8 +293,8 @@ def unmask_documents(batch: Batch, trajectories: Sequence[Trajectory]) -> None:
 
 def shuffled_updates(step: int, rewards: Tensor, settings: Settings) -> tuple:
     """Returns the rows [n] of each update of a step. All rows whose reward [B] is not NaN are
-    shuffled and divided. If DAPO dropped groups, or searches failed, the step has fewer updates
-    rather than smaller ones.
+    shuffled and divided evenly into as few updates as hold at most `trajectories_per_update` rows
+    each (0: one update). If DAPO dropped groups or searches failed, there may be fewer updates.
     """
     rows = (~rewards.isnan()).nonzero()[:, 0]  # [n]
     generator = torch.Generator().manual_seed(settings.seed * 7_919 + step)

@@ -22,8 +22,8 @@ from prompts import Protocol, as_protocol, find_answers, last_block, parse_query
 @dataclass(frozen=True)
 class Segment:
     """A part of the response by one writer: "model", or "documents" or "notice" for texts of the
-    environment. In evaluations and baselines, thoughts of a model have the writer "thought", and
-    are not scored.
+    environment. In baselines, and in evaluations with --thinking, the <think> text of a model has
+    the writer "thought" and is not scored.
     """
 
     writer: str

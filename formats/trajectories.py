@@ -36,8 +36,8 @@ def append_trajectories(folder: Path, records: Iterable[dict], name: str = NAME)
 
 def read_trajectories(folder: Path, say=tell) -> Iterator[dict]:
     """Yields the records in the order of steps, up to the first damage. `say` is called with a
-    message about damage, and about lines that are not records of a step. An incomplete last step
-    is ignored without a message, because a run may be writing it.
+    message about damage, and about lines that are not records of a step. Of an incomplete
+    last step the readable records are yielded, without a message: a run may be writing it.
     """
     path, lost = folder / NAME, 0
     check_regular(path)

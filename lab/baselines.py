@@ -364,14 +364,15 @@ _TURN = rf"(?s).*?(?:</search>|</answer>|{TOLD}|\Z)"
 
 def drive(trajectory: Trajectory, steps: Steps, llm: LLM, environment: Environment) -> Generator:
     """Runs a method on one question and writes the trajectory. Yields a query or a Request when the
-    method waits for a result, and None at the end. After a Request, `send` passes in the reply with
-    its <think> block, or None.
+    method waits for a result, and None at the end. After a Request, `send` passes in the whole
+    reply, its <think> block included, or None if the model gave no reply.
     """
     reply = None
     while True:
         try:
             step = steps.send(reply)
-        except StopIteration as end:  # boxed, so that it is graded like other trajectories
+        except StopIteration as end:
+            # The answer is written in <answer> tags, so that it is graded as in a trajectory.
             answer = plain(end.value)
             trajectory.stop_reason = "answer" if answer else "eos"
             if answer:
@@ -456,7 +457,7 @@ class BaselineOptions(Options):
 
 
 def recipe_protocol(settings: Settings) -> Protocol:
-    """Returns the protocol of the paper whose table the methods belong to."""
+    """Returns the first protocol of the paper --recipe names; its tables list the methods."""
     return PROTOCOLS[record_of(settings.recipe).protocols[0]]
 
 

@@ -1,12 +1,12 @@
-"""Lets you write fifteen functions of this code again; the tests of the originals check them.
+"""Lets you write functions of this code again; the tests of the originals check them.
 
-    python -m lab.exercise list        the fifteen, in reading order
+    python -m lab.exercise list        the fifteen exercises, in reading order
     python -m lab.exercise open 3      writes exercises/03_bm25_idf.py: a signature, a docstring
     python -m lab.exercise check 3     runs the tests of the original with your function
     python -m lab.exercise show 3      prints the original
 
-`check` runs tests/referee.py in a process of its own and changes no other file. It exits with 0 if
-all tests pass; with 1 if one fails, after printing the first number that differs; and with 2 if the
+`check` runs tests/referee.py in a separate process and changes no file. It exits with 0 if all
+tests pass; with 1 if one fails, after printing what that test expected and got; and with 2 if the
 file cannot be tested.
 """
 

@@ -59,7 +59,8 @@ class HttpRetriever:
 
     def search(self, queries: list[str], k: int) -> list[list[Document] | bool | None]:
         """Returns at most k documents for each query; False for a query that the server rejects,
-        and None for one that failed even when it was sent alone. Raises a Fault if all failed.
+        and None for one without an answer: it failed even when it was sent alone, or was no longer
+        sent because earlier ones failed or took too long. Raises a Fault if all failed.
         """
         documents, fault = {}, None
         for start in range(0, len(queries), BATCH):

@@ -620,7 +620,7 @@ def made_once(path: Path, recipe: str, make: Callable[[], Loaded]) -> Loaded:
         note = path / NOTE
         made_so = note.is_file() and note.read_text(errors="replace") == f"{recipe}\n"
         if not made_so or wrong_with(path):
-            print(f"making the built-in {path.name} (kept in {path})", file=sys.stderr)
+            print(f"making the built-in model {path.name} (kept in {path})", file=sys.stderr)
             shutil.rmtree(path, ignore_errors=True)
             save_policy(*make(), path)
             note.write_text(f"{recipe}\n", encoding="utf-8")
