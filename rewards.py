@@ -336,8 +336,8 @@ def ur2_choice(
     This is the "weak" stage 1 for multiple choice, where the model mostly knows the answer (UR²
     appendix C.7). The reward ur2_weak is this formula, but allowed for every task. `terms` are
     the terms of stage 2; by default ur2_stage2 computes them with its default arguments. In the
-    steps with a bonus, the 3B model's format term is −1 if it never searched, however many other violations there are. The
-    paper calls this "non-accumulative".
+    steps with a bonus, the 3B model's format term is −1 if it never searched, however many other
+    violations there are. The paper calls this "non-accumulative".
     >>> ur2_choice(example("ur2"), step=0)     # right, v = 0, f = 1, n = 2: 2 + 1 − 0.5 + 1 = 3.5
     {'answer': 2.0, 'format': 1.0, 'fallback': -0.5, 'retrieval': 1.0}
     """

@@ -41,7 +41,8 @@ def test_a_built_in_model_that_is_damaged_or_of_other_settings_is_made_again(
     for damage in (cut, flipped, os.remove):
         damage(folder / "model.safetensors")
         assert same(load(tmp_path), first) and same(load(tmp_path), first)
-        assert capsys.readouterr().err == f"making the built-in model {folder.name} (kept in {folder})\n"
+        made = f"making the built-in model {folder.name} (kept in {folder})\n"
+        assert capsys.readouterr().err == made
     (folder / toy.NOTE).write_text("another\n")
     assert same(load(tmp_path), first)
     assert "making the built-in" in capsys.readouterr().err
