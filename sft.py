@@ -97,8 +97,8 @@ class Muon(torch.optim.Optimizer):
 
         M ← 0.95 M + 0.05 g;   W ← W − lr · √max(1, rows / columns) · U,
         U = orthogonalize(0.95 M + 0.05 g)
-    Equals torch.optim.Muon without weight decay, except that torch's always computes U in bf16. On
-    a CPU without instructions for bf16, that takes eight times as long as fp32.
+    Equals torch.optim.Muon without weight decay, except that torch's computes U in bf16. On a CPU
+    without instructions for bf16, that takes eight times as long as fp32.
     """
 
     def __init__(self, matrices: Iterable[Tensor]):
@@ -115,29 +115,19 @@ class Muon(torch.optim.Optimizer):
             # Multiplying all matrices of one shape as a batch takes half as long as one by one.
             for (rows, columns), weights in by_shape.items():
                 nesterov = [w.grad.lerp(self.state[w]["momentum"], 0.95) for w in weights]
-                updates = orthogonalize(torch.stack(nesterov), fast_type(weights[0].device))
+                updates = orthogonalize(torch.stack(nesterov))
                 for weight, update in zip(weights, updates, strict=True):
                     weight.add_(update, alpha=-group["lr"] * math.sqrt(max(1, rows / columns)))
 
 
-def fast_type(device: torch.device) -> torch.dtype:
-    """Returns bf16, or fp32 on a CPU without instructions for bf16."""
-    if device.type != "cpu":
-        return torch.bfloat16
-    # Without oneDNN, as on a Mac, this operator does not exist.
-    native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if native else torch.float32
-
-
-def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+def orthogonalize(matrices: Tensor) -> Tensor:
     """Returns U diag(s) Vᵀ for each matrix U diag(σ) Vᵀ in [n, rows, columns]. Five Newton-Schulz
     steps x ← 3.4445 x − 4.775 x³ + 2.0315 x⁵ act on all singular values at once; they start at
     x = σ / (norm of the matrix) and end at s. If x ≥ 0.02 at the start, s is between 0.68 and 1.14.
     Worked: σ = 0.01, 0.6, 0.8 → s = 0.70, 0.72, 1.12.
     """
-    x = matrices.to(dtype)
-    wide = x.shape[1] <= x.shape[2]
-    x = x if wide else x.mT
+    wide = matrices.shape[1] <= matrices.shape[2]
+    x = matrices if wide else matrices.mT
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.mT
