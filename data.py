@@ -8,7 +8,8 @@
     SearchRequest -> SearchResult    argument and result of the rollout's search function
 
 The first record of a file decides its layout. An error in a file becomes one line that names the
-file, the line, the field and what to do. Left out: corpora larger than memory.
+file, the line and the field, as far as they are known, and what to do. Left out: corpora larger
+than memory.
 """
 
 import json
@@ -45,7 +46,10 @@ class DataSettings:
     )
     skip_bad: bool = setting(False, "skip malformed records and count them")
     reworded: float = setting(
-        0.0, "share of the built-in gold answers that get an extra word", least=0, only="papers"
+        0.0,
+        "built-in world: share of the look-ups in training whose gold answers get an extra word",
+        least=0,
+        only="papers",
     )
 
 
@@ -81,7 +85,8 @@ class Question:
                  names one of `options`) or "summary" (`answers` are reference summaries)
     references   documents that come with the record
     supporting   the numbers of the gold references, counted from 1 as in a prompt
-    source       the kind by which evaluation tables are grouped ("one_hop", "hotpotqa", ...)
+    source       the kind by which evaluation tables are grouped ("one_hop", "hotpotqa_bridge",
+                 ...); if "", the task is the kind
     may_search   False: the prompt without retrieval is used (UR² section 3.3)
     """
 
@@ -104,8 +109,9 @@ class Question:
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """One query of one trajectory. The retriever `oracle` needs the question, and summarisers need
-    the reasoning that the policy wrote before the query.
+    """One query of one trajectory. The retrievers `oracle` and `given` need the question. A model
+    that summarises needs the question and the reasoning: the response before the query, with the
+    documents of earlier searches.
     """
 
     question: Question
@@ -118,7 +124,7 @@ class SearchRequest:
 class SearchResult:
     """The result of one request.
 
-    text       the summary that the policy reads; if "", it reads the numbered `documents`
+    text       the summary or the fallback; if "", the policy reads the numbered `documents`
     fallback   True if the summariser decided that the query asks for no fact (UR²)
     error      the technical reason why the search failed, or None if it did not
     rejected   True if a server rejected the query for its content, which is not a failed search
@@ -142,8 +148,8 @@ class Attempts:
 
 # -------------------------------------------------------------------------------- untrusted texts
 def harmless(text: str) -> str:
-    """Makes a text safe for a terminal: control characters and our marks ⟦ ⟧ become escapes, and
-    each line after the first begins with "| ".
+    """Makes a text safe for a terminal: characters that are not printable and our marks ⟦ ⟧ become
+    escapes, and each line after the first begins with "| ".
     """
     numbers = {c: ascii(c)[1:-1] for c in {*text} if not c.isprintable() or c in "⟦⟧"}
     return text.translate(str.maketrans(numbers | {"\n": "\n| "}))
@@ -189,8 +195,8 @@ def load_questions(path: str | Path | list, skip_bad: bool = False, seed=0) -> l
 def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> dict[str, list[Question]]:
     """Loads questions as {name of the file: questions}, in the order given. An id that occurs in
     several files gets the file's name as a prefix, because two data sets may both count from 1, and
-    questions with the same id would share a group. "FILE:N" draws N questions with the seed: ARENA
-    (appendix C), for example, has 10,000 of HotpotQA, 10,000 of 2Wiki and 5,000 of MuSiQue.
+    difficulties and predictions are found by the id. "FILE:N" draws N questions with the seed:
+    ARENA (appendix C), for example, has 10,000 of HotpotQA, 10,000 of 2Wiki and 5,000 of MuSiQue.
     """
     files, counts = zip(*map(with_count, named_files(path)), strict=True)
     loaded = [load_file(file, skip_bad) for file in files]
@@ -273,7 +279,9 @@ BUCKETS = ("hard", "medium", "easy", "dropped")
 
 
 def load_difficulty(path: str | Path) -> list[dict]:
-    """Loads lines {"id", "scores", "score"[, "bucket", "by"]} that lab.difficulty has written."""
+    """Loads the lines {"id", "scores", "score", "bucket"} that lab.difficulty has written. Only the
+    id and the scores are required.
+    """
     records = finished_records(Path(path), cut=False)
     for number, record in enumerate(records, 1):
         scores = record.get("scores")
@@ -281,8 +289,8 @@ def load_difficulty(path: str | Path) -> list[dict]:
         good = good and all(isinstance(x, int | float) and 0 <= x <= 1 for x in scores)
         if not good or (record.get("bucket") or "hard") not in BUCKETS:
             raise InputError(
-                f'{path}, record {number}: expected {{"id", "scores" from 0 to 1, '
-                '"score"}: run lab.difficulty again, or name another file'
+                f'{path}, record {number}: expected {{"id", "scores" from 0 to 1}} and no unknown '
+                '"bucket": run lab.difficulty again, or name another file'
             )
     return records
 
@@ -297,7 +305,9 @@ def load_corpus(path: str | Path, skip_bad: bool = False) -> list[Document]:
 
 
 def corpus_from_questions(questions: list[Question]) -> list[Document]:
-    """Returns the references of all questions as a corpus, each once, with unique ids."""
+    """Returns the references of all questions as a corpus, each once, with unique ids. References
+    without a text are left out.
+    """
     documents: dict[tuple[str, str], Document] = {}
     ids: set[str] = set()
     for document in (reference for question in questions for reference in question.references):

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from errors import InputError, setting
 
-# These are only the names. A test compares them with the tables in the files that implement them.
+# These are only the names. A test compares the first three tuples with the tables in the files that
+# implement them.
 ALGORITHMS = ("reinforce_pp", "reinforce_pp_baseline", "grpo", "dapo", "ppo")  # update.py
 ESTIMATORS = ("k1", "k2", "k3", "log")  # kl.py
 MISMATCHES = ("auto", "none", "token", "sequence", "mask", "sequence_mask", "row")  # ppo.py
@@ -46,9 +47,15 @@ class RolloutSettings:
     turn_tokens: str = setting("", "max_turn_tokens of single tasks: task=N,...", only="papers")
     max_context: int = setting(0, "maximum tokens of prompt and response; 0: the model's", least=0)
     document_tokens: int = setting(1024, "maximum number of document tokens per search", least=1)
-    max_num_seqs: int = setting(0, "trajectories sampled at once; 0: all", least=0)
+    max_num_seqs: int = setting(
+        0, "maximum trajectories that a process samples at once; 0: the engine's limit", least=0
+    )
     timeout: float = setting(
-        60.0, "seconds after which a search or a request counts as failed", above=0, most=86_400
+        60.0,
+        "seconds that a local search, or one try of a request to a server, may take; sampling on a "
+        "vLLM server may take longer",
+        above=0,
+        most=86_400,
     )
 
 
@@ -84,7 +91,9 @@ class ModelSettings:
     )
     embedder: str = setting("tfidf", "embeds queries: tfidf, or a HF encoder", only="train")
     in_8bit: str = setting(
-        "", "frozen models to load in int8, comma-separated: base (under LoRA), reference, others"
+        "",
+        "frozen models to load in int8, comma-separated: base (under LoRA), reference, others "
+        "(judge, reader, summariser)",
     )
 
 
@@ -92,16 +101,16 @@ class ModelSettings:
 class UpdateSettings:
     """update.py"""
 
-    algorithm: str = setting(
-        "reinforce_pp_baseline", "how advantages are computed", one_of=ALGORITHMS
-    )
+    algorithm: str = setting("reinforce_pp_baseline", "the RL algorithm", one_of=ALGORITHMS)
     steps: int = setting(100, "training steps; each is a rollout and updates on it", least=1)
     trajectories_per_update: int = setting(
-        256, "batch size of an update; 0: all trajectories of a step", least=0
+        256, "maximum trajectories in an update; 0: all trajectories of a step", least=0
     )
-    tokens_per_micro_batch: int = setting(16384, "padded tokens per forward pass", least=1)
+    tokens_per_micro_batch: int = setting(
+        16384, "maximum tokens per forward pass, padding included", least=1
+    )
     mask_documents: bool = setting(
-        True, "train on the policy's own tokens only; False (an ablation): on the documents too"
+        True, "train on the policy's own tokens only; False (an ablation): on inserted text too"
     )
 
 
@@ -122,9 +131,10 @@ class PPOSettings:
         "auto",
         "corrects for a sampler whose log-probs differ from the policy's, by ρ = exp(old − sampled)"
         " of each token. token: weight the loss with min(ρ, 2); sequence: the same with the product"
-        " of ρ over the trajectory; mask: drop tokens with ρ outside 1/2 to 2; sequence_mask: drop "
-        "trajectories whose product is above 3; row: drop trajectories whose geometric mean of ρ is"
-        " more than 0.1 % from 1; auto: token if another precision or engine samples, else none",
+        " of ρ over the trajectory; mask: weight with ρ, and drop tokens with ρ outside 1/2 to 2; "
+        "sequence_mask: weight with the product, and drop trajectories where it is above 3; row: "
+        "drop trajectories whose geometric mean of ρ is more than 0.1 % from 1; auto: token on a "
+        "GPU, with vLLM servers or with a bf16 copy, else none",
         one_of=MISMATCHES,
     )
     gae_lambda: float = setting(1.0, "PPO: GAE's λ", only="papers", least=0, most=1)
@@ -155,7 +165,9 @@ class ReinforceSettings:
     """reinforce_pp.py"""
 
     group_std: bool = setting(
-        True, "divide advantages by the group's std (UR² eq. 5)", only="papers"
+        True,
+        "reinforce_pp_baseline: divide advantages by the group's std (UR² eq. 5)",
+        only="papers",
     )
     whiten_tokens: bool = setting(
         False, "reinforce_pp_baseline: whiten over tokens, not trajectories", only="papers"
@@ -168,7 +180,10 @@ class DapoSettings:
 
     max_resample: int = setting(3, "maximum number of extra draws per step", only="papers", least=0)
     filter_by: str = setting(
-        "correct", "keep groups whose trajectories differ in: correct, answer, total", only="papers"
+        "correct",
+        "keep groups whose trajectories differ in: correct (right or wrong), answer (the reward's "
+        "term), total (the reward)",
+        only="papers",
     )
 
 

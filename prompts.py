@@ -25,11 +25,13 @@ from metrics import Span, find_boxed
 
 Tags = tuple[str, str]  # begin, end
 PROTOCOLS: dict[str, Protocol] = {}  # name -> protocol; filled below, paper by paper
-# The input of the judge of correctness: "question" gives it the question and the answers, "answers"
-# only the answers, and "normalized" only the normalized answers.
+# What the judge reads about an open question: "question" gives it the question, the accepted
+# answers and the model's answer, "answers" only these answers, and "normalized" only these answers,
+# normalized. For the other tasks the judge reads what "question" gives.
 JUDGE_SEES = ("question", "answers", "normalized")
 # The sections of --prompt_file. "policy:direct" is for questions that may not search, and
-# "summarizer:fallback" is used where a query may be rejected: in training, and for web pages.
+# "summarizer:fallback" is used where a query may be rejected: in training, for web pages, and with
+# --fallback.
 BY_TASK = ("policy", "policy:direct", "summarizer", "summarizer:fallback")
 TASKS = ("qa", "math", "choice", "summary")
 SECTIONS = ("judge", "reader", *BY_TASK, *(f"{name}:{task}" for name in BY_TASK for task in TASKS))
@@ -51,7 +53,9 @@ class PromptSettings:
         "such a line, the whole file is the prompt [policy]), or a folder of files such as "
         "policy.math.txt; see docs/extend.md",
     )
-    retrieval: bool = setting(True, "False uses UR²'s prompt without retrieval")
+    retrieval: bool = setting(
+        True, "False: no question may search, and each gets the prompt without retrieval"
+    )
     direct_tasks: str = setting(
         "", "tasks that use the prompt without retrieval, such as math,choice", only="papers"
     )
@@ -66,7 +70,7 @@ class Protocol:
     documents_tags: Tags | None
     answer_tags: Tags | None  # None: the answer is \boxed{...} (UR²)
     instruction: str  # for questions that may search
-    direct_instruction: str  # for questions that may not search (UR²)
+    direct_instruction: str  # for questions that may not search
     prompt_suffix: str = ""  # opens the model's turn
     evidence_tags: Tags | None = None  # R-Search: another model answers from this section
     other_tags: tuple[Tags, ...] = ()  # thinking, reflection, relevance, analysis
@@ -116,7 +120,7 @@ class Protocol:
         return self.search_limits.get(task, self.search_limits[""])
 
     def custom_prompt(self, name: str, task: str) -> str:
-        """Returns the text of --prompt_file for this task, or for all tasks, or ""."""
+        """Returns section `name` of --prompt_file for this task, else for all tasks, else ""."""
         return self.prompts.get(f"{name}:{task}") or self.prompts.get(name, "")
 
     def fill_instruction(self, question: Question, custom: str = "") -> str:
@@ -361,7 +365,7 @@ def user_text(protocol: Protocol, question: Question, tokenizer) -> str:
 def check_references(protocol: Protocol, question: Question) -> None:
     """Checks a question for a protocol that puts references into the prompt. Raises an InputError
     if it has no references, or if its task does not fit the answer tags: <summary> is for the task
-    "summary" only.
+    "summary", and <answer> for all other tasks.
     """
     if not protocol.references_in_prompt:
         return
@@ -424,8 +428,8 @@ def to_span(match: re.Match) -> Span:
 
 
 def find_blocks(text: str, begin: str, end: str) -> list[Span]:
-    """Finds every `begin ... end` pair, left to right. If `begin` occurs twice before `end`, the
-    block starts at the second.
+    """Finds every `begin ... end` pair, left to right. If `begin` occurs several times before
+    `end`, the block starts at the last of them.
     """
     begin, end = re.escape(begin), re.escape(end)
     return [*map(to_span, re.finditer(f"{begin}((?:(?!{begin}).)*?){end}", text, re.DOTALL))]
@@ -438,8 +442,9 @@ def last_block(text: str, tags: Tags) -> str | None:
 
 
 def section_letters(text: str, tags: dict[str, Tags]) -> str:
-    """Returns one letter per section, in order. "x" marks a fault: an empty section, a tag inside a
-    section, or text outside of all sections.
+    """Returns one letter per section, in order, or "x" for an empty section and for two successive
+    tags that are not a pair. Text outside of all sections, or an odd number of tags, makes the
+    whole result "x".
 
     >>> section_letters("<a> 1 < 2 </a> <b></b>", {"A": ("<a>", "</a>"), "B": ("<b>", "</b>")})
     'Ax'
@@ -455,8 +460,9 @@ def section_letters(text: str, tags: dict[str, Tags]) -> str:
     return "x" if rest or outside.strip() else order
 
 
-# Matches a colon and then a letter that is not part of a word. A box, brackets or stars may
-# surround the letter. `*+` is possessive, because `*` takes quadratic time on a long run of blanks.
+# Matches "correct answer is", a colon, and then a letter that is not part of a word. A box,
+# brackets or stars may surround the letter. `*+` is possessive, because `*` takes quadratic time on
+# a long run of blanks.
 _CHOICE = re.compile(
     r"correct answer is[\s*]*+:((?:\\[a-z]+|[\s*_$\"'(\[{])*+[a-z](?![-'’]?[^\W_])[^\n]*)",
     re.IGNORECASE,
@@ -477,7 +483,8 @@ def find_answers(protocol: Protocol, text: str, task: str = "qa") -> tuple[Span,
 
 
 def parse_query(protocol: Protocol, turn: str) -> str | None:
-    """Returns the query at the end of a model's turn, "" if it is empty, None if a tag is missing.
+    """Returns the query at the end of a model's turn, "" if it is empty, None if a tag is missing
+    or the protocol has no searches.
     `turn` must be the text of this turn only, so that a begin tag in an earlier turn or in a
     document cannot open a query.
     """
@@ -490,8 +497,9 @@ def parse_query(protocol: Protocol, turn: str) -> str | None:
 
 
 def without_thinking(reply: str) -> str:
-    """Returns the reply after the thinking, or "" if the thinking did not end. The opening <think>
-    may be missing, because some chat templates write it into the prompt.
+    """Returns the part of a reply after the last </think>, or all of it if there is none, but only
+    up to a <think> that is not closed. The opening <think> may be missing, because some chat
+    templates write it into the prompt.
 
     >>> without_thinking("<think>Kelmouth? No.</think>\\nNorland")
     'Norland'
@@ -518,7 +526,8 @@ def frame_documents(protocol: Protocol, body: str) -> str:
 @lru_cache(maxsize=1024)
 def without_control(text: str, tokenizer, tags: tuple[str, ...] = ()) -> str:
     """Removes tags and control tokens from a text that the policy did not write: otherwise a web
-    page, for example, could contain the tag that ends the documents.
+    page, for example, could contain the tag that ends the documents. If they cannot be removed, ""
+    is returned.
     """
     control = control_tokens(tokenizer)
     text = strip_tags(clean(text), [*tags, *control.values()])

@@ -1,12 +1,13 @@
 """Defines all flags: `Settings` inherits the settings records of the files that read them.
 
-    defaults  <  the paper's stage  <  the built-in world (without --model)  <  the command line
+    defaults  <  the paper's stage  <  its values for the tiny model  <  the command line
 
-If several of these sources give a value, the one furthest to the right wins. A function takes the
-record it reads: `rollout` takes a RolloutSettings, `make_retriever` a RetrieverSettings. `Settings`
-inherits all records. Every setting is a flag, unless its record says only="papers". Flags that
-contradict each other raise an InputError here, before a model is loaded. Left out: settings files,
-because a shell script with the flags does the same.
+If several of these sources give a value, the one furthest to the right wins; `resolve` has a few
+exceptions. A class or function takes the record it reads: `Environment` takes a RolloutSettings,
+`make_retriever` a RetrieverSettings. `Settings` inherits all records. A setting is a flag of each
+command that reads its record; its record can limit it to one command (only="train" or "eval") or to
+none (only="papers"). `check_settings` rejects flags that contradict each other, before a model is
+loaded. Left out: settings files, because a shell script with the flags does the same.
 """
 
 import argparse
@@ -46,9 +47,9 @@ from rewards import READS, RewardSettings, check_reward, needs
 from summarizer import SUMMARIZED, WITHOUT_MODEL, SummarizerSettings, by_task, models_in
 
 RUN_NAME = re.compile(r"[^/\\]{,200}")
-# The most trajectories that a step may have: eight times as many as in the DAPO paper. The ids,
-# masks and log-probs of 65,536 trajectories of 4,000 tokens take 21 GB as Python lists on every
-# process, before they are put into a batch.
+# Limit of --questions_per_step times --group_size, the trajectories of one draw: eight times as
+# many as in the DAPO paper. The ids, masks and log-probs of 65,536 trajectories of 4,000 tokens
+# take 21 GB as Python lists on every process, before they are put into a batch.
 LARGEST_STEP = 65_536
 TRACKERS = (
     "tensorboard",
@@ -61,7 +62,9 @@ TRACKERS = (
 class RunSettings:
     recipe: str = setting("ur2", "the paper to reproduce", one_of=PAPERS)
     variant: str = setting("", "another backbone or an ablation of the recipe")
-    stage: int = setting(1, "1: learn to search; 2: learn to answer, from stage 1's model")
+    stage: int = setting(
+        1, "1: learn to search, or the only stage; 2: learn to answer, from stage 1's model"
+    )
     model: str = setting(
         "",
         'HF causal LM (folder or hub name); "": in stage 2 the last checkpoint of stage 1, in '
@@ -73,7 +76,7 @@ class RunSettings:
     run_name: str = setting("", "the run's files are written to runs/NAME/stageN")
     output_dir: str = setting("runs", "folder for all runs and the built-in models")
     resume: bool = setting(False, "continue from this run's last checkpoint", only="train")
-    dry_run: bool = setting(False, "try one step, report problems, write nothing", only="train")
+    dry_run: bool = setting(False, "try one step, report problems, save no run", only="train")
     evaluate: bool = setting(
         False,
         "after training, evaluate in the built-in world, at temperature 1 and greedily",
@@ -82,7 +85,9 @@ class RunSettings:
     save_every: int = setting(
         10, "steps between checkpoints; the last step is always saved", least=1, only="train"
     )
-    keep_checkpoints: int = setting(2, "checkpoints to keep; 0: all", least=0, only="train")
+    keep_checkpoints: int = setting(
+        2, "last checkpoints to keep, besides the best evaluated; 0: all", least=0, only="train"
+    )
     eval_every: int = setting(
         0, "steps between greedy evaluations; 0: never", least=0, only="train"
     )
@@ -145,9 +150,11 @@ def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> S
     # few questions of each.
     shares = [x for x in chosen.get("buckets", "").split(",") if not (tiny and ":" in x)]
     chosen = chosen | {"buckets": ",".join(shares)}
-    if not given.get("difficulty"):  # the paper's shares need measured difficulties
+    # Without measured difficulties no share of the paper is used, only the tiny model's `mix`.
+    if not given.get("difficulty"):
         chosen = chosen | {"buckets": "", "mix": built_in.get("mix", "")}
-    if given.get("buckets", tiny and chosen["buckets"]):  # buckets replace the mix of kinds
+    # Buckets that are given, or that the tiny model has, replace the mix of kinds.
+    if given.get("buckets", tiny and chosen["buckets"]):
         chosen = chosen | {"mix": ""}
     if "max_turn_tokens" in given:  # a flag of the command line applies to every task
         given = {"turn_tokens": ""} | given
@@ -164,7 +171,7 @@ READ_BY = NEEDS | {"bm25": "index"}
 SEARCHING = """
 retriever retriever_url index encoder documents_per_search document_tokens max_searches summarizer
 corpus retrieval task_mixing mask_documents
-""".split()  # flags that a protocol without searches does not read
+""".split()  # not read if the protocol has no searches (except by eval.py --references retrieved)
 MODELS = {"verdict": "judge", "grade": "judge", "reader": "reader", "embedder": "embedder"}
 
 
@@ -341,7 +348,9 @@ def _check_training(settings: Settings) -> None:
 
 
 def _check_8bit(settings: Settings) -> None:
-    """Raises an InputError if --in_8bit names weights that are trained or that do not exist."""
+    """Raises an InputError if --in_8bit names weights that are trained, that do not exist or that
+    are those of the built-in model.
+    """
     in_8bit = frozen_in_8bit(settings)
     if "base" in in_8bit and not settings.lora_rank:
         raise InputError(
@@ -369,9 +378,9 @@ def boolean(text: str) -> bool:
 def add_flags(
     parser: argparse.ArgumentParser, records: Iterable[type], shown: Settings, command: str
 ) -> None:
-    """Adds a --flag for every field of the records. --help has a section for each record's file and
-    shows the values of `shown`. argparse gets no defaults, so it returns only the flags that the
-    user gave.
+    """Adds a --flag for every field of the records, except those that `only` limits to another
+    command. --help has a section for each record's file and shows the values of `shown`. argparse
+    gets no defaults, so it returns only the flags that the user gave.
     """
     for record in records:
         section = parser.add_argument_group(file_of(record, parser.prog))
@@ -424,7 +433,9 @@ def named_in(arguments: list[str]) -> Settings:
 
 
 def stage_folder(settings: Settings, stage: int | None = None) -> Path:
-    """Returns runs/NAME/stageN; the default name is made of paper, data and seed."""
+    """Returns OUTPUT_DIR/NAME/stageN. The default NAME is made of the recipe, its variant, the data
+    (or the seed of the built-in world) and the seed.
+    """
     data = Path(settings.data.split(",")[0]).stem or f"world{settings.world_seed}"
     recipe = "-".join(filter(None, [settings.recipe, settings.variant]))
     name = settings.run_name or f"{recipe}-{data}-seed{settings.seed}"
@@ -475,7 +486,9 @@ def parse(arguments: list[str] | None = None, before: Settings | None = None) ->
 
 
 def stage_before(settings: Settings) -> Settings | None:
-    """Returns the settings of the stage whose last checkpoint this stage starts from."""
+    """Returns the settings of the stage whose last checkpoint this stage starts from; None if they
+    are gone and --resume continues this stage.
+    """
     folder = stage_folder(settings, settings.stage - 1)
     if not (settings.resume or any(folder.glob("checkpoint-*"))):
         raise InputError(
@@ -501,7 +514,7 @@ def parse_stages(arguments: list[str] | None = None) -> list[Settings]:
 
 
 def shown_settings(settings: Settings) -> str:
-    """Returns a line for the console with all settings that differ from the defaults."""
+    """Returns the console's text: recipe, stage, and all settings that differ from the defaults."""
     text = "settings:"
     for f in fields(Settings):
         value = getattr(settings, f.name)
