@@ -17,7 +17,7 @@ So k1 estimates the value without bias but is useless as a loss. In the reward, 
 by ∇log π, which gives E_π[d ∇log π], the exact gradient.
 
 Source: Schulman, "Approximating KL divergence" (2020); DeepSeekMath eq. 4 is k3; ARENA chooses k2
-for its lower variance, but the variance is lower only far from the reference.
+for its lower variance, but it is lower than that of k3 only far from the reference.
 Left out: the KL over the whole vocabulary. With k2 and k3, the effect of a token on the KL of later
 tokens is left out too; k1 in the reward includes it. `python kl.py` checks the table by computing
 exact expectations over 16 tokens.
@@ -48,8 +48,8 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """Returns exp(−d) − 1 + d. Worked: π 0.5, ref 0.25: d = 0.6931, 0.5 − 1 + 0.6931 = 0.1931."""
     # Is the sign in exp(−d) right? Yes: tokens are sampled from π, so the mean of ref/π = exp(−d)
-    # is 1; the mean of exp(d) is not. The slope 1 − exp(−d) explodes where π is far less likely
-    # than ref: at d = −10 it is −22025, while the slope of k2 is −10.
+    # is 1; the mean of exp(d) is not. The slope 1 − exp(−d) explodes for tokens that are far less
+    # likely under π than under ref: at d = −10 it is −22025, while the slope of k2 is −10.
     d = logprobs - ref_logprobs  # [B, T]
     return torch.expm1(-d) + d  # [B, T]  expm1(−d) is exact for small d, exp(−d) − 1 is not
 
@@ -91,7 +91,7 @@ def kl_in_loss(
     if estimator == "k3":
         return k3(logprobs, ref_logprobs)  # [B, T]  no ratio π/π_old, as in DeepSeekMath eq. 3, 4
     raise InputError(
-        f"kl_estimator {estimator!r} is not a loss (k1's gradient is zero): use k2 or k3"
+        f"kl_estimator {estimator!r} is not a loss (k1's mean gradient is zero): use k2 or k3"
     )
 
 
@@ -105,7 +105,8 @@ def kl_in_reward(batch, settings) -> Tensor:
     if kl_coef == 0:
         return torch.zeros_like(batch.old_logprobs)  # [B, T]
     penalty = -kl_coef * k1(batch.old_logprobs, batch.ref_logprobs)  # [B, T]
-    # `where`, not a product with the mask: a document's log-probs may be −inf, and 0 · inf is NaN.
+    # `where`, not a product with the mask: if the KL of a masked token were infinite, 0 · inf would
+    # be NaN.
     return torch.where(batch.response_mask.bool(), penalty, 0).detach()  # [B, T]
 
 
@@ -173,8 +174,8 @@ def batch_gradient_spread(logits: Tensor, loss: Loss) -> float:
 
 
 def estimator_row(logits: Tensor, ref_logprobs: Tensor, name: str) -> dict[str, float]:
-    """Returns an estimator's value, bias and std, and the errors and spread of its gradient if it
-    is used as a loss.
+    """Returns an estimator's value, relative bias and std, and the relative errors and the spread
+    of its gradient if it is used as a loss.
     """
     loss = partial(ESTIMATORS[name], ref_logprobs=ref_logprobs)
     logprobs = logits.log_softmax(-1)  # [V]

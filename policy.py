@@ -1,10 +1,11 @@
-"""π_θ: load a causal LM, compute log-probs, collate trajectories, make the optimizer.
+"""π_θ: load and save a causal LM, compute log-probs, collate trajectories, make the optimizer.
 
     log π_θ(y_t | y_<t) = z_t[y_t] / τ − logsumexp(z_t / τ),   z_t = W h_t,   τ: the temperature
 
 The output head is the expensive part: logits [B, T, V] in fp32 take 9.9 GB at B = 8, T = 2048,
-V = 151k. So log-probs are computed only for tokens that the policy sampled, and in chunks: the
-logits of a chunk are discarded after use and recomputed in the backward pass.
+V = 151k. So log-probs are computed only for tokens that the loss uses (those that the policy
+sampled), and in chunks: the logits of a chunk are discarded after use and recomputed in the
+backward pass. Only a head with a bias or in int8 is computed at once.
 
 Trained weights are stored in fp32; on GPUs the arithmetic is in bf16. If the weights were bf16,
 rounding would undo steps of 1e-6: after 20 AdamW steps, 98 % of the weights have not changed.
@@ -85,7 +86,7 @@ def is_matrix(head: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def unrounded_logits(model):
-    """Makes a bf16 head return fp32 logits inside the context."""
+    """Makes a bf16 head return fp32 logits inside the context, if it is a matrix without a bias."""
     head = model.get_output_embeddings()
 
     def forward(hidden: Tensor) -> Tensor:  # [..., H] -> [..., V]
@@ -105,15 +106,16 @@ class ChunkedLogprobs(torch.autograd.Function):
         ∂ log p_y / ∂z_v = 1[v = y] − p_v
         G = gradient · (onehot − p) / τ  [n, V],   ∂h = G W  [n, H],   ∂W = Σ_chunks Gᵀ h  [V, H]
 
-    All fp32 chunks share one buffer. Trap: autograd would keep four tensors [n, V] of each chunk.
+    A chunk has n tokens; all fp32 chunks of a pass share one buffer. Trap: autograd would keep four
+    tensors [n, V] of each chunk.
     Under autocast it would also sum ∂W over the chunks in bf16, which is 1 % off after 64 chunks;
     here this sum is in fp32.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, dtype):
-        """Maps hidden [N, H], weight [V, H] and targets [N] to log-probs [N]. Matrix products are
-        computed in `dtype`.
+        """Maps hidden [N, H], weight [V, H] and targets [N] to log-probs [N]. The factors of
+        matrix products are rounded to `dtype`.
         """
         ctx.temperature = temperature
         ctx.dtype = dtype
@@ -150,8 +152,8 @@ def chunk_rows(vocab: int, device: str) -> int:
 
 
 def chunks_of_logits(hidden: Tensor, weight: Tensor, temperature: float):
-    """Yields (slice of hidden [N, H], its fp32 logits / τ [n, V]) for each chunk. If `hidden` is
-    fp32, the logits are in one buffer, which the next chunk overwrites.
+    """Yields (slice of the N rows of `hidden`, their fp32 logits / τ [n, V]) for each chunk. If
+    `hidden` [N, H] is fp32, the logits are in one buffer, which the next chunk overwrites.
     """
     rows = chunk_rows(len(weight), hidden.device.type)
     exact = hidden.dtype == torch.float32
@@ -167,8 +169,8 @@ def chunks_of_logits(hidden: Tensor, weight: Tensor, temperature: float):
 
 
 def fp32_product(a: Tensor, b: Tensor) -> Tensor:
-    """Returns the matrix product a b in fp32. A GPU sums bf16 products in fp32 anyway, and logits
-    that are then rounded to bf16 would change a log-prob by 0.025 on average.
+    """Returns the matrix product a b in fp32. A GPU sums bf16 products in fp32 anyway; rounding
+    the logits to bf16 afterwards would change a log-prob by 0.025 on average.
     """
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
@@ -212,13 +214,13 @@ class Policy(nn.Module):
 
     def sharing(self, tokens: Tensor) -> Tensor | None:
         """Returns the tokens, so that `micro_batches` can put rows with the same prompt together;
-        None if texts cannot be packed for this family of models.
+        None if this model's texts are padded instead of packed.
         """
         return tokens if self.config._attn_implementation == "packed" else None
 
     def autocast(self, keep: bool = True):
-        """Returns a context in which a GPU computes with fp32 weights in bf16; keep=True caches the
-        bf16 copies of the weights.
+        """Returns a context in which a GPU computes in bf16 although weights are fp32; keep=True
+        caches the bf16 copies of trained weights until the context ends.
         """
         mixed = self.device.type != "cpu"
         mixed = mixed and any(p.dtype == torch.float32 for p in self.parameters())
@@ -242,7 +244,7 @@ class Policy(nn.Module):
     @torch.no_grad()
     def generate(self, **arguments):
         """Runs HF `generate`. It need not wait for other processes (synced_gpus=False), because
-        sharded weights have been gathered before.
+        `to_sample_with` (engines/sampling.py) has gathered sharded weights before.
         """
         with evaluating(self.language_model), self.autocast():
             return self.language_model.generate(**arguments, synced_gpus=False)
@@ -291,7 +293,7 @@ def load_policy(
 ) -> tuple[Policy, object]:
     """Loads (policy, tokenizer) from a folder or a hub name; trained weights become fp32.
 
-    frozen    trains nothing and adds no LoRA, whatever settings.lora_rank is: for a reference
+    frozen    trains nothing and adds no LoRA, whatever settings.lora_rank is; as for a reference
     in_8bit   loads int8 weights: for a frozen model, or as LoRA's base
     seed      initialises the LoRA matrices
     """
@@ -318,9 +320,10 @@ def load_policy(
 
 
 def load_whole(path: str, options: dict) -> nn.Module:
-    """Loads a causal LM; raises an InputError if weights are missing, or if files in a folder
-    hold unquantized integer weights. The library would only warn of missing weights and initialise
-    them at random, and it accepts integers. Buffers and a tied head may be missing.
+    """Loads a causal LM; raises an InputError if weights are missing, or if weights in a local
+    folder are integers although the model is not quantized. The library accepts such integers, and
+    initialises missing weights at random with only a warning. Buffers and a tied head may be
+    missing.
     """
     model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
     wrong = [*report["missing_keys"]]
@@ -362,8 +365,8 @@ def check_bitsandbytes(feature: str) -> None:
 
 
 def without_dropout(config):
-    """Switches dropout off. With it, log-probs would differ from those of sampling, and the first
-    ratio would not be 1.
+    """Switches dropout off. With dropout, log-probs would differ from those of sampling, and the
+    ratio π / π_old of the first update would not be 1.
     """
     for name, value in list(vars(config).items()):
         # attention_dropout (Llama), resid_pdrop (GPT-2), layerdrop (OPT)
@@ -404,7 +407,7 @@ def load_tokenizer(path: str):
 
 @contextlib.contextmanager
 def loading(what: str, path: str):
-    """Turns any error that is raised while a file is read into an InputError of one line."""
+    """Turns any error that is raised inside the context into an InputError of one line."""
     try:
         yield
     except Exception as error:
@@ -414,8 +417,9 @@ def loading(what: str, path: str):
 
 
 def weights_version(path: str, model=None) -> str:
-    """Returns an id of the weights: a hub model's commit, or a hash of a directory's file names,
-    sizes and times, because a run may overwrite weights in the same directory.
+    """Returns an id of the weights: a hub model's commit ("main" if `model` does not tell it), or a
+    hash of a directory's file names, sizes and times of change, because a run may overwrite weights
+    in the same directory.
     """
     if not Path(path).is_dir():
         return str(getattr(getattr(model, "config", None), "_commit_hash", None) or "main")[:12]
@@ -444,8 +448,9 @@ class Batch:
     """Holds trajectories as tensors: B rows, `group_size` per question; T = L − 1.
 
     Column t of a [B, T] tensor belongs to tokens[:, t + 1]. response_mask is 1 where the policy
-    sampled that token, and 0 on the prompt, on the environment's text, and on padding. A row with a
-    failed search has the reward NaN and a mask of zeros; it is there to keep its group complete.
+    sampled that token, and 0 on the prompt, on the environment's text (unless --mask_documents is
+    False), and on padding. A row with a failed search has the reward NaN and, after
+    `train.prepare`, a mask of zeros; it is there to keep its group complete.
     """
 
     tokens: Tensor  # [B, L]
@@ -480,13 +485,13 @@ class Batch:
         row. An empty index gives one row of zeros, which adds nothing to a loss.
         """
         part = self.map(lambda value: value[index] if len(index) else torch.zeros_like(value[:1]))
-        width = last_column(part.response_mask)  # padding would cost as much as text
+        width = last_column(part.response_mask)  # without packing, padding costs as much as text
         cut = part.map(lambda value: value[:, :width] if value.ndim == 2 else value)
         return replace(cut, tokens=part.tokens[:, : width + 1])
 
 
 def last_column(mask: Tensor) -> int:
-    """Returns the number of columns of a mask [n, T] up to the last sampled token of any row."""
+    """Returns the number of columns up to the last 1 in any row of a mask [n, T], at least 1."""
     return max(lengths_of(mask.bool()), default=1)
 
 
@@ -530,7 +535,8 @@ def make_optimizer(module: nn.Module, name: str, lr: float):
 
 
 def lr_factor(step: int, steps: int, warmup_ratio: float, schedule: str) -> float:
-    """Returns the factor of the learning rate in step 0, 1, ...: linear warm-up, then `schedule`.
+    """Returns the learning rate's factor in optimizer step 0, 1, ...: linear warm-up, then
+    `schedule`, over `steps` optimizer steps.
 
     Worked: lr_factor(0, 10, 0.2, "linear"): the warm-up has 0.2 · 10 = 2 steps, so 1/2.
     lr_factor(6, 10, 0.2, "linear"): 4 of the other 8 steps are done, so 1 − 4/8 = 0.5.

@@ -7,14 +7,16 @@
 Each response becomes a `Trajectory`; a batch of them is `rows` in the code. Two rules keep the
 training signal correct:
   * token ids in, token ids out. Sampled ids are never decoded and encoded again, because the
-    tokenizer could split the text into other tokens. The environment's texts are encoded once;
+    tokenizer could split the text into other tokens. The environment's texts are encoded alone,
+    without the sampled text before them;
   * each token gets its mask when it is appended (trajectory.py): 1 if the policy sampled it, 0 for
     documents, their tags, the blank lines around them, and notices.
 
-For this file, retriever and summariser are one function, `search(requests) -> results`. It samples
-with plain HF `generate`, which processes the whole context of a trajectory again at each turn. By
-default engines/slots.py samples instead: it is several times faster, and its greedy samples are the
-same. Left out: tools other than search, and searches in the middle of a turn.
+For this file, retriever and summariser are one function, `search(requests) -> results`. This file
+samples with plain HF `generate`, which processes the whole context of a trajectory again at each
+turn. By default engines/slots.py samples instead: it is several times faster, and in fp32 its
+greedy samples are the same. Left out: tools other than search, and searches in the middle of a
+turn.
 """
 
 from __future__ import annotations
@@ -51,9 +53,11 @@ from trajectory import RejectedQuery, Search, Trajectory, show
 
 SearchFunction = Callable[[list[SearchRequest]], list[SearchResult]]
 Progress = Callable[[int], None] | None
-MIN_DOCUMENT_TOKENS = 16  # a search with less room for its documents, in tokens, is not run
-ANSWER_TOKENS = 32  # tokens of the context that documents and notices leave free for the answer
-# A text of more than 16 characters per token of its limit is truncated before it is tokenized.
+# A search is not run if the context has room for fewer document tokens than this, or than
+# --document_tokens if that is less.
+MIN_DOCUMENT_TOKENS = 16
+ANSWER_TOKENS = 32  # tokens of the context that prompt, documents and notices leave for the answer
+# Documents with more than 16 characters per token of their budget are cut before tokenization.
 TOKEN_LENGTH = 16
 MAX_REJECTED_QUERIES = 2  # this many rejected queries end a trajectory
 MAX_STUCK = 8  # while this many earlier searches of an environment hang, no new search starts
@@ -87,8 +91,9 @@ def rollout(
 ) -> list[Trajectory]:
     """Returns `group_size` trajectories per question: item b belongs to question b // group_size.
 
-    seed       makes sampling reproducible on one machine; the global random state is restored
-    generate   samples the trajectories: `generate_by_turns`, or engines.slots.generate_in_slots
+    seed       makes sampling reproducible on one machine (but not on vLLM servers); the global
+               random state is restored
+    generate   samples the trajectories: `generate_by_turns`, or a function of engines/
     progress   is called with the number of trajectories that ended since the last call
     """
     rows = []
@@ -96,7 +101,8 @@ def rollout(
         prompt = build_prompt(environment.protocol, question, environment.tokenizer)
         check_prompt(question, prompt, environment.max_context)
         end = decode(environment.tokenizer, prompt[-16:]).rstrip()
-        opened = "<think>" if end.endswith("<think>") else ""  # by a chat template
+        # A chat template or the protocol's `prompt_suffix` may have opened the thinking.
+        opened = "<think>" if end.endswith("<think>") else ""
         for _ in range(environment.settings.group_size):
             rows.append(Trajectory(question, environment.protocol, prompt, opened=opened))
     with seeded(seed, policy.device):
@@ -115,7 +121,7 @@ def seeded(seed: int | None, device: torch.device):
 
 
 def context_of(policy) -> int:
-    """Returns the model's own limit on the context, in tokens."""
+    """Returns the model's own limit on the context, in tokens (4096 if its config has none)."""
     return getattr(policy.config, "max_position_embeddings", None) or 4096
 
 
@@ -129,7 +135,9 @@ def check_prompt(question: Question, prompt: list[int], max_context: int) -> Non
 
 
 def check_prompts(questions: list[Question], environment: Environment, policy) -> None:
-    """Raises an InputError before the run, not at step 300, if a prompt does not fit."""
+    """Raises an InputError if a prompt does not fit into the context, or if the context is larger
+    than the model's. It is called before the run, so that the run does not fail at step 300.
+    """
     context, positions = environment.max_context, context_of(policy)
     if context > positions:
         raise InputError(
@@ -140,7 +148,7 @@ def check_prompts(questions: list[Question], environment: Environment, policy) -
     # A --prompt_file may insert references, or repeat a text, at most as often as it contains "{".
     copies = max([1, *(text.count("{") for text in protocol.prompts.values())])
     shows_all = protocol.references_in_prompt or copies > 1
-    of_kind = {}  # (task, may_search) -> tokens of the first prompt of this kind
+    of_kind = {}  # (task, may_search) -> tokens of the first prompt built of this kind
     for question in questions:
         text = question_text(question)
         if shows_all:
@@ -223,8 +231,8 @@ class StopRule:
 
     `stop_tags` maps each tag to its reason. A tag may span several tokens, and its last token may
     contain more characters (">\\n\\n"). So the rule decodes the last tokens of the turn and looks
-    for tags in this text. The turn keeps its last token whole, as it was sampled. Only tokens in
-    `watched` can end a turn, so most tokens need no decoding.
+    for tags in this text. The turn keeps its last token whole, as it was sampled. Below the limit
+    only tokens in `watched` can end a turn, so most tokens need no decoding.
     """
 
     def __init__(self, tokenizer, stop_tags: dict[str, str], eos_ids: set[int]):
@@ -238,7 +246,7 @@ class StopRule:
             return "eos"
         if turn[-1] in self.watched:
             for tag, reason in self.stop_tags.items():
-                # Each token has at least one character, so len(tag) tokens hold the whole tag.
+                # Each token of a tag has at least one of its characters: len(tag) tokens suffice.
                 if tag in decode(self.tokenizer, turn[-len(tag) :]):
                     return reason
         return "length" if len(turn) >= max_new_tokens else None
@@ -302,7 +310,7 @@ def by_task(numbers: str) -> dict[str, int]:
 
 
 class Environment:
-    """Ends turns, runs searches and appends documents: all of a rollout except the policy."""
+    """Does what follows a sampled turn: ends it, runs its search, appends documents or a notice."""
 
     def __init__(self, tokenizer, protocol: Protocol, search, settings: RolloutSettings, context=0):
         """context: the limit on prompt and response, in tokens; 0 takes settings.max_context."""
@@ -357,7 +365,7 @@ class Environment:
         row.stop_reason = "" if reason == "query" else reason
 
     def run_searches(self, rows: list[Trajectory]) -> None:
-        """Runs the query at the end of each of these trajectories, unless it is rejected."""
+        """Runs the query at the end of each of these trajectories, if `accepted_query` allows."""
         accepted = [(row, query) for row in rows if (query := self.accepted_query(row))]
         if accepted:
             self.execute(accepted)
@@ -397,7 +405,9 @@ class Environment:
         return None
 
     def reject(self, row: Trajectory, rejected: RejectedQuery, notice: str) -> None:
-        """Appends a notice that says why the query was not run, or ends the trajectory."""
+        """Records a query that was not run and appends the notice. The trajectory ends instead at
+        the second such query (MAX_REJECTED_QUERIES), or if the notice does not fit.
+        """
         row.rejected_queries.append(rejected)
         ids = encode(self.tokenizer, notice)
         if len(row.rejected_queries) >= MAX_REJECTED_QUERIES:
@@ -410,7 +420,9 @@ class Environment:
     def append_result(
         self, row: Trajectory, query: str, result: SearchResult, seconds: float = 0.0
     ) -> None:
-        """Appends the documents or the summary, cut to the token budget; records the search."""
+        """Appends the documents, the summary or an error text, cut to the token budget, and a
+        notice if it is the fallback; records the search.
+        """
         protocol, budget = self.protocol, self.frame_tokens + self.document_token_budget(row)
         shown = protocol.error_text if result.error else result.text
         texts = [shown] if shown else number_documents(result.documents) or [protocol.empty_text]
@@ -451,9 +463,9 @@ class Environment:
 def call_search(
     search: SearchFunction, requests: list, timeout: float, hanging: list
 ) -> list[SearchResult]:
-    """Returns a result for each request. If the retriever fails or hangs, every result is an error,
-    so that the training step survives. `hanging` holds the threads of earlier searches that still
-    run.
+    """Returns a result for each request. If `search` fails or hangs, every result is an error, so
+    that the training step survives; only an InputError is raised again. `hanging` holds the threads
+    of earlier searches that still run.
     """
     hanging[:] = filter(threading.Thread.is_alive, hanging)
     if len(hanging) >= MAX_STUCK:

@@ -4,13 +4,14 @@
                                                      0 on the prompt and on inserted text
 
 RL masks the same tokens, because a model trained to write documents learns to invent them. Tokens
-that would teach an unwanted habit can be masked too: the built-in world masks the token that
-decides between searching and answering, so the model practises reading while searching stays rare.
+that would teach an unwanted habit can be masked too: in most traces with a search, the built-in
+world masks the token that decides to search, so the model practises reading while searching stays
+rare.
 
-Every example ends in EOS, so the model learns to stop. Examples are packed, as in an update
-(scale/packing.py): a batch of 64 in the warm-up has 4,660 positions with padding, but only 1,860 of
-them are computed. The same examples in the same order give the same weights on the same machine.
-Left out: several processes.
+Every example ends in EOS (if the tokenizer has one), so the model learns to stop. Examples
+are packed, as in an update (scale/packing.py): a batch of 64 in the warm-up has 4,660 positions
+with padding, but only 1,860 of them are computed. The same examples in the same order give the same
+weights on the same machine. Left out: several processes.
 """
 
 import math
@@ -54,7 +55,7 @@ class Example:
 
 def example_of(prompt: list[int], pieces: Sequence[tuple[str, bool]], tokenizer) -> Example:
     """Returns a prompt, the pieces (text, imitate) after it, and EOS as an example. Each piece is
-    encoded alone, as in the rollout; otherwise a token could span a turn and the next block.
+    encoded alone, as in the rollout; otherwise a token could span a turn and the next documents.
     """
     ids = list(prompt)
     mask = [0] * len(prompt)

@@ -1,18 +1,19 @@
-"""Makes the weights to sample with: for one rollout, a copy of the policy in bf16.
+"""Makes the weights to sample with: on a GPU, a copy of the policy in bf16 for one rollout.
 
     policy, fp32 ──round──► copy, bf16 ──rollout──► tokens, log-probs of the copy
          ▲                  (thrown away)                │
          └──────── update: log-probs of the policy ◄─────┘   logprob_gap: mean |difference|
 
-A decoding step reads all weights for each token, so its time depends on their bytes: bf16 has 2 per
-weight, fp32 has 4. Without a copy, autocast would also round the weights again at every step. The
+A decoding step reads all weights, so its time depends on their bytes: bf16 has 2 per weight, fp32
+has 4. Autocast would keep bf16 weights too, but it rounds activations in every layer and step. The
 copy exists during one rollout; its memory is free again for the update.
   * LoRA: the copy is W + (α / r) B A, so A and B cost no extra time per token.
-  * Sharded weights (shards.py) are gathered one by one, so no process holds all of them in fp32.
+  * Sharded weights (shards.py) must be gathered, even without bf16 (on CPUs the copy is in fp32).
+    Each is rounded first and gathered alone, so no GPU holds all of them in fp32.
   * The tokens are sampled from the copy, whose distribution differs slightly from the policy's, so
     π_old's log-probs must be computed again.
 
-Left out: copies of int8 weights (a bf16 copy would take the memory that int8 saves), fp8.
+Left out: fp8, and by default copies of int8 weights (bf16 would take the memory that int8 saves).
 """
 
 import contextlib

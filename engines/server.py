@@ -1,7 +1,7 @@
 """Samples with vLLM servers: processes with GPUs of their own that get the policy's weights.
 
-    a rollout begins   If the policy's weights are newer than those of the servers, a folder of
-                       safetensors is written; every server reads it and drops its cached keys.
+    a rollout begins   If a server does not have the policy's present weights, a folder of
+                       safetensors is written; each such server reads it and drops its cached keys.
                        Checksums (the first time) and a probe of 16 tokens (each time) verify this.
     a turn             POST /v1/completions: a row's token ids -> the new ids and their log-probs
     between turns      one batch of searches for rows whose turn is over; other rows go on sampling
@@ -12,13 +12,14 @@
 Three errors would go unnoticed, so they are checked: a server has not read the weights; its prefix
 cache still has keys that older weights computed; it samples from another distribution, because
 generation_config.json supplies sampling parameters that a request leaves out. A reload writes
-nothing into an output head that is tied to the embeddings, so the served copy is always untied. The
-server's arithmetic differs from the trainer's, so π_old's log-probs must be computed again.
+nothing into an output head that is tied to the embeddings, so the head of a served model must be
+untied (`python -m engines.server` does this). The server's arithmetic differs from the trainer's,
+so π_old's log-probs must be computed again.
 
 A row is a trajectory. With several processes, each generates its share of the rows, and the first
-process sends the weights to the servers; under FSDP, all processes gather the weights for it,
-tensor by tensor. vLLM is never imported. Left out: SGLang, sending weights by NCCL or IPC, a server
-that sleeps on the trainer's own GPU.
+process sends the weights to the servers; all processes gather sharded weights for it, tensor by
+tensor. vLLM is never imported. Left out: SGLang, sending weights by NCCL or IPC, a server that
+sleeps on the trainer's own GPU.
 """
 
 import contextlib
@@ -50,13 +51,15 @@ from scale.lora import merged_weights
 from scale.shards import cut, full
 
 UNNAMED = "default"  # vLLM's name for the version of the weights that a server started with
-RETRIES = 2  # how often a failed request is repeated
-AT_ONCE = 256  # concurrent requests of a process to a server: vLLM's default batch size
-SLOWEST = 1.0  # seconds per token; a busy server takes 0.02 to 0.2, but requests also queue
-RELOADING = 600.0  # seconds for running requests to end, or for the weights to be read
+RETRIES = 2  # how often `retrying` repeats a failed request, at most
+# Without --max_num_seqs: concurrent requests of a process, per server. vLLM's default batch size.
+AT_ONCE = 256
+SLOWEST = 1.0  # time limit in seconds per new token; a busy server takes 0.02 to 0.2, plus queueing
+RELOADING = 600.0  # seconds for running requests to end, for weights to be read, or for checksums
 PROBE = 160  # prompt tokens of a probe: more than one cache block (128 tokens on a CPU)
 SAMPLED = 16  # tokens that a probe samples
-# Limits of a probe's mean |log-prob of server − trainer|. In fp32 it is 1e-6; bf16 has 8 bits.
+# Limits of a probe's mean |log-prob of server − trainer|. In fp32 this mean is 1e-6; a bf16 number
+# has only 8 significant bits.
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 ROUTES = (
     "completions tokenize pause resume collective_rpc reset_prefix_cache weight_info"
@@ -78,7 +81,7 @@ class Server:
     """A vLLM server. Each method raises Fault if the server fails or its reply is not vLLM's."""
 
     url: str
-    timeout: float  # seconds for requests that sample nothing
+    timeout: float  # seconds for a request, unless `ask` is given another timeout
 
     def ask(self, route: str, *keys, payload=None, timeout=None):
         """Sends a GET, or a POST of `payload`, and returns reply[key][key]..."""
@@ -116,8 +119,8 @@ class Server:
 
     def check_weights(self, folder: Path) -> None:
         """Compares the server's checksums of norms [H], embeddings and head [V, H] with those of
-        the files in `folder`; if ranks share the embeddings (tensor parallelism), only those of
-        norms. vLLM pads V to a multiple of 64.
+        the files in `folder`, and raises a Fault if they differ. If several ranks share the
+        embeddings (tensor parallelism), it compares only norms. vLLM pads V to a multiple of 64.
         """
         asked = {"payload": {"action": "checksum"}, "timeout": RELOADING}
         checksums = self.ask("/weight_checker", "checksums", **asked)
@@ -185,7 +188,7 @@ class Fleet:
         )
 
     def check(self) -> None:
-        """Checks that each server is vLLM, has all routes, and fits the policy."""
+        """Checks that each server has vLLM's routes, a large enough context and our tokenizer."""
         question = {"prompt": self.text, "add_special_tokens": False}
         for server in self.servers:
             try:
@@ -218,8 +221,8 @@ class Fleet:
         return [pair for pair in pairs if pair[0] in self.alive]
 
     def drop(self, server: Server, error: Exception) -> None:
-        """Leaves a failed server out until the next rollout. The run ends if no server is left, or
-        if the failure comes before the first weights were sent.
+        """Leaves a failed server out until the next rollout. The run ends if no server is left,
+        if the first weights were not sent yet, or if `error` is not a Fault.
         """
         if not isinstance(error, Fault):
             raise error
@@ -232,7 +235,8 @@ class Fleet:
     # ---------------------------------------------------------------------------------- the weights
     def find_stale(self, version: int) -> tuple:
         """Returns (this version's name, servers that answer, those of them with other weights). A
-        restarted server names its version UNNAMED; a name of another run is an error.
+        restarted server names its version UNNAMED. Once this run has sent weights, a version name
+        of another run is an error.
         """
         self.alive, current = self.servers, f"{self.run}.{version}"
         versions = self.run_on_each(self.servers, Server.version)
@@ -283,7 +287,7 @@ class Fleet:
     @torch.no_grad()
     def logprob_gap(self, ids: list, logprobs: list) -> float:
         """Returns the mean |server's − policy's log-prob| of the last len(logprobs) `ids`. All
-        processes must call this, because sharded weights need them for a forward pass.
+        processes must call this, because a forward pass gathers sharded weights from all.
         """
         tokens = torch.tensor([ids], device=self.policy.device)  # [1, L]
         scored = self.policy(tokens, self.settings.temperature)[0].cpu()  # [T]
@@ -318,8 +322,8 @@ def write_weights(model, folder: Path, dtype: torch.dtype) -> None:
 # ------------------------------------------------------------------------------------ the rollout
 @contextlib.contextmanager
 def to_serve(policy, version: int):
-    """Sends the policy's weights to its servers, then yields the policy. All processes must enter
-    this context together.
+    """Sends the policy's weights to its servers if they changed, then yields the policy. All
+    processes must enter this context together.
     """
     policy.fleet.refresh(version)
     yield policy
@@ -333,7 +337,7 @@ class Turns:
         self.fleet, self.environment, self.results = fleet, environment, queue.SimpleQueue()
         self.rule = StopRule(environment.tokenizer, tags, ends)
         self.under_way = self.disagreed = 0
-        self.prompts = {}  # prompt -> number; it selects the server, whose cache has the prompt
+        self.prompts = {}  # prompt -> number; it selects a server, whose cache then has the prompt
         self.body = {"temperature": settings.temperature, "stop": list(tags)}
         self.body["stop_token_ids"] = sorted(ends)
 
@@ -347,7 +351,8 @@ class Turns:
 
     def sample(self, server: Server, ids: list, max_new_tokens: int) -> tuple:
         """Returns a turn, cut by our stop rule: ids, log-probs and the stop reason. Trap: a
-        restarted server has the weights it started with, so a failed request is not sent again.
+        restarted server has the weights it started with, so a failed request is sent again only if
+        the server still reports the version that it was sent.
         """
         body = self.body | {"prompt": ids, "max_tokens": max_new_tokens}
         new, logprobs = retrying(
@@ -393,7 +398,10 @@ def generate_on_server(policy, environment, trajectories, progress=None) -> None
         if progress:
             progress(len(rows) - len(asking))
     if turns.disagreed:
-        print(f"warning: {turns.disagreed} turns did not end by our stop rule", file=sys.stderr)
+        print(
+            f"warning: in {turns.disagreed} turns the server's stop rule and ours disagreed",
+            file=sys.stderr,
+        )
 
 
 # -------------------------------------------------------------------------------------- the command

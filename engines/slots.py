@@ -6,7 +6,7 @@
          3  [prompt | ...                            ]  free; its prompt can be copied to other rows
 
     catch up   fills in the keys of all tokens of a row except the last: they are copied from a
-               slot that holds them, or computed in one forward pass
+               slot that holds them, or computed in forward passes over many tokens
     decode     last tokens [n, 1] -> logits [n, V] -> one token per row, until a turn may be over
 
 HF `generate` pads, waits for the slowest row, and computes every row again at each turn. Here each
@@ -14,7 +14,7 @@ row has its own length: token i has position i, is stored at place i of its slot
 places j <= i. Nothing has to be erased when a slot gets a new row: keys of the old row beyond the
 new row's end are masked, and are overwritten as the new row grows. A causal LM needs no change,
 because its forward takes position ids, a 4D mask and a `Cache`. Left out: paging (each slot is as
-long as the longest row may become), model families that scale/packing.py does not list.
+long as the longest row may become), models that `obstacle` (scale/packing.py) rejects.
 """
 
 import contextlib
@@ -35,7 +35,8 @@ from rollout import Environment, StopRule, Turn, end_ids, generate_by_turns
 from scale.packing import obstacle
 from trajectory import Trajectory
 
-# (A pass reads a multiple of this many places; most padded tokens in a prefill pass, for memory.)
+# (block, chunk): a pass reads a multiple of `block` places per slot; to limit memory, a prefill
+# pass computes at most `chunk` padded tokens.
 ON_CPU, ON_GPU = (16, 256), (64, 4096)
 SHARE = 0.8  # share of the free memory that the slots may take
 
@@ -73,7 +74,8 @@ class SlotCache(Cache):
         """
         kind, dtype = like.device.type, like.dtype
         if torch.is_autocast_enabled(kind):
-            # Rotary keys are fp32 here; if stored so, attention would round all of them every step.
+            # Rotary keys are fp32 here. If they were stored in fp32, attention would round all of
+            # them at every step.
             dtype = torch.get_autocast_dtype(kind)
         shape = (self.slots, self.size + 1, like.shape[1], like.shape[3])
         if kind != "cpu":
@@ -95,8 +97,8 @@ def grouped_attention(module, query, keys, values, mask, scaling=None, **_):
     """query [n, heads, C, D], keys and values [n, kv, width, D], mask [n, 1, C, width] ->
     [n, C, heads, D]. Keys are not repeated for grouped-query attention. In decoding (C = 1), the
     queries that share a key head become rows of one matrix, for which one mask row is enough. In a
-    prefill pass they are computed one after the other, because at 7B (seven queries per key head) a
-    mask for all of them would be 1.1 GiB.
+    prefill pass they are computed one after the other, because a mask for all of them would be
+    larger by the number of queries per key head (7 at 7B).
     """
     by_key = query.unflatten(1, (keys.shape[1], -1))  # [n, kv, group, C, D]
     parts = by_key.unbind(2) if query.shape[2] > 1 else [by_key.flatten(2, 3)]
@@ -158,7 +160,7 @@ class Engine:
         return [row for row in self.rows if row.state == state]
 
     def add(self, owner, ids: list[int], max_new_tokens: int) -> None:
-        """Gives a free slot to a row."""
+        """Puts a new row into a free slot, with its keys if another slot holds all of them."""
         row = Row(owner, list(ids), Turn(max_new_tokens))
         slot = self.rows.index(self.in_state("free")[0])
         if (donor := self.donor(row)) is not None:
@@ -167,7 +169,7 @@ class Engine:
 
     def resume(self, row: Row, ids: list[int], max_new_tokens: int) -> None:
         """Begins the next turn of a waiting row. `ids` are all tokens of the row, now with the
-        documents.
+        documents or a notice.
         """
         row.ids, row.turn, row.state = list(ids), Turn(max_new_tokens), "live"
 
@@ -196,7 +198,7 @@ class Engine:
 
     def prefill(self, rows: list[Row]) -> None:
         """Computes missing keys in passes of at most `chunk` padded tokens. Each pass takes
-        rows that miss a similar number of keys, and skips the output head.
+        the rows that miss the most keys, and skips the output head.
         """
         while rows := sorted((row for row in rows if row.missing), key=lambda row: row.missing):
             longest = min(rows[-1].missing, self.chunk)
@@ -204,8 +206,8 @@ class Engine:
             chunks = [row.ids[row.cached : -1][:longest] for row in batch]
             padded = [chunk + [0] * (longest - len(chunk)) for chunk in chunks]
             tokens = torch.tensor(padded, device=self.device)  # [n, C]
-            # Keys of padding are written after the row's end, where they are masked; those beyond
-            # the slot's end are all written to the extra last place.
+            # Keys of padding are written after the row's cached keys, where they are masked until
+            # they are overwritten; those beyond the slot's end all go to the extra last place.
             starts = torch.tensor([[row.cached] for row in batch], device=self.device)  # [n, 1]
             positions = (starts + self.places[:longest]).clamp(max=self.cache.size)  # [n, C]
             slots = torch.tensor([self.rows.index(row) for row in batch], device=self.device)
@@ -247,7 +249,7 @@ class Engine:
             tokens, logprobs = self.draw(self.logits(tokens, positions, deepest + step + 1))
             drawn.append((tokens, logprobs))
             positions = positions + 1
-            if self.alarm[tokens].any():  # the only synchronisation with a GPU
+            if self.alarm[tokens].any():  # a step's only synchronisation with a GPU
                 break
         ids, logprobs = (torch.cat(columns, 1).tolist() for columns in zip(*drawn, strict=True))
         return [row for row, i, p in zip(rows, ids, logprobs, strict=True) if self.take(row, i, p)]
@@ -306,7 +308,8 @@ def pick(probabilities: torch.Tensor) -> torch.Tensor:
     the first index whose cumulative probability exceeds a uniform random number.
     """
     if probabilities.device.type != "cpu":  # CUDA's cumsum is not deterministic; MPS has no float64
-        return torch.multinomial(probabilities, 1)  # on a CPU 2 to 10 times slower than below
+        # On a CPU this would be 2 to 10 times slower than the lines below.
+        return torch.multinomial(probabilities, 1)
     # In fp32, small probabilities would be lost when they are added to a large sum.
     sums = probabilities.cumsum(-1, dtype=torch.float64)  # [n, V]
     points = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device) * sums[:, -1:]
@@ -365,8 +368,8 @@ def warn_once(message: str) -> None:
 
 
 def affordable(model, size: int) -> int:
-    """Returns how many slots of `size` places fit in free memory, each with its row's logits. The
-    result is at least 1.
+    """Returns how many slots of `size` places, each with its row's logits, fit in the share SHARE
+    of the free memory; at least 1.
     """
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # frees memory that torch has cached

@@ -1,7 +1,7 @@
-"""LoRA: each frozen matrix gets a trained low-rank update, the product of two thin matrices.
+"""LoRA: each frozen linear layer gets a trained low-rank update: the product of thin matrices.
 
     h = W x + (α / r) · B A x
-    W [out, in] frozen;  A [r, in] random;  B [out, r] zero, so the first step is at π_0
+    W [out, in] frozen;  A [r, in] random;  B [out, r] zero, so training starts at h = W x
 
 At 7B and r = 16, A and B have 40M weights; without LoRA 7.6 billion weights would be trained.
   * W may be bf16 or int8, because it is frozen. A and B are fp32, so small steps are not lost.
@@ -10,8 +10,8 @@ At 7B and r = 16, A and B have 40M weights; without LoRA 7.6 billion weights wou
     (`lora_state`) and the original W, because W could not be recovered from the sum exactly.
 
 The layers are peft's; they replace the model's own in place. Left out: dropout (sampling and
-log-probs must use the same model), DoRA, several adapters, a choice of matrices (all except the
-output head get A and B).
+log-probs must use the same model), DoRA, several adapters, a choice of layers (all linear layers
+except the output head get A and B).
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def check_peft(rank: int) -> None:
 
 
 def add_lora(model: nn.Module, rank: int, seed: int = 0) -> None:
-    """Freezes `model` and adds A and B to its matrices."""
+    """Freezes `model` and adds A and B to its linear layers, except the output head."""
     check_peft(rank)
     import peft  # an optional extra
 
@@ -91,7 +91,7 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if MARK in name or name.endswith((".SCB", ".weight_format")):
             continue
         if (largest := state.get(name.removesuffix("weight") + "SCB")) is not None:
-            # [out, in]; int8 stores the largest weight of each row as 127
+            # [out, in]; int8 stores the largest |weight| of each row as ±127
             weight = weight.float() * largest[:, None] / 127
         if (layer := layers.get(name.removesuffix(".base_layer.weight"))) is not None:
             weight = weight.float() + layer.get_delta_weight(ADAPTER).float()

@@ -8,19 +8,20 @@ A prompt that several texts share is computed once.
 
 Only attention mixes tokens; the rest of a transformer treats each token separately, given its
 position in its text. Attention is computed group by group: the rows of a group have the same shared
-prompt, or none has one, and their lengths differ by at most SLACK tokens, so that a group is a view
-of the packed tensor.
+prompt, or none has one, and their lengths differ by at most SLACK tokens. The shorter rows are
+padded to the longest, so that a group is a view of the packed tensor.
 
 A place is wanted if the caller needs its last hidden state, for a log-prob or a value. A row's
-shared prompt is the part before its first wanted place, if it has at least LEAST tokens and another
-row has exactly the same ids there, even in another group. The prompt's last token predicts the
-first token of the response, so every row keeps its own. With 8 rows per prompt of 100 to 200
-tokens, an update was 1.3 times as fast as without sharing; with 16 rows per prompt of 300 tokens,
-1.5 times (`python -m lab.bench update`, 4M, CPU).
+prompt ends at its first wanted place. If it has at least LEAST tokens, and another row (even in
+another group) has exactly the same ids before this place, all but its last token is shared. The
+last token predicts the first token of the response, so every row keeps its own. With 8 rows
+per prompt of 100 to 200 tokens, an update was 1.3 times as fast as without sharing; with 16 rows
+per prompt of 300 tokens, 1.5 times (`python -m lab.bench update`, 4M, CPU).
 
-Two more parts are skipped: tokens after the last wanted token of a text, and the last layer's
-feed-forward part for tokens that are not wanted. Left out: other model families and layers with a
-sliding window (their texts are padded and computed whole); sharing equal text in responses.
+Two more parts are skipped: tokens after the last wanted token of a text (up to SLACK of them may be
+computed), and, without gradient checkpointing, the last layer's feed-forward part for tokens that
+are not wanted. Left out: models that `obstacle` rejects (their texts are padded and computed
+whole); sharing equal text in responses.
 """
 
 import contextlib
@@ -30,15 +31,15 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-# Tokens of padding per row. Padding gives fewer groups; each group costs one call per layer.
+# Most tokens of padding per row. Padding gives fewer groups; each group costs one call per layer.
 SLACK = 4
 LEAST = 64  # shortest prompt that is shared; a shorter one would save little and cost an extra call
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def hidden_states(backbone, tokens: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Returns the last hidden states [n, H] of the n wanted places [B, T] of right-padded tokens
-    [B, L].
+    """Returns the last hidden states [n, H] at the n places where wanted [B, T] is True. The tokens
+    [B, L] are right-padded.
     """
     columns = torch.arange(wanted.shape[1], device=tokens.device)  # [T]
     if backbone.config._attn_implementation != "packed":  # padded
@@ -56,8 +57,8 @@ def hidden_states(backbone, tokens: torch.Tensor, wanted: torch.Tensor) -> torch
 
 @contextlib.contextmanager
 def last_layer_at(backbone, places: torch.Tensor):
-    """Computes the last layer's feed-forward part only at `places` [n]. The other places are not
-    needed, because no attention follows.
+    """Inside the context, the last layer's feed-forward part is computed only at `places` [n]. The
+    other places are not needed, because no attention follows.
     """
     layer = backbone.layers[-1]
     attributes, whole = vars(layer.mlp), layer.mlp.forward
@@ -103,8 +104,8 @@ def pack(tokens: torch.Tensor, lengths: list[int], prompts: list[tuple]) -> tupl
     """Packs the first lengths[b] tokens of each row of `tokens` [B, L], plus up to SLACK more,
     but each shared prompt (`prompts_of`) only once. Returns ids [1, N], their positions [1, N], the
     groups, and the place [B] where each text begins; if its prompt is elsewhere, where it would
-    begin if the prompt preceded it directly. A group is (number of rows, length of each row, number
-    of the group that holds their prompt, or None).
+    begin if the prompt preceded it directly. A group is (number of rows, length of each row without
+    a shared prompt, number of the group that holds this prompt, or None).
     """
     pieces, positions, groups, starts, count = [], [], [], [0] * len(lengths), 0
     group_of: dict[tuple, int] = {}  # prompt -> the number of its group
@@ -151,9 +152,9 @@ def micro_batches(
     mask: torch.Tensor, budget: int, processes=1, rank=0, tokens: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
     """Splits process `rank`'s rows of mask [B, T] into micro-batches of at most `budget` padded
-    tokens, so that rows of similar length are together. Row b belongs to process b % processes. If
-    tokens [B, L] are given, rows with the same prompt are together: the budget still counts padded
-    tokens, but fewer of them are computed.
+    tokens (a longer row is alone), so that rows of similar length are together. Row b belongs to
+    process b % processes. If tokens [B, L] are given, rows with the same prompt are together: the
+    budget still counts padded tokens, but fewer of them are computed.
 
     All processes get the same number of micro-batches, because they wait for each other's passes. A
     process with fewer splits its largest in two; if that has only one row, the second part is empty
@@ -185,7 +186,7 @@ def packed_attention(query, key, value, groups: list[tuple], scaling: float | No
     options = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     sizes, parts = [rows * length for rows, length, _ in groups], []
     # Each tensor is split once, because each slice would build a gradient of the full size. The
-    # cast is needed: autocast does not reach the kernel for masks that are aligned at the end.
+    # cast is needed, because autocast does not act on attention with a `causal_lower_right` mask.
     texts = [x[0].to(value.dtype).split(sizes, 1) for x in (query, key, value)]
     for number, (rows, length, prompt) in enumerate(groups):
         # [heads, rows · length, D] -> [rows, heads, length, D], a view
@@ -196,7 +197,8 @@ def packed_attention(query, key, value, groups: list[tuple], scaling: float | No
             # Imported here because it loads torch._dynamo, which takes a second.
             from torch.nn.attention.bias import causal_lower_right
 
-            # Trap: is_causal lets query i see keys 0 to i, but query i is token P + i of its text.
+            # Trap: is_causal lets query i see keys 0 to i, but query i is token P + i of its text
+            # (P: the length of the shared prompt).
             front = groups[prompt][1]
             shared = (x[prompt].expand(rows, -1, -1, -1) for x in texts[1:])  # [rows, kv, P, D]
             # [rows, kv, P + length, D]
@@ -209,8 +211,8 @@ def packed_attention(query, key, value, groups: list[tuple], scaling: float | No
 
 def obstacle(model) -> str:
     """Returns the reason why this model's rows can neither be packed nor sampled in slots, or "" if
-    they can: its attention must pass extra options on, and each token must attend to all earlier
-    tokens.
+    they can: its attention must pass extra options on, each token must attend to all earlier
+    tokens, and its rotary positions must not depend on other rows.
     """
     config = model.config
     if config.model_type not in FAMILIES:

@@ -4,9 +4,9 @@
     zero2    weights are gathered for a forward pass, resharded after its backward    zero2.yaml
     fsdp2    weights are gathered layer by layer, resharded after each                fsdp2.yaml
 
-zero2 and fsdp2 are PyTorch's `fully_shard`, which gathers weights inside `forward`. All processes
-must take part in this, with three consequences:
-  * A process that makes one more pass than the others would wait for ever, so
+zero2 and fsdp2 are PyTorch's `fully_shard`, which gathers weights inside `forward`; all processes
+must take part in this. Sharding has three consequences:
+  * A process that makes one more pass than the others would wait in vain, so
     `packing.micro_batches` gives all processes the same number of passes.
   * Sampled texts have different lengths, so sampling uses a whole copy of the policy (sampling.py).
   * A shard is useless alone, so checkpoints hold whole tensors.
@@ -53,8 +53,8 @@ def check_shardable(optimizer: str, lora_rank: int) -> None:
 
 
 def check_alike(model: nn.Module, checkpoint: str) -> None:
-    """Checks that all processes start from the same weights, because machines without a shared
-    folder may have different files.
+    """Checks that all processes start from the same weights and the checkpoint of the same name,
+    because machines without a shared folder may have different files.
     """
     if rank_of("WORLD_SIZE", 1) > 1:
         total = sum(int(p.detach().flatten().view(torch.uint8).sum()) for p in model.parameters())
@@ -73,8 +73,8 @@ def shard(model: nn.Module, sharding: str, processes: int) -> nn.Module:
     for layer in [m for m in model.modules() if type(m).__name__ in names]:
         fully_shard(layer, mesh=mesh, reshard_after_forward=sharding == "fsdp2")
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    # The module that runs the first forward pass becomes the root. Here that is the whole model; in
-    # a rollout it would be a layer.
+    # The module that runs the first forward pass becomes the root. Here that is the whole model;
+    # without this pass, a call of an inner module might come first.
     with torch.no_grad():
         tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
         model(tokens, mask=torch.ones(1, 1, device=device))
@@ -104,7 +104,9 @@ def load_weights(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
 
 
 def whole_moments(model: nn.Module, optimizer) -> dict:
-    """Gathers Adam's moments. Sharded ones have weights' names as keys, others have numbers."""
+    """Returns Adam's moments, gathered if they are sharded. The keys of sharded moments are names
+    of weights, those of others are numbers.
+    """
     if in_parts(model):
         return states.get_optimizer_state_dict(model, optimizer, options=FULL)
     return optimizer.state_dict()
