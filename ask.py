@@ -7,9 +7,10 @@
     python ask.py --model DIR --retriever http --retriever_url http://host:8000
 
 The model's text is printed while it is sampled, and text of the environment appears in ⟦ ⟧. The
-flags are those of a rollout. Their defaults are the values saved with the checkpoint. A model that
-was not trained in the built-in world needs documents of your own. Left out: dialogues; a question
-does not see the questions before it.
+flags are those of a rollout. Their defaults are the values saved with the checkpoint, with greedy
+decoding. A model that searches and was not trained in the built-in world needs a corpus, or a
+retriever without one (such as http), from a flag or from its training. Left out: dialogues; a
+question does not see the questions before it.
 """
 
 from errors import FlagParser, InputError, nearest, prepare_command, run_main
@@ -75,7 +76,7 @@ from prompts import PROTOCOLS
 from rollout import Environment, check_prompts, rollout
 from trajectory import Trajectory, describe_end, describe_question
 
-HELP = """/try             asks a held-out question, a different one each time
+HELP = """/try             asks another question whose answer is known
 /save page.html  saves all questions and answers as an HTML page
 /quit            ends the session, like Ctrl-D; Ctrl-C stops an answer"""
 
@@ -117,7 +118,7 @@ class Session:
         self.questions = known_questions(settings)
         device = best_device()
         self.words = {word for q in self.questions * built_in for word in tokenize(q.question)}
-        # /try prefers two-hop questions, if there are any, because they need two searches.
+        # /try asks only two-hop questions, if there are any, because they need two searches.
         self.examples = itertools.cycle(
             [q for q in self.questions if q.kind == "two_hop"] or self.questions
         )
@@ -148,7 +149,7 @@ def answer(session: Session, text: str) -> None:
     (question,) = as_asked([known], session.settings)
     check_prompts([question], session.environment, policy)
     unknown = [word for word in tokenize(text) if session.words and word not in session.words]
-    if unknown:  # the tiny model would ignore such a word, and add other numbers
+    if unknown:  # the tiny model would read <unk> or another number, and answer that question
         raise InputError(
             f"the model does not know {harmless(unknown[0])!r}: it knows only its own world's"
             f" words; try: {questions[0].question}"
@@ -210,7 +211,9 @@ def converse(session: Session) -> None:
             if name in COMMANDS:
                 COMMANDS[name](session, value.strip())
             elif name.startswith("/"):
-                raise InputError(f"{name}: unknown{nearest(name, COMMANDS)}; /help lists them")
+                raise InputError(
+                    f"{name}: unknown{nearest(name, COMMANDS)}; /help lists the commands"
+                )
             elif line:
                 answer(session, line)
         except InputError as error:

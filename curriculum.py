@@ -6,8 +6,9 @@ step s depend only on s and the seed, so a resumed run sees the same questions a
 one.
 
 Difficulty is measured once, before training, as the mean score of K rollouts of the model (UR²: K =
-20; `python -m lab.difficulty`). In UR² a step then has hard : medium : easy = 7 : 2 : 1. A task or
-kind may have its own shares, as math has 1 : 1 : 1 in UR² (C.5):
+20; `python -m lab.difficulty`), or is given by the data. In UR² a step then has hard : medium :
+easy = 7 : 2 : 1. In `buckets` a task or kind may have its own shares, as math has 1 : 1 : 1 in UR²
+(C.5):
 "math:hard=1,math:medium=1,math:easy=1,hard=7,medium=2,easy=1". The hardest questions, with a score
 below 0.2, are in the bucket "dropped". They are asked only if `buckets` names them, because groups
 that always fail teach nothing. UR²'s stage 1 trains on the dropped math questions
@@ -35,14 +36,15 @@ Counts = dict[str, int]
 
 @dataclass(frozen=True)
 class CurriculumSettings:
-    questions_per_step: int = setting(64, "questions per draw; most steps make one draw", least=1)
+    questions_per_step: int = setting(64, "questions per draw; only DAPO may draw again", least=1)
     mix: str = setting(
         "",
         'share of each kind in every step: "kind=weight,..."; "hotpotqa" means all kinds that begin'
         ' with "hotpotqa_"; "" = as in the data',
     )
     difficulty: str = setting(
-        "", 'sorts into buckets: a JSONL file of lab.difficulty, or "level" for the level in --data'
+        "",
+        'file of lab.difficulty that sorts questions into buckets; "level" = the level in --data',
     )
     buckets: str = setting(
         "",
@@ -51,8 +53,8 @@ class CurriculumSettings:
     )
     task_mixing: bool = setting(
         False,
-        "let only hard math questions (by --difficulty), half of the multiple-choice questions and "
-        "all open questions search",
+        "let only the hardest math questions (by --difficulty), half of the multiple-choice "
+        "questions and all others search",
     )
     math_searches: str = setting(
         "hard=1,dropped=1",
@@ -88,7 +90,7 @@ def bucket_of_mean(scores: Sequence[float]) -> str:
 
 
 def read_difficulty(path: str | Path, questions: Questions) -> dict[str, str]:
-    """Returns {id: bucket} from the file `path`; if it is "level", from the levels in the data."""
+    """Returns {id: bucket} from the file `path`; if `path` is "level", from `level` in the data."""
     if str(path) == "level":
         buckets = {q.id: LEVELS[q.level] for q in questions if q.level in LEVELS}
     elif not Path(path).exists():
@@ -104,7 +106,7 @@ def read_difficulty(path: str | Path, questions: Questions) -> dict[str, str]:
     if missing:
         raise InputError(
             f"--difficulty {path}: {len(missing)} questions have no difficulty, the first is "
-            f"{missing[0]}: measure the same --data to its end"
+            f"{missing[0]}: measure the whole of --data with lab.difficulty"
         )
     return buckets
 
@@ -186,9 +188,11 @@ def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[dic
         scopes[scope][level] = share
     kinds = {question.kind for question in questions}
     for scope in scopes.keys() - kinds - {*map(family, kinds)} - TASKS:
-        raise InputError(f"--difficulty: {scope} is not a task or kind of the data: leave it out")
+        raise InputError(
+            f"buckets: {scope} is not a task or kind of the data: leave --difficulty out"
+        )
     pools = defaultdict(list)
-    sizes = Counter()  # number of questions in each group: a kind, a task, or "" for all others
+    sizes = Counter()  # questions in each group: a kind, a family, a task, or "" for all others
     splits = {kind: {"": 1.0} for kind in mix}  # group -> bucket -> share
     for question in questions:
         kind = question.kind
@@ -221,8 +225,9 @@ def family(kind: str) -> str:
 
 
 def check_pools(pools: dict[str, Questions], shares: Weights, counts: Counts, flag: str) -> None:
-    """Raises an InputError if the data has no question of a kind in --mix, if a step would take no
-    question of a bucket, or if it would take more questions than the bucket has.
+    """Raises an InputError if no share names a part of the data, or if the data has no question of
+    a kind in --mix; with buckets, also if a step would take no question of a bucket, or more
+    questions than the bucket has.
     """
     available = ", ".join(pools)
     if not any(shares.values()):
@@ -257,8 +262,9 @@ def lot_of(question: Question, seed: int) -> float:
 
 
 def draw_choices(pools: dict[str, Questions], counts: Counts, seed: int) -> frozenset[str]:
-    """Returns the ids of the multiple-choice questions that may search: half of those that a step
-    asks. Hard ones come first; seed and id decide within a difficulty.
+    """Returns the ids of the multiple-choice questions that may search: so many that they are on
+    average half of those that a step asks. Hard ones come first; seed and id decide within a
+    difficulty.
 
     Worked: a step asks 8 of 20 hard and 2 of 10 easy questions, 10 together, so 5 may search. A
     hard question is asked 8/20 times per step. So 5 / (8/20) = 12.5, rounded to 13, of the 20 hard
@@ -294,7 +300,7 @@ def mix_tasks(pools: dict[str, Questions], counts: Counts, settings) -> None:
 
 # -------------------------------------------------------------------------------------- the stream
 class QuestionStream:
-    """Holds all questions; `take(step)` returns those of a step, mixed by kind, bucket or both.
+    """Holds all questions; `take` returns those of one draw, mixed by kind, bucket or both.
 
     attempts   number of draws that a step may make: DAPO draws more questions in place of groups
                that teach nothing. Draw a of step s takes the questions with the numbers

@@ -10,9 +10,10 @@ DAPO has GRPO's advantage, A_i = (r_i − mean_group) / (std_group + 1e-6), and 
     4  overlong           a trajectory that was truncated before it answered gets no gradient,
                           because nobody knows whether its answer would have been wrong
 
-Departure 2 compares correctness instead of rewards, because rewards that are sums of several terms
-are almost never equal in a group. In departure 2 overlong trajectories count as wrong. Their
-rewards also count in the mean and std of their group. A KL is added where GRPO adds it.
+By default (`filter_by`) departure 2 compares correctness instead of rewards, because rewards that
+are sums of several terms are almost never equal in a group. In departure 2 overlong trajectories
+count as wrong. Their rewards also count in the mean and std of their group. A KL is added where
+GRPO adds it.
 Source: Yu et al. 2025, sections 3.1 to 3.4, in this order.
 Left out: the soft penalty for long answers (section 3.4; none of the five papers uses it), and
 sampling until the batch is full: a step makes at most `max_resample` extra draws and then trains on
@@ -28,8 +29,8 @@ from errors import run_main
 
 
 def informative_groups(correct: Tensor, group_size: int) -> Tensor:
-    """Returns [B] bool: whether `correct` differs within the row's group. With --filter_by it holds
-    answer terms or rewards instead of correctness. NaN means unknown and is ignored.
+    """Returns [B] bool: whether `correct` differs within the row's group. Depending on `filter_by`,
+    `correct` holds answer terms or rewards instead. NaN means unknown and is ignored.
 
     Worked, G = 2: right, wrong | right, right | wrong, NaN -> True, True, then False four times.
     """
@@ -43,8 +44,8 @@ compute_loss = grpo.compute_loss  # departure 1: clip_low < clip_high
 
 
 def compute_token_weights(batch, settings) -> Tensor:
-    """Returns weights [B, T] for the global batch of one update. Their sum is 1, or 0 if all rows
-    are overlong. --loss_aggregation sequence is GRPO's mean, not DAPO's, and is not used here.
+    """Returns weights [B, T] for the global batch of one update. Their sum is 1, or 0 if no token
+    is left. --loss_aggregation sequence is GRPO's mean: the token mean replaces it.
     """
     mask = ppo.trained_tokens(batch)  # [B, T]
     if batch.overlong is not None:

@@ -23,7 +23,7 @@ BOUNDS |= {"most": (le, "at most"), "below": (lt, "below")}
 GLOO = re.compile(r"(Gloo \w+ failed with )?\[\S*/gloo/\S+:\d+\]")
 LOST = "another process or machine of this run is gone: its output says why; go on with --resume"
 ADVICE = {errno.ENOSPC: "make room on its disk", errno.ENAMETOOLONG: "give a shorter name"}
-# Arguments may contain neither the character NUL nor "user:password@", with or without a scheme.
+# Arguments may contain neither the character NUL nor "user:password@", after "://" nor "user@".
 FORBIDDEN = re.compile(r"\0|(?<=://)[^/?#\s]*@|^[^:/?#\s]+:[^/?#\s]*@")
 
 SPINS = "10000"  # iterations that a waiting thread of torch spins before it sleeps
@@ -31,7 +31,7 @@ SPINS = "10000"  # iterations that a waiting thread of torch spins before it sle
 
 @functools.cache
 def prepare_command() -> None:
-    """Prepares the process of a command; the command calls it before it imports anything else.
+    """Prepares the process of a command; the command calls it before it imports torch.
 
     Ctrl-C during the imports then prints one line. Progress bars get no lock between processes,
     because a process that is killed while it holds the lock would stop all others.
@@ -41,7 +41,7 @@ def prepare_command() -> None:
     keeps only between a fourth and a twentieth of its speed. If the threads sleep at once instead,
     a run on a quiet machine is a third slower. If they spin SPINS times, a run on a quiet machine
     loses nothing, and a run beside busy programs keeps a third of its speed. The results do not
-    depend on it. If the user has set OMP_WAIT_POLICY or GOMP_SPINCOUNT, that value is used.
+    depend on SPINS. If the user has set OMP_WAIT_POLICY or GOMP_SPINCOUNT, that value is used.
     """
     sys.excepthook = report_interrupt
     if not sys.stderr.isatty():  # in a file each update is a line, so two a minute suffice
@@ -58,12 +58,12 @@ def report_interrupt(kind: type, error: BaseException, trace) -> None:
     """Reports Ctrl-C during the imports of a command; `run_main` reports it afterwards."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
-    elif os.environ.get("LOCAL_RANK", "0") == "0":  # the launcher ends the other processes
+    elif os.environ.get("LOCAL_RANK", "0") == "0":  # one process of each machine prints
         print("\ninterrupted", file=sys.stderr)
 
 
 class InputError(ValueError):
-    """Raised for a bad file, record, flag or address; its message is one line."""
+    """Raised for what the user can repair, such as a bad file or flag; its message is one line."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -88,8 +88,9 @@ def rank_of(name: str, default: int = 0) -> int:
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Runs a file's `main`. An InputError is printed and ends the process with exit code 2. Ctrl-C
-    ends it with 130.
+    """Runs a file's `main`. An InputError is printed and ends the process with exit code 2. So do a
+    full disk, a file name that is too long and the loss of another process. Ctrl-C ends it with
+    130.
     """
     prepare_command()
     for stream in (sys.stdout, sys.stderr):
@@ -159,7 +160,7 @@ class FlagParser(argparse.ArgumentParser):
         raise InputError(f"{self.prog}: {message}")
 
     def parse_args(self, args=None, namespace=None):
-        self.allow_abbrev = False  # "--l" for "--lr" would break as soon as --lora_rank is added
+        self.allow_abbrev = False  # a new flag could make an abbreviation ambiguous
         self.show_all = "all" in (sys.argv if args is None else args)
         known, rest = self.parse_known_args(args, namespace)
         if rest:
@@ -177,7 +178,8 @@ class FlagParser(argparse.ArgumentParser):
 
 def setting(default, help: str, **limits):
     """Declares a field of a settings record. `limits` may have least, above, most, below and one_of
-    (names). `only` names the one command that has a flag for the field; "papers" means none.
+    (names). `only` names the commands that have a flag for the field: "train" (those that train),
+    "eval" (those that ask a model) or "papers" (none). With `needed`, the flag must be given.
     """
     return field(default=default, metadata={"help": help, **limits})
 

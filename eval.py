@@ -66,13 +66,13 @@ class Options:
         one_of=("greedy", "paper", "both"),
     )
     thinking: int = setting(
-        0, "tokens of thinking that are added to each turn's limit; they are not scored", least=0
+        0, "tokens added to each turn's limit, for thoughts, which are not scored", least=0
     )
     judge_sees: str = setting(
         "", "what the judge of open answers reads; default: by protocol", one_of=("", *JUDGE_SEES)
     )
     fresh: bool = setting(False, "start from the beginning, even if there are predictions")
-    out: str = setting("", "predictions file; default: under runs/predictions")
+    out: str = setting("", "predictions file; default: in predictions/ under --output_dir")
     against: str = setting(
         "", "predictions of another run (FILE,FILE) to compare with, question by question"
     )
@@ -147,7 +147,8 @@ from trajectory_metrics import (
 )
 
 QUESTIONS_AT_ONCE = 64
-GIVEN_TOKENS = 4096  # document tokens with --retriever given: room for ARENA's 20 paragraphs of 200
+# Document tokens per search with --retriever given: room for ARENA's 20 paragraphs of 200 tokens.
+GIVEN_TOKENS = 4096
 
 
 # ----------------------------------------------------------------------------------- one trajectory
@@ -238,7 +239,8 @@ class Evaluation:
         as the batch is finished.
 
         rows_of   a function (questions, number of the first question, progress) -> trajectories. If
-                  it leaves out a trajectory, the next run of the command repeats the whole batch
+                  it leaves out a trajectory, the next run of the command repeats this batch and
+                  all after it
         """
         options = self.options
         batch = QUESTIONS_AT_ONCE * options.samples
@@ -257,12 +259,14 @@ class Evaluation:
                 records += new_records
         if missing := len(expected) - len(records):
             print(
-                f"{title}: {missing} of {len(expected)} got no reply; the same command asks again"
+                f"{title}: {missing} of {len(expected)} predictions got no reply; the same command "
+                "asks again"
             )
         if faults := search_faults(records):
             print(
                 f"warning: {len(faults)} searches failed (the first: {harmless(faults[0])}): "
-                "the scores are not the model's true ones; the same command repeats those batches",
+                "the scores are not the model's true ones; if the retriever failed, the same "
+                "command starts again at the first such batch",
                 file=sys.stderr,
             )
         return records
@@ -287,7 +291,9 @@ class Evaluation:
         )
         line += f" of {', '.join(self.datasets)}"
         if settings.data and options.questions:
-            line += f" ({options.questions} of each, drawn with the seed: --questions 0 takes all)"
+            line += (
+                f" (at most {options.questions} of each, drawn by seed; --questions 0 takes all)"
+            )
         line += f", {options.samples} sample(s) each, temperature {settings.temperature:g}"
         if PROTOCOLS[settings.protocol].query_tags:
             line += f", retriever {settings.retriever}"
@@ -308,8 +314,8 @@ class Evaluation:
 
 
 def key_of(record: dict) -> tuple | None:
-    """Returns (question, sample), or None if the retriever failed: the prediction is then repeated.
-    A single query that failed (SEARCH_FAILED) is no reason, because it would fail again.
+    """Returns (question id, sample), or None if the retriever failed: predictions are then repeated
+    from this batch on. A single failed query (SEARCH_FAILED) is no reason, as it would fail again.
     """
     if set(search_faults([record])) - {SEARCH_FAILED}:
         return None
@@ -324,9 +330,10 @@ def search_faults(records: list[dict]) -> list[str]:
 
 # ------------------------------------------------------------------------------------- the settings
 def settings_of(given: dict) -> Settings:
-    """Returns the checkpoint's settings with greedy decoding, and with the flags that were given.
-    Of the other models that the training reward used, only a judge of answers is used here too
-    (When to Search section 4.1: as in training).
+    """Returns the checkpoint's settings (the recipe's, if it saved none or --recipe names another)
+    with greedy decoding, and with the flags that were given. Of the other models that the training
+    reward used, only a judge of answers is used here too (When to Search section 4.1: as in
+    training).
     """
     given, model = dict(given), given.get("model", "")
     if given.get("stage") == 0:
@@ -378,8 +385,9 @@ def room_to_think(settings: Settings, tokens: int) -> Settings:
 
 
 def last_checkpoint(given: dict) -> str:
-    """Returns the last checkpoint of the run that the flags name, from its last stage that has
-    one, or "" if there is none.
+    """Returns the last checkpoint of the run that the flags name: of --stage, or of the last stage
+    that has one. Without a checkpoint, returns "", or raises an InputError if --run_name or --stage
+    was given.
     """
     name = given.get("recipe", "ur2")
     others = {key: value for key, value in given.items() if key not in ("recipe", "stage")}
@@ -470,7 +478,7 @@ def evaluate(evaluation: Evaluation, reader, judge, sampling: tuple = ()) -> lis
         if punctuation:
             records = [scored(record, punctuation) for record in records]
         if reader or judge:
-            print(f"all predictions are written: --predictions {out} asks reader and judge again")
+            print(f"all predictions are written; to ask only reader or judge: --predictions {out}")
             records = ask_others(records, reader, judge, sampling)
             write_records(out, records)
     except KeyboardInterrupt:

@@ -16,9 +16,9 @@ intervals (iterative GRPO).
 
 An algorithm is a module with three functions, which the training loop calls in this order:
 
-    compute_advantages(batch, settings)      once, on the whole rollout with full groups -> [B, T]
-    compute_token_weights(batch, settings)   once per update, on all of its rows         -> [B, T]
-    compute_loss(logprobs, batch, settings)  once per micro-batch, on its rows    -> [B, T], stats
+    compute_advantages(batch, settings)      per rollout, on all of its groups      -> [B, T]
+    compute_token_weights(batch, settings)   per update, on all of its rows         -> [B, T]
+    compute_loss(logprobs, batch, settings)  per micro-batch, on its rows           -> [b, t], stats
 """
 
 import torch
@@ -56,8 +56,8 @@ def group_center(rewards: Tensor, group_size: int) -> Tensor:
     """
     groups = as_groups(rewards, group_size)  # [questions, G]
     centered = groups - groups.nanmean(1, keepdim=True)  # [questions, G]
-    # In fp32 the mean of seven rewards of 0.7 is off by 6e-8. Without this line group_normalize
-    # would make it the advantage 6e-8 / (6e-8 + 1e-6) ≈ 0.06.
+    # In fp32 the mean of seven rewards of 0.7 is off by 6e-8. If such differences were not set to
+    # 0, group_normalize would make them the advantage 6e-8 / (6e-8 + 1e-6) ≈ 0.06.
     zero = equal_rewards(groups) | groups.isnan()  # [questions, G]
     return torch.where(zero, 0, centered).view(-1)  # [B]
 
@@ -81,7 +81,7 @@ def group_normalize(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def frac_reward_zero_std(rewards: Tensor, group_size: int) -> float:
-    """Returns the share of groups whose known rewards are equal, so that all advantages are 0.
+    """Returns the share of groups whose known rewards are equal: GRPO's advantages there are 0.
 
     Worked, G = 2: [1, 0, 1, 1] -> 0.5. [1, 0, 1, NaN] -> 0.5, because the second group has only one
     known reward.
@@ -90,8 +90,8 @@ def frac_reward_zero_std(rewards: Tensor, group_size: int) -> float:
 
 
 def trajectory_rewards(batch, settings) -> Tensor:
-    """Returns [B]: each reward plus the KL in the reward. The KL is summed over the model tokens,
-    because all tokens of a trajectory share one advantage.
+    """Returns [B]: each reward, minus kl_coef · KL if the estimator is k1. The KL is summed over
+    the model tokens, because all tokens of a trajectory share one advantage.
 
     Worked: reward 2, kl_coef 0.1, mask [1, 0, 1], k1 [0.5, 9, 0.5] -> 2 − 0.1 · (0.5 + 0.5) = 1.9.
     """

@@ -9,15 +9,15 @@
     the policy is trained on A, whitened over the model tokens of the batch
     value loss = ½ max((V − returns)², (V_old + clip(V − V_old, −c, c) − returns)²)    per token
 
-    total = Σ weight · loss (update.py),    Σ weight = 1 over the global batch
+    total = Σ weight · loss (update.py),    Σ weight = 1 over the global batch of one update
     weight of a model token, by --loss_aggregation:
     "sequence" (GRPO, UR² eq. 3)    1 / (model tokens of the trajectory) / (trajectories with any)
     "token" (DAPO; the critic)      1 / (model tokens of the whole batch)
     "question" (When to Search)     1 / (model tokens of the question's group) / (questions)
 
-    If the sampler μ differs from π_old, because it is a bf16 copy, has int8 weights or is a server:
+    If the sampler μ differs from π_old, for example as a bf16 copy or a server (--mismatch):
     ρ = π_old(a) / μ(a),    loss = w(ρ) · loss, see `mismatch_weights`
-    the KL and the critic's loss are not multiplied by w
+    the KL and the critic's loss are not multiplied by w, but a token with w = 0 has no KL either
 
 Source: Schulman et al. 2017 eq. 7 (with one ε); Schulman et al. 2015 eq. 16 for GAE; DAPO for two ε
 ("clip-higher"). GRPO, DAPO and REINFORCE++ use the surrogate, the weights and the loss of this
@@ -38,8 +38,9 @@ from scale.packing import hidden_states
 Stats = dict[str, Tensor]  # name -> [B, T]
 EPSILON = 1e-6
 VALUE_CLIP = 0.2  # values are clipped to ±0.2 around the old value
-# --mismatch -> (lower bound of ρ, upper bound of ρ, weight of a ρ outside of the bounds). The
-# bounds are those of verl's presets, except that of sequence_mask, which is TRL's default.
+# --mismatch -> (lower bound, upper bound, weight outside of the bounds). The bounds are for ρ, or
+# for its product or geometric mean over a row (`mismatch_weights`). They are those of verl's
+# presets, except that of sequence_mask, which is TRL's default.
 MISMATCH = {
     "token": (0.0, 2.0, 2.0),
     "sequence": (0.0, 2.0, 2.0),
@@ -56,12 +57,12 @@ def clipped_surrogate(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tensor, Stats]:
-    """Returns (loss [B, T], stats). All inputs are [B, T] and must be finite.
+    """Returns (loss [B, T], stats). All tensors are [B, T] and must be finite.
 
     Worked, clip_low 0.2, clip_high 0.3: ratio 1.25, A 1 -> −1.25; ratio 1.35, A 1 -> −1.30;
     ratio 0.75, A −1 -> 0.8; ratio 4, A −1 -> 4.0.
     """
-    # Why is the ratio always 1? In the first update after a rollout π is still π_old, so the
+    # Why is the ratio often exactly 1? In the first update after a rollout π is still π_old, so the
     # gradient is A ∇log π, the plain policy gradient. Only if a step makes several updates does
     # the ratio differ from 1, from the second update on.
     ratio = torch.exp(logprobs - old_logprobs)  # [B, T]
@@ -75,15 +76,16 @@ def clipped_surrogate(
 # ------------------------------------------------------------ if the sampler μ differs from π_old
 def mismatch_weights(batch, mode: str) -> Tensor:
     """Returns the weight w [B, T] of each token's policy loss, without a gradient. C is the upper
-    bound of ρ in MISMATCH, and Π ρ_t is the product over the row's model tokens.
+    bound in MISMATCH, and Π ρ_t is the product over the row's n model tokens.
 
     token           w = min(ρ_t, C)                           biased; its variance is small
     sequence        w = min(Π ρ_t, C)                         unbiased as C grows
     mask            w = ρ_t if 1/C ≤ ρ_t ≤ C, else 0
     sequence_mask   w = Π ρ_t if Π ρ_t ≤ C, else 0            unbiased as C grows
-    row             w = 1 if 0.999 ≤ (Π ρ_t)^(1/T) ≤ 1.001, else 0; T: the row's model tokens
+    row             w = 1 if 0.999 ≤ (Π ρ_t)^(1/n) ≤ 1.001, else 0
 
-    A masked token has ρ = 1 and w = 1. Every log ρ, and log Π ρ, is clamped to ±20.
+    A masked token has ρ = 1 and w = 1. The logarithm of what is compared with the bounds (ρ_t, the
+    product or the geometric mean) is clamped to ±20.
     Worked: a row has two model tokens with ρ 0.8 and 4, and then a masked token. The product is
     3.2, its square root 1.79. The weights are: token [0.8, 2, 1], sequence [2, 2, 1], mask
     [0.8, 0, 1], sequence_mask and row [0, 0, 1].
@@ -104,8 +106,8 @@ def mismatch_weights(batch, mode: str) -> Tensor:
 
 
 def trained_tokens(batch) -> Tensor:
-    """Returns response_mask [B, T] without the tokens whose mismatch weight is 0. The rejected
-    tokens do not count in the denominators of the loss means, as in verl; in TRL they count.
+    """Returns response_mask [B, T] without the tokens whose mismatch weight is 0. These tokens do
+    not count in the denominators of the loss means, as in verl; in TRL they count.
     """
     if batch.mismatch_weights is None:
         return batch.response_mask
@@ -115,7 +117,7 @@ def trained_tokens(batch) -> Tensor:
 def mismatch_stats(batch, mode: str) -> dict[str, float]:
     """Returns two metrics over the n model tokens. mismatch_ess is the effective sample size as a
     share of n, (Σ w)² / (n Σ w²), which is 1 if all weights are equal. mismatch_cut is the share of
-    tokens whose ρ was outside of the bounds.
+    tokens with the weight that MISMATCH gives outside of the bounds.
 
     Worked, mode token: w [2, 1, 0.5] on three model tokens: mismatch_ess = 3.5² / (3 · 5.25) =
     0.7778; mismatch_cut = 1/3, because only the first token has w = 2.
@@ -129,14 +131,14 @@ def mismatch_stats(batch, mode: str) -> dict[str, float]:
 # -------------------------------------------------------------------------------------- aggregation
 # Token mean or sequence mean? --loss_aggregation decides. A sequence mean gives each token of a
 # long trajectory less weight; a token mean gives the long trajectory more weight in total; a
-# question mean gives every group the same weight, and every token within a group. Weights are
+# question mean gives all groups equal weight, and all tokens of one group equal weight. Weights are
 # computed for the whole update, before it is cut into micro-batches: the mean of the means of
 # unequal micro-batches would be a fourth kind of mean, which nobody chose.
 
 
 def question_weights(response_mask: Tensor, questions: Tensor) -> Tensor:
     """Returns the weights of a mean over the model tokens of each question's rows, then over the
-    questions that have model tokens. questions [B]: the number of each row's question.
+    questions that have model tokens. questions [B]: the index of each row's question.
 
     This is eq. 3 of Learning When to Search, where 1 / Σ|o| is inside the mean over questions.
     Worked: the groups of two questions have 2 and 8 model tokens. Each token of the first group
@@ -178,8 +180,8 @@ def model_only(values: Tensor, response_mask: Tensor) -> Tensor:
 
 # --------------------------------------------------------------------- rewards, advantages, returns
 def token_rewards(batch, settings) -> Tensor:
-    """Returns [B, T]: the reward on the last model token, plus −kl_coef · k1 (the KL in the reward)
-    on every model token.
+    """Returns [B, T]: the reward on the last model token, and with estimator k1 also −kl_coef · k1
+    (the KL in the reward) on every model token.
 
     Worked: mask [1, 0, 1, 0], reward 2, kl_coef 0.1, k1 0.5 everywhere -> [−0.05, 0, 1.95, 0].
     """
@@ -200,8 +202,8 @@ def last_model_token(response_mask: Tensor) -> Tensor:
 def gae(
     token_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma=1.0, lam=1.0
 ) -> tuple[Tensor, Tensor]:
-    """Returns (advantages, returns), [B, T] each, 0 on masked tokens. With λ = 1, returns are the
-    sums of later rewards (discounted by γ), whatever the values are.
+    """Returns (advantages, returns), [B, T] each, 0 on masked tokens. With λ = 1 the return at t is
+    the sum of the rewards from t on (discounted by γ), whatever the values are.
 
     Worked: rewards [0, 9, 0, 1], values [0.5, 7, 0.6, 0.8], mask [1, 0, 1, 1], γ 1, λ 0.5.
     From the end: 1 − 0.8 = 0.2;  0.8 − 0.6 + 0.5 · 0.2 = 0.3;  0.6 − 0.5 + 0.5 · 0.3 = 0.25
@@ -244,8 +246,8 @@ class Critic(nn.Module):
     """Computes the values V(s_t), where s_t is the state before tokens[:, t + 1] is chosen.
 
     The backbone is a copy of the policy's, because in a shared one the losses of policy and critic
-    would interfere. The head starts at 0, so all values are 0 in the first step, which therefore is
-    REINFORCE on whitened returns.
+    would interfere. The head starts at 0, so all values are 0 in the first step, and with λ = 1 its
+    advantages are whitened returns, as in REINFORCE++.
     """
 
     def __init__(self, backbone: nn.Module):
@@ -318,7 +320,7 @@ def compute_advantages(batch, settings) -> Tensor:
 
 
 def compute_token_weights(batch, settings) -> Tensor:
-    """Returns weights [B, T], whose sum is 1, for the global batch of one update."""
+    """Returns weights [B, T] for all rows of an update. Their sum is 1, or 0 without tokens."""
     mask = trained_tokens(batch)  # [B, T]
     if settings.loss_aggregation == "question":
         return question_weights(mask, batch.questions)  # [B, T]
@@ -327,7 +329,7 @@ def compute_token_weights(batch, settings) -> Tensor:
 
 
 def compute_loss(logprobs: Tensor, batch, settings) -> tuple[Tensor, Stats]:
-    """Returns (loss [B, T], stats of [B, T]) of a micro-batch, 0 on masked tokens."""
+    """Returns (loss [B, T], stats of [B, T]) of a micro-batch; the loss is 0 on masked tokens."""
     mask = batch.response_mask  # [B, T]
     logprobs = model_only(logprobs, mask)  # [B, T]
     old_logprobs = model_only(batch.old_logprobs, mask)  # [B, T]

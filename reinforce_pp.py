@@ -1,4 +1,4 @@
-"""REINFORCE++: PPO's surrogate without a critic. Its advantages are returns, whitened over a batch.
+"""REINFORCE++: PPO's surrogate without a critic; advantages are normalised over the batch.
 
     plain     r_t = −kl_coef · k1_t  (estimator k1),  + R on the trajectory's last model token
               G_t = r_t + γ G_{t+1}                   over model tokens only, γ = 1
@@ -6,18 +6,18 @@
               mean and std over the batch's model tokens (ppo.whiten)
     baseline  A = Norm_batch(Norm_group(R − b)),  b = mean of the group           (UR² eq. 5)
               each trajectory has one advantage, so there is no γ, and a KL in the reward is
-              summed over its tokens and added to R first;
+              summed over its tokens and subtracted from R first;
               Norm_batch uses the mean and std over the batch's trajectories
               group_std=False: do not divide by the group's std
               whiten_tokens=True: Norm_batch over the model tokens, as in the plain form
 
-Only the advantage differs from GRPO. If all answers to a question are right, the plain form still
-makes them more likely; in the baseline form their advantages are 0, as in GRPO.
+Only the advantage differs from GRPO. If all answers to a question get the same reward, above the
+batch's mean, the plain form makes them more likely; in GRPO their advantages are 0.
 Source: Hu et al. 2025 (REINFORCE++ and REINFORCE++-baseline); UR² eq. 5 and, for the loss, eq. 3.
 The code of R1-Searcher and UR² uses the baseline form with group_std=False and whiten_tokens=True,
 as OpenRLHF and verl do. By default Norm_batch is over trajectories, which eq. 5 allows: then long
-answers do not dominate the mean, and in a group of equal rewards all advantages are 0. Over tokens
-they are 0 only if all trajectories of the batch are equally long.
+answers do not dominate the mean, and in a group of equal rewards all advantages are 0, as in GRPO.
+Over tokens the mean depends on the lengths, so these advantages are not 0 in general.
 Left out: reward clipping and running statistics across batches.
 """
 

@@ -1,13 +1,13 @@
-"""The training loop: sample, compute rewards and advantages, update. One run trains one stage.
+"""The training loop of a stage: sample, compute rewards and advantages, update.
 
     accelerate launch train.py --stage 1             the built-in world, UR²
     accelerate launch train.py --stage 2             from stage 1's last checkpoint, or --model
-    accelerate launch train.py --stage 1,2 --evaluate   both stages, then their evaluation
+    accelerate launch train.py --stage 1,2 --evaluate   both stages, then an evaluation of the last
     accelerate launch train.py --stage 1 --model DIR --data FILE --corpus from-data
     python train.py --dry_run                        tries one step and reports problems
 
     questions -> rollout -> rewards [B] -> advantages [B, T] -> for each update: token weights
-    (Σ = 1) -> micro-batches: Σ weight · loss, backward -> clip -> one optimizer step
+    (Σ = 1) -> micro-batches: Σ weight · loss, backward -> clip gradient -> one optimizer step
 
 DAPO drops uninformative groups and draws more questions in their place; PPO also updates a critic.
 Each process samples its share of the questions. The trajectories are then gathered on every
@@ -78,7 +78,8 @@ class Rollouts:
     trajectories: list[Trajectory] = field(default_factory=list)  # N, group by group
     reward_terms: list[Record] = field(default_factory=list)  # N
     correct: list[bool] = field(default_factory=list)  # N
-    # Indices of the trajectories to train on. Groups are whole, including failed trajectories.
+    # Indices of the trajectories in the batch. Groups are whole: a trajectory in which a search
+    # failed is in the batch too, although it is not trained on.
     kept: list[int] = field(default_factory=list)
     draws: int = 0
     seconds: float = 0.0  # of sampling and searching
@@ -93,7 +94,7 @@ class Rollouts:
     def rewards(self) -> Tensor:
         """[N]: the reward of each trajectory; NaN if a search failed, because nobody knows the
         reward that it would have got without the failure. A NaN from a reward function becomes
-        infinite, so that the loss is not finite and the run stops.
+        infinite, so that an update on it has no finite loss and the run stops.
         """
         rewards = torch.tensor([float(sum(terms.values())) for terms in self.reward_terms])  # [N]
         rewards[rewards.isnan()] = torch.inf
@@ -105,14 +106,14 @@ class Rollouts:
 
 
 def train(settings: Settings) -> Path:
-    """Trains one stage and returns the folder of the run."""
+    """Trains one stage and returns its folder."""
     state = build_state(settings)
     run = Run(settings, state.accelerator)
     first_step = checkpoint.open_run(run, state)
     for step in run.steps_to_do(first_step):
         with checkpoint.saved_on_error(run, state, step):
             rollouts = collect(state, step)
-        record = {"step": step} | measure(state, rollouts)  # of all sampled trajectories
+        record = {"step": step} | measure(state, rollouts)  # also of groups that are dropped
         start = time.perf_counter()
         batch = None
         if rollouts.kept:
@@ -122,7 +123,7 @@ def train(settings: Settings) -> Path:
             for number, rows in enumerate(updates):
                 lr = set_lr(state, step, number)
                 part = batch.rows(rows)
-                result = update(state, part) | {"lr": lr}  # also updates the critic
+                result = update(state, part) | {"lr": lr}  # PPO: the critic too
                 run.check_finite(result, step, part, rollouts.of(rows))
                 results.append(result)
                 keep_numbers(batch, rows, part)
@@ -175,14 +176,14 @@ def collect(state: TrainState, step: int) -> Rollouts:
         if len(rollouts.kept) >= wanted:
             break
     if rollouts.failed.float().mean() > MOST_FAILED:
-        rollouts.kept = []  # too many searches failed: the run stops after this step
+        rollouts.kept = []  # a search failed in most rows: the run stops after this step
     return rollouts
 
 
 def sample_draw(state: TrainState, step: int, draw: int) -> list[Trajectory]:
     """Samples the trajectories of one draw; those of the same question follow each other."""
     questions = state.stream.take(step, draw)
-    if state.settings.dry_run:  # evenly spread, so that all kinds are tried
+    if state.settings.dry_run:  # evenly spread, so that several kinds are tried
         groups = max(DRY_RUN_GROUPS, state.accelerator.num_processes)
         questions = questions[:: max(1, len(questions) // groups)][:groups]
     seed = state.settings.seed * 1_000_003 + state.accelerator.process_index
@@ -216,10 +217,10 @@ def evaluate(state: TrainState) -> Record:
 
 
 def rows_to_train_on(rollouts: Rollouts, settings: Settings) -> Tensor:
-    """Returns a mask [N] of the trajectories to train on. Only DAPO drops groups. --filter_by says
-    which: those whose answers are all right or all wrong ("correct"), whose answer terms are equal
-    ("answer"), or whose rewards are equal ("total"). Trajectories with a failed search are ignored
-    in this comparison.
+    """Returns a mask [N] of the trajectories to train on. Only DAPO drops groups. The setting
+    `filter_by` says which: those whose answers are all right or all wrong ("correct"), whose answer
+    terms are equal ("answer"), or whose rewards are equal ("total"). Trajectories with a failed
+    search are ignored in this comparison.
 
     Trap: "correct" drops every question that is always answered right, or always wrong, although
     its trajectories with a search could still be compared with those without one. When to Search
@@ -238,8 +239,8 @@ def rows_to_train_on(rollouts: Rollouts, settings: Settings) -> Tensor:
 
 # ----------------------------------------------------------------------------------------- prepare
 def prepare(state: TrainState, rollouts: Rollouts, step: int) -> Batch:
-    """Returns the global batch with rewards [B], and [B, T] each: log-probs of π_old and π_ref, the
-    critic's values, and advantages.
+    """Returns the global batch with rewards [B] and, [B, T] each, the log-probs of π_old and the
+    advantages; with a KL also π_ref's log-probs, and with PPO the critic's values and returns.
     """
     settings = state.settings
     rows = rollouts.kept
@@ -251,14 +252,14 @@ def prepare(state: TrainState, rollouts: Rollouts, step: int) -> Batch:
     batch.overlong = torch.tensor(overlong)  # [B]  truncated before it answered
     if not settings.mask_documents:
         unmask_documents(batch, trajectories)
-    batch.response_mask[batch.rewards.isnan()] = 0.0  # so no mean counts failed rows
+    batch.response_mask[batch.rewards.isnan()] = 0.0  # so no mean counts rows with a failed search
     if settings.kl_coef:
         batch.ref_logprobs = compute_ref_logprobs(state, batch)  # [B, T]
     if state.critic is not None:  # once, for the advantages, the returns and value clipping
         batch.values = compute_values(state, batch)  # [B, T]
-    if state.recompute:  # the sampler may have rounded them differently, as in bf16
+    if state.recompute:  # the sampler rounds them differently, or documents were not sampled
         batch.old_logprobs = compute_old_logprobs(state, batch)  # [B, T]
-    if state.mismatch != "none":  # before the token weights, which leave out rejected tokens
+    if state.mismatch != "none":  # token weights leave out tokens whose mismatch weight is 0
         batch.mismatch_weights = ppo.mismatch_weights(batch, state.mismatch)  # [B, T]
     batch.advantages = ALGORITHMS[settings.algorithm].compute_advantages(batch, settings)  # [B, T]
     return batch
@@ -266,9 +267,9 @@ def prepare(state: TrainState, rollouts: Rollouts, step: int) -> Batch:
 
 def compute_old_logprobs(state: TrainState, batch: Batch) -> Tensor:
     """Returns π_old's log-probs [B, T]. To save time, rows whose advantages are all 0 keep the
-    log-probs recorded while sampling. But all rows are computed if there is a KL or a critic, if
-    documents are trained on, or if the mismatch correction drops tokens, because the means are then
-    over the remaining tokens of all rows.
+    log-probs recorded while sampling. But all rows are computed if there is a KL or a critic, or if
+    documents are trained on; and also if the mismatch correction drops tokens, because the loss is
+    a mean over the tokens that remain in all rows.
     """
     drops = state.mismatch != "none" and ppo.MISMATCH[state.mismatch][-1] == 0
     rows = torch.arange(len(batch))  # [n]
@@ -293,8 +294,8 @@ def unmask_documents(batch: Batch, trajectories: Sequence[Trajectory]) -> None:
 
 def shuffled_updates(step: int, rewards: Tensor, settings: Settings) -> tuple:
     """Returns the rows [n] of each update of a step. All rows whose reward [B] is not NaN are
-    shuffled and divided evenly into as few updates as hold at most `trajectories_per_update` rows
-    each (0: one update). If DAPO dropped groups or searches failed, there may be fewer updates.
+    shuffled and divided evenly into the fewest updates of at most `trajectories_per_update` rows
+    (0: one update). If DAPO dropped groups or searches failed, there may be fewer updates.
     """
     rows = (~rewards.isnan()).nonzero()[:, 0]  # [n]
     generator = torch.Generator().manual_seed(settings.seed * 7_919 + step)
@@ -323,8 +324,8 @@ def set_lr(state: TrainState, step: int, number: int) -> float:
 # ---------------------------------------------------------------------------------- what is logged
 def measure(state: TrainState, rollouts: Rollouts) -> Record:
     """Returns the metrics of a step's rollout (docs/metrics.md), with the groups that DAPO drops.
-    Means are over the trajectories without a failed search, or over all trajectories if each of
-    them has a failed search.
+    Rewards and the metrics in LOGGED are means over the trajectories without a failed search, or
+    over all if each has one. All other metrics are of all trajectories.
     """
     failed = rollouts.failed
     settings = state.settings
@@ -395,9 +396,10 @@ def sampler_stats(batch: Batch, first: Tensor, mismatch: str) -> Record:
     """Returns how far the log-probs recorded while sampling are from the recomputed ones: the mean
     |difference|, weighted by the token weights, and the largest |difference|, over the model tokens
     of the step's first update (rows `first` [n]). The policy has not changed before the first
-    update, so any difference comes from the sampler. Rows whose advantages are all 0 are left out,
-    because they are not recomputed. If documents are trained on, the result is {}, because
-    documents were not sampled.
+    update, so any difference comes from the sampler. Rows without a gradient are left out; most
+    are not recomputed. With a mismatch correction, `ppo.mismatch_stats` of all updates is
+    added. Returns {} if the first update trains on no token, or if documents are trained on, which
+    were not sampled.
     """
     part = batch.rows(first)
     part = part.rows(rows_that_teach(part))
@@ -413,7 +415,7 @@ def sampler_stats(batch: Batch, first: Tensor, mismatch: str) -> Record:
 
 def main(arguments: list[str] | None = None) -> None:
     stages = parse_stages(arguments)
-    _held = checkpoint.lock_stages(stages)  # locks the folders until all stages are done
+    _held = checkpoint.lock_stages(stages)  # locks the folders of several stages until main ends
     for settings in stages:
         with checkpoint.as_command(settings):
             train(settings)

@@ -5,10 +5,11 @@
     -> one optimizer step
 
 The weights are computed before the update is cut into micro-batches. The usual method, to average
-the means of the micro-batches, gives a loss that is 21 to 28 % off. A row whose advantages are all
-0, because the rewards of its group are equal, has a loss and a gradient of 0. Such a row keeps its
-share of the weights, but its forward pass is skipped. If no row has a gradient, the update makes no
-step. This file also computes log-probs and values before an update.
+the means of the micro-batches, gives another loss if they have unequal numbers of tokens. Without a
+KL or a critic, a row whose advantages are all 0, because the rewards of its group are equal, has a
+loss and a gradient of 0. Such a row keeps its share of the weights, but its forward pass is
+skipped. If no row has a gradient, the update makes no step. This file also computes log-probs and
+values before the updates of a step.
 Left out: several epochs over a rollout.
 """
 
@@ -65,12 +66,14 @@ class TrainState:
     generate: Any = None  # the function that generates a rollout (rollout.py, engines/)
     sampler: Any = None  # returns a context manager that gives the policy to sample with
     other_models: Any = None  # rewards.OtherModels, in the main process only
-    run: Any = None  # plumbing.files.Run, which knows whether a SIGTERM has arrived
-    version: int = 0  # version of the policy's weights: the number of optimizer steps
+    run: Any = None  # plumbing.files.Run, which knows the signals that have arrived
+    version: int = 0  # number of the policy's optimizer steps in this process
 
 
 def compute_logprobs(state: TrainState, policy: Policy, batch: Batch) -> Tensor:
-    """Returns a policy's log-probs [B, T] of the batch's tokens. Each process computes a share."""
+    """Returns a policy's log-probs [B, T] of the tokens in response_mask, 0 elsewhere. Each process
+    computes a share.
+    """
     return forward_in_shares(state, policy, batch, state.settings.temperature)
 
 
@@ -113,7 +116,7 @@ def shares(state: TrainState, batch: Batch) -> list[Tensor]:
 
 def rows_that_teach(batch: Batch) -> Tensor:
     """Returns the indices [n] of the rows whose loss has a gradient: those with a token whose
-    advantage and weight are not 0. With a KL to the reference, or a critic, these are all rows.
+    advantage and weight are not 0. With a reference or a critic, returns all rows.
 
     Worked: advantages [[1, 0], [0, 0], [−1, 0]], and the weights of the third row are 0, because it
     is overlong -> [0].
@@ -137,7 +140,7 @@ def update(state: TrainState, batch: Batch) -> Record:
     settings = state.settings
     algorithm = ALGORITHMS[state.settings.algorithm]
     batch.token_weights = algorithm.compute_token_weights(batch, settings)  # [B, T]
-    batch.logprobs = batch.old_logprobs.clone()  # [B, T]  stays in rows that are not computed
+    batch.logprobs = batch.old_logprobs.clone()  # [B, T]  rows that are not computed keep these
     rows = rows_that_teach(batch)  # [n]
     if not len(rows):  # no step, because Adam's momentum would move the weights
         return {"loss": 0.0, "grad_norm": 0.0, "skipped": 1.0} | entropy_of(batch)
@@ -153,12 +156,12 @@ def update(state: TrainState, batch: Batch) -> Record:
         ratio = stats.pop("ratio")  # [b, t]  1 on masked tokens
         record = {"ratio_min": ratio.min().item(), "ratio_max": ratio.max().item()}
         stats["clip_fraction"] = stats.pop("clipped")
-        for name, value in stats.items():  # sums with these weights over the update are means
+        for name, value in stats.items():  # summed over all micro-batches, these are means
             record[name] = ((micro.token_weights * value).sum() / share).item()
         return (micro.token_weights * loss).sum(), record
 
     record = accumulate_and_step(state, state.model, state.optimizer, taught, loss_of)
-    state.version += 1  # trap: a fused optimizer does not raise Tensor._version
+    state.version += 1  # trap: Tensor._version would miss a fused optimizer's steps
     computed = state.accelerator.reduce(taught.logprobs.to(state.accelerator.device), "sum")
     put(rows, computed.cpu(), into=batch.logprobs)  # [n, t] into [B, T]
     if state.critic is not None and math.isfinite(record["loss"] + record["grad_norm"]):
@@ -191,7 +194,7 @@ def accumulate_and_step(
     state: TrainState, model, optimizer, batch: Batch, loss_of: Callable
 ) -> Record:
     """Runs the forward and backward pass of each micro-batch, then makes one optimizer step. If the
-    loss or the gradient is not finite, it makes no step; the caller checks this and stops the run.
+    loss or the gradient is not finite, it makes no step, and `Run.check_finite` then stops the run.
     """
     accelerator = state.accelerator
     records = []
@@ -203,7 +206,7 @@ def accumulate_and_step(
         with accelerator.no_sync(model) if wait else contextlib.nullcontext():
             micro = batch.rows(rows).to(accelerator.device)
             loss, record = loss_of(micro, rows)
-            # DDP averages the gradients over processes, but they are parts of one sum, so multiply.
+            # Gradients are averaged over processes, but here they are parts of one sum: multiply.
             accelerator.backward(loss * accelerator.num_processes)
         records.append(record | {"loss": loss.item()})
     total = merge_records(gather_object([merge_records(records, sum)]), sum)  # over all processes

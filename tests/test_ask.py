@@ -121,7 +121,7 @@ def test_a_missing_retrieval_server_is_one_line(error_of, closed_port):
 @pytest.mark.parametrize(
     "line, reply",
     [
-        ("/foo", "error: /foo: unknown; /help lists them"),
+        ("/foo", "error: /foo: unknown; /help lists the commands"),
         ("/sav x", "did you mean /save?"),
         ("/save /tmp/x.html", "error: /save: nothing was asked yet"),
         ("who is zork ?", "knows only its own world's words; try: "),
