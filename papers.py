@@ -7,8 +7,8 @@
     warm_ups     weaker warm-ups by name (--toy_init), on which the paper's claims can be tested
     good_format  tells whether a trajectory has the paper's format; evaluations report the share
     punctuation  how the paper's scorer treats punctuation in answers, a key of metrics.PUNCTUATION
-    decoding     sampling settings of the paper's evaluations; {} means greedy
-    variants     other backbones and ablations by name (--variant), each with a record of its own
+    decoding     settings of the paper's evaluations (--decoding paper); {} means greedy
+    variants     other backbones, data and ablations by name (--variant), each a record of its own
 
 A paper is described in three files: tags and instructions in prompts.py, rewards in rewards.py, and
 settings here. To add a paper, extend these three files; every command then knows it.
@@ -171,10 +171,11 @@ for _name, *_numbers in map(str.split, _rows):
         _variant = varied(_paper, **_own)
         _variant.stages[max(_variant.stages)]["steps"] = int(_steps)
         _paper.variants[f"{_name}_{_run}" if _paper is VANILLA_RL else _name] = _variant
-# C.7's last sentence has 15 for multiple choice; in our reading it holds for math too.
+# C.7's last sentence gives the 3B model 15 steps with a search bonus for multiple choice. In our
+# reading, its stage 1 on math also has 15 steps.
 UR2.variants["qwen_3b"].stages[1]["steps"] = 15
 # Easy math questions replace the hard ones (C.5), so two thirds of the math questions are easy.
-# Half of these may search, as the hard third would have (our reading).
+# Half of these may search, as many as the hard questions that they replace (our reading).
 _easier = {"buckets": "math:medium=1,math:easy=2,hard=7,medium=2,easy=1"}
 UR2.variants["llama_8b"].stages[2].update(_easier, math_searches="easy=0.5")
 _llama = UR2.variants["llama_8b"]
@@ -198,7 +199,7 @@ _sampled = "math=0.3/0.7/2048,other=0.3/0.7/2048"  # C.2, of Qwen-3-8B
 _qwen3 = varied(_mini, summarizer="Qwen/Qwen3-8B", summary_sampling=_sampled)
 UR2_CHOICE.variants.update(gpt_4o_mini_summaries=_mini, qwen3_8b_summaries=_qwen3)
 # Tables 6 and 7. A search has five passages, as in Table 10's evaluations without summaries (our
-# reading).
+# reading). `raw_qa` and `raw_math` do not select questions by difficulty.
 _passages = replace(
     varied(VANILLA_RL, documents_per_search=5), tiny={1: EVERYTHING | {"steps": 72}}
 )
@@ -221,7 +222,7 @@ R1_SEARCHER = Paper(
     source="R1-Searcher section 3.3",
     protocols=("r1_searcher",),
     # One epoch over Table 1's 350 questions in stage 1 and over its 8,148 in stage 2. The counts of
-    # each difficulty need --difficulty.
+    # each data set (`mix`) and difficulty (`buckets`) are used only with --difficulty.
     stages={
         1: _r1_searcher
         | {"reward": "r1_searcher_stage1", "steps": 6, "mix": "hotpotqa=200,2wiki=150"}
@@ -294,8 +295,8 @@ _when_to_search = (  # Table 5; each stage has half of its 500 steps (our choice
     | {"temperature": 1.0, "documents_per_search": 5, "document_tokens": 4096}
     | {"max_searches": 5, "max_turn_tokens": 8192}  # we read Table 5's five turns as searches
     | {"max_context": 18432}  # prompt 2048 + response 16384
-    # The filter `correct` would drop groups that are all wrong or all right, but eq. 10 gives wrong
-    # answers different rewards, and eq. 11 right answers.
+    # The filter `correct` would drop groups that are all wrong or all right. But wrong answers get
+    # different rewards by eq. 10, and right answers by eq. 11.
     | {"filter_by": "answer"}
     | {"save_every": 30}  # appendix B.3
 )
@@ -328,19 +329,20 @@ _one_stage = replace(  # one reward throughout
     stages={1: _when_to_search | {"steps": 500}},
     tiny={1: EVERYTHING | WHEN_TINY | {"steps": 45}},
 )
-# With β = 0 a right answer earns 1 and a wrong one −1 in stage one, however often it searched.
+# With β = 0 the answer term of stage one is 1 if right and −1 if wrong, whatever the searches.
 _plain_stages = {1: _when_stage1 | {"beta": 0.0}, 2: _when_stage2}
 WHEN_TO_SEARCH.variants.update(
     # All checkpoints of this run are kept, because Table 2 compares them.
     unified=varied(_one_stage, reward="when_to_search_unified", keep_checkpoints=0),
-    # The variants from here on are those of Table 4. Its row "w/o stage one" has two readings: the
-    # reward of stage two throughout, or, as in section 4.5, ±1 in stage one (`plain_stage_one`).
+    # The variants from here on, except `to_the_end`, are those of Table 4. Its row "w/o stage one"
+    # has two readings: the reward of stage two throughout, or, as in section 4.5, an answer term of
+    # ±1 in stage one (`plain_stage_one`).
     without_stage_one=varied(_one_stage, reward="when_to_search_stage2"),
     plain_stage_one=replace(WHEN_TO_SEARCH, stages=_plain_stages),
     without_stage_two=varied(_one_stage, reward="when_to_search_stage1"),
     without_r_s=varied(WHEN_TO_SEARCH, left_out="retrieval"),
 )
-# With β = 0 in stage two, a right answer earns 1 and a wrong one −1 there (4.5).
+# With β = 0 in stage two, its answer term is 1 if right and −1 if wrong (4.5).
 _plain_stages = {1: _when_stage1, 2: _when_stage2 | {"beta": 0.0}}
 WHEN_TO_SEARCH.variants.update(
     to_the_end=varied(WHEN_TO_SEARCH, protocol="when_to_search_eos"),  # 3.2
@@ -358,7 +360,7 @@ _arena = (
     | {"lr": 3e-6, "kl_estimator": "k2", "kl_coef": 0.04, "clip_low": 0.2, "clip_high": 0.2}
     | {"temperature": 0.9, "max_searches": 0}
     | {"max_turn_tokens": 256}  # its library's default
-    | {"steps": 95}  # table 10: one epoch over the 25,000 questions
+    | {"steps": 95}  # table 10; 95 · 256 is about one epoch over the 25,000 questions
 )
 ARENA = Paper(
     source="ARENA section 4.4, app. F",
