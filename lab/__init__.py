@@ -1,4 +1,6 @@
-"""Holds the experiments and measurements; python -m lab.NAME runs one of them."""
+"""Holds experiments, measurements and tools. `python -m lab.NAME` runs one; claims.py and export.py
+are only imported.
+"""
 
 import contextlib
 import sys
@@ -15,9 +17,10 @@ from settings import add_flags, check_limits, named_in
 def parse_flags(
     command: str, record: type, arguments: list | None, others=(), methods=(), only="eval"
 ) -> tuple:
-    """Returns (the checked `record`, a dict of the other flags that were given). If there are
-    `methods`, the first argument must name one of them. A setting that declares a value of `only`
-    becomes a flag if that value equals this `only`.
+    """Returns (an instance of `record`, a dict of the other arguments that were given). The flags
+    are the fields of `record` and of the records in `others`, without those that are declared for
+    another command than `only`. If there are `methods`, the positional argument `method` must
+    be one of them.
     """
     parser = FlagParser(command, description=record.__doc__)
     if methods:

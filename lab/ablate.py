@@ -6,12 +6,13 @@
     python -m lab.ablate --table       prints the table of finished runs; runs nothing
     python -m lab.ablate --curves docs --only stage1,penalty,stage2,two_stages     draws curves
 
-An arm is one training run (lab/claims.py). It is evaluated on all questions about held-out
-entities, with two samples each at the temperature of training. Each arm writes its result and its
-settings to a result.json in each world. If the command is interrupted, repeating it continues from
-these files; a result that was made with other settings is rejected. A changed warm-up is not
-noticed, so give another --output_dir after one. To choose settings, use the development questions
-of other worlds: --first_world 40 --split dev. Left out: several machines.
+An arm is one training run (lab/claims.py). It is evaluated on all questions of --split: about
+held-out entities, and the sums and known facts that training asks for too. Each question gets two
+samples at the temperature of training. Each arm writes its result and its settings to a result.json
+in each world. If the command is interrupted, repeating it continues from these files; a result that
+was made with other settings ends the command. Results from an older version of a warm-up are not
+recognised, so after changing one give another --output_dir. To choose settings, use the development
+questions of other worlds: --first_world 40 --split dev. Left out: several machines.
 """
 
 import multiprocessing
@@ -59,7 +60,7 @@ from view import load_pyplot
 from world.toy import toy_path
 
 Jobs = set[tuple[str, int]]  # (arm, world)
-SAMPLES = 2  # answers to each question
+SAMPLES = 2  # answers to each question of the evaluation
 SFT = {"epochs": 3.0, "lr": 1e-3}  # R1-Searcher section 4.1: three epochs
 ROLLOUTS = 4  # answers to each training question, to imitate or to measure difficulty
 CURVES = """
@@ -100,8 +101,8 @@ def settings_of(name: str, seed: int, runs: str) -> Settings:
 
 
 def made_with(name: str, seed: int, split: str) -> dict:
-    """Returns the settings that are stored with a result, to reject results of other settings. The
-    folder is left empty, so a result stays valid if its folder is moved.
+    """Returns the settings that are stored with a result, to reject results of other settings. In
+    them --output_dir is "", so a result stays valid if its folder is moved.
     """
     return vars(settings_of(name, seed, "")) | {"split": split}
 
@@ -113,7 +114,7 @@ def result_path(settings: Settings) -> Path:
 # --------------------------------------------------------------------------------------- one arm
 def run_arm(name: str, seed: int, runs: str, split: str) -> None:
     """Trains and evaluates one arm in one world, and writes its result. The result's `curve` is a
-    list of step records: first those of the arm that it started from, then its own.
+    list of step records: first those of the arm `start`, if there is one, then the arm's own.
     """
     settings, arm, curve = settings_of(name, seed, runs), ARMS[name], []
     if arm.start:
@@ -140,7 +141,7 @@ def last_checkpoint(settings: Settings) -> str:
 
 def reinforce(settings: Settings) -> tuple:
     """Trains an arm by RL. Returns its checkpoint and the records of its steps."""
-    if settings.difficulty:  # measure it with the model that the arm starts from
+    if settings.difficulty:  # measured with the model that the arm starts from
         difficulty.main(
             ["--model", settings.model, "--out", settings.difficulty, "--samples", str(ROLLOUTS)]
         )
@@ -153,8 +154,8 @@ def reinforce(settings: Settings) -> tuple:
 
 def imitate(settings: Settings) -> tuple:
     """Trains the warmed-up model by supervised learning instead of RL (R1-Searcher section 4.1): it
-    imitates correct trajectories of settings.model on training questions. Returns its checkpoint
-    and an empty list, since there are no RL steps.
+    imitates correct trajectories of settings.model on training questions. Returns the new
+    checkpoint and an empty list, since there are no RL steps.
     """
     out = stage_folder(settings) / "checkpoint-sft"
     traces, runs = str(out.with_name("traces.jsonl")), settings.output_dir
@@ -166,15 +167,18 @@ def imitate(settings: Settings) -> tuple:
 
 
 def evaluate(settings: Settings, model: str, split: str, samples=SAMPLES, out="") -> list:
-    """Returns the prediction records of all questions, sampled as in training. `model` "" means the
-    warmed-up model. Records of an interrupted arm are not reused, because it is trained again.
+    """Returns the prediction records of all questions of a split, sampled as in training. `model`
+    "" means the warmed-up model. Records of an interrupted evaluation are not reused, because the
+    arm is trained again.
     """
     options = Options(split=split, questions=0, samples=samples, fresh=True, out=out)
     return Evaluation(replace(settings, model=model), options).run()
 
 
 def check_prior(settings: Settings, split: str) -> None:
-    """Raises an error if the warmed-up model searches more often than its `prior` in papers.py."""
+    """Raises an InputError if the warmed-up model makes more searches per look-up than the `prior`
+    of its warm-up (world/tiny.py) allows. Protocols without searches are not checked.
+    """
     if PROTOCOLS[settings.protocol].query_tags is None:
         return
     # Each arm has its own file, because another worker may be measuring the same model.
@@ -184,13 +188,14 @@ def check_prior(settings: Settings, split: str) -> None:
     if prior > limit:
         raise InputError(
             f"the warm-up --toy_init {settings.toy_init} makes {prior:.3f} searches per look-up"
-            f" before RL, and at most {limit} are allowed: this world is left out"
+            f" before RL, and at most {limit} are allowed: this arm gets no result in this world"
         )
 
 
 def evaluate_arm(settings: Settings, model: str, split: str) -> dict:
-    """Evaluates an arm and returns {kind of question: {metric: mean}}. If the protocol writes
-    evidence, a reader also answers from the evidence, and its answers are scored.
+    """Evaluates an arm and returns {kind of question or "all": {metric: mean}}. If the protocol has
+    an evidence box, a reader's answers are scored too: from the evidence, and from the documents of
+    a search of its own (`add_rag`).
     """
     records = evaluate(settings, model, split)
     for record in records:
@@ -202,7 +207,9 @@ def evaluate_arm(settings: Settings, model: str, split: str) -> dict:
 
 
 def means(records: list) -> dict:
-    """Returns {kind or "all": {metric: mean}}; a mean is over the records that have the metric."""
+    """Returns {kind or "all": {metric: mean}}; a mean is over the records in which the metric is
+    neither missing nor None.
+    """
     values = defaultdict(lambda: defaultdict(list))
     for record in records:
         for number, value in record["metrics"].items():
@@ -246,7 +253,8 @@ def read_results(jobs: Jobs, runs: str, split: str) -> Results:
 
 def run_world(names: list[str], seed: int, runs: str, split: str) -> None:
     """Runs the arms of one world one after the other. If an arm fails, its error is printed and the
-    next arm runs. Arms that start from a failed arm fail too, because they find no checkpoint.
+    next arm runs. Arms that start from a failed arm fail too, because they need its
+    checkpoint and its result.
     """
     for name in names:
         log = result_path(settings_of(name, seed, runs)).with_name("log.txt")
@@ -263,7 +271,7 @@ def run_world(names: list[str], seed: int, runs: str, split: str) -> None:
 
 
 def run_all(jobs: Jobs, runs: str, split: str, workers: int) -> None:
-    """Runs several worlds at a time, each in a process that runs all its arms. A world is submitted
+    """Runs several worlds at a time; one process runs all arms of a world. A world is submitted
     only when a worker is free, because a queued world would still run after Ctrl-C.
     """
     running, context = set(), multiprocessing.get_context("spawn")  # torch hangs if it is forked
@@ -347,7 +355,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.curves:
         return draw(names, results, Path(options.curves))
     if not options.table:
-        os.environ["OMP_NUM_THREADS"] = "1"  # workers inherit it: each has one core
+        os.environ["OMP_NUM_THREADS"] = "1"  # workers inherit it: each has one thread
         with interruptible("finished runs are kept: repeat the command to continue"):
             run_all(jobs - results.keys(), runs, split, options.workers)
         results = read_results(jobs, runs, split)

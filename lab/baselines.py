@@ -7,32 +7,34 @@
     sure          search, sum up for each of two answers, compare          Kim 2024            1
     ircot         search, one sentence, search that sentence, ...          Trivedi 2023  up to 8
     iter_retgen   search question + last answer, answer again, T times     Shao 2023       T = 2
-    self_ask      follow-up question, its answer by search, ... or rag     Press 2023   up to 10
+    self_ask      follow-up question, its answer by search, ... or rag     Press 2023  up to 10 + 1
     rat           draft, then revise paragraph by paragraph                Wang 2024     up to 8
     search_o1     search inside the reasoning, insert digested notes       Li 2025      up to 10
 
 A method is a generator. It yields a `Write` (a request to the model) or a query, receives the reply
 or the passages, and returns its answer. `run_method` runs the generators of many questions in
-lockstep: each round has one search call and one batch of requests for all of them.
+lockstep: each round makes at most one search call and one batch of requests for all of them.
 
     python -m lab.baselines --model SPEC --data FILE --corpus FILE          all methods
     python -m lab.baselines --method rag,ircot --recipe r_search --decoding paper ...
     python -m lab.baselines --method direct,rag,sure,self_ask --recipe arena --retriever given ...
                                                    SPEC: a HF model, or http://host:port/v1#model
 
---recipe names the paper whose table the methods belong to. It decides how many tokens a reply may
-have (UR² app. C.4: 3,072 for math, 1,536 for choice, else 512), how --decoding paper samples, how
-punctuation is scored, and what a judge sees. Thinking in <think> ... </think> is not scored. It
-counts towards the limit of the reply, unless --thinking N gives it a limit of its own. The metric
-`thinking` is its number of tokens, and `unfinished` is the number of thoughts that the limit cut.
+--recipe (default ur2) names the paper whose table the methods belong to. Among other things it
+decides how many tokens a reply may have (UR² app. C.4: 3,072 for math, 1,536 for choice, else 512),
+how --decoding paper samples, how punctuation is scored, and what a judge sees. Thinking in <think>
+... </think> is not scored. It counts towards the limit of the reply, which --thinking N raises by N
+tokens. The metric `thinking` is its number of tokens, and `unfinished` is the number of thoughts
+without </think>, usually cut by the limit.
 
 We wrote the prompts, for chat models. With `rag` the model answers an open question in a few words,
 as in FlashRAG, and reasons about mathematics and choices, as in UR² app. D.4. The tags and labels
 of the prompts are removed from passages, and for a local model special tokens too. If the command
-is repeated, only questions that got no reply are asked again. A search returns 5 passages, as UR²
-app. C.4 says for Qwen and Llama; UR² sections 4.3 and 4.4 say 10. --retriever given shows all
-references of the record, as in ARENA 4.3. Left out: the papers' few-shot examples; Self-Ask gets
-examples that we wrote.
+is repeated, it continues at the first batch of 64 questions in which a reply is missing or the
+retriever failed; replies that a model already gave are read from disk. A search returns 5 passages
+by default, as UR² app. C.4 says for Qwen and Llama; UR² sections 4.3 and 4.4 say 10. --retriever
+given shows the references of the record, as in ARENA 4.3. Left out: the papers' few-shot examples;
+Self-Ask gets examples that we wrote.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ from trajectory_metrics import split_thought
 
 BASELINE = Protocol("baseline", *map(tag_pair, ("search", "information", "answer")), "", "")
 LABELS = FOLLOW_UP, TOLD, FINAL = "Follow up:", "Intermediate answer:", "So the final answer is:"
-NO_REPLY = "no reply"  # stop reason of a trajectory whose model could not be reached
+NO_REPLY = "no reply"  # stop reason of a trajectory for which the model gave no reply
 GO_ON = "This is your reply so far. Go on where it ends, and repeat nothing:"
 
 
@@ -73,13 +75,15 @@ class Write:
     """
 
     instruction: str
-    passages: Sequence[str] = ()  # lines, newest search first; if too long, the last are dropped
-    notes: str = ""  # more text to read; loses its beginning if the prompt is still too long
+    passages: Sequence[str] = ()  # lines, newest search first
+    notes: str = ""  # more text to read
     so_far: str = ""  # the beginning of the model's reply
     question: str = ""  # replaces the trajectory's question
 
     def as_request(self, question: str, decoding: tuple) -> Request:
-        """Builds the prompt: passages (no duplicates or numbers), question, notes, reply so far."""
+        """Builds the prompt: instruction, passages (each once, without its number), question,
+        notes, reply so far.
+        """
         lines = dict.fromkeys(re.sub(r"^\(\d+\) ", "", line) for line in self.passages)
         passages = "\n".join(["Passages:", *lines]) if lines else ""
         so_far = f"{GO_ON}\n{self.so_far}" if self.so_far else ""
@@ -87,6 +91,9 @@ class Write:
         return Request(self.instruction, "\n\n".join(filter(None, parts)), *decoding)
 
     def shortened(self) -> Write:
+        """Leaves out the last passage. Without passages, `notes` and `so_far` each lose about
+        an eighth, at the beginning.
+        """
         if self.passages:
             return replace(self, passages=self.passages[:-1])
         notes, so_far = (text[len(text) // 8 + 1 :] for text in (self.notes, self.so_far))
@@ -174,8 +181,9 @@ DIGEST = (
 
 
 # -------------------------------------------------------------------------------------- the methods
-# Each method takes a Question and a limit on searches (the paper's; ours for Search-o1, RAT) and
-# returns the generator `Steps`.
+# Each method takes a Question and a limit on searches, and returns the generator `Steps`. The
+# default limit is the paper's (ours for Search-o1 and RAT). `direct`, `cot`, `rag` and `sure`
+# ignore the limit, because their number of searches is fixed.
 
 
 def direct(question, limit=0):
@@ -196,13 +204,14 @@ def rag(question, limit=1):
     return any_answer((yield Write(READ + DIRECT, passages)))
 
 
-_LISTED = r"(?m)^[ \t]*(?:(?:\d[.):]|[-*])[ \t]+)?(\S.*?)[ \t]*$"  # without "1. "
+_LISTED = r"(?m)^[ \t]*(?:(?:\d[.):]|[-*])[ \t]+)?(\S.*?)[ \t]*$"  # a line without "1. " or "- "
 
 
 def sure(question, limit=1):
     """SuRe (Kim 2024): writes two answers and, for each, a summary of the passages in its favour.
     An answer scores 1 if the model finds its summary convincing, plus ½ for each comparison that
-    it wins. The answer with the higher score is returned, in a tie the first.
+    it wins. The answer with the higher score is returned, in a tie the first. If the model wrote
+    only one answer, it is returned at once.
     """
     passages = yield question.question
     names = re.findall(_LISTED, plain((yield Write(CANDIDATES, passages))))
@@ -300,7 +309,9 @@ METHODS = {
 
 # -------------------------------------------------------------------------------- what a reply says
 def by_step(question: Question) -> str:
-    """Returns the instruction of UR² app. D.4: to reason step by step, or option by option."""
+    """Returns the instruction to reason step by step, for a choice also option by option (UR² app.
+    D.4, in our words).
+    """
     return BY_OPTION if question.task == "choice" else BY_STEP
 
 
@@ -325,7 +336,8 @@ _STATED = re.compile(r"(?i)answer is\s*+:?\s*+([^\n]*\w[^\n]*)")
 
 
 def stated_answer(reply: str) -> str:
-    """Returns the last <answer> box, the last \\boxed{...}, or the text after the last "answer is".
+    """Returns the last <answer> box, else the last \\boxed{...}, else the sentence after the words
+    "answer is" in the last line that has them, else "".
 
     >>> stated_answer("He was born in St. Ives. So the answer is: St. Ives. That is all.")
     'St. Ives'
@@ -340,7 +352,8 @@ def any_answer(reply: str) -> str:
     return stated_answer(reply) or first_sentence(plain(read_answer(reply)))
 
 
-# A full stop after a single capital letter, a single digit ("1.") or a title ends no sentence.
+# A full stop ends no sentence after a single capital letter or digit ("1."), nor after Dr, Mr, Sr,
+# St, Mrs and vs.
 _END = r"(?<!\b[A-Z\d])(?<!\b[DMS]r)(?<!\bSt)(?<!\bMrs)(?<!\bvs)[.!?][\"')\]]*(?=\s|$)"
 
 
@@ -358,7 +371,8 @@ def next_question(reply: str) -> str:
 
 
 # ----------------------------------------------------------------------- many questions in lockstep
-# If a model does not stop where the environment must continue, its reply is cut there.
+# A reply is cut after its first </search>, </answer> or TOLD, because the model should have stopped
+# there.
 _TURN = rf"(?s).*?(?:</search>|</answer>|{TOLD}|\Z)"
 
 
@@ -372,14 +386,14 @@ def drive(trajectory: Trajectory, steps: Steps, llm: LLM, environment: Environme
         try:
             step = steps.send(reply)
         except StopIteration as end:
-            # The answer is written in <answer> tags, so that it is graded as in a trajectory.
+            # The answer is written in <answer> tags, where the metrics look for it.
             answer = plain(end.value)
             trajectory.stop_reason = "answer" if answer else "eos"
             if answer:
                 trajectory.append_model([], [], f"<answer> {answer} </answer>")
             break
         if isinstance(step, str):
-            # If only tags were written as the query, the question itself is searched.
+            # If nothing is left of the query without its tags, the question itself is searched.
             query = " ".join(plain(step).split()) or trajectory.question.question
             trajectory.append_environment([], f"<search> {query} </search>", "notice")
             yield query
@@ -393,13 +407,14 @@ def drive(trajectory: Trajectory, steps: Steps, llm: LLM, environment: Environme
         if thought:
             trajectory.segments.append(Segment("thought", strip_tags(thought, BASELINE.tags)))
         reply = re.match(_TURN, text.strip().removeprefix(step.so_far.strip())).group()
-        # Tags are removed: a transcript has them only around executed searches and the answer.
+        # Tags are removed: a transcript has them only around queries that are sent to the
+        # retriever, the documents and the final answer.
         trajectory.append_model(encode(llm.tokenizer, whole), [], f"{plain(reply)}\n\n")
     yield None
 
 
 def build_request(step: Write, trajectory: Trajectory, llm: LLM, environment) -> Request:
-    """Builds the request to the model, shortened until the reply fits into the context."""
+    """Builds the request to the model, shortened until prompt and reply fit into the context."""
     write, settings = step, environment.settings
     reply_tokens = environment.turn_tokens_left(trajectory)
     prompt_tokens = (settings.max_context or llm.positions) - reply_tokens
@@ -427,7 +442,7 @@ def run_method(name: str, questions: list, llm: LLM, search, settings: Settings)
     # A trajectory here is a log and not the model's context, so its length has no limit.
     environment = Environment(llm.tokenizer, protocol, search, settings, 2**31)
     environment.forbidden += LABELS
-    # If the server rejects a query, the method gets an empty result.
+    # If the retriever or the summariser rejects a query, the method gets an empty result.
     environment.reject = lambda row, query, _: environment.append_result(
         row, query.query, SearchResult()
     )
@@ -435,7 +450,7 @@ def run_method(name: str, questions: list, llm: LLM, search, settings: Settings)
     drives = [drive(row, METHODS[name](row.question, *limit), llm, environment) for row in rows]
     steps = [*map(next, drives)]  # what each row waits for
     while any(steps):
-        # All searches are one call, with the retries and token budgets of a rollout.
+        # All searches are one call, with the timeout and the token budgets of a rollout.
         if queries := [pair for pair in zip(rows, steps, strict=True) if isinstance(pair[1], str)]:
             environment.execute(queries)
         # A method that searched reads its passages now; its next step is always a request.
@@ -457,7 +472,7 @@ class BaselineOptions(Options):
 
 
 def recipe_protocol(settings: Settings) -> Protocol:
-    """Returns the first protocol of the paper --recipe names; its tables list the methods."""
+    """Returns the first protocol of the paper that --recipe names."""
     return PROTOCOLS[record_of(settings.recipe).protocols[0]]
 
 

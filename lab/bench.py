@@ -4,17 +4,19 @@
     python -m lab.bench update       one gradient: ours; with rows whose loss has no gradient
                                      (--equal_groups N makes some); without shared prompts; padded
     python -m lab.bench step         a whole GRPO step: seconds of its rollout and of its update
-    python -m lab.bench retrieval    BM25: seconds per query and per build (bm25s if installed)
+    python -m lab.bench retrieval    BM25: ours, rank-bm25 and, if installed, bm25s; seconds per
+                                     query, and `build` per index
     python -m lab.bench growth       ours at several sizes: fits cost ~ size ^ exponent (--png FILE)
 
 The number of tokens of each turn and the documents inserted after it are fixed in advance, so all
-variants do the same work. The variants run in turns. Each run has its own process, which first
-warms up on a small piece of the work. The command prints medians of
+variants do the same work. The variants run in turns. Each run has its own process, which (except
+for BM25) first warms up on a small piece of the work. Among the medians that the command prints are
     seconds   CPU time (on a GPU: clock time after a synchronisation)
     mib       peak memory, less the memory (mostly weights) held before
-    x         seconds, divided by those of the first variant (ours) or of the smallest size
+    x         seconds, divided by those of the first variant that runs or of the smallest size
+    apart     relative distance of the result from the first variant's
 Left out: waiting for searches, several processes, sampling by a server, other trainers. `step` also
-leaves out clipped ratios, and recomputing log-probs after sampling in bf16.
+leaves out rewards, clipping, a KL, and recomputing log-probs after sampling in bf16.
 """
 
 import multiprocessing
@@ -57,7 +59,7 @@ from trajectory import Trajectory
 from update import merge_records, rows_that_teach
 from view import load_pyplot
 
-SAME = {"cpu": 1e-5, "cuda": 2e-2}  # allowed relative distance of two gradients (cuda: bf16)
+SAME = {"cpu": 1e-5, "cuda": 2e-2}  # allowed relative distance of two results (cuda: bf16)
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class BenchSettings:
     device: str = setting("cpu", "device (BM25 always runs on a CPU)", one_of=SAME)
     questions_per_step: int = setting(8, "number of prompts", least=1)
     group_size: int = setting(8, "rows of each prompt", least=1)
-    micro_batch: int = setting(4, "tokens per forward pass, in rows of the longest length", least=1)
+    micro_batch: int = setting(4, "budget of a pass: this many rows of the longest length", least=1)
     equal_groups: int = setting(0, "number of prompts whose rows earn equal rewards", least=0)
     prompt: int = setting(0, "tokens of each prompt; 0: 100 to 200", least=0)
     context: int = setting(0, "tokens of each row: half prompt, half answer; 0: varied", least=0)
@@ -163,8 +165,9 @@ def alone(work):
 
 
 def in_turns(works: dict, o: Bench, runs: dict) -> None:
-    """Runs the variants in turns and fills `runs` {variant: its numbers}. Each result a must agree
-    with the first run's result b: |a − b| / |b| is at most SAME. Sizes are not compared.
+    """Runs the variants in turns and fills `runs` {variant: the numbers of each of its runs}. A
+    result a must agree with the first run's result b: |a − b| / |b| is at most SAME. Sizes, and
+    variants whose result is None, are not compared.
     """
     first = None
     for name in tqdm([*works] * o.repeats, leave=False):
@@ -220,9 +223,10 @@ def whole_batch(policy, environment, rows):
 @torch.enable_grad()
 def backward(policy, environment, rows, every_row=False, padded=False):
     """Computes the gradient as update.py and policy.py do. `every_row` includes rows whose loss has
-    no gradient. `padded` pads all rows to the longest (with id 0) and computes every log-prob. All
-    variants have the same token budget per pass. A row's reward is its index, but all rows of the
-    first --equal_groups prompts earn the same.
+    no gradient. `padded` includes them too, pads all rows to the longest (with id 0) and computes
+    every log-prob. The token budget of a pass is --micro_batch rows of the longest included row's
+    length. A row's reward is its index, but all rows of the first --equal_groups prompts earn the
+    same.
     """
     o, draw = environment.settings, random.Random(0)
     for row in rows:  # random tokens are a thousandth of the work of sampled ones
@@ -265,7 +269,9 @@ def step(policy, environment, rows, every_row=False):
 
 @torch.no_grad()
 def run_scripted(work, name, o):
-    """Returns (seconds and memory of one variant, the result in which all variants must agree)."""
+    """Returns (the numbers of one variant, the result in which all variants must agree). The result
+    is the gradient or, if none is left after the work, the number of sampled tokens.
+    """
     config = without_dropout(config_of(o.model))
     config.eos_token_id = config.pad_token_id = None  # no turn ends early
     config.vocab_size = o.vocab
@@ -309,7 +315,7 @@ def run_retrieval(work, name, o):
     built, index = measured(lambda: work(documents), "cpu")
     asked, scores = measured(lambda: np.array([search(query) for query in queries]), "cpu")
     numbers = built | {"build": built["seconds"], "seconds": asked["seconds"] / 100}
-    return numbers, None if work is bm25s else scores  # it defines idf differently
+    return numbers, None if work is bm25s else scores  # bm25s defines idf differently
 
 
 def rank_bm25(documents):
@@ -337,7 +343,7 @@ AXES = {  # setting that grows -> (the function to time, its sizes)
     "max_searches": (generate_in_slots, (1, 3, 8)),
     "passages": (BM25, (5_000, 40_000, 300_000, 1_000_000)),
 }
-PARTS = {  # our variant comes first
+PARTS = {  # in each part but growth, our variant comes first
     "rollout": {
         "slots": generate_in_slots,
         "by_turns": generate_by_turns,

@@ -1,19 +1,21 @@
-"""Lists the papers' claims, each as a pair of training runs that differ in one thing.
+"""Lists the papers' claims, each as a comparison of two training runs.
 
     arm      a training run: its recipe, stage, changed settings, and the arm that it starts from
-    claim    compares a metric of two arms, paired by world, after the same number of steps
-    effect   mean over worlds of (with − without), and its interval, mean ± t(n − 1) · s / √n
+    claim    compares a metric of two arms, paired by world, after the same number of steps. `sft`
+             compares RL with supervised training, `evidence` two metrics of the same arm, `k2` each
+             arm's KL by its own estimate
+    effect   mean over n worlds of (better − worse arm), and its interval, ± t(n − 1) · s / √n
     verdict  "shows": the 95 % interval lies beyond 0 on the claimed side, and the mean reaches the
              smallest effect that counts; "reversed": the same on the other side; otherwise "does
              not show", which is reported too
     equal    "equal within m": the 90 % interval lies within ±m (two one-sided tests at 5 %)
 
 If a paper's setting is impossible in a world this small, the sentence of the claim names the
-substitute. Settings, thresholds and margins were chosen on the dev split of worlds from 40 on, but
+substitute. Settings, thresholds and margins were chosen on the dev split of worlds 40 to 47, but
 those of `buckets`, `f1_cem`, `reinforce_...` and `crash` were chosen before any run. Left out:
-multiple choice (the tiny model did not learn to find an option's letter, so its arms are asked open
-questions); corrections for testing many claims; repeating an arm in one world with other sampling
-seeds.
+multiple choice (the tiny model did not learn to find an option's letter, so the arms of `choice...`
+are asked open questions); corrections for testing many claims; repeating an arm in one world with
+other sampling seeds.
 """
 
 import math
@@ -47,16 +49,18 @@ class Arm:
 
 
 SHORT = {"steps": 30}
-# Three passages are retrieved. The best is summarised, or without a summariser all three are read.
+# Three passages are retrieved. The extractive summariser shows the best one; with RAW the policy
+# reads all three.
 WEAK = {"toy_init": "weak", "documents_per_search": 3, "document_tokens": 64}
-PACE = {  # learning rate and batch size of the tiny stage 2
+PACE = {  # learning rate and batch size of EVERYTHING, the base of the tiny stage 2
     "lr": EVERYTHING["lr"],
     "trajectories_per_update": EVERYTHING["trajectories_per_update"],
 }
 WEAK_1 = WEAK | PACE | {"steps": 25}
 WEAK_2 = WEAK | {"questions_per_step": 16, "mix": EVERYTHING["mix"]}
 WEAK_30, WEAK_55 = WEAK_2 | SHORT, WEAK_2 | {"steps": 55}
-# C.7: the 7B model earns stage 2's reward and a bonus; the 3B model also gets −1 for no search.
+# UR² C.7: in the first steps, the 7B model earns stage 2's reward and a bonus for searching. The 3B
+# model also gets −1 for not searching; FINED is this −1 without the bonus.
 CHOICE = WEAK | {"steps": 40, "reward": "ur2_weak"}
 NO_BONUS = {"reward": "ur2_stage2"}
 FINED = {"reward_variant": "qwen_3b", "left_out": "retrieval"}
@@ -66,12 +70,14 @@ WORDY = {"toy_init": "verbose"}
 WORDED = WORDY | SHORT | {"reworded": 0.7}
 RARE_1 = PACE | {"toy_init": "rare", "steps": 16}
 RARE_30, RARE_46 = RARE_1 | SHORT, RARE_1 | {"steps": 46}
-# lr / trajectories_per_update is a third of stage 2's (3e-4 / 64, 5e-4 / 32): at a higher ratio
-# stage 1 teaches the model to search even for every known fact.
+# When to Search. The tiny stage 1 has lr / trajectories_per_update = 3e-4 / 64, a third of stage
+# 2's 5e-4 / 32. At a higher ratio stage 1 teaches the model to search for every known fact too.
+# RARE_1 has stage 2's ratio: no claim about its arms counts searches for known facts.
 WHEN_1 = {"toy_init": "weak", "steps": 8}
 WHEN_30 = WHEN_1 | SHORT
 GRPO = {"algorithm": "grpo"}
-# GRPO with a KL term (weight of Table 5), a symmetric clip range (section 3.2) and a sequence mean.
+# When to Search: GRPO with a KL term (weight of Table 5), a symmetric clip range (section 3.2) and
+# a sequence mean.
 GRPO_3_2 = GRPO | {"kl_coef": 1e-4, "clip_high": 0.2, "loss_aggregation": "sequence"}
 NO_R_S, NO_R_A = {"variant": "without_r_s"}, {"variant": "without_r_a"}
 FAST = {"steps": 15, "lr": 2e-3}
@@ -145,13 +151,13 @@ Measure = Callable[[dict], float]  # reads a result
 
 @dataclass(frozen=True)
 class Number:
-    """A number by which two arms are compared; `name` is shown in the table."""
+    """A number by which two arms are compared; `name` is shown in the table of lab/ablate.py."""
 
     name: str
     measure: Measure
     counts: float = 0.03  # smallest effect that counts, in the number's unit; less is noise
-    sign: int = 1  # 1: expected to be larger in the first arm; −1: smaller
-    other: Measure | None = None  # reads the second arm; None: `measure` does
+    sign: int = 1  # 1: claimed to be larger in the better arm; −1: smaller
+    other: Measure | None = None  # reads the worse arm; None: `measure` does
 
 
 LOOKUPS, LAST = "one_hop two_hop", slice(-SHORT["steps"], None)
@@ -164,15 +170,16 @@ def score(name: str, kinds: str = LOOKUPS) -> Measure:
 
 
 def points(result: dict, names: str) -> np.ndarray:
-    """Returns these training metrics as an array [steps, names]; steps of the arm that it started
-    from come first. NaN means that a step asked no question of that kind.
+    """Returns these training metrics as an array [steps, names], with NaN where a step has no such
+    metric, for example because it asked no question of that kind. The steps of the arm `start` come
+    first (`run_arm`).
     """
     steps = [[step.get(name, math.nan) for name in names.split()] for step in result["curve"]]
     return np.array(steps, float).round(4)
 
 
 def curve(names: str, steps: slice = LAST) -> Measure:
-    """Returns a function that reads training metrics, averaged over these steps."""
+    """Returns a function that reads the mean of training metrics over these names and steps."""
     return lambda result: np.nanmean(points(result, names)[steps])
 
 
@@ -224,20 +231,20 @@ NUMBERS = {
 @dataclass(frozen=True)
 class Claim:
     """A claim of a paper about the number of two arms. With a `margin` above 0 it claims that the
-    arms are equal within the margin. `worlds` is 5, or 8 where the effect is small.
+    arms are equal within the margin.
     """
 
     place: str  # in the paper
-    better: str  # an arm
+    better: str  # the arm with the larger number, or with the smaller one if number.sign is −1
     worse: str
     number: Number
-    worlds: int
+    worlds: int  # number of worlds in the final runs
     margin: float
     says: str
 
 
-# name; place; better arm; worse arm; number; worlds; margin (0: one arm is claimed to be better)
-#   what the paper says; "and ..." continues the claim above
+# name; place; better arm; worse arm; number; worlds; margin (0: the numbers are claimed to differ)
+#   what the paper says, or what we claim ("ours to show"); "and ..." continues the claim above
 _CLAIMS = """
 stage1; UR² 6.1, R1-Searcher 4.2; ur2; ur2_no_stage1; EM; 5; 0
     a first stage that rewards searching helps
@@ -256,11 +263,11 @@ mask; UR², R1-Searcher, R-Search, not ablated; ur2; ur2_no_mask; EM; 5; 0
 penalty; UR² Table 3, 6.1; ur2; ur2_no_penalty; FALLBACKS; 5; 0
     without the fallback penalty queries become ill-posed
 penalty_needless; UR² 3.4; ur2; ur2_no_penalty; NEEDLESS; 5; 0
-    the penalty ends searches for what is reckoned (ours to show)
+    the penalty ends searches for arithmetic (ours to show)
 penalty_equal; UR² Table 3; ur2; ur2_no_penalty; EM; 5; 0.05
     scores without the penalty are about equal
 mixing; UR² 6.1, B.1; ur2_mixing; ur2; NEEDLESS; 5; 0
-    task mixing saves searches (sums are asked without: by construction)
+    task mixing saves searches (by construction: in arithmetic none is allowed)
 mixing_equal; UR² 6.1, B.1; ur2_mixing; ur2; SUMS; 5; 0.05
     and costs no accuracy
 summary; UR² Table 3, 6.1; ur2; ur2_raw; EM; 5; 0
@@ -308,7 +315,7 @@ r_s; When to Search Table 4; when_stage2; when_no_r_s; FEWER; 5; 0
 r_a; When to Search Table 4; when_stage2; when_no_r_a; EM; 5; 0
     without the answer reward r_a answers are worse
 k2; ARENA 5.1, G; arena_k2_fast; arena_k3_fast; KL; 8; 0
-    with k2 the KL stays small, with k3 it spikes, each by its own (learning rate 2e-3)
+    with k2 the KL stays small, with k3 it spikes, each by its own estimate (learning rate 2e-3)
 k2_gradient; ARENA 3.2; arena_k2_fast; arena_k3_fast; GRADIENT; 8; 0
     and so do gradients (ours to show)
 bonus; ARENA I; arena; arena_no_bonus; CITED; 5; 0
@@ -343,7 +350,7 @@ def values(claim: Claim, results: Results, seeds: Iterable[int]) -> list:
 
 
 def interval(differences: list[float], sure: int = 95) -> tuple:
-    """Returns (mean, low, high) of the t interval at `sure` %; one world d gives (d, −inf, inf).
+    """Returns (mean, low, high) of the t interval at `sure` %; one number d gives (d, −inf, inf).
 
     Worked: 1, 2, 3 have mean 2 and s = 1. At 95 %, t(2) = 4.303, so the interval is 2 ± 4.303 / √3
     = 2 ± 2.484. At 90 % it is 2 ± 1.686.
@@ -357,7 +364,8 @@ def interval(differences: list[float], sure: int = 95) -> tuple:
 
 
 def verdict(claim: Claim, differences: list[float]) -> str:
-    """Returns "shows", "does not show", "reversed", "equal within m" (equality), or "not run".
+    """Returns "shows", "does not show" or "reversed"; with a margin m "equal within m" or "does not
+    show"; without differences "not run".
 
     Worked (mean ± half the interval) for sign 1 and counts 0.03: 0.10 ± 0.05 shows; 0.02 ± 0.01
     does not show; 0.10 ± 0.20 does not show; −0.10 ± 0.05 is reversed. With margin 0.05, 0.01 ±

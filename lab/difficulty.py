@@ -1,13 +1,14 @@
 """Measures how hard each question is for a model before training (UR² appendix C.2).
 
-    score of a question     mean score of K rollouts
+    score of a question     mean score of K rollouts (--samples), or of the published answers
     line of the output      {"id", "scores", "score", "bucket"}, JSON, one per question
 
     python -m lab.difficulty --model DIR --data FILE --corpus FILE --out difficulty.jsonl
     python -m lab.difficulty --from_rollouts FILE --out difficulty.jsonl     published answers
 
-curriculum.py defines the buckets. The other flags are those of eval.py, but the default temperature
-is 1. If the command is interrupted, repeating it continues where it stopped.
+curriculum.py defines UR²'s buckets, `bucket_of_first_success` those of --scheme r1_searcher. The
+other flags are the settings of a run that eval.py has too, but the default temperature is 1. If the
+command is interrupted, repeating it continues after the last finished batch.
 """
 
 import zlib
@@ -61,7 +62,7 @@ class DifficultySettings:
     )
     from_rollouts: str = setting("", "score the answers (pred_anses) of this file, without a model")
     questions: int = setting(
-        0, "number of questions (built-in world: of each kind); 0 = all", least=0
+        0, "number of questions: per kind, or per file of --data; 0 = all", least=0
     )
 
 

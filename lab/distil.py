@@ -7,13 +7,14 @@
 
     python -m lab.distil direct --model DIR --data QUESTIONS --out DIR
 
-UR² trains its summariser at a fixed learning rate (C.1). No paper gives the rate of the others;
-here it falls linearly to 0.
+UR² trains its summariser at a fixed learning rate (C.1). No paper says how the learning rate of the
+other methods changes; here it falls linearly to 0.
 
 An example is a prompt and pieces of text, some of which the model imitates (sft.py). Examples that
-are too long are dropped, because truncated ones would teach the model to stop without an answer.
+are longer than the model's context are dropped, because truncated ones would teach the model to
+stop without an answer.
 The analysis of `reasoning` quotes the gold references. To imitate a teacher's own words instead,
-write a predictions FILE with eval.py --recipe arena, and run
+write the teacher's predictions to a FILE with eval.py --recipe arena, and run
 `traces --protocol arena --data FILE --questions QUESTIONS`.
 """
 
@@ -63,8 +64,8 @@ class DistilSettings:
     batch_size: int = setting(32, "examples per update", least=1)
     lr: float = setting(1e-5, "learning rate (summarizer: fixed; others: it falls to 0)", above=0)
     gradient_checkpointing: bool = setting(False, "recompute activations: less memory")
-    skip_bad: bool = setting(False, "skip unusable records")
-    seed: int = setting(0, "seed of the order of the examples")
+    skip_bad: bool = setting(False, "skip unusable records (not for summarizer)")
+    seed: int = setting(0, "seed of the order of the examples, and of the draw of FILE:N")
 
 
 def final_answer(protocol: Protocol, answer: str) -> str:
@@ -100,7 +101,7 @@ def reasoning_example(question: Question, protocol: Protocol, tokenizer) -> Exam
     """Builds an example: prompt -> <relevance>[1, 3]</relevance> <analysis>...</analysis>
     <answer>...</answer>.
     """
-    protocol.section_tags("relevance")  # checks that the protocol has these sections
+    protocol.section_tags("relevance")  # raises an error if the protocol has no such section
     analysis = without_control(analysis_of(question), tokenizer, protocol.tags).strip()
     text = (
         f"<relevance>{list(question.supporting)}</relevance>\n<analysis> {analysis} </analysis>\n"
@@ -110,7 +111,9 @@ def reasoning_example(question: Question, protocol: Protocol, tokenizer) -> Exam
 
 
 def analysis_of(question: Question) -> str:
-    """Quotes each gold reference (its sentence with the answer, or its first), then answers."""
+    """Quotes one sentence of each gold reference (the first that contains an answer, else the first
+    of all), then answers.
+    """
 
     def answers(sentence: str) -> bool:
         return any(answer.lower() in sentence.lower() for answer in question.answers)
@@ -138,7 +141,9 @@ _MARK = "\ud800"  # half of a surrogate pair, which no valid text contains
 
 
 def trace_pieces(trajectory: Trajectory) -> list[tuple[str, bool]]:
-    """Returns pairs (text, did the model write it?), split as in the rollout's tokenization."""
+    """Returns pairs (text, did the model write it?). The texts are those that the rollout tokenized
+    separately.
+    """
     protocol = trajectory.protocol
     marked = ""
     # A transcript does not record who wrote a text, so notices are recognised by their wording.
@@ -153,8 +158,8 @@ def trace_pieces(trajectory: Trajectory) -> list[tuple[str, bool]]:
 
 
 def read_traces(records: list[dict], protocol: Protocol, given=()) -> list[Trajectory]:
-    """Returns each question's first correct trajectory (format 1, em 1). Options and references are
-    taken from the questions in `given`, if there are any.
+    """Returns each question's first correct trajectory (format 1, em 1). If there are questions in
+    `given`, every record must be about one of them, and options and references come from it.
     """
     known = {question.id: question for question in given}
     traces = {}

@@ -19,15 +19,16 @@ from papers import PAPERS
 from rewards import REWARDS, Extras, RewardSettings, needs
 from trajectory import trajectory_from_text
 
-BY_THE_STEP = {"ur2_choice", "ur2_weak"}  # neither trainer passes the number of the step
-FIELDS = ("question", "task", "options", "references", "supporting", "may_search")  # if they exist
+BY_THE_STEP = {"ur2_choice", "ur2_weak"}  # they need the step's number, which is not passed here
+# Columns of the data set (verl: of extra_info) that are read if they exist.
+FIELDS = ("question", "task", "options", "references", "supporting", "may_search")
 
 
 @lru_cache
 def settings_of(name: str) -> tuple[RewardSettings, str]:
     """Returns the settings and the protocol of the first stage in papers.py that has this reward,
-    or whose protocol begins the reward's name. It is an error if the reward needs more than a
-    transcript.
+    or with whose protocol's name the reward's name begins. Raises an InputError if the reward is
+    unknown or needs more than a transcript.
     """
     stages = [
         stage
@@ -56,7 +57,7 @@ def reward_terms(name: str, text: str, answers, columns: dict) -> dict[str, floa
 
 def trl_reward(name: str):
     """Returns a function for GRPOTrainer, which returns a number for each completion. The data set
-    has the column `answers` (a list of answers per row), and may have the columns FIELDS.
+    must have the column `answers` (a list of answers per row), and may have the columns FIELDS.
     """
     settings_of(name)
 
@@ -74,6 +75,8 @@ def trl_reward(name: str):
 
 
 def verl_score(data_source, solution_str, ground_truth, extra_info=None, *, reward, **_) -> dict:
-    """Returns the reward as "score", and its terms. ground_truth is {"target": list of answers}."""
+    """Returns the reward as "score", and its terms. ground_truth is {"target": list of answers};
+    extra_info may have the keys FIELDS.
+    """
     terms = reward_terms(reward, solution_str, ground_truth["target"], extra_info or {})
     return {"score": float(sum(terms.values()))} | terms

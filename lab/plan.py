@@ -4,18 +4,21 @@
 
     peak = standing + max(rollout, update)
 
-P is the number of weights, K the width of one token's keys in a layer. Weights are trained in fp32,
-everything else is computed in bf16. The formulas give bytes; the numbers are GiB for 7B:
+P is the number of weights, K the width of one token's keys in a layer. Trained weights, their
+gradients and moments are fp32 (8-bit optimizers: int8 moments); matrix products are in bf16. The
+formulas give bytes; the numbers are GiB for 7B:
 
-    standing   weights 4 P = 28.4, moments 8 P = 56.7, reference 2 P = 14.2; LoRA: weights 14.3 only
-    rollout    bf16 copy of the weights 2 P = 14.2; keys and values 4 K per layer and token; with
-               ddp on several GPUs also gradients 4 P = 28.4, because they are views of DDP's
-               buckets, which stay allocated
-    update     gradients 4 P = 28.4, bf16 weights 13.2, head 4.3; activations 262 KiB per layer and
-               token
+    standing   weights 4 P = 28.4, moments 8 P = 56.7; with a KL the reference 2 P = 14.2; with ppo
+               a critic with moments 12 P. LoRA of rank 16: weights 14.3, moments 0.3, no
+               reference
+    rollout    bf16 copy of the weights 2 P = 14.2; keys and values 4 K per layer and token; logits
+               16 bytes per slot and vocabulary entry; with ddp on several GPUs also gradients
+               4 P = 28.4, because they are views of DDP's buckets, which stay allocated
+    update     gradients 4 P = 28.4, bf16 weights 13.2, head 4.3 and 42 KiB per token; activations
+               262 KiB per layer and token
 
 On several GPUs ddp keeps everything on each; fsdp2 shards weights, moments and gradients, and
-gathers the weights of the layer that it computes. LoRA and 8-bit moments cannot be sharded. The
+gathers the weights of the layers that it computes. LoRA and 8-bit moments cannot be sharded. The
 plan uses ddp if that fits, otherwise fsdp2. tests/ghost compares these formulas with simulated
 steps.
 Left out: zero2, judges and readers (2 bytes per weight), dense retrieval, the extra memory of plain
@@ -44,9 +47,9 @@ from settings import RECORDS, Settings, check_settings, resolve
 GIB = 2**30
 USABLE = 0.92  # usable share of a GPU's memory
 PROMPT = 1024  # assumed tokens of a prompt
-FEW = 8  # minimum number of slots: with fewer a rollout would be very slow
+FEW = 8  # slots that must fit, unless there are fewer rows: with fewer a rollout is very slow
 Bytes = dict[str, float]  # part -> bytes
-MOMENTS = {"adamw": 8, "adamw8bit": 2.03125, "paged_adamw8bit": 0}  # bytes per trained weight
+MOMENTS = {"adamw": 8, "adamw8bit": 2.03125, "paged_adamw8bit": 0}  # GPU bytes per trained weight
 FIELDS = (
     "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size"
     " vocab_size max_position_embeddings tie_word_embeddings"
@@ -60,8 +63,8 @@ SHAPES = {  # Qwen2 models
 
 
 def config_of(model: str):
-    """Returns the config of a size ("7B"), a hub name with that size, a directory, or a cached
-    model.
+    """Returns the config of a size ("7B"), of a hub name that contains "Qwen2.5-" and a size, of a
+    directory, or of a hub model that is already on this disk.
     """
     if not Path(model).exists():
         for size, shape in SHAPES.items():
@@ -104,15 +107,17 @@ class Shape:
 
 
 class Case:
-    """A run whose weights and moments are sharded over `share` GPUs (fsdp2), or not (ddp: 1)."""
+    """A run whose weights, gradients and moments are sharded over `share` GPUs (fsdp2), or not (1:
+    ddp). LoRA and 8-bit moments set `share` to 1.
+    """
 
     def __init__(self, shape: Shape, s: Settings, gpus: int = 1, share: int = 1):
         self.shape, self.settings, self.gpus = shape, s, gpus
-        thin = s.lora_rank * sum(map(sum, shape.matrices))  # LoRA's A and B: r (in + out) each
+        thin = s.lora_rank * sum(map(sum, shape.matrices))  # A and B: r (in + out) per matrix
         self.trained = thin or shape.weights
         self.share = 1 if thin or s.optimizer != "adamw" else share
         self.buckets = 4 * self.trained * (gpus > self.share)  # DDP's, which hold the gradients
-        # Autocast's bf16 copy of the weights that it computes with.
+        # Autocast's bf16 copy of the matrices of the layers and the head.
         self.copy = 0 if thin else 2 * (shape.in_layers + shape.embedding)
         rows = -(-s.questions_per_step * s.group_size // gpus)
         self.rows = min(rows, s.max_num_seqs or rows)  # rows that a GPU samples at once
@@ -157,7 +162,7 @@ def standing(case: Case) -> Bytes:
 
 def rollout_parts(case: Case, slots: int) -> Bytes:
     shape, s = case.shape, case.settings
-    copy = 4 * shape.weights if case.share > 1 else case.copy  # if sharded, all are gathered
+    copy = 4 * shape.weights if case.share > 1 else case.copy  # if sharded, all are gathered, fp32
     if wants_copy(s.sampling_copy, torch.device("cuda"), "base" in frozen_in_8bit(s)):
         copy = 2 * shape.weights
     return {
@@ -176,7 +181,8 @@ def update_parts(case: Case) -> Bytes:
     act = activation_bytes(shape, lora)
     # Embedding, head, the weights of two layers and the gradient of one layer.
     gathered = 4 * (shape.ends + 3 * shape.in_layers / shape.layers) * (case.share > 1)
-    width, trained = (2, 0) if lora else (4, shape.embedding)  # of the head
+    # Bytes of each number between two layers, and the head's trained weights.
+    width, trained = (2, 0) if lora else (4, shape.embedding)
     logits = 10 * min(tokens, chunk_rows(shape.vocab, "cuda")) * shape.vocab  # of one chunk
     last = 12 * shape.hidden * tokens + logits + 6 * trained  # with the head's weight gradient
     saved, copy = act * shape.layers, case.copy
@@ -211,7 +217,7 @@ ADVICE = [  # the cheapest first
     ({"optimizer": "paged_adamw8bit"}, "The moments move to the CPU, so steps are slow."),
     (
         {"optimizer": "adamw", "lora_rank": 16, "lr": 2e-5},
-        "LoRA: only thin matrices are trained, with ten times the learning rate.",
+        "LoRA: only thin matrices are trained, at ten times UR²'s learning rate.",
     ),
     ({"in_8bit": "base"}, "The frozen weights are rounded to 8 bits."),
 ]
@@ -230,7 +236,7 @@ def report(case: Case, memory: float, given: dict) -> Iterator[str]:
         if fits := parts["peak"] <= memory:
             break
     yield (
-        f"GiB on each of {case.gpus}, weights in {case.share} parts,"
+        f"GiB on each of {case.gpus} GPUs, weights in {case.share} parts,"
         f" for {case.rows} rows of up to {case.row_tokens} tokens:"
     )
     if tasks := case.settings.turn_tokens:

@@ -7,10 +7,12 @@
     drafts       one question, 4 to 10 options A, B, ... all different, one answer letter
     made harder  more options and steps, and a name for its sub-domain (`source`); examples are
                  drawn from all sub-domains in turn
-    correct?     another model, --verifier, judges question, options and answer three times; one
-                 "incorrect", or an unreadable verdict, discards the question
-    difficulty   a third model samples 20 answers, step by step; their mean score decides the bucket
-                 (curriculum.py); below 0.2 the question is dropped, since its answer may be wrong
+    correct?     --verifier, by default the writer itself, judges question, options and answer three
+                 times; one "incorrect", or a verdict that is missing or unreadable, discards the
+                 question
+    difficulty   --answerer, by default the writer, samples 20 answers (--k), step by step; their
+                 mean score decides the bucket (curriculum.py); below 0.2 the question is dropped,
+                 since its answer may be wrong
 
     python -m lab.synthesize --llm URL#model --verifier URL#other --data FILE --out FILE --count 500
 
@@ -42,7 +44,7 @@ Questions = list[Question]
 OPTIONS = range(4, 11)  # allowed numbers of options
 LETTERS = ["ABCDEFGHIJ"[:n] for n in OPTIONS]
 SHOTS = 5  # examples in a request
-DRAFTS = 10  # questions in its reply
+DRAFTS = 10  # questions that a request asks for
 VOTES = 3  # verdicts per draft: all must be "correct"
 FORM = (
     " Of 4 to 10 options exactly one may be right, the others must be plausible. Keep to the form,"
@@ -82,7 +84,7 @@ class SynthesizeSettings:
     k: int = setting(20, "answers per question that set its difficulty", least=1)
     max_tokens: int = setting(4096, "maximum tokens of a reply", least=1)
     seed: int = setting(0, "seed of the choice of examples and the order of options")
-    timeout: float = setting(60.0, "seconds before a request fails", above=0, most=86_400)
+    timeout: float = setting(60.0, "seconds before a try of a request fails", above=0, most=86_400)
     in_8bit: ClassVar[str] = ""  # load_llm reads this and output_dir
     output_dir: ClassVar[str] = "runs"
 
@@ -134,7 +136,9 @@ def parse_draft(reply: str | None) -> Question | None:
 
 
 def in_form(texts: list[str | None], asked: set[str]) -> Questions:
-    """Returns the drafts that can be parsed and whose question is not in `asked`."""
+    """Returns the drafts that can be parsed and whose question is not in `asked`, each question
+    once.
+    """
     drafts = {}  # normalised question -> draft
     for draft in filter(None, map(parse_draft, texts)):
         key = normalize_answer(draft.question)
@@ -144,7 +148,9 @@ def in_form(texts: list[str | None], asked: set[str]) -> Questions:
 
 
 def drafts_in(reply: str | None) -> list[str]:
-    """Splits a reply into drafts at each "Question:"."""
+    """Splits a reply into drafts at each line that begins with "Question:". Drafts after the first
+    DRAFTS are left out.
+    """
     return re.findall(r"(?ms)^Question:.*?(?=^Question:|\Z)", reply or "")[:DRAFTS]
 
 
@@ -192,8 +198,8 @@ def check_drafts(drafts: Questions, verifier, answerer, k: int) -> Questions:
 
 # ------------------------------------------------------------------------------------------ the run
 def synthesize(given: Questions, models: list, settings: SynthesizeSettings) -> Questions:
-    """Adds questions to --out until it has --count, and returns all its questions. The first of the
-    three models writes, the second checks and the third answers.
+    """Adds questions to --out, in at most --count rounds, until it has --count, and returns all its
+    questions. The first of the three models writes, the second checks and the third answers.
     """
     writer, verifier, answerer = models
     path = Path(settings.out)
@@ -217,7 +223,9 @@ def synthesize(given: Questions, models: list, settings: SynthesizeSettings) -> 
 
 
 def examples_among(given: Questions) -> Questions:
-    """Returns the multiple-choice questions with one readable answer, which can be examples."""
+    """Returns the multiple-choice questions with one readable answer, which can be examples. Raises
+    an InputError if there are none.
+    """
     single = (q for q in given if q.task == "choice" and len(q.answers) == 1)
     if usable := [q for q in single if choice_letter(q.answers[0], q.options)]:
         return usable
@@ -228,7 +236,9 @@ def examples_among(given: Questions) -> Questions:
 
 
 def earlier(path: Path) -> Questions:
-    """Returns the questions that the file already holds."""
+    """Returns the questions that earlier runs wrote to the file. Raises an InputError if it holds
+    others.
+    """
     made = load_questions(path) if finished_records(path) else []
     if not all(question.id.startswith("synthetic-") for question in made):
         raise InputError(f"{path} holds questions from elsewhere: name another file")
