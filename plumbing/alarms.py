@@ -1,4 +1,4 @@
-"""Raises alarms if the metrics of the last steps suggest that a run is not learning.
+"""Raises alarms if the metrics of the last steps suggest that a run learns nothing, or slowly.
 
     alarms(records, settings)          {name: the likely cause, and what to do}
     python train.py --dry_run ...      runs one step, prints a report on it and all of its alarms
@@ -18,15 +18,15 @@ from rollout import Environment
 from settings import Settings
 
 PATIENCE = 3  # the condition of most alarms must hold for this many steps in a row
-WINDOW = 10  # steps of a trend: the last five are compared with the five before them
+WINDOW = 10  # steps that `shift`, `spikes` and the alarm `likelihood` look back on
 MOST_FAILED = 0.5  # a run stops if a search failed in more than this share of a step's trajectories
 ADVICE = {
-    "equal_groups": "in no group did the rewards differ, so nothing was learned: the questions are"
-    " too hard or too easy for this model, or --group_size is too small",
+    "equal_groups": "in no group did the rewards (under DAPO: the answers) differ, so nothing was"
+    " learned: the questions are too hard or too easy for this model, or --group_size is too small",
     "no_search": "no trajectory searched: does the model write the prompt's query tags? If not,"
     " train it on examples first: python -m lab.distil traces",
-    "rejected": "queries were written but none was run: they were empty, had no opening tag, or"
-    " the retriever refused them",
+    "rejected": "queries were written but none was run: they were empty, lacked the opening tag,"
+    " came where no search was allowed, or were refused by a server",
     "repeated": "a quarter of the searches repeat an earlier query of the same trajectory: do the"
     " documents help the model at all?",
     "seen": "a third of the documents were already in the same trajectory: the corpus is small, or"
@@ -36,9 +36,10 @@ ADVICE = {
     "retriever_down": "a tenth of the searches failed: is the retriever running, and is --timeout"
     " long enough?",
     "retriever_slow": "searching takes a third of the step: run the retriever on its own machine",
-    "judge_slow": "computing rewards takes a third of the step: run the judge on its own machine,"
-    " or choose a reward that needs no judge",
-    "truncated": "most trajectories were cut off: raise --max_turn_tokens or --max_context",
+    "judge_slow": "computing rewards takes a third of the step: run the judge or the reader on its"
+    " own machine, or choose a reward that asks no model",
+    "truncated": "most trajectories were cut off: raise --max_turn_tokens or --max_context; if the"
+    " metric `rejected` is high, the cause is rejected queries",
     "length": "the model's thoughts are 1.5 times as long as before, and its answers are not"
     " better: lower --max_turn_tokens",
     "repetition": "a tenth of the trajectories repeat themselves: lower --lr or raise --kl_coef",
@@ -57,7 +58,8 @@ ADVICE = {
 }
 # These alarms are raised if the metric of the same name is above the limit.
 LIMITS = {"truncated": 0.5, "repetition": 0.1, "malformed_tags": 0.5, "mismatch_cut": 0.5}
-# These alarms are raised after a single step. All others must hold for PATIENCE steps.
+# These alarms are raised as soon as their condition holds in one step. The conditions of all others
+# must hold for PATIENCE steps in a row.
 AT_ONCE = ("kl_spike", "grad_spike", "length", "reward_hacked", "reward_size", "likelihood")
 
 
@@ -72,14 +74,15 @@ def alarms(records: list[dict], settings: Settings, patience: int = PATIENCE) ->
 
 
 def signs(records: list[dict], s: Settings) -> Iterator[str]:
-    """Yields the alarms whose condition holds in the newest record. A metric that the record lacks
-    counts as 0, but `gold_recall` as 1, because a low value of it raises an alarm.
-    `reward_hacked` needs a reward for answers, which a stage 1 may not have.
+    """Yields the alarms whose condition holds in the newest record; trends and spikes also compare
+    it with earlier records. A metric that the newest record lacks counts as 0, but `gold_recall` as
+    1, because a low value of it raises an alarm. `reward_hacked` needs a reward term `answer`,
+    which the reward of a stage 1 may lack.
 
-    logprob_gap: the limit is 1e-3. A --mismatch correction is on where sampler and trainer differ
-    in precision or engine; the limit is then three times the gap of step 0, but at least 1e-3 and
-    at most 0.1. The gap shows different arithmetic; it hardly shows that a server sampled with
-    outdated weights.
+    logprob_gap: the limit is 1e-3. With a --mismatch correction (by default, if sampler and trainer
+    differ in precision or engine) it is three times the gap of step 0, but at least 1e-3 and at
+    most 0.1. The gap shows different arithmetic; if a server sampled with outdated weights, it
+    hardly grows.
     """
     r = defaultdict(float, records[-1])
     third = (r["rollout_seconds"] + r["reward_seconds"] + r["update_seconds"]) / 3
@@ -90,7 +93,7 @@ def signs(records: list[dict], s: Settings) -> Iterator[str]:
     corrected = median([1e-3, 3 * records[0].get("logprob_gap", 1.0), 0.1])
     if r["logprob_gap"] > (corrected if "mismatch_ess" in r else 1e-3):
         yield "logprob_gap"
-    # A step whose rewards are all equal lacks the metric, and counts as a step without progress.
+    # A step that lacks the metric, as one with equal rewards does, counts as one without progress.
     stalled = sum(row.get("likelihood_later", 0) <= 0 for row in records[-WINDOW:])
     if stalled == WINDOW and "likelihood_later" in r:
         yield "likelihood"
@@ -139,7 +142,7 @@ def shift(records: list[dict], name: str) -> tuple[float, float]:
 def spikes(records: list[dict], name: str, least: float = 0.0) -> bool:
     """Returns whether a metric's newest value is above `least` and above ten times the median of
     the WINDOW steps before. The median leaves out zeros, because a step whose rewards are all equal
-    has no gradient.
+    has no gradient. With fewer than five values in the median it returns False.
     """
     earlier = [record[name] for record in records[-WINDOW - 1 : -1] if record.get(name)]
     newest = records[-1].get(name, 0.0)
@@ -166,7 +169,10 @@ def report(r: dict, sampled, environment: Environment) -> Iterator[str]:
         )
         yield f"searches: {good} of {ran} found something, {each}{held}"
     equal = round(count // s.group_size * r["frac_reward_zero_std"])
-    yield f"groups: {equal} of {count // s.group_size} have equal rewards; mean {r['reward']:.2f}"
+    yield (
+        f"groups: {equal} of {count // s.group_size} have equal rewards; mean reward "
+        f"{r['reward']:.2f}"
+    )
     if "logprob_gap" in r:
         yield f"log-probs: the sampler's and the trainer's differ by {r['logprob_gap']:.1e}"
     seconds = r["rollout_seconds"] + r["reward_seconds"] + r["update_seconds"]

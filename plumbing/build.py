@@ -1,4 +1,4 @@
-"""Builds the parts that a training run or an evaluation needs: search, models, processes."""
+"""Builds the search, models and environment of a run, and prepares its processes."""
 
 import contextlib
 import copy
@@ -62,8 +62,9 @@ LAUNCHERS = (b"accelerate", b"torchrun", b"torch.distributed", b"lab.ablate")
 
 
 def build_protocol(settings: Settings) -> Protocol:
-    """Returns the protocol with the sections of --prompt_file for the policy and the summariser.
-    The tiny models know only the built-in world's fallback text, so it replaces the protocol's.
+    """Returns the protocol with the sections of --prompt_file for the policy and the summariser. In
+    the built-in world the world's own fallback text replaces the protocol's, if the protocol has
+    one, because the tiny models know no other.
     """
     protocol = PROTOCOLS[settings.protocol]
     sections = prompt_sections(settings)
@@ -117,8 +118,9 @@ def load_model(settings: Settings, path: str, device="cpu", frozen=False, in_8bi
 
 
 def build_other_models(settings: Settings, documents: list[Document], device) -> OtherModels:
-    """Returns the other models that the rewards read. Each is loaded, or its server is probed,
-    before the first rollout, and only if the reward needs it.
+    """Returns the other models that the reward, or DAPO's filter, asks. Each is loaded, or its
+    server is probed, before the first rollout: the judge if --judge is set, reader and embedder if
+    the reward needs them.
     """
     others, needed = OtherModels(), asked_of_others(settings)
     if judge := build_judge(settings, device):
@@ -138,9 +140,10 @@ def build_other_models(settings: Settings, documents: list[Document], device) ->
 
 def build_embedder(settings: Settings, documents: list[Document], device) -> Callable:
     """Returns a function that maps a step's trajectories to an embedder (texts -> vectors), which
-    compares queries in When to Search's reward. TF-IDF counts words in the corpus. With --retriever
-    http the corpus is on another machine, so the questions and search results of the step replace
-    it; a query's word that occurs in none of them does not count.
+    compares queries in When to Search's reward. TF-IDF counts words in `documents`. If there are
+    none, for example because --retriever http searches a corpus on another machine, the questions
+    and search results of the step replace them; a query's word that none of these contains does not
+    count.
     """
     embed = None
     if settings.embedder != "tfidf":
@@ -204,7 +207,8 @@ def choose_generate(settings: Settings):
 
 def make_accelerator(settings: Settings) -> Accelerator:
     """Returns the accelerator. Its timeout, after which a process that waits for the others gives
-    up, is the time that all searches of one process may take, plus half an hour.
+    up, is half an hour plus an estimate of the longest time that all searches of one process may
+    take, with their requests to other models and vLLM servers.
     """
     rows = max(settings.questions_per_step * settings.group_size, settings.eval_questions)
     has_models = settings.judge or settings.reader or models_in(settings.summarizer)
@@ -222,10 +226,11 @@ def make_accelerator(settings: Settings) -> Accelerator:
 
 
 def wait_for_all(state: TrainState, doing: str) -> None:
-    """Waits until all processes have called it; after PATIENCE seconds it names one that has not.
+    """Waits until all processes have called it. After PATIENCE seconds, a waiting process prints a
+    line if the process before it has not called.
 
     Trap: a collective waits in C++, where Python runs no signal handler. So a thread waits in it,
-    and the main thread waits for that thread. After SIGTERM the main process saves and ends at
+    and the main thread waits for that thread. After a signal the main process saves and ends at
     once, if it can (`saved_on_error`). Any other process goes on for PATIENCE seconds, in which the
     step may still be finished and saved.
     """
@@ -253,7 +258,8 @@ def wait_for_all(state: TrainState, doing: str) -> None:
     while thread.join(1) or thread.is_alive():  # Python runs signal handlers during this `join`
         seconds += 1
         seconds_since_signal += bool(state.run and state.run.signals)
-        if seconds == PATIENCE:  # in a thread, because the store hangs if its process has stopped
+        if seconds == PATIENCE:
+            # In a thread, because the store hangs if the process that serves it is stopped.
             start_thread(name_missing, [].append)
         if seconds_since_signal > PATIENCE:
             raise_terminated(*state.run.signals)
@@ -276,7 +282,7 @@ def check_processes(processes: int) -> None:
 def set_threads() -> None:
     """Shares the cores among the processes of this machine. The number of threads changes the last
     digits of the results, so it does not depend on the machine's load. A user's own
-    OMP_NUM_THREADS wins.
+    OMP_NUM_THREADS wins, unless a launcher might have set the same value.
 
     Trap: launchers set that variable too, and their values are ignored. `torchrun` sets 1, so a CPU
     run would use one core. `accelerate launch` sets 1, or divides all of the machine's cores among
@@ -324,8 +330,8 @@ def end_with_launcher() -> None:
 
 
 def check_before_models(settings: Settings, accelerator: Accelerator) -> tuple:
-    """Makes every check that needs no model. Returns how weights are spread over the processes, the
-    path of the first weights, all questions, those to train on, and those held out.
+    """Makes checks that need no model. Returns how weights are spread over the processes, the path
+    of the weights to start from, all questions, those to train on, and those held out.
     """
     processes = accelerator.num_processes
     check_processes(processes)
@@ -350,7 +356,7 @@ def check_before_models(settings: Settings, accelerator: Accelerator) -> tuple:
 
 
 def build_state(settings: Settings) -> TrainState:
-    """Builds everything that a stage needs: quick checks come first, the models last."""
+    """Builds everything that a stage needs. Quick checks come before a model is loaded."""
     accelerator = make_accelerator(settings)
     device, main = accelerator.device, accelerator.is_main_process
     prepare_process(settings)
@@ -359,13 +365,13 @@ def build_state(settings: Settings) -> TrainState:
     stream = QuestionStream(trained_on, settings, attempts)
     documents = load_documents(settings, questions)
     log = "" if settings.dry_run else str(Path(settings.output_dir, SUMMARY_LOG))
-    # In training a query that asks for no fact gets the fallback. The search is built outside the
-    # barrier below, because encoding a large corpus takes hours.
+    # fallback: in training a model that summarises may reject queries that ask for no fact. The
+    # search is built outside the barrier below, because encoding a large corpus takes hours.
     search = build_search(dataclasses.replace(settings, fallback=True), documents, device, log)
     in_8bit, served = "base" in frozen_in_8bit(settings), on_servers(settings)
     # A resumed LoRA run loads the weights that it began with; trainer.pt has the trained adapters.
     path = first_model(settings) if settings.lora_rank else start
-    with accelerator.local_main_process_first():  # it makes the built-in models, the others load
+    with accelerator.local_main_process_first():  # which makes the built-in models
         policy, tokenizer = load_model(settings, path, device, in_8bit=in_8bit)
         others = build_other_models(settings, documents, device) if main else None
     check_alike(policy, os.path.basename(start) if settings.resume else "")
@@ -424,7 +430,7 @@ def check_shares(settings: Settings, processes: int) -> None:
     if least < processes:
         raise InputError(
             f"{least} trajectories per update cannot be shared by {processes} processes: raise "
-            "--trajectories_per_update"
+            "--trajectories_per_update or --questions_per_step"
         )
 
 
@@ -449,7 +455,7 @@ def first_model(settings: Settings) -> str:
 
 
 def load_reference(settings: Settings, device) -> Policy | None:
-    """Returns π_ref, the frozen model that this stage began with. Returns None without a KL term,
+    """Returns π_ref, the frozen model that this stage began with. Returns None if --kl_coef is 0,
     and with LoRA, because π_ref is then the policy without its adapters.
     """
     if not settings.kl_coef or settings.lora_rank:

@@ -49,8 +49,8 @@ def lock_stages(stages: list[Settings]):
 
 @contextlib.contextmanager
 def as_command(settings: Settings) -> Iterator[None]:
-    """Runs one stage as a command: prints the stage's settings at the start and, if a signal ends
-    it, the path of its last checkpoint.
+    """Surrounds the training of one stage in a command: prints the stage's settings before it, and
+    after it the stage's folder or, if a signal ended it, the path of the last checkpoint.
     """
     # The accelerator prints in one process only. Trap: if PartialState() were created before it,
     # ACCELERATE_USE_CPU would be ignored.
@@ -73,7 +73,7 @@ def as_command(settings: Settings) -> Iterator[None]:
         sys.exit(128 + number)
     finally:
         list(map(signal.signal, handled, before))
-    # The evaluation needs the memory of FSDP2's modules, which are in reference cycles.
+    # FSDP2's modules are in reference cycles; the next stage or evaluation needs their memory.
     gc.collect()
     if not settings.dry_run:
         held_out = " --data HELD_OUT_FILE" if settings.data else ""
@@ -81,7 +81,9 @@ def as_command(settings: Settings) -> Iterator[None]:
 
 
 def open_run(run: Run, state: TrainState) -> int:
-    """Prepares the run's folder; returns the number of steps that are already done."""
+    """Restores a resumed run's state, prepares the run's folder, and lets the run handle signals.
+    Returns the number of steps that are already done.
+    """
     state.run = run
     check_room(run, state)
     first_step = resume(run, state) if run.settings.resume else 0
@@ -110,8 +112,8 @@ def check_room(run: Run, state: TrainState) -> None:
 
 
 def save(run: Run, state: TrainState, step: int) -> None:
-    """Saves the state after `step` finished steps, unless it is a dry run. All processes call it,
-    because sharded weights are gathered.
+    """Saves the state after `step` finished steps, unless it is a dry run or is already saved. If
+    weights are sharded, all processes must call it, because it gathers them.
     """
     if run.settings.dry_run:
         return
@@ -153,9 +155,9 @@ def save_if_due(run: Run, state: TrainState, record: dict) -> None:
 
 @contextlib.contextmanager
 def saved_on_error(run: Run, state: TrainState, step: int) -> Iterator[None]:
-    """Saves the finished steps if an error or a signal ends sampling or scoring. These change no
-    weights, so the state is still that after the last update. Of several processes only the main
-    one saves; if the weights are sharded, it cannot save alone.
+    """Saves the finished steps if an error or a signal ends sampling, scoring or an evaluation.
+    These change no weights, so the state is still that after the last update. Of several processes
+    only the main one saves; if the weights are sharded, none does, because all would have to.
     """
     saves = run.main and (state.accelerator.num_processes == 1 or not in_parts(state.policy))
     try:
@@ -175,7 +177,9 @@ def saved_on_error(run: Run, state: TrainState, step: int) -> Iterator[None]:
 
 
 def resume(run: Run, state: TrainState) -> int:
-    """Restores the state of the last checkpoint; returns its step."""
+    """Restores the state of the last checkpoint, except the weights that `build_state` has loaded
+    from it. Returns its step.
+    """
     settings, path = run.settings, starting_model(run.settings)[0]
     hint = "leave --resume out to start again"
     trainer_state, saved = read_state(path), saved_settings(path)

@@ -46,7 +46,7 @@ from summarizer import models_in
 from trajectory import Trajectory, show
 
 SHOW_EVERY = 5  # steps between decoded trajectories on the console
-TRAINING_HOLDS_IT = "trains in {}: wait for it, end it, or name this run with --run_name"
+TRAINING_HOLDS_IT = "trains in {}: wait for it, end it, or give this run its own --run_name"
 EVALUATION_HOLDS_IT = "writes {}: wait for it, or name another with --out"
 # The locks of this process, by path. The process number in a lock file does not show who holds the
 # lock, because in two containers both processes may have the number 1.
@@ -72,7 +72,7 @@ def step_of(path: Path) -> int:
 
 def newest_whole(folder: Path) -> Path | None:
     """Returns the last undamaged checkpoint, or None if the folder has no checkpoint. Prints a line
-    about each damaged checkpoint after it.
+    about each damaged checkpoint after it. Raises an InputError if all are damaged.
     """
     paths = checkpoints(folder)
     for path in reversed(paths):
@@ -88,13 +88,13 @@ def newest_whole(folder: Path) -> Path | None:
 
 
 def best_checkpoint(folder: Path) -> Path:
-    """Returns the first of the checkpoints with the best eval/em, or the last checkpoint if there
-    was no --eval_every.
+    """Returns the first of the checkpoints with the best eval/em, or the last checkpoint if no step
+    was evaluated.
     """
     rows = finished_records(folder / "metrics.jsonl", cut=False, needs="step")
     scores = {row["step"] + 1: row["eval/em"] for row in rows if "eval/em" in row}
     if not scores:
-        # If another machine wrote the checkpoints, the run's folder is returned.
+        # Without a checkpoint (another machine may have written it), return the stage's folder.
         return (checkpoints(folder) or [folder])[-1]
     return folder / f"checkpoint-{max(scores, key=scores.get):06d}"
 
@@ -157,8 +157,9 @@ def prompt_sections(settings: Settings, strict: bool = False) -> dict[str, str]:
 
 
 def prompt_problem(name: str, text: str, settings: Settings) -> str:
-    """Returns what is wrong with a section: an unknown name, or an unknown or missing gap or tag in
-    its text. A gap is a name in braces, such as {question}. Returns "" if nothing is wrong.
+    """Returns what is wrong with a section: an unknown name; no text; a placeholder, such as
+    {question}, that is unknown, or missing from a text that has others; or a tag that the policy's
+    text lacks. Returns "" if nothing is wrong.
     """
     if name not in SECTIONS:
         return f"unknown; one of {', '.join(SECTIONS)}"
@@ -170,8 +171,8 @@ def prompt_problem(name: str, text: str, settings: Settings) -> str:
         needed.append("references")
     if wrong := gaps.difference(needed, others) or (gaps and {*needed} - gaps):
         return (
-            f"the gap {{{min(wrong)}}} is unknown or missing: {needed} are needed, and {others} "
-            "are optional"
+            f"placeholder {{{min(wrong)}}} is unknown or missing: {needed} are needed, and "
+            f"{others} are optional"
         )
     answer = (protocol.answer_tags or ["\\boxed"])[0]
     if not protocol.answer_tags and name.endswith(":choice"):
@@ -224,7 +225,9 @@ class Run:
         self.signals = []  # numbers of the signals that this process has received
 
     def open(self, first_step: int) -> None:
-        """Locks and prepares the folder. All processes hold the lock until they end."""
+        """Locks and prepares the folder, unless it is a dry run. All processes hold the lock as
+        long as their `Run` exists.
+        """
         if self.settings.dry_run:
             return
         if self.main:
@@ -235,7 +238,9 @@ class Run:
             self.lock = locked(self.folder, fcntl.LOCK_SH)
 
     def make_folder(self, first_step: int) -> None:
-        """Renames an earlier run's folder, or with --resume cuts its files to the checkpoint."""
+        """Renames an earlier run's folder, or with --resume removes the steps after the checkpoint
+        from its files. Then writes settings.json and starts the tracker of --report_to.
+        """
         # Later stages are renamed too, because they started from the run that is replaced.
         stages = sorted(self.folder.parent.glob("stage?")) if not self.settings.resume else []
         stages = [stage for stage in stages if stage.name >= self.folder.name]
@@ -243,7 +248,10 @@ class Run:
         for folder in stages:
             old = free_name(folder)
             folder.rename(old)
-            print(f"{folder} held an earlier run: moved to {old.name} (--resume would continue it)")
+            print(
+                f"{folder} held an earlier run: moved to {old.name} (--resume would have continued "
+                "it)"
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.settings.resume:
             metrics = self.folder / "metrics.jsonl"
@@ -283,7 +291,7 @@ class Run:
         if raised := alarms(self.records, self.settings):
             rounded["alarms"] = raised
         if not self.folder.is_dir():
-            raise InputError(f"{self.folder}: this folder was removed or renamed while it trained")
+            raise InputError(f"{self.folder}: this folder was removed or renamed during training")
         append_jsonl(self.folder / "metrics.jsonl", [rounded])
         numbers = {name: value for name, value in rounded.items() if name != "alarms"}
         self.accelerator.log(numbers, record["step"])
@@ -299,8 +307,10 @@ class Run:
         append_trajectories(self.folder, trajectories)
 
     def terminate(self, number: int, *_) -> None:
-        """Handles a signal. The run ends at once if no update is in progress, otherwise after the
-        step; a checkpoint is saved first. A second Ctrl-C ends the run without saving.
+        """Handles a signal. A dry run, or a run before its first step, ends at once. A main process
+        with unsharded weights saves a checkpoint and ends at once while it samples, scores or
+        evaluates; otherwise the run ends after the step, with a checkpoint. A second Ctrl-C ends
+        the run without saving.
         """
         self.signals.append(number)
         if self.signals.count(signal.SIGINT) > 1:
@@ -322,7 +332,7 @@ class Run:
         if self.main and where:
             torch.save(dataclasses.asdict(part), path)
         raise InputError(
-            f"step {step}: {', '.join(bad)}; stopped; this update was not applied.{where} "
+            f"step {step}: {', '.join(bad)}; stopped; this gradient was not applied.{where} "
             f"questions: {', '.join(dict.fromkeys(row.question.id for row in rows))}"
         )
 
@@ -331,9 +341,10 @@ def reusable_records(
     out: Path, made_with: dict, expected: list, key, batch: int, fresh: bool
 ) -> list[dict]:
     """Returns the records of the predictions file `out` that can be reused, and removes the others
-    from it. None can be reused if they were made with other settings than `made_with`, or with
-    `fresh`. Otherwise records are reused up to the first whose key differs from `expected`, the
-    list of all keys in order. A batch is sampled with one seed, so only whole batches are reused.
+    from it; the old file is kept under another name. None can be reused if they were made with
+    other settings than `made_with`, or if `fresh` is True. Otherwise records are reused up to the
+    first whose key differs from `expected`, the list of all keys in order. A batch is sampled with
+    one seed, so only whole batches are reused.
     """
     settings_file = out.with_name(out.name + ".settings.json")
     text = json.dumps(made_with, indent=1)

@@ -1,12 +1,13 @@
-"""Writes the data of view.py's page as classic scripts: from file://, a browser loads no others.
+"""Writes view.py's page, its data as classic scripts: from file://, a browser loads no others.
 
     data/index.js             runs(...): settings, metrics and saved steps of each stage
     data/RUN-STAGE-STEP.js    step(key, rows, groups): a row with a summary of each trajectory, and
                               for each group its whole trajectories as one JSON string, which the
                               page parses when somebody opens the group
 
-The page itself is viewer/: index.html, page.css, page.js. A damaged file is shown up to the damage,
-and the list `missing` names the parts that are not shown. Left out: checkpoints.
+The page itself is viewer/: index.html, page.css, page.js. Damaged trajectories are shown up to the
+damage, and the list `missing` says which settings and trajectories are not shown. `save_page`
+writes page and data as one file. Left out: checkpoints.
 """
 
 import itertools
@@ -80,7 +81,7 @@ def save_page(records: list[dict], out: Path) -> None:
     rows, groups = of_step(records)
     data = f"step('asked-0',{dumped(rows)},{dumped(groups)});\nruns({dumped(session)});"
     html, css, code = ((VIEWER / name).read_text(encoding="utf-8") for name in PAGE)
-    # The page's security policy allows only inline scripts that carry this random number.
+    # Of inline scripts, the page's security policy allows only those with this random number.
     html = html.replace("NONCE", secrets.token_hex(16))
     html = html.replace('<link rel="stylesheet" href="page.css">', f"<style>\n{css}</style>")
     html = html.replace(' src="page.js">', f">\n{code}")
@@ -150,7 +151,9 @@ def read_settings(folder: Path, missing: list[str]) -> dict:
 
 
 def readable_records(folder: Path, missing: list[str]) -> Iterator[dict]:
-    """Yields the records that can be shown, then adds lines about all others to `missing`."""
+    """Yields the records that can be shown; adds a line to `missing` for each reason why others
+    cannot.
+    """
     problems = Counter()
     try:
         for record in read_trajectories(folder, missing.append):
@@ -182,7 +185,7 @@ def of_step(records: Iterable[dict]) -> tuple[list[dict], list[str]]:
 
 
 def slim(record: dict) -> dict:
-    """Returns a record with only the fields that the page shows."""
+    """Returns a record without the prompt's ids, and with the prompt as one text."""
     shown = {key: value for key, value in record.items() if key != "prompt_ids"}
     return shown | {"prompt": "".join(record["prompt"])}
 
@@ -205,6 +208,6 @@ def line_on(record: dict) -> dict:
 def dumped(value: object) -> str:
     """Returns ASCII JSON that is safe within a script: it contains no tag, line end or NaN."""
     text = json.dumps(value, separators=(",", ":"))
-    if "NaN" in text or "Infinity" in text:  # become strings, which JavaScript reads as numbers
+    if "NaN" in text or "Infinity" in text:  # become strings, of which page.js makes numbers
         text = json.dumps(json.loads(text, parse_constant=str))
     return text.replace("<", "\\u003c")

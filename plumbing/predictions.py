@@ -1,4 +1,4 @@
-"""Scores a predictions file, in any layout, without a model: `python eval.py --predictions FILE`.
+"""Scores predictions of many programs without a policy: `python eval.py --predictions FILE`.
 
     file -> records -> eval.py's field names -> gold answers of --data -> em, f1, cem -> report.py
 
@@ -29,7 +29,7 @@ VERDICTS = {"true": 1.0, "false": 0.0}
 
 
 def as_written(record: dict, number: int, place: str) -> dict:
-    """Converts a record of eval.py, R1-Searcher, FlashRAG or another tool to eval.py's names."""
+    """Converts a record of eval.py, R1-Searcher, FlashRAG or another tool to eval.py's fields."""
     key = next((name for name in TEXT_FIELDS if name in record), None)
     if key is None:
         raise InputError(
@@ -79,8 +79,8 @@ def stored_numbers(record: dict) -> dict[str, float | None]:
 
 
 def scored(record: dict, punctuation: str = "") -> dict:
-    """Adds em, f1 and cem. If the record has them already, they are computed again only for another
-    treatment of `punctuation`.
+    """Adds em, f1 and cem, or ROUGE for a summary. If the record has em already, the metrics are
+    computed again only if `punctuation` is given.
     """
     prediction, golds, task = record["prediction"], record["golds"], record["task"]
     if "em" in record["metrics"] and not punctuation:
@@ -110,8 +110,9 @@ def read_predictions(path: str | Path, skip_bad: bool = False) -> list[dict]:
 
 
 def joined(path: Path, records: list[dict], datasets: dict, count_missing: bool) -> list[dict]:
-    """Adds each question's golds, task and options to its prediction. Prints how many questions
-    have no prediction, and how many predictions no question.
+    """Adds each question's fields, such as golds and options, to its prediction; leaves out
+    predictions of no question. With `count_missing`, adds an empty prediction for each question
+    that has none. Prints how many questions and predictions had no counterpart.
     """
     asked, names = [], ("id", "kind", "task", "question", "options")
     for dataset, questions in datasets.items():
@@ -242,15 +243,13 @@ def ask_others(records: list[dict], reader, judge: Judge | None, sampling=()) ->
     if judge:
         records = add_verdicts(records, judge)
         if judge.silent:
-            print(
-                f"judge: {judge.silent} got no reply at all; the same command asks for them again"
-            )
+            print(f"judge: no reply about {judge.silent} answers; the same command asks again")
     return records
 
 
 def one_judge(records: list[dict]) -> str:
-    """Returns the text that the judge gets about open questions, one of JUDGE_SEES. The protocol of
-    the predictions decides it, and all records of a table must agree.
+    """Returns which text the judge gets about open questions, one of JUDGE_SEES. Each record has
+    the choice of its protocol, and all records with a prediction must agree.
     """
     seen = sorted({r.get("judge_sees", "question") for r in records if r["prediction"]})
     if len(seen) > 1:

@@ -2,7 +2,7 @@
 
 Questions come from --data or from the built-in world; training, evaluation and ask.py all load them
 here. Documents come with the questions, from --corpus or from the built-in world. Left out: the
-order in which training asks (curriculum.py), and the layouts of files (data.py).
+order in which training asks (curriculum.py), and the layouts of files (formats/layouts.py).
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ def reworded(questions: list[Question], settings: Settings) -> list[Question]:
 
 def hold_out(questions: list[Question], settings: Settings) -> tuple[list, list]:
     """Returns (training questions, held-out questions for --eval_every). The latter are drawn from
-    --data, or are the built-in world's split dev.
+    --data, or come from the built-in world's split dev; without --eval_every there are none.
     """
     if not settings.eval_every:
         return questions, []
@@ -92,8 +92,8 @@ def with_retrieved(questions: list, documents: list[Document], settings: Setting
 
 
 def as_asked(questions: list[Question], settings: Settings) -> list[Question]:
-    """Marks the questions that may not search: all with --retrieval false, otherwise those of UR²'s
-    `direct_tasks`.
+    """Checks the references of the questions, and marks those that may not search: all with
+    --retrieval false, otherwise those whose task is one of `direct_tasks` (UR²).
     """
     direct_tasks = settings.direct_tasks.split(",")
     marked = []
@@ -116,7 +116,7 @@ def built_in_world(settings: Settings, fact_seed: int | None = None) -> World:
 
 def built_in_questions(settings: Settings, split: str) -> list[Question]:
     """Returns all questions of a split. With "direct" in --mix, adds 240 questions of each kind
-    that may not search.
+    again: these have the kind "direct" and may not search.
     """
     questions = world_questions(settings, split)
     if "direct" in parse_shares(settings.mix, "--mix"):
@@ -138,7 +138,7 @@ def world_questions(settings: Settings, split: str, count=None, fact_seed=None) 
 
 def load_documents(settings: Settings, questions: list[Question]) -> list[Document]:
     """Returns the documents to search: the records' own paragraphs, --corpus, or the built-in
-    world.
+    world; none for --data without --corpus.
     """
     if settings.corpus == "from-data":
         return corpus_from_questions(questions)
@@ -177,8 +177,8 @@ def evaluation_questions(
 
 
 def known_questions(settings: Settings) -> list[Question]:
-    """Returns questions with known answers, from --data or from the built-in world. The world's
-    held-out questions come first.
+    """Returns questions with known answers, from --data or from the built-in world, whose held-out
+    questions come first. Without --data, a model from elsewhere gets none.
     """
     if settings.data:
         return load_questions(settings.data, settings.skip_bad, settings.seed)

@@ -4,7 +4,7 @@
                95 % of the 1,000 means
     paired     computes d_i = a_i - b_i for each question that both runs answered; returns the
                interval of the mean of d, and p, the share of 10,000 draws of random signs for all
-               d_i in which the mean is at least as far from 0
+               d_i in which the mean is at least as far from 0 as with their real signs
 
 Samples of one question are not independent, so a question counts with the mean of its samples. The
 intervals of two runs may overlap although their paired difference is clear, because questions
@@ -44,7 +44,7 @@ DIFFERENCE += "[{difference[1]:+.3f}, {difference[2]:+.3f}] p={p:.3g}"
 PAIRED = """
 paired: {questions} questions of both runs ({only_here} only here, {only_there} only there)
 this run / the other run: difference [95 %] and p of random signs"""
-Summary = dict[str, dict]  # row -> column -> cell; the column "questions" has their number
+Summary = dict[str, dict]  # row -> column -> cell; the cell "questions" is a number of questions
 
 
 def interval(groups: list[np.ndarray]) -> tuple[float, float, float]:
@@ -63,7 +63,7 @@ def interval(groups: list[np.ndarray]) -> tuple[float, float, float]:
 def paired(groups: list[np.ndarray]) -> dict:
     """Compares two runs by their values [questions, 2] on the same questions of each data set."""
     differences = [group[:, 0] - group[:, 1] for group in groups]
-    # Each data set has the same weight, so a question of a small one has more.
+    # Each data set has the same weight, so a question of a small one has more weight.
     weighted = np.concatenate([difference / len(difference) for difference in differences])
     mean, other = (float(np.mean([group[:, run].mean() for group in groups])) for run in (0, 1))
     return {
@@ -90,13 +90,15 @@ def sign_flip_p(difference: np.ndarray) -> float:
 
 
 def summarise(records: list[dict]) -> Summary:
-    """Returns a table with a row per kind of question or data set and cells (mean, low, high)."""
+    """Returns a table with cells (mean, low, high) and a row per data set, or per kind of question
+    if there is only one data set.
+    """
     return cells(records, question_means(records), interval)
 
 
 def four_ways(groups: list[np.ndarray]) -> dict:
-    """Counts the questions that both runs, only one, or neither answers rightly, which means in at
-    least half of its samples (When to Search Fig. 4).
+    """Counts the questions whose value is at least 0.5 in both runs, in only one, or in neither: in
+    em, those that a run answers rightly in half of its samples or more (When to Search Fig. 4).
     """
     here, there = np.concatenate(groups).T >= 0.5  # [questions] each
     ways = {"both": here & there, "only here": here & ~there, "only there": there & ~here}
@@ -123,9 +125,9 @@ def compare(records: list[dict], others: list[dict]) -> Summary:
 
 
 def matched(records: list[dict], others: list[dict]) -> dict[str, str]:
-    """Maps each id of one run to the id of the same question in the other run. Questions are the
-    same if their texts are equal, or without a text their ids. Several questions with one text are
-    matched in order.
+    """Returns {id in one run: id in the other run} of the questions that both runs have. Questions
+    are the same if their texts are equal, or without a text their ids. Several questions with one
+    text are matched in order.
     """
     here, there = defaultdict(dict), defaultdict(dict)  # text -> ids, in order
     for ids, run in ((here, records), (there, others)):
@@ -174,7 +176,8 @@ def report(
     records: list[dict], others: list[dict], as_markdown: bool, json_file: str, brief: bool = False
 ) -> None:
     """Prints the tables and, if `others` has the records of another run, a comparison that ends
-    with a verdict. `brief` prints only the columns BRIEF; the JSON file has all columns.
+    with a verdict. `brief` prints only the columns BRIEF, and neither the ratio of compression nor
+    the table by hops; the JSON file has all columns.
     """
     whole = summarise(records)
     columns = BRIEF if brief else COLUMNS
@@ -200,7 +203,7 @@ def report(
         column = "judged" if "judged" in every else "em"
         if column in every:
             ways = ", ".join(f"{way} {count}" for way, count in every[column]["right"].items())
-            print(f"\n{column} is 1: {ways}\n{verdict(column, every[column])}")
+            print(f"\n{column} at least 0.5: {ways}\n{verdict(column, every[column])}")
     if json_file:
         Path(json_file).parent.mkdir(parents=True, exist_ok=True)
         Path(json_file).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")

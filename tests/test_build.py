@@ -182,12 +182,12 @@ def test_a_prompt_without_the_protocols_tags_is_a_one_line_error(tmp_path):
         ("[policy:direct]\nAdd.", "section policy:direct: .* the text must show .boxed"),
         ("[policy:choice]\n<|begin_of_query|>", "the text must show correct answer is"),
         ("[summarizer]\nBe brief.", "p.txt: none of its sections is for a model of this run"),
-        ("[judge]\nIs {gold} right?", "section judge: the gap {gold} is unknown or missing"),
-        ("[reader]\nRead {evidence}.", "the gap {question} is unknown or missing"),
-        ("[policy:math]\n{options} \\boxed{}", "the gap {question} is unknown or missing"),
-        ("[policy]\n{question} {evidence}", "policy: the gap {evidence} is unknown or missing"),
-        ("[policy]\n{question} {references}", "the gap {references} is unknown or missing"),
-        ("[summarizer:math]\n{query}", "section summarizer:math: the gap {documents} is"),
+        ("[judge]\nIs {gold} right?", "section judge: placeholder {gold} is unknown or missing"),
+        ("[reader]\nRead {evidence}.", "placeholder {question} is unknown or missing"),
+        ("[policy:math]\n{options} \\boxed{}", "placeholder {question} is unknown or missing"),
+        ("[policy]\n{question} {evidence}", "policy: placeholder {evidence} is unknown or missing"),
+        ("[policy]\n{question} {references}", "placeholder {references} is unknown or missing"),
+        ("[summarizer:math]\n{query}", "section summarizer:math: placeholder {documents} is"),
     ],
 )
 def test_the_error_of_a_bad_prompt_file_names_the_section(text, fragment, tmp_path):
@@ -199,7 +199,7 @@ def test_the_error_of_a_bad_prompt_file_names_the_section(text, fragment, tmp_pa
 def test_a_prompt_of_arena_needs_references_and_an_empty_folder_is_an_error(tmp_path):
     tags = "<answer> a </answer> {question}"
     error = message(prompt_sections, settings_with_prompt(tmp_path, tags, protocol="arena"))
-    assert "the gap {references} is unknown or missing" in error
+    assert "placeholder {references} is unknown or missing" in error
     (tmp_path / "empty").mkdir()
     error = message(prompt_sections, Settings(prompt_file=str(tmp_path / "empty")), True)
     assert "empty: none of its sections is for a model of this run" in error

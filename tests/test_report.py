@@ -233,11 +233,11 @@ def test_questions_are_counted_as_right_in_both_runs_in_one_or_in_neither(capsys
     here.append(record("0", em=0.0))
     report.report(here, there, False, "")
     last = capsys.readouterr().out.splitlines()[-2]
-    assert last == "em is 1: both 1, only here 2, only there 1, neither 1"
+    assert last == "em at least 0.5: both 1, only here 2, only there 1, neither 1"
     for one in here + there:  # a judge's verdicts take precedence over exact match
         one["metrics"]["judged"] = 1.0
     report.report(here, there, False, "")
-    assert "judged is 1: both 5, only here 0" in capsys.readouterr().out.splitlines()[-2]
+    assert "judged at least 0.5: both 5, only here 0" in capsys.readouterr().out.splitlines()[-2]
 
 
 def test_compression_is_printed_as_ratio_of_means_and_as_mean_of_ratios(capsys):

@@ -326,7 +326,7 @@ def test_a_folder_removed_during_a_save_is_not_reported_as_a_full_disk(
 def test_a_folder_removed_during_a_step_is_not_created_again(model, tmp_path, monkeypatch):
     monkeypatch.setattr("plumbing.files.alarms", lambda *_: shutil.rmtree(tmp_path / "t"))
     error_line = message(train.train, settings_for(model, tmp_path, "--steps 1"))
-    assert error_line.endswith("was removed or renamed while it trained")
+    assert error_line.endswith("was removed or renamed during training")
     assert not (tmp_path / "t").exists()
 
 
