@@ -119,7 +119,7 @@ def signs(records: list[dict], s: Settings) -> Iterator[str]:
         yield "length"
     if "reward/answer" in r and shift(records, "reward")[1] > 3 and em_change < -3:
         yield "reward_hacked"
-    if any(abs(r[name]) > 1000 for name in records[-1] if name.startswith("reward")):
+    if any(abs(r[name]) > 1000 for name in records[-1] if name.split("/")[0] == "reward"):
         yield "reward_size"
     if spikes(records, "k3", 0.1) or spikes(records, "approx_kl", 0.1):
         yield "kl_spike"
