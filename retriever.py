@@ -1,6 +1,7 @@
 """Retrieval: query -> documents. Every retriever has a method `search(queries, k)`. One call takes
-the queries of all trajectories and returns for each query a list of documents, None if its search
-failed, or False if a server rejected the query because of its content.
+the queries of many trajectories and returns for each query a list of documents, None if its search
+failed, or False if a server rejected the query because of its content. `oracle` and `given` get the
+queries' questions as a third argument.
 
 BM25 as rank-bm25's BM25Okapi defines it, over N documents; f = count of term t in document d,
 |d| = the number of words in d:
@@ -9,14 +10,15 @@ BM25 as rank-bm25's BM25Okapi defines it, over N documents; f = count of term t 
     idf(t)      = ln((N − n_t + 0.5) / (n_t + 0.5)),   n_t documents contain t;
                   a negative idf (t is in more than half of the documents) becomes epsilon · mean
                   idf; if this product is not positive either (for example with two documents),
-                  every idf below SMALL_IDF becomes SMALL_IDF
+                  every idf below SMALL_IDF becomes SMALL_IDF, unlike in rank-bm25
 
 A summand depends only on term and document, not on the rest of the query. So the index holds the
-summand of every (term, document) pair, sorted by term, and a query adds up the slices of its terms.
-`--index` stores the index on the disk (retrievers/index.py).
+summand of every (term, document) pair that occurs, sorted by term, and a query adds up the slices
+of its terms. `--index` stores the index on the disk (retrievers/index.py).
 
 Other retrievers: retrievers/dense.py (an encoder), retrievers/remote.py (another machine's
-retriever), retrievers/controls.py (`random`, `empty`, `oracle`, `given`).
+retriever), retrievers/controls.py (`random`, `empty`, `oracle`, `given`), and, only for `serve` and
+`check`, retrievers/web.py (a search API of the web).
 
     python retriever.py "a query" --corpus FILE              search
     python retriever.py serve --corpus FILE                  offer a corpus to other machines
@@ -38,16 +40,16 @@ from data import Document, SearchRequest, SearchResult, harmless, load_corpus
 from errors import FlagParser, InputError, run_main, setting
 from metrics import tokenize
 
-SHOW_PROGRESS_FROM = 20_000  # documents; a smaller index is built in less than a second
+SHOW_PROGRESS_FROM = 20_000  # documents; a smaller index is built in a few seconds
 RETRIEVERS = ("bm25", "dense", "http", "random", "empty", "oracle", "given")
 Array = np.ndarray
 SMALL_IDF = 0.05  # the smallest idf if epsilon · mean idf is not positive
 COMMON = 0.25  # a term in more than this share of the documents gets a dense array of summands
-Found = list[list[Document]]  # one per query or request, best first
+Found = list[list[Document]]  # one list per query or request, in the retriever's order
 Requests = list[SearchRequest]
 Results = list[SearchResult]  # one per request, in order
 Summarize = Callable[[Requests, Found], Results]
-SEARCH_FAILED = "search failed"  # the error if a single query of a call failed
+SEARCH_FAILED = "search failed"  # the error of a query that failed or was rejected alone
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,10 @@ def make_retriever(
     device="",
     runs="runs",
 ):
-    """Returns the retriever that the settings name. http and most controls ignore the documents.
+    """Returns the retriever that the settings name. bm25, dense and random read the documents.
 
     timeout   http: seconds per attempt
-    device    dense: "" takes a free GPU
+    device    dense: "" takes a GPU if there is one
     runs      dense: the folder of all runs, in which the vectors are stored
     """
     name = settings.retriever
@@ -107,8 +109,8 @@ def show_all(requests: Requests, documents: Found) -> Results:
 
 def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> Callable:
     """Returns the search function of the rollout. It retrieves the documents of all requests in one
-    call, then summarises them. If the retriever is remote, the function has an attribute `seconds`:
-    search.seconds(requests) is the longest time that the retriever may take.
+    call, then passes what was found to `summarize`. If the retriever is remote, the function has an
+    attribute `seconds`: search.seconds(requests) is the longest time that the retriever may take.
     """
 
     def search(requests: Requests) -> Results:
@@ -128,7 +130,8 @@ def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> Calla
 
 def retrieve(retriever, requests: Requests, k: int) -> list[list[Document] | bool | None]:
     """Returns for each request its documents, None if its search failed, or False if its query was
-    rejected. A query that several requests share is searched once.
+    rejected. A query that several requests share is searched once, by `oracle` and `given` once per
+    question.
     """
     oracle = getattr(retriever, "needs_questions", False)
     # `oracle` and `given` find documents by the question, and two questions may share a query.
@@ -197,7 +200,7 @@ class BM25:
 
     def search(self, queries: list[str], k: int) -> Found:
         """Returns min(k, N) documents per query, best first. If fewer documents share a word with
-        the query, others with score 0 fill up the list, as in the reference implementation.
+        the query, others with score 0 fill up the list, as in rank-bm25.
         """
         return [self.best(query, k) for query in queries]
 
@@ -217,8 +220,8 @@ def build(documents: list[Document], k1: float, b: float, epsilon: float, title_
     idf = inverse_document_frequencies(document_counts, n, epsilon)
     mean = max(lengths.mean(), 1e-12)  # not 0, even if no document has a word
     norm = k1 * (1 - b + b * lengths / mean)  # [N]
-    # In fp64, because in fp32 scores would differ from the reference in the seventh digit, and
-    # documents with equal scores would be ranked in another order.
+    # In fp64, because in fp32 scores would differ from rank-bm25's in the seventh digit, and
+    # documents with nearly equal scores could change places.
     gain = frequencies * (k1 + 1) / (frequencies + norm[postings])  # [pairs]
     return vocabulary, start, postings, idf[terms] * gain
 
@@ -232,7 +235,7 @@ def count_words(texts: Iterable[str]) -> tuple[dict[str, int], Array, Array]:
         words = tokenize(text)
         tokens.extend([vocabulary[word] for word in words])
         lengths.append(len(words))
-    # Returned as a plain dict, so that an unknown word in a query does not become a new term.
+    # Returned as a plain dict, because vocabulary[word] would add an unknown word as a new term.
     return dict(vocabulary), np.array(tokens, np.int64), np.array(lengths, np.int64)
 
 
@@ -252,13 +255,13 @@ def invert(tokens: Array, lengths: Array) -> tuple[Array, Array, Array]:
 
 
 def inverse_document_frequencies(document_counts: Array, n: int, epsilon: float) -> Array:
-    """Returns ln((N − n_t + 0.5) / (n_t + 0.5)) of each term, with a floor for negative values."""
+    """Returns the idf of each term, with the replacements that the docstring of this file names."""
     idf = np.log(n - document_counts + 0.5) - np.log(document_counts + 0.5)  # [terms]
     floor = epsilon * idf.mean() if len(idf) else 0.0
     if floor > 0:
         return np.where(idf < 0, floor, idf)
-    # The mean includes the negative values, so in a tiny corpus the reference's floor may be
-    # negative. Documents that contain a word of the query would then rank last.
+    # The mean includes the negative values, so in a tiny corpus rank-bm25's floor may be negative.
+    # With such a floor, documents that contain a word of the query would rank last.
     return np.maximum(idf, SMALL_IDF)
 
 
@@ -302,7 +305,7 @@ def show_search(bm25: BM25, query: str, k: int) -> None:
     for rank, i in enumerate(top(scores, k), 1):
         document = bm25.documents[i]
         text = f"{document.title}: {document.text}"
-        # The test is not `score != 0`: a word in half of the documents has an idf of 0.
+        # The test is not `score != 0`: a word in exactly half of the documents has idf 0.
         if words.intersection(tokenize(text)):
             print(harmless(f"{rank}. {scores[i]:7.3f}  [{document.id}] {text}"))
 

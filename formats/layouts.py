@@ -3,7 +3,8 @@
     file -> records -> layout (recognised by the first) -> the fields of a Question or a Document
 
 An entry holds the names of a layout's fields and a function (record, its number in the file) -> our
-fields. A layout is recognised by field names that the layouts after it lack; the first match wins.
+fields. A layout is recognised by its field names, a few layouts also by a value; the first match in
+the table wins.
 """
 
 import ast
@@ -64,8 +65,8 @@ def paragraphs_of(record: dict, name: str, default=None, question_id: str = "") 
 
 
 def id_of(record: dict, number: int | None = None) -> str:
-    """Returns a record's id. A record without one gets `number`, its place in the file, as its id;
-    layouts whose records must have an id do not pass `number`.
+    """Returns a record's id. A record without one gets `number`, its place in the file or list, as
+    its id; layouts whose records must have an id do not pass `number`.
     """
     name = id_field(record)
     value = record.get(name, number)
@@ -92,7 +93,7 @@ def asked(record: dict, answer="answer", options=None, number=None, question="qu
 
 def gold_answers(record: dict, name: str, options: list[str] | None = None) -> list[str]:
     """Returns one answer or several as a list. No answer is an error, and so is an answer "",
-    because every prediction would cover it.
+    because every prediction contains it.
     """
     value = record.get(name)
     answers = value if isinstance(value, list) else [field(record, name, str, "")]
@@ -132,7 +133,9 @@ def task_of(record: dict) -> str:
 
 # ------------------------------------------------------------------------ layouts of question files
 def from_own(record: dict, number: int) -> dict:
-    """Reads the fields of `data.Question`; only question and answers are required."""
+    """Reads the fields of `data.Question`. Required are question and answers, and for the task
+    "choice" also options.
+    """
     task = task_of(record)
     chosen = task == "choice"
     options = items(record, "options") if chosen or record.get("options") else []
@@ -162,8 +165,8 @@ def from_rollouts(record: dict, number: int) -> dict:
 
 
 def from_plain(record: dict, number: int) -> dict:
-    """Reads records of R1-Searcher and UR², and rows of a table, whose answer may be a printed
-    list of answers.
+    """Reads records of R1-Searcher and UR², and rows of a table. Their `answer` may be a text that
+    is a printed list of answers.
     """
     fields = asked(record, number=number)
     if fields["question"].strip().isdigit():
@@ -226,7 +229,9 @@ def titled_pairs(record: dict, name: str, second: str) -> list[Sequence]:
 def from_musique(
     record: dict, number: int, question="question", paragraphs="paragraphs", source="musique"
 ) -> dict:
-    """Reads MuSiQue. Gold paragraphs are numbered from 1 (`idx`: from 0); aliases are right too."""
+    """Reads MuSiQue. Gold paragraphs are numbered from 1 (`idx` in the file: from 0). Aliases of
+    the answer become accepted answers.
+    """
     fields = asked(record, question=question)
     if not field(record, "answerable", bool, True):
         raise InputError("the question has no answer: field 'answerable' is false")
@@ -275,7 +280,9 @@ def from_math(record: dict, number: int) -> dict:
 
 
 def from_verl(record: dict, number: int) -> dict:
-    """Reads verl's records: answers are a list, in "target", or joined by <|answer_split|>."""
+    """Reads verl's records. `ground_truth`, or its "target", is a list of answers or a text that
+    joins them by <|answer_split|>.
+    """
     index = field(record, "extra_info", dict, {}).get("index", number)
     messages = items(record, "prompt", dict)
     users = [message.get("content") for message in messages if message.get("role") == "user"]
@@ -313,8 +320,8 @@ def titled(passage: str, mark: str = "\n") -> tuple[str, str]:
 
 # --------------------------------------------------------------------------------------- the tables
 class Layout(NamedTuple):
-    """A layout. A record has it if it has every field marked "!" ("!a|b": a or b) and `also` holds;
-    other fields are only listed in the error about an unknown layout.
+    """A layout. A record has it if it has every field marked "!" ("!a|b": a or b) and `also` holds.
+    The other fields are only listed for the user, by `python data.py` and in an error.
     """
 
     fields: str
@@ -344,7 +351,7 @@ LAYOUTS = {
 ATTEMPT_LAYOUTS = {"rollouts": Layout("idx question answer !pred_anses", from_rollouts)}
 ABSTRACT = partial(from_passage, mark=" Text:")
 CHUNK = partial(from_passage, mark="   ")
-CORPUS_LAYOUTS = {  # a tab-separated line is read as {"id", "passage"}
+CORPUS_LAYOUTS = {  # without a header, a tab-separated line is read as {"id", "passage"}
     "contents": Layout("!contents", partial(from_passage, name="contents", mark="\n")),
     "title_text": Layout("title !text", from_title_text),
     "tsv_abstract": Layout(

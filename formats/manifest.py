@@ -2,7 +2,7 @@
 
     written_whole   writes a folder under another name, forces it to the disk, adds the manifest
                     and renames the folder
-    wrong_with      returns "" if a folder equals its manifest, else the first difference
+    wrong_with      returns "" if a folder agrees with its manifest, else the first difference
 
 If the process is killed, the folder is complete or does not exist. After a power cut, a disk error
 or a careless command, files may be truncated, zeroed or exchanged, so a folder is checked before it
@@ -72,7 +72,7 @@ def digest(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Forces a file onto the disk, or a power cut could leave its name without its bytes."""
+    """Forces a file or folder onto the disk. Else a power cut could leave a name without bytes."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -81,8 +81,9 @@ def sync(path: Path) -> None:
 
 
 def wrong_with(folder: Path, step: int | None = None) -> str:
-    """Describes the first difference between the folder and its manifest; "" if there is none. If
-    `step` is given, the manifest must have this step.
+    """Describes the first difference between the folder and its manifest; "" if there is none. A
+    file that the manifest does not list is no difference. If `step` is given, the manifest must
+    have this step.
     """
     try:
         written = json.loads((folder / NAME).read_text(encoding="utf-8"))

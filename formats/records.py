@@ -5,7 +5,7 @@
 
 A record that cannot be read is yielded as an InputError, which the caller raises or counts.
 Traps: U+2028 does not end a line of JSON; a byte-order mark is not part of the first field's name.
-Left out: other compressions, CSV fields over several lines.
+Left out: other compressions, comma-separated files, tab-separated fields over several lines.
 """
 
 import contextlib
@@ -97,7 +97,7 @@ def read_whole(path: Path) -> str:
 
 def read_records(path: Path, columns: tuple[str, ...] = ()) -> Iterator[tuple[int, str, object]]:
     """Yields (number, "line 3" or "record 3", record or InputError). `columns` name the columns of
-    a tab-separated file that has no header.
+    a tab-separated file that has no header; without `columns` no file is read as tab-separated.
     """
     first = first_line(path)
     parquet = first.startswith(b"PAR1")
@@ -200,8 +200,9 @@ def has_number(record: object, name: str) -> bool:
 
 def finished_records(path: str | Path, cut: bool = True, needs: str = "") -> list[dict]:
     """Reads a JSONL file to which a run appends; a file that does not exist yet has no records. An
-    incomplete last line is ignored, and with `cut` also removed from the file. Records without a
-    whole number in the field `needs` are left out and counted.
+    incomplete last line is ignored, and with `cut` also removed from the file. If `needs` names a
+    field, records without a whole number in it are left out and counted; otherwise a broken line is
+    an InputError.
     """
     path = Path(path)
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
@@ -233,7 +234,7 @@ def writing(path: str | Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces the file at once: it holds the old or the new text, never a part."""
+    """Replaces the file at once: after a kill it holds the old or the new text, never a part."""
     partial = path.with_name(path.name + ".partial")
     with writing(path):
         partial.write_text(text, encoding="utf-8")
@@ -245,7 +246,9 @@ def json_lines(records: Iterable[dict]) -> str:
 
 
 def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
-    """Appends a JSON line per record. Without records it only tests that the file is writable."""
+    """Appends a JSON line per record. Without records it tests that the file is writable, and makes
+    it if it is missing.
+    """
     lines = json_lines(records).encode()
     with writing(path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -271,7 +274,8 @@ def tell(line: str) -> None:
 
 def lock(file, operation: int) -> None:
     """Locks an open file until it is closed or its process ends, even if the process is killed.
-    Some network file systems have no locks; then a warning is printed, and the work goes on.
+    Some network file systems have no locks; then a warning is printed, and the work goes on. If
+    another process has the lock, it waits, or with LOCK_NB raises BlockingIOError.
     """
     try:
         fcntl.flock(file, operation)
@@ -294,7 +298,7 @@ def convert_records(
     path: Path, records: Iterable[tuple], convert: Callable, skip_bad: bool
 ) -> Iterator[dict]:
     """Yields convert(record, number, place) of each record that `read_records` yields. A bad record
-    is an error, or is skipped and counted.
+    is an error, or with `skip_bad` is skipped and counted. A file without a good one is an error.
     """
     good = 0
     problems = []

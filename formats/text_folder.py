@@ -1,13 +1,14 @@
-"""Splits a folder of texts into documents of about 100 words, titled with the headings above them.
+"""Splits texts, a file or a folder, into documents of about 100 words; headings become the titles.
 
     text -> paragraphs (also a list item, a table's row, a line of code) -> passages
 
 A passage takes paragraphs until it has 100 words, or until the next paragraph would make it longer
 than 150. A heading ends a passage of 50 or more words; a shorter passage goes on, with the heading
-as one of its lines. A paragraph of over 100 words is split between its sentences. In Markdown a
-title is a path of headings ("Guide > Install"), a link loses its target, and "#" in a code block is
-not a heading. Left out: front matter and rules (they stay as text), underlined headings, HTML,
-scripts without blanks between words, links to folders.
+as one of its lines. A paragraph of over 100 words is split between its sentences, and a sentence of
+over 100 words after each 100. In Markdown a title is a path of headings ("Guide > Install"), a link
+loses its target, and "#" in a code block is not a heading; a title in a .txt file is the file's
+name. Left out: front matter and rules (they stay as text), underlined headings, HTML, languages
+without blanks between words, links to folders.
 """
 
 import os

@@ -1,13 +1,21 @@
 """Reads and writes trajectories.jsonl.gz, which has one line of JSON per saved trajectory.
 
     step, group, row         step, question within the step, sample of that question
-    id question golds kind   fields of the question
+    id question golds kind   fields of the question; also `may_search`
     prompt, tokens           the text of each token; the ids are `prompt_ids` and `ids`
     mask                     1: the policy sampled the token; 0: it is outside the loss
+    writers                  who wrote each part of the response that the policy did not write
+    answer, stop_reason      the answer, and why the response ended
+    rewards, correct         the terms, whose sum is the reward; whether the answer is right
+    searches                 query, documents, text that was read, fallback, error, cut, seconds
+    rejected_queries         reason and query
+
+The next are lists with a number per token of the response, or one number if it is the same for all
+sampled tokens. They are missing if the trajectory was left out of the update, `ref` also without
+π_ref:
+
     sampled old new ref      log-probs of the token: at sampling, by π_old, in the update, by π_ref
-    advantages, weights      of each token; Σ weights over an update is 1
-    rewards                  the terms; the reward is their sum
-    searches                 query, documents, the text that was read, fallback, seconds
+    advantages, weights      Σ weights over an update is 1
 
 Each step is a separate gzip member, so a killed run loses at most the step that it was writing.
 """
@@ -35,7 +43,7 @@ def append_trajectories(folder: Path, records: Iterable[dict], name: str = NAME)
 
 
 def read_trajectories(folder: Path, say=tell) -> Iterator[dict]:
-    """Yields the records in the order of steps, up to the first damage. `say` is called with a
+    """Yields the records in the order of the file, up to the first damage. `say` is called with a
     message about damage, and about lines that are not records of a step. Of an incomplete
     last step the readable records are yielded, without a message: a run may be writing it.
     """

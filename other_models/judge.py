@@ -2,14 +2,17 @@
 that "the UK" is "Great Britain".
 
     verdicts   yes or no                               for When to Search's rewards and for eval.py
-    grades     2 correct, 1 partly correct, 0 wrong    for UR²'s reward for mathematics
+    grades     2 correct, 1 partly correct, 0 wrong    for mathematics, in UR²'s reward and eval.py
 
-The last line of the judge's reply must be one word: the verdict or the grade. Any other reply is
-unreadable: the verdict is None and is counted, and a metric decides instead. The policy that wrote
-the answer is rewarded for a "yes" and could try to instruct the judge. So the judge gets the answer
-as one line of limited length, and its instruction says that this line is text to judge.
+The last line of the judge's reply must be the verdict or the grade, at most after a label such as
+"Verdict:". Any other reply is unreadable: the verdict is None and is counted. Then
+`rewards.matches` decides in When to Search's reward, UR²'s counts the answer as wrong, and eval.py
+leaves it out of `judged`. The policy that wrote the answer is rewarded for a "yes" and could try to
+instruct the judge. So the judge gets the answer as one line of limited length, and its instruction
+says that this line is text to judge.
 
-The protocol decides which texts the judge of an open question sees; each prediction records this:
+The protocol, or --judge_sees in an evaluation, decides which texts the judge of an open question
+sees; each prediction records this:
 
     question     the question, the accepted answers and the given one     (UR² D.1)
     answers      the answers alone                                       (ARENA D.3)
@@ -85,7 +88,7 @@ class Judge:
 
 def pair_text(question: Question, answer: str, sees: str = "question") -> str:
     """Returns the text that the judge reads. Without the question, the letter of an option or a
-    number means nothing, so it is left out only if it is an open question.
+    number means nothing, so the question is left out only if it is an open one (task "qa").
     """
     golds, asked = question.answers, f"Question: {question_text(question)}\n"
     if question.task == "qa" and sees != "question":
@@ -98,8 +101,8 @@ def pair_text(question: Question, answer: str, sees: str = "question") -> str:
 
 
 def read_verdict(reply: str | None, words: dict = VERDICTS):
-    """Returns the meaning of the word on the last line, without its formatting, or None if the line
-    contains anything else.
+    """Returns the value in `words` of the last line, without its formatting and a label such as
+    "Verdict:", or None if the rest of the line is not in `words`.
 
     >>> read_verdict("It names the same country.\\n**Verdict: Yes.**"), read_verdict("yes and no")
     (True, None)
@@ -121,7 +124,7 @@ def math_grader(trajectories: list[Trajectory], judge: Judge) -> Callable[[Quest
 
 
 def add_verdicts(records: list[dict], judge: Judge) -> list[dict]:
-    """Adds the column `judged`: 1 or 0, for mathematics also ½ for a partly correct answer; None if
+    """Adds the metric `judged`: 1 or 0, for mathematics also ½ for a partly correct answer; None if
     the verdict is unreadable. UR² appendix D.1 does not mention the ½, but the odd tenths of
     a per cent in its Table 1, over 500 questions, are only possible with halves.
     """

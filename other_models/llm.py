@@ -4,13 +4,14 @@
 
 "http://host:port/v1#model" is an OpenAI-compatible server; any other name is a Hugging Face causal
 LM that runs in this process. Both decode greedily unless the request gives a temperature
-(`Request`). Replies are saved on disk, even sampled ones, so the same command gets the same replies
-again, and equal requests are sent only once. Text in <think> ... </think> is not part of a reply.
+(`Request`). Readable replies are saved on disk, even sampled ones, so the same command gets the
+same replies again, and a saved request is not sent again. Text in <think> ... </think> is not part
+of a reply.
 
     the server is down at the start   InputError (PROBE is sent first)
-    a request fails                   RETRIES more tries, then None; `failures` counts these
+    a request fails                   RETRIES more tries if they may help, then None
     GIVE_UP failures in a row         the rest of the batch is not sent
-    DEAD_BATCHES unanswered batches   InputError, which ends a training run
+    DEAD_BATCHES unanswered batches   InputError, if they are in a row; it ends a training run
 
 Left out: streaming, servers that want `max_completion_tokens`.
 """
@@ -50,7 +51,7 @@ ADDRESS = "http://host:port/v1#model"
 THREADS = 16  # requests sent at the same time
 RETRIES = 2  # how often a failed request is sent again
 BACKOFF = 0.5  # seconds before the first retry, doubled each time
-REPLY_TOKEN = 64  # upper bound on characters per token; a longer reply is truncated
+REPLY_TOKEN = 64  # characters that are kept of a reply, per token of its limit
 CONTEXT = 32_768  # context length in tokens if the server does not report it
 SPARE = 128  # tokens kept free for the chat template
 GIVE_UP = 16  # consecutive failed requests, each after all retries
@@ -218,7 +219,7 @@ class ServerLLM(LLM):
         return CONTEXT
 
     def complete(self, request: Request) -> str | None:
-        """Sends the request once; returns None if the reply has no text. Some servers return the
+        """Sends the request once; returns None if the reply is empty. Some servers return the
         thinking in a separate field; it is then put before the text in <think> tags. If there is no
         text, because the model reached the token limit while thinking, the end tag is missing.
         """

@@ -3,10 +3,11 @@
     reader's answer = reader(question, evidence)
 
 R-Search eq. 4 rewards the F1 of the reader's answer: evidence is good if a model other than its
-writer can answer from it. The reader is frozen, belongs to another model family, and reads only the
-question and the evidence box. It decodes greedily, except in an evaluation with --decoding paper,
-where all models sample with the same settings (appendix A.3). If there is no evidence, the reader
-is not asked and its answer is ""; if it does not reply, its answer is also "".
+writer can answer from it. The reader is frozen and reads only the question and the evidence box; in
+the paper it belongs to another model family than the policy. It decodes greedily, except in an
+evaluation with --decoding paper, where all models sample with the same settings (appendix A.3). If
+there is no evidence, the reader is not asked and its answer is ""; if it does not reply, its answer
+is also "".
 """
 
 import re
@@ -33,10 +34,10 @@ def reader_text(question: Question, evidence: str, layout: str = LAYOUT) -> str:
 
 
 def read_answer(reply: str | None, whole: bool = False) -> str:
-    """Returns the last <answer> box, or the last \\boxed{...}, or the first line after a label such
-    as "Answer:", or "". Text after the first line is no part of the answer. With `whole`, as in
-    R-Search's eq. 4, the whole reply is the answer: then "Rome" and a reason of nine other words
-    have F1 2 / (10 + 1) = 0.18 for the accepted answer "Rome".
+    """Returns the last <answer> box, else the last \\boxed{...}, else the first line, without a
+    label such as "Answer:". With `whole`, as in R-Search's eq. 4, the whole reply is the answer:
+    then "Rome" and a reason of nine other words have F1 2 / (10 + 1) = 0.18 for the accepted answer
+    "Rome".
 
     >>> read_answer("**Answer:**\\nNorland\\nas told"), read_answer("<answer> Norland </answer>!")
     ('Norland', 'Norland')
@@ -56,7 +57,7 @@ def reader_answers(
     llm, pairs: list[tuple[Question, str | None]], whole=False, sampling=()
 ) -> list[str]:
     """Returns the reader's answer for each pair (question, evidence), "" for a pair without
-    evidence, which is not sent. `whole`: see `read_answer`.
+    evidence, which is not sent. `whole`: see `read_answer`; `sampling`: see `add_reader`.
     """
     given = {i: pair for i, pair in enumerate(pairs) if (pair[1] or "").strip()}
     custom = llm.instruction  # from --prompt_file; with gaps it is the whole message

@@ -37,8 +37,8 @@ class EmptyRetriever:
 
 
 class OracleRetriever:
-    """Finds the gold documents that the question's record names, to measure how much a perfect
-    search helps. Finds nothing if the record names none.
+    """Finds the gold references of the question's record for any query, to measure how much a
+    perfect search helps. Finds nothing if the record names none.
     """
 
     needs_questions = True

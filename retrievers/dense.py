@@ -37,8 +37,8 @@ PREFIXES = {  # part of the model's name -> (query prefix, document prefix); the
 
 
 class Encoder:
-    """Maps (texts, kind) to unit vectors [n, d] in fp32. `version` identifies the model and its
-    prefix.
+    """Maps (texts, kind) to unit vectors [n, d] in fp32; kind is "query" or "passage". `version`
+    identifies the model and the prefix of its passages.
     """
 
     def __init__(self, name: str, device: str = ""):
@@ -75,8 +75,8 @@ def prefixes(name: str) -> tuple[str | None, str | None]:
 
 
 def version_of(model, prefix: str | None) -> str:
-    """Returns a hash of the model's layers, weights and prefix. Its name is not enough, because a
-    directory keeps its name when its files change.
+    """Returns a hash of the model's layers and weights and of `prefix`. The model's name is not
+    enough, because a directory keeps its name when its files change.
     """
     digest = hashlib.sha256(f"{model} {prefix}".encode())
     for name, tensor in sorted(model.state_dict().items()):
@@ -91,7 +91,8 @@ def passage_text(document: Document) -> str:
 
 class DenseRetriever:
     """Searches with `encoder`, an `Encoder` or the name of one. `index_file` is a flat FAISS index
-    whose row i is document i; without it the vectors are computed and stored in the folder `runs`.
+    whose row i is document i; without it the vectors are read from the folder `runs`, in which
+    those that are missing are first computed and stored.
     """
 
     def __init__(self, documents: list[Document], encoder, device="", index_file="", runs="runs"):
@@ -112,8 +113,8 @@ class DenseRetriever:
 
 @torch.inference_mode()
 def nearest(shards: list[torch.Tensor], queries: np.ndarray, k: int, device="cpu") -> np.ndarray:
-    """Returns the rows [B, k] of the shards [n, d] with the k largest inner products with each
-    query.
+    """Returns the numbers [B, k] of the rows with the k largest inner products with each query,
+    best first. The rows of all shards [n, d] are numbered in one sequence.
 
     >>> rows = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.6, 0.8], [1.0, 0.0]])
     >>> nearest([rows[:3], rows[3:]], np.array([[1.0, 0.0]]), k=3).tolist()
@@ -137,7 +138,7 @@ def passage_vectors(documents: list[Document], encoder, runs="runs") -> list[tor
     folder = Path(runs, "vectors", name)
     folder.mkdir(parents=True, exist_ok=True)
     shards = [(i, folder / f"{i:05}.npy") for i in range(-(-len(documents) // SHARD))]
-    # Each process begins at a different shard, and skips the shards that others have written.
+    # The processes begin at different shards if there are enough, and skip those that are written.
     first = len(shards) * rank_of("RANK") // rank_of("WORLD_SIZE", 1)
     order = shards[first:] + shards[:first]
     for i, path in tqdm(order, "vectors", unit=" shards", disable=len(shards) < 2):
@@ -148,7 +149,7 @@ def passage_vectors(documents: list[Document], encoder, runs="runs") -> list[tor
             sync(aside)  # otherwise a power cut may leave the name without the bytes
             aside.rename(path)
     try:
-        # Mode "c" (copy on write): torch requires writable memory, but nothing is ever written.
+        # Mode "c" (copy on write): torch warns of read-only memory, but nothing is ever written.
         return [torch.from_numpy(np.load(path, mmap_mode="c")) for _, path in shards]
     except (ValueError, EOFError) as error:
         raise InputError(f"{folder}: a damaged file ({error}): remove it to encode again") from None

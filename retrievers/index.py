@@ -1,8 +1,8 @@
 """Stores BM25's index on disk: it is built once, and later starts map its arrays into memory.
 
-A folder is rejected if it is incomplete, or was built from other documents or parameters or by
-another version. It is never rebuilt, because another server may be reading it. Left out: adding
-documents.
+A folder is rejected if it is damaged or incomplete, or was built from other documents or parameters
+or by another version of this file or of Unicode. A rejected folder is not rebuilt, because another
+server may be reading it. Left out: adding documents.
 """
 
 import fcntl
@@ -19,7 +19,9 @@ from errors import InputError
 from formats.manifest import written_whole, wrong_with
 from formats.records import lock
 
-VERSION = 2  # raise it when files, tokenization or weights change; Unicode has its own version
+# Raise it when files, tokenization or weights change. The version of Python's Unicode tables, on
+# which the tokenization depends, is stored beside it.
+VERSION = 2
 ARRAYS = ("start", "postings", "weights")
 
 

@@ -3,10 +3,11 @@
     reply  = fetch_json(url, payload, timeout)      or a `Fault`
     result = retrying(lambda: ..., retries=2)       tries again if the Fault allows it
 
-The time limit holds for the whole exchange. A socket's own limit holds for each single wait, so a
-server that sends a byte now and then would never reach it. (Only the look-up of a host name has the
-operating system's limit.) A redirect is a fault, because the request may carry a key. Left out:
-proxies.
+Each wait for the reply has only the time that is left of the limit. A socket's own limit holds for
+each single wait, so a server that sends a byte now and then would never reach it. Before the reply,
+connecting, TLS and sending may each take up to the limit, and the look-up of a host name as long as
+the operating system allows. `fetch_json` follows no redirect, because the request may carry a key.
+Left out: proxies.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from data import harmless
 from errors import InputError
 
 MAX_BYTES = 64 * 2**20
-MAX_BACKOFF = 8.0  # seconds between two tries
+MAX_BACKOFF = 8.0  # seconds between two tries, at most
 PORTS = {"http": 80, "https": 443}
 REQUEST_AT_FAULT = (400, 413, 414, 422)  # HTTP status: the request is at fault, the server works
 
@@ -49,7 +50,9 @@ class RejectedRequest(Fault):
 
 
 def fetch_json(url: str, payload=None, timeout: float = 60.0, headers=None) -> object:
-    """Returns the reply to one GET, or to a POST of `payload`. Raises only Fault."""
+    """Returns the JSON value in the reply to one GET, or to one POST of `payload`. For an address
+    that `host_of` accepts it raises only Fault.
+    """
     data = None if payload is None else json.dumps(payload).encode()
     headers = {"Content-Type": "application/json"} | (headers or {})
     try:

@@ -6,11 +6,11 @@ memory is. serve.py is the server.
                                  ...], ...]}
 
 Traps. One query that a server cannot handle fails its whole batch, so each query is then sent
-alone, once. A query that the server rejects (HTTP 400, 413, 414, 422) counts as rejected, not as a
-failed search: training leaves out trajectories with failed searches, and a policy must not be able
-to cause that by its queries. "return_scores" is always true, because a common server fails
-otherwise. Lists are counted, because a server that drops one would give all later queries the
-documents of another query. Left out: encryption, passwords.
+alone, once, while time is left. If the server rejects it then (HTTP 400, 413, 414, 422), the query
+counts as rejected, not as a failed search: training leaves out trajectories with failed searches,
+and a policy must not be able to cause that by its queries. "return_scores" is always true, because
+a common server fails otherwise. Lists are counted, because a server that drops one would give all
+later queries the documents of another query. Left out: encryption, passwords.
 """
 
 import json
@@ -91,7 +91,9 @@ class HttpRetriever:
         return documents
 
     def ask(self, queries: list[str], k: int, timeout: float) -> dict[str, list[Document]]:
-        """Sends one batch once. Raises a Fault, also if the reply has an unexpected shape."""
+        """Sends one batch once; returns query -> documents. Raises a Fault, also if the reply has
+        an unexpected shape.
+        """
         payload = {"queries": queries, "topk": k, "return_scores": True}
         reply = fetch_json(self.url, payload, timeout)
         lists = reply.get("result") if isinstance(reply, dict) else None
@@ -106,7 +108,7 @@ class HttpRetriever:
 
 
 def read_document(item: object) -> Document | None:
-    """Returns the document of one item of a reply; None for an item that is null or empty.
+    """Returns the document of one item of a reply; None if the item is null or its text is empty.
 
     >>> read_document({"document": {"id": 7, "contents": '"Varen"\\nBy the Ost.'}, "score": 1.5})
     Document(id='7', title='Varen', text='By the Ost.')
@@ -119,6 +121,6 @@ def read_document(item: object) -> Document | None:
     except (AttributeError, KeyError, TypeError):
         raise Fault(f"wrong shape: no passage: {shown(json.dumps(item))}") from None
     document_id = record.get("id")
-    if document_id in (None, ""):  # a hash of the text, so that it is the same in every search
+    if document_id in (None, ""):  # a hash of title and text, the same in every search
         document_id = fingerprint([Document("", title, text)])
     return Document(str(document_id), title, text) if title or text else None

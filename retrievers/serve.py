@@ -3,7 +3,7 @@
     python retriever.py serve --corpus FILE, or --retriever web --retriever_url URL
     python retriever.py check --corpus FILE, or --url URL       exit code 1 if something is wrong
 
-A request that cannot be served gets {"error": {"message": ...}} with status 400, 404, 413 or
+A GET or POST that cannot be served gets {"error": {"message": ...}} with status 400, 404, 413 or
 500, and the server goes on. GET /health answers while the server runs. `check` finds faults that
 training would not show: the server has an index of another corpus, or returns lists in another
 order than the queries.
@@ -99,8 +99,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def read_request(body: bytes) -> tuple[list[str], int]:
-    """Returns (queries, k); raises RejectedRequest. An empty query is accepted, so that the other
-    queries of its batch still get their documents.
+    """Returns (queries, k); raises RejectedRequest if the body has not this form. An empty query is
+    accepted, so that the other queries of its batch still get their documents.
     """
     try:
         request = json.loads(body)
@@ -124,7 +124,9 @@ def to_json(document: Document) -> dict:
 
 
 def check(retriever, passages: list[Document], k: int = 5) -> list[tuple[bool, str]]:
-    """Tests a retriever that should have these documents. Returns (passed, text) of each test."""
+    """Tests a retriever that should have these documents. Returns (passed, text) of each test, or
+    one such pair if a search raises an error.
+    """
     if not passages:
         raise InputError("nothing is found for common words: give --corpus, or another address")
     sample = passages[:: max(1, len(passages) // 20)]
@@ -141,7 +143,7 @@ def check(retriever, passages: list[Document], k: int = 5) -> list[tuple[bool, s
     return [
         (
             hits >= 0.9 * n,
-            f"{hits} of {n} passages are among the {k} for their title or first words",
+            f"{hits} of {n} passages are among the {k} found by their title or first words",
         ),
         (same >= 0.9 * n, f"{same} of {n} queries find the same alone and in one batch"),
         (None not in odd, "queries of no words, an unknown word and 1000 words are answered"),
@@ -149,9 +151,9 @@ def check(retriever, passages: list[Document], k: int = 5) -> list[tuple[bool, s
 
 
 def query_for(passage: Document) -> str:
-    """Returns the first words of the title, or of the text if there is no title, as a query. All
-    documents of one page have the same title, so each of them counts as a hit. Ids are not
-    compared, because the server's may differ.
+    """Returns the first 12 words of the title, or of the text if there is no title, as a query.
+    `check` counts a document as a hit if its query is the same, so every passage of a page with
+    that title is one. Ids are not compared, because the server's may differ.
     """
     return " ".join((passage.title or passage.text).lower().split()[:12])
 
@@ -164,8 +166,8 @@ FLAGS = {  # name -> (default, help)
     "encoder": ("", "dense: hub name or directory of the encoder"),
     "index_file": ("", "dense: flat FAISS index whose row i is document i"),
     "output_dir": ("runs", "dense: folder that stores the vectors in vectors/"),
-    "retriever_url": ("", "web: address of the search API"),
-    "page_words": (150, "web: words shown of a page; 2000 if a model summarises them"),
+    "retriever_url": ("", "web: address of the search API, with {query}"),
+    "page_words": (150, "web: words shown of a page; give 2000 if a model summarises them"),
     "url": ("", "check: address of a server; --corpus is the corpus that it should have"),
     "host": ("127.0.0.1", "serve: address to listen on; 0.0.0.0 accepts every machine"),
     "port": (8000, "serve: port to listen on"),
@@ -207,7 +209,7 @@ def command(arguments: list[str], make: Callable) -> None:
                 flush=True,
             )
             server.serve_forever()
-    if not documents:  # without --corpus: search for common words, and take what the server has
+    if not documents:  # without --corpus, the documents that common words find are used
         documents = [
             document for one in retriever.search(COMMON_WORDS, 5) for document in one or ()
         ]

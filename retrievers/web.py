@@ -1,17 +1,18 @@
 """Web search: query -> pages -> documents, through the address of a search API (UR² appendix C.4).
-Only `python retriever.py serve --retriever web` uses this file; the trainer asks that server.
+Only `serve` and `check` of retriever.py use this file; the trainer asks such a server.
 
     query -> search API (one GET) -> addresses, in the API's order
           -> pages: HTML -> text; the API's own snippet if a page cannot be read
-          -> the window of about 150 words with most of the query's words; for a model that
-             summarises, 2,000 words, which is the whole of most pages
+          -> the window of 150 words with most of the query's words (--page_words; give 2000,
+             the whole of most pages, if a model summarises them)
           -> Document(id = address, title in the API's reply, text)
 
 Strangers choose these addresses, and this program visits them from inside your network. So only
-http and https on their usual ports and IPv4 are allowed, and every IP address of a host must be
-public, unless `allow_private` is set. A host name is looked up once, and the connection goes to the
-IP address that was checked, because a second look-up may give a private one (DNS rebinding).
-Redirects are checked in the same way. There is no proxy, because it would look the name up itself.
+http and https over IPv4 are allowed, and, unless `allow_private` is set, only the ports 80 and 443
+and hosts all of whose IP addresses are public. A host name is looked up once, and the connection
+goes to the IP address that was checked, because a second look-up may give a private one (DNS
+rebinding). Redirects are checked in the same way. There is no proxy, because it would look the name
+up itself.
 Left out: JavaScript, PDF, cookies, robots.txt, compressed pages, a second page of results.
 """
 
@@ -33,7 +34,7 @@ from errors import InputError
 from metrics import tokenize
 from retrievers.net import PORTS, Fault, exchange, fetch_json, host_of
 
-CANDIDATES = 3  # addresses requested per wanted page
+CANDIDATES = 3  # addresses tried per wanted page, at most
 THREADS = 32
 REDIRECTS = 4
 PAUSE = 0.2  # seconds between two calls of the API; many APIs reject faster calls
@@ -155,7 +156,9 @@ def fetch_page(url: str, allow_private: bool) -> str:
 
 
 def text_of(response: HTTPResponse) -> str:
-    """Returns the text of a response up to MAX_PAGE bytes; raises ValueError if it is not text."""
+    """Returns the text of the first MAX_PAGE bytes of a response; raises ValueError for an error, a
+    compressed reply, and one that is neither HTML nor plain text.
+    """
     kind = response.headers.get_content_type()
     packed = response.headers.get("Content-Encoding", "identity") != "identity"
     if response.status != 200 or kind not in ("text/html", "text/plain") or packed:
@@ -176,7 +179,9 @@ def one_line(text: str) -> str:
 
 
 def window(text: str, query: str, words: int = WINDOW) -> str:
-    """Returns the first window of `words` words with the most distinct words of the query."""
+    """Returns the window of `words` words with the most distinct words of the query, the first of
+    several. A window begins at every fifth of this length.
+    """
     page = text.split()
     wanted = {*tokenize(query)}
     starts = range(0, len(page), max(words // 5, 1))

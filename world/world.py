@@ -1,8 +1,9 @@
 """The built-in world, so small that a laptop can train search in it. Its tiny model is in toy.py.
 
 A world, drawn from a seed, has people, cities and companies with invented names, the passages that
-state their facts, and twelve unit conversions. All splits build names from the same pieces, so the
-model can copy the name of an entity that it has never seen, but cannot know the entity's facts.
+state their facts, and twelve unit conversions. All splits build names from the same pieces, except
+the last names of the known people. So the model can copy the name of an entity that it has never
+seen, but cannot know the entity's facts.
 
     one_hop      where was ana bell born ?                                one search
     two_hop      who is the mayor of the city where ana bell was born ?   two searches
@@ -107,11 +108,11 @@ Facts = dict[str, str]  # of one entity: relation -> value
 
 
 class World:
-    """Entities by split and kind, their facts, and the passages that state them.
+    """Entities by split and kind, their facts, units, and the passages that state facts and units.
 
-    seed        draws the names and the splits, and also the facts unless fact_seed is given
-    fact_seed   draws other facts for the same names. A model that recalls memorised facts then
-                fails; a model that reads the passages does not.
+    seed        draws the names, splits and units, and also the facts unless fact_seed is given
+    fact_seed   draws other facts for the same names and units. A model that recalls memorised
+                facts then fails; a model that reads the passages does not.
     """
 
     def __init__(self, seed: int = 0, fact_seed: int | None = None, layout: str = "pages"):
@@ -153,8 +154,8 @@ class World:
         return {**self.entities[split], "country": COUNTRIES, "product": PRODUCTS}
 
     def draw_facts(self, rng: random.Random, kind: str, split: str) -> Facts:
-        """Draws the facts of one entity. The values are of the entity's own split, so both hops of
-        a held-out question are held out.
+        """Draws the facts of one entity. Names among the values are of the entity's own split, so
+        both hops of a held-out question are held out; countries and products are in all splits.
         """
         values = self.values(split)
         return {
@@ -176,7 +177,9 @@ class World:
                 yield (big, ""), unit_passage(big, small, factor)
 
     def questions(self, split: str, kind: str, count: int | None = None) -> list[Question]:
-        """Returns `count` questions (None: all) of one kind about one split, in random order."""
+        """Returns `count` questions (None: all) of one kind about one split, in random order. The
+        kind "known" always asks about the known people; "arithmetic" has the same sums everywhere.
+        """
         split_asked = "known" if kind == "known" else split
         task = "math" if kind == "arithmetic" else "qa"  # task mixing can forbid searches in math
         questions = []
@@ -187,7 +190,9 @@ class World:
         return shuffled(random.Random(f"questions {self.seed} 0"), questions)[:count]
 
     def plain_questions(self, split: str, kind: str) -> Iterator[tuple]:
-        """Returns (question, answer, hop, ...); a hop is the key of a passage: (name, relation)."""
+        """Yields (question, answer, hop, ...). A hop is (name, relation), which in the layout
+        "facts" is the key of its passage; the key of a page is (name, "").
+        """
         if kind == "unit":
             for big, small, factor in self.units[split]:
                 for n in range(2, 10):
