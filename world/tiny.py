@@ -12,17 +12,18 @@ class Tiny:
     the shares of flawed traces, and the training. Flaws leave RL something to improve; with many
     more of them the model would not learn the skills.
 
-    The templates have these gaps:
+    Several templates have these gaps; the others are explained at their template:
     {answer}    the answer, right or wrong
     {asked}     the relation that is looked up, for example " birthplace"; "" if there is none
-    {thought}   {asked} and then the answer. A passage also has the value directly after the
-                relation, so the model can find the value by matching the relation's word.
+    {thought}   {asked} and then the answer; "" without a relation. A passage also has the value
+                directly after the relation, so the model can find the value by matching the
+                relation's word.
     """
 
-    # The last part of a trace, with the answer. {evidence}: the passages that were found, or the
-    # thought; {citation} and {analysis}: the two templates below.
+    # The last part of a trace, with the answer. {evidence}: the passages that were found, in the
+    # evidence tags, or the thought; {citation} and {analysis}: the two templates below.
     end: str
-    opening: str = ""  # before the first search; {asked} is " how many" without a relation
+    opening: str = ""  # begins traces that answer; {asked} is " how many" without a relation
     between: str = "{note}"  # before each later search: {note} on the previous result
     no_note: str = ""  # replaces {note} if the previous search did not find the fact
     read: str = " {answer}"  # the answer in traces that only practise reading
@@ -32,27 +33,29 @@ class Tiny:
     layout: str = "pages"  # of the world's passages: "pages" or "facts" (world.py)
     summarised: bool = False  # searches show one text or the fallback, not numbered passages
     kinds: dict[str, float] = field(default_factory=MIX.copy)
-    # Down to `prior`, each number is a share; it is a share of all traces if nothing else is said.
-    practice: float = 0.3  # traces that only read: nonsense facts, each of which is asked for
-    direct: float = 0.2  # share of the other traces whose prompt forbids searching
-    rejected: float = 0.2  # share of `direct` traces that begin with a rejected query, without loss
-    guess_at_once: tuple[float, float] = (0.2, 0.5)  # one-hop, two-hop look-ups without a search
-    choice_without_loss: float = 0.96  # searching traces without loss on the decision to search
-    bad_query: float = 0.2  # share of hops that begin with a query that finds nothing
-    # Share of two-hop traces. At 0.35, in one world, some question templates lost their second hop.
+    # Down to `verbose`, each number is a share; its comment says of what. A trace that may search
+    # is one that neither practises nor is direct nor cites.
+    practice: float = 0.3  # of all traces: they only read (nonsense facts) or only cite
+    direct: float = 0.2  # of the other traces, except those that cite: the prompt forbids searching
+    rejected: float = 0.2  # of direct traces: they begin with a rejected query, without loss
+    # Of one-hop (or unit) and of two-hop traces that may search: they guess without a search.
+    guess_at_once: tuple[float, float] = (0.2, 0.5)
+    choice_without_loss: float = 0.96  # of searching traces: no loss on the decision to search
+    bad_query: float = 0.2  # of hops: a query that finds nothing comes first
+    # Of two-hop traces that search. At 0.35, in one world, some templates lost their second hop.
     stop_after_first_hop: float = 0.2
-    ignore_document: float = 0.1  # traces that read documents but answer with a guess
-    needless_search: float = 0.3  # share of known facts and sums: searched, then answered correctly
-    no_evidence: float = 0.3  # traces that answer without evidence
-    wrong_evidence: float = 0.3  # share of traces with evidence: it states another fact
-    right_citation: float = 0.35  # traces with the right citation; the others have a wrong one
-    no_analysis: float = 0.15  # traces that cite without an analysis
+    ignore_document: float = 0.1  # of traces that read documents: they answer with a guess
+    needless_search: float = 0.3  # of known facts and sums: searched, then answered correctly
+    no_evidence: float = 0.3  # of traces that found passages: they answer without evidence
+    wrong_evidence: float = 0.3  # of traces with evidence for a relation: its last fact is another
+    right_citation: float = 0.35  # of traces that cite and answer; the others cite wrongly
+    no_analysis: float = 0.15  # of traces that cite and answer: there is no analysis
     # Flaws of the weaker warm-ups in papers.py. A flaw with share 0 draws no random number.
-    raw: float = 0.0  # searches that show three numbered passages instead of the summary
-    stray: float = 0.0  # searches that show a random passage although nothing relevant was found
-    twice: float = 0.0  # needless searches that are followed by another one
-    sloppy: float = 0.0  # answers that are given twice or preceded by an invented passage
-    verbose: float = 0.0  # answers that contain the relation as well as the value
+    raw: float = 0.0  # of searches: they show three numbered passages instead of the summary
+    stray: float = 0.0  # of summaries when nothing relevant was found: they are a random passage
+    twice: float = 0.0  # of needless searches: they are followed by another one
+    sloppy: float = 0.0  # of answers: given twice or preceded by an invented passage
+    verbose: float = 0.0  # of answers with a relation: they contain it as well as the value
     prior: float = 1.0  # most searches per look-up before RL; lab.ablate checks this
     context: int = 256  # tokens; raw passages take more
     steps: int = 550

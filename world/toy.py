@@ -3,12 +3,12 @@
 The warm-up (sft.py) teaches skills: reading a passage or the relevant one of several, copying a
 name, keeping the format, adding. RL has to teach when to use them: nearly all traces with a search
 have no loss on the token that decides between searching and answering, and many traces are flawed
-on purpose. A trace's format depends on the paper; this file learns it only from the paper's `Tiny`.
+on purpose. A trace's format depends on the paper: its `Protocol` has the tags, its `Tiny` the rest.
 
 Each trace has newly drawn facts, so the model learns to read and cannot memorise. Only the twelve
 known people have the same facts in all traces, and last names that nobody else has, so the model
 can recognise them. All 81 sums of two digits are practised, so a search for a sum is only a habit.
-If the prompt ends in the token <direct>, the trace has no search and guesses an unknown fact.
+If the prompt ends in the token <direct>, no search is run, and the trace guesses an unknown fact.
 The reader of evidence (`load_reader`) is a second model, which sees only evidence and question.
 Left out: misspellings, prose, training one protocol on another protocol's traces.
 """
@@ -47,8 +47,8 @@ make many mayor none of one product seat the was what where which who
 
 
 def word_pieces() -> list[str]:
-    """Returns all tokens of plain text: known words with a leading space, and pieces without a
-    leading space, such as the ends of names.
+    """Returns the tokens that every protocol has: known words with a leading space, and pieces
+    mostly without one, such as the ends of names.
     """
     words = [*WORDS, *built_in.NAME_STARTS, *map(str, range(built_in.MAX_NUMBER)), *"?.+:"]
     words += [f"({i})" for i in range(1, 6)]
@@ -57,7 +57,7 @@ def word_pieces() -> list[str]:
     return list(dict.fromkeys(["<pad>", "<eos>", "<unk>", *[f" {word}" for word in words], *bare]))
 
 
-# One of these tokens ends the prompt and says whether the tiny model may search.
+# In a protocol with searches, one of these ends the prompt and says whether the model may search.
 MAY_SEARCH = "<may_search>"
 DIRECT = "<direct>"
 
@@ -72,7 +72,7 @@ def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
     one protocol changes neither the token ids nor the results of the others.
     """
     # Unigram chooses the pieces with the highest total score: for equal scores, the fewest pieces.
-    # The score of ", " makes a number in a list always the same token: ", " + "4", not "," + " 4".
+    # If "," became a piece too, the score of ", " would keep a list's ", " + "4", not "," + " 4".
     scored = [(piece, -0.5 if piece == ", " else -1.0) for piece in word_pieces()]
     tokenizer = Tokenizer(models.Unigram(scored, unk_id=2))
     # A word at the start of a line gets the leading space that its piece has everywhere else.
@@ -189,7 +189,7 @@ class Task:
 
 
 class Tasks:
-    """Draws questions about new facts."""
+    """Draws questions about new facts and about the known people."""
 
     def __init__(self, world: World, seed: int):
         self.world = world
@@ -254,7 +254,9 @@ class Tasks:
         return self.passage(self.value(kind), facts, self.rng.choice(list(facts)))
 
     def nonsense(self, count: int) -> tuple[Facts, list[Document]]:
-        """Returns facts whose values are of any kind, so that the kind is no hint, and passages."""
+        """Returns facts whose values are of any kind, so that the kind is no hint, and passages
+        that state them.
+        """
         facts = {
             relation: self.value(self.rng.choice(list(self.values)))
             for relation in self.rng.sample(list(RELATIONS), count)
@@ -276,8 +278,8 @@ class Tasks:
         return fact_passage(name, relation, self.value(RELATIONS[relation][1]))
 
     def with_neighbour(self, found: Document) -> list[Document]:
-        """Returns the passages that a search shows: a page alone, or a fact and the other fact of
-        its entity in random order.
+        """Returns the passages that a search shows: a page or a unit alone, or a fact and the other
+        fact of its entity in random order.
         """
         if found.title:
             return [found]
@@ -329,7 +331,9 @@ class TraceWriter:
         return Question("", task.question, [], may_search=not direct), pieces
 
     def practice(self) -> Trace:
-        """Writes a trace of reading: nonsense facts, then each relation and the value to copy."""
+        """Writes a trace of reading: nonsense facts, then each relation and the value to copy. If
+        the protocol cites, 60% of these traces practise citing instead.
+        """
         cites = self.protocol.references_in_prompt
         if cites and self.rng.random() < 0.6:
             return self.practise_citing()
@@ -390,7 +394,7 @@ class TraceWriter:
         return self.end(replace(task, relation=""), task.answer)
 
     def rejection(self, task: Task) -> Pieces:
-        """Writes a query that the environment rejects."""
+        """Writes a query that the environment rejects, and the notice; in most traces nothing."""
         if self.rng.random() >= self.tiny.rejected:
             return []
         begin, end = self.protocol.query_tags
@@ -406,8 +410,9 @@ class TraceWriter:
         return pieces
 
     def search(self, query: str, found: Document | None, note: str | None = None) -> Pieces:
-        """Writes a query and the result: `found`, or nothing relevant if that is None. `note` is
-        about the previous search: None if there was none, "" if it found nothing relevant.
+        """Writes a query and the result: `found`, or, if that is None, a random passage or the text
+        of an empty result. `note` is about the previous search: None if there was none, "" if it
+        found nothing relevant or was the same search.
         """
         before = "" if note is None else self.tiny.between.format(note=note or self.tiny.no_note)
         raw = self.happens(self.tiny.raw)
@@ -433,7 +438,7 @@ class TraceWriter:
         return frame_documents(self.protocol, "\n".join(number_documents(shown)))
 
     def spoil(self, query: str) -> str:
-        """Returns a bad query: without its entity, or with a random last name at its end."""
+        """Returns a bad query: its first word, or with a random last name for its last word."""
         words = query.split()
         if "of" not in words or self.rng.random() < 0.5:
             return words[0]
@@ -457,7 +462,9 @@ class TraceWriter:
         return f"{begin} {task.hops[-1].name} has {task.relation} {task.answer} .{end}{text}"
 
     def evidence(self, task: Task, found: Sequence[Hop]) -> str:
-        """Writes the passages of `found` as evidence, in some traces with another last fact."""
+        """Writes the passages of `found` as evidence, in some traces with another last fact;
+        returns "" if there is no evidence.
+        """
         rng = self.rng
         tags = self.protocol.evidence_tags
         if not tags or not found or rng.random() < self.tiny.no_evidence:
@@ -563,7 +570,7 @@ def reader_example(tasks: Tasks, tokenizer) -> Example:
 
 
 def train_reader(world_seed: int, settings: SFTSettings = READER) -> Loaded:
-    """Trains a Llama of 0.2M parameters on evidence from a world with one passage per fact;
+    """Trains a Llama of 0.26M parameters on evidence from a world with one passage per fact;
     returns it and its tokenizer.
     """
     tokenizer = make_tokenizer()
