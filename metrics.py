@@ -2,7 +2,7 @@ r"""Answer metrics, one function for each. Of the project, this file imports onl
 
     exact_match         1 if the normalised prediction equals a normalised gold, else 0
     f1_score            2PR / (P + R),  P = common / predicted tokens,  R = common / gold tokens
-    cover_exact_match   1 if every gold token occurs in the prediction, in any order
+    cover_exact_match   1 if the prediction has all gold tokens (each as often), in any order
     summary_scores      F1 of common words (1), common pairs (2), longest common subsequence (L)
     choice_letter       the one option that a text chooses
     math_equal          whether two answers are equal as strings, as numbers or by math-verify
@@ -11,9 +11,10 @@ r"""Answer metrics, one function for each. Of the project, this file imports onl
 `golds` is one gold answer or a list of them; the gold with the best score counts. A missing answer
 (None or "") scores 0. There are four normalisations, whose scores cannot be compared:
     "plain"        punctuation becomes a blank: "Spider-Man" is "spider man" (R1-Searcher's eq. 4)
-    "space"        as "plain"; also the text "True" becomes "yes" (the code of R1-Searcher and UR²)
-    "delete"       punctuation is removed: "Spider-Man" is "spiderman" (R-Search, When to Search)
-    "underscore"   as "delete", but "_" becomes a blank: "a_b-c" is "a bc" (ARENA appendix D.1)
+    "space"        as "plain", but a text "True" becomes "yes" (code of R1-Searcher, UR², ARENA)
+    "delete"       punctuation is removed: "Spider-Man" is "spiderman" (R-Search, Search-R1, When
+                   to Search)
+    "underscore"   as "delete", but "_" becomes a blank: "x_y-z" is "x yz" (ARENA appendix D.1)
 Left out: model judges, and algebra, which math-verify does (an optional dependency).
 """
 
@@ -54,7 +55,8 @@ def normalize_answer(text: str, punctuation: str = "space") -> str:
     ('b smith', 'ab smith')
     """
     lowered = text.lower()
-    # "true" is replaced only if it is the whole text: otherwise a published 58.0 would be 58.2.
+    # "true" is replaced only if it is the whole text: otherwise the EM of R1-Searcher's published
+    # predictions on HotpotQA would be 58.2, not 58.0 as in its paper.
     if punctuation == "space":
         lowered = {"true": "yes", "false": "no"}.get(lowered, lowered)
     plain = lowered.translate(PUNCTUATION[punctuation])
@@ -104,8 +106,8 @@ def _bag_f1(predicted: list, gold: list) -> float:
 
 
 def cover_exact_match(prediction: str | None, golds: Golds, punctuation="space") -> float:
-    """Returns 1 if the prediction contains every gold token: "in Lyon, France" contains "Lyon", but
-    "Parisian" does not contain "Paris".
+    """Returns 1 if the prediction contains every gold token, else 0: "in Lyon, France" contains
+    "Lyon", but "Parisian" does not contain "Paris".
     """
     return _best(
         lambda p, g: float(Counter(p.split()) >= Counter(g.split())), prediction, golds, punctuation
@@ -191,9 +193,9 @@ _WRAPPING = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\b|[{}$*\"'`]")
 
 def choice_letter(text: str | None, options=()) -> str | None:
     r"""Returns the letter of the option that a text chooses, or None. The choice X is read from the
-    last "the correct answer is X", else from the last \boxed{X}; else it is the whole text. X must
-    be a letter ("B", "(B)", "B. Oak") or the text of exactly one option:
-    choice_letter("The correct answer is: oak.", ["elm", "Oak"]) is "B".
+    last "correct answer is X" (or option, choice), else from the last \boxed{X}; else it is the
+    whole text. X must be or begin with a letter ("B", "(B)", "B. Oak"; not "B or C"), or be the
+    text of exactly one option: choice_letter("The correct answer is: oak.", ["elm", "Oak"]) is "B".
     """
     text = _SPECIAL_TOKEN.sub("", text or "")  # a decoded response ends in its EOS token
     chosen = [last_boxed(text), *_CHOSEN.findall(text)][-1]
@@ -259,7 +261,9 @@ def math_equal(prediction: str | None, gold: Golds) -> bool:
 
 @lru_cache(maxsize=4096)  # the trajectories of a group often have the same answer
 def clean_math(text: str) -> str:
-    r"""Removes all that is not the value: clean_math(r"$\boxed{\text{1,000}}$.") is "1000"."""
+    r"""Removes what surrounds a value (such as boxes and dollar signs) and the commas of thousands:
+    clean_math(r"$\boxed{\text{1,000}}$.") is "1000".
+    """
     text = _DOLLARS.sub("", text.translate(_UNICODE)).strip()
     text = text.replace("**", "^").replace(r"\%", "%")
     while text.startswith(r"\boxed") and (inner := last_boxed(text)):
@@ -287,13 +291,13 @@ def _same_math(left: str, right: str) -> bool:
         # "Even" equals "even", but the variable x is not X. Trap: math-verify reads a word as a
         # product of letters, so that "on" would equal "no".
         return len(left_word) > 1 and left_word.casefold() == right_word.casefold()
-    one_percent = ("%" in left) != ("%" in right)  # 50% equals both 50 and 0.5
+    one_percent = ("%" in left) != ("%" in right)  # 50% equals 50, and 0.5 by math-verify
     if one_percent and _same_math(left.replace("%", ""), right.replace("%", "")):
         return True
     x = plain_number(left)
     y = plain_number(right)
     if y is not None and not re.search(r"[\d\\]", left):
-        return False  # a text without digits is not a number: no worker is needed
+        return False  # without digits or a LaTeX command it is no number: no worker is needed
     if x is None or y is None:
         return _math_verify(left, right, gold_is_number=y is not None)
     if x.denominator == y.denominator == 1:  # with a tolerance 1000001 would equal 1000000
@@ -319,7 +323,7 @@ def has_math_verify() -> bool:
 
 
 def ask_worker(prediction: str, gold: str, seconds: float = MATH_SECONDS) -> bool:
-    """Asks the worker whether two answers are equal; False if it takes over `seconds`."""
+    """Asks the worker whether two answers are equal; False if it fails or takes over `seconds`."""
     with _LOCK:
         idle = _IDLE.pop() if _IDLE else None
         worker = idle if idle and idle.poll() is None else start_worker()
@@ -359,7 +363,7 @@ def serve_math() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         prediction, gold, seconds = json.loads(line)
-        if not (child := os.fork()):  # fork, because to start a new process takes a second
+        if not (child := os.fork()):  # fork, because a new interpreter takes a second to start
             signal.setitimer(signal.ITIMER_REAL, seconds)
             same = verify(expression(gold), expression(prediction), timeout_seconds=None)
             os._exit(not same)
@@ -367,11 +371,13 @@ def serve_math() -> None:
 
 
 def score_answer(prediction, golds: Golds, task="qa", options=(), punctuation="space") -> dict:
-    """Returns em, f1 and cem. For math and choices all three are 0 or 1, for a summary ROUGE."""
+    """Returns em, f1 and cem. For math and choices all three are the same 0 or 1, for a summary the
+    mean ROUGE.
+    """
     if task == "math":
         score = float(math_equal(prediction, golds))
     elif task == "summary":
-        score = summary_scores(prediction, golds)["rouge"]  # ARENA's reward
+        score = summary_scores(prediction, golds)["rouge"]  # the mean
     elif task == "choice":
         score = float(same_choice(prediction, golds, options))
     else:

@@ -1,19 +1,21 @@
 """The rewards: one function per formula. Each returns named reward terms; their sum is the reward.
 The docstrings give the formulas, with these letters:
 
-    n   number of valid searches. The environment executed them, and the query has a word (under
-        UR² at most 20 words). A search that failed (`Search.error`) does not count as executed: no
-        reward pays or charges for it
+    n   number of valid searches: those that the environment executed and whose query has a word
+        (under UR² at most 20 words). A search that failed (`Search.error`) does not count as
+        executed: no reward pays or charges for it
     f   number of searches answered by the fallback ("this query asks for no fact")
     v   number of format violations
 
 A policy learns to exploit any reward that breaks one of these rules:
   1. only the model's own text is scored, not the text of documents or of the prompt;
   2. searches are counted in the environment's log, because a tag can be written without a search;
-  3. only the last answer is scored, and more than one answer is a format violation.
+  3. only the last answer is scored, and more than one answer is a format violation (two rewards
+     do not check this: search_r1, and UR²'s with format_check="loose").
 
-Left out: comparing several trajectories, which is the task of the advantages; and calling a judge
-or a reader model. Their results are arguments here, and plumbing/build.py supplies them.
+Left out: comparing several trajectories, which is the task of the advantages; and the judge, the
+reader and the embedder. Their results, or functions that ask them, are arguments here
+(`OtherModels`, `Extras`), and plumbing/build.py supplies them.
 """
 
 import contextlib
@@ -47,11 +49,11 @@ RewardTerms = dict[str, float]  # name -> what it adds to the reward
 Embedder = Callable[[list[str]], np.ndarray]  # n texts -> [n, d]
 Judge = Callable[[Question, str], float]
 
-LARGEST_TERM = 1e15  # limit for a user's own reward, so that its square is finite in fp32
+LARGEST_TERM = 1e15  # limit of a term of a user's own reward: its square is finite in fp32
 
 # name -> (trajectory, settings, step, extras) -> RewardTerms; filled below
 REWARDS: dict[str, Callable] = {}
-# UR²'s backbone -> the reward for n = 0, 1, ≥ 2 searches in stage 1
+# UR²'s backbone -> the retrieval term of stage 1 for n = 0, 1, ≥ 2 valid searches
 UR2_RETRIEVAL = {"qwen_7b": (0, 3, 4), "qwen_3b": (0, 5, 7), "llama_8b": (0, 3, 3)}
 
 
@@ -84,7 +86,9 @@ class RewardSettings:
     whole_reply: bool = setting(
         False, "R-Search: score the reader's whole reply, as in eq. 4", only="papers"
     )
-    beta: float = setting(0.3, "When to Search: price of one search", least=0)
+    beta: float = setting(
+        0.3, "When to Search: what a search costs a right answer, or earns a wrong one", least=0
+    )
     left_out: str = setting(
         "", "reward term to leave out, as in When to Search's Table 4", only="papers"
     )
@@ -106,8 +110,8 @@ class Extras:
 
 @dataclass
 class OtherModels:
-    """The other models that a reward asks. Each function is called once per step with all
-    trajectories, so that the model gets one batch. By default no model is asked.
+    """The other models that a reward asks. The first four functions are called once for all
+    trajectories of a draw, so that a model gets one batch. By default no model is asked.
     """
 
     verdicts: Callable = lambda rows: [None] * len(rows)  # returns Extras.correct for each row
@@ -147,7 +151,8 @@ def count_words(text: str) -> int:
 
 def scripts(text: str) -> set[str]:
     """Returns the scripts of the letters in a text: "π r², 巴黎" -> GREEK, LATIN, CJK. NFKC turns ℝ
-    into R. It would turn mathematical letters such as ℵ into Hebrew, so these are removed before.
+    into R. It would turn the mathematical symbols ℵ, ℶ, ℷ, ℸ into Hebrew letters, so these four
+    are removed before.
     """
     letters = set(unicodedata.normalize("NFKC", re.sub("[ℵ-ℸ]", "", text)))
     letters = [x for x in letters if unicodedata.category(x) in ("Lu", "Ll", "Lt", "Lo")]
@@ -168,7 +173,9 @@ def is_garbled(trajectory: Trajectory) -> bool:
 
 
 def without_eos(text: str) -> str:
-    """Removes the EOS token at the end of a text, because a decoded response includes it."""
+    """Removes an EOS token (<|...|>, </s>, <eos>) at the end of a text, because a decoded response
+    includes it.
+    """
     return re.sub(r"(?:<\|[^|<>]*\|>|</s>|<eos>)\s*$", "", text)
 
 
@@ -213,8 +220,8 @@ def ur2_violations(
     query tag without a partner, each document block that the model wrote, and each query that is
     too long, has no word, exceeds the search limit or belongs to a question that may not search. No
     answer, or a last answer that is too long or, in multiple choice, not a letter, counts once.
-    Garbled text counts once, and each kind of illegal token counts once, because a text that
-    repeats them would otherwise cost without limit.
+    Garbled text counts once, and so does each kind of illegal token (`_ILLEGAL`: chat headers, tool
+    calls), because a text that repeats them would otherwise cost without limit.
     With `search_required` (stage 1) it is also a violation not to search. format_check="loose" only
     checks that the text ends in an answer (ablation).
     >>> ur2_violations(example("ur2", answer="a b c d e f g h i j k"))     # 11 words
@@ -247,7 +254,7 @@ def ur2_violations(
 
 
 def _ur2_answer_faults(trajectory: Trajectory) -> list[str]:
-    """Returns the faults of the last answer, the one that is scored, and one per earlier answer."""
+    """Returns the faults of the last answer, the scored one, and a fault per earlier answer."""
     answers = trajectory.answers
     question = trajectory.question
     faults = ["several_answers"] * (len(answers) - 1)
@@ -337,7 +344,8 @@ def ur2_choice(
     appendix C.7). The reward ur2_weak is this formula, but allowed for every task. `terms` are
     the terms of stage 2; by default ur2_stage2 computes them with its default arguments. In the
     steps with a bonus, the 3B model's format term is −1 if it never searched, however many other
-    violations there are. The paper calls this "non-accumulative".
+    violations there are. The paper calls this "non-accumulative". On a question that may not
+    search there is neither a bonus nor this −1.
     >>> ur2_choice(example("ur2"), step=0)     # right, v = 0, f = 1, n = 2: 2 + 1 − 0.5 + 1 = 3.5
     {'answer': 2.0, 'format': 1.0, 'fallback': -0.5, 'retrieval': 1.0}
     """
@@ -352,9 +360,10 @@ def ur2_choice(
 
 # -------------------------------------------------------------------------------------- R1-Searcher
 def r1_searcher_format(trajectory: Trajectory) -> list[str]:
-    """Returns the names of all format faults (R1-Searcher section 2.2.1). The format is: thinking
-    and searches, one </think>, <answer> a short answer </answer>. The opening <think> is in the
-    prompt. A short answer has at most 10 words (our choice), or is as short as a gold answer.
+    """Returns the names of format faults, at least one if the format is wrong (R1-Searcher section
+    2.2.1). The format is: thinking and searches, one </think>, <answer> a short answer </answer>.
+    The opening <think> is in the prompt. A short answer has at most 10 words (our choice), or no
+    more words than the longest gold answer.
     >>> r1_searcher_format(example("r1_searcher", answer="Norland </answer> <answer> Norland"))
     ['several_answers']
     """
@@ -421,7 +430,7 @@ def r_search(
 ) -> RewardTerms:
     """R = F1(answer) + F1(the reader's answer) + r_f (R-Search eq. 3 to 8).
 
-        A          1 if there is exactly one answer box and it is not empty, else 0
+        A          1 if there is exactly one answer box, not empty, and no other answer tag; else 0
         E          the same for the evidence box
         format     r_f = 0.2 + 0.2 A without a search,   r_f = 0.2 E + 0.2 A with a search
         evidence   F1 of the answer that a reader, a frozen model of another family, gives from the
@@ -447,7 +456,7 @@ def r_search(
 
 
 def has_one_box(trajectory: Trajectory, name: str) -> bool:
-    """Returns whether the model wrote exactly one such box, not empty, and no other tag of it."""
+    """Returns whether the model wrote exactly one box `name`, not empty, and no other tag of it."""
     text = trajectory.model_text
     tags = trajectory.protocol.section_tags(name)
     contents = [box.content for box in find_blocks(text, *tags)]
@@ -463,7 +472,9 @@ def r_search_format(trajectory: Trajectory) -> bool:
 
 
 def evidence_support(trajectory: Trajectory) -> float:
-    """Returns the share of the evidence's words that are in the documents. No reward uses it."""
+    """Returns the share of the evidence's words that occur in what the model read of its searches:
+    documents or summaries. No reward uses it.
+    """
     documents = " ".join(search.text for search in trajectory.searches)
     document_words = normalize_answer(documents, "delete").split()
     words = normalize_answer(trajectory.evidence or "", "delete").split()
@@ -498,12 +509,12 @@ def when_to_search_stage1(
     """R = r_f + r_s + r_a: searches soften the penalty of a wrong answer (When to Search eq. 6 to
     12).
 
-        format      +1 if the sections are in the protocol's order, else −1
         RC          number of executed searches, also of those with long queries
-        retrieval   RC ≤ 1: −1 if there is a query that is not concise, else 0
-                    RC > 1: −avg_sim, where avg_sim is the mean cosine over all pairs of queries
-        answer      1 if right, −1 + β RC if wrong
-    `correct` is a judge's verdict; if it is None, exact match decides.
+        format      r_f = +1 if `when_to_search_format`, else −1
+        retrieval   r_s, RC ≤ 1: −1 if there is a query that is not concise, else 0
+                    r_s, RC > 1: −avg_sim; avg_sim is the mean cosine over all pairs of queries
+        answer      r_a = 1 if right, −1 + β RC if wrong
+    `correct` is a judge's verdict; if it is None, `matches` decides.
     >>> when_to_search_stage1(example("when_to_search", answer="Sudria"))     # RC = 2: −1 + 0.6
     {'format': 1.0, 'retrieval': 0.0, 'answer': -0.4}
     """
@@ -515,8 +526,8 @@ def when_to_search_stage1(
 def when_to_search_stage2(
     trajectory: Trajectory, correct: bool | None = None, embed: Embedder | None = None, beta=0.3
 ) -> RewardTerms:
-    """R as in stage 1, but r_a = 1 − β RC if right, −1 if wrong. A search costs β, so the model
-    learns when not to search.
+    """R as in stage 1, but r_a = 1 − β RC if right, −1 if wrong. Each search costs a right answer
+    β, so the model learns when not to search.
     >>> when_to_search_stage2(example("when_to_search"))     # right with RC = 2: 1 − 0.6
     {'format': 1.0, 'retrieval': 0.0, 'answer': 0.4}
     """
@@ -529,7 +540,8 @@ def when_to_search_unified(
     trajectory: Trajectory, correct: bool | None = None, *more
 ) -> RewardTerms:
     """R is that of stage 2 for a right answer and that of stage 1 for a wrong one. This is our
-    reading of Table 2. With β = 0.3 and RC ≥ 4, a wrong answer earns more than a right one.
+    reading of Table 2. With β = 0.3 and RC ≥ 4, a wrong answer earns more than a right one with as
+    many searches.
 
     >>> when_to_search_unified(example("when_to_search", answer="Sudria"))     # −1 + 0.6
     {'format': 1.0, 'retrieval': 0.0, 'answer': -0.4}
@@ -551,7 +563,8 @@ def _when_to_search(trajectory: Trajectory, embed: Embedder | None) -> RewardTer
 def when_to_search_format(trajectory: Trajectory) -> bool:
     """Returns whether the order of the sections is "think, reflect, answer" or "think, searches,
     answer". Each search is "search, information, reflect", and there may be a think between two
-    searches (section 3.3, Table 9). The information must be written by the environment.
+    searches (section 3.3, Table 9). The information must be written by the environment. No section
+    of the model may be empty, and it may write no text outside of them.
     """
     tags_of = trajectory.protocol.section_tags
     order = ""
@@ -581,7 +594,8 @@ def is_right(trajectory: Trajectory, correct: bool | None) -> bool:
 
 def matches(question: Question, answer: str | None) -> bool:
     """Returns whether an answer is right, by math equality, by its letter or by exact match, as the
-    task requires. Cover-EM is not used, because it would accept "yes no".
+    task requires (a summary: by a mean ROUGE of 1). Cover-EM is not used, because it would accept
+    "yes no".
     """
     scores = score_answer(answer, question.answers, question.task, question.options, "delete")
     return scores["em"] == 1.0
@@ -589,8 +603,9 @@ def matches(question: Question, answer: str | None) -> bool:
 
 def is_concise(query: str) -> bool:
     """Returns whether a query consists of key words, such as "Ana Bell birthplace". It must have at
-    most 12 words, at most 40 % of them stopwords, and no "?", and it must not begin with a question
-    word or an auxiliary verb. The rule is ours, because the paper gives none.
+    most 12 words and no "?". At most 40 % of its words may be stopwords, question words or
+    auxiliary verbs, and it must not begin with a word of the last two kinds. The rule is ours,
+    because the paper gives none.
     """
     words = re.findall(r"\w+", query)
     if not words or len(query.split()) > 12 or re.search("[?？]", query):
@@ -621,11 +636,12 @@ def mean_similarity(queries: list[str], embed: Embedder) -> float:
 
 
 def tfidf_embedder(documents: Sequence[Document] = ()) -> Embedder:
-    """Weights words by w(t) = count of t in the text · idf(t), idf(t) = ln((1 + N)/(1 + n_t)) + 1.
+    """Returns an embedder. The weight of a word is w(t) = count of t in the text · idf(t), where
+    idf(t) = ln((1 + N)/(1 + n_t)) + 1.
 
     There are N documents, of which n_t contain t. Without documents every idf is 1. Otherwise a
     word that is in no document has the weight 0; if it had a weight, a query could be repeated
-    without a penalty by adding an invented word each time.
+    with a smaller penalty by adding an invented word each time.
     >>> embed = tfidf_embedder([Document("1", "Ana", "town"), Document("2", "Bo", "town")])
     >>> embed(["Ana town"]).round(4).tolist()     # idf(ana) = ln(3/2) + 1, idf(town) = ln(3/3) + 1
     [[1.4055, 1.0]]
@@ -649,9 +665,9 @@ def tfidf_embedder(documents: Sequence[Document] = ()) -> Embedder:
 
 
 # -------------------------------------------------------------------------------------------- ARENA
-# A summary earns the bonus if its mean ROUGE is at least this, which is about the score of ARENA's
-# own model (table 9: 19.6 of 100). Appendix H.2 names no answer term and no bonus for summaries, so
-# both are our reading.
+# A mean ROUGE of at least this counts as a right summary, for the bonus. It is about the score of
+# ARENA's own model (table 9: 19.6 of 100). Appendix H.2 names no answer term and no bonus for
+# summaries, so both are our reading.
 GOOD_SUMMARY = 0.2
 
 
@@ -665,8 +681,8 @@ def arena(
 ) -> RewardTerms:
     """R = format + answer + relevance, and a bonus of 10 if all three are 1 (ARENA section 3.3).
 
-        format      1 if the text is <relevance> <analysis> <answer>, each once and not empty; under
-                    protocol arena_thinking they follow the model's own <think>
+        format      1 if the text is <relevance> <analysis> <answer> (or <summary>), each once and
+                    not empty; under protocol arena_thinking the model's own <think> may come first
         answer      exact match, whether or not the format is right; in ablations (5.3) F1 or a
                     judge's verdict `correct`; for a summary its mean ROUGE, where 0.2 is enough for
                     the bonus
@@ -697,7 +713,9 @@ def _relevance(numbers: set[int], gold: set[int]) -> float:
 
 
 def arena_format(trajectory: Trajectory) -> bool:
-    """Returns whether the text is one relevance, one analysis and one answer section, in order."""
+    """Returns whether the text is one relevance, one analysis and one answer section, in order. A
+    <think> part may come first if the chat template opens it, or under protocol arena_thinking.
+    """
     tags_of = trajectory.protocol.section_tags
     tags = {"1": tags_of("relevance"), "2": tags_of("analysis"), "3": tags_of("answer")}
     text = without_eos(trajectory.model_text)
@@ -708,7 +726,7 @@ def arena_format(trajectory: Trajectory) -> bool:
 
 
 def cited(trajectory: Trajectory) -> set[int]:
-    """Returns the numbers in the last <relevance> section, if it is a list such as [1, 4]."""
+    """Returns the numbers in the last <relevance> section; none if it is no list such as [1, 4]."""
     boxes = find_blocks(trajectory.model_text, *trajectory.protocol.section_tags("relevance"))
     content = boxes[-1].content if boxes else ""
     # [0-9]{1,6}: a model can write a number of 5000 digits, on which int() raises an error.
@@ -749,7 +767,7 @@ def _make_arena(punctuation: str) -> Callable:
 
 
 def _remove_left_out(terms: RewardTerms, s) -> RewardTerms:
-    """Removes the term that --left_out names, as "w/o r_s" in When to Search's Table 4."""
+    """Removes the term that `left_out` names, as "w/o r_s" in When to Search's Table 4."""
     return {name: term for name, term in terms.items() if name != s.left_out}
 
 
@@ -777,10 +795,10 @@ REWARDS |= {
     "arena_code": _make_arena("space"),
 }
 REWARDS["ur2_weak"] = REWARDS["ur2_choice"]  # for any task
-# Reward -> the things that it needs. From other models: a judge's grade or verdict, a reader, an
-# embedder. From the questions: options, supporting references, open answers, or at least one
-# question that may search ("searching"). From the settings: a price of a search, β · max_searches,
-# that is not too high.
+# Reward -> the things that it needs. From other models: a judge's grade or verdict (without a judge
+# the metrics decide), a reader, an embedder. From the questions: options, supporting references, no
+# multiple choice ("open"), or at least one question that may search ("searching"). From the
+# settings: a price of a search that is not too high ("price": β · max_searches below 2).
 NEEDS = {
     "ur2_stage1": "searching",
     "ur2_stage2": "grade",
@@ -842,16 +860,16 @@ def needs(settings) -> set[str]:
 
 
 def check_reward(settings) -> RewardTerms:
-    """Checks that the reward fits the protocol, and that no wrong answer can outrank a right one.
-    Returns the reward terms of an example.
+    """Checks that the reward fits the protocol and, in both stages of When to Search, that every
+    wrong answer earns less than every right one. Returns the reward terms of an example.
     """
-    price = settings.beta * settings.max_searches
-    # A wrong answer earns −1 + β RC, which must stay below 1, the term of a right answer without
-    # a search.
+    price = settings.beta * settings.max_searches  # of all searches
+    # In stage 1 a wrong answer earns up to −1 + price and a right one 1; in stage 2 a right answer
+    # earns at least 1 − price and a wrong one −1.
     if "price" in needs(settings) and price >= 2:
         raise InputError(
             f"--beta {settings.beta} times --max_searches {settings.max_searches} is {price:g}: it"
-            " must stay below 2, or a wrong answer after many searches outranks a right one"
+            " must stay below 2, or a wrong answer can earn as much as a right one"
         )
     is_own = ":" in settings.reward
     if is_own:
@@ -870,7 +888,8 @@ def check_reward(settings) -> RewardTerms:
 def own_reward(name: str) -> Callable:
     """Loads FILE.py:FUNCTION. The function gets a Trajectory and returns a dict of named numbers,
     whose sum is the reward; the names must be equal for all trajectories. An error in the file
-    keeps its traceback.
+    keeps its traceback; only sys.exit and, while the file is loaded, a FileNotFoundError become an
+    InputError.
     """
     file, _, function = name.rpartition(":")
     with exits_refused(f"--reward {name}"):
@@ -891,7 +910,7 @@ def own_reward(name: str) -> Callable:
         if not is_reward(terms):
             raise InputError(
                 f"{where}: {terms!r:.300} is not a reward: return named numbers, such as "
-                "{'answer': 1.0}"
+                "{'answer': 1.0}, none beyond ±1e15"
             )
         if not names:
             names.extend(terms)
@@ -907,7 +926,7 @@ def own_reward(name: str) -> Callable:
 
 @contextlib.contextmanager
 def exits_refused(where: str) -> Iterator[None]:
-    """Turns sys.exit in a user's file into an error, because the run would end as if finished."""
+    """Turns sys.exit in a user's file into an InputError: the run would end as if finished."""
     try:
         yield
     except SystemExit as error:
@@ -915,8 +934,9 @@ def exits_refused(where: str) -> Iterator[None]:
 
 
 def is_reward(terms: object) -> bool:
-    """Returns whether a user's function returned a dict of named numbers. The names must be
-    printable, because they are logged; the numbers are limited, because they are squared in fp32.
+    """Returns whether a user's function returned a dict of named numbers, at least one. The names
+    must be printable, because they are logged; the numbers must be within ±LARGEST_TERM, because
+    they are squared in fp32.
     """
     if not isinstance(terms, dict) or not terms:
         return False
@@ -929,8 +949,9 @@ def is_reward(terms: object) -> bool:
 
 
 def check_questions(questions: list[Question], settings) -> list[Question]:
-    """Returns the questions unchanged. If one lacks something that the reward needs, an InputError
-    names the first such question.
+    """Returns the questions unchanged. Raises an InputError if the reward needs searches and no
+    question may search, or if a question lacks something else that the reward needs; it names the
+    first such question.
     """
     needed = needs(settings)
     searching = [question for question in questions if question.may_search]

@@ -3,10 +3,10 @@
 A summariser makes one short text of several documents. It may also decide whether the query asks
 for a fact; a model does so only in training, for web pages, or with --fallback. If the query asks
 for none, the result is a fallback: instead of a summary the policy reads the protocol's fallback
-sentence, and the reward penalises the search. Code recognises a fallback by
-`SearchResult.fallback` and never by its text, because a document could contain the same sentence.
-The result also holds the documents, for the log. Left out: distilling a small summariser from a
-large one (lab/distil.py).
+sentence, and UR²'s reward penalises the search. Rewards and metrics recognise a fallback by
+`SearchResult.fallback` and never by its text, because a document could contain the same sentence;
+only `as_result` reads the text of a model's reply. The result also holds the documents, for the
+log. Left out: distilling a small summariser from a large one (lab/distil.py).
 """
 
 import re
@@ -27,10 +27,11 @@ from prompts import (
 )
 from retriever import Found, Requests, Results, Summarize, show_all
 
-# `extract` returns this if the query does not contain the best document's title; an empty text
-# would show the documents. It is also the built-in world's fallback: its models know few words.
+# `extract` returns this text if the query does not contain the best document's title: with an empty
+# text the policy would read the documents. It is also the fallback in the built-in world, whose
+# models know few words.
 FALLBACK_TEXT = "None"
-OPERATORS = "+-−*/×÷="  # the hyphen is a minus, because names of the world have none
+OPERATORS = "+-−*/×÷="  # "-" is a minus: names in the built-in world have no hyphen
 MAX_QUERY_WORDS = 12
 # The built-in world's queries have a name after "of" or "one": "mayor of kelmouth".
 _NAMELESS = "a an the he him his she her it its they them their this that".replace(" ", "|")
@@ -113,16 +114,16 @@ _NOTES = (
 
 
 def instruction_for(task: str, turns_away: bool) -> str:
-    """Returns one of the four instructions of UR² D.3: for mathematics or other tasks, with or
-    without the instruction to reject queries that do not ask for a fact.
+    """Returns one of four instructions, as in UR² D.3 but in our words: for task "math" or "other",
+    with or without the instruction to reject queries that do not ask for a fact.
     """
     return (_GIVEN + (_TURN_AWAY if turns_away else "Please") + _NOTES).format(*TASKS[task])
 
 
 class LLMSummarizer:
     """Lets a model of other_models/llm.py write notes on the documents or reject the query. It may
-    reject a query only if the protocol has a fallback, and if the documents are web pages, or if
-    `settings.fallback` is set, as in training, and the question is not held out (UR² D.3, C.4).
+    reject a query only if the protocol has a fallback, and only in two cases (UR² D.3, C.4): for
+    web pages, or with `settings.fallback` (as in training) for questions that are not held out.
 
     log   JSONL file of prompts and summaries, for distillation; without held-out questions
     """
@@ -140,7 +141,7 @@ class LLMSummarizer:
         rows = [i for i, retrieved in enumerate(documents) if retrieved]
         prompts = [self.prompt(requests[i], documents[i]) for i in rows]
         replies = self.llm.ask(prompts) if rows else []
-        pairs = {}  # keyed by prompt, so that a prompt is logged once
+        pairs = {}  # keyed by prompt, so that a prompt is logged once per call
         for i, prompt, reply in zip(rows, prompts, replies, strict=True):
             notes = without_thinking(reply or "")
             fallback = self.fallback_text(requests[i], documents[i])
@@ -179,7 +180,7 @@ def summary_prompt(
     may_reject: bool,
     custom: str = "",
 ) -> tuple[str, str]:
-    """Returns (instruction, text). `custom` is this model's text in --prompt_file, or ""."""
+    """Returns (instruction, text). `custom` is the summariser's text in --prompt_file, or ""."""
     values = question_values(request.question, custom) | {"reasoning": reasoning}
     values |= {"query": request.query, "documents": "\n".join(number_documents(documents))}
     kind = "math" if request.question.task == "math" else "other"
@@ -207,9 +208,9 @@ def as_result(
     rejected   whether the server rejected the prompt; only used if there are no notes
     """
     notes = _HEADING.split(reply)[-1].strip()
-    if not notes:  # as a result, an empty text would show the documents
+    if not notes:  # with an empty text the policy would read the documents
         return SearchResult(documents, error="summariser gave no answer", rejected=rejected)
-    # Only punctuation may surround the sentence, because real notes may quote it.
+    # A rejection is one of these and, but for punctuation, nothing else: real notes may quote one.
     rejections = (NO_FACT, fallback, fallback.partition(".")[0])
     if fallback and words_of(notes) in map(words_of, rejections):
         return SearchResult(documents, fallback, fallback=True)
@@ -221,7 +222,7 @@ def words_of(text: str) -> list[str]:
 
 
 WITHOUT_MODEL = ("none", "extractive")
-SUMMARIZED = {"qa", "math", "choice", "other"}  # tasks that may have their own summariser
+SUMMARIZED = {"qa", "math", "choice", "other"}  # the names of tasks in --summarizer
 
 
 def by_task(text: str) -> dict[str, str]:

@@ -5,9 +5,10 @@
     response_mask          1 1 1 1  0 0 0 0 0 0  1 1 1      e: written by the environment
     logprobs               · · · ·  0 0 0 0 0 0  · · ·      recorded while sampling
 
-Each token gets its mask when it is appended, so no code has to search a text for tags to find out
-who wrote it. A written transcript (`trajectory_from_text`) has no tokens, so it can be scored but
-not trained on. This file does not need torch. Left out: how a trajectory is sampled (rollout.py).
+Each token gets its mask when it is appended, so training never searches a text for tags to find out
+who wrote it. Only a written transcript is divided by its tags (`trajectory_from_text`); it has no
+tokens, so it can be scored but not trained on. This file does not need torch. Left out: how a
+trajectory is sampled (rollout.py).
 """
 
 import re
@@ -32,9 +33,9 @@ class Segment:
 
 @dataclass
 class Search:
-    """One search that was run. `text` is what the policy read of its documents, or a summary of
-    them; `cut` is True if it was truncated to the token budget. If the search failed, `error` says
-    why, for example because of a timeout or an unreadable reply.
+    """One search that was run. `text` is what the policy read: documents, a summary, the fallback
+    text, or a sentence that says that the search failed; `cut` is True if it was truncated to the
+    token budget. If the search failed, `error` gives the reason, such as a timeout.
     """
 
     query: str
@@ -42,7 +43,7 @@ class Search:
     text: str
     fallback: bool = False
     error: str | None = None
-    seconds: float = 0.0
+    seconds: float = 0.0  # of the call, divided by its number of queries
     cut: bool = False
 
 
@@ -75,7 +76,7 @@ class Trajectory:
     stop_reason: str = ""
     logprobs: list[float] = field(default_factory=list)
     rejected_queries: list[RejectedQuery] = field(default_factory=list)
-    opened: str = ""  # begin tag at the prompt's end: some chat templates open <think>
+    opened: str = ""  # "<think>" if the prompt ends in it: some chat templates open it
 
     @property
     def ids(self) -> list[int]:
@@ -88,17 +89,17 @@ class Trajectory:
 
     @property
     def model_text(self) -> str:
-        """The text that the policy itself wrote. Rewards may read no other text of the response."""
+        """The text that the policy itself wrote. Rewards score no other text of the response."""
         return "".join(segment.text for segment in self.segments if segment.writer == "model")
 
     @property
     def executed(self) -> list:
-        """The searches that did not fail. Rewards ignore the failed ones."""
+        """The searches that did not fail. Rewards neither pay nor charge for the failed ones."""
         return [search for search in self.searches if not search.error]
 
     @property
     def failed(self) -> bool:
-        """Whether a search failed. Training skips the trajectory: it is not the policy's fault."""
+        """Whether a search failed. Training skips this trajectory: the policy is not at fault."""
         return self.executed != self.searches
 
     @property
@@ -156,8 +157,8 @@ def trajectory_from_text(
 
 
 def _next_block(protocol: Protocol, text: str, position: int) -> re.Match | None:
-    """Finds the next document block that directly follows a query's end tag. Group 1 is the block
-    with the blanks around it, and group 2 is the text between its tags.
+    """Finds the next document block after `position` that directly follows a query's end tag. Group
+    1 is the block with the blanks around it, and group 2 is the text between its tags.
     """
     if not protocol.query_tags:
         return None
@@ -166,7 +167,9 @@ def _next_block(protocol: Protocol, text: str, position: int) -> re.Match | None
 
 
 def show(trajectory: Trajectory, reward_terms: dict[str, float] | None = None) -> str:
-    """Formats a trajectory for a terminal, with the environment's texts between ⟦ and ⟧."""
+    """Formats a trajectory for a terminal. Between ⟦ and ⟧ are texts that are not scored: those of
+    the environment, and thoughts.
+    """
     text = ""
     for segment in trajectory.segments:
         written = harmless(segment.text.strip())

@@ -1,9 +1,9 @@
 """Metrics of trajectories, for training and evaluation: answers, searches, tokens.
 
-Training logs the means of the metrics (train.LOGGED); an evaluation writes the metrics of each
-trajectory beside its prediction (plumbing.report.COLUMNS). No gradient depends on them. The README
-does not list this file under "The path", because it imports papers.py for each paper's punctuation
-and format.
+Training logs the means of some metrics (train.LOGGED). An evaluation writes the metrics of each
+trajectory beside its prediction and prints some of them (plumbing.report.COLUMNS). No gradient
+depends on them. The README does not list this file under "The path", because it imports papers.py
+for each paper's punctuation and format.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,8 +27,8 @@ def mean(values: Iterable[float]) -> float:
 # ----------------------------------------------------------------------------------- one trajectory
 def trajectory_metrics(t: Trajectory) -> dict[str, float]:
     """Returns the metrics that training and evaluation share. A metric that does not apply is
-    missing, not 0. em, f1 and cem treat punctuation as the paper's scorer does; for a summary all
-    three are the mean ROUGE.
+    missing, not 0. In open questions em, f1 and cem treat punctuation as the paper's scorer does;
+    in all other tasks the three are equal (`score_answer`).
     """
     question = t.question
     punctuation = paper_of(t.protocol.name).punctuation
@@ -55,8 +55,9 @@ def paper_metrics(t: Trajectory, em: float) -> dict[str, float]:
 
 
 def search_metrics(t: Trajectory) -> dict[str, float]:
-    """Counts the `queries` in the text, including `rejected` ones, and the `searches` that were run
-    (UR² Table 10). `failed_rows` is 1 if a search failed.
+    """Returns metrics of searching. `queries` counts the end tags of queries that the model wrote,
+    including `rejected` queries, and `searches` counts those that were run (UR² Table 10).
+    `repeated` counts searches whose words an earlier search had. `failed_rows` is 1 if one failed.
     """
     queries = [tuple(tokenize(search.query)) for search in t.searches]
     numbers = {
@@ -99,12 +100,12 @@ def text_metrics(t: Trajectory) -> dict[str, float]:
 
 
 def token_metrics(t: Trajectory, tokenizer) -> dict[str, float]:
-    """Counts tokens. `written` counts those of the model, `retrieved` those of the documents that
-    successful searches found, and `shown` those that the policy read: documents or a summary.
+    """Counts tokens. `written` counts those of the model. Over the successful searches, `retrieved`
+    counts those of the documents, and `shown` those that the policy read: documents or a summary.
 
-    `compression` is the mean of retrieved / shown over the searches: if 10 tokens become 5 and 90
+    `compression` is the mean of retrieved / shown over these searches: if 10 tokens become 5 and 90
     become 10, it is (2 + 9) / 2 = 5.5. The ratio of the means would be 100 / 15 = 6.67; UR²
-    appendix B.6 gives this ratio, 11,346 / 761 = 14.91.
+    appendix B.6 gives such a ratio of means, 11,346 / 761 = 14.91.
     For a thinking model, `thinking` counts the tokens of its thoughts, which are part of `written`.
     `unfinished` counts the thoughts without an end tag: one in <think>a b</think> <think>c.
     """
@@ -126,7 +127,8 @@ def token_metrics(t: Trajectory, tokenizer) -> dict[str, float]:
 
 
 def split_thought(text: str, inside: bool = False) -> tuple[str, str, bool]:
-    """Splits a turn into (thoughts, the rest, whether a thought is still open at the end).
+    """Splits a turn into (thoughts, the rest, whether a thought is still open at the end). All text
+    before the last </think> belongs to the thoughts, and so does a later <think> without an end.
 
     inside   whether a thought is still open from an earlier turn
     >>> split_thought("<think>Kelmouth?</think> Norland")
@@ -140,8 +142,9 @@ def split_thought(text: str, inside: bool = False) -> tuple[str, str, bool]:
 
 
 def without_thinking(t: Trajectory) -> Trajectory:
-    """Gives the text in <think> ... </think> the writer "thought", so that the format check and the
-    answer ignore it (ARENA 4.3, note 2: thinking is implicit). It changes `t` and returns it.
+    """Gives the thoughts of each turn (`split_thought`) the writer "thought", so that the format
+    check and the answer ignore them (ARENA 4.3, note 2: thinking is implicit). It changes `t` and
+    returns it.
     """
     inside = False
     segments = [Segment("model", t.opened), *t.segments]
@@ -182,7 +185,8 @@ def documents_of(t: Trajectory) -> set[Document]:
 
 def gold_recall(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Returns the share of questions for which a retrieved document contains a gold answer. Only
-    open questions with a search count, and not those whose gold answers are all yes or no.
+    open questions with a search count, and not those whose gold answers are all yes or no; if no
+    question counts, {} is returned.
     """
     recalled = {}  # (question id, gold, ...) -> whether a document in any trajectory has a gold
     for t in trajectories:

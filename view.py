@@ -7,13 +7,14 @@
     python view.py RUN --png                        its curves as one picture (extra `plot`)
 
 A sampled token with advantage A and weight w (Σ w = 1 over an update) has the following loss, where
-k is the estimate of the KL if the loss has a KL term:
+k is the estimate of the KL (0 if the loss has no KL term):
 
     r = exp(new − old)      loss = w · (kl_coef · k − min(r A, clip(r, 1 − ε_low, 1 + ε_high) A))
 
 Tokens that the environment wrote have no loss. In the picture, a pale line shows the measured
-values, and the strong line of the same color their running mean over five steps. Left out: what the
-optimizer does with the gradient.
+values, and the strong line of the same color their running mean over five steps. Left out: the
+weight that --mismatch puts on the minimum (ppo.mismatch_weights), and what the optimizer does with
+the gradient.
 """
 
 import argparse
@@ -52,7 +53,7 @@ def read_run(folder: Path) -> tuple[list[dict], list[tuple[int, str]]]:
     stages = []
     for stage in stages_of(folder):
         stages.append((len(records), stage.name))
-        # The file is not cut, because a run may still be writing it.
+        # An incomplete last line stays in the file, because a run may still be writing it.
         for row in finished_records(stage / "metrics.jsonl", cut=False, needs="step"):
             numbers = {
                 k: v for k, v in row.items() if isinstance(v, int | float) and abs(v) < 1e300
@@ -129,7 +130,7 @@ def draw_panel(axis, title: str, curves: dict, stages: list[tuple[int, str]]) ->
 # ---------------------------------------------------------------------------------- in the terminal
 def loss_of(record: dict, n: int, settings: dict) -> dict[str, float] | None:
     """Returns the terms of the formula at the top of this file for token n, or None for a token
-    that is outside the loss.
+    that is outside the loss. Without settings, the term "loss" is missing.
 
     Worked: new −0.5 and old −0.6 give r = e^0.1 = 1.105. With A = 2, w = 0.01, ε = 0.2 and no KL,
     the loss is −0.01 · 1.105 · 2 = −0.0221.
@@ -155,8 +156,8 @@ def loss_of(record: dict, n: int, settings: dict) -> dict[str, float] | None:
     surrogate = min(ratio * advantage, clipped * advantage)
     kl = 0.0
     if ref is not None and settings["kl_coef"] and settings["kl_estimator"] != "k1":
-        gap = ref - new  # k1 is in the reward
-        k2 = ratio * gap * gap / 2  # weighed, as in kl.k2_off_policy
+        gap = ref - new  # not for k1, which is in the reward
+        k2 = ratio * gap * gap / 2  # times r, as in kl.k2_off_policy
         kl = k2 if settings["kl_estimator"] == "k2" else exp(gap) - gap - 1
     return terms | {"loss": weight * (settings["kl_coef"] * kl - surrogate)}
 
@@ -175,7 +176,7 @@ def value_of(record: dict, name: str, n: int) -> float | None:
 
 
 def shown_trajectory(record: dict, settings: dict) -> Iterator[str]:
-    """Yields a blank line, the answer with its verdict and rewards, and then the tokens."""
+    """Yields a blank line, the answer with its verdict and reward terms, and a table of tokens."""
     terms = " ".join(f"{name} {value:+.2f}" for name, value in record["rewards"].items())
     verdict = "right" if record["correct"] else "wrong"
     reward = sum(record["rewards"].values())
@@ -250,7 +251,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def newest_run(folder: Path) -> Path:
-    """Returns the run whose metrics were written last."""
+    """Returns the run in `folder` whose metrics were written last."""
     files = folder.glob("*/stage?/metrics.jsonl")
     newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
     if not newest:

@@ -6,8 +6,8 @@
     python -m lab.exercise show 3      prints the original
 
 `check` runs tests/referee.py in a separate process and changes no file. It exits with 0 if all
-tests pass; with 1 if one fails, after printing what that test expected and got; and with 2 if the
-file cannot be tested.
+tests pass; with 1 if one fails, after printing what the first such test expected and got, or its
+error; and with 2 if the file cannot be tested, or the tests take longer than 20 seconds.
 """
 
 import ast
@@ -94,7 +94,9 @@ def originals(hole: SimpleNamespace) -> Iterator[tuple[ast.FunctionDef, list[str
 
 
 def stub(hole: SimpleNamespace) -> str:
-    """Returns the text of a new exercise file: the original's imports, signature and docstring."""
+    """Returns the text of a new exercise file: an import of the names that the original uses from
+    its module, then its signature and docstring, and `raise NotImplementedError` as its body.
+    """
     table = symtable.symtable(source(hole), "", "exec").get_symbols()
     bound = {symbol.get_name() for symbol in table if symbol.is_imported() or symbol.is_assigned()}
     used, blocks = set(), []
@@ -110,7 +112,7 @@ def stub(hole: SimpleNamespace) -> str:
 
 
 def check_file(hole: SimpleNamespace, path: Path) -> None:
-    """Raises an InputError for a file whose functions cannot take the place of the originals."""
+    """Raises an InputError if the file is missing or its functions cannot replace the originals."""
     if not path.exists():
         raise InputError(f"{path} does not exist: `open` writes it")
     try:

@@ -4,8 +4,8 @@
     python -m lab.golden --output_dir runs     everything; for the recorded run it asks the
                                                checkpoints of `make train` (flags of lab.moments)
 
-The page does not compute rewards: for each position of its controls it looks up the reward that is
-written here. It does compute the formulas, under the names of our functions, and
+The page does not compute rewards: for each position of its controls it looks up the reward that
+this file has written. It does compute the formulas, under the names of our functions, and
 tests/test_course.py checks that its results equal those of the cases.
 """
 
@@ -31,7 +31,7 @@ from trajectory_metrics import trajectory_metrics
 
 PAGE = Path("docs/index.html")
 MARK = "/* JSON that lab.golden reads or writes */"  # around the transcripts, then around the data
-# Parameter of a formula -> pools from which `drawn` takes its value. Some pools hold only edge
+# Parameter of a formula -> pools from which `drawn` takes its value. Many of the values are edge
 # cases: equal or unknown (NaN) rewards, a group of one, log-ratios just inside and just outside the
 # clip range.
 POOLS = """{
@@ -58,7 +58,7 @@ FORMULAS = [
 
 
 def drawn(draw, pools):
-    """Draws an element of `pools`; if the element is a list, draws four elements from that list."""
+    """Draws an element of `pools`; if it is a list, draws four elements from it in the same way."""
     pool = draw.choice(pools)
     return [drawn(draw, pool) for _ in range(4)] if isinstance(pool, list) else pool
 
@@ -73,7 +73,9 @@ def cases():
 
 
 def reward_table(name: str, protocol: str, controls: dict, pieces: list) -> dict:
-    """Returns the distinct rewards, and the index of one for each position of the controls."""
+    """Returns the protocol, the distinct rewards (lists of terms), and for each position of the
+    controls the index of its reward.
+    """
     question, values, index = example("arena").question, {}, []
     for position in map("".join, product(*controls.values())):
         text = " ".join(piece for piece, where in pieces if re.match(where, position))

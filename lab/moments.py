@@ -23,11 +23,11 @@ MOMENTS = ("before RL", "after stage 1", "after stage 2")
 
 
 def moments(arguments: list[str]) -> list:
-    """Asks the last checkpoint of each stage the same questions. Returns a list of trajectories for
-    each of MOMENTS.
+    """Asks the model before RL and the last checkpoint of each stage the same questions. Returns a
+    list of trajectories for each of MOMENTS.
     """
     trajectories = []
-    for stage in "210":  # stage 2 first: a missing checkpoint is reported before the warm-up
+    for stage in "210":  # stage 2 first: a missing checkpoint is reported before a warm-up runs
         evaluation = Evaluation(*parse(["--stage", stage, "--temperature", "1", *arguments]))
         generate = evaluation.load()[0]
         trajectories.append(generate(evaluation.questions, evaluation.settings.seed))
