@@ -45,7 +45,7 @@ compute_loss = grpo.compute_loss  # departure 1: clip_low < clip_high
 
 def compute_token_weights(batch, settings) -> Tensor:
     """Returns weights [B, T] for the global batch of one update. Their sum is 1, or 0 if no token
-    is left. --loss_aggregation sequence is GRPO's mean: the token mean replaces it.
+    is left. With --loss_aggregation sequence, GRPO's mean, it is the token mean, too.
     """
     mask = ppo.trained_tokens(batch)  # [B, T]
     if batch.overlong is not None:

@@ -147,7 +147,7 @@ from trajectory_metrics import (
 )
 
 QUESTIONS_AT_ONCE = 64
-# Document tokens per search with --retriever given: room for ARENA's 20 paragraphs of 200 tokens.
+# With `--retriever given`, document tokens per search: ARENA's 20 paragraphs of 200 tokens fit.
 GIVEN_TOKENS = 4096
 
 

@@ -1,12 +1,13 @@
-"""Defines the flags of the files that import torch, one settings record per file. They are
-defined here because importing torch takes seconds: --help, `python papers.py` and the message for a
-typo appear within a second. All other records are defined in the files that read them.
+"""Defines the flags of those files of a training run that import torch: one settings record per
+file. They are here because importing torch takes seconds, while --help, `python papers.py` and the
+message for a typo appear within a second. All other records are in the files that read them.
 
     rollout.py  engines/slots.py  other_models/  update.py  ppo.py  kl.py  reinforce_pp.py  dapo.py
     policy.py
 
-`settings.Settings` inherits all records. Left out: the papers' values (papers.py) and the checks of
-flags that contradict each other (settings.py).
+`settings.Settings` inherits these records and the others of a training run (settings.RECORDS).
+Commands such as eval.py and those in lab/ have more records of their own. Left out: the papers'
+values (papers.py) and the checks of flags that contradict each other (settings.py).
 """
 
 from dataclasses import dataclass

@@ -297,8 +297,9 @@ _when_to_search = (  # Table 5; each stage has half of its 500 steps (our choice
     | {"temperature": 1.0, "documents_per_search": 5, "document_tokens": 4096}
     | {"max_searches": 5, "max_turn_tokens": 8192}  # we read Table 5's five turns as searches
     | {"max_context": 18432}  # prompt 2048 + response 16384
-    # The filter `correct` would drop groups that are all wrong or all right. But wrong answers get
-    # different rewards by eq. 10, and right answers by eq. 11.
+    # The filter `correct` would drop groups that are all wrong or all right. But the rewards in
+    # such a group may differ by the number of searches: in stage 1 those of wrong answers (eq. 10),
+    # in stage 2 those of right answers (eq. 11).
     | {"filter_by": "answer"}
     | {"save_every": 30}  # appendix B.3
 )

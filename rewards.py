@@ -778,7 +778,8 @@ REWARDS |= {
     "ur2_stage2": lambda t, s, step, e: ur2_stage2(
         t, s.answer_metric, e.grade, s.fallback_penalty, s.format_check, s.partly
     ),
-    # With left_out="retrieval" there is no search bonus, but the −1 of the 3B model remains.
+    # With left_out="retrieval" there is no search bonus, but with the variant qwen_3b a trajectory
+    # that never searched still gets −1 for its format (ur2_choice).
     "ur2_choice": lambda t, s, step, e: _remove_left_out(
         ur2_choice(t, step, s.reward_variant, REWARDS["ur2_stage2"](t, s, step, e)), s
     ),

@@ -155,8 +155,9 @@ def loss_of(record: dict, n: int, settings: dict) -> dict[str, float] | None:
     clipped = min(max(ratio, 1 - settings["clip_low"]), 1 + settings["clip_high"])
     surrogate = min(ratio * advantage, clipped * advantage)
     kl = 0.0
-    if ref is not None and settings["kl_coef"] and settings["kl_estimator"] != "k1":
-        gap = ref - new  # not for k1, which is in the reward
+    # k1 is in the reward, and "log" is only logged.
+    if ref is not None and settings["kl_coef"] and settings["kl_estimator"] in ("k2", "k3"):
+        gap = ref - new
         k2 = ratio * gap * gap / 2  # times r, as in kl.k2_off_policy
         kl = k2 if settings["kl_estimator"] == "k2" else exp(gap) - gap - 1
     return terms | {"loss": weight * (settings["kl_coef"] * kl - surrogate)}

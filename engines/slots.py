@@ -160,7 +160,9 @@ class Engine:
         return [row for row in self.rows if row.state == state]
 
     def add(self, owner, ids: list[int], max_new_tokens: int) -> None:
-        """Puts a new row into a free slot, with its keys if another slot holds all of them."""
+        """Puts a new row into a free slot. If some slot, perhaps this one, holds the keys of all
+        the row's tokens but the last, they are used again.
+        """
         row = Row(owner, list(ids), Turn(max_new_tokens))
         slot = self.rows.index(self.in_state("free")[0])
         if (donor := self.donor(row)) is not None:

@@ -133,7 +133,10 @@ class Scripted:
 
 # ------------------------------------------------------------------------------- seconds and memory
 def gauge(device):
-    """Returns (seconds, bytes of memory in use, peak bytes) of this process."""
+    """Returns (seconds, bytes of memory in use, peak bytes): on a GPU clock time and the memory of
+    PyTorch's tensors, on a CPU the CPU time and the memory of this process. The seconds have no
+    fixed start: only differences count.
+    """
     if device == "cuda":
         torch.cuda.synchronize()
         return (

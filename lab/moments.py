@@ -23,8 +23,8 @@ MOMENTS = ("before RL", "after stage 1", "after stage 2")
 
 
 def moments(arguments: list[str]) -> list:
-    """Asks the model before RL and the last checkpoint of each stage the same questions. Returns a
-    list of trajectories for each of MOMENTS.
+    """Asks the same questions of the model before RL and of the last checkpoint of each stage.
+    Returns a list of trajectories for each of MOMENTS.
     """
     trajectories = []
     for stage in "210":  # stage 2 first: a missing checkpoint is reported before a warm-up runs

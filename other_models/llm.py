@@ -313,7 +313,8 @@ class LocalLLM(LLM):
         self.longest_prompt = self.positions - max_tokens
         if self.longest_prompt < 1:
             raise InputError(
-                f"{name}: {max_tokens} new tokens do not fit its {self.positions} positions"
+                f"{name}: {max_tokens} new tokens leave no room for a prompt in its "
+                f"{self.positions} positions"
             )
 
     def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:

@@ -146,8 +146,9 @@ def joined(path: Path, records: list[dict], datasets: dict, count_missing: bool)
 
 
 def score_files(paths, data="", skip_bad=False, punctuation="", count_missing=False, seed=0):
-    """Returns the records of all files with metrics. Each file is one data set, unless its records,
-    or the files of `data`, name their data sets.
+    """Returns the records of all files, each with its metrics. A record's data set is the one that
+    it names, or, if `data` has several files, the one that holds its question; otherwise its
+    predictions file is the data set.
     """
     if not paths:
         return []
@@ -254,7 +255,7 @@ def one_judge(records: list[dict]) -> str:
     seen = sorted({r.get("judge_sees", "question") for r in records if r["prediction"]})
     if len(seen) > 1:
         raise InputError(
-            f"--judge: judges of these predictions see {' or '.join(seen)}: give --judge_sees "
-            "for all of them, or score the files one by one"
+            f"--judge: these predictions differ in what a judge sees ({', '.join(seen)}): give "
+            "--judge_sees for all of them, or score the files one by one"
         )
     return "".join(seen)

@@ -3,8 +3,9 @@
     interval   draws the questions 1,000 times with replacement; the interval contains the middle
                95 % of the 1,000 means
     paired     computes d_i = a_i - b_i for each question that both runs answered; returns the
-               interval of the mean of d, and p, the share of 10,000 draws of random signs for all
-               d_i in which the mean is at least as far from 0 as with their real signs
+               interval of the mean of d, and p: 10,000 times each d_i gets a random sign; p is the
+               share of these draws, and of the real signs as one more draw, whose mean is at least
+               as far from 0 as the real mean
 
 Samples of one question are not independent, so a question counts with the mean of its samples. The
 intervals of two runs may overlap although their paired difference is clear, because questions

@@ -101,11 +101,12 @@ def prompts_of(tokens: torch.Tensor, wanted: torch.Tensor) -> list[tuple[int, ..
 
 
 def pack(tokens: torch.Tensor, lengths: list[int], prompts: list[tuple]) -> tuple:
-    """Packs the first lengths[b] tokens of each row of `tokens` [B, L], plus up to SLACK more,
-    but each shared prompt (`prompts_of`) only once. Returns ids [1, N], their positions [1, N], the
-    groups, and the place [B] where each text begins; if its prompt is elsewhere, where it would
-    begin if the prompt preceded it directly. A group is (number of rows, length of each row without
-    a shared prompt, number of the group that holds this prompt, or None).
+    """Packs the first lengths[b] tokens of each row of `tokens` [B, L], but each shared prompt
+    (`prompts_of`) only once. The rows of a group are all as long as its longest, so a row may get
+    up to SLACK tokens more. Returns ids [1, N], their positions [1, N], the groups, and the place
+    [B] where each text begins; if its prompt is elsewhere, where it would begin if the prompt
+    preceded it directly. A group is (number of rows, tokens that each row has in this group, number
+    of the group that holds their shared prompt, or None). A shared prompt is a group of one row.
     """
     pieces, positions, groups, starts, count = [], [], [], [0] * len(lengths), 0
     group_of: dict[tuple, int] = {}  # prompt -> the number of its group

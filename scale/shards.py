@@ -48,7 +48,7 @@ def check_shardable(optimizer: str, lora_rank: int) -> None:
         )
     if lora_rank:
         raise InputError(
-            f"--lora_rank {lora_rank}: frozen weights need no sharding; use configs/ddp.yaml"
+            f"--lora_rank {lora_rank}: LoRA cannot be sharded here: use configs/ddp.yaml"
         )
 
 

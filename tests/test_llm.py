@@ -429,7 +429,7 @@ def test_the_reply_to_a_prompt_longer_than_the_context_is_none(qwen2, bpe):
     assert model.failures == 1
     for _ in range(3):  # a local model never counts as down
         assert model.ask(requests("word " * 600)) == [None]
-    assert_error("512 new tokens do not fit its 512 positions", LocalLLM, qwen2, bpe, 512)
+    assert_error("no room for a prompt in its 512 positions", LocalLLM, qwen2, bpe, 512)
 
 
 @pytest.fixture

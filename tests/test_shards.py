@@ -216,7 +216,7 @@ DEEPSPEED, FSDP_1 = {"ACCELERATE_USE_DEEPSPEED": "true"}, {"ACCELERATE_USE_FSDP"
         (DEEPSPEED, "adamw", 0, "use configs/zero2.yaml"),
         (FSDP_1, "adamw", 0, "set fsdp_version: 2"),
         ({}, "adamw8bit", 0, "--optimizer adamw8bit cannot update sharded weights"),
-        ({}, "adamw", 8, "--lora_rank 8: frozen weights need no sharding"),
+        ({}, "adamw", 8, "--lora_rank 8: LoRA cannot be sharded here"),
     ],
 )
 def test_unsupported_settings_for_shards_are_a_one_line_error(

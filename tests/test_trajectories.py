@@ -156,6 +156,9 @@ def test_the_loss_of_a_token_by_hand():
     assert view.loss_of(record, 0, with_k3)["loss"] == pytest.approx(
         0.01 * (0.0107 - 2.21034), rel=1e-4
     )
+    for not_in_the_loss in ("k1", "log"):
+        settings = with_k2 | {"kl_estimator": not_in_the_loss}
+        assert view.loss_of(record, 0, settings) == view.loss_of(one(), 0, CLIP)
 
 
 def test_a_group_in_the_terminal(trained, capsys):
