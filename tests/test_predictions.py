@@ -263,7 +263,7 @@ def test_a_judge_gets_the_texts_that_the_protocol_names_and_all_files_the_same_o
         assert judged.pop()[1] == inputs[expected] and not judged
         assert read_predictions(out)[0]["judge_sees"] == expected
     command = f"--predictions {blind},{write(R1)} --judge J"
-    with pytest.raises(InputError, match="normalized or question: give --judge_sees for all"):
+    with pytest.raises(InputError, match="give --judge_sees for all"):
         score_command(command.split())
     assert not judged
 

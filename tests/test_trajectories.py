@@ -172,7 +172,7 @@ def test_a_group_in_the_terminal(trained, capsys):
     [
         ("{run} --text --group 9", "groups are saved, numbered from 0, but no --group 9"),
         ("{run} --text --step 7", "no step 7 is saved there"),
-        ("{empty}", "no metrics.jsonl there"),
+        ("{empty}", "no metrics.jsonl in it or in a stage"),
         ("{run} {run} --text", "show one run"),
         ("{run} --out {run}/metrics.jsonl/x", "cannot be written there"),
     ],

@@ -266,7 +266,7 @@ def test_lines_that_are_not_step_records_are_left_out_and_the_file_is_kept(
     data = odd + (tmp_path / NAME).read_bytes()
     (tmp_path / NAME).write_bytes(data)
     cut_trajectories(tmp_path, 9)
-    assert steps_of(tmp_path) == steps and "it is kept as" in capsys.readouterr().err
+    assert steps_of(tmp_path) == steps and "the old file is kept as" in capsys.readouterr().err
     assert (tmp_path / f"{NAME}.old1").read_bytes() == data
 
 
