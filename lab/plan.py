@@ -253,8 +253,8 @@ def report(case: Case, memory: float, given: dict) -> Iterator[str]:
             break
     if given["model"].upper() in SHAPES:
         given["model"] = "DIR"
-    name = "fsdp2" if case.share > 1 else "ddp"
-    several = f" --config_file configs/{name}.yaml --num_processes {case.gpus}" * (case.gpus > 1)
+    config = "fsdp2" if case.share > 1 else "ddp"
+    several = f" --config_file configs/{config}.yaml --num_processes {case.gpus}" * (case.gpus > 1)
     launch = f"accelerate launch{several} train.py{in_flags(FILES | given)}"
     yield launch if fits else f"more GPUs: --gpus {2 * case.gpus}"
 

@@ -481,8 +481,9 @@ function lossOf(record, n, s) {
   const clipped = Math.min(Math.max(ratio, 1 - s.clip_low), 1 + s.clip_high);
   const surrogate = Math.min(ratio * advantage, clipped * advantage);
   const gap = ref === null ? 0 : ref - now;
-  const kl = { k1: -gap, k2: ratio * 0.5 * gap * gap, k3: Math.exp(gap) - gap - 1 }[s.kl_estimator] ?? 0;
-  const inLoss = s.kl_coef && s.kl_estimator !== "k1" && ref !== null ? s.kl_coef * kl : 0; // k1 is in the reward
+  // k1 is in the reward, and "log" is only logged. Without a reference the gap is 0, and so are both.
+  const kl = { k2: ratio * 0.5 * gap * gap, k3: Math.exp(gap) - gap - 1 }[s.kl_estimator] ?? 0;
+  const inLoss = s.kl_coef ? s.kl_coef * kl : 0;
   return { old, now, ratio, clipped, advantage, weight, surrogate, kl: inLoss, loss: weight * (inLoss - surrogate) };
 }
 function showToken() {
