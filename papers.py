@@ -47,8 +47,8 @@ def varied(paper: Paper, **changes) -> Paper:
     return replace(paper, stages={n: stage | changes for n, stage in paper.stages.items()})
 
 
-# The tiny model has 0.48M weights, random before the warm-up, so its learning rate is 150 times
-# UR²'s 2e-6. Its texts are short.
+# The tiny model has 0.48M weights (0.20M in `make train`), random before the warm-up, so its
+# learning rate is 150 times UR²'s 2e-6. Its texts are short.
 TINY = (
     {"lr": 3e-4, "group_size": 8, "questions_per_step": 16, "trajectories_per_update": 64}
     | {"max_turn_tokens": 24, "turn_tokens": "", "max_searches": 4}
@@ -94,7 +94,7 @@ UR2 = Paper(
         1: LOOK_UPS | _summarised,
         2: EVERYTHING
         | _summarised
-        | {"questions_per_step": 24}
+        | {"questions_per_step": 24, "lr": 7e-4, "steps": 80}
         | {"mix": "one_hop=5,two_hop=5,unit=1,arithmetic=3,known=2,direct=8"},
     },
     good_format=lambda trajectory: not rewards.ur2_violations(trajectory),
@@ -104,7 +104,8 @@ UR2 = Paper(
         read=" \\boxed{{ {answer}}}",
         summarised=True,
         stop_after_first_hop=0.1,  # with 0.2 and --world_seed 44 stage 2 unlearned the 2nd hop
-        steps=440,
+        width=80,
+        steps=480,
         muon_lr=0.01,
         warmup_steps=20,
         decay_from=0.4,
@@ -129,6 +130,7 @@ UR2.warm_ups["weak"] = replace(
     twice=0.3,
     sloppy=0.25,
     prior=0.04,
+    width=128,
     context=512,
     steps=550,
     muon_lr=0.0,

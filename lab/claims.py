@@ -57,7 +57,7 @@ PACE = {  # learning rate and batch size of EVERYTHING, the base of the tiny sta
     "trajectories_per_update": EVERYTHING["trajectories_per_update"],
 }
 WEAK_1 = WEAK | PACE | {"steps": 25}
-WEAK_2 = WEAK | {"questions_per_step": 16, "mix": EVERYTHING["mix"]}
+WEAK_2 = WEAK | PACE | {"questions_per_step": 16, "mix": EVERYTHING["mix"]}
 WEAK_30, WEAK_55 = WEAK_2 | SHORT, WEAK_2 | {"steps": 55}
 # UR² C.7: in the first steps, the 7B model earns stage 2's reward and a bonus for searching. The 3B
 # model also gets −1 for not searching; FINED is this −1 without the bonus.

@@ -57,6 +57,7 @@ class Tiny:
     sloppy: float = 0.0  # of answers: given twice or preceded by an invented passage
     verbose: float = 0.0  # of answers with a relation: they contain it as well as the value
     prior: float = 1.0  # most searches per look-up before RL; lab.ablate checks this
+    width: int = 128  # of the model's hidden states; a head has 16 of them
     context: int = 256  # tokens; raw passages take more
     steps: int = 550
     batch_size: int = 64

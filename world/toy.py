@@ -128,9 +128,9 @@ def born(config, seed: int) -> torch.nn.Module:
         return look_back(AutoModelForCausalLM.from_config(config))
 
 
-def make_model(vocab_size: int, seed: int = 0, context: int = 256) -> torch.nn.Module:
-    """Returns a Qwen2 of 0.48M parameters that is not trained yet."""
-    return born(Qwen2Config(**shape(vocab_size, 128, 8, 384, context)), seed)
+def make_model(vocab_size: int, seed: int = 0, width: int = 128, context: int = 256):
+    """Returns a Qwen2 that is not trained yet: 0.48M parameters at width 128, 0.20M at 80."""
+    return born(Qwen2Config(**shape(vocab_size, width, width // 16, 3 * width, context)), seed)
 
 
 OFFSETS = (1, 1, 2, 2)  # one for each head that looks back
@@ -600,7 +600,7 @@ def load_toy(
 
     def make() -> Loaded:
         tokenizer = make_tokenizer(protocol)
-        policy = Policy(make_model(len(tokenizer), world_seed, tiny.context))
+        policy = Policy(make_model(len(tokenizer), world_seed, tiny.width, tiny.context))
         warm_up(policy, tokenizer, protocol, tiny, world_seed)
         return policy, tokenizer
 
