@@ -47,6 +47,7 @@ PUNCTUATION = {  # style -> translation table
 Golds = str | list[str]
 
 
+@lru_cache(maxsize=4096)  # the same golds and answers are compared again and again
 def normalize_answer(text: str, punctuation: str = "space") -> str:
     """Returns the text in lower case, without punctuation and articles, with single blanks. Under
     "space" the text "True" becomes "yes" and the text "False" becomes "no".
