@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from errors import InputError, setting
 
-# These are only the names. A test compares the first three tuples with the tables in the files that
-# implement them.
+# Only names. A test compares the first three tuples with the tables in update.py, kl.py and ppo.py.
 ALGORITHMS = ("reinforce_pp", "reinforce_pp_baseline", "grpo", "dapo", "ppo")  # update.py
 ESTIMATORS = ("k1", "k2", "k3", "log")  # kl.py
 MISMATCHES = ("auto", "none", "token", "sequence", "mask", "sequence_mask", "row")  # ppo.py
@@ -46,7 +45,9 @@ class RolloutSettings:
     task_searches: str = setting("", "max_searches of single tasks: task=N,...", only="papers")
     max_turn_tokens: int = setting(512, "maximum number of new tokens per turn", least=1)
     turn_tokens: str = setting("", "max_turn_tokens of single tasks: task=N,...", only="papers")
-    max_context: int = setting(0, "maximum tokens of prompt and response; 0: the model's", least=0)
+    max_context: int = setting(
+        0, "maximum tokens of prompt and response; 0: the model's limit", least=0
+    )
     document_tokens: int = setting(1024, "maximum number of document tokens per search", least=1)
     max_num_seqs: int = setting(
         0, "maximum trajectories that a process samples at once; 0: the engine's limit", least=0
@@ -90,7 +91,9 @@ class ModelSettings:
     reader: str = setting(
         "", "R-Search's frozen model that answers from the evidence: URL#model or a HF model"
     )
-    embedder: str = setting("tfidf", "embeds queries: tfidf, or a HF encoder", only="train")
+    embedder: str = setting(
+        "tfidf", "When to Search: tfidf or a HF encoder, which embeds the queries", only="train"
+    )
     in_8bit: str = setting(
         "",
         "frozen models to load in int8, comma-separated: base (under LoRA), reference, others "
@@ -103,12 +106,12 @@ class UpdateSettings:
     """update.py"""
 
     algorithm: str = setting("reinforce_pp_baseline", "the RL algorithm", one_of=ALGORITHMS)
-    steps: int = setting(100, "training steps; each is a rollout and updates on it", least=1)
+    steps: int = setting(100, "training steps; each is a rollout and the updates on it", least=1)
     trajectories_per_update: int = setting(
         256, "maximum trajectories in an update; 0: all trajectories of a step", least=0
     )
     tokens_per_micro_batch: int = setting(
-        16384, "maximum tokens per forward pass, padding included", least=1
+        16384, "maximum tokens per micro-batch, padding included; a longer text is alone", least=1
     )
     mask_documents: bool = setting(
         True, "train on the policy's own tokens only; False (an ablation): on inserted text too"
@@ -130,12 +133,12 @@ class PPOSettings:
     )
     mismatch: str = setting(
         "auto",
-        "corrects for a sampler whose log-probs differ from the policy's, by ρ = exp(old − sampled)"
-        " of each token. token: weight the loss with min(ρ, 2); sequence: the same with the product"
-        " of ρ over the trajectory; mask: weight with ρ, and drop tokens with ρ outside 1/2 to 2; "
-        "sequence_mask: weight with the product, and drop trajectories where it is above 3; row: "
-        "drop trajectories whose geometric mean of ρ is more than 0.1 % from 1; auto: token on a "
-        "GPU, with vLLM servers or with a bf16 copy, else none",
+        "corrects for a sampler whose log-probs differ from the policy's; ρ of a token is the "
+        "policy's probability divided by the sampler's. token: multiply its loss by min(ρ, 2); "
+        "sequence: by min(Π, 2), where Π is the product of ρ over the trajectory; mask: by ρ, but "
+        "drop tokens with ρ outside 1/2 to 2; sequence_mask: by Π, but drop trajectories with Π "
+        "above 3; row: only drop trajectories whose geometric mean of ρ is more than 0.1 % from 1; "
+        "auto: token on a GPU, with vLLM servers or with a bf16 copy, else none",
         one_of=MISMATCHES,
     )
     gae_lambda: float = setting(1.0, "PPO: GAE's λ", only="papers", least=0, most=1)
@@ -182,8 +185,8 @@ class DapoSettings:
     max_resample: int = setting(3, "maximum number of extra draws per step", only="papers", least=0)
     filter_by: str = setting(
         "correct",
-        "keep groups whose trajectories differ in: correct (right or wrong), answer (the reward's "
-        "term), total (the reward)",
+        "DAPO: keep groups whose trajectories differ in: correct (right or wrong), answer (the "
+        "reward term of this name), total (the reward)",
         only="papers",
     )
 

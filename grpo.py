@@ -2,14 +2,14 @@
 
     A_i  = (r_i − mean_group) / (std_group + 1e-6)    std with ddof 1; all model tokens of i get A_i
     loss = clipped surrogate(A) + kl_coef · KL        by default (k2) the KL is in the loss
-    total = mean over the tokens of each trajectory, then over trajectories ("sequence")
+    total = mean over the model tokens of each trajectory, then over trajectories ("sequence")
 
 If a search of a trajectory failed, its reward is unknown and is set to NaN. An unknown reward is
 left out of the group's mean and std, and its trajectory has the advantage 0. In a group with fewer
 than two known rewards all advantages are 0.
 
 Source: DeepSeekMath (Shao et al. 2024) eq. 3 and section 4.1.2. R-Search uses GRPO; ARENA uses it
-with k2 in place of k3. Departures: a trajectory without model tokens does not count in the mean
+with k2 in place of k3. Our departures: a trajectory without model tokens does not count in the mean
 over trajectories; k2 is multiplied by the ratio π/π_old.
 Left out: process rewards (section 4.1.3), and replacing the reference by the current policy at
 intervals (iterative GRPO).
@@ -57,7 +57,7 @@ def group_center(rewards: Tensor, group_size: int) -> Tensor:
     groups = as_groups(rewards, group_size)  # [questions, G]
     centered = groups - groups.nanmean(1, keepdim=True)  # [questions, G]
     # In fp32 the mean of seven rewards of 0.7 is off by 6e-8. If such differences were not set to
-    # 0, group_normalize would make them the advantage 6e-8 / (6e-8 + 1e-6) ≈ 0.06.
+    # 0, group_normalize would turn them into advantages of 6e-8 / (6e-8 + 1e-6) ≈ 0.06.
     zero = equal_rewards(groups) | groups.isnan()  # [questions, G]
     return torch.where(zero, 0, centered).view(-1)  # [B]
 
@@ -112,7 +112,7 @@ def compute_advantages(batch, settings) -> Tensor:
     return on_tokens(advantages, batch.response_mask)  # [B, T]
 
 
-# Where is the KL? k2 and k3 are added in ppo.compute_loss, k1 in trajectory_rewards.
+# Where is the KL? ppo.compute_loss adds k2 or k3 to the loss; trajectory_rewards subtracts k1.
 compute_token_weights = ppo.compute_token_weights
 compute_loss = ppo.compute_loss
 

@@ -2,7 +2,7 @@
 The docstrings give the formulas, with these letters:
 
     n   number of valid searches: those that the environment executed and whose query has a word
-        (under UR² at most 20 words). A search that failed (`Search.error`) does not count as
+        (under UR² also at most 20 words). A search that failed (`Search.error`) does not count as
         executed: no reward pays or charges for it
     f   number of searches answered by the fallback ("this query asks for no fact")
     v   number of format violations
@@ -10,8 +10,8 @@ The docstrings give the formulas, with these letters:
 A policy learns to exploit any reward that breaks one of these rules:
   1. only the model's own text is scored, not the text of documents or of the prompt;
   2. searches are counted in the environment's log, because a tag can be written without a search;
-  3. only the last answer is scored, and more than one answer is a format violation (two rewards
-     do not check this: search_r1, and UR²'s with format_check="loose").
+  3. only the last answer is scored, and more than one answer is a format violation (search_r1
+     does not check this, nor do UR²'s rewards with format_check="loose").
 
 Left out: comparing several trajectories, which is the task of the advantages; and the judge, the
 reader and the embedder. Their results, or functions that ask them, are arguments here
@@ -100,7 +100,7 @@ class RewardSettings:
 
 @dataclass(frozen=True)
 class Extras:
-    """Results of other models that enter the reward of one trajectory."""
+    """Results of other models, or functions that ask them, for the reward of one trajectory."""
 
     correct: bool | None = None  # the judge's verdict; if None, the metrics decide
     reader_answer: str = ""  # R-Search: the answer of another model, from the evidence
@@ -129,7 +129,7 @@ has_word = re.compile(r"\w").search  # a full stop alone is not a query
 
 def count_valid_searches(trajectory: Trajectory, max_words: float = MAX_QUERY_WORDS) -> int:
     """Returns n, the number of executed searches whose query has a word, and at most `max_words`
-    words. (The environment also runs other queries.)
+    words. (The environment also runs longer queries, and queries without a word.)
     """
     queries = [search.query for search in trajectory.executed if has_word(search.query)]
     return sum(len(query.split()) <= max_words for query in queries)
@@ -161,7 +161,8 @@ def scripts(text: str) -> set[str]:
 
 def is_garbled(trajectory: Trajectory) -> bool:
     """Returns whether the model wrote U+FFFD, a private-use character, or a letter of a foreign
-    script: neither Latin nor Greek nor a script of the texts that it was shown.
+    script: neither Latin nor Greek nor a script of the question, its options, its references or the
+    environment's texts.
     """
     question = trajectory.question
     text = trajectory.model_text
@@ -216,12 +217,12 @@ def ur2_violations(
 ) -> list[str]:
     """Returns the names of all format violations; v is their number (UR² eq. 1, appendix C.7).
 
-    Every occurrence counts: each answer after the first, each answer that contains a tag, each
-    query tag without a partner, each document block that the model wrote, and each query that is
-    too long, has no word, exceeds the search limit or belongs to a question that may not search. No
-    answer, or a last answer that is too long or, in multiple choice, not a letter, counts once.
-    Garbled text counts once, and so does each kind of illegal token (`_ILLEGAL`: chat headers, tool
-    calls), because a text that repeats them would otherwise cost without limit.
+    Each of these counts every time: an answer after the first, an answer that contains a tag, a
+    query tag without a partner, a document block that the model wrote; a query that is too long, a
+    query without a word, a query beyond the search limit, a query where searching is forbidden.
+    Each of these counts once: no answer; a last answer that is too long (in multiple choice: not a
+    letter); garbled text; each kind of illegal token (`_ILLEGAL`: chat headers, tool calls). A text
+    that repeats such tokens would otherwise cost without limit.
     With `search_required` (stage 1) it is also a violation not to search. format_check="loose" only
     checks that the text ends in an answer (ablation).
     >>> ur2_violations(example("ur2", answer="a b c d e f g h i j k"))     # 11 words
@@ -281,8 +282,8 @@ def ur2_stage1(
         format      +1 if v = 0, else −v; not searching is a violation if the question may search
         retrieval   0, 3, 4 for n = 0, 1, ≥ 2 (3B: 0, 5, 7; Llama: 0, 3, 3)
         fallback    −0.5 f; f is counted by the summariser's flag, not by the wording of its message
-    If the question may not search, only the format term is paid: +1, or for example −2 if the model
-    wrote two queries.
+    If the question may not search, only the format term is paid: +1, or for example −1 if the model
+    wrote a query and then answered.
     >>> ur2_stage1(example("ur2"))     # v = 0, n = 2, f = 1: 1 + 4 − 0.5 = 4.5
     {'format': 1.0, 'retrieval': 4.0, 'fallback': -0.5}
     """
@@ -360,8 +361,9 @@ def ur2_choice(
 
 # -------------------------------------------------------------------------------------- R1-Searcher
 def r1_searcher_format(trajectory: Trajectory) -> list[str]:
-    """Returns the names of format faults, at least one if the format is wrong (R1-Searcher section
-    2.2.1). The format is: thinking and searches, one </think>, <answer> a short answer </answer>.
+    """Returns the names of format faults: none if the format is right, else at least one
+    (R1-Searcher section 2.2.1). The format is: thinking and searches, one </think>, <answer> a
+    short answer </answer>.
     The opening <think> is in the prompt. A short answer has at most 10 words (our choice), or no
     more words than the longest gold answer.
     >>> r1_searcher_format(example("r1_searcher", answer="Norland </answer> <answer> Norland"))
@@ -472,8 +474,8 @@ def r_search_format(trajectory: Trajectory) -> bool:
 
 
 def evidence_support(trajectory: Trajectory) -> float:
-    """Returns the share of the evidence's words that occur in what the model read of its searches:
-    documents or summaries. No reward uses it.
+    """Returns the share of the evidence's words that occur in the texts of the searches, documents
+    or summaries, as the model read them. No reward uses this share.
     """
     documents = " ".join(search.text for search in trajectory.searches)
     document_words = normalize_answer(documents, "delete").split()
@@ -509,7 +511,7 @@ def when_to_search_stage1(
     """R = r_f + r_s + r_a: searches soften the penalty of a wrong answer (When to Search eq. 6 to
     12).
 
-        RC          number of executed searches, also of those with long queries
+        RC          number of executed searches, including those with long queries
         format      r_f = +1 if `when_to_search_format`, else −1
         retrieval   r_s, RC ≤ 1: −1 if there is a query that is not concise, else 0
                     r_s, RC > 1: −avg_sim; avg_sim is the mean cosine over all pairs of queries
@@ -564,7 +566,7 @@ def when_to_search_format(trajectory: Trajectory) -> bool:
     """Returns whether the order of the sections is "think, reflect, answer" or "think, searches,
     answer". Each search is "search, information, reflect", and there may be a think between two
     searches (section 3.3, Table 9). The information must be written by the environment. No section
-    of the model may be empty, and it may write no text outside of them.
+    of the model may be empty, and it may write no text outside of its sections.
     """
     tags_of = trajectory.protocol.section_tags
     order = ""
@@ -665,7 +667,7 @@ def tfidf_embedder(documents: Sequence[Document] = ()) -> Embedder:
 
 
 # -------------------------------------------------------------------------------------------- ARENA
-# A mean ROUGE of at least this counts as a right summary, for the bonus. It is about the score of
+# For the bonus, a summary counts as right if its mean ROUGE is at least this: about the score of
 # ARENA's own model (table 9: 19.6 of 100). Appendix H.2 names no answer term and no bonus for
 # summaries, so both are our reading.
 GOOD_SUMMARY = 0.2
@@ -686,8 +688,8 @@ def arena(
         answer      exact match, whether or not the format is right; in ablations (5.3) F1 or a
                     judge's verdict `correct`; for a summary its mean ROUGE, where 0.2 is enough for
                     the bonus
-        relevance   1 if the cited references are exactly the gold ones, 0.5 if at least one is
-                    among them, else 0
+        relevance   1 if the cited references are exactly the gold ones, 0.5 if at least one cited
+                    reference is gold, else 0
     So with exact match R is 0, 0.5, ..., 2.5 or 13. Without `relevance_reward` the bonus needs only
     format and answer.
     >>> arena(example("arena", searches=1))     # cites 1 of the gold numbers 1 and 3: 1 + 1 + 0.5
@@ -861,12 +863,13 @@ def needs(settings) -> set[str]:
 
 
 def check_reward(settings) -> RewardTerms:
-    """Checks that the reward fits the protocol and, in both stages of When to Search, that every
-    wrong answer earns less than every right one. Returns the reward terms of an example.
+    """Checks that the reward fits the protocol. In stages 1 and 2 of When to Search, checks also
+    that the answer term of a wrong answer is always below that of a right one. Returns the reward
+    terms of an example.
     """
     price = settings.beta * settings.max_searches  # of all searches
-    # In stage 1 a wrong answer earns up to −1 + price and a right one 1; in stage 2 a right answer
-    # earns at least 1 − price and a wrong one −1.
+    # Answer terms: in stage 1 a wrong answer gets up to −1 + price and a right one 1; in stage 2 a
+    # right answer gets at least 1 − price and a wrong one −1.
     if "price" in needs(settings) and price >= 2:
         raise InputError(
             f"--beta {settings.beta} times --max_searches {settings.max_searches} is {price:g}: it"
@@ -927,7 +930,7 @@ def own_reward(name: str) -> Callable:
 
 @contextlib.contextmanager
 def exits_refused(where: str) -> Iterator[None]:
-    """Turns sys.exit in a user's file into an InputError: the run would end as if finished."""
+    """Turns sys.exit in a user's file into an InputError, so that the run does not end silently."""
     try:
         yield
     except SystemExit as error:
@@ -951,8 +954,8 @@ def is_reward(terms: object) -> bool:
 
 def check_questions(questions: list[Question], settings) -> list[Question]:
     """Returns the questions unchanged. Raises an InputError if the reward needs searches and no
-    question may search, or if a question lacks something else that the reward needs; it names the
-    first such question.
+    question may search, or if a question lacks something else that the reward needs. The error then
+    names the first such question.
     """
     needed = needs(settings)
     searching = [question for question in questions if question.may_search]

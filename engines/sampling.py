@@ -5,11 +5,11 @@
          └──────── update: log-probs of the policy ◄─────┘   logprob_gap: mean |difference|
 
 A decoding step reads all weights, so its time depends on their bytes: bf16 has 2 per weight, fp32
-has 4. Autocast would keep bf16 weights too, but it rounds activations in every layer and step. The
-copy exists during one rollout; its memory is free again for the update.
+has 4. Autocast would round the weights only once too, but it also casts activations, in every layer
+at every step, which takes time. The copy exists during one rollout; the update can use its memory.
   * LoRA: the copy is W + (α / r) B A, so A and B cost no extra time per token.
-  * Sharded weights (shards.py) must be gathered, even without bf16 (on CPUs the copy is in fp32).
-    Each is rounded first and gathered alone, so no GPU holds all of them in fp32.
+  * Sharded weights (shards.py) are always gathered into a copy, in fp32 if no bf16 copy is wanted.
+    For a bf16 copy each weight is first rounded, then gathered alone: no GPU holds all in fp32.
   * The tokens are sampled from the copy, whose distribution differs slightly from the policy's, so
     π_old's log-probs must be computed again.
 
@@ -35,7 +35,7 @@ def wants_copy(choice: str, device: torch.device, in_8bit: bool) -> bool:
 @contextlib.contextmanager
 def to_sample_with(policy: Policy, copies: bool) -> Iterator[Policy]:
     """Yields a copy of the policy if `copies` is set or the policy is sharded, otherwise the policy
-    itself. All processes must enter this context together.
+    itself. If the policy is sharded, all processes must enter this context.
     """
     if copies or in_parts(policy):
         dtype = torch.bfloat16 if copies else torch.float32
@@ -52,7 +52,7 @@ def copy_of(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     for name, weight in merged_weights(model):
         if name in parameters:
             parameters[name].copy_(full(weight.to(dtype)))  # shards are rounded before sending
-    # Buffers keep their dtype: rotary frequencies in bf16 would move every position.
+    # Buffers keep their dtype: rotary frequencies in bf16 would encode wrong positions.
     buffers = dict(model.named_buffers())
     for module_name, module in copy.named_modules():
         for name in module._buffers:

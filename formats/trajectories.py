@@ -3,16 +3,16 @@
     step, group, row         step, question within the step, sample of that question
     id question golds kind   fields of the question; also `may_search`
     prompt, tokens           the text of each token; the ids are `prompt_ids` and `ids`
-    mask                     1: the policy sampled the token; 0: it is outside the loss
-    writers                  who wrote each part of the response that the policy did not write
+    mask                     1: the policy sampled the token; 0: the environment wrote it
+    writers                  for each part that the environment wrote: "documents" or "notice"
     answer, stop_reason      the answer, and why the response ended
     rewards, correct         the terms, whose sum is the reward; whether the answer is right
     searches                 query, documents, text that was read, fallback, error, cut, seconds
     rejected_queries         reason and query
 
-The next are lists with a number per token of the response, or one number if it is the same for all
-sampled tokens. They are missing if the trajectory was left out of the update, `ref` also without
-π_ref:
+Each field below has a number per token of the response, or one number if it is the same for all
+sampled tokens. All are missing if DAPO did not use the group or the step made no update. `ref` is
+also missing without π_ref, and `sampled` if documents are trained on.
 
     sampled old new ref      log-probs of the token: at sampling, by π_old, in the update, by π_ref
     advantages, weights      Σ weights over an update is 1
@@ -44,8 +44,8 @@ def append_trajectories(folder: Path, records: Iterable[dict], name: str = NAME)
 
 def read_trajectories(folder: Path, say=tell) -> Iterator[dict]:
     """Yields the records in the order of the file, up to the first damage. `say` is called with a
-    message about damage, and about lines that are not records of a step. Of an incomplete
-    last step the readable records are yielded, without a message: a run may be writing it.
+    message about damage, and about lines that are not records of a step. If the file ends within a
+    step, there is no message: a run may be writing it.
     """
     path, lost = folder / NAME, 0
     check_regular(path)

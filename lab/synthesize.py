@@ -5,14 +5,14 @@
           +---- the hard ones in --out: examples of the next round <-------- JSONL <------+
 
     drafts       one question, 4 to 10 options A, B, ... all different, one answer letter
-    made harder  more options and steps, and a name for its sub-domain (`source`); examples are
-                 drawn from all sub-domains in turn
+    made harder  more options and steps, and a name for its sub-domain (`source`); the hard examples
+                 are drawn from all sub-domains in turn
     correct?     --verifier, by default the writer itself, judges question, options and answer three
                  times; one "incorrect", or a verdict that is missing or unreadable, discards the
                  question
-    difficulty   --answerer, by default the writer, samples 20 answers (--k), step by step; their
-                 mean score decides the bucket (curriculum.py); below 0.2 the question is dropped,
-                 since its answer may be wrong
+    difficulty   --answerer, by default the writer, samples 20 answers (--k); their mean score
+                 decides the bucket (curriculum.py); below 0.2 the question is dropped, since the
+                 writer's answer may be wrong
 
     python -m lab.synthesize --llm URL#model --verifier URL#other --data FILE --out FILE --count 500
 
@@ -97,8 +97,9 @@ def shown(question: Question) -> str:
 
 
 def pick_examples(given: Questions, hard: Questions, seed: int, attempt: int) -> Questions:
-    """Picks up to SHOTS examples: hard questions of earlier rounds, one from each sub-domain before
-    a second from any, and at least one given question, so that the form does not drift.
+    """Picks up to SHOTS examples. At least one is a given question, so that the form does not
+    drift. The others are hard questions of earlier rounds, one from each sub-domain before a second
+    from any. If these are too few, more given questions are picked.
     """
     rng = random.Random(f"{seed} examples {attempt}")
     parts = defaultdict(list)
@@ -117,7 +118,7 @@ _FORM = re.compile(
 
 
 def parse_draft(reply: str | None) -> Question | None:
-    """Returns the question in a reply, or None if the reply is not in the exact form.
+    """Returns the question in a reply, or None if the reply is not a draft as described above.
 
     >>> parse_draft("Question: Which of these is red?\\nA. blood\\nB. ten\\nAnswer: A") is None
     True
@@ -165,7 +166,7 @@ def reordered(draft: Question, seed: int) -> Question:
 
 
 def write_drafts(llm, examples: Questions, asked: set[str]) -> Questions:
-    """Requests drafts like these examples, and makes each one harder in a second request."""
+    """Requests drafts like these examples, then a harder form of each; returns the harder ones."""
     (reply,) = llm.ask([(WRITE, "\n\n".join(map(shown, examples)))])
     drafts = in_form(drafts_in(reply), asked)
     return in_form(llm.ask([(HARDEN, shown(draft)) for draft in drafts]), asked)
@@ -198,8 +199,8 @@ def check_drafts(drafts: Questions, verifier, answerer, k: int) -> Questions:
 
 # ------------------------------------------------------------------------------------------ the run
 def synthesize(given: Questions, models: list, settings: SynthesizeSettings) -> Questions:
-    """Adds questions to --out, in at most --count rounds, until it has --count, and returns all its
-    questions. The first of the three models writes, the second checks and the third answers.
+    """Adds questions to the file --out until it has --count, in at most --count rounds. Returns all
+    questions of the file. The first model writes, the second checks and the third answers.
     """
     writer, verifier, answerer = models
     path = Path(settings.out)
@@ -223,8 +224,8 @@ def synthesize(given: Questions, models: list, settings: SynthesizeSettings) -> 
 
 
 def examples_among(given: Questions) -> Questions:
-    """Returns the multiple-choice questions with one readable answer, which can be examples. Raises
-    an InputError if there are none.
+    """Returns the questions that can be examples: multiple-choice questions with exactly one
+    answer, which names an option. Raises an InputError if there are none.
     """
     single = (q for q in given if q.task == "choice" and len(q.answers) == 1)
     if usable := [q for q in single if choice_letter(q.answers[0], q.options)]:
@@ -236,8 +237,8 @@ def examples_among(given: Questions) -> Questions:
 
 
 def earlier(path: Path) -> Questions:
-    """Returns the questions that earlier runs wrote to the file. Raises an InputError if it holds
-    others.
+    """Returns the questions that earlier runs wrote to the file. Raises an InputError if the file
+    holds other questions.
     """
     made = load_questions(path) if finished_records(path) else []
     if not all(question.id.startswith("synthetic-") for question in made):

@@ -62,9 +62,9 @@ LAUNCHERS = (b"accelerate", b"torchrun", b"torch.distributed", b"lab.ablate")
 
 
 def build_protocol(settings: Settings) -> Protocol:
-    """Returns the protocol with the sections of --prompt_file for the policy and the summariser. In
-    the built-in world the world's own fallback text replaces the protocol's, if the protocol has
-    one, because the tiny models know no other.
+    """Returns the protocol with the sections of --prompt_file for the policy and the summariser. If
+    the documents or the questions come from the built-in world, the world's fallback text replaces
+    the protocol's (if it has one), because the tiny models know no other.
     """
     protocol = PROTOCOLS[settings.protocol]
     sections = prompt_sections(settings)
@@ -80,7 +80,7 @@ def build_search(
 ) -> SearchFunction:
     """Returns the search function, which calls the retriever and the summariser.
 
-    log       file to which a summarising model's summaries are appended in training
+    log       file to which the summaries that a model writes are appended; "": none
     protocol  the protocol to use; by default the one that the settings name
     """
     protocol = protocol or build_protocol(settings)
@@ -139,11 +139,11 @@ def build_other_models(settings: Settings, documents: list[Document], device) ->
 
 
 def build_embedder(settings: Settings, documents: list[Document], device) -> Callable:
-    """Returns a function that maps a step's trajectories to an embedder (texts -> vectors), which
-    compares queries in When to Search's reward. TF-IDF counts words in `documents`. If there are
-    none, for example because --retriever http searches a corpus on another machine, the questions
-    and search results of the step replace them; a query's word that none of these contains does not
-    count.
+    """Returns a function that maps the trajectories of a draw to an embedder (texts -> vectors).
+    When to Search's reward compares queries by their vectors. TF-IDF counts words in `documents`.
+    Without documents, for example if --retriever http searches a corpus on another machine, it
+    counts them in the questions and search results of the draw. A word that occurs in none of these
+    texts does not count.
     """
     embed = None
     if settings.embedder != "tfidf":
@@ -163,7 +163,7 @@ def build_embedder(settings: Settings, documents: list[Document], device) -> Cal
 
 def load_other(settings: Settings, name: str, device="cpu") -> LLM:
     """Returns the model of --judge or --reader, with its section of --prompt_file."""
-    instruction = prompt_sections(settings).get(name, "")  # first, because it may raise
+    instruction = prompt_sections(settings).get(name, "")  # before loading: it may raise
     llm = load_llm(getattr(settings, name), settings, device=device)
     llm.instruction = instruction
     return llm
@@ -206,14 +206,14 @@ def choose_generate(settings: Settings):
 
 
 def make_accelerator(settings: Settings) -> Accelerator:
-    """Returns the accelerator. Its timeout, after which a process that waits for the others gives
-    up, is half an hour plus an estimate of the longest time that all searches of one process may
-    take, with their requests to other models and vLLM servers.
+    """Returns the accelerator. A process that waits for the others gives up after its timeout: half
+    an hour, plus an estimate of the longest time that the searches of one process may take. The
+    estimate includes requests to other models and to vLLM servers.
     """
     rows = max(settings.questions_per_step * settings.group_size, settings.eval_questions)
     has_models = settings.judge or settings.reader or models_in(settings.summarizer)
     rounds = 4 + bool(has_models) * rows // THREADS
-    if on_servers(settings):  # a sampling request waits this much longer for its server
+    if on_servers(settings):  # a sampling request may take this many timeouts more
         rounds += settings.max_turn_tokens * SLOWEST / settings.timeout
     searching = (settings.max_searches + 1) * rounds * (RETRIES + 1) * settings.timeout
     if settings.report_to and settings.report_to not in map(str, get_available_trackers()):
@@ -226,13 +226,13 @@ def make_accelerator(settings: Settings) -> Accelerator:
 
 
 def wait_for_all(state: TrainState, doing: str) -> None:
-    """Waits until all processes have called it. After PATIENCE seconds, a waiting process prints a
-    line if the process before it has not called.
+    """Waits until all processes have called this function. After PATIENCE seconds, a waiting
+    process prints a line if the process before it (by rank) has not called it.
 
-    Trap: a collective waits in C++, where Python runs no signal handler. So a thread waits in it,
-    and the main thread waits for that thread. After a signal the main process saves and ends at
-    once, if it can (`saved_on_error`). Any other process goes on for PATIENCE seconds, in which the
-    step may still be finished and saved.
+    Trap: torch waits for other processes in C++, where Python runs no signal handler. So a thread
+    waits there, and the main thread waits for that thread. After a signal the main process saves
+    and ends at once, if it can (`saved_on_error`). Any other process goes on for PATIENCE seconds,
+    in which the step may still be finished and saved.
     """
     if state.accelerator.num_processes == 1:
         return
@@ -308,9 +308,9 @@ def usable_cores() -> int:
 
 
 def prepare_process(settings: Settings) -> None:
-    """Sets the number of threads, and lets this process end when its launcher ends. --deterministic
-    makes a GPU's numbers reproducible, and torch warns about operations where it cannot; a CPU's
-    numbers are always reproducible.
+    """Sets the number of threads, and lets this process end when its launcher ends. With
+    --deterministic a GPU's numbers are reproducible too, except those of operations about which
+    torch prints a warning; a CPU's numbers always are.
     """
     end_with_launcher()
     if settings.deterministic:
@@ -366,12 +366,13 @@ def build_state(settings: Settings) -> TrainState:
     documents = load_documents(settings, questions)
     log = "" if settings.dry_run else str(Path(settings.output_dir, SUMMARY_LOG))
     # fallback: in training a model that summarises may reject queries that ask for no fact. The
-    # search is built outside the barrier below, because encoding a large corpus takes hours.
+    # search is built before the barrier below, because encoding a large corpus takes hours, and the
+    # processes that wait at a barrier would give up.
     search = build_search(dataclasses.replace(settings, fallback=True), documents, device, log)
     in_8bit, served = "base" in frozen_in_8bit(settings), on_servers(settings)
     # A resumed LoRA run loads the weights that it began with; trainer.pt has the trained adapters.
     path = first_model(settings) if settings.lora_rank else start
-    with accelerator.local_main_process_first():  # which makes the built-in models
+    with accelerator.local_main_process_first():  # it makes the built-in models
         policy, tokenizer = load_model(settings, path, device, in_8bit=in_8bit)
         others = build_other_models(settings, documents, device) if main else None
     check_alike(policy, os.path.basename(start) if settings.resume else "")
@@ -385,7 +386,7 @@ def build_state(settings: Settings) -> TrainState:
             policy.fleet.check()
     copies = wants_copy(settings.sampling_copy, device, in_8bit)
     recompute = device.type != "cpu" or copies or served or not settings.mask_documents
-    auto = "token" if recompute and settings.mask_documents else "none"  # documents have no μ
+    auto = "token" if recompute and settings.mask_documents else "none"  # nobody sampled documents
 
     def sampler():
         return to_serve(policy, state.version) if served else to_sample_with(policy, copies)

@@ -1,13 +1,13 @@
-"""Writes view.py's page, its data as classic scripts: from file://, a browser loads no others.
+"""Writes view.py's page. Its data are classic scripts, which a browser also loads from file://.
 
     data/index.js             runs(...): settings, metrics and saved steps of each stage
-    data/RUN-STAGE-STEP.js    step(key, rows, groups): a row with a summary of each trajectory, and
-                              for each group its whole trajectories as one JSON string, which the
-                              page parses when somebody opens the group
+    data/RUN-STAGE-STEP.js    step(key, rows, groups): `rows` has a summary of each trajectory;
+                              `groups` has the whole trajectories of each group as a JSON string,
+                              which the page parses when one of them is opened
 
-The page itself is viewer/: index.html, page.css, page.js. Damaged trajectories are shown up to the
-damage, and the list `missing` says which settings and trajectories are not shown. `save_page`
-writes page and data as one file. Left out: checkpoints.
+The page itself is viewer/: index.html, page.css, page.js. A damaged file of trajectories is shown
+up to the damage, and the list `missing` says which settings and trajectories are not shown.
+`save_page` writes page and data as one file. Left out: checkpoints.
 """
 
 import itertools
@@ -206,8 +206,10 @@ def line_on(record: dict) -> dict:
 
 
 def dumped(value: object) -> str:
-    """Returns ASCII JSON that is safe within a script: it contains no tag, line end or NaN."""
+    """Returns ASCII JSON that is safe within a script: it contains no tag and no line end. NaN and
+    Infinity become strings, which page.js reads as numbers.
+    """
     text = json.dumps(value, separators=(",", ":"))
-    if "NaN" in text or "Infinity" in text:  # become strings, of which page.js makes numbers
+    if "NaN" in text or "Infinity" in text:
         text = json.dumps(json.loads(text, parse_constant=str))
     return text.replace("<", "\\u003c")

@@ -2,9 +2,9 @@
 
     file -> records -> eval.py's field names -> gold answers of --data -> em, f1, cem -> report.py
 
-A prediction belongs to the question of --data with the same id; if the ids or the texts differ, to
-the question with the same text. Verdicts and counts of searches in R1-Searcher's files are kept.
-Trap: papers score punctuation differently (metrics.py).
+A prediction belongs to the question of --data with its id. If there is none, or if that question
+has another text, it belongs to the question with the prediction's text. Verdicts and counts of
+searches in R1-Searcher's files are kept. Trap: papers treat punctuation differently (metrics.py).
 """
 
 import argparse
@@ -112,7 +112,8 @@ def read_predictions(path: str | Path, skip_bad: bool = False) -> list[dict]:
 def joined(path: Path, records: list[dict], datasets: dict, count_missing: bool) -> list[dict]:
     """Adds each question's fields, such as golds and options, to its prediction; leaves out
     predictions of no question. With `count_missing`, adds an empty prediction for each question
-    that has none. Prints how many questions and predictions had no counterpart.
+    without one, but only in data sets that have a prediction. Prints how many questions and
+    predictions had no counterpart.
     """
     asked, names = [], ("id", "kind", "task", "question", "options")
     for dataset, questions in datasets.items():
@@ -146,9 +147,9 @@ def joined(path: Path, records: list[dict], datasets: dict, count_missing: bool)
 
 
 def score_files(paths, data="", skip_bad=False, punctuation="", count_missing=False, seed=0):
-    """Returns the records of all files, each with its metrics. A record's data set is the one that
-    it names, or, if `data` has several files, the one that holds its question; otherwise its
-    predictions file is the data set.
+    """Returns the records of all files, each with its metrics. If `data` has several files, a
+    record's data set is the file that holds its question. Otherwise it is the one that the record
+    names, or else the predictions file.
     """
     if not paths:
         return []
@@ -249,8 +250,8 @@ def ask_others(records: list[dict], reader, judge: Judge | None, sampling=()) ->
 
 
 def one_judge(records: list[dict]) -> str:
-    """Returns which text the judge gets about open questions, one of JUDGE_SEES. Each record has
-    the choice of its protocol, and all records with a prediction must agree.
+    """Returns which text the judge gets about open questions, one of JUDGE_SEES. Each record may
+    name the choice of its protocol (default "question"), and all with a prediction must agree.
     """
     seen = sorted({r.get("judge_sees", "question") for r in records if r["prediction"]})
     if len(seen) > 1:

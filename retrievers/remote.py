@@ -5,12 +5,13 @@ memory is. serve.py is the server.
                  -> {"result": [[{"document": {"id", "contents": "\\"Title\\"\\ntext"}, "score"},
                                  ...], ...]}
 
-Traps. One query that a server cannot handle fails its whole batch, so each query is then sent
-alone, once, while time is left. If the server rejects it then (HTTP 400, 413, 414, 422), the query
-counts as rejected, not as a failed search: training leaves out trajectories with failed searches,
-and a policy must not be able to cause that by its queries. "return_scores" is always true, because
-a common server fails otherwise. Lists are counted, because a server that drops one would give all
-later queries the documents of another query. Left out: encryption, passwords.
+Traps. One query that a server cannot handle fails its whole batch, so each query of a failed batch
+is then sent alone, once, while time is left. A query that the server rejects when it is sent alone
+(HTTP 400, 413, 414, 422) counts as rejected, not as a failed search: training leaves out
+trajectories with failed searches, and a policy must not be able to cause that by its queries.
+"return_scores" is always true, because a common server fails otherwise. Lists are counted, because
+a server that drops one would give all later queries the documents of another query. Left out:
+passwords.
 """
 
 import json
@@ -37,12 +38,12 @@ RETRIES, BACKOFF = 1, 0.5  # retries of a batch; seconds before the first one
 
 
 class HttpRetriever:
-    """Asks the server at `url`. `timeout` is the limit in seconds for one try of a batch. If its
-    queries are then sent one by one, the same limit holds for all of them together.
+    """Asks the server at `url`. `timeout` is the limit in seconds for one try of a batch. If the
+    queries of a batch are then sent one by one, the same limit holds for all of them together.
     """
 
     def __init__(self, url: str, timeout: float = 60.0):
-        host_of(url, "--retriever_url (of a check, --url) http://host:port")
+        host_of(url, "--retriever_url http://host:port (for a check: --url)")
         self.url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
         self.timeout = timeout
         try:
@@ -53,14 +54,15 @@ class HttpRetriever:
             ) from None
 
     def seconds(self, queries: int, k: int) -> float:
-        """Returns the longest time that a call with this many queries can take."""
+        """Returns the seconds that a call with this many queries may take at most."""
         batches = -(-queries // BATCH)
         return batches * ((RETRIES + 2) * self.timeout + RETRIES * MAX_BACKOFF)
 
     def search(self, queries: list[str], k: int) -> list[list[Document] | bool | None]:
-        """Returns at most k documents for each query; False for a query that the server rejects,
-        and None for one without an answer: it failed even when it was sent alone, or was no longer
-        sent because earlier ones failed or took too long. Raises a Fault if all failed.
+        """Returns for each query a list of at most k documents, False if the server rejects it, or
+        None if it has no answer. A query has no answer if it failed even when it was sent alone, or
+        was no longer sent because earlier ones failed or took too long. Raises a Fault if no query
+        was answered or rejected.
         """
         documents, fault = {}, None
         for start in range(0, len(queries), BATCH):
@@ -91,8 +93,8 @@ class HttpRetriever:
         return documents
 
     def ask(self, queries: list[str], k: int, timeout: float) -> dict[str, list[Document]]:
-        """Sends one batch once; returns query -> documents. Raises a Fault, also if the reply has
-        an unexpected shape.
+        """Sends one batch once; returns query -> documents. Raises a Fault if the request fails or
+        the reply has an unexpected shape.
         """
         payload = {"queries": queries, "topk": k, "return_scores": True}
         reply = fetch_json(self.url, payload, timeout)
@@ -108,7 +110,8 @@ class HttpRetriever:
 
 
 def read_document(item: object) -> Document | None:
-    """Returns the document of one item of a reply; None if the item is null or its text is empty.
+    """Returns the document of one item of a reply; None if the item is null, or has neither a title
+    nor a text.
 
     >>> read_document({"document": {"id": 7, "contents": '"Varen"\\nBy the Ost.'}, "score": 1.5})
     Document(id='7', title='Varen', text='By the Ost.')

@@ -352,7 +352,7 @@ WEB = ["serve", "--retriever", "web", "--retriever_url"]
         (["serve", "--corpus", "c.jsonl", "--folder", "v"], "unknown flag --folder"),
         (["serve", "--corpus", "c.jsonl", "--port", "70000"], "cannot listen there"),
         (["check", "--retriever", "bing"], "unknown retriever 'bing'"),
-        (["check", "--url", "h"], "not an address: give --retriever_url (of a check, --url)"),
+        (["check", "--url", "h"], "not an address: give --retriever_url http://host:port (for"),
         ([*WEB[:3]], "--retriever_url '' has no place for the query: give http"),
         ([*WEB, "ftp://h/{query}"], "not an address: give http://host/search"),
         (["cat", "-k", "0"], "-k 0: ask for at least one document"),
