@@ -2,21 +2,23 @@
 
 DAPO has GRPO's advantage, A_i = (r_i − mean_group) / (std_group + 1e-6), and departs from GRPO in:
 
-    1  clip-higher        ε_low 0.2 < ε_high 0.28, so an unlikely token can gain more probability
+    1  clip-higher        ε_low 0.2 < ε_high 0.28: the probability of an unlikely token can grow
+                          more than with one ε of 0.2
     2  dynamic sampling   groups with only right or only wrong answers are dropped, and more
                           questions are drawn
-    3  token mean         each token weighs 1 / (model tokens of the batch); --loss_aggregation
-                          question takes a mean over each question's tokens, then over questions
+    3  token mean         each model token weighs 1 / (model tokens of the batch). With
+                          --loss_aggregation question: the mean over each question's tokens, then
+                          over questions
     4  overlong           a trajectory that was truncated before it answered gets no gradient,
                           because nobody knows whether its answer would have been wrong
 
-By default (`filter_by`) departure 2 compares correctness instead of rewards, because rewards that
-are sums of several terms are almost never equal in a group. In departure 2 overlong trajectories
-count as wrong. Their rewards also count in the mean and std of their group. A KL is added where
-GRPO adds it.
+By default (`filter_by`) departure 2 asks whether the answers of a group are right, not whether its
+rewards are equal: a reward of several terms may differ between answers that are all right. Overlong
+trajectories count as wrong in departure 2, and their rewards count in the mean and std of their
+group. A KL is added where GRPO adds it.
 Source: Yu et al. 2025, sections 3.1 to 3.4, in this order.
 Left out: the soft penalty for long answers (section 3.4; none of the five papers uses it), and
-sampling until the batch is full: a step makes at most `max_resample` extra draws and then trains on
+sampling until the batch is full. A step makes at most `max_resample` extra draws and then trains on
 the groups that it has. If it has none, the step is skipped (train.py).
 """
 
@@ -29,8 +31,9 @@ from errors import run_main
 
 
 def informative_groups(correct: Tensor, group_size: int) -> Tensor:
-    """Returns [B] bool: whether `correct` differs within the row's group. Depending on `filter_by`,
-    `correct` holds answer terms or rewards instead. NaN means unknown and is ignored.
+    """Returns [B] bool: whether the values of `correct` [B] differ within the row's group. They are
+    1 (right) or 0; if `filter_by` is "answer" or "total", they are answer terms or rewards. NaN
+    means unknown and is ignored.
 
     Worked, G = 2: right, wrong | right, right | wrong, NaN -> True, True, then False four times.
     """
@@ -45,7 +48,7 @@ compute_loss = grpo.compute_loss  # departure 1: clip_low < clip_high
 
 def compute_token_weights(batch, settings) -> Tensor:
     """Returns weights [B, T] for the global batch of one update. Their sum is 1, or 0 if no token
-    is left. With --loss_aggregation sequence, GRPO's mean, it is the token mean, too.
+    is left. They give the token mean, unless --loss_aggregation is question.
     """
     mask = ppo.trained_tokens(batch)  # [B, T]
     if batch.overlong is not None:

@@ -16,11 +16,11 @@ The exact gradient of the KL is ∇KL(π‖ref) = E_π[d ∇log π]. The expecte
 So k1 estimates the value without bias but is useless as a loss. In the reward, k1 = d is multiplied
 by ∇log π, which gives E_π[d ∇log π], the exact gradient.
 
-Source: Schulman, "Approximating KL divergence" (2020); DeepSeekMath eq. 4 is k3; ARENA chooses k2
-for its lower variance, but it is lower than that of k3 only far from the reference.
+Source: Schulman, "Approximating KL divergence" (2020). DeepSeekMath eq. 4 is k3. ARENA prefers k2
+to k3 for its lower variance, but k2's variance is lower only far from the reference.
 Left out: the KL over the whole vocabulary. With k2 and k3, the effect of a token on the KL of later
-tokens is left out too; k1 in the reward includes it. `python kl.py` checks the table by computing
-exact expectations over 16 tokens.
+tokens is left out too; k1 in the reward includes it. `python kl.py` checks the rows of k1 to k3
+with exact expectations over a vocabulary of 16 tokens.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from errors import InputError, run_main
 
-# Estimator -> where it is used. With "log" the KL is only logged, and does not affect training.
+# Estimator -> where it is used. With "log" the KL is logged and does not affect training.
 PLACES = {"k1": "reward", "k2": "loss", "k3": "loss", "log": "log"}
 
 
@@ -51,7 +51,7 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     # is 1; the mean of exp(d) is not. The slope 1 − exp(−d) explodes for tokens that are far less
     # likely under π than under ref: at d = −10 it is −22025, while the slope of k2 is −10.
     d = logprobs - ref_logprobs  # [B, T]
-    return torch.expm1(-d) + d  # [B, T]  expm1(−d) is exact for small d, exp(−d) − 1 is not
+    return torch.expm1(-d) + d  # [B, T]  expm1(−d) is accurate for small d, exp(−d) − 1 is not
 
 
 def k_abs(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -96,8 +96,8 @@ def kl_in_loss(
 
 
 def kl_in_reward(batch, settings) -> Tensor:
-    """Returns token rewards −kl_coef · k1 [B, T], which are 0 on masked tokens. For every estimator
-    other than k1 all of them are 0.
+    """Returns token rewards −kl_coef · k1 [B, T], which are 0 on masked tokens. If the estimator is
+    not k1, they are 0 everywhere.
 
     Worked: kl_coef 0.1, π_old 0.5, ref 0.25: −0.1 · 0.6931 = −0.0693.
     """
@@ -126,8 +126,8 @@ def categorical(epsilon: float, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def collapsed(drop: float) -> tuple[Tensor, Tensor]:
-    """Returns (logits of π [V], log-probs of ref [V]). They are equal, except that π's logit of
-    ref's likeliest token is lowered by `drop`.
+    """Returns (logits of π [V], log-probs of ref [V]). π has the logits of ref, but that of ref's
+    likeliest token is lowered by `drop`.
     """
     logits, ref_logprobs = categorical(0.0)  # [V], [V]
     return logits - drop * (ref_logprobs == ref_logprobs.max()), ref_logprobs
@@ -158,8 +158,8 @@ def relative_error(vector: Tensor, target: Tensor) -> float:
 
 
 def batch_gradient_spread(logits: Tensor, loss: Loss) -> float:
-    """Returns the largest divided by the median gradient norm of 1000 random batches. This is the
-    only number in the table that is sampled; all others are exact.
+    """Returns the largest gradient norm of 1000 random batches, divided by their median norm. Only
+    this number of the table is sampled; all others are exact.
     """
     batches = 1000
     tokens = 64
@@ -174,8 +174,8 @@ def batch_gradient_spread(logits: Tensor, loss: Loss) -> float:
 
 
 def estimator_row(logits: Tensor, ref_logprobs: Tensor, name: str) -> dict[str, float]:
-    """Returns an estimator's value, relative bias and std, and the relative errors and the spread
-    of its gradient if it is used as a loss.
+    """Returns an estimator's value, relative bias and (absolute) std. Also returns, for its use as
+    a loss, the relative errors and the spread of the gradient.
     """
     loss = partial(ESTIMATORS[name], ref_logprobs=ref_logprobs)
     logprobs = logits.log_softmax(-1)  # [V]
@@ -200,7 +200,7 @@ def estimator_row(logits: Tensor, ref_logprobs: Tensor, name: str) -> dict[str, 
 def main() -> None:
     distances = {f"ε {epsilon}": categorical(epsilon) for epsilon in (0.05, 0.5, 2.0, 4.0)}
     distances["one logit −10"] = collapsed(10.0)
-    print("π: ref's logits and ε · noise       as a loss, gradient's error against      largest /")
+    print("π: ref's logits + ε · noise         as a loss, gradient's error against      largest /")
     print("                       value    bias       std  ∇KL(π‖ref)  ∇KL(ref‖π)  median gradient")
     columns = "{value:>8.4f}{bias:>+8.1%}{std:>10.4f}{error:>12.1%}{reverse_error:>12.1%}"
     columns += "{spread:>17.1f}"

@@ -1,18 +1,18 @@
-"""The settings of each paper: one record per paper, every number with its source.
+"""The settings of each paper: one record per paper, with the sources of its numbers.
 
     protocols    names of protocols in prompts.py: the paper's own, then those of its variants
-    stages       {stage: the paper's settings}; other settings have the default of their record
+    stages       {stage: the paper's settings}; all other settings have their defaults
     tiny         {stage: settings that replace these for the tiny model on the built-in world}
     world        the tiny model's supervised warm-up: the form and flaws of its traces, its steps
     warm_ups     weaker warm-ups by name (--toy_init), on which the paper's claims can be tested
-    good_format  tells whether a trajectory has the paper's format; evaluations report the share
+    good_format  tells whether a trajectory has the paper's format; evaluations report how many do
     punctuation  how the paper's scorer treats punctuation in answers, a key of metrics.PUNCTUATION
     decoding     settings of the paper's evaluations (--decoding paper); {} means greedy
     variants     other backbones, data and ablations by name (--variant), each a record of its own
 
 A paper is described in three files: tags and instructions in prompts.py, rewards in rewards.py, and
 settings here. To add a paper, extend these three files; every command then knows it.
-Left out: the papers' settings for backbones that are not causal LMs, and for their hardware.
+Left out: the papers' settings for models behind an API (UR² C.4), and for their hardware.
 """
 
 from collections import defaultdict
@@ -47,8 +47,8 @@ def varied(paper: Paper, **changes) -> Paper:
     return replace(paper, stages={n: stage | changes for n, stage in paper.stages.items()})
 
 
-# The tiny model has 0.48M weights (0.20M in `make train`), random before the warm-up, so its
-# learning rate is 150 times UR²'s 2e-6. Its texts are short.
+# The tiny model has 0.48M weights (0.20M in `make train`), which are random before the warm-up. So
+# its learning rate is at least 150 times UR²'s 2e-6. Its texts are short, hence the low limits.
 TINY = (
     {"lr": 3e-4, "group_size": 8, "questions_per_step": 16, "trajectories_per_update": 64}
     | {"max_turn_tokens": 24, "turn_tokens": "", "max_searches": 4}
@@ -74,7 +74,7 @@ _ur2 = (  # section 4.4, appendix C.2 and C.4
     | {"max_turn_tokens": 512, "turn_tokens": "math=3072,choice=1536"}
     # The paper does not say how the summariser samples in training for tasks other than math.
     | {"summary_sampling": "math=0.3/0.7/8192"}
-    | {"documents_per_search": 10, "document_tokens": 1536}  # ten documents have 1,291 tokens (B.6)
+    | {"documents_per_search": 10, "document_tokens": 1536}  # ten have 1,291 on average (B.6)
     # Used only with --difficulty. The ratio hard : medium : easy is 1 : 1 : 1 for math (C.5) and
     # 7 : 2 : 1 for other tasks (3.3).
     | {"buckets": "math:hard=1,math:medium=1,math:easy=1,hard=7,medium=2,easy=1"}
@@ -89,7 +89,7 @@ UR2 = Paper(
         2: _ur2 | {"reward": "ur2_stage2", "steps": 40, "task_mixing": True},
     },
     # In stage 2, 8 of the 24 questions of a step forbid searching. Otherwise the model would forget
-    # the prompt token that forbids it.
+    # to obey the prompt token that forbids it.
     tiny={
         1: LOOK_UPS | _summarised,
         2: EVERYTHING
@@ -98,7 +98,7 @@ UR2 = Paper(
         | {"mix": "one_hop=5,two_hop=5,unit=1,arithmetic=3,known=2,direct=8"},
     },
     good_format=lambda trajectory: not rewards.ur2_violations(trajectory),
-    # A trace searches, reads the summary (or the fallback) and writes \boxed{...}.
+    # A trace may search and read the summary (or the fallback); it ends with \boxed{...}.
     world=Tiny(
         "{asked} \\boxed{{ {answer}}}<eos>",
         read=" \\boxed{{ {answer}}}",
@@ -114,9 +114,9 @@ UR2 = Paper(
     decoding={"temperature": 0.3, "top_p": 0.5}
     | {"summary_sampling": "math=0.3/0.7/8192,other=0.3/0.5/2048"},
 )
-# This warm-up hardly ever searches before RL, and has bad habits that the reward must break: it
-# searches for sums, searches several times in a row, gives two answers and invents passages. It
-# learns to read both summaries and raw passages.
+# After this warm-up the model hardly ever searches before RL. It has bad habits that the reward
+# must break: it gives two answers and invents passages; if it searches, it does so even for sums
+# and known facts, and several times in a row. It has learned to read summaries and raw passages.
 UR2.warm_ups["weak"] = replace(
     UR2.world,
     kinds={"one_hop": 0.22, "two_hop": 0.26, "unit": 0.14, "arithmetic": 0.28, "known": 0.10},
@@ -173,11 +173,11 @@ for _name, *_numbers in map(str.split, _rows):
         _variant = varied(_paper, **_own)
         _variant.stages[max(_variant.stages)]["steps"] = int(_steps)
         _paper.variants[f"{_name}_{_run}" if _paper is VANILLA_RL else _name] = _variant
-# C.7's last sentence gives the 3B model 15 steps with a search bonus for multiple choice. In our
-# reading, its stage 1 on math also has 15 steps.
+# C.7's last paragraph extends the 3B model's stage 1 to 15 steps: for multiple choice, and in our
+# reading also for math.
 UR2.variants["qwen_3b"].stages[1]["steps"] = 15
 # Easy math questions replace the hard ones (C.5), so two thirds of the math questions are easy.
-# Half of these may search, as many as the hard questions that they replace (our reading).
+# Half of the easy ones, those that replace hard ones, may search (our reading).
 _easier = {"buckets": "math:medium=1,math:easy=2,hard=7,medium=2,easy=1"}
 UR2.variants["llama_8b"].stages[2].update(_easier, math_searches="easy=0.5")
 _llama = UR2.variants["llama_8b"]
@@ -200,8 +200,8 @@ _mini = varied(UR2_CHOICE, steps=50, summarizer="https://api.openai.com/v1#gpt-4
 _sampled = "math=0.3/0.7/2048,other=0.3/0.7/2048"  # C.2, of Qwen-3-8B
 _qwen3 = varied(_mini, summarizer="Qwen/Qwen3-8B", summary_sampling=_sampled)
 UR2_CHOICE.variants.update(gpt_4o_mini_summaries=_mini, qwen3_8b_summaries=_qwen3)
-# Tables 6 and 7. A search has five passages, as in Table 10's evaluations without summaries (our
-# reading). `raw_qa` and `raw_math` do not select questions by difficulty.
+# Tables 6 and 7. A search for an open question returns five passages, as in Table 10's evaluations
+# without summaries (our reading). `raw_qa` and `raw_math` do not select questions by difficulty.
 _passages = replace(
     varied(VANILLA_RL, documents_per_search=5), tiny={1: EVERYTHING | {"steps": 72}}
 )
@@ -211,7 +211,7 @@ VANILLA_RL.variants.update(
     raw_math=varied(VANILLA_RL, steps=10, buckets=""),
 )
 
-# Section 3.3. The paper also has --encoder BAAI/bge-large-en-v1.5, and GPT-4o-mini judges its
+# Section 3.3. The paper's retriever is --encoder BAAI/bge-large-en-v1.5, and GPT-4o-mini judges its
 # evaluations (3.1).
 _r1_searcher = (
     {"protocol": "r1_searcher", "algorithm": "reinforce_pp"}
@@ -223,8 +223,8 @@ _r1_searcher = (
 R1_SEARCHER = Paper(
     source="R1-Searcher section 3.3",
     protocols=("r1_searcher",),
-    # One epoch over Table 1's 350 questions in stage 1 and over its 8,148 in stage 2. The counts of
-    # each data set (`mix`) and difficulty (`buckets`) are used only with --difficulty.
+    # One epoch over Table 1's 350 questions in stage 1 and over its 8,148 in stage 2. The numbers
+    # per data set (`mix`) and per difficulty (`buckets`) are used only with --difficulty.
     stages={
         1: _r1_searcher
         | {"reward": "r1_searcher_stage1", "steps": 6, "mix": "hotpotqa=200,2wiki=150"}
@@ -258,8 +258,8 @@ _r_search = (  # section 4.3
     {"protocol": "r_search", "algorithm": "grpo", "reward": "r_search", "steps": 195}
     | {"group_size": 5, "questions_per_step": 256, "trajectories_per_update": 1280}
     | {"lr": 1e-6, "warmup_ratio": 0.95}
-    | {"kl_coef": 1e-3, "kl_estimator": "k3", "temperature": 1.0}
-    | {"max_searches": 4, "max_turn_tokens": 500}
+    | {"kl_coef": 1e-3, "kl_estimator": "k3", "temperature": 1.0}  # the temperature is ours
+    | {"max_searches": 4, "max_turn_tokens": 500}  # not in the paper; as Search-R1's code
     | {"documents_per_search": 3}  # 5 in evaluation
 )
 R_SEARCH = Paper(
@@ -268,7 +268,7 @@ R_SEARCH = Paper(
     stages={1: _r_search},
     tiny={1: EVERYTHING | TWO_FACTS | {"warmup_ratio": 0.0, "kl_coef": 0.0, "steps": 40}},
     good_format=rewards.r_search_format,
-    # A trace gets two passages per search, copies the relevant one as evidence, answers from it.
+    # A search shows two passages. Most traces copy the relevant one as evidence and answer from it.
     world=Tiny("{evidence}<answer> {answer}</answer>", layout="facts", kinds=HALVES, steps=350),
     punctuation="delete",
     decoding={"temperature": 0.1, "documents_per_search": 5},  # appendix A.3, section 4.3
@@ -322,8 +322,8 @@ WHEN_TO_SEARCH = Paper(
     ),
     punctuation="delete",
 )
-# These warm-ups hardly ever search before RL: only one trace with searches in 100 (`_weak`) or in
-# 200 (`_rare`) has a loss on the token that decides to search.
+# After these warm-ups the model hardly ever searches before RL. Of the traces with searches, only
+# one in 100 (`_weak`) or in 200 (`_rare`) has a loss on the token that decides to search.
 _weak = replace(WHEN_TO_SEARCH.world, choice_without_loss=0.99, prior=0.05)
 _rare = replace(_weak, choice_without_loss=0.995, prior=0.02)
 WHEN_TO_SEARCH.warm_ups.update(weak=_weak, rare=_rare)
@@ -442,8 +442,8 @@ PAPERS: dict[str, Paper] = {
 RECIPES: dict[str, dict[int, dict]] = {name: paper.stages for name, paper in PAPERS.items()}
 
 
-# Trajectories of lab/baselines.py follow no paper's format, so an answer is enough for a good
-# format. All other metrics are those of the paper whose table has the baseline.
+# Trajectories of lab/baselines.py follow no paper's format, so each one with an answer counts as
+# good. All other metrics are those of the paper that --recipe names.
 BASELINES = [
     replace(
         paper,

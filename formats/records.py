@@ -38,8 +38,8 @@ def open_error(path: Path, error: OSError) -> InputError:
 
 
 def check_regular(path: Path) -> None:
-    """Raises an InputError for a pipe or a device. It may never end, or nobody may write into it.
-    It also cannot be read twice, as a file is: first for its layout, then for its records.
+    """Raises an InputError for a pipe or a character device, because reading it may never end, and
+    because it cannot be read twice: a file is read first for its layout, then for its records.
     """
     if path.is_fifo() or path.is_char_device():
         raise InputError(f"{path}: a pipe or a device: save its content to a file first")
@@ -183,13 +183,15 @@ def tsv_records(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, str, 
 
 
 def header(values: list[str]) -> list[str]:
-    """Returns the column names of a header, which begins with "id" or has "question"; else []."""
+    """Returns the column names if `values` are a header: they begin with "id" or have "question".
+    Else returns [].
+    """
     names = [value.strip().lower() for value in values]
     return names if names[0] == "id" or "question" in names else []
 
 
 def short(value: object) -> str:
-    """Returns a value for an error message on one line; the value may be long or deeply nested."""
+    """Returns at most 60 characters of a value, which may be long or nested, for a message."""
     return reprlib.repr(value)[:60]
 
 
@@ -201,8 +203,8 @@ def has_number(record: object, name: str) -> bool:
 def finished_records(path: str | Path, cut: bool = True, needs: str = "") -> list[dict]:
     """Reads a JSONL file to which a run appends; a file that does not exist yet has no records. An
     incomplete last line is ignored, and with `cut` also removed from the file. If `needs` names a
-    field, records without a whole number in it are left out and counted; otherwise a broken line is
-    an InputError.
+    field, records without a whole number in it are left out, and their number is printed; otherwise
+    a broken line is an InputError.
     """
     path = Path(path)
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
@@ -273,9 +275,9 @@ def tell(line: str) -> None:
 
 
 def lock(file, operation: int) -> None:
-    """Locks an open file until it is closed or its process ends, even if the process is killed.
-    Some network file systems have no locks; then a warning is printed, and the work goes on. If
-    another process has the lock, it waits, or with LOCK_NB raises BlockingIOError.
+    """Locks an open file until the file is closed or this process ends, even if it is killed. If
+    another process has the lock, this function waits, or with LOCK_NB raises BlockingIOError. Some
+    network file systems have no locks; then a warning is printed, and the work goes on.
     """
     try:
         fcntl.flock(file, operation)
@@ -298,7 +300,8 @@ def convert_records(
     path: Path, records: Iterable[tuple], convert: Callable, skip_bad: bool
 ) -> Iterator[dict]:
     """Yields convert(record, number, place) of each record that `read_records` yields. A bad record
-    is an error, or with `skip_bad` is skipped and counted. A file without a good one is an error.
+    is an InputError; with `skip_bad` it is skipped, and the number of skipped ones is printed. A
+    file without a good record is an InputError.
     """
     good = 0
     problems = []

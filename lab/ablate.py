@@ -6,13 +6,13 @@
     python -m lab.ablate --table       prints the table of finished runs; runs nothing
     python -m lab.ablate --curves docs --only stage1,penalty,stage2,two_stages     draws curves
 
-An arm is one training run (lab/claims.py). It is evaluated on all questions of --split: about
-held-out entities, and the sums and known facts that training asks for too. Each question gets two
-samples at the temperature of training. Each arm writes its result and its settings to a result.json
+An arm is one training run (lab/claims.py). It is evaluated on all questions of --split: those about
+held-out entities, and sums and known facts, which training also asks for. Each question is answered
+twice, at the temperature of training. Each arm writes its result and its settings to a result.json
 in each world. If the command is interrupted, repeating it continues from these files; a result that
-was made with other settings ends the command. Results from an older version of a warm-up are not
-recognised, so after changing one give another --output_dir. To choose settings, use the development
-questions of other worlds: --first_world 40 --split dev. Left out: several machines.
+was made with other settings ends the command. A result does not say which version of a warm-up it
+is from, so after changing a warm-up give another --output_dir. To choose settings, use the
+development questions of other worlds: --first_world 40 --split dev. Left out: several machines.
 """
 
 import multiprocessing
@@ -101,8 +101,8 @@ def settings_of(name: str, seed: int, runs: str) -> Settings:
 
 
 def made_with(name: str, seed: int, split: str) -> dict:
-    """Returns the settings that are stored with a result, to reject results of other settings. In
-    them --output_dir is "", so a result stays valid if its folder is moved.
+    """Returns the settings that are stored with a result; `read_results` rejects a result of other
+    settings. In them --output_dir is "", so a result stays valid if its folder is moved.
     """
     return vars(settings_of(name, seed, "")) | {"split": split}
 
@@ -114,7 +114,7 @@ def result_path(settings: Settings) -> Path:
 # --------------------------------------------------------------------------------------- one arm
 def run_arm(name: str, seed: int, runs: str, split: str) -> None:
     """Trains and evaluates one arm in one world, and writes its result. The result's `curve` is a
-    list of step records: first those of the arm `start`, if there is one, then the arm's own.
+    list of step records: those of the arm that it starts from, if there is one, then its own.
     """
     settings, arm, curve = settings_of(name, seed, runs), ARMS[name], []
     if arm.start:
@@ -194,8 +194,8 @@ def check_prior(settings: Settings, split: str) -> None:
 
 def evaluate_arm(settings: Settings, model: str, split: str) -> dict:
     """Evaluates an arm and returns {kind of question or "all": {metric: mean}}. If the protocol has
-    an evidence box, a reader's answers are scored too: from the evidence, and from the documents of
-    a search of its own (`add_rag`).
+    an evidence box, a reader's answers are scored too: from the evidence, and from the documents
+    that a search for the question returns (`add_rag`).
     """
     records = evaluate(settings, model, split)
     for record in records:
@@ -207,8 +207,8 @@ def evaluate_arm(settings: Settings, model: str, split: str) -> dict:
 
 
 def means(records: list) -> dict:
-    """Returns {kind or "all": {metric: mean}}; a mean is over the records in which the metric is
-    neither missing nor None.
+    """Returns {kind or "all": {metric: mean}}. Records without the metric, or with None, do not
+    count in its mean.
     """
     values = defaultdict(lambda: defaultdict(list))
     for record in records:

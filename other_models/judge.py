@@ -1,15 +1,16 @@
 """Asks a language model whether an answer is right, because metrics that compare words do not know
 that "the UK" is "Great Britain".
 
-    verdicts   yes or no                               for When to Search's rewards and for eval.py
+    verdicts   yes or no                               for the rewards of When to Search and ARENA,
+                                                       DAPO's filter, and eval.py
     grades     2 correct, 1 partly correct, 0 wrong    for mathematics, in UR²'s reward and eval.py
 
 The last line of the judge's reply must be the verdict or the grade, at most after a label such as
-"Verdict:". Any other reply is unreadable: the verdict is None and is counted. Then
-`rewards.matches` decides in When to Search's reward, UR²'s counts the answer as wrong, and eval.py
-leaves it out of `judged`. The policy that wrote the answer is rewarded for a "yes" and could try to
-instruct the judge. So the judge gets the answer as one line of limited length, and its instruction
-says that this line is text to judge.
+"Verdict:". Any other reply is unreadable: the verdict is None and is counted. Without a verdict,
+When to Search's reward and DAPO's filter use `rewards.matches`, and ARENA's reward its metric.
+UR²'s reward counts the answer as wrong, and eval.py leaves it out of `judged`. The policy that
+wrote the answer is rewarded for a "yes" and could try to instruct the judge. So the judge gets the
+answer as one line of limited length, and its instruction says that this line is text to judge.
 
 The protocol, or --judge_sees in an evaluation, decides which texts the judge of an open question
 sees; each prediction records this:
@@ -59,8 +60,8 @@ _LABEL = re.compile(r"^(?:final )?(?:verdict|judge?ment|grade|answer)\s*[:=-]\s*
 
 
 class Judge:
-    """Judges answers. Counts the pairs that were sent (`asked`), the verdicts that could not be
-    read (`unreadable`), and those among them for which there was no reply (`silent`).
+    """Judges answers. Counts the pairs that it asked the model about (`asked`), the verdicts that
+    could not be read (`unreadable`), and those of them for which there was no reply (`silent`).
     """
 
     def __init__(self, llm, sees: str = "question"):
@@ -101,8 +102,8 @@ def pair_text(question: Question, answer: str, sees: str = "question") -> str:
 
 
 def read_verdict(reply: str | None, words: dict = VERDICTS):
-    """Returns the value in `words` of the last line, without its formatting and a label such as
-    "Verdict:", or None if the rest of the line is not in `words`.
+    """Reads the last line, without its formatting and a label such as "Verdict:". Returns its value
+    in `words`, or None if it is not one of them.
 
     >>> read_verdict("It names the same country.\\n**Verdict: Yes.**"), read_verdict("yes and no")
     (True, None)
@@ -114,8 +115,8 @@ def read_verdict(reply: str | None, words: dict = VERDICTS):
 
 def math_grader(trajectories: list[Trajectory], judge: Judge) -> Callable[[Question, str], float]:
     """Asks, in one batch, for grades of all answers to mathematics that differ from the accepted
-    ones. Returns the argument `judge` of `rewards.ur2_stage2`: it looks up an answer's grade, and
-    returns 0 for an answer without a grade.
+    ones. Returns the function that `rewards.ur2_stage2` takes as `judge`: it looks up an answer's
+    grade, and returns 0 for an answer without a grade.
     """
     pairs = [(t.question, t.answer) for t in trajectories if t.question.task == "math"]
     asked = {(q.question, a): (q, a) for q, a in pairs if a and not matches(q, a)}
@@ -125,8 +126,8 @@ def math_grader(trajectories: list[Trajectory], judge: Judge) -> Callable[[Quest
 
 def add_verdicts(records: list[dict], judge: Judge) -> list[dict]:
     """Adds the metric `judged`: 1 or 0, for mathematics also ½ for a partly correct answer; None if
-    the verdict is unreadable. UR² appendix D.1 does not mention the ½, but the odd tenths of
-    a per cent in its Table 1, over 500 questions, are only possible with halves.
+    the verdict is unreadable. UR² appendix D.1 does not mention the ½, but its Table 1 has 80.9 %
+    for MATH500: of 500 questions this is 404.5, which is only possible with halves.
     """
     pairs, judged = [], list(records)
     for r in records:

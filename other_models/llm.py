@@ -1,17 +1,17 @@
-"""Ask another language model: a judge, a reader of evidence, a summariser.
+"""Asks another language model: a judge, a reader of evidence, a summariser.
 
     request = (instruction, text)        ask(requests) -> one reply per request, or None
 
 "http://host:port/v1#model" is an OpenAI-compatible server; any other name is a Hugging Face causal
 LM that runs in this process. Both decode greedily unless the request gives a temperature
 (`Request`). Readable replies are saved on disk, even sampled ones, so the same command gets the
-same replies again, and a saved request is not sent again. Text in <think> ... </think> is not part
-of a reply.
+same replies again and asks nothing anew. `ask` removes <think> ... </think> from a reply.
 
     the server is down at the start   InputError (PROBE is sent first)
     a request fails                   RETRIES more tries if they may help, then None
     GIVE_UP failures in a row         the rest of the batch is not sent
-    DEAD_BATCHES unanswered batches   InputError, if they are in a row; it ends a training run
+    DEAD_BATCHES batches in a row     InputError, which ends a training run
+    without any answer
 
 Left out: streaming, servers that want `max_completion_tokens`.
 """
@@ -49,12 +49,12 @@ from rollout import context_of, decode, encode, end_ids, left_padded, plain_gene
 CACHE_FOLDER = "llm_cache"
 ADDRESS = "http://host:port/v1#model"
 THREADS = 16  # requests sent at the same time
-RETRIES = 2  # how often a failed request is sent again
+RETRIES = 2  # how often a failed request is sent again, at most
 BACKOFF = 0.5  # seconds before the first retry, doubled each time
-REPLY_TOKEN = 64  # characters that are kept of a reply, per token of its limit
+REPLY_TOKEN = 64  # a server's reply is cut to this many characters per token that it may have
 CONTEXT = 32_768  # context length in tokens if the server does not report it
 SPARE = 128  # tokens kept free for the chat template
-GIVE_UP = 16  # consecutive failed requests, each after all retries
+GIVE_UP = 16  # consecutive requests for which the server seems to be down
 DEAD_BATCHES = 3  # consecutive batches without an answer
 PROBE = ("You are asked once whether you are there.", "Reply with the word yes.")
 
@@ -110,7 +110,7 @@ class LLM:
         self.max_tokens = max_tokens
         self.failures = 0  # requests without an answer
         self.rejected = set()  # requests that the server rejected, for example for their length
-        self.lock = threading.Lock()  # a search that timed out may still be running
+        self.lock = threading.Lock()  # a search that timed out may still be asking in its thread
         self.cached = {}  # the key of a request -> its reply
         file_name = re.sub(r"[^A-Za-z0-9.]+", "-", name)[-80:].strip("-.")
         self.cache = Path(cache, f"{file_name}.jsonl") if cache else None
@@ -158,9 +158,9 @@ class LLM:
         append_jsonl(self.cache, [{"key": key, "reply": reply}])
 
     def tail(self, text: str, rest: str, most: int) -> str:
-        """Returns the end of `text` that fits into the context together with `rest` and a reply of
-        `most` tokens (at most a quarter of the context). It assumes two bytes per token; hardly any
-        text has more tokens than that.
+        """Returns as much of the end of `text` as fits into the context beside `rest` and a reply.
+        The reply gets `most` tokens, but at most a quarter of the context. A token is counted for
+        every two bytes; hardly any text has more tokens than that.
         """
         tokens = self.positions - SPARE - min(most, self.positions // 4)
         data = text.encode()
@@ -195,7 +195,7 @@ class ServerLLM(LLM):
         self.max_tokens = max_tokens
         key = os.environ.get("OPENAI_API_KEY", "").strip()
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
-        try:  # one request at the start checks that the server works and accepts such requests
+        try:  # checks at the start that the server works and accepts such requests
             self.model = self.model or self.fetch("models")["data"][0]["id"]
             self.complete(Request(*PROBE))
         except (Fault, LookupError, TypeError) as error:
@@ -219,9 +219,9 @@ class ServerLLM(LLM):
         return CONTEXT
 
     def complete(self, request: Request) -> str | None:
-        """Sends the request once; returns None if the reply is empty. Some servers return the
-        thinking in a separate field; it is then put before the text in <think> tags. If there is no
-        text, because the model reached the token limit while thinking, the end tag is missing.
+        """Sends the request once; returns None if the reply has neither text nor thinking. Some
+        servers return the thinking in a separate field; it is then put before the text, in <think>
+        tags. If the model reached the token limit while thinking, there is no text, and no end tag.
         """
         most = request.max_tokens or self.max_tokens
         roles = zip(("system", "user"), request[:2], strict=True)
@@ -288,7 +288,7 @@ def drawn_ahead(temperature: float, top_p: float, device) -> Callable:
 
     Trap: the sampling of `generate` uses the global random generator. A summariser that is still
     running in another thread would then change which tokens the policy samples. The seed can be
-    fixed (0), because each reply is saved and not sampled again.
+    fixed (0), because a request whose reply is saved is not sampled again.
     """
     generator = torch.Generator(device).manual_seed(0)
 

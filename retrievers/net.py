@@ -5,8 +5,9 @@
 
 Each wait for the reply has only the time that is left of the limit. A socket's own limit holds for
 each single wait, so a server that sends a byte now and then would never reach it. Before the reply,
-connecting, TLS and sending may each take up to the limit, and the look-up of a host name as long as
-the operating system allows. `fetch_json` follows no redirect, because the request may carry a key.
+TLS, sending, and connecting to each address of the host may each take up to the limit. The look-up
+of a host name may take as long as the operating system allows. `fetch_json` follows no redirect,
+because the request may carry a key.
 Left out: proxies.
 """
 
@@ -131,7 +132,7 @@ def host_of(url: str, example: str = "http://host:port") -> str:
 
 def retrying(call: Callable, retries: int, backoff: float = 0.5, wait: Callable = time.sleep):
     """Returns `call()`. After a Fault that allows another try, waits and tries again, at most
-    `retries` times. If `wait(seconds)` returns True, gives up.
+    `retries` times. If `wait(seconds)` returns True, raises the Fault without another try.
     """
     for attempt in range(retries):
         try:

@@ -1,4 +1,4 @@
-"""LoRA: each frozen linear layer gets a trained low-rank update: the product of thin matrices.
+"""LoRA: frozen linear layers get a trained update of low rank, the product of two thin matrices.
 
     h = W x + (α / r) · B A x
     W [out, in] frozen;  A [r, in] random;  B [out, r] zero, so training starts at h = W x
@@ -85,7 +85,9 @@ def without_lora(model: nn.Module):
 
 @torch.no_grad()
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name in the plain model, weight): W + (α / r) B A, others unchanged, int8 as fp32."""
+    """Yields (name in the plain model, weight). The weight of a layer with LoRA is W + (α / r) B A,
+    an int8 weight becomes fp32, and others stay as they are.
+    """
     state, layers = model.state_dict(), lora_layers(model)
     for name, weight in state.items():
         if MARK in name or name.endswith((".SCB", ".weight_format")):
@@ -99,7 +101,7 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def save_merged(model: nn.Module, path: Path, weights: dict | None = None) -> None:
-    """Saves a plain model in the folder `path`. `weights`: those gathered from a sharded model."""
+    """Saves a plain model in the folder `path`. `weights` are those gathered from a sharded one."""
     if weights is None and not lora_state(model):
         model.save_pretrained(path)
         return

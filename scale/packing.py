@@ -3,20 +3,20 @@ A prompt that several texts share is computed once.
 
     padded   p p p p a a a a a    packed   p p p p | a a a a a | b b b | c c c c | d d
              p p p p b b b . .
-             c c c c . . . . .             a and b attend to p and to themselves, from position 4 on
-             d d . . . . . . .
+             c c c c . . . . .             a and b begin at position 4, attend to p and themselves
+             d d . . . . . . .             (drawn without SLACK and LEAST)
 
 Only attention mixes tokens; the rest of a transformer treats each token separately, given its
-position in its text. Attention is computed group by group: the rows of a group have the same shared
-prompt, or none has one, and their lengths differ by at most SLACK tokens. The shorter rows are
-padded to the longest, so that a group is a view of the packed tensor.
+position in its text. Attention is computed by groups of rows (a row is a text). All rows of a group
+have the same shared prompt, or all have none, and their lengths differ by at most SLACK tokens. The
+shorter rows are padded to the longest, so that a group is a view of the packed tensor.
 
 A place is wanted if the caller needs its last hidden state, for a log-prob or a value. A row's
-prompt ends at its first wanted place. If it has at least LEAST tokens, and another row (even in
-another group) has exactly the same ids before this place, all but its last token is shared. The
-last token predicts the first token of the response, so every row keeps its own. With 8 rows
-per prompt of 100 to 200 tokens, an update was 1.3 times as fast as without sharing; with 16 rows
-per prompt of 300 tokens, 1.5 times (`python -m lab.bench update`, 4M, CPU).
+prompt ends at its first wanted place. All tokens of a prompt but the last are shared if the prompt
+has at least LEAST tokens, and if another row (of any group) has exactly the same ids before this
+place. The last token predicts the first token of the response, so every row keeps its own. With 8
+rows per prompt of 100 to 200 tokens, an update was 1.3 times as fast as without sharing; with 16
+rows per prompt of 300 tokens, 1.5 times (`python -m lab.bench update`, 4M, CPU).
 
 Two more parts are skipped: tokens after the last wanted token of a text (up to SLACK of them may be
 computed), and, without gradient checkpointing, the last layer's feed-forward part for tokens that
@@ -31,9 +31,9 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-# Most tokens of padding per row. Padding gives fewer groups; each group costs one call per layer.
+# Maximum of padding tokens per row. Padding gives fewer groups; each group costs a call per layer.
 SLACK = 4
-LEAST = 64  # shortest prompt that is shared; a shorter one would save little and cost an extra call
+LEAST = 64  # tokens of the shortest shared prompt; a shorter one saves little for its extra call
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -57,8 +57,9 @@ def hidden_states(backbone, tokens: torch.Tensor, wanted: torch.Tensor) -> torch
 
 @contextlib.contextmanager
 def last_layer_at(backbone, places: torch.Tensor):
-    """Inside the context, the last layer's feed-forward part is computed only at `places` [n]. The
-    other places are not needed, because no attention follows.
+    """Inside the context, the last layer's feed-forward part is computed only at `places` [n],
+    except with gradient checkpointing. The other places are not needed, because no attention
+    follows.
     """
     layer = backbone.layers[-1]
     attributes, whole = vars(layer.mlp), layer.mlp.forward
@@ -88,10 +89,10 @@ def lengths_of(wanted: torch.Tensor) -> list[int]:
 
 
 def prompts_of(tokens: torch.Tensor, wanted: torch.Tensor) -> list[tuple[int, ...]]:
-    """Returns for each row of tokens [B, L] the ids that it shares with other rows: those before
-    its first place in wanted [B, T], or () if no other row has the same ids or the prompt is
-    shorter than LEAST. The token at that place is the prompt's last. It is not shared, because
-    each row needs its own output there.
+    """Returns a tuple for each row of tokens [B, L]: the ids before its first place in `wanted`
+    [B, T], if other rows have the same ids. It is () if none has, or if the prompt is shorter than
+    LEAST. The token at the first wanted place is the prompt's last. It is not shared, because each
+    row needs its own output there.
     """
     fronts = wanted.int().argmax(1).tolist()  # 0 for a row without wanted places
     rows = zip(tokens.tolist(), fronts, strict=True)
@@ -104,9 +105,10 @@ def pack(tokens: torch.Tensor, lengths: list[int], prompts: list[tuple]) -> tupl
     """Packs the first lengths[b] tokens of each row of `tokens` [B, L], but each shared prompt
     (`prompts_of`) only once. The rows of a group are all as long as its longest, so a row may get
     up to SLACK tokens more. Returns ids [1, N], their positions [1, N], the groups, and the place
-    [B] where each text begins; if its prompt is elsewhere, where it would begin if the prompt
-    preceded it directly. A group is (number of rows, tokens that each row has in this group, number
-    of the group that holds their shared prompt, or None). A shared prompt is a group of one row.
+    [B] where each text begins. For a text with a shared prompt this is where it would begin if the
+    prompt stood directly before the rest. A group is (number of rows, tokens that each row has in
+    this group, number of the group that holds their shared prompt, or None). A shared prompt is a
+    group of one row.
     """
     pieces, positions, groups, starts, count = [], [], [], [0] * len(lengths), 0
     group_of: dict[tuple, int] = {}  # prompt -> the number of its group
@@ -152,14 +154,14 @@ def grouped(lengths: list[int], prompts: list[tuple], fits: Callable) -> list[li
 def micro_batches(
     mask: torch.Tensor, budget: int, processes=1, rank=0, tokens: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """Splits process `rank`'s rows of mask [B, T] into micro-batches of at most `budget` padded
-    tokens (a longer row is alone), so that rows of similar length are together. Row b belongs to
-    process b % processes. If tokens [B, L] are given, rows with the same prompt are together: the
-    budget still counts padded tokens, but fewer of them are computed.
+    """Returns the micro-batches of process `rank`, each as numbers of rows of mask [B, T]. Row b
+    belongs to process b % processes. A micro-batch has rows of similar length and at most `budget`
+    padded tokens; a longer row is alone. If tokens [B, L] are given, rows are first sorted by
+    shared prompt: the budget still counts padded tokens, but fewer of them are computed.
 
     All processes get the same number of micro-batches, because they wait for each other's passes. A
-    process with fewer splits its largest in two; if that has only one row, the second part is empty
-    (`Batch.rows` handles this).
+    process with fewer splits the one with the most rows in two. If that has only one row, the
+    second part is empty (`Batch.rows` handles this).
     Worked: 5 rows, each a micro-batch, 2 processes: [0], [2], [4] and [1], [], [3].
     """
     by_process = []
@@ -183,7 +185,7 @@ def micro_batches(
 
 
 def packed_attention(query, key, value, groups: list[tuple], scaling: float | None = None):
-    """query [1, heads, N, D], key, value [1, kv, N, D] -> [1, N, heads, D], group by group."""
+    """Maps query [1, heads, N, D], key and value [1, kv, N, D] to [1, N, heads, D], by groups."""
     options = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     sizes, parts = [rows * length for rows, length, _ in groups], []
     # Each tensor is split once, because each slice would build a gradient of the full size. The
@@ -211,9 +213,9 @@ def packed_attention(query, key, value, groups: list[tuple], scaling: float | No
 
 
 def obstacle(model) -> str:
-    """Returns the reason why this model's rows can neither be packed nor sampled in slots, or "" if
-    they can: its attention must pass extra options on, each token must attend to all earlier
-    tokens, and its rotary positions must not depend on other rows.
+    """Returns the reason why this model's rows can be neither packed nor sampled in slots, or "" if
+    they can. The model's attention must pass extra options on, each token must attend to all
+    earlier tokens of its text, and its rotary positions must not depend on other rows.
     """
     config = model.config
     if config.model_type not in FAMILIES:
