@@ -2,18 +2,19 @@ r"""Answer metrics, one function for each. Of the project, this file imports onl
 
     exact_match         1 if the normalised prediction equals a normalised gold, else 0
     f1_score            2PR / (P + R),  P = common / predicted tokens,  R = common / gold tokens
-    cover_exact_match   1 if the prediction has all gold tokens (each as often), in any order
-    summary_scores      F1 of common words (1), common pairs (2), longest common subsequence (L)
-    choice_letter       the one option that a text chooses
+    cover_exact_match   1 if the prediction has all gold tokens, at least as often, in any order
+    summary_scores      ROUGE: F1 of common words (1), of pairs (2), of the longest subsequence (L)
+    choice_letter       the letter of the option that a text chooses
     math_equal          whether two answers are equal as strings, as numbers or by math-verify
-    score_answer        em, f1 and cem of an answer under the metric of its task
+    score_answer        em, f1 and cem of an answer, by the metric of its task
 
 `golds` is one gold answer or a list of them; the gold with the best score counts. A missing answer
-(None or "") scores 0. There are four normalisations, whose scores cannot be compared:
+(None or "") scores 0. There are four normalisations; do not compare scores of different ones:
     "plain"        punctuation becomes a blank: "Spider-Man" is "spider man" (R1-Searcher's eq. 4)
-    "space"        as "plain", but a text "True" becomes "yes" (code of R1-Searcher, UR², ARENA)
-    "delete"       punctuation is removed: "Spider-Man" is "spiderman" (R-Search, Search-R1, When
-                   to Search)
+    "space"        as "plain", but the texts "True" and "False" become "yes" and "no" (code of
+                   R1-Searcher, UR², ARENA)
+    "delete"       ASCII punctuation is removed: "Spider-Man" is "spiderman" (R-Search, Search-R1,
+                   When to Search)
     "underscore"   as "delete", but "_" becomes a blank: "x_y-z" is "x yz" (ARENA appendix D.1)
 Left out: model judges, and algebra, which math-verify does (an optional dependency).
 """
@@ -41,7 +42,7 @@ _BLANKS = str.maketrans(dict.fromkeys(string.punctuation + "‘’´`", " "))  #
 PUNCTUATION = {  # style -> translation table
     "space": _BLANKS,
     "plain": _BLANKS,
-    "delete": str.maketrans("", "", string.punctuation),  # ASCII only: O’Hara is not O'Hara here
+    "delete": str.maketrans("", "", string.punctuation),  # O’Hara and O'Hara stay different
     "underscore": str.maketrans("_", " ", string.punctuation.replace("_", "")),
 }
 Golds = str | list[str]
@@ -62,8 +63,8 @@ def normalize_answer(text: str, punctuation: str = "space") -> str:
         lowered = {"true": "yes", "false": "no"}.get(lowered, lowered)
     plain = lowered.translate(PUNCTUATION[punctuation])
     words = re.sub(r"\b(a|an|the)\b", " ", plain).split()
-    # Trap: without its article "A" would be "", which equals "." and is covered by any text. So a
-    # text of which nothing would be left is kept: "A" becomes "a".
+    # Trap: the answer "A" would lose its article and become "", which every text covers. So a text
+    # of which nothing would be left is kept: "A" becomes "a".
     return " ".join(words) or lowered.strip()
 
 
@@ -107,8 +108,8 @@ def _bag_f1(predicted: list, gold: list) -> float:
 
 
 def cover_exact_match(prediction: str | None, golds: Golds, punctuation="space") -> float:
-    """Returns 1 if the prediction contains every gold token, else 0: "in Lyon, France" contains
-    "Lyon", but "Parisian" does not contain "Paris".
+    """Returns 1 if the prediction contains every gold token (at least as often as the gold), else
+    0: "in Lyon, France" contains "Lyon", but "Parisian" does not contain "Paris".
     """
     return _best(
         lambda p, g: float(Counter(p.split()) >= Counter(g.split())), prediction, golds, punctuation
@@ -195,8 +196,9 @@ _WRAPPING = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\b|[{}$*\"'`]")
 def choice_letter(text: str | None, options=()) -> str | None:
     r"""Returns the letter of the option that a text chooses, or None. The choice X is read from the
     last "correct answer is X" (or option, choice), else from the last \boxed{X}; else it is the
-    whole text. X must be or begin with a letter ("B", "(B)", "B. Oak"; not "B or C"), or be the
-    text of exactly one option: choice_letter("The correct answer is: oak.", ["elm", "Oak"]) is "B".
+    whole text. X must be a letter, perhaps with text after it ("B", "(B)", "B. Oak"; not "B or C"),
+    or the text of exactly one option:
+    choice_letter("The correct answer is: oak.", ["elm", "Oak"]) is "B".
     """
     text = _SPECIAL_TOKEN.sub("", text or "")  # a decoded response ends in its EOS token
     chosen = [last_boxed(text), *_CHOSEN.findall(text)][-1]
@@ -231,7 +233,7 @@ def _leading_letter(text: str) -> str | None:
 
 # ---------------------------------------------------------------------------------- math
 MATH_SECONDS = 3.0  # time limit of one comparison by math-verify
-MAX_MATH = 500  # characters; a longer answer is compared as a string
+MAX_MATH = 500  # characters; a longer prediction is compared as a string
 _LOCK = threading.Lock()
 _IDLE = []  # holds the worker process while it is idle
 # Trap: if a forked process shared the worker, it could read replies to its parent's questions. If
@@ -292,13 +294,13 @@ def _same_math(left: str, right: str) -> bool:
         # "Even" equals "even", but the variable x is not X. Trap: math-verify reads a word as a
         # product of letters, so that "on" would equal "no".
         return len(left_word) > 1 and left_word.casefold() == right_word.casefold()
-    one_percent = ("%" in left) != ("%" in right)  # 50% equals 50, and 0.5 by math-verify
+    one_percent = ("%" in left) != ("%" in right)  # 50% equals 50, and by math-verify also 0.5
     if one_percent and _same_math(left.replace("%", ""), right.replace("%", "")):
         return True
     x = plain_number(left)
     y = plain_number(right)
     if y is not None and not re.search(r"[\d\\]", left):
-        return False  # without digits or a LaTeX command it is no number: no worker is needed
+        return False  # `left` has no digit and no LaTeX command, so it is no number
     if x is None or y is None:
         return _math_verify(left, right, gold_is_number=y is not None)
     if x.denominator == y.denominator == 1:  # with a tolerance 1000001 would equal 1000000
@@ -351,8 +353,8 @@ def start_worker() -> subprocess.Popen:
 
 
 def serve_math() -> None:
-    """Runs the worker: reads lines [prediction, gold, seconds], prints True or False."""
-    from math_verify import LatexExtractionConfig, parse, verify  # an extra
+    """Runs the worker: reads lines [prediction, gold, seconds], prints True or False for each."""
+    from math_verify import LatexExtractionConfig, parse, verify  # optional
 
     def expression(text: str) -> list:
         latex = [LatexExtractionConfig()]
@@ -378,7 +380,7 @@ def score_answer(prediction, golds: Golds, task="qa", options=(), punctuation="s
     if task == "math":
         score = float(math_equal(prediction, golds))
     elif task == "summary":
-        score = summary_scores(prediction, golds)["rouge"]  # the mean
+        score = summary_scores(prediction, golds)["rouge"]
     elif task == "choice":
         score = float(same_choice(prediction, golds, options))
     else:

@@ -3,12 +3,12 @@
     log π_θ(y_t | y_<t) = z_t[y_t] / τ − logsumexp(z_t / τ),   z_t = W h_t,   τ: the temperature
 
 The output head is the expensive part: logits [B, T, V] in fp32 take 9.9 GB at B = 8, T = 2048,
-V = 151k. So log-probs are computed only for tokens that the loss uses (those that the policy
-sampled), and in chunks: the logits of a chunk are discarded after use and recomputed in the
+V = 151k. So log-probs are computed only for tokens that the loss uses (by default those that the
+policy sampled), and in chunks: the logits of a chunk are discarded after use and recomputed in the
 backward pass. Only a head with a bias or in int8 is computed at once.
 
-Trained weights are stored in fp32; on GPUs the arithmetic is in bf16. If the weights were bf16,
-rounding would undo steps of 1e-6: after 20 AdamW steps, 98 % of the weights have not changed.
+Trained weights are stored in fp32; on GPUs most arithmetic is in bf16. If the weights were bf16,
+rounding would undo steps of 1e-6: after 20 AdamW steps, 98 % of the weights would not have changed.
 Frozen weights may be bf16 or int8, and Adam's moments may have 8 bits.
 """
 
@@ -55,8 +55,8 @@ disable_progress_bar()  # a bar for each loaded model would break up the run's o
 torch.backends.cuda.enable_cudnn_sdp(False)
 # bf16 products are summed in fp32, also where a GPU splits one sum into several blocks.
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-# Logits in one chunk: 64 MB in fp32 on a CPU, 512 MB on a GPU. Small chunks would be slow, because
-# each chunk reads the whole head.
+# Number of logits in one chunk: in fp32 64 MB on a CPU, 512 MB on a GPU. Small chunks would be
+# slow, because each chunk reads the whole head.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**27}
 DEFAULTS = PolicySettings()
 
@@ -106,10 +106,9 @@ class ChunkedLogprobs(torch.autograd.Function):
         ∂ log p_y / ∂z_v = 1[v = y] − p_v
         G = gradient · (onehot − p) / τ  [n, V],   ∂h = G W  [n, H],   ∂W = Σ_chunks Gᵀ h  [V, H]
 
-    A chunk has n tokens; all fp32 chunks of a pass share one buffer. Trap: autograd would keep four
-    tensors [n, V] of each chunk.
-    Under autocast it would also sum ∂W over the chunks in bf16, which is 1 % off after 64 chunks;
-    here this sum is in fp32.
+    A chunk has n tokens; all fp32 chunks of a pass share one buffer. Without this class, autograd
+    would keep four tensors [n, V] of each chunk. Under autocast it would also sum ∂W over the
+    chunks in bf16, which is 1 % off after 64 chunks; here this sum is in fp32.
     """
 
     @staticmethod
@@ -201,7 +200,7 @@ class Policy(nn.Module):
         check_head(language_model)
         config = language_model.config
         if config._attn_implementation == "sdpa" and not obstacle(language_model):
-            config._attn_implementation = "packed"  # permanently
+            config._attn_implementation = "packed"  # also in `generate`, see `attention`
         self.train()  # gradient checkpointing needs training mode; dropout is switched off
 
     @property
@@ -213,7 +212,7 @@ class Policy(nn.Module):
         return self.language_model.config
 
     def sharing(self, tokens: Tensor) -> Tensor | None:
-        """Returns the tokens, so that `micro_batches` can put rows with the same prompt together;
+        """Returns `tokens`, so that `micro_batches` can put rows with the same prompt together;
         None if this model's texts are padded instead of packed.
         """
         return tokens if self.config._attn_implementation == "packed" else None
@@ -293,7 +292,7 @@ def load_policy(
 ) -> tuple[Policy, object]:
     """Loads (policy, tokenizer) from a folder or a hub name; trained weights become fp32.
 
-    frozen    trains nothing and adds no LoRA, whatever settings.lora_rank is; as for a reference
+    frozen    trains nothing and adds no LoRA, whatever settings.lora_rank is
     in_8bit   loads int8 weights: for a frozen model, or as LoRA's base
     seed      initialises the LoRA matrices
     """
@@ -321,7 +320,7 @@ def load_policy(
 
 def load_whole(path: str, options: dict) -> nn.Module:
     """Loads a causal LM; raises an InputError if weights are missing, or if weights in a local
-    folder are integers although the model is not quantized. The library accepts such integers, and
+    folder are integers although the model is not quantized. transformers accepts such integers, and
     initialises missing weights at random with only a warning. Buffers and a tied head may be
     missing.
     """
@@ -350,7 +349,7 @@ def frozen_options(device: torch.device | str, in_8bit: bool) -> dict:
     options = {"dtype": torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16}
     # Neither code nor pickles that come with a model are run.
     options |= {"trust_remote_code": False, "use_safetensors": True}
-    options["device_map"] = {"": device}  # otherwise eight processes load eight copies into RAM
+    options["device_map"] = {"": device}  # else eight processes would load eight copies into RAM
     if in_8bit:
         check_bitsandbytes("8-bit weights")
         # bitsandbytes would log a line for every matrix product.
@@ -417,9 +416,9 @@ def loading(what: str, path: str):
 
 
 def weights_version(path: str, model=None) -> str:
-    """Returns an id of the weights: a hub model's commit ("main" if `model` does not tell it), or a
-    hash of a directory's file names, sizes and times of change, because a run may overwrite weights
-    in the same directory.
+    """Returns an id of the weights. For a hub model it is the commit ("main" if `model` does not
+    tell it). For a directory it is a hash of the files' names, sizes and times of change, because
+    the path stays the same if a run overwrites the weights.
     """
     if not Path(path).is_dir():
         return str(getattr(getattr(model, "config", None), "_commit_hash", None) or "main")[:12]
@@ -445,12 +444,13 @@ def save_policy(policy, tokenizer, path: Path | str, trainer=None, settings="", 
 # ---------------------------------------------------------------------------------------- the batch
 @dataclass
 class Batch:
-    """Holds trajectories as tensors: B rows, `group_size` per question; T = L − 1.
+    """Holds trajectories as tensors, one per row; T = L − 1. The batch of a whole step has
+    `group_size` rows per question, question by question.
 
     Column t of a [B, T] tensor belongs to tokens[:, t + 1]. response_mask is 1 where the policy
     sampled that token, and 0 on the prompt, on the environment's text (unless --mask_documents is
     False), and on padding. A row with a failed search has the reward NaN and, after
-    `train.prepare`, a mask of zeros; it is there to keep its group complete.
+    `train.prepare`, a mask of zeros; it only keeps its group complete.
     """
 
     tokens: Tensor  # [B, L]
@@ -461,7 +461,7 @@ class Batch:
     ref_logprobs: Tensor | None = None  # [B, T]
     advantages: Tensor | None = None  # [B, T]
     token_weights: Tensor | None = None  # [B, T]
-    questions: Tensor | None = None  # [B]  the number of the row's question in its step
+    questions: Tensor | None = None  # [B]  the number of the row's question in the step's batch
     overlong: Tensor | None = None  # [B] bool: truncated without an answer
     values: Tensor | None = None  # [B, T]  of the state before tokens[:, t + 1]
     returns: Tensor | None = None  # [B, T]  the critic's targets
@@ -481,8 +481,8 @@ class Batch:
         return self.map(lambda value: value.to(device))
 
     def rows(self, index: Tensor) -> Batch:
-        """Returns a batch of the rows `index` [n], cut after the last sampled token of the longest
-        row. An empty index gives one row of zeros, which adds nothing to a loss.
+        """Returns the rows `index` [n] as a batch, cut after the last column in which one of them
+        has mask 1. An empty index gives one row of zeros, which adds nothing to a loss.
         """
         part = self.map(lambda value: value[index] if len(index) else torch.zeros_like(value[:1]))
         width = last_column(part.response_mask)  # without packing, padding costs as much as text
@@ -520,8 +520,8 @@ def collate(trajectories: Sequence, rewards: Sequence[float], group_size: int, p
 
 # ------------------------------------------------------------------------------------ the optimizer
 def make_optimizer(module: nn.Module, name: str, lr: float):
-    """Makes torch's AdamW, or the AdamW of bitsandbytes with 8-bit moments. Moments of a tensor
-    with fewer than 4096 weights keep 32 bits.
+    """Makes torch's AdamW, or the AdamW of bitsandbytes with 8-bit moments (32 bits for a tensor
+    with fewer than 4096 weights).
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
     if name == "adamw":
@@ -535,8 +535,8 @@ def make_optimizer(module: nn.Module, name: str, lr: float):
 
 
 def lr_factor(step: int, steps: int, warmup_ratio: float, schedule: str) -> float:
-    """Returns the learning rate's factor in optimizer step 0, 1, ...: linear warm-up, then
-    `schedule`, over `steps` optimizer steps.
+    """Returns the factor of the learning rate in optimizer step number `step` (from 0) of `steps`:
+    it rises linearly in the warm-up, then follows `schedule`.
 
     Worked: lr_factor(0, 10, 0.2, "linear"): the warm-up has 0.2 · 10 = 2 steps, so 1/2.
     lr_factor(6, 10, 0.2, "linear"): 4 of the other 8 steps are done, so 1 − 4/8 = 0.5.

@@ -1,12 +1,11 @@
 """The summariser: turns retrieved documents into one short text, or rejects the query (UR²).
 
-A summariser makes one short text of several documents. It may also decide whether the query asks
-for a fact; a model does so only in training, for web pages, or with --fallback. If the query asks
-for none, the result is a fallback: instead of a summary the policy reads the protocol's fallback
-sentence, and UR²'s reward penalises the search. Rewards and metrics recognise a fallback by
-`SearchResult.fallback` and never by its text, because a document could contain the same sentence;
-only `as_result` reads the text of a model's reply. The result also holds the documents, for the
-log. Left out: distilling a small summariser from a large one (lab/distil.py).
+A summariser may reject a query that does not ask for a fact; a model may do so only in training,
+for web pages, or with --fallback. The result is then a fallback: instead of a summary the policy
+reads the protocol's fallback sentence, and UR²'s reward penalises the search. Rewards and metrics
+recognise a fallback by the flag `fallback` and never by the text, because a document could contain
+the same sentence; only `as_result` reads the text of a model's reply. The result also holds the
+documents, for metrics. Left out: distilling a small summariser from a large one (lab/distil.py).
 """
 
 import re
@@ -27,9 +26,9 @@ from prompts import (
 )
 from retriever import Found, Requests, Results, Summarize, show_all
 
-# `extract` returns this text if the query does not contain the best document's title: with an empty
-# text the policy would read the documents. It is also the fallback in the built-in world, whose
-# models know few words.
+# `extract` returns this text if the query does not contain the best document's title. With an empty
+# text the policy would read the documents. In the built-in world, whose models know few words, this
+# is also the fallback text.
 FALLBACK_TEXT = "None"
 OPERATORS = "+-−*/×÷="  # "-" is a minus: names in the built-in world have no hyphen
 MAX_QUERY_WORDS = 12
@@ -55,8 +54,9 @@ class SummarizerSettings:
 
 
 def extract(requests: Requests, documents: Found, fallback: str = FALLBACK_TEXT) -> Results:
-    """Returns the text of each query's best document if the query contains its title, else "None".
-    If a query is not a lookup and `fallback` is not "", the result is `fallback`.
+    """Returns a result for each query. Its text is that of the best document if the query is a
+    lookup and contains the document's title. It is `fallback` if the query is no lookup and
+    `fallback` is not "". Otherwise it is "None".
     """
     results = []
     for request, retrieved in zip(requests, documents, strict=True):
@@ -69,8 +69,8 @@ def extract(requests: Requests, documents: Found, fallback: str = FALLBACK_TEXT)
 
 
 def is_lookup(query: str, title: str = "") -> bool:
-    """Tells whether a query asks for a fact: it has no arithmetic, is not long, and contains the
-    title or another name.
+    """Tells whether a query asks for a fact: it has no arithmetic sign and at most MAX_QUERY_WORDS
+    words, and contains the title or, after "of" or "one", what may be another name.
 
     >>> is_lookup("country of alma lind"), is_lookup("in which country was she born")
     (True, False)
@@ -89,7 +89,8 @@ def has_title(query: str, title: str) -> bool:
 NO_FACT = "NO FACT"
 # A file in --output_dir. lab/distil.py can train a small summariser on it.
 SUMMARY_LOG = "summaries.jsonl"
-# Temperature, top_p, new tokens (with thinking). The policy reads at most `document_tokens`.
+# Temperature, top_p, limit of new tokens (thinking included). The policy reads at most
+# `document_tokens` of the notes.
 GREEDY = (0.0, 1.0, 8192)
 LAYOUT = "Reasoning so far: {reasoning}\nQuery: {query}\nPassages:\n{documents}"
 TASKS = {
@@ -125,7 +126,7 @@ class LLMSummarizer:
     reject a query only if the protocol has a fallback, and only in two cases (UR² D.3, C.4): for
     web pages, or with `settings.fallback` (as in training) for questions that are not held out.
 
-    log   JSONL file of prompts and summaries, for distillation; without held-out questions
+    log   JSONL file of prompts and summaries, for distillation; held-out questions are left out
     """
 
     def __init__(self, llm, settings: SummarizerSettings, protocol: Protocol, log: str | Path = ""):
@@ -161,7 +162,7 @@ class LLMSummarizer:
 
     def prompt(self, request: SearchRequest, documents: list[Document]) -> tuple:
         """Returns a request for `ask`: instruction, text, temperature, top_p, token limit. If the
-        reasoning is too long for the model's context, the text has only the end of it.
+        reasoning is too long for the model's context, the text has only its end.
         """
         task, may_reject = request.question.task, bool(self.fallback_text(request, documents))
         custom = self.protocol.custom_prompt("summarizer", task)
@@ -210,7 +211,8 @@ def as_result(
     notes = _HEADING.split(reply)[-1].strip()
     if not notes:  # with an empty text the policy would read the documents
         return SearchResult(documents, error="summariser gave no answer", rejected=rejected)
-    # A rejection is one of these and, but for punctuation, nothing else: real notes may quote one.
+    # A reply rejects the query only if, punctuation aside, it is exactly one of these texts: real
+    # notes may quote one.
     rejections = (NO_FACT, fallback, fallback.partition(".")[0])
     if fallback and words_of(notes) in map(words_of, rejections):
         return SearchResult(documents, fallback, fallback=True)
@@ -242,7 +244,7 @@ def models_in(text: str) -> set[str]:
 def make_summarizer(
     settings: SummarizerSettings, protocol: Protocol, llms: dict, log: str | Path = ""
 ) -> Summarize:
-    """Returns a function that lets the summariser of each request's task summarise its documents.
+    """Returns a function that summarises each request's documents with the summariser of its task.
 
     llms   name -> loaded model, for each model that --summarizer names (`models_in`)
     """

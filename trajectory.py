@@ -22,7 +22,7 @@ from prompts import Protocol, as_protocol, find_answers, last_block, parse_query
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of the response by one writer: "model", or "documents" or "notice" for texts of the
+    """A part of the response with one writer: "model", or "documents" or "notice" for texts of the
     environment. In baselines, and in evaluations with --thinking, the <think> text of a model has
     the writer "thought" and is not scored.
     """
@@ -34,8 +34,9 @@ class Segment:
 @dataclass
 class Search:
     """One search that was run. `text` is what the policy read: documents, a summary, the fallback
-    text, or a sentence that says that the search failed; `cut` is True if it was truncated to the
-    token budget. If the search failed, `error` gives the reason, such as a timeout.
+    text, or a text that says that nothing was found or that the search failed. `cut` is True if
+    this text was truncated to the token budget. If the search failed, `error` gives the reason,
+    such as a timeout.
     """
 
     query: str
@@ -59,7 +60,7 @@ class RejectedQuery:
 
 @dataclass
 class Trajectory:
-    """One response. `response_ids`, `response_mask` and `logprobs` have one entry per token.
+    """One response. `response_ids`, `response_mask` and `logprobs` have one entry per token of it.
 
     stop_reason   "" while sampling continues; "eos"; "answer" (the answer's end tag); "length" (the
                   turn or the context is full); "rejected" (too many rejected queries); "written" (a
@@ -76,7 +77,7 @@ class Trajectory:
     stop_reason: str = ""
     logprobs: list[float] = field(default_factory=list)
     rejected_queries: list[RejectedQuery] = field(default_factory=list)
-    opened: str = ""  # "<think>" if the prompt ends in it: some chat templates open it
+    opened: str = ""  # "<think>" if the prompt ends in this tag
 
     @property
     def ids(self) -> list[int]:
@@ -99,7 +100,9 @@ class Trajectory:
 
     @property
     def failed(self) -> bool:
-        """Whether a search failed. Training skips this trajectory: the policy is not at fault."""
+        """Whether a search failed. If so, training skips the trajectory, because the policy is not
+        at fault.
+        """
         return self.executed != self.searches
 
     @property
@@ -126,7 +129,7 @@ class Trajectory:
         self.segments.append(Segment("model", text))
 
     def append_environment(self, ids: list[int], text: str, writer: str) -> None:
-        """Appends tokens of the environment, including the blank lines around them, with mask 0."""
+        """Appends tokens of the environment, its tags and blank lines included, with mask 0."""
         self.response_ids += ids
         self.response_mask += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)
@@ -137,7 +140,8 @@ def trajectory_from_text(
     question: Question, text: str, protocol: Protocol | str, fallbacks: Collection[int] = ()
 ) -> Trajectory:
     """Parses a transcript into a trajectory without ids and log-probs. A document block directly
-    after a well-formed query counts as the environment's text, any other as the model's.
+    after a query that is well-formed and not empty counts as the environment's text, any other as
+    the model's.
 
     fallbacks   indices (from 0) of the searches that returned the fallback
     """

@@ -1,25 +1,28 @@
-"""Samples with vLLM servers: processes with GPUs of their own that get the policy's weights.
+"""Samples with vLLM servers: separate processes that read the policy's weights from a folder.
 
-    a rollout begins   If a server does not have the policy's present weights, a folder of
-                       safetensors is written; each such server reads it and drops its cached keys.
-                       Checksums (the first time) and a probe of 16 tokens (each time) verify this.
+    a rollout begins   Each server without the policy's present weights reads them from a folder of
+                       safetensors and drops its cached keys. Checksums (at its first reading) and a
+                       probe of 16 tokens (at each reading) verify this.
     a turn             POST /v1/completions: a row's token ids -> the new ids and their log-probs
     between turns      one batch of searches for rows whose turn is over; other rows go on sampling
+
+A row is a trajectory.
 
     python -m engines.server --model DIR                       starts a server with the right flags
     python -m engines.server --model DIR -- --tensor-parallel-size 4       adds flags of vLLM's own
 
-Three errors would go unnoticed, so they are checked: a server has not read the weights; its prefix
-cache still has keys that older weights computed; it samples from another distribution, because
-generation_config.json supplies sampling parameters that a request leaves out. A reload writes
-nothing into an output head that is tied to the embeddings, so the head of a served model must be
-untied (`python -m engines.server` does this). The server's arithmetic differs from the trainer's,
-so π_old's log-probs must be computed again.
+Three errors would go unnoticed without checks. (1) A server has not read the weights. (2) Its
+prefix cache still has keys that older weights computed. (3) It samples from another distribution,
+because generation_config.json supplies sampling parameters that a request leaves out.
 
-A row is a trajectory. With several processes, each generates its share of the rows, and the first
-process sends the weights to the servers; all processes gather sharded weights for it, tensor by
-tensor. vLLM is never imported. Left out: SGLang, sending weights by NCCL or IPC, a server that
-sleeps on the trainer's own GPU.
+A reload writes nothing into an output head that is tied to the embeddings, so a served model must
+have an untied head (`python -m engines.server` unties it). The server's arithmetic differs from the
+trainer's, so π_old's log-probs must be computed again.
+
+If training has several processes, each requests its own share of the rows. The first one writes the
+weights and lets the servers read them; all others help to gather sharded weights, tensor by tensor.
+vLLM is never imported. Left out: SGLang, sending weights by NCCL or IPC, a server on the trainer's
+own GPU.
 """
 
 import contextlib
@@ -52,20 +55,21 @@ from scale.shards import cut, full
 
 UNNAMED = "default"  # vLLM's name for the version of the weights that a server started with
 RETRIES = 2  # how often `retrying` repeats a failed request, at most
-# Without --max_num_seqs: concurrent requests of a process, per server. vLLM's default batch size.
+# Limit of the requests that a process has under way, per server, if --max_num_seqs is 0. On a GPU
+# with less than 70 GiB this is also vLLM's default batch size.
 AT_ONCE = 256
-SLOWEST = 1.0  # time limit in seconds per new token; a busy server takes 0.02 to 0.2, plus queueing
-RELOADING = 600.0  # seconds for running requests to end, for weights to be read, or for checksums
-PROBE = 160  # prompt tokens of a probe: more than one cache block (128 tokens on a CPU)
+SLOWEST = 1.0  # seconds allowed per new token; a busy server needs 0.02 to 0.2, without queueing
+RELOADING = 600.0  # limit in seconds of a pause (running requests end), a reload, or the checksums
+PROBE = 160  # prompt tokens of a probe, at most: more than a cache block (128 on a CPU)
 SAMPLED = 16  # tokens that a probe samples
-# Limits of a probe's mean |log-prob of server − trainer|. In fp32 this mean is 1e-6; a bf16 number
-# has only 8 significant bits.
+# Limits of a probe's mean |server's − trainer's log-prob|. In fp32 this mean is about 1e-6; in bf16
+# it is larger, because a bf16 number has only 8 significant bits.
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 ROUTES = (
     "completions tokenize pause resume collective_rpc reset_prefix_cache weight_info"
     " update_weight_version weight_checker"
 )
-# vLLM takes parameters that a request lacks from generation_config.json, so all are given.
+# generation_config.json would supply parameters that a request leaves out, so it leaves out none.
 BODY = {
     **dict.fromkeys(("top_p", "repetition_penalty"), 1.0),
     **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), 0.0),
@@ -78,13 +82,13 @@ BODY = {
 # -------------------------------------------------------------------------------------- the servers
 @dataclass(frozen=True)
 class Server:
-    """A vLLM server. Each method raises Fault if the server fails or its reply is not vLLM's."""
+    """A vLLM server. Each method raises Fault if the server fails or a reply lacks a field."""
 
     url: str
     timeout: float  # seconds for a request, unless `ask` is given another timeout
 
     def ask(self, route: str, *keys, payload=None, timeout=None):
-        """Sends a GET, or a POST of `payload`, and returns reply[key][key]..."""
+        """Sends a GET, or a POST of `payload`; returns reply[keys[0]][keys[1]]..."""
         reply = fetch_json(self.url + route, payload, timeout or self.timeout)
         try:
             for key in keys:
@@ -118,9 +122,10 @@ class Server:
             raise Fault("it keeps the keys of former weights in its prefix cache")
 
     def check_weights(self, folder: Path) -> None:
-        """Compares the server's checksums of norms [H], embeddings and head [V, H] with those of
-        the files in `folder`, and raises a Fault if they differ. If several ranks share the
-        embeddings (tensor parallelism), it compares only norms. vLLM pads V to a multiple of 64.
+        """Compares the server's checksums of norms, embeddings [V, H] and head [V, H] with those of
+        the files in `folder`, and raises a Fault if one differs. Under tensor parallelism each rank
+        has only a part of embeddings and head; then only norms are compared. vLLM pads V to a
+        multiple of 64.
         """
         asked = {"payload": {"action": "checksum"}, "timeout": RELOADING}
         checksums = self.ask("/weight_checker", "checksums", **asked)
@@ -130,14 +135,16 @@ class Server:
                 weight = pad(weight, (0, 0, 0, -len(weight) % 64))
             ours = hashlib.sha256(weight.view(torch.uint8).numpy().data).hexdigest()
             theirs = {value for name, value in checksums.items() if name.endswith(f":{file.stem}")}
-            if theirs != {ours}:  # also if the head is tied: it then has no checksum
+            if theirs != {ours}:  # also true for a tied head, which has no checksum
                 raise Fault(
                     f"its {file.stem} is not the policy's: is it another model, or is its head tied"
                     " to the embeddings?"
                 )
 
     def sample(self, body: dict) -> tuple:
-        """Returns new ids and their log-probs. Trap: the reply's `text` may end inside a token."""
+        """Returns the new ids and their log-probs. The reply's `text` is not used, because it may
+        end inside a token.
+        """
         limit = self.timeout + SLOWEST * body["max_tokens"]
         choice = self.ask("/v1/completions", "choices", 0, payload=BODY | body, timeout=limit)
         with contextlib.suppress(KeyError, TypeError):
@@ -168,7 +175,7 @@ def run_in_first(work):
 
 
 class Fleet:
-    """Holds the servers of a run and the version of the weights that was sent to them."""
+    """Holds the servers of a run and the version of the weights that were last sent to them."""
 
     def __init__(self, policy, environment):
         self.policy, self.settings = policy, environment.settings
@@ -188,7 +195,7 @@ class Fleet:
         )
 
     def check(self) -> None:
-        """Checks that each server has vLLM's routes, a large enough context and our tokenizer."""
+        """Checks that each server has vLLM's routes, enough context and the policy's tokenizer."""
         question = {"prompt": self.text, "add_special_tokens": False}
         for server in self.servers:
             try:
@@ -234,9 +241,9 @@ class Fleet:
 
     # ---------------------------------------------------------------------------------- the weights
     def find_stale(self, version: int) -> tuple:
-        """Returns (this version's name, servers that answer, those of them with other weights). A
-        restarted server names its version UNNAMED. Once this run has sent weights, a version name
-        of another run is an error.
+        """Returns (the name of this version, servers that answer, those of them with other
+        weights). A restarted server names its version UNNAMED. Once this run has sent weights, a
+        server that has another run's weights is an error.
         """
         self.alive, current = self.servers, f"{self.run}.{version}"
         versions = self.run_on_each(self.servers, Server.version)
@@ -265,7 +272,8 @@ class Fleet:
                 if server not in self.verified:
                     server.check_weights(folder)
                 self.verified.add(server)
-                return retrying(lambda: server.sample(probe), RETRIES)  # the first one may be slow
+                # Sent again if it fails, because the first request after a reload may be too slow.
+                return retrying(lambda: server.sample(probe), RETRIES)
 
             try:
                 write_weights(self.policy.language_model, folder, dtype)
@@ -305,7 +313,7 @@ def write_weights(model, folder: Path, dtype: torch.dtype) -> None:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             size = dtype.itemsize * sum(w.numel() for w in model.state_dict().values())
-            if shutil.disk_usage(folder).free < size:  # /dev/shm of a container has 64 MB
+            if shutil.disk_usage(folder).free < size:  # a container's /dev/shm may have 64 MB
                 raise OSError(f"no room for {size / 1e6:,.1f} MB")
         for name, weight in merged_weights(model):
             whole = full(weight.to(dtype))  # shards are rounded before they are sent
@@ -322,7 +330,7 @@ def write_weights(model, folder: Path, dtype: torch.dtype) -> None:
 # ------------------------------------------------------------------------------------ the rollout
 @contextlib.contextmanager
 def to_serve(policy, version: int):
-    """Sends the policy's weights to its servers if they changed, then yields the policy. All
+    """Sends the policy's weights to each server that has other weights, then yields the policy. All
     processes must enter this context together.
     """
     policy.fleet.refresh(version)
@@ -337,7 +345,7 @@ class Turns:
         self.fleet, self.environment, self.results = fleet, environment, queue.SimpleQueue()
         self.rule = StopRule(environment.tokenizer, tags, ends)
         self.under_way = self.disagreed = 0
-        self.prompts = {}  # prompt -> number; it selects a server, whose cache then has the prompt
+        self.prompts = {}  # prompt -> number; the number selects the server of the prompt's rows
         self.body = {"temperature": settings.temperature, "stop": list(tags)}
         self.body["stop_token_ids"] = sorted(ends)
 
@@ -351,8 +359,8 @@ class Turns:
 
     def sample(self, server: Server, ids: list, max_new_tokens: int) -> tuple:
         """Returns a turn, cut by our stop rule: ids, log-probs and the stop reason. Trap: a
-        restarted server has the weights it started with, so a failed request is sent again only if
-        the server still reports the version that it was sent.
+        server that restarts has the weights of its start again. So a failed request is repeated
+        only if the server still reports the version of the weights that this run sent.
         """
         body = self.body | {"prompt": ids, "max_tokens": max_new_tokens}
         new, logprobs = retrying(

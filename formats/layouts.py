@@ -1,10 +1,10 @@
 """Reads question and corpus files in many layouts; each layout is one entry of a table.
 
-    file -> records -> layout (recognised by the first) -> the fields of a Question or a Document
+    file -> records -> the first record's layout -> the fields of a Question or a Document
 
-An entry holds the names of a layout's fields and a function (record, its number in the file) -> our
-fields. A layout is recognised by its field names, a few layouts also by a value; the first match in
-the table wins.
+An entry holds the names of a layout's fields and a function that converts a record: (record, its
+number in the file) -> our fields. A layout is recognised by its field names, a few layouts also by
+a value; the first match in the table wins.
 """
 
 import ast
@@ -47,7 +47,7 @@ def of_kind(value, kind: type, place: str):
 
 
 def items(record: dict, name: str, kind: type = str, default=None) -> list:
-    """Returns the list record[name], all of whose items must be of this kind."""
+    """Returns the list record[name]. Each of its items must be of type `kind`."""
     values = enumerate(field(record, name, list, default), 1)
     return [of_kind(value, kind, f"field {name!r}, item {i}") for i, value in values]
 
@@ -78,8 +78,8 @@ def id_field(record: dict) -> str:
 
 
 def asked(record: dict, answer="answer", options=None, number=None, question="question") -> dict:
-    """Returns the fields that almost every layout has. With `options` an answer is returned as its
-    letter. `number` is explained in id_of.
+    """Returns the fields that every layout of questions has. With `options`, each answer becomes
+    the letter of an option. `number` is explained in id_of.
     """
     fields = {
         "id": id_of(record, number),
@@ -92,8 +92,8 @@ def asked(record: dict, answer="answer", options=None, number=None, question="qu
 
 
 def gold_answers(record: dict, name: str, options: list[str] | None = None) -> list[str]:
-    """Returns one answer or several as a list. No answer is an error, and so is an answer "",
-    because every prediction contains it.
+    """Returns the answers as a list, even if there is only one. It is an error if there is none, or
+    if one is "", which every prediction contains.
     """
     value = record.get(name)
     answers = value if isinstance(value, list) else [field(record, name, str, "")]
@@ -157,7 +157,7 @@ def from_flashrag(record: dict, number: int) -> dict:
 
 
 def from_rollouts(record: dict, number: int) -> dict:
-    """Reads R1-Searcher's published rollouts; an answer is "" if the model gave none."""
+    """Reads R1-Searcher's published rollouts; a prediction is "" if the model gave no answer."""
     predictions = items(record, "pred_anses")
     if not predictions:
         raise wrong("pred_anses", "it is empty: there is no rollout to score")
@@ -165,14 +165,14 @@ def from_rollouts(record: dict, number: int) -> dict:
 
 
 def from_plain(record: dict, number: int) -> dict:
-    """Reads records of R1-Searcher and UR², and rows of a table. Their `answer` may be a text that
-    is a printed list of answers.
+    """Reads records of R1-Searcher and UR², and rows of a tab-separated file. Their `answer` may be
+    a list of answers that was printed into a text.
     """
     fields = asked(record, number=number)
     if fields["question"].strip().isdigit():
         raise wrong(
             "question",
-            f"{short(fields['question'])} is a number: passages belong in the corpus, not here",
+            f"{short(fields['question'])} is a number: passages belong in the corpus (--corpus)",
         )
     if len(fields["answers"]) == 1:
         fields["answers"] = answer_list(fields["answers"][0])
@@ -189,20 +189,20 @@ def answer_list(text: str) -> list[str]:
 
 
 def from_hotpotqa(record: dict, number: int) -> dict:
-    """Reads HotpotQA (published or hub) and 2WikiMultihopQA: paragraph n of `context` is reference
-    n.
+    """Reads 2WikiMultihopQA, and HotpotQA as published or as on the HF hub. Paragraph n of
+    `context` becomes reference n.
     """
     fields = asked(record)
     references = []
     for i, (title, sentences) in enumerate(titled_pairs(record, "context", "sentences"), 1):
-        # Sentences of HotpotQA begin with a blank, those of 2Wiki do not.
+        # Sentences of HotpotQA may begin with a blank, those of 2Wiki do not.
         stripped = map(str.strip, items({"context": sentences}, "context"))
         text = " ".join(filter(None, stripped))
         references.append({"id": f"{fields['id']}:{i}", "title": title, "text": text})
     titles = [reference["title"] for reference in references]
     gold = {title for title, _ in titled_pairs(record, "supporting_facts", "sent_id")}
-    # In fullwiki some gold titles have no paragraph. Then no reference counts as gold, because an
-    # incomplete gold set would be taken for the complete one.
+    # In HotpotQA's fullwiki files some gold titles have no paragraph. Then no reference counts as
+    # gold, because an incomplete gold set would be taken for the complete one.
     gold = gold if gold <= {*titles} else ()
     kind = field(record, "type", str, "")
     source = "2wiki" if "evidences" in record else "hotpotqa"
@@ -251,9 +251,9 @@ def from_musique(
 
 
 def from_ircot(record: dict, number: int) -> dict:
-    """Reads IRCoT's processed files, which R-Search uses (section 4.1). MuSiQue, HotpotQA and 2Wiki
-    all have MuSiQue's layout there, with other field names. Only HotpotQA's records name their data
-    set.
+    """Reads IRCoT's processed files, whose splits R-Search uses (appendix A.1). MuSiQue, HotpotQA
+    and 2Wiki all have MuSiQue's layout there, with other field names. Only HotpotQA's records name
+    their data set.
     """
     spans = [s for one in items(record, "answers_objects", dict) for s in items(one, "spans")]
     source = field(record, "dataset", str, "")
@@ -261,14 +261,16 @@ def from_ircot(record: dict, number: int) -> dict:
 
 
 def from_choice(record: dict, number: int) -> dict:
-    """Reads MMLU-Pro, whose letter is `answer`, and MedQA, whose letter is `answer_idx`."""
+    """Reads MMLU-Pro, with the gold letter in `answer`, and MedQA, with it in `answer_idx`."""
     name = "answer_idx" if "answer_idx" in record else "answer"
     fields = asked(record, name, option_texts(record), number)
     return fields | {"source": field(record, "category", str, "") or fields["source"]}
 
 
 def from_math(record: dict, number: int) -> dict:
-    """Reads MATH-500, Minerva and GSM8K; the answer is a field, text after "####", or \\boxed."""
+    """Reads MATH-500, Minerva and GSM8K. The answer is the field `answer` (only the text after
+    "####", if it has this mark), else the last \\boxed of `solution`.
+    """
     question = "problem" if "problem" in record else "question"
     name = "answer"
     answer = field(record, "answer", str, "").rpartition("####")[2].strip()
@@ -320,8 +322,8 @@ def titled(passage: str, mark: str = "\n") -> tuple[str, str]:
 
 # --------------------------------------------------------------------------------------- the tables
 class Layout(NamedTuple):
-    """A layout. A record has it if it has every field marked "!" ("!a|b": a or b) and `also` holds.
-    The other fields are only listed for the user, by `python data.py` and in an error.
+    """A layout. It fits a record that has every field marked "!" ("!a|b": a or b) and for which
+    `also` is True. The other fields are only shown to the user, by `python data.py` and in errors.
     """
 
     fields: str

@@ -1,1 +1,1 @@
-"""Models that are asked but never trained: summariser, judge, reader of evidence."""
+"""Other models, which RL asks and does not train: judge, reader of evidence, summariser."""

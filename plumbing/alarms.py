@@ -1,4 +1,4 @@
-"""Raises alarms if the metrics of the last steps suggest that a run learns nothing, or slowly.
+"""Raises alarms if the last steps suggest that a run learns nothing or the wrong thing, or is slow.
 
     alarms(records, settings)          {name: the likely cause, and what to do}
     python train.py --dry_run ...      runs one step, prints a report on it and all of its alarms
@@ -21,40 +21,44 @@ PATIENCE = 3  # the condition of most alarms must hold for this many steps in a 
 WINDOW = 10  # steps that `shift`, `spikes` and the alarm `likelihood` look back on
 MOST_FAILED = 0.5  # a run stops if a search failed in more than this share of a step's trajectories
 ADVICE = {
-    "equal_groups": "in no group did the rewards (under DAPO: the answers) differ, so nothing was"
-    " learned: the questions are too hard or too easy for this model, or --group_size is too small",
+    "equal_groups": "in every group the rewards (under DAPO: the compared scores) are equal, so"
+    " nothing was learned: the questions are too hard or too easy for this model, or --group_size is"
+    " too small",
     "no_search": "no trajectory searched: does the model write the prompt's query tags? If not,"
     " train it on examples first: python -m lab.distil traces",
     "rejected": "queries were written but none was run: they were empty, lacked the opening tag,"
     " came where no search was allowed, or were refused by a server",
-    "repeated": "a quarter of the searches repeat an earlier query of the same trajectory: do the"
-    " documents help the model at all?",
-    "seen": "a third of the documents were already in the same trajectory: the corpus is small, or"
-    " the queries are nearly the same",
+    "repeated": "over a quarter of the searches repeat an earlier query of the same trajectory: do"
+    " the documents help the model at all?",
+    "seen": "over a third of the documents were already found in the same trajectory: the corpus is"
+    " small, or the queries are nearly the same",
     "gold_recall": "for most questions no document contains an answer: is the corpus the right one"
     " for these questions?",
-    "retriever_down": "a tenth of the searches failed: is the retriever running, and is --timeout"
-    " long enough?",
-    "retriever_slow": "searching takes a third of the step: run the retriever on its own machine",
-    "judge_slow": "computing rewards takes a third of the step: run the judge or the reader on its"
-    " own machine, or choose a reward that asks no model",
+    "retriever_down": "at least a tenth of the searches failed: is the retriever running, and is"
+    " --timeout long enough?",
+    "retriever_slow": "searching takes over a third of the step: run the retriever on its own"
+    " machine",
+    "judge_slow": "computing rewards takes over a third of the step: run the judge or the reader on"
+    " its own machine, or choose a reward that asks no model",
     "truncated": "most trajectories were cut off: raise --max_turn_tokens or --max_context; if the"
     " metric `rejected` is high, the cause is rejected queries",
-    "length": "the model's thoughts are 1.5 times as long as before, and its answers are not"
-    " better: lower --max_turn_tokens",
-    "repetition": "a tenth of the trajectories repeat themselves: lower --lr or raise --kl_coef",
-    "malformed_tags": "half of the texts have a tag that is not closed, or was not opened: train"
-    " the model on examples first: python -m lab.distil traces",
+    "length": "the model's thoughts are over 1.5 times as long as before, and its answers are"
+    " not better: lower --max_turn_tokens",
+    "repetition": "over a tenth of the trajectories repeat themselves: lower --lr or raise"
+    " --kl_coef",
+    "malformed_tags": "over half of the texts have a tag that is not closed, or was not opened:"
+    " train the model on examples first: python -m lab.distil traces",
     "reward_hacked": "the reward rises while exact match falls: which term of the reward grows?",
-    "reward_size": "a reward is in the thousands, so smaller ones no longer matter: which term is"
-    " it?",
+    "reward_size": "the mean reward or one of its terms is beyond 1000, so smaller terms no longer"
+    " matter: which term is it?",
     "logprob_gap": "the sampler's log-probs differ from the trainer's: try --engine hf or"
     " --mismatch sequence",
     "mismatch_cut": "most tokens are outside the bounds of --mismatch: the sampler's policy is not"
     " the trainer's",
     "likelihood": "updates do not make right answers likelier: lower --lr before the reward falls",
-    "kl_spike": "the KL is ten times its median: lower --lr, or set --warmup_ratio",
-    "grad_spike": "the gradient norm is ten times its median: look at this step, or lower --lr",
+    "kl_spike": "the KL is over ten times its median: lower --lr, or set --warmup_ratio",
+    "grad_spike": "the gradient norm is over ten times its median: look at this step, or lower"
+    " --lr",
 }
 # These alarms are raised if the metric of the same name is above the limit.
 LIMITS = {"truncated": 0.5, "repetition": 0.1, "malformed_tags": 0.5, "mismatch_cut": 0.5}
@@ -79,10 +83,10 @@ def signs(records: list[dict], s: Settings) -> Iterator[str]:
     1, because a low value of it raises an alarm. `reward_hacked` needs a reward term `answer`,
     which the reward of a stage 1 may lack.
 
-    logprob_gap: the limit is 1e-3. With a --mismatch correction (by default, if sampler and trainer
-    differ in precision or engine) it is three times the gap of step 0, but at least 1e-3 and at
-    most 0.1. The gap shows different arithmetic; if a server sampled with outdated weights, it
-    hardly grows.
+    The limit of `logprob_gap` is 1e-3. With a --mismatch correction (by default, if sampler and
+    trainer differ in precision or engine) it is three times the gap of step 0, but at least 1e-3
+    and at most 0.1 (also 0.1 if step 0 has no gap). The gap shows different arithmetic; it would
+    hardly grow if a server sampled with outdated weights.
     """
     r = defaultdict(float, records[-1])
     third = (r["rollout_seconds"] + r["reward_seconds"] + r["update_seconds"]) / 3
@@ -93,7 +97,7 @@ def signs(records: list[dict], s: Settings) -> Iterator[str]:
     corrected = median([1e-3, 3 * records[0].get("logprob_gap", 1.0), 0.1])
     if r["logprob_gap"] > (corrected if "mismatch_ess" in r else 1e-3):
         yield "logprob_gap"
-    # A step that lacks the metric, as one with equal rewards does, counts as one without progress.
+    # A step that lacks the metric, for example because all its rewards are equal, counts as 0.
     stalled = sum(row.get("likelihood_later", 0) <= 0 for row in records[-WINDOW:])
     if stalled == WINDOW and "likelihood_later" in r:
         yield "likelihood"
@@ -128,8 +132,9 @@ def signs(records: list[dict], s: Settings) -> Iterator[str]:
 
 
 def shift(records: list[dict], name: str) -> tuple[float, float]:
-    """Compares the older and the newer half of the last WINDOW values of a metric. Returns (newer
-    mean / older mean, newer mean − older mean in standard errors); (1, 0) if values are missing.
+    """Compares the older and the newer half of a metric's values in the last WINDOW steps. Returns
+    (newer mean / older mean, newer mean − older mean in standard errors); (1, 0) if a value is
+    missing.
     """
     values = [record[name] for record in records[-WINDOW:] if name in record]
     old, new = values[: WINDOW // 2], values[WINDOW // 2 :]
@@ -150,7 +155,7 @@ def spikes(records: list[dict], name: str, least: float = 0.0) -> bool:
 
 
 def report(r: dict, sampled, environment: Environment) -> Iterator[str]:
-    """Yields the lines that --dry_run prints: what its one step predicts about the whole run."""
+    """Yields the lines that --dry_run prints: what the one step predicts about the whole run."""
     prompts, s = [len(t.prompt_ids) for t in sampled.trajectories], environment.settings
     longest = max(map(environment.max_trajectory_tokens, sampled.trajectories))
     yield (

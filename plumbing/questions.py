@@ -1,8 +1,9 @@
 """Decides which questions are asked and which documents are searched.
 
 Questions come from --data or from the built-in world; training, evaluation and ask.py all load them
-here. Documents come with the questions, from --corpus or from the built-in world. Left out: the
-order in which training asks (curriculum.py), and the layouts of files (formats/layouts.py).
+here. Documents come from --corpus (a file, or the questions' own references) or from the built-in
+world. Left out: the order in which training asks (curriculum.py), and the layouts of files
+(formats/layouts.py).
 """
 
 import dataclasses
@@ -52,8 +53,9 @@ def reworded(questions: list[Question], settings: Settings) -> list[Question]:
 
 
 def hold_out(questions: list[Question], settings: Settings) -> tuple[list, list]:
-    """Returns (training questions, held-out questions for --eval_every). The latter are drawn from
-    --data, or come from the built-in world's split dev; without --eval_every there are none.
+    """Returns (training questions, held-out questions for --eval_every). Held-out questions are
+    drawn from --data, or come from the built-in world's split dev; without --eval_every there are
+    none.
     """
     if not settings.eval_every:
         return questions, []
@@ -92,8 +94,8 @@ def with_retrieved(questions: list, documents: list[Document], settings: Setting
 
 
 def as_asked(questions: list[Question], settings: Settings) -> list[Question]:
-    """Checks the references of the questions, and marks those that may not search: all with
-    --retrieval false, otherwise those whose task is one of `direct_tasks` (UR²).
+    """Checks the references of the questions, and marks the questions that may not search: with
+    --retrieval false all of them, otherwise those whose task is one of `direct_tasks` (UR²).
     """
     direct_tasks = settings.direct_tasks.split(",")
     marked = []
@@ -115,8 +117,8 @@ def built_in_world(settings: Settings, fact_seed: int | None = None) -> World:
 
 
 def built_in_questions(settings: Settings, split: str) -> list[Question]:
-    """Returns all questions of a split. With "direct" in --mix, adds 240 questions of each kind
-    again: these have the kind "direct" and may not search.
+    """Returns all questions of a split. With "direct" in --mix, it adds 240 copies of questions of
+    each kind: the copies have the kind "direct" and may not search.
     """
     questions = world_questions(settings, split)
     if "direct" in parse_shares(settings.mix, "--mix"):
@@ -137,8 +139,8 @@ def world_questions(settings: Settings, split: str, count=None, fact_seed=None) 
 
 
 def load_documents(settings: Settings, questions: list[Question]) -> list[Document]:
-    """Returns the documents to search: the records' own paragraphs, --corpus, or the built-in
-    world; none for --data without --corpus.
+    """Returns the documents to search: the questions' own references (--corpus from-data), the file
+    that --corpus names, or those of the built-in world. With --data but no --corpus there are none.
     """
     if settings.corpus == "from-data":
         return corpus_from_questions(questions)
@@ -177,8 +179,8 @@ def evaluation_questions(
 
 
 def known_questions(settings: Settings) -> list[Question]:
-    """Returns questions with known answers, from --data or from the built-in world, whose held-out
-    questions come first. Without --data, a model from elsewhere gets none.
+    """Returns questions with known answers, from --data or from the built-in world (its held-out
+    questions come first). Without --data, a model that is not of the built-in world gets none.
     """
     if settings.data:
         return load_questions(settings.data, settings.skip_bad, settings.seed)

@@ -1,8 +1,8 @@
 """Stores BM25's index on disk: it is built once, and later starts map its arrays into memory.
 
-A folder is rejected if it is damaged or incomplete, or was built from other documents or parameters
-or by another version of this file or of Unicode. A rejected folder is not rebuilt, because another
-server may be reading it. Left out: adding documents.
+A folder is rejected if it is damaged or incomplete, or if its index was built from other documents,
+with other parameters, another VERSION or other Unicode tables. A rejected folder is not rebuilt,
+because another process may be reading it. Left out: adding documents.
 """
 
 import fcntl
@@ -46,7 +46,7 @@ def load_or_build(
             f"--index {where}: {problem}: give another folder, or remove this one so that it is "
             "built again"
         )
-    # asarray, because slicing numpy's memmap takes several times as long
+    # asarray, because slicing a memmap takes several times as long as slicing an array
     arrays = [np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in ARRAYS]
     return {word: term for term, word in enumerate(stored["words"])}, *arrays
 
@@ -62,7 +62,7 @@ def fingerprint(documents: list[Document]) -> str:
 
 
 def write(folder: Path, made_of: list, build: Callable) -> None:
-    """Builds and stores the index in one process; others wait until the folder is complete."""
+    """Builds and stores the index in one process; the others wait until the folder is complete."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with open(folder.with_name(f".{folder.name}.lock"), "w") as file:

@@ -7,7 +7,7 @@ A GET or POST that cannot be served gets {"error": {"message": ...}} with status
 500, and the server goes on. GET /health answers while the server runs. `check` finds faults that
 training would not show: the server has an index of another corpus, or returns lists in another
 order than the queries.
-Left out: encryption, passwords, and limits on slow, many or greedy clients (use a reverse proxy).
+Left out: encryption, passwords, and protection from hostile clients (use a reverse proxy).
 """
 
 import json
@@ -32,7 +32,7 @@ class RetrievalServer(ThreadingHTTPServer):
     """Serves a retriever at `host`:`port`. Port 0 takes a free port: see `server_port`."""
 
     daemon_threads = True  # so that Ctrl-C does not wait for a slow client
-    request_queue_size = 512  # Trap: with the library's default of 5, simultaneous clients are lost
+    request_queue_size = 512  # Trap: the default, 5, is too small for clients that come together
 
     def __init__(self, retriever, host: str = "127.0.0.1", port: int = 8000):
         self.retriever = retriever
@@ -46,7 +46,7 @@ class RetrievalServer(ThreadingHTTPServer):
             ) from None
 
     def answer(self, body: bytes) -> tuple[int, dict | str]:
-        """Returns the status and the reply, or the status and a message."""
+        """Returns (200, the reply) or (400 or 500, an error message)."""
         try:
             queries, k = read_request(body)
             with self.lock:
@@ -99,8 +99,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def read_request(body: bytes) -> tuple[list[str], int]:
-    """Returns (queries, k); raises RejectedRequest if the body has not this form. An empty query is
-    accepted, so that the other queries of its batch still get their documents.
+    """Reads {"queries": [text, ...], "topk": k}, where k is 5 by default, and returns (queries, k).
+    Raises RejectedRequest for any other body. An empty query is accepted, so that the other queries
+    of its batch still get their documents.
     """
     try:
         request = json.loads(body)
@@ -110,7 +111,7 @@ def read_request(body: bytes) -> tuple[list[str], int]:
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
         raise RejectedRequest("'queries' must be a list of strings")
     k = request.get("topk", 5)
-    if type(k) is not int or not 1 <= k <= 1000:  # type(): True is an int
+    if type(k) is not int or not 1 <= k <= 1000:  # isinstance would accept True
         raise RejectedRequest("'topk' must be a whole number from 1 to 1000")
     return queries, k
 
@@ -124,7 +125,7 @@ def to_json(document: Document) -> dict:
 
 
 def check(retriever, passages: list[Document], k: int = 5) -> list[tuple[bool, str]]:
-    """Tests a retriever that should have these documents. Returns (passed, text) of each test, or
+    """Tests a retriever that should have these passages. Returns (passed, text) of each test, or
     one such pair if a search raises an error.
     """
     if not passages:
@@ -152,8 +153,8 @@ def check(retriever, passages: list[Document], k: int = 5) -> list[tuple[bool, s
 
 def query_for(passage: Document) -> str:
     """Returns the first 12 words of the title, or of the text if there is no title, as a query.
-    `check` counts a document as a hit if its query is the same, so every passage of a page with
-    that title is one. Ids are not compared, because the server's may differ.
+    `check` counts a document as a hit if its query is the same, so every passage with that title is
+    a hit. Ids are not compared, because the server's may differ.
     """
     return " ".join((passage.title or passage.text).lower().split()[:12])
 
@@ -165,9 +166,9 @@ FLAGS = {  # name -> (default, help)
     "index": ("", "bm25: folder that stores the index for the next start"),
     "encoder": ("", "dense: hub name or directory of the encoder"),
     "index_file": ("", "dense: flat FAISS index whose row i is document i"),
-    "output_dir": ("runs", "dense: folder that stores the vectors in vectors/"),
+    "output_dir": ("runs", "dense: folder whose subfolder vectors/ holds the vectors"),
     "retriever_url": ("", "web: address of the search API, with {query}"),
-    "page_words": (150, "web: words shown of a page; give 2000 if a model summarises them"),
+    "page_words": (150, "web: limit of words shown per page; give 2000 if a model summarises it"),
     "url": ("", "check: address of a server; --corpus is the corpus that it should have"),
     "host": ("127.0.0.1", "serve: address to listen on; 0.0.0.0 accepts every machine"),
     "port": (8000, "serve: port to listen on"),
