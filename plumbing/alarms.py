@@ -22,8 +22,8 @@ WINDOW = 10  # steps that `shift`, `spikes` and the alarm `likelihood` look back
 MOST_FAILED = 0.5  # a run stops if a search failed in more than this share of a step's trajectories
 ADVICE = {
     "equal_groups": "in every group the rewards (under DAPO: the compared scores) are equal, so"
-    " nothing was learned: the questions are too hard or too easy for this model, or --group_size is"
-    " too small",
+    " nothing was learned: the questions are too hard or too easy for this model, or --group_size"
+    " is too small",
     "no_search": "no trajectory searched: does the model write the prompt's query tags? If not,"
     " train it on examples first: python -m lab.distil traces",
     "rejected": "queries were written but none was run: they were empty, lacked the opening tag,"
