@@ -1,6 +1,6 @@
 """Questions and documents, and how they are loaded.
 
-    file -> records -> the fields of a layout (formats/) -> Question or Document
+    file -> records -> fields, by the file's layout (formats/) -> Question or Document
 
     Question                         a question with the accepted answers and, if the record has
                                      them, options and numbered references
@@ -47,7 +47,7 @@ class DataSettings:
     skip_bad: bool = setting(False, "skip malformed records and count them")
     reworded: float = setting(
         0.0,
-        "built-in world: share of the look-ups in training whose gold answers get an extra word",
+        "built-in world: share of the look-up questions in training whose golds get an extra word",
         least=0,
         only="papers",
     )
@@ -124,7 +124,8 @@ class SearchRequest:
 class SearchResult:
     """The result of one request.
 
-    text       the summary or the fallback; if "", the policy reads the numbered `documents`
+    text       the summary or the fallback; if "", the policy reads the numbered `documents`, or a
+               fixed sentence if there are none or the search failed
     fallback   True if the summariser decided that the query asks for no fact (UR²)
     error      the technical reason why the search failed, or None if it did not
     rejected   True if a server rejected the query for its content, which is not a failed search
@@ -181,7 +182,7 @@ def control_tokens(tokenizer) -> dict[int, str]:
 
 
 def question_of(fields: dict) -> Question:
-    """Makes a Question from a layout's fields, where references are dicts {id, title, text}."""
+    """Makes a Question from the fields in a dict, where references are dicts {id, title, text}."""
     fields = fields | {name: tuple(fields.get(name, ())) for name in ("options", "supporting")}
     references = [Document(**reference) for reference in fields.get("references", ())]
     return Question(**fields | {"references": tuple(references)})
@@ -194,9 +195,9 @@ def load_questions(path: str | Path | list, skip_bad: bool = False, seed=0) -> l
 
 def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> dict[str, list[Question]]:
     """Loads questions as {name of the file: questions}, in the order given. An id that occurs in
-    several files gets the file's name as a prefix, because two data sets may both count from 1, and
-    difficulties and predictions are found by the id. "FILE:N" draws N questions with the seed:
-    ARENA (appendix C), for example, has 10,000 of HotpotQA, 10,000 of 2Wiki and 5,000 of MuSiQue.
+    several files gets the file's name as a prefix: difficulties and predictions are found by the
+    id, and two data sets may both count from 1. "FILE:N" draws N questions with the seed: ARENA
+    (appendix C), for example, has 10,000 of HotpotQA, 10,000 of 2Wiki and 5,000 of MuSiQue.
     """
     files, counts = zip(*map(with_count, named_files(path)), strict=True)
     loaded = [load_file(file, skip_bad) for file in files]
@@ -213,7 +214,9 @@ def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> dict[str, list
 
 
 def with_count(file: Path) -> tuple[Path, int | None]:
-    """Splits "a.json:500" into file and count, unless a file of exactly that name exists."""
+    """Splits "a.json:500" into file and count. The count is None if there is none, or if a file of
+    exactly that name exists.
+    """
     name, _, count = str(file).rpartition(":")
     counted = name and count.isdecimal() and not os.path.exists(file)
     return (Path(name), int(count)) if counted else (file, None)
@@ -242,8 +245,8 @@ def load_file(path: Path, skip_bad: bool) -> list[Question]:
 def named_files(path: str | Path | list) -> list[Path]:
     if isinstance(path, list | tuple):
         return [file for item in path for file in named_files(item)]
-    # A file name may contain a comma, so a name that exists is not split. Path("") would be the
-    # current folder.
+    # A file name may contain a comma, so a name that exists is not split. The text "" is excluded,
+    # because Path("") is the current folder, which exists.
     if path and os.path.exists(with_count(Path(path))[0]):
         return [Path(path)]
     names = [name.strip() for name in str(path).split(",") if name.strip()]
@@ -289,8 +292,8 @@ def load_difficulty(path: str | Path) -> list[dict]:
         good = good and all(isinstance(x, int | float) and 0 <= x <= 1 for x in scores)
         if not good or (record.get("bucket") or "hard") not in BUCKETS:
             raise InputError(
-                f'{path}, record {number}: expected {{"id", "scores" from 0 to 1}} and no unknown '
-                '"bucket": run lab.difficulty again, or name another file'
+                f'{path}, record {number}: expected {{"id", "scores" from 0 to 1}}, with a known '
+                '"bucket" or none: run lab.difficulty again, or name another file'
             )
     return records
 
@@ -324,8 +327,8 @@ def corpus_from_questions(questions: list[Question]) -> list[Document]:
 
 # ------------------------------------------------------------------------------ python data.py FILE
 def first_layout(path: Path) -> tuple[bool, str]:
-    """Returns (whether the file is a corpus, the name of its layout), judged by the first record
-    that can be read.
+    """Returns (whether the file is a corpus, the name of its layout). The first record that can be
+    read decides.
     """
     if is_text(path):
         return True, "text"

@@ -19,11 +19,13 @@ from statistics import median
 
 BOUNDS = {"least": (ge, "at least"), "above": (gt, "above")}  # the comparison and its words
 BOUNDS |= {"most": (le, "at most"), "below": (lt, "below")}
-# Messages of gloo begin with the source line that raised them.
+# Matches an error of gloo, through which processes on CPUs exchange tensors. The error begins with
+# the source line that raised it, perhaps after "Gloo ... failed with".
 GLOO = re.compile(r"(Gloo \w+ failed with )?\[\S*/gloo/\S+:\d+\]")
 LOST = "another process or machine of this run is gone: its output says why; go on with --resume"
 ADVICE = {errno.ENOSPC: "make room on its disk", errno.ENAMETOOLONG: "give a shorter name"}
-# Arguments may contain neither the character NUL nor "user:password@", after "://" nor "user@".
+# No argument may contain the character NUL, begin with "user:password@", or have "user@" or
+# "user:password@" after "://".
 FORBIDDEN = re.compile(r"\0|(?<=://)[^/?#\s]*@|^[^:/?#\s]+:[^/?#\s]*@")
 
 SPINS = "10000"  # iterations that a waiting thread of torch spins before it sleeps
@@ -31,7 +33,7 @@ SPINS = "10000"  # iterations that a waiting thread of torch spins before it sle
 
 @functools.cache
 def prepare_command() -> None:
-    """Prepares the process of a command; the command calls it before it imports torch.
+    """Prepares the process of a command. The command calls this before it imports torch.
 
     Ctrl-C during the imports then prints one line. Progress bars get no lock between processes,
     because a process that is killed while it holds the lock would stop all others.
@@ -78,8 +80,8 @@ def raise_terminated(number: int, *_) -> None:
 
 
 def rank_of(name: str, default: int = 0) -> int:
-    """Returns the number that a launcher wrote into this environment variable. The default is also
-    the minimum (a rank counts from 0, a world's size from 1).
+    """Returns the number that a launcher wrote into this environment variable, or the default. The
+    default is also the minimum: 0 for the rank of a process, 1 for the number of processes.
     """
     text = os.environ.get(name, str(default))
     if text.isdecimal() and int(text) >= default:
@@ -88,9 +90,9 @@ def rank_of(name: str, default: int = 0) -> int:
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Runs a file's `main`. An InputError is printed and ends the process with exit code 2. So do a
-    full disk, a file name that is too long and the loss of another process. Ctrl-C ends it with
-    130.
+    """Runs a file's `main`. After an InputError, a full disk, a file name that is too long or the
+    loss of another process, it prints one line and ends the process with exit code 2. After Ctrl-C
+    the exit code is 130.
     """
     prepare_command()
     for stream in (sys.stdout, sys.stderr):
@@ -131,7 +133,7 @@ def slow_step(seconds: list[float]) -> str | None:
     if slow != [len(seconds) - 1]:
         return None
     return (
-        f"step {slow[0]} took {seconds[-1]:.2g} s, the first five {usual:.2g} s each: is "
+        f"step {slow[0]} took {seconds[-1]:.2g} s, the first five {usual:.2g} s (median): is "
         "something else using this machine?"
     )
 
@@ -177,15 +179,16 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def setting(default, help: str, **limits):
-    """Declares a field of a settings record. `limits` may have least, above, most, below and one_of
-    (names). `only` names the commands that have a flag for the field: "train" (those that train),
-    "eval" (those that ask a model) or "papers" (none). With `needed`, the flag must be given.
+    """Declares a field of a settings record. `limits` may have the bounds least, above, most and
+    below; one_of, the names that are allowed; `only`, the commands that have a flag for the field:
+    "train" (those that train), "eval" (those that ask a model) or "papers" (none); and `needed`,
+    which is True if the flag must be given.
     """
     return field(default=default, metadata={"help": help, **limits})
 
 
 def check_value(name: str, value, limits: Mapping) -> None:
-    """Checks a setting against the limits in its record."""
+    """Raises an InputError if a setting breaks one of its limits, or is infinite or NaN."""
     names = limits.get("one_of", [value])
     if value not in names:
         known = ", ".join(names) + nearest(value, names)

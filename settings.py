@@ -1,12 +1,12 @@
-"""Defines all flags: `Settings` inherits the settings records of the files that read them.
+"""Collects the flags of a run: `Settings` inherits the records of the files that read them.
 
     defaults  <  the paper's stage  <  its values for the tiny model  <  the command line
 
 If several of these sources give a value, the one furthest to the right wins; `resolve` has a few
 exceptions. A class or function takes the record it reads: `Environment` takes a RolloutSettings,
-`make_retriever` a RetrieverSettings. `Settings` inherits all records. A setting is a flag of each
-command that reads its record; its record can limit it to one command (only="train" or "eval") or to
-none (only="papers"). `check_settings` rejects flags that contradict each other, before a model is
+`make_retriever` a RetrieverSettings. A setting is a flag of each command that reads its record. But
+`only` can limit it to the commands that train ("train"), to those that ask a model ("eval") or to
+none ("papers"). `check_settings` rejects flags that contradict each other, before a model is
 loaded. Left out: settings files, because a shell script with the flags does the same.
 """
 
@@ -61,7 +61,7 @@ TRACKERS = (
 @dataclass(frozen=True)
 class RunSettings:
     recipe: str = setting("ur2", "the paper to reproduce", one_of=PAPERS)
-    variant: str = setting("", "another backbone or an ablation of the recipe")
+    variant: str = setting("", "another backbone, other data or an ablation of the recipe")
     stage: int = setting(
         1, "1: learn to search, or the only stage; 2: learn to answer, from stage 1's model"
     )
@@ -73,7 +73,7 @@ class RunSettings:
     toy_init: str = setting(
         "", "built-in model only: name of a weaker supervised warm-up (default: the standard one)"
     )
-    run_name: str = setting("", "the run's files are written to runs/NAME/stageN")
+    run_name: str = setting("", "the run's files are written to OUTPUT_DIR/NAME/stageN")
     output_dir: str = setting("runs", "folder for all runs and the built-in models")
     resume: bool = setting(False, "continue from this run's last checkpoint", only="train")
     dry_run: bool = setting(False, "try one step, report problems, save no run", only="train")
@@ -146,14 +146,15 @@ def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> S
     paper = record_of(recipe, given.get("variant", ""), stage)
     built_in = paper.tiny[stage] if tiny else {}
     chosen = paper.stages[stage] | built_in
-    # Shares per task or data set are dropped for the tiny model, because the built-in world has too
-    # few questions of each.
+    # The tiny model has no shares of a single task or data set (such as "math:hard"), because the
+    # built-in world has too few questions of each.
     shares = [x for x in chosen.get("buckets", "").split(",") if not (tiny and ":" in x)]
     chosen = chosen | {"buckets": ",".join(shares)}
-    # Without measured difficulties no share of the paper is used, only the tiny model's `mix`.
+    # Without measured difficulties the paper's `buckets` and `mix` are not used. Only the tiny
+    # model's `mix` is.
     if not given.get("difficulty"):
         chosen = chosen | {"buckets": "", "mix": built_in.get("mix", "")}
-    # Buckets that are given, or that the tiny model has, replace the mix of kinds.
+    # Buckets on the command line, or of the tiny model, replace the mix of kinds.
     if given.get("buckets", tiny and chosen["buckets"]):
         chosen = chosen | {"mix": ""}
     if "max_turn_tokens" in given:  # a flag of the command line applies to every task
@@ -165,7 +166,7 @@ def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> S
     return Settings(**{"recipe": recipe, "stage": stage} | chosen | given)
 
 
-# For a retriever: the flag that it needs, and that no other retriever reads.
+# Retriever -> the flag that it needs; READ_BY: retriever -> the flag that no other retriever reads.
 NEEDS = {"dense": "encoder", "http": "retriever_url"}
 READ_BY = NEEDS | {"bm25": "index"}
 SEARCHING = """
@@ -226,8 +227,9 @@ def check_limits(record) -> None:
 
 
 def check_settings(settings: Settings, training=True, given: Iterable[str] = ()) -> Settings:
-    """Returns the settings unchanged. Raises an InputError if they contradict each other, or if
-    this run does not read a flag in `given`. The run is an evaluation if `training` is False.
+    """Returns the settings unchanged. Raises an InputError if one of them breaks its limits, if
+    they contradict each other, or if this run does not read a flag in `given`. With `training`
+    False, the run is an evaluation.
     """
     if settings.retriever == "web":
         raise InputError(
@@ -348,8 +350,8 @@ def _check_training(settings: Settings) -> None:
 
 
 def _check_8bit(settings: Settings) -> None:
-    """Raises an InputError if --in_8bit names weights that are trained, that do not exist or that
-    are those of the built-in model.
+    """Raises an InputError if --in_8bit names weights that are trained, that do not exist, or that
+    belong to the built-in model.
     """
     in_8bit = frozen_in_8bit(settings)
     if "base" in in_8bit and not settings.lora_rank:
@@ -454,8 +456,8 @@ def saved_settings(model: str) -> Settings | None:
 
 
 def in_built_in_world(settings: Settings) -> bool:
-    """Returns whether the questions come from the built-in world: they do without --data if the
-    model is the built-in one, or was trained from it.
+    """Returns whether the questions come from the built-in world: this is so if there is no --data
+    and the model is the built-in one, or was trained from it.
     """
     if settings.data or not settings.model:
         return not settings.data
@@ -486,8 +488,8 @@ def parse(arguments: list[str] | None = None, before: Settings | None = None) ->
 
 
 def stage_before(settings: Settings) -> Settings | None:
-    """Returns the settings of the stage whose last checkpoint this stage starts from; None if they
-    are gone and --resume continues this stage.
+    """Returns the settings of the stage before, whose last checkpoint this stage starts from, or
+    None if they are gone. Without --resume, that checkpoint must exist.
     """
     folder = stage_folder(settings, settings.stage - 1)
     if not (settings.resume or any(folder.glob("checkpoint-*"))):
@@ -514,7 +516,7 @@ def parse_stages(arguments: list[str] | None = None) -> list[Settings]:
 
 
 def shown_settings(settings: Settings) -> str:
-    """Returns the console's text: recipe, stage, and all settings that differ from the defaults."""
+    """Returns a text for the console: recipe, stage, and settings that differ from the defaults."""
     text = "settings:"
     for f in fields(Settings):
         value = getattr(settings, f.name)

@@ -11,10 +11,10 @@ k is the estimate of the KL (0 if the loss has no KL term):
 
     r = exp(new − old)      loss = w · (kl_coef · k − min(r A, clip(r, 1 − ε_low, 1 + ε_high) A))
 
-Tokens that the environment wrote have no loss. In the picture, a pale line shows the measured
-values, and the strong line of the same color their running mean over five steps. Left out: the
-weight that --mismatch puts on the minimum (ppo.mismatch_weights), and what the optimizer does with
-the gradient.
+Tokens that the environment wrote have no loss; if --mask_documents is False they have one, which is
+not shown. In the picture, a pale line shows the measured values, and the strong line of the same
+color their running mean over five steps. Left out: the weight that --mismatch puts on the minimum
+(ppo.mismatch_weights), and what the optimizer does with the gradient.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from formats.records import finished_records
 from plumbing.page import names_of, read_settings, readable_records, stages_of, write_page
 
 LEARNING = ("grad_norm", "frac_reward_zero_std", "informative", "clip_fraction", "entropy_mc")
-# (title, metrics, or "prefix/" for all metrics under it)
+# (title, its metrics); "prefix/" stands for all metrics whose names begin with it
 PANELS = (
     ("reward", ("reward", "reward/")),
     ("exact match", ("em/",)),
@@ -46,8 +46,9 @@ COLUMNS = 3
 
 
 def read_run(folder: Path) -> tuple[list[dict], list[tuple[int, str]]]:
-    """Returns the records of all steps, which the field "x" numbers, and for each stage the pair (x
-    of its first step, name). `folder` is the folder of a run or of a single stage.
+    """Returns the records of all steps, and for each stage the pair (x of its first step, name).
+    The field "x" of a record counts the steps of all stages from 0. `folder` is the folder of a run
+    or of a single stage.
     """
     records = []
     stages = []
@@ -129,8 +130,8 @@ def draw_panel(axis, title: str, curves: dict, stages: list[tuple[int, str]]) ->
 
 # ---------------------------------------------------------------------------------- in the terminal
 def loss_of(record: dict, n: int, settings: dict) -> dict[str, float] | None:
-    """Returns the terms of the formula at the top of this file for token n, or None for a token
-    that is outside the loss. Without settings, the term "loss" is missing.
+    """Returns the terms of the formula at the top of this file for token n. Returns None if the
+    environment wrote the token, or if no update used it. Without settings there is no term "loss".
 
     Worked: new −0.5 and old −0.6 give r = e^0.1 = 1.105. With A = 2, w = 0.01, ε = 0.2 and no KL,
     the loss is −0.01 · 1.105 · 2 = −0.0221.
@@ -199,7 +200,7 @@ def shown_trajectory(record: dict, settings: dict) -> Iterator[str]:
 
 
 def print_group(folder: Path, step: int | None, group: int) -> None:
-    """Prints one group of trajectories of a stage, from `step` or, if None, the last saved step."""
+    """Prints one group of trajectories of a stage. If `step` is None, it is the last saved step."""
     missing = []
     settings = read_settings(folder, missing)
     some = [r for r in readable_records(folder, missing) if step in (None, r["step"])]

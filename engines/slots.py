@@ -3,12 +3,13 @@
     slot 0  [prompt | sampled | documents | sampl>   ]  decodes
          1  [prompt | sam>                           ]  decodes; live rows fill the first n slots
          2  [prompt | sampled, a query>              ]  waits for its documents
-         3  [prompt | ...                            ]  free; its prompt can be copied to other rows
+         3  [prompt | ...                            ]  free; its keys can be copied to other rows
 
     catch up   fills in the keys of all tokens of a row except the last: they are copied from a
                slot that holds them, or computed in forward passes over many tokens
     decode     last tokens [n, 1] -> logits [n, V] -> one token per row, until a turn may be over
 
+In this file "keys" are keys and values, except where both are named.
 HF `generate` pads, waits for the slowest row, and computes every row again at each turn. Here each
 row has its own length: token i has position i, is stored at place i of its slot and attends to the
 places j <= i. Nothing has to be erased when a slot gets a new row: keys of the old row beyond the
@@ -35,8 +36,8 @@ from rollout import Environment, StopRule, Turn, end_ids, generate_by_turns
 from scale.packing import obstacle
 from trajectory import Trajectory
 
-# (block, chunk): a pass reads a multiple of `block` places per slot; to limit memory, a prefill
-# pass computes at most `chunk` padded tokens.
+# (block, chunk): a pass reads a multiple of `block` places per slot. To limit memory, a prefill
+# pass computes at most `chunk` tokens, padding included.
 ON_CPU, ON_GPU = (16, 256), (64, 4096)
 SHARE = 0.8  # share of the free memory that the slots may take
 
@@ -74,8 +75,8 @@ class SlotCache(Cache):
         """
         kind, dtype = like.device.type, like.dtype
         if torch.is_autocast_enabled(kind):
-            # Rotary keys are fp32 here. If they were stored in fp32, attention would round all of
-            # them at every step.
+            # Under autocast, rotary keys are fp32. If they were stored in fp32, attention would
+            # round all of them at every step.
             dtype = torch.get_autocast_dtype(kind)
         shape = (self.slots, self.size + 1, like.shape[1], like.shape[3])
         if kind != "cpu":
@@ -97,8 +98,8 @@ def grouped_attention(module, query, keys, values, mask, scaling=None, **_):
     """query [n, heads, C, D], keys and values [n, kv, width, D], mask [n, 1, C, width] ->
     [n, C, heads, D]. Keys are not repeated for grouped-query attention. In decoding (C = 1), the
     queries that share a key head become rows of one matrix, for which one mask row is enough. In a
-    prefill pass they are computed one after the other, because a mask for all of them would be
-    larger by the number of queries per key head (7 at 7B).
+    prefill pass they are computed one after the other. A mask for all of them would be as many
+    times larger as there are queries per key head (7 in Qwen2.5-7B).
     """
     by_key = query.unflatten(1, (keys.shape[1], -1))  # [n, kv, group, C, D]
     parts = by_key.unbind(2) if query.shape[2] > 1 else [by_key.flatten(2, 3)]
@@ -161,7 +162,7 @@ class Engine:
 
     def add(self, owner, ids: list[int], max_new_tokens: int) -> None:
         """Puts a new row into a free slot. If some slot, perhaps this one, holds the keys of all
-        the row's tokens but the last, they are used again.
+        the row's tokens but the last, the new row gets these keys.
         """
         row = Row(owner, list(ids), Turn(max_new_tokens))
         slot = self.rows.index(self.in_state("free")[0])
@@ -170,7 +171,7 @@ class Engine:
         self.rows[slot] = row
 
     def resume(self, row: Row, ids: list[int], max_new_tokens: int) -> None:
-        """Begins the next turn of a waiting row. `ids` are all tokens of the row, now with the
+        """Begins the next turn of a waiting row. `ids` are all tokens of the row, which now end in
         documents or a notice.
         """
         row.ids, row.turn, row.state = list(ids), Turn(max_new_tokens), "live"
@@ -199,8 +200,8 @@ class Engine:
                 self.share(self.donor(row), self.rows.index(row), row)
 
     def prefill(self, rows: list[Row]) -> None:
-        """Computes missing keys in passes of at most `chunk` padded tokens. Each pass takes
-        the rows that miss the most keys, and skips the output head.
+        """Computes missing keys in passes of at most `chunk` tokens, padding included. Each pass
+        takes the rows that miss the most keys, and skips the output head.
         """
         while rows := sorted((row for row in rows if row.missing), key=lambda row: row.missing):
             longest = min(rows[-1].missing, self.chunk)
@@ -208,8 +209,8 @@ class Engine:
             chunks = [row.ids[row.cached : -1][:longest] for row in batch]
             padded = [chunk + [0] * (longest - len(chunk)) for chunk in chunks]
             tokens = torch.tensor(padded, device=self.device)  # [n, C]
-            # Keys of padding are written after the row's cached keys, where they are masked until
-            # they are overwritten; those beyond the slot's end all go to the extra last place.
+            # Keys of padding are written after the row's own keys, where they are masked until they
+            # are overwritten. Those beyond the slot's end all go to the extra last place.
             starts = torch.tensor([[row.cached] for row in batch], device=self.device)  # [n, 1]
             positions = (starts + self.places[:longest]).clamp(max=self.cache.size)  # [n, C]
             slots = torch.tensor([self.rows.index(row) for row in batch], device=self.device)
@@ -243,7 +244,9 @@ class Engine:
             self.rows[a], self.rows[b] = row, displaced
 
     def sample(self, rows: list[Row]) -> list[Row]:
-        """Decodes until a row draws a watched token or fills its turn; returns rows that ended."""
+        """Decodes until a row draws a watched token or reaches the limit of its turn. Returns the
+        rows whose turn is over.
+        """
         tokens = torch.tensor([[row.ids[-1]] for row in rows], device=self.device)  # [n, 1]
         positions = torch.tensor([[row.cached] for row in rows], device=self.device)  # [n, 1]
         deepest, drawn = max(row.cached for row in rows), []
@@ -269,7 +272,7 @@ class Engine:
 
     def draw(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples from logits [n, V]: returns a token for each row and its log-prob, [n, 1] each.
-        The log-prob is that of the full distribution, before top_p.
+        The log-prob is taken after the temperature and before top_p.
         """
         scores = logits.float() / (self.temperature or 1.0)
         if not self.temperature:
@@ -306,8 +309,8 @@ class Engine:
 
 
 def pick(probabilities: torch.Tensor) -> torch.Tensor:
-    """Draws an index for each row of `probabilities` [n, V]; returns them as [n, 1]. On a CPU it is
-    the first index whose cumulative probability exceeds a uniform random number.
+    """Draws an index for each row of `probabilities` [n, V]; returns the indices [n, 1]. On a CPU,
+    a row's index is the first whose cumulative probability exceeds a uniform random number.
     """
     if probabilities.device.type != "cpu":  # CUDA's cumsum is not deterministic; MPS has no float64
         # On a CPU this would be 2 to 10 times slower than the lines below.

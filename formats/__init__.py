@@ -1,1 +1,1 @@
-"""Reads files in many layouts (entry points: data.load_questions, data.load_corpus)."""
+"""Reads questions and documents in many layouts; reads and writes the files of a run."""

@@ -1,15 +1,15 @@
 """Detects damaged folders: manifest.json has the step, file sizes, and the sha256 of small files.
 
-    written_whole   writes a folder under another name, forces it to the disk, adds the manifest
+    written_whole   writes a folder under another name, adds the manifest, forces both to the disk
                     and renames the folder
     wrong_with      returns "" if a folder agrees with its manifest, else the first difference
 
 If the process is killed, the folder is complete or does not exist. After a power cut, a disk error
 or a careless command, files may be truncated, zeroed or exchanged, so a folder is checked before it
 is read. A large file has no sha256, because all processes would wait while it is computed (a 7B
-checkpoint has 85 GB). Instead its size is compared, and the header of a safetensors file must be
-readable and cover the whole file. Left out: bytes that change inside a large file, and a signature
-of the writer.
+checkpoint has 85 GB). Only its size is compared; if it is a safetensors file, its header must also
+be readable, and its tensors must end where the file ends. Left out: bytes that change inside a
+large file, and a signature of the writer.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def seal(folder: Path, step: int | None) -> None:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Returns all files of the folder except the manifest."""
+    """Returns all files in the folder and its subfolders, except those named manifest.json."""
     return sorted(p for p in folder.rglob("*") if p.is_file() and p.name != NAME)
 
 
@@ -72,7 +72,7 @@ def digest(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Forces a file or folder onto the disk. Else a power cut could leave a name without bytes."""
+    """Forces a file or folder onto the disk. A power cut could otherwise leave an empty file."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -105,8 +105,8 @@ def wrong_with(folder: Path, step: int | None = None) -> str:
 
 
 def has_whole_header(path: Path) -> bool:
-    """Returns whether the tensors in the header of a safetensors file end where the file ends;
-    `safe_open` checks this. Any other file counts as whole.
+    """Returns whether the tensors that the header of a safetensors file lists end where the file
+    ends; `safe_open` checks this. Any other file counts as whole.
     """
     with contextlib.suppress(SafetensorError):
         if path.suffix == ".safetensors":

@@ -49,8 +49,8 @@ class Arm:
 
 
 SHORT = {"steps": 30}
-# Three passages are retrieved. The extractive summariser shows the best one; with RAW the policy
-# reads all three.
+# Three passages are retrieved. The extractive summariser shows at most the best one; with RAW the
+# policy reads all three.
 WEAK = {"toy_init": "weak", "documents_per_search": 3, "document_tokens": 64}
 PACE = {  # learning rate and batch size of EVERYTHING, the base of the tiny stage 2
     "lr": EVERYTHING["lr"],
@@ -59,8 +59,8 @@ PACE = {  # learning rate and batch size of EVERYTHING, the base of the tiny sta
 WEAK_1 = WEAK | PACE | {"steps": 25}
 WEAK_2 = WEAK | PACE | {"questions_per_step": 16, "mix": EVERYTHING["mix"]}
 WEAK_30, WEAK_55 = WEAK_2 | SHORT, WEAK_2 | {"steps": 55}
-# UR² C.7: in the first steps, the 7B model earns stage 2's reward and a bonus for searching. The 3B
-# model also gets −1 for not searching; FINED is this −1 without the bonus.
+# UR² C.7: in the first steps, the 7B model earns stage 2's reward and a bonus for searching. So
+# does the 3B model, and its format term is −1 if it does not search. FINED has this −1, no bonus.
 CHOICE = WEAK | {"steps": 40, "reward": "ur2_weak"}
 NO_BONUS = {"reward": "ur2_stage2"}
 FINED = {"reward_variant": "qwen_3b", "left_out": "retrieval"}
@@ -70,9 +70,9 @@ WORDY = {"toy_init": "verbose"}
 WORDED = WORDY | SHORT | {"reworded": 0.7}
 RARE_1 = PACE | {"toy_init": "rare", "steps": 16}
 RARE_30, RARE_46 = RARE_1 | SHORT, RARE_1 | {"steps": 46}
-# When to Search. The tiny stage 1 has lr / trajectories_per_update = 3e-4 / 64, a third of stage
-# 2's 5e-4 / 32. At a higher ratio stage 1 teaches the model to search for every known fact too.
-# RARE_1 has stage 2's ratio: no claim about its arms counts searches for known facts.
+# When to Search. The tiny stage 1 has lr / trajectories_per_update = 3e-4 / 64, about a third of
+# stage 2's 5e-4 / 32. At a higher ratio stage 1 teaches the model to search for every known fact
+# too. RARE_1 may have stage 2's ratio, because no claim about its arms counts such searches.
 WHEN_1 = {"toy_init": "weak", "steps": 8}
 WHEN_30 = WHEN_1 | SHORT
 GRPO = {"algorithm": "grpo"}
@@ -215,7 +215,7 @@ NUMBERS = {
     "MORE": Number("look-up searches", score("searches"), 0.1),
     "FEWER": Number("look-up searches", score("searches"), 0.1, sign=-1),
     "KNOWN": Number("searches, known facts", score("searches", "known"), 0.1, sign=-1),
-    "EARLY": Number("look-up searches, steps 16 to 30", curve(SEARCHES, slice(16, 30)), 0.1),
+    "EARLY": Number("look-up searches, steps 16 to 29", curve(SEARCHES, slice(16, 30)), 0.1),
     "SUMS": Number("EM of look-ups and sums", score("em", "one_hop two_hop arithmetic")),
     "REWARD": Number("reward, stage 2", curve("reward")),
     "LENGTH": Number("tokens per response, stage 2", curve("model_tokens"), 1.0),
@@ -230,12 +230,12 @@ NUMBERS = {
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of a paper about the number of two arms. With a `margin` above 0 it claims that the
-    arms are equal within the margin.
+    """A claim of a paper that compares two arms by a number. With a `margin` above 0 it claims that
+    the arms are equal within the margin.
     """
 
     place: str  # in the paper
-    better: str  # the arm with the larger number, or with the smaller one if number.sign is −1
+    better: str  # the arm claimed to have the larger number, or the smaller if number.sign is −1
     worse: str
     number: Number
     worlds: int  # number of worlds in the final runs
@@ -340,7 +340,9 @@ Results = dict[tuple[str, int], dict]  # (arm, world) -> its result.json
 
 
 def values(claim: Claim, results: Results, seeds: Iterable[int]) -> list:
-    """Returns (number of the better arm, of the worse) for each world where both have results."""
+    """Returns (number of the better arm, number of the worse arm) for each of the worlds `seeds` in
+    which both have results.
+    """
     number, pairs = claim.number, []
     for seed in seeds:
         one, other = (results.get((arm, seed)) for arm in (claim.better, claim.worse))

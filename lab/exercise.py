@@ -6,8 +6,9 @@
     python -m lab.exercise show 3      prints the original
 
 `check` runs tests/referee.py in a separate process and changes no file. It exits with 0 if all
-tests pass; with 1 if one fails, after printing what the first such test expected and got, or its
-error; and with 2 if the file cannot be tested, or the tests take longer than 20 seconds.
+tests pass. If one fails, it prints what the first such test expected and got, or its error, and
+exits with 1. If the file cannot be tested, or the tests take longer than 20 seconds, it exits
+with 2.
 """
 
 import ast
@@ -27,16 +28,16 @@ SECONDS = 20  # time limit of the tests of one exercise
 COLUMNS = "name module functions tests chosen unused worked".split()
 # A hole is one exercise: functions whose bodies are removed. `tests` names the file of their tests,
 # and `chosen` selects tests in it (pytest -k). `unused` are modules that only other tests of that
-# file need. `worked` is an example or a formula that the docstring does not have.
+# file need. `worked` is an example or a formula that the function's docstring does not have.
 TABLE = """
 mask_of_a_turn | trajectory | Trajectory.append_model Trajectory.append_environment
     | turns | the_mask or appended_in | | A sampled token has mask 1 and its log-prob; a token of
     the environment has mask 0 and log-prob 0.0. Worked: a turn of 3 tokens, a document of 2 and a
     turn of 1 have the mask [1, 1, 1, 0, 0, 1].
 stop_rule | rollout | StopRule.reason
-    | turns | why_a_turn or eos_ends | | Worked, with one token per letter: "</search" gives None,
-    "</search>" gives "query", three letters with max_new_tokens 3 give "length", and the token that
-    ends the text gives "eos".
+    | turns | why_a_turn or eos_ends | | Worked, with one token per character: "</search" gives
+    None, "</search>" gives "query", three characters with max_new_tokens 3 give "length", and the
+    token that ends the text gives "eos".
 bm25_idf | retriever | inverse_document_frequencies
     | retriever | scores_worked or quarter_of or shares_more | conftest | The result is an
     array [terms]: idf = ln((N − n_t + 0.5) / (n_t + 0.5)), or epsilon · mean idf where it is < 0.
@@ -94,8 +95,9 @@ def originals(hole: SimpleNamespace) -> Iterator[tuple[ast.FunctionDef, list[str
 
 
 def stub(hole: SimpleNamespace) -> str:
-    """Returns the text of a new exercise file: an import of the names that the original uses from
-    its module, then its signature and docstring, and `raise NotImplementedError` as its body.
+    """Returns the text of a new exercise file: a docstring with the name and `worked`; an import of
+    the names that the originals use from their module; and the signature and docstring of each
+    original, with `raise NotImplementedError` as its body.
     """
     table = symtable.symtable(source(hole), "", "exec").get_symbols()
     bound = {symbol.get_name() for symbol in table if symbol.is_imported() or symbol.is_assigned()}
@@ -130,7 +132,7 @@ def check_file(hole: SimpleNamespace, path: Path) -> None:
 
 
 def check(hole: SimpleNamespace, path: Path) -> int:
-    """Runs the tests of a hole with the functions of the file, and returns the exit status."""
+    """Runs the tests of a hole with the functions of the file. Returns the referee's exit code."""
     check_file(hole, path)
     command = [sys.executable, ROOT / "tests" / "referee.py", path, hole.module, hole.functions]
     try:

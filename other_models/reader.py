@@ -5,9 +5,8 @@
 R-Search eq. 4 rewards the F1 of the reader's answer: evidence is good if a model other than its
 writer can answer from it. The reader is frozen and reads only the question and the evidence box; in
 the paper it belongs to another model family than the policy. It decodes greedily, except in an
-evaluation with --decoding paper, where all models sample with the same settings (appendix A.3). If
-there is no evidence, the reader is not asked and its answer is ""; if it does not reply, its answer
-is also "".
+evaluation with --decoding paper, where all models sample at the same temperature (appendix A.3).
+The reader's answer is "" if there is no evidence (then it is not asked) or if it does not reply.
 """
 
 import re
@@ -35,9 +34,8 @@ def reader_text(question: Question, evidence: str, layout: str = LAYOUT) -> str:
 
 def read_answer(reply: str | None, whole: bool = False) -> str:
     """Returns the last <answer> box, else the last \\boxed{...}, else the first line, without a
-    label such as "Answer:". With `whole`, as in R-Search's eq. 4, the whole reply is the answer:
-    then "Rome" and a reason of nine other words have F1 2 / (10 + 1) = 0.18 for the accepted answer
-    "Rome".
+    label such as "Answer:". With `whole`, as in R-Search's eq. 4, the whole reply is the answer. If
+    "Rome" is accepted, a reply of "Rome" and nine other words then has F1 2 / (10 + 1) = 0.18.
 
     >>> read_answer("**Answer:**\\nNorland\\nas told"), read_answer("<answer> Norland </answer>!")
     ('Norland', 'Norland')
@@ -56,8 +54,8 @@ def read_answer(reply: str | None, whole: bool = False) -> str:
 def reader_answers(
     llm, pairs: list[tuple[Question, str | None]], whole=False, sampling=()
 ) -> list[str]:
-    """Returns the reader's answer for each pair (question, evidence), "" for a pair without
-    evidence, which is not sent. `whole`: see `read_answer`; `sampling`: see `add_reader`.
+    """Returns the reader's answer for each pair (question, evidence). A pair without evidence is
+    not sent, and its answer is "". `whole`: see `read_answer`; `sampling`: see `add_reader`.
     """
     given = {i: pair for i, pair in enumerate(pairs) if (pair[1] or "").strip()}
     custom = llm.instruction  # from --prompt_file; with gaps it is the whole message
@@ -68,14 +66,16 @@ def reader_answers(
 
 
 def readings_of(trajectories: list[Trajectory], reader, whole: bool) -> list[str]:
-    """Returns the reader's answers. Evidence without any search is invented, so it is not read."""
+    """Returns the reader's answers. Without a search that succeeded, the policy has invented its
+    evidence, which is then not read.
+    """
     pairs = [(t.question, t.evidence if t.executed else None) for t in trajectories]
     return reader_answers(reader, pairs, whole)
 
 
 def add_reader(records: list[dict], llm, sampling=()) -> list[dict]:
-    """Adds to each record the reader's answer from the evidence alone and its scores, as R-Search
-    does when it evaluates the policy as a search tool.
+    """Adds to each record the reader's answer from the evidence alone, and the answer's EM and F1.
+    R-Search evaluates the policy as a search tool in this way (section 5.1).
 
     sampling   (temperature, top_p) of the reader; () decodes greedily
     """

@@ -1,1 +1,1 @@
-"""Saves time and memory: packed rows, LoRA, sharding. policy.py, ppo.py and update.py use it."""
+"""Saves time and memory in training: packed rows, LoRA, sharding."""

@@ -6,9 +6,10 @@
 
 zero2 and fsdp2 are PyTorch's `fully_shard`, which gathers weights inside `forward`; all processes
 must take part in this. Sharding has three consequences:
-  * A process that makes one more pass than the others would wait in vain, so
+  * A process that makes one more pass than the others would wait in vain, so in training
     `packing.micro_batches` gives all processes the same number of passes.
-  * Sampled texts have different lengths, so sampling uses a whole copy of the policy (sampling.py).
+  * Sampling needs a pass per token, and processes sample texts of different lengths. So each
+    process samples with a whole copy of the policy (engines/sampling.py).
   * A shard is useless alone, so checkpoints hold whole tensors.
 Left out: DeepSpeed, weights kept on the CPU, sharded 8-bit moments, sharded LoRA.
 """
@@ -36,7 +37,8 @@ def asked_for() -> str:
         return "ddp"
     if variables.get("FSDP_VERSION") != "2":
         raise InputError("FSDP 1 is not supported: set fsdp_version: 2, as in configs/fsdp2.yaml")
-    # Trap: if this is on, transformers loads weights in process 0 only; the others stay random.
+    # Trap: if this is on, transformers loads weights in process 0 only; those of the other
+    # processes stay random.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     return "zero2" if variables.get("FSDP_RESHARD_AFTER_FORWARD") == "false" else "fsdp2"
 
@@ -53,8 +55,8 @@ def check_shardable(optimizer: str, lora_rank: int) -> None:
 
 
 def check_alike(model: nn.Module, checkpoint: str) -> None:
-    """Checks that all processes start from the same weights and the checkpoint of the same name,
-    because machines without a shared folder may have different files.
+    """Raises an InputError if the processes start from different weights, or resume checkpoints of
+    different names: machines without a shared folder may have different files.
     """
     if rank_of("WORLD_SIZE", 1) > 1:
         total = sum(int(p.detach().flatten().view(torch.uint8).sum()) for p in model.parameters())
@@ -87,14 +89,14 @@ def in_parts(model: nn.Module) -> bool:
 
 
 def cut(model: nn.Module) -> None:
-    """Reshards the weights: a forward pass that no backward pass follows leaves them gathered."""
+    """Reshards the weights: a forward pass without a backward pass leaves weights gathered."""
     for part in filter(in_parts, model.modules()):
         part.reshard()
 
 
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Gathers the weights in the main process; the others get {}. All processes must call this and
-    the three functions below.
+    """Returns all weights in the main process, and {} in the others. All processes must call this
+    and the three functions below.
     """
     return states.get_model_state_dict(model, options=FULL)
 
@@ -104,8 +106,8 @@ def load_weights(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
 
 
 def whole_moments(model: nn.Module, optimizer) -> dict:
-    """Returns Adam's moments, gathered if they are sharded. The keys of sharded moments are names
-    of weights, those of others are numbers.
+    """Returns Adam's moments, gathered if they are sharded. Gathered moments have the names of
+    weights as keys; moments that were not sharded have numbers.
     """
     if in_parts(model):
         return states.get_optimizer_state_dict(model, optimizer, options=FULL)
@@ -115,7 +117,7 @@ def whole_moments(model: nn.Module, optimizer) -> dict:
 def load_moments(model: nn.Module, optimizer, state: dict) -> None:
     if in_parts(model) != any(isinstance(name, str) for name in state["state"]):
         raise InputError(
-            "--resume: Adam's moments were saved under ddp and cannot be sharded now, or the other"
+            "--resume: Adam's moments were saved under ddp and this run is sharded, or the other"
             " way round: use the configuration that saved them, or start a new run with --model"
         )
     if in_parts(model):

@@ -110,7 +110,7 @@ def test_each_long_command_is_prepared_before_torch_is_imported(start):
     "seconds, expected",
     [
         ([1, 2, 3, 4, 5, 15], None),  # the median is 3
-        ([1, 2, 3, 4, 5, 15.1], "step 5 took 15 s, the first five 3 s each"),
+        ([1, 2, 3, 4, 5, 15.1], "step 5 took 15 s, the first five 3 s (median)"),
         ([1, 1, 1, 1, 1, 6, 1], None),
         ([1, 1, 1, 1, 1, 6, 7], None),  # only the first slow step gets a line
         ([9, 1, 1], None),

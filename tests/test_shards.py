@@ -203,7 +203,7 @@ def test_sharded_processes_save_complete_checkpoints_and_resume_from_them(start,
     )
     assert not torch.equal(logprobs, first)
     torch.testing.assert_close(logprobs, alone, atol=1e-3, rtol=0)
-    with pytest.raises(InputError, match="cannot be sharded now, or the other way round"):
+    with pytest.raises(InputError, match="this run is sharded, or the other way round"):
         train(str(unbroken), 3, 1, tmp_path / "never")
 
 
