@@ -11,9 +11,10 @@
 
     total = Σ weight · loss (update.py),    Σ weight = 1 over the global batch of one update
     weight of a model token, by --loss_aggregation:
-    "sequence" (GRPO, UR² eq. 3)    1 / (model tokens of the trajectory) / (trajectories with any)
+    "sequence" (GRPO, UR² eq. 3)    1 / (model tokens of the trajectory) / (trajectories)
     "token" (DAPO; the critic)      1 / (model tokens of the whole batch)
     "question" (When to Search)     1 / (model tokens of the question's group) / (questions)
+    trajectories and questions without model tokens are not counted
 
     If the sampler μ differs from π_old, for example as a bf16 copy or a server (--mismatch):
     ρ = π_old(a) / μ(a),    loss = w(ρ) · loss, see `mismatch_weights`
@@ -25,7 +26,7 @@ file, and REINFORCE++ also uses the whitening. GAE goes from each model token to
 skips the documents between them, which the critic still reads as context.
 Left out: the dual clip of verl's default (none of the papers has it), a network shared by policy
 and critic, an entropy bonus, a second epoch, early stopping, reward scaling; and verl's "bypass"
-mode for a different sampler, which takes μ as π_old, so that it clips the ratio π/μ.
+mode, which takes the sampler's μ as π_old and so clips the ratio π/μ.
 """
 
 import torch
@@ -62,9 +63,9 @@ def clipped_surrogate(
     Worked, clip_low 0.2, clip_high 0.3: ratio 1.25, A 1 -> −1.25; ratio 1.35, A 1 -> −1.30;
     ratio 0.75, A −1 -> 0.8; ratio 4, A −1 -> 4.0.
     """
-    # Why is the ratio often exactly 1? In the first update after a rollout π is still π_old, so the
-    # gradient is A ∇log π, the plain policy gradient. Only if a step makes several updates does
-    # the ratio differ from 1, from the second update on.
+    # Why is the ratio often 1? In the first update after a rollout π is still π_old, so the
+    # gradient is A ∇log π, the plain policy gradient. Apart from rounding, the ratio differs from 1
+    # only from the second update of a step on.
     ratio = torch.exp(logprobs - old_logprobs)  # [B, T]
     unclipped = ratio * advantages  # [B, T]
     clamped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages  # [B, T]
@@ -79,16 +80,16 @@ def mismatch_weights(batch, mode: str) -> Tensor:
     bound in MISMATCH, and Π ρ_t is the product over the row's n model tokens.
 
     token           w = min(ρ_t, C)                           biased; its variance is small
-    sequence        w = min(Π ρ_t, C)                         unbiased as C grows
+    sequence        w = min(Π ρ_t, C)                         its bias vanishes as C grows
     mask            w = ρ_t if 1/C ≤ ρ_t ≤ C, else 0
-    sequence_mask   w = Π ρ_t if Π ρ_t ≤ C, else 0            unbiased as C grows
+    sequence_mask   w = Π ρ_t if Π ρ_t ≤ C, else 0            its bias vanishes as C grows
     row             w = 1 if 0.999 ≤ (Π ρ_t)^(1/n) ≤ 1.001, else 0
 
-    A masked token has ρ = 1 and w = 1. The logarithm of what is compared with the bounds (ρ_t, the
-    product or the geometric mean) is clamped to ±20.
-    Worked: a row has two model tokens with ρ 0.8 and 4, and then a masked token. The product is
-    3.2, its square root 1.79. The weights are: token [0.8, 2, 1], sequence [2, 2, 1], mask
-    [0.8, 0, 1], sequence_mask and row [0, 0, 1].
+    A token with response_mask 0 counts as ρ = 1 and has w = 1. The logarithm of what is compared
+    with the bounds (ρ_t, the product or the geometric mean) is clamped to ±20.
+    Worked: a row has two model tokens with ρ 0.8 and 4, and then a token with response_mask 0. The
+    product is 3.2, its square root 1.79. The weights are: token [0.8, 2, 1], sequence [2, 2, 1],
+    mask [0.8, 0, 1], sequence_mask and row [0, 0, 1].
     Source: verl's rollout correction, where mask is called token_k1 and row is called seq_mean_k1,
     with bounds on 1/ρ. TRL has the first four modes.
     """
@@ -106,8 +107,8 @@ def mismatch_weights(batch, mode: str) -> Tensor:
 
 
 def trained_tokens(batch) -> Tensor:
-    """Returns response_mask [B, T] without the tokens whose mismatch weight is 0. These tokens do
-    not count in the denominators of the loss means, as in verl; in TRL they count.
+    """Returns response_mask [B, T] without the tokens whose mismatch weight is 0. Such
+    tokens do not count in the denominators of the loss means, as in verl; in TRL they count.
     """
     if batch.mismatch_weights is None:
         return batch.response_mask
@@ -246,8 +247,8 @@ class Critic(nn.Module):
     """Computes the values V(s_t), where s_t is the state before tokens[:, t + 1] is chosen.
 
     The backbone is a copy of the policy's, because in a shared one the losses of policy and critic
-    would interfere. The head starts at 0, so all values are 0 in the first step, and with λ = 1 its
-    advantages are whitened returns, as in REINFORCE++.
+    would interfere. The head starts at 0, so all values are 0 in the first step; with λ = 1 the
+    advantages of this step are whitened returns, as in REINFORCE++.
     """
 
     def __init__(self, backbone: nn.Module):

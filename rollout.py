@@ -154,8 +154,9 @@ def check_prompts(questions: list[Question], environment: Environment, policy) -
         if shows_all:
             text = "".join(question_values(question, "").values())
         kind = question.task, question.may_search
-        # Building every prompt would take long. A token has at least one byte, so `most` is an
-        # upper bound on the prompt's tokens. The prompt is built only if `most` is too large.
+        # Building every prompt would take long. `most` is an upper bound on this prompt's tokens:
+        # those of the first prompt of its kind, and one for each byte of its own text. The prompt
+        # is built only if `most` is too large, or if it is the first of its kind.
         most = of_kind.get(kind, context) + copies * len(text.encode(errors="replace"))
         if most + ANSWER_TOKENS > context:
             prompt = build_prompt(protocol, question, environment.tokenizer)
@@ -273,8 +274,8 @@ def end_ids(policy, tokenizer) -> set[int]:
 @contextlib.contextmanager
 def plain_generation(policy, eos_ids: set[int], pad_id: int):
     """Removes the checkpoint's generation defaults inside the context. Trap: `generate` would use
-    them for every argument that is not given (such as top_k=20), and would then sample from another
-    distribution than the one that is trained.
+    them for every argument that is not given (such as repetition_penalty=1.05), and would then
+    sample from another distribution than the one that is trained.
     """
     model = getattr(policy, "language_model", policy)
     defaults = model.generation_config
@@ -420,8 +421,8 @@ class Environment:
     def append_result(
         self, row: Trajectory, query: str, result: SearchResult, seconds: float = 0.0
     ) -> None:
-        """Appends the documents, the summary or an error text, cut to the token budget, and a
-        notice if it is the fallback; records the search.
+        """Appends what a search found, cut to the token budget: documents, a summary, the fallback
+        or an error text. After a fallback, also appends a notice. Records the search.
         """
         protocol, budget = self.protocol, self.frame_tokens + self.document_token_budget(row)
         shown = protocol.error_text if result.error else result.text
@@ -484,7 +485,7 @@ def call_search(
     thread.join(timeout)
     hanging.append(thread)
     outcome = outcomes[0] if outcomes else TimeoutError(f"no answer within {timeout:g} s")
-    if isinstance(outcome, InputError):  # only the user can repair it: a wrong address
+    if isinstance(outcome, InputError):  # only the user can repair it, such as a wrong address
         raise outcome
     if isinstance(outcome, list):
         return outcome

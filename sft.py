@@ -4,14 +4,14 @@
                                                      0 on the prompt and on inserted text
 
 RL masks the same tokens, because a model trained to write documents learns to invent them. Tokens
-that would teach an unwanted habit can be masked too: in most traces with a search, the built-in
-world masks the token that decides to search, so the model practises reading while searching stays
-rare.
+that would teach an unwanted habit can be masked too. For example, in most traces with a search the
+built-in world masks the token that decides to search: the model practises reading, while searching
+stays rare.
 
-Every example ends in EOS (if the tokenizer has one), so the model learns to stop. Examples
-are packed, as in an update (scale/packing.py): a batch of 64 in the warm-up has 4,660 positions
-with padding, but only 1,860 of them are computed. The same examples in the same order give the same
-weights on the same machine. Left out: several processes.
+`example_of` ends a text in EOS (if the tokenizer has one), so that the model learns to stop.
+Examples are packed, as in an update (scale/packing.py): a batch of 64 in UR²'s warm-up has about
+4,600 positions with padding, but only about 1,850 are computed. The same examples in the same order
+give the same weights on the same machine. Left out: several processes.
 """
 
 import math
@@ -54,7 +54,7 @@ class Example:
 
 
 def example_of(prompt: list[int], pieces: Sequence[tuple[str, bool]], tokenizer) -> Example:
-    """Returns a prompt, the pieces (text, imitate) after it, and EOS as an example. Each piece is
+    """Returns an example: the prompt, then the pieces (text, imitate), then EOS. Each piece is
     encoded alone, as in the rollout; otherwise a token could span a turn and the next documents.
     """
     ids = list(prompt)
@@ -84,8 +84,8 @@ def sft_loss(policy: Policy, tokens: Tensor, mask: Tensor) -> Tensor:
 
 
 def sft_lr_factor(step: int, settings: SFTSettings) -> float:
-    """Returns the factor of the learning rate: linear warm-up, constant, linear decay to 0. Worked:
-    10 steps, warmup_steps 2, decay_from 0.6: 1/2 1 1 1 1 1, then 1 3/4 1/2 1/4.
+    """Returns the factor of the learning rate: linear warm-up, constant, linear decay towards 0.
+    Worked: 10 steps, warmup_steps 2, decay_from 0.6: 1/2 1 1 1 1 1, then 1 3/4 1/2 1/4.
     """
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
@@ -123,8 +123,9 @@ class Muon(torch.optim.Optimizer):
 
 def orthogonalize(matrices: Tensor) -> Tensor:
     """Returns U diag(s) Vᵀ for each matrix U diag(σ) Vᵀ in [n, rows, columns]. Five Newton-Schulz
-    steps x ← 3.4445 x − 4.775 x³ + 2.0315 x⁵ act on all singular values at once; they start at
-    x = σ / (norm of the matrix) and end at s. If x ≥ 0.02 at the start, s is between 0.68 and 1.14.
+    steps x ← 3.4445 x − 4.775 x³ + 2.0315 x⁵ act on all singular values at once. Each starts as
+    x = σ / (norm of the matrix) and ends as s. If it starts at 0.02 or more, s is between 0.68 and
+    1.14.
     Worked: σ = 0.01, 0.6, 0.8 → s = 0.70, 0.72, 1.12.
     """
     wide = matrices.shape[1] <= matrices.shape[2]
@@ -139,9 +140,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 def optimizers_of(policy: Policy, settings: SFTSettings) -> dict[torch.optim.Optimizer, float]:
-    """Returns {optimizer: learning rate}. In the built-in warm-up, Muon needs 0.7 times as many
-    steps as AdamW.
-    """
+    """Returns {optimizer: learning rate}."""
     matrices = {}
     if settings.muon_lr:
         layers = policy.language_model.base_model.layers

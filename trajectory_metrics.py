@@ -1,9 +1,8 @@
 """Metrics of trajectories, for training and evaluation: answers, searches, tokens.
 
-Training logs the means of some metrics (train.LOGGED). An evaluation writes the metrics of each
-trajectory beside its prediction and prints some of them (plumbing.report.COLUMNS). No gradient
-depends on them. The README does not list this file under "The path", because it imports papers.py
-for each paper's punctuation and format.
+Training logs the means of some metrics (train.LOGGED). An evaluation writes those in
+plumbing.report.COLUMNS beside each prediction, and prints the means of some. No gradient depends on
+them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -56,8 +55,9 @@ def paper_metrics(t: Trajectory, em: float) -> dict[str, float]:
 
 def search_metrics(t: Trajectory) -> dict[str, float]:
     """Returns metrics of searching. `queries` counts the end tags of queries that the model wrote,
-    including `rejected` queries, and `searches` counts those that were run (UR² Table 10).
-    `repeated` counts searches whose words an earlier search had. `failed_rows` is 1 if one failed.
+    `searches` those that were run, `rejected` those that the environment or a server rejected.
+    `successful` counts the searches that found something (#R in UR² Table 10), `repeated` those
+    with the same words as an earlier one. `failed_rows` is 1 if a search failed.
     """
     queries = [tuple(tokenize(search.query)) for search in t.searches]
     numbers = {
@@ -106,8 +106,9 @@ def token_metrics(t: Trajectory, tokenizer) -> dict[str, float]:
     `compression` is the mean of retrieved / shown over these searches: if 10 tokens become 5 and 90
     become 10, it is (2 + 9) / 2 = 5.5. The ratio of the means would be 100 / 15 = 6.67; UR²
     appendix B.6 gives such a ratio of means, 11,346 / 761 = 14.91.
-    For a thinking model, `thinking` counts the tokens of its thoughts, which are part of `written`.
-    `unfinished` counts the thoughts without an end tag: one in <think>a b</think> <think>c.
+    For a thinking model, `thinking` counts the tokens of its thoughts. `written` counts them too,
+    except a <think> at the end of the prompt. `unfinished` counts the thoughts without an end tag:
+    one in <think>a b</think> <think>c.
     """
     numbers = {"written": float(sum(t.response_mask))}
     ratios = []
@@ -128,7 +129,7 @@ def token_metrics(t: Trajectory, tokenizer) -> dict[str, float]:
 
 def split_thought(text: str, inside: bool = False) -> tuple[str, str, bool]:
     """Splits a turn into (thoughts, the rest, whether a thought is still open at the end). All text
-    before the last </think> belongs to the thoughts, and so does a later <think> without an end.
+    before the last </think> belongs to the thoughts, and so does all text from a later <think> on.
 
     inside   whether a thought is still open from an earlier turn
     >>> split_thought("<think>Kelmouth?</think> Norland")
@@ -185,8 +186,8 @@ def documents_of(t: Trajectory) -> set[Document]:
 
 def gold_recall(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Returns the share of questions for which a retrieved document contains a gold answer. Only
-    open questions with a search count, and not those whose gold answers are all yes or no; if no
-    question counts, {} is returned.
+    open questions with a search count, and only if a gold answer is neither yes nor no. Returns {}
+    if no question counts.
     """
     recalled = {}  # (question id, gold, ...) -> whether a document in any trajectory has a gold
     for t in trajectories:

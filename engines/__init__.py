@@ -1,1 +1,1 @@
-"""Faster ways to sample than `generate`: slots, a bf16 copy of the policy, vLLM servers."""
+"""Faster ways to sample than HF `generate`: slots, a bf16 copy of the policy, vLLM servers."""

@@ -6,9 +6,10 @@
     python -m lab.difficulty --model DIR --data FILE --corpus FILE --out difficulty.jsonl
     python -m lab.difficulty --from_rollouts FILE --out difficulty.jsonl     published answers
 
-curriculum.py defines UR²'s buckets, `bucket_of_first_success` those of --scheme r1_searcher. The
-other flags are the settings of a run that eval.py has too, but the default temperature is 1. If the
-command is interrupted, repeating it continues after the last finished batch.
+--scheme chooses the rule for buckets: curriculum.py defines that of UR², `bucket_of_first_success`
+that of R1-Searcher. The flags for settings of a run are those of eval.py, with the same defaults,
+except that --temperature is 1. If the command is interrupted, repeating it continues after the last
+finished batch.
 """
 
 import zlib
@@ -35,8 +36,8 @@ AT_ONCE = 16  # questions per batch; a batch has one seed
 
 
 def bucket_of_first_success(scores: Sequence[float]) -> str:
-    """Buckets as R1-Searcher does: "easy" if one of the first 9 rollouts has the full score,
-    "medium" if one of the first 20 has it, else "hard".
+    """Returns the bucket by R1-Searcher's rule: "easy" if one of the first 9 rollouts has the full
+    score, else "medium" if one of the first 20 has it, else "hard".
 
     >>> bucket_of_first_success([0, 0, 1, 0]), bucket_of_first_success([0] * 9 + [1])
     ('easy', 'medium')

@@ -1,7 +1,7 @@
-"""Saves and restores checkpoints: a model's directory as Hugging Face loads it, with trainer.pt.
+"""Saves and restores checkpoints: folders that `from_pretrained` can load, each with trainer.pt.
 
-trainer.pt   step, the optimizer's moments; with LoRA the matrices A and B; with PPO the critic and
-             its optimizer's moments
+trainer.pt   the number of finished steps; the moments of the policy's optimizer; with LoRA the
+             matrices A and B; with PPO the critic and its optimizer's moments
 """
 
 import contextlib
@@ -40,8 +40,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 
 def lock_stages(stages: list[Settings]):
     """Locks the folders of several stages until the returned locks are dropped, so that no other
-    run renames a stage's folder while another stage is trained. Only the main process does this;
-    the other processes lock a stage's folder in `Run.open`.
+    run renames one of them while another one is trained. Only the main process does this; the
+    other processes lock a stage's folder in `Run.open`.
     """
     if os.environ.get("RANK", "0") == "0" and len(stages) > 1:
         return [locked(stage_folder(settings)) for settings in stages]
@@ -49,11 +49,12 @@ def lock_stages(stages: list[Settings]):
 
 @contextlib.contextmanager
 def as_command(settings: Settings) -> Iterator[None]:
-    """Surrounds the training of one stage in a command: prints the stage's settings before it, and
-    after it the stage's folder or, if a signal ended it, the path of the last checkpoint.
+    """Surrounds the training of one stage in a command. Prints the stage's settings before it, and
+    after it the stage's folder (not in a dry run). If a signal ends the training, prints the path
+    of the last checkpoint instead, and exits with 128 + the signal's number.
     """
-    # The accelerator prints in one process only. Trap: if PartialState() were created before it,
-    # ACCELERATE_USE_CPU would be ignored.
+    # The accelerator prints in one process of each machine. Trap: if PartialState() were created
+    # before the accelerator, ACCELERATE_USE_CPU would be ignored.
     print_once, folder = make_accelerator(settings).print, stage_folder(settings)
     check_output(folder / "settings.json", "--output_dir")
     files = "" if settings.dry_run else f"\n  (all of them: {folder}/settings.json)"
@@ -95,8 +96,8 @@ def open_run(run: Run, state: TrainState) -> int:
 
 
 def check_room(run: Run, state: TrainState) -> None:
-    """Checks that the disk has room for the weights and Adam's two moments. It is called before the
-    run and before each save.
+    """Raises an InputError in the main process if the disk lacks room for a checkpoint: the weights
+    and Adam's two moments. A dry run needs none.
     """
     moments = 8 if state.settings.optimizer == "adamw" else 2
     modules = [state.policy, *filter(None, [state.critic])]
@@ -112,8 +113,8 @@ def check_room(run: Run, state: TrainState) -> None:
 
 
 def save(run: Run, state: TrainState, step: int) -> None:
-    """Saves the state after `step` finished steps, unless it is a dry run or is already saved. If
-    weights are sharded, all processes must call it, because it gathers them.
+    """Saves the state after `step` finished steps, but not in a dry run, and not if this checkpoint
+    exists. If weights are sharded, all processes must call `save`, because it gathers the weights.
     """
     if run.settings.dry_run:
         return
@@ -134,9 +135,10 @@ def save(run: Run, state: TrainState, step: int) -> None:
 
 
 def save_if_due(run: Run, state: TrainState, record: dict) -> None:
-    """Saves a checkpoint if one is due after this step, or if any process got a signal. If a search
-    failed in more than MOST_FAILED of the step's trajectories, the step made no update; the
-    checkpoint then counts only the steps before it, and the run ends on all processes.
+    """Saves a checkpoint if one is due after this step. If any process got a signal, also saves one
+    and ends the run. If a search failed in more than MOST_FAILED of the step's trajectories, the
+    step made no update: the checkpoint counts only the steps before it, and the run ends on all
+    processes.
     """
     step = record["step"]
     if record["failed_rows"] > MOST_FAILED:
@@ -157,19 +159,19 @@ def save_if_due(run: Run, state: TrainState, record: dict) -> None:
 def saved_on_error(run: Run, state: TrainState, step: int) -> Iterator[None]:
     """Saves the finished steps if an error or a signal ends sampling, scoring or an evaluation.
     These change no weights, so the state is still that after the last update. Of several processes
-    only the main one saves; if the weights are sharded, none does, because all would have to.
+    only the main one saves; if weights are sharded, none does, because all would have to take part.
     """
     saves = run.main and (state.accelerator.num_processes == 1 or not in_parts(state.policy))
     try:
         run.may_stop_now = saves
-        if saves and run.signals:  # a signal came while the last checkpoint was being saved
+        if saves and run.signals:  # a signal came during the update, or during a save
             raise_terminated(*run.signals)
         yield
     except (Exception, Terminated):
         run.may_stop_now = False  # another signal must not break the saving
         if step and saves:
             save(run, state, step)
-        if run.signals:  # the error may come from a process that the signal ended before this one
+        if run.signals:  # the signal may have ended another process, which caused this error
             raise_terminated(*run.signals)
         raise
     finally:
@@ -211,8 +213,8 @@ def resume(run: Run, state: TrainState) -> int:
 
 
 def read_state(path: str) -> dict:
-    """Reads trainer.pt. mmap lets 8 processes share one copy of the file in memory, because the
-    moments of a 7B model are 57 GiB. weights_only is set because a pickle could run any code.
+    """Reads trainer.pt. The moments of a 7B model are 57 GiB; with mmap, the processes of a machine
+    share one copy of the file in memory. weights_only is set because a pickle could run any code.
     """
     try:
         trainer_state = torch.load(

@@ -1,9 +1,9 @@
 """Writes the files of a run and its lines on the console. Only the main process writes.
 
-A run may be killed at any moment, so each line of metrics is written at once, and a checkpoint gets
-its final name only when it is complete. Predictions are reused only if the settings, weights,
-questions and documents are the same as before. Files of an earlier run are renamed, never
-overwritten.
+A run may be killed at any moment. So the metrics of a step are written when it ends, and a
+checkpoint gets its final name only when it is complete. Predictions are reused only if the
+settings, weights, questions and documents are the same as before. Files of an earlier run are
+renamed, never overwritten.
 """
 
 import contextlib
@@ -48,8 +48,8 @@ from trajectory import Trajectory, show
 SHOW_EVERY = 5  # steps between decoded trajectories on the console
 TRAINING_HOLDS_IT = "trains in {}: wait for it, end it, or give this run its own --run_name"
 EVALUATION_HOLDS_IT = "writes {}: wait for it, or name another with --out"
-# The locks of this process, by path. The process number in a lock file does not show who holds the
-# lock, because in two containers both processes may have the number 1.
+# The locks that this process holds, by path. The process number in a lock file does not show
+# whether this process holds it: in two containers, two processes may both have the number 1.
 HELD_LOCKS = weakref.WeakValueDictionary()
 
 
@@ -129,10 +129,10 @@ def starting_model(settings: Settings) -> tuple[str, str]:
 
 
 def prompt_sections(settings: Settings, strict: bool = False) -> dict[str, str]:
-    """Parses --prompt_file into {section: text}. It is a folder of files NAME.txt (policy.math.txt
-    is the section policy:math), or one file with a line [NAME] above each text. Text before the
-    first such line is the section policy. `strict` raises an InputError if no section is for a
-    model that this run uses.
+    """Parses --prompt_file into {section: text}. The flag names a folder of files NAME.txt
+    (policy.math.txt is the section policy:math), or one file with a line [NAME] above each text.
+    In one file, text before the first such line is the section policy. `strict` raises an
+    InputError if no section is for a model that this run uses.
     """
     path, texts = Path(settings.prompt_file), {}
     if not settings.prompt_file:
@@ -157,9 +157,9 @@ def prompt_sections(settings: Settings, strict: bool = False) -> dict[str, str]:
 
 
 def prompt_problem(name: str, text: str, settings: Settings) -> str:
-    """Returns what is wrong with a section: an unknown name; no text; a placeholder, such as
-    {question}, that is unknown, or missing from a text that has others; or a tag that the policy's
-    text lacks. Returns "" if nothing is wrong.
+    """Returns the first fault of a section, or "". The faults are: an unknown name; no text; an
+    unknown placeholder; a missing placeholder, such as {question}, in a text that has others; and
+    a missing tag in a text for the policy.
     """
     if name not in SECTIONS:
         return f"unknown; one of {', '.join(SECTIONS)}"
@@ -190,10 +190,10 @@ def settings_text(settings: Settings) -> str:
 
 def locked(folder: Path, kind: int = fcntl.LOCK_EX, holder: str = TRAINING_HOLDS_IT):
     """Locks a folder until the returned file is garbage-collected. Two runs in one folder would mix
-    their lines and prune each other's checkpoints. The main process checks that no process of
-    another run is left (LOCK_EX); then all processes of this run hold the lock (LOCK_SH). An
-    evaluation locks its predictions file in the same way. `holder` is the end of the error message
-    that names the process with the lock.
+    their lines and prune each other's checkpoints. The main process first takes the lock for
+    itself (LOCK_EX), which fails while a process of another run holds it. Then all processes of
+    this run share the lock (LOCK_SH). An evaluation locks its predictions file in the same way. The
+    error message is "process", the number of the process that holds the lock, and `holder`.
     """
     path = folder.with_name(f".{folder.name}.lock")
     if file := HELD_LOCKS.get(path):  # this command, or an earlier run in this process, has it
@@ -238,8 +238,9 @@ class Run:
             self.lock = locked(self.folder, fcntl.LOCK_SH)
 
     def make_folder(self, first_step: int) -> None:
-        """Renames an earlier run's folder, or with --resume removes the steps after the checkpoint
-        from its files. Then writes settings.json and starts the tracker of --report_to.
+        """Renames an earlier run's folder. With --resume, instead removes the steps after the
+        checkpoint from its logs, and renames later checkpoints. Then writes settings.json and
+        starts the tracker of --report_to.
         """
         # Later stages are renamed too, because they started from the run that is replaced.
         stages = sorted(self.folder.parent.glob("stage?")) if not self.settings.resume else []
@@ -307,9 +308,9 @@ class Run:
         append_trajectories(self.folder, trajectories)
 
     def terminate(self, number: int, *_) -> None:
-        """Handles a signal. A dry run, or a run before its first step, ends at once. A main process
-        with unsharded weights saves a checkpoint and ends at once while it samples, scores or
-        evaluates; otherwise the run ends after the step, with a checkpoint. A second Ctrl-C ends
+        """Handles a signal. A dry run, or a run before its first step, ends at once. While the main
+        process samples, scores or evaluates with unsharded weights, it saves the finished steps and
+        ends at once. Otherwise the run ends after the step, with a checkpoint. A second Ctrl-C ends
         the run without saving.
         """
         self.signals.append(number)
@@ -340,11 +341,11 @@ class Run:
 def reusable_records(
     out: Path, made_with: dict, expected: list, key, batch: int, fresh: bool
 ) -> list[dict]:
-    """Returns the records of the predictions file `out` that can be reused, and removes the others
-    from it; the old file is kept under another name. None can be reused if they were made with
-    other settings than `made_with`, or if `fresh` is True. Otherwise records are reused up to the
-    first whose key differs from `expected`, the list of all keys in order. A batch is sampled with
-    one seed, so only whole batches are reused.
+    """Returns the records of the predictions file `out` that can be reused. If it has others too,
+    the old file is kept under another name, and `out` is left with only the reusable ones. None can
+    be reused if `fresh` is True, or if they were made with other settings than `made_with`.
+    Otherwise those before the first record whose key differs from `expected` (all keys, in order)
+    can. A batch of `batch` records is sampled with one seed, so only whole batches are reused.
     """
     settings_file = out.with_name(out.name + ".settings.json")
     text = json.dumps(made_with, indent=1)

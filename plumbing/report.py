@@ -2,10 +2,10 @@
 
     interval   draws the questions 1,000 times with replacement; the interval contains the middle
                95 % of the 1,000 means
-    paired     computes d_i = a_i - b_i for each question that both runs answered; returns the
-               interval of the mean of d, and p: 10,000 times each d_i gets a random sign; p is the
-               share of these draws, and of the real signs as one more draw, whose mean is at least
-               as far from 0 as the real mean
+    paired     computes d_i = a_i - b_i for each question that both runs answered, the interval of
+               the mean of d, and p. For p, each d_i gets a random sign, 10,000 times; the real
+               signs count as one more draw. p is the share of draws whose mean is at least as far
+               from 0 as the real mean
 
 Samples of one question are not independent, so a question counts with the mean of its samples. The
 intervals of two runs may overlap although their paired difference is clear, because questions
@@ -62,7 +62,9 @@ def interval(groups: list[np.ndarray]) -> tuple[float, float, float]:
 
 
 def paired(groups: list[np.ndarray]) -> dict:
-    """Compares two runs by their values [questions, 2] on the same questions of each data set."""
+    """Compares two runs on the same questions. `groups` has one array [questions, 2] for each data
+    set: the values of both runs.
+    """
     differences = [group[:, 0] - group[:, 1] for group in groups]
     # Each data set has the same weight, so a question of a small one has more weight.
     weighted = np.concatenate([difference / len(difference) for difference in differences])
@@ -77,8 +79,9 @@ def paired(groups: list[np.ndarray]) -> dict:
 
 
 def sign_flip_p(difference: np.ndarray) -> float:
-    """Returns p, the probability that chance makes the mean difference at least this large. If no
-    run is better, each difference may as well have the opposite sign, so signs are drawn at random.
+    """Returns p, the probability that chance brings the mean difference at least this far from 0.
+    If no run is better, each difference may as well have the opposite sign, so signs are drawn at
+    random.
     """
     differing, rng = difference[difference != 0], np.random.default_rng(0)
     if not len(differing):
@@ -98,8 +101,8 @@ def summarise(records: list[dict]) -> Summary:
 
 
 def four_ways(groups: list[np.ndarray]) -> dict:
-    """Counts the questions whose value is at least 0.5 in both runs, in only one, or in neither: in
-    em, those that a run answers rightly in half of its samples or more (When to Search Fig. 4).
+    """Counts the questions whose value is at least 0.5 in both runs, in only one, or in neither
+    (When to Search Fig. 4). An em of 0.5 means that half of the samples are right.
     """
     here, there = np.concatenate(groups).T >= 0.5  # [questions] each
     ways = {"both": here & there, "only here": here & ~there, "only there": there & ~here}
@@ -116,8 +119,9 @@ def compare(records: list[dict], others: list[dict]) -> Summary:
     both = {}
     for left, right in pairs.items():
         a, b = here[left], there[right]
-        # If the other run has no reader, its em is compared with this run's reader_em: R-Search
-        # compares its reader, which gets the evidence, with a RAG run of the same model.
+        # If the other run has no reader, its em and f1 are compared with reader_em and reader_f1 of
+        # this run. So R-Search compares its reader, which gets the evidence, with a RAG run of the
+        # reader's model.
         b = {f"reader_{c}": b[c] for c in b} | b
         both[left] = {column: (a[column], b[column]) for column in a if column in b}
     summary = cells([record for record in records if record["id"] in both], both, paired)
@@ -127,8 +131,8 @@ def compare(records: list[dict], others: list[dict]) -> Summary:
 
 def matched(records: list[dict], others: list[dict]) -> dict[str, str]:
     """Returns {id in one run: id in the other run} of the questions that both runs have. Questions
-    are the same if their texts are equal, or without a text their ids. Several questions with one
-    text are matched in order.
+    are the same if their texts are equal or, for a question without a text, the ids. Several
+    questions with one text are matched in order.
     """
     here, there = defaultdict(dict), defaultdict(dict)  # text -> ids, in order
     for ids, run in ((here, records), (there, others)):
@@ -149,8 +153,8 @@ def question_means(records: list[dict]) -> dict[str, dict[str, float]]:
 
 def cells(records: list[dict], numbers: dict[str, dict], cell: Callable) -> Summary:
     """Returns a table with cell(values) in each row and column. `values` is a list with one array,
-    the numbers of the row's questions. In the row of the mean over data sets it is a list with one
-    array for each data set.
+    the numbers of the row's questions. In the row MEAN_OF_DATASETS the list has one array for each
+    data set.
     """
     several = len({record.get("dataset", "") for record in records}) > 1
     rows = defaultdict(dict)
@@ -176,9 +180,9 @@ def cells(records: list[dict], numbers: dict[str, dict], cell: Callable) -> Summ
 def report(
     records: list[dict], others: list[dict], as_markdown: bool, json_file: str, brief: bool = False
 ) -> None:
-    """Prints the tables and, if `others` has the records of another run, a comparison that ends
-    with a verdict. `brief` prints only the columns BRIEF, and neither the ratio of compression nor
-    the table by hops; the JSON file has all columns.
+    """Prints the tables. If `others` has the records of another run, also prints a comparison, with
+    a verdict if both runs have `judged` or `em`. `brief` prints only the columns BRIEF, and neither
+    the ratio of compression nor the table by hops; the JSON file has all columns.
     """
     whole = summarise(records)
     columns = BRIEF if brief else COLUMNS

@@ -1,1 +1,1 @@
-"""Retrievers other than BM25. `retriever.make_retriever` creates them."""
+"""Retrievers other than BM25; BM25's index on disk; retrieval from another machine over HTTP."""

@@ -1,5 +1,5 @@
-"""Retrievers for control experiments: they find random documents, nothing, the gold documents, or
-all references of the question's own record (ARENA section 4.3).
+"""Retrievers for control experiments. They find random documents, nothing, the gold references of
+the question's record, or all of its references (ARENA sections 4.3 and 4.4).
 """
 
 import random
@@ -37,8 +37,8 @@ class EmptyRetriever:
 
 
 class OracleRetriever:
-    """Finds the gold references of the question's record for any query, to measure how much a
-    perfect search helps. Finds nothing if the record names none.
+    """Finds the first k gold references of the question's record for any query, to measure how much
+    a perfect search helps. Finds nothing if the record names none.
     """
 
     needs_questions = True
@@ -63,4 +63,4 @@ class GivenRetriever:
 
 
 def gold_passages(question: Question) -> list[Document]:
-    return [question.references[number - 1] for number in question.supporting]  # they count from 1
+    return [question.references[number - 1] for number in question.supporting]  # counted from 1

@@ -63,8 +63,8 @@ DIRECT = "<direct>"
 
 
 def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
-    """Makes a tokenizer of word pieces that include their leading space, so that decoding returns
-    the original text.
+    """Makes a tokenizer of lower-case word pieces. They include their leading space, so decoding
+    only joins them.
 
     A known word is one token; names are head + tail (cities, companies) or first + last (people).
     Each tag or notice of `protocols` is one token. Real tokenizers split tags; the rollout works
@@ -72,7 +72,8 @@ def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
     one protocol changes neither the token ids nor the results of the others.
     """
     # Unigram chooses the pieces with the highest total score: for equal scores, the fewest pieces.
-    # If "," became a piece too, the score of ", " would keep a list's ", " + "4", not "," + " 4".
+    # ", " scores higher, so that a list is split as ", " + "4", not "," + " 4", even if "," becomes
+    # a piece too.
     scored = [(piece, -0.5 if piece == ", " else -1.0) for piece in word_pieces()]
     tokenizer = Tokenizer(models.Unigram(scored, unk_id=2))
     # A word at the start of a line gets the leading space that its piece has everywhere else.
@@ -82,8 +83,9 @@ def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
     signs = [x for p in protocols for x in (*p.tags, p.fallback_notice, *p.rejection_notices)]
     direct = [p.direct_instruction for p in protocols if p.query_tags]
     # The tiny model knows its protocol from the warm-up, so the template leaves the system message
-    # out and appends DIRECT if that is the protocol's direct instruction, otherwise MAY_SEARCH
-    # (also for a text of --prompt_file). ARENA's tags around question and references are removed.
+    # out. It appends DIRECT if the system message is the protocol's direct instruction; otherwise,
+    # also for a text of --prompt_file, it appends MAY_SEARCH. It removes ARENA's tags around the
+    # question and the references.
     template = (
         "{{ ' ' + messages[-1]['content'].replace('<question>', '').replace('</question>', '')"
         ".replace('<references>', '').replace('</references>', '').strip() + ' answer :'"
@@ -145,7 +147,7 @@ def look_back(model: torch.nn.Module) -> torch.nn.Module:
     after 200 steps.
 
         logit(Δ) = Σ_i q_i · R(Δ θ_i) k_i,   k_i = (g, 0),   q_i = g (cos o θ_i, −sin o θ_i)
-        is largest at Δ = o
+        is largest at Δ = o,   o = OFFSETS[h],   θ_i: the rotary frequencies
     """
     config = model.config
     size = config.hidden_size // config.num_attention_heads
@@ -278,8 +280,8 @@ class Tasks:
         return fact_passage(name, relation, self.value(RELATIONS[relation][1]))
 
     def with_neighbour(self, found: Document) -> list[Document]:
-        """Returns the passages that a search shows: a page or a unit alone, or a fact and the other
-        fact of its entity in random order.
+        """Returns the passages that a search shows: a page or a unit alone, or, in random order, a
+        fact and the other fact of its entity.
         """
         if found.title:
             return [found]
@@ -438,7 +440,7 @@ class TraceWriter:
         return frame_documents(self.protocol, "\n".join(number_documents(shown)))
 
     def spoil(self, query: str) -> str:
-        """Returns a bad query: its first word, or with a random last name for its last word."""
+        """Returns a bad query: only the first word, or with a random last name as the last word."""
         words = query.split()
         if "of" not in words or self.rng.random() < 0.5:
             return words[0]
@@ -455,15 +457,17 @@ class TraceWriter:
         return [(self.sloppy(task, text) if self.happens(self.tiny.sloppy) else text, "model")]
 
     def sloppy(self, task: Task, text: str) -> str:
-        """Adds to `text` a second answer or an invented passage; a strict check forbids both."""
+        """Repeats `text`, so that it answers twice, or puts an invented passage before it. UR²'s
+        format check forbids both.
+        """
         if not task.relation or self.rng.random() < 0.5:
             return text.removesuffix("<eos>") + text
         begin, end = self.protocol.documents_tags
         return f"{begin} {task.hops[-1].name} has {task.relation} {task.answer} .{end}{text}"
 
     def evidence(self, task: Task, found: Sequence[Hop]) -> str:
-        """Writes the passages of `found` as evidence, in some traces with another last fact;
-        returns "" if there is no evidence.
+        """Writes the passages of `found` as evidence; in some traces the last fact is replaced.
+        Returns "" if there is no evidence.
         """
         rng = self.rng
         tags = self.protocol.evidence_tags
@@ -550,7 +554,7 @@ def warm_up(policy, tokenizer, protocol: Protocol, tiny: Tiny, world_seed: int =
 
 
 # ------------------------------------------------------------------- the frozen reader of evidence
-NOTE = "warm_up.txt"  # this file in a model's folder holds the recipe that it was made by
+NOTE = "warm_up.txt"  # this file in a model's folder holds the recipe of its training
 READER = SFTSettings(steps=300, lr=4e-3, warmup_steps=50, decay_from=0.5)
 
 
