@@ -6,11 +6,11 @@
     python ask.py "who draws maps?" --model DIR --corpus my_documents/
     python ask.py --model DIR --retriever http --retriever_url http://host:8000
 
-The model's text is printed while it is sampled, and text of the environment appears in ⟦ ⟧. The
-flags are those of a rollout. Their defaults are the values saved with the checkpoint, with greedy
-decoding. A model that searches and was not trained in the built-in world needs a corpus, or a
-retriever without one (such as http), from a flag or from its training. Left out: dialogues; a
-question does not see the questions before it.
+The model's text is printed while it is sampled, and text of the environment appears in ⟦ ⟧. A
+flag that is not given has the value saved with the checkpoint, as in eval.py; decoding is greedy
+unless --temperature is given. A model that searches and was not trained in the built-in world needs
+a corpus, or a retriever without one (such as http), from a flag or from its training. Left out:
+dialogues; the model answers each question without seeing the questions before it.
 """
 
 from errors import FlagParser, InputError, nearest, prepare_command, run_main
@@ -104,7 +104,7 @@ class Session:
     """Holds a model and the documents that it searches, loaded once for all questions."""
 
     def __init__(self, given: dict):
-        """Loads documents and model. Prints the names of both before it loads the model."""
+        """Loads the documents, prints the names of model and documents, and loads the model."""
         self.settings = settings = dataclasses.replace(settings_of(given), group_size=1)
         check_settings(settings, False, given)
         built_in = in_built_in_world(settings)
@@ -149,7 +149,7 @@ def answer(session: Session, text: str) -> None:
     (question,) = as_asked([known], session.settings)
     check_prompts([question], session.environment, policy)
     unknown = [word for word in tokenize(text) if session.words and word not in session.words]
-    if unknown:  # the tiny model would read <unk> or another number, and answer that question
+    if unknown:  # the tiny model would read <unk> or another number, and answer that instead
         raise InputError(
             f"the model does not know {harmless(unknown[0])!r}: it knows only its own world's"
             f" words; try: {questions[0].question}"

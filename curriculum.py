@@ -36,7 +36,7 @@ Counts = dict[str, int]
 
 @dataclass(frozen=True)
 class CurriculumSettings:
-    questions_per_step: int = setting(64, "questions per draw; only DAPO may draw again", least=1)
+    questions_per_step: int = setting(64, "questions per step; DAPO may draw as many more", least=1)
     mix: str = setting(
         "",
         'share of each kind in every step: "kind=weight,..."; "hotpotqa" means all kinds that begin'
@@ -53,8 +53,8 @@ class CurriculumSettings:
     )
     task_mixing: bool = setting(
         False,
-        "let only the hardest math questions (by --difficulty), half of the multiple-choice "
-        "questions and all others search",
+        "let only half of the multiple-choice questions and the hardest math questions (by "
+        "--difficulty) search; other tasks are not restricted",
     )
     math_searches: str = setting(
         "hard=1,dropped=1",
@@ -67,11 +67,11 @@ class CurriculumSettings:
 EDGES = {"easy": 0.8, "medium": 0.5, "hard": 0.2}  # lowest mean score of each bucket
 LEVELS = {"easy": "easy", "medium": "medium", "hard": "hard", "very_hard": "dropped"}  # UR²'s files
 TASKS = {"", "qa", "math", "choice", "summary"}
-HARDEST_FIRST = {"medium": 1, "easy": 2}  # others are 0: hard, dropped, not measured
+HARDEST_FIRST = {"medium": 1, "easy": 2}  # all others are 0: hard, dropped, not measured
 
 
 def bucket(score: float) -> str:
-    """Returns the bucket of a mean score (UR² appendix C.2).
+    """Returns the bucket of a mean score (UR² section 3.3).
 
     >>> bucket(0.8), bucket(0.79), bucket(0.5), bucket(0.2), bucket(0.19)
     ('easy', 'medium', 'medium', 'hard', 'dropped')
@@ -112,8 +112,8 @@ def read_difficulty(path: str | Path, questions: Questions) -> dict[str, str]:
 
 
 def with_buckets(questions: Questions, path: str, dropped: bool) -> Questions:
-    """Sets the `level` of each question to its bucket. Questions in the bucket "dropped" are left
-    out unless `dropped` is True.
+    """Returns copies of the questions whose `level` is their bucket. Questions in the bucket
+    "dropped" are left out unless `dropped` is True.
     """
     buckets = read_difficulty(path, questions)
     measured = [replace(question, level=buckets[question.id]) for question in questions]
@@ -175,11 +175,13 @@ def parse_shares(text: str, flag: str) -> Weights:
 def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[dict, Weights]:
     """Returns the questions and the weight of each pool, such as "one_hop", "hard" or "math:hard".
 
-    `mix` gives the weight of each kind. Without `mix`, a task or kind that has its own shares of
-    buckets weighs as much as it has questions, and all other questions form one group that weighs
-    as much as it has questions. Worked: 30 questions of math, 60 others, and the shares of buckets
-    at the top of this file. Math weighs 30, divided 1 : 1 : 1: math:hard, math:medium and math:easy
-    have the weight 10 each. The others weigh 60, divided 7 : 2 : 1: hard 42, medium 12, easy 6.
+    Questions are put into groups, and a group's weight is divided by its shares of buckets. With
+    `mix`, the kinds that it names are the groups, and it gives their weights. Without `mix`, each
+    task or kind that has its own shares of buckets is a group, all other questions are one more
+    group, and a group's weight is its number of questions. Worked, without `mix`: 30 questions of
+    math, 60 others, and the shares of buckets at the top of this file. Math weighs 30, divided
+    1 : 1 : 1, so math:hard, math:medium and math:easy weigh 10 each. The others weigh 60, divided
+    7 : 2 : 1: hard 42, medium 12, easy 6.
     "hotpotqa" in `mix` or `buckets` means hotpotqa_bridge and hotpotqa_comparison together.
     """
     scopes = defaultdict(dict)  # task or kind -> bucket -> share
@@ -192,7 +194,7 @@ def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[dic
             f"buckets: {scope} is not a task or kind of the data: leave --difficulty out"
         )
     pools = defaultdict(list)
-    sizes = Counter()  # questions in each group: a kind, a family, a task, or "" for all others
+    sizes = Counter()  # number of questions in a group: a kind, family or task, "" for others
     splits = {kind: {"": 1.0} for kind in mix}  # group -> bucket -> share
     for question in questions:
         kind = question.kind
@@ -225,9 +227,9 @@ def family(kind: str) -> str:
 
 
 def check_pools(pools: dict[str, Questions], shares: Weights, counts: Counts, flag: str) -> None:
-    """Raises an InputError if no share names a part of the data, or if the data has no question of
-    a kind in --mix; with buckets, also if a step would take no question of a bucket, or more
-    questions than the bucket has.
+    """Raises an InputError if no share names a part of the data. Without buckets, it also raises
+    one if the data has no question of a kind in --mix. With buckets, it also raises one if a step
+    would take no question of a pool with a share above 0, or more questions than the pool has.
     """
     available = ", ".join(pools)
     if not any(shares.values()):
@@ -245,11 +247,13 @@ def check_pools(pools: dict[str, Questions], shares: Weights, counts: Counts, fl
 
 # ------------------------------------------------------------------------------------- task mixing
 def may_search(question: Question, drawn: frozenset[str], of_math: Weights, seed: int = 0) -> bool:
-    """Returns whether a question may search. Open questions always may; multiple-choice questions
-    may if they are in `drawn`. Of the math questions in a bucket, a random share may search, which
-    `of_math` gives: {"hard": 1} means all hard ones. For Llama, UR² replaced hard math questions by
-    easy ones (appendix C.5), so two thirds of the math questions are easy. {"easy": 0.5} lets half
-    of the easy questions search, as many as replaced hard ones.
+    """Returns whether task mixing lets a question search. A multiple-choice question may search if
+    its id is in `drawn`. Of the math questions in a bucket, a random share may; `of_math` gives the
+    share: {"hard": 1} means all hard ones. Questions of other tasks always may.
+
+    For Llama, UR² replaced hard math questions by easy ones (appendix C.5), so two thirds of the
+    math questions are easy. There {"easy": 0.5} lets half of the easy questions search, which are
+    as many as replaced hard ones.
     """
     if question.task == "math":
         return lot_of(question, seed) < of_math.get(question.level, 0)
@@ -262,15 +266,15 @@ def lot_of(question: Question, seed: int) -> float:
 
 
 def draw_choices(pools: dict[str, Questions], counts: Counts, seed: int) -> frozenset[str]:
-    """Returns the ids of the multiple-choice questions that may search: so many that they are on
-    average half of those that a step asks. Hard ones come first; seed and id decide within a
-    difficulty.
+    """Returns the ids of the multiple-choice questions that may search. On average they are half of
+    the multiple-choice questions that a step asks. Harder questions are chosen first; among equally
+    hard ones `lot_of` decides.
 
     Worked: a step asks 8 of 20 hard and 2 of 10 easy questions, 10 together, so 5 may search. A
     hard question is asked 8/20 times per step. So 5 / (8/20) = 12.5, rounded to 13, of the 20 hard
     questions may search, and no easy one.
     """
-    dealt = []  # for each question: difficulty, lot, how often a step asks it, id
+    dealt = []  # for each question: rank of its difficulty, lot, how often a step asks it, id
     for name, pool in pools.items():
         rate = counts.get(name, 0) / len(pool)
         for question in pool:
@@ -302,10 +306,10 @@ def mix_tasks(pools: dict[str, Questions], counts: Counts, settings) -> None:
 class QuestionStream:
     """Holds all questions; `take` returns those of one draw, mixed by kind, bucket or both.
 
-    attempts   number of draws that a step may make: DAPO draws more questions in place of groups
-               that teach nothing. Draw a of step s takes the questions with the numbers
-               (s · attempts + a) · count + i of a pool, i = 0 ... count − 1, however many draws
-               earlier steps made
+    attempts   largest number of draws in a step. Only DAPO makes more than one: it draws more
+               questions in place of groups that teach nothing. From a pool, draw a of step s takes
+               `count` questions, those with the numbers (s · attempts + a) · count + i for
+               i = 0 ... count − 1. They do not depend on how many draws earlier steps made
     """
 
     def __init__(self, questions: Questions, settings, attempts: int = 1):

@@ -1,14 +1,14 @@
 """The protocol of each paper: the tags of queries, documents and answers, and the instruction.
 
-Training, evaluation and the demo share one `Protocol`, because a prompt that differs between them
-is the most common silent fault of public code. If a response has several answers, the last one is
-scored. Braces are balanced, so \\boxed{\\frac{1}{2}} is read whole.
+Training, evaluation and ask.py share one `Protocol`: if they had different prompts, no error would
+tell. If a response has several answers, the last one is scored. Braces are matched, so
+\\boxed{\\frac{1}{2}} is read whole.
 
-The wording of the prompts is ours. --prompt_file replaces it, separately for each model, task and
-mode (`SECTIONS`). In that file, a text without placeholders is an instruction and becomes the
-system message. A text with placeholders such as {question} is a layout: it is filled in and becomes
-the user message, and there is no system message. Left out: system prompts per model family (the
-chat template has them), few-shot examples.
+The wording of the prompts is ours. --prompt_file replaces it, section by section (`SECTIONS`). In
+that file, a text without placeholders is an instruction and becomes the system message. A text with
+placeholders such as {question} is a layout: it is filled in and becomes the user message, and there
+is no system message. Left out: system prompts per model family (the chat template has them),
+few-shot examples.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Protocol:
         return self.prompts.get(f"{name}:{task}") or self.prompts.get(name, "")
 
     def fill_instruction(self, question: Question, custom: str = "") -> str:
-        """Returns the custom or else the built-in instruction for this question, with the number of
+        """Returns `custom`, or the built-in instruction if it is "", with the question's limit on
         searches filled in.
         """
         built_in = self.instruction if question.may_search else self.direct_instruction
@@ -159,8 +159,8 @@ _UR2_TAGS = (
 )
 
 
-# UR² appendix C.6, word for word. The paper's summary prompts tell the summariser to reject a query
-# with this sentence.
+# UR² appendix C.6, word for word. The paper's prompts tell the summariser to reject a query with
+# these two sentences.
 _NO_FACT_TO_FIND = (
     "This query requires design, computation, or complex reasoning, which exceeds the capabilities"
     " of a search engine. Please input another query or proceed with direct reasoning."
@@ -185,7 +185,7 @@ def _ur2(name: str, query: Tags, documents: Tags) -> Protocol:
 
 
 PROTOCOLS["ur2"] = _ur2("ur2", *_UR2_TAGS)
-# UR²'s ablation of the tags: the same protocol with other tags.
+# UR²'s run without stage 1 uses these tags (appendix C.2).
 PROTOCOLS["ur2_search"] = _ur2("ur2_search", tag_pair("search"), tag_pair("information"))
 
 PROTOCOLS["r1_searcher"] = Protocol(
@@ -402,8 +402,9 @@ def prompt_text(protocol: Protocol | str, question: Question, tokenizer) -> str:
 
 
 def chat_text(tokenizer, instruction: str, text: str, plain: str = "{}\n\nAnswer:") -> str:
-    """Renders system and user message by the chat template, or, for a base model without one, by
-    the format `plain`.
+    """Renders system and user message by the chat template. For a base model, which has none, the
+    prompt is the instruction and the text in the format `plain`; without an instruction it is the
+    text alone.
     """
     if not getattr(tokenizer, "chat_template", None):
         prompt = f"{instruction}\n\n{plain.format(text)}" if instruction else text
@@ -442,9 +443,9 @@ def last_block(text: str, tags: Tags) -> str | None:
 
 
 def section_letters(text: str, tags: dict[str, Tags]) -> str:
-    """Returns one letter per section, in order, or "x" for an empty section and for two successive
-    tags that are not a pair. Text outside of all sections, or an odd number of tags, makes the
-    whole result "x".
+    """Returns one letter per section, in order. An empty section becomes "x", and so do two
+    successive tags that are not a pair. Text outside of all sections, or an odd number of tags,
+    makes the whole result "x".
 
     >>> section_letters("<a> 1 < 2 </a> <b></b>", {"A": ("<a>", "</a>"), "B": ("<b>", "</b>")})
     'Ax'
@@ -484,9 +485,8 @@ def find_answers(protocol: Protocol, text: str, task: str = "qa") -> tuple[Span,
 
 def parse_query(protocol: Protocol, turn: str) -> str | None:
     """Returns the query at the end of a model's turn, "" if it is empty, None if a tag is missing
-    or the protocol has no searches.
-    `turn` must be the text of this turn only, so that a begin tag in an earlier turn or in a
-    document cannot open a query.
+    or the protocol has no searches. `turn` must be the text of this turn only, so that a begin tag
+    in an earlier turn or in a document cannot open a query.
     """
     if not protocol.query_tags:
         return None
@@ -497,9 +497,9 @@ def parse_query(protocol: Protocol, turn: str) -> str | None:
 
 
 def without_thinking(reply: str) -> str:
-    """Returns the part of a reply after the last </think>, or all of it if there is none, but only
-    up to a <think> that is not closed. The opening <think> may be missing, because some chat
-    templates write it into the prompt.
+    """Returns the part of a reply after the last </think>, or the whole reply if there is none. A
+    <think> in this part has no end tag: it is cut off, with all text after it. An opening <think>
+    may be missing, because some chat templates write it into the prompt.
 
     >>> without_thinking("<think>Kelmouth? No.</think>\\nNorland")
     'Norland'

@@ -217,10 +217,10 @@ def evaluate(state: TrainState) -> Record:
 
 
 def rows_to_train_on(rollouts: Rollouts, settings: Settings) -> Tensor:
-    """Returns a mask [N] of the trajectories to train on. Only DAPO drops groups. The setting
-    `filter_by` says which: those whose answers are all right or all wrong ("correct"), whose answer
-    terms are equal ("answer"), or whose rewards are equal ("total"). Trajectories with a failed
-    search are ignored in this comparison.
+    """Returns a mask [N] of the trajectories that enter the batch. Only DAPO drops groups. The
+    setting `filter_by` says which: those whose answers are all right or all wrong ("correct"),
+    whose answer terms are equal ("answer"), or whose rewards are equal ("total"). Trajectories with
+    a failed search are ignored in this comparison.
 
     Trap: "correct" drops every question that is always answered right, or always wrong, although
     its trajectories with a search could still be compared with those without one. When to Search
@@ -239,8 +239,8 @@ def rows_to_train_on(rollouts: Rollouts, settings: Settings) -> Tensor:
 
 # ----------------------------------------------------------------------------------------- prepare
 def prepare(state: TrainState, rollouts: Rollouts, step: int) -> Batch:
-    """Returns the global batch with rewards [B] and, [B, T] each, the log-probs of π_old and the
-    advantages; with a KL also π_ref's log-probs, and with PPO the critic's values and returns.
+    """Returns the global batch with rewards [B], π_old's log-probs [B, T] and advantages [B, T].
+    With a KL it also has π_ref's log-probs, and with PPO the critic's values and the returns.
     """
     settings = state.settings
     rows = rollouts.kept
@@ -268,8 +268,8 @@ def prepare(state: TrainState, rollouts: Rollouts, step: int) -> Batch:
 def compute_old_logprobs(state: TrainState, batch: Batch) -> Tensor:
     """Returns π_old's log-probs [B, T]. To save time, rows whose advantages are all 0 keep the
     log-probs recorded while sampling. But all rows are computed if there is a KL or a critic, or if
-    documents are trained on; and also if the mismatch correction drops tokens, because the loss is
-    a mean over the tokens that remain in all rows.
+    documents are trained on. All rows are also computed if the mismatch correction drops tokens:
+    the loss is a mean over the tokens that remain, and these log-probs decide which remain.
     """
     drops = state.mismatch != "none" and ppo.MISMATCH[state.mismatch][-1] == 0
     rows = torch.arange(len(batch))  # [n]
@@ -295,7 +295,8 @@ def unmask_documents(batch: Batch, trajectories: Sequence[Trajectory]) -> None:
 def shuffled_updates(step: int, rewards: Tensor, settings: Settings) -> tuple:
     """Returns the rows [n] of each update of a step. All rows whose reward [B] is not NaN are
     shuffled and divided evenly into the fewest updates of at most `trajectories_per_update` rows
-    (0: one update). If DAPO dropped groups or searches failed, there may be fewer updates.
+    (0: one update). If DAPO dropped groups or searches failed, a step may have fewer updates than
+    other steps.
     """
     rows = (~rewards.isnan()).nonzero()[:, 0]  # [n]
     generator = torch.Generator().manual_seed(settings.seed * 7_919 + step)
@@ -323,9 +324,9 @@ def set_lr(state: TrainState, step: int, number: int) -> float:
 
 # ---------------------------------------------------------------------------------- what is logged
 def measure(state: TrainState, rollouts: Rollouts) -> Record:
-    """Returns the metrics of a step's rollout (docs/metrics.md), with the groups that DAPO drops.
-    Rewards and the metrics in LOGGED are means over the trajectories without a failed search, or
-    over all if each has one. All other metrics are of all trajectories.
+    """Returns the metrics of a step's rollout (docs/metrics.md), including the groups that DAPO
+    drops. Rewards and the metrics in LOGGED, except `failed_rows`, are means over the trajectories
+    without a failed search, or over all if each has one. The other metrics are over all.
     """
     failed = rollouts.failed
     settings = state.settings
@@ -376,9 +377,10 @@ def critic_metrics(batch: Batch) -> Record:
 
 
 def likelihood_later(batch: Batch, first: Tensor) -> Record:
-    """Returns by how much the step's earlier updates have raised the log-prob of good answers. For
-    a row this is Σ_t (log π − log π_old) over its model tokens. The mean is taken over rows with a
-    positive sum of advantages, except the rows `first` [n] of the step's first update.
+    """Returns by how much the step's earlier updates have raised the log-prob of good responses,
+    when the update on these responses comes. For a row this is Σ_t (log π − log π_old) over its
+    model tokens. The mean is taken over the good rows, those with a positive sum of advantages,
+    except the rows `first` [n] of the step's first update. Returns {} if there is no such row.
 
     Worked: three rows with advantages [1, 1], [−1, −1], [2, 2] and log π − log π_old [0, 0],
     [5, 5], [0.2, −0.1]. Row 0 is in the first update and row 1 has negative advantages, so only
@@ -393,13 +395,13 @@ def likelihood_later(batch: Batch, first: Tensor) -> Record:
 
 
 def sampler_stats(batch: Batch, first: Tensor, mismatch: str) -> Record:
-    """Returns how far the log-probs recorded while sampling are from the recomputed ones: the mean
-    |difference|, weighted by the token weights, and the largest |difference|, over the model tokens
-    of the step's first update (rows `first` [n]). The policy has not changed before the first
-    update, so any difference comes from the sampler. Rows without a gradient are left out; most
-    are not recomputed. With a mismatch correction, `ppo.mismatch_stats` of all updates is
-    added. Returns {} if the first update trains on no token, or if documents are trained on, which
-    were not sampled.
+    """Compares the log-probs recorded while sampling with the recomputed ones, on the model tokens
+    of the step's first update (rows `first` [n]). Returns the mean |difference|, weighted by the
+    token weights, and the largest |difference|. The policy has not changed before the first update,
+    so any difference comes from the sampler. Rows without a gradient are left out, because most of
+    them are not recomputed. With a mismatch correction, `ppo.mismatch_stats` of all updates is
+    added. Returns {} if the first update trains on no token. Also returns {} if documents are
+    trained on, because they were not sampled.
     """
     part = batch.rows(first)
     part = part.rows(rows_that_teach(part))

@@ -1,14 +1,16 @@
-"""Splits texts, a file or a folder, into documents of about 100 words; headings become the titles.
+"""Splits a text file, or all texts in a folder, into documents of about 100 words with titles.
 
-    text -> paragraphs (also a list item, a table's row, a line of code) -> passages
+    text -> paragraphs -> passages
 
-A passage takes paragraphs until it has 100 words, or until the next paragraph would make it longer
-than 150. A heading ends a passage of 50 or more words; a shorter passage goes on, with the heading
-as one of its lines. A paragraph of over 100 words is split between its sentences, and a sentence of
-over 100 words after each 100. In Markdown a title is a path of headings ("Guide > Install"), a link
-loses its target, and "#" in a code block is not a heading; a title in a .txt file is the file's
-name. Left out: front matter and rules (they stay as text), underlined headings, HTML, languages
-without blanks between words, links to folders.
+A list item, a table's row and a line of code are paragraphs too. A passage takes paragraphs until
+it has 100 words, or until the next paragraph would make it longer than 150. A heading ends a
+passage of 50 or more words; a shorter passage goes on, with the heading as one of its lines. A
+paragraph of over 100 words is split between its sentences, and a sentence of over 100 words after
+each 100. In Markdown a title is a path of headings ("Guide > Install"), a link loses its target,
+and "#" in a code block is not a heading. In a .txt file the title is the file's name without its
+ending.
+Left out: front matter, horizontal rules, underlined headings and HTML (they stay as text);
+languages without blanks between words; links to folders, which are not followed.
 """
 
 import os
@@ -110,7 +112,7 @@ def ending(path: Path) -> str:
 
 def is_text(path: Path) -> bool:
     """Returns whether this is a folder, a Markdown file, or a .txt file without records."""
-    if os.path.isdir(path) or ending(path) == ".md":  # isdir: False for a name that is too long
+    if os.path.isdir(path) or ending(path) == ".md":  # Path.is_dir raises if a name is too long
         return True
     if ending(path) != ".txt" or is_tsv(path):
         return False
@@ -118,8 +120,8 @@ def is_text(path: Path) -> bool:
 
 
 def text_files(folder: Path) -> list[Path]:
-    """Returns the texts in a folder and in those inside it, without hidden files and folders. An
-    unreadable folder is an error; so is a broken link, when it is read.
+    """Returns the .txt and .md files (also gzipped) in a folder and its subfolders, without hidden
+    files and folders. An unreadable folder is an error; a broken link is one only when it is read.
     """
 
     def fail(error: OSError) -> None:
@@ -138,8 +140,8 @@ def text_files(folder: Path) -> list[Path]:
 
 
 def read_texts(path: Path, skip_bad: bool = False) -> list[dict]:
-    """Returns the fields of the passages of a text or a folder. An id is "file#number": the file's
-    path in the folder and the passage's number in the file.
+    """Returns a dict of fields for each passage of a text file, or of all texts in a folder. An id
+    is "file#number": the file's path in the folder and the passage's number in the file, from 1.
     """
     files, root = (text_files(path), path) if path.is_dir() else ([path], path.parent)
     documents = []

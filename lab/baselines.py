@@ -20,12 +20,12 @@ lockstep: each round makes at most one search call and one batch of requests for
     python -m lab.baselines --method direct,rag,sure,self_ask --recipe arena --retriever given ...
                                                    SPEC: a HF model, or http://host:port/v1#model
 
---recipe (default ur2) names the paper whose table the methods belong to. Among other things it
-decides how many tokens a reply may have (UR² app. C.4: 3,072 for math, 1,536 for choice, else 512),
-how --decoding paper samples, how punctuation is scored, and what a judge sees. Thinking in <think>
-... </think> is not scored. It counts towards the limit of the reply, which --thinking N raises by N
-tokens. The metric `thinking` is its number of tokens, and `unfinished` is the number of thoughts
-without </think>, usually cut by the limit.
+--recipe (default ur2) names the paper with whose results the methods are compared. Among other
+things it decides how many tokens a reply may have (UR² app. C.4: 3,072 for math, 1,536 for choice,
+else 512), how --decoding paper samples, how punctuation is scored, and what a judge sees. Thoughts
+in <think> ... </think> are not scored, but they count towards the limit of a reply, which
+--thinking N raises by N tokens. The metric `thinking` counts the tokens of the thoughts.
+`unfinished` counts the thoughts without </think>; most of them were cut by the limit.
 
 We wrote the prompts, for chat models. With `rag` the model answers an open question in a few words,
 as in FlashRAG, and reasons about mathematics and choices, as in UR² app. D.4. The tags and labels
@@ -91,8 +91,8 @@ class Write:
         return Request(self.instruction, "\n\n".join(filter(None, parts)), *decoding)
 
     def shortened(self) -> Write:
-        """Leaves out the last passage. Without passages, `notes` and `so_far` each lose about
-        an eighth, at the beginning.
+        """Returns a copy without the last passage. If there are no passages, `notes` and `so_far`
+        each lose about an eighth, at the beginning.
         """
         if self.passages:
             return replace(self, passages=self.passages[:-1])
@@ -182,8 +182,9 @@ DIGEST = (
 
 # -------------------------------------------------------------------------------------- the methods
 # Each method takes a Question and a limit on searches, and returns the generator `Steps`. The
-# default limit is the paper's (ours for Search-o1 and RAT). `direct`, `cot`, `rag` and `sure`
-# ignore the limit, because their number of searches is fixed.
+# default limit is that of the method's paper, for Self-Ask that of UR² app. C.4, and for Search-o1
+# and RAT our own. `direct`, `cot`, `rag` and `sure` ignore the limit, because their number of
+# searches is fixed.
 
 
 def direct(question, limit=0):
@@ -204,7 +205,7 @@ def rag(question, limit=1):
     return any_answer((yield Write(READ + DIRECT, passages)))
 
 
-_LISTED = r"(?m)^[ \t]*(?:(?:\d[.):]|[-*])[ \t]+)?(\S.*?)[ \t]*$"  # a line without "1. " or "- "
+_LISTED = r"(?m)^[ \t]*(?:(?:\d[.):]|[-*])[ \t]+)?(\S.*?)[ \t]*$"  # a line, without "1. " or "- "
 
 
 def sure(question, limit=1):
@@ -286,7 +287,7 @@ def rat(question, limit=8):
 
 
 def search_o1(question, limit=10):
-    """Search-o1 (Li 2025): another call reads the passages; only its notes enter the reasoning."""
+    """Search-o1 (Li 2025): a new request reads the passages; only its notes join the reasoning."""
     chain = ""
     for searches in range(limit + 1):
         request = Write(SEARCH_INSIDE, so_far=chain)
@@ -324,7 +325,7 @@ def reasoned(request: Write) -> Steps:
 
 
 def conclude(request: Write, reply: str) -> Steps:
-    """Returns the answer that the reply states; if it states none, the model completes FINAL."""
+    """Returns the answer that the reply states; without one, the model goes on after FINAL."""
     if answer := stated_answer(reply):
         return answer
     parts = [request.so_far.strip(), plain(reply), FINAL]
@@ -348,7 +349,7 @@ def stated_answer(reply: str) -> str:
 
 
 def any_answer(reply: str) -> str:
-    """Returns the stated answer, else the first sentence; for replies that only give an answer."""
+    """Returns the stated answer, else the first sentence of a reply that should only answer."""
     return stated_answer(reply) or first_sentence(plain(read_answer(reply)))
 
 
@@ -407,8 +408,8 @@ def drive(trajectory: Trajectory, steps: Steps, llm: LLM, environment: Environme
         if thought:
             trajectory.segments.append(Segment("thought", strip_tags(thought, BASELINE.tags)))
         reply = re.match(_TURN, text.strip().removeprefix(step.so_far.strip())).group()
-        # Tags are removed: a transcript has them only around queries that are sent to the
-        # retriever, the documents and the final answer.
+        # Tags are removed: a transcript has them only around the queries that are searched, around
+        # the documents and around the final answer.
         trajectory.append_model(encode(llm.tokenizer, whole), [], f"{plain(reply)}\n\n")
     yield None
 

@@ -8,7 +8,8 @@
 Both need this repository on PYTHONPATH. A completion must be the whole transcript, with the
 retrieved documents, and its prompt must be that of prompts.prompt_text. Answers are compared by
 rules, as in training without --judge. Left out: rewards that depend on the step, on a reader's
-answer or on an embedder's vectors; fallbacks, because a transcript does not show them.
+answer or on an embedder's vectors; and UR²'s fallback penalty, because a transcript does not mark
+the searches that got the fallback.
 """
 
 from functools import lru_cache
@@ -20,15 +21,15 @@ from rewards import REWARDS, Extras, RewardSettings, needs
 from trajectory import trajectory_from_text
 
 BY_THE_STEP = {"ur2_choice", "ur2_weak"}  # they need the step's number, which is not passed here
-# Columns of the data set (verl: of extra_info) that are read if they exist.
+# Columns of the data set (verl: keys of extra_info) that are read if they exist.
 FIELDS = ("question", "task", "options", "references", "supporting", "may_search")
 
 
 @lru_cache
 def settings_of(name: str) -> tuple[RewardSettings, str]:
-    """Returns the settings and the protocol of the first stage in papers.py that has this reward,
-    or with whose protocol's name the reward's name begins. Raises an InputError if the reward is
-    unknown or needs more than a transcript.
+    """Returns the settings and the protocol of a stage in papers.py. It is the first stage that has
+    this reward, or whose protocol's name begins the reward's name, as "arena" begins "arena_code".
+    Raises an InputError if the reward is unknown or needs more than a transcript.
     """
     stages = [
         stage
@@ -56,8 +57,8 @@ def reward_terms(name: str, text: str, answers, columns: dict) -> dict[str, floa
 
 
 def trl_reward(name: str):
-    """Returns a function for GRPOTrainer, which returns a number for each completion. The data set
-    must have the column `answers` (a list of answers per row), and may have the columns FIELDS.
+    """Returns a reward function for GRPOTrainer: it returns one number per completion. The data set
+    must have the column `answers` (a list of answers per row) and may have the columns in FIELDS.
     """
     settings_of(name)
 
@@ -76,7 +77,7 @@ def trl_reward(name: str):
 
 def verl_score(data_source, solution_str, ground_truth, extra_info=None, *, reward, **_) -> dict:
     """Returns the reward as "score", and its terms. ground_truth is {"target": list of answers};
-    extra_info may have the keys FIELDS.
+    extra_info may have the keys in FIELDS.
     """
     terms = reward_terms(reward, solution_str, ground_truth["target"], extra_info or {})
     return {"score": float(sum(terms.values()))} | terms

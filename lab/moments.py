@@ -1,7 +1,7 @@
 """Draws how a run's model behaves at three moments: before RL, after stage 1, after stage 2.
 
     python -m lab.moments                      draws the run of `make train` into moments.png
-    python -m lab.moments --world_seed 20 --seed 20
+    python -m lab.moments --world_seed 20 --seed 20    the run of `make train SEED=20`
 
 The upper row shows the share of held-out questions of each kind that the model searches for, at
 temperature 1. The lower row shows the model's response to one question, with the environment's text

@@ -17,7 +17,7 @@ formulas give bytes; the numbers are GiB for 7B:
     update     gradients 4 P = 28.4, bf16 weights 13.2, head 4.3 and 42 KiB per token; activations
                262 KiB per layer and token
 
-On several GPUs ddp keeps everything on each; fsdp2 shards weights, moments and gradients, and
+On several GPUs ddp keeps everything on each GPU; fsdp2 shards weights, moments and gradients, and
 gathers the weights of the layers that it computes. LoRA and 8-bit moments cannot be sharded. The
 plan uses ddp if that fits, otherwise fsdp2. tests/ghost compares these formulas with simulated
 steps.
@@ -47,7 +47,7 @@ from settings import RECORDS, Settings, check_settings, resolve
 GIB = 2**30
 USABLE = 0.92  # usable share of a GPU's memory
 PROMPT = 1024  # assumed tokens of a prompt
-FEW = 8  # slots that must fit, unless there are fewer rows: with fewer a rollout is very slow
+FEW = 8  # slots that must fit (fewer if there are fewer rows), or a rollout is very slow
 Bytes = dict[str, float]  # part -> bytes
 MOMENTS = {"adamw": 8, "adamw8bit": 2.03125, "paged_adamw8bit": 0}  # GPU bytes per trained weight
 FIELDS = (
@@ -107,8 +107,9 @@ class Shape:
 
 
 class Case:
-    """A run whose weights, gradients and moments are sharded over `share` GPUs (fsdp2), or not (1:
-    ddp). LoRA and 8-bit moments set `share` to 1.
+    """A run on `gpus` GPUs. If `share` is above 1, weights, gradients and moments are sharded over
+    so many GPUs (fsdp2); if it is 1, each GPU holds all of them (ddp). With LoRA or 8-bit moments
+    it is set to 1.
     """
 
     def __init__(self, shape: Shape, s: Settings, gpus: int = 1, share: int = 1):
@@ -120,10 +121,10 @@ class Case:
         # Autocast's bf16 copy of the matrices of the layers and the head.
         self.copy = 0 if thin else 2 * (shape.in_layers + shape.embedding)
         rows = -(-s.questions_per_step * s.group_size // gpus)
-        self.rows = min(rows, s.max_num_seqs or rows)  # rows that a GPU samples at once
+        self.rows = min(rows, s.max_num_seqs or rows)  # most rows that a GPU samples at once
         turn = max([s.max_turn_tokens, *by_task(s.turn_tokens).values()])
         longest = PROMPT + turn + s.max_searches * (turn + s.document_tokens)
-        # Tokens of the longest row; a micro-batch is at least as long, because it holds one row.
+        # Tokens of the longest row. A micro-batch holds at least one row, so it may be that long.
         self.row_tokens = min(s.max_context or shape.positions, longest)
         self.tokens = max(s.tokens_per_micro_batch, self.row_tokens)
 
@@ -162,7 +163,7 @@ def standing(case: Case) -> Bytes:
 
 def rollout_parts(case: Case, slots: int) -> Bytes:
     shape, s = case.shape, case.settings
-    copy = 4 * shape.weights if case.share > 1 else case.copy  # if sharded, all are gathered, fp32
+    copy = 4 * shape.weights if case.share > 1 else case.copy  # sharded: all gathered in fp32
     if wants_copy(s.sampling_copy, torch.device("cuda"), "base" in frozen_in_8bit(s)):
         copy = 2 * shape.weights
     return {
@@ -181,7 +182,7 @@ def update_parts(case: Case) -> Bytes:
     act = activation_bytes(shape, lora)
     # Embedding, head, the weights of two layers and the gradient of one layer.
     gathered = 4 * (shape.ends + 3 * shape.in_layers / shape.layers) * (case.share > 1)
-    # Bytes of each number between two layers, and the head's trained weights.
+    # Bytes of each number that a layer passes on, and how many weights of the head are trained.
     width, trained = (2, 0) if lora else (4, shape.embedding)
     logits = 10 * min(tokens, chunk_rows(shape.vocab, "cuda")) * shape.vocab  # of one chunk
     last = 12 * shape.hidden * tokens + logits + 6 * trained  # with the head's weight gradient
@@ -200,7 +201,7 @@ def update_parts(case: Case) -> Bytes:
 
 
 def plan(case: Case, memory: float) -> tuple:
-    """Returns ({part: bytes, also the peak}, slots): at least FEW slots, if there are FEW rows."""
+    """Returns ({part or "peak": bytes}, slots): at least FEW slots, or all rows if fewer."""
     always, update = standing(case), update_parts(case)
     none, one = (sum(rollout_parts(case, slots).values()) for slots in (0, 1))
     held = sum(always.values())
@@ -210,7 +211,7 @@ def plan(case: Case, memory: float) -> tuple:
     return always | rollout | update | {"peak": peak}, slots
 
 
-ADVICE = [  # the cheapest first
+ADVICE = [  # those that cost the least come first
     ({"gradient_checkpointing": True}, "Computes activations twice: steps take a third longer."),
     ({"tokens_per_micro_batch": 4096}, "More and smaller micro-batches of at least one row."),
     ({"optimizer": "adamw8bit"}, "8-bit moments cannot be sharded: each GPU holds all (no FSDP2)."),
@@ -229,7 +230,9 @@ def in_flags(settings: dict) -> str:
 
 
 def report(case: Case, memory: float, given: dict) -> Iterator[str]:
-    """Yields lines: bytes of each part, whether all fits, changes that save memory, the command."""
+    """Yields the lines to print: GiB of each part, whether all fits, if not the changes that save
+    memory, and at the end the command, or a larger number of GPUs to try.
+    """
     for share in (1, case.gpus):  # ddp if that fits, otherwise fsdp2
         case = Case(case.shape, case.settings, case.gpus, share)
         parts, slots = plan(case, memory)
@@ -270,7 +273,7 @@ class PlanSettings:
 def main(arguments: list[str] | None = None) -> None:
     arguments = ["--model", "7B", *(sys.argv[1:] if arguments is None else arguments)]
     options, given = parse_flags("lab.plan", PlanSettings, arguments, RECORDS, only="train")
-    chosen = given | {"data": ""}  # the questions take no memory
+    chosen = given | {"data": ""}  # the questions take no GPU memory
     settings = resolve(given.get("recipe", "ur2"), given.get("stage", 1), False, chosen)
     case = Case(Shape(config_of(settings.model)), check_settings(settings), options.gpus)
     print(*report(case, USABLE * options.gpu_memory * GIB, given), sep="\n")

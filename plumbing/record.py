@@ -33,8 +33,8 @@ def keep_numbers(batch: Batch, rows: torch.Tensor, part: Batch) -> None:
 
 
 def kept_groups(count: int, keep: int, step: int) -> list[int]:
-    """Returns the numbers of the `keep` of `count` groups that are saved; keep = −1 saves all. They
-    are evenly spread, and all move on by one group from step to step.
+    """Returns the numbers of the groups of a step that are saved: `keep` of the `count` groups, or
+    all with keep = −1. They are evenly spread, and from step to step each moves on by one group.
 
     Worked: with count = 6 and keep = 2, groups 0 and 3 in step 0, groups 1 and 4 in step 1.
     """
@@ -91,8 +91,8 @@ def search_to_record(search: Search) -> dict:
 
 
 def token_numbers(batch: Batch) -> dict[str, np.ndarray]:
-    """Returns the batch's numbers as {name in the file: array [B, T]}. Weights are rounded to more
-    digits, because the weight of a token may be a millionth.
+    """Returns the batch's numbers as {name in the file: array [B, T]}, rounded to 6 decimals. Token
+    weights are rounded to 12, because the weight of a token may be a millionth.
     """
     numbers = {}
     for name, batch_name in NUMBERS.items():
@@ -103,8 +103,8 @@ def token_numbers(batch: Batch) -> dict[str, np.ndarray]:
 
 
 def row_numbers(numbers: dict[str, np.ndarray], row: int, t: Trajectory) -> dict:
-    """Returns name -> a list [R], one number per response token, or a single number if it is the
-    same for all sampled tokens.
+    """Returns {name in the file: values of the trajectory}. The values are a list with one number
+    per response token, or a single number if all sampled tokens have the same.
     """
     first, lists = len(t.prompt_ids) - 1, {}
     columns, mask = slice(first, first + len(t.response_ids)), np.array(t.response_mask, bool)

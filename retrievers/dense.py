@@ -5,12 +5,14 @@
     passages -> vectors, once, shard by shard -> RUNS/vectors/<name-hash>/00000.npy, ...
     queries -> one product per shard -> torch.topk -> the k best of all shards
 
-The encoder comes from sentence-transformers (extra `dense`) and pools as the model's files say;
-without such files a causal model (Qwen3-Embedding) takes its last token, any other model the mean.
+The encoder comes from sentence-transformers (extra `dense`), which pools a text's token vectors as
+the model's files say. Without such files a causal model takes the last token's vector, any other
+model the mean of all vectors.
 Each text gets the prefix that the model's family was trained with (PREFIXES), or the model's own.
-Vectors are stored in fp16 (32 GB for 21M vectors of 768 numbers) and multiplied in fp32; the score
-of two unit vectors is off by at most 2^-11. After an interrupt the complete shards are used again:
-a shard's file gets its name only when it is complete. Left out: approximate search.
+Vectors are stored in fp16 (32 GB for 21M vectors of 768 numbers) and multiplied in fp32. Storing
+them in fp16 changes the score of two unit vectors by at most 2^-11. After an interrupt the complete
+shards are used again: a shard's file gets its name only when it is complete. Left out: approximate
+search.
 """
 
 import hashlib
@@ -67,8 +69,9 @@ class Encoder:
 
 
 def prefixes(name: str) -> tuple[str | None, str | None]:
-    """Returns the prefixes of a query and of a document. The first key of PREFIXES that is a word
-    of the model's name or path chooses them; None means the model's own prefix.
+    """Returns the prefixes of a query and of a document: those of the first key of PREFIXES whose
+    words occur in the model's name or path ("bge-m3" in "BAAI/bge-m3"). If no key does, both are
+    None, which means the model's own prefix.
     """
     words = "-".join(["", *re.findall("[a-z0-9]+", name.lower()), ""])
     return next((PREFIXES[part] for part in PREFIXES if f"-{part}-" in words), (None, None))
@@ -80,7 +83,7 @@ def version_of(model, prefix: str | None) -> str:
     """
     digest = hashlib.sha256(f"{model} {prefix}".encode())
     for name, tensor in sorted(model.state_dict().items()):
-        if ".pooler." not in name:  # its weights are not used, and random if the file lacks them
+        if ".pooler." not in name:  # a pooler is not used, and is random if its weights are missing
             digest.update(tensor.float().cpu().contiguous().numpy())
     return digest.hexdigest()
 
@@ -91,13 +94,13 @@ def passage_text(document: Document) -> str:
 
 class DenseRetriever:
     """Searches with `encoder`, an `Encoder` or the name of one. `index_file` is a flat FAISS index
-    whose row i is document i; without it the vectors are read from the folder `runs`, in which
-    those that are missing are first computed and stored.
+    whose row i is document i. Without it, the vectors are read from files in the folder `runs`;
+    files that are missing are made first.
     """
 
     def __init__(self, documents: list[Document], encoder, device="", index_file="", runs="runs"):
         if not documents or not encoder:
-            raise InputError("dense retrieval needs a --corpus with a document and an --encoder")
+            raise InputError("dense retrieval needs an --encoder, and a --corpus with a document")
         self.documents = documents
         self.encoder = Encoder(encoder, device) if isinstance(encoder, str) else encoder
         if index_file:
@@ -138,7 +141,7 @@ def passage_vectors(documents: list[Document], encoder, runs="runs") -> list[tor
     folder = Path(runs, "vectors", name)
     folder.mkdir(parents=True, exist_ok=True)
     shards = [(i, folder / f"{i:05}.npy") for i in range(-(-len(documents) // SHARD))]
-    # The processes begin at different shards if there are enough, and skip those that are written.
+    # The processes begin at different shards if there are enough, and skip shards already written.
     first = len(shards) * rank_of("RANK") // rank_of("WORLD_SIZE", 1)
     order = shards[first:] + shards[:first]
     for i, path in tqdm(order, "vectors", unit=" shards", disable=len(shards) < 2):
@@ -146,10 +149,10 @@ def passage_vectors(documents: list[Document], encoder, runs="runs") -> list[tor
             texts = [passage_text(document) for document in documents[i * SHARD :][:SHARD]]
             aside = folder / f"{os.getpid()}.part.npy"
             np.save(aside, encoder(texts, "passage").astype(np.float16))
-            sync(aside)  # otherwise a power cut may leave the name without the bytes
+            sync(aside)  # otherwise a power cut may leave a named file without its bytes
             aside.rename(path)
     try:
-        # Mode "c" (copy on write): torch warns of read-only memory, but nothing is ever written.
+        # Mode "c" (copy on write): torch would warn of read-only memory. Nothing is written.
         return [torch.from_numpy(np.load(path, mmap_mode="c")) for _, path in shards]
     except (ValueError, EOFError) as error:
         raise InputError(f"{folder}: a damaged file ({error}): remove it to encode again") from None

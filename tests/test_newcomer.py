@@ -45,7 +45,7 @@ def test_retriever_py_tries_a_dense_retriever_like_bm25(tmp_path, monkeypatch, c
     lines = capsys.readouterr().out.splitlines()
     assert [line[:2] for line in lines[-2:]] == ["1.", "2."] and ": " in lines[-1]
     monkeypatch.setattr(sys, "argv", words[:4])
-    with pytest.raises(retriever.InputError, match="a --corpus with a document and an --encoder"):
+    with pytest.raises(retriever.InputError, match="an --encoder, and a --corpus with a document"):
         retriever.main()
 
 
