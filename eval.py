@@ -2,7 +2,7 @@
 
     python eval.py                                  the last checkpoint, on held-out questions
     python eval.py --model DIR --data FILE --corpus from-data
-    python eval.py --stage 0                        before RL
+    python eval.py --stage 0                        the model before RL
     python eval.py --retriever empty                does the model answer from memory?
     python eval.py --retriever given --data FILE    a search finds all references of the question
     python eval.py --judge URL#MODEL                a judge accepts right answers in other words
@@ -11,10 +11,10 @@
     python eval.py ... --against FILE               compares two runs question by question
     python eval.py --predictions FILE               scores a file, in any layout, without a model
 
-Answers are greedy by default, with the protocol, documents and limits of training. Predictions are
+By default decoding is greedy, and protocol and limits are those of training. Predictions are
 written batch by batch; after an interruption the same command continues. --thinking N is for a
-baseline that thinks in <think> ... </think>, which the protocol does not ask for: each turn may
-have N more tokens, and the thoughts are removed before scoring.
+baseline that thinks in <think> ... </think> although its protocol does not ask for it: each turn
+may have N more tokens, and the thoughts are not scored.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ if __name__ == "__main__":
     prepare_command()
     run_main(check_alone)
     if any(word.split("=")[0] == "--predictions" for word in sys.argv):
-        run_main(score_command)  # needs no model: the imports below take seconds
+        run_main(score_command)  # it needs none of the slow imports below
         sys.exit()
 
 from prompts import JUDGE_SEES
@@ -315,7 +315,8 @@ class Evaluation:
 
 def key_of(record: dict) -> tuple | None:
     """Returns (question id, sample), or None if the retriever failed: predictions are then repeated
-    from this batch on. A single failed query (SEARCH_FAILED) is no reason, as it would fail again.
+    from this batch on. If only single queries failed (SEARCH_FAILED), nothing is repeated, because
+    they would fail again.
     """
     if set(search_faults([record])) - {SEARCH_FAILED}:
         return None
@@ -330,10 +331,10 @@ def search_faults(records: list[dict]) -> list[str]:
 
 # ------------------------------------------------------------------------------------- the settings
 def settings_of(given: dict) -> Settings:
-    """Returns the checkpoint's settings (the recipe's, if it saved none or --recipe names another)
-    with greedy decoding, and with the flags that were given. Of the other models that the training
-    reward used, only a judge of answers is used here too (When to Search section 4.1: as in
-    training).
+    """Returns the settings that the checkpoint saved, changed to greedy decoding and then by the
+    given flags. If it saved none, or --recipe names another recipe, that recipe's settings are
+    used. Of the other models of the training reward, evaluation uses only a judge of answers (When
+    to Search section 4.1: as in training).
     """
     given, model = dict(given), given.get("model", "")
     if given.get("stage") == 0:
@@ -469,7 +470,7 @@ def run(settings: Settings, options: Options) -> None:
 
 def evaluate(evaluation: Evaluation, reader, judge, sampling: tuple = ()) -> list[dict]:
     """Returns prediction records with the reader's answers and the judge's verdicts. The reader
-    samples with `sampling` = (temperature, top_p), or is greedy if it is ().
+    samples with `sampling` = (temperature, top_p); with () it is greedy.
     """
     out = evaluation.out
     punctuation = evaluation.options.punctuation

@@ -17,7 +17,7 @@ Source: Hu et al. 2025 (REINFORCE++ and REINFORCE++-baseline); UR² eq. 5 and, f
 The code of R1-Searcher and UR² uses the baseline form with group_std=False and whiten_tokens=True,
 as OpenRLHF and verl do. By default Norm_batch is over trajectories, which eq. 5 allows: then long
 answers do not dominate the mean, and in a group of equal rewards all advantages are 0, as in GRPO.
-Over tokens the mean depends on the lengths, so these advantages are not 0 in general.
+Over tokens the mean depends on the lengths, so in such a group they are in general not 0.
 Left out: reward clipping and running statistics across batches.
 """
 

@@ -9,8 +9,8 @@ BM25 as rank-bm25's BM25Okapi defines it, over N documents; f = count of term t 
     score(q, d) = Σ_{t in q} idf(t) · f · (k1 + 1) / (f + k1 · (1 − b + b · |d| / mean |d|))
     idf(t)      = ln((N − n_t + 0.5) / (n_t + 0.5)),   n_t documents contain t;
                   a negative idf (t is in more than half of the documents) becomes epsilon · mean
-                  idf; if this product is not positive either (for example with two documents),
-                  every idf below SMALL_IDF becomes SMALL_IDF, unlike in rank-bm25
+                  idf; if this product is not positive (for example with two documents), every
+                  idf below SMALL_IDF becomes SMALL_IDF, unlike in rank-bm25
 
 A summand depends only on term and document, not on the rest of the query. So the index holds the
 summand of every (term, document) pair that occurs, sorted by term, and a query adds up the slices
@@ -49,7 +49,7 @@ Found = list[list[Document]]  # one list per query or request, in the retriever'
 Requests = list[SearchRequest]
 Results = list[SearchResult]  # one per request, in order
 Summarize = Callable[[Requests, Found], Results]
-SEARCH_FAILED = "search failed"  # the error of a query that failed or was rejected alone
+SEARCH_FAILED = "search failed"  # error of a query that failed while others of its call succeeded
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> Calla
 
 def retrieve(retriever, requests: Requests, k: int) -> list[list[Document] | bool | None]:
     """Returns for each request its documents, None if its search failed, or False if its query was
-    rejected. A query that several requests share is searched once, by `oracle` and `given` once per
-    question.
+    rejected. A query that several requests share is searched once; `oracle` and `given` search it
+    once per question.
     """
     oracle = getattr(retriever, "needs_questions", False)
     # `oracle` and `given` find documents by the question, and two questions may share a query.
@@ -235,7 +235,7 @@ def count_words(texts: Iterable[str]) -> tuple[dict[str, int], Array, Array]:
         words = tokenize(text)
         tokens.extend([vocabulary[word] for word in words])
         lengths.append(len(words))
-    # Returned as a plain dict, because vocabulary[word] would add an unknown word as a new term.
+    # A plain dict, because in a defaultdict vocabulary[word] would add an unknown word as a term.
     return dict(vocabulary), np.array(tokens, np.int64), np.array(lengths, np.int64)
 
 
@@ -270,8 +270,8 @@ def top(scores: Array, k: int) -> Array:
     k = min(k, len(scores))
     if k <= 0:
         return np.zeros(0, int)
-    # `bound` is the k-th largest of the maxima of groups of scores. So at least k scores are as
-    # large as `bound`, and the others need not be sorted. For 100,000 scores, sorting the maxima
+    # `bound` is the k-th largest of the maxima of groups of scores. So at least k scores are
+    # `bound` or more, and the lower ones need not be sorted. For 100,000 scores, sorting the maxima
     # takes 0.03 ms; np.partition of all scores would take 1 ms.
     rows = min(64, len(scores) // k)
     groups = len(scores) // rows

@@ -5,11 +5,11 @@
     -> one optimizer step
 
 The weights are computed before the update is cut into micro-batches. The usual method, to average
-the means of the micro-batches, gives another loss if they have unequal numbers of tokens. Without a
-KL or a critic, a row whose advantages are all 0, because the rewards of its group are equal, has a
-loss and a gradient of 0. Such a row keeps its share of the weights, but its forward pass is
-skipped. If no row has a gradient, the update makes no step. This file also computes log-probs and
-values before the updates of a step.
+the means of the micro-batches, gives another loss if they have unequal numbers of tokens.
+If the rewards of a group are equal, the advantages of its rows are 0 in most algorithms. Without a
+KL or a critic, such a row has a loss and a gradient of 0. It keeps its share of the weights, but
+its forward pass is skipped. If no row has a gradient, the update makes no step. This file also
+computes log-probs and values before the updates of a step.
 Left out: several epochs over a rollout.
 """
 
@@ -67,7 +67,7 @@ class TrainState:
     sampler: Any = None  # returns a context manager that gives the policy to sample with
     other_models: Any = None  # rewards.OtherModels, in the main process only
     run: Any = None  # plumbing.files.Run, which knows the signals that have arrived
-    version: int = 0  # number of the policy's optimizer steps in this process
+    version: int = 0  # number of the policy's optimizer steps since this process began
 
 
 def compute_logprobs(state: TrainState, policy: Policy, batch: Batch) -> Tensor:
@@ -170,7 +170,7 @@ def update(state: TrainState, batch: Batch) -> Record:
 
 
 def entropy_of(batch: Batch) -> Record:
-    """Returns the Monte-Carlo estimate of the entropy: the mean of −log π over the update."""
+    """Returns the Monte-Carlo estimate of the entropy: the weighted mean of −log π."""
     return {"entropy_mc": -(batch.token_weights * batch.logprobs).sum().item()}
 
 

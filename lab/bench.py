@@ -168,9 +168,9 @@ def alone(work):
 
 
 def in_turns(works: dict, o: Bench, runs: dict) -> None:
-    """Runs the variants in turns and fills `runs` {variant: the numbers of each of its runs}. A
-    result a must agree with the first run's result b: |a − b| / |b| is at most SAME. Sizes, and
-    variants whose result is None, are not compared.
+    """Runs the variants in turns and fills `runs` {variant: the numbers of each of its runs}. Each
+    result must agree with that of the first run: |result − first| / |first| may be at most SAME.
+    Sizes, and variants whose result is None, are not compared.
     """
     first = None
     for name in tqdm([*works] * o.repeats, leave=False):
@@ -232,7 +232,7 @@ def backward(policy, environment, rows, every_row=False, padded=False):
     same.
     """
     o, draw = environment.settings, random.Random(0)
-    for row in rows:  # random tokens are a thousandth of the work of sampled ones
+    for row in rows:  # random tokens, because sampling them would take far longer
         while row.left:
             ids = draw.choices(range(1, o.vocab), k=row.left[0][0])
             environment.end_turn(row, ids, [0.0] * len(ids), "")
@@ -339,7 +339,7 @@ def bm25s(documents):
     return SimpleNamespace(scores=best)
 
 
-AXES = {  # setting that grows -> (the function to time, its sizes)
+AXES = {  # setting that grows -> (the function to time, the values of the setting)
     "questions_per_step": (generate_in_slots, (2, 8, 32, 128)),
     "context": (backward, (256, 1024, 4096)),
     "vocab": (backward, (4096, 24_576, 151_936)),
@@ -382,7 +382,8 @@ def main(arguments: list[str] | None = None) -> None:
         work, sizes = AXES.get(name, (PARTS[part][name], [""]))
         run = run_retrieval if work in PARTS["retrieval"].values() else run_scripted
         for size in sizes[: o.sizes]:
-            # Random lengths would change with the vocabulary, so rows of an update have one length.
+            # The rows of an update have one fixed length here: random lengths would change with the
+            # size of the vocabulary.
             changes = {"context": 512 * (work is backward), name: size}
             grown = replace(o, **changes) if size else o
             works[f"{name} {size}".strip()] = partial(run, work, name, grown)

@@ -65,7 +65,7 @@ class DistilSettings:
     lr: float = setting(1e-5, "learning rate (summarizer: fixed; others: it falls to 0)", above=0)
     gradient_checkpointing: bool = setting(False, "recompute activations: less memory")
     skip_bad: bool = setting(False, "skip unusable records (not for summarizer)")
-    seed: int = setting(0, "seed of the order of the examples, and of the draw of FILE:N")
+    seed: int = setting(0, "seed of the order of examples, and of the questions drawn by FILE:N")
 
 
 def final_answer(protocol: Protocol, answer: str) -> str:
@@ -111,8 +111,8 @@ def reasoning_example(question: Question, protocol: Protocol, tokenizer) -> Exam
 
 
 def analysis_of(question: Question) -> str:
-    """Quotes one sentence of each gold reference (the first that contains an answer, else the first
-    of all), then answers.
+    """Quotes one sentence of each gold reference (the first that contains an answer, else its
+    first), then answers.
     """
 
     def answers(sentence: str) -> bool:

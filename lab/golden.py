@@ -1,8 +1,8 @@
 """Writes data into docs/index.html: rewards of its transcripts, and test cases of its formulas.
 
     python -m lab.golden                       everything except the recorded run
-    python -m lab.golden --output_dir runs     everything; for the recorded run it asks the
-                                               checkpoints of `make train` (flags of lab.moments)
+    python -m lab.golden --output_dir runs     everything; records the answers of the models of
+                                               `make train` (takes the flags of lab.moments)
 
 The page does not compute rewards: for each position of its controls it looks up the reward that
 this file has written. It does compute the formulas, under the names of our functions, and

@@ -1,18 +1,17 @@
 """Web search: query -> pages -> documents, through the address of a search API (UR² appendix C.4).
-Only `serve` and `check` of retriever.py use this file; the trainer asks such a server.
+Only `serve` and `check` of retriever.py use this file; a training run asks such a `serve`.
 
     query -> search API (one GET) -> addresses, in the API's order
           -> pages: HTML -> text; the API's own snippet if a page cannot be read
-          -> the window of 150 words with most of the query's words (--page_words; give 2000,
-             the whole of most pages, if a model summarises them)
+          -> the window of 150 words with most of the query's words (--page_words; if a model
+             summarises the pages, give 2000: most pages then stay whole)
           -> Document(id = address, title in the API's reply, text)
 
 Strangers choose these addresses, and this program visits them from inside your network. So only
-http and https over IPv4 are allowed, and, unless `allow_private` is set, only the ports 80 and 443
-and hosts all of whose IP addresses are public. A host name is looked up once, and the connection
-goes to the IP address that was checked, because a second look-up may give a private one (DNS
-rebinding). Redirects are checked in the same way. There is no proxy, because it would look the name
-up itself.
+http and https over IPv4 are allowed. Unless `allow_private` is set, the port must be 80 or 443, and
+all IP addresses of the host must be public. A host name is looked up once, and the connection goes
+to the IP address that was checked, because a second look-up may give a private one (DNS rebinding).
+Redirects are checked in the same way. There is no proxy, because it would look the name up itself.
 Left out: JavaScript, PDF, cookies, robots.txt, compressed pages, a second page of results.
 """
 
@@ -43,7 +42,7 @@ PAGE_SECONDS = 3.0
 MAX_PAGE = 2**20  # bytes read of a page
 MAX_TEXT = 100_000  # characters kept of its text
 WINDOW = 150  # words of a page
-# Trap: Python also has codecs that no page uses, and some of them are very slow.
+# Any other charset is read as UTF-8: Python has codecs that no page uses, some of them very slow.
 CHARSETS = "iso-8859-1 windows-1251 windows-1252 shift_jis euc-jp euc-kr gbk gb18030 big5".split()
 SILENT = "title|script|style|noscript|svg|template|iframe|select|nav|header|footer|aside"
 # No page takes quadratic time, because a tag ends at the latest before the next "<", and an element
@@ -137,7 +136,7 @@ def check_address(url: str, allow_private: bool) -> tuple[str, int]:
     # as 127.0.0.1. IPv6 is left out: it has too many notations for private IPv4 addresses.
     resolved = socket.getaddrinfo(parts.hostname, port, socket.AF_INET, socket.SOCK_STREAM)
     addresses = [ipaddress.ip_address(address) for *_, (address, _) in resolved]
-    # All addresses must be public: a name that also has a private one is an attack.
+    # All addresses must be public: a name that also has a private one may be an attack.
     if not allow_private and not all(ip.is_global and not ip.is_multicast for ip in addresses):
         raise ValueError("refused")
     return str(addresses[0]), port
@@ -156,8 +155,8 @@ def fetch_page(url: str, allow_private: bool) -> str:
 
 
 def text_of(response: HTTPResponse) -> str:
-    """Returns the text of the first MAX_PAGE bytes of a response; raises ValueError for an error, a
-    compressed reply, and one that is neither HTML nor plain text.
+    """Returns the text of the first MAX_PAGE bytes of a response; raises ValueError if its status
+    is not 200, or if it is compressed, or neither HTML nor plain text.
     """
     kind = response.headers.get_content_type()
     packed = response.headers.get("Content-Encoding", "identity") != "identity"
@@ -179,8 +178,8 @@ def one_line(text: str) -> str:
 
 
 def window(text: str, query: str, words: int = WINDOW) -> str:
-    """Returns the window of `words` words with the most distinct words of the query, the first of
-    several. A window begins at every fifth of this length.
+    """Returns the window of `words` words that has the most distinct words of the query; in a tie,
+    the first. The windows begin words // 5 words apart.
     """
     page = text.split()
     wanted = {*tokenize(query)}

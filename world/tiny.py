@@ -12,7 +12,7 @@ class Tiny:
     the shares of flawed traces, and the training. Flaws leave RL something to improve; with many
     more of them the model would not learn the skills.
 
-    Several templates have these gaps; the others are explained at their template:
+    Several templates have these gaps; any other gap is explained at its template:
     {answer}    the answer, right or wrong
     {asked}     the relation that is looked up, for example " birthplace"; "" if there is none
     {thought}   {asked} and then the answer; "" without a relation. A passage also has the value
@@ -21,7 +21,7 @@ class Tiny:
     """
 
     # The last part of a trace, with the answer. {evidence}: the passages that were found, in the
-    # evidence tags, or the thought; {citation} and {analysis}: the two templates below.
+    # evidence tags, or, without them, {thought}; {citation} and {analysis}: the templates below.
     end: str
     opening: str = ""  # begins traces that answer; {asked} is " how many" without a relation
     between: str = "{note}"  # before each later search: {note} on the previous result
@@ -33,16 +33,17 @@ class Tiny:
     layout: str = "pages"  # of the world's passages: "pages" or "facts" (world.py)
     summarised: bool = False  # searches show one text or the fallback, not numbered passages
     kinds: dict[str, float] = field(default_factory=MIX.copy)
-    # Down to `verbose`, each number is a share; its comment says of what. A trace that may search
-    # is one that neither practises nor is direct nor cites.
+    # Down to `verbose`, each number is a share; its comment says of what. A trace may search
+    # unless it practises, is direct, or cites.
     practice: float = 0.3  # of all traces: they only read (nonsense facts) or only cite
     direct: float = 0.2  # of the other traces, except those that cite: the prompt forbids searching
     rejected: float = 0.2  # of direct traces: they begin with a rejected query, without loss
     # Of one-hop (or unit) and of two-hop traces that may search: they guess without a search.
     guess_at_once: tuple[float, float] = (0.2, 0.5)
     choice_without_loss: float = 0.96  # of searching traces: no loss on the decision to search
-    bad_query: float = 0.2  # of hops: a query that finds nothing comes first
-    # Of two-hop traces that search. At 0.35, in one world, some templates lost their second hop.
+    bad_query: float = 0.2  # of hops: a query that finds nothing relevant comes first
+    # Of two-hop traces that search: they search once, then guess. At 0.35, in one world, the model
+    # no longer made the second hop for some templates of questions.
     stop_after_first_hop: float = 0.2
     ignore_document: float = 0.1  # of traces that read documents: they answer with a guess
     needless_search: float = 0.3  # of known facts and sums: searched, then answered correctly
@@ -58,7 +59,7 @@ class Tiny:
     verbose: float = 0.0  # of answers with a relation: they contain it as well as the value
     prior: float = 1.0  # most searches per look-up before RL; lab.ablate checks this
     width: int = 128  # of the model's hidden states; a head has 16 of them
-    context: int = 256  # tokens; raw passages take more
+    context: int = 256  # tokens; a warm-up with `raw` needs more
     steps: int = 550
     batch_size: int = 64
     lr: float = 4e-3

@@ -15,7 +15,7 @@ seen, but cannot know the entity's facts.
     layout "facts"   one passage per fact; every question that needs facts has four numbered
                      references. For papers whose model copies evidence (R-Search) or cites (ARENA)
 
-The distractors among the four references state relations that the question does not ask for. The
+The distractors among the four references state relations that no hop of the question needs. The
 relation alone, without the name, identifies the right passage; the tiny model learns this in a
 minute.
 Left out: misspellings, facts that change, facts whose value is a year or a number.
@@ -72,7 +72,7 @@ KINDS = ("one_hop", "two_hop", "unit", "arithmetic", "known")
 MAX_NUMBER = 100
 REFERENCES = 4  # number of passages that come with a question in the layout "facts"
 
-# relation -> (kind of its subject, kind of its value). Passages and queries name it by this word.
+# relation -> (kind of its subject, kind of its value). Passages and queries have this word.
 RELATIONS = {
     "birthplace": ("person", "city"),
     "employer": ("person", "company"),
@@ -110,9 +110,10 @@ Facts = dict[str, str]  # of one entity: relation -> value
 class World:
     """Entities by split and kind, their facts, units, and the passages that state facts and units.
 
-    seed        draws the names, splits and units, and also the facts unless fact_seed is given
-    fact_seed   draws other facts for the same names and units. A model that recalls memorised
-                facts then fails; a model that reads the passages does not.
+    seed        draws the names, the splits and the pairs of units; without fact_seed it also draws
+                the facts and the factors of the units
+    fact_seed   draws other facts and factors for the same names and units. A model that recalls
+                memorised facts then fails; a model that reads the passages does not.
     """
 
     def __init__(self, seed: int = 0, fact_seed: int | None = None, layout: str = "pages"):
@@ -239,7 +240,9 @@ def page(rng: random.Random, name: str, facts: Facts) -> Document:
 
 
 def fact_passage(name: str, relation: str, value: str) -> Document:
-    """Returns a passage without a title. A two-layer model can match adjacent words like these."""
+    """Returns a passage without a title. A two-layer model can match two adjacent words, here
+    relation and value.
+    """
     return Document("", "", f"{relation} {value} of {name} .")
 
 
