@@ -142,10 +142,12 @@ def save_if_due(run: Run, state: TrainState, record: dict) -> None:
     """
     step = record["step"]
     if record["failed_rows"] > MOST_FAILED:
-        save(run, state, step)
+        if step:  # after no step there is nothing to go on from
+            save(run, state, step)
         raise InputError(
             f"step {step}: a search failed in {record['failed_rows']:.0%} of the trajectories: look"
-            " at the retriever, the summariser and --timeout, then go on with --resume"
+            " at the retriever, the summariser and --timeout, then "
+            + ("go on with --resume" if step else "start again")
         )
     ended = max(gather_object([run.signals]))
     done, s = step + 1, run.settings

@@ -121,3 +121,10 @@ def test_a_step_of_failed_rows_ends_all_processes_after_a_checkpoint(sharding, m
     assert [path.name for path in checkpoints(folder)] == ["checkpoint-000002"]
     rows = [(row["skipped"], row["failed_rows"], "loss" in row) for row in rows_of(folder)]
     assert rows == [(0, 0, True), (0, 0, True), (1, 1, False)]
+
+
+def test_if_the_searches_of_the_first_step_fail_no_checkpoint_is_left(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("plumbing.checkpoint.MOST_FAILED", -1)
+    with pytest.raises(InputError, match="start again"):
+        train.train(settings_for(model, tmp_path))
+    assert not any(tmp_path.rglob("checkpoint*"))
