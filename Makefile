@@ -31,7 +31,7 @@ test: install
 	$(BIN)/python -m pytest -q -n 2 $(if $(SHUFFLE),$(SHUFFLED)) -m "not slow and not trust and not vllm"
 
 slow: install
-	$(BIN)/python -m pytest -q -n 2 $(LONG) -m slow
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(LONG) -m slow
 
 # Injects every fault, those of tests/trust/faults.md and newer ones, and prints how each ended. About an hour.
 trust: install
