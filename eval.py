@@ -74,7 +74,7 @@ class Options:
     fresh: bool = setting(False, "start from the beginning, even if there are predictions")
     out: str = setting("", "predictions file; default: in predictions/ under --output_dir")
     against: str = setting(
-        "", "predictions of another run (FILE,FILE) to compare with, question by question"
+        "", "predictions of another run to compare with, question by question; FILE or FILE,FILE"
     )
     punctuation: str = setting(
         "", "how metrics treat punctuation; default: as in the paper", one_of=("", *PUNCTUATION)

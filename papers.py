@@ -216,7 +216,7 @@ VANILLA_RL.variants.update(
 _r1_searcher = (
     {"protocol": "r1_searcher", "algorithm": "reinforce_pp"}
     | {"group_size": 16, "questions_per_step": 64, "trajectories_per_update": 256}
-    | {"lr": 2e-6, "kl_coef": 0.0, "kl_estimator": "k1"}  # in the reward
+    | {"lr": 2e-6, "kl_coef": 0.0, "kl_estimator": "k1"}  # no KL; llama_8b has k1
     | {"temperature": 1.0, "max_searches": 8, "max_turn_tokens": 512}
     | {"documents_per_search": 5}  # ours; the paper gives no number, its code has 3
 )

@@ -482,7 +482,7 @@ def parse(arguments: list[str] | None = None, before: Settings | None = None) ->
     if stage > 1 and not (before or settings.model):
         before = stage_before(settings)
     if before and before.model:
-        given["model"] = str(stage_folder(settings, stage - 1))  # its last checkpoint
+        given["model"] = str(stage_folder(settings, stage - 1))  # read: the last checkpoint in it
     tiny = in_built_in_world(before or settings)
     return check_settings(resolve(recipe, stage, tiny, given), True, given)
 

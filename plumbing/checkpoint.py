@@ -142,7 +142,7 @@ def save_if_due(run: Run, state: TrainState, record: dict) -> None:
     """
     step = record["step"]
     if record["failed_rows"] > MOST_FAILED:
-        if step:  # after no step there is nothing to go on from
+        if step:  # before the first update there is nothing to save
             save(run, state, step)
         raise InputError(
             f"step {step}: a search failed in {record['failed_rows']:.0%} of the trajectories: look"
