@@ -483,7 +483,7 @@ def evaluate(evaluation: Evaluation, reader, judge, sampling: tuple = ()) -> lis
             records = ask_others(records, reader, judge, sampling)
             write_records(out, records)
     except KeyboardInterrupt:
-        finished = f"finished predictions are in {out}; the same command continues"
+        finished = f"finished predictions are in {out}; the command continues, without --fresh"
         print(f"\ninterrupted; {finished if out.is_file() else 'nothing was finished yet'}")
         sys.exit(130)
     return records

@@ -298,7 +298,7 @@ def _check_summarizer(settings: Settings) -> None:
         )
     for name in sorted(models_in(value)):
         like = nearest(name, WITHOUT_MODEL)
-        if like or name == "llm":  # otherwise the hub is queried for it, for minutes
+        if like or name == "llm":  # else the hub would be asked, for minutes
             raise InputError(
                 f"--summarizer {name}: must be none, extractive, or a model's name{like}"
             )

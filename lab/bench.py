@@ -179,7 +179,9 @@ def in_turns(works: dict, o: Bench, runs: dict) -> None:
         skipped = " " in name or result is None
         apart = 0 if skipped else np.linalg.norm(result - first) / np.linalg.norm(first)
         if not apart <= SAME[o.device]:
-            raise InputError(f"{name}: {apart:.1e} from the first variant: not the same work")
+            raise InputError(
+                f"{name}: not the first variant's work: the results are {apart:.1e} apart"
+            )
         runs.setdefault(name, []).append(numbers | {"apart": apart})
 
 

@@ -49,7 +49,7 @@ from trajectory import Trajectory, trajectory_from_text
 
 @dataclass(frozen=True)
 class DistilSettings:
-    """METHOD: direct, reasoning, traces or summarizer."""
+    """Train a baseline (direct, reasoning, traces) or a small summariser by supervision."""
 
     model: str = setting("", "HF causal LM to start from: a directory or a hub name", needed=True)
     data: str = setting(

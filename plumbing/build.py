@@ -386,7 +386,7 @@ def build_state(settings: Settings) -> TrainState:
             policy.fleet.check()
     copies = wants_copy(settings.sampling_copy, device, in_8bit)
     recompute = device.type != "cpu" or copies or served or not settings.mask_documents
-    auto = "token" if recompute and settings.mask_documents else "none"  # nobody sampled documents
+    auto = "token" if recompute and settings.mask_documents else "none"  # documents have no μ
 
     def sampler():
         return to_serve(policy, state.version) if served else to_sample_with(policy, copies)
