@@ -191,8 +191,8 @@ def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[dic
     kinds = {question.kind for question in questions}
     for scope in scopes.keys() - kinds - {*map(family, kinds)} - TASKS:
         raise InputError(
-            f"{scope}, in the recipe's `buckets`, is no task or kind of the data: leave --difficulty"
-            " out"
+            f"in the recipe's buckets, {scope} is not a task or kind of the data: leave"
+            " --difficulty out"
         )
     pools = defaultdict(list)
     sizes = Counter()  # number of questions in a group: a kind, family or task, "" for others

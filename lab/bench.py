@@ -180,7 +180,7 @@ def in_turns(works: dict, o: Bench, runs: dict) -> None:
         apart = 0 if skipped else np.linalg.norm(result - first) / np.linalg.norm(first)
         if not apart <= SAME[o.device]:
             raise InputError(
-                f"{name}: not the first variant's work: the results are {apart:.1e} apart"
+                f"{name}: not the work of the first variant: results {apart:.1e} apart"
             )
         runs.setdefault(name, []).append(numbers | {"apart": apart})
 
