@@ -1,7 +1,7 @@
 """The protocol of each paper: the tags of queries, documents and answers, and the instruction.
 
-Training, evaluation and ask.py share one `Protocol`: if they had different prompts, no error would
-tell. If a response has several answers, the last one is scored. Braces are matched, so
+Training, evaluation and ask.py share one `Protocol`, because different prompts would cause no
+error. If a response has several answers, the last one is scored. Braces are matched, so
 \\boxed{\\frac{1}{2}} is read whole.
 
 The wording of the prompts is ours. --prompt_file replaces it, section by section (`SECTIONS`). In
@@ -37,7 +37,8 @@ TASKS = ("qa", "math", "choice", "summary")
 SECTIONS = ("judge", "reader", *BY_TASK, *(f"{name}:{task}" for name in BY_TASK for task in TASKS))
 # The placeholders that a layout must have (NEEDED), and those that it may have (OPTIONAL).
 NEEDED = {"policy": "question", "reader": "question evidence", "summarizer": "query documents"}
-OPTIONAL = {"policy": "options", "reader": "options"}  # under ARENA the policy needs {references}
+# Under ARENA a layout of the policy must also have {references}.
+OPTIONAL = {"policy": "options", "reader": "options"}
 OPTIONAL["summarizer"] = "question options reasoning"
 # LaTeX braces are not placeholders: \boxed{answer}, x^{n}. Nor is {max_searches}, which is
 # filled in earlier, in every instruction.
@@ -71,12 +72,12 @@ class Protocol:
     answer_tags: Tags | None  # None: the answer is \boxed{...} (UR²)
     instruction: str  # for questions that may search
     direct_instruction: str  # for questions that may not search
-    prompt_suffix: str = ""  # opens the model's turn
+    prompt_suffix: str = ""  # begins the model's turn, such as "<think>"
     evidence_tags: Tags | None = None  # R-Search: another model answers from this section
     other_tags: tuple[Tags, ...] = ()  # thinking, reflection, relevance, analysis
     references_in_prompt: bool = False  # the user message holds the question's own references
     stop_at_answer: bool = True  # False: a turn goes on after the answer's end tag, until EOS
-    thinking_apart: bool = False  # ARENA: the model's own <think> precedes the three sections
+    thinking_apart: bool = False  # ARENA: True lets <think> precede the three sections
     # task -> how many searches a question may run; "" is for all other tasks. Set by Environment.
     search_limits: dict[str, int] = field(default_factory=lambda: {"": 4}, hash=False)
     judge_sees: str = "question"  # one of JUDGE_SEES
@@ -90,7 +91,8 @@ class Protocol:
     # The policy reads this text instead of documents if its query asks for no fact. With "" the
     # protocol has no fallback.
     fallback_text: str = ""
-    prompts: dict[str, str] = field(default_factory=dict, hash=False)  # from --prompt_file
+    # Name of a section of --prompt_file -> its text.
+    prompts: dict[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -159,8 +161,8 @@ _UR2_TAGS = (
 )
 
 
-# UR² appendix C.6, word for word. The paper's prompts tell the summariser to reject a query with
-# these two sentences.
+# UR² appendix C.6, word for word. The paper's prompts tell the summariser to reply with these two
+# sentences if it rejects a query.
 _NO_FACT_TO_FIND = (
     "This query requires design, computation, or complex reasoning, which exceeds the capabilities"
     " of a search engine. Please input another query or proceed with direct reasoning."
@@ -343,8 +345,8 @@ def question_values(question: Question, layout: str) -> dict[str, str]:
 def make_messages(
     custom: str, instruction: str, text: str, values: dict[str, str]
 ) -> tuple[str, str]:
-    """Returns (system message, user message). A custom text of --prompt_file is a layout, or an
-    instruction that replaces ours.
+    """Returns (system message, user message). `custom`, from --prompt_file, is a layout that
+    `values` fill, or an instruction that replaces `instruction`.
     """
     if gaps_of(custom):
         return "", fill(custom, values)
@@ -385,7 +387,7 @@ def prompt_text(protocol: Protocol | str, question: Question, tokenizer) -> str:
     protocol = as_protocol(protocol)
     custom = protocol.custom_prompt("policy", question.task)
     if not question.may_search:
-        if protocol.query_tags and protocol.query_tags[0] in custom:  # it explains how to search
+        if protocol.query_tags and protocol.query_tags[0] in custom:  # `custom` explains searching
             custom = ""
         custom = protocol.custom_prompt("policy:direct", question.task) or custom
     instruction = protocol.fill_instruction(question, custom)
@@ -452,7 +454,7 @@ def section_letters(text: str, tags: dict[str, Tags]) -> str:
     """
     letters = {begin + end: letter for letter, (begin, end) in tags.items()}
     any_tag = "|".join(re.escape(tag) for pair in tags.values() for tag in pair)
-    outside, *rest = re.split(f"({any_tag})", text)  # [begin, content, end, outside, ...]
+    outside, *rest = re.split(f"({any_tag})", text)  # rest: [begin, content, end, outside, ...]
     order = ""
     while len(rest) >= 4:
         begin, content, end, after, *rest = rest
@@ -462,8 +464,8 @@ def section_letters(text: str, tags: dict[str, Tags]) -> str:
 
 
 # Matches "correct answer is", a colon, and then a letter that is not part of a word. A box,
-# brackets or stars may surround the letter. `*+` is possessive, because `*` takes quadratic time on
-# a long run of blanks.
+# brackets or stars may surround the letter. `*+` is possessive, because `*` would take quadratic
+# time on a long run of blanks.
 _CHOICE = re.compile(
     r"correct answer is[\s*]*+:((?:\\[a-z]+|[\s*_$\"'(\[{])*+[a-z](?![-'’]?[^\W_])[^\n]*)",
     re.IGNORECASE,

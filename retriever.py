@@ -1,7 +1,7 @@
 """Retrieval: query -> documents. Every retriever has a method `search(queries, k)`. One call takes
 the queries of many trajectories and returns for each query a list of documents, None if its search
-failed, or False if a server rejected the query because of its content. `oracle` and `given` get the
-queries' questions as a third argument.
+failed, or False if a server rejected the query because of its content. The controls `oracle` and
+`given` get the queries' questions as a third argument.
 
 BM25 as rank-bm25's BM25Okapi defines it, over N documents; f = count of term t in document d,
 |d| = the number of words in d:
@@ -45,11 +45,11 @@ RETRIEVERS = ("bm25", "dense", "http", "random", "empty", "oracle", "given")
 Array = np.ndarray
 SMALL_IDF = 0.05  # the smallest idf if epsilon · mean idf is not positive
 COMMON = 0.25  # a term in more than this share of the documents gets a dense array of summands
-Found = list[list[Document]]  # one list per query or request, in the retriever's order
+Found = list[list[Document]]  # the documents of each query or request
 Requests = list[SearchRequest]
-Results = list[SearchResult]  # one per request, in order
+Results = list[SearchResult]  # one per request, in the order of the requests
 Summarize = Callable[[Requests, Found], Results]
-SEARCH_FAILED = "search failed"  # error of a query that failed while others of its call succeeded
+SEARCH_FAILED = "search failed"  # error of a failed query if its call raised no exception
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,16 @@ def make_retriever(
     if name == "bm25":
         return BM25(documents, title_boost=settings.title_boost, index=settings.index)
     if name == "http":
-        from retrievers.remote import HttpRetriever  # imported late: BM25 needs no network
+        from retrievers.remote import HttpRetriever  # only needed here
 
         return HttpRetriever(settings.retriever_url, timeout)
     if name == "dense":
-        from retrievers.dense import DenseRetriever  # imported late: BM25 loads no torch
+        from retrievers.dense import DenseRetriever  # here, because it loads torch
 
         index_file = getattr(settings, "index_file", "")  # a flag of `serve` and `check`
         return DenseRetriever(documents, settings.encoder, device, index_file, runs)
     if name in RETRIEVERS:
-        from retrievers.controls import make_control  # imported late: BM25 needs no control
+        from retrievers.controls import make_control  # only needed here
 
         return make_control(name, documents, seed)
     raise InputError(f"unknown retriever {name!r}: one of {', '.join(RETRIEVERS)}")
@@ -192,7 +192,7 @@ class BM25:
         for word, count in counts.items():
             term = self.vocabulary.get(word)
             if term in self.rows:
-                # A product would allocate another array [N], so count 1 is added without one.
+                # A product allocates another array [N], so for count 1 the row itself is added.
                 scores += self.rows[term] if count == 1 else count * self.rows[term]
             elif term is not None:
                 self.add(scores, term, count)
@@ -305,14 +305,14 @@ def show_search(bm25: BM25, query: str, k: int) -> None:
     for rank, i in enumerate(top(scores, k), 1):
         document = bm25.documents[i]
         text = f"{document.title}: {document.text}"
-        # The test is not `score != 0`: a word in exactly half of the documents has idf 0.
+        # The test is not `score != 0`: a word in exactly half of the documents can have idf 0.
         if words.intersection(tokenize(text)):
             print(harmless(f"{rank}. {scores[i]:7.3f}  [{document.id}] {text}"))
 
 
 def main() -> None:
     if sys.argv[1:2] in (["serve"], ["check"]):
-        from retrievers.serve import command  # imported late: a search needs no server
+        from retrievers.serve import command  # only needed here
 
         return command(sys.argv[1:], make_retriever)
     parser = FlagParser(

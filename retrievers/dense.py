@@ -149,10 +149,10 @@ def passage_vectors(documents: list[Document], encoder, runs="runs") -> list[tor
             texts = [passage_text(document) for document in documents[i * SHARD :][:SHARD]]
             aside = folder / f"{os.getpid()}.part.npy"
             np.save(aside, encoder(texts, "passage").astype(np.float16))
-            sync(aside)  # otherwise a power cut may leave a named file without its bytes
+            sync(aside)  # otherwise a power cut may leave a renamed but empty file
             aside.rename(path)
     try:
-        # Mode "c" (copy on write): torch would warn of read-only memory. Nothing is written.
+        # Mode "c" (copy on write), because torch warns of read-only memory. Nothing is written.
         return [torch.from_numpy(np.load(path, mmap_mode="c")) for _, path in shards]
     except (ValueError, EOFError) as error:
         raise InputError(f"{folder}: a damaged file ({error}): remove it to encode again") from None

@@ -19,8 +19,8 @@ from errors import InputError
 from formats.manifest import written_whole, wrong_with
 from formats.records import lock
 
-# Raise it when files, tokenization or weights change. The version of Python's Unicode tables, on
-# which the tokenization depends, is stored beside it.
+# Raise VERSION when the code changes the format of the files, the tokenization or the weights.
+# The version of Python's Unicode tables, on which the tokenization depends, is stored beside it.
 VERSION = 2
 ARRAYS = ("start", "postings", "weights")
 

@@ -9,9 +9,9 @@ Traps. One query that a server cannot handle fails its whole batch, so each quer
 is then sent alone, once, while time is left. A query that the server rejects when it is sent alone
 (HTTP 400, 413, 414, 422) counts as rejected, not as a failed search: training leaves out
 trajectories with failed searches, and a policy must not be able to cause that by its queries.
-"return_scores" is always true, because a common server fails otherwise. Lists are counted, because
-a server that drops one would give all later queries the documents of another query. Left out:
-passwords.
+"return_scores" is always true, because a common server fails otherwise. The lists in a reply are
+counted: if a server dropped one, all later queries would get the documents of another query. Left
+out: passwords.
 """
 
 import json

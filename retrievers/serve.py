@@ -32,7 +32,7 @@ class RetrievalServer(ThreadingHTTPServer):
     """Serves a retriever at `host`:`port`. Port 0 takes a free port: see `server_port`."""
 
     daemon_threads = True  # so that Ctrl-C does not wait for a slow client
-    request_queue_size = 512  # Trap: the default, 5, is too small for clients that come together
+    request_queue_size = 512  # Trap: the default, 5, is too small for many clients at once
 
     def __init__(self, retriever, host: str = "127.0.0.1", port: int = 8000):
         self.retriever = retriever
@@ -153,8 +153,8 @@ def check(retriever, passages: list[Document], k: int = 5) -> list[tuple[bool, s
 
 def query_for(passage: Document) -> str:
     """Returns the first 12 words of the title, or of the text if there is no title, as a query.
-    `check` counts a document as a hit if its query is the same, so every passage with that title is
-    a hit. Ids are not compared, because the server's may differ.
+    `check` counts a found document as a hit if it has the same query as the passage, so every
+    passage with that title is a hit. Ids are not compared, because the server's may differ.
     """
     return " ".join((passage.title or passage.text).lower().split()[:12])
 

@@ -3,7 +3,7 @@ Only `serve` and `check` of retriever.py use this file; a training run asks such
 
     query -> search API (one GET) -> addresses, in the API's order
           -> pages: HTML -> text; the API's own snippet if a page cannot be read
-          -> the window of 150 words with most of the query's words (--page_words; if a model
+          -> the window of 150 words with the most words of the query (--page_words; if a model
              summarises the pages, give 2000: most pages then stay whole)
           -> Document(id = address, title in the API's reply, text)
 
@@ -40,8 +40,8 @@ PAUSE = 0.2  # seconds between two calls of the API; many APIs reject faster cal
 API_SECONDS = 8.0
 PAGE_SECONDS = 3.0
 MAX_PAGE = 2**20  # bytes read of a page
-MAX_TEXT = 100_000  # characters kept of its text
-WINDOW = 150  # words of a page
+MAX_TEXT = 100_000  # characters kept of a page's text
+WINDOW = 150  # words shown of a page
 # Any other charset is read as UTF-8: Python has codecs that no page uses, some of them very slow.
 CHARSETS = "iso-8859-1 windows-1251 windows-1252 shift_jis euc-jp euc-kr gbk gb18030 big5".split()
 SILENT = "title|script|style|noscript|svg|template|iframe|select|nav|header|footer|aside"
@@ -76,7 +76,7 @@ class WebRetriever:
         self.answer = lru_cache(4096)(self.answer)
         try:
             self.ask("encyclopedia", 1)
-        except Fault as fault:  # the message leaves out the part after "?", which may have a key
+        except Fault as fault:  # the message omits the part after "?", which may have an API key
             raise InputError(
                 f"{template.partition('?')[0]}: no search results ({fault}): start the search API"
                 " or correct the address"
@@ -84,7 +84,7 @@ class WebRetriever:
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """Returns at most k documents per query; raises a Fault if the API fails for a query."""
-        with ThreadPoolExecutor(THREADS) as pool:  # its end waits for all threads
+        with ThreadPoolExecutor(THREADS) as pool:  # leaving `with` waits for all threads
             return list(pool.map(self.answer, queries, repeat(k)))
 
     def answer(self, query: str, k: int) -> list[Document]:
@@ -129,7 +129,7 @@ def check_address(url: str, allow_private: bool) -> tuple[str, int]:
     """
     parts = urlsplit(url)
     port = parts.port or PORTS.get(parts.scheme, 0)
-    usual = port in (80, 443) or allow_private  # private services seldom use port 80
+    usual = port in (80, 443) or allow_private  # private services seldom use these
     if parts.scheme not in PORTS or not parts.hostname or not usual:
         raise ValueError("refused")
     # The IP address is checked, not the name, because the system also reads 2130706433 and 0x7f.1
