@@ -47,7 +47,7 @@ def read_flags(arguments: list[str] | None = None) -> tuple[dict, str]:
     records = [record for record in ASKING if record is not EngineSettings]
     add_flags(parser, records, named_in(sys.argv[1:] if arguments is None else arguments), "eval")
     given = vars(parser.parse_args(arguments))
-    text = clean(" ".join(given.pop("question"))).strip()  # may contain invalid UTF-8
+    text = clean(" ".join(given.pop("question"))).strip()  # argv may contain invalid UTF-8
     if unused := {"judge", "reader"} & given.keys():
         raise InputError(f"ask.py: --{min(unused)} has no meaning here, only in eval.py")
     return given, text

@@ -30,13 +30,13 @@ from data import Question, load_difficulty
 from errors import InputError, run_main, setting
 
 Questions = list[Question]
-Weights = dict[str, float]  # name of a kind or bucket -> weight
+Weights = dict[str, float]  # name of a kind, bucket or pool -> weight
 Counts = dict[str, int]
 
 
 @dataclass(frozen=True)
 class CurriculumSettings:
-    questions_per_step: int = setting(64, "questions per step; DAPO may draw as many more", least=1)
+    questions_per_step: int = setting(64, "questions per step, and per extra draw of DAPO", least=1)
     mix: str = setting(
         "",
         'share of each kind in every step: "kind=weight,..."; "hotpotqa" means all kinds that begin'
@@ -65,9 +65,10 @@ class CurriculumSettings:
 
 # -------------------------------------------------------------------------------------- difficulty
 EDGES = {"easy": 0.8, "medium": 0.5, "hard": 0.2}  # lowest mean score of each bucket
-LEVELS = {"easy": "easy", "medium": "medium", "hard": "hard", "very_hard": "dropped"}  # UR²'s files
+# `level` in UR²'s data files -> bucket
+LEVELS = {"easy": "easy", "medium": "medium", "hard": "hard", "very_hard": "dropped"}
 TASKS = {"", "qa", "math", "choice", "summary"}
-HARDEST_FIRST = {"medium": 1, "easy": 2}  # all others are 0: hard, dropped, not measured
+HARDEST_FIRST = {"medium": 1, "easy": 2}  # ranks; hard, dropped or not measured: 0
 
 
 def bucket(score: float) -> str:
@@ -175,13 +176,13 @@ def parse_shares(text: str, flag: str) -> Weights:
 def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[dict, Weights]:
     """Returns the questions and the weight of each pool, such as "one_hop", "hard" or "math:hard".
 
-    Questions are put into groups, and a group's weight is divided by its shares of buckets. With
-    `mix`, the kinds that it names are the groups, and it gives their weights. Without `mix`, each
-    task or kind that has its own shares of buckets is a group, all other questions are one more
-    group, and a group's weight is its number of questions. Worked, without `mix`: 30 questions of
-    math, 60 others, and the shares of buckets at the top of this file. Math weighs 30, divided
-    1 : 1 : 1, so math:hard, math:medium and math:easy weigh 10 each. The others weigh 60, divided
-    7 : 2 : 1: hard 42, medium 12, easy 6.
+    Questions are put into groups, and a group's weight is split in the ratio of its shares of
+    buckets. With `mix`, the kinds that it names are the groups, and it gives their weights. Without
+    `mix`, each task or kind that has its own shares of buckets is a group, all other questions are
+    one more group, and a group's weight is its number of questions. Worked, without `mix`: 30
+    questions of math, 60 others, and the shares of buckets at the top of this file. Math weighs 30,
+    split 1 : 1 : 1, so math:hard, math:medium and math:easy weigh 10 each. The others weigh 60,
+    split 7 : 2 : 1: hard 42, medium 12, easy 6.
     "hotpotqa" in `mix` or `buckets` means hotpotqa_bridge and hotpotqa_comparison together.
     """
     scopes = defaultdict(dict)  # task or kind -> bucket -> share
@@ -308,9 +309,10 @@ class QuestionStream:
     """Holds all questions; `take` returns those of one draw, mixed by kind, bucket or both.
 
     attempts   largest number of draws in a step. Only DAPO makes more than one: it draws more
-               questions in place of groups that teach nothing. From a pool, draw a of step s takes
-               `count` questions, those with the numbers (s · attempts + a) · count + i for
-               i = 0 ... count − 1. They do not depend on how many draws earlier steps made
+               questions in place of groups that teach nothing. Draw a of step s takes `count`
+               questions of a pool. In the endless list of the pool's epochs, they have the numbers
+               (s · attempts + a) · count + i for i = 0 ... count − 1, which do not depend on how
+               many draws earlier steps made
     """
 
     def __init__(self, questions: Questions, settings, attempts: int = 1):

@@ -31,9 +31,9 @@ from errors import run_main
 
 
 def informative_groups(correct: Tensor, group_size: int) -> Tensor:
-    """Returns [B] bool: whether the values of `correct` [B] differ within the row's group. They are
-    1 (right) or 0; if `filter_by` is "answer" or "total", they are answer terms or rewards. NaN
-    means unknown and is ignored.
+    """Returns [B] bool: whether the values of `correct` [B] differ within the row's group. The
+    values are 1 (right) or 0 (wrong); if `filter_by` is "answer" or "total", they are answer terms
+    or rewards. NaN means unknown and is ignored.
 
     Worked, G = 2: right, wrong | right, right | wrong, NaN -> True, True, then False four times.
     """
@@ -59,7 +59,7 @@ def compute_token_weights(batch, settings) -> Tensor:
 
 
 def main() -> None:
-    print("departure 1, clip-higher: a token of probability 0.01 may become")
+    print("departure 1, clip-higher: a token's probability of 0.01 may grow to")
     print(f"  ε 0.2: {0.01 * 1.2:.4f}   ε_high 0.28: {0.01 * 1.28:.4f}")
     correct = torch.tensor([1, 0, 0, 1, 1, 1, 0, 0, 0])  # [B], G = 3
     print("departure 2, dynamic sampling: three questions, three answers each (1 = right)")

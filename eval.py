@@ -12,9 +12,9 @@
     python eval.py --predictions FILE               scores a file, in any layout, without a model
 
 By default decoding is greedy, and protocol and limits are those of training. Predictions are
-written batch by batch; after an interruption the same command continues. --thinking N is for a
-baseline that thinks in <think> ... </think> although its protocol does not ask for it: each turn
-may have N more tokens, and the thoughts are not scored.
+written batch by batch; after an interruption the same command, without --fresh, continues.
+--thinking N is for a baseline that thinks in <think> ... </think> although its protocol does not
+ask for it: each turn may have N more tokens, and the thoughts are not scored.
 """
 
 import hashlib
@@ -315,8 +315,8 @@ class Evaluation:
 
 def key_of(record: dict) -> tuple | None:
     """Returns (question id, sample), or None if the retriever failed: predictions are then repeated
-    from this batch on. If only single queries failed (SEARCH_FAILED), nothing is repeated, because
-    they would fail again.
+    from the record's batch on. If only single queries failed (SEARCH_FAILED), nothing is repeated,
+    because they would fail again.
     """
     if set(search_faults([record])) - {SEARCH_FAILED}:
         return None
@@ -333,8 +333,8 @@ def search_faults(records: list[dict]) -> list[str]:
 def settings_of(given: dict) -> Settings:
     """Returns the settings that the checkpoint saved, changed to greedy decoding and then by the
     given flags. If it saved none, or --recipe names another recipe, that recipe's settings are
-    used. Of the other models of the training reward, evaluation uses only a judge of answers (When
-    to Search section 4.1: as in training).
+    used. Of the models that the training reward asks, evaluation keeps only a judge of answers
+    (When to Search section 4.1: as in training).
     """
     given, model = dict(given), given.get("model", "")
     if given.get("stage") == 0:

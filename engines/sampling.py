@@ -47,7 +47,7 @@ def to_sample_with(policy: Policy, copies: bool) -> Iterator[Policy]:
 @torch.no_grad()
 def copy_of(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     copy = empty_twin(model, dtype).to_empty(device=model.device)
-    copy.tie_weights()  # `to_empty` has untied them
+    copy.tie_weights()  # `to_empty` has untied the tied weights
     parameters = dict(copy.named_parameters())  # of two tied weights only the first
     for name, weight in merged_weights(model):
         if name in parameters:

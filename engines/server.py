@@ -59,7 +59,7 @@ RETRIES = 2  # how often `retrying` repeats a failed request, at most
 # with less than 70 GiB this is also vLLM's default batch size.
 AT_ONCE = 256
 SLOWEST = 1.0  # seconds allowed per new token; a busy server needs 0.02 to 0.2, without queueing
-RELOADING = 600.0  # limit in seconds of a pause (running requests end), a reload, or the checksums
+RELOADING = 600.0  # timeout in seconds of a pause (until running requests end), reload or checksum
 PROBE = 160  # prompt tokens of a probe, at most: more than a cache block (128 on a CPU)
 SAMPLED = 16  # tokens that a probe samples
 # Limits of a probe's mean |server's − trainer's log-prob|. In fp32 this mean is about 1e-6; in bf16
@@ -69,7 +69,7 @@ ROUTES = (
     "completions tokenize pause resume collective_rpc reset_prefix_cache weight_info"
     " update_weight_version weight_checker"
 )
-# generation_config.json would supply parameters that a request leaves out, so it leaves out none.
+# generation_config.json would supply parameters that a request lacks, so all are in each request.
 BODY = {
     **dict.fromkeys(("top_p", "repetition_penalty"), 1.0),
     **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), 0.0),
@@ -233,7 +233,7 @@ class Fleet:
         """
         if not isinstance(error, Fault):
             raise error
-        if server in self.alive:  # not if another of its requests failed before
+        if server in self.alive:  # False if an earlier request to it has failed
             self.alive = [other for other in self.alive if other != server]
             if not (self.alive and self.sent):
                 raise self.to_error(server, error)
@@ -272,7 +272,7 @@ class Fleet:
                 if server not in self.verified:
                     server.check_weights(folder)
                 self.verified.add(server)
-                # Sent again if it fails, because the first request after a reload may be too slow.
+                # A failed probe is sent again: the first request after a reload may be too slow.
                 return retrying(lambda: server.sample(probe), RETRIES)
 
             try:
@@ -287,8 +287,8 @@ class Fleet:
                 if not gap <= limit:
                     raise self.to_error(
                         server,
-                        f"a probe's log-probs are {gap:.2g} from the policy's, over {limit}"
-                        ": it has other weights, or samples from another distribution",
+                        f"a probe's log-probs are on average {gap:.2g} from the policy's, over"
+                        f" {limit}: it has other weights, or samples from another distribution",
                     )
         self.sent = current
 
@@ -313,7 +313,7 @@ def write_weights(model, folder: Path, dtype: torch.dtype) -> None:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             size = dtype.itemsize * sum(w.numel() for w in model.state_dict().values())
-            if shutil.disk_usage(folder).free < size:  # a container's /dev/shm may have 64 MB
+            if shutil.disk_usage(folder).free < size:  # a container's /dev/shm may have only 64 MB
                 raise OSError(f"no room for {size / 1e6:,.1f} MB")
         for name, weight in merged_weights(model):
             whole = full(weight.to(dtype))  # shards are rounded before they are sent

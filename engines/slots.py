@@ -98,8 +98,8 @@ def grouped_attention(module, query, keys, values, mask, scaling=None, **_):
     """query [n, heads, C, D], keys and values [n, kv, width, D], mask [n, 1, C, width] ->
     [n, C, heads, D]. Keys are not repeated for grouped-query attention. In decoding (C = 1), the
     queries that share a key head become rows of one matrix, for which one mask row is enough. In a
-    prefill pass they are computed one after the other. A mask for all of them would be as many
-    times larger as there are queries per key head (7 in Qwen2.5-7B).
+    prefill pass they are computed one after the other, because a mask for all of them would be
+    as many times larger as a key head has queries (7 in Qwen2.5-7B).
     """
     by_key = query.unflatten(1, (keys.shape[1], -1))  # [n, kv, group, C, D]
     parts = by_key.unbind(2) if query.shape[2] > 1 else [by_key.flatten(2, 3)]
@@ -313,12 +313,12 @@ def pick(probabilities: torch.Tensor) -> torch.Tensor:
     a row's index is the first whose cumulative probability exceeds a uniform random number.
     """
     if probabilities.device.type != "cpu":  # CUDA's cumsum is not deterministic; MPS has no float64
-        # On a CPU this would be 2 to 10 times slower than the lines below.
+        # On a CPU multinomial would be 2 to 10 times slower than the lines below.
         return torch.multinomial(probabilities, 1)
     # In fp32, small probabilities would be lost when they are added to a large sum.
     sums = probabilities.cumsum(-1, dtype=torch.float64)  # [n, V]
     points = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device) * sums[:, -1:]
-    indices = torch.searchsorted(sums, points, right=True)  # right=True skips p = 0
+    indices = torch.searchsorted(sums, points, right=True)  # right=True: no index with p = 0
     return indices.clamp(max=sums.shape[1] - 1)
 
 
@@ -338,7 +338,7 @@ def generate_in_slots(
         slots = min(settings.max_num_seqs or len(live), len(live), affordable(model, size))
         ends = end_ids(policy, environment.tokenizer)
         rule = StopRule(environment.tokenizer, environment.protocol.stop_tags, ends)
-        with evaluating(model), policy.autocast():  # around all: weights are cast once
+        with evaluating(model), policy.autocast():  # for all steps: weights are cast once
             engine = Engine(model, slots, size, rule, settings.temperature, settings.top_p)
             generate_queue(engine, environment, deque(live), progress)
 
@@ -379,7 +379,7 @@ def affordable(model, size: int) -> int:
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # frees memory that torch has cached
         free = torch.cuda.mem_get_info(model.device)[0]
-    else:  # a container may allow less; then set --max_num_seqs
+    else:  # a container may allow less memory; then set --max_num_seqs
         free = psutil.virtual_memory().available
     config = model.config
     heads = config.num_key_value_heads
