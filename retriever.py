@@ -76,7 +76,7 @@ def make_retriever(
     device="",
     runs="runs",
 ):
-    """Returns the retriever that the settings name. bm25, dense and random read the documents.
+    """Returns the retriever that the settings name. Only bm25, dense and random use `documents`.
 
     timeout   http: seconds per attempt
     device    dense: "" takes a GPU if there is one
@@ -147,8 +147,8 @@ def retrieve(retriever, requests: Requests, k: int) -> list[list[Document] | boo
 # --------------------------------------------------------------------------------------------- BM25
 class BM25:
     """Computes BM25 with an inverted index: `postings[start[t] : start[t + 1]]` are the documents
-    that contain term t, and the same slice of `weights` has their summands. For a common term,
-    `rows` has the summands of all documents [N], because adding such an array is faster.
+    that contain term t, and the same slice of `weights` has their summands. For a common term t,
+    rows[t] has the summands of all documents [N], because adding such an array is faster.
     """
 
     def __init__(
