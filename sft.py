@@ -37,7 +37,7 @@ class SFTSettings:
     steps: int
     lr: float
     warmup_steps: int = 0
-    decay_from: float = 0.0  # share of the run after which the rate decays to 0
+    decay_from: float = 0.0  # share of the run after which the learning rate decays towards 0
     betas: tuple[float, float] = (0.9, 0.98)
     muon_lr: float = 0.0  # above 0: Muon trains the layers' matrices, AdamW the rest
     tokens_per_micro_batch: int = 16384  # padding included
@@ -144,9 +144,10 @@ def optimizers_of(policy: Policy, settings: SFTSettings) -> dict[torch.optim.Opt
     matrices = {}
     if settings.muon_lr:
         layers = policy.language_model.base_model.layers
-        matrices = {p: None for p in layers.parameters() if p.ndim == 2}  # a set with an order
+        # The keys are an ordered set.
+        matrices = {p: None for p in layers.parameters() if p.ndim == 2}
     rest = [p for p in policy.parameters() if p.requires_grad and p not in matrices]
-    # fused: on a GPU the default needs a second copy of all weights during the step.
+    # fused=True, because AdamW's default on a GPU needs as much memory again as all weights.
     adamw = torch.optim.AdamW(rest, betas=settings.betas, weight_decay=0.0, fused=True)
     optimizers = {adamw: settings.lr}
     if matrices:

@@ -4,8 +4,9 @@ A summariser may reject a query that does not ask for a fact; a model may do so 
 for web pages, or with --fallback. The result is then a fallback: instead of a summary the policy
 reads the protocol's fallback sentence, and UR²'s reward penalises the search. Rewards and metrics
 recognise a fallback by the flag `fallback` and never by the text, because a document could contain
-the same sentence; only `as_result` reads the text of a model's reply. The result also holds the
-documents, for metrics. Left out: distilling a small summariser from a large one (lab/distil.py).
+the same sentence; only `as_result` decides by a text, that of a model's reply. The result also
+holds the documents, for metrics.
+Left out: distilling a small summariser from a large one (lab/distil.py).
 """
 
 import re
@@ -26,9 +27,9 @@ from prompts import (
 )
 from retriever import Found, Requests, Results, Summarize, show_all
 
-# `extract` returns this text if the query does not contain the best document's title. With an empty
-# text the policy would read the documents. In the built-in world, whose models know few words, this
-# is also the fallback text.
+# `extract` returns this text if it returns neither a document nor the fallback. With an empty text
+# the policy would read the documents. In the built-in world, whose models know few words, this is
+# also the fallback text.
 FALLBACK_TEXT = "None"
 OPERATORS = "+-−*/×÷="  # "-" is a minus: names in the built-in world have no hyphen
 MAX_QUERY_WORDS = 12
@@ -41,9 +42,10 @@ _OF_A_NAME = re.compile(rf"\b(?:of|one)\s+(?!(?:{_NAMELESS})\b)[^\W\d]", re.IGNO
 class SummarizerSettings:
     summarizer: str = setting(
         "none",
-        "what the policy reads: none = the documents; extractive = the best document, or the"
-        " fallback; a model = its notes on them (http://host:port/v1#model, a HF directory or hub"
-        " name); math=MODEL,other=MODEL = a model per task",
+        "what the policy reads: none = the documents; extractive = the best document if the query"
+        ' contains its title, else the fallback or "None"; a model = its notes on them'
+        " (http://host:port/v1#model, a HF directory or hub name); math=MODEL,other=MODEL = a model"
+        " per task",
     )
     fallback: bool = setting(
         False, "let the model that writes notes reject queries, as in training", only="eval"
@@ -211,8 +213,8 @@ def as_result(
     notes = _HEADING.split(reply)[-1].strip()
     if not notes:  # with an empty text the policy would read the documents
         return SearchResult(documents, error="summariser gave no answer", rejected=rejected)
-    # A reply rejects the query only if, punctuation aside, it is exactly one of these texts: real
-    # notes may quote one.
+    # A reply rejects the query only if, case and punctuation aside, it is exactly one of these
+    # texts: real notes may quote one.
     rejections = (NO_FACT, fallback, fallback.partition(".")[0])
     if fallback and words_of(notes) in map(words_of, rejections):
         return SearchResult(documents, fallback, fallback=True)

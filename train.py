@@ -64,7 +64,7 @@ from update import (
     updates_of,
 )
 
-DRY_RUN_GROUPS = 4  # a paper's 512 questions would take minutes on a CPU
+DRY_RUN_GROUPS = 4  # questions of a dry run; a paper's 512 would take minutes on a CPU
 LOGGED = """
 em f1 cem searched searches successful repeated queries rejected failed_rows answered truncated
 model_tokens tokens thinking_words repetition malformed_tags
@@ -113,7 +113,8 @@ def train(settings: Settings) -> Path:
     for step in run.steps_to_do(first_step):
         with checkpoint.saved_on_error(run, state, step):
             rollouts = collect(state, step)
-        record = {"step": step} | measure(state, rollouts)  # also of groups that are dropped
+        # These metrics include the groups that DAPO drops.
+        record = {"step": step} | measure(state, rollouts)
         start = time.perf_counter()
         batch = None
         if rollouts.kept:
@@ -123,7 +124,7 @@ def train(settings: Settings) -> Path:
             for number, rows in enumerate(updates):
                 lr = set_lr(state, step, number)
                 part = batch.rows(rows)
-                result = update(state, part) | {"lr": lr}  # PPO: the critic too
+                result = update(state, part) | {"lr": lr}  # PPO also updates the critic
                 run.check_finite(result, step, part, rollouts.of(rows))
                 results.append(result)
                 keep_numbers(batch, rows, part)
@@ -183,7 +184,8 @@ def collect(state: TrainState, step: int) -> Rollouts:
 def sample_draw(state: TrainState, step: int, draw: int) -> list[Trajectory]:
     """Samples the trajectories of one draw; those of the same question follow each other."""
     questions = state.stream.take(step, draw)
-    if state.settings.dry_run:  # evenly spread, so that several kinds are tried
+    # A dry run takes only some questions, evenly spread, so that several kinds are tried.
+    if state.settings.dry_run:
         groups = max(DRY_RUN_GROUPS, state.accelerator.num_processes)
         questions = questions[:: max(1, len(questions) // groups)][:groups]
     seed = state.settings.seed * 1_000_003 + state.accelerator.process_index
@@ -204,9 +206,9 @@ def shared_rollout(state: TrainState, environment, questions: list, seed: int) -
 
 
 def evaluate(state: TrainState) -> Record:
-    """Answers the held-out questions greedily. After each evaluation (every --eval_every steps) a
-    checkpoint is saved, and the best checkpoint is never deleted (When to Search, training
-    details).
+    """Answers the held-out questions greedily and returns the mean metrics. After each evaluation
+    (every --eval_every steps) a checkpoint is saved, and the best checkpoint is never deleted (When
+    to Search, training details).
     """
     greedy = copy.copy(state.environment)
     greedy.settings = replace(state.settings, temperature=0.0, group_size=1)
@@ -219,12 +221,12 @@ def evaluate(state: TrainState) -> Record:
 def rows_to_train_on(rollouts: Rollouts, settings: Settings) -> Tensor:
     """Returns a mask [N] of the trajectories that enter the batch. Only DAPO drops groups. The
     setting `filter_by` says which: those whose answers are all right or all wrong ("correct"),
-    whose answer terms are equal ("answer"), or whose rewards are equal ("total"). Trajectories with
-    a failed search are ignored in this comparison.
+    whose reward terms `answer` are equal ("answer"), or whose rewards are equal ("total").
+    Trajectories with a failed search are ignored in this comparison.
 
     Trap: "correct" drops every question that is always answered right, or always wrong, although
     its trajectories with a search could still be compared with those without one. When to Search
-    therefore filters by the answer term.
+    therefore filters by "answer".
     """
     if settings.algorithm != "dapo":
         return torch.ones(len(rollouts.correct), dtype=torch.bool)  # [N]
@@ -257,7 +259,7 @@ def prepare(state: TrainState, rollouts: Rollouts, step: int) -> Batch:
         batch.ref_logprobs = compute_ref_logprobs(state, batch)  # [B, T]
     if state.critic is not None:  # once, for the advantages, the returns and value clipping
         batch.values = compute_values(state, batch)  # [B, T]
-    if state.recompute:  # the sampler rounds them differently, or documents were not sampled
+    if state.recompute:  # the sampler's log-probs are rounded differently, or lack the documents
         batch.old_logprobs = compute_old_logprobs(state, batch)  # [B, T]
     if state.mismatch != "none":  # token weights leave out tokens whose mismatch weight is 0
         batch.mismatch_weights = ppo.mismatch_weights(batch, state.mismatch)  # [B, T]
@@ -417,7 +419,8 @@ def sampler_stats(batch: Batch, first: Tensor, mismatch: str) -> Record:
 
 def main(arguments: list[str] | None = None) -> None:
     stages = parse_stages(arguments)
-    _held = checkpoint.lock_stages(stages)  # locks the folders of several stages until main ends
+    # If there are several stages, locks all of their folders until `main` ends.
+    _held = checkpoint.lock_stages(stages)
     for settings in stages:
         with checkpoint.as_command(settings):
             train(settings)

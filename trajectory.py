@@ -44,7 +44,7 @@ class Search:
     text: str
     fallback: bool = False
     error: str | None = None
-    seconds: float = 0.0  # of the call, divided by its number of queries
+    seconds: float = 0.0  # duration of the call for all trajectories / its number of queries
     cut: bool = False
 
 

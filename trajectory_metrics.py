@@ -48,16 +48,16 @@ def paper_metrics(t: Trajectory, em: float) -> dict[str, float]:
             numbers["support"] = evidence_support(t)
     if protocol.references_in_prompt and question.supporting:
         numbers |= arena_scores(t)
-        if question.task != "summary":  # ARENA Table 13
+        if question.task != "summary":  # all_correct is a metric of ARENA Table 13
             numbers["all_correct"] = em * numbers["exact_set"]
     return numbers
 
 
 def search_metrics(t: Trajectory) -> dict[str, float]:
-    """Returns metrics of searching. `queries` counts the end tags of queries that the model wrote,
-    `searches` those that were run, `rejected` those that the environment or a server rejected.
-    `successful` counts the searches that found something (#R in UR² Table 10), `repeated` those
-    with the same words as an earlier one. `failed_rows` is 1 if a search failed.
+    """Returns metrics of searching. `queries` counts the end tags of queries in the model's text,
+    `searches` the queries that were run, `rejected` those that the environment or a server
+    rejected. `successful` counts the searches that found something (#R in UR² Table 10), `repeated`
+    those with the same words as an earlier one. `failed_rows` is 1 if a search failed.
     """
     queries = [tuple(tokenize(search.query)) for search in t.searches]
     numbers = {

@@ -63,7 +63,7 @@ class TrainState:
     stream: Any = None  # curriculum.QuestionStream
     held_out: Any = ()  # questions for the evaluations during training
     environment: Any = None  # rollout.Environment
-    generate: Any = None  # the function that generates a rollout (rollout.py, engines/)
+    generate: Any = None  # rollout.generate_by_turns, or a function of engines/ in its place
     sampler: Any = None  # returns a context manager that gives the policy to sample with
     other_models: Any = None  # rewards.OtherModels, in the main process only
     run: Any = None  # plumbing.files.Run, which knows the signals that have arrived
@@ -140,7 +140,7 @@ def update(state: TrainState, batch: Batch) -> Record:
     settings = state.settings
     algorithm = ALGORITHMS[state.settings.algorithm]
     batch.token_weights = algorithm.compute_token_weights(batch, settings)  # [B, T]
-    batch.logprobs = batch.old_logprobs.clone()  # [B, T]  rows that are not computed keep these
+    batch.logprobs = batch.old_logprobs.clone()  # [B, T]  rows without a gradient keep these
     rows = rows_that_teach(batch)  # [n]
     if not len(rows):  # no step, because Adam's momentum would move the weights
         return {"loss": 0.0, "grad_norm": 0.0, "skipped": 1.0} | entropy_of(batch)

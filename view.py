@@ -156,7 +156,7 @@ def loss_of(record: dict, n: int, settings: dict) -> dict[str, float] | None:
     clipped = min(max(ratio, 1 - settings["clip_low"]), 1 + settings["clip_high"])
     surrogate = min(ratio * advantage, clipped * advantage)
     kl = 0.0
-    # k1 is in the reward, and "log" is only logged.
+    # Not in the loss: with estimator k1 the KL is in the reward, and with "log" it is only logged.
     if ref is not None and settings["kl_coef"] and settings["kl_estimator"] in ("k2", "k3"):
         gap = ref - new
         k2 = ratio * gap * gap / 2  # times r, as in kl.k2_off_policy
@@ -241,7 +241,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="RUN",
         help="runs/NAME or a stage; default: the newest",
     )
-    flag("--out", type=Path, help="folder of the page (default RUN/view), or the file of --png")
+    flag("--out", type=Path, help="folder of the page (of one run: RUN/view), or the file of --png")
     flag("--png", action="store_true", help="draw the curves of one run as a picture")
     flag("--text", action="store_true", help="print one group of trajectories")
     flag("--step", type=int, help="step that --text prints (default: the last)")

@@ -21,11 +21,13 @@ class Tiny:
     """
 
     # The last part of a trace, with the answer. {evidence}: the passages that were found, in the
-    # evidence tags, or, without them, {thought}; {citation} and {analysis}: the templates below.
+    # evidence tags, or {thought} if the trace has no evidence; {citation} and {analysis}: the
+    # templates below.
     end: str
-    opening: str = ""  # begins traces that answer; {asked} is " how many" without a relation
+    # Begins traces that neither practise nor cite; {asked} is " how many" without a relation.
+    opening: str = ""
     between: str = "{note}"  # before each later search: {note} on the previous result
-    no_note: str = ""  # replaces {note} if the previous search did not find the fact
+    no_note: str = ""  # replaces {note} if the previous search found nothing new and relevant
     read: str = " {answer}"  # the answer in traces that only practise reading
     citation: str = ""  # cites references in the prompt by their {numbers}
     analysis: str = ""  # follows a citation; has the gaps {note} and {thought}
@@ -48,16 +50,18 @@ class Tiny:
     ignore_document: float = 0.1  # of traces that read documents: they answer with a guess
     needless_search: float = 0.3  # of known facts and sums: searched, then answered correctly
     no_evidence: float = 0.3  # of traces that found passages: they answer without evidence
-    wrong_evidence: float = 0.3  # of traces with evidence for a relation: its last fact is another
+    # Of traces with evidence for a relation: another fact replaces the last one in the evidence.
+    wrong_evidence: float = 0.3
     right_citation: float = 0.35  # of traces that cite and answer; the others cite wrongly
     no_analysis: float = 0.15  # of traces that cite and answer: there is no analysis
     # Flaws of the weaker warm-ups in papers.py. A flaw with share 0 draws no random number.
     raw: float = 0.0  # of searches: they show three numbered passages instead of the summary
     stray: float = 0.0  # of summaries when nothing relevant was found: they are a random passage
-    twice: float = 0.0  # of needless searches: they are followed by another one
+    twice: float = 0.0  # of needless searches: the same search follows again
     sloppy: float = 0.0  # of answers: given twice or preceded by an invented passage
     verbose: float = 0.0  # of answers with a relation: they contain it as well as the value
-    prior: float = 1.0  # most searches per look-up before RL; lab.ablate checks this
+    # Highest mean number of searches per look-up that lab.ablate allows before RL.
+    prior: float = 1.0
     width: int = 128  # of the model's hidden states; a head has 16 of them
     context: int = 256  # tokens; a warm-up with `raw` needs more
     steps: int = 550

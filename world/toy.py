@@ -105,7 +105,7 @@ def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
 
 # ---------------------------------------------------------------------------------------- the model
 def shape(vocab_size: int, width: int, heads: int, inner: int, context: int = 256) -> dict:
-    """Returns the fields of a model config; the world's texts have about 100 tokens."""
+    """Returns the fields of a model config. The world's texts fit: they have about 100 tokens."""
     return {
         "vocab_size": vocab_size,
         "hidden_size": width,
@@ -135,7 +135,7 @@ def make_model(vocab_size: int, seed: int = 0, width: int = 128, context: int = 
     return born(Qwen2Config(**shape(vocab_size, width, width // 16, 3 * width, context)), seed)
 
 
-OFFSETS = (1, 1, 2, 2)  # one for each head that looks back
+OFFSETS = (1, 1, 2, 2)  # how many tokens each of the four heads looks back
 GAIN = 6.0  # g in the formula below
 
 
@@ -158,7 +158,8 @@ def look_back(model: torch.nn.Module) -> torch.nn.Module:
     key = torch.cat([torch.ones_like(angles), torch.zeros_like(angles)], dim=1).flatten()
     attention = model.model.layers[0].self_attn
     for projection, bias in ((attention.q_proj, query), (attention.k_proj, key)):
-        projection.weight[: len(bias)] *= 0.1  # so that the position decides, and hardly the token
+        # Small weights, so that attention depends on the position and hardly on the token.
+        projection.weight[: len(bias)] *= 0.1
         projection.bias[: len(bias)] = GAIN * bias
     return model
 
@@ -220,7 +221,8 @@ class Tasks:
             steps.append((name, facts, relation))
             name = facts[relation]
             about = RELATIONS[relation][1]
-        hops = [  # after the loop: all facts are drawn before the first page
+        # Not in the loop above: another order of random draws would give other traces.
+        hops = [
             Hop(
                 f"{key} of {subject}",
                 self.passage(subject, its, key),
@@ -263,9 +265,10 @@ class Tasks:
             relation: self.value(self.rng.choice(list(self.values)))
             for relation in self.rng.sample(list(RELATIONS), count)
         }
+        # In the layout "pages" there is one passage, with all facts.
         return facts, [
             self.passage(self.value(self.rng.choice(built_in.ENTITIES)), facts, relation)
-            for relation in (facts if self.world.layout == "facts" else [""])  # a page has all
+            for relation in (facts if self.world.layout == "facts" else [""])
         ]
 
     def with_distractors(self, task: Task) -> tuple:
@@ -306,7 +309,7 @@ Loaded = tuple[Policy, PreTrainedTokenizerFast]
 
 
 class TraceWriter:
-    """Writes warm-up traces in a paper's own grammar."""
+    """Writes warm-up traces in a paper's format."""
 
     def __init__(self, protocol: Protocol, tiny: Tiny, world_seed: int):
         self.protocol = protocol
@@ -413,8 +416,9 @@ class TraceWriter:
 
     def search(self, query: str, found: Document | None, note: str | None = None) -> Pieces:
         """Writes a query and the result: `found`, or, if that is None, a random passage or the text
-        of an empty result. `note` is about the previous search: None if there was none, "" if it
-        found nothing relevant or was the same search.
+        of an empty result, with the fallback notice if the query is no look-up. `note` is about the
+        previous search: None if there was none, "" if it found nothing relevant or was the same
+        search.
         """
         before = "" if note is None else self.tiny.between.format(note=note or self.tiny.no_note)
         raw = self.happens(self.tiny.raw)
@@ -559,7 +563,7 @@ READER = SFTSettings(steps=300, lr=4e-3, warmup_steps=50, decay_from=0.5)
 
 
 def reader_example(tasks: Tasks, tokenizer) -> Example:
-    """Returns evidence and question as prompt, and the answer ("none" if it is not stated)."""
+    """Returns an example: evidence and question, then the answer ("none" if it is not stated)."""
     task = tasks.look_up()
     shown = [hop.found for hop in task.hops]
     if tasks.rng.random() < 0.3:

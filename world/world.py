@@ -7,7 +7,7 @@ seen, but cannot know the entity's facts.
 
     one_hop      where was ana bell born ?                                one search
     two_hop      who is the mayor of the city where ana bell was born ?   two searches
-    unit         how many fip are 3 borg ?                                one, then a product
+    unit         how many fip are 3 borg ?                                one search, a product
     arithmetic   what is 2 + 7 ?  (its task is "math")                    no search helps
     known        a one-hop question about one of twelve people whose facts the model has by heart
 
@@ -72,7 +72,7 @@ KINDS = ("one_hop", "two_hop", "unit", "arithmetic", "known")
 MAX_NUMBER = 100
 REFERENCES = 4  # number of passages that come with a question in the layout "facts"
 
-# relation -> (kind of its subject, kind of its value). Passages and queries have this word.
+# relation -> (kind of its subject, kind of its value). Passages and queries contain the relation.
 RELATIONS = {
     "birthplace": ("person", "city"),
     "employer": ("person", "company"),
