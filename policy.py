@@ -5,7 +5,7 @@
 The output head is the expensive part: logits [B, T, V] in fp32 take 9.9 GB at B = 8, T = 2048,
 V = 151k. So log-probs are computed only for tokens that the loss uses (by default those that the
 policy sampled), and in chunks: the logits of a chunk are discarded after use and recomputed in the
-backward pass. Only a head with a bias or in int8 is computed at once.
+backward pass. Only a head with a bias or in int8 is computed without chunks.
 
 Trained weights are stored in fp32; on GPUs most arithmetic is in bf16. If the weights were bf16,
 rounding would undo steps of 1e-6: after 20 AdamW steps, 98 % of the weights would not have changed.
@@ -106,9 +106,9 @@ class ChunkedLogprobs(torch.autograd.Function):
         ∂ log p_y / ∂z_v = 1[v = y] − p_v
         G = gradient · (onehot − p) / τ  [n, V],   ∂h = G W  [n, H],   ∂W = Σ_chunks Gᵀ h  [V, H]
 
-    A chunk has n tokens; all fp32 chunks of a pass share one buffer. Without this class, autograd
-    would keep four tensors [n, V] of each chunk. Under autocast it would also sum ∂W over the
-    chunks in bf16, which is 1 % off after 64 chunks; here this sum is in fp32.
+    A chunk has n tokens; if `dtype` is fp32, all chunks of a pass share one buffer. Without this
+    class, autograd would keep four tensors [n, V] of each chunk. Under autocast it would also sum
+    ∂W over the chunks in bf16, which is 1 % off after 64 chunks; here this sum is in fp32.
     """
 
     @staticmethod
@@ -200,7 +200,7 @@ class Policy(nn.Module):
         check_head(language_model)
         config = language_model.config
         if config._attn_implementation == "sdpa" and not obstacle(language_model):
-            config._attn_implementation = "packed"  # also in `generate`, see `attention`
+            config._attn_implementation = "packed"  # stays set in `generate`, see `attention`
         self.train()  # gradient checkpointing needs training mode; dropout is switched off
 
     @property
@@ -349,7 +349,7 @@ def frozen_options(device: torch.device | str, in_8bit: bool) -> dict:
     options = {"dtype": torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16}
     # Neither code nor pickles that come with a model are run.
     options |= {"trust_remote_code": False, "use_safetensors": True}
-    options["device_map"] = {"": device}  # else eight processes would load eight copies into RAM
+    options["device_map"] = {"": device}  # processes load straight to their GPUs, not into RAM
     if in_8bit:
         check_bitsandbytes("8-bit weights")
         # bitsandbytes would log a line for every matrix product.

@@ -81,8 +81,8 @@ def newest_whole(folder: Path) -> Path | None:
         tell(f"{path} is passed over: {damage}")
     if paths:
         raise InputError(
-            f"{folder}: no whole checkpoint is there: start from the beginning, or with --model "
-            f"{paths[-1]} from the last one's weights"
+            f"{folder}: no whole checkpoint is there: start from the beginning, or try --model "
+            f"{paths[-1]} (the last one's weights)"
         )
     return None
 
@@ -196,7 +196,7 @@ def locked(folder: Path, kind: int = fcntl.LOCK_EX, holder: str = TRAINING_HOLDS
     error message is "process", the number of the process that holds the lock, and `holder`.
     """
     path = folder.with_name(f".{folder.name}.lock")
-    if file := HELD_LOCKS.get(path):  # this command, or an earlier run in this process, has it
+    if file := HELD_LOCKS.get(path):  # this command, or an earlier run in this process, holds it
         return file
     with writing(path):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -220,7 +220,7 @@ class Run:
     def __init__(self, settings: Settings, accelerator):
         self.folder, self.settings = stage_folder(settings), settings
         self.accelerator, self.main = accelerator, accelerator.is_main_process
-        self.records = []  # of all steps so far
+        self.records = []  # the metrics of all steps so far
         self.may_stop_now = True  # whether a signal may end the run at once
         self.signals = []  # numbers of the signals that this process has received
 

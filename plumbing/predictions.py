@@ -2,9 +2,9 @@
 
     file -> records -> eval.py's field names -> gold answers of --data -> em, f1, cem -> report.py
 
-A prediction belongs to the question of --data with its id. If there is none, or if that question
-has another text, it belongs to the question with the prediction's text. Verdicts and counts of
-searches in R1-Searcher's files are kept. Trap: papers treat punctuation differently (metrics.py).
+A prediction belongs to the question of --data with its id. If there is none, or if its text is not
+the record's `question`, the question with this text is taken. Verdicts and counts of searches in
+R1-Searcher's files are kept. Trap: papers treat punctuation differently (metrics.py).
 """
 
 import argparse
@@ -127,7 +127,7 @@ def joined(path: Path, records: list[dict], datasets: dict, count_missing: bool)
         item, text = by_id.get(record["id"]), tuple(record["question"].split())
         if text and (item is None or tuple(item["question"].split()) != text):
             item = by_text.get(text)  # the id may only be a line number
-        if item:  # without em the record is scored again, because its golds may have changed
+        if item:  # em is removed, so that `scored` computes it again: golds may have changed
             numbers = {name: value for name, value in record["metrics"].items() if name != "em"}
             answered.append(record | item | {"metrics": numbers})
             # Questions count as missing only in data sets that have a prediction.
@@ -197,7 +197,11 @@ def score_command(arguments: list[str] | None = None) -> None:
         kind = {"timeout": float, "world_seed": int}.get(name, str)
         add(f"--{name}", type=kind, default=argparse.SUPPRESS, help="see eval.py --help all")
     add("--judge_sees", default="", choices=["", *JUDGE_SEES], help="see eval.py --help all")
-    add("--against", default="", help="predictions of another run (FILE,FILE) to compare with")
+    add(
+        "--against",
+        default="",
+        help="compare with another run: its predictions, comma-separated, one file per data set",
+    )
     add("--punctuation", default="", choices=["", *PUNCTUATION], help="see eval.py --help all")
     add("--all", action="store_true", help="print every metric")
     add("--markdown", action="store_true", help="print Markdown tables")

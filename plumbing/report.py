@@ -161,7 +161,7 @@ def cells(records: list[dict], numbers: dict[str, dict], cell: Callable) -> Summ
     for record in records:
         row = record.get("dataset" if several else "kind") or "-"
         if row in ("all", MEAN_OF_DATASETS):
-            row += " (file)"  # otherwise the file all.jsonl would be taken for the total
+            row += " (file)"  # so that a file all.jsonl is not taken for the total, the row "all"
         rows[row][record["id"]] = numbers[record["id"]]
     order = sorted(rows, key=lambda row: (KINDS.index(row) if row in KINDS else 99, row))
     groups = {row: [rows[row].values()] for row in order}
