@@ -287,7 +287,7 @@ def rat(question, limit=8):
 
 
 def search_o1(question, limit=10):
-    """Search-o1 (Li 2025): a new request reads the passages; only its notes join the reasoning."""
+    """Search-o1 (Li 2025): a separate request reads the passages; its notes join the reasoning."""
     chain = ""
     for searches in range(limit + 1):
         request = Write(SEARCH_INSIDE, so_far=chain)
@@ -423,7 +423,7 @@ def build_request(step: Write, trajectory: Trajectory, llm: LLM, environment) ->
     decoding = settings.temperature, settings.top_p, reply_tokens
     while len(llm.prompt(request := write.as_request(question, decoding))) > prompt_tokens:
         longer, write = write, write.shortened()
-        if write == longer:  # there is nothing to leave out
+        if write == longer:  # nothing is left to shorten
             raise InputError(
                 f"{question[:60]!r}: its prompt does not fit into {prompt_tokens} tokens: raise"
                 " --max_context"
@@ -451,7 +451,7 @@ def run_method(name: str, questions: list, llm: LLM, search, settings: Settings)
     drives = [drive(row, METHODS[name](row.question, *limit), llm, environment) for row in rows]
     steps = [*map(next, drives)]  # what each row waits for
     while any(steps):
-        # All searches are one call, with the timeout and the token budgets of a rollout.
+        # All searches of a round are one call, with the timeout and the token budgets of a rollout.
         if queries := [pair for pair in zip(rows, steps, strict=True) if isinstance(pair[1], str)]:
             environment.execute(queries)
         # A method that searched reads its passages now; its next step is always a request.
@@ -469,7 +469,7 @@ class BaselineOptions(Options):
 
     inside = "/x"
     method: str = setting("all", f"all, or some of {','.join(METHODS)}")
-    decoding: str = setting("greedy", "paper: sample as the paper does", one_of=("greedy", "paper"))
+    decoding: str = setting("greedy", "paper: as --recipe's paper does", one_of=("greedy", "paper"))
 
 
 def recipe_protocol(settings: Settings) -> Protocol:

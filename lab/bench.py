@@ -77,7 +77,7 @@ class BenchSettings:
     device: str = setting("cpu", "device (BM25 always runs on a CPU)", one_of=SAME)
     questions_per_step: int = setting(8, "number of prompts", least=1)
     group_size: int = setting(8, "rows of each prompt", least=1)
-    micro_batch: int = setting(4, "budget of a pass: this many rows of the longest length", least=1)
+    micro_batch: int = setting(4, "token limit of a pass: this many times the longest row", least=1)
     equal_groups: int = setting(0, "number of prompts whose rows earn equal rewards", least=0)
     prompt: int = setting(0, "tokens of each prompt; 0: 100 to 200", least=0)
     context: int = setting(0, "tokens of each row: half prompt, half answer; 0: varied", least=0)
@@ -180,7 +180,7 @@ def in_turns(works: dict, o: Bench, runs: dict) -> None:
         apart = 0 if skipped else np.linalg.norm(result - first) / np.linalg.norm(first)
         if not apart <= SAME[o.device]:
             raise InputError(
-                f"{name}: not the work of the first variant: results {apart:.1e} apart"
+                f"{name}: not the work of the first variant: relative distance {apart:.1e}"
             )
         runs.setdefault(name, []).append(numbers | {"apart": apart})
 
@@ -384,8 +384,8 @@ def main(arguments: list[str] | None = None) -> None:
         work, sizes = AXES.get(name, (PARTS[part][name], [""]))
         run = run_retrieval if work in PARTS["retrieval"].values() else run_scripted
         for size in sizes[: o.sizes]:
-            # The rows of an update have one fixed length here: random lengths would change with the
-            # size of the vocabulary.
+            # For `growth` all rows of an update have one fixed length: random lengths would change
+            # with the size of the vocabulary.
             changes = {"context": 512 * (work is backward), name: size}
             grown = replace(o, **changes) if size else o
             works[f"{name} {size}".strip()] = partial(run, work, name, grown)

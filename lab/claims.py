@@ -60,7 +60,7 @@ WEAK_1 = WEAK | PACE | {"steps": 25}
 WEAK_2 = WEAK | PACE | {"questions_per_step": 16, "mix": EVERYTHING["mix"]}
 WEAK_30, WEAK_55 = WEAK_2 | SHORT, WEAK_2 | {"steps": 55}
 # UR² C.7: in the first steps, the 7B model earns stage 2's reward and a bonus for searching. So
-# does the 3B model, and its format term is −1 if it does not search. FINED has this −1, no bonus.
+# does the 3B model, and its format term is −1 if it does not search. FINED has the −1 but no bonus.
 CHOICE = WEAK | {"steps": 40, "reward": "ur2_weak"}
 NO_BONUS = {"reward": "ur2_stage2"}
 FINED = {"reward_variant": "qwen_3b", "left_out": "retrieval"}
@@ -146,7 +146,7 @@ _ARMS = {
 ARMS = {name: Arm(recipe, *arm) for recipe in _ARMS for name, arm in _ARMS[recipe].items()}
 
 
-Measure = Callable[[dict], float]  # reads a result
+Measure = Callable[[dict], float]  # reads a number from a result
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class Claim:
     the arms are equal within the margin.
     """
 
-    place: str  # in the paper
+    place: str  # where the paper makes the claim
     better: str  # the arm claimed to have the larger number, or the smaller if number.sign is −1
     worse: str
     number: Number

@@ -7,8 +7,8 @@
 
 `check` runs tests/referee.py in a separate process and changes no file. It exits with 0 if all
 tests pass. If one fails, it prints what the first such test expected and got, or its error, and
-exits with 1. If the file cannot be tested, or the tests take longer than 20 seconds, it exits
-with 2.
+exits with 1. If the file is missing or lacks the functions, or the tests take longer than 20
+seconds, it exits with 2.
 """
 
 import ast

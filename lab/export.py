@@ -28,7 +28,7 @@ FIELDS = ("question", "task", "options", "references", "supporting", "may_search
 @lru_cache
 def settings_of(name: str) -> tuple[RewardSettings, str]:
     """Returns the settings and the protocol of a stage in papers.py. It is the first stage that has
-    this reward, or whose protocol's name begins the reward's name, as "arena" begins "arena_code".
+    this reward, or whose protocol's name is a prefix of the reward's, as "arena" of "arena_code".
     Raises an InputError if the reward is unknown or needs more than a transcript.
     """
     stages = [
@@ -44,7 +44,7 @@ def settings_of(name: str) -> tuple[RewardSettings, str]:
     names = stages[0].keys() & RewardSettings.__dataclass_fields__
     settings = RewardSettings(**{field: stages[0][field] for field in names} | {"reward": name})
     if needs(settings) & {"reader", "embedder"} or name in BY_THE_STEP:
-        raise InputError(f"{name} depends on the step or on another model's answer: train it here")
+        raise InputError(f"{name} depends on the step or on another model's output: use train.py")
     return settings, stages[0]["protocol"]
 
 

@@ -74,8 +74,8 @@ def config_of(model: str):
         return AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError):
         raise InputError(
-            f"--model {model}: neither a Qwen2.5 of {', '.join(SHAPES)} nor a model on this disk:"
-            " give the most similar of these, or a directory with its config.json"
+            f"--model {model}: neither a size ({', '.join(SHAPES)}) nor a model on this disk:"
+            " give the most similar size, or a directory with the model's config.json"
         ) from None
 
 
@@ -114,7 +114,7 @@ class Case:
 
     def __init__(self, shape: Shape, s: Settings, gpus: int = 1, share: int = 1):
         self.shape, self.settings, self.gpus = shape, s, gpus
-        thin = s.lora_rank * sum(map(sum, shape.matrices))  # A and B: r (in + out) per matrix
+        thin = s.lora_rank * sum(map(sum, shape.matrices))  # LoRA: r (in + out) per matrix
         self.trained = thin or shape.weights
         self.share = 1 if thin or s.optimizer != "adamw" else share
         self.buckets = 4 * self.trained * (gpus > self.share)  # DDP's, which hold the gradients
@@ -163,7 +163,7 @@ def standing(case: Case) -> Bytes:
 
 def rollout_parts(case: Case, slots: int) -> Bytes:
     shape, s = case.shape, case.settings
-    copy = 4 * shape.weights if case.share > 1 else case.copy  # sharded: all gathered in fp32
+    copy = 4 * shape.weights if case.share > 1 else case.copy  # sharded: all weights in fp32
     if wants_copy(s.sampling_copy, torch.device("cuda"), "base" in frozen_in_8bit(s)):
         copy = 2 * shape.weights
     return {
@@ -184,10 +184,10 @@ def update_parts(case: Case) -> Bytes:
     gathered = 4 * (shape.ends + 3 * shape.in_layers / shape.layers) * (case.share > 1)
     # Bytes of each number that a layer passes on, and how many weights of the head are trained.
     width, trained = (2, 0) if lora else (4, shape.embedding)
-    logits = 10 * min(tokens, chunk_rows(shape.vocab, "cuda")) * shape.vocab  # of one chunk
+    logits = 10 * min(tokens, chunk_rows(shape.vocab, "cuda")) * shape.vocab  # logits of one chunk
     last = 12 * shape.hidden * tokens + logits + 6 * trained  # with the head's weight gradient
     saved, copy = act * shape.layers, case.copy
-    if case.settings.gradient_checkpointing:  # one layer is computed again
+    if case.settings.gradient_checkpointing:  # layers are computed again, one at a time
         saved, copy = width * shape.hidden * shape.layers, 0
         again = act + 4 * shape.wide + width * shape.hidden
         last = max(last, again * tokens + 4 * trained)
@@ -211,7 +211,7 @@ def plan(case: Case, memory: float) -> tuple:
     return always | rollout | update | {"peak": peak}, slots
 
 
-ADVICE = [  # those that cost the least come first
+ADVICE = [  # changes that cost the least come first
     ({"gradient_checkpointing": True}, "Computes activations twice: steps take a third longer."),
     ({"tokens_per_micro_batch": 4096}, "More and smaller micro-batches of at least one row."),
     ({"optimizer": "adamw8bit"}, "8-bit moments cannot be sharded: each GPU holds all (no FSDP2)."),

@@ -75,8 +75,8 @@ ANSWER = (
 class SynthesizeSettings:
     """Write questions with a language model."""
 
-    llm: str = setting("", "model that writes: http://host:port/v1#model or HF", needed=True)
-    verifier: str = setting("", "model that checks (default: --llm; another one is better)")
+    llm: str = setting("", "writer: http://host:port/v1#model or a HF model", needed=True)
+    verifier: str = setting("", "model that checks drafts (default: --llm; another is better)")
     answerer: str = setting("", "model whose answers set the difficulty (default: --llm)")
     data: str = setting("", "multiple-choice questions that serve as examples", needed=True)
     out: str = setting("", "JSONL file to append to", needed=True)
@@ -118,7 +118,7 @@ _FORM = re.compile(
 
 
 def parse_draft(reply: str | None) -> Question | None:
-    """Returns the question in a reply, or None if the reply is not a draft as described above.
+    """Returns the question in a reply, or None if it is no draft (defined at the top of this file).
 
     >>> parse_draft("Question: Which of these is red?\\nA. blood\\nB. ten\\nAnswer: A") is None
     True
@@ -183,7 +183,7 @@ def asked_often(llm, instruction: str, texts: Iterable[str], times: int) -> list
 
 
 def check_drafts(drafts: Questions, verifier, answerer, k: int) -> Questions:
-    """Returns drafts that every verdict calls correct and that are not too hard; sets `level`."""
+    """Returns drafts that all verdicts call correct and that are not too hard; sets their `level`."""
     verdicts = asked_often(verifier, VERIFY, map(shown, drafts), VOTES)
     good = [all(map(read_verdict, votes)) for votes in verdicts]
     correct = list(itertools.compress(drafts, good))
@@ -207,7 +207,8 @@ def synthesize(given: Questions, models: list, settings: SynthesizeSettings) -> 
     made = earlier(path)
     asked = {normalize_answer(question.question) for question in [*given, *made]}
     first = len(made)
-    for number in range(first, first + settings.count):  # ends even if all drafts are discarded
+    # The rounds are limited, so that the loop ends even if all drafts are discarded.
+    for number in range(first, first + settings.count):
         if len(made) >= settings.count:
             break
         hard = [question for question in made if question.level == "hard"]
