@@ -7,12 +7,13 @@
     python -m lab.ablate --curves docs --only stage1,penalty,stage2,two_stages     draws curves
 
 An arm is one training run (lab/claims.py). It is evaluated on all questions of --split: those about
-held-out entities, and sums and known facts, which training also asks for. Each question is answered
-twice, at the temperature of training. Each arm writes its result and its settings to a result.json
-in each world. If the command is interrupted, repeating it continues from these files; a result that
-was made with other settings ends the command. A result does not say which version of a warm-up it
-is from, so after changing a warm-up give another --output_dir. To choose settings, use the
-development questions of other worlds: --first_world 40 --split dev. Left out: several machines.
+held-out entities and units, and sums and known facts, which are asked in training too. Each
+question is answered twice, at the temperature of training. Each arm writes its result and its
+settings to a result.json in each world. If the command is interrupted, repeating it continues from
+these files; a result that was made with other settings ends the command. A result does not say
+which version of a warm-up it is from, so after changing a warm-up give another --output_dir. To
+choose settings, use the development questions of other worlds: --first_world 40 --split dev. Left
+out: several machines.
 """
 
 import multiprocessing
@@ -114,7 +115,7 @@ def result_path(settings: Settings) -> Path:
 # --------------------------------------------------------------------------------------- one arm
 def run_arm(name: str, seed: int, runs: str, split: str) -> None:
     """Trains and evaluates one arm in one world, and writes its result. The result's `curve` is a
-    list of step records: those of the arm that it starts from, if there is one, then its own.
+    list of step records: those of the arm `start`, if there is one, then the arm's own.
     """
     settings, arm, curve = settings_of(name, seed, runs), ARMS[name], []
     if arm.start:
@@ -181,14 +182,15 @@ def check_prior(settings: Settings, split: str) -> None:
     """
     if PROTOCOLS[settings.protocol].query_tags is None:
         return
-    # Each arm has its own file, because another worker may be measuring the same model.
+    # Each arm has its own file, because another command may be measuring the same model.
     out = str(result_path(settings).with_name("prior.jsonl"))
     prior = score("searches")({"eval": means(evaluate(settings, "", split, out=out))})
     limit = paper_of(settings.protocol).warmed_up(settings.toy_init).prior
     if prior > limit:
         raise InputError(
             f"the warm-up --toy_init {settings.toy_init} makes {prior:.3f} searches per look-up"
-            f" before RL, and at most {limit} are allowed: this arm gets no result in this world"
+            f" question before RL, and at most {limit} are allowed: this arm gets no result in this"
+            " world"
         )
 
 

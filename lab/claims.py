@@ -202,7 +202,7 @@ NUMBERS = {
     "EM": Number("look-up EM", score("em")),
     "CEM": Number("look-up cover-EM", score("cem")),
     "WORDS": Number("words per answer", score("words"), 0.3),
-    "READER": Number(  # R-Search's figure has no one-hop data sets
+    "READER": Number(  # two-hop only, as in R-Search's figure
         "two-hop reader's EM: evidence, own RAG",
         score("reader_em", "two_hop"),
         0.05,
