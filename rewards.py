@@ -84,7 +84,9 @@ class RewardSettings:
         True, "R-Search: False rewards the answer and the format only", only="papers"
     )
     whole_reply: bool = setting(
-        False, "R-Search: score the reader's whole reply, as in eq. 4", only="papers"
+        False,
+        "R-Search: score the reader's whole reply (eq. 4), not only its answer",
+        only="papers",
     )
     beta: float = setting(
         0.3, "When to Search: what a search costs a right answer, or earns a wrong one", least=0
@@ -110,21 +112,21 @@ class Extras:
 
 @dataclass
 class OtherModels:
-    """The other models that a reward asks. The first four functions are called once for all
-    trajectories of a draw, so that a model gets one batch. By default no model is asked.
+    """The other models that a reward asks. The first four functions get all trajectories of a draw
+    (`rows`) in one call, so that a model gets one batch. By default no model is asked.
     """
 
     verdicts: Callable = lambda rows: [None] * len(rows)  # returns Extras.correct for each row
     readings: Callable = lambda rows: [""] * len(rows)  # returns Extras.reader_answer for each row
     embedder: Callable = lambda rows: None  # returns Extras.embed
     grader: Callable = lambda rows: None  # returns Extras.grade
-    stats: dict[str, Callable] = field(default_factory=dict)  # metric name -> its value
+    stats: dict[str, Callable] = field(default_factory=dict)  # metric -> function that returns it
 
 
 # ------------------------------------------------------------------- checks that all formats share
 MAX_QUERY_WORDS = 20
 MAX_ANSWER_WORDS = 10
-has_word = re.compile(r"\w").search  # a full stop alone is not a query
+has_word = re.compile(r"\w").search  # false for punctuation alone, such as a query "."
 
 
 def count_valid_searches(trajectory: Trajectory, max_words: float = MAX_QUERY_WORDS) -> int:
@@ -281,7 +283,7 @@ def ur2_stage1(
 
         format      +1 if v = 0, else −v; not searching is a violation if the question may search
         retrieval   0, 3, 4 for n = 0, 1, ≥ 2 (3B: 0, 5, 7; Llama: 0, 3, 3)
-        fallback    −0.5 f; f is counted by the summariser's flag, not by the wording of its message
+        fallback    −0.5 f; f counts the searches whose flag `fallback` is set, whatever their text
     If the question may not search, only the format term is paid: +1, or for example −1 if the model
     wrote a query and then answered.
     >>> ur2_stage1(example("ur2"))     # v = 0, n = 2, f = 1: 1 + 4 − 0.5 = 4.5
@@ -624,8 +626,8 @@ def mean_similarity(queries: list[str], embed: Embedder) -> float:
     """Returns the mean cosine over the unordered pairs of queries.
 
     The cosine of two zero vectors counts as 1: if it were 0, a misspelled query could be repeated
-    without a penalty. The cosine of a zero vector and any other vector is 0. Eq. 8 as printed
-    divides by N(N−1) instead of N(N−1)/2, which gives half of this mean.
+    without a penalty. The cosine of a zero vector and any other vector is 0. For N queries eq. 8 as
+    printed divides by N(N−1) instead of N(N−1)/2, which gives half of this mean.
     Worked: the queries ana bell, ana bell, ana town have the cosines 1, 1/2, 1/2 -> 2/3.
     """
     vectors = embed(queries)  # [n, d]
@@ -780,8 +782,8 @@ REWARDS |= {
     "ur2_stage2": lambda t, s, step, e: ur2_stage2(
         t, s.answer_metric, e.grade, s.fallback_penalty, s.format_check, s.partly
     ),
-    # With left_out="retrieval" there is no search bonus, but with the variant qwen_3b a trajectory
-    # that never searched still gets −1 for its format (ur2_choice).
+    # left_out="retrieval" removes the search bonus. In the steps that would pay it, a trajectory
+    # that never searched still has the format term −1 under variant qwen_3b (ur2_choice).
     "ur2_choice": lambda t, s, step, e: _remove_left_out(
         ur2_choice(t, step, s.reward_variant, REWARDS["ur2_stage2"](t, s, step, e)), s
     ),
@@ -797,7 +799,7 @@ REWARDS |= {
     "arena": _make_arena("underscore"),
     "arena_code": _make_arena("space"),
 }
-REWARDS["ur2_weak"] = REWARDS["ur2_choice"]  # for any task
+REWARDS["ur2_weak"] = REWARDS["ur2_choice"]  # allowed for any task, not only multiple choice
 # Reward -> the things that it needs. From other models: a judge's grade or verdict (without a judge
 # the metrics decide), a reader, an embedder. From the questions: options, supporting references, no
 # multiple choice ("open"), or at least one question that may search ("searching"). From the
@@ -867,7 +869,7 @@ def check_reward(settings) -> RewardTerms:
     that the answer term of a wrong answer is always below that of a right one. Returns the reward
     terms of an example.
     """
-    price = settings.beta * settings.max_searches  # of all searches
+    price = settings.beta * settings.max_searches  # the most that the searches can cost
     # Answer terms: in stage 1 a wrong answer gets up to −1 + price and a right one 1; in stage 2 a
     # right answer gets at least 1 − price and a wrong one −1.
     if "price" in needs(settings) and price >= 2:
@@ -1018,7 +1020,7 @@ def example(protocol: Protocol | str, answer: str = "Norland", searches: int = 2
 
 def main() -> None:
     print(f"{_QUESTION.question} Gold: Norland, from references 1 and 3.")
-    print("Norland after 0, 1 and 2 searches (the second gets a fallback), then Sudria likewise.\n")
+    print("Rewards: Norland after 0, 1 and 2 searches (the 2nd gets a fallback), then Sudria.\n")
     extras = Extras(reader_answer="Norland")
     for name, protocol in product(REWARDS, PROTOCOLS):
         if name.startswith(protocol):

@@ -471,7 +471,8 @@ def call_search(
     hanging[:] = filter(threading.Thread.is_alive, hanging)
     if len(hanging) >= MAX_STUCK:
         return [SearchResult(error="earlier searches still hang")] * len(requests)
-    if network_seconds := getattr(search, "seconds", None):  # more for more queries
+    # A search that asks a server or a model gets more time, the more queries it has.
+    if network_seconds := getattr(search, "seconds", None):
         timeout += network_seconds(requests)
     outcomes = []
 

@@ -281,7 +281,7 @@ def check_settings(settings: Settings, training=True, given: Iterable[str] = ())
 
 def _check_asking(settings: Settings, given: Iterable[str]) -> None:
     if "in_8bit" in given and settings.in_8bit not in ("", "others"):
-        raise InputError("--in_8bit: nothing is trained here, so it can only be others")
+        raise InputError("--in_8bit: nothing is trained here: give others, or leave it out")
     if settings.reader and not PROTOCOLS[settings.protocol].evidence_tags:
         raise InputError(
             f"--reader answers from evidence boxes, and protocol {settings.protocol} has none: "
@@ -298,7 +298,7 @@ def _check_summarizer(settings: Settings) -> None:
         )
     for name in sorted(models_in(value)):
         like = nearest(name, WITHOUT_MODEL)
-        if like or name == "llm":  # else the hub would be asked, for minutes
+        if like or name == "llm":  # a typo would be looked up on the hub, for minutes
             raise InputError(
                 f"--summarizer {name}: must be none, extractive, or a model's name{like}"
             )
@@ -339,7 +339,7 @@ def _check_training(settings: Settings) -> None:
     terms = check_reward(settings)
     if settings.reward.startswith("arena") and settings.judge and settings.answer_metric != "em":
         raise InputError(
-            f"--answer_metric {settings.answer_metric} with --judge: ARENA's accuracy is the "
+            f"--answer_metric {settings.answer_metric} with --judge: ARENA's answer term is the "
             "metric or the verdict: give one of the two"
         )
     if (settings.algorithm, settings.filter_by) == ("dapo", "answer") and "answer" not in terms:
@@ -482,7 +482,8 @@ def parse(arguments: list[str] | None = None, before: Settings | None = None) ->
     if stage > 1 and not (before or settings.model):
         before = stage_before(settings)
     if before and before.model:
-        given["model"] = str(stage_folder(settings, stage - 1))  # read: the last checkpoint in it
+        # The last checkpoint in this folder is loaded.
+        given["model"] = str(stage_folder(settings, stage - 1))
     tiny = in_built_in_world(before or settings)
     return check_settings(resolve(recipe, stage, tiny, given), True, given)
 

@@ -52,7 +52,8 @@ def add_lora(model: nn.Module, rank: int, seed: int = 0) -> None:
         if MARK in name:
             parameter.data = parameter.data.float()
     for layer in lora_layers(model).values():
-        # Trap: otherwise peft keeps each input for the backward pass in fp32, the type of A.
+        # Trap: by default peft casts each input to fp32, the type of A, and keeps this copy for the
+        # backward pass.
         layer.cast_input_dtype_enabled = False
 
 
@@ -107,7 +108,7 @@ def save_merged(model: nn.Module, path: Path, weights: dict | None = None) -> No
         return
     merged = ((name, weight.float().cpu()) for name, weight in merged_weights(model))
     weights, plain = weights or dict(merged), empty_twin(model, torch.float32)
-    for name in plain.all_tied_weights_keys:  # saved only under the name that it is tied to
+    for name in plain.all_tied_weights_keys:  # such as lm_head, which is saved as the embedding
         weights.pop(name, None)
     plain.save_pretrained(path, state_dict=weights)
 

@@ -42,7 +42,7 @@ def hidden_states(backbone, tokens: torch.Tensor, wanted: torch.Tensor) -> torch
     [B, L] are right-padded.
     """
     columns = torch.arange(wanted.shape[1], device=tokens.device)  # [T]
-    if backbone.config._attn_implementation != "packed":  # padded
+    if backbone.config._attn_implementation != "packed":  # the rows stay padded
         hidden = backbone(input_ids=tokens, use_cache=False).last_hidden_state  # [B, L, H]
         return hidden[:, : len(columns)][wanted]
     ids, positions, groups, starts = pack(tokens, lengths_of(wanted), prompts_of(tokens, wanted))
@@ -154,10 +154,10 @@ def grouped(lengths: list[int], prompts: list[tuple], fits: Callable) -> list[li
 def micro_batches(
     mask: torch.Tensor, budget: int, processes=1, rank=0, tokens: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """Returns the micro-batches of process `rank`, each as numbers of rows of mask [B, T]. Row b
-    belongs to process b % processes. A micro-batch has rows of similar length and at most `budget`
-    padded tokens; a longer row is alone. If tokens [B, L] are given, rows are first sorted by
-    shared prompt: the budget still counts padded tokens, but fewer of them are computed.
+    """Returns the micro-batches of process `rank`, each a tensor of row indices of mask [B, T].
+    Row b belongs to process b % processes. A micro-batch has rows of similar length and at most
+    `budget` padded tokens; a longer row is alone. If tokens [B, L] are given, rows are first sorted
+    by shared prompt: the budget still counts padded tokens, but fewer of them are computed.
 
     All processes get the same number of micro-batches, because they wait for each other's passes. A
     process with fewer splits the one with the most rows in two. If that has only one row, the
@@ -188,8 +188,9 @@ def packed_attention(query, key, value, groups: list[tuple], scaling: float | No
     """Maps query [1, heads, N, D], key and value [1, kv, N, D] to [1, N, heads, D], by groups."""
     options = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     sizes, parts = [rows * length for rows, length, _ in groups], []
-    # Each tensor is split once, because each slice would build a gradient of the full size. The
-    # cast is needed, because autocast does not act on attention with a `causal_lower_right` mask.
+    # Each tensor is split once, because a slice per group would build a gradient of the full size
+    # for every group. The cast is needed, because autocast does not act on attention with a
+    # `causal_lower_right` mask.
     texts = [x[0].to(value.dtype).split(sizes, 1) for x in (query, key, value)]
     for number, (rows, length, prompt) in enumerate(groups):
         # [heads, rows · length, D] -> [rows, heads, length, D], a view
