@@ -42,7 +42,7 @@ _BLANKS = str.maketrans(dict.fromkeys(string.punctuation + "‘’´`", " "))  #
 PUNCTUATION = {  # style -> translation table
     "space": _BLANKS,
     "plain": _BLANKS,
-    "delete": str.maketrans("", "", string.punctuation),  # O’Hara and O'Hara stay different
+    "delete": str.maketrans("", "", string.punctuation),  # keeps ’: O’Hara and O'Hara differ
     "underscore": str.maketrans("_", " ", string.punctuation.replace("_", "")),
 }
 Golds = str | list[str]
@@ -152,7 +152,7 @@ def _common_subsequence(left: list[str], right: list[str]) -> int:
 # ---------------------------------------------------------------------------------- boxes, letters
 @dataclass(frozen=True)
 class Span:
-    """A piece of text: text[start:end] includes the tags, `content` is the text between them."""
+    """A piece of text: text[start:end] has the tags, `content` is the stripped text between them."""
 
     start: int
     end: int
@@ -354,13 +354,13 @@ def start_worker() -> subprocess.Popen:
 
 def serve_math() -> None:
     """Runs the worker: reads lines [prediction, gold, seconds], prints True or False for each."""
-    from math_verify import LatexExtractionConfig, parse, verify  # optional
+    from math_verify import LatexExtractionConfig, parse, verify  # optional dependency
 
     def expression(text: str) -> list:
         latex = [LatexExtractionConfig()]
         return parse(f"${text}$", latex, extraction_mode="first_match", parsing_timeout=None)
 
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the timer then kills the forked copy
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # lets the timer kill a forked copy
     # The first comparison imports and builds things that all forked copies below then share.
     verify(expression("x^2-1"), expression("(x-1)(x+1)"), timeout_seconds=None)
     print("ready", flush=True)

@@ -36,7 +36,8 @@ class Paper:
     punctuation: str = "space"
     decoding: dict = field(default_factory=dict)
     warm_ups: dict[str, Tiny] = field(default_factory=dict)
-    variants: dict[str, "Paper"] = field(default_factory=dict, init=False)  # a copy starts with {}
+    # init=False: a copy that `replace` makes starts without variants.
+    variants: dict[str, "Paper"] = field(default_factory=dict, init=False)
 
     def warmed_up(self, name: str) -> Tiny:
         return self.warm_ups[name] if name else self.world
@@ -74,11 +75,12 @@ _ur2 = (  # section 4.4, appendix C.2 and C.4
     | {"max_turn_tokens": 512, "turn_tokens": "math=3072,choice=1536"}
     # The paper does not say how the summariser samples in training for tasks other than math.
     | {"summary_sampling": "math=0.3/0.7/8192"}
-    | {"documents_per_search": 10, "document_tokens": 1536}  # ten have 1,291 on average (B.6)
+    # Ten documents have 1,291 tokens on average (B.6).
+    | {"documents_per_search": 10, "document_tokens": 1536}
     # Used only with --difficulty. The ratio hard : medium : easy is 1 : 1 : 1 for math (C.5) and
     # 7 : 2 : 1 for other tasks (3.3).
     | {"buckets": "math:hard=1,math:medium=1,math:easy=1,hard=7,medium=2,easy=1"}
-    | {"keep_checkpoints": 0}  # all, because the paper chooses the best afterwards (C.2)
+    | {"keep_checkpoints": 0}  # all: the paper chooses the best checkpoint afterwards (C.2)
 )
 _summarised = {"summarizer": "extractive", "task_mixing": False}
 UR2 = Paper(
@@ -168,7 +170,7 @@ _small = {"questions_per_step": 128, "trajectories_per_update": 512, "save_every
 for _name, *_numbers in map(str.split, _rows):
     for _run, _steps in zip(_runs.split(), _numbers, strict=False):
         _paper = {"ur2": UR2, "ur2_choice": UR2_CHOICE}.get(_run, VANILLA_RL)
-        _own = {"save_every": 10} if _run == "choice" else {}  # this run has two data sets
+        _own = {"save_every": 10} if _run == "choice" else {}  # two data sets, so no single task
         _own |= {"reward_variant": _name} | (_small if _name == "qwen_3b" else {})
         _variant = varied(_paper, **_own)
         _variant.stages[max(_variant.stages)]["steps"] = int(_steps)
@@ -186,8 +188,8 @@ _direct = _llama.stages[2] | {"direct_tasks": "math"}
 UR2.variants["llama_8b_direct"] = replace(_llama, stages=_llama.stages | {2: _direct})
 UR2.variants.update(
     weak_stage1=varied(UR2_CHOICE, reward="ur2_weak", steps=80),  # Table 6
-    judge_partly=varied(UR2, partly=1.0),  # as in its released code
-    five_queries=varied(UR2, task_searches="qa=5"),  # as its prompt says
+    judge_partly=varied(UR2, partly=1.0),  # as in UR²'s released code
+    five_queries=varied(UR2, task_searches="qa=5"),  # as UR²'s prompt says
 )
 # Table 3. Without stage 1 there is no search bonus, and the run uses other tags (C.2).
 _no_bonus = replace(UR2_CHOICE, tiny={1: EVERYTHING | _summarised})
@@ -197,7 +199,7 @@ UR2_CHOICE.variants.update(
     without_task_mixing=varied(UR2_CHOICE, task_mixing=False, steps=120),
 )
 _mini = varied(UR2_CHOICE, steps=50, summarizer="https://api.openai.com/v1#gpt-4o-mini")
-_sampled = "math=0.3/0.7/2048,other=0.3/0.7/2048"  # C.2, of Qwen-3-8B
+_sampled = "math=0.3/0.7/2048,other=0.3/0.7/2048"  # C.2: how Qwen-3-8B samples
 _qwen3 = varied(_mini, summarizer="Qwen/Qwen3-8B", summary_sampling=_sampled)
 UR2_CHOICE.variants.update(gpt_4o_mini_summaries=_mini, qwen3_8b_summaries=_qwen3)
 # Tables 6 and 7. A search for an open question returns five passages, as in Table 10's evaluations
@@ -216,7 +218,7 @@ VANILLA_RL.variants.update(
 _r1_searcher = (
     {"protocol": "r1_searcher", "algorithm": "reinforce_pp"}
     | {"group_size": 16, "questions_per_step": 64, "trajectories_per_update": 256}
-    | {"lr": 2e-6, "kl_coef": 0.0, "kl_estimator": "k1"}  # no KL; llama_8b has k1
+    | {"lr": 2e-6, "kl_coef": 0.0, "kl_estimator": "k1"}  # k1: for the variant llama_8b
     | {"temperature": 1.0, "max_searches": 8, "max_turn_tokens": 512}
     | {"documents_per_search": 5}  # ours; the paper gives no number, its code has 3
 )
@@ -233,10 +235,11 @@ R1_SEARCHER = Paper(
         | {"reward": "r1_searcher_stage2", "steps": 128, "mix": "hotpotqa=4561,2wiki=3587"}
         | {"buckets": "hotpotqa:medium=2561,hotpotqa:hard=2000,2wiki:medium=1087,2wiki:hard=2500"},
     },
-    tiny={1: LOOK_UPS, 2: EVERYTHING | {"buckets": "medium=3648,hard=4500"}},  # of both data sets
+    # Each of the tiny model's buckets has the sum of the numbers of both data sets.
+    tiny={1: LOOK_UPS, 2: EVERYTHING | {"buckets": "medium=3648,hard=4500"}},
     good_format=lambda trajectory: not rewards.r1_searcher_format(trajectory),
     world=Tiny(end="{thought}</think>\n\n<answer> {answer}</answer>"),
-    punctuation="plain",  # eq. 4; its code: --punctuation space
+    punctuation="plain",  # eq. 4; the released code: --punctuation space
 )
 R1_SEARCHER.warm_ups["verbose"] = replace(R1_SEARCHER.world, verbose=0.9, prior=0.3)
 R1_SEARCHER.variants.update(
@@ -259,7 +262,7 @@ _r_search = (  # section 4.3
     | {"group_size": 5, "questions_per_step": 256, "trajectories_per_update": 1280}
     | {"lr": 1e-6, "warmup_ratio": 0.95}
     | {"kl_coef": 1e-3, "kl_estimator": "k3", "temperature": 1.0}  # the temperature is ours
-    | {"max_searches": 4, "max_turn_tokens": 500}  # not in the paper; as Search-R1's code
+    | {"max_searches": 4, "max_turn_tokens": 500}  # not in the paper; as in Search-R1's code
     | {"documents_per_search": 3}  # 5 in evaluation
 )
 R_SEARCH = Paper(
@@ -286,13 +289,15 @@ R_SEARCH.variants.update(
     without_evidence=varied(R_SEARCH, protocol="r_search_plain", evidence_reward=False),  # table 3
     whole_reply=varied(R_SEARCH, whole_reply=True),  # eq. 4
     ppo=_r_search_ppo,
-    ppo_code=varied(_r_search_ppo, group_size=1, trajectories_per_update=256),  # one response
+    # one response per question, as in the paper's script
+    ppo_code=varied(_r_search_ppo, group_size=1, trajectories_per_update=256),
 )
 
 _when_to_search = (  # Table 5; each stage has half of its 500 steps (our choice)
     {"protocol": "when_to_search", "algorithm": "dapo", "beta": 0.3, "steps": 250}
     | {"group_size": 32, "questions_per_step": 32, "trajectories_per_update": 1024}
-    | {"lr": 1e-6, "clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "token"}  # DAPO's own
+    # The paper gives no clip range; this one is the DAPO paper's.
+    | {"lr": 1e-6, "clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "token"}
     | {"kl_coef": 0.0}  # as section 3.2 says; Table 5 has 1e-4
     | {"temperature": 1.0, "documents_per_search": 5, "document_tokens": 4096}
     | {"max_searches": 5, "max_turn_tokens": 8192}  # we read Table 5's five turns as searches
@@ -362,7 +367,7 @@ _arena = (
     | {"group_size": 7, "questions_per_step": 256, "trajectories_per_update": 1792}
     | {"lr": 3e-6, "kl_estimator": "k2", "kl_coef": 0.04, "clip_low": 0.2, "clip_high": 0.2}
     | {"temperature": 0.9, "max_searches": 0}
-    | {"max_turn_tokens": 256}  # its library's default
+    | {"max_turn_tokens": 256}  # default of ARENA's library
     | {"steps": 95}  # table 10; 95 · 256 is about one epoch over the 25,000 questions
 )
 ARENA = Paper(
@@ -382,16 +387,16 @@ ARENA = Paper(
         steps=900,
         decay_from=0.75,
     ),
-    punctuation="underscore",  # appendix D.1; its code: --punctuation space, --reward arena_code
+    punctuation="underscore",  # D.1; released code: --punctuation space, --reward arena_code
 )
 ARENA.variants.update(  # section 5.3, figure 3
-    naive_grpo=varied(ARENA, relevance_reward=False, bonus=0.0, kl_estimator="k3"),  # and 4.3
+    naive_grpo=varied(ARENA, relevance_reward=False, bonus=0.0, kl_estimator="k3"),  # also 4.3
     k3=varied(ARENA, kl_estimator="k3"),  # appendix G
     no_bonus=varied(ARENA, bonus=0.0),  # appendix I
     f1=varied(ARENA, answer_metric="f1"),
     judge=varied(ARENA, judge="https://api.openai.com/v1#gpt-4o-2024-11-20"),  # appendix D.3
 )
-ARENA.variants["no_relevance"] = varied(ARENA, relevance_reward=False)  # ours
+ARENA.variants["no_relevance"] = varied(ARENA, relevance_reward=False)  # not in the paper
 ARENA.variants["thinking"] = varied(ARENA, protocol="arena_thinking")  # 4.3, note 2
 # Appendix H.2, table 9. The 20 steps are one epoch over its 5,000 examples, which is our reading.
 _naive = ARENA.variants["naive_grpo"]
@@ -414,7 +419,7 @@ SEARCH_R1 = Paper(
         | {"warmup_ratio": 0.0, "critic_lr": 1e-3, "critic_warmup_ratio": 0.0}
         | {"kl_coef": 0.0, "steps": 40}
     },
-    good_format=rewards.r_search_format,  # one answer box
+    good_format=rewards.r_search_format,  # here it only checks for one answer box
     world=Tiny(
         "<think>{thought}</think><answer> {answer}</answer>", between="<think>{note}</think>"
     ),

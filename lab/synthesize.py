@@ -183,7 +183,7 @@ def asked_often(llm, instruction: str, texts: Iterable[str], times: int) -> list
 
 
 def check_drafts(drafts: Questions, verifier, answerer, k: int) -> Questions:
-    """Returns drafts that all verdicts call correct and that are not too hard; sets their `level`."""
+    """Returns drafts that are correct by every verdict and not too hard, with their `level` set."""
     verdicts = asked_often(verifier, VERIFY, map(shown, drafts), VOTES)
     good = [all(map(read_verdict, votes)) for votes in verdicts]
     correct = list(itertools.compress(drafts, good))

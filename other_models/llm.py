@@ -4,8 +4,8 @@
 
 "http://host:port/v1#model" is an OpenAI-compatible server; any other name is a Hugging Face causal
 LM that runs in this process. Both decode greedily unless the request gives a temperature
-(`Request`). Readable replies are saved on disk, even sampled ones, so the same command gets the
-same replies again and asks nothing anew. `ask` removes <think> ... </think> from a reply.
+(`Request`). Readable replies are saved on disk, even sampled ones, so the same command gets
+them again without asking. `ask` removes <think> ... </think> from a reply.
 
     the server is down at the start   InputError (PROBE is sent first)
     a request fails                   RETRIES more tries if they may help, then None
@@ -219,9 +219,10 @@ class ServerLLM(LLM):
         return CONTEXT
 
     def complete(self, request: Request) -> str | None:
-        """Sends the request once; returns None if the reply has neither text nor thinking. Some
-        servers return the thinking in a separate field; it is then put before the text, in <think>
-        tags. If the model reached the token limit while thinking, there is no text, and no end tag.
+        """Sends the request once; returns "" or None if the reply has neither text nor thinking.
+        Some servers return the thinking in a separate field; it is then put before the text, in
+        <think> tags. If the model reached the token limit while thinking, there is no text, and no
+        end tag.
         """
         most = request.max_tokens or self.max_tokens
         roles = zip(("system", "user"), request[:2], strict=True)
@@ -287,8 +288,8 @@ def drawn_ahead(temperature: float, top_p: float, device) -> Callable:
     largest p / e is at token t with probability p[t] (the Gumbel trick, as in torch.multinomial).
 
     Trap: the sampling of `generate` uses the global random generator. A summariser that is still
-    running in another thread would then change which tokens the policy samples. The seed can be
-    fixed (0), because a request whose reply is saved is not sampled again.
+    running in another thread would then change which tokens the policy samples. The seed may be
+    the same (0) for every batch, because no request needs a second reply: the first is saved.
     """
     generator = torch.Generator(device).manual_seed(0)
 

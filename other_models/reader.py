@@ -58,7 +58,7 @@ def reader_answers(
     not sent, and its answer is "". `whole`: see `read_answer`; `sampling`: see `add_reader`.
     """
     given = {i: pair for i, pair in enumerate(pairs) if (pair[1] or "").strip()}
-    custom = llm.instruction  # from --prompt_file; with gaps it is the whole message
+    custom = llm.instruction  # from --prompt_file; with placeholders it is the whole message
     layout, instruction = (custom, "") if gaps_of(custom) else (LAYOUT, custom or INSTRUCTION)
     requests = [(instruction, reader_text(*pair, layout), *sampling) for pair in given.values()]
     replies = dict(zip(given, llm.ask(requests) if requests else [], strict=True))

@@ -60,7 +60,7 @@ ADVICE = {
     "grad_spike": "the gradient norm is over ten times its median: look at this step, or lower"
     " --lr",
 }
-# These alarms are raised if the metric of the same name is above the limit.
+# The condition of these alarms is that the metric of the same name is above the limit.
 LIMITS = {"truncated": 0.5, "repetition": 0.1, "malformed_tags": 0.5, "mismatch_cut": 0.5}
 # These alarms are raised as soon as their condition holds in one step. The conditions of all others
 # must hold for PATIENCE steps in a row.

@@ -55,7 +55,7 @@ from trajectory import Trajectory
 from update import TrainState, updates_of
 from world.toy import load_reader, load_toy
 
-PR_SET_PDEATHSIG = 1  # prctl(2)
+PR_SET_PDEATHSIG = 1  # option of prctl(2): signal when the parent ends
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # CPU microseconds allowed in a period, and its length
 PATIENCE = 60  # seconds after which a process names the one that it waits for
 LAUNCHERS = (b"accelerate", b"torchrun", b"torch.distributed", b"lab.ablate")
@@ -365,14 +365,14 @@ def build_state(settings: Settings) -> TrainState:
     stream = QuestionStream(trained_on, settings, attempts)
     documents = load_documents(settings, questions)
     log = "" if settings.dry_run else str(Path(settings.output_dir, SUMMARY_LOG))
-    # fallback: in training a model that summarises may reject queries that ask for no fact. The
+    # fallback=True: in training a summarising model may reject queries that ask for no fact. The
     # search is built before the barrier below, because encoding a large corpus takes hours, and the
     # processes that wait at a barrier would give up.
     search = build_search(dataclasses.replace(settings, fallback=True), documents, device, log)
     in_8bit, served = "base" in frozen_in_8bit(settings), on_servers(settings)
     # A resumed LoRA run loads the weights that it began with; trainer.pt has the trained adapters.
     path = first_model(settings) if settings.lora_rank else start
-    with accelerator.local_main_process_first():  # it makes the built-in models
+    with accelerator.local_main_process_first():  # this process makes the built-in models
         policy, tokenizer = load_model(settings, path, device, in_8bit=in_8bit)
         others = build_other_models(settings, documents, device) if main else None
     check_alike(policy, os.path.basename(start) if settings.resume else "")
@@ -386,7 +386,8 @@ def build_state(settings: Settings) -> TrainState:
             policy.fleet.check()
     copies = wants_copy(settings.sampling_copy, device, in_8bit)
     recompute = device.type != "cpu" or copies or served or not settings.mask_documents
-    auto = "token" if recompute and settings.mask_documents else "none"  # documents have no μ
+    # If documents are trained on, their tokens have no log-probs of a sampler to correct with.
+    auto = "token" if recompute and settings.mask_documents else "none"
 
     def sampler():
         return to_serve(policy, state.version) if served else to_sample_with(policy, copies)
