@@ -152,7 +152,7 @@ def _common_subsequence(left: list[str], right: list[str]) -> int:
 # ---------------------------------------------------------------------------------- boxes, letters
 @dataclass(frozen=True)
 class Span:
-    """A piece of text: text[start:end] has the tags, `content` is the stripped text between them."""
+    """A piece of text: text[start:end] has the tags, `content` is the text between, stripped."""
 
     start: int
     end: int

@@ -390,7 +390,7 @@ ARENA = Paper(
     punctuation="underscore",  # D.1; released code: --punctuation space, --reward arena_code
 )
 ARENA.variants.update(  # section 5.3, figure 3
-    naive_grpo=varied(ARENA, relevance_reward=False, bonus=0.0, kl_estimator="k3"),  # also 4.3
+    naive_grpo=varied(ARENA, relevance_reward=False, bonus=0.0, kl_estimator="k3"),  # also in 4.3
     k3=varied(ARENA, kl_estimator="k3"),  # appendix G
     no_bonus=varied(ARENA, bonus=0.0),  # appendix I
     f1=varied(ARENA, answer_metric="f1"),

@@ -54,8 +54,8 @@ BACKOFF = 0.5  # seconds before the first retry, doubled each time
 REPLY_TOKEN = 64  # a server's reply is cut to this many characters per token that it may have
 CONTEXT = 32_768  # context length in tokens if the server does not report it
 SPARE = 128  # tokens kept free for the chat template
-GIVE_UP = 16  # consecutive requests for which the server seems to be down
-DEAD_BATCHES = 3  # consecutive batches without an answer
+GIVE_UP = 16  # with the server down for so many requests in a row, the rest of a batch is not sent
+DEAD_BATCHES = 3  # after so many batches in a row without an answer a run ends
 PROBE = ("You are asked once whether you are there.", "Reply with the word yes.")
 
 

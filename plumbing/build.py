@@ -213,7 +213,8 @@ def make_accelerator(settings: Settings) -> Accelerator:
     rows = max(settings.questions_per_step * settings.group_size, settings.eval_questions)
     has_models = settings.judge or settings.reader or models_in(settings.summarizer)
     rounds = 4 + bool(has_models) * rows // THREADS
-    if on_servers(settings):  # a sampling request may take this many timeouts more
+    if on_servers(settings):
+        # the time that a sampling request may take beyond one timeout, in timeouts
         rounds += settings.max_turn_tokens * SLOWEST / settings.timeout
     searching = (settings.max_searches + 1) * rounds * (RETRIES + 1) * settings.timeout
     if settings.report_to and settings.report_to not in map(str, get_available_trackers()):
