@@ -349,7 +349,7 @@ def stated_answer(reply: str) -> str:
 
 
 def any_answer(reply: str) -> str:
-    """Returns the stated answer, else the first sentence of a reply that should be only an answer."""
+    """Returns the stated answer, else the first sentence of a reply asked to be an answer only."""
     return stated_answer(reply) or first_sentence(plain(read_answer(reply)))
 
 
