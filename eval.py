@@ -39,7 +39,7 @@ if __name__ == "__main__":
     prepare_command()
     run_main(check_alone)
     if any(word.split("=")[0] == "--predictions" for word in sys.argv):
-        run_main(score_command)  # it needs none of the slow imports below
+        run_main(score_command)  # scoring needs none of the slow imports below
         sys.exit()
 
 from prompts import JUDGE_SEES
@@ -53,7 +53,9 @@ class Options:
     inside = ""  # if --out is a folder: the name of a file in it
     split: str = setting("test", "split of the built-in world", one_of=("train", "dev", "test"))
     questions: int = setting(
-        100, "number of questions: per kind, or per file of --data; 0 = all", least=0
+        100,
+        "number of questions: per kind of the built-in world, or per file of --data; 0 = all",
+        least=0,
     )
     samples: int = setting(1, "trajectories per question", least=1)
     references: str = setting(
@@ -74,7 +76,9 @@ class Options:
     fresh: bool = setting(False, "start from the beginning, even if there are predictions")
     out: str = setting("", "predictions file; default: in predictions/ under --output_dir")
     against: str = setting(
-        "", "predictions of another run to compare with, question by question; FILE or FILE,FILE"
+        "",
+        "compare with another run, question by question: its predictions, comma-separated, one "
+        "file per data set",
     )
     punctuation: str = setting(
         "", "how metrics treat punctuation; default: as in the paper", one_of=("", *PUNCTUATION)
@@ -259,14 +263,14 @@ class Evaluation:
                 records += new_records
         if missing := len(expected) - len(records):
             print(
-                f"{title}: {missing} of {len(expected)} predictions got no reply; the same command "
-                "asks again"
+                f"{title}: {missing} of {len(expected)} predictions are missing, because the "
+                "model gave no reply; the same command asks again"
             )
         if faults := search_faults(records):
             print(
                 f"warning: {len(faults)} searches failed (the first: {harmless(faults[0])}): "
                 "the scores are not the model's true ones; if the retriever failed, the same "
-                "command starts again at the first such batch",
+                "command, without --fresh, continues at the batch of the first failure",
                 file=sys.stderr,
             )
         return records
@@ -341,7 +345,7 @@ def settings_of(given: dict) -> Settings:
         del given["stage"]
     elif not model:
         model = last_checkpoint(given)
-    if model and "://" not in model:  # a baseline's model may be an address
+    if model and "://" not in model:  # in lab.baselines it may be a server's address
         check_model_path(model)
     settings = saved_settings(model)
     if settings is None or given.get("recipe", settings.recipe) != settings.recipe:
@@ -371,7 +375,7 @@ def paper_decoding(settings: Settings) -> dict:
     if "temperature" not in decoding:
         print(
             f"--decoding paper: the paper of {settings.recipe} does not say how it samples in "
-            "evaluations: greedy decoding is used"
+            "evaluations: decoding is greedy, unless --temperature is given"
         )
     return decoding
 
@@ -411,14 +415,14 @@ def parse(
     given, options = read_flags(arguments, kind, command)
     check_options(options, given)
     settings = settings_of(given)
-    if options.decoding == "paper":  # `settings` has the checkpoint's recipe
+    if options.decoding == "paper":  # the recipe in `settings` decides which paper
         settings = settings_of(paper_decoding(settings) | given)
     if "max_turn_tokens" in given:
         print(f"--max_turn_tokens {settings.max_turn_tokens} applies to every task")
     read = SEARCHING if options.references == "retrieved" else ()
     check_settings(settings, False, given.keys() - read)
-    # strict only if the flag is given: a checkpoint's prompt file may have sections for models that
-    # only training uses.
+    # strict only if --prompt_file is given: all sections of a checkpoint's prompt file may be for
+    # models that only training uses.
     prompt_sections(settings, strict="prompt_file" in given)
     if options.thinking and tag_pair("think")[0] in PROTOCOLS[settings.protocol].tags:
         raise InputError(
@@ -452,7 +456,7 @@ def default_out(settings: Settings, options: Options) -> Path:
 
 def run(settings: Settings, options: Options) -> None:
     """Evaluates a model, compares it with the predictions of --against, and prints the tables."""
-    # Files of other programs may lack gold answers, which --data then provides.
+    # --against may name files of other programs. If they lack gold answers, --data provides them.
     others = score_files(
         options.against, settings.data, settings.skip_bad, options.punctuation, seed=settings.seed
     )
@@ -479,11 +483,14 @@ def evaluate(evaluation: Evaluation, reader, judge, sampling: tuple = ()) -> lis
         if punctuation:
             records = [scored(record, punctuation) for record in records]
         if reader or judge:
-            print(f"all predictions are written; to ask only reader or judge: --predictions {out}")
+            print(
+                "all predictions are written; if reader or judge fails, repeat only this part with "
+                f"--predictions {out}"
+            )
             records = ask_others(records, reader, judge, sampling)
             write_records(out, records)
     except KeyboardInterrupt:
-        finished = f"finished predictions are in {out}; the command continues, without --fresh"
+        finished = f"finished predictions are in {out}; repeat the command without --fresh"
         print(f"\ninterrupted; {finished if out.is_file() else 'nothing was finished yet'}")
         sys.exit(130)
     return records

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from errors import InputError, setting
 
-# Only names. A test compares the first three tuples with the tables in update.py, kl.py and ppo.py.
+# Names that flags accept. A test compares the first three tuples with the tables in update.py,
+# kl.py and ppo.py.
 ALGORITHMS = ("reinforce_pp", "reinforce_pp_baseline", "grpo", "dapo", "ppo")  # update.py
 ESTIMATORS = ("k1", "k2", "k3", "log")  # kl.py
 MISMATCHES = ("auto", "none", "token", "sequence", "mask", "sequence_mask", "row")  # ppo.py
@@ -92,7 +93,7 @@ class ModelSettings:
         "", "R-Search's frozen model that answers from the evidence: URL#model or a HF model"
     )
     embedder: str = setting(
-        "tfidf", "When to Search: tfidf or a HF encoder, which embeds the queries", only="train"
+        "tfidf", "what embeds the queries (When to Search): tfidf or a HF encoder", only="train"
     )
     in_8bit: str = setting(
         "",
@@ -111,7 +112,9 @@ class UpdateSettings:
         256, "maximum trajectories in an update; 0: all trajectories of a step", least=0
     )
     tokens_per_micro_batch: int = setting(
-        16384, "maximum tokens per micro-batch, padding included; a longer text is alone", least=1
+        16384,
+        "maximum tokens per micro-batch, padding included; a longer text gets its own",
+        least=1,
     )
     mask_documents: bool = setting(
         True, "train on the policy's own tokens only; False (an ablation): on inserted text too"
@@ -182,7 +185,9 @@ class ReinforceSettings:
 class DapoSettings:
     """dapo.py"""
 
-    max_resample: int = setting(3, "maximum number of extra draws per step", only="papers", least=0)
+    max_resample: int = setting(
+        3, "DAPO: maximum extra draws of questions per step", only="papers", least=0
+    )
     filter_by: str = setting(
         "correct",
         "DAPO: keep groups whose trajectories differ in: correct (right or wrong), answer (the "

@@ -4,7 +4,7 @@
 
           value              E_π[value]    expected gradient as a loss         so it may be used
     k1 =  d                  KL(π‖ref)     0                                   in the reward
-    k2 =  d² / 2             ≈ near ref    ∇KL(π‖ref), exact on-policy         in the loss
+    k2 =  d² / 2             ≈ KL near ref ∇KL(π‖ref), exact on-policy         in the loss
     k3 =  exp(−d) − 1 + d    KL(π‖ref)     ∇KL(ref‖π), the other direction     in the loss, near ref
     |d|                      -             -                                   in the log
 
@@ -175,7 +175,7 @@ def batch_gradient_spread(logits: Tensor, loss: Loss) -> float:
 
 def estimator_row(logits: Tensor, ref_logprobs: Tensor, name: str) -> dict[str, float]:
     """Returns an estimator's value, relative bias and (absolute) std. Also returns, for its use as
-    a loss, the relative errors and the spread of the gradient.
+    a loss, the gradient's relative errors against ∇KL(π‖ref) and ∇KL(ref‖π), and its spread.
     """
     loss = partial(ESTIMATORS[name], ref_logprobs=ref_logprobs)
     logprobs = logits.log_softmax(-1)  # [V]

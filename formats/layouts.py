@@ -93,14 +93,14 @@ def asked(record: dict, answer="answer", options=None, number=None, question="qu
 
 def gold_answers(record: dict, name: str, options: list[str] | None = None) -> list[str]:
     """Returns the answers as a list, even if there is only one. It is an error if there is none, or
-    if one is "", which every prediction contains.
+    if one is blank, because cover-EM finds "" in every prediction.
     """
     value = record.get(name)
     answers = value if isinstance(value, list) else [field(record, name, str, "")]
     if options is not None:
         answers = [letter_of(answer, options, name) for answer in answers]
     if not answers or not all(answer.strip() for answer in items({name: answers}, name)):
-        raise InputError(f"the question has no answer: field {name!r} holds none")
+        raise InputError(f"field {name!r} has no answer, or a blank one")
     return answers
 
 
@@ -165,14 +165,15 @@ def from_rollouts(record: dict, number: int) -> dict:
 
 
 def from_plain(record: dict, number: int) -> dict:
-    """Reads records of R1-Searcher and UR², and rows of a tab-separated file. Their `answer` may be
-    a list of answers that was printed into a text.
+    """Reads records of R1-Searcher and UR², and other plain ones, such as rows of a tab-separated
+    file. `answer` may be a printed list of answers (`answer_list`).
     """
     fields = asked(record, number=number)
     if fields["question"].strip().isdigit():
         raise wrong(
             "question",
-            f"{short(fields['question'])} is a number: passages belong in the corpus (--corpus)",
+            f"{short(fields['question'])} is a number: is this a file of passages? Give it with"
+            " --corpus",
         )
     if len(fields["answers"]) == 1:
         fields["answers"] = answer_list(fields["answers"][0])

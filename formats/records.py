@@ -24,7 +24,8 @@ from pathlib import Path
 
 from errors import InputError, rank_of
 
-PASSAGE_COLUMNS = ("id", "passage")  # columns of tab-separated lines without a header
+# Columns of tab-separated files without a header.
+PASSAGE_COLUMNS = ("id", "passage")
 QUESTION_COLUMNS = ("question", "answer")
 LONGEST_LINE = 64_000_000  # bytes
 

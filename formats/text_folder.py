@@ -29,7 +29,7 @@ GOAL = 100
 MOST = 150
 FENCE = re.compile(r"\s*(`{3,}|~{3,})")
 HEADING = re.compile(r" {0,3}(#{1,6})(?:[ \t]+(.*?))?(?:[ \t]+#+)?[ \t]*$")
-OWN_LINE = re.compile(r"\s*(?:[-*+•]\s|\d+[.)]\s|\|)")  # a list item, a table's row
+OWN_LINE = re.compile(r"\s*(?:[-*+•]\s|\d+[.)]\s|\|)")  # begins a list item or a table's row
 LINK = re.compile(r"!?\[([^\[\]]*)\]\((?:[^()]|\([^()]*\))*\)")
 SENTENCE_END = re.compile(r"""(?:(?<=[.!?…])|(?<=[.!?…]["'”’)\]]))\s+(?![a-z])""")
 
@@ -65,7 +65,7 @@ def paragraphs(text: str, markdown: bool) -> Iterator[tuple[tuple[str, ...], str
     """Yields (the headings above a paragraph, the paragraph on one line)."""
     headings = {}  # level -> heading
     lines = []  # of this paragraph
-    fence = ""  # the mark that ends a code block
+    fence = ""  # the mark that ends the current code block; "" outside one
     for line in [*text.split("\n"), ""]:
         opened, heading = (FENCE.match(line), HEADING.match(line)) if markdown else (None, None)
         if fence:  # inside code "#" does not begin a heading
@@ -121,7 +121,7 @@ def is_text(path: Path) -> bool:
 
 def text_files(folder: Path) -> list[Path]:
     """Returns the .txt and .md files (also gzipped) in a folder and its subfolders, without hidden
-    files and folders. An unreadable folder is an error; a broken link is one only when it is read.
+    files and folders. An unreadable folder raises an error; a broken link does when it is read.
     """
 
     def fail(error: OSError) -> None:

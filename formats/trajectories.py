@@ -38,8 +38,8 @@ def append_trajectories(folder: Path, records: Iterable[dict], name: str = NAME)
     lines = [json.dumps(record, ensure_ascii=False, separators=(",", ":")) for record in records]
     if lines:
         text = "\n".join([*lines, ""]).encode(errors="replace")
-        with writing(folder / name), open(folder / name, "ab") as file:  # in one write
-            file.write(gzip.compress(text, 5))
+        with writing(folder / name), open(folder / name, "ab") as file:
+            file.write(gzip.compress(text, 5))  # all records in one write
 
 
 def read_trajectories(folder: Path, say=tell) -> Iterator[dict]:

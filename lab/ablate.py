@@ -177,8 +177,8 @@ def evaluate(settings: Settings, model: str, split: str, samples=SAMPLES, out=""
 
 
 def check_prior(settings: Settings, split: str) -> None:
-    """Raises an InputError if the warmed-up model makes more searches per look-up than the `prior`
-    of its warm-up (world/tiny.py) allows. Protocols without searches are not checked.
+    """Raises an InputError if the warmed-up model makes more searches per look-up question than
+    the `prior` of its warm-up (world/tiny.py) allows. Protocols without searches are not checked.
     """
     if PROTOCOLS[settings.protocol].query_tags is None:
         return

@@ -589,7 +589,7 @@ def test_decoding_is_greedy_by_default_or_as_in_the_paper(words, sampling, capsy
     llm = Scripted(ALWAYS)
     run_method("direct", [ANA], llm, None, settings)
     assert llm.prompts[0][2:4] == sampling and settings.documents_per_search == 5
-    notice = "the paper of arena does not say how it samples in evaluations: greedy"
+    notice = "the paper of arena does not say how it samples in evaluations: decoding is greedy"
     assert (notice in capsys.readouterr().out) == ("arena" in words)
 
 

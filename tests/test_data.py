@@ -283,7 +283,7 @@ def test_a_bracketed_text_that_is_not_a_list_of_strings_is_one_answer(write, tex
         (
             "c.tsv",
             "5\tA passage.",
-            "field 'question': '5' is a number: passages belong in the corpus",
+            "field 'question': '5' is a number: is this a file of passages?",
         ),
         ("q.csv", "question,answer\nWho?,Ana", "q.csv: a CSV file is not read: save it with tabs"),
     ],
@@ -364,7 +364,7 @@ BAD_SECOND_LINES = [
     ('{"id": "q2", "question"', "not valid JSON ( column 24"),
     ("[1]", "expected an object {...}, found [1]"),
     ({**Q2, "question": ["Who?"]}, "'question': expected str, found ['Who?']"),
-    ({**Q2, "answers": ["Ana", ""]}, "the question has no answer: field 'answers'"),
+    ({**Q2, "answers": ["Ana", ""]}, "field 'answers' has no answer, or a blank one"),
     ({**Q2, "answers": ["a", 18]}, "'answers', item 2: expected str, found 18"),
     ({**Q2, "task": "poem"}, "'task' qa, math, choice"),
     ({**Q2, "task": "choice"}, "'options' is missing"),
@@ -404,8 +404,8 @@ BAD_FIRST_LINES = [
     ({**MUSIQUE, "answerable": False}, "has no answer: field 'answerable' is false"),
     ({**MMLU, "answer": "C"}, "'answer' 'C' is none of the 2 options"),
     ({**MEDQA, "options": {"A": "red", "C": "green"}}, "'options', item 2"),
-    ({**MINERVA, "solution": "no box"}, "no answer: field 'solution' holds none"),
-    ({**GSM8K, "answer": "so #### "}, "no answer: field 'answer' holds none"),
+    ({**MINERVA, "solution": "no box"}, "field 'solution' has no answer, or a blank one"),
+    ({**GSM8K, "answer": "so #### "}, "field 'answer' has no answer, or a blank one"),
     ({**VERL, "prompt": [{"role": "system", "content": "x"}]}, "'prompt' is missing"),
     ({**VERL, "reward_model": {"ground_truth": {"target": [1]}}}, "ground_truth', item 1"),
     (PREDICTION, "unknown layout 'prediction'"),
@@ -433,7 +433,7 @@ def test_errors_of_other_layouts_and_inside_nested_fields_name_the_field(write, 
 
 def test_in_a_json_list_the_error_names_the_record_or_the_line_of_broken_json(write):
     path = write(json.dumps([HOTPOT, {**HOTPOT, "_id": "h2", "answer": None}], indent=1))
-    assert "questions.jsonl, record 2: the question has no answer" in message(load_questions, path)
+    assert "record 2: field 'answer' has no answer" in message(load_questions, path)
     text = message(load_questions, write("[", json.dumps(OWN), "oops]"))
     assert_parts(text, "questions.jsonl: not valid JSON line 3")
 
