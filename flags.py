@@ -51,7 +51,7 @@ class RolloutSettings:
     )
     document_tokens: int = setting(1024, "maximum number of document tokens per search", least=1)
     max_num_seqs: int = setting(
-        0, "maximum trajectories that a process samples at once; 0: the engine's limit", least=0
+        0, "maximum trajectories that a process samples at once; 0: the engine chooses", least=0
     )
     timeout: float = setting(
         60.0,
@@ -208,7 +208,9 @@ class PolicySettings:
     lr: float = setting(2e-6, "learning rate", above=0)
     warmup_ratio: float = setting(0.0, "share of all updates with linear warm-up", least=0, below=1)
     lr_schedule: str = setting(
-        "constant", "learning rate after the warm-up; linear and cosine end at 0", one_of=SCHEDULES
+        "constant",
+        "learning rate after the warm-up; linear and cosine fall towards 0",
+        one_of=SCHEDULES,
     )
     gradient_checkpointing: bool = setting(
         False, "recompute activations in the backward pass: slower, with less memory"

@@ -123,7 +123,9 @@ def main() -> None:
     equal = torch.full((5,), 0.1)  # [B]
     both = torch.cat([rewards, equal])  # [2B]
     print("One question, five answers; rewards", rewards)
-    print(f"minus {rewards.mean():.4f}, / {rewards.std():.4f}:", group_normalize(rewards, 5))
+    print(
+        f"minus mean {rewards.mean():.4f}, / std {rewards.std():.4f}:", group_normalize(rewards, 5)
+    )
     print("A second question, five equal rewards:", group_normalize(equal, 5))
     print("frac_reward_zero_std of both:", frac_reward_zero_std(both, 5))
 

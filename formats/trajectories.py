@@ -50,7 +50,9 @@ def read_trajectories(folder: Path, say=tell) -> Iterator[dict]:
     path, lost = folder / NAME, 0
     check_regular(path)
     if not path.is_file():
-        raise InputError(f"{folder}: no {NAME} there: train with --groups_kept to save some")
+        raise InputError(
+            f"{folder}: no {NAME} there: name a stage's folder, or train with --groups_kept above 0"
+        )
     try:
         with gzip.open(path) as file:
             for line in file:

@@ -77,7 +77,7 @@ class AblateSettings:
     seeds: int = setting(2, "worlds per claim; 0: the number in lab/claims.py", least=0)
     first_world: int = setting(50, "number of the first world; settings were not tuned on 50 to 57")
     split: str = setting("test", "split of the entities to ask about", one_of=("dev", "test"))
-    only: str = setting("", f"claims to test, comma-separated: {', '.join(CLAIMS)}")
+    only: str = setting("", f"claims to test, comma-separated; default: all of {', '.join(CLAIMS)}")
     output_dir: str = setting("runs/ablate", "folder for the runs")
     workers: int = setting(os.cpu_count() or 1, "worlds at a time, one core each", least=1)
     table: bool = setting(False, "run nothing; print the table of finished runs")

@@ -60,7 +60,7 @@ def test_steps_are_appended_and_a_killed_run_leaves_the_complete_steps(tmp_path)
 
 def test_a_missing_file_is_an_error_and_a_broken_line_is_reported(tmp_path):
     error_line, warnings = message(lambda: list(read_trajectories(tmp_path))), []
-    assert f"no {NAME} there: train with --groups_kept to save some" in error_line
+    assert f"no {NAME} there: name a stage's folder, or train with" in error_line
     with gzip.open(tmp_path / NAME, "wt") as file:
         file.write('{"step": 0}\n{"step": \n{"step": 2}\n')
     assert [r["step"] for r in read_trajectories(tmp_path, warnings.append)] == [0, 2]
