@@ -149,7 +149,7 @@ def answer(session: Session, text: str) -> None:
     (question,) = as_asked([known], session.settings)
     check_prompts([question], session.environment, policy)
     unknown = [word for word in tokenize(text) if session.words and word not in session.words]
-    if unknown:  # the tiny model would read <unk> or another number, and answer that instead
+    if unknown:  # the tokenizer would make another question of it, with <unk> or other numbers
         raise InputError(
             f"the model does not know {harmless(unknown[0])!r}: it knows only its own world's"
             f" words; try: {questions[0].question}"

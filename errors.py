@@ -57,7 +57,7 @@ def prepare_command() -> None:
 
 
 def report_interrupt(kind: type, error: BaseException, trace) -> None:
-    """Reports Ctrl-C during the imports of a command; `run_main` reports it afterwards."""
+    """Reports a Ctrl-C that comes during the imports of a command; `run_main` a later one."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
     elif os.environ.get("LOCAL_RANK", "0") == "0":  # one process of each machine prints

@@ -513,7 +513,7 @@ def when_to_search_stage1(
     """R = r_f + r_s + r_a: searches soften the penalty of a wrong answer (When to Search eq. 6 to
     12).
 
-        RC          number of executed searches, including those with long queries
+        RC          number of executed searches, whether or not their queries are concise
         format      r_f = +1 if `when_to_search_format`, else −1
         retrieval   r_s, RC ≤ 1: −1 if there is a query that is not concise, else 0
                     r_s, RC > 1: −avg_sim; avg_sim is the mean cosine over all pairs of queries

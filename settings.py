@@ -281,7 +281,7 @@ def check_settings(settings: Settings, training=True, given: Iterable[str] = ())
 
 def _check_asking(settings: Settings, given: Iterable[str]) -> None:
     if "in_8bit" in given and settings.in_8bit not in ("", "others"):
-        raise InputError("--in_8bit: nothing is trained here: give others, or leave it out")
+        raise InputError("--in_8bit: nothing is trained here: give `others`, or leave it out")
     if settings.reader and not PROTOCOLS[settings.protocol].evidence_tags:
         raise InputError(
             f"--reader answers from evidence boxes, and protocol {settings.protocol} has none: "

@@ -27,9 +27,9 @@ from prompts import (
 )
 from retriever import Found, Requests, Results, Summarize, show_all
 
-# `extract` returns this text if it returns neither a document nor the fallback. With an empty text
-# the policy would read the documents. In the built-in world, whose models know few words, this is
-# also the fallback text.
+# What the policy reads if `extract` gives neither a document nor the fallback. It is not "": for a
+# result with an empty text the policy is shown the documents. In the built-in world, whose models
+# know few words, this is also the fallback text.
 FALLBACK_TEXT = "None"
 OPERATORS = "+-−*/×÷="  # "-" is a minus: names in the built-in world have no hyphen
 MAX_QUERY_WORDS = 12

@@ -105,8 +105,8 @@ def wrong_with(folder: Path, step: int | None = None) -> str:
 
 
 def has_whole_header(path: Path) -> bool:
-    """Returns whether the tensors that the header of a safetensors file lists end where the file
-    ends; `safe_open` checks this. Any other file counts as whole.
+    """Returns whether a safetensors file is as long as its header says, which `safe_open` checks.
+    Any other file counts as whole.
     """
     with contextlib.suppress(SafetensorError):
         if path.suffix == ".safetensors":

@@ -170,7 +170,7 @@ def alone(work):
 def in_turns(works: dict, o: Bench, runs: dict) -> None:
     """Runs the variants in turns and fills `runs` {variant: the numbers of each of its runs}. Each
     result must agree with that of the first run: |result − first| / |first| may be at most SAME.
-    Sizes, and variants whose result is None, are not compared.
+    The sizes of `growth`, and variants whose result is None, are not compared.
     """
     first = None
     for name in tqdm([*works] * o.repeats, leave=False):
@@ -315,7 +315,7 @@ def run_retrieval(work, name, o):
 
     def search(query):
         scores = index.scores(query)
-        return scores[top(scores, 5)].round(9)  # the last digits may differ
+        return scores[top(scores, 5)].round(9)  # rounding differs between variants
 
     built, index = measured(lambda: work(documents), "cpu")
     asked, scores = measured(lambda: np.array([search(query) for query in queries]), "cpu")

@@ -65,7 +65,7 @@ class DistilSettings:
     lr: float = setting(1e-5, "learning rate (summarizer: fixed; others: it falls to 0)", above=0)
     gradient_checkpointing: bool = setting(False, "recompute activations: less memory")
     skip_bad: bool = setting(False, "skip unusable records (not for summarizer)")
-    seed: int = setting(0, "seed of the order of examples, and of the questions drawn by FILE:N")
+    seed: int = setting(0, "seed of the order of examples, and of the N questions of --data FILE:N")
 
 
 def final_answer(protocol: Protocol, answer: str) -> str:

@@ -4,8 +4,8 @@
 
 R-Search eq. 4 rewards the F1 of the reader's answer: evidence is good if a model other than its
 writer can answer from it. The reader is frozen and reads only the question and the evidence box; in
-the paper it belongs to another model family than the policy. It decodes greedily, except in an
-evaluation with --decoding paper, where all models sample at the same temperature (appendix A.3).
+the paper it belongs to another model family than the policy. It decodes greedily, except in
+eval.py with --decoding paper: there it samples at the policy's temperature (appendix A.3).
 The reader's answer is "" if there is no evidence (then it is not asked) or if it does not reply.
 """
 

@@ -140,10 +140,10 @@ def build_other_models(settings: Settings, documents: list[Document], device) ->
 
 def build_embedder(settings: Settings, documents: list[Document], device) -> Callable:
     """Returns a function that maps the trajectories of a draw to an embedder (texts -> vectors).
-    When to Search's reward compares queries by their vectors. TF-IDF counts words in `documents`.
-    Without documents, for example if --retriever http searches a corpus on another machine, it
-    counts them in the questions and search results of the draw. A word that occurs in none of these
-    texts does not count.
+    When to Search's reward compares queries by their vectors: those of the encoder --embedder or,
+    with --embedder tfidf, TF-IDF's, whose idf counts the documents that contain a word. Without
+    `documents`, for example if --retriever http searches a corpus on another machine, the questions
+    and search results of the draw are counted. A word that occurs in none of them has no weight.
     """
     embed = None
     if settings.embedder != "tfidf":
@@ -419,9 +419,9 @@ def hint_at_summaries(settings: Settings) -> None:
     """Warns if UR² trains on a user's data without a summariser (UR² Table 6 and section 6.1)."""
     if settings.data and settings.reward.startswith("ur2") and settings.summarizer == "none":
         print(
-            "--summarizer none: documents are shown as they are, and no query gets the fallback. "
-            "In the paper this cost up to 2 points of F1, and the model stopped searching for "
-            "multiple-choice questions",
+            "--summarizer none: documents are shown as they are, even for a query that asks for no "
+            "fact. In UR²'s paper this cost up to 2 points of F1, and the model stopped searching "
+            "for multiple-choice questions",
             file=sys.stderr,
         )
 

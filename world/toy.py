@@ -105,7 +105,9 @@ def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
 
 # ---------------------------------------------------------------------------------------- the model
 def shape(vocab_size: int, width: int, heads: int, inner: int, context: int = 256) -> dict:
-    """Returns the fields of a model config. The world's texts fit: they have about 100 tokens."""
+    """Returns the fields of a model config. Most texts of the world have about 100 tokens, so they
+    fit into `context`; a warm-up with raw passages gives more.
+    """
     return {
         "vocab_size": vocab_size,
         "hidden_size": width,
