@@ -114,7 +114,7 @@ def test_a_passage_is_encoded_as_its_title_and_its_text():
 
 @pytest.mark.parametrize("documents, encoder", [([], Hashed()), (invented(1), "")])
 def test_an_empty_corpus_and_a_missing_encoder_are_one_line_errors(documents, encoder):
-    assert "dense retrieval needs a --corpus" in message(DenseRetriever, documents, encoder)
+    assert "dense retrieval needs an --encoder" in message(DenseRetriever, documents, encoder)
 
 
 def test_a_second_retriever_of_the_same_corpus_encodes_nothing():
