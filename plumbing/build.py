@@ -366,9 +366,7 @@ def build_state(settings: Settings) -> TrainState:
     stream = QuestionStream(trained_on, settings, attempts)
     documents = load_documents(settings, questions)
     log = "" if settings.dry_run else str(Path(settings.output_dir, SUMMARY_LOG))
-    # fallback=True: in training a summarising model may reject queries that ask for no fact. The
-    # search is built before the barrier below, because encoding a large corpus takes hours, and the
-    # processes that wait at a barrier would give up.
+    # It may encode a large corpus for hours, so it must not happen while others wait at a barrier.
     search = build_search(dataclasses.replace(settings, fallback=True), documents, device, log)
     in_8bit, served = "base" in frozen_in_8bit(settings), on_servers(settings)
     # A resumed LoRA run loads the weights that it began with; trainer.pt has the trained adapters.

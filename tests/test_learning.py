@@ -120,7 +120,7 @@ def test_measured_difficulty_decides_the_shares_of_a_step(scores, common, tmp_pa
     runs, out = Path(common.split()[1]), tmp_path / "difficulty.jsonl"
     difficulty.main(f"{common} --stage 1 --samples 4 --out {out}".split())
     buckets = Counter(record["bucket"] for record in finished_records(out))
-    assert sum(buckets.values()) == 1969 and len(buckets) == 4
+    assert buckets.total() == 1969 and min(buckets.values()) > 10 and len(buckets) == 4
     start = checkpoints(runs / "learned" / "stage1")[-1]
     arguments = f"{common} --stage 2 --run_name mixed --model {start} --steps 3 --task_mixing"
     arguments = [*arguments.split(), "--difficulty", str(out)]

@@ -132,7 +132,9 @@ def born(config, seed: int) -> torch.nn.Module:
         return look_back(AutoModelForCausalLM.from_config(config))
 
 
-def make_model(vocab_size: int, seed: int = 0, width: int = 128, context: int = 256):
+def make_model(
+    vocab_size: int, seed: int = 0, width: int = 128, context: int = 256
+) -> torch.nn.Module:
     """Returns a Qwen2 that is not trained yet: 0.48M parameters at width 128, 0.20M at 80."""
     return born(Qwen2Config(**shape(vocab_size, width, width // 16, 3 * width, context)), seed)
 
