@@ -429,30 +429,32 @@ class Environment:
         texts = [shown] if shown else number_documents(result.documents) or [protocol.empty_text]
         short = truncate_texts(texts, budget * TOKEN_LENGTH)
         pieces = [without_control(text, self.tokenizer, self.forbidden) for text in short]
-        body = self.fit_documents(pieces, budget)
+        body, ids = self.fit_documents(pieces, budget)
         cut = short != texts or body != "\n".join(pieces)
         row.searches.append(
             Search(query, result.documents, body, result.fallback, result.error, seconds, cut)
         )
-        ids = self.encode_documents(body)
         row.append_environment(ids, frame_documents(protocol, body), "documents")
         if result.fallback:
             notice = protocol.fallback_notice
             row.append_environment(encode(self.tokenizer, notice), notice, "notice")
 
-    def fit_documents(self, pieces: list[str], budget: int) -> str:
-        """Joins as many documents as fit, together with their frame, into `budget` tokens. If not
-        even the first document fits, it is cut.
+    def fit_documents(self, pieces: list[str], budget: int) -> tuple[str, list[int]]:
+        """Joins as many documents as fit, together with their frame, into `budget` tokens; returns
+        them, and the token ids of documents and frame. If not even the first document fits, it is
+        cut.
         """
         for count in range(len(pieces), 0, -1):
             body = "\n".join(pieces[:count])
-            if len(self.encode_documents(body)) <= budget:
-                return body
+            ids = self.encode_documents(body)
+            if len(ids) <= budget:
+                return body, ids
         lengths = range(len(body))
         fits = bisect.bisect_right(
             lengths, budget, key=lambda n: len(self.encode_documents(body[:n]))
         )
-        return body[: max(fits - 1, 0)]
+        body = body[: max(fits - 1, 0)]
+        return body, self.encode_documents(body)
 
     def encode_documents(self, body: str) -> list[int]:
         """Encodes frame and documents as one text, because a tokenizer often encodes a word after

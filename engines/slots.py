@@ -44,26 +44,28 @@ SHARE = 0.8  # share of the free memory that the slots may take
 
 # ---------------------------------------------------------------------------------------- the cache
 class SlotCache(Cache):
-    """Keys and values, [slots, size + 1, heads, D] per layer; the last place takes padding."""
+    """Keys and values of all layers, [2, layers, slots, size + 1, heads, D]; the last place takes
+    padding. They are one tensor, so that copying a slot is one operation.
+    """
 
     write: tuple  # (slots [n, 1], positions [n, C]) of new keys; set before each forward pass
     read: slice | torch.Tensor  # the same slots; a slice reads a view, an index tensor a copy
     width: int  # number of places that are read of each slot
 
-    def __init__(self, slots: int, size: int):
+    stored: torch.Tensor | None = None  # allocated when the first keys show their type
+
+    def __init__(self, layers: int, slots: int, size: int):
         super().__init__(layers=[])  # only the type of the base class is used
-        self.slots, self.size = slots, size
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
+        self.count, self.slots, self.size = layers, slots, size
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_, **__):
         """Stores a layer's new keys and values [n, heads, C, D] and returns all that the layer
         attends to, [n, heads, width, D].
         """
-        if layer_idx == len(self.keys):
-            self.keys.append(self.allocate(keys))
-            self.values.append(self.allocate(values))
-        return self.put(self.keys[layer_idx], keys), self.put(self.values[layer_idx], values)
+        if self.stored is None:
+            self.stored = self.allocate(keys)
+        stored_keys, stored_values = self.stored[:, layer_idx]
+        return self.put(stored_keys, keys), self.put(stored_values, values)
 
     def put(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         stored[self.write] = new.transpose(1, 2).to(stored.dtype)
@@ -78,7 +80,7 @@ class SlotCache(Cache):
             # Under autocast, rotary keys are fp32. If they were stored in fp32, attention would
             # round all of them at every step.
             dtype = torch.get_autocast_dtype(kind)
-        shape = (self.slots, self.size + 1, like.shape[1], like.shape[3])
+        shape = (2, self.count, self.slots, self.size + 1, like.shape[1], like.shape[3])
         if kind != "cpu":
             return torch.zeros(shape, dtype=dtype, device=like.device)
         # New pages read as zero and take no memory until they are written. Most rows end early, so
@@ -90,8 +92,7 @@ class SlotCache(Cache):
         """Copies the first `length` places of slots. copy([a, b], [b, a], length) swaps two slots,
         because both are read before either is written.
         """
-        for stored in self.keys + self.values:
-            stored[target, :length] = stored[source, :length]
+        self.stored[:, :, target, :length] = self.stored[:, :, source, :length]
 
 
 def grouped_attention(module, query, keys, values, mask, scaling=None, **_):
@@ -149,7 +150,7 @@ class Engine:
         self.temperature, self.top_p = temperature, top_p
         self.block, self.chunk = ON_CPU if self.device.type == "cpu" else ON_GPU
         size = -(-size // self.block) * self.block  # GPU kernels need an aligned mask width
-        self.cache = SlotCache(slots, size)
+        self.cache = SlotCache(model.config.num_hidden_layers, slots, size)
         self.rows = [Row(None, [], Turn(0), state="free") for _ in range(slots)]  # row i: slot i
         self.slot_ids = torch.arange(slots, device=self.device)
         self.places = torch.arange(size, device=self.device)

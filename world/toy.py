@@ -86,9 +86,10 @@ def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
     # out. It appends DIRECT if the system message is the protocol's direct instruction; otherwise,
     # also for a text of --prompt_file, it appends MAY_SEARCH. It removes ARENA's tags around the
     # question and the references.
+    # The filter `replace` takes a third of the time of the method, which jinja checks each time.
     template = (
-        "{{ ' ' + messages[-1]['content'].replace('<question>', '').replace('</question>', '')"
-        ".replace('<references>', '').replace('</references>', '').strip() + ' answer :'"
+        "{{ ' ' + messages[-1]['content'] | replace('<question>', '') | replace('</question>', '')"
+        " | replace('<references>', '') | replace('</references>', '') | trim + ' answer :'"
     )
     if direct:
         signs += [MAY_SEARCH, DIRECT]
@@ -531,17 +532,17 @@ class TraceWriter:
 
 def encode_traces(traces: list[Trace], protocol: Protocol, tokenizer) -> list[Example]:
     """Returns the traces as token ids and masks. As in a rollout, no token spans two pieces. All
-    pieces are encoded in one call of the tokenizer, which is faster.
+    pieces are encoded in one call of the tokenizer's Rust code, which is faster.
     """
     whole = [[(prompt_text(protocol, q, tokenizer), "given"), *pieces] for q, pieces in traces]
     texts = [text for pieces in whole for text, _ in pieces]
-    encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
+    encoded = iter(tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False))
     examples = []
     for pieces in whole:
         ids = []
         mask = []
         for _, kind in pieces:
-            piece = next(encoded)
+            piece = next(encoded).ids
             ids += piece
             mask += [int(kind == "model")] + [int(kind != "given")] * (len(piece) - 1)
         examples.append(Example(ids, mask))
