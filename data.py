@@ -316,7 +316,7 @@ def corpus_from_questions(questions: list[Question]) -> list[Document]:
     for document in (reference for question in questions for reference in question.references):
         key = (document.title, document.text)
         if key not in documents and document.text:
-            if document.id in ids:
+            while document.id in ids:  # another record may have the new id too
                 document = replace(document, id=f"{document.id}#{len(documents)}")
             documents[key] = document
             ids.add(document.id)

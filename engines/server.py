@@ -129,12 +129,16 @@ class Server:
         """
         asked = {"payload": {"action": "checksum"}, "timeout": RELOADING}
         checksums = self.ask("/weight_checker", "checksums", **asked)
+        if not isinstance(checksums, dict):
+            raise Fault("its checksums are not a table")
         for file in folder.glob("*norm.*" if ":tp1:" in str(checksums) else "*[!j].weight.*"):
             weight = load_file(file)[file.stem]
             if weight.ndim == 2:
                 weight = pad(weight, (0, 0, 0, -len(weight) % 64))
             ours = hashlib.sha256(weight.view(torch.uint8).numpy().data).hexdigest()
-            theirs = {value for name, value in checksums.items() if name.endswith(f":{file.stem}")}
+            theirs = {
+                str(value) for name, value in checksums.items() if name.endswith(f":{file.stem}")
+            }
             if theirs != {ours}:  # also true for a tied head, which has no checksum
                 raise Fault(
                     f"its {file.stem} is not the policy's: is it another model, or is its head tied"

@@ -62,8 +62,8 @@ def seal(folder: Path, step: int | None) -> None:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Returns all files in the folder and its subfolders, except those named manifest.json."""
-    return sorted(p for p in folder.rglob("*") if p.is_file() and p.name != NAME)
+    """Returns all files in the folder and its subfolders, except the folder's manifest.json."""
+    return sorted(p for p in folder.rglob("*") if p.is_file() and p != folder / NAME)
 
 
 def digest(path: Path) -> str:
