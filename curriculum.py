@@ -254,8 +254,8 @@ def may_search(question: Question, drawn: frozenset[str], of_math: Weights, seed
     share: {"hard": 1} means all hard ones. Questions of other tasks always may.
 
     For Llama, UR² replaced hard math questions by easy ones (appendix C.5), so two thirds of the
-    math questions are easy. There {"easy": 0.5} lets half of the easy questions search, which are
-    as many as replaced hard ones.
+    math questions are easy. There {"easy": 0.5} lets half of the easy questions search: as many as
+    the hard questions that were replaced.
     """
     if question.task == "math":
         return lot_of(question, seed) < of_math.get(question.level, 0)

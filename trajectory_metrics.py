@@ -143,9 +143,9 @@ def split_thought(text: str, inside: bool = False) -> tuple[str, str, bool]:
 
 
 def without_thinking(t: Trajectory) -> Trajectory:
-    """Gives the thoughts of each turn (`split_thought`) the writer "thought", so that the format
-    check and the answer ignore them (ARENA 4.3, note 2: thinking is implicit). It changes `t` and
-    returns it.
+    """Moves the thoughts of each turn, which `split_thought` finds, into segments with the writer
+    "thought", so that the format check and the answer ignore them (ARENA 4.3, note 2: thinking is
+    implicit). It changes `t` and returns it.
     """
     inside = False
     segments = [Segment("model", t.opened), *t.segments]

@@ -320,7 +320,7 @@ def write_weights(model, folder: Path, dtype: torch.dtype) -> None:
             if shutil.disk_usage(folder).free < size:  # a container's /dev/shm may have only 64 MB
                 raise OSError(f"no room for {size / 1e6:,.1f} MB")
         for name, weight in merged_weights(model):
-            whole = full(weight.to(dtype))  # shards are rounded before they are sent
+            whole = full(weight.to(dtype))  # rounded first, so that `full` gathers fewer bytes
             if main:
                 tensors = {name: whole.to("cpu", copy=True).contiguous()}
                 save_file(tensors, folder / f"{name}.safetensors", {"format": "pt"})

@@ -146,7 +146,8 @@ def trace_pieces(trajectory: Trajectory) -> list[tuple[str, bool]]:
     """
     protocol = trajectory.protocol
     marked = ""
-    # A transcript does not record who wrote a text, so notices are recognised by their wording.
+    # These trajectories were parsed from transcripts. Documents were recognised by their tags, but
+    # notices are still inside the model's segments, so they are recognised by their wording.
     notices = filter(None, (protocol.fallback_notice, *protocol.rejection_notices))
     known = re.compile(f"({'|'.join(map(re.escape, notices))})")
     for segment in trajectory.segments:  # puts marks around the environment's text

@@ -1,12 +1,12 @@
 """Serves a retriever to other machines, in the protocol of remote.py, and checks a retriever.
 
     python retriever.py serve --corpus FILE, or --retriever web --retriever_url URL
-    python retriever.py check --corpus FILE, or --url URL       exit code 1 if something is wrong
+    python retriever.py check --corpus FILE, --url URL, or both    exit code 1 if something is wrong
 
 A GET or POST that cannot be served gets {"error": {"message": ...}} with status 400, 404, 413 or
 500, and the server goes on. GET /health answers while the server runs. `check` finds faults that
-training would not show: the server has an index of another corpus, or returns lists in another
-order than the queries.
+training would not show: the lists of documents are in another order than the queries, or (with both
+flags) the server has an index of another corpus.
 Left out: encryption, passwords, and protection from hostile clients (use a reverse proxy).
 """
 
