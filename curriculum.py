@@ -1,9 +1,9 @@
 """Chooses the questions of each step, and which of them may search (UR² section 3.3, app. C.2).
 
 A stream gives each step a fixed share of questions per kind (`mix`), per difficulty (`buckets`) or
-per both. Questions of the same share come in a shuffled order, epoch after epoch. The questions of
-step s depend only on s and the seed, so a resumed run sees the same questions as an uninterrupted
-one.
+per both. The questions of one share (a pool) come in a shuffled order, epoch after epoch. The
+questions of step s depend only on s and the seed, so a resumed run sees the same questions as an
+uninterrupted one.
 
 Difficulty is measured once, before training, as the mean score of K rollouts of the model (UR²: K =
 20; `python -m lab.difficulty`), or is given by the data. In UR² a step then has hard : medium :
@@ -53,8 +53,8 @@ class CurriculumSettings:
     )
     task_mixing: bool = setting(
         False,
-        "let only half of the multiple-choice questions and the hardest math questions (by "
-        "--difficulty) search; other tasks are not restricted",
+        "let only the hardest math questions (by --difficulty) and half of the multiple-choice "
+        "questions search; other tasks are not restricted",
     )
     math_searches: str = setting(
         "hard=1,dropped=1",
@@ -113,7 +113,7 @@ def read_difficulty(path: str | Path, questions: Questions) -> dict[str, str]:
 
 
 def with_buckets(questions: Questions, path: str, dropped: bool) -> Questions:
-    """Returns copies of the questions whose `level` is their bucket. Questions in the bucket
+    """Returns copies of the questions, each with its bucket as `level`. Questions in the bucket
     "dropped" are left out unless `dropped` is True.
     """
     buckets = read_difficulty(path, questions)
@@ -122,7 +122,7 @@ def with_buckets(questions: Questions, path: str, dropped: bool) -> Questions:
     if not remaining:
         raise InputError(
             '--difficulty: every question is in the bucket "dropped": ask easier questions, or '
-            "measure a --model that learned to search"
+            "measure with a --model that learned to search"
         )
     if left_out := len(measured) - len(remaining):
         print_note(
@@ -229,13 +229,16 @@ def family(kind: str) -> str:
 
 
 def check_pools(pools: dict[str, Questions], shares: Weights, counts: Counts, flag: str) -> None:
-    """Raises an InputError if no share names a part of the data. Without buckets, it also raises
-    one if the data has no question of a kind in --mix. With buckets, it also raises one if a step
-    would take no question of a pool with a share above 0, or more questions than the pool has.
+    """Raises an InputError if no share above 0 names a part of the data. Without buckets, it also
+    raises one if the data has no question of a kind in --mix. With buckets, it also raises one if a
+    step would take no question of a pool with a share above 0, or more questions than the pool has.
     """
     available = ", ".join(pools)
     if not any(shares.values()):
-        raise InputError(f"{flag}: none of these shares names a part of the data: {available}")
+        raise InputError(
+            f"{flag}: none of the recipe's shares above 0 names a part of the data (there are "
+            f"{available})"
+        )
     for name, weight in shares.items():
         count = counts[name]
         size = len(pools.get(name, ()))
@@ -309,10 +312,10 @@ class QuestionStream:
     """Holds all questions; `take` returns those of one draw, mixed by kind, bucket or both.
 
     attempts   largest number of draws in a step. Only DAPO makes more than one: it draws more
-               questions in place of groups that teach nothing. Draw a of step s takes `count`
-               questions of a pool. In the endless list of the pool's epochs, they have the numbers
-               (s · attempts + a) · count + i for i = 0 ... count − 1, which do not depend on how
-               many draws earlier steps made
+               questions in place of groups that teach nothing. Draw number a of step s takes
+               `count` questions of a pool. In the endless list of the pool's epochs, they have the
+               numbers (s · attempts + a) · count + i for i = 0 ... count − 1, which do not depend
+               on how many draws earlier steps made
     """
 
     def __init__(self, questions: Questions, settings, attempts: int = 1):

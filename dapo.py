@@ -70,7 +70,7 @@ def main() -> None:
     print("departure 3, token mean: weight of a token in trajectories of 4, 1 and 3 tokens")
     print("  GRPO", ppo.sequence_weights(mask)[:, 0], "  DAPO", ppo.token_weights(mask)[:, 0])
     remaining = ppo.model_only(mask, torch.tensor([[True], [True], [False]]))
-    print("departure 4, overlong: without the third, DAPO", ppo.token_weights(remaining)[:, 0])
+    print("departure 4, overlong (here the third): DAPO", ppo.token_weights(remaining)[:, 0])
 
 
 if __name__ == "__main__":

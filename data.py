@@ -47,7 +47,7 @@ class DataSettings:
     skip_bad: bool = setting(False, "skip malformed records and count them")
     reworded: float = setting(
         0.0,
-        "built-in world: share of the look-up questions in training whose golds get an extra word",
+        "built-in world: share of look-up training questions whose gold answers get an extra word",
         least=0,
         only="papers",
     )

@@ -57,7 +57,7 @@ def prepare_command() -> None:
 
 
 def report_interrupt(kind: type, error: BaseException, trace) -> None:
-    """Reports a Ctrl-C that comes during the imports of a command; `run_main` a later one."""
+    """Reports a Ctrl-C during the imports of a command; `run_main` reports one that comes later."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
     elif os.environ.get("LOCAL_RANK", "0") == "0":  # one process of each machine prints
@@ -96,7 +96,7 @@ def run_main(main: Callable[[], None]) -> None:
     """
     prepare_command()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # its encoding may lack ⟦
+        if isinstance(stream, io.TextIOWrapper):  # its encoding may lack ⟦, which we print
             stream.reconfigure(errors="backslashreplace")
     try:
         rank_of("LOCAL_RANK")
@@ -181,8 +181,8 @@ class FlagParser(argparse.ArgumentParser):
 def setting(default, help: str, **limits):
     """Declares a field of a settings record. `limits` may have the bounds least, above, most and
     below; one_of, the names that are allowed; `only`, the commands that have a flag for the field:
-    "train" (those that train), "eval" (those that ask a model) or "papers" (none); and `needed`,
-    which is True if the flag must be given.
+    "train" (those that train), "eval" (those that ask a model) or "papers" (no command: papers.py
+    may set the field); and `needed`, which is True if the flag must be given.
     """
     return field(default=default, metadata={"help": help, **limits})
 

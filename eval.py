@@ -50,7 +50,7 @@ from settings import ASKING, MORE_HELP, MOST_USED, Settings, add_flags, named_in
 class Options:
     """Holds the options of an evaluation that are not settings of a run."""
 
-    inside = ""  # if --out is a folder: the name of a file in it
+    inside = ""  # "/x" if --out is a folder: check_options tests that files can be written in it
     split: str = setting("test", "split of the built-in world", one_of=("train", "dev", "test"))
     questions: int = setting(
         100,
@@ -157,7 +157,7 @@ GIVEN_TOKENS = 4096
 
 # ----------------------------------------------------------------------------------- one trajectory
 def prediction_metrics(trajectory: Trajectory) -> dict[str, float]:
-    """Returns the metrics that a table can show; for a summary, ROUGE replaces em, f1 and cem."""
+    """Returns the metrics that tables can show; in task "summary" ROUGE replaces em, f1 and cem."""
     numbers = trajectory_metrics(trajectory)
     numbers |= paper_metrics(trajectory, numbers["em"])
     left_out = ("em", "f1", "cem") if trajectory.question.task == "summary" else ()
@@ -309,7 +309,8 @@ class Evaluation:
         # Predictions do not depend on these:
         for name in ("run_name", "output_dir", "served", "judge", "reader", "timeout"):
             del made[name]
-        # The hash covers the words of --prompt_file, not only the file name.
+        # `made` has only the name of --prompt_file. The file's texts for the policy and the
+        # summariser are in the protocol.
         content = hashlib.sha256()
         for item in [build_protocol(self.settings), *self.questions, *self.documents]:
             content.update(repr(item).encode())
@@ -336,9 +337,9 @@ def search_faults(records: list[dict]) -> list[str]:
 # ------------------------------------------------------------------------------------- the settings
 def settings_of(given: dict) -> Settings:
     """Returns the settings that the checkpoint saved, changed to greedy decoding and then by the
-    given flags. If it saved none, or --recipe names another recipe, that recipe's settings are
-    used. Of the models that the training reward asks, evaluation keeps only a judge of answers
-    (When to Search section 4.1: as in training).
+    given flags. If it saved none, or --recipe names another recipe, the settings of --recipe
+    (default ur2) are used. Of the models that the training reward asks, evaluation keeps only a
+    judge of answers (When to Search section 4.1: as in training).
     """
     given, model = dict(given), given.get("model", "")
     if given.get("stage") == 0:
@@ -358,7 +359,7 @@ def settings_of(given: dict) -> Settings:
         changes["judge"] = ""
     if "data" in given and settings.corpus != "from-data":
         changes["corpus"] = ""  # the saved corpus is that of the training data
-    if settings.engine != "hf":  # servers of a run have its newest weights, not this checkpoint's
+    if settings.engine != "hf":  # not a run's vLLM servers: they have its newest weights
         changes["engine"] = "slots"
     if "max_turn_tokens" in given:
         changes["turn_tokens"] = ""  # the flag applies to every task
@@ -421,8 +422,8 @@ def parse(
         print(f"--max_turn_tokens {settings.max_turn_tokens} applies to every task")
     read = SEARCHING if options.references == "retrieved" else ()
     check_settings(settings, False, given.keys() - read)
-    # strict only if --prompt_file is given: all sections of a checkpoint's prompt file may be for
-    # models that only training uses.
+    # `strict` demands a section for a model that this evaluation uses. The prompt file of the
+    # training run need not have one: it may be for models that only training uses.
     prompt_sections(settings, strict="prompt_file" in given)
     if options.thinking and tag_pair("think")[0] in PROTOCOLS[settings.protocol].tags:
         raise InputError(

@@ -55,8 +55,8 @@ class RolloutSettings:
     )
     timeout: float = setting(
         60.0,
-        "seconds that a local search, or one try of a request to a server, may take; sampling on a "
-        "vLLM server may take longer",
+        "time limit in seconds of a local search and of one try of a request to a server; a "
+        "sampling request to a vLLM server has a longer limit",
         above=0,
         most=86_400,
     )
@@ -113,7 +113,7 @@ class UpdateSettings:
     )
     tokens_per_micro_batch: int = setting(
         16384,
-        "maximum tokens per micro-batch, padding included; a longer text gets its own",
+        "maximum tokens per micro-batch, padding included; a longer trajectory gets its own",
         least=1,
     )
     mask_documents: bool = setting(
@@ -226,5 +226,5 @@ def frozen_in_8bit(settings: ModelSettings) -> set[str]:
     """Parses --in_8bit: "others, base" -> {"base", "others"}."""
     parts = {part.strip() for part in settings.in_8bit.split(",")} - {""}
     if unknown := sorted(parts - set(PARTS)):
-        raise InputError(f"--in_8bit {unknown[0]}: unknown: list some of {', '.join(PARTS)}")
+        raise InputError(f"--in_8bit {unknown[0]}: unknown; give one or more of {', '.join(PARTS)}")
     return parts

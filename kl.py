@@ -126,8 +126,8 @@ def categorical(epsilon: float, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def collapsed(drop: float) -> tuple[Tensor, Tensor]:
-    """Returns (logits of π [V], log-probs of ref [V]). π has the logits of ref, but that of ref's
-    likeliest token is lowered by `drop`.
+    """Returns (logits of π [V], log-probs of ref [V]). The logits of π are those of ref, but the
+    logit of ref's likeliest token is lowered by `drop`.
     """
     logits, ref_logprobs = categorical(0.0)  # [V], [V]
     return logits - drop * (ref_logprobs == ref_logprobs.max()), ref_logprobs
@@ -175,7 +175,8 @@ def batch_gradient_spread(logits: Tensor, loss: Loss) -> float:
 
 def estimator_row(logits: Tensor, ref_logprobs: Tensor, name: str) -> dict[str, float]:
     """Returns an estimator's value, relative bias and (absolute) std. Also returns, for its use as
-    a loss, the gradient's relative errors against ∇KL(π‖ref) and ∇KL(ref‖π), and its spread.
+    a loss, the gradient's relative errors against ∇KL(π‖ref) and ∇KL(ref‖π), and
+    `batch_gradient_spread`.
     """
     loss = partial(ESTIMATORS[name], ref_logprobs=ref_logprobs)
     logprobs = logits.log_softmax(-1)  # [V]

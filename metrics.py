@@ -63,8 +63,8 @@ def normalize_answer(text: str, punctuation: str = "space") -> str:
         lowered = {"true": "yes", "false": "no"}.get(lowered, lowered)
     plain = lowered.translate(PUNCTUATION[punctuation])
     words = re.sub(r"\b(a|an|the)\b", " ", plain).split()
-    # Trap: the answer "A" would lose its article and become "", which every text covers. So a text
-    # of which nothing would be left is kept: "A" becomes "a".
+    # Trap: the gold "A" would lose its article and become "", which every prediction contains
+    # (CEM 1). So a text of which nothing would be left is kept: "A" becomes "a".
     return " ".join(words) or lowered.strip()
 
 
@@ -152,7 +152,7 @@ def _common_subsequence(left: list[str], right: list[str]) -> int:
 # ---------------------------------------------------------------------------------- boxes, letters
 @dataclass(frozen=True)
 class Span:
-    """A piece of text: text[start:end] has the tags, `content` is the text between, stripped."""
+    """Text in tags or a box: text[start:end] includes these, `content` is the inside, stripped."""
 
     start: int
     end: int

@@ -48,7 +48,7 @@ def varied(paper: Paper, **changes) -> Paper:
     return replace(paper, stages={n: stage | changes for n, stage in paper.stages.items()})
 
 
-# The tiny model has 0.48M weights (0.20M in `make train`), which are random before the warm-up. So
+# The tiny model has only 0.48M weights (0.20M in `make train`) and no training but its warm-up, so
 # its learning rate is at least 150 times UR²'s 2e-6. Its texts are short, hence the low limits.
 TINY = (
     {"lr": 3e-4, "group_size": 8, "questions_per_step": 16, "trajectories_per_update": 64}
@@ -100,7 +100,8 @@ UR2 = Paper(
         | {"mix": "one_hop=5,two_hop=5,unit=1,arithmetic=3,known=2,direct=8"},
     },
     good_format=lambda trajectory: not rewards.ur2_violations(trajectory),
-    # A trace may search and read the summary (or the fallback); it ends with \boxed{...}.
+    # A trace may search and read the summary (or the fallback text, if its query is rejected); it
+    # ends with \boxed{...}.
     world=Tiny(
         "{asked} \\boxed{{ {answer}}}<eos>",
         read=" \\boxed{{ {answer}}}",
@@ -170,7 +171,7 @@ _small = {"questions_per_step": 128, "trajectories_per_update": 512, "save_every
 for _name, *_numbers in map(str.split, _rows):
     for _run, _steps in zip(_runs.split(), _numbers, strict=False):
         _paper = {"ur2": UR2, "ur2_choice": UR2_CHOICE}.get(_run, VANILLA_RL)
-        _own = {"save_every": 10} if _run == "choice" else {}  # two data sets, so no single task
+        _own = {"save_every": 10} if _run == "choice" else {}  # trains on two data sets: C.2's 10
         _own |= {"reward_variant": _name} | (_small if _name == "qwen_3b" else {})
         _variant = varied(_paper, **_own)
         _variant.stages[max(_variant.stages)]["steps"] = int(_steps)
@@ -271,13 +272,14 @@ R_SEARCH = Paper(
     stages={1: _r_search},
     tiny={1: EVERYTHING | TWO_FACTS | {"warmup_ratio": 0.0, "kl_coef": 0.0, "steps": 40}},
     good_format=rewards.r_search_format,
-    # A search shows two passages. Most traces copy the relevant one as evidence and answer from it.
+    # A search shows two passages. A trace may copy the relevant one as evidence and answer from it.
     world=Tiny("{evidence}<answer> {answer}</answer>", layout="facts", kinds=HALVES, steps=350),
     punctuation="delete",
     decoding={"temperature": 0.1, "documents_per_search": 5},  # appendix A.3, section 4.3
 )
-# PPO (5.3) has the settings of 4.3 too. The paper does not say where PPO's KL is used, nor the
-# critic's learning rate and warm-up; these come from the paper's script.
+# PPO (5.3) has the settings of 4.3 too. The paper does not say whether PPO's KL is in the reward
+# (as k1 is) or in the loss, nor the critic's learning rate and warm-up; these come from the paper's
+# script.
 _with_critic = {"algorithm": "ppo", "kl_estimator": "k1", "critic_lr": 1e-5}
 _with_critic["critic_warmup_ratio"] = 0.05
 _tiny_critic = {
@@ -313,7 +315,7 @@ _when_stage2 = _when_to_search | {"reward": "when_to_search_stage2"}
 WHEN_TINY = {"mix": "one_hop=4,two_hop=4,unit=1,arithmetic=2,known=3"}
 WHEN_TINY |= {"max_resample": 1, "max_context": 0}
 WHEN_TO_SEARCH = Paper(
-    source="When to Search section 4, table",
+    source="When to Search section 4, Table 5",
     protocols=("when_to_search", "when_to_search_eos"),
     stages={1: _when_stage1, 2: _when_stage2},
     tiny={1: TINY | WHEN_TINY | {"steps": 5}, 2: EVERYTHING | WHEN_TINY | {"steps": 40}},
@@ -376,7 +378,7 @@ ARENA = Paper(
     stages={1: _arena},
     tiny={1: EVERYTHING | TWO_FACTS | {"max_searches": 0, "steps": 40}},
     good_format=rewards.arena_format,
-    # The prompt has four numbered references; a trace cites some of them, analyses and answers.
+    # The prompt has four numbered references; a trace cites some, then analyses and answers.
     world=Tiny(
         citation="<relevance>[{numbers}]",
         analysis="<analysis>{note}{thought}</analysis>",
@@ -398,7 +400,7 @@ ARENA.variants.update(  # section 5.3, figure 3
 )
 ARENA.variants["no_relevance"] = varied(ARENA, relevance_reward=False)  # not in the paper
 ARENA.variants["thinking"] = varied(ARENA, protocol="arena_thinking")  # 4.3, note 2
-# Appendix H.2, table 9. The 20 steps are one epoch over its 5,000 examples, which is our reading.
+# Appendix H.2, table 9. It has 5,000 examples; one epoch over them (20 steps) is our reading.
 _naive = ARENA.variants["naive_grpo"]
 ARENA.variants["summaries"] = varied(ARENA, protocol="arena_summary", steps=20)
 ARENA.variants["naive_summaries"] = varied(_naive, protocol="arena_summary", steps=20)

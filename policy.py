@@ -201,7 +201,7 @@ class Policy(nn.Module):
         config = language_model.config
         if config._attn_implementation == "sdpa" and not obstacle(language_model):
             config._attn_implementation = "packed"  # stays set in `generate`, see `attention`
-        self.train()  # gradient checkpointing needs training mode; dropout is switched off
+        self.train()  # gradient checkpointing needs it; without_dropout has set dropout to 0
 
     @property
     def device(self) -> torch.device:
@@ -229,8 +229,9 @@ class Policy(nn.Module):
         """Maps right-padded tokens [B, L] to fp32 log-probs [B, T] of tokens[:, 1:], 0 where mask
         is 0.
         """
-        # The model reads inserted tokens, such as documents, and later tokens attend to them. But
-        # their log-probs are not computed: they are the constant 0, without a gradient.
+        # The model reads tokens with mask 0, such as documents, and later tokens attend to them.
+        # But no log-prob is computed for a token with mask 0: it is the constant 0, without a
+        # gradient.
         targets = tokens[:, 1:]  # [B, T]
         wanted = torch.ones_like(targets).bool() if mask is None else mask.bool()  # [B, T]
         with self.autocast(keep=False):

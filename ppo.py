@@ -18,7 +18,7 @@
 
     If the sampler μ differs from π_old, for example as a bf16 copy or a server (--mismatch):
     ρ = π_old(a) / μ(a),    loss = w(ρ) · loss, see `mismatch_weights`
-    the KL and the critic's loss are not multiplied by w, but a token with w = 0 has no KL either
+    the KL loss and the critic's loss are not multiplied by w, but a token with w = 0 has no KL loss
 
 Source: Schulman et al. 2017 eq. 7 (with one ε); Schulman et al. 2015 eq. 16 for GAE; DAPO for two ε
 ("clip-higher"). GRPO, DAPO and REINFORCE++ use the surrogate, the weights and the loss of this
@@ -118,7 +118,7 @@ def trained_tokens(batch) -> Tensor:
 def mismatch_stats(batch, mode: str) -> dict[str, float]:
     """Returns two metrics over the n model tokens. mismatch_ess is the effective sample size as a
     share of n, (Σ w)² / (n Σ w²), which is 1 if all weights are equal. mismatch_cut is the share of
-    tokens with the weight that MISMATCH gives outside of the bounds.
+    tokens whose weight is the one that MISMATCH sets for values outside of the bounds.
 
     Worked, mode token: w [2, 1, 0.5] on three model tokens: mismatch_ess = 3.5² / (3 · 5.25) =
     0.7778; mismatch_cut = 1/3, because only the first token has w = 2.
@@ -275,8 +275,8 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
     of V, and that of V clipped to V_old ± clip. If the second is larger, `clipped` is True.
 
     Worked, clip 0.2, returns 1, V_old 0.5. V 0.6 -> ½ · 0.4² = 0.08. V 0.9 is clipped to 0.7, whose
-    error is larger -> ½ · 0.3² = 0.045. V 0.1 is clipped to 0.3, but the error of 0.1 is larger
-    -> ½ · 0.9² = 0.405.
+    error is larger -> ½ · 0.3² = 0.045. V 0.1 is clipped to 0.3, but the unclipped error is
+    larger -> ½ · 0.9² = 0.405.
     """
     error = (values - returns).square() / 2  # [B, T]
     near_old = old_values + (values - old_values).clamp(-clip, clip)  # [B, T]
@@ -321,7 +321,7 @@ def compute_advantages(batch, settings) -> Tensor:
 
 
 def compute_token_weights(batch, settings) -> Tensor:
-    """Returns weights [B, T] for all rows of an update. Their sum is 1, or 0 without tokens."""
+    """Returns the weights [B, T] of a whole update. Their sum is 1, or 0 if no token is trained."""
     mask = trained_tokens(batch)  # [B, T]
     if settings.loss_aggregation == "question":
         return question_weights(mask, batch.questions)  # [B, T]

@@ -1,7 +1,7 @@
 """The protocol of each paper: the tags of queries, documents and answers, and the instruction.
 
-Training, evaluation and ask.py share one `Protocol`, because different prompts would cause no
-error. If a response has several answers, the last one is scored. Braces are matched, so
+Training, evaluation and ask.py share one `Protocol`: if their prompts differed, no error would show
+it. If a response has several answers, the last one is scored. Braces are matched, so
 \\boxed{\\frac{1}{2}} is read whole.
 
 The wording of the prompts is ours. --prompt_file replaces it, section by section (`SECTIONS`). In
@@ -25,9 +25,10 @@ from metrics import Span, find_boxed
 
 Tags = tuple[str, str]  # begin, end
 PROTOCOLS: dict[str, Protocol] = {}  # name -> protocol; filled below, paper by paper
-# What the judge reads about an open question: "question" gives it the question, the accepted
-# answers and the model's answer, "answers" only these answers, and "normalized" only these answers,
-# normalized. For the other tasks the judge reads what "question" gives.
+# What the judge reads about an open question (task "qa"): with "question", the question, the
+# accepted answers and the model's answer; with "answers", the same without the question; with
+# "normalized", the same as with "answers", but normalized. For the other tasks it is always the
+# same as with "question".
 JUDGE_SEES = ("question", "answers", "normalized")
 # The sections of --prompt_file. "policy:direct" is for questions that may not search, and
 # "summarizer:fallback" is used where a query may be rejected: in training, for web pages, and with
@@ -40,8 +41,8 @@ NEEDED = {"policy": "question", "reader": "question evidence", "summarizer": "qu
 # Under ARENA a layout of the policy must also have {references}.
 OPTIONAL = {"policy": "options", "reader": "options"}
 OPTIONAL["summarizer"] = "question options reasoning"
-# LaTeX braces are not placeholders: \boxed{answer}, x^{n}. Nor is {max_searches}, which is
-# filled in earlier, in every instruction.
+# LaTeX braces are not placeholders: \boxed{answer}, x^{n}. Nor is {max_searches}:
+# `fill_instruction` has already replaced it in the policy's texts.
 _GAP = re.compile(r"(?:\\\w+|[\^_])(?:\{[^{}]*\})+|\{(?!max_searches\})([a-z_]+)\}")
 
 
@@ -58,7 +59,9 @@ class PromptSettings:
         True, "False: no question may search, and each gets the prompt without retrieval"
     )
     direct_tasks: str = setting(
-        "", "tasks that use the prompt without retrieval, such as math,choice", only="papers"
+        "",
+        "tasks whose questions may not search (prompt without retrieval), such as math,choice",
+        only="papers",
     )
 
 
@@ -88,8 +91,8 @@ class Protocol:
     direct_notice: str = "\n\nThere is no searching here. Answer with what you know.\n\n"
     error_text: str = "Search is unavailable."
     empty_text: str = "None"
-    # The policy reads this text instead of documents if its query asks for no fact. With "" the
-    # protocol has no fallback.
+    # If the summariser finds that a query asks for no fact, the policy reads this text instead of
+    # documents, and then fallback_notice. With "" the protocol has no fallback.
     fallback_text: str = ""
     # Name of a section of --prompt_file -> its text.
     prompts: dict[str, str] = field(default_factory=dict, hash=False)
@@ -220,7 +223,7 @@ PROTOCOLS["r_search"] = Protocol(
     " your answer </answer>.",
     evidence_tags=tag_pair("original_evidence"),
 )
-# R-Search's ablation without an evidence box.
+# R-Search's ablation without the evidence section.
 PROTOCOLS["r_search_plain"] = replace(
     PROTOCOLS["r_search"],
     name="r_search_plain",
@@ -533,8 +536,8 @@ def without_control(text: str, tokenizer, tags: tuple[str, ...] = ()) -> str:
     """
     control = control_tokens(tokenizer)
     text = strip_tags(clean(text), [*tags, *control.values()])
-    # Trap: a tokenizer that normalises text may read "＜EOS＞" as a special token. In that case all
-    # punctuation is removed.
+    # Trap: a tokenizer that normalises text may read "＜EOS＞", with full-width brackets, as a
+    # special token. In that case all punctuation is removed.
     for candidate in (text, re.sub(r"[^\w\s]|_", " ", text)):
         ids = tokenizer(candidate, add_special_tokens=False)["input_ids"]
         special = control.keys() & set(ids) - {tokenizer.unk_token_id}  # <unk> is harmless

@@ -20,9 +20,9 @@ Other retrievers: retrievers/dense.py (an encoder), retrievers/remote.py (anothe
 retriever), retrievers/controls.py (`random`, `empty`, `oracle`, `given`), and, only for `serve` and
 `check`, retrievers/web.py (a search API of the web).
 
-    python retriever.py "a query" --corpus FILE              search
-    python retriever.py serve --corpus FILE                  offer a corpus to other machines
-    python retriever.py check --corpus FILE or --url URL     does a retriever answer sensibly?
+    python retriever.py "a query" --corpus FILE                  search
+    python retriever.py serve --corpus FILE                      offer a corpus to other machines
+    python retriever.py check --corpus FILE, --url URL, or both  does a retriever answer sensibly?
 
 Left out: stemming, stop words.
 """
@@ -49,7 +49,7 @@ Found = list[list[Document]]  # the documents of each query or request
 Requests = list[SearchRequest]
 Results = list[SearchResult]  # one per request, in the order of the requests
 Summarize = Callable[[Requests, Found], Results]
-SEARCH_FAILED = "search failed"  # error of a failed query if its call raised no exception
+SEARCH_FAILED = "search failed"  # error if the retriever returns None or False for a query
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,8 @@ class BM25:
         title_boost=1,
         index="",
     ):
-        """title_boost: how often the title is repeated in the indexed text; index: the folder in
-        which the index is stored ("": memory only).
+        """title_boost: how often the title is put before the text; index: the folder in which the
+        index is stored ("": memory only).
         """
         if not documents:
             raise InputError("the corpus is empty: BM25 needs a --corpus with a document in it")
@@ -181,7 +181,7 @@ class BM25:
     def add(self, scores: Array, term: int, count: int) -> Array:
         """Adds `count` times a term's summands to `scores` [N] in place and returns `scores`."""
         pairs = slice(self.start[term], self.start[term + 1])
-        # Twice as fast as scores[...] += ..., which reads the scores into an array of their own.
+        # Twice as fast as scores[...] += ..., which first copies the selected scores.
         np.add.at(scores, self.postings[pairs], count * self.weights[pairs])
         return scores
 

@@ -89,7 +89,9 @@ class RewardSettings:
         only="papers",
     )
     beta: float = setting(
-        0.3, "When to Search: what a search costs a right answer, or earns a wrong one", least=0
+        0.3,
+        "When to Search: reward per search that a right answer loses, or a wrong one gains",
+        least=0,
     )
     left_out: str = setting(
         "", "reward term to leave out, as in When to Search's Table 4", only="papers"
@@ -112,15 +114,16 @@ class Extras:
 
 @dataclass
 class OtherModels:
-    """The other models that a reward asks. The first four functions get all trajectories of a draw
-    (`rows`) in one call, so that a model gets one batch. By default no model is asked.
+    """The other models that a reward asks. The first four functions get all trajectories that were
+    sampled together (`rows`) in one call, so that a model gets one batch. By default no model is
+    asked.
     """
 
     verdicts: Callable = lambda rows: [None] * len(rows)  # returns Extras.correct for each row
     readings: Callable = lambda rows: [""] * len(rows)  # returns Extras.reader_answer for each row
     embedder: Callable = lambda rows: None  # returns Extras.embed
     grader: Callable = lambda rows: None  # returns Extras.grade
-    stats: dict[str, Callable] = field(default_factory=dict)  # metric -> function that returns it
+    stats: dict[str, Callable] = field(default_factory=dict)  # logged name -> returns its value
 
 
 # ------------------------------------------------------------------- checks that all formats share
@@ -346,9 +349,9 @@ def ur2_choice(
     This is the "weak" stage 1 for multiple choice, where the model mostly knows the answer (UR²
     appendix C.7). The reward ur2_weak is this formula, but allowed for every task. `terms` are
     the terms of stage 2; by default ur2_stage2 computes them with its default arguments. In the
-    steps with a bonus, the 3B model's format term is −1 if it never searched, however many other
-    violations there are. The paper calls this "non-accumulative". On a question that may not
-    search there is neither a bonus nor this −1.
+    steps with a bonus, the 3B model's format term is −1 if no search had a word in its query,
+    however many other violations there are. The paper calls this "non-accumulative". On a question
+    that may not search there is neither a bonus nor this −1.
     >>> ur2_choice(example("ur2"), step=0)     # right, v = 0, f = 1, n = 2: 2 + 1 − 0.5 + 1 = 3.5
     {'answer': 2.0, 'format': 1.0, 'fallback': -0.5, 'retrieval': 1.0}
     """
@@ -460,7 +463,7 @@ def r_search(
 
 
 def has_one_box(trajectory: Trajectory, name: str) -> bool:
-    """Returns whether the model wrote exactly one box `name`, not empty, and no other tag of it."""
+    """Returns whether the model wrote one `name` box, not empty, and no further `name` tag."""
     text = trajectory.model_text
     tags = trajectory.protocol.section_tags(name)
     contents = [box.content for box in find_blocks(text, *tags)]
@@ -476,8 +479,8 @@ def r_search_format(trajectory: Trajectory) -> bool:
 
 
 def evidence_support(trajectory: Trajectory) -> float:
-    """Returns the share of the evidence's words that occur in the texts of the searches, documents
-    or summaries, as the model read them. No reward uses this share.
+    """Returns the share of the evidence's words that occur in the search results (documents or
+    summaries), as the model read them. No reward uses this share.
     """
     documents = " ".join(search.text for search in trajectory.searches)
     document_words = normalize_answer(documents, "delete").split()
@@ -625,9 +628,10 @@ def is_concise(query: str) -> bool:
 def mean_similarity(queries: list[str], embed: Embedder) -> float:
     """Returns the mean cosine over the unordered pairs of queries.
 
-    The cosine of two zero vectors counts as 1: if it were 0, a misspelled query could be repeated
-    without a penalty. The cosine of a zero vector and any other vector is 0. For N queries eq. 8 as
-    printed divides by N(N−1) instead of N(N−1)/2, which gives half of this mean.
+    The cosine of two zero vectors counts as 1. `tfidf_embedder` gives a zero vector to a misspelled
+    query, whose words are in no document; with a cosine of 0 it could be repeated without a
+    penalty. The cosine of a zero vector and any other vector is 0. For N queries eq. 8 as printed
+    divides by N(N−1) instead of N(N−1)/2, which gives half of this mean.
     Worked: the queries ana bell, ana bell, ana town have the cosines 1, 1/2, 1/2 -> 2/3.
     """
     vectors = embed(queries)  # [n, d]
@@ -782,8 +786,8 @@ REWARDS |= {
     "ur2_stage2": lambda t, s, step, e: ur2_stage2(
         t, s.answer_metric, e.grade, s.fallback_penalty, s.format_check, s.partly
     ),
-    # left_out="retrieval" removes the search bonus. In the steps that would pay it, a trajectory
-    # that never searched still has the format term −1 under variant qwen_3b (ur2_choice).
+    # left_out="retrieval" removes the search bonus. In the steps that would pay it, variant qwen_3b
+    # still sets the format term to −1 if no search had a word in its query (ur2_choice).
     "ur2_choice": lambda t, s, step, e: _remove_left_out(
         ur2_choice(t, step, s.reward_variant, REWARDS["ur2_stage2"](t, s, step, e)), s
     ),
@@ -1020,7 +1024,7 @@ def example(protocol: Protocol | str, answer: str = "Norland", searches: int = 2
 
 def main() -> None:
     print(f"{_QUESTION.question} Gold: Norland, from references 1 and 3.")
-    print("Rewards: Norland after 0, 1 and 2 searches (the 2nd gets a fallback), then Sudria.\n")
+    print("Rewards of answer Norland after 0, 1, 2 searches (2nd: a fallback), then of Sudria.\n")
     extras = Extras(reader_answer="Norland")
     for name, protocol in product(REWARDS, PROTOCOLS):
         if name.startswith(protocol):

@@ -112,7 +112,7 @@ def rollout(
 
 @contextlib.contextmanager
 def seeded(seed: int | None, device: torch.device):
-    """Seeds the random state inside the context and restores it afterwards, unless seed is None."""
+    """Seeds the random state for the `with` block and then restores it, unless seed is None."""
     gpus = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(gpus, enabled=seed is not None):
         if seed is not None:
@@ -145,7 +145,8 @@ def check_prompts(questions: list[Question], environment: Environment, policy) -
             "of them"
         )
     protocol = environment.protocol
-    # A --prompt_file may insert references, or repeat a text, at most as often as it contains "{".
+    # A prompt of --prompt_file may insert the references too, and each text several times: at most
+    # as often as the prompt contains "{".
     copies = max([1, *(text.count("{") for text in protocol.prompts.values())])
     shows_all = protocol.references_in_prompt or copies > 1
     of_kind = {}  # (task, may_search) -> tokens of the first prompt built of this kind
@@ -155,8 +156,9 @@ def check_prompts(questions: list[Question], environment: Environment, policy) -
             text = "".join(question_values(question, "").values())
         kind = question.task, question.may_search
         # Building every prompt would take long. `most` is an upper bound on this prompt's tokens:
-        # those of the first prompt of its kind, and one for each byte of its own text. The prompt
-        # is built only if `most` is too large, or if it is the first of its kind.
+        # those of the first prompt of its kind, and one for each byte of this question's `text`,
+        # `copies` times. The prompt is built only if `most` is too large, or if it is the first of
+        # its kind.
         most = of_kind.get(kind, context) + copies * len(text.encode(errors="replace"))
         if most + ANSWER_TOKENS > context:
             prompt = build_prompt(protocol, question, environment.tokenizer)
@@ -273,7 +275,7 @@ def end_ids(policy, tokenizer) -> set[int]:
 
 @contextlib.contextmanager
 def plain_generation(policy, eos_ids: set[int], pad_id: int):
-    """Removes the checkpoint's generation defaults inside the context. Trap: `generate` would use
+    """Removes the checkpoint's generation defaults for the `with` block. Trap: `generate` would use
     them for every argument that is not given (such as repetition_penalty=1.05), and would then
     sample from another distribution than the one that is trained.
     """
@@ -400,7 +402,7 @@ class Environment:
         elif self.document_token_budget(row) < min(
             self.settings.document_tokens, MIN_DOCUMENT_TOKENS
         ):
-            row.stop_reason = "length"  # the documents would leave no room for an answer
+            row.stop_reason = "length"  # too little room for documents and an answer
         else:
             return query
         return None
@@ -440,9 +442,9 @@ class Environment:
             row.append_environment(encode(self.tokenizer, notice), notice, "notice")
 
     def fit_documents(self, pieces: list[str], budget: int) -> tuple[str, list[int]]:
-        """Joins as many documents as fit, together with their frame, into `budget` tokens; returns
-        them, and the token ids of documents and frame. If not even the first document fits, it is
-        cut.
+        """Joins the first documents, as many as fit into `budget` tokens with their frame. Returns
+        their text without the frame, and the token ids with the frame. If not even the first
+        document fits, it is cut.
         """
         for count in range(len(pieces), 0, -1):
             body = "\n".join(pieces[:count])

@@ -1,4 +1,4 @@
-"""Collects the flags of a run: `Settings` inherits the records of the files that read them.
+"""Collects the flags of a run: a record (dataclass) has those of one file; `Settings` inherits all.
 
     defaults  <  the paper's stage  <  its values for the tiny model  <  the command line
 
@@ -6,8 +6,9 @@ If several of these sources give a value, the one furthest to the right wins; `r
 exceptions. A class or function takes the record it reads: `Environment` takes a RolloutSettings,
 `make_retriever` a RetrieverSettings. A setting is a flag of each command that reads its record. But
 `only` can limit it to the commands that train ("train"), to those that ask a model ("eval") or to
-none ("papers"). `check_settings` rejects flags that contradict each other, before a model is
-loaded. Left out: settings files, because a shell script with the flags does the same.
+none ("papers": only papers.py may set it). `check_settings` rejects flags that contradict each
+other, before a model is loaded. Left out: settings files, because a shell script with the flags
+does the same.
 """
 
 import argparse
@@ -93,7 +94,7 @@ class RunSettings:
     )
     eval_questions: int = setting(
         100,
-        "questions in an evaluation of --eval_every: in total, or per kind of the built-in world",
+        "questions in an evaluation of --eval_every; in the built-in world: per kind of question",
         least=1,
         only="papers",
     )
@@ -146,15 +147,15 @@ def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> S
     paper = record_of(recipe, given.get("variant", ""), stage)
     built_in = paper.tiny[stage] if tiny else {}
     chosen = paper.stages[stage] | built_in
-    # The tiny model has no shares of a single task or data set (such as "math:hard"), because the
-    # built-in world has too few questions of each.
+    # For the tiny model, `buckets` loses the shares of a single task or data set (such as
+    # "math:hard"), because the built-in world has too few questions of each.
     shares = [x for x in chosen.get("buckets", "").split(",") if not (tiny and ":" in x)]
     chosen = chosen | {"buckets": ",".join(shares)}
-    # Without measured difficulties the paper's `buckets` and `mix` are not used. Only the tiny
+    # Without --difficulty the recipe's `buckets` and the paper's `mix` are not used; the tiny
     # model's `mix` is.
     if not given.get("difficulty"):
         chosen = chosen | {"buckets": "", "mix": built_in.get("mix", "")}
-    # Buckets on the command line, or of the tiny model, replace the mix of kinds.
+    # Buckets in `given`, or any left for the tiny model, replace the recipe's `mix`.
     if given.get("buckets", tiny and chosen["buckets"]):
         chosen = chosen | {"mix": ""}
     if "max_turn_tokens" in given:  # a flag of the command line applies to every task
@@ -281,7 +282,9 @@ def check_settings(settings: Settings, training=True, given: Iterable[str] = ())
 
 def _check_asking(settings: Settings, given: Iterable[str]) -> None:
     if "in_8bit" in given and settings.in_8bit not in ("", "others"):
-        raise InputError("--in_8bit: nothing is trained here: give `others`, or leave it out")
+        raise InputError(
+            "--in_8bit: only training uses base and reference: give `others`, or leave it out"
+        )
     if settings.reader and not PROTOCOLS[settings.protocol].evidence_tags:
         raise InputError(
             f"--reader answers from evidence boxes, and protocol {settings.protocol} has none: "
@@ -345,7 +348,7 @@ def _check_training(settings: Settings) -> None:
     if (settings.algorithm, settings.filter_by) == ("dapo", "answer") and "answer" not in terms:
         raise InputError(
             f"--reward {settings.reward}: the recipe filters groups by the reward term `answer`, "
-            "which this reward lacks: name a term `answer`, or give --algorithm grpo"
+            "which this reward lacks: give a reward with this term, or --algorithm grpo"
         )
 
 

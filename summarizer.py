@@ -43,9 +43,9 @@ class SummarizerSettings:
     summarizer: str = setting(
         "none",
         "what the policy reads: none = the documents; extractive = the best document if the query"
-        ' contains its title, else the fallback or "None"; a model = its notes on them'
-        " (http://host:port/v1#model, a HF directory or hub name); math=MODEL,other=MODEL = a model"
-        " per task",
+        ' contains its title, else the fallback or "None"; a model = its notes on the'
+        " documents (http://host:port/v1#model, a HF directory or hub name);"
+        " math=MODEL,other=MODEL = a model per task",
     )
     fallback: bool = setting(
         False, "let the model that writes notes reject queries, as in training", only="eval"
@@ -126,9 +126,11 @@ def instruction_for(task: str, turns_away: bool) -> str:
 class LLMSummarizer:
     """Lets a model of other_models/llm.py write notes on the documents or reject the query. It may
     reject a query only if the protocol has a fallback, and only in two cases (UR² D.3, C.4): for
-    web pages, or with `settings.fallback` (as in training) for questions that are not held out.
+    web pages, or with `settings.fallback` (always on in training) outside the evaluations during
+    training (`held_out`).
 
-    log   JSONL file of prompts and summaries, for distillation; held-out questions are left out
+    log   JSONL file of prompts and summaries, for distillation; evaluations during training are
+          left out
     """
 
     def __init__(self, llm, settings: SummarizerSettings, protocol: Protocol, log: str | Path = ""):
@@ -163,8 +165,8 @@ class LLMSummarizer:
         return self.protocol.fallback_text if may_reject else ""
 
     def prompt(self, request: SearchRequest, documents: list[Document]) -> tuple:
-        """Returns a request for `ask`: instruction, text, temperature, top_p, token limit. If the
-        reasoning is too long for the model's context, the text has only its end.
+        """Returns a request for `ask`: instruction, text, temperature, top_p, token limit. Of
+        reasoning that is too long for the model's context, the text contains only the end.
         """
         task, may_reject = request.question.task, bool(self.fallback_text(request, documents))
         custom = self.protocol.custom_prompt("summarizer", task)

@@ -73,13 +73,13 @@ model_tokens tokens thinking_words repetition malformed_tags
 
 @dataclass
 class Rollouts:
-    """Holds the trajectories of one step, their rewards, and which of them are trained on."""
+    """Holds the trajectories of one step, their rewards, and which of them are in the batch."""
 
     trajectories: list[Trajectory] = field(default_factory=list)  # N, group by group
     reward_terms: list[Record] = field(default_factory=list)  # N
     correct: list[bool] = field(default_factory=list)  # N
-    # Indices of the trajectories in the batch. Groups are whole: a trajectory in which a search
-    # failed is in the batch too, although it is not trained on.
+    # Indices in `trajectories` of those that enter the batch. Groups are whole: a trajectory in
+    # which a search failed is in the batch too, although it is not trained on.
     kept: list[int] = field(default_factory=list)
     draws: int = 0
     seconds: float = 0.0  # of sampling and searching
@@ -327,8 +327,9 @@ def set_lr(state: TrainState, step: int, number: int) -> float:
 # ---------------------------------------------------------------------------------- what is logged
 def measure(state: TrainState, rollouts: Rollouts) -> Record:
     """Returns the metrics of a step's rollout (docs/metrics.md), including the groups that DAPO
-    drops. Rewards and the metrics in LOGGED, except `failed_rows`, are means over the trajectories
-    without a failed search, or over all if each has one. The other metrics are over all.
+    drops. Rewards, `inserted_tokens` and the metrics in LOGGED (except `failed_rows`) are means
+    over the trajectories without a failed search, or over all if each has one. The other metrics
+    are over all.
     """
     failed = rollouts.failed
     settings = state.settings
@@ -379,10 +380,10 @@ def critic_metrics(batch: Batch) -> Record:
 
 
 def likelihood_later(batch: Batch, first: Tensor) -> Record:
-    """Returns by how much the step's earlier updates have raised the log-prob of good responses,
-    when the update on these responses comes. For a row this is Σ_t (log π − log π_old) over its
-    model tokens. The mean is taken over the good rows, those with a positive sum of advantages,
-    except the rows `first` [n] of the step's first update. Returns {} if there is no such row.
+    """Returns by how much the step's earlier updates raised the log-prob of good responses before
+    their own update. For a row this is Σ_t (log π − log π_old) over its model tokens. The mean is
+    taken over the good rows, those with a positive sum of advantages, except the rows `first` [n]
+    of the step's first update. Returns {} if there is no such row.
 
     Worked: three rows with advantages [1, 1], [−1, −1], [2, 2] and log π − log π_old [0, 0],
     [5, 5], [0.2, −0.1]. Row 0 is in the first update and row 1 has negative advantages, so only
@@ -392,7 +393,7 @@ def likelihood_later(batch: Batch, first: Tensor) -> Record:
     """
     change = (batch.logprobs - batch.old_logprobs).sum(1)  # [B]  masked tokens: 0 − 0
     better = batch.advantages.sum(1) > 0  # [B]
-    better[first] = False  # no weight has moved before the first update
+    better[first] = False  # the policy has not changed before the first update
     return {"likelihood_later": change[better].mean().item()} if better.any() else {}
 
 

@@ -6,9 +6,9 @@
     logprobs               · · · ·  0 0 0 0 0 0  · · ·      recorded while sampling
 
 Each token gets its mask when it is appended, so training never searches a text for tags to find out
-who wrote it. Only a written transcript is divided by its tags (`trajectory_from_text`); it has no
-tokens, so it can be scored but not trained on. This file does not need torch. Left out: how a
-trajectory is sampled (rollout.py).
+who wrote it. A transcript that is given as text is divided by its tags (`trajectory_from_text`); it
+has no tokens, so it can be scored but not trained on. This file does not need torch. Left out: how
+a trajectory is sampled (rollout.py).
 """
 
 import re
@@ -44,14 +44,15 @@ class Search:
     text: str
     fallback: bool = False
     error: str | None = None
-    seconds: float = 0.0  # duration of the call for all trajectories / its number of queries
+    seconds: float = 0.0  # one call runs many trajectories' queries: its duration / their number
     cut: bool = False
 
 
 @dataclass(frozen=True)
 class RejectedQuery:
-    """A query that was not run. The reason is "malformed", "empty", "direct" (the question may not
-    search), "limit" (no searches left) or "server" (the retriever or summariser rejected it).
+    """A query that was not run. The reason is "malformed", "empty", "direct" (the question must be
+    answered without searching), "limit" (no searches left) or "server" (the retriever or summariser
+    rejected it).
     """
 
     reason: str
@@ -90,7 +91,9 @@ class Trajectory:
 
     @property
     def model_text(self) -> str:
-        """The text that the policy itself wrote. Rewards score no other text of the response."""
+        """What the policy itself wrote, except "thought" segments. Rewards score no other text of
+        the response.
+        """
         return "".join(segment.text for segment in self.segments if segment.writer == "model")
 
     @property

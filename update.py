@@ -116,7 +116,7 @@ def shares(state: TrainState, batch: Batch) -> list[Tensor]:
 
 def rows_that_teach(batch: Batch) -> Tensor:
     """Returns the indices [n] of the rows whose loss has a gradient: those with a token whose
-    advantage and weight are not 0. With a reference or a critic, returns all rows.
+    advantage and weight are not 0. With a KL or a critic, returns all rows.
 
     Worked: advantages [[1, 0], [0, 0], [−1, 0]], and the weights of the third row are 0, because it
     is overlong -> [0].

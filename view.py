@@ -156,7 +156,7 @@ def loss_of(record: dict, n: int, settings: dict) -> dict[str, float] | None:
     clipped = min(max(ratio, 1 - settings["clip_low"]), 1 + settings["clip_high"])
     surrogate = min(ratio * advantage, clipped * advantage)
     kl = 0.0
-    # Not in the loss: with estimator k1 the KL is in the reward, and with "log" it is only logged.
+    # Only k2 and k3 are in the loss: k1 is in the reward, and with "log" the KL is only logged.
     if ref is not None and settings["kl_coef"] and settings["kl_estimator"] in ("k2", "k3"):
         gap = ref - new
         k2 = ratio * gap * gap / 2  # times r, as in kl.k2_off_policy
@@ -284,7 +284,7 @@ def main(arguments: list[str] | None = None) -> None:
             "open that file in a browser; if it is on a remote machine, copy the folder, or run "
             "there\n"
             f"  python -m http.server --bind 127.0.0.1 --directory {out.resolve()} 8000\n"
-            "and here  ssh -L 8000:127.0.0.1:8000 HOST, then http://127.0.0.1:8000"
+            "and on your machine  ssh -L 8000:127.0.0.1:8000 HOST, then http://127.0.0.1:8000"
         )
 
 

@@ -1,1 +1,1 @@
-"""Faster ways to sample than HF `generate`: slots, a bf16 copy of the policy, vLLM servers."""
+"""Faster than HF `generate`: slots of one KV cache, a bf16 copy of the policy, vLLM servers."""

@@ -9,7 +9,7 @@ has 4. Autocast would round the weights only once too, but it also casts activat
 at every step, which takes time. The copy exists during one rollout; the update can use its memory.
   * LoRA: the copy is W + (α / r) B A, so A and B cost no extra time per token.
   * Sharded weights (shards.py) are always gathered into a copy, in fp32 if no bf16 copy is wanted.
-    For a bf16 copy each weight is first rounded, then gathered alone: no GPU holds all in fp32.
+    For a bf16 copy each weight is rounded, then gathered, one by one: no GPU holds all in fp32.
   * The tokens are sampled from the copy, whose distribution differs slightly from the policy's, so
     π_old's log-probs must be computed again.
 
@@ -51,7 +51,7 @@ def copy_of(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     parameters = dict(copy.named_parameters())  # of two tied weights only the first
     for name, weight in merged_weights(model):
         if name in parameters:
-            parameters[name].copy_(full(weight.to(dtype)))  # shards are rounded before sending
+            parameters[name].copy_(full(weight.to(dtype)))  # rounded before shards are gathered
     # Buffers keep their dtype: rotary frequencies in bf16 would encode wrong positions.
     buffers = dict(model.named_buffers())
     for module_name, module in copy.named_modules():

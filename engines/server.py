@@ -59,8 +59,8 @@ RETRIES = 2  # how often `retrying` repeats a failed request, at most
 # with less than 70 GiB this is also vLLM's default batch size.
 AT_ONCE = 256
 SLOWEST = 1.0  # seconds allowed per new token; a busy server needs 0.02 to 0.2, without queueing
-RELOADING = 600.0  # timeout in seconds of a pause (until running requests end), reload or checksum
-PROBE = 160  # prompt tokens of a probe, at most: more than a cache block (128 on a CPU)
+RELOADING = 600.0  # seconds allowed for a pause (it waits for running requests), reload or checksum
+PROBE = 160  # limit of a probe's prompt tokens, above the size of a cache block (128 on a CPU)
 SAMPLED = 16  # tokens that a probe samples
 # Limits of a probe's mean |server's − trainer's log-prob|. In fp32 this mean is about 1e-6; in bf16
 # it is larger, because a bf16 number has only 8 significant bits.
@@ -259,7 +259,7 @@ class Fleet:
 
     def refresh(self, version: int) -> None:
         """Sends the weights, named after `version`, to each server that has other weights, and then
-        compares log-probs. All processes must call this.
+        compares a probe's log-probs with the policy's. All processes must call this.
         """
         current, self.alive, stale = run_in_first(lambda: self.find_stale(version))
         if stale:
@@ -379,8 +379,8 @@ class Turns:
         return new[:count], logprobs[:count], reason or "length"
 
     def finished(self) -> list:
-        """Waits for at least one turn and returns all rows whose turn is over. If a row's server
-        has failed, the row is sent to another server.
+        """Waits for at least one reply or failure and returns all rows whose turn is over, perhaps
+        none. If a row's server has failed, the row is sent to another server.
         """
         results, rows = [self.results.get()], []
         while not self.results.empty():

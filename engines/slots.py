@@ -44,7 +44,7 @@ SHARE = 0.8  # share of the free memory that the slots may take
 
 # ---------------------------------------------------------------------------------------- the cache
 class SlotCache(Cache):
-    """Keys and values of all layers, [2, layers, slots, size + 1, heads, D]; the last place takes
+    """Keys and values of all layers, [2, layers, slots, size + 1, kv, D]; the last place takes
     padding. They are one tensor, so that copying a slot is one operation.
     """
 
@@ -55,12 +55,12 @@ class SlotCache(Cache):
     stored: torch.Tensor | None = None  # allocated when the first keys show their type
 
     def __init__(self, layers: int, slots: int, size: int):
-        super().__init__(layers=[])  # only the type of the base class is used
+        super().__init__(layers=[])  # HF's layers would store the keys; here `update` does
         self.count, self.slots, self.size = layers, slots, size
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_, **__):
-        """Stores a layer's new keys and values [n, heads, C, D] and returns all that the layer
-        attends to, [n, heads, width, D].
+        """Stores a layer's new keys and values [n, kv, C, D] and returns all that the layer attends
+        to, [n, kv, width, D].
         """
         if self.stored is None:
             self.stored = self.allocate(keys)
@@ -69,7 +69,7 @@ class SlotCache(Cache):
 
     def put(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         stored[self.write] = new.transpose(1, 2).to(stored.dtype)
-        return stored[self.read, : self.width].transpose(1, 2)  # [n, heads, width, D]
+        return stored[self.read, : self.width].transpose(1, 2)  # [n, kv, width, D]
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
         """Returns zeros. Uninitialised memory may hold NaN, and a masked place with NaN would spoil
@@ -100,7 +100,7 @@ def grouped_attention(module, query, keys, values, mask, scaling=None, **_):
     [n, C, heads, D]. Keys are not repeated for grouped-query attention. In decoding (C = 1), the
     queries that share a key head become rows of one matrix, for which one mask row is enough. In a
     prefill pass they are computed one after the other, because a mask for all of them would be
-    as many times larger as a key head has queries (7 in Qwen2.5-7B).
+    larger by their number (7 in Qwen2.5-7B).
     """
     by_key = query.unflatten(1, (keys.shape[1], -1))  # [n, kv, group, C, D]
     parts = by_key.unbind(2) if query.shape[2] > 1 else [by_key.flatten(2, 3)]
@@ -314,9 +314,9 @@ def pick(probabilities: torch.Tensor) -> torch.Tensor:
     a row's index is the first whose cumulative probability exceeds a uniform random number.
     """
     if probabilities.device.type != "cpu":  # CUDA's cumsum is not deterministic; MPS has no float64
-        # On a CPU multinomial would be 2 to 10 times slower than the lines below.
         return torch.multinomial(probabilities, 1)
-    # In fp32, small probabilities would be lost when they are added to a large sum.
+    # On a CPU these lines are 2 to 10 times faster than multinomial. In fp32, small probabilities
+    # would be lost when they are added to a large sum.
     sums = probabilities.cumsum(-1, dtype=torch.float64)  # [n, V]
     points = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device) * sums[:, -1:]
     indices = torch.searchsorted(sums, points, right=True)  # right=True: no index with p = 0
@@ -385,6 +385,7 @@ def affordable(model, size: int) -> int:
     config = model.config
     heads = config.num_key_value_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    # Bytes of the keys and values of one token in all layers. Each of the V logits takes 16 bytes.
+    # Bytes of the keys and values of one token in all layers. Each logit of a row counts 16 bytes,
+    # copies that sampling makes included.
     place = 2 * config.num_hidden_layers * heads * width * model.dtype.itemsize
     return max(1, int(SHARE * free / (place * (size + 64) + 16 * config.vocab_size)))

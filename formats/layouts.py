@@ -371,7 +371,7 @@ def detect(record: dict, table: dict[str, Layout]) -> str:
             return name
     known = ", ".join(f"{name} ({row.fields.replace('!', '')})" for name, row in table.items())
     fields = ", ".join(map(repr, record))[:300]
-    raise InputError(f"unknown layout: it has the fields {fields}; known are {known}")
+    raise InputError(f"unknown layout: the record has the fields {fields}; known are {known}")
 
 
 def read_fields(path: Path, table: dict[str, Layout], columns=(), skip_bad=False) -> Iterator[dict]:

@@ -204,8 +204,8 @@ def has_number(record: object, name: str) -> bool:
 def finished_records(path: str | Path, cut: bool = True, needs: str = "") -> list[dict]:
     """Reads a JSONL file to which a run appends; a file that does not exist yet has no records. An
     incomplete last line is ignored, and with `cut` also removed from the file. If `needs` names a
-    field, records without a whole number in it are left out, and their number is printed; otherwise
-    a broken line is an InputError.
+    field, records without a whole number in it are left out, and a line on stderr says how many;
+    otherwise a broken line is an InputError.
     """
     path = Path(path)
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
@@ -237,7 +237,7 @@ def writing(path: str | Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces the file at once: after a kill it holds the old or the new text, never a part."""
+    """Replaces the file atomically: after a kill it holds the old or the new text, never a part."""
     partial = path.with_name(path.name + ".partial")
     with writing(path):
         partial.write_text(text, encoding="utf-8")
@@ -257,13 +257,13 @@ def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab+") as file:
             if file.seek(0, os.SEEK_END):
-                file.seek(-1, os.SEEK_END)  # a cut last line gets its line break
+                file.seek(-1, os.SEEK_END)  # an incomplete last line gets a line break
                 lines = lines if file.read(1) == b"\n" else b"\n" + lines
             file.write(lines)  # in one write: another run may append to the same file
 
 
 def write_records(path: Path, records: list[dict]) -> None:
-    """Writes all records as JSON lines; replaces the file at once."""
+    """Writes all records as JSON lines; replaces the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json_lines(records))
 

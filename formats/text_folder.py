@@ -10,7 +10,7 @@ each 100. In Markdown a title is a path of headings ("Guide > Install"), a link 
 and "#" in a code block is not a heading. In a .txt file the title is the file's name without its
 ending.
 Left out: front matter, horizontal rules, underlined headings and HTML (they stay as text);
-languages without blanks between words; links to folders, which are not followed.
+languages without blanks between words; symlinks to folders, which are not followed.
 """
 
 import os
@@ -121,7 +121,7 @@ def is_text(path: Path) -> bool:
 
 def text_files(folder: Path) -> list[Path]:
     """Returns the .txt and .md files (also gzipped) in a folder and its subfolders, without hidden
-    files and folders. An unreadable folder raises an error; a broken link does when it is read.
+    files and folders. An unreadable folder raises an error; a broken symlink raises one when read.
     """
 
     def fail(error: OSError) -> None:

@@ -11,8 +11,9 @@
     rejected_queries         reason and query
 
 Each field below has a number per token of the response, or one number if it is the same for all
-sampled tokens. All are missing if DAPO did not use the group or the step made no update. `ref` is
-also missing without π_ref, and `sampled` if documents are trained on.
+sampled tokens. All are missing if DAPO did not use the group, or if a search failed in most
+trajectories of the step. `ref` is also missing without π_ref, and `sampled` if documents are
+trained on.
 
     sampled old new ref      log-probs of the token: at sampling, by π_old, in the update, by π_ref
     advantages, weights      Σ weights over an update is 1
@@ -70,8 +71,9 @@ def read_trajectories(folder: Path, say=tell) -> Iterator[dict]:
 
 
 def cut_trajectories(folder: Path, first_step: int) -> None:
-    """Keeps the steps before `first_step`; a resumed run writes the others again. If damaged lines
-    would be lost too, the old file is kept under another name. Damage does not stop training.
+    """Keeps the steps before `first_step`; a resumed run writes the others again. If
+    `read_trajectories` reports lost lines, the whole old file is kept under another name. Damage
+    does not stop training.
     """
     path, aside, lost = folder / NAME, folder / f"{NAME}.partial", []
     if not path.exists():

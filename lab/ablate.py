@@ -6,9 +6,9 @@
     python -m lab.ablate --table       prints the table of finished runs; runs nothing
     python -m lab.ablate --curves docs --only stage1,penalty,stage2,two_stages     draws curves
 
-An arm is one training run (lab/claims.py). It is evaluated on all questions of --split: those about
-held-out entities and units, and sums and known facts, which are asked in training too. Each
-question is answered twice, at the temperature of training. Each arm writes its result and its
+An arm is one training run (lab/claims.py). It is evaluated on all questions of --split: about
+held-out entities and units, and about sums and known facts; the last two are asked in training too.
+Each question is answered twice, at the temperature of training. Each arm writes its result and its
 settings to a result.json in each world. If the command is interrupted, repeating it continues from
 these files; a result that was made with other settings ends the command. A result does not say
 which version of a warm-up it is from, so after changing a warm-up give another --output_dir. To
@@ -86,7 +86,7 @@ class AblateSettings:
 
 # -------------------------------------------------------------------------------- an arm's settings
 def settings_of(name: str, seed: int, runs: str) -> Settings:
-    """Returns an arm's settings in world `seed`, which also seeds its questions and sampling."""
+    """Returns an arm's settings in world `seed`. This number also seeds questions and sampling."""
     arm, run_name = ARMS[name], f"{name}-world{seed}"
     changes = {
         "output_dir": runs,
@@ -115,7 +115,7 @@ def result_path(settings: Settings) -> Path:
 # --------------------------------------------------------------------------------------- one arm
 def run_arm(name: str, seed: int, runs: str, split: str) -> None:
     """Trains and evaluates one arm in one world, and writes its result. The result's `curve` is a
-    list of step records: those of the arm `start`, if there is one, then the arm's own.
+    list of step records: those of the arm that this arm starts from, if any, then its own.
     """
     settings, arm, curve = settings_of(name, seed, runs), ARMS[name], []
     if arm.start:
@@ -136,7 +136,7 @@ def run_arm(name: str, seed: int, runs: str, split: str) -> None:
 def last_checkpoint(settings: Settings) -> str:
     folder = stage_folder(settings)
     if not (paths := checkpoints(folder)):
-        raise InputError(f"{folder} has no checkpoint: remove {folder.parent} to train it again")
+        raise InputError(f"{folder} has no checkpoint: remove {folder.parent} to train again")
     return str(paths[-1])
 
 
@@ -155,8 +155,8 @@ def reinforce(settings: Settings) -> tuple:
 
 def imitate(settings: Settings) -> tuple:
     """Trains the warmed-up model by supervised learning instead of RL (R1-Searcher section 4.1): it
-    imitates correct trajectories of settings.model on training questions. Returns the new
-    checkpoint and an empty list, since there are no RL steps.
+    imitates correct trajectories of settings.model, the last checkpoint of the arm's `start`, on
+    training questions. Returns the new checkpoint and an empty list, since there are no RL steps.
     """
     out = stage_folder(settings) / "checkpoint-sft"
     traces, runs = str(out.with_name("traces.jsonl")), settings.output_dir

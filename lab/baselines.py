@@ -1,4 +1,4 @@
-"""Runs the papers' baselines, with the same retriever, limits and metrics as everything else here.
+"""Runs the papers' baselines, with the same retriever, token limits and metrics as eval.py.
 
     method        what it does                                         source          searches
     direct        answer                                                               no search
@@ -310,8 +310,8 @@ METHODS = {
 
 # -------------------------------------------------------------------------------- what a reply says
 def by_step(question: Question) -> str:
-    """Returns the instruction to reason step by step, for a choice also option by option (UR² app.
-    D.4, in our words).
+    """Returns the instruction to reason step by step, and for multiple choice also option by option
+    (UR² app. D.4, in our words).
     """
     return BY_OPTION if question.task == "choice" else BY_STEP
 
@@ -349,7 +349,7 @@ def stated_answer(reply: str) -> str:
 
 
 def any_answer(reply: str) -> str:
-    """Returns the stated answer, else the first sentence of a reply asked to be an answer only."""
+    """Returns the stated answer, else the first sentence: the reply should be only an answer."""
     return stated_answer(reply) or first_sentence(plain(read_answer(reply)))
 
 
@@ -394,7 +394,7 @@ def drive(trajectory: Trajectory, steps: Steps, llm: LLM, environment: Environme
                 trajectory.append_model([], [], f"<answer> {answer} </answer>")
             break
         if isinstance(step, str):
-            # If nothing is left of the query without its tags, the question itself is searched.
+            # If the query is empty once its tags are removed, the question itself is searched.
             query = " ".join(plain(step).split()) or trajectory.question.question
             trajectory.append_environment([], f"<search> {query} </search>", "notice")
             yield query
@@ -504,7 +504,7 @@ class Baselines(Evaluation):
 
 def parse_baselines(arguments: list[str]) -> tuple:
     """Returns (methods, settings, options). By default the limits on tokens are the recipe's."""
-    # The methods have prompts of their own, so any protocol that searches will do.
+    # The methods have their own prompts; ur2 is set because it searches and has a fallback text.
     arguments = ["--protocol=ur2", "--max_searches=0", "--documents_per_search=5", *arguments]
     settings, options = parse(arguments, BaselineOptions, "lab.baselines")
     methods = names_in("method", options.method.removeprefix("all"), METHODS)

@@ -133,9 +133,9 @@ class Scripted:
 
 # ------------------------------------------------------------------------------- seconds and memory
 def gauge(device):
-    """Returns (seconds, bytes of memory in use, peak bytes): on a GPU clock time and the memory of
-    PyTorch's tensors, on a CPU the CPU time and the memory of this process. The seconds have no
-    fixed start: only differences count.
+    """Returns (seconds, bytes of memory in use, peak bytes). For "cuda" these are wall-clock time
+    and the memory of PyTorch's tensors, for "cpu" CPU time and the memory of this process. The
+    seconds have no fixed start: only differences count.
     """
     if device == "cuda":
         torch.cuda.synchronize()
@@ -180,7 +180,7 @@ def in_turns(works: dict, o: Bench, runs: dict) -> None:
         apart = 0 if skipped else np.linalg.norm(result - first) / np.linalg.norm(first)
         if not apart <= SAME[o.device]:
             raise InputError(
-                f"{name}: not the work of the first variant: relative distance {apart:.1e}"
+                f"{name}: result differs from the first run's: relative distance {apart:.1e}"
             )
         runs.setdefault(name, []).append(numbers | {"apart": apart})
 
@@ -234,7 +234,7 @@ def backward(policy, environment, rows, every_row=False, padded=False):
     same.
     """
     o, draw = environment.settings, random.Random(0)
-    for row in rows:  # random tokens, because sampling them would take far longer
+    for row in rows:  # random ids, because sampling from the model would take far longer
         while row.left:
             ids = draw.choices(range(1, o.vocab), k=row.left[0][0])
             environment.end_turn(row, ids, [0.0] * len(ids), "")
@@ -243,7 +243,7 @@ def backward(policy, environment, rows, every_row=False, padded=False):
     batch.advantages = grpo.compute_advantages(batch, o)  # [B, T]
     batch.token_weights = grpo.compute_token_weights(batch, o) * batch.advantages  # [B, T]
     if padded:
-        batch.response_mask.fill_(1)  # so every row counts at full length
+        batch.response_mask.fill_(1)  # so the budget counts every row at full length
     elif not every_row:
         batch = batch.rows(rows_that_teach(batch))
     budget, shared = o.micro_batch * batch.tokens.shape[1], policy.sharing(batch.tokens)
@@ -384,8 +384,8 @@ def main(arguments: list[str] | None = None) -> None:
         work, sizes = AXES.get(name, (PARTS[part][name], [""]))
         run = run_retrieval if work in PARTS["retrieval"].values() else run_scripted
         for size in sizes[: o.sizes]:
-            # For `growth` all rows of an update have one fixed length: random lengths would change
-            # with the size of the vocabulary.
+            # For `growth` all rows of an update have one fixed length. Random lengths would change
+            # with the size of the vocabulary, as lengths and ids come from the same generator.
             changes = {"context": 512 * (work is backward), name: size}
             grown = replace(o, **changes) if size else o
             works[f"{name} {size}".strip()] = partial(run, work, name, grown)

@@ -1,9 +1,9 @@
 """Lists the papers' claims, each as a comparison of two training runs.
 
     arm      a training run: its recipe, stage, changed settings, and the arm that it starts from
-    claim    compares a metric of two arms, paired by world, after the same number of steps. `sft`
-             compares RL with supervised training, `evidence` two metrics of the same arm, `k2` each
-             arm's KL by its own estimate
+    claim    compares a metric of two arms, paired by world (the built-in world of one seed), after
+             the same number of steps. `sft` compares RL with supervised training, `evidence` two
+             metrics of the same arm, `k2` each arm's KL by its own estimate
     effect   mean over n worlds of (better − worse arm), and its interval, ± t(n − 1) · s / √n
     verdict  "shows": the 95 % interval lies beyond 0 on the claimed side, and the mean reaches the
              smallest effect that counts; "reversed": the same on the other side; otherwise "does
@@ -340,7 +340,7 @@ Results = dict[tuple[str, int], dict]  # (arm, world) -> its result.json
 
 
 def values(claim: Claim, results: Results, seeds: Iterable[int]) -> list:
-    """Returns (number of the better arm, number of the worse arm) for each of the worlds `seeds` in
+    """Returns (the better arm's value, the worse arm's value) for each of the worlds `seeds` in
     which both have results.
     """
     number, pairs = claim.number, []

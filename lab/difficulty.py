@@ -63,7 +63,9 @@ class DifficultySettings:
     )
     from_rollouts: str = setting("", "score the answers (pred_anses) of this file, without a model")
     questions: int = setting(
-        0, "number of questions: per kind, or per file of --data; 0 = all", least=0
+        0,
+        "number of questions: per kind of the built-in world, or per file of --data; 0 = all",
+        least=0,
     )
 
 

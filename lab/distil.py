@@ -65,11 +65,13 @@ class DistilSettings:
     lr: float = setting(1e-5, "learning rate (summarizer: fixed; others: it falls to 0)", above=0)
     gradient_checkpointing: bool = setting(False, "recompute activations: less memory")
     skip_bad: bool = setting(False, "skip unusable records (not for summarizer)")
-    seed: int = setting(0, "seed of the order of examples, and of the N questions of --data FILE:N")
+    seed: int = setting(0, "seed of the examples' order, and of the draw of --data FILE:N")
 
 
 def final_answer(protocol: Protocol, answer: str) -> str:
-    """Puts the answer in its box. If the prompt ends with <think>, </think> comes first."""
+    """Returns the answer in the protocol's tags, after </think> if the prompt ends with <think>; or
+    in \\boxed{} if the protocol has no answer tags.
+    """
     if protocol.answer_tags is None:
         return f"\\boxed{{{answer}}}"
     begin, end = protocol.answer_tags
@@ -141,8 +143,8 @@ _MARK = "\ud800"  # half of a surrogate pair, which no valid text contains
 
 
 def trace_pieces(trajectory: Trajectory) -> list[tuple[str, bool]]:
-    """Returns pairs (text, did the model write it?). The texts are those that the rollout tokenized
-    separately.
+    """Splits the response wherever the writer changed in the rollout. Returns pairs (text, did the
+    model write it?).
     """
     protocol = trajectory.protocol
     marked = ""

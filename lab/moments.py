@@ -27,7 +27,9 @@ def moments(arguments: list[str]) -> list:
     Returns a list of trajectories for each of MOMENTS.
     """
     trajectories = []
-    for stage in "210":  # stage 2 first: a missing checkpoint is reported before a warm-up runs
+    # Stage 0 (before RL) comes last: it may run a warm-up, and a missing checkpoint of another
+    # stage should be reported before that.
+    for stage in "210":
         evaluation = Evaluation(*parse(["--stage", stage, "--temperature", "1", *arguments]))
         generate = evaluation.load()[0]
         trajectories.append(generate(evaluation.questions, evaluation.settings.seed))

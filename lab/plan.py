@@ -142,7 +142,8 @@ def activation_bytes(shape: Shape, lora_rank: int = 0) -> int:
     512, wide = 18944, heads = 28): 32 · 3584 + 4 · (512 + 2 · 18944) + 8 + 4 · 28 = 268,408.
     """
     full = 26 * shape.hidden + 6 * shape.q + 4 * (shape.kv + 2 * shape.wide) + 8 + 4 * shape.heads
-    # With LoRA activations are bf16 and norms are frozen; A x is stored for each of seven matrices.
+    # With LoRA, activations are bf16 and norms are frozen; A x is stored for each of the layer's
+    # seven matrices.
     return full + 14 * (lora_rank - shape.hidden) if lora_rank else full
 
 
@@ -201,7 +202,9 @@ def update_parts(case: Case) -> Bytes:
 
 
 def plan(case: Case, memory: float) -> tuple:
-    """Returns ({part or "peak": bytes}, slots): at least FEW slots, or all rows if fewer."""
+    """Returns ({part or "peak": bytes}, slots). There are at least FEW slots, even if they do not
+    fit, but no more than rows.
+    """
     always, update = standing(case), update_parts(case)
     none, one = (sum(rollout_parts(case, slots).values()) for slots in (0, 1))
     held = sum(always.values())
@@ -273,7 +276,7 @@ class PlanSettings:
 def main(arguments: list[str] | None = None) -> None:
     arguments = ["--model", "7B", *(sys.argv[1:] if arguments is None else arguments)]
     options, given = parse_flags("lab.plan", PlanSettings, arguments, RECORDS, only="train")
-    chosen = given | {"data": ""}  # the questions take no GPU memory
+    chosen = given | {"data": ""}  # without --data the checks demand no --corpus
     settings = resolve(given.get("recipe", "ur2"), given.get("stage", 1), False, chosen)
     case = Case(Shape(config_of(settings.model)), check_settings(settings), options.gpus)
     print(*report(case, USABLE * options.gpu_memory * GIB, given), sep="\n")

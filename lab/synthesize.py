@@ -80,7 +80,7 @@ class SynthesizeSettings:
     answerer: str = setting("", "model whose answers set the difficulty (default: --llm)")
     data: str = setting("", "multiple-choice questions that serve as examples", needed=True)
     out: str = setting("", "JSONL file to append to", needed=True)
-    count: int = setting(100, "total number of questions in the file", least=1)
+    count: int = setting(100, "number of questions in --out at the end", least=1)
     k: int = setting(20, "answers per question that set its difficulty", least=1)
     max_tokens: int = setting(4096, "maximum tokens of a reply", least=1)
     seed: int = setting(0, "seed of the choice of examples and the order of options")
@@ -193,7 +193,7 @@ def check_drafts(drafts: Questions, verifier, answerer, k: int) -> Questions:
         right = [choice_letter(reply, draft.options) in draft.answers for reply in replies]
         graded.append(replace(draft, level=bucket_of_mean(right)))
     accepted = [draft for draft in graded if draft.level != "dropped"]
-    print(f"{len(drafts)} new drafts: {len(correct)} are correct, {len(accepted)} not too hard")
+    print(f"{len(drafts)} new drafts: {len(correct)} correct, {len(accepted)} of them not too hard")
     return accepted
 
 
@@ -232,8 +232,8 @@ def examples_among(given: Questions) -> Questions:
     if usable := [q for q in single if choice_letter(q.answers[0], q.options)]:
         return usable
     raise InputError(
-        "--data holds no multiple-choice question with one answer, and new questions are written"
-        " like such examples: name another file"
+        "--data holds no multiple-choice question whose one answer names an option, so the writer"
+        " would get no example: name another file"
     )
 
 

@@ -88,8 +88,8 @@ class Judge:
 
 
 def pair_text(question: Question, answer: str, sees: str = "question") -> str:
-    """Returns the text that the judge reads. Without the question, the letter of an option or a
-    number means nothing, so the question is left out only if it is an open one (task "qa").
+    """Returns the text that the judge reads. Without the question, a number or the letter of an
+    option means nothing, so the question is left out only if it is an open one (task "qa").
     """
     golds, asked = question.answers, f"Question: {question_text(question)}\n"
     if question.task == "qa" and sees != "question":

@@ -9,7 +9,8 @@ them again without asking. `ask` removes <think> ... </think> from a reply.
 
     the server is down at the start   InputError (PROBE is sent first)
     a request fails                   RETRIES more tries if they may help, then None
-    GIVE_UP failures in a row         the rest of the batch is not sent
+    GIVE_UP requests in a row find    the rest of the batch is not sent
+    the server down
     DEAD_BATCHES batches in a row     InputError, which ends a training run
     without any answer
 
@@ -110,7 +111,7 @@ class LLM:
         self.max_tokens = max_tokens
         self.failures = 0  # requests without an answer
         self.rejected = set()  # requests that the server rejected, for example for their length
-        self.lock = threading.Lock()  # a search that timed out may still be asking in its thread
+        self.lock = threading.Lock()  # the thread of a timed-out search may still ask for a summary
         self.cached = {}  # the key of a request -> its reply
         file_name = re.sub(r"[^A-Za-z0-9.]+", "-", name)[-80:].strip("-.")
         self.cache = Path(cache, f"{file_name}.jsonl") if cache else None
@@ -169,11 +170,11 @@ class LLM:
 
 
 def guessed_tokens(text: str, **_) -> dict:
-    """Estimates the tokens of a model on a server: one per 3 bytes, more than most texts have."""
+    """Replaces a server's unknown tokenizer: one token per 3 bytes, more than most texts have."""
     return {"input_ids": [0] * -(-len(text.encode()) // 3)}
 
 
-guessed_tokens.unk_token_id = 0  # so that no text counts as a control token
+guessed_tokens.unk_token_id = 0  # all its ids are <unk>, never a control token
 guessed_tokens.decode = str
 guessed_tokens.bos_token = None
 
@@ -219,7 +220,7 @@ class ServerLLM(LLM):
         return CONTEXT
 
     def complete(self, request: Request) -> str | None:
-        """Sends the request once; returns "" or None if the reply has neither text nor thinking.
+        """Sends the request once. Returns the reply (""/None if it has no text and no thinking).
         Some servers return the thinking in a separate field; it is then put before the text, in
         <think> tags. If the model reached the token limit while thinking, there is no text, and no
         end tag.
@@ -289,7 +290,7 @@ def drawn_ahead(temperature: float, top_p: float, device) -> Callable:
 
     Trap: the sampling of `generate` uses the global random generator. A summariser that is still
     running in another thread would then change which tokens the policy samples. The seed may be
-    the same (0) for every batch, because no request needs a second reply: the first is saved.
+    the same (0) for every batch, because no request is sampled twice: its first reply is saved.
     """
     generator = torch.Generator(device).manual_seed(0)
 

@@ -1,1 +1,1 @@
-"""Supports the commands: loads questions and models, writes files and checkpoints, reports."""
+"""Supports the commands: loads questions and models, saves files and checkpoints, and reports."""

@@ -83,10 +83,10 @@ def signs(records: list[dict], s: Settings) -> Iterator[str]:
     1, because a low value of it raises an alarm. `reward_hacked` needs a reward term `answer`,
     which the reward of a stage 1 may lack.
 
-    The limit of `logprob_gap` is 1e-3. With a --mismatch correction (by default, if sampler and
-    trainer differ in precision or engine) it is three times the gap of step 0, but at least 1e-3
-    and at most 0.1 (also 0.1 if step 0 has no gap). The gap shows different arithmetic; it would
-    hardly grow if a server sampled with outdated weights.
+    The limit of `logprob_gap` is 1e-3. With a --mismatch correction (the default on a GPU, with
+    servers or with a bf16 copy) it is three times the gap of step 0, but at least 1e-3 and at most
+    0.1 (also 0.1 if step 0 has no gap). The gap reveals that sampler and trainer compute
+    differently; it would hardly grow if a server sampled with outdated weights.
     """
     r = defaultdict(float, records[-1])
     third = (r["rollout_seconds"] + r["reward_seconds"] + r["update_seconds"]) / 3

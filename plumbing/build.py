@@ -140,8 +140,8 @@ def build_other_models(settings: Settings, documents: list[Document], device) ->
 
 def build_embedder(settings: Settings, documents: list[Document], device) -> Callable:
     """Returns a function that maps the trajectories of a draw to an embedder (texts -> vectors).
-    When to Search's reward compares queries by their vectors: those of the encoder --embedder or,
-    with --embedder tfidf, TF-IDF's, whose idf counts the documents that contain a word. Without
+    The reward of When to Search compares queries by their vectors: those of the encoder --embedder
+    or, with --embedder tfidf, TF-IDF's, whose idf counts the documents that contain a word. Without
     `documents`, for example if --retriever http searches a corpus on another machine, the questions
     and search results of the draw are counted. A word that occurs in none of them has no weight.
     """
@@ -214,7 +214,7 @@ def make_accelerator(settings: Settings) -> Accelerator:
     has_models = settings.judge or settings.reader or models_in(settings.summarizer)
     rounds = 4 + bool(has_models) * rows // THREADS
     if on_servers(settings):
-        # the time that a sampling request may take beyond one timeout, in timeouts
+        # the time that a sampling request may take beyond --timeout, in units of --timeout
         rounds += settings.max_turn_tokens * SLOWEST / settings.timeout
     searching = (settings.max_searches + 1) * rounds * (RETRIES + 1) * settings.timeout
     if settings.report_to and settings.report_to not in map(str, get_available_trackers()):
@@ -366,12 +366,13 @@ def build_state(settings: Settings) -> TrainState:
     stream = QuestionStream(trained_on, settings, attempts)
     documents = load_documents(settings, questions)
     log = "" if settings.dry_run else str(Path(settings.output_dir, SUMMARY_LOG))
-    # It may encode a large corpus for hours, so it must not happen while others wait at a barrier.
+    # This may encode a large corpus for hours. Within `local_main_process_first` the other
+    # processes would wait at a barrier, which times out.
     search = build_search(dataclasses.replace(settings, fallback=True), documents, device, log)
     in_8bit, served = "base" in frozen_in_8bit(settings), on_servers(settings)
     # A resumed LoRA run loads the weights that it began with; trainer.pt has the trained adapters.
     path = first_model(settings) if settings.lora_rank else start
-    with accelerator.local_main_process_first():  # this process makes the built-in models
+    with accelerator.local_main_process_first():  # which makes the built-in models
         policy, tokenizer = load_model(settings, path, device, in_8bit=in_8bit)
         others = build_other_models(settings, documents, device) if main else None
     check_alike(policy, os.path.basename(start) if settings.resume else "")
@@ -385,7 +386,7 @@ def build_state(settings: Settings) -> TrainState:
             policy.fleet.check()
     copies = wants_copy(settings.sampling_copy, device, in_8bit)
     recompute = device.type != "cpu" or copies or served or not settings.mask_documents
-    # If documents are trained on, their tokens have no log-probs of a sampler to correct with.
+    # No mismatch correction if documents are trained on: they have no log-probs of the sampler.
     auto = "token" if recompute and settings.mask_documents else "none"
 
     def sampler():

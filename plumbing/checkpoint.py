@@ -53,8 +53,8 @@ def as_command(settings: Settings) -> Iterator[None]:
     after it the stage's folder (not in a dry run). If a signal ends the training, prints the path
     of the last checkpoint instead, and exits with 128 + the signal's number.
     """
-    # The accelerator prints in one process of each machine. Trap: if PartialState() were created
-    # before the accelerator, ACCELERATE_USE_CPU would be ignored.
+    # The accelerator prints in one process of each machine. Trap: PartialState().print would too,
+    # but an accelerator that is made after it ignores ACCELERATE_USE_CPU.
     print_once, folder = make_accelerator(settings).print, stage_folder(settings)
     check_output(folder / "settings.json", "--output_dir")
     files = "" if settings.dry_run else f"\n  (all of them: {folder}/settings.json)"

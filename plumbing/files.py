@@ -82,7 +82,7 @@ def newest_whole(folder: Path) -> Path | None:
     if paths:
         raise InputError(
             f"{folder}: no whole checkpoint is there: start from the beginning, or try --model "
-            f"{paths[-1]} (the last one's weights)"
+            f"{paths[-1]} (the weights of the last, damaged one)"
         )
     return None
 
@@ -113,8 +113,8 @@ def starting_model(settings: Settings) -> tuple[str, str]:
     if settings.resume:
         if not (path := newest_whole(folder)):
             raise InputError(
-                f"--resume: no checkpoint in {folder}; leave it out to start again (all machines "
-                "of a run must see this folder)"
+                f"--resume: no checkpoint in {folder}; leave --resume out to start again (all "
+                "machines of a run must see this folder)"
             )
         return str(path), f"going on from {path}"
     before, model = stage_folder(settings, stage - 1), settings.model
@@ -344,8 +344,9 @@ def reusable_records(
     """Returns the records of the predictions file `out` that can be reused. If it has others too,
     the old file is kept under another name, and `out` is left with only the reusable ones. None can
     be reused if `fresh` is True, or if they were made with other settings than `made_with`.
-    Otherwise those before the first record whose key differs from `expected` (all keys, in order)
-    can. A batch of `batch` records is sampled with one seed, so only whole batches are reused.
+    Otherwise the reusable records are those before the first whose key differs from the key at its
+    place in `expected` (all keys, in order). A batch of `batch` records is sampled with one seed,
+    so only whole batches are reused.
     """
     settings_file = out.with_name(out.name + ".settings.json")
     text = json.dumps(made_with, indent=1)

@@ -3,7 +3,7 @@
     data/index.js             runs(...): settings, metrics and saved steps of each stage
     data/RUN-STAGE-STEP.js    step(key, rows, groups): `rows` has a summary of each trajectory;
                               `groups` has the whole trajectories of each group as a JSON string,
-                              which the page parses when one of them is opened
+                              which the page parses when the group is opened
 
 The page itself is viewer/: index.html, page.css, page.js. A damaged file of trajectories is shown
 up to the damage, and the list `missing` says which settings and trajectories are not shown.

@@ -2,9 +2,10 @@
 
     file -> records -> eval.py's field names -> gold answers of --data -> em, f1, cem -> report.py
 
-A prediction belongs to the question of --data with its id. If there is none, or if its text is not
-the record's `question`, the question with this text is taken. Verdicts and counts of searches in
-R1-Searcher's files are kept. Trap: papers treat punctuation differently (metrics.py).
+A prediction belongs to the question of --data with the same id. If no question has this id, or if
+that question's text differs from the prediction's field `question`, the question with the text of
+this field is taken. Verdicts and counts of searches in R1-Searcher's files are kept. Trap: papers
+treat punctuation differently (metrics.py).
 """
 
 import argparse
@@ -126,7 +127,7 @@ def joined(path: Path, records: list[dict], datasets: dict, count_missing: bool)
     for record in records:
         item, text = by_id.get(record["id"]), tuple(record["question"].split())
         if text and (item is None or tuple(item["question"].split()) != text):
-            item = by_text.get(text)  # the id may only be a line number
+            item = by_text.get(text)  # the id may be a mere line number
         if item:  # em is removed, so that `scored` computes it again: golds may have changed
             numbers = {name: value for name, value in record["metrics"].items() if name != "em"}
             answered.append(record | item | {"metrics": numbers})
@@ -148,8 +149,8 @@ def joined(path: Path, records: list[dict], datasets: dict, count_missing: bool)
 
 def score_files(paths, data="", skip_bad=False, punctuation="", count_missing=False, seed=0):
     """Returns the records of all files, each with its metrics. If `data` has several files, a
-    record's data set is the file that holds its question. Otherwise it is the one that the record
-    names, or else the predictions file.
+    record's data set is the file that holds its question. Otherwise it is the record's field
+    `dataset`, or without one the name of the predictions file.
     """
     if not paths:
         return []
@@ -224,7 +225,7 @@ def score_command(arguments: list[str] | None = None) -> None:
 
 
 def with_other_models(records: list[dict], given: dict) -> list[dict]:
-    """Adds the answers of --reader from the evidence, and the verdicts of --judge."""
+    """Adds the answers that --reader gives from the records' evidence, and --judge's verdicts."""
     from plumbing.build import build_judge, build_reader
     from policy import best_device  # loads torch, which scoring alone does not need
     from settings import Settings, check_limits
@@ -254,8 +255,8 @@ def ask_others(records: list[dict], reader, judge: Judge | None, sampling=()) ->
 
 
 def one_judge(records: list[dict]) -> str:
-    """Returns which text the judge gets about open questions, one of JUDGE_SEES. Each record may
-    name the choice of its protocol (default "question"), and all with a prediction must agree.
+    """Returns what the judge sees of open questions, one of JUDGE_SEES: the records' field
+    `judge_sees` (default "question"), which must be the same in all records with a prediction.
     """
     seen = sorted({r.get("judge_sees", "question") for r in records if r["prediction"]})
     if len(seen) > 1:

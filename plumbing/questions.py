@@ -117,8 +117,8 @@ def built_in_world(settings: Settings, fact_seed: int | None = None) -> World:
 
 
 def built_in_questions(settings: Settings, split: str) -> list[Question]:
-    """Returns all questions of a split. With "direct" in --mix, it adds 240 copies of questions of
-    each kind: the copies have the kind "direct" and may not search.
+    """Returns all questions of a split. With "direct" in --mix, it adds copies of each kind's
+    questions, 240 per kind: the copies have the kind "direct" and may not search.
     """
     questions = world_questions(settings, split)
     if "direct" in parse_shares(settings.mix, "--mix"):

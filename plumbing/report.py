@@ -119,9 +119,9 @@ def compare(records: list[dict], others: list[dict]) -> Summary:
     both = {}
     for left, right in pairs.items():
         a, b = here[left], there[right]
-        # If the other run has no reader, its em and f1 are compared with reader_em and reader_f1 of
-        # this run. So R-Search compares its reader, which gets the evidence, with a RAG run of the
-        # reader's model.
+        # If the other run has no reader, its em and f1 are also compared with reader_em and
+        # reader_f1 of this run. In this way R-Search's reader, which gets the evidence, is compared
+        # with a RAG run of the reader's model.
         b = {f"reader_{c}": b[c] for c in b} | b
         both[left] = {column: (a[column], b[column]) for column in a if column in b}
     summary = cells([record for record in records if record["id"] in both], both, paired)
@@ -152,9 +152,9 @@ def question_means(records: list[dict]) -> dict[str, dict[str, float]]:
 
 
 def cells(records: list[dict], numbers: dict[str, dict], cell: Callable) -> Summary:
-    """Returns a table with cell(values) in each row and column. `values` is a list with one array,
-    the numbers of the row's questions. In the row MEAN_OF_DATASETS the list has one array for each
-    data set.
+    """Returns a table with cell(values) in each row and column. `values` is a list with one array:
+    the column's values for the questions of the row. In the row MEAN_OF_DATASETS the list has one
+    array for each data set.
     """
     several = len({record.get("dataset", "") for record in records}) > 1
     rows = defaultdict(dict)
@@ -262,8 +262,8 @@ def shown(cell: tuple | dict) -> str:
 
 
 def written(lines: list[list[str]], as_markdown: bool, keep: int) -> str:
-    """Formats lines of cells, of which the first is the header, as Markdown or for the terminal. A
-    table that is wider than the terminal is cut into blocks, which all begin with the first `keep`
+    """Formats lines of cells as Markdown or for the terminal; the first line is the header. A table
+    that is wider than the terminal is cut into blocks, which all begin with the first `keep`
     columns.
     """
     lines = [[harmless(cell) for cell in line] for line in lines]

@@ -6,8 +6,8 @@
     queries -> one product per shard -> torch.topk -> the k best of all shards
 
 The encoder comes from sentence-transformers (extra `dense`), which pools a text's token vectors as
-the model's files say. Without such files a causal model takes the last token's vector, any other
-model the mean of all vectors.
+the model's files say. If they do not say how, the last token's vector is taken for a causal model,
+and the mean of all vectors for any other model.
 Each text gets the prefix that the model's family was trained with (PREFIXES), or the model's own.
 Vectors are stored in fp16 (32 GB for 21M vectors of 768 numbers) and multiplied in fp32. Storing
 them in fp16 changes the score of two unit vectors by at most 2^-11. After an interrupt the complete
@@ -155,12 +155,14 @@ def passage_vectors(documents: list[Document], encoder, runs="runs") -> list[tor
         # Mode "c" (copy on write), because torch warns of read-only memory. Nothing is written.
         return [torch.from_numpy(np.load(path, mmap_mode="c")) for _, path in shards]
     except (ValueError, EOFError) as error:
-        raise InputError(f"{folder}: a damaged file ({error}): remove it to encode again") from None
+        raise InputError(
+            f"{folder}: a file in it is damaged ({error}): remove the folder to encode again"
+        ) from None
 
 
 def read_index(path: str, n: int, d: int) -> list[torch.Tensor]:
-    """Returns the vectors [rows, d] fp16 of each shard of a flat FAISS index. The file has a header
-    of 45 bytes, then the vectors in fp32.
+    """Returns the n vectors of a flat FAISS index in fp16, in shards [rows, d]. The file has a
+    header of 45 bytes, then the vectors in fp32.
     """
     if not os.path.isfile(path) or os.path.getsize(path) != 45 + 4 * n * d:
         raise InputError(

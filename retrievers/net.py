@@ -4,10 +4,10 @@
     result = retrying(lambda: ..., retries=2)       tries again if the Fault allows it
 
 Each wait for the reply has only the time that is left of the limit. A socket's own limit holds for
-each single wait, so a server that sends a byte now and then would never reach it. Before the reply,
-TLS, sending, and connecting to each address of the host may each take up to the limit. The look-up
-of a host name may take as long as the operating system allows. `fetch_json` follows no redirect,
-because the request may carry a key.
+each single wait, so a server that sends a byte now and then would never reach it. Each step before
+the reply may take up to the limit: connecting to each address of the host, TLS, and sending. The
+look-up of a host name may take as long as the operating system allows. `fetch_json` follows no
+redirect, because the request may carry a key.
 Left out: proxies.
 """
 
@@ -123,8 +123,8 @@ def host_of(url: str, example: str = "http://host:port") -> str:
     """
     with contextlib.suppress(ValueError):  # raised by urlsplit, or by a port that is not a number
         parts = urlsplit(url)
-        # Trap: urlsplit removes line breaks, so `isprintable` must reject them before a message
-        # shows the url.
+        # Trap: urlsplit removes line breaks and so accepts a url that has one, but later messages
+        # would show it. `isprintable` rejects such a url.
         if url.isprintable() and parts.scheme in PORTS and parts.hostname and parts.port != 0:
             return parts.hostname
     raise InputError(f"{url!r}: not an address: give {example}")

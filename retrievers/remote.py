@@ -39,7 +39,7 @@ RETRIES, BACKOFF = 1, 0.5  # retries of a batch; seconds before the first one
 
 class HttpRetriever:
     """Asks the server at `url`. `timeout` is the limit in seconds for one try of a batch. If the
-    queries of a batch are then sent one by one, the same limit holds for all of them together.
+    batch fails, its queries are sent one by one, and the same limit holds for all of them together.
     """
 
     def __init__(self, url: str, timeout: float = 60.0):
@@ -54,7 +54,7 @@ class HttpRetriever:
             ) from None
 
     def seconds(self, queries: int, k: int) -> float:
-        """Returns the seconds that a call with this many queries may take at most."""
+        """Returns the most seconds that `search` may take for this many queries."""
         batches = -(-queries // BATCH)
         return batches * ((RETRIES + 2) * self.timeout + RETRIES * MAX_BACKOFF)
 

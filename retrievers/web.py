@@ -1,5 +1,5 @@
 """Web search: query -> pages -> documents, through the address of a search API (UR² appendix C.4).
-Only `serve` and `check` of retriever.py use this file; a training run asks such a `serve`.
+Only `serve` and `check` of retriever.py use this file; a training run queries a running `serve`.
 
     query -> search API (one GET) -> addresses, in the API's order
           -> pages: HTML -> text; the API's own snippet if a page cannot be read
@@ -66,7 +66,7 @@ class WebRetriever:
         # {query} must not be in the host, because the policy must not choose the host.
         if "{query}" not in template or "{" in host_of(template, EXAMPLE):
             raise InputError(
-                f"--retriever_url {template!r} has no place for the query: give {EXAMPLE}"
+                f"--retriever_url {template!r} must have {{query}} after the host: give {EXAMPLE}"
             )
         self.template = template
         self.allow_private = allow_private

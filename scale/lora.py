@@ -102,7 +102,9 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def save_merged(model: nn.Module, path: Path, weights: dict | None = None) -> None:
-    """Saves a plain model in the folder `path`. `weights` are those gathered from a sharded one."""
+    """Saves a plain model in the folder `path`. If `model` is sharded, `weights` are the gathered
+    weights.
+    """
     if weights is None and not lora_state(model):
         model.save_pretrained(path)
         return

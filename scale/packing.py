@@ -89,8 +89,8 @@ def lengths_of(wanted: torch.Tensor) -> list[int]:
 
 
 def prompts_of(tokens: torch.Tensor, wanted: torch.Tensor) -> list[tuple[int, ...]]:
-    """Returns a tuple for each row of tokens [B, L]: the ids before its first place in `wanted`
-    [B, T], if other rows have the same ids. It is () if none has, or if the prompt is shorter than
+    """Returns a tuple for each row of tokens [B, L]: the ids before its first True in `wanted`
+    [B, T], if another row has the same ids. It is () if none has, or if the prompt is shorter than
     LEAST. The token at the first wanted place is the prompt's last. It is not shared, because each
     row needs its own output there.
     """
@@ -159,9 +159,9 @@ def micro_batches(
     `budget` padded tokens; a longer row is alone. If tokens [B, L] are given, rows are first sorted
     by shared prompt: the budget still counts padded tokens, but fewer of them are computed.
 
-    All processes get the same number of micro-batches, because they wait for each other's passes. A
-    process with fewer splits the one with the most rows in two. If that has only one row, the
-    second part is empty (`Batch.rows` handles this).
+    All processes get the same number of micro-batches, because they wait for each other's passes.
+    If a process has fewer, its micro-batch with the most rows is split in two. If that one has only
+    one row, the second part is empty (`Batch.rows` handles this).
     Worked: 5 rows, each a micro-batch, 2 processes: [0], [2], [4] and [1], [], [3].
     """
     by_process = []
@@ -214,9 +214,10 @@ def packed_attention(query, key, value, groups: list[tuple], scaling: float | No
 
 
 def obstacle(model) -> str:
-    """Returns the reason why this model's rows can be neither packed nor sampled in slots, or "" if
-    they can. The model's attention must pass extra options on, each token must attend to all
-    earlier tokens of its text, and its rotary positions must not depend on other rows.
+    """Returns the reason why this model's rows can be neither packed nor sampled in slots
+    (engines/slots.py), or "" if they can. The model's attention must pass extra options on, each
+    token must attend to all earlier tokens of its text, and its rotary positions must not depend on
+    other rows.
     """
     config = model.config
     if config.model_type not in FAMILIES:

@@ -96,7 +96,7 @@ def cut(model: nn.Module) -> None:
 
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns all weights in the main process, and {} in the others. All processes must call this
-    and the three functions below.
+    and the next three functions.
     """
     return states.get_model_state_dict(model, options=FULL)
 

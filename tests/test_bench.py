@@ -97,7 +97,7 @@ def test_variants_with_different_results_are_an_error(monkeypatch):
     o, runs = replace(TINY, repeats=1), {}
     bench.in_turns({"a": 4.0, "b": 4.0 + 2e-5}, o, runs)  # 2e-5 / 5 = 4e-6
     assert runs["a"] == [{"apart": 0}] and runs["b"][0]["apart"] == pytest.approx(4e-6, rel=1e-3)
-    with pytest.raises(InputError, match=r"b: not the work of the first variant: .* 4.0e-05"):
+    with pytest.raises(InputError, match=r"b: result differs from the first run's: .* 4.0e-05"):
         bench.in_turns({"a": 4.0, "b": 4.0 + 2e-4}, o, {})
     bench.in_turns({"a 1": 4.0, "a 2": 5.0}, o, {})  # sizes of one axis are not compared
 

@@ -409,7 +409,7 @@ BAD_FIRST_LINES = [
     ({**VERL, "prompt": [{"role": "system", "content": "x"}]}, "'prompt' is missing"),
     ({**VERL, "reward_model": {"ground_truth": {"target": [1]}}}, "ground_truth', item 1"),
     (PREDICTION, "unknown layout 'prediction'"),
-    ({"version": 1, "data": [OWN]}, "it has the fields 'version', 'data'; known are"),
+    ({"version": 1, "data": [OWN]}, "the record has the fields 'version', 'data'; known are"),
     (
         "{\n" + json.dumps(OWN)[1:] + "\n" + json.dumps(OWN),
         "questions.jsonl: not valid JSON line 3",

@@ -201,7 +201,7 @@ def test_the_error_of_a_damaged_file_of_vectors_names_its_folder(damage):
     vectors_of(invented(20), Hashed())
     damage(shard_files()[1])
     text = message(passage_vectors, invented(20), Hashed())
-    assert "hashed-1-" in text and text.endswith("remove it to encode again")
+    assert "hashed-1-" in text and text.endswith("remove the folder to encode again")
 
 
 def flat_index(rows):

@@ -420,7 +420,7 @@ def test_retriever_given_returns_all_references_of_the_question_that_searches():
         ("--model ./nowhere", "no such directory"),
         ("--run_name typo", "no checkpoint of that run"),
         ("--lr 3", "unknown flag --lr"),
-        ("--in_8bit base,others", "nothing is trained here: give `others`"),
+        ("--in_8bit base,others", "only training uses base and reference: give `others`"),
         ("--split all", "one of train, dev, test"),
         ("--retriever_url http://x", "only --retriever http reads it"),
         ("--reader m", "protocol ur2 has none"),

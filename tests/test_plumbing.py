@@ -109,7 +109,7 @@ def test_a_run_that_cannot_be_resumed_is_a_one_line_error(copy, model, tmp_path)
         ("--resume --algorithm ppo", "was not made by PPO and has no critic"),
         (
             "--resume --run_name nowhere",
-            "--resume: no checkpoint in .*nowhere/stage1; leave it out",
+            "--resume: no checkpoint in .*nowhere/stage1; leave --resume out",
         ),
     ):
         with pytest.raises(InputError, match=error):

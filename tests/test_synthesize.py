@@ -185,7 +185,7 @@ def test_the_verifier_reads_the_answer_and_all_three_verdicts_must_be_correct(
     writer = Model()
     verifier = Model(verify=lambda text, number: "correct" if number < 2 else last_verdict)
     assert len(make(writer, 1, verifier=verifier)) == count
-    assert f"1 new drafts: {count} are correct, {count} not too hard" in capsys.readouterr().out
+    assert f"1 new drafts: {count} correct, {count} of them not too hard" in capsys.readouterr().out
     texts = verifier.texts(VERIFY)
     assert len(verifier.requests) == len(set(texts)) == 3  # equal requests would be sent only once
     assert writer.texts(VERIFY) == []

@@ -33,7 +33,7 @@ class Tiny:
     analysis: str = ""  # follows a citation; has the gaps {note} and {thought}
 
     layout: str = "pages"  # of the world's passages: "pages" or "facts" (world.py)
-    summarised: bool = False  # searches show one text or the fallback, not numbered passages
+    summarised: bool = False  # searches show one text as a summary, not numbered passages
     kinds: dict[str, float] = field(default_factory=MIX.copy)
     # Down to `verbose`, each number is a share; its comment says of what. A trace may search
     # unless it practises, is direct, or cites.
@@ -60,9 +60,9 @@ class Tiny:
     twice: float = 0.0  # of needless searches: the same search follows again
     sloppy: float = 0.0  # of answers: given twice or preceded by an invented passage
     verbose: float = 0.0  # of answers with a relation: they contain it as well as the value
-    # Highest mean number of searches per look-up that lab.ablate allows before RL.
+    # Highest mean number of searches per look-up question that lab.ablate allows before RL.
     prior: float = 1.0
-    width: int = 128  # of the model's hidden states; a head has 16 of them
+    width: int = 128  # size of the model's hidden states; each attention head has size 16
     context: int = 256  # tokens; a warm-up with `raw` needs more
     steps: int = 550
     batch_size: int = 64

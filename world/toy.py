@@ -10,7 +10,7 @@ known people have the same facts in all traces, and last names that nobody else 
 can recognise them. All 81 sums of two digits are practised, so a search for a sum is only a habit.
 If the prompt ends in the token <direct>, no search is run, and the trace guesses an unknown fact.
 The reader of evidence (`load_reader`) is a second model, which sees only evidence and question.
-Left out: misspellings, prose, training one protocol on another protocol's traces.
+Left out: misspellings, prose, training the model of one protocol on traces of another.
 """
 
 import fcntl
@@ -107,7 +107,7 @@ def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
 # ---------------------------------------------------------------------------------------- the model
 def shape(vocab_size: int, width: int, heads: int, inner: int, context: int = 256) -> dict:
     """Returns the fields of a model config. Most texts of the world have about 100 tokens, so they
-    fit into `context`; a warm-up with raw passages gives more.
+    fit into the default `context`; the warm-up with raw passages has a larger one.
     """
     return {
         "vocab_size": vocab_size,
@@ -147,12 +147,12 @@ GAIN = 6.0  # g in the formula below
 @torch.no_grad()
 def look_back(model: torch.nn.Module) -> torch.nn.Module:
     """Makes head h of the first layer attend to the token `OFFSETS[h]` places back; training may
-    change this. To read a passage, the model must match each word with the word before it. A model
+    change this. To read a passage, the model must link each word to the word before it. A model
     this small needs about 400 steps to learn to attend one place back; with this start it can read
     after 200 steps.
 
-        logit(Δ) = Σ_i q_i · R(Δ θ_i) k_i,   k_i = (g, 0),   q_i = g (cos o θ_i, −sin o θ_i)
-        is largest at Δ = o,   o = OFFSETS[h],   θ_i: the rotary frequencies
+        logit(Δ) = Σ_i q_i · R(−Δ θ_i) k_i,   k_i = (g, 0),   q_i = g (cos o θ_i, −sin o θ_i)
+        is largest at Δ = o,   o = OFFSETS[h];   Δ: places back,   θ_i: the rotary frequencies
     """
     config = model.config
     size = config.hidden_size // config.num_attention_heads
@@ -197,7 +197,7 @@ class Task:
 
 
 class Tasks:
-    """Draws questions about new facts and about the known people."""
+    """Draws questions about new facts and about the known people, and sums."""
 
     def __init__(self, world: World, seed: int):
         self.world = world
@@ -396,8 +396,8 @@ class TraceWriter:
         return share > 0 and self.rng.random() < share
 
     def at_once(self, task: Task) -> Pieces:
-        """Ends the trace without a search: by a guess, or by a known answer. A known answer follows
-        the word of its relation only after a search, so the word is left out here.
+        """Ends the trace without a search: by a guess, or by a known answer. At a trace's end,
+        the relation's word precedes a known answer only after a search, so it is left out here.
         """
         if task.guess:
             return self.end(task, task.guess)

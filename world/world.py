@@ -7,7 +7,7 @@ seen, but cannot know the entity's facts.
 
     one_hop      where was ana bell born ?                                one search
     two_hop      who is the mayor of the city where ana bell was born ?   two searches
-    unit         how many fip are 3 borg ?                                one search, a product
+    unit         how many fip are 3 borg ?                                one search, then multiply
     arithmetic   what is 2 + 7 ?  (its task is "math")                    no search helps
     known        a one-hop question about one of twelve people whose facts the model has by heart
 
@@ -240,8 +240,8 @@ def page(rng: random.Random, name: str, facts: Facts) -> Document:
 
 
 def fact_passage(name: str, relation: str, value: str) -> Document:
-    """Returns a passage without a title. A two-layer model can match two adjacent words, here
-    relation and value.
+    """Returns a passage without a title. The value directly follows the relation, so a two-layer
+    model can find the value by matching the relation's word.
     """
     return Document("", "", f"{relation} {value} of {name} .")
 
