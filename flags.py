@@ -1,8 +1,9 @@
-"""Defines the flags of those files of a training run that import torch: one settings record per
-file. They are here because importing torch takes seconds, while --help, `python papers.py` and the
-message for a typo appear within a second. All other records are in the files that read them.
+"""Defines the flags of those files of a training run that import torch: one settings record for
+each file or folder below. They are here because importing torch takes seconds, while --help,
+`python papers.py` and the message for a typo appear within a second. All other records are in the
+files that read them.
 
-    rollout.py  engines/slots.py  other_models/  update.py  ppo.py  kl.py  reinforce_pp.py  dapo.py
+    rollout.py  engines/  other_models/  update.py  ppo.py  kl.py  reinforce_pp.py  dapo.py
     policy.py
 
 `settings.Settings` inherits these records and the others of a training run (settings.RECORDS).
@@ -64,7 +65,7 @@ class RolloutSettings:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """engines/slots.py"""
+    """engines/"""
 
     engine: str = setting(
         "slots",
@@ -186,7 +187,7 @@ class DapoSettings:
     """dapo.py"""
 
     max_resample: int = setting(
-        3, "DAPO: maximum extra draws of questions per step", only="papers", least=0
+        3, "DAPO: maximum extra draws of --questions_per_step questions", only="papers", least=0
     )
     filter_by: str = setting(
         "correct",

@@ -41,8 +41,8 @@ NEEDED = {"policy": "question", "reader": "question evidence", "summarizer": "qu
 # Under ARENA a layout of the policy must also have {references}.
 OPTIONAL = {"policy": "options", "reader": "options"}
 OPTIONAL["summarizer"] = "question options reasoning"
-# LaTeX braces are not placeholders: \boxed{answer}, x^{n}. Nor is {max_searches}:
-# `fill_instruction` has already replaced it in the policy's texts.
+# LaTeX braces are not placeholders: \boxed{answer}, x^{n}. Nor is {max_searches}, which
+# `fill_instruction` replaces in the policy's texts; the check of --prompt_file lets it pass.
 _GAP = re.compile(r"(?:\\\w+|[\^_])(?:\{[^{}]*\})+|\{(?!max_searches\})([a-z_]+)\}")
 
 

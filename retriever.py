@@ -261,7 +261,8 @@ def inverse_document_frequencies(document_counts: Array, n: int, epsilon: float)
     if floor > 0:
         return np.where(idf < 0, floor, idf)
     # The mean includes the negative values, so in a tiny corpus rank-bm25's floor may be negative.
-    # With such a floor, documents that contain a word of the query would rank last.
+    # With such a floor, a word that is in more than half of the documents would lower the scores of
+    # those that contain it.
     return np.maximum(idf, SMALL_IDF)
 
 

@@ -967,8 +967,8 @@ def check_questions(questions: list[Question], settings) -> list[Question]:
     searching = [question for question in questions if question.may_search]
     if "searching" in needed and not searching:
         raise InputError(
-            f"--reward {settings.reward} rewards searches, and no question may search: give other"
-            " --data, or take stage 2"
+            f"--reward {settings.reward} rewards searches, but no question is allowed to search:"
+            " change --retrieval, --direct_tasks or --data, or take stage 2"
         )
     for question in questions:
         lacks = ""

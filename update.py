@@ -146,7 +146,7 @@ def update(state: TrainState, batch: Batch) -> Record:
         return {"loss": 0.0, "grad_norm": 0.0, "skipped": 1.0} | entropy_of(batch)
     taught = batch.rows(rows)  # [n, t]
     taught.logprobs = torch.zeros_like(taught.response_mask)  # [n, t]
-    share = taught.token_weights.sum().item() or 1.0  # logged means are over the rows of `taught`
+    share = taught.token_weights.sum().item() or 1.0  # so that logged means are over `taught`
 
     def loss_of(micro: Batch, rows: Tensor):
         logprobs = state.model(micro.tokens, settings.temperature, micro.response_mask)  # [b, t]

@@ -1,8 +1,10 @@
-"""Writes data into docs/index.html: rewards of its transcripts, and test cases of its formulas.
+"""Writes data into docs/index.html: rewards of its transcripts, test cases of its formulas, and
+trajectories of a training run.
 
-    python -m lab.golden                       everything except the recorded run
-    python -m lab.golden --output_dir runs     everything; records the answers of the models of
-                                               `make train` (takes the flags of lab.moments)
+    python -m lab.golden                       keeps the trajectories that are in the page
+    python -m lab.golden --output_dir runs     samples them again from the models of `make train`:
+                                               before RL, after stage 1 and after stage 2 (takes
+                                               the flags of lab.moments)
 
 The page does not compute rewards: for each position of its controls it looks up the reward that
 this file has written. It does compute the formulas, under the names of our functions, and

@@ -355,7 +355,7 @@ def test_a_fault_after_a_step_is_one_line_and_the_step_is_saved(
     line = message(run, model, tmp_path, sampler.base, options)
     assert problem in line and f"{START} {model} --max_context 256" in line
     assert [path.name for path in checkpoints(tmp_path / "t/stage1")] == ["checkpoint-000001"]
-    sampler.faults.clear()
+    faults = sampler.faults.clear() or {}  # `update` injects none from here on
     assert len(run(model, tmp_path, sampler.base, f"{options} --resume")) == 2
 
 

@@ -184,9 +184,9 @@ class Hop:
 
 @dataclass(frozen=True)
 class Task:
-    """A question, the hops to its answer, and the answer. The answer is the value of `relation`
-    ("" for units and sums). `guess` is a random value of the answer's kind; it is "" for known
-    facts and sums, because the model does not have to guess these.
+    """A question, the hops to its answer, and the answer. `relation` is the relation whose value is
+    the answer; it is "" for units and sums. `guess` is a random value of the answer's kind; it is
+    "" for known facts and sums, because the model does not have to guess these.
     """
 
     question: str
