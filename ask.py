@@ -49,7 +49,7 @@ def read_flags(arguments: list[str] | None = None) -> tuple[dict, str]:
     given = vars(parser.parse_args(arguments))
     text = clean(" ".join(given.pop("question"))).strip()  # argv may contain invalid UTF-8
     if unused := {"judge", "reader"} & given.keys():
-        raise InputError(f"ask.py: --{min(unused)} has no meaning here, only in eval.py")
+        raise InputError(f"ask.py: --{min(unused)} has no meaning here; eval.py uses it")
     return given, text
 
 
@@ -175,7 +175,7 @@ def print_examples(session: Session) -> None:
 # ---------------------------------------------------------------------------------- its commands
 def try_one(session: Session, _: str) -> None:
     if not session.questions:
-        raise InputError("/try: no questions are known here: start with --data FILE")
+        raise InputError("/try: no questions are known here: restart ask.py with --data FILE")
     answer(session, next(session.examples).question)
 
 

@@ -10,8 +10,8 @@ Difficulty is measured once, before training, as the mean score of K rollouts of
 easy = 7 : 2 : 1. In `buckets` a task or kind may have its own shares, as math has 1 : 1 : 1 in UR²
 (C.5):
 "math:hard=1,math:medium=1,math:easy=1,hard=7,medium=2,easy=1". The hardest questions, with a score
-below 0.2, are in the bucket "dropped". They are asked only if `buckets` names them, because groups
-that always fail teach nothing. UR²'s stage 1 trains on the dropped math questions
+below 0.2, are in the bucket "dropped". They are asked only if `buckets` names them, because a
+question whose rollouts all fail teaches nothing. UR²'s stage 1 trains on the dropped math questions
 ("math:dropped=1", C.7).
 Left out: measuring difficulty again while training.
 """
@@ -229,9 +229,9 @@ def family(kind: str) -> str:
 
 
 def check_pools(pools: dict[str, Questions], shares: Weights, counts: Counts, flag: str) -> None:
-    """Raises an InputError if no share above 0 names a part of the data. Without buckets, it also
-    raises one if the data has no question of a kind in --mix. With buckets, it also raises one if a
-    step would take no question of a pool with a share above 0, or more questions than the pool has.
+    """Raises an InputError if no share above 0 names a part of the data, or if a pool with a share
+    above 0 is empty. With buckets, it also raises one if a step would take no question of such a
+    pool, or more questions than the pool has.
     """
     available = ", ".join(pools)
     if not any(shares.values()):
@@ -271,9 +271,9 @@ def lot_of(question: Question, seed: int) -> float:
 
 
 def draw_choices(pools: dict[str, Questions], counts: Counts, seed: int) -> frozenset[str]:
-    """Returns the ids of the multiple-choice questions that may search. On average they are half of
-    the multiple-choice questions that a step asks. Harder questions are chosen first; among equally
-    hard ones `lot_of` decides.
+    """Returns the ids of the multiple-choice questions that may search. On average, about half of
+    the multiple-choice questions that a step asks are among them. Harder questions are chosen
+    first; among equally hard ones `lot_of` decides.
 
     Worked: a step asks 8 of 20 hard and 2 of 10 easy questions, 10 together, so 5 may search. A
     hard question is asked 8/20 times per step. So 5 / (8/20) = 12.5, rounded to 13, of the 20 hard

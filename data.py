@@ -127,7 +127,8 @@ class SearchResult:
     text       the summary or the fallback; if "", the policy reads the numbered `documents`, or a
                fixed sentence if there are none or the search failed
     fallback   True if the summariser decided that the query asks for no fact (UR²)
-    error      the technical reason why the search failed, or None if it did not
+    error      the technical reason why the search failed, or None if it did not; ignored if
+               `rejected` is True
     rejected   True if a server rejected the query for its content, which is not a failed search
     """
 

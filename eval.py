@@ -9,7 +9,7 @@
     python eval.py --recipe r_search --reader SPEC  another model answers from the evidence
     python eval.py --data A,B,C --model DIR         several data sets in one table
     python eval.py ... --against FILE               compares two runs question by question
-    python eval.py --predictions FILE               scores a file, in any layout, without a model
+    python eval.py --predictions FILE               scores a file, in one of many layouts; no model
 
 By default decoding is greedy, and protocol and limits are those of training. Predictions are
 written batch by batch; after an interruption the same command, without --fresh, continues.
@@ -50,7 +50,9 @@ from settings import ASKING, MORE_HELP, MOST_USED, Settings, add_flags, named_in
 class Options:
     """Holds the options of an evaluation that are not settings of a run."""
 
-    inside = ""  # "/x" if --out is a folder: check_options tests that files can be written in it
+    # "/x" in lab.baselines, where --out is a folder: check_options tests that a file can be written
+    # in it.
+    inside = ""
     split: str = setting("test", "split of the built-in world", one_of=("train", "dev", "test"))
     questions: int = setting(
         100,
@@ -64,7 +66,7 @@ class Options:
     fact_seed: int | None = setting(None, "seed that redraws all facts of the built-in world")
     decoding: str = setting(
         "greedy",
-        "paper: sample as the paper does; both: evaluate at temperature 1, then greedily",
+        "paper: as in the paper's evaluations; both: evaluate at temperature 1, then greedily",
         one_of=("greedy", "paper", "both"),
     )
     thinking: int = setting(
@@ -359,7 +361,8 @@ def settings_of(given: dict) -> Settings:
         changes["judge"] = ""
     if "data" in given and settings.corpus != "from-data":
         changes["corpus"] = ""  # the saved corpus is that of the training data
-    if settings.engine != "hf":  # not a run's vLLM servers: they have its newest weights
+    # The training run's vLLM servers have its newest weights, not those of this checkpoint.
+    if settings.engine != "hf":
         changes["engine"] = "slots"
     if "max_turn_tokens" in given:
         changes["turn_tokens"] = ""  # the flag applies to every task
@@ -371,7 +374,7 @@ def settings_of(given: dict) -> Settings:
 
 
 def paper_decoding(settings: Settings) -> dict:
-    """Returns the settings by which the paper samples in evaluations, for --decoding paper."""
+    """Returns the settings of the paper's evaluations, for --decoding paper."""
     decoding = record_of(settings.recipe, settings.variant).decoding
     if "temperature" not in decoding:
         print(
@@ -445,8 +448,8 @@ def check_options(options: Options, given: dict) -> None:
 
 
 def default_out(settings: Settings, options: Options) -> Path:
-    """Returns the default path of the predictions. It is under --output_dir, because the model may
-    be a hub name, or in a read-only folder.
+    """Returns the default path of the predictions. It is under --output_dir and not in the model's
+    folder: that may be read-only, and a hub model has none.
     """
     model = "-".join(Path(settings.model).parts[-3:]) or f"warm-{settings.protocol}"
     files = "+".join(Path(name).stem for name in settings.data.split(","))

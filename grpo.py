@@ -2,7 +2,8 @@
 
     A_i  = (r_i − mean_group) / (std_group + 1e-6)    std with ddof 1; all model tokens of i get A_i
     loss = clipped surrogate(A) + kl_coef · KL        by default (k2) the KL is in the loss
-    total = mean over the model tokens of each trajectory, then over trajectories ("sequence")
+    total = mean over the model tokens of each trajectory, then over trajectories
+            (--loss_aggregation sequence)
 
 If a search of a trajectory failed, its reward is unknown and is set to NaN. An unknown reward is
 left out of the group's mean and std, and its trajectory has the advantage 0. In a group with fewer

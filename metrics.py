@@ -326,7 +326,7 @@ def has_math_verify() -> bool:
 
 
 def ask_worker(prediction: str, gold: str, seconds: float = MATH_SECONDS) -> bool:
-    """Asks the worker whether two answers are equal; False if it fails or takes over `seconds`."""
+    """Asks the worker whether two answers are equal; False if it fails or exceeds `seconds`."""
     with _LOCK:
         idle = _IDLE.pop() if _IDLE else None
         worker = idle if idle and idle.poll() is None else start_worker()

@@ -192,7 +192,7 @@ UR2.variants.update(
     judge_partly=varied(UR2, partly=1.0),  # as in UR²'s released code
     five_queries=varied(UR2, task_searches="qa=5"),  # as UR²'s prompt says
 )
-# Table 3. Without stage 1 there is no search bonus, and the run uses other tags (C.2).
+# Table 3. `without_stage1` pays no search bonus and uses other tags (C.2).
 _no_bonus = replace(UR2_CHOICE, tiny={1: EVERYTHING | _summarised})
 UR2_CHOICE.variants.update(
     without_stage1=varied(_no_bonus, reward="ur2_stage2", protocol="ur2_search", steps=110),
@@ -400,7 +400,7 @@ ARENA.variants.update(  # section 5.3, figure 3
 )
 ARENA.variants["no_relevance"] = varied(ARENA, relevance_reward=False)  # not in the paper
 ARENA.variants["thinking"] = varied(ARENA, protocol="arena_thinking")  # 4.3, note 2
-# Appendix H.2, table 9. It has 5,000 examples; one epoch over them (20 steps) is our reading.
+# Appendix H.2, table 9: 5,000 training examples; one epoch over them (20 steps) is our reading.
 _naive = ARENA.variants["naive_grpo"]
 ARENA.variants["summaries"] = varied(ARENA, protocol="arena_summary", steps=20)
 ARENA.variants["naive_summaries"] = varied(_naive, protocol="arena_summary", steps=20)
@@ -487,7 +487,7 @@ def record_of(recipe: str, variant: str = "", stage: int | None = None) -> Paper
 
 def main() -> None:
     """Prints a Markdown table of the settings of each paper and stage. A variant shows only the
-    settings that differ from its paper's. Stages with the same settings share a row.
+    settings that differ from its paper's. Stages that show the same settings share a row.
     """
     print("paper | stage | settings | source\n--- | --- | --- | ---")
     for name, paper in PAPERS.items():

@@ -386,8 +386,8 @@ def check_model_path(path: str, flag: str = "--model") -> None:
         raise InputError(f"{flag} {path}: {wrong}; give a saved HF model or a hub name")
     if Path(path, MANIFEST).exists() and (wrong := wrong_with(Path(path))):
         raise InputError(
-            f"{flag} {path}: {wrong}: use another model, or remove its {MANIFEST} if you changed "
-            "the files yourself"
+            f"{flag} {path}: {wrong}: use another model, or remove {MANIFEST} from this folder if "
+            "you changed the files yourself"
         )
 
 

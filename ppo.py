@@ -175,7 +175,7 @@ def token_weights(response_mask: Tensor) -> Tensor:
 def model_only(values: Tensor, response_mask: Tensor) -> Tensor:
     """Returns values, or 0 on masked tokens. Worked: values [2, inf], mask [1, 0] -> [2, 0]."""
     # Are the environment's tokens really masked? Yes, here, and before any exp is taken. `where` is
-    # used, because in a product with the mask 0 · inf is NaN, in the forward and backward pass.
+    # used, because a product with the mask could give 0 · inf = NaN, forward and backward.
     return torch.where(response_mask.bool(), values, 0)
 
 
@@ -189,7 +189,8 @@ def token_rewards(batch, settings) -> Tensor:
     # Where is the KL? k1 is here, in the reward; k2 and k3 are in compute_loss.
     penalty = kl.kl_in_reward(batch, settings)  # [B, T]
     last = last_model_token(batch.response_mask)  # [B, T]
-    # `where`, not a product: in a row whose tokens are all masked, NaN · 0 would still be NaN.
+    # `where`, not a product: a row with a failed search has the reward NaN and a mask of zeros, and
+    # NaN · 0 would be NaN.
     return penalty + torch.where(last, batch.rewards[:, None], 0)  # [B, T]
 
 

@@ -31,8 +31,8 @@ PROTOCOLS: dict[str, Protocol] = {}  # name -> protocol; filled below, paper by 
 # same as with "question".
 JUDGE_SEES = ("question", "answers", "normalized")
 # The sections of --prompt_file. "policy:direct" is for questions that may not search, and
-# "summarizer:fallback" is used where a query may be rejected: in training, for web pages, and with
-# --fallback.
+# "summarizer:fallback" is used where the summariser may reject a query: in training, for web pages,
+# and with --fallback.
 BY_TASK = ("policy", "policy:direct", "summarizer", "summarizer:fallback")
 TASKS = ("qa", "math", "choice", "summary")
 SECTIONS = ("judge", "reader", *BY_TASK, *(f"{name}:{task}" for name in BY_TASK for task in TASKS))
@@ -477,9 +477,9 @@ _CHOICE = re.compile(
 
 @lru_cache(maxsize=1024)  # rewards and metrics need a trajectory's answers a dozen times
 def find_answers(protocol: Protocol, text: str, task: str = "qa") -> tuple[Span, ...]:
-    """Finds every answer in the model's own text, in order. Under UR² the answer to a
-    multiple-choice question has the form "the correct answer is: X" (D.2). The forms "... is not A"
-    and "... is: neither" are not answers, nor is a box, which may belong to a calculation.
+    """Finds every answer in the model's own text, in order. Under UR² an answer is a box, except
+    for multiple choice: there it has the form "the correct answer is: X" (D.2). So "... is not A"
+    and "... is: neither" are no answers there, nor is a box, which may belong to a calculation.
     """
     if protocol.answer_tags:
         return tuple(find_blocks(text, *protocol.answer_tags))

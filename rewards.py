@@ -14,7 +14,7 @@ A policy learns to exploit any reward that breaks one of these rules:
      does not check this, nor do UR²'s rewards with format_check="loose").
 
 Left out: comparing several trajectories, which is the task of the advantages; and the judge, the
-reader and the embedder. Their results, or functions that ask them, are arguments here
+reader and every embedder but TF-IDF. Their results, or functions that ask them, are arguments here
 (`OtherModels`, `Extras`), and plumbing/build.py supplies them.
 """
 
@@ -286,7 +286,7 @@ def ur2_stage1(
 
         format      +1 if v = 0, else −v; not searching is a violation if the question may search
         retrieval   0, 3, 4 for n = 0, 1, ≥ 2 (3B: 0, 5, 7; Llama: 0, 3, 3)
-        fallback    −0.5 f; f counts the searches whose flag `fallback` is set, whatever their text
+        fallback    −0.5 f; f counts the searches with `fallback` set, whatever text they returned
     If the question may not search, only the format term is paid: +1, or for example −1 if the model
     wrote a query and then answered.
     >>> ur2_stage1(example("ur2"))     # v = 0, n = 2, f = 1: 1 + 4 − 0.5 = 4.5
@@ -858,7 +858,7 @@ def compute_rewards(
 
 
 def needs(settings) -> set[str]:
-    """Returns the words of NEEDS that hold for the reward under these settings."""
+    """Returns what the reward needs under these settings, in the words of NEEDS."""
     needed = {*NEEDS.get(settings.reward, "").split()}
     if not settings.evidence_reward:
         needed.discard("reader")
@@ -873,7 +873,7 @@ def check_reward(settings) -> RewardTerms:
     that the answer term of a wrong answer is always below that of a right one. Returns the reward
     terms of an example.
     """
-    price = settings.beta * settings.max_searches  # the most that the searches can cost
+    price = settings.beta * settings.max_searches  # searches change the answer term by at most this
     # Answer terms: in stage 1 a wrong answer gets up to −1 + price and a right one 1; in stage 2 a
     # right answer gets at least 1 − price and a wrong one −1.
     if "price" in needs(settings) and price >= 2:
@@ -1024,7 +1024,7 @@ def example(protocol: Protocol | str, answer: str = "Norland", searches: int = 2
 
 def main() -> None:
     print(f"{_QUESTION.question} Gold: Norland, from references 1 and 3.")
-    print("Rewards of answer Norland after 0, 1, 2 searches (2nd: a fallback), then of Sudria.\n")
+    print("Rewards of Norland after 0, 1 and 2 searches (ARENA: citations), then of Sudria.\n")
     extras = Extras(reader_answer="Norland")
     for name, protocol in product(REWARDS, PROTOCOLS):
         if name.startswith(protocol):

@@ -249,7 +249,7 @@ class StopRule:
             return "eos"
         if turn[-1] in self.watched:
             for tag, reason in self.stop_tags.items():
-                # Each token of a tag has at least one of its characters: len(tag) tokens suffice.
+                # A tag has at most one token per character: the last len(tag) tokens suffice.
                 if tag in decode(self.tokenizer, turn[-len(tag) :]):
                     return reason
         return "length" if len(turn) >= max_new_tokens else None

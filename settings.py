@@ -370,7 +370,9 @@ def _check_8bit(settings: Settings) -> None:
     if "reference" in in_8bit and not settings.kl_coef:
         raise InputError("--in_8bit reference: with --kl_coef 0 no reference is loaded")
     if in_8bit - {"others"} and not settings.model:
-        raise InputError("--in_8bit is for models from --model: the built-in one stays in fp32")
+        raise InputError(
+            "--in_8bit base and reference need --model: the built-in model stays in fp32"
+        )
 
 
 def boolean(text: str) -> bool:

@@ -9,9 +9,9 @@ built-in world masks the token that decides to search: the model practises readi
 stays rare.
 
 `example_of` ends a text in EOS (if the tokenizer has one), so that the model learns to stop.
-Examples are packed, as in an update (scale/packing.py): a batch of 64 in UR²'s warm-up has about
-4,600 positions with padding, but only about 1,850 are computed. The same examples in the same order
-give the same weights on the same machine. Left out: several processes.
+Examples are packed, as in RL (scale/packing.py): a batch of 64 in UR²'s warm-up has about 4,600
+positions with padding, but only about 1,850 are computed. On one machine's CPU, the same examples
+in the same order give the same weights. Left out: several processes.
 """
 
 import math

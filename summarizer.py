@@ -213,7 +213,7 @@ def as_result(
     rejected   whether the server rejected the prompt; only used if there are no notes
     """
     notes = _HEADING.split(reply)[-1].strip()
-    if not notes:  # an error, because the policy reads the documents if a result has no text
+    if not notes:  # an error: without it the policy would read the documents
         return SearchResult(documents, error="summariser gave no answer", rejected=rejected)
     # A reply rejects the query only if, case and punctuation aside, it is exactly one of these
     # texts: real notes may quote one.

@@ -226,7 +226,7 @@ def rows_to_train_on(rollouts: Rollouts, settings: Settings) -> Tensor:
 
     Trap: "correct" drops every question that is always answered right, or always wrong, although
     its trajectories with a search could still be compared with those without one. When to Search
-    therefore filters by "answer".
+    therefore filters by "answer": its term `answer` also depends on the number of searches.
     """
     if settings.algorithm != "dapo":
         return torch.ones(len(rollouts.correct), dtype=torch.bool)  # [N]
@@ -380,10 +380,10 @@ def critic_metrics(batch: Batch) -> Record:
 
 
 def likelihood_later(batch: Batch, first: Tensor) -> Record:
-    """Returns by how much the step's earlier updates raised the log-prob of good responses before
-    their own update. For a row this is Σ_t (log π − log π_old) over its model tokens. The mean is
-    taken over the good rows, those with a positive sum of advantages, except the rows `first` [n]
-    of the step's first update. Returns {} if there is no such row.
+    """Returns by how much the log-prob of good responses rose in the step's updates before the one
+    that trains on them. For a row this is Σ_t (log π − log π_old) over its model tokens. The mean
+    is taken over the good rows, those with a positive sum of advantages, except the rows `first`
+    [n] of the step's first update. Returns {} if there is no such row.
 
     Worked: three rows with advantages [1, 1], [−1, −1], [2, 2] and log π − log π_old [0, 0],
     [5, 5], [0.2, −0.1]. Row 0 is in the first update and row 1 has negative advantages, so only

@@ -185,9 +185,9 @@ def documents_of(t: Trajectory) -> set[Document]:
 
 
 def gold_recall(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Returns the share of questions for which a retrieved document contains a gold answer. Counted
-    are the open questions with at least one search and a gold answer other than yes or no, and only
-    such gold answers. Returns {} if there is no such question.
+    """Returns the share of questions for which a retrieved document contains a gold answer other
+    than yes or no. The share is over the open questions that have such a gold answer and at least
+    one search. Returns {} if there is no such question.
     """
     recalled = {}  # (question id, gold, ...) -> whether a document in any trajectory has a gold
     for t in trajectories:

@@ -161,7 +161,7 @@ def update(state: TrainState, batch: Batch) -> Record:
         return (micro.token_weights * loss).sum(), record
 
     record = accumulate_and_step(state, state.model, state.optimizer, taught, loss_of)
-    state.version += 1  # trap: Tensor._version would miss a fused optimizer's steps
+    state.version += 1  # not Tensor._version, which misses a fused optimizer's steps
     computed = state.accelerator.reduce(taught.logprobs.to(state.accelerator.device), "sum")
     put(rows, computed.cpu(), into=batch.logprobs)  # [n, t] into [B, T]
     if state.critic is not None and math.isfinite(record["loss"] + record["grad_norm"]):

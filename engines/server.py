@@ -317,7 +317,8 @@ def write_weights(model, folder: Path, dtype: torch.dtype) -> None:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             size = dtype.itemsize * sum(w.numel() for w in model.state_dict().values())
-            if shutil.disk_usage(folder).free < size:  # a container's /dev/shm may have only 64 MB
+            # In a container, /dev/shm (the default of --served) may have only 64 MB.
+            if shutil.disk_usage(folder).free < size:
                 raise OSError(f"no room for {size / 1e6:,.1f} MB")
         for name, weight in merged_weights(model):
             whole = full(weight.to(dtype))  # rounded first, so that `full` gathers fewer bytes
@@ -326,8 +327,8 @@ def write_weights(model, folder: Path, dtype: torch.dtype) -> None:
                 save_file(tensors, folder / f"{name}.safetensors", {"format": "pt"})
     except Exception as error:  # a full disk raises an error class of safetensors
         raise InputError(
-            f"{folder}: weights cannot be written ({error}): make room, or name another folder with"
-            " --served"
+            f"{folder}: weights cannot be written ({error}): make room, or in training name another"
+            " folder with --served"
         ) from None
 
 

@@ -83,8 +83,8 @@ class SlotCache(Cache):
         shape = (2, self.count, self.slots, self.size + 1, like.shape[1], like.shape[3])
         if kind != "cpu":
             return torch.zeros(shape, dtype=dtype, device=like.device)
-        # New pages read as zero and take no memory until they are written. Most rows end early, so
-        # much memory is never taken.
+        # New pages read as zero and take no memory until they are written. Because most rows end
+        # early, a large part of the memory is never taken.
         memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
@@ -99,8 +99,8 @@ def grouped_attention(module, query, keys, values, mask, scaling=None, **_):
     """query [n, heads, C, D], keys and values [n, kv, width, D], mask [n, 1, C, width] ->
     [n, C, heads, D]. Keys are not repeated for grouped-query attention. In decoding (C = 1), the
     queries that share a key head become rows of one matrix, for which one mask row is enough. In a
-    prefill pass they are computed one after the other, because a mask for all of them would be
-    larger by their number (7 in Qwen2.5-7B).
+    prefill pass they are computed one after the other, because a mask for all of them (7 in
+    Qwen2.5-7B) would be 7 times as large.
     """
     by_key = query.unflatten(1, (keys.shape[1], -1))  # [n, kv, group, C, D]
     parts = by_key.unbind(2) if query.shape[2] > 1 else [by_key.flatten(2, 3)]

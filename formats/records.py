@@ -40,7 +40,8 @@ def open_error(path: Path, error: OSError) -> InputError:
 
 def check_regular(path: Path) -> None:
     """Raises an InputError for a pipe or a character device, because reading it may never end, and
-    because it cannot be read twice: a file is read first for its layout, then for its records.
+    because it cannot be read twice: a file is read first to recognise its format (JSON, TSV,
+    parquet), then for its records.
     """
     if path.is_fifo() or path.is_char_device():
         raise InputError(f"{path}: a pipe or a device: save its content to a file first")
@@ -300,9 +301,9 @@ def free_name(path: Path) -> Path:
 def convert_records(
     path: Path, records: Iterable[tuple], convert: Callable, skip_bad: bool
 ) -> Iterator[dict]:
-    """Yields convert(record, number, place) of each record that `read_records` yields. A bad record
-    is an InputError; with `skip_bad` it is skipped, and the number of skipped ones is printed. A
-    file without a good record is an InputError.
+    """Yields convert(record, number, place) for each (number, place, record) in `records`. Raises
+    an InputError at a bad record; with `skip_bad` bad records are skipped, and their number is
+    printed at the end. If there is no good record, it always raises an InputError.
     """
     good = 0
     problems = []

@@ -72,8 +72,8 @@ def read_trajectories(folder: Path, say=tell) -> Iterator[dict]:
 
 def cut_trajectories(folder: Path, first_step: int) -> None:
     """Keeps the steps before `first_step`; a resumed run writes the others again. If
-    `read_trajectories` reports lost lines, the whole old file is kept under another name. Damage
-    does not stop training.
+    `read_trajectories` reports a problem, the whole old file is kept under another name, and
+    training goes on.
     """
     path, aside, lost = folder / NAME, folder / f"{NAME}.partial", []
     if not path.exists():

@@ -33,8 +33,8 @@ of the prompts are removed from passages, and for a local model special tokens t
 is repeated, it continues at the first batch of 64 questions in which a reply is missing or the
 retriever failed; replies that a model already gave are read from disk. A search returns 5 passages
 by default, as UR² app. C.4 says for Qwen and Llama; UR² sections 4.3 and 4.4 say 10. --retriever
-given shows the references of the record, as in ARENA 4.3. Left out: the papers' few-shot examples;
-Self-Ask gets examples that we wrote.
+given returns all references of the question's record, as in ARENA 4.3. Left out: the papers'
+few-shot examples; Self-Ask gets examples that we wrote.
 """
 
 from __future__ import annotations

@@ -81,7 +81,12 @@ class BenchSettings:
     equal_groups: int = setting(0, "number of prompts whose rows earn equal rewards", least=0)
     prompt: int = setting(0, "tokens of each prompt; 0: 100 to 200", least=0)
     context: int = setting(0, "tokens of each row: half prompt, half answer; 0: varied", least=0)
-    shorter: int = setting(1, "divide the lengths of texts and corpus by this", least=1, most=20)
+    shorter: int = setting(
+        1,
+        "divide by this: lengths of prompts, turns and inserted documents, and number of passages",
+        least=1,
+        most=20,
+    )
     passages: int = setting(5_000, "passages of the corpus", least=20)
 
 

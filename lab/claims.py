@@ -171,8 +171,8 @@ def score(name: str, kinds: str = LOOKUPS) -> Measure:
 
 def points(result: dict, names: str) -> np.ndarray:
     """Returns these training metrics as an array [steps, names], with NaN where a step has no such
-    metric, for example because it asked no question of that kind. The steps of the arm `start` come
-    first (`run_arm`).
+    metric: "searches/arithmetic", for example, if the step asked no arithmetic question. The steps
+    of the arm `start` come first (`run_arm` in lab/ablate.py).
     """
     steps = [[step.get(name, math.nan) for name in names.split()] for step in result["curve"]]
     return np.array(steps, float).round(4)
@@ -367,7 +367,7 @@ def interval(differences: list[float], sure: int = 95) -> tuple:
 
 def verdict(claim: Claim, differences: list[float]) -> str:
     """Returns "shows", "does not show" or "reversed"; with a margin m "equal within m" or "does not
-    show"; without differences "not run".
+    show"; if `differences` is empty "not run".
 
     Worked (mean ± half the interval) for sign 1 and counts 0.03: 0.10 ± 0.05 shows; 0.02 ± 0.01
     does not show; 0.10 ± 0.20 does not show; −0.10 ± 0.05 is reversed. With margin 0.05, 0.01 ±

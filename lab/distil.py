@@ -114,7 +114,7 @@ def reasoning_example(question: Question, protocol: Protocol, tokenizer) -> Exam
 
 def analysis_of(question: Question) -> str:
     """Quotes one sentence of each gold reference (the first that contains an answer, else its
-    first), then answers.
+    first), then states the first gold answer.
     """
 
     def answers(sentence: str) -> bool:
@@ -134,8 +134,9 @@ def trace_example(trajectory: Trajectory, tokenizer) -> Example:
     return example_of(prompt, trace_pieces(trajectory), tokenizer)
 
 
-# The environment puts exactly one blank line ("\n\n") around documents. Any other white space
-# was sampled by the model, for example in a last token ">\n\n" of a turn.
+# In a parsed transcript, a documents segment includes all white space around the block. One "\n\n"
+# on each side is the environment's. The rest was sampled by the model, for example in a turn's last
+# token ">\n\n".
 _BLOCK = re.compile(r"((?:\s*(?=\n\n\S))?)(\s*\S.*\S(?:\n\n|\s*))(\s*)", re.DOTALL)
 
 
@@ -186,8 +187,8 @@ def read_summary_log(path: str) -> dict[tuple[str, str], str]:
     for _, place, record in read_records(Path(path)):
         if isinstance(record, InputError) or not record.keys() >= SUMMARY_FIELDS:
             raise InputError(
-                f"{path}, {place}: no summary record: give the {SUMMARY_LOG} of a --output_dir, or"
-                " remove the line"
+                f"{path}, {place}: no summary record: give as --data the {SUMMARY_LOG} in a"
+                " training run's --output_dir, or remove the line"
             )
         replies[record["instruction"], record["text"]] = record["summary"]
     return replies

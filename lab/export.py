@@ -20,16 +20,17 @@ from papers import PAPERS
 from rewards import REWARDS, Extras, RewardSettings, needs
 from trajectory import trajectory_from_text
 
-BY_THE_STEP = {"ur2_choice", "ur2_weak"}  # they need the step's number, which is not passed here
+BY_THE_STEP = {"ur2_choice", "ur2_weak"}  # they depend on the step; reward_terms passes step 0
 # Columns of the data set (verl: keys of extra_info) that are read if they exist.
 FIELDS = ("question", "task", "options", "references", "supporting", "may_search")
 
 
 @lru_cache
 def settings_of(name: str) -> tuple[RewardSettings, str]:
-    """Returns the settings and the protocol of a stage in papers.py. It is the first stage that has
-    this reward, or whose protocol's name is a prefix of the reward's, as "arena" of "arena_code".
-    Raises an InputError if the reward is unknown or needs more than a transcript.
+    """Returns the settings (with this reward) and the protocol of a stage in papers.py. It is the
+    first stage that has this reward or whose protocol's name is a prefix of the reward's, as
+    "arena" of "arena_code". Raises an InputError if the reward is unknown or needs more than a
+    transcript.
     """
     stages = [
         stage

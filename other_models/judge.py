@@ -5,12 +5,12 @@ that "the UK" is "Great Britain".
                                                        DAPO's filter, and eval.py
     grades     2 correct, 1 partly correct, 0 wrong    for mathematics, in UR²'s reward and eval.py
 
-The last line of the judge's reply must be the verdict or the grade, at most after a label such as
-"Verdict:". Any other reply is unreadable: the verdict is None and is counted. Without a verdict,
-When to Search's reward and DAPO's filter use `rewards.matches`, and ARENA's reward its metric.
-UR²'s reward counts the answer as wrong, and eval.py leaves it out of `judged`. The policy that
-wrote the answer is rewarded for a "yes" and could try to instruct the judge. So the judge gets the
-answer as one line of limited length, and its instruction says that this line is text to judge.
+The last line of the judge's reply must be the verdict or the grade; only a label such as "Verdict:"
+may precede it. Any other reply is unreadable: the verdict is None and is counted. Without a
+verdict, When to Search's reward and DAPO's filter use `rewards.matches`, and ARENA's reward its
+metric. UR²'s reward counts the answer as wrong, and eval.py leaves it out of `judged`. The policy
+that wrote the answer is rewarded for a "yes" and could try to instruct the judge. So the judge gets
+the answer as one line of limited length, and its instruction says that this line is text to judge.
 
 The protocol, or --judge_sees in an evaluation, decides which texts the judge of an open question
 sees; each prediction records this:
@@ -115,8 +115,8 @@ def read_verdict(reply: str | None, words: dict = VERDICTS):
 
 def math_grader(trajectories: list[Trajectory], judge: Judge) -> Callable[[Question, str], float]:
     """Asks, in one batch, for grades of all answers to mathematics that differ from the accepted
-    ones. Returns the function that `rewards.ur2_stage2` takes as `judge`: it looks up an answer's
-    grade, and returns 0 for an answer without a grade.
+    ones. Returns the function that `rewards.ur2_stage2` takes as `judge`: it looks up the grade of
+    such an answer, and returns 0 if the grade could not be read.
     """
     pairs = [(t.question, t.answer) for t in trajectories if t.question.task == "math"]
     asked = {(q.question, a): (q, a) for q, a in pairs if a and not matches(q, a)}
@@ -137,7 +137,7 @@ def add_verdicts(records: list[dict], judge: Judge) -> list[dict]:
         rows = [i for i, (q, _) in enumerate(pairs) if (q.task == "math") == (highest == 2)]
         for i, mark in zip(rows, ask([pairs[i] for i in rows]), strict=True):
             metrics = records[i]["metrics"]
-            # If some requests had no reply, verdicts of an earlier evaluation replace missing ones.
+            # If any request had no reply, an earlier evaluation's verdicts replace every None.
             earlier = metrics.get("judged") if judge.silent else None
             metrics = metrics | {"judged": earlier if mark is None else mark / highest}
             judged[i] = records[i] | {"metrics": metrics, "judge_sees": judge.sees}

@@ -196,7 +196,7 @@ class ServerLLM(LLM):
         self.max_tokens = max_tokens
         key = os.environ.get("OPENAI_API_KEY", "").strip()
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
-        try:  # checks at the start that the server works and accepts such requests
+        try:  # checks at the start that the server works and accepts chat requests
             self.model = self.model or self.fetch("models")["data"][0]["id"]
             self.complete(Request(*PROBE))
         except (Fault, LookupError, TypeError) as error:

@@ -163,15 +163,15 @@ def build_embedder(settings: Settings, documents: list[Document], device) -> Cal
 
 def load_other(settings: Settings, name: str, device="cpu") -> LLM:
     """Returns the model of --judge or --reader, with its section of --prompt_file."""
-    instruction = prompt_sections(settings).get(name, "")  # before loading: it may raise
+    instruction = prompt_sections(settings).get(name, "")  # before loading, because this may raise
     llm = load_llm(getattr(settings, name), settings, device=device)
     llm.instruction = instruction
     return llm
 
 
 def build_judge(settings: Settings, device="cpu", sees: str = "") -> Judge | None:
-    """Returns the judge, or None without --judge. `sees`, one of JUDGE_SEES, chooses the text that
-    it gets about an open question; "" means the protocol's choice.
+    """Returns the judge, or None without --judge. `sees`, one of JUDGE_SEES, chooses what the
+    judge reads about an open question; "" means the protocol's choice.
     """
     sees = sees or PROTOCOLS[settings.protocol].judge_sees
     return Judge(load_other(settings, "judge", device), sees) if settings.judge else None
@@ -232,8 +232,8 @@ def wait_for_all(state: TrainState, doing: str) -> None:
 
     Trap: torch waits for other processes in C++, where Python runs no signal handler. So a thread
     waits there, and the main thread waits for that thread. After a signal the main process saves
-    and ends at once, if it can (`saved_on_error`). Any other process goes on for PATIENCE seconds,
-    in which the step may still be finished and saved.
+    and ends at once, if it can (`saved_on_error`). Any other process still waits up to PATIENCE
+    seconds, because the step can be finished and saved if all processes arrive by then.
     """
     if state.accelerator.num_processes == 1:
         return
@@ -372,7 +372,7 @@ def build_state(settings: Settings) -> TrainState:
     in_8bit, served = "base" in frozen_in_8bit(settings), on_servers(settings)
     # A resumed LoRA run loads the weights that it began with; trainer.pt has the trained adapters.
     path = first_model(settings) if settings.lora_rank else start
-    with accelerator.local_main_process_first():  # which makes the built-in models
+    with accelerator.local_main_process_first():  # the first process makes the built-in models
         policy, tokenizer = load_model(settings, path, device, in_8bit=in_8bit)
         others = build_other_models(settings, documents, device) if main else None
     check_alike(policy, os.path.basename(start) if settings.resume else "")

@@ -94,7 +94,7 @@ def best_checkpoint(folder: Path) -> Path:
     rows = finished_records(folder / "metrics.jsonl", cut=False, needs="step")
     scores = {row["step"] + 1: row["eval/em"] for row in rows if "eval/em" in row}
     if not scores:
-        # Without a checkpoint (another machine may have written it), return the stage's folder.
+        # Another machine may have saved the checkpoints: without one here, return the folder.
         return (checkpoints(folder) or [folder])[-1]
     return folder / f"checkpoint-{max(scores, key=scores.get):06d}"
 
@@ -238,9 +238,9 @@ class Run:
             self.lock = locked(self.folder, fcntl.LOCK_SH)
 
     def make_folder(self, first_step: int) -> None:
-        """Renames an earlier run's folder. With --resume, instead removes the steps after the
-        checkpoint from its logs, and renames later checkpoints. Then writes settings.json and
-        starts the tracker of --report_to.
+        """Renames an earlier run's folder. With --resume, the folder keeps its name: the steps from
+        `first_step` on are removed from its logs, and later checkpoints are renamed. Then writes
+        settings.json and starts the tracker of --report_to.
         """
         # Later stages are renamed too, because they started from the run that is replaced.
         stages = sorted(self.folder.parent.glob("stage?")) if not self.settings.resume else []

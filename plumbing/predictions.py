@@ -112,9 +112,9 @@ def read_predictions(path: str | Path, skip_bad: bool = False) -> list[dict]:
 
 def joined(path: Path, records: list[dict], datasets: dict, count_missing: bool) -> list[dict]:
     """Adds each question's fields, such as golds and options, to its prediction; leaves out
-    predictions of no question. With `count_missing`, adds an empty prediction for each question
-    without one, but only in data sets that have a prediction. Prints how many questions and
-    predictions had no counterpart.
+    predictions that belong to no question. With `count_missing`, adds an empty prediction for each
+    question without one, but only in data sets that have a prediction. Prints how many questions
+    and predictions had no counterpart.
     """
     asked, names = [], ("id", "kind", "task", "question", "options")
     for dataset, questions in datasets.items():

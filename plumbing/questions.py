@@ -1,8 +1,8 @@
 """Decides which questions are asked and which documents are searched.
 
 Questions come from --data or from the built-in world; training, evaluation and ask.py all load them
-here. Documents come from --corpus (a file, or the questions' own references) or from the built-in
-world. Left out: the order in which training asks (curriculum.py), and the layouts of files
+here. Documents come from --corpus (a file, a folder, or the questions' own references) or from the
+built-in world. Left out: the order in which training asks (curriculum.py), and the layouts of files
 (formats/layouts.py).
 """
 
@@ -139,8 +139,9 @@ def world_questions(settings: Settings, split: str, count=None, fact_seed=None) 
 
 
 def load_documents(settings: Settings, questions: list[Question]) -> list[Document]:
-    """Returns the documents to search: the questions' own references (--corpus from-data), the file
-    that --corpus names, or those of the built-in world. With --data but no --corpus there are none.
+    """Returns the documents to search: the questions' own references (--corpus from-data), those of
+    the file or folder that --corpus names, or those of the built-in world. With --data but no
+    --corpus there are none.
     """
     if settings.corpus == "from-data":
         return corpus_from_questions(questions)
@@ -179,8 +180,9 @@ def evaluation_questions(
 
 
 def known_questions(settings: Settings) -> list[Question]:
-    """Returns questions with known answers, from --data or from the built-in world (its held-out
-    questions come first). Without --data, a model that is not of the built-in world gets none.
+    """Returns questions with known answers, from --data or from the built-in world (its splits test
+    and dev come first). Without --data, a model that was not trained in the built-in world gets
+    none.
     """
     if settings.data:
         return load_questions(settings.data, settings.skip_bad, settings.seed)

@@ -226,8 +226,9 @@ def verdict(column: str, cell: dict) -> str:
 
 
 def by_hops(records: list[dict]) -> list[dict]:
-    """Returns ARENA's records, with data set and number of gold references ("hotpotqa 2 hops") as
-    the kind. A table of them is like ARENA's Table 13.
+    """Returns the records that have ARENA's metric `all_correct` and the number of gold references
+    (`hops`). Their kind becomes data set and number, as in "hotpotqa 2 hops". A table of them is
+    like ARENA's Table 13.
     """
     rows = []
     for record in records:

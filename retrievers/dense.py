@@ -161,13 +161,13 @@ def passage_vectors(documents: list[Document], encoder, runs="runs") -> list[tor
 
 
 def read_index(path: str, n: int, d: int) -> list[torch.Tensor]:
-    """Returns the n vectors of a flat FAISS index in fp16, in shards [rows, d]. The file has a
-    header of 45 bytes, then the vectors in fp32.
+    """Reads the n vectors of a flat FAISS index and returns them in fp16, in shards [rows, d]. The
+    file has a header of 45 bytes, then the vectors in fp32.
     """
     if not os.path.isfile(path) or os.path.getsize(path) != 45 + 4 * n * d:
         raise InputError(
-            f"--index_file {path} is not a flat FAISS index (IndexFlatIP) of {n:,} documents "
-            f"with {d} numbers each: build it from this corpus"
+            f"--index_file {path} is not a flat FAISS index (IndexFlatIP) of {n:,} vectors "
+            f"with {d} numbers each: build it from this corpus with this encoder"
         )
     vectors, rows = np.memmap(path, np.float32, "r", 45, (n, d)), range(0, n, SHARD)
     return [torch.from_numpy(vectors[i : i + SHARD].astype(np.float16)) for i in rows]

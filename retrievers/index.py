@@ -1,4 +1,4 @@
-"""Stores BM25's index on disk: it is built once, and later starts map its arrays into memory.
+"""Stores BM25's index on disk: it is built once, and every later start maps its arrays into memory.
 
 A folder is rejected if it is damaged or incomplete, or if its index was built from other documents,
 with other parameters, another VERSION or other Unicode tables. A rejected folder is not rebuilt,

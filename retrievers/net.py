@@ -123,8 +123,8 @@ def host_of(url: str, example: str = "http://host:port") -> str:
     """
     with contextlib.suppress(ValueError):  # raised by urlsplit, or by a port that is not a number
         parts = urlsplit(url)
-        # Trap: urlsplit removes line breaks and so accepts a url that has one, but later messages
-        # would show it. `isprintable` rejects such a url.
+        # Trap: urlsplit removes line breaks and so accepts a url that has one, but the line break
+        # would appear in later messages. `isprintable` rejects such a url.
         if url.isprintable() and parts.scheme in PORTS and parts.hostname and parts.port != 0:
             return parts.hostname
     raise InputError(f"{url!r}: not an address: give {example}")

@@ -110,8 +110,8 @@ class HttpRetriever:
 
 
 def read_document(item: object) -> Document | None:
-    """Returns the document of one item of a reply; None if the item is null, or has neither a title
-    nor a text.
+    """Returns the document of one item of a reply; None if the item is null, or if its title and
+    text are empty.
 
     >>> read_document({"document": {"id": 7, "contents": '"Varen"\\nBy the Ost.'}, "score": 1.5})
     Document(id='7', title='Varen', text='By the Ost.')

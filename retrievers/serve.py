@@ -153,8 +153,8 @@ def check(retriever, passages: list[Document], k: int = 5) -> list[tuple[bool, s
 
 def query_for(passage: Document) -> str:
     """Returns the first 12 words of the title, or of the text if there is no title, as a query.
-    `check` counts a found document as a hit if this function returns the same query for it as for
-    the passage, so every passage with that title is a hit. Ids are not compared, because the
+    `check` counts a passage as found if this function returns the same query for one of the found
+    documents, so another passage with the same title is enough. Ids are not compared, because the
     server's may differ.
     """
     return " ".join((passage.title or passage.text).lower().split()[:12])

@@ -102,8 +102,8 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def save_merged(model: nn.Module, path: Path, weights: dict | None = None) -> None:
-    """Saves a plain model in the folder `path`. If `model` is sharded, `weights` are the gathered
-    weights.
+    """Saves `model` as a plain HF model in the folder `path`. If `model` is sharded, `weights` are
+    its gathered weights.
     """
     if weights is None and not lora_state(model):
         model.save_pretrained(path)

@@ -235,7 +235,7 @@ def test_faiss_writes_an_index_file_of_the_same_bytes():
 def test_an_index_that_does_not_fit_the_corpus_is_a_one_line_error(shape):
     path = flat_index(np.ones(shape)) if shape else "nowhere.index"
     text = message(DenseRetriever, invented(20), Hashed(), index_file=path)
-    assert f"{path} is not a flat FAISS index (IndexFlatIP) of 20 documents with 16" in text
+    assert f"{path} is not a flat FAISS index (IndexFlatIP) of 20 vectors with 16" in text
 
 
 # ------------------------------------------------- encoders of sentence-transformers (extra: dense)

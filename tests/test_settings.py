@@ -266,7 +266,7 @@ BAD += """
 --run_name ../elsewhere              --run_name ../elsewhere: must name a folder inside --output_dir
 --run_name ..                        --run_name ..: must name a folder inside --output_dir
 --in_8bit all                    --in_8bit
---in_8bit base --lora_rank 4     --in_8bit is for models from --model
+--in_8bit base --lora_rank 4     --in_8bit base and reference need --model
 --summarizer extractiv           a model's name (did you mean extractive?)
 --summarizer llm                 or a model's name
 --summarizer math=m              math=m: give one for all tasks, or TASK=NAME,...,other=NAME

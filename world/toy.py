@@ -396,8 +396,8 @@ class TraceWriter:
         return share > 0 and self.rng.random() < share
 
     def at_once(self, task: Task) -> Pieces:
-        """Ends the trace without a search: by a guess, or by a known answer. At a trace's end,
-        the relation's word precedes a known answer only after a search, so it is left out here.
+        """Ends the trace without a search: by a guess, or by a known answer. The end of a trace
+        names the relation of a known fact only after a search, so not here.
         """
         if task.guess:
             return self.end(task, task.guess)
@@ -506,9 +506,9 @@ class TraceWriter:
         return Question("", task.question, [], references=shown), [(text, "model")]
 
     def practise_citing(self) -> Trace:
-        """Writes a trace that only cites, and correctly. Its question begins with "which ?", and
-        the text before the numbers has no loss, so the model learns to find the right references
-        but not to do it in answer to usual questions.
+        """Writes a trace that only cites, and correctly. Its question begins with "which ?", so
+        the model learns to find the right references but not to do it in answer to usual questions.
+        The text before the numbers has no loss.
         """
         task = self.tasks.look_up()
         shown, numbers = self.tasks.with_distractors(task)
