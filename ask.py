@@ -149,7 +149,7 @@ def answer(session: Session, text: str) -> None:
     (question,) = as_asked([known], session.settings)
     check_prompts([question], session.environment, policy)
     unknown = [word for word in tokenize(text) if session.words and word not in session.words]
-    if unknown:  # the tokenizer would change the text: a word to <unk>, or 112 to 11 and 2
+    if unknown:  # it would be read as <unk>, or as known pieces, such as 112 as 11 and 2
         raise InputError(
             f"the model does not know {harmless(unknown[0])!r}: it knows only its own world's"
             f" words; try: {questions[0].question}"

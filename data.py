@@ -129,7 +129,8 @@ class SearchResult:
     fallback   True if the summariser decided that the query asks for no fact (UR²)
     error      the technical reason why the search failed, or None if it did not; ignored if
                `rejected` is True
-    rejected   True if a server rejected the query for its content, which is not a failed search
+    rejected   True if a server rejected the request, for example for its length. This is not a
+               failed search: the policy reads a notice instead of a result, or the trajectory ends
     """
 
     documents: list[Document] = field(default_factory=list)

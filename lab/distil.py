@@ -69,7 +69,7 @@ class DistilSettings:
 
 
 def final_answer(protocol: Protocol, answer: str) -> str:
-    """Returns the answer in the protocol's tags, after </think> if the prompt ends with <think>; or
+    """Returns the answer in the protocol's tags, after </think> if `prompt_suffix` is <think>; or
     in \\boxed{} if the protocol has no answer tags.
     """
     if protocol.answer_tags is None:

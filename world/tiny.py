@@ -24,7 +24,8 @@ class Tiny:
     # evidence tags, or {thought} if the trace has no evidence; {citation} and {analysis}: the
     # templates below.
     end: str
-    # Begins traces that neither practise nor cite; {asked} is " how many" without a relation.
+    # Begins the traces that do not only practise reading and do not cite. Only here, {asked} is
+    # " how many", not "", if the question has no relation.
     opening: str = ""
     between: str = "{note}"  # before each later search: {note} on the previous result
     no_note: str = ""  # replaces {note} if the previous search found nothing new and relevant
