@@ -250,7 +250,7 @@ def ask_others(records: list[dict], reader, judge: Judge | None, sampling=()) ->
     if judge:
         records = add_verdicts(records, judge)
         if judge.silent:
-            print(f"judge: no reply about {judge.silent} answers; run the command again to ask about them")
+            print(f"judge: no reply about {judge.silent} answers; run the command again for these")
     return records
 
 

@@ -32,7 +32,9 @@ def asked_for() -> str:
     """Returns "ddp", "zero2" or "fsdp2", as the config file of `accelerate launch` says."""
     variables = {name: value.lower() for name, value in os.environ.items()}
     if variables.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        raise InputError("DeepSpeed is not supported: use configs/zero2.yaml, which shards without it")
+        raise InputError(
+            "DeepSpeed is not supported: use configs/zero2.yaml, which shards without it"
+        )
     if variables.get("ACCELERATE_USE_FSDP") != "true":
         return "ddp"
     if variables.get("FSDP_VERSION") != "2":
