@@ -360,7 +360,7 @@ def shuffled(size: int, lot: str) -> list[int]:
 
 
 def main() -> None:
-    """Prints the buckets of a few questions, and the shares of a step."""
+    """Prints the buckets of a few mean scores, and how many questions of each a step takes."""
     print("mean score of 20 rollouts -> bucket; may a math question in this bucket search?")
     for score in (0.95, 0.8, 0.75, 0.5, 0.45, 0.35, 0.1):
         question = Question("q", "?", ["!"], "math", level=bucket(score))

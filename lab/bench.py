@@ -4,8 +4,8 @@
     python -m lab.bench update       one gradient: ours; with rows whose loss has no gradient
                                      (--equal_groups N makes some); without shared prompts; padded
     python -m lab.bench step         a whole GRPO step: seconds of its rollout and of its update
-    python -m lab.bench retrieval    BM25: ours, rank-bm25 and, if installed, bm25s; seconds per
-                                     query, and `build` per index
+    python -m lab.bench retrieval    BM25: ours, rank-bm25 and, if installed, bm25s; `seconds` are
+                                     per query, and `build` those to make the index
     python -m lab.bench growth       ours at several sizes: fits cost ~ size ^ exponent (--png FILE)
 
 The number of tokens of each turn and the documents inserted after it are fixed in advance, so all

@@ -176,8 +176,8 @@ def rollout_parts(case: Case, slots: int) -> Bytes:
 
 
 def update_parts(case: Case) -> Bytes:
-    """Returns the parts in memory at the end of the forward pass, and the largest piece of the
-    backward pass.
+    """Returns the bytes that an update needs beyond `standing`: what is held at the end of the
+    forward pass, and the largest piece of the backward pass.
     """
     shape, tokens, lora = case.shape, case.tokens, case.settings.lora_rank
     act = activation_bytes(shape, lora)

@@ -7,8 +7,9 @@ on purpose. A trace's format depends on the paper: its `Protocol` has the tags, 
 
 Each trace has newly drawn facts, so the model learns to read and cannot memorise. Only the twelve
 known people have the same facts in all traces, and last names that nobody else has, so the model
-can recognise them. All 81 sums of two digits are practised, so a search for a sum is only a habit.
-If the prompt ends in the token <direct>, no search is run, and the trace guesses an unknown fact.
+can recognise them. All 81 sums of two digits are practised, so the model never needs to search for
+a sum. If the prompt ends in the token <direct>, no search is run, and the trace guesses an unknown
+fact.
 The reader of evidence (`load_reader`) is a second model, which sees only evidence and question.
 Left out: misspellings, prose, training the model of one protocol on traces of another.
 """
@@ -420,10 +421,11 @@ class TraceWriter:
         return pieces
 
     def search(self, query: str, found: Document | None, note: str | None = None) -> Pieces:
-        """Writes a query and the result: `found`, or, if that is None, a random passage or the text
-        of an empty result, with the fallback notice if the query is no look-up. `note` is about the
-        previous search: None if there was none, "" if it found nothing relevant or was the same
-        search.
+        """Writes a query and its result. The result shows `found`, perhaps among other passages. If
+        `found` is None, it shows a random passage, or the empty text (followed by the fallback
+        notice if the query is no look-up). `note` goes before the query and tells what the previous
+        search found: None if this search is the first, "" if the previous one found nothing
+        relevant or had the same query.
         """
         before = "" if note is None else self.tiny.between.format(note=note or self.tiny.no_note)
         raw = self.happens(self.tiny.raw)
