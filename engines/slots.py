@@ -44,27 +44,28 @@ SHARE = 0.8  # share of the free memory that the slots may take
 
 # ---------------------------------------------------------------------------------------- the cache
 class SlotCache(Cache):
-    """Keys and values of all layers, [2, layers, slots, size + 1, kv, D]; the last place takes
-    padding. They are one tensor, so that copying a slot is one operation.
+    """Keys and values, [2, slots, size + 1, kv, D] per layer; the last place takes padding. They
+    share a tensor, so that a copy of a slot is one operation per layer. One tensor for all layers
+    would take still fewer, but on a GPU a single small tensor in its memory, such as a moment of
+    the first optimizer step, would keep all of it from being freed between rollouts.
     """
 
     write: tuple  # (slots [n, 1], positions [n, C]) of new keys; set before each forward pass
     read: slice | torch.Tensor  # the same slots; a slice reads a view, an index tensor a copy
     width: int  # number of places that are read of each slot
 
-    stored: torch.Tensor | None = None  # allocated when the first keys show their type
-
-    def __init__(self, layers: int, slots: int, size: int):
+    def __init__(self, slots: int, size: int):
         super().__init__(layers=[])  # HF's layers would store the keys; here `update` does
-        self.count, self.slots, self.size = layers, slots, size
+        self.slots, self.size = slots, size
+        self.stored: list[torch.Tensor] = []
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_, **__):
         """Stores a layer's new keys and values [n, kv, C, D] and returns all that the layer attends
         to, [n, kv, width, D].
         """
-        if self.stored is None:
-            self.stored = self.allocate(keys)
-        stored_keys, stored_values = self.stored[:, layer_idx]
+        if layer_idx == len(self.stored):
+            self.stored.append(self.allocate(keys))
+        stored_keys, stored_values = self.stored[layer_idx]
         return self.put(stored_keys, keys), self.put(stored_values, values)
 
     def put(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
@@ -80,7 +81,7 @@ class SlotCache(Cache):
             # Under autocast, rotary keys are fp32. If they were stored in fp32, attention would
             # round all of them at every step.
             dtype = torch.get_autocast_dtype(kind)
-        shape = (2, self.count, self.slots, self.size + 1, like.shape[1], like.shape[3])
+        shape = (2, self.slots, self.size + 1, like.shape[1], like.shape[3])
         if kind != "cpu":
             return torch.zeros(shape, dtype=dtype, device=like.device)
         # New pages read as zero and take no memory until they are written. Because most rows end
@@ -92,7 +93,8 @@ class SlotCache(Cache):
         """Copies the first `length` places of slots. copy([a, b], [b, a], length) swaps two slots,
         because both are read before either is written.
         """
-        self.stored[:, :, target, :length] = self.stored[:, :, source, :length]
+        for stored in self.stored:
+            stored[:, target, :length] = stored[:, source, :length]
 
 
 def grouped_attention(module, query, keys, values, mask, scaling=None, **_):
@@ -150,7 +152,7 @@ class Engine:
         self.temperature, self.top_p = temperature, top_p
         self.block, self.chunk = ON_CPU if self.device.type == "cpu" else ON_GPU
         size = -(-size // self.block) * self.block  # GPU kernels need an aligned mask width
-        self.cache = SlotCache(model.config.num_hidden_layers, slots, size)
+        self.cache = SlotCache(slots, size)
         self.rows = [Row(None, [], Turn(0), state="free") for _ in range(slots)]  # row i: slot i
         self.slot_ids = torch.arange(slots, device=self.device)
         self.places = torch.arange(size, device=self.device)
