@@ -366,8 +366,7 @@ def build_state(settings: Settings) -> TrainState:
     stream = QuestionStream(trained_on, settings, attempts)
     documents = load_documents(settings, questions)
     log = "" if settings.dry_run else str(Path(settings.output_dir, SUMMARY_LOG))
-    # This may encode a large corpus for hours. Within `local_main_process_first` the other
-    # processes would wait at a barrier, which times out.
+    # This may encode for hours: processes that wait in `local_main_process_first` would time out.
     search = build_search(dataclasses.replace(settings, fallback=True), documents, device, log)
     in_8bit, served = "base" in frozen_in_8bit(settings), on_servers(settings)
     # A resumed LoRA run loads the weights that it began with; trainer.pt has the trained adapters.

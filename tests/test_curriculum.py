@@ -211,9 +211,15 @@ def test_dropped_questions_are_left_out_and_counted_unless_buckets_names_them(ca
         ({"buckets": "hard=1,easy=99"}, "a step takes 0 questions of hard"),
         ({"buckets": "hard"}, "buckets 'hard'"),
         ({"buckets": "hard=1", "difficulty": ""}, "--task_mixing of math, need --difficulty"),
-        ({"buckets": "math:hard=1"}, "names a part of the data (there are hard, easy)"),
+        (
+            {"buckets": "math:hard=1"},
+            "none of the recipe's shares above 0 names a part of the data (there are hard, easy)",
+        ),
         ({"buckets": "maths:hard=1,hard=1"}, "maths is not a task or kind of the data"),
-        ({"buckets": "qa:hard=0,math:easy=1"}, "none of the recipe's shares above 0 names a part"),
+        (
+            {"buckets": "qa:hard=0,math:easy=1"},
+            "none of the recipe's shares above 0 names a part of the data",
+        ),
         ({"buckets": "hard=1", "mix": "qa=1"}, "questions of qa:hard, and the data has 5"),
         ({"buckets": "hard=1", "mix": "math=1"}, "of math, and the data has 0 (there are qa:hard"),
         ({"buckets": "math:hard=1", "mix": "qa=1"}, "of qa, and the data has 0 (there are qa:hard"),

@@ -570,7 +570,7 @@ def test_the_paragraphs_of_questions_become_a_corpus_without_repetitions(write):
 
 def test_references_with_one_id_but_different_texts_get_different_ids(write):
     # The third reference would get the id of the second.
-    references = [Document(text[:-1], "T", text) for text in ("1a", "1#2b", "1c")]
+    references = [*map(Document, ("1", "1#2", "1"), "TTT", "abc")]
     questions = [Question("q", "?", ["a"], references=references)]
     assert len({d.id for d in corpus_from_questions(questions)}) == 3
     assert "no references" in message(corpus_from_questions, load_questions(write(OWN)))

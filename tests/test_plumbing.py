@@ -306,7 +306,12 @@ LEVELS = "--difficulty level --stage"
     "data, more, fragment",
     [
         (MATH, "--recipe ur2_choice", "has no options, and the --reward is for"),
-        (MATH, "--retrieval false", "no question is allowed to search: change --retrieval"),
+        (
+            MATH,
+            "--retrieval false",
+            "no question is allowed to search: change --retrieval, --direct_tasks or --data, or "
+            "take stage 2",
+        ),
         (MATH, "--stage 2", "--task_mixing of math, need --difficulty FILE"),
         (STAGE2, f"{LEVELS} 1", "of math:dropped, and the data has 0 (there are hard, math:hard"),
         (STAGE2, f"{LEVELS} 2", "a step takes 0 questions of medium, and the data has 13"),

@@ -224,7 +224,10 @@ def test_a_pickled_command_in_the_state_is_not_run_under_a_new_manifest_either(r
 def test_a_run_from_a_damaged_checkpoint_is_a_one_line_error(run, model, tmp_path, capsys):
     flipped(run / WEIGHTS)
     error = command_line(train.main, flags(run / FOUR, tmp_path, "--run_name other"), capsys)
-    assert "model.safetensors is not what was written: use another model, or remove " in error
+    assert (
+        "model.safetensors is not what was written: use another model, or remove manifest.json "
+        "from this folder" in error
+    )
 
 
 def test_a_stage_starts_from_a_whole_checkpoint(run, model, tmp_path):
