@@ -258,15 +258,16 @@ def searches_in_common(policy, environment, version: int, count: int) -> int:
     batch = collate(sampled, [0.0] * count, 1)
     with torch.no_grad():
         scored = policy(batch.tokens, 0.7, batch.response_mask)  # [B, T]
-    gap = ((scored - batch.sampled_logprobs) * batch.response_mask).abs().max().item()
+    gaps = (scored - batch.sampled_logprobs)[batch.response_mask > 0].abs()
     pairs = list(zip(expected, greedy, strict=True))
     same = [content(a) == content(b) for a, b in pairs]
     pairs = [zip(a.logprobs, b.logprobs, strict=False) for a, b in pairs]
     greedy_gap = max(abs(p - q) for row in pairs for p, q in row)
     searches = sum(len(row.searches) for row in greedy)
-    print(f"{version}: {sum(same)} of {count}, {searches} searches, {greedy_gap:.1e}, {gap:.1e}")
-    # Logits of the third version are three times as large, and so are their rounding errors.
-    assert all(same) and max(greedy_gap, gap) < (1e-4 if version == 2 else 5e-5)
+    print(f"{version}: {sum(same)} of {count}, {searches} searches, {greedy_gap:.1e}, {gaps.mean():.1e}")
+    # Rounding depends on which rows share a batch: of a trained policy's 3,000 tokens, one or two
+    # have a gap of up to 8e-5, and their mean is 5e-7.
+    assert all(same) and gaps.mean() < 5e-6 and max(greedy_gap, gaps.max()) < 5e-4
     return searches
 
 
@@ -313,7 +314,6 @@ def test_stage_1_learns_on_a_server_as_in_slots(served, model, tmp_path):
     slots, on_server = rewards
     assert on_server[-3:].mean() > on_server[:3].mean() + 1
     assert (on_server[-3:].mean() - slots[-3:].mean()).abs() < 3 * slots[-6:].std() + 0.2
-    # One token in thousands once had a gap of 6e-5: rounding depends on which rows share a batch.
     assert max(row["logprob_gap"] for row in metrics) < 1e-5
     assert max(row["logprob_gap_max"] for row in metrics) < 5e-4
     policy, environment = fleet_of(str(checkpoints(folder)[-1]), served())
