@@ -165,7 +165,10 @@ def answer(session: Session, text: str) -> None:
 
 def print_examples(session: Session) -> None:
     if in_built_in_world(session.settings):
-        print("the model knows people, cities and companies of its world, and sums of 1 to 9; try")
+        print(
+            "the model knows people, cities and companies of its world, and sums of two numbers "
+            "from 1 to 9; try"
+        )
         examples = {question.kind: question.question for question in session.questions[::-1]}
         for kind in ("one_hop", "two_hop", "arithmetic"):
             print(f"    {examples[kind]}")

@@ -53,12 +53,12 @@ class CurriculumSettings:
     )
     task_mixing: bool = setting(
         False,
-        "let only the hardest math questions (by --difficulty) and half of the multiple-choice "
-        "questions search; other tasks are not restricted",
+        "let only hard math questions (by --difficulty) and half of the multiple-choice questions "
+        "search; other tasks are not restricted",
     )
     math_searches: str = setting(
         "hard=1,dropped=1",
-        "task mixing: share of each bucket of math questions that may search",
+        "task mixing: what share of the math questions in each bucket may search",
         only="papers",
     )
 
@@ -192,7 +192,7 @@ def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[dic
     kinds = {question.kind for question in questions}
     for scope in scopes.keys() - kinds - {*map(family, kinds)} - TASKS:
         raise InputError(
-            f"in the recipe's buckets, {scope} is not a task or kind of the data: leave"
+            f"the recipe's buckets name {scope}, which is not a task or kind of the data: leave"
             " --difficulty out"
         )
     pools = defaultdict(list)
@@ -253,8 +253,9 @@ def check_pools(pools: dict[str, Questions], shares: Weights, counts: Counts, fl
 # ------------------------------------------------------------------------------------- task mixing
 def may_search(question: Question, drawn: frozenset[str], of_math: Weights, seed: int = 0) -> bool:
     """Returns whether task mixing lets a question search. A multiple-choice question may search if
-    its id is in `drawn`. Of the math questions in a bucket, a random share may; `of_math` gives the
-    share: {"hard": 1} means all hard ones. Questions of other tasks always may.
+    its id is in `drawn`. Of the math questions, a share of each bucket may, chosen at random;
+    `of_math` gives the shares: {"hard": 1} means all hard ones and no others. Questions of other
+    tasks always may.
 
     For Llama, UR² replaced hard math questions by easy ones (appendix C.5), so two thirds of the
     math questions are easy. There {"easy": 0.5} lets half of the easy questions search: as many as
@@ -360,7 +361,7 @@ def shuffled(size: int, lot: str) -> list[int]:
 
 
 def main() -> None:
-    """Prints the buckets of a few mean scores, and how many questions of each a step takes."""
+    """Prints the buckets of a few mean scores, and how a step's 64 questions split into buckets."""
     print("mean score of 20 rollouts -> bucket; may a math question in this bucket search?")
     for score in (0.95, 0.8, 0.75, 0.5, 0.45, 0.35, 0.1):
         question = Question("q", "?", ["!"], "math", level=bucket(score))

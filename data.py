@@ -7,9 +7,9 @@
     Document                         one document of a corpus
     SearchRequest -> SearchResult    argument and result of the rollout's search function
 
-The first record of a file decides its layout. An error in a file becomes one line that names the
-file, the line and the field, as far as they are known, and what to do. Left out: corpora larger
-than memory.
+The first record of a file decides its layout. An error in a file becomes a one-line message that
+names the file, the line and the field, as far as they are known, and what to do. Left out: corpora
+larger than memory.
 """
 
 import json
@@ -54,8 +54,8 @@ class DataSettings:
 
 
 def clean(text: str) -> str:
-    """Replaces lone surrogates by "?", because JSON may contain them, but files and tokenizers
-    reject them.
+    """Replaces lone surrogates by "?": an escape in JSON may produce one, but UTF-8 cannot encode
+    it and tokenizers reject it.
     """
     return text if text.isascii() else text.encode(errors="replace").decode()
 
@@ -124,8 +124,9 @@ class SearchRequest:
 class SearchResult:
     """The result of one request.
 
-    text       the summary or the fallback; if "", the policy reads the numbered `documents`, or a
-               fixed sentence if there are none or the search failed
+    text       the summary, or the protocol's fallback text if `fallback` is True; if "", the policy
+               reads the numbered `documents`, or a fixed sentence if there are none or the search
+               failed
     fallback   True if the summariser decided that the query asks for no fact (UR²)
     error      the technical reason why the search failed, or None if it did not; ignored if
                `rejected` is True
@@ -238,7 +239,7 @@ def load_file(path: Path, skip_bad: bool) -> list[Question]:
     if any(gold) and not all(gold):  # probably a mistake in the file
         print(
             f"{path}: of {len(gold)} questions with references, {gold.count(False)} have no gold "
-            "one",
+            "reference",
             file=sys.stderr,
         )
     return questions

@@ -19,8 +19,8 @@ from statistics import median
 
 BOUNDS = {"least": (ge, "at least"), "above": (gt, "above")}  # the comparison and its words
 BOUNDS |= {"most": (le, "at most"), "below": (lt, "below")}
-# Matches an error of gloo, through which processes on CPUs exchange tensors. The error begins with
-# the source line that raised it, perhaps after "Gloo ... failed with".
+# Matches an error of gloo, through which processes on CPUs exchange tensors. The message begins
+# with [source file:line], perhaps after "Gloo ... failed with".
 GLOO = re.compile(r"(Gloo \w+ failed with )?\[\S*/gloo/\S+:\d+\]")
 LOST = "another process or machine of this run is gone: its output says why; go on with --resume"
 ADVICE = {errno.ENOSPC: "make room on its disk", errno.ENAMETOOLONG: "give a shorter name"}
@@ -102,7 +102,7 @@ def run_main(main: Callable[[], None]) -> None:
         rank_of("LOCAL_RANK")
         try:
             main()
-        finally:  # report a full disk here, because at exit Python would print two obscure lines
+        finally:  # flush here: at exit, Python would report a full disk in two obscure lines
             print(end="", flush=True)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
@@ -125,8 +125,8 @@ def run_main(main: Callable[[], None]) -> None:
 
 
 def slow_step(seconds: list[float]) -> str | None:
-    """Returns a warning if the newest step is the first to take more than five times the median of
-    the first five steps. Worked: slow_step([1, 1, 1, 1, 1, 6]) warns of step 5.
+    """Returns a warning if the newest step is the first after step 4 to take more than five times
+    the median of steps 0 to 4. Worked: slow_step([1, 1, 1, 1, 1, 6]) warns of step 5.
     """
     usual = median(seconds[:5])
     slow = [step for step, taken in enumerate(seconds) if step >= 5 and taken > 5 * usual]

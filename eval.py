@@ -79,8 +79,8 @@ class Options:
     out: str = setting("", "predictions file; default: in predictions/ under --output_dir")
     against: str = setting(
         "",
-        "compare with another run, question by question: its predictions, comma-separated, one "
-        "file per data set",
+        "compare with another run, question by question: the files of its predictions, "
+        "comma-separated",
     )
     punctuation: str = setting(
         "", "how metrics treat punctuation; default: as in the paper", one_of=("", *PUNCTUATION)
@@ -271,8 +271,8 @@ class Evaluation:
         if faults := search_faults(records):
             print(
                 f"warning: {len(faults)} searches failed (the first: {harmless(faults[0])}): "
-                "the scores are not the model's true ones; if the retriever failed, the same "
-                "command, without --fresh, continues at the batch of the first failure",
+                "the scores are not the model's true ones; the same command, without --fresh, "
+                "continues at the batch of the first error that is not 'search failed'",
                 file=sys.stderr,
             )
         return records
@@ -321,9 +321,9 @@ class Evaluation:
 
 
 def key_of(record: dict) -> tuple | None:
-    """Returns (question id, sample), or None if the retriever failed: predictions are then repeated
-    from the record's batch on. If only single queries failed (SEARCH_FAILED), nothing is repeated,
-    because they would fail again.
+    """Returns (question id, sample), or None if a search failed: predictions are then repeated from
+    the record's batch on. The error SEARCH_FAILED does not count: it means that only single queries
+    failed, and these would probably fail again.
     """
     if set(search_faults([record])) - {SEARCH_FAILED}:
         return None
@@ -341,7 +341,7 @@ def settings_of(given: dict) -> Settings:
     """Returns the settings that the checkpoint saved, changed to greedy decoding and then by the
     given flags. If it saved none, or --recipe names another recipe, the settings of --recipe
     (default ur2) are used. Of the models that the training reward asks, evaluation keeps only a
-    judge of answers (When to Search section 4.1: as in training).
+    judge, and only if the reward needs its verdicts (When to Search section 4.1: as in training).
     """
     given, model = dict(given), given.get("model", "")
     if given.get("stage") == 0:
@@ -408,7 +408,7 @@ def last_checkpoint(given: dict) -> str:
             return str(saved[-1])
     if "run_name" in given or "stage" in given:
         folder = stage_folder(run, stages[0]).parent
-        raise InputError(f"no checkpoint of that run in {folder}: train first, or give --model")
+        raise InputError(f"no checkpoint for these flags in {folder}: train first, or give --model")
     return ""
 
 
@@ -488,8 +488,8 @@ def evaluate(evaluation: Evaluation, reader, judge, sampling: tuple = ()) -> lis
             records = [scored(record, punctuation) for record in records]
         if reader or judge:
             print(
-                "all predictions are written; if reader or judge fails, repeat only this part with "
-                f"--predictions {out}"
+                "all predictions are written; if reader or judge fails, ask only them again, with "
+                f"the same --reader and --judge and --predictions {out}"
             )
             records = ask_others(records, reader, judge, sampling)
             write_records(out, records)

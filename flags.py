@@ -56,8 +56,8 @@ class RolloutSettings:
     )
     timeout: float = setting(
         60.0,
-        "time limit in seconds of a local search and of one try of a request to a server; a "
-        "sampling request to a vLLM server has a longer limit",
+        "time limit in seconds of a local search and of one try of a request to a server; vLLM "
+        "servers have other limits for sampling and for loading weights",
         above=0,
         most=86_400,
     )
@@ -142,7 +142,7 @@ class PPOSettings:
         "sequence: by min(Π, 2), where Π is the product of ρ over the trajectory; mask: by ρ, but "
         "drop tokens with ρ outside 1/2 to 2; sequence_mask: by Π, but drop trajectories with Π "
         "above 3; row: only drop trajectories whose geometric mean of ρ is more than 0.1 % from 1; "
-        "auto: token on a GPU, with vLLM servers or with a bf16 copy, else none",
+        "auto: token on a GPU, and on a CPU with vLLM servers or a bf16 copy; else none",
         one_of=MISMATCHES,
     )
     gae_lambda: float = setting(1.0, "PPO: GAE's λ", only="papers", least=0, most=1)
@@ -187,7 +187,10 @@ class DapoSettings:
     """dapo.py"""
 
     max_resample: int = setting(
-        3, "DAPO: maximum extra draws of --questions_per_step questions", only="papers", least=0
+        3,
+        "DAPO: maximum extra draws per step, each of --questions_per_step questions",
+        only="papers",
+        least=0,
     )
     filter_by: str = setting(
         "correct",

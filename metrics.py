@@ -303,7 +303,7 @@ def _same_math(left: str, right: str) -> bool:
         return False  # `left` has no digit and no LaTeX command, so it is no number
     if x is None or y is None:
         return _math_verify(left, right, gold_is_number=y is not None)
-    if x.denominator == y.denominator == 1:  # with a tolerance 1000001 would equal 1000000
+    if x.denominator == y.denominator == 1:  # by the tolerance below, 1000001 would equal 1000000
         return x == y
     return abs(x - y) * 10**6 <= max(abs(x), abs(y))  # 0.333333 equals 1/3
 

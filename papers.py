@@ -171,7 +171,8 @@ _small = {"questions_per_step": 128, "trajectories_per_update": 512, "save_every
 for _name, *_numbers in map(str.split, _rows):
     for _run, _steps in zip(_runs.split(), _numbers, strict=False):
         _paper = {"ur2": UR2, "ur2_choice": UR2_CHOICE}.get(_run, VANILLA_RL)
-        _own = {"save_every": 10} if _run == "choice" else {}  # trains on two data sets: C.2's 10
+        # The run `choice` trains on two data sets, so it does not count as a single task (C.2).
+        _own = {"save_every": 10} if _run == "choice" else {}
         _own |= {"reward_variant": _name} | (_small if _name == "qwen_3b" else {})
         _variant = varied(_paper, **_own)
         _variant.stages[max(_variant.stages)]["steps"] = int(_steps)
@@ -361,9 +362,9 @@ WHEN_TO_SEARCH.variants.update(
 )
 
 # Section 4.4 and appendix F. In our copy of the paper the KL weight, the updates per batch and the
-# clip range are missing from appendix F, so we use the defaults of its library. The names of the
-# two KL estimators are missing from 3.2. They must be k3 (GRPO's own) and k2, because 3.2 and
-# appendix B prove properties that these two have.
+# clip range are missing from appendix F, so we use the defaults of ARENA's training library. The
+# names of the two KL estimators are missing from 3.2. They must be k3 (GRPO's own) and k2, because
+# 3.2 and appendix B prove properties that these two have.
 _arena = (
     {"protocol": "arena", "algorithm": "grpo", "reward": "arena", "answer_metric": "em"}
     | {"group_size": 7, "questions_per_step": 256, "trajectories_per_update": 1792}
@@ -449,8 +450,8 @@ PAPERS: dict[str, Paper] = {
 RECIPES: dict[str, dict[int, dict]] = {name: paper.stages for name, paper in PAPERS.items()}
 
 
-# Trajectories of lab/baselines.py follow no paper's format, so each one with an answer counts as
-# good. All other metrics are those of the paper that --recipe names.
+# Trajectories of lab/baselines.py follow no paper's format, so the metric `format` is 1 for each
+# one with an answer. All other metrics are those of the paper that --recipe names.
 BASELINES = [
     replace(
         paper,

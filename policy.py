@@ -230,8 +230,8 @@ class Policy(nn.Module):
         is 0.
         """
         # The model reads tokens with mask 0, such as documents, and later tokens attend to them.
-        # But no log-prob is computed for a token with mask 0: it is the constant 0, without a
-        # gradient.
+        # But for a token with mask 0 no log-prob is computed: its output is the constant 0, without
+        # a gradient.
         targets = tokens[:, 1:]  # [B, T]
         wanted = torch.ones_like(targets).bool() if mask is None else mask.bool()  # [B, T]
         with self.autocast(keep=False):
@@ -498,8 +498,8 @@ def last_column(mask: Tensor) -> int:
 
 def collate(trajectories: Sequence, rewards: Sequence[float], group_size: int, pad_id=0) -> Batch:
     """Right-pads trajectories into a Batch, with the masks and log-probs recorded while sampling.
-    The pad id has no influence, because padding has mask 0. It may be the EOS id: a sampled EOS has
-    mask 1 and is trained on.
+    The pad id has no influence, because padding has mask 0 and no earlier token attends to it. The
+    pad id may be the EOS id: a sampled EOS has mask 1 and is trained on.
     """
 
     def padded(rows: list[list], dtype: torch.dtype, value: int = 0) -> Tensor:

@@ -227,11 +227,11 @@ def gae(
 
 
 def whiten(advantages: Tensor, response_mask: Tensor) -> Tensor:
-    """Returns (A − mean) / (std + 1e-6), with mean and std over all model tokens of the batch; 0 on
-    masked tokens.
+    """Returns (A − mean) / (std + 1e-6), with mean and std (ddof 1) over all model tokens of the
+    batch; 0 on masked tokens.
 
     verl divides by √(variance + 1e-8), also with ddof 1; OpenRLHF by the std with ddof 0.
-    Worked: [2, 99, 4], [6, 0, 0] with mask [1, 0, 1], [1, 0, 0]: mean 4, std (ddof 1) 2
+    Worked: [2, 99, 4], [6, 0, 0] with mask [1, 0, 1], [1, 0, 0]: mean 4, std 2
     -> [−1, 0, 0], [1, 0, 0].
     """
     mask = response_mask.bool()  # [B, T]

@@ -32,7 +32,7 @@ PROTOCOLS: dict[str, Protocol] = {}  # name -> protocol; filled below, paper by 
 JUDGE_SEES = ("question", "answers", "normalized")
 # The sections of --prompt_file. "policy:direct" is for questions that may not search, and
 # "summarizer:fallback" is used where the summariser may reject a query: in training, for web pages,
-# and with --fallback.
+# or with --fallback.
 BY_TASK = ("policy", "policy:direct", "summarizer", "summarizer:fallback")
 TASKS = ("qa", "math", "choice", "summary")
 SECTIONS = ("judge", "reader", *BY_TASK, *(f"{name}:{task}" for name in BY_TASK for task in TASKS))
@@ -80,7 +80,7 @@ class Protocol:
     other_tags: tuple[Tags, ...] = ()  # thinking, reflection, relevance, analysis
     references_in_prompt: bool = False  # the user message holds the question's own references
     stop_at_answer: bool = True  # False: a turn goes on after the answer's end tag, until EOS
-    thinking_apart: bool = False  # ARENA: True lets <think> precede the three sections
+    thinking_apart: bool = False  # ARENA: True lets <think> precede <relevance>
     # task -> how many searches a question may run; "" is for all other tasks. Set by Environment.
     search_limits: dict[str, int] = field(default_factory=lambda: {"": 4}, hash=False)
     judge_sees: str = "question"  # one of JUDGE_SEES

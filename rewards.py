@@ -313,9 +313,9 @@ def ur2_stage2(
     """R = 2 · score(answer) + [v = 0] − 0.5 f. It rewards right answers (UR² eq. 2, section 3.4).
 
     The score is 1 for the right letter (multiple choice) or an equal value (math). In open QA it is
-    `answer_metric`: the paper names no metric, and its code uses F1. If there is a `judge`, it
-    grades a math answer that equals no gold with 2, 1 or 0, and this grade replaces 2 · score. But
-    the grade 1, partly right, earns `partly`, which is 0 in eq. 2 and 1 in the released code.
+    `answer_metric`: the paper names no metric, and its code uses F1. If there is a `judge`, a math
+    answer that equals no gold gets the judge's grade (2, 1 or 0) instead of 2 · score. But the
+    grade 1, partly right, earns `partly`, which is 0 in eq. 2 and 1 in the released code.
     >>> ur2_stage2(example("ur2", answer="Kelmouth, Norland"))     # F1 = 2/3, v = 0, f = 1
     {'answer': 1.3333333333333333, 'format': 1.0, 'fallback': -0.5}
     """
@@ -471,8 +471,8 @@ def has_one_box(trajectory: Trajectory, name: str) -> bool:
 
 
 def r_search_format(trajectory: Trajectory) -> bool:
-    """Returns whether r_f has its maximum: there is one answer box that is not empty and, if the
-    model searched under a protocol with evidence, also one evidence box that is not empty.
+    """Returns whether r_f has its maximum. In the letters of r_search: A = 1 and, if the model
+    searched under a protocol that has an evidence box, also E = 1.
     """
     boxed = trajectory.executed and trajectory.protocol.evidence_tags
     return has_one_box(trajectory, "answer") and (not boxed or has_one_box(trajectory, "evidence"))

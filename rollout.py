@@ -321,7 +321,7 @@ class Environment:
         self.protocol = dataclasses.replace(protocol, search_limits=limits)
         self.tokenizer, self.search = tokenizer, search
         self.settings, self.max_context = settings, context or settings.max_context
-        self.hanging = []  # threads of searches that may still run
+        self.hanging = []  # threads of searches; `call_search` removes finished ones
         self.held_out = False  # True during an evaluation within training
         self.turn_tokens = by_task(settings.turn_tokens)
         self.forbidden = protocol.tags  # tags to remove from documents
@@ -470,7 +470,7 @@ def call_search(
 ) -> list[SearchResult]:
     """Returns a result for each request. If `search` fails or hangs, every result is an error, so
     that the training step survives; only an InputError is raised again. `hanging` holds the threads
-    of earlier searches that still run.
+    of earlier searches: finished ones are removed, and the thread of this search is added.
     """
     hanging[:] = filter(threading.Thread.is_alive, hanging)
     if len(hanging) >= MAX_STUCK:

@@ -313,7 +313,7 @@ def _check_summarizer(settings: Settings) -> None:
 
 
 def _check_training(settings: Settings) -> None:
-    """Raises an InputError for settings that cannot be combined in training."""
+    """Raises an InputError for values or combinations of settings that training does not allow."""
     if settings.questions_per_step * settings.group_size > LARGEST_STEP:
         raise InputError(
             f"--questions_per_step times --group_size: a step holds at most {LARGEST_STEP:,} "

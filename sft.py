@@ -9,9 +9,10 @@ built-in world masks the token that decides to search: the model practises readi
 stays rare.
 
 `example_of` ends a text in EOS (if the tokenizer has one), so that the model learns to stop.
-Examples are packed, as in RL (scale/packing.py): a batch of 64 in UR²'s warm-up has about 4,600
-positions with padding, but only about 1,850 are computed. On one machine's CPU, the same examples
-in the same order give the same weights. Left out: several processes.
+Examples are packed, as in RL (scale/packing.py): in the supervised warm-up for UR² (world/toy.py),
+a batch of 64 has about 4,600 positions with padding, but only about 1,850 are computed. On one
+machine's CPU, the same examples in the same order give the same weights. Left out: several
+processes.
 """
 
 import math
@@ -96,9 +97,9 @@ def sft_lr_factor(step: int, settings: SFTSettings) -> float:
 class Muon(torch.optim.Optimizer):
     """Muon (Jordan 2024): all singular values of a matrix's momentum are made about equal.
 
-        M ← 0.95 M + 0.05 g;   W ← W − lr · √max(1, rows / columns) · U,
-        U = orthogonalize(0.95 M + 0.05 g)
-    Equals torch.optim.Muon without weight decay, except that torch's computes U in bf16. On a CPU
+        M ← 0.95 M + 0.05 g;   W ← W − lr · √max(1, rows / columns) · O,
+        O = orthogonalize(0.95 M + 0.05 g)
+    Equals torch.optim.Muon without weight decay, except that torch's computes O in bf16. On a CPU
     without instructions for bf16, that takes eight times as long as fp32.
     """
 

@@ -3,7 +3,7 @@
 A summariser may reject a query that does not ask for a fact; a model may do so only in training,
 for web pages, or with --fallback. The result is then a fallback: instead of a summary the policy
 reads the protocol's fallback sentence, and UR²'s reward penalises the search. Rewards and metrics
-recognise a fallback by the flag `fallback` and never by the text, because a document could contain
+recognise a fallback by the field `fallback` and never by the text, because a document could contain
 the same sentence; only `as_result` decides by a text, that of a model's reply. The result also
 holds the documents, for metrics.
 Left out: distilling a small summariser from a large one (lab/distil.py).
@@ -33,7 +33,8 @@ from retriever import Found, Requests, Results, Summarize, show_all
 FALLBACK_TEXT = "None"
 OPERATORS = "+-−*/×÷="  # "-" is a minus: names in the built-in world have no hyphen
 MAX_QUERY_WORDS = 12
-# The built-in world's queries have a name after "of" or "one": "mayor of kelmouth".
+# In the built-in world a lookup has a name after "of" or "one": "mayor of kelmouth", "one jot in
+# kip" (two units).
 _NAMELESS = "a an the he him his she her it its they them their this that".replace(" ", "|")
 _OF_A_NAME = re.compile(rf"\b(?:of|one)\s+(?!(?:{_NAMELESS})\b)[^\W\d]", re.IGNORECASE)
 
@@ -185,7 +186,7 @@ def summary_prompt(
     may_reject: bool,
     custom: str = "",
 ) -> tuple[str, str]:
-    """Returns (instruction, text). `custom` is the summariser's text in --prompt_file, or ""."""
+    """Returns (instruction, text). `custom` is the summariser's section of --prompt_file, or ""."""
     values = question_values(request.question, custom) | {"reasoning": reasoning}
     values |= {"query": request.query, "documents": "\n".join(number_documents(documents))}
     kind = "math" if request.question.task == "math" else "other"

@@ -10,8 +10,8 @@
     (Σ = 1) -> micro-batches: Σ weight · loss, backward -> clip gradient -> one optimizer step
 
 DAPO drops uninformative groups and draws more questions in their place; PPO also updates a critic.
-Each process samples its share of the questions. The trajectories are then gathered on every
-process, so advantages use the global batch.
+Each process samples trajectories for its share of the questions. All trajectories are then gathered
+on every process, so advantages use the global batch.
 
 Files in runs/NAME/stageN: settings.json, metrics.jsonl, trajectories.jsonl.gz, checkpoints.
 """
@@ -93,8 +93,8 @@ class Rollouts:
     @property
     def rewards(self) -> Tensor:
         """[N]: the reward of each trajectory; NaN if a search failed, because nobody knows the
-        reward that it would have got without the failure. A NaN from a reward function becomes
-        infinite, so that an update on it has no finite loss and the run stops.
+        reward that the trajectory would have got without the failure. A NaN from a reward function
+        becomes infinite, so that an update on it has no finite loss and the run stops.
         """
         rewards = torch.tensor([float(sum(terms.values())) for terms in self.reward_terms])  # [N]
         rewards[rewards.isnan()] = torch.inf
@@ -194,7 +194,9 @@ def sample_draw(state: TrainState, step: int, draw: int) -> list[Trajectory]:
 
 
 def shared_rollout(state: TrainState, environment, questions: list, seed: int) -> list[Trajectory]:
-    """Samples this process's share of the questions; returns the trajectories of all processes."""
+    """Samples trajectories for this process's share of the questions. Returns the trajectories of
+    all processes.
+    """
     rank = state.accelerator.process_index
     processes = state.accelerator.num_processes
     first = len(questions) * rank // processes

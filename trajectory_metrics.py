@@ -48,8 +48,8 @@ def paper_metrics(t: Trajectory, em: float) -> dict[str, float]:
             numbers["support"] = evidence_support(t)
     if protocol.references_in_prompt and question.supporting:
         numbers |= arena_scores(t)
-        if question.task != "summary":  # all_correct is a metric of ARENA Table 13
-            numbers["all_correct"] = em * numbers["exact_set"]
+        if question.task != "summary":  # the em of a summary is a ROUGE score, not 0 or 1
+            numbers["all_correct"] = em * numbers["exact_set"]  # as in ARENA Table 13
     return numbers
 
 

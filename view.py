@@ -130,8 +130,9 @@ def draw_panel(axis, title: str, curves: dict, stages: list[tuple[int, str]]) ->
 
 # ---------------------------------------------------------------------------------- in the terminal
 def loss_of(record: dict, n: int, settings: dict) -> dict[str, float] | None:
-    """Returns the terms of the formula at the top of this file for token n. Returns None if the
-    environment wrote the token, or if no update used it. Without settings there is no term "loss".
+    """Returns the numbers that the table shows for token n; the formula of "loss" is at the top of
+    this file. Returns None if the environment wrote the token, or if no update used it. Without
+    settings there is no "loss".
 
     Worked: new −0.5 and old −0.6 give r = e^0.1 = 1.105. With A = 2, w = 0.01, ε = 0.2 and no KL,
     the loss is −0.01 · 1.105 · 2 = −0.0221.

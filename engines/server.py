@@ -15,14 +15,14 @@ Three errors would go unnoticed without checks. (1) A server has not read the we
 prefix cache still has keys that older weights computed. (3) It samples from another distribution,
 because generation_config.json supplies sampling parameters that a request leaves out.
 
-A reload writes nothing into an output head that is tied to the embeddings, so a served model must
-have an untied head (`python -m engines.server` unties it). The server's arithmetic differs from the
-trainer's, so π_old's log-probs must be computed again.
+A reload may leave old weights in an output head that is tied to the embeddings, so a served model
+must have an untied head (`python -m engines.server` unties it). The server's arithmetic differs
+from the trainer's, so π_old's log-probs must be computed again.
 
-If training has several processes, each requests its own share of the rows. The first one writes the
-weights and lets the servers read them; all others help to gather sharded weights, tensor by tensor.
-vLLM is never imported. Left out: SGLang, sending weights by NCCL or IPC, a server on the trainer's
-own GPU.
+If training has several processes, each sends its own share of the rows to the servers. The first
+process writes the weights and lets the servers read them; all others help to gather sharded
+weights, tensor by tensor. vLLM is never imported. Left out: SGLang, sending weights by NCCL or IPC,
+a server on the trainer's own GPU.
 """
 
 import contextlib
@@ -325,7 +325,7 @@ def write_weights(model, folder: Path, dtype: torch.dtype) -> None:
             if main:
                 tensors = {name: whole.to("cpu", copy=True).contiguous()}
                 save_file(tensors, folder / f"{name}.safetensors", {"format": "pt"})
-    except Exception as error:  # a full disk raises an error class of safetensors
+    except Exception as error:  # on a full disk, save_file raises no OSError
         raise InputError(
             f"{folder}: weights cannot be written ({error}): make room, or in training name another"
             " folder with --served"

@@ -46,8 +46,8 @@ SHARE = 0.8  # share of the free memory that the slots may take
 class SlotCache(Cache):
     """Keys and values, [2, slots, size + 1, kv, D] per layer; the last place takes padding. They
     share a tensor, so that a copy of a slot is one operation per layer. One tensor for all layers
-    would take still fewer, but on a GPU a single small tensor in its memory, such as a moment of
-    the first optimizer step, would keep all of it from being freed between rollouts.
+    would take still fewer. But on a GPU torch reuses that tensor's memory between rollouts, and a
+    single small tensor placed there, such as an Adam moment, would keep all of it from being freed.
     """
 
     write: tuple  # (slots [n, 1], positions [n, C]) of new keys; set before each forward pass

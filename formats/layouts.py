@@ -105,7 +105,7 @@ def gold_answers(record: dict, name: str, options: list[str] | None = None) -> l
 
 
 def option_texts(record: dict) -> list[str]:
-    """Returns the options, given as a list or as {"A": text, "B": text}."""
+    """Returns the options in order; the record has them as a list or as {"A": text, "B": text}."""
     options = record.get("options")
     if isinstance(options, dict):
         options = [options.get(chr(65 + i)) for i in range(len(options))]
@@ -253,8 +253,8 @@ def from_musique(
 
 def from_ircot(record: dict, number: int) -> dict:
     """Reads IRCoT's processed files, whose splits R-Search uses (appendix A.1). MuSiQue, HotpotQA
-    and 2Wiki all have MuSiQue's layout there, with other field names. Only HotpotQA's records name
-    their data set.
+    and 2Wiki all have one layout there: it is like MuSiQue's own, but with other field names, and
+    with the answers in `answers_objects`. Only HotpotQA's records name their data set.
     """
     spans = [s for one in items(record, "answers_objects", dict) for s in items(one, "spans")]
     source = field(record, "dataset", str, "")
@@ -324,7 +324,8 @@ def titled(passage: str, mark: str = "\n") -> tuple[str, str]:
 # --------------------------------------------------------------------------------------- the tables
 class Layout(NamedTuple):
     """A layout. It fits a record that has every field marked "!" ("!a|b": a or b) and for which
-    `also` is True. The other fields are only shown to the user, by `python data.py` and in errors.
+    `also` is True. The names in `fields` without "!" are not checked; they are only shown to the
+    user, by `python data.py` and in errors.
     """
 
     fields: str

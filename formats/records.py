@@ -185,7 +185,7 @@ def tsv_records(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, str, 
 
 
 def header(values: list[str]) -> list[str]:
-    """Returns the column names if `values` are a header: they begin with "id" or have "question".
+    """Returns the column names if `values` are a header: the first is "id", or one is "question".
     Else returns [].
     """
     names = [value.strip().lower() for value in values]
@@ -302,8 +302,8 @@ def convert_records(
     path: Path, records: Iterable[tuple], convert: Callable, skip_bad: bool
 ) -> Iterator[dict]:
     """Yields convert(record, number, place) for each (number, place, record) in `records`. Raises
-    an InputError at a bad record; with `skip_bad` bad records are skipped, and their number is
-    printed at the end. If there is no good record, it always raises an InputError.
+    an InputError at a bad record; with `skip_bad` bad records are skipped, and a line on stderr
+    says how many. If there is no good record, it always raises an InputError.
     """
     good = 0
     problems = []

@@ -103,7 +103,7 @@ def settings_of(name: str, seed: int, runs: str) -> Settings:
 
 def made_with(name: str, seed: int, split: str) -> dict:
     """Returns the settings that are stored with a result; `read_results` rejects a result of other
-    settings. In them --output_dir is "", so a result stays valid if its folder is moved.
+    settings. The stored --output_dir is "", so a result stays valid if its folder is moved.
     """
     return vars(settings_of(name, seed, "")) | {"split": split}
 
@@ -247,7 +247,7 @@ def read_results(jobs: Jobs, runs: str, split: str) -> Results:
         for result in finished_records(path):  # one result, or none yet
             if result["made_with"] != made_with(name, seed, split):
                 raise InputError(
-                    f"{path} was made with other settings: give another --output_dir, or remove it"
+                    f"{path} was made with other settings: remove it, or give another --output_dir"
                 )
             results[name, seed] = result
     return results

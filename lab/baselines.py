@@ -275,7 +275,7 @@ _PARAGRAPH = r"(?s)\S.*?(?=\s*\n\s*\n|\s*\Z)"
 
 
 def rat(question, limit=8):
-    """RAT (Wang 2024): searches for and revises each of the draft's first `limit` paragraphs."""
+    """RAT (Wang 2024): revises the draft's first `limit` paragraphs, each after one search."""
     draft = re.findall(_PARAGRAPH, (yield Write(DRAFT)))
     for i, paragraph in enumerate(draft[:limit]):
         notes = "\n\n".join(draft[: i + 1])  # paragraphs before this one are revised already

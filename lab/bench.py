@@ -83,7 +83,7 @@ class BenchSettings:
     context: int = setting(0, "tokens of each row: half prompt, half answer; 0: varied", least=0)
     shorter: int = setting(
         1,
-        "divide by this: lengths of prompts, turns and inserted documents, and number of passages",
+        "divisor of the lengths of prompts, turns and inserted documents and of the passage count",
         least=1,
         most=20,
     )

@@ -2,8 +2,8 @@
 
     arm      a training run: its recipe, stage, changed settings, and the arm that it starts from
     claim    compares a metric of two arms, paired by world (the built-in world of one seed), after
-             the same number of steps. `sft` compares RL with supervised training, `evidence` two
-             metrics of the same arm, `k2` each arm's KL by its own estimate
+             the same number of steps. Exceptions: the claim `sft` compares RL with supervised
+             training, `evidence` two metrics of one arm, `k2` each arm's KL by its own estimate
     effect   mean over n worlds of (better − worse arm), and its interval, ± t(n − 1) · s / √n
     verdict  "shows": the 95 % interval lies beyond 0 on the claimed side, and the mean reaches the
              smallest effect that counts; "reversed": the same on the other side; otherwise "does

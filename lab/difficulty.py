@@ -1,10 +1,10 @@
 """Measures how hard each question is for a model before training (UR² appendix C.2).
 
-    score of a question     mean score of K rollouts (--samples), or of the published answers
+    score of a question     mean score of K rollouts (--samples), or of published rollouts
     line of the output      {"id", "scores", "score", "bucket"}, JSON, one per question
 
     python -m lab.difficulty --model DIR --data FILE --corpus FILE --out difficulty.jsonl
-    python -m lab.difficulty --from_rollouts FILE --out difficulty.jsonl     published answers
+    python -m lab.difficulty --from_rollouts FILE --out difficulty.jsonl     published rollouts
 
 --scheme chooses the rule for buckets: curriculum.py defines that of UR², `bucket_of_first_success`
 that of R1-Searcher. The flags for settings of a run are those of eval.py, with the same defaults,

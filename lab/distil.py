@@ -1,6 +1,6 @@
 """Trains by supervision: baselines of two papers, and a small summariser on a large one's log.
 
-    direct      ARENA's first baseline: the answer alone, or (--protocol arena_summary) the summary
+    direct      ARENA's first baseline: only the answer (--protocol arena_summary: the gold summary)
     reasoning   ARENA's second: the relevant references, an analysis, the answer
     traces      R1-Searcher's: correct trajectories, from a predictions file of eval.py
     summarizer  instruction, reasoning, query, passages -> notes, from the log of a training run
@@ -65,7 +65,7 @@ class DistilSettings:
     lr: float = setting(1e-5, "learning rate (summarizer: fixed; others: it falls to 0)", above=0)
     gradient_checkpointing: bool = setting(False, "recompute activations: less memory")
     skip_bad: bool = setting(False, "skip unusable records (not for summarizer)")
-    seed: int = setting(0, "seed of the examples' order, and of the draw of --data FILE:N")
+    seed: int = setting(0, "seed of the examples' order, and of the N questions of --data FILE:N")
 
 
 def final_answer(protocol: Protocol, answer: str) -> str:
@@ -140,7 +140,7 @@ def trace_example(trajectory: Trajectory, tokenizer) -> Example:
 _BLOCK = re.compile(r"((?:\s*(?=\n\n\S))?)(\s*\S.*\S(?:\n\n|\s*))(\s*)", re.DOTALL)
 
 
-_MARK = "\ud800"  # half of a surrogate pair, which no valid text contains
+_MARK = "\ud800"  # a lone surrogate, which no valid text contains
 
 
 def trace_pieces(trajectory: Trajectory) -> list[tuple[str, bool]]:

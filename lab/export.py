@@ -20,7 +20,7 @@ from papers import PAPERS
 from rewards import REWARDS, Extras, RewardSettings, needs
 from trajectory import trajectory_from_text
 
-BY_THE_STEP = {"ur2_choice", "ur2_weak"}  # they depend on the step; reward_terms passes step 0
+BY_THE_STEP = {"ur2_choice", "ur2_weak"}  # left out, because they depend on the step
 # Columns of the data set (verl: keys of extra_info) that are read if they exist.
 FIELDS = ("question", "task", "options", "references", "supporting", "may_search")
 

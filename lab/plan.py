@@ -12,8 +12,9 @@ formulas give bytes; the numbers are GiB for 7B:
                a critic with moments 12 P. LoRA of rank 16: weights 14.3, moments 0.3, no
                reference
     rollout    bf16 copy of the weights 2 P = 14.2; keys and values 4 K per layer and token; logits
-               16 bytes per slot and vocabulary entry; with ddp on several GPUs also gradients
-               4 P = 28.4, because they are views of DDP's buckets, which stay allocated
+               16 bytes per slot (the cache of one row) and vocabulary entry; with ddp on several
+               GPUs also gradients 4 P = 28.4, because they are views of DDP's buckets, which stay
+               allocated
     update     gradients 4 P = 28.4, bf16 weights 13.2, head 4.3 and 42 KiB per token; activations
                262 KiB per layer and token
 

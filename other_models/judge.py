@@ -137,7 +137,7 @@ def add_verdicts(records: list[dict], judge: Judge) -> list[dict]:
         rows = [i for i, (q, _) in enumerate(pairs) if (q.task == "math") == (highest == 2)]
         for i, mark in zip(rows, ask([pairs[i] for i in rows]), strict=True):
             metrics = records[i]["metrics"]
-            # If any request had no reply, an earlier evaluation's verdicts replace every None.
+            # If any request so far had no reply, an earlier evaluation's verdict replaces a None.
             earlier = metrics.get("judged") if judge.silent else None
             metrics = metrics | {"judged": earlier if mark is None else mark / highest}
             judged[i] = records[i] | {"metrics": metrics, "judge_sees": judge.sees}

@@ -27,6 +27,7 @@ import json
 import os
 import re
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.pool import ThreadPool
@@ -123,8 +124,9 @@ class LLM:
                     self.cached[record["key"]] = record["reply"]
 
     def key(self, request: Request) -> str:
-        text = json.dumps([self.name, self.max_tokens, *request])
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([self.name, self.max_tokens, *request]).encode()
+        ).hexdigest()
 
     def ask(self, requests: list[Request], readable=bool) -> list[str | None]:
         """Returns the replies without the text of their <think> blocks."""
@@ -142,8 +144,9 @@ class LLM:
             missing = [request for request, reply in replies.items() if reply is None]
             fresh = self.replies(missing) if missing else ()
             title = f"asking {self.name[-40:]}"
-            bar = tqdm(fresh, title, len(missing), leave=False, delay=3, disable=None)
-            for request, reply in bar:
+            for request, reply in tqdm(
+                fresh, title, len(missing), leave=False, delay=3, disable=None
+            ):
                 replies[request] = reply
                 if self.cache and reply is not None and readable(reply):
                     self.keep(request, reply)  # at once, so that an interrupt loses no reply
@@ -284,15 +287,16 @@ def prompt_ids(tokenizer, request: Request) -> list[int]:
     return encode(tokenizer, chat_text(tokenizer, request[0], text))
 
 
-def drawn_ahead(temperature: float, top_p: float, device) -> Callable:
+def drawn_ahead(temperature: float, top_p: float, prompts) -> Callable:
     """Returns a logits processor that makes greedy decoding sample: with exponential noise e, the
     largest p / e is at token t with probability p[t] (the Gumbel trick, as in torch.multinomial).
 
     Trap: the sampling of `generate` uses the global random generator. A summariser that is still
-    running in another thread would then change which tokens the policy samples. The seed may be
-    the same (0) for every batch, because no request is sampled twice: its first reply is saved.
+    running in another thread would then change which tokens the policy samples. The seed is made
+    from the batch's `prompts` [B, L]: with one seed for all, similar requests in two batches would
+    get the same noise and so, often, the same reply.
     """
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(prompts.device).manual_seed(zlib.crc32(prompts.cpu().numpy()))
 
     def process_logits(_, logits):  # [B, V]
         p = TopPLogitsWarper(top_p)(None, logits / temperature).softmax(-1)  # [B, V]
@@ -340,7 +344,7 @@ class LocalLLM(LLM):
         ends = end_ids(self.policy, self.tokenizer)
         pad = min(ends, default=0)  # an end token, so that padding adds no text
         tokens, attention = left_padded(prompts, pad, self.policy.device)  # [B, L] each
-        sampling = [drawn_ahead(temperature, top_p, self.policy.device)] if temperature else []
+        sampling = [drawn_ahead(temperature, top_p, tokens)] if temperature else []
         with evaluating(self.policy), plain_generation(self.policy, ends, pad):
             out = self.policy.generate(
                 input_ids=tokens,

@@ -1,1 +1,1 @@
-"""Supports the commands: loads questions and models, saves files and checkpoints, and reports."""
+"""Helps the commands: loads questions and models, saves files and checkpoints, prints reports."""

@@ -228,7 +228,7 @@ def make_accelerator(settings: Settings) -> Accelerator:
 
 def wait_for_all(state: TrainState, doing: str) -> None:
     """Waits until all processes have called this function. After PATIENCE seconds, a waiting
-    process prints a line if the process before it (by rank) has not called it.
+    process prints a line if the process before it (by rank) is missing.
 
     Trap: torch waits for other processes in C++, where Python runs no signal handler. So a thread
     waits there, and the main thread waits for that thread. After a signal the main process saves
@@ -366,7 +366,7 @@ def build_state(settings: Settings) -> TrainState:
     stream = QuestionStream(trained_on, settings, attempts)
     documents = load_documents(settings, questions)
     log = "" if settings.dry_run else str(Path(settings.output_dir, SUMMARY_LOG))
-    # This may encode for hours: processes that wait in `local_main_process_first` would time out.
+    # This may encode for hours: in `local_main_process_first` the waiting processes would time out.
     search = build_search(dataclasses.replace(settings, fallback=True), documents, device, log)
     in_8bit, served = "base" in frozen_in_8bit(settings), on_servers(settings)
     # A resumed LoRA run loads the weights that it began with; trainer.pt has the trained adapters.

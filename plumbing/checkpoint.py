@@ -40,8 +40,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 
 def lock_stages(stages: list[Settings]):
     """Locks the folders of several stages until the returned locks are dropped, so that no other
-    run renames one of them while another one is trained. Only the main process does this; the
-    other processes lock a stage's folder in `Run.open`.
+    run renames the folder of one stage while another stage is trained. Only the main process does
+    this; the other processes lock a stage's folder in `Run.open`.
     """
     if os.environ.get("RANK", "0") == "0" and len(stages) > 1:
         return [locked(stage_folder(settings)) for settings in stages]

@@ -1,6 +1,6 @@
 """Writes the files of a run and its lines on the console. Only the main process writes.
 
-A run may be killed at any moment. So the metrics of a step are written when it ends, and a
+A run may be killed at any moment. So the metrics of a step are written when the step ends, and a
 checkpoint gets its final name only when it is complete. Predictions are reused only if the
 settings, weights, questions and documents are the same as before. Files of an earlier run are
 renamed, never overwritten.
@@ -60,7 +60,7 @@ def flags_of_run(settings: Settings) -> list[str]:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Returns the complete checkpoints, the oldest first. An incomplete one is named .partial."""
+    """Returns the complete checkpoints, oldest first. Names of incomplete ones end in .partial."""
     return sorted(path for path in folder.glob("checkpoint-*") if step_of(path) and path.is_dir())
 
 

@@ -201,7 +201,7 @@ def score_command(arguments: list[str] | None = None) -> None:
     add(
         "--against",
         default="",
-        help="compare with another run: its predictions, comma-separated, one file per data set",
+        help="compare with another run: the files of its predictions, comma-separated",
     )
     add("--punctuation", default="", choices=["", *PUNCTUATION], help="see eval.py --help all")
     add("--all", action="store_true", help="print every metric")

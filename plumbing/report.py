@@ -49,8 +49,8 @@ Summary = dict[str, dict]  # row -> column -> cell; the cell "questions" is a nu
 
 
 def interval(groups: list[np.ndarray]) -> tuple[float, float, float]:
-    """Returns (mean, low, high): the mean of the data sets' means and its 95 % interval. `groups`
-    has the values of each data set, which are resampled separately.
+    """Returns (mean, low, high): the mean of the groups' means and its 95 % interval. `groups` has
+    one array of values, or one for each data set; each array is resampled separately.
     """
     rng, means = np.random.default_rng(0), np.zeros(DRAWS)
     for values in groups:
@@ -62,11 +62,11 @@ def interval(groups: list[np.ndarray]) -> tuple[float, float, float]:
 
 
 def paired(groups: list[np.ndarray]) -> dict:
-    """Compares two runs on the same questions. `groups` has one array [questions, 2] for each data
-    set: the values of both runs.
+    """Compares two runs on the same questions. `groups` has one array [questions, 2] with the
+    values of both runs, or one for each data set.
     """
     differences = [group[:, 0] - group[:, 1] for group in groups]
-    # Each data set has the same weight, so a question of a small one has more weight.
+    # Each group has the same weight, so a question of a small group has more weight.
     weighted = np.concatenate([difference / len(difference) for difference in differences])
     mean, other = (float(np.mean([group[:, run].mean() for group in groups])) for run in (0, 1))
     return {

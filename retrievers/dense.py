@@ -2,7 +2,7 @@
 
     v_i = encoder(passage i)      score(q, i) = <encoder(q), v_i>      the k largest
 
-    passages -> vectors, once, shard by shard -> RUNS/vectors/<name-hash>/00000.npy, ...
+    passages -> vectors, once, shard by shard -> RUNS/vectors/<encoder>-<hashes>/00000.npy, ...
     queries -> one product per shard -> torch.topk -> the k best of all shards
 
 The encoder comes from sentence-transformers (extra `dense`), which pools a text's token vectors as
@@ -131,7 +131,7 @@ def nearest(shards: list[torch.Tensor], queries: np.ndarray, k: int, device="cpu
         rows.append(best.indices.cpu() + first)
         first += len(shard)
     scores, rows = torch.cat(scores, 1).numpy(), torch.cat(rows, 1).numpy()
-    # Sorted by score; of equal scores the smaller row comes first.
+    # Sorted by score; of equal scores the smaller row number comes first.
     return np.take_along_axis(rows, np.lexsort((rows, -scores))[:, :k], axis=1)
 
 

@@ -121,7 +121,7 @@ def host_of(url: str, example: str = "http://host:port") -> str:
     """Returns the host of an http(s) address. If `url` is not one, raises an InputError that shows
     `example`.
     """
-    with contextlib.suppress(ValueError):  # raised by urlsplit, or by a port that is not a number
+    with contextlib.suppress(ValueError):  # raised by urlsplit, or by reading an invalid port
         parts = urlsplit(url)
         # Trap: urlsplit removes line breaks and so accepts a url that has one, but the line break
         # would appear in later messages. `isprintable` rejects such a url.

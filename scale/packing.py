@@ -215,9 +215,9 @@ def packed_attention(query, key, value, groups: list[tuple], scaling: float | No
 
 def obstacle(model) -> str:
     """Returns the reason why this model's rows can be neither packed nor sampled in slots
-    (engines/slots.py), or "" if they can. The model's attention must pass extra options on, each
-    token must attend to all earlier tokens of its text, and its rotary positions must not depend on
-    other rows.
+    (engines/slots.py), or "" if they can. The model must pass the extra argument `groups` on to its
+    attention function, each token must attend to all earlier tokens of its text, and its rotary
+    position must not depend on other rows.
     """
     config = model.config
     if config.model_type not in FAMILIES:

@@ -215,7 +215,7 @@ def test_dropped_questions_are_left_out_and_counted_unless_buckets_names_them(ca
             {"buckets": "math:hard=1"},
             "none of the recipe's shares above 0 names a part of the data (there are hard, easy)",
         ),
-        ({"buckets": "maths:hard=1,hard=1"}, "maths is not a task or kind of the data"),
+        ({"buckets": "maths:hard=1,hard=1"}, "maths, which is not a task or kind of the data"),
         (
             {"buckets": "qa:hard=0,math:easy=1"},
             "none of the recipe's shares above 0 names a part of the data",

@@ -192,7 +192,7 @@ def test_a_gold_title_without_a_paragraph_gives_no_gold_numbers_and_a_warning(wr
     """HotpotQA's fullwiki files have such titles."""
     path = write(HOTPOT, {**HOTPOT, "_id": "h2", "supporting_facts": facts})
     assert [q.supporting for q in load_questions(path)] == [(1, 3), ()]
-    assert "of 2 questions with references, 1 have no gold one" in capsys.readouterr().err
+    assert "of 2 questions with references, 1 have no gold reference" in capsys.readouterr().err
 
 
 def test_2wiki_has_hotpotqas_layout_and_its_sentences_are_joined_by_blanks(one):

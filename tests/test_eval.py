@@ -418,7 +418,7 @@ def test_retriever_given_returns_all_references_of_the_question_that_searches():
         ("--question 3", "did you mean --questions?"),
         ("--samples 0", "--samples 0: must be at least 1"),
         ("--model ./nowhere", "no such directory"),
-        ("--run_name typo", "no checkpoint of that run"),
+        ("--run_name typo", "no checkpoint for these flags"),
         ("--lr 3", "unknown flag --lr"),
         ("--in_8bit base,others", "only training uses base and reference: give `others`"),
         ("--split all", "one of train, dev, test"),

@@ -39,4 +39,4 @@ def test_a_run_is_drawn_and_a_run_without_stages_is_one_line(trained, tmp_path, 
     monkeypatch.chdir(tmp_path)
     main(["--output_dir", str(trained), "--questions", "4"])
     assert (tmp_path / "moments.png").stat().st_size > 10_000
-    assert "no checkpoint of that run" in message(main, ["--output_dir", str(tmp_path)])
+    assert "no checkpoint for these flags" in message(main, ["--output_dir", str(tmp_path)])

@@ -14,7 +14,7 @@ class Tiny:
 
     Several templates have these gaps; any other gap is explained at its template:
     {answer}    the answer, right or wrong
-    {asked}     the relation that is looked up, for example " birthplace"; "" if there is none
+    {asked}     the relation that is asked for, such as " birthplace"; "" if there is none
     {thought}   {asked} and then the answer; "" without a relation. A passage also has the value
                 directly after the relation, so the model can find the value by matching the
                 relation's word.
@@ -24,11 +24,11 @@ class Tiny:
     # evidence tags, or {thought} if the trace has no evidence; {citation} and {analysis}: the
     # templates below.
     end: str
-    # Begins the traces that do not only practise reading and do not cite. Only here, {asked} is
+    # Begins all traces but those of `practice` and those that cite. Only here, {asked} is
     # " how many", not "", if the question has no relation.
     opening: str = ""
     between: str = "{note}"  # before each later search: {note} on the previous result
-    no_note: str = ""  # replaces {note} if the previous search found nothing new and relevant
+    no_note: str = ""  # {note} if the previous search found nothing relevant or had the same query
     read: str = " {answer}"  # the answer in traces that only practise reading
     citation: str = ""  # cites references in the prompt by their {numbers}
     analysis: str = ""  # follows a citation; has the gaps {note} and {thought}

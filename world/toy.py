@@ -393,7 +393,9 @@ class TraceWriter:
         return self.undecided(pieces) + self.end(task, task.answer, found)
 
     def happens(self, share: float) -> bool:
-        """Decides whether a flaw occurs. Share 0 draws no number, so other draws do not change."""
+        """Decides whether a flaw occurs. With share 0 no random number is drawn, so all other draws
+        are the same as if the flaw did not exist.
+        """
         return share > 0 and self.rng.random() < share
 
     def at_once(self, task: Task) -> Pieces:
@@ -422,10 +424,10 @@ class TraceWriter:
 
     def search(self, query: str, found: Document | None, note: str | None = None) -> Pieces:
         """Writes a query and its result. The result shows `found`, perhaps among other passages. If
-        `found` is None, it shows a random passage, or the empty text (followed by the fallback
-        notice if the query is no look-up). `note` goes before the query and tells what the previous
-        search found: None if this search is the first, "" if the previous one found nothing
-        relevant or had the same query.
+        `found` is None, it shows a random passage, or the protocol's `empty_text` (followed by the
+        fallback notice if the query is no look-up). `note` goes before the query and tells what the
+        previous search found: None if this search is the first, "" if the previous one found
+        nothing relevant or had the same query.
         """
         before = "" if note is None else self.tiny.between.format(note=note or self.tiny.no_note)
         raw = self.happens(self.tiny.raw)
