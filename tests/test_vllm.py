@@ -264,9 +264,7 @@ def searches_in_common(policy, environment, version: int, count: int) -> int:
     pairs = [zip(a.logprobs, b.logprobs, strict=False) for a, b in pairs]
     greedy_gap = max(abs(p - q) for row in pairs for p, q in row)
     searches = sum(len(row.searches) for row in greedy)
-    print(
-        f"{version}: {sum(same)} of {count}, {searches} searches, {greedy_gap:.1e}, {gaps.mean():.1e}"
-    )
+    print(f"{version}: {sum(same)}/{count} {searches} searches {greedy_gap:.1e} {gaps.mean():.1e}")
     # Rounding depends on which rows share a batch: of a trained policy's 3,000 tokens, one or two
     # have a gap of up to 8e-5, and their mean is 5e-7.
     assert all(same) and gaps.mean() < 5e-6 and max(greedy_gap, gaps.max()) < 5e-4
