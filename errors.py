@@ -182,7 +182,7 @@ def setting(default, help: str, **limits):
     """Declares a field of a settings record. `limits` may have the bounds least, above, most and
     below; one_of, the names that are allowed; `only`, the commands that have a flag for the field:
     "train" (those that train), "eval" (those that ask a model) or "papers" (no command: papers.py
-    may set the field); and `needed`, which is True if the flag must be given.
+    and lab/claims.py set the field); and `needed`, which is True if the flag must be given.
     """
     return field(default=default, metadata={"help": help, **limits})
 

@@ -215,7 +215,7 @@ def build(documents: list[Document], k1: float, b: float, epsilon: float, title_
     texts = tqdm(texts, "BM25 index", n, unit=" documents", disable=n < SHOW_PROGRESS_FROM)
     vocabulary, tokens, lengths = count_words(texts)
     terms, postings, frequencies = invert(tokens, lengths)
-    document_counts = np.bincount(terms, minlength=len(vocabulary))  # [terms], n_t
+    document_counts = np.bincount(terms, minlength=len(vocabulary))  # n_t of each word
     start = np.concatenate([[0], np.cumsum(document_counts)])
     idf = inverse_document_frequencies(document_counts, n, epsilon)
     mean = max(lengths.mean(), 1e-12)  # not 0, even if no document has a word

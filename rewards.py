@@ -90,13 +90,15 @@ class RewardSettings:
     )
     beta: float = setting(
         0.3,
-        "When to Search: reward per search that a right answer loses, or a wrong one gains",
+        "When to Search: what a search takes from a right answer or gives to a wrong one",
         least=0,
     )
     left_out: str = setting(
         "", "reward term to leave out, as in When to Search's Table 4", only="papers"
     )
-    relevance_reward: bool = setting(True, "ARENA: reward relevance", only="papers")
+    relevance_reward: bool = setting(
+        True, "ARENA: the reward has the term `relevance`", only="papers"
+    )
     bonus: float = setting(
         10.0, "ARENA: bonus if format, answer and relevance are all 1", only="papers", least=0
     )
@@ -968,7 +970,7 @@ def check_questions(questions: list[Question], settings) -> list[Question]:
     if "searching" in needed and not searching:
         raise InputError(
             f"--reward {settings.reward} rewards searches, but no question is allowed to search:"
-            " change --retrieval, --direct_tasks or --data, or take stage 2"
+            " change --retrieval, --recipe or --data, or take stage 2"
         )
     for question in questions:
         lacks = ""

@@ -6,9 +6,9 @@ If several of these sources give a value, the one furthest to the right wins; `r
 exceptions. A class or function takes the record it reads: `Environment` takes a RolloutSettings,
 `make_retriever` a RetrieverSettings. A setting is a flag of each command that reads its record. But
 `only` can limit it to the commands that train ("train"), to those that ask a model ("eval") or to
-none ("papers": only papers.py may set it). `check_settings` rejects flags that contradict each
-other, before a model is loaded. Left out: settings files, because a shell script with the flags
-does the same.
+none ("papers": only papers.py and lab/claims.py set it). `check_settings` rejects flags that
+contradict each other, before a model is loaded. Left out: settings files, because a shell script
+with the flags does the same.
 """
 
 import argparse
@@ -398,8 +398,8 @@ def add_flags(
 
 
 def file_of(record: type, command: str = "") -> str:
-    """Returns the name of the file that reads a record. A record in flags.py has this name as its
-    docstring; any other record is defined in that file.
+    """Returns the name of the file (or folder) that reads a record. A record in flags.py has this
+    name as its docstring; any other record is defined in the file that reads it.
     """
     if record.__module__ == "flags":
         return record.__doc__

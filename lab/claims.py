@@ -171,8 +171,8 @@ def score(name: str, kinds: str = LOOKUPS) -> Measure:
 
 def points(result: dict, names: str) -> np.ndarray:
     """Returns these training metrics as an array [steps, names], with NaN where a step has no such
-    metric: "searches/arithmetic", for example, if the step asked no arithmetic question. The steps
-    of the arm `start` come first (`run_arm` in lab/ablate.py).
+    metric: "searches/arithmetic", for example, if the step asked no arithmetic question. If the
+    result's arm starts from another arm (`Arm.start`), that arm's steps come first.
     """
     steps = [[step.get(name, math.nan) for name in names.split()] for step in result["curve"]]
     return np.array(steps, float).round(4)
@@ -238,7 +238,7 @@ class Claim:
     better: str  # the arm claimed to have the larger number, or the smaller if number.sign is −1
     worse: str
     number: Number
-    worlds: int  # number of worlds in the final runs
+    worlds: int  # how many worlds both arms run in, with `lab.ablate --seeds 0`
     margin: float
     says: str
 

@@ -8,8 +8,8 @@
 Both need this repository on PYTHONPATH. A completion must be the whole transcript, with the
 retrieved documents, and its prompt must be that of prompts.prompt_text. Answers are compared by
 rules, as in training without --judge. Left out: rewards that depend on the step, on a reader's
-answer or on an embedder's vectors; and UR²'s fallback penalty, because a transcript does not mark
-the searches that got the fallback.
+answer or on an embedder's vectors; and UR²'s fallback penalty, because `trajectory_from_text` does
+not recognise which searches got the fallback.
 """
 
 from functools import lru_cache

@@ -3,17 +3,19 @@ that "the UK" is "Great Britain".
 
     verdicts   yes or no                               for the rewards of When to Search and ARENA,
                                                        DAPO's filter, and eval.py
-    grades     2 correct, 1 partly correct, 0 wrong    for mathematics, in UR²'s reward and eval.py
+    grades     correct, partly correct or wrong        for mathematics, in UR²'s reward and eval.py:
+               (2, 1 or 0)
 
-The last line of the judge's reply must be the verdict or the grade; only a label such as "Verdict:"
-may precede it. Any other reply is unreadable: the verdict is None and is counted. Without a
-verdict, When to Search's reward and DAPO's filter use `rewards.matches`, and ARENA's reward its
-metric. UR²'s reward counts the answer as wrong, and eval.py leaves it out of `judged`. The policy
-that wrote the answer is rewarded for a "yes" and could try to instruct the judge. So the judge gets
-the answer as one line of limited length, and its instruction says that this line is text to judge.
+The last line of the judge's reply must be the word for the verdict or the grade; only a label such
+as "Verdict:" may precede it. Any other reply is unreadable: the verdict is None, and
+`Judge.unreadable` counts it. Without a verdict, When to Search's reward and DAPO's filter use
+`rewards.matches`, and ARENA's reward its metric. UR²'s reward counts the answer as wrong, and
+eval.py leaves it out of `judged`. The policy that wrote the answer is rewarded for a "yes" and
+could try to instruct the judge. So the judge gets the answer as one line of limited length, and its
+instruction says that this line is text to judge.
 
 The protocol, or --judge_sees in an evaluation, decides which texts the judge of an open question
-sees; each prediction records this:
+sees. There are three choices, and each prediction records its own as `judge_sees`:
 
     question     the question, the accepted answers and the given one     (UR² D.1)
     answers      the answers alone                                       (ARENA D.3)

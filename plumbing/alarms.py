@@ -80,12 +80,13 @@ def alarms(records: list[dict], settings: Settings, patience: int = PATIENCE) ->
 def signs(records: list[dict], s: Settings) -> Iterator[str]:
     """Yields the alarms whose condition holds in the newest record; trends and spikes also compare
     it with earlier records. A metric that the newest record lacks counts as 0, but `gold_recall` as
-    1, because a low value of it raises an alarm. `reward_hacked` needs a reward term `answer`,
-    which the reward of a stage 1 may lack.
+    1, because a low value of it raises an alarm; a trend needs its metric in each of the last
+    WINDOW records. `reward_hacked` needs a reward term `answer`, which the reward of a stage 1 may
+    lack.
 
-    The limit of `logprob_gap` is 1e-3. With a --mismatch correction (the default on a GPU, with
-    servers or with a bf16 copy) it is three times the gap of step 0, but at least 1e-3 and at most
-    0.1 (also 0.1 if step 0 has no gap). The gap reveals that sampler and trainer compute
+    The limit of `logprob_gap` is 1e-3. With a --mismatch correction (the default on a GPU, and on a
+    CPU with servers or a bf16 copy) it is three times the gap of step 0, but at least 1e-3 and at
+    most 0.1 (also 0.1 if step 0 has no gap). The gap reveals that sampler and trainer compute
     differently; it would hardly grow if a server sampled with outdated weights.
     """
     r = defaultdict(float, records[-1])

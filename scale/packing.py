@@ -155,9 +155,10 @@ def micro_batches(
     mask: torch.Tensor, budget: int, processes=1, rank=0, tokens: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
     """Returns the micro-batches of process `rank`, each a tensor of row indices of mask [B, T].
-    Row b belongs to process b % processes. A micro-batch has rows of similar length and at most
-    `budget` padded tokens; a longer row is alone. If tokens [B, L] are given, rows are first sorted
-    by shared prompt: the budget still counts padded tokens, but fewer of them are computed.
+    Row b belongs to process b % processes. Rows are sorted by length. A micro-batch takes at most
+    `budget` tokens, which are counted as its number of rows times its longest row; a longer row is
+    alone. If tokens [B, L] are given, rows are sorted by their prompt first and then by length.
+    Tokens are still counted in this way, although a prompt that rows share is computed only once.
 
     All processes get the same number of micro-batches, because they wait for each other's passes.
     If a process has fewer, its micro-batch with the most rows is split in two. If that one has only

@@ -309,8 +309,8 @@ LEVELS = "--difficulty level --stage"
         (
             MATH,
             "--retrieval false",
-            "no question is allowed to search: change --retrieval, --direct_tasks or --data, or "
-            "take stage 2",
+            "no question is allowed to search: change --retrieval, --recipe or --data, or take "
+            "stage 2",
         ),
         (MATH, "--stage 2", "--task_mixing of math, need --difficulty FILE"),
         (STAGE2, f"{LEVELS} 1", "of math:dropped, and the data has 0 (there are hard, math:hard"),

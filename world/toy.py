@@ -417,7 +417,7 @@ class TraceWriter:
         ]
 
     def undecided(self, pieces: Pieces) -> Pieces:
-        """Removes the loss on the first token, which decides to search, in most traces."""
+        """In most traces, removes the loss on the first token, which decides to search."""
         if self.rng.random() < self.tiny.choice_without_loss:
             pieces[0] = (pieces[0][0], "choice")
         return pieces
