@@ -53,8 +53,8 @@ class CurriculumSettings:
     )
     task_mixing: bool = setting(
         False,
-        "let only hard math questions (by --difficulty) and half of the multiple-choice questions "
-        "search; other tasks are not restricted",
+        "let only half of the multiple-choice questions search, and of the math questions only "
+        "some buckets of --difficulty (in most recipes: hard and dropped)",
     )
     math_searches: str = setting(
         "hard=1,dropped=1",
@@ -327,8 +327,8 @@ class QuestionStream:
         math_mixed = settings.task_mixing and any(q.task == "math" for q in questions)
         if (buckets or math_mixed) and not settings.difficulty:
             raise InputError(
-                "buckets, and --task_mixing of math, need --difficulty FILE"
-                " (--task_mixing false: all questions may search)"
+                "--task_mixing of math questions, and shares in `buckets`, go by difficulty: give"
+                " --difficulty FILE, or --task_mixing false, which restricts no question"
             )
         if settings.difficulty:
             dropped = any(name.endswith("dropped") for name in buckets)

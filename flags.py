@@ -1,7 +1,7 @@
-"""Defines the flags of those files of a training run that import torch: one settings record for
-each file or folder below. They are here because importing torch takes seconds, while --help,
-`python papers.py` and the message for a typo appear within a second. All other records are in the
-files that read them.
+"""Defines the flags of the files below, which import torch: one settings record for each file or
+folder. They are here because importing torch takes seconds, while --help, `python papers.py` and
+the message for a typo appear within a second. What train.py and plumbing/ read is in settings.py
+(`RunSettings`); all other records are in the files that read them.
 
     rollout.py  engines/  other_models/  update.py  ppo.py  kl.py  reinforce_pp.py  dapo.py
     policy.py

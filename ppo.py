@@ -118,10 +118,10 @@ def trained_tokens(batch) -> Tensor:
 def mismatch_stats(batch, mode: str) -> dict[str, float]:
     """Returns two metrics over the n model tokens. mismatch_ess is the effective sample size as a
     share of n, (Σ w)² / (n Σ w²), which is 1 if all weights are equal. mismatch_cut is the share of
-    tokens whose weight is the one that MISMATCH sets for values outside of the bounds.
+    tokens that have the weight which MISMATCH sets outside of the bounds, for example C = 2.
 
     Worked, mode token: w [2, 1, 0.5] on three model tokens: mismatch_ess = 3.5² / (3 · 5.25) =
-    0.7778; mismatch_cut = 1/3, because only the first token has w = 2.
+    0.7778; mismatch_cut = 1/3, because only the first token has w = C.
     """
     weights = batch.mismatch_weights[batch.response_mask.bool()]  # [n]
     share = weights.mean().square() / weights.square().mean().clamp(min=EPSILON)

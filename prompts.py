@@ -323,7 +323,7 @@ def lettered(question: Question) -> list[str]:
 def gaps_of(text: str) -> set[str]:
     """Returns the names of a layout's placeholders.
 
-    >>> sorted(gaps_of("{question}, in a \\\\boxed{box}: {options}"))
+    >>> sorted(gaps_of("{question}, in a \\boxed{box}: {options}"))
     ['options', 'question']
     """
     return {gap[1] for gap in _GAP.finditer(text) if gap[1]}
@@ -467,8 +467,8 @@ def section_letters(text: str, tags: dict[str, Tags]) -> str:
 
 
 # Matches "correct answer is", a colon, and then a letter that is not part of a word. A box,
-# brackets or stars may surround the letter. `*+` is possessive, because `*` would take quadratic
-# time on a long run of blanks.
+# brackets, quotes or stars may surround the letter. `*+` is possessive: with `*`, "\boxed{12}"
+# would match, with the d of \boxed as the letter.
 _CHOICE = re.compile(
     r"correct answer is[\s*]*+:((?:\\[a-z]+|[\s*_$\"'(\[{])*+[a-z](?![-'’]?[^\W_])[^\n]*)",
     re.IGNORECASE,

@@ -262,7 +262,9 @@ def ur2_violations(
 
 
 def _ur2_answer_faults(trajectory: Trajectory) -> list[str]:
-    """Returns the faults of the last answer, the scored one, and a fault per earlier answer."""
+    """Returns the faults of the last answer, which is the scored one, and "several_answers" once
+    for each earlier answer.
+    """
     answers = trajectory.answers
     question = trajectory.question
     faults = ["several_answers"] * (len(answers) - 1)

@@ -158,7 +158,9 @@ def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> S
     # Buckets in `given`, or any left for the tiny model, replace the recipe's `mix`.
     if given.get("buckets", tiny and chosen["buckets"]):
         chosen = chosen | {"mix": ""}
-    if "max_turn_tokens" in given:  # a flag of the command line applies to every task
+    # These two flags, if given, apply to every task: the recipe's limits for single tasks are
+    # dropped.
+    if "max_turn_tokens" in given:
         given = {"turn_tokens": ""} | given
     if "max_searches" in given:
         given = {"task_searches": ""} | given

@@ -1,11 +1,12 @@
 """The summariser: turns retrieved documents into one short text, or rejects the query (UR²).
 
-A summariser may reject a query that does not ask for a fact; a model may do so only in training,
-for web pages, or with --fallback. The result is then a fallback: instead of a summary the policy
-reads the protocol's fallback sentence, and UR²'s reward penalises the search. Rewards and metrics
-recognise a fallback by the field `fallback` and never by the text, because a document could contain
-the same sentence; only `as_result` decides by a text, that of a model's reply. The result also
-holds the documents, for metrics.
+If the protocol has a fallback sentence, a summariser may reject a query that does not ask for a
+fact: `extractive`, which decides by a rule, always; a language model only in training (not in its
+evaluations), for web pages, or with --fallback. The result of a rejected query is a fallback:
+instead of a summary the policy reads this sentence, and UR²'s reward penalises the search. Rewards
+and metrics recognise a fallback by the field `fallback` and never by the text, because a document
+could contain the same sentence; only `as_result` decides by a text, that of a model's reply. The
+result also holds the documents, for metrics.
 Left out: distilling a small summariser from a large one (lab/distil.py).
 """
 

@@ -7,7 +7,7 @@
 
     catch up   fills in the keys of all tokens of a row except the last: they are copied from a
                slot that holds them, or computed in forward passes over many tokens
-    decode     last tokens [n, 1] -> logits [n, V] -> one token per row, until a turn may be over
+    decode     last tokens [n, 1] -> logits [n, V] -> one token per row, until some turn is over
 
 In this file "keys" are keys and values, except where both are named.
 HF `generate` pads, waits for the slowest row, and computes every row again at each turn. Here each

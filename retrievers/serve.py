@@ -129,7 +129,10 @@ def check(retriever, passages: list[Document], k: int = 5) -> list[tuple[bool, s
     one such pair if a search raises an error.
     """
     if not passages:
-        raise InputError("nothing is found for common words: give --corpus, or another address")
+        raise InputError(
+            "without --corpus the test needs passages that are found for common words, but none is:"
+            " give --corpus, or another address"
+        )
     sample = passages[:: max(1, len(passages) // 20)]
     queries = list(dict.fromkeys(map(query_for, sample)))  # equal titles give one query
     try:

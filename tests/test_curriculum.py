@@ -210,7 +210,7 @@ def test_dropped_questions_are_left_out_and_counted_unless_buckets_names_them(ca
         ({"buckets": "hard=9,easy=1"}, "9 questions of hard, and the data has 5"),
         ({"buckets": "hard=1,easy=99"}, "a step takes 0 questions of hard"),
         ({"buckets": "hard"}, "buckets 'hard'"),
-        ({"buckets": "hard=1", "difficulty": ""}, "--task_mixing of math, need --difficulty"),
+        ({"buckets": "hard=1", "difficulty": ""}, "go by difficulty: give --difficulty FILE"),
         (
             {"buckets": "math:hard=1"},
             "none of the recipe's shares above 0 names a part of the data (there are hard, easy)",
@@ -378,7 +378,7 @@ def test_without_difficulties_half_of_the_choices_may_search_and_math_is_an_erro
     assert all(may for name, may in allowed.items() if "qa" in name)
     assert "no --difficulty: a random half" in capsys.readouterr().err
     output = message(stream, pool_of_levels("math", hard=4), 2, task_mixing=True)
-    assert "--task_mixing of math, need --difficulty FILE (--task_mixing false: all" in output
+    assert "give --difficulty FILE, or --task_mixing false, which restricts no question" in output
 
 
 def test_half_of_the_choices_is_weighted_by_how_often_each_is_dealt():

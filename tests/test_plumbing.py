@@ -312,7 +312,7 @@ LEVELS = "--difficulty level --stage"
             "no question is allowed to search: change --retrieval, --recipe or --data, or take "
             "stage 2",
         ),
-        (MATH, "--stage 2", "--task_mixing of math, need --difficulty FILE"),
+        (MATH, "--stage 2", "go by difficulty: give --difficulty FILE, or --task_mixing"),
         (STAGE2, f"{LEVELS} 1", "of math:dropped, and the data has 0 (there are hard, math:hard"),
         (STAGE2, f"{LEVELS} 2", "a step takes 0 questions of medium, and the data has 13"),
     ],

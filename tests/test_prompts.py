@@ -327,7 +327,7 @@ def test_answers_are_in_boxes_or_in_answer_tags_as_the_protocol_says():
         ("the correct answer is: oak", []),  # "oak" is not a letter
         ("the correct answer is: A-level maths", []),
         (r"Two of them: \boxed{A}", []),  # only other tasks answer in a box
-        ("the correct answer is: ...\n", []),
+        ("the correct answer is: ...\nthe correct answer is: \\boxed{12}", []),
     ],
 )
 def test_a_choice_is_answered_by_one_fixed_phrase_and_a_letter(text, expected):

@@ -72,9 +72,9 @@ def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
     with both. A tokenizer made for one protocol has no tags of others, so a tag that is added to
     one protocol changes neither the token ids nor the results of the others.
     """
-    # Unigram chooses the pieces with the highest total score: for equal scores, the fewest pieces.
-    # ", " scores higher, so that a list is split as ", " + "4", not "," + " 4", even if "," becomes
-    # a piece too.
+    # Unigram splits a text into the pieces with the highest total score. All scores are negative,
+    # so of equal scores the fewest pieces win. ", " scores higher, so that a list would be split as
+    # ", " + "4", not as "," + " 4", if "," were added as a piece.
     scored = [(piece, -0.5 if piece == ", " else -1.0) for piece in word_pieces()]
     tokenizer = Tokenizer(models.Unigram(scored, unk_id=2))
     # A word at the start of a line gets the leading space that its piece has everywhere else.
