@@ -8,9 +8,9 @@
 
 The model's text is printed while it is sampled, and text of the environment appears in ⟦ ⟧. A
 flag that is not given has the value saved with the checkpoint, as in eval.py; decoding is greedy
-unless --temperature is given. A model that searches and was not trained in the built-in world needs
-a corpus, or a retriever without one (such as http), from a flag or from its training. Left out:
-dialogues; the model answers each question without seeing the questions before it.
+unless --temperature is given. A model that searches and is neither the built-in model nor trained
+from it needs a corpus, or a retriever without one (such as http), from a flag or from its training.
+Left out: dialogues; the model answers each question without seeing the questions before it.
 """
 
 from errors import FlagParser, InputError, nearest, prepare_command, run_main
@@ -112,13 +112,13 @@ class Session:
         corpus = searches and settings.retriever not in ("http", "empty", "oracle", "given")
         if corpus and not (settings.corpus or built_in):
             raise InputError(
-                f"{settings.model} was not trained in the built-in world, so it needs something to"
-                " search: give --corpus FILE_OR_FOLDER or --retriever http --retriever_url URL"
+                f"{settings.model} was not trained from the built-in model, so it needs something"
+                " to search: give --corpus FILE_OR_FOLDER or --retriever http --retriever_url URL"
             )
         self.questions = known_questions(settings)
         device = best_device()
         self.words = {word for q in self.questions * built_in for word in tokenize(q.question)}
-        # /try asks only two-hop questions, if there are any, because they need two searches.
+        # If there are questions of the kind two_hop, /try asks only these: they need two searches.
         self.examples = itertools.cycle(
             [q for q in self.questions if q.kind == "two_hop"] or self.questions
         )
@@ -126,8 +126,8 @@ class Session:
         search = build.build_search(settings, documents, device)
         place = settings.retriever_url or settings.retriever
         if corpus:
-            name = settings.corpus or "the built-in world"
-            place = f"{name} ({settings.retriever}, {len(documents)} documents)"
+            place = settings.corpus or "the built-in world"
+            place += f" ({settings.retriever}, {len(documents)} documents)"
         elif not searches:
             place = "nothing: the documents come with the question"
         print(f"model: {settings.model or 'the built-in one, before RL'}\nsearches: {place}")
@@ -165,13 +165,10 @@ def answer(session: Session, text: str) -> None:
 
 def print_examples(session: Session) -> None:
     if in_built_in_world(session.settings):
-        print(
-            "the model knows people, cities and companies of its world, and sums of two numbers "
-            "from 1 to 9; try"
-        )
-        examples = {question.kind: question.question for question in session.questions[::-1]}
-        for kind in ("one_hop", "two_hop", "arithmetic"):
-            print(f"    {examples[kind]}")
+        print("the model knows only its world of people, cities and companies; ask, for example:")
+        # The first question of each kind.
+        for text in {q.kind: q.question for q in session.questions[::-1]}.values():
+            print(f"    {text}")
     print("type a question, or /try; /help lists the commands")
 
 

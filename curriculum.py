@@ -6,13 +6,14 @@ questions of step s depend only on s and the seed, so a resumed run sees the sam
 uninterrupted one.
 
 Difficulty is measured once, before training, as the mean score of K rollouts of the model (UR²: K =
-20; `python -m lab.difficulty`), or is given by the data. In UR² a step then has hard : medium :
-easy = 7 : 2 : 1. In `buckets` a task or kind may have its own shares, as math has 1 : 1 : 1 in UR²
-(C.5):
-"math:hard=1,math:medium=1,math:easy=1,hard=7,medium=2,easy=1". The hardest questions, with a score
-below 0.2, are in the bucket "dropped". They are asked only if `buckets` names them, because a
-question whose rollouts all fail teaches nothing. UR²'s stage 1 trains on the dropped math questions
-("math:dropped=1", C.7).
+20; `python -m lab.difficulty`), or is given by the data. In a step of UR², hard : medium : easy is
+then 1 : 1 : 1 in math (C.5) and 7 : 2 : 1 in the other tasks. In `buckets`, the name of a task or
+kind with its own shares comes before a colon:
+"math:hard=1,math:medium=1,math:easy=1,hard=7,medium=2,easy=1".
+
+The hardest questions, with a score below 0.2, are in the bucket "dropped". They are asked only if
+`buckets` names them, because a question whose rollouts all fail teaches nothing. UR²'s stage 1
+trains on the dropped math questions ("math:dropped=1", C.7).
 Left out: measuring difficulty again while training.
 """
 
@@ -107,7 +108,7 @@ def read_difficulty(path: str | Path, questions: Questions) -> dict[str, str]:
     if missing:
         raise InputError(
             f"--difficulty {path}: {len(missing)} questions have no difficulty, the first is "
-            f"{missing[0]}: measure the whole of --data with lab.difficulty"
+            f"{missing[0]}: measure all questions with lab.difficulty"
         )
     return buckets
 
@@ -185,7 +186,7 @@ def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[dic
     split 7 : 2 : 1: hard 42, medium 12, easy 6.
     "hotpotqa" in `mix` or `buckets` means hotpotqa_bridge and hotpotqa_comparison together.
     """
-    scopes = defaultdict(dict)  # task or kind -> bucket -> share
+    scopes = defaultdict(dict)  # kind, family, task or "" (all others) -> bucket -> share
     for name, share in (buckets or {"": 1.0}).items():
         scope, _, level = name.rpartition(":")
         scopes[scope][level] = share
@@ -196,7 +197,7 @@ def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[dic
             " --difficulty out"
         )
     pools = defaultdict(list)
-    sizes = Counter()  # number of questions in a group: a kind, family or task, "" for others
+    sizes = Counter()  # group (kind, family, task or "") -> number of its questions
     splits = {kind: {"": 1.0} for kind in mix}  # group -> bucket -> share
     for question in questions:
         kind = question.kind
@@ -246,7 +247,8 @@ def check_pools(pools: dict[str, Questions], shares: Weights, counts: Counts, fl
         if weight and not fits:
             raise InputError(
                 f"{flag}: a step takes {count} questions of {name}, and the data has {size} (there "
-                f"are {available}): give another {flag} or --questions_per_step"
+                f"are {available}): correct {flag} or leave it out; if the data has some, another "
+                "--questions_per_step may help too"
             )
 
 
@@ -280,7 +282,8 @@ def draw_choices(pools: dict[str, Questions], counts: Counts, seed: int) -> froz
     hard question is asked 8/20 times per step. So 5 / (8/20) = 12.5, rounded to 13, of the 20 hard
     questions may search, and no easy one.
     """
-    dealt = []  # for each question: rank of its difficulty, lot, how often a step asks it, id
+    # For each multiple-choice question: rank of its difficulty, lot, how often a step asks it, id.
+    dealt = []
     for name, pool in pools.items():
         rate = counts.get(name, 0) / len(pool)
         for question in pool:
@@ -300,7 +303,9 @@ def mix_tasks(pools: dict[str, Questions], counts: Counts, settings) -> None:
     """Decides by --task_mixing which questions in the pools may search; sets `may_search`."""
     drawn = draw_choices(pools, counts, settings.seed)
     if drawn and not settings.difficulty:
-        print_note("no --difficulty: a random half of the multiple-choice questions may search")
+        print_note(
+            "no --difficulty: half of the multiple-choice questions may search, hard levels first"
+        )
     of_math = parse_shares(settings.math_searches, "math_searches")
     for pool in pools.values():
         for place, q in enumerate(pool):
@@ -310,7 +315,7 @@ def mix_tasks(pools: dict[str, Questions], counts: Counts, settings) -> None:
 
 # -------------------------------------------------------------------------------------- the stream
 class QuestionStream:
-    """Holds all questions; `take` returns those of one draw, mixed by kind, bucket or both.
+    """Holds the pools; `take` returns the questions of one draw, mixed by kind, bucket or both.
 
     attempts   largest number of draws in a step. Only DAPO makes more than one: it draws more
                questions in place of groups that teach nothing. Draw number a of step s takes

@@ -152,8 +152,9 @@ class Attempts:
 
 # -------------------------------------------------------------------------------- untrusted texts
 def harmless(text: str) -> str:
-    """Makes a text safe for a terminal: characters that are not printable and our marks ⟦ ⟧ become
-    escapes, and each line after the first begins with "| ".
+    """Makes a text safe for a terminal. Characters that are not printable become escapes, and so do
+    ⟦ and ⟧, which `trajectory.show` puts around texts that are not scored. Each line after the
+    first begins with "| ".
     """
     numbers = {c: ascii(c)[1:-1] for c in {*text} if not c.isprintable() or c in "⟦⟧"}
     return text.translate(str.maketrans(numbers | {"\n": "\n| "}))
@@ -176,7 +177,7 @@ def strip_tags(text: str, tags) -> str:
 
 @lru_cache(maxsize=8)
 def control_tokens(tokenizer) -> dict[int, str]:
-    """Returns id -> text of the special tokens, and of added tokens that are not plain words."""
+    """Returns id -> text of the special tokens, and of added tokens with a symbol such as "<"."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).items()
     return {i: t.content for i, t in added if t.special or re.search(r"[^\w\s]", t.content)}
 

@@ -33,9 +33,10 @@ SPINS = "10000"  # iterations that a waiting thread of torch spins before it sle
 
 @functools.cache
 def prepare_command() -> None:
-    """Prepares the process of a command. The command calls this before it imports torch.
+    """Prepares the process of a command. train.py, eval.py, ask.py and lab/ call this before they
+    import torch; for the other commands, only `run_main` calls it.
 
-    Ctrl-C during the imports then prints one line. Progress bars get no lock between processes,
+    Ctrl-C during later imports prints one line. Progress bars get no lock between processes,
     because a process that is killed while it holds the lock would stop all others.
 
     Torch's threads wait for each other at the end of every operation. By default they spin for
@@ -111,7 +112,8 @@ def run_main(main: Callable[[], None]) -> None:
         sys.stderr.close()
     except Exception as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(5)  # meanwhile the first process reports the error, and torchrun ends all
+            # If the first process has this error too, it reports it now, and torchrun ends all.
+            time.sleep(5)
         if advice := ADVICE.get(getattr(error, "errno", None)):
             error = InputError(f"{error}: {advice}")
             sys.stdout = None  # at exit Python would try to write the rest of the buffer again
@@ -181,8 +183,8 @@ class FlagParser(argparse.ArgumentParser):
 def setting(default, help: str, **limits):
     """Declares a field of a settings record. `limits` may have the bounds least, above, most and
     below; one_of, the names that are allowed; `only`, the commands that have a flag for the field:
-    "train" (those that train), "eval" (those that ask a model) or "papers" (no command: papers.py
-    and lab/claims.py set the field); and `needed`, which is True if the flag must be given.
+    "train" (train.py and lab.plan), "eval" (all others) or "papers" (none: only papers.py and
+    lab/claims.py set the field); and `needed`, which is True if the flag must be given.
     """
     return field(default=default, metadata={"help": help, **limits})
 
@@ -208,4 +210,4 @@ def check_output(path: str | Path, flag: str) -> None:
     place = path if path.exists() else next(p for p in path.absolute().parents if p.exists())
     if place.is_dir() == path.exists() or not os.access(place, os.W_OK):
         reason = "that is a folder" if path.is_dir() else "cannot be written there"
-        raise InputError(f"{flag} {path}: {reason}: name a file elsewhere")
+        raise InputError(f"{flag} {path}: {reason}: give another path")

@@ -39,7 +39,7 @@ if __name__ == "__main__":
     prepare_command()
     run_main(check_alone)
     if any(word.split("=")[0] == "--predictions" for word in sys.argv):
-        run_main(score_command)  # scoring needs none of the slow imports below
+        run_main(score_command)  # scoring alone needs none of the slow imports below
         sys.exit()
 
 from prompts import JUDGE_SEES
@@ -76,7 +76,10 @@ class Options:
         "", "what the judge of open answers reads; default: by protocol", one_of=("", *JUDGE_SEES)
     )
     fresh: bool = setting(False, "start from the beginning, even if there are predictions")
-    out: str = setting("", "predictions file; default: in predictions/ under --output_dir")
+    out: str = setting(
+        "",
+        "predictions file (lab.baselines: folder); default: in predictions/ under --output_dir",
+    )
     against: str = setting(
         "",
         "compare with another run, question by question: the files of its predictions, "
@@ -159,7 +162,9 @@ GIVEN_TOKENS = 4096
 
 # ----------------------------------------------------------------------------------- one trajectory
 def prediction_metrics(trajectory: Trajectory) -> dict[str, float]:
-    """Returns the metrics that tables can show; in task "summary" ROUGE replaces em, f1 and cem."""
+    """Returns those of `trajectory_metrics` and `paper_metrics` that tables can show. In task
+    "summary" ROUGE replaces em, f1 and cem.
+    """
     numbers = trajectory_metrics(trajectory)
     numbers |= paper_metrics(trajectory, numbers["em"])
     left_out = ("em", "f1", "cem") if trajectory.question.task == "summary" else ()
@@ -272,7 +277,8 @@ class Evaluation:
             print(
                 f"warning: {len(faults)} searches failed (the first: {harmless(faults[0])}): "
                 "the scores are not the model's true ones; the same command, without --fresh, "
-                "continues at the batch of the first error that is not 'search failed'",
+                "continues at the batch of the first error other than 'search failed', if there is "
+                "one",
                 file=sys.stderr,
             )
         return records
@@ -322,8 +328,9 @@ class Evaluation:
 
 def key_of(record: dict) -> tuple | None:
     """Returns (question id, sample), or None if a search failed: predictions are then repeated from
-    the record's batch on. The error SEARCH_FAILED does not count: it means that only single queries
-    failed, and these would probably fail again.
+    the record's batch on. The error SEARCH_FAILED does not count: it means that the retriever
+    answered or rejected other queries of the same call, so the failed ones would probably fail
+    again.
     """
     if set(search_faults([record])) - {SEARCH_FAILED}:
         return None
@@ -488,8 +495,8 @@ def evaluate(evaluation: Evaluation, reader, judge, sampling: tuple = ()) -> lis
             records = [scored(record, punctuation) for record in records]
         if reader or judge:
             print(
-                "all predictions are written; if reader or judge fails, ask only them again, with "
-                f"the same --reader and --judge and --predictions {out}"
+                "the predictions are written; if reader or judge fails, `python eval.py "
+                f"--predictions {out}`, with the same --reader and --judge, asks only them again"
             )
             records = ask_others(records, reader, judge, sampling)
             write_records(out, records)

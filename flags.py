@@ -1,7 +1,7 @@
 """Defines the flags of the files below, which import torch: one settings record for each file or
 folder. They are here because importing torch takes seconds, while --help, `python papers.py` and
-the message for a typo appear within a second. What train.py and plumbing/ read is in settings.py
-(`RunSettings`); all other records are in the files that read them.
+the message for a typo appear within a second. The settings of a run as a whole (recipe, model,
+seed, ...) are in settings.py (`RunSettings`); all other records are in the files that read them.
 
     rollout.py  engines/  other_models/  update.py  ppo.py  kl.py  reinforce_pp.py  dapo.py
     policy.py
@@ -56,8 +56,9 @@ class RolloutSettings:
     )
     timeout: float = setting(
         60.0,
-        "time limit in seconds of a local search and of one try of a request to a server; vLLM "
-        "servers have other limits for sampling and for loading weights",
+        "time limit in seconds of a search without a server or a summarising model, and of one try "
+        "of a request to a server; vLLM servers have other limits for sampling and for loading "
+        "weights",
         above=0,
         most=86_400,
     )
@@ -142,7 +143,8 @@ class PPOSettings:
         "sequence: by min(Π, 2), where Π is the product of ρ over the trajectory; mask: by ρ, but "
         "drop tokens with ρ outside 1/2 to 2; sequence_mask: by Π, but drop trajectories with Π "
         "above 3; row: only drop trajectories whose geometric mean of ρ is more than 0.1 % from 1; "
-        "auto: token on a GPU, and on a CPU with vLLM servers or a bf16 copy; else none",
+        "auto: token on a GPU, and on a CPU with vLLM servers or a bf16 copy; otherwise, and with "
+        "--mask_documents false, none",
         one_of=MISMATCHES,
     )
     gae_lambda: float = setting(1.0, "PPO: GAE's λ", only="papers", least=0, most=1)

@@ -40,7 +40,7 @@ def as_groups(rewards: Tensor, group_size: int) -> Tensor:
 
 def equal_rewards(groups: Tensor) -> Tensor:
     """Returns [questions, 1] bool: whether all known rewards of a group are equal. A difference of
-    EPSILON is tolerated, because adding reward terms in a different order changes the rounding.
+    EPSILON is tolerated, because different reward terms may have the same sum except for rounding.
     """
     unknown = groups.isnan()  # [questions, G]
     highest = groups.masked_fill(unknown, -torch.inf).amax(1, keepdim=True)  # [questions, 1]
@@ -82,7 +82,8 @@ def group_normalize(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def frac_reward_zero_std(rewards: Tensor, group_size: int) -> float:
-    """Returns the share of groups whose known rewards are equal: GRPO's advantages there are 0.
+    """Returns the share of groups whose known rewards are equal. GRPO's advantages there are 0;
+    with k1 they may differ from 0, because the KL is first subtracted from the rewards.
 
     Worked, G = 2: [1, 0, 1, 1] -> 0.5. [1, 0, 1, NaN] -> 0.5, because the second group has only one
     known reward.
@@ -127,7 +128,7 @@ def main() -> None:
     print(
         f"minus mean {rewards.mean():.4f}, / std {rewards.std():.4f}:", group_normalize(rewards, 5)
     )
-    print("A second question, five equal rewards:", group_normalize(equal, 5))
+    print("A second question, five equal rewards; advantages", group_normalize(equal, 5))
     print("frac_reward_zero_std of both:", frac_reward_zero_std(both, 5))
 
 

@@ -174,9 +174,9 @@ def batch_gradient_spread(logits: Tensor, loss: Loss) -> float:
 
 
 def estimator_row(logits: Tensor, ref_logprobs: Tensor, name: str) -> dict[str, float]:
-    """Returns an estimator's value, relative bias and (absolute) std. Also returns, for its use as
-    a loss, the gradient's relative errors against ∇KL(π‖ref) and ∇KL(ref‖π), and
-    `batch_gradient_spread`.
+    """Returns an estimator's mean under π, the mean's bias relative to KL(π‖ref), and the
+    estimator's std. Also returns, for its use as a loss, the expected gradient's relative errors
+    against ∇KL(π‖ref) and ∇KL(ref‖π), and `batch_gradient_spread`.
     """
     loss = partial(ESTIMATORS[name], ref_logprobs=ref_logprobs)
     logprobs = logits.log_softmax(-1)  # [V]

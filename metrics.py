@@ -196,8 +196,8 @@ _WRAPPING = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\b|[{}$*\"'`]")
 def choice_letter(text: str | None, options=()) -> str | None:
     r"""Returns the letter of the option that a text chooses, or None. The choice X is read from the
     last "correct answer is X" (or option, choice), else from the last \boxed{X}; else it is the
-    whole text. X must be a letter, perhaps with text after it ("B", "(B)", "B. Oak"; not "B or C"),
-    or the text of exactly one option:
+    whole text. X must be a letter ("b", "(B)"), a capital letter before other text ("B. Oak"; not
+    "B or C" or "A tree"), or the text of exactly one option:
     choice_letter("The correct answer is: oak.", ["elm", "Oak"]) is "B".
     """
     text = _SPECIAL_TOKEN.sub("", text or "")  # a decoded response ends in its EOS token
@@ -326,7 +326,9 @@ def has_math_verify() -> bool:
 
 
 def ask_worker(prediction: str, gold: str, seconds: float = MATH_SECONDS) -> bool:
-    """Asks the worker whether two answers are equal; False if it fails or exceeds `seconds`."""
+    """Asks the worker whether two answers are equal. Returns False if the comparison fails or takes
+    longer than `seconds`.
+    """
     with _LOCK:
         idle = _IDLE.pop() if _IDLE else None
         worker = idle if idle and idle.poll() is None else start_worker()

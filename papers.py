@@ -12,7 +12,7 @@
 
 A paper is described in three files: tags and instructions in prompts.py, rewards in rewards.py, and
 settings here. To add a paper, extend these three files; every command then knows it.
-Left out: the papers' settings for models behind an API (UR² C.4), and for their hardware.
+Left out: how the papers evaluate models behind an API (UR² C.4), and the papers' hardware.
 """
 
 from collections import defaultdict
@@ -73,7 +73,8 @@ _ur2 = (  # section 4.4, appendix C.2 and C.4
     # top_p is 1, not the paper's 0.9, because log-probs are computed under the full distribution.
     | {"temperature": 1.0, "max_searches": 4}
     | {"max_turn_tokens": 512, "turn_tokens": "math=3072,choice=1536"}
-    # The paper does not say how the summariser samples in training for tasks other than math.
+    # Summaries for math are sampled as in C.4's evaluations (our reading), others greedily (ours).
+    # For training the paper gives only Qwen-3-8B's sampling (C.2).
     | {"summary_sampling": "math=0.3/0.7/8192"}
     # Ten documents have 1,291 tokens on average (B.6).
     | {"documents_per_search": 10, "document_tokens": 1536}
@@ -100,8 +101,8 @@ UR2 = Paper(
         | {"mix": "one_hop=5,two_hop=5,unit=1,arithmetic=3,known=2,direct=8"},
     },
     good_format=lambda trajectory: not rewards.ur2_violations(trajectory),
-    # A trace may search and read the summary (or the fallback text, if its query is rejected); it
-    # ends with \boxed{...}.
+    # A trace may search. It reads a summary, or "None" if the query finds nothing or asks for no
+    # fact. It ends with \boxed{...}.
     world=Tiny(
         "{asked} \\boxed{{ {answer}}}<eos>",
         read=" \\boxed{{ {answer}}}",
@@ -147,8 +148,8 @@ UR2_CHOICE = replace(
     stages={1: _ur2 | {"reward": "ur2_choice", "steps": 100, "task_mixing": True}},
     tiny={1: EVERYTHING | _summarised | {"reward": "ur2_weak"}},
 )
-# UR²'s baseline trains on one task per run. Its reward is eq. 2 (our reading), and only open
-# questions may search (C.3).
+# UR²'s baseline Vanilla RL: in the paper a run trains on math, on open questions or on multiple
+# choice. The reward is eq. 2 (our reading), and only open questions may search (C.3).
 VANILLA_RL = replace(
     UR2,
     source="UR² section 4.3, app. C.3",
@@ -181,7 +182,7 @@ for _name, *_numbers in map(str.split, _rows):
 # reading also for math.
 UR2.variants["qwen_3b"].stages[1]["steps"] = 15
 # Easy math questions replace the hard ones (C.5), so two thirds of the math questions are easy.
-# Half of the easy ones, those that replace hard ones, may search (our reading).
+# Half of the easy ones, as many as replace hard ones, may search (our reading).
 _easier = {"buckets": "math:medium=1,math:easy=2,hard=7,medium=2,easy=1"}
 UR2.variants["llama_8b"].stages[2].update(_easier, math_searches="easy=0.5")
 _llama = UR2.variants["llama_8b"]
@@ -204,8 +205,9 @@ _mini = varied(UR2_CHOICE, steps=50, summarizer="https://api.openai.com/v1#gpt-4
 _sampled = "math=0.3/0.7/2048,other=0.3/0.7/2048"  # C.2: how Qwen-3-8B samples
 _qwen3 = varied(_mini, summarizer="Qwen/Qwen3-8B", summary_sampling=_sampled)
 UR2_CHOICE.variants.update(gpt_4o_mini_summaries=_mini, qwen3_8b_summaries=_qwen3)
-# Tables 6 and 7. A search for an open question returns five passages, as in Table 10's evaluations
-# without summaries (our reading). `raw_qa` and `raw_math` do not select questions by difficulty.
+# Tables 6 and 7. In `without_summary` and `raw_qa` a search returns five passages, as in Table 10's
+# evaluations without summaries (our reading). `raw_qa` and `raw_math` train on questions of any
+# difficulty, except that --difficulty still leaves out the bucket "dropped".
 _passages = replace(
     varied(VANILLA_RL, documents_per_search=5), tiny={1: EVERYTHING | {"steps": 72}}
 )
@@ -215,8 +217,8 @@ VANILLA_RL.variants.update(
     raw_math=varied(VANILLA_RL, steps=10, buckets=""),
 )
 
-# Section 3.3. The paper's retriever is --encoder BAAI/bge-large-en-v1.5, and GPT-4o-mini judges its
-# evaluations (3.1).
+# Section 3.3. The paper's retriever is --retriever dense --encoder BAAI/bge-large-en-v1.5, and
+# GPT-4o-mini judges its evaluations (3.1).
 _r1_searcher = (
     {"protocol": "r1_searcher", "algorithm": "reinforce_pp"}
     | {"group_size": 16, "questions_per_step": 64, "trajectories_per_update": 256}
@@ -265,7 +267,7 @@ _r_search = (  # section 4.3
     | {"lr": 1e-6, "warmup_ratio": 0.95}
     | {"kl_coef": 1e-3, "kl_estimator": "k3", "temperature": 1.0}  # the temperature is ours
     | {"max_searches": 4, "max_turn_tokens": 500}  # not in the paper; as in Search-R1's code
-    | {"documents_per_search": 3}  # 5 in evaluation
+    | {"documents_per_search": 3}  # 5 with --decoding paper
 )
 R_SEARCH = Paper(
     source="R-Search section 4.3",
@@ -321,7 +323,8 @@ WHEN_TO_SEARCH = Paper(
     stages={1: _when_stage1, 2: _when_stage2},
     tiny={1: TINY | WHEN_TINY | {"steps": 5}, 2: EVERYTHING | WHEN_TINY | {"steps": 40}},
     good_format=rewards.when_to_search_format,
-    # A trace has the sections think, search, reflect, answer; without a search it has no `search`.
+    # Each trace but those of `practice` has the sections think, then search and reflect for each
+    # query (only reflect if there is no query), then answer.
     world=Tiny(
         opening="<think>{asked}</think>",
         between="<reflect>{note}</reflect>",
@@ -379,7 +382,8 @@ ARENA = Paper(
     stages={1: _arena},
     tiny={1: EVERYTHING | TWO_FACTS | {"max_searches": 0, "steps": 40}},
     good_format=rewards.arena_format,
-    # The prompt has four numbered references; a trace cites some, then analyses and answers.
+    # The prompt has four numbered references. A trace of `practice` only reads or only cites. The
+    # others cite references, mostly analyse them, and answer.
     world=Tiny(
         citation="<relevance>[{numbers}]",
         analysis="<analysis>{note}{thought}</analysis>",
@@ -451,7 +455,7 @@ RECIPES: dict[str, dict[int, dict]] = {name: paper.stages for name, paper in PAP
 
 
 # Trajectories of lab/baselines.py follow no paper's format, so the metric `format` is 1 for each
-# one with an answer. All other metrics are those of the paper that --recipe names.
+# one with an answer. em, f1 and cem treat punctuation as in the paper that --recipe names.
 BASELINES = [
     replace(
         paper,

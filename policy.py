@@ -55,8 +55,8 @@ disable_progress_bar()  # a bar for each loaded model would break up the run's o
 torch.backends.cuda.enable_cudnn_sdp(False)
 # bf16 products are summed in fp32, also where a GPU splits one sum into several blocks.
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-# Number of logits in one chunk: in fp32 64 MB on a CPU, 512 MB on a GPU. Small chunks would be
-# slow, because each chunk reads the whole head.
+# Number of logits in one chunk: in fp32 512 MB on a CUDA GPU, otherwise 64 MB. Small chunks would
+# be slow, because each chunk reads the whole head.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**27}
 DEFAULTS = PolicySettings()
 
@@ -201,7 +201,7 @@ class Policy(nn.Module):
         config = language_model.config
         if config._attn_implementation == "sdpa" and not obstacle(language_model):
             config._attn_implementation = "packed"  # stays set in `generate`, see `attention`
-        self.train()  # gradient checkpointing needs it; without_dropout has set dropout to 0
+        self.train()  # gradient checkpointing needs it; dropout is 0, see `without_dropout`
 
     @property
     def device(self) -> torch.device:
@@ -269,8 +269,8 @@ def check_head(model: nn.Module) -> None:
 
 
 def attention(module, query, key, value, mask, groups=None, **options):
-    """Computes packed attention if the `groups` of packed texts are given. Otherwise, for example
-    in `generate`, it computes the library's own attention.
+    """Computes packed attention if the `groups` of `pack` (scale/packing.py) are given. Otherwise,
+    for example in `generate`, it computes transformers' own SDPA attention.
     """
     if groups is None:
         return sdpa_attention_forward(module, query, key, value, mask, **options)

@@ -18,7 +18,8 @@
 
     If the sampler μ differs from π_old, for example as a bf16 copy or a server (--mismatch):
     ρ = π_old(a) / μ(a),    loss = w(ρ) · loss, see `mismatch_weights`
-    the KL loss and the critic's loss are not multiplied by w, but a token with w = 0 has no KL loss
+    the KL loss and the critic's loss are not multiplied by w. But in the policy's weights a token
+    with w = 0 is not counted and weighs 0 (`trained_tokens`), so it has no KL loss either
 
 Source: Schulman et al. 2017 eq. 7 (with one ε); Schulman et al. 2015 eq. 16 for GAE; DAPO for two ε
 ("clip-higher"). GRPO, DAPO and REINFORCE++ use the surrogate, the weights and the loss of this
@@ -98,7 +99,8 @@ def mismatch_weights(batch, mode: str) -> Tensor:
     if mode not in ("token", "mask"):
         log_ratio = log_ratio.sum(1, keepdim=True)  # [B, 1]
     if mode == "row":
-        # In a row without model tokens this is 0 / 0 = NaN, which the last `where` replaces by 1.
+        # In a row without model tokens this is 0 / 0 = NaN; the last `where` gives all its tokens
+        # w = 1.
         log_ratio = log_ratio / mask.sum(1, keepdim=True)  # [B, 1]
     ratio = log_ratio.detach().clamp(-20, 20).exp()  # [B, T] or [B, 1]
     beyond = (ratio < lowest) | (ratio > highest)  # [B, T] or [B, 1]
@@ -117,8 +119,9 @@ def trained_tokens(batch) -> Tensor:
 
 def mismatch_stats(batch, mode: str) -> dict[str, float]:
     """Returns two metrics over the n model tokens. mismatch_ess is the effective sample size as a
-    share of n, (Σ w)² / (n Σ w²), which is 1 if all weights are equal. mismatch_cut is the share of
-    tokens that have the weight which MISMATCH sets outside of the bounds, for example C = 2.
+    share of n, (Σ w)² / (n Σ w²), which is 1 if all weights are equal (but 0 if all are 0).
+    mismatch_cut is the share of tokens that have the weight which MISMATCH sets outside of the
+    bounds, for example C = 2.
 
     Worked, mode token: w [2, 1, 0.5] on three model tokens: mismatch_ess = 3.5² / (3 · 5.25) =
     0.7778; mismatch_cut = 1/3, because only the first token has w = C.
@@ -174,8 +177,9 @@ def token_weights(response_mask: Tensor) -> Tensor:
 
 def model_only(values: Tensor, response_mask: Tensor) -> Tensor:
     """Returns values, or 0 on masked tokens. Worked: values [2, inf], mask [1, 0] -> [2, 0]."""
-    # Are the environment's tokens really masked? Yes, here, and before any exp is taken. `where` is
-    # used, because a product with the mask could give 0 · inf = NaN, forward and backward.
+    # Are the environment's tokens really masked? Yes (unless --mask_documents is False): here, and
+    # before any exp is taken. `where` is used, because a product with the mask could give
+    # 0 · inf = NaN, forward and backward.
     return torch.where(response_mask.bool(), values, 0)
 
 
@@ -204,8 +208,9 @@ def last_model_token(response_mask: Tensor) -> Tensor:
 def gae(
     token_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma=1.0, lam=1.0
 ) -> tuple[Tensor, Tensor]:
-    """Returns (advantages, returns), [B, T] each, 0 on masked tokens. With λ = 1 the return at t is
-    the sum of the rewards from t on (discounted by γ), whatever the values are.
+    """Returns (advantages, returns), [B, T] each, 0 on masked tokens. With λ = 1 the return at a
+    model token is the sum of the model tokens' rewards from there on (discounted by γ), whatever
+    the values are.
 
     Worked: rewards [0, 9, 0, 1], values [0.5, 7, 0.6, 0.8], mask [1, 0, 1, 1], γ 1, λ 0.5.
     From the end: 1 − 0.8 = 0.2;  0.8 − 0.6 + 0.5 · 0.2 = 0.3;  0.6 − 0.5 + 0.5 · 0.3 = 0.25
@@ -215,7 +220,7 @@ def gae(
     advantages = torch.zeros_like(values)  # [B, T]
     next_value = next_advantage = values.new_zeros(len(values))  # [B]
     for t in reversed(range(values.shape[1])):
-        # A document's tokens are not steps: t' skips them, and they add no discount.
+        # A masked token, such as a document's, is no step: t' skips it, and it adds no discount.
         delta = token_rewards[:, t] + gamma * next_value - values[:, t]  # [B]
         advantage = delta + gamma * lam * next_advantage  # [B]
         next_advantage = torch.where(mask[:, t], advantage, next_advantage)  # [B]

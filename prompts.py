@@ -31,8 +31,8 @@ PROTOCOLS: dict[str, Protocol] = {}  # name -> protocol; filled below, paper by 
 # same as with "question".
 JUDGE_SEES = ("question", "answers", "normalized")
 # The sections of --prompt_file. "policy:direct" is for questions that may not search, and
-# "summarizer:fallback" is used where the summariser may reject a query: in training, for web pages,
-# or with --fallback.
+# "summarizer:fallback" is used where the summariser may reject a query (only under UR²): in
+# training rollouts, for web pages, or with --fallback.
 BY_TASK = ("policy", "policy:direct", "summarizer", "summarizer:fallback")
 TASKS = ("qa", "math", "choice", "summary")
 SECTIONS = ("judge", "reader", *BY_TASK, *(f"{name}:{task}" for name in BY_TASK for task in TASKS))
@@ -140,7 +140,10 @@ class Protocol:
         """Returns the tags of a section, such as "query", "evidence", "answer" or "think"."""
         pair = getattr(self, f"{name}_tags", None) or tag_pair(name)
         if pair[0] not in self.tags:
-            raise InputError(f"protocol {self.name} has no <{name}> section: the reward needs one")
+            raise InputError(
+                f"protocol {self.name} has no <{name}> section: the reward, or the method of"
+                " lab.distil, needs one"
+            )
         return pair
 
 
@@ -348,8 +351,8 @@ def question_values(question: Question, layout: str) -> dict[str, str]:
 def make_messages(
     custom: str, instruction: str, text: str, values: dict[str, str]
 ) -> tuple[str, str]:
-    """Returns (system message, user message). `custom`, from --prompt_file, is a layout that
-    `values` fill, or an instruction that replaces `instruction`.
+    """Returns (system message, user message). `custom`, from --prompt_file, is "", a layout
+    that `values` fill, or an instruction that replaces `instruction`.
     """
     if gaps_of(custom):
         return "", fill(custom, values)
@@ -448,9 +451,9 @@ def last_block(text: str, tags: Tags) -> str | None:
 
 
 def section_letters(text: str, tags: dict[str, Tags]) -> str:
-    """Returns one letter per section, in order. An empty section becomes "x", and so do two
-    successive tags that are not a pair. Text outside of all sections, or an odd number of tags,
-    makes the whole result "x".
+    """Returns one letter per section, in order. Tags are read two by two: two that are not a pair
+    become "x", and so does an empty section. Text outside of all sections, or an odd number of
+    tags, makes the whole result "x".
 
     >>> section_letters("<a> 1 < 2 </a> <b></b>", {"A": ("<a>", "</a>"), "B": ("<b>", "</b>")})
     'Ax'
@@ -479,7 +482,8 @@ _CHOICE = re.compile(
 def find_answers(protocol: Protocol, text: str, task: str = "qa") -> tuple[Span, ...]:
     """Finds every answer in the model's own text, in order. Under UR² an answer is a box, except
     for multiple choice: there it has the form "the correct answer is: X" (D.2). So "... is not A"
-    and "... is: neither" are no answers there, nor is a box, which may belong to a calculation.
+    and "... is: neither" are no answers there, nor is a box on its own, which may belong to a
+    calculation.
     """
     if protocol.answer_tags:
         return tuple(find_blocks(text, *protocol.answer_tags))

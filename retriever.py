@@ -1,7 +1,8 @@
 """Retrieval: query -> documents. Every retriever has a method `search(queries, k)`. One call takes
 the queries of many trajectories and returns for each query a list of documents, None if its search
-failed, or False if a server rejected the query because of its content. The controls `oracle` and
-`given` get the queries' questions as a third argument.
+failed, or False if a server rejected the query because of its content. A call may also raise an
+error, for example if no server answers. The controls `oracle` and `given` get the queries'
+questions as a third argument.
 
 BM25 as rank-bm25's BM25Okapi defines it, over N documents; f = count of term t in document d,
 |d| = the number of words in d:
@@ -14,7 +15,8 @@ BM25 as rank-bm25's BM25Okapi defines it, over N documents; f = count of term t 
 
 A summand depends only on term and document, not on the rest of the query. So the index holds the
 summand of every (term, document) pair that occurs, sorted by term, and a query adds up the slices
-of its terms. `--index` stores the index on the disk (retrievers/index.py).
+of its terms. The flag `--index`, which the first command below lacks, stores the index on the disk
+(retrievers/index.py).
 
 Other retrievers: retrievers/dense.py (an encoder), retrievers/remote.py (another machine's
 retriever), retrievers/controls.py (`random`, `empty`, `oracle`, `given`), and, only for `serve` and
@@ -49,7 +51,7 @@ Found = list[list[Document]]  # the documents of each query or request
 Requests = list[SearchRequest]
 Results = list[SearchResult]  # one per request, in the order of the requests
 Summarize = Callable[[Requests, Found], Results]
-SEARCH_FAILED = "search failed"  # error if the retriever returns None or False for a query
+SEARCH_FAILED = "search failed"  # SearchResult.error if the retriever returns None or False
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,13 @@ class RetrieverSettings:
         one_of=RETRIEVERS,
     )
     retriever_url: str = setting("", "http: the server's address, http://host:port")
-    index: str = setting("", "bm25: the folder in which the index is stored")
-    encoder: str = setting("", "dense: an encoder such as intfloat/e5-base-v2, or a directory")
+    index: str = setting(
+        "",
+        "bm25: the folder in which the index is stored; without it, the index is only in memory",
+    )
+    encoder: str = setting(
+        "", "dense: an encoder's hub name, such as intfloat/e5-base-v2, or its directory"
+    )
     title_boost: int = setting(
         1, "how often BM25 counts a document's title", least=0, only="papers"
     )

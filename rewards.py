@@ -3,7 +3,8 @@ The docstrings give the formulas, with these letters:
 
     n   number of valid searches: those that the environment executed and whose query has a word
         (under UR² also at most 20 words). A search that failed (`Search.error`) does not count as
-        executed: no reward pays or charges for it
+        executed: no reward pays or charges for it. But it does count where UR² penalises a
+        trajectory without a search
     f   number of searches answered by the fallback ("this query asks for no fact")
     v   number of format violations
 
@@ -100,7 +101,10 @@ class RewardSettings:
         True, "ARENA: the reward has the term `relevance`", only="papers"
     )
     bonus: float = setting(
-        10.0, "ARENA: bonus if format, answer and relevance are all 1", only="papers", least=0
+        10.0,
+        "ARENA: bonus if all other terms are 1 (for a summary, answer at least 0.2)",
+        only="papers",
+        least=0,
     )
 
 
@@ -125,7 +129,8 @@ class OtherModels:
     readings: Callable = lambda rows: [""] * len(rows)  # returns Extras.reader_answer for each row
     embedder: Callable = lambda rows: None  # returns Extras.embed
     grader: Callable = lambda rows: None  # returns Extras.grade
-    stats: dict[str, Callable] = field(default_factory=dict)  # logged name -> returns its value
+    # name in the log -> function that returns the value to log
+    stats: dict[str, Callable] = field(default_factory=dict)
 
 
 # ------------------------------------------------------------------- checks that all formats share
@@ -168,8 +173,8 @@ def scripts(text: str) -> set[str]:
 
 def is_garbled(trajectory: Trajectory) -> bool:
     """Returns whether the model wrote U+FFFD, a private-use character, or a letter of a foreign
-    script: neither Latin nor Greek nor a script of the question, its options, its references or the
-    environment's texts.
+    script: neither Latin nor Greek nor a script of the question, its options, its references, the
+    environment's texts or the "thought" segments. These segments are not checked themselves.
     """
     question = trajectory.question
     text = trajectory.model_text
@@ -289,6 +294,7 @@ def ur2_stage1(
     """R = format + retrieval + fallback. It trains the model to search (UR² eq. 1, appendix C.7).
 
         format      +1 if v = 0, else −v; not searching is a violation if the question may search
+                    (except with format_check="loose")
         retrieval   0, 3, 4 for n = 0, 1, ≥ 2 (3B: 0, 5, 7; Llama: 0, 3, 3)
         fallback    −0.5 f; f counts the searches with `fallback` set, whatever text they returned
     If the question may not search, only the format term is paid: +1, or for example −1 if the model

@@ -129,14 +129,15 @@ def check_prompt(question: Question, prompt: list[int], max_context: int) -> Non
     if len(prompt) + ANSWER_TOKENS > max_context:
         raise InputError(
             f"question {question.id}: its prompt has {len(prompt)} tokens and the context is "
-            f"{max_context}, of which {ANSWER_TOKENS} are for an answer: shorten the question or "
-            "raise --max_context"
+            f"{max_context}, of which {ANSWER_TOKENS} are for an answer: shorten the question, or "
+            "raise --max_context if the model allows more"
         )
 
 
 def check_prompts(questions: list[Question], environment: Environment, policy) -> None:
-    """Raises an InputError if a prompt does not fit into the context, or if the context is larger
-    than the model's. It is called before the run, so that the run does not fail at step 300.
+    """Raises an InputError if a prompt and ANSWER_TOKENS more do not fit into the context, or if
+    the context is larger than the model's. It is called before the run, so that the run does not
+    fail at step 300.
     """
     context, positions = environment.max_context, context_of(policy)
     if context > positions:
@@ -145,8 +146,8 @@ def check_prompts(questions: list[Question], environment: Environment, policy) -
             "of them"
         )
     protocol = environment.protocol
-    # A prompt of --prompt_file may insert the references too, and each text several times: at most
-    # as often as the prompt contains "{".
+    # A prompt in `protocol.prompts` may insert the references too, and each text several times: at
+    # most as often as the prompt contains "{".
     copies = max([1, *(text.count("{") for text in protocol.prompts.values())])
     shows_all = protocol.references_in_prompt or copies > 1
     of_kind = {}  # (task, may_search) -> tokens of the first prompt built of this kind
@@ -313,7 +314,9 @@ def by_task(numbers: str) -> dict[str, int]:
 
 
 class Environment:
-    """Does what follows a sampled turn: ends it, runs its search, appends documents or a notice."""
+    """Does what follows the sampling of a turn: appends the turn, then runs its query and appends
+    documents or a notice, or ends the trajectory.
+    """
 
     def __init__(self, tokenizer, protocol: Protocol, search, settings: RolloutSettings, context=0):
         """context: the limit on prompt and response, in tokens; 0 takes settings.max_context."""
@@ -423,8 +426,9 @@ class Environment:
     def append_result(
         self, row: Trajectory, query: str, result: SearchResult, seconds: float = 0.0
     ) -> None:
-        """Appends what a search found, cut to the token budget: documents, a summary, the fallback
-        or an error text. After a fallback, also appends a notice. Records the search.
+        """Records a search and appends its result, cut to the token budget: documents, a summary,
+        the fallback text, or a text that says that nothing was found or that the search failed.
+        After the fallback text, also appends a notice.
         """
         protocol, budget = self.protocol, self.frame_tokens + self.document_token_budget(row)
         shown = protocol.error_text if result.error else result.text
@@ -470,12 +474,14 @@ def call_search(
 ) -> list[SearchResult]:
     """Returns a result for each request. If `search` fails or hangs, every result is an error, so
     that the training step survives; only an InputError is raised again. `hanging` holds the threads
-    of earlier searches: finished ones are removed, and the thread of this search is added.
+    of earlier searches. Finished ones are removed. If MAX_STUCK or more remain, `search` is not
+    called and every result is an error; otherwise the thread of this search is added.
     """
     hanging[:] = filter(threading.Thread.is_alive, hanging)
     if len(hanging) >= MAX_STUCK:
         return [SearchResult(error="earlier searches still hang")] * len(requests)
-    # A search that asks a server or a model gets more time, the more queries it has.
+    # A search that asks a server or a summarising model gets extra time, which grows with the
+    # number of its queries.
     if network_seconds := getattr(search, "seconds", None):
         timeout += network_seconds(requests)
     outcomes = []

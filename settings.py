@@ -5,10 +5,10 @@
 If several of these sources give a value, the one furthest to the right wins; `resolve` has a few
 exceptions. A class or function takes the record it reads: `Environment` takes a RolloutSettings,
 `make_retriever` a RetrieverSettings. A setting is a flag of each command that reads its record. But
-`only` can limit it to the commands that train ("train"), to those that ask a model ("eval") or to
-none ("papers": only papers.py and lab/claims.py set it). `check_settings` rejects flags that
-contradict each other, before a model is loaded. Left out: settings files, because a shell script
-with the flags does the same.
+`only` can limit it to train.py and lab.plan ("train"), to the other commands ("eval") or to none
+("papers": only papers.py and lab/claims.py set it). `check_settings` rejects flags that contradict
+each other, before a model is loaded. Left out: settings files, because a shell script with the
+flags does the same.
 """
 
 import argparse
@@ -62,7 +62,9 @@ TRACKERS = (
 @dataclass(frozen=True)
 class RunSettings:
     recipe: str = setting("ur2", "the paper to reproduce", one_of=PAPERS)
-    variant: str = setting("", "another backbone, other data or an ablation of the recipe")
+    variant: str = setting(
+        "", "name of a variant of the recipe: another backbone, other data or an ablation"
+    )
     stage: int = setting(
         1, "1: learn to search, or the only stage; 2: learn to answer, from stage 1's model"
     )
@@ -172,10 +174,12 @@ def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> S
 # Retriever -> the flag that it needs; READ_BY: retriever -> the flag that no other retriever reads.
 NEEDS = {"dense": "encoder", "http": "retriever_url"}
 READ_BY = NEEDS | {"bm25": "index"}
+# Not read if the protocol has no searches; eval.py --references retrieved reads some of them even
+# then.
 SEARCHING = """
 retriever retriever_url index encoder documents_per_search document_tokens max_searches summarizer
 corpus retrieval task_mixing mask_documents
-""".split()  # not read if the protocol has no searches (except by eval.py --references retrieved)
+""".split()
 MODELS = {"verdict": "judge", "grade": "judge", "reader": "reader", "embedder": "embedder"}
 
 
@@ -232,7 +236,7 @@ def check_limits(record) -> None:
 def check_settings(settings: Settings, training=True, given: Iterable[str] = ()) -> Settings:
     """Returns the settings unchanged. Raises an InputError if one of them breaks its limits, if
     they contradict each other, or if this run does not read a flag in `given`. With `training`
-    False, the run is an evaluation.
+    False, the settings are for a command that asks a model and does not train it.
     """
     if settings.retriever == "web":
         raise InputError(
@@ -318,8 +322,8 @@ def _check_training(settings: Settings) -> None:
     """Raises an InputError for values or combinations of settings that training does not allow."""
     if settings.questions_per_step * settings.group_size > LARGEST_STEP:
         raise InputError(
-            f"--questions_per_step times --group_size: a step holds at most {LARGEST_STEP:,} "
-            "trajectories: give fewer"
+            f"--questions_per_step times --group_size: must be at most {LARGEST_STEP:,} "
+            "trajectories"
         )
     if settings.temperature == 0:
         raise InputError("--temperature 0 is greedy: a group's trajectories would all be the same")
@@ -334,7 +338,7 @@ def _check_training(settings: Settings) -> None:
             "needs at least 2"
         )
     if (every := settings.eval_every) > settings.steps:
-        raise InputError(f"--eval_every {every}: the run has {settings.steps} steps: give fewer")
+        raise InputError(f"--eval_every {every}: must be at most {settings.steps}, the run's steps")
     if settings.evaluate and settings.data:
         raise InputError(
             "--evaluate asks about the built-in world, not --data; instead: python eval.py "
@@ -355,8 +359,8 @@ def _check_training(settings: Settings) -> None:
 
 
 def _check_8bit(settings: Settings) -> None:
-    """Raises an InputError if --in_8bit names weights that are trained, that do not exist, or that
-    belong to the built-in model.
+    """Raises an InputError if --in_8bit names base or reference, and these weights are trained, do
+    not exist, or belong to the built-in model.
     """
     in_8bit = frozen_in_8bit(settings)
     if "base" in in_8bit and not settings.lora_rank:
@@ -387,9 +391,9 @@ def boolean(text: str) -> bool:
 def add_flags(
     parser: argparse.ArgumentParser, records: Iterable[type], shown: Settings, command: str
 ) -> None:
-    """Adds a --flag for every field of the records, except those that `only` limits to another
-    command. --help has a section for each record's file and shows the values of `shown`. argparse
-    gets no defaults, so it returns only the flags that the user gave.
+    """Adds a --flag for every field of the records, if the field's `only` is not set or is
+    `command` ("train" or "eval"). --help has a section for each record's file and shows the values
+    of `shown`. argparse gets no defaults, so it returns only the flags that the user gave.
     """
     for record in records:
         section = parser.add_argument_group(file_of(record, parser.prog))
@@ -463,8 +467,8 @@ def saved_settings(model: str) -> Settings | None:
 
 
 def in_built_in_world(settings: Settings) -> bool:
-    """Returns whether the questions come from the built-in world: this is so if there is no --data
-    and the model is the built-in one, or was trained from it.
+    """Returns True if there is no --data and the model knows the built-in world: it is the built-in
+    one, or was trained from it without --data.
     """
     if settings.data or not settings.model:
         return not settings.data

@@ -32,7 +32,7 @@ from retriever import Found, Requests, Results, Summarize, show_all
 # result with an empty text the policy is shown the documents. In the built-in world, whose models
 # know few words, this is also the fallback text.
 FALLBACK_TEXT = "None"
-OPERATORS = "+-−*/×÷="  # "-" is a minus: names in the built-in world have no hyphen
+OPERATORS = set("+-−*/×÷=")  # as words of their own: the "-" of Jean-Luc is no minus
 MAX_QUERY_WORDS = 12
 # In the built-in world a lookup has a name after "of" or "one": "mayor of kelmouth", "one jot in
 # kip" (two units).
@@ -44,8 +44,9 @@ _OF_A_NAME = re.compile(rf"\b(?:of|one)\s+(?!(?:{_NAMELESS})\b)[^\W\d]", re.IGNO
 class SummarizerSettings:
     summarizer: str = setting(
         "none",
-        "what the policy reads: none = the documents; extractive = the best document if the query"
-        ' contains its title, else the fallback or "None"; a model = its notes on the'
+        "what the policy reads: none = the documents; extractive = the best document if a query"
+        " (of at most 12 words, without an arithmetic sign) contains its title, else the fallback"
+        ' or "None"; a model = its notes on the'
         " documents (http://host:port/v1#model, a HF directory or hub name);"
         " math=MODEL,other=MODEL = a model per task",
     )
@@ -73,15 +74,16 @@ def extract(requests: Requests, documents: Found, fallback: str = FALLBACK_TEXT)
 
 
 def is_lookup(query: str, title: str = "") -> bool:
-    """Tells whether a query asks for a fact: it has no arithmetic sign and at most MAX_QUERY_WORDS
-    words, and contains the title or, after "of" or "one", what may be another name.
+    """Tells whether a query asks for a fact: it has at most MAX_QUERY_WORDS words, none of which is
+    an arithmetic sign, and contains the title or, after "of" or "one", what may be another name.
 
     >>> is_lookup("country of alma lind"), is_lookup("in which country was she born")
     (True, False)
     """
-    if len(query.split()) > MAX_QUERY_WORDS or any(operator in query for operator in OPERATORS):
-        return False
-    return has_title(query, title) or _OF_A_NAME.search(query) is not None
+    words = query.split()
+    if len(words) <= MAX_QUERY_WORDS and OPERATORS.isdisjoint(words):
+        return has_title(query, title) or _OF_A_NAME.search(query) is not None
+    return False
 
 
 def has_title(query: str, title: str) -> bool:

@@ -64,7 +64,9 @@ from update import (
     updates_of,
 )
 
-DRY_RUN_GROUPS = 4  # questions of a dry run; a paper's 512 would take minutes on a CPU
+# Questions per draw of a dry run, or one per process if that is more. A paper's 512 would take
+# minutes on a CPU.
+DRY_RUN_GROUPS = 4
 LOGGED = """
 em f1 cem searched searches successful repeated queries rejected failed_rows answered truncated
 model_tokens tokens thinking_words repetition malformed_tags
@@ -331,7 +333,8 @@ def measure(state: TrainState, rollouts: Rollouts) -> Record:
     """Returns the metrics of a step's rollout (docs/metrics.md), including the groups that DAPO
     drops. Rewards, `inserted_tokens` and the metrics in LOGGED (except `failed_rows`) are means
     over the trajectories without a failed search, or over all if each has one. The other metrics
-    are over all.
+    are over all, but where they compare a group's trajectories (`frac_reward_zero_std`,
+    `informative`), those with a failed search are ignored.
     """
     failed = rollouts.failed
     settings = state.settings
@@ -393,7 +396,8 @@ def likelihood_later(batch: Batch, first: Tensor) -> Record:
     comes before a collapse (Deng et al. 2026, arXiv 2512.04220). The value is only logged; no loss
     contains it.
     """
-    change = (batch.logprobs - batch.old_logprobs).sum(1)  # [B]  masked tokens: 0 − 0
+    # A masked token gives 0 − 0, except in rows with a failed search, which `better` leaves out.
+    change = (batch.logprobs - batch.old_logprobs).sum(1)  # [B]
     better = batch.advantages.sum(1) > 0  # [B]
     better[first] = False  # the policy has not changed before the first update
     return {"likelihood_later": change[better].mean().item()} if better.any() else {}

@@ -61,11 +61,12 @@ class RejectedQuery:
 
 @dataclass
 class Trajectory:
-    """One response. `response_ids`, `response_mask` and `logprobs` have one entry per token of it.
+    """One response. If it was sampled in a rollout, `response_ids`, `response_mask` and `logprobs`
+    have one entry per token of it.
 
     stop_reason   "" while sampling continues; "eos"; "answer" (the answer's end tag); "length" (the
                   turn or the context is full); "rejected" (too many rejected queries); "written" (a
-                  transcript that was not sampled)
+                  transcript that was not sampled); "no reply" (the model of a baseline gave none)
     """
 
     question: Question
@@ -98,7 +99,9 @@ class Trajectory:
 
     @property
     def executed(self) -> list:
-        """The searches that did not fail. Rewards neither pay nor charge for the failed ones."""
+        """The searches that did not fail. Rewards neither pay nor charge for the failed ones, but
+        where UR² penalises a response without a search, a failed search counts too.
+        """
         return [search for search in self.searches if not search.error]
 
     @property

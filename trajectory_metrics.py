@@ -36,7 +36,7 @@ def trajectory_metrics(t: Trajectory) -> dict[str, float]:
 
 
 def paper_metrics(t: Trajectory, em: float) -> dict[str, float]:
-    """Returns the metrics of evaluation only: format, evidence, citations, a summary's ROUGE."""
+    """Returns metrics that only evaluation has: format, evidence, citations, a summary's ROUGE."""
     question = t.question
     protocol = t.protocol
     numbers = {"format": float(paper_of(protocol.name).good_format(t))}

@@ -67,7 +67,7 @@ class TrainState:
     sampler: Any = None  # returns a context manager that gives the policy to sample with
     other_models: Any = None  # rewards.OtherModels, in the main process only
     run: Any = None  # plumbing.files.Run, which knows the signals that have arrived
-    version: int = 0  # number of the policy's optimizer steps since this process began
+    version: int = 0  # number of the policy's optimizer steps since this object was made
 
 
 def compute_logprobs(state: TrainState, policy: Policy, batch: Batch) -> Tensor:
@@ -116,7 +116,8 @@ def shares(state: TrainState, batch: Batch) -> list[Tensor]:
 
 def rows_that_teach(batch: Batch) -> Tensor:
     """Returns the indices [n] of the rows whose loss has a gradient: those with a token whose
-    advantage and weight are not 0. With a KL or a critic, returns all rows.
+    advantage and weight are not 0 (before token_weights are set, only the advantage counts). With a
+    KL or a critic, returns all rows.
 
     Worked: advantages [[1, 0], [0, 0], [−1, 0]], and the weights of the third row are 0, because it
     is overlong -> [0].

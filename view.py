@@ -212,7 +212,8 @@ def print_group(folder: Path, step: int | None, group: int) -> None:
     groups = [list(rows) for _, rows in itertools.groupby(some, itemgetter("group"))]
     if group not in range(len(groups)):
         raise InputError(
-            f"{folder}: {len(groups)} groups are saved, numbered from 0, but no --group {group}"
+            f"{folder}: the step has {len(groups)} saved groups, which --group counts from 0: no "
+            f"--group {group}"
         )
     first = groups[group][0]
     lines = [

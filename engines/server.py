@@ -2,7 +2,7 @@
 
     a rollout begins   Each server without the policy's present weights reads them from a folder of
                        safetensors and drops its cached keys. Checksums (at its first reading) and a
-                       probe of 16 tokens (at each reading) verify this.
+                       probe (at each reading: the log-probs of 16 sampled tokens) verify this.
     a turn             POST /v1/completions: a row's token ids -> the new ids and their log-probs
     between turns      one batch of searches for rows whose turn is over; other rows go on sampling
 
@@ -69,7 +69,8 @@ ROUTES = (
     "completions tokenize pause resume collective_rpc reset_prefix_cache weight_info"
     " update_weight_version weight_checker"
 )
-# generation_config.json would supply parameters that a request lacks, so all are in each request.
+# If a request lacks a sampling parameter, a server without `--generation-config vllm` takes it from
+# generation_config.json. So each request has them all.
 BODY = {
     **dict.fromkeys(("top_p", "repetition_penalty"), 1.0),
     **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), 0.0),
@@ -325,7 +326,7 @@ def write_weights(model, folder: Path, dtype: torch.dtype) -> None:
             if main:
                 tensors = {name: whole.to("cpu", copy=True).contiguous()}
                 save_file(tensors, folder / f"{name}.safetensors", {"format": "pt"})
-    except Exception as error:  # on a full disk, save_file raises no OSError
+    except Exception as error:  # on a full disk, save_file raises SafetensorError, not OSError
         raise InputError(
             f"{folder}: weights cannot be written ({error}): make room, or in training name another"
             " folder with --served"

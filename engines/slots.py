@@ -44,10 +44,11 @@ SHARE = 0.8  # share of the free memory that the slots may take
 
 # ---------------------------------------------------------------------------------------- the cache
 class SlotCache(Cache):
-    """Keys and values, [2, slots, size + 1, kv, D] per layer; the last place takes padding. They
-    share a tensor, so that a copy of a slot is one operation per layer. One tensor for all layers
-    would take still fewer. But on a GPU torch reuses that tensor's memory between rollouts, and a
-    single small tensor placed there, such as an Adam moment, would keep all of it from being freed.
+    """Keys and values, [2, slots, size + 1, kv, D] per layer; padding beyond `size` goes to the
+    last place. Keys and values share a tensor, so that a copy of a slot is one operation per layer.
+    One tensor for all layers would take still fewer. But on a GPU torch reuses that tensor's memory
+    between rollouts, and a single small tensor placed there, such as an Adam moment, would keep all
+    of it from being freed.
     """
 
     write: tuple  # (slots [n, 1], positions [n, C]) of new keys; set before each forward pass
@@ -84,10 +85,12 @@ class SlotCache(Cache):
         shape = (2, self.slots, self.size + 1, like.shape[1], like.shape[3])
         if kind != "cpu":
             return torch.zeros(shape, dtype=dtype, device=like.device)
-        # New pages read as zero and take no memory until they are written. Because most rows end
-        # early, a large part of the memory is never taken.
-        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
-        return torch.frombuffer(memory, dtype=dtype).view(shape)
+        # New pages hold zeros and take no memory until they are written. Because most rows end
+        # early, a large part of the memory is never taken. MAP_PRIVATE: a page of a shared mapping
+        # would take memory even if it were only read.
+        return torch.frombuffer(
+            mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE), dtype=dtype
+        ).view(shape)
 
     def copy(self, source: int | list[int], target: int | list[int], length: int) -> None:
         """Copies the first `length` places of slots. copy([a, b], [b, a], length) swaps two slots,
@@ -329,8 +332,8 @@ def pick(probabilities: torch.Tensor) -> torch.Tensor:
 def generate_in_slots(
     policy, environment: Environment, live: list[Trajectory], progress=None
 ) -> None:
-    """Samples the trajectories in slots. If the model cannot be run in slots, prints a warning and
-    calls `rollout.generate_by_turns`, which does the same more slowly.
+    """Samples the trajectories in slots. If the model cannot be run in slots, warns once and calls
+    `rollout.generate_by_turns`, which does the same more slowly.
     """
     model, settings = policy.language_model, environment.settings
     if problem := obstacle(model):

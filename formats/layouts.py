@@ -78,15 +78,16 @@ def id_field(record: dict) -> str:
 
 
 def asked(record: dict, answer="answer", options=None, number=None, question="question") -> dict:
-    """Returns the fields that every layout of questions has. With `options`, each answer becomes
-    the letter of an option. `number` is explained in id_of.
+    """Returns the fields of a Question that all layouts of questions give. With `options`, it adds
+    them and the task "choice", and each answer becomes the letter of an option. `number` is
+    explained in id_of.
     """
     fields = {
         "id": id_of(record, number),
         "question": field(record, question),
         "answers": gold_answers(record, answer, options),
         "source": field(record, "source", str, ""),
-        "level": str(record.get("level") or ""),  # a number in MATH, a word such as "hard" in UR²
+        "level": str(record.get("level") or ""),  # MATH-500: a number; UR²: a word such as "hard"
     }
     return fields if options is None else fields | {"task": "choice", "options": options}
 
@@ -181,7 +182,9 @@ def from_plain(record: dict, number: int) -> dict:
 
 
 def answer_list(text: str) -> list[str]:
-    """Returns the answers in a printed list: two in '["Ana", "Ana Bell"]', but one in "[1, 2)"."""
+    """Returns the answers in a printed list of texts: '["Ana", "Ana Bell"]' has two. Any other text
+    is one answer, such as the interval "[1, 2)".
+    """
     with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
         answers = ast.literal_eval(text) if text.startswith("[") else []
         if answers and all(isinstance(answer, str) and answer.strip() for answer in answers):

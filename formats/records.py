@@ -67,7 +67,7 @@ def first_line(path: Path) -> bytes:
     for line in byte_lines(path, most=2**16):  # a JSON list may be one line of 500 MB
         if line := line.removeprefix(b"\xef\xbb\xbf").strip():
             return line
-    raise InputError(f"{path}: the file is empty: expected one JSON record per line, or a list")
+    raise InputError(f"{path}: the file is empty, or has only blank lines: name another file")
 
 
 def decoded(data: bytes) -> str | InputError:
@@ -107,7 +107,8 @@ def read_records(path: Path, columns: tuple[str, ...] = ()) -> Iterator[tuple[in
         yield from tsv_records(path, columns)
     elif path.suffix == ".csv":
         raise InputError(
-            f"{path}: a CSV file is not read: save it with tabs (TSV), or as JSON lines"
+            f"{path}: a CSV file is not read: save it with tabs (TSV) if it is a question or"
+            " corpus file, else as JSON lines"
         )
     elif parquet or first.startswith(b"[") or first == b"{":  # "{": a record over several lines
         for number, record in enumerate(read_parquet(path) if parquet else read_json(path), 1):
@@ -189,7 +190,7 @@ def header(values: list[str]) -> list[str]:
     Else returns [].
     """
     names = [value.strip().lower() for value in values]
-    return names if names[0] == "id" or "question" in names else []
+    return names if names[:1] == ["id"] or "question" in names else []
 
 
 def short(value: object) -> str:
@@ -205,8 +206,8 @@ def has_number(record: object, name: str) -> bool:
 def finished_records(path: str | Path, cut: bool = True, needs: str = "") -> list[dict]:
     """Reads a JSONL file to which a run appends; a file that does not exist yet has no records. An
     incomplete last line is ignored, and with `cut` also removed from the file. If `needs` names a
-    field, records without a whole number in it are left out, and a line on stderr says how many;
-    otherwise a broken line is an InputError.
+    field, broken lines and records without a whole number in this field are left out, and a line on
+    stderr says how many; otherwise a broken line is an InputError.
     """
     path = Path(path)
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
@@ -271,15 +272,16 @@ def write_records(path: Path, records: list[dict]) -> None:
 
 @functools.cache
 def tell(line: str) -> None:
-    """Prints a line to stderr, in process 0 only and only the first time."""
+    """Prints a line to stderr, in process 0 only, and the same line only once."""
     if not rank_of("RANK"):
         print(line, file=sys.stderr)
 
 
 def lock(file, operation: int) -> None:
     """Locks an open file until the file is closed or this process ends, even if it is killed. If
-    another process has the lock, this function waits, or with LOCK_NB raises BlockingIOError. Some
-    network file systems have no locks; then a warning is printed, and the work goes on.
+    another process has the lock, this function waits, or with LOCK_NB raises BlockingIOError; but
+    several processes can have the lock if all use LOCK_SH. Some network file systems have no locks;
+    then a warning is printed, and the work goes on.
     """
     try:
         fcntl.flock(file, operation)
@@ -287,8 +289,8 @@ def lock(file, operation: int) -> None:
         raise
     except OSError as error:
         tell(
-            f"{file.name}: cannot be locked ({error.strerror}): two runs in one folder would not be"
-            " noticed"
+            f"{file.name}: cannot be locked ({error.strerror}): two processes could write to the"
+            " same place at once"
         )
 
 
@@ -316,7 +318,7 @@ def convert_records(
             problems.append(f"{path}, {place}: {error}")
             if not skip_bad:
                 raise InputError(
-                    f"{problems[0]}: correct it, or leave it out with --skip_bad"
+                    f"{problems[0]}: correct or delete it, or leave it out with --skip_bad"
                 ) from None
         else:
             good += 1

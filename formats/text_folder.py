@@ -2,13 +2,13 @@
 
     text -> paragraphs -> passages
 
-A list item, a table's row and a line of code are paragraphs too. A passage takes paragraphs until
-it has 100 words, or until the next paragraph would make it longer than 150. A heading ends a
-passage of 50 or more words; a shorter passage goes on, with the heading as one of its lines. A
-paragraph of over 100 words is split between its sentences, and a sentence of over 100 words after
-each 100. In Markdown a title is a path of headings ("Guide > Install"), a link loses its target,
-and "#" in a code block is not a heading. In a .txt file the title is the file's name without its
-ending.
+A list item, a table's row and, in Markdown, a line of a fenced code block are paragraphs too. A
+passage takes paragraphs until it has 100 words, or until the next paragraph would make it longer
+than 150. A heading ends a passage of 50 or more words; a shorter passage goes on, with the heading
+as one of its lines. A paragraph of over 100 words is split between its sentences, and a sentence of
+over 100 words after each 100. In Markdown a title is a path of headings ("Guide > Install"), a link
+loses its target, and "#" in a code block is not a heading. In a .txt file the title is the file's
+name without its ending.
 Left out: front matter, horizontal rules, underlined headings and HTML (they stay as text);
 languages without blanks between words; symlinks to folders, which are not followed.
 """
@@ -36,7 +36,7 @@ SENTENCE_END = re.compile(r"""(?:(?<=[.!?…])|(?<=[.!?…]["'”’)\]]))\s+(?!
 
 def passages(text: str, name: str, markdown: bool = False) -> list[tuple[str, str]]:
     """Returns [(title, passage)]. A title begins with the text's first heading, or with `name` if
-    the text has no heading.
+    the text has no heading. A heading without text in its section is left out.
     """
     with_headings = list(paragraphs(text, markdown))
     title = next((headings[0] for headings, _ in with_headings if headings), name)

@@ -18,9 +18,9 @@ def parse_flags(
     command: str, record: type, arguments: list | None, others=(), methods=(), only="eval"
 ) -> tuple:
     """Returns (an instance of `record`, a dict of the other arguments that were given). The flags
-    are the fields of `record` and of the records in `others`, without those that are limited to
-    another kind of command than `only`, which is "eval" or "train". If there are `methods`, the
-    positional argument `method` must be one of them.
+    are the fields of `record` and of the records in `others`, except each field whose setting has
+    an `only` (errors.setting) that differs from the argument `only`, "eval" or "train". If there
+    are `methods`, the positional argument `method` must be one of them.
     """
     parser = FlagParser(command, description=record.__doc__)
     if methods:

@@ -3,7 +3,7 @@
     python -m lab.ablate               two worlds, all claims: half an hour on two cores
     python -m lab.ablate --seeds 0     the final runs: as many worlds as each claim names
     python -m lab.ablate --only mask,penalty --seeds 5
-    python -m lab.ablate --table       prints the table of finished runs; runs nothing
+    python -m lab.ablate --table       prints the table of two worlds' finished runs; runs nothing
     python -m lab.ablate --curves docs --only stage1,penalty,stage2,two_stages     draws curves
 
 An arm is one training run (lab/claims.py). It is evaluated on all questions of --split: about
@@ -74,7 +74,9 @@ searches/known fallbacks grad_norm k2 k3
 class AblateSettings:
     """Test the papers' claims in the built-in world."""
 
-    seeds: int = setting(2, "worlds per claim; 0: the number in lab/claims.py", least=0)
+    seeds: int = setting(
+        2, "worlds per claim, in --table and --curves too; 0: the number in lab/claims.py", least=0
+    )
     first_world: int = setting(50, "number of the first world; settings were not tuned on 50 to 57")
     split: str = setting("test", "split of the entities to ask about", one_of=("dev", "test"))
     only: str = setting("", f"claims to test, comma-separated; default: all of {', '.join(CLAIMS)}")
@@ -93,7 +95,7 @@ def settings_of(name: str, seed: int, runs: str) -> Settings:
         "run_name": run_name,
         "seed": seed,
         "world_seed": seed,
-        "save_every": 10_000,  # only the last step is saved
+        "save_every": 10_000,  # no checkpoint is due before the last step
         "keep_checkpoints": 1,
     }
     if "buckets" in arm.changes:
@@ -136,7 +138,10 @@ def run_arm(name: str, seed: int, runs: str, split: str) -> None:
 def last_checkpoint(settings: Settings) -> str:
     folder = stage_folder(settings)
     if not (paths := checkpoints(folder)):
-        raise InputError(f"{folder} has no checkpoint: remove {folder.parent} to train again")
+        raise InputError(
+            f"{folder} has no checkpoint: see log.txt in {folder.parent}, then remove that folder"
+            " to train again"
+        )
     return str(paths[-1])
 
 
@@ -188,9 +193,9 @@ def check_prior(settings: Settings, split: str) -> None:
     limit = paper_of(settings.protocol).warmed_up(settings.toy_init).prior
     if prior > limit:
         raise InputError(
-            f"the warm-up --toy_init {settings.toy_init} makes {prior:.3f} searches per look-up"
-            f" question before RL, and at most {limit} are allowed: this arm gets no result in this"
-            " world"
+            f"the warmed-up model (--toy_init '{settings.toy_init}') makes {prior:.3f} searches per"
+            f" look-up question before RL, and at most {limit} are allowed: this arm gets no result"
+            " in this world"
         )
 
 

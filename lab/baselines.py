@@ -20,12 +20,13 @@ lockstep: each round makes at most one search call and one batch of requests for
     python -m lab.baselines --method direct,rag,sure,self_ask --recipe arena --retriever given ...
                                                    SPEC: a HF model, or http://host:port/v1#model
 
---recipe (default ur2) names the paper with whose results the methods are compared. Among other
-things it decides how many tokens a reply may have (UR² app. C.4: 3,072 for math, 1,536 for choice,
-else 512), how --decoding paper samples, how punctuation is scored, and what a judge sees. Thoughts
-in <think> ... </think> are not scored, but they count towards the limit of a reply, which
---thinking N raises by N tokens. The metric `thinking` counts the tokens of the thoughts.
-`unfinished` counts the thoughts without </think>; most of them were cut by the limit.
+--recipe names the paper with whose results the methods are compared (default: the recipe that a
+checkpoint of train.py was trained with, else ur2). Among other things it decides how many tokens a
+reply may have (UR² app. C.4: 3,072 for math, 1,536 for choice, else 512), how --decoding paper
+samples, how punctuation is scored, and what a judge sees. Thoughts in <think> ... </think> are not
+scored, but they count towards the limit of a reply, which --thinking N raises by N tokens. The
+metric `thinking` counts the tokens of the thoughts. `unfinished` counts the thoughts without
+</think>; most of them were cut by the limit.
 
 We wrote the prompts, for chat models. With `rag` the model answers an open question in a few words,
 as in FlashRAG, and reasons about mathematics and choices, as in UR² app. D.4. The tags and labels
@@ -247,7 +248,7 @@ def ircot(question, limit=8):
 
 
 def iter_retgen(question, limit=2):
-    """Iter-RetGen (Shao 2023): y_t = answer(question, passages for question + y_{t−1})."""
+    """Iter-RetGen (Shao 2023): reply y_t = model(question, passages for question + y_{t−1})."""
     reply = ""
     for _ in range(limit):
         request = Write(READ + by_step(question), (yield f"{question.question} {reply}"))
@@ -257,8 +258,8 @@ def iter_retgen(question, limit=2):
 
 def self_ask(question, limit=10):
     """Self-Ask (Press 2023): the model asks simpler questions and answers each from passages. If
-    its last reply states no answer, for example after `limit` questions, RAG answers instead (UR²
-    app. C.4).
+    it states no final answer, for example because `limit` questions are not enough, RAG answers
+    instead (UR² app. C.4).
     """
     chain = ""
     for _ in range(limit):
@@ -426,7 +427,7 @@ def build_request(step: Write, trajectory: Trajectory, llm: LLM, environment) ->
         if write == longer:  # nothing is left to shorten
             raise InputError(
                 f"{question[:60]!r}: its prompt does not fit into {prompt_tokens} tokens: raise"
-                " --max_context"
+                " --max_context or lower --max_turn_tokens"
             )
     if write.passages != step.passages:
         trajectory.searches[-1].cut = True
@@ -443,7 +444,8 @@ def run_method(name: str, questions: list, llm: LLM, search, settings: Settings)
     # A trajectory here is a log and not the model's context, so its length has no limit.
     environment = Environment(llm.tokenizer, protocol, search, settings, 2**31)
     environment.forbidden += LABELS
-    # If the retriever or the summariser rejects a query, the method gets an empty result.
+    # If the retriever's or the summariser's server rejects a request, for example for its length,
+    # the method gets an empty result.
     environment.reject = lambda row, query, _: environment.append_result(
         row, query.query, SearchResult()
     )
@@ -503,7 +505,7 @@ class Baselines(Evaluation):
 
 
 def parse_baselines(arguments: list[str]) -> tuple:
-    """Returns (methods, settings, options). By default the limits on tokens are the recipe's."""
+    """Returns (methods, settings, options). By default the limits on tokens are as in eval.py."""
     # The methods have their own prompts; ur2 is set because it searches and has a fallback text.
     arguments = ["--protocol=ur2", "--max_searches=0", "--documents_per_search=5", *arguments]
     settings, options = parse(arguments, BaselineOptions, "lab.baselines")

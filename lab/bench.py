@@ -12,7 +12,7 @@ The number of tokens of each turn and the documents inserted after it are fixed 
 variants do the same work. The variants run in turns. Each run has its own process, which (except
 for BM25) first warms up on a small piece of the work. Among the medians that the command prints are
     seconds   CPU time (on a GPU: clock time after a synchronisation)
-    mib       peak memory, less the memory (mostly weights) held before
+    mib       peak memory, less what was held before the work, such as the weights
     x         seconds, divided by those of the first variant that runs or of the smallest size
     apart     relative distance of the result from the first variant's
 Left out: waiting for searches, several processes, sampling by a server, other trainers. `step` also
@@ -162,7 +162,9 @@ def measured(work, device):
 
 
 def alone(work):
-    """Returns the result of work() in a new process with one thread; the imports are preloaded."""
+    """Returns the result of work() in a new process with one thread, forked from one that has
+    imported train.py (and so torch).
+    """
     forks = multiprocessing.get_context("forkserver")  # threads and locks here make forking unsafe
     forks.set_forkserver_preload(["train"])
     with ProcessPoolExecutor(1, forks, torch.set_num_threads, (1,)) as pool:

@@ -81,7 +81,7 @@ GRPO = {"algorithm": "grpo"}
 GRPO_3_2 = GRPO | {"kl_coef": 1e-4, "clip_high": 0.2, "loss_aggregation": "sequence"}
 NO_R_S, NO_R_A = {"variant": "without_r_s"}, {"variant": "without_r_a"}
 FAST = {"steps": 15, "lr": 2e-3}
-# recipe -> arm -> its stage, changed settings, the arm it starts from, whether it imitates that arm
+# recipe -> arm -> its stage, changed settings, the arm it starts from (imitates, if True follows)
 _ARMS = {
     "ur2": {
         "ur2_stage1": (1, WEAK_1),
@@ -235,7 +235,7 @@ class Claim:
     """
 
     place: str  # where the paper makes the claim
-    better: str  # the arm claimed to have the larger number, or the smaller if number.sign is −1
+    better: str  # at margin 0: the arm claimed to have the larger number (number.sign −1: smaller)
     worse: str
     number: Number
     worlds: int  # how many worlds both arms run in, with `lab.ablate --seeds 0`
@@ -385,6 +385,6 @@ def verdict(claim: Claim, differences: list[float]) -> str:
 
 
 def wanted_arms(claim: Claim) -> set[str]:
-    """Returns the arms of the claim and those that they start from."""
+    """Returns the arms of the claim and those that they start from or imitate."""
     arms = {claim.better, claim.worse}
     return arms | {ARMS[arm].start for arm in arms} - {""}

@@ -61,7 +61,7 @@ class DifficultySettings:
     metric: str = setting(
         "", "score of open answers (default: the scheme's)", one_of=("", "em", "f1", "cem")
     )
-    from_rollouts: str = setting("", "score the answers (pred_anses) of this file, without a model")
+    from_rollouts: str = setting("", "score all answers (pred_anses) of this file, without a model")
     questions: int = setting(
         0,
         "number of questions: per kind of the built-in world, or per file of --data; 0 = all",

@@ -11,8 +11,8 @@ UR² trains its summariser at a fixed learning rate (C.1). No paper says how the
 other methods changes; here it falls linearly to 0.
 
 An example is a prompt and pieces of text, some of which the model imitates (sft.py). Examples that
-are longer than the model's context are dropped, because truncated ones would teach the model to
-stop without an answer.
+are longer than the model's context are dropped, because a truncated one would lack its end: the
+answer, or the end of the notes.
 The analysis of `reasoning` quotes the gold references. To imitate a teacher's own words instead,
 write the teacher's predictions to a FILE with eval.py --recipe arena, and run
 `traces --protocol arena --data FILE --questions QUESTIONS`.
@@ -58,13 +58,15 @@ class DistilSettings:
     out: str = setting("", "directory to save the model in", needed=True)
     protocol: str = setting("", "default: arena; for traces r1_searcher", one_of=("", *PROTOCOLS))
     questions: str = setting(
-        "", "traces: the file of the questions, with their options and references"
+        "",
+        "traces: the file with the predictions' questions; needed if these have options or"
+        " references",
     )
     epochs: float = setting(2.0, "passes over the examples", above=0)
     batch_size: int = setting(32, "examples per update", least=1)
     lr: float = setting(1e-5, "learning rate (summarizer: fixed; others: it falls to 0)", above=0)
     gradient_checkpointing: bool = setting(False, "recompute activations: less memory")
-    skip_bad: bool = setting(False, "skip unusable records (not for summarizer)")
+    skip_bad: bool = setting(False, "skip malformed records (not for summarizer)")
     seed: int = setting(0, "seed of the examples' order, and of the N questions of --data FILE:N")
 
 
@@ -100,8 +102,8 @@ def direct_example(question: Question, protocol: Protocol, tokenizer) -> Example
 
 
 def reasoning_example(question: Question, protocol: Protocol, tokenizer) -> Example:
-    """Builds an example: prompt -> <relevance>[1, 3]</relevance> <analysis>...</analysis>
-    <answer>...</answer>.
+    """Builds an example: prompt -> <relevance>[1, 3]</relevance> <analysis>...</analysis>, then the
+    first gold answer in the protocol's tags.
     """
     protocol.section_tags("relevance")  # raises an error if the protocol has no such section
     analysis = without_control(analysis_of(question), tokenizer, protocol.tags).strip()

@@ -8,8 +8,9 @@
 Both need this repository on PYTHONPATH. A completion must be the whole transcript, with the
 retrieved documents, and its prompt must be that of prompts.prompt_text. Answers are compared by
 rules, as in training without --judge. Left out: rewards that depend on the step, on a reader's
-answer or on an embedder's vectors; and UR²'s fallback penalty, because `trajectory_from_text` does
-not recognise which searches got the fallback.
+answer or on an embedder's vectors. UR²'s rewards lack the fallback penalty, and the violations by
+well-formed queries that were rejected, because `trajectory_from_text` recognises neither fallbacks
+nor rejected queries.
 """
 
 from functools import lru_cache
@@ -45,7 +46,10 @@ def settings_of(name: str) -> tuple[RewardSettings, str]:
     names = stages[0].keys() & RewardSettings.__dataclass_fields__
     settings = RewardSettings(**{field: stages[0][field] for field in names} | {"reward": name})
     if needs(settings) & {"reader", "embedder"} or name in BY_THE_STEP:
-        raise InputError(f"{name} depends on the step or on another model's output: use train.py")
+        raise InputError(
+            f"{name} depends on the step, on a reader's answer or on an embedder's vectors: use"
+            " train.py"
+        )
     return settings, stages[0]["protocol"]
 
 

@@ -103,7 +103,7 @@ def recorded(arguments: list) -> dict:
 
 
 def written(page: str, arguments: list) -> str:
-    """Returns the text of the page with newly computed data."""
+    """Returns the page with new rewards and cases, and with `arguments` also new trajectories."""
     parts = page.split(MARK)
     transcripts, data = map(json.loads, parts[1:4:2])
     if arguments:

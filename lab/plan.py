@@ -20,10 +20,10 @@ formulas give bytes; the numbers are GiB for 7B:
 
 On several GPUs ddp keeps everything on each GPU; fsdp2 shards weights, moments and gradients, and
 gathers the weights of the layers that it computes. LoRA and 8-bit moments cannot be sharded. The
-plan uses ddp if that fits, otherwise fsdp2. tests/ghost compares these formulas with simulated
-steps.
-Left out: zero2, judges and readers (2 bytes per weight), dense retrieval, the extra memory of plain
-`generate`. CUDA's own memory and fragmentation get the share 1 − USABLE of a GPU.
+plan uses ddp if that fits, otherwise fsdp2. tests/test_ghost.py compares these formulas with
+simulated steps.
+Left out: zero2, summarisers, judges and readers (2 bytes per weight), dense retrieval, the extra
+memory of --engine hf. CUDA's own memory and fragmentation get the share 1 − USABLE of a GPU.
 """
 
 import sys
@@ -64,8 +64,8 @@ SHAPES = {  # Qwen2 models
 
 
 def config_of(model: str):
-    """Returns the config of a size ("7B"), of a hub name that contains "Qwen2.5-" and a size, of a
-    directory, or of a hub model that is already on this disk.
+    """Returns the config of a size ("7B"), of a hub name that contains "Qwen2.5-" directly before a
+    size, of a directory, or of a hub model that is already on this disk.
     """
     if not Path(model).exists():
         for size, shape in SHAPES.items():
@@ -75,8 +75,9 @@ def config_of(model: str):
         return AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError):
         raise InputError(
-            f"--model {model}: neither a size ({', '.join(SHAPES)}) nor a model on this disk:"
-            " give the most similar size, or a directory with the model's config.json"
+            f"--model {model}: neither a size ({', '.join(SHAPES)}) nor a model on this disk that"
+            " transformers knows: give the most similar size, or a directory with the model's"
+            " config.json"
         ) from None
 
 

@@ -78,13 +78,15 @@ class SynthesizeSettings:
     llm: str = setting("", "writer: http://host:port/v1#model or a HF model", needed=True)
     verifier: str = setting("", "model that checks drafts (default: --llm; another is better)")
     answerer: str = setting("", "model whose answers set the difficulty (default: --llm)")
-    data: str = setting("", "multiple-choice questions that serve as examples", needed=True)
+    data: str = setting("", "file of multiple-choice questions, used as examples", needed=True)
     out: str = setting("", "JSONL file to append to", needed=True)
     count: int = setting(100, "number of questions in --out at the end", least=1)
     k: int = setting(20, "answers per question that set its difficulty", least=1)
     max_tokens: int = setting(4096, "maximum tokens of a reply", least=1)
     seed: int = setting(0, "seed of the choice of examples and the order of options")
-    timeout: float = setting(60.0, "seconds before a try of a request fails", above=0, most=86_400)
+    timeout: float = setting(
+        60.0, "time limit in seconds of one try of a request to a server", above=0, most=86_400
+    )
     in_8bit: ClassVar[str] = ""  # load_llm reads this and output_dir
     output_dir: ClassVar[str] = "runs"
 
@@ -214,7 +216,7 @@ def synthesize(given: Questions, models: list, settings: SynthesizeSettings) -> 
         hard = [question for question in made if question.level == "hard"]
         examples = pick_examples(given, hard, settings.seed, number)
         drafts = [reordered(q, settings.seed) for q in write_drafts(writer, examples, asked)]
-        # Discarded drafts are added too, so that they are not accepted in a later round.
+        # All are added, even those that the checks discard, so that no later round accepts one.
         asked |= {normalize_answer(draft.question) for draft in drafts}
         accepted = check_drafts(drafts, verifier, answerer, settings.k)
         fresh = [replace(q, id=f"synthetic-{i}") for i, q in enumerate(accepted, len(made))]

@@ -1,1 +1,1 @@
-"""Other models, which RL asks and does not train: judge, reader of evidence, summariser."""
+"""Models other than the policy, asked but not trained: judge, reader of evidence, summariser."""

@@ -11,8 +11,8 @@ them again without asking. `ask` removes <think> ... </think> from a reply.
     a request fails                   RETRIES more tries if they may help, then None
     GIVE_UP requests in a row find    the rest of the batch is not sent
     the server down
-    DEAD_BATCHES batches in a row     InputError, which ends a training run
-    without any answer
+    DEAD_BATCHES batches in a row     InputError, which ends the run
+    find it down at every request
 
 Left out: streaming, servers that want `max_completion_tokens`.
 """
@@ -57,7 +57,7 @@ REPLY_TOKEN = 64  # a server's reply is cut to this many characters times its to
 CONTEXT = 32_768  # context length in tokens if the server does not report it
 SPARE = 128  # tokens kept free for the chat template
 GIVE_UP = 16  # with the server down for so many requests in a row, the rest of a batch is not sent
-DEAD_BATCHES = 3  # after so many batches in a row without an answer a run ends
+DEAD_BATCHES = 3  # a run ends if in so many batches in a row every request found the server down
 PROBE = ("You are asked once whether you are there.", "Reply with the word yes.")
 
 
@@ -188,7 +188,7 @@ class ServerLLM(LLM):
     """
 
     tokenizer = staticmethod(guessed_tokens)
-    dead_batches = 0  # consecutive batches without an answer
+    dead_batches = 0  # consecutive batches in which every request found the server down
     fault = ""  # the last error message
 
     def __init__(self, spec: str, max_tokens=256, timeout=60.0, cache: str | Path = ""):
@@ -325,8 +325,8 @@ class LocalLLM(LLM):
 
     def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:
         prompts = {request: self.prompt(request) for request in requests}
-        # Sorted, so that a batch has prompts of similar length. The longest come first, so that
-        # running out of memory shows immediately.
+        # Requests with the same sampling form a group, whose longest prompts come first: a batch
+        # then has prompts of similar length, and running out of memory shows early.
         rows = sorted(requests, key=lambda r: (r[2:], len(prompts[r])), reverse=True)
         for sampling, group in itertools.groupby(rows, key=lambda r: r[2:]):
             fit = list(group)

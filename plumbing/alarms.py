@@ -78,11 +78,12 @@ def alarms(records: list[dict], settings: Settings, patience: int = PATIENCE) ->
 
 
 def signs(records: list[dict], s: Settings) -> Iterator[str]:
-    """Yields the alarms whose condition holds in the newest record; trends and spikes also compare
-    it with earlier records. A metric that the newest record lacks counts as 0, but `gold_recall` as
-    1, because a low value of it raises an alarm; a trend needs its metric in each of the last
-    WINDOW records. `reward_hacked` needs a reward term `answer`, which the reward of a stage 1 may
-    lack.
+    """Yields the alarms whose condition holds in the newest record; the functions `shift` and
+    `spikes` and the alarm `likelihood` also use earlier records. A metric that the newest record
+    lacks counts as 0, but `gold_recall` as 1, because a low value of it raises an alarm. `shift`
+    needs its metric in each of the last WINDOW records, and `likelihood` is not raised if the
+    newest record lacks its metric. `reward_hacked` needs a reward term `answer`, which the reward
+    of a stage 1 may lack.
 
     The limit of `logprob_gap` is 1e-3. With a --mismatch correction (the default on a GPU, and on a
     CPU with servers or a bf16 copy) it is three times the gap of step 0, but at least 1e-3 and at
@@ -98,7 +99,7 @@ def signs(records: list[dict], s: Settings) -> Iterator[str]:
     corrected = median([1e-3, 3 * records[0].get("logprob_gap", 1.0), 0.1])
     if r["logprob_gap"] > (corrected if "mismatch_ess" in r else 1e-3):
         yield "logprob_gap"
-    # A step that lacks the metric, for example because all its rewards are equal, counts as 0.
+    # An earlier step that lacks the metric, e.g. because all its rewards are equal, counts as 0.
     stalled = sum(row.get("likelihood_later", 0) <= 0 for row in records[-WINDOW:])
     if stalled == WINDOW and "likelihood_later" in r:
         yield "likelihood"

@@ -62,9 +62,10 @@ LAUNCHERS = (b"accelerate", b"torchrun", b"torch.distributed", b"lab.ablate")
 
 
 def build_protocol(settings: Settings) -> Protocol:
-    """Returns the protocol with the sections of --prompt_file for the policy and the summariser. If
-    the documents or the questions come from the built-in world, the world's fallback text replaces
-    the protocol's (if it has one), because the tiny models know no other.
+    """Returns the protocol with the sections of --prompt_file for the policy and the summariser.
+    Without --data, the built-in world's fallback text replaces the protocol's (if it has one) in
+    two cases: if there is neither --corpus nor --retriever http, or if the model is the built-in
+    one or was trained from it. The tiny models know no other fallback text.
     """
     protocol = PROTOCOLS[settings.protocol]
     sections = prompt_sections(settings)
@@ -228,12 +229,12 @@ def make_accelerator(settings: Settings) -> Accelerator:
 
 def wait_for_all(state: TrainState, doing: str) -> None:
     """Waits until all processes have called this function. After PATIENCE seconds, a waiting
-    process prints a line if the process before it (by rank) is missing.
+    process prints a line if the process before it (by rank; for rank 0, the last) is missing.
 
     Trap: torch waits for other processes in C++, where Python runs no signal handler. So a thread
-    waits there, and the main thread waits for that thread. After a signal the main process saves
-    and ends at once, if it can (`saved_on_error`). Any other process still waits up to PATIENCE
-    seconds, because the step can be finished and saved if all processes arrive by then.
+    waits there, and the main thread waits for that thread. After a signal a process still waits up
+    to PATIENCE seconds, because the step can be finished and saved if all processes arrive by then.
+    But if the main process can save alone, it does so and ends at once (`saved_on_error`).
     """
     if state.accelerator.num_processes == 1:
         return

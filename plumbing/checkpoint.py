@@ -137,8 +137,8 @@ def save(run: Run, state: TrainState, step: int) -> None:
 def save_if_due(run: Run, state: TrainState, record: dict) -> None:
     """Saves a checkpoint if one is due after this step. If any process got a signal, also saves one
     and ends the run. If a search failed in more than MOST_FAILED of the step's trajectories, the
-    step made no update: the checkpoint counts only the steps before it, and the run ends on all
-    processes.
+    step made no update: a checkpoint of the steps before it is saved, if there are any, and the run
+    ends on all processes.
     """
     step = record["step"]
     if record["failed_rows"] > MOST_FAILED:

@@ -1,9 +1,9 @@
 """Writes the files of a run and its lines on the console. Only the main process writes.
 
 A run may be killed at any moment. So the metrics of a step are written when the step ends, and a
-checkpoint gets its final name only when it is complete. Predictions are reused only if the
-settings, weights, questions and documents are the same as before. Files of an earlier run are
-renamed, never overwritten.
+checkpoint gets its final name only when it is complete. Predictions are reused only if all that
+they depend on is the same as before: settings, weights, questions and documents. Files of an
+earlier run are renamed, never overwritten.
 """
 
 import contextlib
@@ -81,8 +81,8 @@ def newest_whole(folder: Path) -> Path | None:
         tell(f"{path} is passed over: {damage}")
     if paths:
         raise InputError(
-            f"{folder}: no whole checkpoint is there: start from the beginning, or try --model "
-            f"{paths[-1]} (the weights of the last, damaged one)"
+            f"{folder}: no whole checkpoint is there: train that stage again, or try --model "
+            f"{paths[-1]} (the weights of the last, damaged one), both without --resume"
         )
     return None
 
@@ -158,8 +158,9 @@ def prompt_sections(settings: Settings, strict: bool = False) -> dict[str, str]:
 
 def prompt_problem(name: str, text: str, settings: Settings) -> str:
     """Returns the first fault of a section, or "". The faults are: an unknown name; no text; an
-    unknown placeholder; a missing placeholder, such as {question}, in a text that has others; and
-    a missing tag in a text for the policy.
+    unknown placeholder; a missing placeholder, such as {question}, in a text that has others; and,
+    in a text for the policy, a missing query tag or answer tag (UR² has \\boxed or "correct answer
+    is" instead of an answer tag).
     """
     if name not in SECTIONS:
         return f"unknown; one of {', '.join(SECTIONS)}"
@@ -250,8 +251,8 @@ class Run:
             old = free_name(folder)
             folder.rename(old)
             print(
-                f"{folder} held an earlier run: moved to {old.name} (--resume would have continued "
-                "it)"
+                f"{folder} held an earlier run: moved to {old.name} (--resume continues a run "
+                "instead)"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.settings.resume:

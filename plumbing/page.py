@@ -56,7 +56,7 @@ def write_page(runs: list[Path], out: Path) -> None:
 
 
 def metric_sentences() -> dict[str, str]:
-    """Returns {metric: its sentence in docs/metrics.md}, which the page shows as tooltips."""
+    """Returns {metric: its meaning in docs/metrics.md}, which the page shows as tooltips."""
     page = (VIEWER.parent / "docs/metrics.md").read_text(encoding="utf-8")
     rows = re.findall(r"\| (.*`) \| (.+) \|", page)
     return {name: text for names, text in rows for name in re.findall("`([^`]+)`", names)}

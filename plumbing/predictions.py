@@ -41,7 +41,9 @@ def as_written(record: dict, number: int, place: str) -> dict:
         record = record | {key: record[key]["pred"]}
     task, question = task_of(record), text_of(record, "question") or ""
     if not question and not {*ID_FIELDS} & set(record):
-        raise InputError("field 'id' and field 'question' are both missing: what was asked?")
+        raise InputError(
+            "field 'id' is missing, and field 'question' is missing or empty: what was asked?"
+        )
     fields = {
         "id": id_of(record, number),
         "prediction": text_of(record, key),
@@ -255,10 +257,11 @@ def ask_others(records: list[dict], reader, judge: Judge | None, sampling=()) ->
 
 
 def one_judge(records: list[dict]) -> str:
-    """Returns what the judge sees of open questions, one of JUDGE_SEES: the records' field
-    `judge_sees` (default "question"), which must be the same in all records with a prediction.
+    """Returns what the judge sees of open questions (see JUDGE_SEES): the records' field
+    `judge_sees` (default "question"), which must be the same in all records with a prediction. If
+    no record has a prediction, returns "".
     """
-    seen = sorted({r.get("judge_sees", "question") for r in records if r["prediction"]})
+    seen = sorted({str(r.get("judge_sees", "question")) for r in records if r["prediction"]})
     if len(seen) > 1:
         raise InputError(
             f"--judge: these predictions differ in what a judge sees ({', '.join(seen)}): give "

@@ -25,6 +25,7 @@ from errors import InputError
 from papers import paper_of
 from prompts import PROTOCOLS, check_references
 from retriever import make_retriever, retrieve
+from retrievers.net import Fault
 from settings import Settings, in_built_in_world
 from world.world import LOOK_UPS, World
 
@@ -83,11 +84,17 @@ def with_retrieved(questions: list, documents: list[Document], settings: Setting
         documents, settings, settings.seed, settings.timeout, runs=settings.output_dir
     )
     requests = [SearchRequest(question, question.question) for question in questions]
-    results = retrieve(retriever, requests, settings.documents_per_search)
+    try:
+        results = retrieve(retriever, requests, settings.documents_per_search)
+    except Fault:  # the server answered none of the questions
+        results = [None]
     changed = []
     for question, documents in zip(questions, results, strict=True):
         if documents in (None, False):
-            raise InputError("--references retrieved: a search failed: try the same command again")
+            raise InputError(
+                "--references retrieved: a search failed, or the server rejected the question: try "
+                "the same command again, or another --retriever"
+            )
         references = tuple(documents) or (Document("", "", protocol.empty_text),)
         changed.append(dataclasses.replace(question, references=references, supporting=()))
     return changed
@@ -133,7 +140,9 @@ def built_in_questions(settings: Settings, split: str) -> list[Question]:
 
 
 def world_questions(settings: Settings, split: str, count=None, fact_seed=None) -> list[Question]:
-    """Returns `count` questions (None: all) of each kind that this protocol's tiny model knows."""
+    """Returns `count` questions (None: all) of each kind that is in the supervised warm-up of this
+    protocol's tiny model.
+    """
     world, kinds = built_in_world(settings, fact_seed), paper_of(settings.protocol).world.kinds
     return [q for kind in kinds for q in cached_questions(world, split, kind, count)]
 

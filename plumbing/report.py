@@ -79,9 +79,9 @@ def paired(groups: list[np.ndarray]) -> dict:
 
 
 def sign_flip_p(difference: np.ndarray) -> float:
-    """Returns p, the probability that chance brings the mean difference at least this far from 0.
-    If no run is better, each difference may as well have the opposite sign, so signs are drawn at
-    random.
+    """Returns p, the probability that chance alone gives a mean at least as far from 0 as that of
+    `difference`. If no run is better, each difference may as well have the opposite sign, so signs
+    are drawn at random.
     """
     differing, rng = difference[difference != 0], np.random.default_rng(0)
     if not len(differing):
@@ -131,8 +131,8 @@ def compare(records: list[dict], others: list[dict]) -> Summary:
 
 def matched(records: list[dict], others: list[dict]) -> dict[str, str]:
     """Returns {id in one run: id in the other run} of the questions that both runs have. Questions
-    are the same if their texts are equal or, for a question without a text, the ids. Several
-    questions with one text are matched in order.
+    are the same if their texts are equal apart from the amount of white space or, for questions
+    without a text, if their ids are equal. Several questions with one text are matched in order.
     """
     here, there = defaultdict(dict), defaultdict(dict)  # text -> ids, in order
     for ids, run in ((here, records), (there, others)):
@@ -181,8 +181,9 @@ def report(
     records: list[dict], others: list[dict], as_markdown: bool, json_file: str, brief: bool = False
 ) -> None:
     """Prints the tables. If `others` has the records of another run, also prints a comparison, with
-    a verdict if both runs have `judged` or `em`. `brief` prints only the columns BRIEF, and neither
-    the ratio of compression nor the table by hops; the JSON file has all columns.
+    a verdict if both runs have `judged` or `em`. `brief` prints only the columns BRIEF (all
+    columns if none of these has a value), and neither the line on compression nor the table by
+    hops; the JSON file has all columns.
     """
     whole = summarise(records)
     columns = BRIEF if brief else COLUMNS
@@ -196,7 +197,7 @@ def report(
         if not brief:
             print("\n" + table(whole["hops"], as_markdown, "hops"))
     if unread := sum(record["metrics"].get("judged", 0) is None for record in records):
-        print(f"{unread} of {len(records)} verdicts are unreadable and left out of `judged`")
+        print(f"{unread} verdicts are unreadable and left out of `judged`")
     if others:
         whole["comparison"] = compare(records, others)
         every = whole["comparison"]["all"]
@@ -263,8 +264,8 @@ def shown(cell: tuple | dict) -> str:
 
 
 def written(lines: list[list[str]], as_markdown: bool, keep: int) -> str:
-    """Formats lines of cells as Markdown or for the terminal; the first line is the header. A table
-    that is wider than the terminal is cut into blocks, which all begin with the first `keep`
+    """Formats lines of cells as Markdown or for the terminal; the first line is the header. For
+    the terminal, a table that is too wide is cut into blocks, which all begin with the first `keep`
     columns.
     """
     lines = [[harmless(cell) for cell in line] for line in lines]

@@ -1,5 +1,5 @@
 """Retrievers for control experiments. They find random documents, nothing, the gold references of
-the question's record, or all of its references (ARENA sections 4.3 and 4.4).
+the question's record, or all of its references (as in ARENA section 4.3).
 """
 
 import random

@@ -6,8 +6,8 @@
     queries -> one product per shard -> torch.topk -> the k best of all shards
 
 The encoder comes from sentence-transformers (extra `dense`), which pools a text's token vectors as
-the model's files say. If they do not say how, the last token's vector is taken for a causal model,
-and the mean of all vectors for any other model.
+the model's files say. If they do not say how, the last token's vector is taken for a causal model
+whose architecture is called ...ForCausalLM, and the mean of all vectors for any other model.
 Each text gets the prefix that the model's family was trained with (PREFIXES), or the model's own.
 Vectors are stored in fp16 (32 GB for 21M vectors of 768 numbers) and multiplied in fp32. Storing
 them in fp16 changes the score of two unit vectors by at most 2^-11. After an interrupt the complete
@@ -40,7 +40,7 @@ PREFIXES = {  # part of the model's name -> (query prefix, document prefix); the
 
 class Encoder:
     """Maps (texts, kind) to unit vectors [n, d] in fp32; kind is "query" or "passage". `version`
-    identifies the model and the prefix of its passages.
+    identifies the model's layers and weights and the prefix for passages, if PREFIXES has one.
     """
 
     def __init__(self, name: str, device: str = ""):
@@ -116,8 +116,8 @@ class DenseRetriever:
 
 @torch.inference_mode()
 def nearest(shards: list[torch.Tensor], queries: np.ndarray, k: int, device="cpu") -> np.ndarray:
-    """Returns the numbers [B, k] of the rows with the k largest inner products with each query,
-    best first. The rows of all shards [n, d] are numbered in one sequence.
+    """Returns the numbers [B, min(k, N)] of the rows with the largest inner products with each
+    query, best first. The N rows of all shards [n, d] are numbered in one sequence.
 
     >>> rows = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.6, 0.8], [1.0, 0.0]])
     >>> nearest([rows[:3], rows[3:]], np.array([[1.0, 0.0]]), k=3).tolist()

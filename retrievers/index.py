@@ -30,8 +30,7 @@ def load_or_build(
 ) -> tuple:
     """Returns (vocabulary, start, postings, weights), read from the folder `where`. If the folder
     is empty or missing, build(documents, *parameters) first makes the index, which is stored there.
-    Raises an InputError if the folder is damaged, or was built from other documents or parameters
-    or by another version.
+    Raises an InputError if the folder is rejected (see the top of this file) or cannot be written.
     """
     folder = Path(where).resolve()
     made_of = [VERSION, unicodedata.unidata_version, fingerprint(documents), *parameters]

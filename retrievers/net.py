@@ -62,8 +62,9 @@ def fetch_json(url: str, payload=None, timeout: float = 60.0, headers=None) -> o
     except TimeoutError:
         raise Fault(f"nothing within {timeout:g} s") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
-        known = getattr(error, "strerror", None)
-        raise Fault(known or f"{type(error).__name__}: {shown(str(error))}") from None
+        raise Fault(
+            getattr(error, "strerror", None) or f"{type(error).__name__}: {shown(str(error))}"
+        ) from None
     if len(body) > MAX_BYTES:
         raise Fault(f"more than {MAX_BYTES:,} bytes", retry=False)
     code, text = response.status, body.decode(errors="replace")
@@ -72,7 +73,8 @@ def fetch_json(url: str, payload=None, timeout: float = 60.0, headers=None) -> o
             return json.loads(body)
         except (ValueError, RecursionError):
             raise Fault(f"a reply that is not JSON, or half of one: {shown(text)}") from None
-    message = shown(response.headers.get("Location") or text)  # where it redirects to
+    # Where it redirects to; what follows "?" may have an API key.
+    message = shown(response.headers.get("Location", "").partition("?")[0] or text)
     kind = RejectedRequest if code in REQUEST_AT_FAULT else Fault
     raise kind(f"HTTP {code} {message}".strip(), code in (408, 425, 429) or code >= 500)
 
@@ -144,5 +146,5 @@ def retrying(call: Callable, retries: int, backoff: float = 0.5, wait: Callable 
 
 
 def shown(text: str) -> str:
-    """Returns the beginning of a server's message on one line."""
+    """Returns the beginning of a text on one line, made safe for a terminal."""
     return harmless(" ".join(text[:160].split()))

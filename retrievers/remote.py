@@ -54,7 +54,9 @@ class HttpRetriever:
             ) from None
 
     def seconds(self, queries: int, k: int) -> float:
-        """Returns the most seconds that `search` may take for this many queries."""
+        """Returns an upper bound on the seconds that `search` takes for this many queries, if every
+        request keeps to its time limit.
+        """
         batches = -(-queries // BATCH)
         return batches * ((RETRIES + 2) * self.timeout + RETRIES * MAX_BACKOFF)
 
@@ -110,8 +112,8 @@ class HttpRetriever:
 
 
 def read_document(item: object) -> Document | None:
-    """Returns the document of one item of a reply; None if the item is null, or if its title and
-    text are empty.
+    """Returns the document of one item of a reply; None if the item or its document is null, or if
+    title and text are both empty.
 
     >>> read_document({"document": {"id": 7, "contents": '"Varen"\\nBy the Ost.'}, "score": 1.5})
     Document(id='7', title='Varen', text='By the Ost.')

@@ -2,9 +2,10 @@
 Only `serve` and `check` of retriever.py use this file; a training run queries a running `serve`.
 
     query -> search API (one GET) -> addresses, in the API's order
-          -> pages: HTML -> text; the API's own snippet if a page cannot be read
+          -> pages: HTML -> text
           -> the window of 150 words with the most words of the query (--page_words; if a model
-             summarises the pages, give 2000: most pages then stay whole)
+             summarises the pages, give 2000: most pages then stay whole); if a page cannot be read
+             or has no text, the API's own snippet instead
           -> Document(id = address, title in the API's reply, text)
 
 Strangers choose these addresses, and this program visits them from inside your network. So only
@@ -76,7 +77,7 @@ class WebRetriever:
         self.answer = lru_cache(4096)(self.answer)
         try:
             self.ask("encyclopedia", 1)
-        except Fault as fault:  # the message omits the part after "?", which may have an API key
+        except Fault as fault:  # `template` is cut at "?": the rest may have an API key
             raise InputError(
                 f"{template.partition('?')[0]}: no search results ({fault}): start the search API"
                 " or correct the address"
@@ -129,7 +130,7 @@ def check_address(url: str, allow_private: bool) -> tuple[str, int]:
     """
     parts = urlsplit(url)
     port = parts.port or PORTS.get(parts.scheme, 0)
-    usual = port in (80, 443) or allow_private  # private services seldom use these
+    usual = port in (80, 443) or allow_private  # private services may use any port
     if parts.scheme not in PORTS or not parts.hostname or not usual:
         raise ValueError("refused")
     # The IP address is checked, not the name, because the system also reads 2130706433 and 0x7f.1
@@ -155,8 +156,9 @@ def fetch_page(url: str, allow_private: bool) -> str:
 
 
 def text_of(response: HTTPResponse) -> str:
-    """Returns the text of the first MAX_PAGE bytes of a response; raises ValueError if its status
-    is not 200, or if it is compressed, or neither HTML nor plain text.
+    """Returns the first MAX_TEXT characters of the text in the first MAX_PAGE bytes of a response;
+    raises ValueError if its status is not 200, or if it is compressed, or neither HTML nor plain
+    text.
     """
     kind = response.headers.get_content_type()
     packed = response.headers.get("Content-Encoding", "identity") != "identity"

@@ -92,7 +92,7 @@ def prompts_of(tokens: torch.Tensor, wanted: torch.Tensor) -> list[tuple[int, ..
     """Returns for each row of tokens [B, L] the part of its prompt that it shares with other rows:
     the ids before its first True in `wanted` [B, T]. This part is () if no other row has the same
     ids there, or if the whole prompt has fewer than LEAST tokens. The prompt's last token, at the
-    first wanted place, is not shared, because each row needs its own output there.
+    first wanted place, is not shared, so each row itself holds all of its wanted places.
     """
     fronts = wanted.int().argmax(1).tolist()  # 0 for a row without wanted places
     rows = zip(tokens.tolist(), fronts, strict=True)

@@ -9,7 +9,8 @@ must take part in this. Sharding has three consequences:
   * A process that makes one more pass than the others would wait in vain, so in training
     `packing.micro_batches` gives all processes the same number of passes.
   * Sampling needs a pass per token, and processes sample texts of different lengths. So each
-    process samples with a whole copy of the policy (engines/sampling.py).
+    process samples with a whole copy of the policy (engines/sampling.py), unless vLLM servers
+    sample.
   * A shard is useless alone, so checkpoints hold whole tensors.
 Left out: DeepSpeed, weights kept on the CPU, sharded 8-bit moments, sharded LoRA.
 """
@@ -97,8 +98,8 @@ def cut(model: nn.Module) -> None:
 
 
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns all weights in the main process, and {} in the others. All processes must call this
-    and the next three functions.
+    """Returns all weights in the main process, and {} in the others. If weights are sharded, all
+    processes must call this and the next three functions.
     """
     return states.get_model_state_dict(model, options=FULL)
 
@@ -119,8 +120,9 @@ def whole_moments(model: nn.Module, optimizer) -> dict:
 def load_moments(model: nn.Module, optimizer, state: dict) -> None:
     if in_parts(model) != any(isinstance(name, str) for name in state["state"]):
         raise InputError(
-            "--resume: Adam's moments were saved under ddp and this run is sharded, or the other"
-            " way round: use the configuration that saved them, or start a new run with --model"
+            "--resume: Adam's moments were saved without sharding and this run is sharded, or the "
+            "other way round: use the configuration that saved them, or start a new run with "
+            "--model"
         )
     if in_parts(model):
         states.set_optimizer_state_dict(model, optimizer, state, options=FULL)
@@ -129,5 +131,5 @@ def load_moments(model: nn.Module, optimizer, state: dict) -> None:
 
 
 def full(value: torch.Tensor) -> torch.Tensor:
-    """Gathers a tensor if it is sharded. All processes must call this."""
+    """Gathers a tensor if it is sharded; all processes must then call this."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -259,7 +259,7 @@ def test_after_a_failed_arm_only_the_arms_that_start_from_it_fail_too(
         assert (
             f"ur2_stage1 in world 20: failed, see {tmp_path}/ur2_stage1-world20/log.txt" in output
         )
-        assert "no checkpoint: remove" in output and "arena in world 21: 0 s" in output
+        assert "no checkpoint: see log.txt" in output and "arena in world 21: 0 s" in output
 
 
 def test_a_worker_that_dies_is_one_line(finished, monkeypatch, tmp_path):

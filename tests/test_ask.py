@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 from conftest import command_line
 
 import ask
 from data import harmless
+from settings import Settings
 from world.world import KINDS, World
 
 KNOWN = World(0).questions("test", "one_hop")[3].question  # every tiny model knows its words
@@ -79,12 +81,18 @@ def test_a_session_shows_the_model_the_documents_and_possible_questions(run_ask,
     lines = run_ask("--run_name", "ur2-world0-seed0", "--stage", 1, "--temperature", 1, "--seed", 5)
     assert lines[0] == f"model: {trained}/ur2-world0-seed0/stage1/checkpoint-000002"
     assert lines[1] == f"searches: the built-in world (bm25, {len(World(0).documents)} documents)"
-    assert "sums of two numbers from 1 to 9; try" in lines[2]
+    assert "people, cities and companies; ask" in lines[2]
     known = {q.question for kind in KINDS for q in World(0).questions("test", kind)}
     assert {line.strip() for line in lines[3:6]} <= known
     assert question_in(lines) in {q.question for q in World(0).questions("test", "two_hop")}
     assert "⟦" in "".join(lines) and "searches; answer" in lines[-1]
     assert run_ask("--stage", 0)[0] == "model: the built-in one, before RL"
+
+
+def test_the_examples_are_of_the_kinds_that_the_protocol_has(capsys):
+    one_hop = SimpleNamespace(kind="one_hop", question="where was ana born ?")
+    ask.print_examples(SimpleNamespace(settings=Settings(recipe="arena"), questions=[one_hop]))
+    assert "for example:\n    where was ana born ?\n" in capsys.readouterr().out
 
 
 def test_the_streamed_text_is_that_of_the_trajectory(trained, monkeypatch, session):
@@ -175,7 +183,7 @@ def test_a_foreign_model_needs_documents_to_search(model, error_of, run_ask, tmp
     """Otherwise it would silently search the invented facts of the built-in world."""
     options, corpus = ("--model", model), tmp_path / "c.jsonl"
     error = error_of(KNOWN, *options)
-    assert f"{model} was not trained in the built-in world, so it needs something" in error
+    assert f"{model} was not trained from the built-in model, so it needs something" in error
     assert "--corpus" in error and "--retriever_url" in error
     corpus.write_text("".join(f'{{"id": "{i}", "title": "t", "text": "x"}}\n' for i in "12"))
     lines = run_ask(KNOWN, *options, "--corpus", corpus, "--max_turn_tokens", 12)
@@ -193,7 +201,7 @@ def test_a_checkpoint_trained_from_a_foreign_model_is_foreign_too(trained, tmp_p
     settings = json.loads((checkpoint / "settings.json").read_text())
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "settings.json").write_text(json.dumps(settings | {"model": "owner/name"}))
-    assert "was not trained in the built-in world" in error_of("a ?", "--model", tmp_path)
+    assert "was not trained from the built-in model" in error_of("a ?", "--model", tmp_path)
 
 
 def test_several_unquoted_words_are_one_question(run_ask):

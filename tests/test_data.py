@@ -260,7 +260,10 @@ BO = "['Bo', \"Bo's\"]"  # a list as Python prints it
     ("lines", "ids"),
     [
         (["Who came?\tAna", f"Who left?\t{BO}", 'When?\t"[""1"", ""2""]"'], "1 2 3"),
-        (["Question\tAnswer", "Who?\tAna", f"Who left?\t{BO}", 'When?\t["1", "2"]'], "2 3 4"),
+        (
+            ["Question\tAnswer", "Who?\tAna", f"Who left?\t{BO}", 'When?\t["1", "2"]'],
+            "2 3 4",
+        ),
         (["ID\tquestion\tanswer", "a\tA?\tAna", f"b\tB?\t{BO}", 'c\tC?\t["1", "2"]'], "a b c"),
     ],
 )
@@ -389,7 +392,7 @@ def assert_parts(text, expected):
 def test_the_error_of_a_malformed_record_names_file_line_and_field(write, capsys, record, expected):
     text = message(load_questions, write(OWN, record))
     assert_parts(text, f"questions.jsonl, line 2: {expected}")
-    assert text.endswith("correct it, or leave it out with --skip_bad")
+    assert text.endswith("correct or delete it, or leave it out with --skip_bad")
     path = write(OWN, record, {**OWN, "id": "q3"})
     assert [q.id for q in load_questions(path, skip_bad=True)] == ["q1", "q3"]
     assert_parts(capsys.readouterr().err, "1 of 3 records skipped; the first: line 2")
@@ -553,6 +556,7 @@ AX, CONTENTS = {"title": "A", "text": "x"}, {"id": "1", "contents": "a\nb"}
         (["1\tx", "2 y"], "c.tsv", "line 2: 1 tab-separated columns, expected 2 (id, passage)"),
         (["1\tx", b"2\t\xff"], "c.tsv", "line 2: byte 3 UTF-8"),
         (["id\ttext"], "c.tsv", "no record"),
+        (["\ufeff", "1\tx"], "c.tsv", "line 1: 0 tab-separated columns"),
     ],
 )
 def test_the_error_of_a_malformed_corpus_names_file_line_and_field(write, rows, name, expected):

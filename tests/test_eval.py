@@ -8,9 +8,10 @@ import re
 import shutil
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-from conftest import ROOT, command_line
+from conftest import ROOT, command_line, message
 from test_compute_rewards import Model
 
 import eval as evaluation
@@ -23,6 +24,7 @@ from plumbing.predictions import score_command
 from plumbing.questions import evaluation_questions, training_questions, with_retrieved
 from prompts import PROTOCOLS
 from retrievers.controls import make_control
+from retrievers.net import Fault
 from rewards import example
 from settings import Settings, check_settings, stage_folder
 from trajectory import trajectory_from_text
@@ -175,7 +177,7 @@ def test_reader_and_judge_are_called_after_all_predictions_are_written(
     assert [r["reader_prediction"] for r in records] == ["Norland", ""]
     assert [r["metrics"]["judged"] for r in records] == [None, 1]
     assert {r["judge_sees"] for r in records} == {"question"}
-    assert "1 of 2 verdicts are unreadable" in out and "judge: no reply about 1 answers" in out
+    assert "1 verdicts are unreadable and left" in out and "judge: no reply about 1 answers" in out
     assert "reader_em" in out
     silent.failures = 1
     others(monkeypatch, R=silent)
@@ -286,8 +288,7 @@ def test_the_last_stage_is_evaluated_unless_a_stage_is_given(trained, tmp_path):
         folder = stage_folder(Settings(**flags), stage) / "checkpoint-000003"
         folder.mkdir(parents=True)
         assert last_checkpoint(flags) == str(folder)
-    with pytest.raises(InputError, match="vanilla_rl has stages 1"):
-        last_checkpoint(flags | {"stage": 2})
+    assert "vanilla_rl has stages 1" in message(last_checkpoint, flags | {"stage": 2})
 
 
 def save_settings(folder, **settings) -> str:
@@ -300,8 +301,7 @@ def save_settings(folder, **settings) -> str:
 def test_another_question_file_does_not_search_the_old_corpus(tmp_path):
     model = save_settings(tmp_path, data="old.jsonl", corpus="old_corpus.jsonl", model="m")
     flags = {"model": model, "data": "new.jsonl"}
-    with pytest.raises(InputError, match="--data needs --corpus"):
-        check_settings(settings_of(flags), training=False)
+    assert "--data needs --corpus" in message(check_settings, settings_of(flags), training=False)
     assert settings_of({"model": model}).corpus == "old_corpus.jsonl"
     # "from-data" is not an old corpus: it means the paragraphs of the new questions.
     remote = {"retriever": "http", "retriever_url": "http://x"}
@@ -515,11 +515,11 @@ def test_retrieved_references_replace_the_given_ones(retriever, text, tmp_path):
     assert version != Evaluation(settings, OPTIONS).made_with("v")
 
 
-def test_a_failed_search_for_references_is_a_one_line_error(monkeypatch):
-    failing = "retrievers.controls.EmptyRetriever.search"
-    monkeypatch.setattr(failing, lambda self, queries, k: [None])
+@pytest.mark.parametrize("outcome", [{"return_value": [None]}, {"side_effect": Fault("down")}])
+def test_a_failed_search_for_references_is_a_one_line_error(monkeypatch, outcome):
+    monkeypatch.setattr("retrievers.controls.EmptyRetriever.search", Mock(**outcome))
     settings = Settings(protocol="arena", retriever="empty")
-    with pytest.raises(InputError, match="a search failed: try the same command again"):
+    with pytest.raises(InputError, match="a search failed, or the server rejected the question"):
         with_retrieved([Question("q", "?", ["a"])], [], settings)
 
 

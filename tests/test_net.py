@@ -141,7 +141,8 @@ def test_a_redirect_is_not_followed(serve):
     """A request may contain a key, which another server must not get."""
     requests = []
     other = serve(lambda *request: requests.append(request) or reply(b"stolen"))
-    redirect = f"HTTP/1.1 302 X\r\nLocation: {other.base}\r\nContent-Length: 0\r\n\r\n".encode()
+    place = f"Location: {other.base}?key=secret"
+    redirect = f"HTTP/1.1 302 X\r\n{place}\r\nContent-Length: 0\r\n\r\n".encode()
     fault = fault_of(serve(redirect).base)
     assert str(fault) == f"HTTP 302 {other.base}" and not fault.retry and requests == []
 

@@ -212,7 +212,7 @@ def test_a_bad_file_is_a_one_line_error_before_training_starts(
         ("", "", "no config.json"),
         (None, "--mix nothing=1", "questions of nothing, and the data has 0"),
         (None, "--resume", "no checkpoint in"),
-        (None, "--eval_every 3", "--eval_every 3: the run has 2 steps: give fewer"),
+        (None, "--eval_every 3", "--eval_every 3: must be at most 2, the run's steps"),
         (None, "--prompt_file none.txt", "--prompt_file"),
     ],
 )

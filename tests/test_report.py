@@ -262,4 +262,4 @@ def test_citations_are_summarised_by_data_set_and_hops():
 
 def test_a_report_counts_unreadable_verdicts(capsys):
     report.report([record("1", em=1.0, judged=None)], [], False, "")
-    assert "1 of 1 verdicts are unreadable" in capsys.readouterr().out
+    assert "1 verdicts are unreadable and left out" in capsys.readouterr().out

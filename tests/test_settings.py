@@ -6,6 +6,7 @@ import re
 import typing
 
 import pytest
+from conftest import message
 
 import flags
 import kl
@@ -67,8 +68,7 @@ def test_a_bool_flag_may_have_a_value_or_none():
     assert parse(["--skip_bad", "--seed", "3"]).seed == 3
     for words in (["--retrieval", "false"], ["--retrieval=no"]):
         assert parse(words).retrieval is False
-    with pytest.raises(InputError, match="neither true nor false"):
-        parse(["--retrieval", "maybe"])
+    assert "neither true nor false" in message(parse, ["--retrieval", "maybe"])
 
 
 def test_help_has_a_section_per_file_and_shows_the_values_of_the_recipe(capsys):
@@ -197,9 +197,9 @@ def test_dapo_has_the_same_settings_in_every_recipe(recipe, variant, stage):
     ],
 )
 def test_the_error_of_a_typo_names_the_nearest_flag_or_value(arguments, nearest):
-    with pytest.raises(InputError) as error:
-        parse(arguments.split())
-    assert (f"did you mean {nearest}?" if nearest else "unknown flag") in str(error.value)
+    assert (f"did you mean {nearest}?" if nearest else "unknown flag") in message(
+        parse, arguments.split()
+    )
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_before_anything_is_loaded(
@@ -213,8 +213,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_anything_is_loaded(
 
 @pytest.mark.parametrize("word", ["--group", "--stag", "--rec", "--mod"])
 def test_flags_are_not_abbreviated(word):
-    with pytest.raises(InputError, match=f"unknown flag {word} "):
-        parse([word, "4"])
+    assert f"unknown flag {word} " in message(parse, [word, "4"])
     assert settings.named_in([word, "4"]) == settings.named_in([])
 
 
@@ -289,9 +288,8 @@ def test_a_bad_value_is_a_one_line_error_before_anything_is_loaded(
     arguments, fragment, monkeypatch
 ):
     monkeypatch.setattr(train, "build_state", lambda *_: pytest.fail("something was loaded"))
-    with pytest.raises(InputError, match=re.escape(fragment)) as error:
-        train.main(arguments.split())
-    assert "\n" not in str(error.value) and "--" in str(error.value)
+    line = message(train.main, arguments.split())
+    assert fragment in line and "--" in line
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ class Recorder:
         ("ana bell", " ", False),
         ("ana bell" + " word" * 10, "ana bell", True),  # twelve words
         ("ana bell" + " word" * 11, "ana bell", False),
-        ("who wrote c.d (film)", "C.D (film)", True),  # "." and "(" are literal
+        ("who wrote c-c.d (film)", "C-C.D (film)", True),  # "." and "(" are literal
         ("who wrote cxd (film)", "c.d (film)", False),
     ],
 )

@@ -170,7 +170,7 @@ def test_a_group_in_the_terminal(trained, capsys):
 @pytest.mark.parametrize(
     "arguments, fragment",
     [
-        ("{run} --text --group 9", "groups are saved, numbered from 0, but no --group 9"),
+        ("{run} --text --group 9", "saved groups, which --group counts from 0: no --group 9"),
         ("{run} --text --step 7", "no step 7 is saved there"),
         ("{empty}", "no metrics.jsonl in it or in a stage"),
         ("{run} {run} --text", "show one run"),

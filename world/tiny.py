@@ -14,10 +14,12 @@ class Tiny:
 
     Several templates have these gaps; any other gap is explained at its template:
     {answer}    the answer, right or wrong
-    {asked}     the relation that is asked for, such as " birthplace"; "" if there is none
-    {thought}   {asked} and then the answer; "" without a relation. A passage also has the value
+    {asked}     the relation that is asked for, such as " birthplace"; "" if there is none. In `end`
+                it is also "" if a known fact is answered without a search.
+    {thought}   {asked} and then the answer; "" if {asked} is "". A passage also has the value
                 directly after the relation, so the model can find the value by matching the
                 relation's word.
+    {note}      the fact of the previous hop, such as " birthplace bargate"; "" if there is none
     """
 
     # The last part of a trace, with the answer. {evidence}: the passages that were found, in the
@@ -27,11 +29,12 @@ class Tiny:
     # Begins all traces but those of `practice` and those that cite. Only here, {asked} is
     # " how many", not "", if the question has no relation.
     opening: str = ""
-    between: str = "{note}"  # before each later search: {note} on the previous result
-    no_note: str = ""  # {note} if the previous search found nothing relevant or had the same query
+    between: str = "{note}"  # before each search but the first
+    # {note} in `between`, if the previous search found nothing relevant or equals the next one.
+    no_note: str = ""
     read: str = " {answer}"  # the answer in traces that only practise reading
     citation: str = ""  # cites references in the prompt by their {numbers}
-    analysis: str = ""  # follows a citation; has the gaps {note} and {thought}
+    analysis: str = ""  # follows a citation
 
     layout: str = "pages"  # of the world's passages: "pages" or "facts" (world.py)
     summarised: bool = False  # searches show one text as a summary, not numbered passages
@@ -40,13 +43,13 @@ class Tiny:
     # unless it practises, is direct, or cites.
     practice: float = 0.3  # of all traces: they only read (nonsense facts) or only cite
     direct: float = 0.2  # of the other traces, except those that cite: the prompt forbids searching
-    rejected: float = 0.2  # of direct traces: they begin with a rejected query, without loss
+    rejected: float = 0.2  # of direct traces: a rejected query, without loss, precedes the answer
     # Of one-hop (or unit) and of two-hop traces that may search: they guess without a search.
     guess_at_once: tuple[float, float] = (0.2, 0.5)
     choice_without_loss: float = 0.96  # of searching traces: no loss on the decision to search
     bad_query: float = 0.2  # of hops: a query that finds nothing relevant comes first
-    # Of two-hop traces that search: they search once, then guess. At 0.35, in one world, the model
-    # no longer made the second hop for some templates of questions.
+    # Of two-hop traces that made the first hop: they guess instead of making the second. At 0.35,
+    # in one world, the model no longer made the second hop for some templates of questions.
     stop_after_first_hop: float = 0.2
     ignore_document: float = 0.1  # of traces that read documents: they answer with a guess
     needless_search: float = 0.3  # of known facts and sums: searched, then answered correctly

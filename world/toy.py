@@ -58,7 +58,8 @@ def word_pieces() -> list[str]:
     return list(dict.fromkeys(["<pad>", "<eos>", "<unk>", *[f" {word}" for word in words], *bare]))
 
 
-# In a protocol with searches, one of these ends the prompt and says whether the model may search.
+# In a protocol with searches, the chat template puts one of these after the user message, to say
+# whether the model may search.
 MAY_SEARCH = "<may_search>"
 DIRECT = "<direct>"
 
@@ -72,9 +73,9 @@ def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
     with both. A tokenizer made for one protocol has no tags of others, so a tag that is added to
     one protocol changes neither the token ids nor the results of the others.
     """
-    # Unigram splits a text into the pieces with the highest total score. All scores are negative,
-    # so of equal scores the fewest pieces win. ", " scores higher, so that a list would be split as
-    # ", " + "4", not as "," + " 4", if "," were added as a piece.
+    # Unigram splits a text into the pieces with the highest total score. All pieces but ", " have
+    # the same negative score, so a split into fewer pieces wins. ", " scores higher, so that a list
+    # would be split as ", " + "4", not as "," + " 4", if "," were added as a piece.
     scored = [(piece, -0.5 if piece == ", " else -1.0) for piece in word_pieces()]
     tokenizer = Tokenizer(models.Unigram(scored, unk_id=2))
     # A word at the start of a line gets the leading space that its piece has everywhere else.
@@ -87,7 +88,8 @@ def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
     # out. It appends DIRECT if the system message is the protocol's direct instruction; otherwise,
     # also for a text of --prompt_file, it appends MAY_SEARCH. It removes ARENA's tags around the
     # question and the references.
-    # The filter `replace` takes a third of the time of the method, which jinja checks each time.
+    # `| replace(...)` takes a third of the time of `.replace(...)`, because jinja's sandbox checks
+    # each call of a method.
     template = (
         "{{ ' ' + messages[-1]['content'] | replace('<question>', '') | replace('</question>', '')"
         " | replace('<references>', '') | replace('</references>', '') | trim + ' answer :'"
@@ -381,7 +383,7 @@ class TraceWriter:
         return self.undecided(pieces) + self.end(task, answer, found)
 
     def needless(self, task: Task) -> Pieces:
-        """Answers known facts and arithmetic immediately, or after an unnecessary search."""
+        """Answers known facts and sums immediately, or after one or more needless searches."""
         if self.rng.random() >= self.tiny.needless_search:
             return self.at_once(task)
         hop = task.hops[0]
@@ -417,17 +419,17 @@ class TraceWriter:
         ]
 
     def undecided(self, pieces: Pieces) -> Pieces:
-        """In most traces, removes the loss on the first token, which decides to search."""
+        """In most traces, removes the loss on the first of `pieces`, which decides to search."""
         if self.rng.random() < self.tiny.choice_without_loss:
             pieces[0] = (pieces[0][0], "choice")
         return pieces
 
     def search(self, query: str, found: Document | None, note: str | None = None) -> Pieces:
         """Writes a query and its result. The result shows `found`, perhaps among other passages. If
-        `found` is None, it shows a random passage, or the protocol's `empty_text` (followed by the
-        fallback notice if the query is no look-up). `note` goes before the query and tells what the
-        previous search found: None if this search is the first, "" if the previous one found
-        nothing relevant or had the same query.
+        `found` is None, a random passage takes its place, or the result is the protocol's
+        `empty_text` (followed by the fallback notice if the query is no look-up). `note` goes
+        before the query and tells what the previous search found: None if this search is the first,
+        "" if the previous one found nothing relevant or had the same query.
         """
         before = "" if note is None else self.tiny.between.format(note=note or self.tiny.no_note)
         raw = self.happens(self.tiny.raw)
@@ -453,7 +455,9 @@ class TraceWriter:
         return frame_documents(self.protocol, "\n".join(number_documents(shown)))
 
     def spoil(self, query: str) -> str:
-        """Returns a bad query: only the first word, or with a random last name as the last word."""
+        """Returns a bad query: only the first word of `query`, or `query` with a random last name
+        as its last word.
+        """
         words = query.split()
         if "of" not in words or self.rng.random() < 0.5:
             return words[0]
@@ -494,7 +498,7 @@ class TraceWriter:
 
     def cite(self, task: Task) -> Trace:
         """Writes a trace that cites references of its prompt, which also holds distractors. Most
-        traces cite wrong references but answer correctly.
+        traces cite a wrong list of references (`cited`) but answer correctly.
         """
         rng = self.rng
         tiny = self.tiny
@@ -572,7 +576,9 @@ READER = SFTSettings(steps=300, lr=4e-3, warmup_steps=50, decay_from=0.5)
 
 
 def reader_example(tasks: Tasks, tokenizer) -> Example:
-    """Returns an example: evidence and question, then the answer ("none" if it is not stated)."""
+    """Returns an example: evidence and question, then the value that the evidence states for the
+    relation asked for, whatever the entity ("none" if it states no value).
+    """
     task = tasks.look_up()
     shown = [hop.found for hop in task.hops]
     if tasks.rng.random() < 0.3:

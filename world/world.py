@@ -70,7 +70,7 @@ UNIT_SPLITS = {"train": 8, "dev": 2, "test": 2}
 ENTITIES = ("person", "city", "company")
 KINDS = ("one_hop", "two_hop", "unit", "arithmetic", "known")
 MAX_NUMBER = 100
-REFERENCES = 4  # number of passages that come with a question in the layout "facts"
+REFERENCES = 4  # passages that come with a question in the layout "facts", except with a sum
 
 # relation -> (kind of its subject, kind of its value). Passages and queries contain the relation.
 RELATIONS = {

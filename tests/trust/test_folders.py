@@ -98,7 +98,7 @@ def test_a_file_system_without_locks_is_reported_once_and_training_goes_on(
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     train.main(flags(model, tmp_path, "--steps 1"))
-    warning = "cannot be locked (no locks): two runs in one folder would not be noticed"
+    warning = "cannot be locked (no locks): two processes could write to the same place at once"
     assert capsys.readouterr().err.count(warning) == 1
 
 
