@@ -189,7 +189,7 @@ def last_boxed(text: str | None) -> str | None:
 
 
 _CHOSEN = re.compile(r"correct (?:answer|option|choice) is\s*:?\s*([^\n]*)", re.IGNORECASE)
-_SPECIAL_TOKEN = re.compile(r"<\|[^|<>]*\|>|</s>")
+_SPECIAL_TOKEN = re.compile(r"<\|[^|<>]*\|>|</s>|<eos>")
 _WRAPPING = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\b|[{}$*\"'`]")
 
 

@@ -43,7 +43,11 @@ def written_whole(path: Path, step: int | None = None) -> Iterator[Path]:
         sync(path.parent)
     except Exception as error:  # each tensor library raises its own error for a full disk
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        advice = "make room on the disk" if aside.is_dir() else "its folder was removed meanwhile"
+        advice = (
+            "make room on the disk, or give another path"
+            if aside.is_dir()
+            else "its folder was removed meanwhile"
+        )
         raise InputError(f"{path}: cannot be saved ({reason}): {advice}") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)

@@ -333,7 +333,8 @@ def conclude(request: Write, reply: str) -> Steps:
     return any_answer((yield replace(request, so_far="\n".join(filter(None, parts)))))
 
 
-# `\s*+` is possessive, so that many blanks after "is" do not take quadratic time.
+# `\s*+` is possessive: with `\s*`, n blanks after "is" and no word behind them would take a time
+# that grows with n³.
 _STATED = re.compile(r"(?i)answer is\s*+:?\s*+([^\n]*\w[^\n]*)")
 
 

@@ -52,7 +52,7 @@ SHORT = {"steps": 30}
 # Three passages are retrieved. The extractive summariser shows at most the best one; with RAW the
 # policy reads all three.
 WEAK = {"toy_init": "weak", "documents_per_search": 3, "document_tokens": 64}
-PACE = {  # learning rate and batch size of EVERYTHING, the base of the tiny stage 2
+PACE = {  # the learning rate and batch size of papers.EVERYTHING
     "lr": EVERYTHING["lr"],
     "trajectories_per_update": EVERYTHING["trajectories_per_update"],
 }

@@ -227,7 +227,7 @@ ADVICE = [  # changes that cost the least come first
     ),
     ({"in_8bit": "base"}, "The frozen weights are rounded to 8 bits."),
 ]
-FILES = {"data": "q.jsonl", "corpus": "p.jsonl"}  # to be filled in
+FILES = {"data": "q.jsonl", "corpus": "p.jsonl"}  # placeholders in the printed command
 
 
 def in_flags(settings: dict) -> str:

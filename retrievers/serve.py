@@ -130,8 +130,8 @@ def check(retriever, passages: list[Document], k: int = 5) -> list[tuple[bool, s
     """
     if not passages:
         raise InputError(
-            "without --corpus the test needs passages that are found for common words, but none is:"
-            " give --corpus, or another address"
+            "without --corpus the test uses the passages that searches for common words find, but"
+            " they found none: give --corpus, or another address"
         )
     sample = passages[:: max(1, len(passages) // 20)]
     queries = list(dict.fromkeys(map(query_for, sample)))  # equal titles give one query

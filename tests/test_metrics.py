@@ -170,7 +170,7 @@ OPTIONS = ("Elm", "Oak", "Ash", "The elm tree")
         ("the correct answer is option (B).<|im_end|>", "B"),
         ("The correct answer is A.\nNo. The correct answer is C.", "C"),  # the last letter counts
         (r"A looks right, but \boxed{C}", "C"),
-        ("The correct answer is: ash.", "C"),
+        ("The correct answer is: ash.<eos>", "C"),
         ("The correct answer is both of them", None),
         ("B or C", None),
         ("A tree of the north", None),  # an article is not a letter

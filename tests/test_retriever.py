@@ -312,7 +312,7 @@ def test_the_check_queries_a_server_with_or_without_its_corpus(corpus, capsys):
         code, output = checked([*url, "--corpus", corpus], capsys)
         assert code == 1 and "WRONG 0 of 20" in output
         line = command_line(lambda words: command(words, make_retriever), ["check", *url], capsys)
-        assert "found for common words, but none is: give" in line
+        assert "searches for common words find, but they found none" in line
         server.shutdown()
 
 

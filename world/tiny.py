@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-# kind of question -> its share of the traces, those of `practice` aside
+# kind of question -> its share of the warm-up's traces, without those that are for practice
+# (`Tiny.practice`)
 MIX = {"one_hop": 0.24, "two_hop": 0.28, "unit": 0.20, "arithmetic": 0.18, "known": 0.10}
 
 
