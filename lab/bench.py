@@ -107,10 +107,11 @@ class Scripted:
         words = {f"w{i}" + ">" * (i % 128 == 0): i for i in range(o.vocab)}
         tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
         self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0>")
-        draw, half = random.Random(o.seed), o.context // 2
+        draw = random.Random(o.seed)
+        half = o.context // 2
 
         def length(least, most):
-            return draw.randint(least // o.shorter, most // o.shorter)
+            return max(1, draw.randint(least // o.shorter, most // o.shorter))
 
         def text(least, most):
             return [draw.randrange(1, o.vocab) for _ in range(length(least, most))]

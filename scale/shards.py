@@ -40,8 +40,8 @@ def asked_for() -> str:
         return "ddp"
     if variables.get("FSDP_VERSION") != "2":
         raise InputError("FSDP 1 is not supported: set fsdp_version: 2, as in configs/fsdp2.yaml")
-    # Trap: if this is on, transformers loads weights in process 0 only; those of the other
-    # processes stay random.
+    # Trap: if this is on, some versions of transformers (5.17, 5.19) load weights in the first
+    # process of each machine only; the other processes get zeros.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     return "zero2" if variables.get("FSDP_RESHARD_AFTER_FORWARD") == "false" else "fsdp2"
 
