@@ -326,7 +326,7 @@ def lettered(question: Question) -> list[str]:
 def gaps_of(text: str) -> set[str]:
     """Returns the names of a layout's placeholders.
 
-    >>> sorted(gaps_of("{question}, in a \\boxed{box}: {options}"))
+    >>> sorted(gaps_of("{question}, in a \\\\boxed{box}: {options}"))
     ['options', 'question']
     """
     return {gap[1] for gap in _GAP.finditer(text) if gap[1]}
