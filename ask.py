@@ -167,7 +167,7 @@ def print_examples(session: Session) -> None:
     if in_built_in_world(session.settings):
         print("the model knows only its world of people, cities and companies; ask, for example:")
         # The first question of each kind.
-        for text in {q.kind: q.question for q in session.questions[::-1]}.values():
+        for text in reversed({q.kind: q.question for q in session.questions[::-1]}.values()):
             print(f"    {text}")
     print("type a question, or /try; /help lists the commands")
 

@@ -277,7 +277,7 @@ def _ur2_answer_faults(trajectory: Trajectory) -> list[str]:
         faults.append("no_answer")
     elif question.task == "choice":
         # "B.<|im_end|>": the answer line may end in the EOS token.
-        bare = re.sub(r"<\|[^|]*\|>|</s>|\\[a-z]+", "", answers[-1])
+        bare = re.sub(r"<\|[^|]*\|>|</s>|<eos>|\\[a-z]+", "", answers[-1])
         if not re.fullmatch(r"[\W_]*[A-Za-z][\W_]*", bare):
             faults.append("not_a_letter")
     elif is_long(question, answers[-1]):

@@ -45,7 +45,7 @@ class SummarizerSettings:
     summarizer: str = setting(
         "none",
         "what the policy reads: none = the documents; extractive = the best document if a query"
-        " (of at most 12 words, without an arithmetic sign) contains its title, else the fallback"
+        " (of at most 12 words, none an arithmetic sign) contains its title, else the fallback"
         ' or "None"; a model = its notes on the'
         " documents (http://host:port/v1#model, a HF directory or hub name);"
         " math=MODEL,other=MODEL = a model per task",
@@ -81,9 +81,11 @@ def is_lookup(query: str, title: str = "") -> bool:
     (True, False)
     """
     words = query.split()
-    if len(words) <= MAX_QUERY_WORDS and OPERATORS.isdisjoint(words):
-        return has_title(query, title) or _OF_A_NAME.search(query) is not None
-    return False
+    return (
+        len(words) <= MAX_QUERY_WORDS
+        and OPERATORS.isdisjoint(words)
+        and (has_title(query, title) or _OF_A_NAME.search(query) is not None)
+    )
 
 
 def has_title(query: str, title: str) -> bool:

@@ -86,7 +86,7 @@ def decoded_lines(path: Path) -> Iterator[tuple[int, str | InputError]]:
             raise InputError(
                 f"{path}, line {number}: longer than 64 MB: end each record with a line break"
             )
-        if line.strip():
+        if line.strip(b"\xef\xbb\xbf \t\r\n"):  # a line may hold only a byte-order mark
             yield number, decoded(line.rstrip(b"\r\n"))
 
 
@@ -190,7 +190,7 @@ def header(values: list[str]) -> list[str]:
     Else returns [].
     """
     names = [value.strip().lower() for value in values]
-    return names if names[:1] == ["id"] or "question" in names else []
+    return names if names[0] == "id" or "question" in names else []
 
 
 def short(value: object) -> str:

@@ -323,9 +323,8 @@ def run_retrieval(work, name, o):
 
     def search(query):
         scores = index.scores(query)
-        return scores[top(scores, 5)].round(
-            9
-        )  # variants add up in other orders, so last digits differ
+        # Rounded, because the last digits differ: variants add up in other orders.
+        return scores[top(scores, 5)].round(9)
 
     built, index = measured(lambda: work(documents), "cpu")
     asked, scores = measured(lambda: np.array([search(query) for query in queries]), "cpu")

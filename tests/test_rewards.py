@@ -314,7 +314,7 @@ SHOWS_CHINESE = Question("1", "?", ["x"], references=(Document("1", "北", ""),)
         ("\\boxed{" + POLYNOMIAL.replace("+", " + ") + "}", MATH, ["long_answer"]),
         ("\\boxed{" + "+".join(map(str, range(1900, 1911))) + "}", QA, ["long_answer"]),  # guesses
         ("\\boxed{Norland <|begin_of_query|> x <|end_of_query|>}", QA, ["tag_in_answer"]),
-        ("The correct answer is: (B).<|im_end|>", CHOICE, []),
+        ("The correct answer is: (B).<eos><|im_end|>", CHOICE, []),
         ("The correct answer is not A, but the correct answer is: **B**", CHOICE, []),
         ("The correct answer is: B, as oaks are hard", CHOICE, ["not_a_letter"]),
         ("The correct answer is: both of them", CHOICE, ["no_answer"]),

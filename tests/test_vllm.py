@@ -297,7 +297,7 @@ def test_every_step_samples_with_the_weights_after_the_step_before(served, model
         ".1",
         ".2",
     ]  # the evaluation and the third step share the last
-    assert all(row["logprob_gap_max"] < 2e-5 for row in metrics)
+    assert all(row["logprob_gap_max"] < 1e-4 for row in metrics)
 
 
 @pytest.mark.vllm
