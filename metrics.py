@@ -189,7 +189,7 @@ def last_boxed(text: str | None) -> str | None:
 
 
 _CHOSEN = re.compile(r"correct (?:answer|option|choice) is\s*:?\s*([^\n]*)", re.IGNORECASE)
-_SPECIAL_TOKEN = re.compile(r"<\|[^|<>]*\|>|</s>|<eos>")
+SPECIAL_TOKEN = r"<\|[^|<>]*\|>|</s>|<eos>"
 _WRAPPING = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\b|[{}$*\"'`]")
 
 
@@ -200,7 +200,7 @@ def choice_letter(text: str | None, options=()) -> str | None:
     "B or C" or "A tree"), or the text of exactly one option:
     choice_letter("The correct answer is: oak.", ["elm", "Oak"]) is "B".
     """
-    text = _SPECIAL_TOKEN.sub("", text or "")  # a decoded response ends in its EOS token
+    text = re.sub(SPECIAL_TOKEN, "", text or "")  # a decoded response ends in its EOS token
     chosen = [last_boxed(text), *_CHOSEN.findall(text)][-1]
     chosen = _WRAPPING.sub("", text if chosen is None else chosen).strip(" :\n")
     chosen = re.sub(r"^(option|choice|letter)\s+", "", chosen, flags=re.IGNORECASE)

@@ -33,7 +33,7 @@ import numpy as np
 
 from data import Document, Question
 from errors import InputError, run_main, setting
-from metrics import exact_match, f1_score, normalize_answer, score_answer, tokenize
+from metrics import SPECIAL_TOKEN, exact_match, f1_score, normalize_answer, score_answer, tokenize
 from prompts import (
     PROTOCOLS,
     Protocol,
@@ -189,7 +189,7 @@ def without_eos(text: str) -> str:
     """Removes an EOS token (<|...|>, </s>, <eos>) at the end of a text, because a decoded response
     includes it.
     """
-    return re.sub(r"(?:<\|[^|<>]*\|>|</s>|<eos>)\s*$", "", text)
+    return re.sub(rf"(?:{SPECIAL_TOKEN})\s*$", "", text)
 
 
 def own_format_faults(trajectory: Trajectory) -> list[str]:
@@ -277,7 +277,7 @@ def _ur2_answer_faults(trajectory: Trajectory) -> list[str]:
         faults.append("no_answer")
     elif question.task == "choice":
         # "B.<|im_end|>": the answer line may end in the EOS token.
-        bare = re.sub(r"<\|[^|]*\|>|</s>|<eos>|\\[a-z]+", "", answers[-1])
+        bare = re.sub(rf"{SPECIAL_TOKEN}|\\[a-z]+", "", answers[-1])
         if not re.fullmatch(r"[\W_]*[A-Za-z][\W_]*", bare):
             faults.append("not_a_letter")
     elif is_long(question, answers[-1]):

@@ -180,7 +180,8 @@ class Turn:
 
 def sample_turns(policy, environment: Environment, rows: list[Trajectory]) -> list[Turn]:
     """Samples one turn of every trajectory. Contexts are left-padded to end in the same column."""
-    settings, eos_ids = environment.settings, end_ids(policy, environment.tokenizer)
+    settings = environment.settings
+    eos_ids = end_ids(policy, environment.tokenizer)
     turns = [Turn(environment.turn_tokens_left(row)) for row in rows]
     rule = StopRule(environment.tokenizer, environment.protocol.stop_tags, eos_ids)
     watcher = TurnWatcher(rule, turns, settings.temperature or 1.0)
@@ -430,7 +431,8 @@ class Environment:
         the fallback text, or a text that says that nothing was found or that the search failed.
         After the fallback text, also appends a notice.
         """
-        protocol, budget = self.protocol, self.frame_tokens + self.document_token_budget(row)
+        protocol = self.protocol
+        budget = self.frame_tokens + self.document_token_budget(row)
         shown = protocol.error_text if result.error else result.text
         texts = [shown] if shown else number_documents(result.documents) or [protocol.empty_text]
         short = truncate_texts(texts, budget * TOKEN_LENGTH)

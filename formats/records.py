@@ -28,6 +28,7 @@ from errors import InputError, rank_of
 PASSAGE_COLUMNS = ("id", "passage")
 QUESTION_COLUMNS = ("question", "answer")
 LONGEST_LINE = 64_000_000  # bytes
+BLANK = b" \t\n\r\v\f\xef\xbb\xbf"  # with the bytes of a byte-order mark, which nobody sees
 
 
 def open_error(path: Path, error: OSError) -> InputError:
@@ -65,7 +66,7 @@ def byte_lines(path: Path, most: int = LONGEST_LINE) -> Iterator[bytes]:
 def first_line(path: Path) -> bytes:
     """Returns the beginning of the first line that is not blank, without a byte-order mark."""
     for line in byte_lines(path, most=2**16):  # a JSON list may be one line of 500 MB
-        if line := line.removeprefix(b"\xef\xbb\xbf").strip():
+        if line := line.strip(BLANK):
             return line
     raise InputError(f"{path}: the file is empty, or has only blank lines: name another file")
 
@@ -86,7 +87,7 @@ def decoded_lines(path: Path) -> Iterator[tuple[int, str | InputError]]:
             raise InputError(
                 f"{path}, line {number}: longer than 64 MB: end each record with a line break"
             )
-        if line.strip(b"\xef\xbb\xbf \t\r\n"):  # a line may hold only a byte-order mark
+        if line.strip(BLANK):
             yield number, decoded(line.rstrip(b"\r\n"))
 
 

@@ -165,7 +165,8 @@ def standing(case: Case) -> Bytes:
 
 
 def rollout_parts(case: Case, slots: int) -> Bytes:
-    shape, s = case.shape, case.settings
+    shape = case.shape
+    s = case.settings
     copy = 4 * shape.weights if case.share > 1 else case.copy  # if sharded, all gathered in fp32
     if wants_copy(s.sampling_copy, torch.device("cuda"), "base" in frozen_in_8bit(s)):
         copy = 2 * shape.weights
@@ -207,7 +208,8 @@ def plan(case: Case, memory: float) -> tuple:
     """Returns ({part or "peak": bytes}, slots). There are at least FEW slots, even if they do not
     fit, but no more than rows.
     """
-    always, update = standing(case), update_parts(case)
+    always = standing(case)
+    update = update_parts(case)
     none, one = (sum(rollout_parts(case, slots).values()) for slots in (0, 1))
     held = sum(always.values())
     slots = int(min(case.rows, max(FEW, SHARE * (memory - held - none) // (one - none))))

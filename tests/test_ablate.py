@@ -192,7 +192,10 @@ def test_a_bad_command_line_runs_nothing(flags, expected, runs_nothing, tmp_path
 def test_a_result_of_other_settings_is_rejected(tmp_path):
     write_result(tmp_path, "arena", split="dev")
     assert "arena" in str(ablate.read_results({("arena", 20), ("arena", 21)}, tmp_path, "dev"))
-    expected = "arena-world20/result.json was made with other settings: remove it, or give"
+    expected = (
+        "arena-world20/result.json was made with other settings: remove it, or give another "
+        "--output_dir"
+    )
     assert expected in message(ablate.read_results, {("arena", 20)}, tmp_path, "test")
 
 

@@ -81,7 +81,7 @@ def test_a_session_shows_the_model_the_documents_and_possible_questions(run_ask,
     lines = run_ask("--run_name", "ur2-world0-seed0", "--stage", 1, "--temperature", 1, "--seed", 5)
     assert lines[0] == f"model: {trained}/ur2-world0-seed0/stage1/checkpoint-000002"
     assert lines[1] == f"searches: the built-in world (bm25, {len(World(0).documents)} documents)"
-    assert "people, cities and companies; ask" in lines[2]
+    assert "its world of people, cities and companies; ask, for example:" in lines[2]
     known = {q.question for kind in KINDS for q in World(0).questions("test", kind)}
     assert {line.strip() for line in lines[3:6]} <= known
     assert question_in(lines) in {q.question for q in World(0).questions("test", "two_hop")}

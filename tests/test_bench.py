@@ -54,9 +54,11 @@ def test_a_group_shares_its_prompt_and_documents_follow_every_turn_but_the_last(
 def test_half_of_a_row_is_its_prompt_if_the_context_is_given():
     for context, half in ((640, 32), (16, 1)):
         environment = Scripted(replace(TINY, context=context))
-        for row in environment.rows:
-            assert len(row.prompt_ids) == half
-            assert environment.max_trajectory_tokens(row) == 2 * half
+        sizes = {
+            (len(row.prompt_ids), environment.max_trajectory_tokens(row))
+            for row in environment.rows
+        }
+        assert sizes == {(half, 2 * half)}
 
 
 # -------------------------------------------------------------------- all variants do the same work

@@ -376,7 +376,10 @@ def test_without_difficulties_half_of_the_choices_may_search_and_math_is_an_erro
     allowed = epoch_of(stream(choices, 7, task_mixing=True), 2)
     assert sum(may for name, may in allowed.items() if "choice" in name) == 5
     assert all(may for name, may in allowed.items() if "qa" in name)
-    assert "no --difficulty: half of the" in capsys.readouterr().err
+    assert (
+        "no --difficulty: half of the multiple-choice questions may search, hard"
+        in capsys.readouterr().err
+    )
     output = message(stream, pool_of_levels("math", hard=4), 2, task_mixing=True)
     assert "give --difficulty FILE, or --task_mixing false, which restricts no question" in output
 

@@ -260,10 +260,7 @@ BO = "['Bo', \"Bo's\"]"  # a list as Python prints it
     ("lines", "ids"),
     [
         (["Who came?\tAna", f"Who left?\t{BO}", 'When?\t"[""1"", ""2""]"'], "1 2 3"),
-        (
-            ["Question\tAnswer", "Who?\tAna", f"Who left?\t{BO}", 'When?\t["1", "2"]'],
-            "2 3 4",
-        ),
+        (["Question\tAnswer", "Who?\tAna", f"Who left?\t{BO}", 'When?\t["1", "2"]'], "2 3 4"),
         (["ID\tquestion\tanswer", "a\tA?\tAna", f"b\tB?\t{BO}", 'c\tC?\t["1", "2"]'], "a b c"),
     ],
 )

@@ -56,7 +56,9 @@ def test_the_exported_functions_return_the_same_as_our_reward(name):
 
 @pytest.mark.parametrize("name", NOT_EXPORTED)
 def test_a_reward_that_needs_more_than_the_text_is_refused_in_one_line(name):
-    assert "depends on the step, on a reader's answer or on" in message(trl_reward, name)
+    assert "depends on the step, on a reader's answer or on an embedder's vectors" in message(
+        trl_reward, name
+    )
 
 
 def test_an_unknown_reward_is_one_line():

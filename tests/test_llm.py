@@ -248,7 +248,8 @@ def test_a_rejected_request_and_a_reply_without_text_are_not_retried(serve, repl
 
 
 def test_a_dead_server_costs_a_batch_one_round_of_tries_and_its_threads_end(serve, one_try):
-    server, before = serve(lambda text: None), threading.enumerate()
+    server = serve(lambda text: None)
+    before = threading.enumerate()
     model = asker(server)
     model.timeout = 0.2
     assert model.ask(requests(*map(str, range(2000)))) == [None] * 2000 and model.failures == 2000
@@ -276,7 +277,8 @@ def test_an_exception_in_a_thread_ends_the_batch_instead_of_waiting_forever(serv
 def test_an_interrupt_keeps_the_replies_so_far_and_does_not_wait_for_others(
     serve, tmp_path, monkeypatch
 ):
-    released, late = threading.Event(), []
+    released = threading.Event()
+    late = []
 
     def script(text):
         if text == "slow":
@@ -321,7 +323,8 @@ def test_another_model_reply_length_or_request_is_another_cache_entry(tmp_path):
 
 @pytest.mark.fault(108)
 def test_bad_lines_of_the_cache_are_skipped_and_two_runs_may_append(tmp_path):
-    first, second = LLM("m", 8, tmp_path), LLM("m", 8, tmp_path)
+    first = LLM("m", 8, tmp_path)
+    second = LLM("m", 8, tmp_path)
     first.keep(FIRST, "A")
     second.keep(Request("i", "b"), "line\nbreak")
     whole = first.cache.read_bytes()
@@ -380,15 +383,18 @@ def test_a_reply_ends_at_the_end_token_without_the_padding_after_it(qwen2, bpe, 
     assert LocalLLM(qwen2, bpe, max_tokens=8).ask(requests("who?")) == ["Norland"]
 
 
-def test_the_checkpoints_sampling_is_ignored_and_a_request_changes_no_mode(llama, bpe, monkeypatch):
+def test_the_checkpoints_sampling_is_ignored_and_a_request_changes_no_state(
+    llama, bpe, monkeypatch
+):
     plain = LocalLLM(llama, bpe, max_tokens=12).ask(requests(*TEXTS))
     own = GenerationConfig(
         do_sample=True, temperature=3.0, repetition_penalty=5.0, max_new_tokens=1
     )
     monkeypatch.setattr(llama.language_model, "generation_config", own)
+    state = torch.get_rng_state()
     llama.train()
     assert LocalLLM(llama, bpe, max_tokens=12).ask(requests(*TEXTS)) == plain
-    assert llama.training
+    assert torch.equal(torch.get_rng_state(), state) and llama.training
     assert llama.eval().language_model.generation_config is own
 
 

@@ -165,7 +165,10 @@ def test_a_model_that_is_not_on_this_disk_is_not_downloaded(monkeypatch):
         raise OSError("many lines\nof advice")
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", load)
-    error = r"--model owner/nothing: neither a size \(.*, 7B\) nor a model on this disk [^\n]*$"
+    error = (
+        r"--model owner/nothing: neither a size \(.*, 7B\) nor a model on this disk that "
+        r"transformers knows: [^\n]*$"
+    )
     with pytest.raises(InputError, match=error):
         config_of("owner/nothing")
 

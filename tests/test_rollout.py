@@ -201,7 +201,8 @@ def test_sampled_ids_are_kept_although_their_text_would_encode_differently(bpe):
 
 def test_the_mask_is_one_on_sampled_tokens_and_zero_on_the_block_around_the_documents(bpe):
     t, _ = play_one(bpe, [ASK, ANSWER])
-    query_tokens, document_tokens = len(encode(bpe, ASK)), len(block_ids(bpe, "(1) about Ana Bell"))
+    query_tokens = len(encode(bpe, ASK))
+    document_tokens = len(block_ids(bpe, "(1) about Ana Bell"))
     answer_tokens = len(encode(bpe, ANSWER)) + 1  # EOS is sampled too
     assert t.response_mask == [1] * query_tokens + [0] * document_tokens + [1] * answer_tokens
     assert t.stop_reason == "eos"
@@ -507,7 +508,8 @@ PAGES = (Document("a", "Ana Bell", LONG),)
 )
 def test_only_prompts_that_may_be_too_long_are_built(name, layout, changes, monkeypatch):
     """With a byte tokenizer the upper bound of a question's tokens, its bytes, is exact."""
-    tokenizer, built = ByT5Tokenizer(), []
+    tokenizer = ByT5Tokenizer()
+    built = []
     protocol = dataclasses.replace(PROTOCOLS[name], prompts={"policy": layout} if layout else {})
     short = [dataclasses.replace(READ, id=str(i)) for i in range(9)]
     longer = dataclasses.replace(READ, id="long", **changes)
@@ -725,7 +727,8 @@ def test_a_seed_determines_the_rollout_and_the_global_random_state_is_restored(q
 
 def test_a_failed_rollout_restores_the_random_state_and_generation_defaults(bpe):
     policy = ScriptedPolicy(bpe, [["no"]])
-    state, defaults = torch.get_rng_state(), policy.language_model.generation_config
+    state = torch.get_rng_state()
+    defaults = policy.language_model.generation_config
     policy.language_model.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         roll(policy, bpe, QA, Searcher(), "ur2", seed=1)

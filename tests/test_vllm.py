@@ -77,7 +77,8 @@ def widened(model, to: int = 32):
     θ^(−2i/16) = (θ²)^(−2i/32), and the other pairs are zero. q is multiplied by √2, because
     attention scores are divided by √32 instead of √16.
     """
-    config, heads = model.config, model.config.num_attention_heads
+    config = model.config
+    heads = model.config.num_attention_heads
     size = config.hidden_size // heads
     places = torch.cat([torch.arange(size // 2), to // 2 + torch.arange(size // 2)])
     rows = (torch.arange(heads)[:, None] * to + places).flatten()
@@ -141,7 +142,8 @@ def real_server(model: str, folder: Path):
     `pid`. It takes a minute to start.
     """
     port = quiet_port()
-    log, words = folder / "log", f"-m engines.server --model {model} --port {port}"
+    log = folder / "log"
+    words = f"-m engines.server --model {model} --port {port}"
     with open(log, "w") as out:
         options = {"cwd": folder, "env": ENVIRONMENT, "stdout": out, "stderr": out}
         process = subprocess.Popen(
@@ -223,7 +225,8 @@ def fleet_of(model: str, *servers, **changes):
 
 def rows(policy, environment, count: int, generate=generate_on_server, temperature=0.0) -> list:
     """Returns the rows of a rollout of `count` questions, greedy by default."""
-    questions, settings = world_questions(environment.settings, "dev"), environment.settings
+    questions = world_questions(environment.settings, "dev")
+    settings = environment.settings
     questions = questions[:: len(questions) // count][:count]
     environment.settings = replace(settings, temperature=temperature)
     sampled = rollout(policy, environment, questions, 0, generate)
@@ -241,15 +244,17 @@ def run(model, runs, engine: str, options: str = ""):
     1, because with equal rewards in all groups there would be no new weights.
     """
     arguments = flags(model, runs, f"--engine {engine} --max_turn_tokens 16 --timeout 20 {options}")
-    settings, calls = replace(parse(arguments), eval_questions=2), itertools.count()
+    settings = replace(parse(arguments), eval_questions=2)
+    calls = itertools.count()
     with patch.dict(REWARDS, ur2_stage1=lambda *_: {"format": next(calls) % 2.0}):
         return rows_of(train.train(settings))
 
 
 # ------------------------------------------------------------------------ the same rows as in slots
-def searches_in_common(policy, environment, version: int, count: int) -> int:
+def searches_in_common(policy, environment, version: int, count: int, largest: float) -> int:
     """Checks that greedy rows of a server equal those of slots, token by token, and that its
-    log-probs are the policy's, at another temperature too. Returns the rows' number of searches.
+    log-probs are the policy's, at another temperature too: no gap may reach `largest`. Returns the
+    rows' number of searches.
     """
     expected = rows(policy, environment, count, generate_in_slots)
     with to_serve(policy, version):
@@ -265,22 +270,24 @@ def searches_in_common(policy, environment, version: int, count: int) -> int:
     greedy_gap = max(abs(p - q) for row in pairs for p, q in row)
     searches = sum(len(row.searches) for row in greedy)
     print(f"{version}: {sum(same)}/{count} {searches} searches {greedy_gap:.1e} {gaps.mean():.1e}")
-    # Rounding depends on which rows share a batch: of a trained policy's 3,000 tokens, one or two
-    # have a gap of up to 8e-5, and their mean is 5e-7.
-    assert all(same) and gaps.mean() < 5e-6 and max(greedy_gap, gaps.max()) < 5e-4
+    assert all(same) and gaps.mean() < 5e-6 and max(greedy_gap, gaps.max()) < largest
     return searches
 
 
 def test_greedy_rows_equal_those_of_slots_with_new_weights_and_with_large_logits(served, model):
     policy, environment = fleet_of(model, stub_or_real := served())
     policy.fleet.check()
-    searches, norm = [], policy.language_model.model.norm.weight
+    searches = []
+    norm = policy.language_model.model.norm.weight
     for version in range(3):
         with torch.no_grad():
             for weight in policy.parameters():
                 weight += (version == 1) * 0.003 * torch.randn_like(weight)
             norm *= 3 if version == 2 else 1  # logits three times as large
-        searches.append(searches_in_common(policy, environment, version, stub_or_real.questions))
+        # Logits of the third version are three times as large, and so are their rounding errors.
+        count = stub_or_real.questions
+        largest = 1e-4 if version == 2 else 5e-5
+        searches.append(searches_in_common(policy, environment, version, count, largest))
     # The real server has the built-in model, which searches only after it has learned to.
     if stub_or_real.questions < 192:
         assert min(searches) > stub_or_real.questions / 8
@@ -297,7 +304,7 @@ def test_every_step_samples_with_the_weights_after_the_step_before(served, model
         ".1",
         ".2",
     ]  # the evaluation and the third step share the last
-    assert all(row["logprob_gap_max"] < 1e-4 for row in metrics)
+    assert all(row["logprob_gap_max"] < 2e-5 for row in metrics)
 
 
 @pytest.mark.vllm
@@ -317,7 +324,9 @@ def test_stage_1_learns_on_a_server_as_in_slots(served, model, tmp_path):
     assert max(row["logprob_gap"] for row in metrics) < 1e-5
     assert max(row["logprob_gap_max"] for row in metrics) < 5e-4
     policy, environment = fleet_of(str(checkpoints(folder)[-1]), served())
-    assert searches_in_common(policy, environment, 0, 192) > 96
+    # Rounding depends on which rows share a batch: of a trained policy's 3,000 tokens, one or two
+    # have a gap of up to 8e-5, and the mean is 5e-7.
+    assert searches_in_common(policy, environment, 0, 192, 5e-4) > 96
 
 
 # ------------------------------------------------------------------ weights that are not the newest
@@ -339,7 +348,8 @@ STALE["the server is lost in an evaluation"] = STALE["the server is lost"]
 def test_a_fault_after_a_step_is_one_line_and_the_step_is_saved(
     name, served, model, tmp_path, monkeypatch
 ):
-    sampler, (faults, problem) = served(), STALE[name]
+    sampler = served()
+    faults, problem = STALE[name]
     original_update = train.update
 
     @torch.no_grad()
@@ -465,7 +475,8 @@ def test_the_rows_of_a_broken_server_go_to_the_other_servers(
     name, served, model, capsys, monkeypatch
 ):
     monkeypatch.setattr(server, "SLOWEST", 0.01)
-    broken, working = served(), served()
+    broken = served()
+    working = served()
     policy, environment = fleet_of(model, broken, working)
     policy.fleet.refresh(0)
     policy.fleet.servers = [replace(sampler, timeout=1.0) for sampler in policy.fleet.servers]
@@ -499,7 +510,8 @@ def test_a_failed_request_is_repeated_twice_but_not_on_a_restarted_server(served
 
 def test_a_turn_is_cut_where_our_stop_rule_ends_it(model):
     policy, environment = fleet_of(model, SimpleNamespace(base="http://a:1"))
-    turns, end = Turns(policy.fleet, environment, {1}), environment.tokenizer.eos_token_id
+    turns = Turns(policy.fleet, environment, {1})
+    end = environment.tokenizer.eos_token_id
     for sampled, expected in (([5, end, 6], ([5, end], "eos")), ([5, 6], ([5, 6], "length"))):
         stub = SimpleNamespace(
             sample=lambda body, new_ids=sampled: (new_ids, [-1.0] * len(new_ids))
@@ -546,7 +558,8 @@ def test_a_killed_server_is_one_line_and_the_step_is_saved(wide, tmp_path):
 @pytest.mark.vllm
 def test_new_weights_are_sent_and_the_seconds_per_gib_printed(wide, tmp_path):
     """Prints the seconds per GiB for writing and for reading half a GiB of fp32 weights."""
-    tokenizer, path = load_policy(wide, frozen=True)[1], tmp_path / "large"
+    tokenizer = load_policy(wide, frozen=True)[1]
+    path = tmp_path / "large"
     model = model_of("llama", **shape(len(tokenizer), 2048, 16, 8192))
     save_policy(Policy(model), tokenizer, path)
     gib, temporary = model.num_parameters() / 2**28, tempfile.TemporaryDirectory(dir="/dev/shm")
@@ -592,7 +605,8 @@ def test_the_command_writes_an_untied_copy_and_becomes_a_server(
     assert program == f"{tmp_path}/vllm" and environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert "--host 127.0.0.1 --port 81 --max-model-len 256" in " ".join(command)
     assert command[-2:] == ["--tensor-parallel-size", "4"]
-    copied, state = Path(command[2]), load_policy(model, frozen=True)[0].language_model.state_dict()
+    copied = Path(command[2])
+    state = load_policy(model, frozen=True)[0].language_model.state_dict()
     for name, weight in state.items():
         assert torch.equal(load_file(copied / f"{name}.safetensors")[name], weight)
     assert "lm_head.weight" in state
