@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -496,21 +497,23 @@ def last_column(mask: Tensor) -> int:
     return max(lengths_of(mask.bool()), default=1)
 
 
+def padded(rows: Sequence[list], value: float = 0) -> Tensor:
+    """Returns lists of numbers as the rows of a tensor [B, L], right-padded with `value`."""
+    # numpy reads a list four times as fast as torch does.
+    rows = [torch.from_numpy(np.array(row)) for row in rows]
+    return pad_sequence(rows, batch_first=True, padding_value=value)
+
+
 def collate(trajectories: Sequence, rewards: Sequence[float], group_size: int, pad_id=0) -> Batch:
     """Right-pads trajectories into a Batch, with the masks and log-probs recorded while sampling.
     The pad id has no influence, because padding has mask 0 and no earlier token attends to it. The
     pad id may be the EOS id: a sampled EOS has mask 1 and is trained on.
     """
-
-    def padded(rows: list[list], dtype: torch.dtype, value: int = 0) -> Tensor:
-        rows = [torch.tensor(row, dtype=dtype) for row in rows]
-        return pad_sequence(rows, batch_first=True, padding_value=value)
-
-    tokens = padded([t.ids for t in trajectories], torch.long, pad_id)  # [B, L]
+    tokens = padded([t.ids for t in trajectories], pad_id)  # [B, L]
     # The first token of a prompt has no column: nothing predicts it.
     rows = [([0.0] * (len(t.prompt_ids) - 1), t) for t in trajectories]
-    mask = padded([prompt + t.response_mask for prompt, t in rows], torch.float)  # [B, T]
-    logprobs = padded([prompt + t.logprobs for prompt, t in rows], torch.float)  # [B, T]
+    mask = padded([prompt + t.response_mask for prompt, t in rows]).float()  # [B, T]
+    logprobs = padded([prompt + t.logprobs for prompt, t in rows]).float()  # [B, T]
     rewards = torch.tensor(rewards, dtype=torch.float)
     questions = torch.arange(len(rewards)) // group_size  # [B]
     sampled = logprobs.clone()

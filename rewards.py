@@ -178,6 +178,8 @@ def is_garbled(trajectory: Trajectory) -> bool:
     """
     question = trajectory.question
     text = trajectory.model_text
+    if text.isascii():  # quick, because it is the usual case: ASCII has only Latin letters
+        return False
     if "\ufffd" in text or "Co" in map(unicodedata.category, text):
         return True
     shown = [question.question, *question.options, *number_documents(question.references)]

@@ -75,7 +75,8 @@ def generate_by_turns(
             for row, turn in zip(rows, sample_turns(policy, environment, rows), strict=True):
                 environment.end_turn(row, turn.ids, turn.logprobs, turn.reason)
         environment.run_searches([row for row in live if not row.stop_reason])
-        before, live = len(live), [row for row in live if not row.stop_reason]
+        before = len(live)
+        live = [row for row in live if not row.stop_reason]
         if progress:
             progress(before - len(live))
 
@@ -139,7 +140,8 @@ def check_prompts(questions: list[Question], environment: Environment, policy) -
     the context is larger than the model's. It is called before the run, so that the run does not
     fail at step 300.
     """
-    context, positions = environment.max_context, context_of(policy)
+    context = environment.max_context
+    positions = context_of(policy)
     if context > positions:
         raise InputError(
             f"--max_context {context}: the model has only {positions} positions: give 0 to use all "
@@ -211,7 +213,9 @@ class TurnWatcher:
     """
 
     def __init__(self, rule: StopRule, turns: list[Turn], temperature: float):
-        self.rule, self.turns, self.temperature = rule, turns, temperature
+        self.rule = rule
+        self.turns = turns
+        self.temperature = temperature
 
     def process_logits(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Returns logits / temperature [B, V], and keeps them to compute the tokens' log-probs."""
@@ -241,7 +245,9 @@ class StopRule:
     """
 
     def __init__(self, tokenizer, stop_tags: dict[str, str], eos_ids: set[int]):
-        self.tokenizer, self.stop_tags, self.eos_ids = tokenizer, stop_tags, eos_ids
+        self.tokenizer = tokenizer
+        self.stop_tags = stop_tags
+        self.eos_ids = eos_ids
         last = "".join(tag[-1] for tag in stop_tags)
         self.watched = eos_ids | closing_ids(tokenizer, len(tokenizer), last)
 
@@ -323,8 +329,10 @@ class Environment:
         """context: the limit on prompt and response, in tokens; 0 takes settings.max_context."""
         limits = {"": settings.max_searches} | by_task(settings.task_searches)
         self.protocol = dataclasses.replace(protocol, search_limits=limits)
-        self.tokenizer, self.search = tokenizer, search
-        self.settings, self.max_context = settings, context or settings.max_context
+        self.tokenizer = tokenizer
+        self.search = search
+        self.settings = settings
+        self.max_context = context or settings.max_context
         self.hanging = []  # threads of searches; `call_search` removes finished ones
         self.held_out = False  # True during an evaluation within training
         self.turn_tokens = by_task(settings.turn_tokens)

@@ -24,11 +24,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from errors import slow_step
-from policy import Policy, last_column
+from policy import Policy, last_column, padded
 from rollout import encode
 from scale.packing import micro_batches
 
@@ -73,9 +72,8 @@ def example_of(prompt: list[int], pieces: Sequence[tuple[str, bool]], tokenizer)
 
 def collate_examples(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
     """Returns tokens [B, L] and mask [B, T]; column t of the mask belongs to tokens[:, t + 1]."""
-    tokens = pad_sequence([torch.tensor(example.ids) for example in examples], True)  # [B, L]
-    mask = pad_sequence([torch.tensor(example.mask) for example in examples], True)  # [B, L]
-    return tokens, mask[:, 1:].float()
+    mask = padded([example.mask for example in examples])  # [B, L]
+    return padded([example.ids for example in examples]), mask[:, 1:].float()
 
 
 def sft_loss(policy: Policy, tokens: Tensor, mask: Tensor) -> Tensor:

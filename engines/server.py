@@ -153,7 +153,8 @@ class Server:
         limit = self.timeout + SLOWEST * body["max_tokens"]
         choice = self.ask("/v1/completions", "choices", 0, payload=BODY | body, timeout=limit)
         with contextlib.suppress(KeyError, TypeError):
-            new, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            new = choice["token_ids"]
+            logprobs = choice["logprobs"]["token_logprobs"]
             complete = 0 < len(new) == len(logprobs) and choice["finish_reason"] != "abort"
             if complete and math.isfinite(sum(logprobs + new)):
                 return new, logprobs
@@ -183,8 +184,10 @@ class Fleet:
     """Holds the servers of a run and the version of the weights that were last sent to them."""
 
     def __init__(self, policy, environment):
-        self.policy, self.settings = policy, environment.settings
-        self.run, self.sent = secrets.token_hex(4), ""
+        self.policy = policy
+        self.settings = environment.settings
+        self.run = secrets.token_hex(4)
+        self.sent = ""
         urls = self.settings.engine.split(",")
         self.servers = [Server(url, self.settings.timeout) for url in urls]
         self.verified = set()  # servers whose checksums were compared since they started
@@ -250,7 +253,8 @@ class Fleet:
         weights). A restarted server names its version UNNAMED. Once this run has sent weights, a
         server that has another run's weights is an error.
         """
-        self.alive, current = self.servers, f"{self.run}.{version}"
+        self.alive = self.servers
+        current = f"{self.run}.{version}"
         versions = self.run_on_each(self.servers, Server.version)
         for server, name in versions:
             if self.sent and name != UNNAMED and not name.startswith(self.run):
@@ -288,7 +292,8 @@ class Fleet:
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
             for server, (ids, logprobs) in probes:
-                gap, limit = self.logprob_gap(prompt + ids, logprobs), LIMITS[dtype]
+                gap = self.logprob_gap(prompt + ids, logprobs)
+                limit = LIMITS[dtype]
                 if not gap <= limit:
                     raise self.to_error(
                         server,
@@ -347,8 +352,11 @@ class Turns:
     """Runs the turns of a rollout: sends each row to a server and collects the replies."""
 
     def __init__(self, fleet: Fleet, environment, ends: set):
-        settings, tags = environment.settings, environment.protocol.stop_tags
-        self.fleet, self.environment, self.results = fleet, environment, queue.SimpleQueue()
+        settings = environment.settings
+        tags = environment.protocol.stop_tags
+        self.fleet = fleet
+        self.environment = environment
+        self.results = queue.SimpleQueue()
         self.rule = StopRule(environment.tokenizer, tags, ends)
         self.under_way = self.disagreed = 0
         self.prompts = {}  # prompt -> number; the number selects the server of the prompt's rows
@@ -357,9 +365,11 @@ class Turns:
 
     def start(self, row) -> None:
         """Starts a thread that requests the row's next turn."""
-        first, alive = PartialState().process_index, self.fleet.alive
+        first = PartialState().process_index
+        alive = self.fleet.alive
         number = self.prompts.setdefault(tuple(row.prompt_ids), len(self.prompts) + first)
-        server, max_new_tokens = alive[number % len(alive)], self.environment.turn_tokens_left(row)
+        server = alive[number % len(alive)]
+        max_new_tokens = self.environment.turn_tokens_left(row)
         start(self.results, (row, server), self.sample, server, row.ids, max_new_tokens)
         self.under_way += 1
 
@@ -384,7 +394,8 @@ class Turns:
         """Waits for at least one reply or failure and returns all rows whose turn is over, perhaps
         none. If a row's server has failed, the row is sent to another server.
         """
-        results, rows = [self.results.get()], []
+        results = [self.results.get()]
+        rows = []
         while not self.results.empty():
             results.append(self.results.get())
         self.under_way -= len(results)
@@ -401,7 +412,8 @@ class Turns:
 def generate_on_server(policy, environment, trajectories, progress=None) -> None:
     """Samples all trajectories on the servers of `policy.fleet`, and runs their searches."""
     turns = Turns(policy.fleet, environment, end_ids(policy, environment.tokenizer))
-    waiting, limit = deque(trajectories), environment.settings.max_num_seqs
+    waiting = deque(trajectories)
+    limit = environment.settings.max_num_seqs
     while waiting or turns.under_way:
         while waiting and turns.under_way < (limit or AT_ONCE * len(policy.fleet.alive)):
             turns.start(waiting.popleft())
@@ -442,9 +454,11 @@ def main(arguments=None) -> None:
     flags = f"{FLAGS} --port {options.port}"
     flags += f" --max-model-len {options.max_context or context_of(policy)}"
     # vLLM has its routes for new weights only in dev mode.
-    dtype, variables = torch.bfloat16, {"VLLM_SERVER_DEV_MODE": "1"}
+    dtype = torch.bfloat16
+    variables = {"VLLM_SERVER_DEV_MODE": "1"}
     if not torch.cuda.is_available():
-        dtype, flags = torch.float32, f"{flags} --dtype float32 --enforce-eager"
+        dtype = torch.float32
+        flags = f"{flags} --dtype float32 --enforce-eager"
         variables |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
     name = re.sub(r"\W+", "-", f"{options.model}-{options.port}")
     folder = Path("runs/served", name).absolute()

@@ -23,7 +23,7 @@ import functools
 import math
 import mmap
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
 
 import psutil
@@ -38,7 +38,8 @@ from trajectory import Trajectory
 
 # (block, chunk): a pass reads a multiple of `block` places per slot. To limit memory, a prefill
 # pass computes at most `chunk` tokens, padding included.
-ON_CPU, ON_GPU = (16, 256), (64, 4096)
+ON_CPU = (16, 256)
+ON_GPU = (64, 4096)
 SHARE = 0.8  # share of the free memory that the slots may take
 
 
@@ -57,7 +58,8 @@ class SlotCache(Cache):
 
     def __init__(self, slots: int, size: int):
         super().__init__(layers=[])  # HF's layers would store the keys; here `update` does
-        self.slots, self.size = slots, size
+        self.slots = slots
+        self.size = size
         self.stored: list[torch.Tensor] = []
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_, **__):
@@ -77,7 +79,8 @@ class SlotCache(Cache):
         """Returns zeros. Uninitialised memory may hold NaN, and a masked place with NaN would spoil
         the attention, because weight 0 times NaN is NaN.
         """
-        kind, dtype = like.device.type, like.dtype
+        kind = like.device.type
+        dtype = like.dtype
         if torch.is_autocast_enabled(kind):
             # Under autocast, rotary keys are fp32. If they were stored in fp32, attention would
             # round all of them at every step.
@@ -92,12 +95,13 @@ class SlotCache(Cache):
             mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE), dtype=dtype
         ).view(shape)
 
-    def copy(self, source: int | list[int], target: int | list[int], length: int) -> None:
-        """Copies the first `length` places of slots. copy([a, b], [b, a], length) swaps two slots,
-        because both are read before either is written.
+    def copy(self, sources: list[int], targets: list[int], length: int) -> None:
+        """Copies the first `length` places of slots. One source is copied to all targets, several
+        each to its own. copy([a, b], [b, a], length) swaps two slots, because both are read before
+        either is written.
         """
         for stored in self.stored:
-            stored[:, target, :length] = stored[:, source, :length]
+            stored[:, targets, :length] = stored[:, sources, :length]
 
 
 def grouped_attention(module, query, keys, values, mask, scaling=None, **_):
@@ -151,8 +155,11 @@ class Engine:
     """
 
     def __init__(self, model, slots: int, size: int, rule: StopRule, temperature=1.0, top_p=1.0):
-        self.model, self.device, self.rule = model, model.device, rule
-        self.temperature, self.top_p = temperature, top_p
+        self.model = model
+        self.device = model.device
+        self.rule = rule
+        self.temperature = temperature
+        self.top_p = top_p
         self.block, self.chunk = ON_CPU if self.device.type == "cpu" else ON_GPU
         size = -(-size // self.block) * self.block  # GPU kernels need an aligned mask width
         self.cache = SlotCache(slots, size)
@@ -168,42 +175,40 @@ class Engine:
 
     def add(self, owner, ids: list[int], max_new_tokens: int) -> None:
         """Puts a new row into a free slot. If some slot, perhaps this one, holds the keys of all
-        the row's tokens but the last, the new row gets these keys.
+        the row's tokens but the last, the new row gets these keys. Usually that slot holds another
+        sample of the same prompt; it need not be free.
         """
         row = Row(owner, list(ids), Turn(max_new_tokens))
-        slot = self.rows.index(self.in_state("free")[0])
-        if (donor := self.donor(row)) is not None:
-            self.share(donor, slot, row)
+        need = row.missing
+        slot = next(slot for slot, old in enumerate(self.rows) if old.state == "free")
+        for donor, other in enumerate(self.rows):
+            if other.cached >= need and other.ids[:need] == row.ids[:need]:
+                self.cache.copy([donor], [slot], need)
+                row.cached = need
+                break
         self.rows[slot] = row
 
     def resume(self, row: Row, ids: list[int], max_new_tokens: int) -> None:
         """Begins the next turn of a waiting row. `ids` are all tokens of the row, which now end in
         documents or a notice.
         """
-        row.ids, row.turn, row.state = list(ids), Turn(max_new_tokens), "live"
-
-    def donor(self, row: Row) -> int | None:
-        """Returns a slot, free or not, that holds all keys that `row` needs, or None. Usually it
-        holds another sample of the same prompt.
-        """
-        need = len(row.ids) - 1
-        for slot, other in enumerate(self.rows):
-            if other.cached >= need and other.ids[:need] == row.ids[:need]:
-                return slot
-        return None
-
-    def share(self, donor: int, slot: int, row: Row) -> None:
-        row.cached = len(row.ids) - 1
-        if donor != slot:
-            self.cache.copy(donor, slot, row.cached)
+        row.ids = list(ids)
+        row.turn = Turn(max_new_tokens)
+        row.state = "live"
 
     def catch_up(self) -> None:
-        """Fills in the missing keys of all live rows. Rows with equal texts are computed once."""
-        late = [row for row in self.in_state("live") if row.missing]
-        self.prefill(list({tuple(row.ids): row for row in late}.values()))
-        for row in late:
+        """Fills in the missing keys of all live rows. Rows with equal texts are computed once. The
+        live rows must be in the first slots (`arrange`).
+        """
+        slots_of = defaultdict(list)  # text -> the slots of its rows
+        for slot, row in enumerate(self.in_state("live")):
             if row.missing:
-                self.share(self.donor(row), self.rows.index(row), row)
+                slots_of[tuple(row.ids)].append(slot)
+        self.prefill([self.rows[first] for first, *_ in slots_of.values()])
+        for text, (first, *others) in slots_of.items():
+            self.cache.copy([first], others, len(text) - 1)
+            for slot in others:
+                self.rows[slot].cached = len(text) - 1
 
     def prefill(self, rows: list[Row]) -> None:
         """Computes missing keys in passes of at most `chunk` tokens, padding included. Each pass
@@ -244,10 +249,12 @@ class Engine:
         live = [row.state == "live" for row in self.rows]
         places = [slot for slot in range(count) if not live[slot]]
         strays = [slot for slot in range(count, len(live)) if live[slot]]
-        for a, b in zip(places, strays, strict=True):
-            displaced, row = self.rows[a], self.rows[b]
-            self.cache.copy([b, a], [a, b], max(displaced.cached, row.cached))
-            self.rows[a], self.rows[b] = row, displaced
+        sources = strays + places
+        rows = [self.rows[slot] for slot in sources]
+        length = max((row.cached for row in rows), default=0)
+        self.cache.copy(sources, places + strays, length)
+        for slot, row in zip(places + strays, rows, strict=True):
+            self.rows[slot] = row
 
     def sample(self, rows: list[Row]) -> list[Row]:
         """Decodes until a row draws a watched token or reaches the limit of its turn. Returns the
@@ -255,7 +262,8 @@ class Engine:
         """
         tokens = torch.tensor([[row.ids[-1]] for row in rows], device=self.device)  # [n, 1]
         positions = torch.tensor([[row.cached] for row in rows], device=self.device)  # [n, 1]
-        deepest, drawn = max(row.cached for row in rows), []
+        deepest = max(row.cached for row in rows)
+        drawn = []
         for step in range(min(row.turn.max_new_tokens - len(row.turn.ids) for row in rows)):
             tokens, logprobs = self.draw(self.logits(tokens, positions, deepest + step + 1))
             drawn.append((tokens, logprobs))
@@ -299,7 +307,8 @@ class Engine:
         [n, C].
         """
         cache = self.cache
-        cache.write, cache.read = (slots[:, None], positions), read
+        cache.write = (slots[:, None], positions)
+        cache.read = read
         cache.width = min(-(-width // self.block) * self.block, cache.size)
         hidden = self.places[: cache.width] > positions[..., None]  # [n, C, width]
         # A float mask, added to the scores: a boolean mask would be converted in every layer.
@@ -335,7 +344,8 @@ def generate_in_slots(
     """Samples the trajectories in slots. If the model cannot be run in slots, warns once and calls
     `rollout.generate_by_turns`, which does the same more slowly.
     """
-    model, settings = policy.language_model, environment.settings
+    model = policy.language_model
+    settings = environment.settings
     if problem := obstacle(model):
         warn_once(f'engine "{settings.engine}": {problem}; plain generate is used instead')
         generate_by_turns(policy, environment, live, progress)
@@ -354,7 +364,7 @@ def generate_queue(engine: Engine, environment: Environment, queue: deque, progr
     until at least half of the unfinished rows wait for one, so that they run in large batches.
     """
     while queue or len(engine.in_state("free")) < len(engine.rows):
-        while queue and engine.in_state("free"):
+        for _ in engine.in_state("free")[: len(queue)]:
             trajectory = queue.popleft()
             engine.add(trajectory, trajectory.ids, environment.turn_tokens_left(trajectory))
         for row in engine.decode():

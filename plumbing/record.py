@@ -47,11 +47,13 @@ def step_records(
     step: int, rollouts, batch: Batch | None, tokenizer, settings: Settings
 ) -> Iterator[dict]:
     """Yields the records of the saved groups. Row i of `batch` is trajectory rollouts.kept[i]."""
-    size, rows = settings.group_size, {n: row for row, n in enumerate(rollouts.kept)}
+    size = settings.group_size
+    rows = {n: row for row, n in enumerate(rollouts.kept)}
     numbers = {} if batch is None else token_numbers(batch)
     for group in kept_groups(len(rollouts.trajectories) // size, settings.groups_kept, step):
         for n in range(group * size, (group + 1) * size):
-            t, row = rollouts.trajectories[n], rows.get(n)
+            t = rollouts.trajectories[n]
+            row = rows.get(n)
             record = {"step": step, "group": group, "row": n % size} | to_record(t, tokenizer)
             record["rewards"] = {k: round(v, 4) for k, v in rollouts.reward_terms[n].items()}
             record["correct"] = bool(rollouts.correct[n])
@@ -96,7 +98,8 @@ def token_numbers(batch: Batch) -> dict[str, np.ndarray]:
     """
     numbers = {}
     for name, batch_name in NUMBERS.items():
-        tensor, digits = getattr(batch, batch_name), 12 if name == "weights" else 6
+        tensor = getattr(batch, batch_name)
+        digits = 12 if name == "weights" else 6
         if tensor is not None:
             numbers[name] = tensor.double().numpy().round(digits)  # [B, T]
     return numbers
@@ -106,8 +109,10 @@ def row_numbers(numbers: dict[str, np.ndarray], row: int, t: Trajectory) -> dict
     """Returns {name in the file: values of the trajectory}. The values are a list with one number
     per response token, or a single number if all sampled tokens have the same.
     """
-    first, lists = len(t.prompt_ids) - 1, {}
-    columns, mask = slice(first, first + len(t.response_ids)), np.array(t.response_mask, bool)
+    first = len(t.prompt_ids) - 1
+    lists = {}
+    columns = slice(first, first + len(t.response_ids))
+    mask = np.array(t.response_mask, bool)
     for name, batch_values in numbers.items():
         values = batch_values[row, columns]
         sampled = values[mask[: len(values)]]

@@ -62,7 +62,8 @@ def last_layer_at(backbone, places: torch.Tensor):
     follows.
     """
     layer = backbone.layers[-1]
-    attributes, whole = vars(layer.mlp), layer.mlp.forward
+    attributes = vars(layer.mlp)
+    whole = layer.mlp.forward
     original = dict(attributes)  # `forward` may be overridden in the instance already
 
     def at_places(hidden: torch.Tensor) -> torch.Tensor:
@@ -123,14 +124,17 @@ def pack(tokens: torch.Tensor, lengths: list[int], prompts: list[tuple]) -> tupl
         return same and lengths[group[0]] - lengths[row] <= SLACK
 
     for rows in grouped(lengths, prompts, fits):
-        prompt, end = prompts[rows[0]], lengths[rows[0]]
+        prompt = prompts[rows[0]]
+        end = lengths[rows[0]]
         begin = len(prompt)
         if prompt and prompt not in group_of:
-            group_of[prompt], count = len(groups), count + begin
+            group_of[prompt] = len(groups)
+            count += begin
             add(rows[:1], 0, begin, None)
         add(rows, begin, end, group_of.get(prompt))
         for row in rows:
-            starts[row], count = count - begin, count + end - begin
+            starts[row] = count - begin
+            count += end - begin
     ids, positions = torch.cat(pieces)[None], torch.cat(positions)[None]  # [1, N]
     return ids, positions, groups, torch.tensor(starts, device=tokens.device)
 
@@ -188,7 +192,8 @@ def micro_batches(
 def packed_attention(query, key, value, groups: list[tuple], scaling: float | None = None):
     """Maps query [1, heads, N, D], key and value [1, kv, N, D] to [1, N, heads, D], by groups."""
     options = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
-    sizes, parts = [rows * length for rows, length, _ in groups], []
+    sizes = [rows * length for rows, length, _ in groups]
+    parts = []
     # Each tensor is split once, because a slice per group would build a gradient of the full size
     # for every group. The cast is needed, because autocast does not act on attention with a
     # `causal_lower_right` mask.

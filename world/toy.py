@@ -538,11 +538,26 @@ class TraceWriter:
         return self.rng.choice(wrong)
 
 
+def prompts_of(questions: list[Question], protocol: Protocol, tokenizer) -> list[str]:
+    """Returns the prompts of questions of the built-in world. A chat template takes long to render,
+    so, unless the prompt has references, it is rendered only for "@", and "@" is then replaced.
+    """
+    if protocol.references_in_prompt:
+        return [prompt_text(protocol, question, tokenizer) for question in questions]
+    frames = {}
+    for may in (True, False):
+        frames[may] = prompt_text(protocol, Question("", "@", [], may_search=may), tokenizer)
+    return [frames[question.may_search].replace("@", question.question) for question in questions]
+
+
 def encode_traces(traces: list[Trace], protocol: Protocol, tokenizer) -> list[Example]:
     """Returns the traces as token ids and masks. As in a rollout, no token spans two pieces. All
     pieces are encoded in one call of the tokenizer's Rust code, which is faster.
     """
-    whole = [[(prompt_text(protocol, q, tokenizer), "given"), *pieces] for q, pieces in traces]
+    prompts = prompts_of([question for question, _ in traces], protocol, tokenizer)
+    whole = [
+        [(prompt, "given"), *pieces] for prompt, (_, pieces) in zip(prompts, traces, strict=True)
+    ]
     texts = [text for pieces in whole for text, _ in pieces]
     encoded = iter(tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False))
     examples = []
