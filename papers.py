@@ -91,14 +91,14 @@ UR2 = Paper(
         1: _ur2 | {"reward": "ur2_stage1", "steps": 10, "buckets": "math:dropped=1"},
         2: _ur2 | {"reward": "ur2_stage2", "steps": 40, "task_mixing": True},
     },
-    # In stage 2, 8 of the 24 questions of a step forbid searching. Otherwise the model would forget
+    # In stage 2, 6 of the 24 questions of a step forbid searching. Otherwise the model would forget
     # to obey the prompt token that forbids it.
     tiny={
         1: LOOK_UPS | _summarised,
         2: EVERYTHING
         | _summarised
-        | {"questions_per_step": 24, "lr": 7e-4, "steps": 80}
-        | {"mix": "one_hop=5,two_hop=5,unit=1,arithmetic=3,known=2,direct=8"},
+        | {"questions_per_step": 24, "steps": 72}
+        | {"mix": "one_hop=3,two_hop=4,unit=2,arithmetic=6,known=3,direct=6"},
     },
     good_format=lambda trajectory: not rewards.ur2_violations(trajectory),
     # A trace may search. It reads a summary, or "None" if the query finds nothing or asks for no

@@ -32,7 +32,8 @@ def batch():
     LENGTHS[b] − 1.
     """
     draw = torch.Generator().manual_seed(1)
-    tokens, mask = torch.randint(0, 50, (6, 15), generator=draw), torch.zeros(6, 14)
+    tokens = torch.randint(0, 50, (6, 15), generator=draw)
+    mask = torch.zeros(6, 14)
     for row, length in enumerate(LENGTHS):
         mask[row, :length] = (torch.rand(length, generator=draw) < 0.6).float()
         mask[row, length - 1] = 1
@@ -95,7 +96,8 @@ def test_a_model_that_cannot_be_packed_gets_padded_rows(family, changes):
 
 
 def test_packing_changes_neither_generate_nor_a_saved_checkpoint(tmp_path):
-    policy, tokens = make().eval(), torch.tensor([[0, 0, 5, 6], [1, 2, 3, 4]])
+    policy = make().eval()
+    tokens = torch.tensor([[0, 0, 5, 6], [1, 2, 3, 4]])
     attention = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     args = {"attention_mask": attention, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     expected = policy.language_model.generate(input_ids=tokens, **args)
@@ -137,7 +139,8 @@ def prompted(groups=GROUPS, responses=RESPONSES):
     texts = {name: draw(ord(name), n) for name, n in PROMPTS.items()}
     texts["D"] = texts["C"][:-1]
     texts["F"][: PROMPTS["E"]] = texts["E"]
-    tokens, mask = draw(0, len(groups), 150), torch.zeros(len(groups), 149)
+    tokens = draw(0, len(groups), 150)
+    mask = torch.zeros(len(groups), 149)
     for row, (name, length) in enumerate(zip(groups, responses, strict=True)):
         begin = PROMPTS[name]
         tokens[row, :begin] = texts[name]

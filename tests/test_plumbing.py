@@ -146,7 +146,7 @@ def test_a_run_that_starts_from_the_built_in_model_has_its_settings(tmp_path):
     (first / "checkpoint-000001").mkdir(parents=True)
     words = f"--output_dir {tmp_path} --run_name t --stage".split()
     tiny = settings_text(parse([*words, "1"]))
-    for text, rates in ((tiny, [3e-4, 7e-4]), (json.dumps({"model": "m"}), [2e-6, 2e-6])):
+    for text, rates in ((tiny, [3e-4, 5e-4]), (json.dumps({"model": "m"}), [2e-6, 2e-6])):
         (first / "settings.json").write_text(text)
         for more in ([], ["--model", str(first)]):
             two = parse([*words, "2", *more])

@@ -270,7 +270,8 @@ def test_a_saved_policy_reloads_with_automodel_and_equal_logits(tmp_path, saved)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     tokens = make_tokens()
     assert torch.equal(again(tokens).logits, policy.language_model(tokens).logits)
-    loaded, text = load_tokenizer(str(tmp_path / "a")), "Ana Bell\n\n<|im_end|>"
+    loaded = load_tokenizer(str(tmp_path / "a"))
+    text = "Ana Bell\n\n<|im_end|>"
     assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
     assert loaded.chat_template == tokenizer.chat_template
     assert torch.load(tmp_path / "a" / "trainer.pt") == {"step": 3}
@@ -425,5 +426,6 @@ def test_a_frozen_policy_has_no_gradients_and_can_have_int8_matrices(saved):
     assert not any(p.requires_grad for policy in (frozen, eight) for p in policy.parameters())
     layers = eight.language_model.model.layers
     assert {p.dtype for p in layers.parameters() if p.ndim == 2} == {torch.int8}
-    plain, rounded = frozen(make_tokens()), eight(make_tokens())
+    plain = frozen(make_tokens())
+    rounded = eight(make_tokens())
     assert 0 < (plain - rounded).abs().mean() < 0.05 * plain.abs().mean()

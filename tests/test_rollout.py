@@ -35,7 +35,8 @@ from rollout import (
 from settings import Settings
 from trajectory import Segment, Trajectory, show, trajectory_from_text
 
-UR2, R1 = PROTOCOLS["ur2"], PROTOCOLS["r1_searcher"]
+UR2 = PROTOCOLS["ur2"]
+R1 = PROTOCOLS["r1_searcher"]
 SEARCHING = [protocol for protocol in PROTOCOLS.values() if protocol.query_tags]
 each_searching = pytest.mark.parametrize("protocol", SEARCHING, ids=lambda p: p.name)
 BEGIN, END = UR2.query_tags
@@ -74,7 +75,8 @@ class ScriptedPolicy(Policy):
 
     def generate(self, **arguments):
         padded = zip(arguments["input_ids"], arguments["attention_mask"], strict=True)
-        self.scripted, taken_rows = [], []
+        self.scripted = []
+        taken_rows = []
         for ids, attended in padded:
             context = ids[attended.bool()].tolist()
             row = self.recognise(context, taken_rows)
@@ -111,7 +113,8 @@ class Searcher:
     """A search function that finds "about QUERY" and records the queries of each call."""
 
     def __init__(self, answer=None):
-        self.answer, self.calls = answer, []
+        self.answer = answer
+        self.calls = []
 
     def __call__(self, requests):
         self.calls.append([request.query for request in requests])
@@ -131,7 +134,8 @@ def play(tokenizer, *scripts, search=None, questions=None, exact=True, **setting
     """Returns (trajectories, policy, searcher) of scripted rows. Row r answers question r unless
     `questions` are passed. exact: decoding the tokenizer's ids of a text gives the same text.
     """
-    policy, search = ScriptedPolicy(tokenizer, scripts), search or Searcher()
+    policy = ScriptedPolicy(tokenizer, scripts)
+    search = search or Searcher()
     questions = questions or [dataclasses.replace(QA, id=str(row)) for row in range(len(scripts))]
     trajectories = roll(policy, tokenizer, questions, search, **{"temperature": 0.0, **settings})
     for trajectory in trajectories if exact else ():
@@ -660,9 +664,12 @@ def speaker(request, bpe, qwen2, toy_tokenizer, toy_policy):
     """Returns speaker(questions, ...), a rollout of a random model that searches, answers and ends
     without a script. It has the attributes .policy, .tokenizer and .questions.
     """
-    tokenizer, protocol, questions = copy.deepcopy(bpe), SHORT_TAGS, MIXED
+    tokenizer = copy.deepcopy(bpe)
+    protocol = SHORT_TAGS
+    questions = MIXED
     if request.param == "toy":  # decoding the ids of these texts gives the same text
-        tokenizer, protocol = toy_tokenizer, UR2
+        tokenizer = toy_tokenizer
+        protocol = UR2
         questions = [dataclasses.replace(q, question=q.question.lower()) for q in MIXED]
         policy = make_talkative(toy_policy, tokenizer, UR2.query_tags, 3.0, 1.5)
         with torch.no_grad():
@@ -678,7 +685,9 @@ def speaker(request, bpe, qwen2, toy_tokenizer, toy_policy):
             policy, tokenizer, questions, Searcher(by_length), protocol, group_size, **options
         )
 
-    speak.policy, speak.tokenizer, speak.questions = policy, tokenizer, questions
+    speak.policy = policy
+    speak.tokenizer = tokenizer
+    speak.questions = questions
     return speak
 
 
@@ -713,7 +722,8 @@ def test_a_seed_determines_the_rollout_and_the_global_random_state_is_restored(q
     policy = make_talkative(qwen2, bpe, SHORT_TAGS.query_tags)
 
     def sampled(seed):
-        search, options = Searcher(by_length), {"seed": seed, "max_turn_tokens": 12}
+        search = Searcher(by_length)
+        options = {"seed": seed, "max_turn_tokens": 12}
         rows = roll(policy, bpe, MIXED[:2], search, SHORT_TAGS, 3, **options)
         return [(t.response_ids, t.logprobs) for t in rows]
 

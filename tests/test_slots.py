@@ -103,9 +103,11 @@ def schedule(tokenizer, seed: int) -> tuple[Policy, dict]:
     """
     draw = random.Random(seed)
     names = ["ur2", "ur2_search", "r1_searcher", "r_search", "when_to_search", "arena"]
-    protocol, questions = PROTOCOLS[draw.choice(names)], []
+    protocol = PROTOCOLS[draw.choice(names)]
+    questions = []
     for number in range(draw.randrange(1, 5)):
-        text, searches = " ".join(draw.choices(WORDS, k=draw.randrange(1, 30))), draw.random() < 0.9
+        text = " ".join(draw.choices(WORDS, k=draw.randrange(1, 30)))
+        searches = draw.random() < 0.9
         pages = (Document("r", "", "town"),)
         questions.append(Question(str(number), text, ["x"], references=pages, may_search=searches))
     group_size = draw.randrange(1, 5)
@@ -131,7 +133,8 @@ def is_tie(policy, trajectory, other) -> bool:
     """
     pairs = zip(trajectory.ids, other.ids, strict=False)
     place = next(i for i, (a, b) in enumerate(pairs) if a != b)
-    ids, positions = torch.tensor([trajectory.ids[:place]]), torch.arange(place)[None]
+    ids = torch.tensor([trajectory.ids[:place]])
+    positions = torch.arange(place)[None]
     with torch.no_grad():
         logits = policy.language_model(input_ids=ids, position_ids=positions).logits[0, -1]
     return bool((logits[trajectory.ids[place]] - logits[other.ids[place]]).abs() < 2e-5)
@@ -192,7 +195,8 @@ def test_greedy_rollouts_in_slots_equal_those_of_generate(seeds, toy_tokenizer, 
 
 def scripted_policy(bpe, text: str) -> Policy:
     """Returns a policy whose first turn is `text`."""
-    start, script = len(build_prompt("ur2", QA, bpe)) - 1, dict(enumerate(encode(bpe, text)))
+    start = len(build_prompt("ur2", QA, bpe)) - 1
+    script = dict(enumerate(encode(bpe, text)))
     policy = random_policy(len(bpe) + 5, random.Random(1))
 
     def follow_script(_model, _arguments, inputs, output):
@@ -222,7 +226,9 @@ def test_pick_never_draws_an_index_of_probability_zero(point, expected, monkeypa
 def work(monkeypatch):
     """Records the work of engines: prefilled tokens, rows of each decoding step, and caches."""
     work = {"filled": 0, "steps": [], "caches": []}
-    prefill, logits, init = Engine.prefill, Engine.logits, Engine.__init__
+    prefill = Engine.prefill
+    logits = Engine.logits
+    init = Engine.__init__
 
     def count_prefill(self, rows):
         work["filled"] += sum(row.missing for row in rows)
@@ -271,7 +277,8 @@ def test_inserted_tokens_are_computed_once_and_earlier_tokens_not_again(toy_toke
 def test_searches_wait_until_half_of_the_running_rows_want_one(bpe):
     # The script goes by position: with two more tokens in the prompt, a row skips the first two
     # tokens of the script and searches two steps earlier.
-    script, search = "word " * 20 + "{} Ana {}".format(*UR2.query_tags), library(0)
+    script = "word " * 20 + "{} Ana {}".format(*UR2.query_tags)
+    search = library(0)
     texts = [QA.question + " a" * more for more in (0, 2, 4, 6)]
     questions = [dataclasses.replace(QA, question=text) for text in texts]
     play(scripted_policy(bpe, script), bpe, questions, search, max_turn_tokens=60, max_context=600)
@@ -307,7 +314,8 @@ ODD = [
 def test_a_model_that_slots_do_not_support_gets_one_warning_and_plain_generate(
     bpe, capsys, kind, sizes, reason
 ):
-    policy, texts = Policy(model_of(kind, **small(vocab_size=len(bpe) + 5, **sizes))).eval(), []
+    policy = Policy(model_of(kind, **small(vocab_size=len(bpe) + 5, **sizes))).eval()
+    texts = []
     for engine in ("hf", "slots", "slots"):
         rows = play(policy, bpe, group_size=2, engine=engine, max_context=300)
         texts.append([t.response_ids for t in rows])

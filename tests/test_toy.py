@@ -151,7 +151,8 @@ def test_a_trace_without_flaws_earns_the_full_format_reward_of_its_paper(name):
             assert reward["format"] == 1.0
             assert len(t.searches) > 1 or reward["retrieval"] == 0.0
         else:  # the analysis names the cited relations
-            words, references = pieces[0][0].split(), enumerate(question.references, 1)
+            words = pieces[0][0].split()
+            references = enumerate(question.references, 1)
             gold = tuple(i for i, document in references if document.text.split()[0] in words)
             with_support = replace(t.question, supporting=gold, answers=[t.answer])
             full_reward = {"format": 1, "answer": 1, "relevance": 1, "bonus": 10}
@@ -246,7 +247,8 @@ def test_with_one_passage_per_fact_the_first_two_results_include_the_right_fact(
     retriever = BM25(world.documents, title_boost=4)
     for question in world.questions("test", "one_hop", 40):
         gold = question.references[question.supporting[0] - 1]
-        relation, name = gold.text.split()[0], gold.text.partition(" of ")[2].removesuffix(" .")
+        relation = gold.text.split()[0]
+        name = gold.text.partition(" of ")[2].removesuffix(" .")
         assert gold in retriever.search([f"{relation} of {name}"], 2)[0]
 
 
@@ -268,7 +270,11 @@ def test_traces_have_known_tokens_fit_the_context_and_have_no_loss_on_documents(
     protocol = PROTOCOLS[name]
     tags = [*(protocol.documents_tags or ()), protocol.fallback_notice]
     inserted = {*toy_tokenizer.convert_tokens_to_ids(tags)}
-    for example in encode_traces(traces_of(300, name, warm_up), protocol, toy_tokenizer):
+    traces = traces_of(300, name, warm_up)
+    examples = encode_traces(traces, protocol, toy_tokenizer)
+    for example, (question, _) in zip(examples, traces, strict=True):
+        prompt = build_prompt(protocol, question, toy_tokenizer)  # as in a rollout
+        assert example.ids[: len(prompt)] == prompt
         assert toy_tokenizer.unk_token_id not in example.ids
         assert len(example.ids) < paper_of(name).warmed_up(warm_up).context
         learned = {*compress(example.ids, example.mask)}
@@ -322,7 +328,8 @@ def test_the_reader_is_trained_on_the_same_prompt_that_it_later_gets():
 
 
 def test_the_reader_chooses_among_facts_and_says_none_if_the_fact_is_not_stated():
-    tokenizer, tasks = make_tokenizer(), toy.Tasks(World(0, layout="facts"), 5)
+    tokenizer = make_tokenizer()
+    tasks = toy.Tasks(World(0, layout="facts"), 5)
     seen = Counter()
     for example in (toy.reader_example(tasks, tokenizer) for _ in range(1000)):
         text = tokenizer.decode(example.ids)
