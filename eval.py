@@ -50,8 +50,8 @@ from settings import ASKING, MORE_HELP, MOST_USED, Settings, add_flags, named_in
 class Options:
     """Holds the options of an evaluation that are not settings of a run."""
 
-    # "/x" in lab.baselines, where --out is a folder: check_options tests that a file can be written
-    # in it.
+    # lab.baselines sets this to "/x", because its --out is a folder: check_options then tests
+    # whether a file can be written into that folder.
     inside = ""
     split: str = setting("test", "split of the built-in world", one_of=("train", "dev", "test"))
     questions: int = setting(

@@ -101,8 +101,8 @@ UR2 = Paper(
         | {"mix": "one_hop=3,two_hop=4,unit=2,arithmetic=6,known=3,direct=6"},
     },
     good_format=lambda trajectory: not rewards.ur2_violations(trajectory),
-    # A trace may search. It reads a summary, or "None" if the query finds nothing or asks for no
-    # fact. It ends with \boxed{...}.
+    # In the warm-up's traces a search shows a summary, or "None" if it finds nothing or the query
+    # asks for no fact. A trace ends with \boxed{...}.
     world=Tiny(
         "{asked} \\boxed{{ {answer}}}<eos>",
         read=" \\boxed{{ {answer}}}",
@@ -239,7 +239,7 @@ R1_SEARCHER = Paper(
         | {"reward": "r1_searcher_stage2", "steps": 128, "mix": "hotpotqa=4561,2wiki=3587"}
         | {"buckets": "hotpotqa:medium=2561,hotpotqa:hard=2000,2wiki:medium=1087,2wiki:hard=2500"},
     },
-    # Each of the tiny model's buckets has the sum of the numbers of both data sets.
+    # The built-in world is one data set, so its buckets have the sums of the numbers above.
     tiny={1: LOOK_UPS, 2: EVERYTHING | {"buckets": "medium=3648,hard=4500"}},
     good_format=lambda trajectory: not rewards.r1_searcher_format(trajectory),
     world=Tiny(end="{thought}</think>\n\n<answer> {answer}</answer>"),

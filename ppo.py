@@ -220,7 +220,7 @@ def gae(
     advantages = torch.zeros_like(values)  # [B, T]
     next_value = next_advantage = values.new_zeros(len(values))  # [B]
     for t in reversed(range(values.shape[1])):
-        # A masked token, such as a document's, is no step: t' skips it, and it adds no discount.
+        # A masked token, such as a document's, is not a step: the recursion skips it, undiscounted.
         delta = token_rewards[:, t] + gamma * next_value - values[:, t]  # [B]
         advantage = delta + gamma * lam * next_advantage  # [B]
         next_advantage = torch.where(mask[:, t], advantage, next_advantage)  # [B]

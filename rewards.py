@@ -570,7 +570,7 @@ def when_to_search_unified(
 
 
 def _when_to_search(trajectory: Trajectory, embed: Embedder | None) -> RewardTerms:
-    """Returns r_f and r_s, which are the same in both stages."""
+    """Returns the two terms that both stages share: format (r_f) and retrieval (r_s)."""
     queries = [search.query for search in trajectory.executed]
     retrieval = 0.0 if all(map(is_concise, queries)) else -1.0
     if len(queries) > 1:
@@ -798,8 +798,8 @@ REWARDS |= {
     "ur2_stage2": lambda t, s, step, e: ur2_stage2(
         t, s.answer_metric, e.grade, s.fallback_penalty, s.format_check, s.partly
     ),
-    # left_out="retrieval" removes the search bonus. In the steps that would pay it, variant qwen_3b
-    # still sets the format term to −1 if no search had a word in its query (ur2_choice).
+    # left_out="retrieval" removes the bonus for searching. It does not remove the −1 that variant
+    # qwen_3b gives in the same steps if no query contains a word (`ur2_choice`).
     "ur2_choice": lambda t, s, step, e: _remove_left_out(
         ur2_choice(t, step, s.reward_variant, REWARDS["ur2_stage2"](t, s, step, e)), s
     ),
@@ -882,8 +882,8 @@ def needs(settings) -> set[str]:
 
 def check_reward(settings) -> RewardTerms:
     """Checks that the reward fits the protocol. In stages 1 and 2 of When to Search, checks also
-    that the answer term of a wrong answer is always below that of a right one. Returns the reward
-    terms of an example.
+    that the answer term of a wrong answer is always below that of a right one. Returns the terms
+    that the reward gives to an example trajectory.
     """
     price = settings.beta * settings.max_searches  # searches change the answer term by at most this
     # Answer terms: in stage 1 a wrong answer gets up to −1 + price and a right one 1; in stage 2 a

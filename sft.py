@@ -72,8 +72,8 @@ def example_of(prompt: list[int], pieces: Sequence[tuple[str, bool]], tokenizer)
 
 def collate_examples(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
     """Returns tokens [B, L] and mask [B, T]; column t of the mask belongs to tokens[:, t + 1]."""
-    mask = padded([example.mask for example in examples])  # [B, L]
-    return padded([example.ids for example in examples]), mask[:, 1:].float()
+    mask = padded([example.mask for example in examples], "float32")  # [B, L]
+    return padded([example.ids for example in examples], "int64"), mask[:, 1:]
 
 
 def sft_loss(policy: Policy, tokens: Tensor, mask: Tensor) -> Tensor:

@@ -81,8 +81,9 @@ def reward_table(name: str, protocol: str, controls: dict, pieces: list) -> dict
     question, values, index = example("arena").question, {}, []
     for position in map("".join, product(*controls.values())):
         text = " ".join(piece for piece, where in pieces if re.match(where, position))
-        # The last control is 1 if UR²'s first search got the fallback. In other protocols it means
-        # something else, but their rewards do not read fallbacks.
+        # `position` has a digit for each control. The last digit of UR² says whether the first
+        # search got the fallback. For other protocols it says something else, and would mark a
+        # fallback by mistake, but their rewards do not read fallbacks.
         t = trajectory_from_text(question, text, protocol, [0] * int(position[-1]))
         # Assume that R-Search's reader answers with the whole evidence.
         terms = REWARDS[name](t, RewardSettings(), 0, Extras(reader_answer=t.evidence))

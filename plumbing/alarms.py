@@ -148,8 +148,8 @@ def shift(records: list[dict], name: str) -> tuple[float, float]:
 
 def spikes(records: list[dict], name: str, least: float = 0.0) -> bool:
     """Returns whether a metric's newest value is above `least` and above ten times the median of
-    the WINDOW steps before. The median leaves out zeros, because a step whose rewards are all equal
-    has no gradient. With fewer than five values in the median it returns False.
+    the WINDOW steps before. The median leaves out zeros: a gradient, for example, is 0 in a step
+    whose rewards are all equal. With fewer than five values in the median it returns False.
     """
     earlier = [record[name] for record in records[-WINDOW - 1 : -1] if record.get(name)]
     newest = records[-1].get(name, 0.0)

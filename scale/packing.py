@@ -91,9 +91,9 @@ def lengths_of(wanted: torch.Tensor) -> list[int]:
 
 def prompts_of(tokens: torch.Tensor, wanted: torch.Tensor) -> list[tuple[int, ...]]:
     """Returns for each row of tokens [B, L] the part of its prompt that it shares with other rows:
-    the ids before its first True in `wanted` [B, T]. This part is () if no other row has the same
-    ids there, or if the whole prompt has fewer than LEAST tokens. The prompt's last token, at the
-    first wanted place, is not shared, so each row itself holds all of its wanted places.
+    all ids of the prompt but the last. This part is () if no other row has the same ids there, or
+    if the prompt has fewer than LEAST tokens. A prompt ends at the first True of its row in
+    `wanted` [B, T]. Its last token is not shared, because each row needs its hidden state there.
     """
     fronts = wanted.int().argmax(1).tolist()  # 0 for a row without wanted places
     rows = zip(tokens.tolist(), fronts, strict=True)
@@ -160,9 +160,10 @@ def micro_batches(
 ) -> list[torch.Tensor]:
     """Returns the micro-batches of process `rank`, each a tensor of row indices of mask [B, T].
     Row b belongs to process b % processes. Rows are sorted by length. A micro-batch takes at most
-    `budget` tokens, which are counted as its number of rows times its longest row; a longer row is
-    alone. If tokens [B, L] are given, rows are sorted by their prompt first and then by length.
-    Tokens are still counted in this way, although a prompt that rows share is computed only once.
+    `budget` tokens, which are counted as its number of rows times its longest row; a row of
+    more tokens than `budget` is a micro-batch of its own. If tokens [B, L] are given, rows are
+    sorted by their prompt first and then by length. A prompt that rows share is computed only once,
+    but it still counts in each of its rows.
 
     All processes get the same number of micro-batches, because they wait for each other's passes.
     If a process has fewer, its micro-batch with the most rows is split in two. If that one has only

@@ -525,8 +525,8 @@ class TraceWriter:
         return Question("", f"which ? {task.question}", [], references=shown), pieces
 
     def cited(self, numbers: Sequence[int]) -> Sequence[int]:
-        """Returns the numbers of the right references, or a wrong list: all references, one wrong
-        reference in addition, or only one of two.
+        """Returns the numbers of the right references, with probability `right_citation`. Else the
+        list is wrong: all references, the right ones and a wrong one, or one of two right ones.
         """
         if self.rng.random() < self.tiny.right_citation:
             return numbers
