@@ -100,8 +100,9 @@ class SlotCache(Cache):
         each to its own. copy([a, b], [b, a], length) swaps two slots, because both are read before
         either is written.
         """
-        for stored in self.stored:
-            stored[:, targets, :length] = stored[:, sources, :length]
+        if targets:  # without targets, each layer would still build index tensors
+            for stored in self.stored:
+                stored[:, targets, :length] = stored[:, sources, :length]
 
 
 def grouped_attention(module, query, keys, values, mask, scaling=None, **_):
@@ -183,7 +184,8 @@ class Engine:
         slot = next(slot for slot, old in enumerate(self.rows) if old.state == "free")
         for donor, other in enumerate(self.rows):
             if other.cached >= need and other.ids[:need] == row.ids[:need]:
-                self.cache.copy([donor], [slot], need)
+                if donor != slot:
+                    self.cache.copy([donor], [slot], need)
                 row.cached = need
                 break
         self.rows[slot] = row

@@ -538,7 +538,7 @@ class TraceWriter:
         return self.rng.choice(wrong)
 
 
-def prompts_of(questions: list[Question], protocol: Protocol, tokenizer) -> list[str]:
+def prompt_texts(questions: list[Question], protocol: Protocol, tokenizer) -> list[str]:
     """Returns the prompts of questions of the built-in world. A chat template takes long to render,
     so, unless the prompt has references, it is rendered only for "@", and "@" is then replaced.
     """
@@ -554,7 +554,7 @@ def encode_traces(traces: list[Trace], protocol: Protocol, tokenizer) -> list[Ex
     """Returns the traces as token ids and masks. As in a rollout, no token spans two pieces. All
     pieces are encoded in one call of the tokenizer's Rust code, which is faster.
     """
-    prompts = prompts_of([question for question, _ in traces], protocol, tokenizer)
+    prompts = prompt_texts([question for question, _ in traces], protocol, tokenizer)
     whole = [
         [(prompt, "given"), *pieces] for prompt, (_, pieces) in zip(prompts, traces, strict=True)
     ]
