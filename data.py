@@ -78,6 +78,15 @@ class Document:
 
 
 @dataclass(frozen=True)
+class Hop:
+    """One step towards an answer: a query, and the fact that it should find ("" if not known)."""
+
+    query: str
+    answer: str = ""
+    __post_init__ = clean_fields
+
+
+@dataclass(frozen=True)
 class Question:
     """One question with all accepted answers.
 
@@ -88,6 +97,7 @@ class Question:
     source       the kind by which evaluation tables are grouped ("one_hop", "hotpotqa_bridge",
                  ...); if "", the task is the kind
     may_search   False: the prompt without retrieval is used (UR² section 3.3)
+    hops         the searches that lead to the answer, for coldstart.py (`decomposition` in files)
     """
 
     id: str
@@ -100,6 +110,7 @@ class Question:
     source: str = ""
     level: str = ""
     may_search: bool = True
+    hops: tuple[Hop, ...] = ()
     __post_init__ = clean_fields
 
     @property
@@ -188,8 +199,9 @@ def control_tokens(tokenizer) -> dict[int, str]:
 def question_of(fields: dict) -> Question:
     """Makes a Question from the fields in a dict, where references are dicts {id, title, text}."""
     fields = fields | {name: tuple(fields.get(name, ())) for name in ("options", "supporting")}
-    references = [Document(**reference) for reference in fields.get("references", ())]
-    return Question(**fields | {"references": tuple(references)})
+    references = tuple(Document(**reference) for reference in fields.get("references", ()))
+    hops = tuple(Hop(**hop) for hop in fields.get("hops", ()))
+    return Question(**fields | {"references": references, "hops": hops})
 
 
 def load_questions(path: str | Path | list, skip_bad: bool = False, seed=0) -> list[Question]:

@@ -69,9 +69,7 @@ class RetrieverSettings:
     encoder: str = setting(
         "", "dense: an encoder's hub name, such as intfloat/e5-base-v2, or its directory"
     )
-    title_boost: int = setting(
-        1, "how often BM25 counts a document's title", least=0, only="papers"
-    )
+    title_boost: int = setting(1, "how often BM25 counts a document's title", least=0)
     documents_per_search: int = setting(5, "documents per query", least=1)
 
 

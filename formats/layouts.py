@@ -150,7 +150,21 @@ def from_own(record: dict, number: int) -> dict:
         "options": options,
         "references": references,
         "supporting": supporting,
+        "hops": hops_of(record, "decomposition"),
     }
+
+
+def hops_of(record: dict, name: str, query: str = "query") -> list[dict]:
+    """Returns the searches in the list record[name], if there is one. "#1" in a query means the
+    answer of the first search (MuSiQue).
+    """
+    hops = []
+    for item in items(record, name, dict, []):
+        text = field(item, query)
+        for number, hop in enumerate(hops, 1):
+            text = re.sub(rf"#{number}\b", lambda _, found=hop["answer"]: found, text)
+        hops.append({"query": text, "answer": field(item, "answer", str, "")})
+    return hops
 
 
 def from_flashrag(record: dict, number: int) -> dict:
@@ -214,6 +228,10 @@ def from_hotpotqa(record: dict, number: int) -> dict:
         "references": references,
         "supporting": sorted(titles.index(title) + 1 for title in gold),
         "source": f"{source}_{kind}" if kind else source,
+        "hops": [
+            {"query": f"{relation} of {subject}", "answer": found}
+            for subject, relation, found in record.get("evidences") or ()
+        ],
     }
 
 
@@ -251,6 +269,7 @@ def from_musique(
         "references": references,
         "supporting": gold,
         "source": f"musique_{hops.group()}" if hops else source if gold else "",
+        "hops": hops_of(record, "question_decomposition", "question"),
     }
 
 

@@ -25,6 +25,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from coldstart import citing, final_answer
 from data import Question, load_questions
 from errors import InputError, check_output, run_main, setting
 from flags import PolicySettings
@@ -37,9 +38,7 @@ from prompts import (
     PROTOCOLS,
     Protocol,
     build_prompt,
-    number_documents,
     tag_pair,
-    without_control,
 )
 from rollout import context_of
 from sft import Example, SFTSettings, example_of, train_sft
@@ -70,16 +69,6 @@ class DistilSettings:
     seed: int = setting(0, "seed of the examples' order, and of the N questions of --data FILE:N")
 
 
-def final_answer(protocol: Protocol, answer: str) -> str:
-    """Returns the answer in the protocol's tags, after </think> if `prompt_suffix` is <think>; or
-    in \\boxed{} if the protocol has no answer tags.
-    """
-    if protocol.answer_tags is None:
-        return f"\\boxed{{{answer}}}"
-    begin, end = protocol.answer_tags
-    return f"{'</think>' if protocol.prompt_suffix == '<think>' else ''}{begin} {answer} {end}"
-
-
 def direct_protocol(protocol: Protocol) -> Protocol:
     """Returns the protocol with an instruction that asks for the answer alone, because a model that
     is trained to ignore its instruction would not be a fair baseline.
@@ -102,32 +91,9 @@ def direct_example(question: Question, protocol: Protocol, tokenizer) -> Example
 
 
 def reasoning_example(question: Question, protocol: Protocol, tokenizer) -> Example:
-    """Builds an example: prompt -> <relevance>[1, 3]</relevance> <analysis>...</analysis>, then the
-    first gold answer in the protocol's tags.
-    """
-    protocol.section_tags("relevance")  # raises an error if the protocol has no such section
-    analysis = without_control(analysis_of(question), tokenizer, protocol.tags).strip()
-    text = (
-        f"<relevance>{list(question.supporting)}</relevance>\n<analysis> {analysis} </analysis>\n"
-    )
-    text += final_answer(protocol, question.answers[0])
+    """Builds an example: prompt -> the response that `coldstart.citing` writes."""
+    text = citing(question, protocol, tokenizer)
     return example_of(build_prompt(protocol, question, tokenizer), [(text, True)], tokenizer)
-
-
-def analysis_of(question: Question) -> str:
-    """Quotes one sentence of each gold reference (the first that contains an answer, else its
-    first), then states the first gold answer.
-    """
-
-    def answers(sentence: str) -> bool:
-        return any(answer.lower() in sentence.lower() for answer in question.answers)
-
-    def quote(text: str) -> str:
-        return max(re.split(r"(?<=[.!?])\s+", text.strip()), key=answers)  # in a tie the first
-
-    quotes = number_documents([replace(r, text=quote(r.text)) for r in question.references])
-    quoted = [quotes[number - 1] for number in question.supporting]
-    return " ".join([*quoted, f"So the answer is {question.answers[0]}."])
 
 
 def trace_example(trajectory: Trajectory, tokenizer) -> Example:

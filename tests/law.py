@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-SUMS = {"nodes of the product": 130_000, "nodes of the path": 32_700, "nodes of the tests": 198_000}
-FLAGS = 70  # of train.py
+SUMS = {"nodes of the product": 133_500, "nodes of the path": 34_000, "nodes of the tests": 203_000}
+FLAGS = 71  # of train.py
 PATH = "prompts trajectory rollout retriever summarizer rewards kl ppo grpo reinforce_pp dapo"
-PATH = {*PATH.split(), "curriculum", "update", "train", "eval"}
+PATH = {*PATH.split(), "curriculum", "coldstart", "update", "train", "eval"}
 # The lowest comes first, and no file imports one of a higher floor. A folder means all its files.
 FLOORS = """
     errors · metrics kl flags · formats · data · prompts · trajectory
@@ -25,7 +25,7 @@ FLOORS = """
     · retrievers · retriever · rewards · policy · update · engines.sampling · rollout
     · engines.slots engines.server · other_models · summarizer · sft · world · papers
     · trajectory_metrics settings
-    · plumbing · eval · train · view ask · lab
+    · plumbing · eval · train coldstart · view ask · lab
 """
 FLOOR = {name: n for n, names in enumerate(FLOORS.split("·")) for name in names.split()}
 # Only these imports may be inside a function, and only by these may the path enter a folder.
@@ -37,6 +37,7 @@ DOORS = {
     "summarizer": "formats",  # summaries are logged as lines of JSON
     "train": "plumbing",  # set-up, checkpoints and the files of a run
     "eval": "plumbing formats",  # set-up, and predictions as lines of JSON
+    "coldstart": "plumbing",  # set-up
     "plumbing.predictions": "plumbing policy settings",  # predictions are scored without torch
     "retrievers.serve": "retrievers",  # a server of BM25 loads no torch
 }
