@@ -228,11 +228,15 @@ def from_hotpotqa(record: dict, number: int) -> dict:
         "references": references,
         "supporting": sorted(titles.index(title) + 1 for title in gold),
         "source": f"{source}_{kind}" if kind else source,
-        "hops": [
-            {"query": f"{relation} of {subject}", "answer": found}
-            for subject, relation, found in record.get("evidences") or ()
-        ],
+        "hops": triples_of(record),
     }
+
+
+def triples_of(record: dict) -> list[dict]:
+    """Returns the searches for 2Wiki's `evidences`, which are lists [subject, relation, object]."""
+    triples = [items({"evidences": t}, "evidences") for t in items(record, "evidences", list, [])]
+    named = [t for t in triples if len(t) == 3]
+    return [{"query": f"{relation} of {subject}", "answer": o} for subject, relation, o in named]
 
 
 def titled_pairs(record: dict, name: str, second: str) -> list[Sequence]:
