@@ -170,6 +170,8 @@ def script(question: Question, environment: Environment, rng, guess: str = "") -
     """
     protocol = environment.protocol
     if protocol.query_tags is None:
+        if not question.supporting:
+            raise Dropped("the record names no gold reference")
         return citing(question, protocol, environment.tokenizer)
     if guess or not question.may_search:
         thought = rng.choice(GUESS)

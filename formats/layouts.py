@@ -160,11 +160,11 @@ def hops_of(record: dict, name: str, query: str = "query") -> list[dict]:
     """
     hops = []
     for item in items(record, name, dict, []):
-        text = field(item, query)
+        text = field(item, query, str, "")
         for number, hop in enumerate(hops, 1):
             text = re.sub(rf"#{number}\b", lambda _, found=hop["answer"]: found, text)
         hops.append({"query": text, "answer": field(item, "answer", str, "")})
-    return hops
+    return [hop for hop in hops if hop["query"]]
 
 
 def from_flashrag(record: dict, number: int) -> dict:

@@ -9,13 +9,13 @@ import pytest
 from conftest import ROOT, message
 from transformers import AutoModelForCausalLM
 
+from coldstart import analysis_of
 from data import Document, Question, SearchRequest
 from formats.records import append_jsonl
 from lab import distil
 from lab.distil import (
     METHODS,
     DistilSettings,
-    analysis_of,
     direct_example,
     examples_of,
     read_summary_log,

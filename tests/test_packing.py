@@ -141,7 +141,7 @@ def prompted(groups=GROUPS, responses=RESPONSES):
     texts["F"][: PROMPTS["E"]] = texts["E"]
     tokens = draw(0, len(groups), 150)
     mask = torch.zeros(len(groups), 149)
-    for row, (name, length) in enumerate(zip(groups, responses, strict=True)):
+    for row, (name, length) in enumerate(zip(groups, responses, strict=False)):
         begin = PROMPTS[name]
         tokens[row, :begin] = texts[name]
         mask[row, begin - 1 : begin - 1 + length] = 1
@@ -187,6 +187,19 @@ def test_only_rows_with_exactly_equal_prompt_ids_share_a_prompt():
     assert before == [69, 63, 69, 0, 69, 63, 0, 0, 0, 69, 69, 69]
     assert after == [69, 63, 0, 0, 69, 63, 0, 0, 0, 69, 69, 69]
     assert prompts_of(tokens, torch.ones_like(mask)) == [()] * 12
+
+
+def test_prompts_that_begin_alike_share_their_beginning(monkeypatch):
+    tokens, mask = prompted("CFAA")
+    tokens[:, :66] = tokens[0, :66]
+    tokens[:, 66] = torch.tensor([1, 2, 3, 3])
+    # Both rows of A have one prompt; C and F differ after 66 tokens.
+    assert [len(prompt) for prompt in prompts_of(tokens, mask)] == [66, 66, 69, 69]
+    assert [len(prompt) for prompt in prompts_of(tokens[1:], mask[1:])] == [0, 69, 69]
+    policy = make()
+    shared = policy(tokens, mask=mask)
+    monkeypatch.setattr(packing, "LEAST", math.inf)
+    torch.testing.assert_close(shared, policy(tokens, mask=mask), atol=1e-5, rtol=1e-5)
 
 
 def test_a_shared_prompt_is_computed_once(monkeypatch):

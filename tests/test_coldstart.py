@@ -1,0 +1,333 @@
+"""Tests coldstart.py: traces by hand for each protocol, what is dropped, the command."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import message, model_of, small
+
+import coldstart
+from coldstart import (
+    GUESS,
+    NEXT,
+    RELATION,
+    ColdStart,
+    Dropped,
+    draw_traces,
+    evenly,
+    hops_of,
+    key_words,
+    script,
+    visible,
+    write_traces,
+)
+from data import Document, Hop, Question, SearchResult, load_questions
+from flags import RolloutSettings
+from formats.records import write_records
+from papers import PAPERS, paper_of
+from policy import Policy, save_policy
+from prompts import PROTOCOLS
+from retriever import BM25, make_search
+from rollout import Environment, decode
+from settings import saved_settings
+
+DOCUMENTS = [
+    Document("a", "Storm", "Storm is a film. It was directed by Ana Bell in 1934."),
+    Document("b", "Ana Bell", "Ana Bell was a painter. She died in Kelmouth, Norland."),
+    Document("c", "Ivo Marr", "Ivo Marr founded Tidewerk."),
+    *(Document(str(n), f"River {n}", f"River {n} is a short river.") for n in range(5)),
+]
+HOPS = (Hop("director of Storm", "Ana Bell"), Hop("place of death of Ana Bell", "Kelmouth"))
+TWO = Question("2", "Where did the director of Storm die?", ["Kelmouth"], hops=HOPS)
+OWN = Question("o", "Who founded Tidewerk?", ["Marr", "Ivo Marr"])
+CITED = Question("c", "Who?", ["Norland"], references=tuple(DOCUMENTS[:3]), supporting=(2,))
+SEARCHING = [name for paper in PAPERS.values() for name in paper.protocols]
+SEARCHING = sorted({name for name in SEARCHING if PROTOCOLS[name].query_tags})
+
+
+def environment(tokenizer, protocol="ur2", **named):
+    settings = RolloutSettings(**{"max_context": 4096, "document_tokens": 200} | named)
+    search = make_search(BM25(DOCUMENTS, title_boost=4), k=1)
+    return Environment(tokenizer, PROTOCOLS[protocol], search, settings)
+
+
+class First:
+    """Draws the first wording of each thought."""
+
+    def choice(self, wordings):
+        return wordings[0]
+
+
+def trace_of(question, tokenizer, protocol="ur2", guess="", **named):
+    place = environment(tokenizer, protocol, **named)
+    (kept, dropped) = write_traces([(question, script(question, place, First(), guess))], place)
+    return kept[0] if kept else dropped[0][1]
+
+
+def spoken(row) -> list[str]:
+    return [segment.text for segment in row.segments if segment.writer == "model"]
+
+
+HEAT = "director of Storm"
+DEATH = "place of death of Ana Bell"
+LEARNED = f"The {HEAT} is Ana Bell. {NEXT[0]}"
+ENDED = f"The {DEATH} is Kelmouth."
+
+
+@pytest.mark.parametrize(
+    "protocol, turns",
+    [
+        (
+            "ur2",
+            [
+                f"I need to look this up. <|begin_of_query|> {HEAT} <|end_of_query|>",
+                f"{LEARNED} <|begin_of_query|> {DEATH} <|end_of_query|>",
+                f"{ENDED} So the answer is \\boxed{{Kelmouth}}<|im_end|>",
+            ],
+        ),
+        (
+            "r1_searcher",
+            [
+                f"I need to look this up. <|begin_of_query|> {HEAT} <|end_of_query|>",
+                f"{LEARNED} <|begin_of_query|> {DEATH} <|end_of_query|>",
+                f"{ENDED}\n</think><answer> Kelmouth </answer>",
+            ],
+        ),
+        (
+            "r_search",
+            [
+                f"I need to look this up. <search> {HEAT} </search>",
+                f"{LEARNED} <search> {DEATH} </search>",
+                f"{ENDED}\n<original_evidence> It was directed by Ana Bell in 1934. (1) Ana Bell:"
+                " Ana Bell was a painter. She died in Kelmouth, Norland. </original_evidence>\n"
+                "<answer> Kelmouth </answer>",
+            ],
+        ),
+        (
+            "search_r1",
+            [
+                f"<think> I need to look this up. </think>\n<search> {HEAT} </search>",
+                f"<think> {LEARNED} </think>\n<search> {DEATH} </search>",
+                f"<think> {ENDED} </think>\n<answer> Kelmouth </answer>",
+            ],
+        ),
+        (
+            "when_to_search",
+            [
+                f"<think> I need to look this up. </think>\n<search> {HEAT} </search>",
+                f"<reflect> {LEARNED} </reflect>\n<search> {DEATH} </search>",
+                f"<reflect> {ENDED} </reflect>\n<answer> Kelmouth </answer>",
+            ],
+        ),
+    ],
+)
+def test_a_trace_of_two_hops_by_hand(bpe, protocol, turns):
+    row = trace_of(TWO, bpe, protocol)
+    assert spoken(row) == turns
+    # The documents are what the retriever found, in the environment's frame, with mask 0.
+    assert [search.documents for search in row.searches] == [[DOCUMENTS[0]], [DOCUMENTS[1]]]
+    inserted = [i for i, m in zip(row.response_ids, row.response_mask, strict=True) if not m]
+    assert "died in Kelmouth" in decode(bpe, inserted) and "boxed" not in decode(bpe, inserted)
+
+
+@pytest.mark.parametrize("protocol", SEARCHING)
+@pytest.mark.parametrize("question", [TWO, OWN, replace(TWO, may_search=False)])
+@pytest.mark.parametrize("guess", ["", "Varen"])
+def test_every_trace_passes_the_format_check_of_its_paper(bpe, protocol, question, guess):
+    row = trace_of(question, bpe, protocol, guess)
+    if protocol.startswith("r_search_") or not isinstance(row, str):
+        assert paper_of(protocol).good_format(row)
+        assert row.answer == guess or row.answer in question.answers
+        assert len(row.searches) == len(hops_of(question)) * (not guess and question.may_search)
+    else:  # When to Search does not let a question that may not search be answered in one section
+        pytest.fail(row)
+
+
+@pytest.mark.parametrize("protocol", ["arena", "arena_thinking"])
+def test_arenas_trace_cites_the_gold_references(bpe, protocol):
+    row = trace_of(CITED, bpe, protocol)
+    assert row.text.startswith("<relevance>[2]</relevance>") and row.answer == "Norland"
+    assert "names no gold reference" in trace_of(replace(CITED, supporting=()), bpe, protocol)
+
+
+def test_a_question_without_hops_searches_its_key_words_or_its_gold_titles():
+    assert hops_of(OWN) == (Hop("founded Tidewerk"),)
+    titled = replace(CITED, question="Is Ivo Marr like Ana Bell?", supporting=(1, 3))
+    # The title that the question names comes first.
+    assert hops_of(titled) == (Hop("Ivo Marr"), Hop("Storm"))
+    assert key_words("Who is it?") == "Who is it?"  # nothing but stop words
+
+
+def test_a_question_without_hops_is_answered_with_the_alias_that_was_found(bpe):
+    question = replace(OWN, answers=["Ivan Marr", "Ivo Marr"])
+    row = trace_of(question, bpe)
+    assert row.answer == "Ivo Marr" and row.searches[0].query == "founded Tidewerk"
+
+
+def test_an_answer_is_visible_as_whole_words_only():
+    assert visible("Born in Kelmouth, Norland.", ["Norl", "kelmouth NORLAND"]) == "kelmouth NORLAND"
+    assert visible("Born in 1934.", ["193"]) == ""
+
+
+@pytest.mark.parametrize(
+    "question, named, reason",
+    [
+        (replace(TWO, hops=(HOPS[0], Hop("Ivo Marr", "1999"))), {}, "answer of a hop is not in"),
+        (replace(OWN, answers=["Zed"]), {}, "no document with an answer"),
+        (TWO, {"max_searches": 1}, "the limits allow no more"),
+        (TWO, {"max_turn_tokens": 5}, "longer than --max_turn_tokens"),
+        (replace(OWN, answers=["Ivo Marr founded Tidewerk"] * 2), {}, ""),
+    ],
+)
+def test_a_trace_that_cannot_be_kept_is_dropped_with_its_reason(bpe, question, named, reason):
+    row = trace_of(question, bpe, **named)
+    assert reason in row if isinstance(row, str) else not reason
+
+
+def test_a_failed_search_drops_the_trace(bpe):
+    place = environment(bpe)
+    place.search = lambda requests: [SearchResult(error="down")] * len(requests)
+    _, dropped = write_traces([(OWN, script(OWN, place, First()))], place)
+    assert "a search failed" in dropped[0][1]
+
+
+def test_guesses_use_wordings_that_no_other_thought_has(bpe):
+    row = trace_of(TWO, bpe, guess="Varen")
+    assert row.text == f"{GUESS[0]} \\boxed{{Varen}}<|im_end|>" and not row.searches
+    everywhere = " ".join([*coldstart.FIRST, *RELATION, *coldstart.FOUND, *NEXT, *coldstart.CLOSE])
+    assert not any(words in everywhere for words in GUESS)
+
+
+def test_each_thought_has_at_least_four_wordings():
+    for wordings in (coldstart.FIRST, RELATION, coldstart.FOUND, NEXT, coldstart.CLOSE, GUESS):
+        assert len(set(wordings)) >= 4
+
+
+def test_questions_are_drawn_evenly_from_their_kinds():
+    kinds = [replace(OWN, id=str(n), source="ab"[n % 4 == 3]) for n in range(8)]  # 6 a, 2 b
+    order = [question.kind for question in evenly(kinds, 0)]
+    assert sorted(order[:2]) == sorted(order[2:4]) == ["a", "b"] and order[4:] == ["a"] * 4
+
+
+def test_shares_of_hops_and_a_shortage_are_told(bpe, capsys):
+    questions = [replace(q, id=f"{q.id}{n}") for q in (TWO, OWN) for n in range(6)]
+    questions.append(replace(OWN, id="lost", answers=["Zed"]))
+    options = ColdStart(traces=8, hops="1:0.75,2:0.25")
+    rows = draw_traces(questions, environment(bpe), options, 0)
+    assert sorted(len(row.searches) for row in rows) == [1] * 6 + [2, 2]
+    draw_traces(questions, environment(bpe), replace(options, traces=40), 0)
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told.startswith("12 of 13 questions gave a trace; 1 not, because no document with")
+    assert "the first: lost" in told and told.endswith("; --traces asks for 40")
+    nothing = message(draw_traces, questions[-1:], environment(bpe), options, 0)
+    assert "no document with an answer" in nothing and "is --corpus the right one?" in nothing
+
+
+def test_the_same_seed_gives_the_same_traces(bpe):
+    questions = [replace(TWO, id=str(n)) for n in range(8)]
+    options = ColdStart(traces=4, guesses=0.5)
+    one, again, other = (
+        [row.text for row in draw_traces(questions, environment(bpe), options, seed)]
+        for seed in (0, 0, 1)
+    )
+    assert one == again != other
+
+
+# ------------------------------------------------------------------------------ hops in other files
+
+
+def test_hops_are_read_from_our_layout_2wikis_triples_and_musiques_steps(tmp_path):
+    context = [["Heat", ["Heat is by Ana Bell."]]]
+    triples = [["Heat", "director", "Ana Bell"], ["Ana Bell", "place of death", "Kelmouth"]]
+    steps = [
+        {"id": 1, "question": "Heat >> director", "answer": "Ana Bell"},
+        {"id": 2, "question": "Where did #1 die?", "answer": "Kelmouth"},
+    ]
+    asked = {"question": "Where did the director of Heat die?", "answer": "Kelmouth"}
+    own = {"question": "x?", "answers": ["Kelmouth"], "decomposition": [{"query": "q"}]}
+    wiki = asked | {"_id": "w", "context": context, "evidences": triples, "supporting_facts": []}
+    paragraphs = [{"idx": 0, "title": "Heat", "paragraph_text": "x", "is_supporting": True}]
+    musique = asked | {"id": "2hop__1", "paragraphs": paragraphs, "question_decomposition": steps}
+    found = []
+    for name, record in (("own", own), ("wiki", wiki), ("musique", musique)):
+        write_records(tmp_path / f"{name}.jsonl", [record])
+        found.append(load_questions(tmp_path / f"{name}.jsonl")[0].hops)
+    assert found == [
+        (Hop("q"),),
+        (Hop("director of Heat", "Ana Bell"), Hop("place of death of Ana Bell", "Kelmouth")),
+        (Hop("Heat >> director", "Ana Bell"), Hop("Where did Ana Bell die?", "Kelmouth")),
+    ]
+
+
+# -------------------------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def files(tmp_path, bpe):
+    """Returns the flags of a cold start of a small model on four questions."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        sizes = small(vocab_size=len(bpe), max_position_embeddings=1024)
+        policy = Policy(model_of("llama", **sizes | {"initializer_range": 0.02}))
+    save_policy(policy, bpe, tmp_path / "model")
+    corpus, data = tmp_path / "corpus.jsonl", tmp_path / "questions.jsonl"
+    write_records(corpus, [vars(document) for document in DOCUMENTS])
+    records = []
+    for number in range(4):
+        steps = [vars(hop) for hop in HOPS]
+        fields = {"id": str(number), "question": TWO.question, "answers": TWO.answers}
+        records.append(fields | {"decomposition": steps})
+    write_records(data, records)
+    flags = f"--model {tmp_path / 'model'} --data {data} --corpus {corpus}"
+    return f"{flags} --document_tokens 60 --documents_per_search 1 --title_boost 4".split()
+
+
+def test_a_cold_start_lowers_the_loss_and_remembers_its_recipe(files, tmp_path, capsys):
+    out = str(tmp_path / "cold")
+    flags = [*files, "--out", out, "--recipe", "search_r1", "--lr", "2e-2"]
+    flags += "--held_out 0.25 --max_turn_tokens 80".split()
+    coldstart.main(flags)
+    told = capsys.readouterr().out
+    first, last = map(float, told.split("loss ")[1].split("\n")[0].split(" -> "))
+    assert last < first / 3
+    assert all(row in told for row in ("before", "plain RAG", "cold start", "entropy"))
+    saved = saved_settings(out)
+    assert (saved.recipe, saved.protocol) == ("search_r1", "search_r1")
+    assert saved.documents_per_search == 1 and saved.corpus == files[5]
+    assert "python train.py --stage 1 --recipe search_r1" in told and f"--data {files[3]}" in told
+    assert (
+        f"--model {out} --" in told
+        and "--run_name rl-cold" in told
+        and f'ask.py "..." --model {out}' in told
+    )
+    assert "already exists" in message(coldstart.main, flags)
+
+
+def test_show_prints_traces_and_trains_nothing(files, capsys):
+    coldstart.main([*files, "--show", "2"])
+    told = capsys.readouterr().out
+    assert told.count("gold: ") == 2 and "boxed{Kelmouth}" in told and "loss" not in told
+
+
+@pytest.mark.parametrize(
+    "flags, told",
+    [
+        ("--data x --out y", "--model is missing"),
+        ("--model x --out y", "--data is missing"),
+        ("--model x --data y", "--out is missing"),
+        ("--model x --data y --out z --guesses 2", "--guesses 2.0: must be at most 1"),
+        ("--model x --data y --out z", "--data needs --corpus"),
+        ("--model nowhere/at/all --data y --out z --corpus c", "no such directory"),
+    ],
+)
+def test_wrong_flags_are_refused_in_one_line(flags, told):
+    assert told in message(coldstart.main, flags.split())
+
+
+def test_only_the_models_part_of_a_trace_is_imitated(bpe, qwen2):
+    row = trace_of(TWO, bpe)
+    mask = [0] * len(row.prompt_ids) + row.response_mask
+    text = decode(bpe, [i for i, m in zip(row.ids, mask, strict=True) if m])
+    assert "Norland" not in text and text.count("query") == 4 and "boxed" in text
