@@ -77,6 +77,7 @@ class ColdStart:
 
 
 LEAST_UPDATES = 20
+COPIES = 4  # a question gives at most this many traces, in different wordings
 # The wordings of thoughts. {query} and {answer} are those of the hop that was just read.
 FIRST = (
     "I need to look this up.",
@@ -285,7 +286,8 @@ def append_turn(row: Trajectory, turns: Script, environment: Environment) -> boo
 
 def draw_traces(questions, environment: Environment, options: ColdStart, seed: int) -> list:
     """Draws questions, evenly from all kinds, until there are enough traces of each number of hops.
-    Prints how many questions gave none, and why.
+    If there are too few questions, each gives up to COPIES traces. Prints how many gave none, and
+    why.
     """
     answers, groups = defaultdict(list), defaultdict(list)
     for question in evenly(questions, seed):
@@ -295,15 +297,16 @@ def draw_traces(questions, environment: Environment, options: ColdStart, seed: i
     sizes = {hops: shares.get(hops, 0) if shares else len(groups[hops]) for hops in sorted(groups)}
     kept, dropped = [], []
     for hops, count in exact_counts(options.traces, sizes).items():
-        queue = groups[hops]
+        queue = [(copy, question) for copy in range(COPIES) for question in groups[hops]]
         while count and queue:
-            batch, queue = queue[:count], queue[count:]
             scripts = []
-            for question in batch:
-                rng = random.Random(f"{seed} {question.id}")
+            for copy, question in queue[:count]:
+                rng = random.Random(f"{seed} {copy} {question.id}")
                 guess = rng.choice(answers[question.kind]) if rng.random() < options.guesses else ""
                 scripts.append((question, script(question, environment, rng, guess)))
             rows, without = write_traces(scripts, environment)
+            lost = {question.id for question, _ in without}
+            queue = [pair for pair in queue[count:] if pair[1].id not in lost]
             count -= len(rows)
             kept += rows
             dropped += without
@@ -324,10 +327,11 @@ def evenly(questions: Sequence[Question], seed: int) -> list[Question]:
 
 
 def report_traces(kept: list[Trajectory], dropped: list, wanted: int) -> None:
-    reasons = defaultdict(list)
-    for question, reason in dropped:
-        reasons[reason].append(question.id)
-    text = f"{len(kept)} of {len(kept) + len(dropped)} questions gave a trace"
+    lost, reasons = {question.id: reason for question, reason in dropped}, defaultdict(list)
+    for name, reason in lost.items():
+        reasons[reason].append(name)
+    used = {row.question.id for row in kept}
+    text = f"{len(kept)} traces of {len(used)} of {len(used) + len(lost)} questions"
     for reason, ids in reasons.items():
         text += f"; {len(ids)} not, because {reason} (the first: {', '.join(ids[:3])})"
     if not kept:
