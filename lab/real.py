@@ -60,9 +60,9 @@ SOURCES = {  # file -> its address at a fixed commit, the beginning of its sha25
 }
 EXAMS = {"film": "test_film", "one hop": "test_onehop", "real": "test"}
 HOPS = "1=0.75,2=0.25"  # of the traces
-# One passage of at most 160 tokens a search: about what two cores can read in an hour.
-LIMITS = {"documents_per_search": 1, "document_tokens": 160, "title_boost": 4}
-LIMITS |= {"max_turn_tokens": 64, "max_context": 1536}
+# One passage of at most 96 tokens a search: about what two cores can read in an hour.
+LIMITS = {"documents_per_search": 1, "document_tokens": 96, "title_boost": 4}
+LIMITS |= {"max_turn_tokens": 48, "max_context": 1536}
 STEP = {"questions_per_step": 4, "group_size": 8, "trajectories_per_update": 32}
 STEP |= {"tokens_per_micro_batch": 4096, "task_mixing": False}
 STAGES = {

