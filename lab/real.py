@@ -62,7 +62,7 @@ EXAMS = {"film": "test_film", "one hop": "test_onehop", "real": "test"}
 HOPS = "1=0.75,2=0.25"  # of the traces
 # One passage of at most 96 tokens a search: about what two cores can read in an hour.
 LIMITS = {"documents_per_search": 1, "document_tokens": 96, "title_boost": 4}
-LIMITS |= {"max_turn_tokens": 48, "max_context": 1536}
+LIMITS |= {"max_turn_tokens": 64, "max_context": 1536}
 STEP = {"questions_per_step": 4, "group_size": 8, "trajectories_per_update": 32}
 STEP |= {"tokens_per_micro_batch": 4096, "task_mixing": False}
 STAGES = {
@@ -208,8 +208,8 @@ def prepare(data: Path, folder: Path) -> None:
     cold, rl = [], []
     for family, questions in families.items():
         order = evenly(questions, 0)[:800]
-        cold += order[: len(order) // 5]
-        rl += [replace(question, source=family) for question in order[len(order) // 5 :]]
+        cold += order[: len(order) // 4]
+        rl += [replace(question, source=family) for question in order[len(order) // 4 :]]
     for name, questions in (("cold", cold), ("rl", rl)):
         records = [asdict(q) | {"decomposition": list(map(asdict, q.hops))} for q in questions]
         write_records(folder / f"{name}.jsonl", records)

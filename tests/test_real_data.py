@@ -71,7 +71,7 @@ def test_training_questions_are_drawn_evenly_by_relation(tmp_path):
     write_records(tmp_path / "train.jsonl", rows)
     real.prepare(tmp_path, tmp_path)
     cold, rl = (load_questions(tmp_path / f"{name}.jsonl") for name in ("cold", "rl"))
-    assert len(cold) == 7 and len(rl) == 28  # a fifth of 35: those that compare are left out
+    assert len(cold) == 8 and len(rl) == 27  # a quarter of 35: those that compare are left out
     assert [question.source for question in cold].count(
         "father"
     ) == 3  # of the first seven in turns
