@@ -74,7 +74,7 @@ def test_training_questions_are_drawn_evenly_by_relation(tmp_path):
     assert len(cold) == 8 and len(rl) == 27  # a quarter of 35: those that compare are left out
     assert [question.source for question in cold].count(
         "father"
-    ) == 3  # of the first seven in turns
+    ) == 3  # of the first eight in turns
     assert {question.source for question in rl} == {"one"} and not {q.id for q in cold} & {
         q.id for q in rl
     }
