@@ -63,11 +63,13 @@ HOPS = "1=0.75,2=0.25"  # of the traces
 # One passage of at most 96 tokens a search: about what two cores can read in an hour.
 LIMITS = {"documents_per_search": 1, "document_tokens": 96, "title_boost": 4}
 LIMITS |= {"max_turn_tokens": 64, "max_context": 1536}
+# More second hops among the traces would leave RL less to find.
+COLD = {"traces": 200, "hops": "1=0.75,2=0.25", "epochs": 1, "held_out": 0, "exam": 0}
 STEP = {"questions_per_step": 4, "group_size": 8, "trajectories_per_update": 32}
 STEP |= {"tokens_per_micro_batch": 4096, "task_mixing": False}
 STAGES = {
     1: {"steps": 5, "lr": 2e-5, "mix": "one=2,made=1,published=1"},
-    2: {"steps": 45, "lr": 3e-5, "lr_schedule": "linear", "mix": "one=1,made=1,published=2"},
+    2: {"steps": 42, "lr": 3e-5, "lr_schedule": "linear", "mix": "one=1,made=1,published=2"},
 }
 
 
@@ -293,8 +295,8 @@ def main(arguments: list[str] | None = None) -> None:
         "plain RAG", "-m lab.baselines", asked | {"model": model, "method": "rag"}, "rag"
     )
     exams["plain RAG"] = finished_records(rag / "rag.jsonl")
-    cold = {"model": model, "data": folder / "cold.jsonl", "out": "", "exam": 0, "hops": HOPS}
-    model = run.part("cold start", "coldstart.py", common | cold, "cold")
+    flags = common | COLD | {"model": model, "data": folder / "cold.jsonl", "out": ""}
+    model = run.part("cold start", "coldstart.py", flags, "cold")
     exam("cold start", model)
     for stage, chosen in STAGES.items():
         flags = common | STEP | chosen | {"stage": stage, "model": model}
