@@ -17,7 +17,7 @@ from functools import lru_cache, partial
 
 from errors import InputError
 
-PROBE = "⟦question⟧"  # stands for the text while the layout is chosen
+PROBE = "⟦8417⟧"  # stands for the text while the layout is chosen
 
 
 def messages_of(instruction: str, content: str | list) -> list[dict]:

@@ -3,10 +3,13 @@
 import pytest
 from transformers import ByT5Tokenizer
 
-from data import Question
+from data import Question, SearchResult
+from papers import paper_of
+from plumbing.record import to_record
 from prompts import PROTOCOLS
-from rollout import StopRule, encode
-from trajectory import Segment, Trajectory
+from rollout import Environment, StopRule, encode
+from settings import Settings
+from trajectory import Segment, Trajectory, trajectory_from_text
 
 LETTERS = ByT5Tokenizer()  # each letter is a token
 RULE = StopRule(LETTERS, PROTOCOLS["when_to_search"].stop_tags, {LETTERS.eos_token_id})
@@ -53,3 +56,22 @@ def test_the_reason_why_a_turn_ends_after_these_tokens(text, limit, reason):
 
 def test_eos_ends_a_turn_even_if_the_limit_is_reached():
     assert RULE.reason([*encode(LETTERS, "a"), LETTERS.eos_token_id], 2) == "eos"
+
+
+def test_what_follows_a_stop_tag_inside_its_own_token_is_not_text_of_the_model():
+    """A token may be "><": under When to Search the "<" would be text outside of the sections."""
+    letters, protocol = ByT5Tokenizer(), PROTOCOLS["when_to_search"]
+    letters.add_tokens(["><"])
+    environment = Environment(letters, protocol, None, Settings(max_context=4096))
+    row = Trajectory(Question("q", "Where?", ["Norland"]), protocol)
+    query, answer = "<think> a </think><search> b </search>", "<answer> Norland </answer>"
+    for text, reason in ((query, "query"), (f"<reflect> c </reflect>{answer}", "answer")):
+        ids = encode(letters, f"{text}<")
+        environment.end_turn(row, ids, [-0.1] * len(ids), reason)
+        assert row.response_ids[-len(ids) :] == ids and row.segments[-1].text == text
+        if reason == "query":
+            environment.append_result(row, "b", SearchResult(text="Ana Bell: Norland"))
+    assert paper_of(protocol.name).good_format(row) and row.answer == "Norland"
+    parsed = trajectory_from_text(row.question, row.text, protocol)
+    assert (parsed.text, parsed.answer) == (row.text, row.answer)
+    assert len(to_record(row, letters)["tokens"]) == len(row.response_ids)
