@@ -498,16 +498,14 @@ def test_a_prompt_longer_than_the_context_is_an_input_error_that_names_the_quest
 
 
 def test_with_skip_bad_questions_with_too_long_a_prompt_are_left_out_and_counted(bpe, capsys):
-    long = [dataclasses.replace(QA, id=f"long-{n}", question="Who? " * 100) for n in range(2)]
-    context = len(build_prompt("ur2", QA, bpe)) + 64
-    place = surroundings(bpe, context), ScriptedPolicy(bpe, [["no"]])
-    for questions in ([*long, QA], [QA, *long]):
-        error = message(check_prompts, questions, *place)
-        assert error.startswith("question long-0: its prompt has ")
-        assert error.endswith("; 2 of 3 prompts do not fit: --skip_bad leaves them out")
-        assert check_prompts(questions, *place, skip_bad=True) == [QA]
-    assert capsys.readouterr().err == "2 of 3 prompts do not fit: --skip_bad leaves them out\n"
-    assert "2 of 2 prompts" in message(check_prompts, long, *place, skip_bad=True)
+    long = dataclasses.replace(QA, id="long", question="Who? " * 100)
+    place = surroundings(bpe, len(build_prompt("ur2", QA, bpe)) + 64), ScriptedPolicy(bpe, [])
+    counted = "2 of 3 prompts do not fit: --skip_bad leaves them out"
+    error = message(check_prompts, [long, QA, long], *place)
+    assert error.startswith("question long: its prompt has ") and error.endswith(f"; {counted}")
+    assert check_prompts([long, QA, long], *place, skip_bad=True) == [QA]
+    assert capsys.readouterr().err == f"{counted}\n"
+    assert "1 of 1 prompts" in message(check_prompts, [long], *place, skip_bad=True)
 
 
 LONG = "?" * 600

@@ -63,16 +63,16 @@ def test_a_text_of_which_the_template_drops_a_part_does_not_stop_the_run(bpe):
 
 def test_a_bos_that_the_tokenizer_would_add_is_in_every_prompt_exactly_once(bpe):
     bos = "<|eot_id|>"
-    adding, other = copy.deepcopy(bpe), copy.deepcopy(bpe)
-    adding.bos_token = other.bos_token = bos
+    adding = copy.deepcopy(bpe)
+    adding.bos_token = bos
     number = bpe.convert_tokens_to_ids(bos)
+    assert number not in build_prompt("ur2", QA, adding)  # it has a BOS and does not yet add it
     first = processors.TemplateProcessing(f"{bos} $0", special_tokens=[(bos, number)])
     adding.backend_tokenizer.post_processor = first
     for template in (CHAT_TEMPLATE, "{{ bos_token }}" + CHAT_TEMPLATE, None):
         adding.chat_template = template
         for ids in (build_prompt("ur2", QA, adding), prompt_ids(adding, ("Judge.", "x"))):
             assert ids[0] == number and ids.count(number) == 1
-    assert number not in build_prompt("ur2", QA, other)  # it has a BOS and does not add it
 
 
 def test_chat_template_none_gives_a_base_model_a_layout_that_ends_where_it_reasons(load, tmp_path):

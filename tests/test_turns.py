@@ -3,13 +3,13 @@
 import pytest
 from transformers import ByT5Tokenizer
 
-from data import Question, SearchResult
+from data import Question
 from papers import paper_of
 from plumbing.record import to_record
 from prompts import PROTOCOLS
 from rollout import Environment, StopRule, encode
 from settings import Settings
-from trajectory import Segment, Trajectory, trajectory_from_text
+from trajectory import Segment, Trajectory
 
 LETTERS = ByT5Tokenizer()  # each letter is a token
 RULE = StopRule(LETTERS, PROTOCOLS["when_to_search"].stop_tags, {LETTERS.eos_token_id})
@@ -62,16 +62,11 @@ def test_what_follows_a_stop_tag_inside_its_own_token_is_not_text_of_the_model()
     """A token may be "><": under When to Search the "<" would be text outside of the sections."""
     letters, protocol = ByT5Tokenizer(), PROTOCOLS["when_to_search"]
     letters.add_tokens(["><"])
-    environment = Environment(letters, protocol, None, Settings(max_context=4096))
     row = Trajectory(Question("q", "Where?", ["Norland"]), protocol)
-    query, answer = "<think> a </think><search> b </search>", "<answer> Norland </answer>"
-    for text, reason in ((query, "query"), (f"<reflect> c </reflect>{answer}", "answer")):
-        ids = encode(letters, f"{text}<")
-        environment.end_turn(row, ids, [-0.1] * len(ids), reason)
-        assert row.response_ids[-len(ids) :] == ids and row.segments[-1].text == text
-        if reason == "query":
-            environment.append_result(row, "b", SearchResult(text="Ana Bell: Norland"))
-    assert paper_of(protocol.name).good_format(row) and row.answer == "Norland"
-    parsed = trajectory_from_text(row.question, row.text, protocol)
-    assert (parsed.text, parsed.answer) == (row.text, row.answer)
-    assert len(to_record(row, letters)["tokens"]) == len(row.response_ids)
+    text = "<think> a </think><reflect> b </reflect><answer> Norland </answer>"
+    ids = encode(letters, f"{text}<")
+    environment = Environment(letters, protocol, None, Settings(max_context=4096))
+    environment.end_turn(row, ids, [-0.1] * len(ids), "answer")
+    assert row.response_ids == ids and row.text == text
+    assert paper_of(protocol.name).good_format(row)
+    assert len(to_record(row, letters)["tokens"]) == len(ids)
