@@ -19,16 +19,14 @@ Left out: measuring difficulty again while training.
 
 import functools
 import math
-import os
 import random
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data import Question, load_difficulty
-from errors import InputError, run_main, setting
+from errors import InputError, run_main, say_once, setting
 
 Questions = list[Question]
 Weights = dict[str, float]  # name of a kind, bucket or pool -> weight
@@ -126,15 +124,11 @@ def with_buckets(questions: Questions, path: str, dropped: bool) -> Questions:
             "measure with a --model that learned to search"
         )
     if left_out := len(measured) - len(remaining):
-        print_note(
-            f'{left_out} of {len(measured)} questions are in the bucket "dropped" and are left out'
+        say_once(
+            f'curriculum: {left_out} of {len(measured)} questions are in the bucket "dropped" and '
+            "are left out"
         )
     return remaining
-
-
-def print_note(note: str) -> None:
-    if os.environ.get("RANK", "0") == "0":  # only one process prints
-        print(f"curriculum: {note}", file=sys.stderr)
 
 
 # ------------------------------------------------------------------------------------------ shares
@@ -303,8 +297,9 @@ def mix_tasks(pools: dict[str, Questions], counts: Counts, settings) -> None:
     """Decides by --task_mixing which questions in the pools may search; sets `may_search`."""
     drawn = draw_choices(pools, counts, settings.seed)
     if drawn and not settings.difficulty:
-        print_note(
-            "no --difficulty: half of the multiple-choice questions may search, hard levels first"
+        say_once(
+            "curriculum: no --difficulty: half of the multiple-choice questions may search, hard "
+            "levels first"
         )
     of_math = parse_shares(settings.math_searches, "math_searches")
     for pool in pools.values():

@@ -188,9 +188,17 @@ def strip_tags(text: str, tags) -> str:
 
 @lru_cache(maxsize=8)
 def control_tokens(tokenizer) -> dict[int, str]:
-    """Returns id -> text of the special tokens, and of added tokens with a symbol such as "<"."""
+    """Returns id -> text of the special tokens, and of those added tokens with a symbol, such as
+    "</think>", that the chat template writes. Other added tokens are ordinary text: one tokenizer
+    has all HTML tags.
+    """
     added = getattr(tokenizer, "added_tokens_decoder", {}).items()
-    return {i: t.content for i, t in added if t.special or re.search(r"[^\w\s]", t.content)}
+    template = str(getattr(tokenizer, "chat_template", ""))
+    return {
+        i: t.content
+        for i, t in added
+        if t.special or (t.content in template and re.search(r"[^\w\s]", t.content))
+    }
 
 
 # ----------------------------------------------------------------------------------------- loading

@@ -126,6 +126,13 @@ def run_main(main: Callable[[], None]) -> None:
         sys.exit(2)
 
 
+@functools.cache
+def say_once(note: str) -> None:
+    """Prints a note on stderr: once, and only by the first of several processes."""
+    if os.environ.get("RANK", "0") == "0":
+        print(note, file=sys.stderr)
+
+
 def slow_step(seconds: list[float]) -> str | None:
     """Returns a warning if the newest step is the first after step 4 to take more than five times
     the median of steps 0 to 4. Worked: slow_step([1, 1, 1, 1, 1, 6]) warns of step 5.

@@ -224,7 +224,7 @@ class Evaluation:
         search = build_search(settings, self.documents, device)
         policy, self.tokenizer = load_model(settings, settings.model, device, frozen=True)
         environment = build_environment(settings, self.tokenizer, search, policy)
-        check_prompts(self.questions, environment, policy)
+        self.questions = check_prompts(self.questions, environment, policy, settings.skip_bad)
 
         def generate(questions: list[Question], seed: int, progress=None) -> list[Trajectory]:
             way = choose_generate(settings)
@@ -461,8 +461,9 @@ def default_out(settings: Settings, options: Options) -> Path:
     model = "-".join(Path(settings.model).parts[-3:]) or f"warm-{settings.protocol}"
     files = "+".join(Path(name).stem for name in settings.data.split(","))
     questions = files[:100] or f"world{settings.world_seed}-{options.split}"
-    name = f"{model}-{questions}-t{settings.temperature:g}-{settings.retriever}.jsonl"
-    return Path(settings.output_dir) / "predictions" / re.sub(r"[^\w.+-]+", "", name).lstrip("-.")
+    name = f"{model}-{settings.recipe}-{settings.variant}-{questions}-t{settings.temperature:g}"
+    name = re.sub(r"[^\w.+-]+|-(?=-)", "", f"{name}-{settings.retriever}.jsonl").lstrip("-.")
+    return Path(settings.output_dir) / "predictions" / name
 
 
 def run(settings: Settings, options: Options) -> None:

@@ -22,6 +22,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -47,9 +48,10 @@ from errors import InputError
 from flags import PolicySettings
 from formats.manifest import NAME as MANIFEST
 from formats.manifest import files_of, written_whole, wrong_with
-from prompts import chat_text
+from retrievers.net import without_hub
 from scale.lora import add_lora, save_merged
 from scale.packing import hidden_states, lengths_of, obstacle, packed_attention
+from templates import chat_text, variables_of
 
 disable_progress_bar()  # a bar for each loaded model would break up the run's own progress bar
 # Trap: on an H100 PyTorch prefers cuDNN's attention, which needs 20 ms to plan each new shape.
@@ -298,7 +300,7 @@ def load_policy(
     in_8bit   loads int8 weights: for a frozen model, or as LoRA's base
     seed      initialises the LoRA matrices
     """
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, getattr(settings, "chat_template", ""))
     lora_rank = 0 if frozen else settings.lora_rank
     trained = not (frozen or in_8bit or lora_rank)
     options = frozen_options(device, in_8bit) | ({"dtype": torch.float32} if trained else {})
@@ -392,8 +394,10 @@ def check_model_path(path: str, flag: str = "--model") -> None:
         )
 
 
-def load_tokenizer(path: str):
+def load_tokenizer(path: str, chat_template: str = ""):
+    """Loads the tokenizer of a folder or a hub name, with its template as --chat_template says."""
     check_model_path(path)
+    without_hub(path)
     with loading("tokenizer", path):
         # Trap: AutoTokenizer may choose the class of the model's family (such as Qwen2's), which
         # splits text differently from the plain class that the tokenizer's files declare.
@@ -402,6 +406,10 @@ def load_tokenizer(path: str):
         kind = PlainTokenizer if plain else AutoTokenizer
         tokenizer = kind.from_pretrained(path, trust_remote_code=False)
     with loading("chat template that works (chat_template.jinja, tokenizer_config.json)", path):
+        if chat_template == "none":
+            tokenizer.chat_template = None
+        render = partial(tokenizer.apply_chat_template, **variables_of(chat_template))
+        tokenizer.apply_chat_template = render
         chat_text(tokenizer, "Answer.", "Who?")
     return tokenizer
 

@@ -17,11 +17,12 @@ import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from data import Document, Question, clean, control_tokens, strip_tags
-from errors import InputError, run_main, setting
+from errors import InputError, run_main, say_once, setting
 from metrics import Span, find_boxed
+from templates import chat_text
 
 Tags = tuple[str, str]  # begin, end
 PROTOCOLS: dict[str, Protocol] = {}  # name -> protocol; filled below, paper by paper
@@ -57,6 +58,12 @@ class PromptSettings:
     )
     retrieval: bool = setting(
         True, "False: no question may search, and each gets the prompt without retrieval"
+    )
+    chat_template: str = setting(
+        "",
+        "for every model that is loaded here, so not for servers: none, a plain layout instead of "
+        "the chat template (for base models that have one); or variables of the template, as JSON: "
+        '{"enable_thinking": false}',
     )
     direct_tasks: str = setting(
         "",
@@ -402,27 +409,11 @@ def prompt_text(protocol: Protocol | str, question: Question, tokenizer) -> str:
         values = question_values(question, custom)
         values = {k: without_control(v, tokenizer, protocol.tags) for k, v in values.items()}
         instruction, user = make_messages(instruction, "", user, values)
-    text = chat_text(tokenizer, instruction, user, "Question: {}\nAnswer:")
+    text = chat_text(tokenizer, instruction, user, "Question: {}\nReasoning:")
     # Some templates open the turn with "<think>\n" already.
     if not text.rstrip().endswith(protocol.prompt_suffix):
         text += protocol.prompt_suffix
     return text
-
-
-def chat_text(tokenizer, instruction: str, text: str, plain: str = "{}\n\nAnswer:") -> str:
-    """Renders system and user message by the chat template. For a base model, which has none, the
-    prompt is the instruction and the text in the format `plain`; without an instruction it is the
-    text alone.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        prompt = f"{instruction}\n\n{plain.format(text)}" if instruction else text
-        return f"{tokenizer.bos_token or ''}{prompt}"
-    render = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
-    messages = [{"role": "system", "content": instruction}, {"role": "user", "content": text}]
-    try:
-        return render(messages[not instruction :])  # a layout has no system message
-    except Exception:  # templates without a system role raise their own error
-        return render([{"role": "user", "content": f"{instruction}\n\n{text}"}])
 
 
 def build_prompt(protocol: Protocol | str, question: Question, tokenizer) -> list[int]:
@@ -539,7 +530,9 @@ def without_control(text: str, tokenizer, tags: tuple[str, ...] = ()) -> str:
     is returned.
     """
     control = control_tokens(tokenizer)
-    text = strip_tags(clean(text), [*tags, *control.values()])
+    given, text = text, strip_tags(clean(text), [*tags, *control.values()])
+    if text != given:
+        say_once("tags or special tokens inside questions, documents or replies become blanks")
     # Trap: a tokenizer that normalises text may read "＜EOS＞", with full-width brackets, as a
     # special token. In that case all punctuation is removed.
     for candidate in (text, re.sub(r"[^\w\s]|_", " ", text)):

@@ -36,7 +36,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import ByT5Tokenizer, GenerationConfig
 
 from data import Question, SearchRequest, SearchResult, truncate_texts
-from errors import InputError, run_main
+from errors import InputError, run_main, say_once
 from flags import RolloutSettings
 from prompts import (
     PROTOCOLS,
@@ -135,10 +135,13 @@ def check_prompt(question: Question, prompt: list[int], max_context: int) -> Non
         )
 
 
-def check_prompts(questions: list[Question], environment: Environment, policy) -> None:
-    """Raises an InputError if a prompt and ANSWER_TOKENS more do not fit into the context, or if
-    the context is larger than the model's. It is called before the run, so that the run does not
-    fail at step 300.
+def check_prompts(
+    questions: list[Question], environment: Environment, policy, skip_bad: bool = False
+) -> list[Question]:
+    """Returns the questions; with `skip_bad` only those whose prompt and ANSWER_TOKENS more fit
+    into the context. Raises an InputError if none fits or, without `skip_bad`, if one does not fit,
+    and if the context is larger than the model's. It is called before the run, so that the run does
+    not fail at step 300.
     """
     context = environment.max_context
     positions = context_of(policy)
@@ -152,7 +155,8 @@ def check_prompts(questions: list[Question], environment: Environment, policy) -
     # most as often as the prompt contains "{".
     copies = max([1, *(text.count("{") for text in protocol.prompts.values())])
     shows_all = protocol.references_in_prompt or copies > 1
-    of_kind = {}  # (task, may_search) -> tokens of the first prompt built of this kind
+    of_kind = {}  # (task, may_search) -> tokens of the first fitting prompt built of this kind
+    fitting, errors = [], []
     for question in questions:
         text = question_text(question)
         if shows_all:
@@ -163,10 +167,20 @@ def check_prompts(questions: list[Question], environment: Environment, policy) -
         # `copies` times. The prompt is built only if `most` is too large, or if it is the first of
         # its kind.
         most = of_kind.get(kind, context) + copies * len(text.encode(errors="replace"))
-        if most + ANSWER_TOKENS > context:
-            prompt = build_prompt(protocol, question, environment.tokenizer)
-            check_prompt(question, prompt, context)
-            of_kind.setdefault(kind, len(prompt))
+        try:
+            if most + ANSWER_TOKENS > context:
+                prompt = build_prompt(protocol, question, environment.tokenizer)
+                check_prompt(question, prompt, context)
+                of_kind.setdefault(kind, len(prompt))
+            fitting.append(question)
+        except InputError as error:
+            errors.append(error)
+    if errors:
+        count = f"{len(errors)} of {len(questions)} prompts do not fit: --skip_bad leaves them out"
+        if not (skip_bad and fitting):
+            raise InputError(f"{errors[0]}; {count}")
+        say_once(count)
+    return fitting
 
 
 # ----------------------------------------------------------------------------------- sample a turn
@@ -375,8 +389,15 @@ class Environment:
         return min(len(row.prompt_ids) + sampled + retrieved + notices, self.max_context)
 
     def end_turn(self, row: Trajectory, ids: list[int], logprobs: list[float], reason: str) -> None:
-        """Appends a sampled turn. If it did not end in a query, the trajectory is over."""
-        row.append_model(ids, logprobs, decode(self.tokenizer, ids))
+        """Appends a sampled turn. If it did not end in a query, the trajectory is over. The last
+        token may hold more than the stop tag, such as "><": its id stays, but what follows the tag
+        is not text of the model.
+        """
+        text = decode(self.tokenizer, ids)
+        for tag, end in self.protocol.stop_tags.items():
+            if end == reason and tag in text:
+                text = text[: text.rindex(tag) + len(tag)]
+        row.append_model(ids, logprobs, text)
         row.stop_reason = "" if reason == "query" else reason
 
     def run_searches(self, rows: list[Trajectory]) -> None:

@@ -46,6 +46,7 @@ from retriever import RetrieverSettings
 from retrievers.net import host_of
 from rewards import READS, RewardSettings, check_reward, needs
 from summarizer import SUMMARIZED, WITHOUT_MODEL, SummarizerSettings, by_task, models_in
+from templates import variables_of
 
 RUN_NAME = re.compile(r"[^/\\]{,200}")
 # Limit of --questions_per_step times --group_size, the trajectories of one draw: eight times as
@@ -257,6 +258,7 @@ def check_settings(settings: Settings, training=True, given: Iterable[str] = ())
                 "--engine http: an evaluation samples in its own process: use slots or hf"
             )
     frozen_in_8bit(settings)
+    variables_of(settings.chat_template)
     _check_summarizer(settings)
     if settings.data and not settings.model:
         raise InputError("--data needs --model: the built-in model knows only its own world")

@@ -43,9 +43,10 @@ from errors import InputError
 from flags import frozen_in_8bit
 from formats.records import append_jsonl, byte_lines
 from policy import evaluating, frozen_options, load_tokenizer, load_whole, loading, weights_version
-from prompts import chat_text, without_control, without_thinking
+from prompts import without_control, without_thinking
 from retrievers.net import Fault, RejectedRequest, fetch_json, host_of, retrying, shown
 from rollout import context_of, decode, encode, end_ids, left_padded, plain_generation
+from templates import chat_text, messages_of
 
 # A folder in --output_dir. All runs share it, because a reply does not depend on the run.
 CACHE_FOLDER = "llm_cache"
@@ -85,15 +86,16 @@ def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=None) -
             f"{spec!r} names no language model: give {ADDRESS}, a HF directory or a hub name"
         )
     in_8bit = "others" in frozen_in_8bit(settings)
+    template = getattr(settings, "chat_template", "")
     try:
-        tokenizer = load_tokenizer(spec)
+        tokenizer = load_tokenizer(spec, template)
         # `load_policy` would reject model families that cannot be trained here.
         with loading("causal LM", spec):
             model = load_whole(spec, frozen_options(device, in_8bit))
         model.eval().requires_grad_(False)
     except InputError as error:
         raise InputError(str(error).removeprefix("--model ")) from None  # --model is not at fault
-    name = f"{spec}@{weights_version(spec, model)}{'-8bit' * in_8bit}"
+    name = f"{spec}@{weights_version(spec, model)}{'-8bit' * in_8bit}{template}"
     return LocalLLM(model, tokenizer, max_tokens, name=name, cache=cache)
 
 
@@ -179,7 +181,7 @@ def guessed_tokens(text: str, **_) -> dict:
 
 guessed_tokens.unk_token_id = 0  # all its ids are <unk>, never a control token
 guessed_tokens.decode = str
-guessed_tokens.bos_token = None
+guessed_tokens.bos_token_id = None
 
 
 class ServerLLM(LLM):
@@ -229,15 +231,12 @@ class ServerLLM(LLM):
         end tag.
         """
         most = request.max_tokens or self.max_tokens
-        roles = zip(("system", "user"), request[:2], strict=True)
         payload = {
             "model": self.model,
             "temperature": request.temperature,
             "top_p": request.top_p,
             "max_tokens": most,
-            "messages": [
-                {"role": role, "content": text} for role, text in roles if text or role == "user"
-            ],
+            "messages": messages_of(*request[:2]),
         }
         reply = self.fetch("chat/completions", payload)
         try:

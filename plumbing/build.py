@@ -364,7 +364,7 @@ def build_state(settings: Settings) -> TrainState:
     prepare_process(settings)
     sharding, start, questions, trained_on, held_out = check_before_models(settings, accelerator)
     attempts = 1 + settings.max_resample * (settings.algorithm == "dapo")
-    stream = QuestionStream(trained_on, settings, attempts)
+    QuestionStream(trained_on, settings, attempts)  # a wrong share of a kind is an error now
     documents = load_documents(settings, questions)
     log = "" if settings.dry_run else str(Path(settings.output_dir, SUMMARY_LOG))
     # This may encode for hours: in `local_main_process_first` the waiting processes would time out.
@@ -377,7 +377,9 @@ def build_state(settings: Settings) -> TrainState:
         others = build_other_models(settings, documents, device) if main else None
     check_alike(policy, os.path.basename(start) if settings.resume else "")
     environment = build_environment(settings, tokenizer, search, policy)
-    check_prompts([*trained_on, *held_out], environment, policy)
+    held_out = check_prompts(held_out, environment, policy, settings.skip_bad)
+    trained_on = check_prompts(trained_on, environment, policy, settings.skip_bad)
+    stream = QuestionStream(trained_on, settings, attempts)
     if main:
         hint_at_summaries(settings)
     if served:

@@ -28,7 +28,7 @@ from data import Document, clean
 from errors import InputError, rank_of
 from formats.manifest import sync
 from retrievers.index import fingerprint
-from retrievers.net import shown
+from retrievers.net import shown, without_hub
 
 SHARD = 16_384  # documents per file, and rows of one matrix product
 PREFIXES = {  # part of the model's name -> (query prefix, document prefix); the first match counts
@@ -47,6 +47,7 @@ class Encoder:
         try:
             from sentence_transformers import SentenceTransformer  # optional extra
 
+            without_hub(name)
             model = SentenceTransformer(name, device=device or None, trust_remote_code=False)
         except Exception as error:  # a broken file may make the library raise anything
             raise InputError(

@@ -15,16 +15,19 @@ import contextlib
 import functools
 import http.client
 import json
+import os
 import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.pool import ThreadPool
 from urllib.parse import quote, urlsplit
 
 from data import harmless
 from errors import InputError
 
 MAX_BYTES = 64 * 2**20
+HUB_SECONDS = 4  # within which the hub of Hugging Face must answer
 MAX_BACKOFF = 8.0  # seconds between two tries, at most
 PORTS = {"http": 80, "https": 443}
 REQUEST_AT_FAULT = (400, 413, 414, 422)  # HTTP status: the request is at fault, the server works
@@ -48,6 +51,22 @@ class RejectedRequest(Fault):
     """The server works and rejects this request; another request may succeed."""
 
     down = False
+
+
+def without_hub(path: str) -> None:
+    """Makes this process load hub models from the cache alone if `path` is none on this disk and
+    the hub does not answer. Otherwise the hub's client would try again, half a minute for each
+    file. The pool's limit counts too: a look-up of the host, or several addresses, may take longer.
+    """
+    from huggingface_hub import constants, get_session  # slow to import
+
+    if os.path.exists(path) or constants.HF_HUB_OFFLINE:
+        return
+    try:
+        with ThreadPool(1) as pool:
+            pool.apply_async(get_session().head, [constants.ENDPOINT]).get(HUB_SECONDS)
+    except Exception:
+        constants.HF_HUB_OFFLINE = True
 
 
 def fetch_json(url: str, payload=None, timeout: float = 60.0, headers=None) -> object:

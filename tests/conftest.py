@@ -35,7 +35,7 @@ from transformers import (
 
 import train
 from data import Question
-from errors import InputError, run_main
+from errors import InputError, run_main, say_once
 from formats.manifest import seal
 from papers import paper_of
 from plumbing import build
@@ -62,6 +62,7 @@ def pytest_runtest_setup():
     """Gives each test one thread and the same random numbers, whichever tests ran before it."""
     torch.set_num_threads(1)  # a second one would only wait
     torch.manual_seed(0)
+    say_once.cache_clear()
 
 
 @pytest.fixture(autouse=True)

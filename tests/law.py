@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 SUMS = {"nodes of the product": 133_500, "nodes of the path": 34_000, "nodes of the tests": 203_000}
-FLAGS = 71  # of train.py
+FLAGS = 72  # of train.py
 PATH = "prompts trajectory rollout retriever summarizer rewards kl ppo grpo reinforce_pp dapo"
 PATH = {*PATH.split(), "curriculum", "coldstart", "update", "train", "eval"}
 # The lowest comes first, and no file imports one of a higher floor. A folder means all its files.
 FLOORS = """
-    errors · metrics kl flags · formats · data · prompts · trajectory
+    errors · metrics kl flags templates · formats · data · prompts · trajectory
     · scale.packing scale.lora scale.shards · ppo · grpo · reinforce_pp dapo · curriculum
     · retrievers · retriever · rewards · policy · update · engines.sampling · rollout
     · engines.slots engines.server · other_models · summarizer · sft · world · papers

@@ -147,7 +147,7 @@ def written(tmp_path, monkeypatch):
         "weights_version": lambda *_: "1",
         "load_model": lambda *_, **__: (None, None),
         "build_environment": lambda *_: None,
-        "check_prompts": lambda *_: None,
+        "check_prompts": lambda questions, *_: questions,
         "rollout": lambda _, environment, questions, *options: list(
             map(r_search, texts, questions)
         ),
@@ -557,6 +557,15 @@ def test_predictions_are_always_written_below_the_runs_folder():
     for model in ("/", "/m", "../m", "a/b c/checkpoint-000001", "C:/x/y", ""):
         out = evaluation.default_out(Settings(model=model), OPTIONS)
         assert out.parent == Path("runs/predictions") and not out.name.startswith((".", "-"))
+
+
+def test_predictions_of_two_recipes_or_variants_on_one_model_get_two_files():
+    def name(**changes):
+        settings = Settings(model="qwen", data="hotpot.json", **changes)
+        return evaluation.default_out(settings, OPTIONS).name
+
+    assert name() == "qwen-ur2-hotpot-t1-bm25.jsonl"
+    assert name(recipe="arena", variant="code") == "qwen-arena-code-hotpot-t1-bm25.jsonl"
 
 
 # --------------------------------------------------------------- repeated and continued evaluations

@@ -1,10 +1,14 @@
 """Tests net.py over real sockets: slow, broken, endless and redirecting servers."""
 
+import shutil
+import socket
 import time
 
 import pytest
 from conftest import ScriptedServer, message
+from huggingface_hub import constants
 
+from policy import load_tokenizer
 from retrievers import net
 from retrievers.net import MAX_BACKOFF, Fault, fetch_json, host_of, retrying, shown
 
@@ -197,3 +201,25 @@ def test_retrying_ends_after_the_retries_or_when_it_cannot_help(call, stops, exp
 
 def test_a_message_is_shown_as_one_short_line():
     assert shown("a\n  b") == "a b" and shown("x" * 200) == "x" * 160
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_without_a_network_a_hub_name_fails_at_once_and_a_cached_model_is_loaded(
+    hangs, model, tmp_path, monkeypatch
+):
+    cached = tmp_path / "models--some--model"
+    shutil.copytree(model, cached / "snapshots" / ("0" * 40))
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("0" * 40)
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        port = hub.getsockname()[1] if hangs else 9
+        for name, value in {
+            "HF_HUB_CACHE": str(tmp_path),
+            "ENDPOINT": f"http://127.0.0.1:{port}",
+            "HF_HUB_OFFLINE": False,
+        }.items():
+            monkeypatch.setattr(constants, name, value)
+        start = time.monotonic()
+        assert "no tokenizer could be loaded" in message(load_tokenizer, "no/model")
+        assert load_tokenizer("some/model")("who")["input_ids"]
+        assert time.monotonic() - start < 10

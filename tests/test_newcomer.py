@@ -1,5 +1,6 @@
 """Tests cases that misled a new user; each now works or prints a message."""
 
+import json
 import re
 import sys
 from functools import partial
@@ -7,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import settings_for
+from conftest import message, settings_for
 from test_dense import Hashed
 from tqdm import tqdm
 
+import eval as evaluation
 import retriever
 import sft
 from lab import distil
@@ -103,3 +105,18 @@ def test_no_alarm_recommends_a_stage_that_the_recipe_may_not_have():
     assert not [name for name, sentence in ADVICE.items() if "stage" in sentence.lower()]
     commands = set(re.findall(r"python -m ([\w.]+) (\w+)", " ".join(ADVICE.values())))
     assert commands == {("lab.distil", "traces")} and "traces" in distil.DistilSettings.__doc__
+
+
+def test_with_skip_bad_a_run_and_an_evaluation_leave_out_questions_that_are_too_long(
+    model, tmp_path
+):
+    file, out = tmp_path / "q.jsonl", tmp_path / "p.jsonl"
+    records = [{"id": str(n), "question": "who ? " * 300**n, "answers": ["A"]} for n in (0, 1)]
+    file.write_text("\n".join(map(json.dumps, records)))
+    words = f"--data {file} --retriever empty"
+    error = message(build.build_state, settings_for(model, tmp_path, words))
+    assert error.startswith("question 1: ") and "1 of 2 prompts do not fit" in error
+    state = build.build_state(settings_for(model, tmp_path, f"{words} --skip_bad"))
+    assert {question.id for question in state.stream.take(0, 0)} == {"0"}
+    evaluation.main(f"{words} --skip_bad --model {model} --out {out}".split())
+    assert len(out.read_text().splitlines()) == 1

@@ -4,8 +4,11 @@ import pytest
 from transformers import ByT5Tokenizer
 
 from data import Question
+from papers import paper_of
+from plumbing.record import to_record
 from prompts import PROTOCOLS
-from rollout import StopRule, encode
+from rollout import Environment, StopRule, encode
+from settings import Settings
 from trajectory import Segment, Trajectory
 
 LETTERS = ByT5Tokenizer()  # each letter is a token
@@ -53,3 +56,17 @@ def test_the_reason_why_a_turn_ends_after_these_tokens(text, limit, reason):
 
 def test_eos_ends_a_turn_even_if_the_limit_is_reached():
     assert RULE.reason([*encode(LETTERS, "a"), LETTERS.eos_token_id], 2) == "eos"
+
+
+def test_what_follows_a_stop_tag_inside_its_own_token_is_not_text_of_the_model():
+    """A token may be "><": under When to Search the "<" would be text outside of the sections."""
+    letters, protocol = ByT5Tokenizer(), PROTOCOLS["when_to_search"]
+    letters.add_tokens(["><"])
+    row = Trajectory(Question("q", "Where?", ["Norland"]), protocol)
+    text = "<think> a </think><reflect> b </reflect><answer> Norland </answer>"
+    ids = encode(letters, f"{text}<")
+    environment = Environment(letters, protocol, None, Settings(max_context=4096))
+    environment.end_turn(row, ids, [-0.1] * len(ids), "answer")
+    assert row.response_ids == ids and row.text == text
+    assert paper_of(protocol.name).good_format(row)
+    assert len(to_record(row, letters)["tokens"]) == len(ids)

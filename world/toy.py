@@ -32,10 +32,11 @@ from formats.records import lock
 from other_models.reader import INSTRUCTION as READER_INSTRUCTION
 from other_models.reader import reader_text
 from policy import Policy, load_policy, save_policy
-from prompts import Protocol, chat_text, frame_documents, number_documents, prompt_text
+from prompts import Protocol, frame_documents, number_documents, prompt_text
 from rollout import encode
 from sft import Example, SFTSettings, example_of, train_sft
 from summarizer import is_lookup
+from templates import chat_text
 from world import world as built_in
 from world.tiny import Tiny
 from world.world import REFERENCES, RELATIONS, Facts, World, fact_passage, page, shuffled

@@ -1,0 +1,74 @@
+"""How an instruction and a text become a prompt: the tokenizer's chat template, or a plain layout.
+
+Four things that templates and tokenizers do would go unnoticed, because none raises an error:
+  * a template that has no system role may leave the instruction out: then it goes into the user's
+    message;
+  * a template may render only contents that are lists of parts;
+  * a template may write no BOS although the tokenizer alone would put one before every text;
+  * a base model may have a chat template that it was never trained with: --chat_template none.
+
+Left out: templates of servers, which render their own prompts.
+"""
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache, partial
+
+from errors import InputError
+
+PROBE = "⟦8417⟧"  # stands for the text while the layout is chosen
+
+
+def messages_of(instruction: str, content: str | list) -> list[dict]:
+    user = {"role": "user", "content": content}
+    return [{"role": "system", "content": instruction}, user] if instruction else [user]
+
+
+def chat_text(tokenizer, instruction: str, text: str, plain: str = "{}\n\nAnswer:") -> str:
+    """Renders system and user message by the chat template. Without a template, the prompt is the
+    instruction and the text in the format `plain`, or the text alone if there is no instruction.
+    """
+    if template := getattr(tokenizer, "chat_template", None):
+        prompt = choose_layout(tokenizer, instruction, str(template))(text)
+    else:
+        prompt = f"{instruction}\n\n{plain.format(text)}" if instruction else text
+    bos = tokenizer.bos_token if tokenizer.bos_token_id in tokenizer("")["input_ids"] else ""
+    return bos + prompt.removeprefix(bos)
+
+
+@lru_cache(maxsize=64)
+def choose_layout(tokenizer, instruction: str, template: str) -> Callable[[str], str]:
+    """Returns a function that renders the prompt for a text: by the first layout whose prompt has
+    the instruction and the text in it.
+    """
+
+    def render(layout: int, text: str) -> str:
+        whole = f"{instruction}\n\n{text}".lstrip()
+        user = (text, whole, [{"type": "text", "text": whole}])[layout]
+        messages = messages_of("" if layout else instruction, user)
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    # The built-in models know their protocol. To them most words of an instruction are <unk>, and
+    # their template leaves it out.
+    ids = tokenizer(instruction, add_special_tokens=False)["input_ids"]
+    needed = "" if tokenizer.unk_token_id in ids else instruction.strip()
+    for layout in range(3):
+        with suppress(Exception):  # some templates without a system role raise their own error
+            prompt = render(layout, PROBE)
+            if PROBE in prompt and needed in prompt:
+                return partial(render, layout)
+    render(1, PROBE)  # raises the template's own error, if it has one
+    raise InputError("it leaves out the instruction or the question: give --chat_template none")
+
+
+def variables_of(chat_template: str) -> dict:
+    """Parses --chat_template: '{"enable_thinking": false}' -> {"enable_thinking": False}; "" and
+    "none" set no variables.
+    """
+    with suppress(ValueError, TypeError):
+        return {**json.loads(chat_template.removeprefix("none") or "{}")}
+    raise InputError(
+        f"--chat_template {chat_template}: give none, or a JSON object of variables, such as "
+        "'{\"enable_thinking\": false}'"
+    )
