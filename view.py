@@ -102,11 +102,16 @@ def load_pyplot():
 
 
 def draw(folder: Path, png: Path) -> None:
-    pyplot = load_pyplot()
     records, stages = read_run(folder)
-    panels = filled_panels(records)
+    draw_panels(filled_panels(records), stages, png)
+
+
+def draw_panels(panels: dict[str, dict], stages: list[tuple[int, str]], png: Path, says="") -> None:
+    """Draws {title: curves}; `says` is a line above all panels."""
+    pyplot = load_pyplot()
     rows = max(1, math.ceil(len(panels) / COLUMNS))
     figure = pyplot.figure(figsize=(16, 3.5 * rows), layout="constrained")
+    figure.suptitle(says)
     for place, (title, curves) in enumerate(panels.items(), 1):
         draw_panel(figure.add_subplot(rows, COLUMNS, place), title, curves, stages)
     figure.savefig(png, dpi=110)

@@ -57,17 +57,27 @@ from prompts import PROTOCOLS
 from retriever import make_retriever
 from settings import Settings, check_settings, resolve, stage_folder
 from train import train
-from view import load_pyplot
+from view import draw_panels
 from world.toy import toy_path
 
 Jobs = set[tuple[str, int]]  # (arm, world)
 SAMPLES = 2  # answers to each question of the evaluation
 SFT = {"epochs": 3.0, "lr": 1e-3}  # R1-Searcher section 4.1: three epochs
 ROLLOUTS = 4  # answers to each training question, to imitate or to measure difficulty
-CURVES = """
-reward model_tokens em/one_hop em/two_hop searches/one_hop searches/two_hop searches/arithmetic
-searches/known fallbacks grad_norm k2 k3
-""".split()  # the metrics that a picture shows, one per panel
+CURVES = {  # the metrics that a picture shows, one per panel, and the panels' titles
+    "reward": "reward",
+    "model_tokens": "tokens that the model writes",
+    "em/one_hop": "exact match of one-hop questions",
+    "em/two_hop": "exact match of two-hop questions",
+    "searches/one_hop": "searches per one-hop question",
+    "searches/two_hop": "searches per two-hop question",
+    "searches/arithmetic": "searches per sum",
+    "searches/known": "searches per known fact",
+    "fallbacks": "share of searches that ask for no fact",
+    "grad_norm": "norm of the gradient",
+    "k2": "KL to the reference, by k2",
+    "k3": "KL to the reference, by k3",
+}
 
 
 @dataclass(frozen=True)
@@ -333,21 +343,22 @@ def rows(claims: dict, results: Results) -> list:
 
 
 def draw(names: list[str], results: Results, folder: Path) -> None:
-    """Draws the training curves of both arms of each claim, averaged over worlds."""
-    pyplot = load_pyplot()
+    """Draws the training curves of both arms of each claim, averaged over worlds. A metric that
+    neither arm has, as a KL under a recipe without one, gets no panel.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
-        figure, axes = pyplot.subplots(3, 4, figsize=(16, 9), layout="constrained")
-        for arm in (CLAIMS[name].better, CLAIMS[name].worse):
+        claim, panels = CLAIMS[name], defaultdict(dict)
+        for label, arm in (("with", claim.better), ("without", claim.worse)):
             worlds = [result for (key, _), result in results.items() if key == arm]
             if not worlds:
                 raise InputError(f"--curves: no result of {arm}: run --only {name} first")
-            for axis, key in zip(axes.flat, CURVES, strict=True):
-                axis.plot(np.mean([points(result, key) for result in worlds], 0), label=arm)
-                axis.set_title(key)
-        axes[0, 0].legend()
-        figure.savefig(folder / f"claim_{name}.png")
-        pyplot.close(figure)
+            for metric, title in CURVES.items():
+                means = np.mean([points(result, metric) for result in worlds], 0).ravel()  # [steps]
+                if len(steps := np.flatnonzero(~np.isnan(means))):
+                    panels[title][label] = steps, means[steps]
+        says = f"{claim.says} (without: {difference(claim)})".replace("_", " ")
+        draw_panels(panels, [], folder / f"claim_{name}.png", says)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -19,7 +19,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
 from pathlib import Path
-from statistics import fmean
 
 from errors import InputError, check_output
 from formats.records import finished_records, write_text, writing
@@ -29,7 +28,11 @@ VIEWER = Path(__file__).resolve().parent.parent / "viewer"
 GENERATOR = b'<meta name="generator" content="search-rl">'  # a file with this may be overwritten
 PAGE = ("index.html", "page.css", "page.js")
 FORMULA = ("clip_low", "clip_high", "kl_coef", "kl_estimator")  # a token's loss depends on these
-ABOUT = (*FORMULA, *"recipe algorithm model data corpus world_seed".split())
+ABOUT = """
+clip_low clip_high kl_coef kl_estimator recipe variant algorithm reward model toy_init data
+corpus world_seed seed lr questions_per_step group_size retriever documents_per_search
+""".split()  # FORMULA, what a run is, and in what compared runs may differ
+MOMENT = itemgetter("correct", "searches", "group", "row")  # of a middle trajectory, by reward
 LISTED = ("row", "question", "kind", "answer", "correct", "rewards", "stop_reason")
 
 
@@ -127,11 +130,10 @@ def write_stage(folder: Path, name: str, out: Path) -> dict:
             f"step({dumped(f'{key}-{step}')},{dumped(rows)},{dumped(groups)});\n", encoding="utf-8"
         )
         steps.append(step)
-        right = defaultdict(list)
-        for row in rows:
-            right[str(row["question"])].append(bool(row["correct"]))
-        for question, answers in right.items():
-            asked[question][step] = round(fmean(answers), 2)
+        for _, group in itertools.groupby(rows, itemgetter("group")):
+            answers = sorted(group, key=itemgetter("reward"))
+            middle = answers[len(answers) // 2]
+            asked[str(middle["question"])][step] = MOMENT(middle)
     return stage
 
 

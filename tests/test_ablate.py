@@ -287,12 +287,20 @@ def test_the_table_of_finished_runs_has_a_line_per_claim(runs_nothing, tmp_path,
     assert relevance.endswith("| relevance_reward False | exact set | - | - | - | 0 | not run |")
 
 
-def test_a_picture_has_both_arms_and_needs_their_results(tmp_path):
+def test_a_picture_has_both_arms_and_needs_their_results(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     flags = f"--curves {tmp_path}/new --first_world 20 --only mask --output_dir {tmp_path}".split()
     assert "no result of ur2: run --only mask first" in message(ablate.main, flags)
-    steps = steps_with(**{number: [0.0, None, 1.0] for number in ablate.CURVES})
+    steps = steps_with(fallbacks=[0.0, None, 1.0], reward=[None] * 3)
+    drawn = []
+    draw_panels = ablate.draw_panels
+    monkeypatch.setattr(ablate, "draw_panels", lambda *a: drawn.extend(a) or draw_panels(*a))
     for arm in ("ur2", "ur2_no_mask"):
         write_result(tmp_path, arm, **steps)
     ablate.main(flags)
     assert [path.name for path in tmp_path.glob("new/*")] == ["claim_mask.png"]
+    # Names are plain words, and what was not measured has no panel.
+    assert drawn[3].endswith("(ours to show) (without: mask documents False)")
+    ((title, curves),) = drawn[0].items()
+    assert title == "share of searches that ask for no fact" and [*curves] == ["with", "without"]
+    assert [column.tolist() for column in curves["with"]] == [[0, 2], [0.0, 1.0]]

@@ -141,6 +141,7 @@ def stage(folder, steps: int, begin: int = 0):
     settings = {"recipe": "ur2", "algorithm": "grpo", "clip_low": 0.2, "clip_high": 0.2}
     settings |= {"model": "", "data": "", "corpus": "mine.jsonl", "world_seed": 3}
     settings |= {"kl_coef": 0.1, "kl_estimator": "k2", "temperature": 1.0, "group_size": 4}
+    settings["questions_per_step"] = 8
     (folder / "settings.json").write_text(json.dumps(settings))
     with open(folder / "metrics.jsonl", "w") as file:
         for step in range(steps):
@@ -173,6 +174,8 @@ def page(tmp_path_factory):
     for folder in (stage(root / "stage1", 3), stage(root / "stage2", 3, 3)):
         for step in range(3):
             rows = [searching(row, step=step, group=group) for group in (0, 5) for row in range(4)]
+            if folder.name == "stage1" and step == 0:  # the middle one by reward, before RL
+                rows[2]["searches"] = rows[6]["searches"] = []
             rows[3]["searches"] *= 2  # the same query twice
             rows[6]["rejected_queries"] = [["direct", "who ?"]]
             for name in ("advantages", "weights", "new"):
@@ -189,12 +192,14 @@ def viewer(browser, page):
     assert browser.complaints() == []
 
 
+BELOW = """document.querySelector('nav').getBoundingClientRect().bottom
+  <= document.querySelector('h1').getBoundingClientRect().top"""
 BUTTONS = "document.querySelectorAll('#groups button').length"
 
 
 def test_the_page_opens_at_the_last_step_with_its_groups_and_one_trajectory(viewer):
     assert viewer.run("document.title") == "Trajectories"  # markup in a question is shown as text
-    assert viewer.run(BUTTONS) == 8
+    assert viewer.run(BUTTONS) == 8 and viewer.run(BELOW)
     assert viewer.run("document.getElementById('step-numbers').textContent").startswith(
         "stage2, step 2: reward 0.2"
     )
@@ -334,7 +339,7 @@ def test_every_control_can_be_reached_with_the_tab_key_and_has_a_name(viewer):
 def test_at_the_width_of_a_phone_nothing_needs_scrolling_sideways(browser, page):
     browser.open(page, 380, 760)
     browser.run("choose(0, 1), pick(0)")
-    assert browser.run("document.documentElement.scrollWidth") <= 380
+    assert browser.run("document.documentElement.scrollWidth") <= 380 and browser.run(BELOW)
     assert browser.complaints() == []
 
 
@@ -350,6 +355,11 @@ def test_several_runs_share_curves_and_a_run_without_trajectories_is_marked(
         f"{panels}.map((figure) => figure.drawn.map((line) => line.label))"
     )
     assert labels_of_panels and all(labels == ["ana", "bare"] for labels in labels_of_panels)
+    assert browser.run("document.title") == "2 runs compared: ana, bare"
+    listed = browser.run("document.getElementById('compared').textContent")
+    assert listed.startswith("A anaOn training questions (n = 24)") and "B bare" in listed
+    at_curves = "[...document.querySelectorAll('#curves .label')].map((t) => t.textContent)"
+    assert {*browser.run(at_curves)} == {"A ana", "B bare"}
     browser.run("chooseRun(1)")
     groups = browser.run("document.getElementById('groups').textContent")
     assert "no trajectories were kept" in groups and browser.complaints() == []
@@ -366,10 +376,11 @@ def test_a_trajectory_of_a_hundred_thousand_tokens_opens(browser, tmp_path):
 
 
 def test_the_headline_compares_the_first_steps_with_the_last(viewer):
-    # Means of the first three and of the last three steps: progress is 0, .2, .4 and .6, .8, 1.
+    # Means of the first three and of the last three steps: progress is 0, .2, .4 and .6, .8, 1, and
+    # exact match is 0.1 + 0.8 progress. With s = 0.16 in both, the interval of its difference is
+    # 0.48 ± 2.776 · 0.16 · √(2/3) = ± 0.363. That of searches is, at 99 %, 0.6 ± 0.752: not named.
     headline = viewer.run("document.getElementById('headline').textContent")
-    searched = "Searches for one hop questions 20 % → 80 %, for arithmetic questions 80 % → 20 %"
-    assert headline.replace("\N{NO-BREAK SPACE}", " ") == f"{searched}; exact match 0.26 → 0.74"
+    assert headline == "On training questions (n = 24): exact match 0.26 → 0.74"
     about = viewer.run("document.getElementById('about').textContent")
     assert about == "ur2 · grpo · built-in model · built-in world 3 · mine.jsonl"
 
@@ -386,7 +397,8 @@ def test_the_same_question_is_shown_at_three_moments_of_training(viewer):
         assert viewer.run("document.querySelector('#one h2').textContent") == question
         assert viewer.run(f"{buttons}[{index}].getAttribute('aria-current')") == "true"
     stories = "[...document.querySelectorAll('#moments .story')].map((s) => s.textContent)"
-    assert all("⌕ where is Ana ?" in story and "✗ Ulm" in story for story in viewer.run(stories))
+    before, *later = viewer.run(stories)
+    assert "⌕" not in before and all("⌕ where is Ana ?" in story for story in later)
 
 
 def test_the_chain_of_a_group_leads_from_the_reward_to_the_loss(viewer):
@@ -402,6 +414,81 @@ def test_the_chain_of_a_group_leads_from_the_reward_to_the_loss(viewer):
     assert viewer.run(f"{strips}.length") == 4
     viewer.run(f"{strips}[3].click()")
     assert viewer.run("state.row") == 3 and viewer.run("location.hash") == "#stage2-2-0-3"
+
+
+# The page of a run whose stages have these columns of metrics, and which kept these questions:
+# {name: [right, searches] of each moment}.
+SHOW = """
+show = (stages, asked = {}) => { all = [{ name: 'r', stages: stages.map((columns, i) => ({
+  key: `k${i}`, name: `stage${i + 1}`, settings: { questions_per_step: 16 }, missing: [],
+  steps: Object.values(asked)[0]?.map((_, step) => step) ?? [],
+  asked: Object.fromEntries(Object.entries(asked).map(([question, its]) => [question, { ...its }])),
+  metrics: Object.values(columns)[0].map((_, step) => Object.fromEntries([['step', step],
+    ...Object.entries(columns).map(([name, its]) => [name, its[step]])])),
+})) }]; state.run = 0; };
+says = (text) => text === sentence(run()).replaceAll('\\u00a0', ' ')
+  .replace(/ ?on training questions ?/i, '');
+em = 'exact match of one hop questions 0.04 → 0.84';
+moment = (asked) => (show([{ searches: [0, 2, 1], em: [0, 1, 1] }], asked), moments()?.question);
+up = { 'searched/one_hop': [.1, .1, .2, .2, .2, .9], 'em/one_hop': [0, 0, .1, 0, .1, .5], em: [0] };
+on = { 'searched/one_hop': [1, 1, 1, 1, 1, 1], 'em/one_hop': [.9, .8, .9, .8, .9, .8] };
+sums = { 'searched/arithmetic': [.7, .7, .7, 0, 0, 0], 'em/arithmetic': [.1, .1, .1, .9, .9, .9] };
+"""
+# One-hop questions are asked from the beginning, sums only in stage 2: not in the headline. Noise:
+# 0.91 and 0.97, 0.06 ± 2.306 · √(0.0055 / 5 + 0.002 / 5) = ± 0.089.
+HEADLINES = """
+show([{em: [.8, 1, .9, .95, .9, .95, 1, .9, 1, 1]}]), says("10 steps: no change beyond chance")
+show([{em: [.1, .9]}]), says("2 steps")
+show([{em: [.1, .2, .8, .9]}]), says("(n = 32): exact match 0.15 → 0.85")
+show([{reward: [1, 1.2, 3, 3.1]}]), says("(n = 32): reward 1.1 → 3.05")
+show([{reward: [1, 1.2]}, {reward: [3, 3.1]}]), says("4 steps: no change beyond chance")
+show([up, {...on, ...sums}]), says("(n = 80): searches for one hop questions 16 % → 100 %; " + em)
+"""
+MOMENTS = """
+moment({a: [[1, 1], [1, 1], [1, 1]], b: [[0, 0], [1, 2], [1, 1]]}) === "b"
+moment({a: [[1, 1], [1, 1], [1, 1]]}) === undefined
+moment({a: [[0, 0], [1, 1], [1, 1]], b: [[0, 0], [1, 2], [1, 1]]}) === "b"
+moment({a: [[0, 1], [1, 0], [1, 2]], b: [[0, 0], [1, 2], [1, 1]]}) === "b"
+"""
+NUMBERS = """
+[0, 10, 100, 150, 390, 1000, -200].map((x) => number(x)).join() === "0,10,100,150,390,1000,-200"
+[1.50, 0.0123, 1234.5, 25e5, 1e-7].map((x) => number(x)).join() === "1.5,0.0123,1235,2.5e+6,1e-7"
+[null, "NaN", "Infinity"].map((x) => number(x)).join() === "–,NaN,Infinity"
+chart("t", [{name: "a", line: [[0, 0], [1, 400]], label: ""}]).textContent.includes("0200400")
+"""
+
+
+@pytest.mark.parametrize("claim", HEADLINES.strip().splitlines())
+def test_the_headline_names_changes_beyond_chance_that_begin_with_the_run(viewer, claim):
+    assert viewer.run(SHOW + claim)
+
+
+@pytest.mark.parametrize("claim", MOMENTS.strip().splitlines())
+def test_the_three_moments_are_of_a_question_whose_moments_differ(viewer, claim):
+    assert viewer.run(SHOW + claim)
+
+
+@pytest.mark.parametrize("claim", NUMBERS.strip().splitlines())
+def test_numbers_keep_the_zeros_of_whole_numbers(viewer, claim):
+    assert viewer.run(claim)
+
+
+# Texts of a chart that leave its picture of 420 × 220, or that cover another one.
+COVERED = """
+show([{ reward: [9e5], 'em/x': [1] }, { reward: [-9e4, 0] }, { reward: [0] }]);
+for (const kind of 'abcdefghi') run().stages[2].metrics[0][`em/a long name of a kind ${kind}`] = 0;
+showCurves();
+[...document.querySelectorAll('#curves figure')].flatMap((figure) => {
+  const boxes = [...figure.querySelectorAll('text')].map((text) => text.getBBox());
+  return boxes.filter((a, i) => a.x < 0 || a.x + a.width > 420 || a.y < 0 || a.y + a.height > 222
+    || boxes.some((b, j) => i !== j && a.x < b.x + b.width && b.x < a.x + a.width
+      && a.y + 3 < b.y + b.height && b.y + 3 < a.y + a.height)).map((a) => [a.x, a.y, a.width, a.height]);
+})"""
+
+
+def test_labels_neither_cover_each_other_nor_leave_the_picture(viewer):
+    assert viewer.run(SHOW + COVERED) == []
+    assert viewer.run("document.querySelectorAll('#curves .label').length") == 11
 
 
 CURVES = """[...document.querySelectorAll('#curves figure')].map((figure) => ({

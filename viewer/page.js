@@ -44,7 +44,12 @@ function el(name, attributes = {}, ...children) {
 const fill = (node, ...children) => node.replaceChildren(...children.flat().filter((child) => child !== "" && child !== null));
 // What would move the cursor, ring a bell or turn the line around is shown as a sign.
 const plain = (text) => String(text).replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, "␦");
-const number = (x, digits = 3) => (x === null || x === undefined ? "–" : Number(x).toPrecision(digits).replace(/\.?0+(e|$)/, "$1"));
+const number = (x, digits = 3) => { // 0.0123, 1.5, 100, 1234, 2.5e+6: below a million no digit before the point is lost
+  if (x === null || x === undefined) return "–";
+  const rounded = Number(Number(x).toPrecision(digits));
+  if (Math.abs(x) < 10 ** digits) return String(rounded);
+  return Math.abs(x) < 1e6 ? String(Math.round(x)) : rounded.toExponential();
+};
 const signed = (x, digits = 3) => (x > 0 ? "+" : "") + number(x, digits);
 const percent = (x) => `${Math.round(100 * x)}\u00a0%`;
 const mean = (values) => values.reduce((sum, x) => sum + x, 0) / values.length;
@@ -89,27 +94,72 @@ const value = (record, name, n) => { // one number stands for all sampled tokens
 };
 
 // ------------------------------------------------------------------------------------- headline
-function showHeadline() {
-  const [first, last] = [run().stages[0], run().stages.at(-1)];
-  const about = last?.settings ?? {};
+const T = { 95: [4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306], 99: [9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355] }; // Student's t, two-sided, for 2 to 8 degrees of freedom
+const variance = (values) => values.reduce((sum, x) => sum + (x - mean(values)) ** 2, 0) / (values.length - 1);
+const readableKind = (kind) => kind.replaceAll("_", " ");
+const ends = (steps) => { // the first five steps and the last five, or each half of a shorter run
+  const some = Math.min(5, Math.floor(steps.length / 2));
+  return [steps.slice(0, some), steps.slice(steps.length - some)];
+};
+function change(metrics, numberOf, sure = 95) { // means over both ends, or null where the interval of their difference holds 0
+  const [a, b] = ends(metrics).map((steps) => steps.map(numberOf).filter(Number.isFinite));
+  if (a.length < 2 || b.length < 2) return null;
+  const freedom = a.length + b.length - 2;
+  const pooled = ((a.length - 1) * variance(a) + (b.length - 1) * variance(b)) / freedom;
+  const half = T[sure][freedom - 2] * Math.sqrt(pooled / a.length + pooled / b.length);
+  return Math.abs(mean(b) - mean(a)) > half ? [mean(a), mean(b)] : null;
+}
+function changes(its) { // what changed in training, as phrases; all of them compare the same steps
+  const metrics = allMetrics(its);
+  const kindsAt = ends(metrics).map((steps) => kindsOf(steps, "em/"));
+  const both = kindsAt[0].filter((kind) => kindsAt[1].includes(kind));
+  const same = both.length === Math.max(...kindsAt.map((some) => some.length)); // else only the kinds of both ends compare
+  const em = change(metrics, same ? (m) => m.em : (m) => mean(both.map((kind) => m[`em/${kind}`]).filter(Number.isFinite)));
+  // At 95 %, one of several kinds would often seem to change.
+  const searched = kindsOf(metrics, "searched/").map((kind) => [kind, change(metrics, (m) => m[`searched/${kind}`], 99)]).filter(([, found]) => found);
+  searched.sort(([, a], [, b]) => b[1] - b[0] - (a[1] - a[0]));
+  const extreme = searched.length > 1 ? [searched[0], searched.at(-1)] : searched;
+  const parts = extreme.map(([kind, [a, b]]) => `${readableKind(kind)} questions ${percent(a)} → ${percent(b)}`);
+  const phrases = parts.length ? [`searches for ${parts.join(", for ")}`] : [];
+  if (em) phrases.push(`exact match${same ? "" : ` of ${both.map(readableKind).join(", ")} questions`} ${number(em[0], 2)} → ${number(em[1], 2)}`);
+  const reward = its.stages.length === 1 && !phrases.length && change(metrics, (m) => m.reward); // stages have different rewards
+  return reward ? [`reward ${number(reward[0])} → ${number(reward[1])}`] : phrases;
+}
+function sentence(its) {
+  const asked = ends(its.stages.flatMap((s) => s.metrics.map(() => s.settings.questions_per_step)));
+  const [n, later] = asked.map((counts) => counts.reduce((sum, x) => sum + x, 0));
+  const found = changes(its);
+  const steps = `${allMetrics(its).length} steps on training questions`;
+  if (!found.length) return asked[0].length < 2 ? steps : `${steps}: no change beyond chance`;
+  return `On training questions${n ? ` (n = ${n === later ? n : `${n}, then ${later}`})` : ""}: ${found.join("; ")}`;
+}
+function basis(its) {
+  const some = ends(allMetrics(its))[0].length;
+  return some < 2 ? "" : `The first ${some} steps are compared with the last ${some}; n counts their questions. A change is named only where the 95 % interval of the difference leaves out 0 (for searches, which are compared by kind of question: 99 %). For held-out questions, run eval.py.`;
+}
+const factsOf = (its) => {
+  const about = its.stages.at(-1)?.settings ?? {};
   const world = about.recipe && `built-in world ${about.world_seed}`;
-  const facts = [about.recipe, about.algorithm, about.recipe && (about.model || "built-in model"), about.data || world, about.corpus].filter(Boolean);
-  $("about").textContent = facts.join(" · ");
-  const metrics = allMetrics(run());
-  if (!metrics.length) return ($("headline").textContent = first?.steps.length ? "Questions and answers of a session" : "Trajectories");
-  const change = (name) => {
-    const values = metrics.map((m) => m[name]).filter(Number.isFinite);
-    const some = Math.max(1, Math.min(3, Math.floor(values.length / 2)));
-    return values.length > 1 ? [mean(values.slice(0, some)), mean(values.slice(-some))] : null;
-  };
-  const changes = kindsOf(metrics, "searched/").map((kind) => [kind, change(`searched/${kind}`)]).filter(([, its]) => its);
-  changes.sort(([, a], [, b]) => b[1] - b[0] - (a[1] - a[0]));
-  const chosen = changes.length > 1 ? [changes[0], changes.at(-1)] : changes;
-  const searched = chosen.map(([kind, [a, b]]) => `${kind.replaceAll("_", " ")} questions ${percent(a)} → ${percent(b)}`);
-  const [em, reward] = [change("em"), change("reward")];
-  const sentence = [searched.length ? `searches for ${searched.join(", for ")}` : "", em ? `exact match ${number(em[0], 2)} → ${number(em[1], 2)}` : "",
-    !em && !searched.length && reward ? `reward ${number(reward[0])} → ${number(reward[1])}` : ""].filter(Boolean).join("; ");
-  $("headline").textContent = sentence ? sentence[0].toUpperCase() + sentence.slice(1) : `${metrics.length} steps`;
+  return [about.recipe, about.algorithm, about.recipe && (about.model || "built-in model"), about.data || world, about.corpus].filter(Boolean);
+};
+function showHeadline() {
+  if (all.length > 1) return showComparison();
+  $("about").textContent = factsOf(run()).join(" · ");
+  $("headline").textContent = allMetrics(run()).length ? sentence(run()) : run().stages[0]?.steps.length ? "Questions and answers of a session" : "Trajectories";
+  $("basis").textContent = basis(run());
+}
+const letter = (i) => String.fromCharCode(65 + i); // of a run, in the list and at its curves
+function showComparison() {
+  document.title = $("headline").textContent = `${all.length} runs compared: ${all.map((its) => plain(its.name)).join(", ")}`;
+  const facts = all.map(factsOf);
+  $("about").textContent = facts[0].filter((fact) => facts.every((some) => some.includes(fact))).join(" · ");
+  const settings = all.map((its) => its.stages.at(-1)?.settings ?? {});
+  const differing = [...new Set(settings.flatMap(Object.keys))].filter((name) => settings.some((some) => some[name] !== settings[0][name]));
+  fill($("compared"), ...all.map((its, i) => el("li", {},
+    el("b", { style: `color:var(--s${i % 8})` }, `${letter(i)} ${plain(its.name)}`),
+    differing.length ? el("span", { class: "pale" }, ` ${differing.map((name) => `${name} ${plain(settings[i][name] ?? "") || "–"}`).join(", ")}`) : "",
+    el("div", {}, allMetrics(its).length ? sentence(its) : "no step is finished"))));
+  $("basis").textContent = basis(all.find((its) => allMetrics(its).length) ?? run());
 }
 const kindsOf = (metrics, prefix) => [...new Set(metrics.flatMap(Object.keys))].filter((name) => name.startsWith(prefix)).map((name) => name.slice(prefix.length)).sort();
 
@@ -119,16 +169,19 @@ function moments() { // the kept steps where one question is seen before, when m
   if (kept.length < 3) return null;
   const searches = kept.map((place) => metricsOf(place).searches ?? 0);
   const wanted = [0, searches.indexOf(Math.max(...searches)), kept.length - 1];
-  const when = new Map(); // question -> its places
+  const when = new Map(); // question -> where it is asked: [place, right, searches, group, row] of a middle trajectory
   kept.forEach(({ stage, step }, i) => {
-    for (const [question, right] of Object.entries(run().stages[stage].asked)) if (step in right) when.set(question, [...(when.get(question) ?? []), [i, right[step]]]);
+    for (const [question, steps] of Object.entries(run().stages[stage].asked)) if (step in steps) when.set(question, [...(when.get(question) ?? []), [i, ...steps[step]]]);
   });
   let best = null;
-  for (const [question, at] of when) {
-    const nearest = wanted.map((x) => at.reduce((a, b) => (Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a)));
-    // Near in time, and right where most answers of its step are right: it shows what happened.
-    const far = nearest.reduce((sum, [x, right], i) => sum + (2 * Math.abs(x - wanted[i])) / kept.length + Math.abs(Math.round(right) - Math.round(metricsOf(kept[x]).em ?? right)), 0);
-    if (new Set(nearest.map(([x]) => x)).size === 3 && (!best || far < best.far)) best = { question, at: nearest.map(([x]) => x), far };
+  for (const [question, seen] of when) {
+    const at = wanted.map((x) => seen.reduce((a, b) => (Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a)));
+    const alike = 3 - new Set(at.map(([, right, count]) => `${right} ${count}`)).size;
+    if (alike === 2 || new Set(at.map(([x]) => x)).size < 3) continue; // all three look alike: nothing to see
+    // Near in time, right where most answers of its step are, three different looks, most searches when the run has most.
+    const odd = at.map(([x, right], i) => (2 * Math.abs(x - wanted[i])) / kept.length + Math.abs(Number(right) - Math.round(metricsOf(kept[x]).em ?? right)));
+    const far = odd.reduce((sum, x) => sum + x, alike) + (at[1][2] < Math.max(at[0][2], at[2][2]) ? 1 : 0);
+    if (!best || far < best.far) best = { question, at, far };
   }
   return best;
 }
@@ -137,21 +190,19 @@ function showMoments() {
   $("moments").hidden = !found;
   if (!found) return fill($("moments"));
   const names = ["Before", "Most searches", "The end"];
-  const cards = found.at.map((at, i) => {
+  const cards = found.at.map(([at, , , group, row], i) => {
     const place = places()[at];
     const body = el("div", { class: "story" }, "loading");
-    withStep(place, () => fill(body, ...story(place, found.question)));
+    withStep(place, () => fill(body, ...story(place, group, row)));
     const title = `${names[i]}: ${run().stages[place.stage].name}, step ${place.step}`;
     return el("article", {}, el("button", { class: "moment", "data-at": at, onclick: () => ((state.question = found.question), go(at)) }, title), body);
   });
   fill($("moments"), el("h2", {}, "One question at three moments: ", el("em", {}, plain(found.question))), el("div", { class: "cards" }, ...cards));
 }
-function story(place, question) { // the middle trajectory of the question's group, by reward
+function story(place, group, row) { // the middle trajectory of a group, by reward
   const from = loaded[keyOf(place)];
-  const group = from.rows.find((row) => row.question === question)?.group;
-  const rows = from.rows.filter((row) => row.group === group).sort((a, b) => a.reward - b.reward);
-  const line = rows[Math.floor(rows.length / 2)];
-  const record = line && trajectories(line.group, from).find((its) => its.row === line.row);
+  const line = from.rows.find((its) => its.group === group && its.row === row);
+  const record = line && trajectories(group, from).find((its) => its.row === row);
   if (!record) return [el("p", { class: "pale" }, "not kept")];
   const verdict = el("p", { class: line.correct ? "good" : "bad" }, `${line.correct ? "✓" : "✗"} ${plain(line.answer ?? "no answer")}, reward ${signed(line.reward)}`);
   return [el("div", { class: "text" }, ...readable(record)), verdict];
@@ -193,14 +244,15 @@ function colourOf(name) {
   }
   return null;
 }
+const shortName = (name) => readableKind(name.split("/").pop());
 function linesOf(wanted) { // [title or null, lines] per panel: several runs get a panel per metric
   if (all.length === 1) {
     const metrics = allMetrics(run());
     const names = named(metrics, wanted);
-    return [[null, names.map((name, i) => ({ name, label: name.split("/").pop().replaceAll("_", " "), line: points(metrics, name), colour: colourOf(name) ?? `var(--s${i % 8})` }))]];
+    return [[null, names.map((name, i) => ({ name, label: shortName(name), line: points(metrics, name), colour: colourOf(name) ?? `var(--s${i % 8})` }))]];
   }
   const names = [...new Set(all.flatMap((its) => named(allMetrics(its), wanted)))].sort();
-  return names.map((name) => [name, all.map((its, i) => ({ name, label: its.name, line: points(allMetrics(its), name), colour: `var(--s${i % 8})` }))]);
+  return names.map((name) => [shortName(name), all.map((its, i) => ({ name, label: its.name, tag: `${letter(i)} ${its.name}`, line: points(allMetrics(its), name), colour: `var(--s${i % 8})` }))]);
 }
 function ticks(low, high) { // about four round numbers
   const rough = (high - low) / 3;
@@ -209,7 +261,7 @@ function ticks(low, high) { // about four round numbers
   const first = Math.ceil(low / size - 1e-9);
   return Array.from({ length: Math.floor(high / size + 1e-9) - first + 1 }, (_, i) => (first + i) * size);
 }
-const [WIDE, HIGH, LEFT, RIGHT, TOP, BOTTOM] = [420, 220, 38, 106, 18, 24];
+const [WIDE, HIGH, LEFT, RIGHT, TOP, BOTTOM] = [420, 220, 54, 118, 18, 24];
 function chart(title, lines) {
   const drawn = lines.filter(({ line }) => line.length);
   if (!drawn.length) return null;
@@ -223,25 +275,35 @@ function chart(title, lines) {
   const path = (line) => "M" + line.map(([x, y]) => `${px(x).toFixed(1)},${py(y).toFixed(1)}`).join("L");
   const grid = ticks(low, high).map((y) => el("g", { class: "tick" }, el("line", { x1: LEFT, x2: WIDE - RIGHT, y1: py(y), y2: py(y) }), el("text", { x: LEFT - 5, y: py(y) + 4, "text-anchor": "end" }, number(y))));
   const below = ticks(0, length - 1).filter(Number.isInteger).map((x) => el("text", { class: "x", x: px(x), y: HIGH - 8, "text-anchor": "middle" }, x));
-  const labels = drawn.map(({ label, line, colour }) => ({ label, colour, y: py(smooth(line).at(-1)[1]) + 4 })).sort((a, b) => a.y - b.y);
-  labels.forEach((its, i) => (its.y = i ? Math.max(its.y, labels[i - 1].y + 13) : its.y));
+  const labels = spread(drawn.map(({ label, tag, line, colour }) => ({ text: tag ?? label, colour, y: py(smooth(line).at(-1)[1]) + 4 })), TOP + 10, HIGH - 4);
   const svg = el("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, role: "img", "aria-label": `${title}, from ${number(Math.min(...ys))} to ${number(Math.max(...ys))}`,
     onclick: (event) => jump(xAt(event, svg, length)), onmousemove: (event) => crosshair(xAt(event, svg, length)), onmouseleave: () => crosshair(null) },
     ...shades(px), ...grid, ...below,
     ...drawn.map(({ line, colour }) => el("path", { class: "raw", d: path(line), style: `stroke:${colour}` })),
     ...drawn.map(({ name, line, colour }) => el("path", { class: "smooth", "data-metric": name, d: path(smooth(line)), style: `stroke:${colour}` })),
-    ...labels.map(({ label, colour, y }) => el("text", { x: WIDE - RIGHT + 6, y, style: `fill:${colour}` }, label.slice(0, 18))),
+    ...labels.map(({ text, colour, y }) => el("text", { class: "label", x: WIDE - RIGHT + 6, y, style: `fill:${colour}` }, text.length > 16 ? `${text.slice(0, 15)}…` : text)),
     el("line", { class: "here", y1: TOP, y2: HIGH - BOTTOM }), el("line", { class: "cross", y1: TOP, y2: HIGH - BOTTOM, visibility: "hidden" }));
   const figure = el("figure", {}, el("figcaption", { title: drawn.map(({ name }) => explained(name)).find(Boolean) ?? false }, title, el("output", {})), svg);
   Object.assign(figure, { px, drawn });
   return figure;
 }
+const APART = 14; // between the base lines of two labels
+function spread(labels, low, high) { // moves labels apart: first down, then up those that would leave the picture
+  labels.sort((a, b) => a.y - b.y);
+  let free = low;
+  for (const its of labels) free = (its.y = Math.max(its.y, free)) + APART;
+  free = high;
+  for (const its of labels.toReversed()) free = (its.y = Math.min(its.y, free)) - APART;
+  return labels;
+}
 function shades(px) { // every second stage is shaded, and each is named
-  let begin = 0;
+  let [begin, free] = [0, 0]; // the next stage's first step; where the name before ends
   return run().stages.map((s, i) => {
     const [from, to] = [px(begin), px(Math.max(begin, begin + s.metrics.length - 1))];
     begin += s.metrics.length;
-    return el("g", { class: "stage" }, i % 2 ? el("rect", { x: from, y: TOP, width: Math.max(0, to - from), height: HIGH - TOP - BOTTOM }) : "", el("text", { x: from + 3, y: TOP - 5 }, s.name));
+    const x = Math.max(from + 3, free);
+    free = x + 7 * (s.name.length + 1);
+    return el("g", { class: "stage" }, i % 2 ? el("rect", { x: from, y: TOP, width: Math.max(0, to - from), height: HIGH - TOP - BOTTOM }) : "", el("text", { x, y: TOP - 5 }, s.name));
   });
 }
 const xAt = (event, svg, length) => {
@@ -264,7 +326,7 @@ function jump(x) { // to the nearest kept step
   if (xs.length) go(xs.reduce((best, its, i) => (Math.abs(its - x) < Math.abs(xs[best] - x) ? i : best), 0));
 }
 function panels(list) {
-  return list.flatMap(([title, wanted]) => linesOf(wanted).map(([name, lines]) => chart(name ? `${title}: ${name}` : title, lines))).filter(Boolean);
+  return list.flatMap(([title, wanted]) => linesOf(wanted).map(([name, lines]) => chart(name && name !== title ? `${title}: ${name}` : title, lines))).filter(Boolean);
 }
 function showCurves() {
   fill($("curves"), ...panels(LARGE));
@@ -535,7 +597,8 @@ function start() {
   theme(false);
   fill($("run"), ...all.map((its, i) => el("option", { value: i }, its.name)));
   $("run").onchange = () => chooseRun(Number($("run").value));
-  $("which").hidden = all.length < 2;
+  $("which").hidden = $("compared").hidden = all.length < 2;
+  if (all.length > 1) $("which").before($("curves")); // they are what is compared
   $("before").onclick = () => go(state.at - 1);
   $("after").onclick = () => go(state.at + 1);
   $("slider").oninput = () => go(Number($("slider").value));
