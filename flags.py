@@ -56,9 +56,8 @@ class RolloutSettings:
     )
     timeout: float = setting(
         60.0,
-        "time limit in seconds of one try of a request to a server, and of a search that uses "
-        "neither a server nor a summarising model; vLLM servers have other limits for sampling and "
-        "for loading weights",
+        "time limit in seconds of one try of a request to a server; vLLM servers have other limits "
+        "for sampling and for loading weights",
         above=0,
         most=86_400,
     )

@@ -116,8 +116,7 @@ def show_all(requests: Requests, documents: Found) -> Results:
 
 def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> Callable:
     """Returns the search function of the rollout. It retrieves the documents of all requests in one
-    call, then passes what was found to `summarize`. If the retriever is remote, the function has an
-    attribute `seconds`: search.seconds(requests) is the longest time that the retriever may take.
+    call, then passes what was found to `summarize`.
     """
 
     def search(requests: Requests) -> Results:
@@ -130,8 +129,6 @@ def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> Calla
                 results[i] = summary
         return results
 
-    if hasattr(retriever, "seconds"):
-        search.seconds = lambda requests: retriever.seconds(len({r.query for r in requests}), k)
     return search
 
 

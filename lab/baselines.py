@@ -453,7 +453,7 @@ def run_method(name: str, questions: list, llm: LLM, search, settings: Settings)
     drives = [drive(row, METHODS[name](row.question, *limit), llm, environment) for row in rows]
     steps = [*map(next, drives)]  # what each row waits for
     while any(steps):
-        # All searches of a round are one call, with the timeout and the token budgets of a rollout.
+        # All searches of a round are one call, with the token budgets of a rollout.
         if queries := [pair for pair in zip(rows, steps, strict=True) if isinstance(pair[1], str)]:
             environment.execute(queries)
         # A method that searched reads its passages now; its next step is always a request.

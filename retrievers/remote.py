@@ -23,7 +23,6 @@ from errors import InputError
 from formats.layouts import titled
 from retrievers.index import fingerprint
 from retrievers.net import (
-    MAX_BACKOFF,
     Fault,
     RejectedRequest,
     fetch_json,
@@ -52,13 +51,6 @@ class HttpRetriever:
             raise InputError(
                 f"{self.url}: no retriever answers ({fault}): start it, or correct the address"
             ) from None
-
-    def seconds(self, queries: int, k: int) -> float:
-        """Returns an upper bound on the seconds that `search` takes for this many queries, if every
-        request keeps to its time limit.
-        """
-        batches = -(-queries // BATCH)
-        return batches * ((RETRIES + 2) * self.timeout + RETRIES * MAX_BACKOFF)
 
     def search(self, queries: list[str], k: int) -> list[list[Document] | bool | None]:
         """Returns for each query a list of at most k documents, False if the server rejects it, or

@@ -26,7 +26,6 @@ from rewards import ur2_violations
 from rollout import (
     MIN_DOCUMENT_TOKENS,
     Environment,
-    call_search,
     check_prompts,
     decode,
     encode,
@@ -332,20 +331,6 @@ def test_a_broken_search_is_an_observation_and_an_error_in_the_log(bpe, answer, 
     (search,) = t.searches
     assert search.error.startswith(error) and search.seconds > 0
     assert (search.text, t.answer) == ("Search is unavailable.", "Norland")
-
-
-def test_the_timeout_grows_by_the_seconds_that_a_network_search_declares():
-    released = threading.Event()
-
-    def slow(requests):
-        released.wait(60)
-        return [SearchResult(text="found") for _ in requests]
-
-    requests = [SearchRequest(QA, query) for query in ("a", "a", "b")]
-    assert "no answer within 0.05 s" in call_search(slow, requests, 0.05, [])[0].error
-    threading.Timer(0.3, released.set).start()
-    slow.seconds = lambda batch: 60.0 * (batch == requests)
-    assert [result.text for result in call_search(slow, requests, 0.05, [])] == ["found"] * 3
 
 
 def test_an_error_that_only_the_user_can_repair_ends_the_run(bpe):
