@@ -15,8 +15,7 @@ BM25 as rank-bm25's BM25Okapi defines it, over N documents; f = count of term t 
 
 A summand depends only on term and document, not on the rest of the query. So the index holds the
 summand of every (term, document) pair that occurs, sorted by term, and a query adds up the slices
-of its terms. The flag `--index`, which the first command below lacks, stores the index on the disk
-(retrievers/index.py).
+of its terms.
 
 Other retrievers: retrievers/dense.py (an encoder), retrievers/remote.py (another machine's
 retriever), retrievers/controls.py (`random`, `empty`, `oracle`, `given`), and, only for `serve` and
@@ -26,7 +25,7 @@ retriever), retrievers/controls.py (`random`, `empty`, `oracle`, `given`), and, 
     python retriever.py serve --corpus FILE                      offer a corpus to other machines
     python retriever.py check --corpus FILE, --url URL, or both  does a retriever answer sensibly?
 
-Left out: stemming, stop words.
+Left out: stemming, stop words, an index on disk (`serve` keeps it in the memory of one process).
 """
 
 import sys
@@ -62,10 +61,6 @@ class RetrieverSettings:
         one_of=RETRIEVERS,
     )
     retriever_url: str = setting("", "http: the server's address, http://host:port")
-    index: str = setting(
-        "",
-        "bm25: the folder in which the index is stored; without it, the index is only in memory",
-    )
     encoder: str = setting(
         "", "dense: an encoder's hub name, such as intfloat/e5-base-v2, or its directory"
     )
@@ -91,7 +86,7 @@ def make_retriever(
     """
     name = settings.retriever
     if name == "bm25":
-        return BM25(documents, title_boost=settings.title_boost, index=settings.index)
+        return BM25(documents, title_boost=settings.title_boost)
     if name == "http":
         from retrievers.remote import HttpRetriever  # only needed here
 
@@ -155,31 +150,26 @@ class BM25:
     rows[t] has the summands of all documents [N], because adding such an array is faster.
     """
 
-    def __init__(
-        self,
-        documents: list[Document],
-        k1=1.5,
-        b=0.75,
-        epsilon=0.25,
-        title_boost=1,
-        index="",
-    ):
-        """title_boost: how often the title is put before the text; index: the folder in which the
-        index is stored ("": memory only).
-        """
+    def __init__(self, documents: list[Document], k1=1.5, b=0.75, epsilon=0.25, title_boost=1):
+        """title_boost: how often the title is put before the text."""
         if not documents:
             raise InputError("the corpus is empty: BM25 needs a --corpus with a document in it")
         self.documents = documents
-        parameters = (k1, b, epsilon, title_boost)
-        if index:
-            from retrievers.index import load_or_build  # not needed for an index in memory
-
-            parts = load_or_build(index, documents, parameters, build)
-        else:
-            parts = build(documents, *parameters)
-        self.vocabulary, self.start, self.postings, self.weights = parts
         n = len(documents)
-        common = np.flatnonzero(np.diff(self.start) > COMMON * n)
+        texts = (f"{d.title} " * title_boost + d.text for d in documents)
+        texts = tqdm(texts, "BM25 index", n, unit=" documents", disable=n < SHOW_PROGRESS_FROM)
+        self.vocabulary, tokens, lengths = count_words(texts)
+        terms, self.postings, frequencies = invert(tokens, lengths)
+        document_counts = np.bincount(terms, minlength=len(self.vocabulary))  # n_t of each word
+        self.start = np.concatenate([[0], np.cumsum(document_counts)])
+        idf = inverse_document_frequencies(document_counts, n, epsilon)
+        mean = max(lengths.mean(), 1e-12)  # not 0, even if no document has a word
+        norm = k1 * (1 - b + b * lengths / mean)  # [N]
+        # In fp64, because in fp32 scores would differ from rank-bm25's in the seventh digit, and
+        # documents with nearly equal scores could change places.
+        gain = frequencies * (k1 + 1) / (frequencies + norm[self.postings])  # [pairs]
+        self.weights = idf[terms] * gain
+        common = np.flatnonzero(document_counts > COMMON * n)
         self.rows = {term: self.add(np.zeros(n), term, 1) for term in common}
 
     def add(self, scores: Array, term: int, count: int) -> Array:
@@ -210,24 +200,6 @@ class BM25:
 
     def best(self, query: str, k: int) -> list[Document]:
         return [self.documents[i] for i in top(self.scores(query), k)]
-
-
-def build(documents: list[Document], k1: float, b: float, epsilon: float, title_boost: int):
-    """Builds BM25's (vocabulary, start, postings, weights)."""
-    n = len(documents)
-    texts = (f"{d.title} " * title_boost + d.text for d in documents)
-    texts = tqdm(texts, "BM25 index", n, unit=" documents", disable=n < SHOW_PROGRESS_FROM)
-    vocabulary, tokens, lengths = count_words(texts)
-    terms, postings, frequencies = invert(tokens, lengths)
-    document_counts = np.bincount(terms, minlength=len(vocabulary))  # n_t of each word
-    start = np.concatenate([[0], np.cumsum(document_counts)])
-    idf = inverse_document_frequencies(document_counts, n, epsilon)
-    mean = max(lengths.mean(), 1e-12)  # not 0, even if no document has a word
-    norm = k1 * (1 - b + b * lengths / mean)  # [N]
-    # In fp64, because in fp32 scores would differ from rank-bm25's in the seventh digit, and
-    # documents with nearly equal scores could change places.
-    gain = frequencies * (k1 + 1) / (frequencies + norm[postings])  # [pairs]
-    return vocabulary, start, postings, idf[terms] * gain
 
 
 def count_words(texts: Iterable[str]) -> tuple[dict[str, int], Array, Array]:

@@ -27,7 +27,6 @@ from tqdm import tqdm
 from data import Document, clean
 from errors import InputError, rank_of
 from formats.manifest import sync
-from retrievers.index import fingerprint
 from retrievers.net import shown
 
 SHARD = 16_384  # documents per file, and rows of one matrix product
@@ -86,6 +85,16 @@ def version_of(model, prefix: str | None) -> str:
         if ".pooler." not in name:  # a pooler is not used, and is random if its weights are missing
             digest.update(tensor.float().cpu().contiguous().numpy())
     return digest.hexdigest()
+
+
+def fingerprint(documents: list[Document]) -> str:
+    """Returns a hash of all titles and texts in their order. The ids are left out, because the
+    vectors do not depend on them.
+    """
+    digest = hashlib.sha256()
+    for document in documents:  # repr, so that "ab", "c" and "a", "bc" differ
+        digest.update(repr((document.title, document.text)).encode())
+    return digest.hexdigest()[:20]
 
 
 def passage_text(document: Document) -> str:

@@ -167,7 +167,6 @@ FLAGS = {  # name -> (default, help)
     "corpus": ("", "corpus file; not needed for the web or --url"),
     "retriever": ("bm25", "bm25, dense or web"),
     "title_boost": (1, "bm25: how often a title is counted"),
-    "index": ("", "bm25: folder that stores the index for the next start"),
     "encoder": ("", "dense: hub name or directory of the encoder"),
     "index_file": ("", "dense: flat FAISS index whose row i is document i"),
     "output_dir": ("runs", "dense: folder whose subfolder vectors/ holds the vectors"),

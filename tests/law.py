@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SUMS = {"nodes of the product": 130_000, "nodes of the path": 32_700, "nodes of the tests": 198_000}
-FLAGS = 70  # of train.py
+FLAGS = 69  # of train.py
 PATH = "prompts trajectory rollout retriever summarizer rewards kl ppo grpo reinforce_pp dapo"
 PATH = {*PATH.split(), "curriculum", "update", "train", "eval"}
 # The lowest comes first, and no file imports one of a higher floor. A folder means all its files.

@@ -72,7 +72,7 @@ def test_flags_are_fields_that_no_other_command_has_for_itself(tree):
         tree,
         {"kl.py": "class A:" + "".join(f"\n    a{n}: int = {f}" for n, f in enumerate(fields))},
     )
-    assert ("flags of train.py", 2, 70, ["kl.py:2", "kl.py:3"]) in law.figures(tree)
+    assert ("flags of train.py", 2, law.FLAGS, ["kl.py:2", "kl.py:3"]) in law.figures(tree)
 
 
 def test_nodes_are_counted_without_docstrings(tmp_path):

@@ -346,7 +346,6 @@ WEB = ["serve", "--retriever", "web", "--retriever_url"]
     ("arguments", "fragment"),
     [
         (["serve", "--output_dir", "r"], "--output_dir: only --retriever dense reads it"),
-        (["check", "--url", "http://h:1", "--index", "i"], "--index: only --retriever bm25"),
         (["serve"], "the corpus is empty: BM25 needs a --corpus"),
         (["serve", "--corpus", "none.jsonl"], "none.jsonl: no such file"),
         (["serve", "--corpus", "c.jsonl", "--folder", "v"], "unknown flag --folder"),
