@@ -277,9 +277,8 @@ def compute_old_logprobs(state: TrainState, batch: Batch) -> Tensor:
     documents are trained on. All rows are also computed if the mismatch correction drops tokens:
     the loss is a mean over the tokens that remain, and these log-probs decide which remain.
     """
-    drops = state.mismatch != "none" and ppo.MISMATCH[state.mismatch][-1] == 0
     rows = torch.arange(len(batch))  # [n]
-    if batch.ref_logprobs is None and batch.values is None and not drops:
+    if batch.ref_logprobs is None and batch.values is None and state.mismatch != "sequence_mask":
         algorithm = ALGORITHMS[state.settings.algorithm]
         batch.advantages = algorithm.compute_advantages(batch, state.settings)  # [B, T]
         rows = rows if batch.sampled_logprobs is None else rows_that_teach(batch)  # [n]

@@ -52,8 +52,8 @@ ADVICE = {
     "reward_size": "the mean reward or one of its terms is beyond 1000, so smaller terms no longer"
     " matter: which term is it?",
     "logprob_gap": "the sampler's log-probs differ from the trainer's: try --engine hf or"
-    " --mismatch sequence",
-    "mismatch_cut": "most tokens are outside the bounds of --mismatch: the sampler's policy is not"
+    " --mismatch sequence_mask",
+    "mismatch_cut": "most tokens are above the bound of --mismatch: the sampler's policy is not"
     " the trainer's",
     "likelihood": "updates do not make right answers likelier: lower --lr before the reward falls",
     "kl_spike": "the KL is over ten times its median: lower --lr, or set --warmup_ratio",
