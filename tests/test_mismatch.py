@@ -1,5 +1,5 @@
 """Tests of ppo.mismatch_weights, for a sampler μ that differs from π_old: by hand, in an update, by
-enumeration of all sequences, and in a run. A test of the metric likelihood_later is here too.
+enumeration of all sequences, and in a run.
 """
 
 import itertools
@@ -156,14 +156,3 @@ def test_all_rows_are_weighted_before_the_first_update_and_the_shares_are_logged
     assert row["mismatch_cut"] == pytest.approx(4 / tokens, abs=1e-4)
     ess = (tokens + 4) ** 2 / (tokens * (tokens + 12))  # Σ w = n + 4, Σ w² = n + 12
     assert row["mismatch_ess"] == pytest.approx(ess, abs=1e-4)
-
-
-def test_likelihood_later_is_a_mean_over_rows_by_hand():
-    # Row 0 is in the first update. Rows 1 and 3 have a positive advantage in total; their log-probs
-    # change by 0.1 and −0.5.
-    change = [[9, 9], [0.2, -0.1], [5, 5], [-0.4, -0.1]]
-    batch = SimpleNamespace(logprobs=torch.tensor(change), old_logprobs=torch.zeros(4, 2))
-    batch.advantages = torch.tensor([[1, 1], [0.5, 0.5], [-1, -1], [2, -1]])
-    result = train.likelihood_later(batch, torch.tensor([0]))
-    assert result == {"likelihood_later": pytest.approx(-0.2)}
-    assert train.likelihood_later(batch, torch.arange(4)) == {}  # all rows are in the first update
