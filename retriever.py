@@ -271,49 +271,29 @@ INVENTED = [
 ]
 
 
-def show_search(bm25: BM25, query: str, k: int) -> None:
-    """Prints those of the k best documents that share a word with the query."""
-    words = bm25.vocabulary.keys() & tokenize(query)
-    print(f"{len(bm25.documents):,} documents, {len(bm25.vocabulary):,} words")
-    if not words:
-        print("no document shares a word with the query")
-    scores = bm25.scores(query)
-    for rank, i in enumerate(top(scores, k), 1):
-        document = bm25.documents[i]
-        text = f"{document.title}: {document.text}"
-        # The test is not `score != 0`: a word in exactly half of the documents can have idf 0.
-        if words.intersection(tokenize(text)):
-            print(harmless(f"{rank}. {scores[i]:7.3f}  [{document.id}] {text}"))
-
-
 def main() -> None:
     if sys.argv[1:2] in (["serve"], ["check"]):
         from retrievers.serve import command  # only needed here
 
         return command(sys.argv[1:], make_retriever)
     parser = FlagParser(
-        description="Searches a corpus.",
+        description="Searches a corpus with BM25.",
         epilog="`serve` and `check` are commands with their own --help, not queries.",
     )
     parser.add_argument("query", nargs="?", default="where was Ana Bell born")
     parser.add_argument("--corpus", help="a corpus file (default: six invented documents)")
-    parser.add_argument("--retriever", choices=RETRIEVERS[:3], default="bm25")
-    parser.add_argument("--encoder", default="", help="dense: an encoder's hub name or directory")
-    parser.add_argument("--retriever_url", default="", help="http: the server's address")
     parser.add_argument("-k", type=int, default=3, help="the number of documents to print")
     parser.add_argument("--skip_bad", action="store_true", help="leave out malformed records")
     args = parser.parse_args()
-    if args.k < 1:
-        raise InputError(f"-k {args.k}: ask for at least one document")
-    documents = load_corpus(args.corpus, args.skip_bad) if args.corpus else INVENTED
-    if args.retriever == "bm25":
-        return show_search(BM25(documents), args.query, args.k)
-    settings = RetrieverSettings(args.retriever, args.retriever_url, encoder=args.encoder)
-    (results,) = make_retriever(documents, settings).search([args.query], args.k)
-    for rank, document in enumerate(results or [], 1):
-        print(harmless(f"{rank}. [{document.id}] {document.title}: {document.text}"))
-    if not results:
-        print("no document was found" if results == [] else "the search failed")
+    bm25 = BM25(load_corpus(args.corpus, args.skip_bad) if args.corpus else INVENTED)
+    print(f"{len(bm25.documents):,} documents, {len(bm25.vocabulary):,} words")
+    if not bm25.vocabulary.keys() & tokenize(args.query):
+        print("no document shares a word with the query")
+    scores = bm25.scores(args.query)
+    for rank, i in enumerate(top(scores, args.k), 1):
+        document = bm25.documents[i]
+        text = f"[{document.id}] {document.title}: {document.text}"
+        print(harmless(f"{rank}. {scores[i]:7.3f}  {text}"))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from processes import wait_until
 from data import Document
 from retriever import BM25
 from retrievers import remote
-from retrievers.net import MAX_BACKOFF, Fault
+from retrievers.net import Fault
 from retrievers.remote import HttpRetriever, read_document
 from retrievers.serve import RetrievalServer
 

@@ -7,7 +7,6 @@ replaces its logits, so that each row samples the tokens of its script.
 import copy
 import dataclasses
 import math
-import threading
 from itertools import takewhile
 from operator import eq
 
@@ -16,7 +15,7 @@ import torch
 from conftest import model_of, roll, small
 from transformers import ByT5Tokenizer, GenerationConfig
 
-from data import Document, Question, SearchRequest, SearchResult
+from data import Document, Question, SearchResult
 from engines.slots import generate_in_slots, obstacle
 from errors import InputError
 from papers import paper_of

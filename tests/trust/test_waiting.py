@@ -18,14 +18,12 @@ from conftest import ScriptedServer as Server
 from processes import in_two_processes, wait_for
 
 import train
-from data import Question, SearchRequest, SearchResult
 from engines.slots import pick
 from errors import LOST, InputError, run_main
 from eval import Evaluation, Options
 from other_models.llm import LocalLLM, ServerLLM, load_llm
 from plumbing import build
 from plumbing.files import checkpoints
-from prompts import PROTOCOLS
 from settings import Settings
 from summarizer import SUMMARY_LOG
 
