@@ -171,9 +171,6 @@ def prediction_record(trajectory: Trajectory, sample: int) -> dict:
     """Returns the record of a trajectory in a predictions file."""
     question = trajectory.question
     protocol = trajectory.protocol
-    searches = [
-        {"query": s.query, "fallback": s.fallback, "error": s.error} for s in trajectory.searches
-    ]
     record = {
         "id": question.id,
         "sample": sample,
@@ -185,10 +182,11 @@ def prediction_record(trajectory: Trajectory, sample: int) -> dict:
         "judge_sees": protocol.judge_sees,
         "transcript": trajectory.text,
         "stop_reason": trajectory.stop_reason,
-        "searches": searches,
     }
     record["punctuation"] = paper_of(protocol.name).punctuation
     record["metrics"] = prediction_metrics(trajectory)
+    kept = ("query", "fallback", "error")
+    record["searches"] = [{name: getattr(s, name) for name in kept} for s in trajectory.searches]
     if question.options:
         record["options"] = list(question.options)
     if question.supporting:
@@ -247,7 +245,8 @@ class Evaluation:
                 records += batch
         if missing := bar.total - len(records):
             print(f"{missing} of {bar.total} predictions are missing: the model gave no reply")
-        if faults := search_faults(records):
+        searches = [search for record in records for search in record["searches"]]
+        if faults := [search["error"] for search in searches if search["error"]]:
             print(
                 f"warning: {len(faults)} searches failed (the first: {harmless(faults[0])}): the "
                 "scores are not the model's true ones; repair the retriever and repeat the command",
@@ -282,12 +281,6 @@ class Evaluation:
         if PROTOCOLS[settings.protocol].query_tags:
             line += f", retriever {settings.retriever}"
         print(line)
-
-
-def search_faults(records: list[dict]) -> list[str]:
-    """Returns the error messages of failed searches."""
-    searches = [search for record in records for search in record.get("searches", [])]
-    return [search["error"] for search in searches if search["error"]]
 
 
 # ------------------------------------------------------------------------------------- the settings
@@ -327,17 +320,6 @@ def settings_of(given: dict) -> Settings:
     return replace(settings, **(changes | given | {"model": model}))
 
 
-def paper_decoding(settings: Settings) -> dict:
-    """Returns the settings of the paper's evaluations, for --decoding paper."""
-    decoding = record_of(settings.recipe, settings.variant).decoding
-    if "temperature" not in decoding:
-        print(
-            f"--decoding paper: the paper of {settings.recipe} does not say how it samples in "
-            "evaluations: decoding is greedy, unless --temperature is given"
-        )
-    return decoding
-
-
 def room_to_think(settings: Settings, tokens: int) -> Settings:
     """Adds `tokens` to every limit of a turn: with 100, 512 becomes 612, and math=3072 becomes
     math=3172.
@@ -373,10 +355,8 @@ def parse(
     given, options = read_flags(arguments, kind, command)
     check_options(options, given)
     settings = settings_of(given)
-    if options.decoding == "paper":  # the recipe in `settings` decides which paper
-        settings = settings_of(paper_decoding(settings) | given)
-    if "max_turn_tokens" in given:
-        print(f"--max_turn_tokens {settings.max_turn_tokens} applies to every task")
+    if options.decoding == "paper":  # greedy, if the paper does not say how it samples
+        settings = settings_of(record_of(settings.recipe, settings.variant).decoding | given)
     read = SEARCHING if options.references == "retrieved" else ()
     check_settings(settings, False, given.keys() - read)
     # `strict` demands a section for a model that this evaluation uses. The prompt file of the

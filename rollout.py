@@ -502,23 +502,18 @@ def main() -> None:
     settings = RolloutSettings(max_context=4096)
     environment = Environment(letters, protocol, lambda _: [result], settings)
     row = Trajectory(question, protocol, build_prompt(protocol, question, letters))
-    script = {
-        "query": "Her birthplace decides. <search> Ana Bell birthplace </search>",
-        "answer": "So it is Norland. <answer> Norland </answer>",
-    }
-    for reason, text in script.items():
+    query = "Her birthplace decides. <search> Ana Bell birthplace </search>"
+    answer = "So it is Norland. <answer> Norland </answer>"
+    for text, reason in ((query, "query"), (answer, "answer")):
         ids = encode(letters, text)
         environment.end_turn(row, ids, [-0.1] * len(ids), reason)
-        if not row.stop_reason:
-            environment.run_searches([row])
+        environment.run_searches([row] if reason == "query" else [])
     print(show(row))
-    begin = 0
+    end = 0
     for segment in row.segments:
-        end = begin + len(encode(letters, segment.text))
-        print(f"\n{segment.writer}: {segment.text!r}")
-        print("  ids:", row.response_ids[begin:end])
-        print("  mask:", set(row.response_mask[begin:end]))
-        begin = end
+        begin, end = end, end + len(encode(letters, segment.text))
+        print(f"\n{segment.writer}: {segment.text!r}\n  ids: {row.response_ids[begin:end]}")
+        print(f"  mask: {set(row.response_mask[begin:end])}")
 
 
 if __name__ == "__main__":

@@ -350,7 +350,6 @@ WEB = ["serve", "--retriever", "web", "--retriever_url"]
         (["check", "--url", "h"], "not an address: give --retriever_url http://host:port (for"),
         ([*WEB[:3]], "--retriever_url '' must have {query} after the host: give http"),
         ([*WEB, "ftp://h/{query}"], "not an address: give http://host/search"),
-        (["cat", "-k", "0"], "-k 0: ask for at least one document"),
         (["cat", "--corpsu", "c"], "unknown flag --corpsu (did you mean --corpus?)"),
         (["cat", "--corpus", "none.jsonl"], "no such file"),
     ],
