@@ -9,7 +9,7 @@
     python eval.py --recipe r_search --reader SPEC  another model answers from the evidence
     python eval.py --data A,B,C --model DIR         several data sets in one table
     python eval.py ... --against FILE               compares two runs question by question
-    python eval.py --predictions FILE               scores a file, in one of many layouts; no model
+    python eval.py --predictions FILE               scores a file, also FlashRAG's or R1-Searcher's
 
 By default decoding is greedy, and protocol and limits are those of training. Predictions are
 written batch by batch, so an interrupted evaluation leaves its finished part. An earlier file is
