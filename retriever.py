@@ -94,8 +94,7 @@ def make_retriever(
     if name == "dense":
         from retrievers.dense import DenseRetriever  # here, because it loads torch
 
-        index_file = getattr(settings, "index_file", "")  # a flag of `serve` and `check`
-        return DenseRetriever(documents, settings.encoder, device, index_file, runs)
+        return DenseRetriever(documents, settings.encoder, device, runs)
     if name in RETRIEVERS:
         from retrievers.controls import make_control  # only needed here
 

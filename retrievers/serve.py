@@ -168,7 +168,6 @@ FLAGS = {  # name -> (default, help)
     "retriever": ("bm25", "bm25, dense or web"),
     "title_boost": (1, "bm25: how often a title is counted"),
     "encoder": ("", "dense: hub name or directory of the encoder"),
-    "index_file": ("", "dense: flat FAISS index whose row i is document i"),
     "output_dir": ("runs", "dense: folder whose subfolder vectors/ holds the vectors"),
     "retriever_url": ("", "web: address of the search API, with {query}"),
     "page_words": (150, "web: limit of words shown per page; give 2000 if a model summarises it"),

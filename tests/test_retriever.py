@@ -219,9 +219,9 @@ def test_dense_and_http_retrievers_get_their_settings(monkeypatch):
     with pytest.raises(AttributeError):  # the replacement has no search
         command(flags, make_retriever)
     assert arguments == [
-        (documents("a"), "e5", "cuda:1", "", "mine"),
+        (documents("a"), "e5", "cuda:1", "mine"),
         ("http://h", 7.0),
-        ([], "e5", "", "", "mine"),
+        ([], "e5", "", "mine"),
     ]
 
 
