@@ -9,19 +9,19 @@
     python eval.py --recipe r_search --reader SPEC  another model answers from the evidence
     python eval.py --data A,B,C --model DIR         several data sets in one table
     python eval.py ... --against FILE               compares two runs question by question
-    python eval.py --predictions FILE               scores a file, in one of many layouts; no model
+    python eval.py --predictions FILE               scores a file, also FlashRAG's or R1-Searcher's
 
 By default decoding is greedy, and protocol and limits are those of training. Predictions are
-written batch by batch; after an interruption the same command, without --fresh, continues.
+written batch by batch, so an interrupted evaluation leaves its finished part. An earlier file is
+renamed and not overwritten.
 --thinking N is for a baseline that thinks in <think> ... </think> although its protocol does not
 ask for it: each turn may have N more tokens, and the thoughts are not scored.
 """
 
-import hashlib
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from errors import FlagParser, InputError, check_output, prepare_command, run_main, setting
@@ -75,7 +75,6 @@ class Options:
     judge_sees: str = setting(
         "", "what the judge of open answers reads; default: by protocol", one_of=("", *JUDGE_SEES)
     )
-    fresh: bool = setting(False, "start from the beginning, even if there are predictions")
     out: str = setting(
         "",
         "predictions file (lab.baselines: folder); default: in predictions/ under --output_dir",
@@ -115,12 +114,11 @@ if __name__ == "__main__":
 from tqdm import tqdm
 
 from data import Question, harmless
-from formats.records import append_jsonl, write_records
+from formats.records import append_jsonl, keep_old, write_records
 from papers import paper_of, record_of
 from plumbing.build import (
     build_environment,
     build_judge,
-    build_protocol,
     build_reader,
     build_search,
     choose_generate,
@@ -131,12 +129,10 @@ from plumbing.files import (
     checkpoints,
     locked,
     prompt_sections,
-    reusable_records,
 )
 from plumbing.questions import evaluation_questions
-from policy import best_device, check_model_path, weights_version
+from policy import best_device, check_model_path
 from prompts import PROTOCOLS, tag_pair
-from retriever import SEARCH_FAILED
 from rewards import needs
 from rollout import check_prompts, rollout
 from settings import (
@@ -175,9 +171,6 @@ def prediction_record(trajectory: Trajectory, sample: int) -> dict:
     """Returns the record of a trajectory in a predictions file."""
     question = trajectory.question
     protocol = trajectory.protocol
-    searches = [
-        {"query": s.query, "fallback": s.fallback, "error": s.error} for s in trajectory.searches
-    ]
     record = {
         "id": question.id,
         "sample": sample,
@@ -189,10 +182,11 @@ def prediction_record(trajectory: Trajectory, sample: int) -> dict:
         "judge_sees": protocol.judge_sees,
         "transcript": trajectory.text,
         "stop_reason": trajectory.stop_reason,
-        "searches": searches,
     }
     record["punctuation"] = paper_of(protocol.name).punctuation
     record["metrics"] = prediction_metrics(trajectory)
+    kept = ("query", "fallback", "error")
+    record["searches"] = [{name: getattr(s, name) for name in kept} for s in trajectory.searches]
     if question.options:
         record["options"] = list(question.options)
     if question.supporting:
@@ -215,10 +209,8 @@ class Evaluation:
         self.dataset_of = {q.id: name for name, chosen in self.datasets.items() for q in chosen}
         self.tokenizer = None  # until the policy is loaded
 
-    def load(self) -> tuple[Callable, str]:
-        """Loads the model and returns (generate, an id of its weights). The function
-        generate(questions, seed, progress) returns trajectories.
-        """
+    def load(self) -> Callable:
+        """Loads the model. Returns a function (questions, seed, progress) -> trajectories."""
         settings = self.settings
         device = best_device()
         search = build_search(settings, self.documents, device)
@@ -230,55 +222,34 @@ class Evaluation:
             way = choose_generate(settings)
             return rollout(policy, environment, questions, seed, way, progress)
 
-        return generate, weights_version(settings.model, policy) if settings.model else "built-in"
+        return generate
 
     def run(self) -> list[dict]:
-        """Returns prediction records of the model's rollouts."""
-        # The lock is held as long as this Evaluation exists.
-        self.lock = locked(self.out, holder=EVALUATION_HOLDS_IT)
-        generate, version = self.load()
-        self.announce()
-
-        def rows_of(questions: list[Question], start: int, progress) -> list[Trajectory]:
-            rows = generate(questions, self.settings.seed + start, progress)
-            return list(map(without_thinking, rows)) if self.options.thinking else rows
-
-        return self.collect(self.out, version, rows_of)
-
-    def collect(self, out: Path, version: str, rows_of, title: str = "evaluation") -> list[dict]:
-        """Returns all prediction records. Those of a batch are appended to the file `out` as soon
-        as the batch is finished.
-
-        rows_of   a function (questions, number of the first question, progress) -> trajectories. If
-                  it leaves out a trajectory, the next run of the command repeats this batch and
-                  all after it
+        """Returns prediction records of the model's rollouts. Those of a batch are appended to the
+        file `out` as soon as the batch is finished.
         """
         options = self.options
-        batch = QUESTIONS_AT_ONCE * options.samples
-        expected = [(q.id, sample) for q in self.questions for sample in range(options.samples)]
-        made_with = self.made_with(version)
-        records = reusable_records(out, made_with, expected, key_of, batch, options.fresh)
-        if records:
-            print(f"{len(records)} of {len(expected)} predictions exist: the evaluation continues")
-        begin = len(records) // options.samples
-        with tqdm(total=len(expected), initial=len(records), desc=title) as bar:
-            for start in range(begin, len(self.questions), QUESTIONS_AT_ONCE):
+        # The lock is held as long as this Evaluation exists.
+        self.lock = locked(self.out, holder=EVALUATION_HOLDS_IT)
+        generate = self.load()
+        self.announce()
+        keep_old(self.out)
+        records = []
+        with tqdm(total=len(self.questions) * options.samples, desc="evaluation") as bar:
+            for start in range(0, len(self.questions), QUESTIONS_AT_ONCE):
                 questions = self.questions[start : start + QUESTIONS_AT_ONCE]
-                rows = rows_of(questions, start, bar.update)
-                new_records = [self.record(row, i) for i, row in enumerate(rows)]
-                append_jsonl(out, new_records)
-                records += new_records
-        if missing := len(expected) - len(records):
+                rows = generate(questions, self.settings.seed + start, bar.update)
+                rows = map(without_thinking, rows) if options.thinking else rows
+                batch = [self.record(row, i) for i, row in enumerate(rows)]
+                append_jsonl(self.out, batch)
+                records += batch
+        if missing := bar.total - len(records):
+            print(f"{missing} of {bar.total} predictions are missing: the model gave no reply")
+        searches = [search for record in records for search in record["searches"]]
+        if faults := [search["error"] for search in searches if search["error"]]:
             print(
-                f"{title}: {missing} of {len(expected)} predictions are missing, because the "
-                "model gave no reply; the same command asks again"
-            )
-        if faults := search_faults(records):
-            print(
-                f"warning: {len(faults)} searches failed (the first: {harmless(faults[0])}): "
-                "the scores are not the model's true ones; the same command, without --fresh, "
-                "continues at the batch of the first error other than 'search failed', if there is "
-                "one",
+                f"warning: {len(faults)} searches failed (the first: {harmless(faults[0])}): the "
+                "scores are not the model's true ones; repair the retriever and repeat the command",
                 file=sys.stderr,
             )
         return records
@@ -310,37 +281,6 @@ class Evaluation:
         if PROTOCOLS[settings.protocol].query_tags:
             line += f", retriever {settings.retriever}"
         print(line)
-
-    def made_with(self, version: str) -> dict:
-        """Returns what the predictions depend on: settings, weights, questions and documents."""
-        made = asdict(self.settings)
-        # Predictions do not depend on these:
-        for name in ("run_name", "output_dir", "served", "judge", "reader", "timeout"):
-            del made[name]
-        # `made` has only the name of --prompt_file. The file's texts for the policy and the
-        # summariser are in the protocol.
-        content = hashlib.sha256()
-        for item in [build_protocol(self.settings), *self.questions, *self.documents]:
-            content.update(repr(item).encode())
-        made |= {"weights": version, "thinking": self.options.thinking}
-        return made | {"material": content.hexdigest()[:16]}
-
-
-def key_of(record: dict) -> tuple | None:
-    """Returns (question id, sample), or None if a search failed: predictions are then repeated from
-    the record's batch on. The error SEARCH_FAILED does not count: it means that the retriever
-    answered or rejected other queries of the same call, so the failed ones would probably fail
-    again.
-    """
-    if set(search_faults([record])) - {SEARCH_FAILED}:
-        return None
-    return record.get("id"), record.get("sample")
-
-
-def search_faults(records: list[dict]) -> list[str]:
-    """Returns the error messages of failed searches."""
-    searches = [search for record in records for search in record.get("searches", [])]
-    return [search["error"] for search in searches if search["error"]]
 
 
 # ------------------------------------------------------------------------------------- the settings
@@ -380,17 +320,6 @@ def settings_of(given: dict) -> Settings:
     return replace(settings, **(changes | given | {"model": model}))
 
 
-def paper_decoding(settings: Settings) -> dict:
-    """Returns the settings of the paper's evaluations, for --decoding paper."""
-    decoding = record_of(settings.recipe, settings.variant).decoding
-    if "temperature" not in decoding:
-        print(
-            f"--decoding paper: the paper of {settings.recipe} does not say how it samples in "
-            "evaluations: decoding is greedy, unless --temperature is given"
-        )
-    return decoding
-
-
 def room_to_think(settings: Settings, tokens: int) -> Settings:
     """Adds `tokens` to every limit of a turn: with 100, 512 becomes 612, and math=3072 becomes
     math=3172.
@@ -426,10 +355,8 @@ def parse(
     given, options = read_flags(arguments, kind, command)
     check_options(options, given)
     settings = settings_of(given)
-    if options.decoding == "paper":  # the recipe in `settings` decides which paper
-        settings = settings_of(paper_decoding(settings) | given)
-    if "max_turn_tokens" in given:
-        print(f"--max_turn_tokens {settings.max_turn_tokens} applies to every task")
+    if options.decoding == "paper":  # greedy, if the paper does not say how it samples
+        settings = settings_of(record_of(settings.recipe, settings.variant).decoding | given)
     read = SEARCHING if options.references == "retrieved" else ()
     check_settings(settings, False, given.keys() - read)
     # `strict` demands a section for a model that this evaluation uses. The prompt file of the
@@ -502,7 +429,7 @@ def evaluate(evaluation: Evaluation, reader, judge, sampling: tuple = ()) -> lis
             records = ask_others(records, reader, judge, sampling)
             write_records(out, records)
     except KeyboardInterrupt:
-        finished = f"finished predictions are in {out}; repeat the command without --fresh"
+        finished = f"finished predictions are in {out}"
         print(f"\ninterrupted; {finished if out.is_file() else 'nothing was finished yet'}")
         sys.exit(130)
     return records

@@ -19,7 +19,7 @@ from errors import InputError, setting
 # kl.py and ppo.py.
 ALGORITHMS = ("reinforce_pp", "reinforce_pp_baseline", "grpo", "dapo", "ppo")  # update.py
 ESTIMATORS = ("k1", "k2", "k3", "log")  # kl.py
-MISMATCHES = ("auto", "none", "token", "sequence", "mask", "sequence_mask", "row")  # ppo.py
+MISMATCHES = ("auto", "none", "token", "sequence_mask")  # ppo.py
 OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit")
 SCHEDULES = ("constant", "linear", "cosine")
 LOCAL = ("slots", "hf")  # engines that sample in this process
@@ -56,9 +56,8 @@ class RolloutSettings:
     )
     timeout: float = setting(
         60.0,
-        "time limit in seconds of one try of a request to a server, and of a search that uses "
-        "neither a server nor a summarising model; vLLM servers have other limits for sampling and "
-        "for loading weights",
+        "time limit in seconds of one try of a request to a server; vLLM servers have other limits "
+        "for sampling and for loading weights",
         above=0,
         most=86_400,
     )
@@ -140,11 +139,9 @@ class PPOSettings:
         "auto",
         "corrects for a sampler whose log-probs differ from the policy's; ρ of a token is the "
         "policy's probability divided by the sampler's. token: multiply its loss by min(ρ, 2); "
-        "sequence: by min(Π, 2), where Π is the product of ρ over the trajectory; mask: by ρ, but "
-        "drop tokens with ρ outside 1/2 to 2; sequence_mask: by Π, but drop trajectories with Π "
-        "above 3; row: only drop trajectories whose geometric mean of ρ is more than 0.1 % from 1; "
-        "auto: token on a GPU, and on a CPU with vLLM servers or a bf16 copy; otherwise, and with "
-        "--mask_documents false, none",
+        "sequence_mask: by Π, the product of ρ over the trajectory, but drop trajectories with Π "
+        "above 3; auto: token on a GPU, and on a CPU with vLLM servers or a bf16 copy; otherwise, "
+        "and with --mask_documents false, none",
         one_of=MISMATCHES,
     )
     gae_lambda: float = setting(1.0, "PPO: GAE's λ", only="papers", least=0, most=1)

@@ -26,7 +26,8 @@ Source: Schulman et al. 2017 eq. 7 (with one ε); Schulman et al. 2015 eq. 16 fo
 file, and REINFORCE++ also uses the whitening. GAE goes from each model token to the next one and
 skips the documents between them, which the critic still reads as context.
 Left out: the dual clip of verl's default (none of the papers has it), a network shared by policy
-and critic, an entropy bonus, a second epoch, early stopping, reward scaling; and verl's "bypass"
+and critic, an entropy bonus, a second epoch, early stopping, reward scaling; verl's and TRL's other
+weights for a sampler (a clipped product, rejected tokens, a geometric mean); and verl's "bypass"
 mode, which takes the sampler's μ as π_old and so clips the ratio π/μ.
 """
 
@@ -40,16 +41,8 @@ from scale.packing import hidden_states
 Stats = dict[str, Tensor]  # name -> [B, T]
 EPSILON = 1e-6
 VALUE_CLIP = 0.2  # values are clipped to ±0.2 around the old value
-# --mismatch -> (lower bound, upper bound, weight outside of the bounds). The bounds are for ρ, or
-# for its product or geometric mean over a row (`mismatch_weights`). They are those of verl's
-# presets, except that of sequence_mask, which is TRL's default.
-MISMATCH = {
-    "token": (0.0, 2.0, 2.0),
-    "sequence": (0.0, 2.0, 2.0),
-    "mask": (0.5, 2.0, 0.0),
-    "sequence_mask": (0.0, 3.0, 0.0),
-    "row": (0.999, 1.001, 0.0),
-}
+# --mismatch -> (upper bound C, weight above it): verl's preset, and TRL's default.
+MISMATCH = {"token": (2.0, 2.0), "sequence_mask": (3.0, 0.0)}
 
 
 def clipped_surrogate(
@@ -77,34 +70,24 @@ def clipped_surrogate(
 
 # ------------------------------------------------------------ if the sampler μ differs from π_old
 def mismatch_weights(batch, mode: str) -> Tensor:
-    """Returns the weight w [B, T] of each token's policy loss, without a gradient. C is the upper
-    bound in MISMATCH, and Π ρ_t is the product over the row's n model tokens.
+    """Returns the weight w [B, T] of each token's policy loss, without a gradient. C is the bound
+    in MISMATCH, and Π ρ_t is the product over the row's model tokens.
 
     token           w = min(ρ_t, C)                           biased; its variance is small
-    sequence        w = min(Π ρ_t, C)                         its bias vanishes as C grows
-    mask            w = ρ_t if 1/C ≤ ρ_t ≤ C, else 0
     sequence_mask   w = Π ρ_t if Π ρ_t ≤ C, else 0            its bias vanishes as C grows
-    row             w = 1 if 0.999 ≤ (Π ρ_t)^(1/n) ≤ 1.001, else 0
 
     A token with response_mask 0 counts as ρ = 1 and has w = 1. The logarithm of what is compared
-    with the bounds (ρ_t, the product or the geometric mean) is clamped to ±20.
+    with C (ρ_t or the product) is clamped to ±20.
     Worked: a row has two model tokens with ρ 0.8 and 4, and then a token with response_mask 0. The
-    product is 3.2, its square root 1.79. The weights are: token [0.8, 2, 1], sequence [2, 2, 1],
-    mask [0.8, 0, 1], sequence_mask and row [0, 0, 1].
-    Source: verl's rollout correction, where mask is called token_k1 and row is called seq_mean_k1,
-    with bounds on 1/ρ. TRL has the first four modes.
+    product is 3.2. The weights are: token [0.8, 2, 1], sequence_mask [0, 0, 1].
+    Source: verl's and TRL's corrections for a rollout by another program.
     """
-    (lowest, highest, other), mask = MISMATCH[mode], batch.response_mask.bool()
+    (highest, above), mask = MISMATCH[mode], batch.response_mask.bool()
     log_ratio = model_only(batch.old_logprobs - batch.sampled_logprobs, mask)  # [B, T]
-    if mode not in ("token", "mask"):
+    if mode == "sequence_mask":
         log_ratio = log_ratio.sum(1, keepdim=True)  # [B, 1]
-    if mode == "row":
-        # In a row without model tokens this is 0 / 0 = NaN; the last `where` gives all its tokens
-        # w = 1.
-        log_ratio = log_ratio / mask.sum(1, keepdim=True)  # [B, 1]
     ratio = log_ratio.detach().clamp(-20, 20).exp()  # [B, T] or [B, 1]
-    beyond = (ratio < lowest) | (ratio > highest)  # [B, T] or [B, 1]
-    weights = torch.where(beyond, other, 1.0 if mode == "row" else ratio)  # [B, T] or [B, 1]
+    weights = torch.where(ratio > highest, above, ratio)  # [B, T] or [B, 1]
     return torch.where(mask, weights, 1.0)  # [B, T]
 
 
@@ -120,8 +103,7 @@ def trained_tokens(batch) -> Tensor:
 def mismatch_stats(batch, mode: str) -> dict[str, float]:
     """Returns two metrics over the n model tokens. mismatch_ess is the effective sample size as a
     share of n, (Σ w)² / (n Σ w²), which is 1 if all weights are equal (but 0 if all are 0).
-    mismatch_cut is the share of tokens that have the weight which MISMATCH sets outside of the
-    bounds, for example C = 2.
+    mismatch_cut is the share of tokens that have the weight which MISMATCH sets above the bound.
 
     Worked, mode token: w [2, 1, 0.5] on three model tokens: mismatch_ess = 3.5² / (3 · 5.25) =
     0.7778; mismatch_cut = 1/3, because only the first token has w = C.

@@ -15,8 +15,7 @@ BM25 as rank-bm25's BM25Okapi defines it, over N documents; f = count of term t 
 
 A summand depends only on term and document, not on the rest of the query. So the index holds the
 summand of every (term, document) pair that occurs, sorted by term, and a query adds up the slices
-of its terms. The flag `--index`, which the first command below lacks, stores the index on the disk
-(retrievers/index.py).
+of its terms.
 
 Other retrievers: retrievers/dense.py (an encoder), retrievers/remote.py (another machine's
 retriever), retrievers/controls.py (`random`, `empty`, `oracle`, `given`), and, only for `serve` and
@@ -26,7 +25,7 @@ retriever), retrievers/controls.py (`random`, `empty`, `oracle`, `given`), and, 
     python retriever.py serve --corpus FILE                      offer a corpus to other machines
     python retriever.py check --corpus FILE, --url URL, or both  does a retriever answer sensibly?
 
-Left out: stemming, stop words.
+Left out: stemming, stop words, an index on disk (`serve` keeps it in the memory of one process).
 """
 
 import sys
@@ -62,10 +61,6 @@ class RetrieverSettings:
         one_of=RETRIEVERS,
     )
     retriever_url: str = setting("", "http: the server's address, http://host:port")
-    index: str = setting(
-        "",
-        "bm25: the folder in which the index is stored; without it, the index is only in memory",
-    )
     encoder: str = setting(
         "", "dense: an encoder's hub name, such as intfloat/e5-base-v2, or its directory"
     )
@@ -89,7 +84,7 @@ def make_retriever(
     """
     name = settings.retriever
     if name == "bm25":
-        return BM25(documents, title_boost=settings.title_boost, index=settings.index)
+        return BM25(documents, title_boost=settings.title_boost)
     if name == "http":
         from retrievers.remote import HttpRetriever  # only needed here
 
@@ -97,8 +92,7 @@ def make_retriever(
     if name == "dense":
         from retrievers.dense import DenseRetriever  # here, because it loads torch
 
-        index_file = getattr(settings, "index_file", "")  # a flag of `serve` and `check`
-        return DenseRetriever(documents, settings.encoder, device, index_file, runs)
+        return DenseRetriever(documents, settings.encoder, device, runs)
     if name in RETRIEVERS:
         from retrievers.controls import make_control  # only needed here
 
@@ -114,8 +108,7 @@ def show_all(requests: Requests, documents: Found) -> Results:
 
 def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> Callable:
     """Returns the search function of the rollout. It retrieves the documents of all requests in one
-    call, then passes what was found to `summarize`. If the retriever is remote, the function has an
-    attribute `seconds`: search.seconds(requests) is the longest time that the retriever may take.
+    call, then passes what was found to `summarize`.
     """
 
     def search(requests: Requests) -> Results:
@@ -128,8 +121,6 @@ def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> Calla
                 results[i] = summary
         return results
 
-    if hasattr(retriever, "seconds"):
-        search.seconds = lambda requests: retriever.seconds(len({r.query for r in requests}), k)
     return search
 
 
@@ -156,31 +147,26 @@ class BM25:
     rows[t] has the summands of all documents [N], because adding such an array is faster.
     """
 
-    def __init__(
-        self,
-        documents: list[Document],
-        k1=1.5,
-        b=0.75,
-        epsilon=0.25,
-        title_boost=1,
-        index="",
-    ):
-        """title_boost: how often the title is put before the text; index: the folder in which the
-        index is stored ("": memory only).
-        """
+    def __init__(self, documents: list[Document], k1=1.5, b=0.75, epsilon=0.25, title_boost=1):
+        """title_boost: how often the title is put before the text."""
         if not documents:
             raise InputError("the corpus is empty: BM25 needs a --corpus with a document in it")
         self.documents = documents
-        parameters = (k1, b, epsilon, title_boost)
-        if index:
-            from retrievers.index import load_or_build  # not needed for an index in memory
-
-            parts = load_or_build(index, documents, parameters, build)
-        else:
-            parts = build(documents, *parameters)
-        self.vocabulary, self.start, self.postings, self.weights = parts
         n = len(documents)
-        common = np.flatnonzero(np.diff(self.start) > COMMON * n)
+        texts = (f"{d.title} " * title_boost + d.text for d in documents)
+        texts = tqdm(texts, "BM25 index", n, unit=" documents", disable=n < SHOW_PROGRESS_FROM)
+        self.vocabulary, tokens, lengths = count_words(texts)
+        terms, self.postings, frequencies = invert(tokens, lengths)
+        document_counts = np.bincount(terms, minlength=len(self.vocabulary))  # n_t of each word
+        self.start = np.concatenate([[0], np.cumsum(document_counts)])
+        idf = inverse_document_frequencies(document_counts, n, epsilon)
+        mean = max(lengths.mean(), 1e-12)  # not 0, even if no document has a word
+        norm = k1 * (1 - b + b * lengths / mean)  # [N]
+        # In fp64, because in fp32 scores would differ from rank-bm25's in the seventh digit, and
+        # documents with nearly equal scores could change places.
+        gain = frequencies * (k1 + 1) / (frequencies + norm[self.postings])  # [pairs]
+        self.weights = idf[terms] * gain
+        common = np.flatnonzero(document_counts > COMMON * n)
         self.rows = {term: self.add(np.zeros(n), term, 1) for term in common}
 
     def add(self, scores: Array, term: int, count: int) -> Array:
@@ -211,24 +197,6 @@ class BM25:
 
     def best(self, query: str, k: int) -> list[Document]:
         return [self.documents[i] for i in top(self.scores(query), k)]
-
-
-def build(documents: list[Document], k1: float, b: float, epsilon: float, title_boost: int):
-    """Builds BM25's (vocabulary, start, postings, weights)."""
-    n = len(documents)
-    texts = (f"{d.title} " * title_boost + d.text for d in documents)
-    texts = tqdm(texts, "BM25 index", n, unit=" documents", disable=n < SHOW_PROGRESS_FROM)
-    vocabulary, tokens, lengths = count_words(texts)
-    terms, postings, frequencies = invert(tokens, lengths)
-    document_counts = np.bincount(terms, minlength=len(vocabulary))  # n_t of each word
-    start = np.concatenate([[0], np.cumsum(document_counts)])
-    idf = inverse_document_frequencies(document_counts, n, epsilon)
-    mean = max(lengths.mean(), 1e-12)  # not 0, even if no document has a word
-    norm = k1 * (1 - b + b * lengths / mean)  # [N]
-    # In fp64, because in fp32 scores would differ from rank-bm25's in the seventh digit, and
-    # documents with nearly equal scores could change places.
-    gain = frequencies * (k1 + 1) / (frequencies + norm[postings])  # [pairs]
-    return vocabulary, start, postings, idf[terms] * gain
 
 
 def count_words(texts: Iterable[str]) -> tuple[dict[str, int], Array, Array]:
@@ -300,49 +268,29 @@ INVENTED = [
 ]
 
 
-def show_search(bm25: BM25, query: str, k: int) -> None:
-    """Prints those of the k best documents that share a word with the query."""
-    words = bm25.vocabulary.keys() & tokenize(query)
-    print(f"{len(bm25.documents):,} documents, {len(bm25.vocabulary):,} words")
-    if not words:
-        print("no document shares a word with the query")
-    scores = bm25.scores(query)
-    for rank, i in enumerate(top(scores, k), 1):
-        document = bm25.documents[i]
-        text = f"{document.title}: {document.text}"
-        # The test is not `score != 0`: a word in exactly half of the documents can have idf 0.
-        if words.intersection(tokenize(text)):
-            print(harmless(f"{rank}. {scores[i]:7.3f}  [{document.id}] {text}"))
-
-
 def main() -> None:
     if sys.argv[1:2] in (["serve"], ["check"]):
         from retrievers.serve import command  # only needed here
 
         return command(sys.argv[1:], make_retriever)
     parser = FlagParser(
-        description="Searches a corpus.",
+        description="Searches a corpus with BM25.",
         epilog="`serve` and `check` are commands with their own --help, not queries.",
     )
     parser.add_argument("query", nargs="?", default="where was Ana Bell born")
     parser.add_argument("--corpus", help="a corpus file (default: six invented documents)")
-    parser.add_argument("--retriever", choices=RETRIEVERS[:3], default="bm25")
-    parser.add_argument("--encoder", default="", help="dense: an encoder's hub name or directory")
-    parser.add_argument("--retriever_url", default="", help="http: the server's address")
     parser.add_argument("-k", type=int, default=3, help="the number of documents to print")
     parser.add_argument("--skip_bad", action="store_true", help="leave out malformed records")
     args = parser.parse_args()
-    if args.k < 1:
-        raise InputError(f"-k {args.k}: ask for at least one document")
-    documents = load_corpus(args.corpus, args.skip_bad) if args.corpus else INVENTED
-    if args.retriever == "bm25":
-        return show_search(BM25(documents), args.query, args.k)
-    settings = RetrieverSettings(args.retriever, args.retriever_url, encoder=args.encoder)
-    (results,) = make_retriever(documents, settings).search([args.query], args.k)
-    for rank, document in enumerate(results or [], 1):
-        print(harmless(f"{rank}. [{document.id}] {document.title}: {document.text}"))
-    if not results:
-        print("no document was found" if results == [] else "the search failed")
+    bm25 = BM25(load_corpus(args.corpus, args.skip_bad) if args.corpus else INVENTED)
+    print(f"{len(bm25.documents):,} documents, {len(bm25.vocabulary):,} words")
+    if not bm25.vocabulary.keys() & tokenize(args.query):
+        print("no document shares a word with the query")
+    scores = bm25.scores(args.query)
+    for rank, i in enumerate(top(scores, args.k), 1):
+        document = bm25.documents[i]
+        text = f"[{document.id}] {document.title}: {document.text}"
+        print(harmless(f"{rank}. {scores[i]:7.3f}  {text}"))
 
 
 if __name__ == "__main__":

@@ -19,13 +19,12 @@ reader and every embedder but TF-IDF. Their results, or functions that ask them,
 (`OtherModels`, `Extras`), and plumbing/build.py supplies them.
 """
 
-import contextlib
 import pickle
 import re
 import runpy
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -769,16 +768,6 @@ def arena_scores(trajectory: Trajectory) -> RewardTerms:
 
 
 # ------------------------------------------------------------------------------------------ by name
-def _make_when_to_search(reward: Callable) -> Callable:
-    """Makes an entry of REWARDS from a reward of When to Search."""
-
-    def compute(t: Trajectory, s, step: int, e: Extras) -> RewardTerms:
-        price = [] if s.left_out == "answer" else [s.beta]  # beta is only in the answer term
-        return _remove_left_out(reward(t, e.correct, e.embed, *price), s)
-
-    return compute
-
-
 def _make_arena(punctuation: str) -> Callable:
     """Makes an entry of REWARDS from ARENA's reward."""
     return lambda t, s, step, e: arena(
@@ -786,9 +775,13 @@ def _make_arena(punctuation: str) -> Callable:
     )
 
 
-def _remove_left_out(terms: RewardTerms, s) -> RewardTerms:
-    """Removes the term that `left_out` names, as "w/o r_s" in When to Search's Table 4."""
-    return {name: term for name, term in terms.items() if name != s.left_out}
+def _leaving_out(reward: Callable) -> Callable:
+    """Makes an entry of REWARDS without the term that `left_out` names, as "w/o r_s" in When to
+    Search's Table 4.
+    """
+    return lambda t, s, step, e: {
+        name: term for name, term in reward(t, s, step, e).items() if name != s.left_out
+    }
 
 
 REWARDS |= {
@@ -800,8 +793,10 @@ REWARDS |= {
     ),
     # left_out="retrieval" removes the bonus for searching. It does not remove the −1 that variant
     # qwen_3b gives in the same steps if no query contains a word (`ur2_choice`).
-    "ur2_choice": lambda t, s, step, e: _remove_left_out(
-        ur2_choice(t, step, s.reward_variant, REWARDS["ur2_stage2"](t, s, step, e)), s
+    "ur2_choice": _leaving_out(
+        lambda t, s, step, e: ur2_choice(
+            t, step, s.reward_variant, REWARDS["ur2_stage2"](t, s, step, e)
+        )
     ),
     "r1_searcher_stage1": lambda t, s, step, e: r1_searcher_stage1(t),
     "r1_searcher_stage2": lambda t, s, step, e: r1_searcher_stage2(t, s.answer_metric),
@@ -809,9 +804,15 @@ REWARDS |= {
     "r1_searcher_stage2_llama": lambda t, s, step, e: r1_searcher_stage2(t, s.answer_metric, 1.0),
     "r_search": lambda t, s, step, e: r_search(t, e.reader_answer, s.evidence_reward),
     "search_r1": lambda t, s, step, e: search_r1(t),
-    "when_to_search_stage1": _make_when_to_search(when_to_search_stage1),
-    "when_to_search_stage2": _make_when_to_search(when_to_search_stage2),
-    "when_to_search_unified": _make_when_to_search(when_to_search_unified),
+    "when_to_search_stage1": _leaving_out(
+        lambda t, s, step, e: when_to_search_stage1(t, e.correct, e.embed, s.beta)
+    ),
+    "when_to_search_stage2": _leaving_out(
+        lambda t, s, step, e: when_to_search_stage2(t, e.correct, e.embed, s.beta)
+    ),
+    "when_to_search_unified": _leaving_out(
+        lambda t, s, step, e: when_to_search_unified(t, e.correct, e.embed, s.beta)
+    ),
     "arena": _make_arena("underscore"),
     "arena_code": _make_arena("space"),
 }
@@ -833,8 +834,7 @@ NEEDS = {
     "arena": "verdict supporting",
     "arena_code": "verdict supporting",
 }
-# Reward -> the settings that it reads. When to Search does not read beta if its answer term is left
-# out.
+# Reward -> the settings that it reads.
 READS = {
     "ur2_stage1": "reward_variant fallback_penalty format_check",
     "ur2_stage2": "answer_metric fallback_penalty format_check partly",
@@ -910,49 +910,31 @@ def check_reward(settings) -> RewardTerms:
 def own_reward(name: str) -> Callable:
     """Loads FILE.py:FUNCTION. The function gets a Trajectory and returns a dict of named numbers,
     whose sum is the reward; the names must be equal for all trajectories. An error in the file
-    keeps its traceback; only sys.exit and, while the file is loaded, a FileNotFoundError become an
-    InputError.
+    keeps its traceback.
     """
     file, _, function = name.rpartition(":")
-    with exits_refused(f"--reward {name}"):
-        try:
-            defined = runpy.run_path(file)
-        except FileNotFoundError as error:
-            raise InputError(f"--reward {name}: {error}") from error
+    try:
+        defined = runpy.run_path(file)
+    except FileNotFoundError as error:
+        raise InputError(f"--reward {name}: {error}") from error
     if function not in defined:
         raise InputError(f"--reward {name}: there is no {function} in {file}")
     names = []
 
     def compute(t: Trajectory, settings, step: int, extras: Extras) -> RewardTerms:
-        where = f"--reward {name}, question {t.question.id}"
-        with exits_refused(where):
-            # The function gets a copy, so that it cannot change the tokens and the mask, which are
-            # trained on. For 4,000 tokens this takes 0.4 ms; copy.deepcopy takes 1.7 ms.
-            terms = defined[function](pickle.loads(pickle.dumps(t)))
-        if not is_reward(terms):
+        # The function gets a copy, so that it cannot change the tokens and the mask, which are
+        # trained on. For 4,000 tokens this takes 0.4 ms; copy.deepcopy takes 1.7 ms.
+        terms = defined[function](pickle.loads(pickle.dumps(t)))
+        if not is_reward(terms) or sorted(terms) != sorted(names or terms):
             raise InputError(
-                f"{where}: {terms!r:.300} is not a reward: return named numbers, such as "
-                "{'answer': 1.0}, none beyond ±1e15"
+                f"--reward {name}, question {t.question.id}: {terms!r:.300} is not a reward: return"
+                " named numbers, such as {'answer': 1.0}, none beyond ±1e15, and the same names for"
+                f" every trajectory ({', '.join(names)})"
             )
-        if not names:
-            names.extend(terms)
-        if set(names) != set(terms):
-            raise InputError(
-                f"{where}: its terms are {', '.join(terms)}, but before they were "
-                f"{', '.join(names)}: always return all of them, with 0 where one does not apply"
-            )
+        names[:] = terms
         return {term: float(terms[term]) for term in names}
 
     return compute
-
-
-@contextlib.contextmanager
-def exits_refused(where: str) -> Iterator[None]:
-    """Turns sys.exit in a user's file into an InputError, so that the run does not end silently."""
-    try:
-        yield
-    except SystemExit as error:
-        raise InputError(f"{where}: it calls sys.exit({error})") from error
 
 
 def is_reward(terms: object) -> bool:
@@ -962,12 +944,9 @@ def is_reward(terms: object) -> bool:
     """
     if not isinstance(terms, dict) or not terms:
         return False
-    for name, value in terms.items():
-        if not isinstance(name, str) or not name.isprintable():
-            return False
-        if not isinstance(value, int | float) or not abs(value) <= LARGEST_TERM:
-            return False
-    return True
+    if not all(isinstance(name, str) and name.isprintable() for name in terms):
+        return False
+    return all(isinstance(x, int | float) and abs(x) <= LARGEST_TERM for x in terms.values())
 
 
 def check_questions(questions: list[Question], settings) -> list[Question]:

@@ -26,7 +26,6 @@ import contextlib
 import dataclasses
 import functools
 import re
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -60,7 +59,6 @@ ANSWER_TOKENS = 32  # tokens of the context that prompt, documents and notices l
 # Documents with more than 16 characters per token of their budget are cut before tokenization.
 TOKEN_LENGTH = 16
 MAX_REJECTED_QUERIES = 2  # this many rejected queries end a trajectory
-MAX_STUCK = 8  # while this many earlier searches of an environment hang, no new search starts
 
 
 # ---------------------------------------------------------------------------------------- the loop
@@ -347,7 +345,6 @@ class Environment:
         self.search = search
         self.settings = settings
         self.max_context = context or settings.max_context
-        self.hanging = []  # threads of searches; `call_search` removes finished ones
         self.held_out = False  # True during an evaluation within training
         self.turn_tokens = by_task(settings.turn_tokens)
         self.forbidden = protocol.tags  # tags to remove from documents
@@ -413,7 +410,7 @@ class Environment:
         for row, query in accepted:
             reasoning = row.text.rpartition(self.protocol.query_tags[0])[0]
             requests.append(SearchRequest(row.question, query, reasoning, self.held_out))
-        results = call_search(self.search, requests, self.settings.timeout, self.hanging)
+        results = call_search(self.search, requests)
         seconds = (time.perf_counter() - start) / len(accepted)
         for (row, query), result in zip(accepted, results, strict=True):
             if result.rejected:
@@ -500,54 +497,21 @@ class Environment:
         return encode(self.tokenizer, frame_documents(self.protocol, body))
 
 
-def call_search(
-    search: SearchFunction, requests: list, timeout: float, hanging: list
-) -> list[SearchResult]:
-    """Returns a result for each request. If `search` fails or hangs, every result is an error, so
-    that the training step survives; only an InputError is raised again. `hanging` holds the threads
-    of earlier searches. Finished ones are removed. If MAX_STUCK or more remain, `search` is not
-    called and every result is an error; otherwise the thread of this search is added.
+def call_search(search: SearchFunction, requests: list[SearchRequest]) -> list[SearchResult]:
+    """Returns a result for each request. If `search` raises an error, every result is a failed
+    search, so that the training step survives; an InputError is raised again, because only the user
+    can repair its cause, such as a wrong address. There is no time limit here: a retriever or model
+    that asks a server has its own.
     """
-    hanging[:] = filter(threading.Thread.is_alive, hanging)
-    if len(hanging) >= MAX_STUCK:
-        return [SearchResult(error="earlier searches still hang")] * len(requests)
-    # A search that asks a server or a summarising model gets extra time, which grows with the
-    # number of its queries.
-    if network_seconds := getattr(search, "seconds", None):
-        timeout += network_seconds(requests)
-    outcomes = []
-
-    def run_search() -> list[SearchResult]:
+    try:
         results = list(search(requests))
         if len(results) != len(requests):
             raise ValueError(f"{len(results)} results for {len(requests)} queries")
         return results
-
-    thread = start_thread(run_search, outcomes.append)
-    thread.join(timeout)
-    hanging.append(thread)
-    outcome = outcomes[0] if outcomes else TimeoutError(f"no answer within {timeout:g} s")
-    if isinstance(outcome, InputError):  # only the user can repair it, such as a wrong address
-        raise outcome
-    if isinstance(outcome, list):
-        return outcome
-    return [SearchResult(error=f"{type(outcome).__name__}: {outcome}")] * len(requests)
-
-
-def start_thread(work: Callable, report: Callable) -> threading.Thread:
-    """Calls `work()` in a thread and passes its result, or the error that it raises, to `report`.
-    It is a daemon thread, so that the run can end while a search or a server hangs.
-    """
-
-    def run() -> None:
-        try:
-            report(work())
-        except Exception as error:
-            report(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread
+    except InputError:
+        raise
+    except Exception as error:
+        return [SearchResult(error=f"{type(error).__name__}: {error}")] * len(requests)
 
 
 # ------------------------------------------------------------------------------------------- demo
@@ -559,23 +523,18 @@ def main() -> None:
     settings = RolloutSettings(max_context=4096)
     environment = Environment(letters, protocol, lambda _: [result], settings)
     row = Trajectory(question, protocol, build_prompt(protocol, question, letters))
-    script = {
-        "query": "Her birthplace decides. <search> Ana Bell birthplace </search>",
-        "answer": "So it is Norland. <answer> Norland </answer>",
-    }
-    for reason, text in script.items():
+    query = "Her birthplace decides. <search> Ana Bell birthplace </search>"
+    answer = "So it is Norland. <answer> Norland </answer>"
+    for text, reason in ((query, "query"), (answer, "answer")):
         ids = encode(letters, text)
         environment.end_turn(row, ids, [-0.1] * len(ids), reason)
-        if not row.stop_reason:
-            environment.run_searches([row])
+        environment.run_searches([row] if reason == "query" else [])
     print(show(row))
-    begin = 0
+    end = 0
     for segment in row.segments:
-        end = begin + len(encode(letters, segment.text))
-        print(f"\n{segment.writer}: {segment.text!r}")
-        print("  ids:", row.response_ids[begin:end])
-        print("  mask:", set(row.response_mask[begin:end]))
-        begin = end
+        begin, end = end, end + len(encode(letters, segment.text))
+        print(f"\n{segment.writer}: {segment.text!r}\n  ids: {row.response_ids[begin:end]}")
+        print(f"  mask: {set(row.response_mask[begin:end])}")
 
 
 if __name__ == "__main__":

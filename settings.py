@@ -172,13 +172,12 @@ def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> S
     return Settings(**{"recipe": recipe, "stage": stage} | chosen | given)
 
 
-# Retriever -> the flag that it needs; READ_BY: retriever -> the flag that no other retriever reads.
+# Retriever -> the flag that it needs, and that no other retriever reads.
 NEEDS = {"dense": "encoder", "http": "retriever_url"}
-READ_BY = NEEDS | {"bm25": "index"}
 # Not read if the protocol has no searches; eval.py --references retrieved reads some of them even
 # then.
 SEARCHING = """
-retriever retriever_url index encoder documents_per_search document_tokens max_searches summarizer
+retriever retriever_url encoder documents_per_search document_tokens max_searches summarizer
 corpus retrieval task_mixing mask_documents
 """.split()
 MODELS = {"verdict": "judge", "grade": "judge", "reader": "reader", "embedder": "embedder"}
@@ -190,7 +189,7 @@ def unread(settings: Settings, training: bool) -> dict[str, str]:
     """
     reasons = {
         flag: f"only --retriever {retriever} reads it"
-        for retriever, flag in READ_BY.items()
+        for retriever, flag in NEEDS.items()
         if retriever != settings.retriever
     }
     if PROTOCOLS[settings.protocol].query_tags is None:
@@ -463,7 +462,9 @@ def saved_settings(model: str) -> Settings | None:
     if not model or not path.exists():
         return None
     try:
-        return Settings(**json.loads(path.read_text(encoding="utf-8")))
+        saved, known = json.loads(path.read_text(encoding="utf-8")), Settings.__dataclass_fields__
+        # A run of an older version may have saved settings that no longer exist.
+        return Settings(**{name: value for name, value in saved.items() if name in known})
     except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
         raise InputError(f"{path}: not a settings file of train.py ({error})") from None
 

@@ -133,7 +133,6 @@ def train(settings: Settings) -> Path:
             record |= (
                 merge_records(results, mean)
                 | critic_metrics(batch)
-                | likelihood_later(batch, updates[0])
                 | sampler_stats(batch, updates[0], state.mismatch)
             )
         record["update_seconds"] = time.perf_counter() - start
@@ -277,9 +276,8 @@ def compute_old_logprobs(state: TrainState, batch: Batch) -> Tensor:
     documents are trained on. All rows are also computed if the mismatch correction drops tokens:
     the loss is a mean over the tokens that remain, and these log-probs decide which remain.
     """
-    drops = state.mismatch != "none" and ppo.MISMATCH[state.mismatch][-1] == 0
     rows = torch.arange(len(batch))  # [n]
-    if batch.ref_logprobs is None and batch.values is None and not drops:
+    if batch.ref_logprobs is None and batch.values is None and state.mismatch != "sequence_mask":
         algorithm = ALGORITHMS[state.settings.algorithm]
         batch.advantages = algorithm.compute_advantages(batch, state.settings)  # [B, T]
         rows = rows if batch.sampled_logprobs is None else rows_that_teach(batch)  # [n]
@@ -384,36 +382,15 @@ def critic_metrics(batch: Batch) -> Record:
     return {"explained_variance": explained}
 
 
-def likelihood_later(batch: Batch, first: Tensor) -> Record:
-    """Returns by how much the log-prob of good responses rose in the step's updates before the one
-    that trains on them. For a row this is Σ_t (log π − log π_old) over its model tokens. The mean
-    is taken over the good rows, those with a positive sum of advantages, except the rows `first`
-    [n] of the step's first update. Returns {} if there is no such row.
-
-    Worked: three rows with advantages [1, 1], [−1, −1], [2, 2] and log π − log π_old [0, 0],
-    [5, 5], [0.2, −0.1]. Row 0 is in the first update and row 1 has negative advantages, so only
-    row 2 counts: 0.2 − 0.1 = 0.1. A value at or below 0 is the "lazy likelihood displacement" that
-    comes before a collapse (Deng et al. 2026, arXiv 2512.04220). The value is only logged; no loss
-    contains it.
-    """
-    # A masked token gives 0 − 0, except in rows with a failed search, which `better` leaves out.
-    change = (batch.logprobs - batch.old_logprobs).sum(1)  # [B]
-    better = batch.advantages.sum(1) > 0  # [B]
-    better[first] = False  # the policy has not changed before the first update
-    return {"likelihood_later": change[better].mean().item()} if better.any() else {}
-
-
 def sampler_stats(batch: Batch, first: Tensor, mismatch: str) -> Record:
-    """Compares the log-probs recorded while sampling with the recomputed ones, on the model tokens
-    of the step's first update (rows `first` [n]). Returns the mean |difference|, weighted by the
-    token weights, and the largest |difference|. The policy has not changed before the first update,
-    so any difference comes from the sampler. Rows without a gradient are left out, because most of
-    them are not recomputed. With a mismatch correction, `ppo.mismatch_stats` of all updates is
-    added. Returns {} if the first update trains on no token. Also returns {} if documents are
-    trained on, because they were not sampled.
+    """Returns the mean (by the token weights) and the largest |log π − log μ| of the step's first
+    update, rows `first` [n], before which the policy has not changed: the difference is the
+    sampler's. Rows without a gradient are left out, because most of them are not recomputed. With a
+    mismatch correction, also returns `ppo.mismatch_stats` of all updates.
     """
     part = batch.rows(first)
     part = part.rows(rows_that_teach(part))
+    # Documents, if trained on, were not sampled; and the update may train on no token.
     if batch.sampled_logprobs is None or not part.token_weights.any():
         return {}
     gap = (part.logprobs - part.sampled_logprobs).abs() * part.response_mask  # [n, t]

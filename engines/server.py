@@ -35,8 +35,10 @@ import secrets
 import shlex
 import shutil
 import sys
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +51,7 @@ from torch.nn.functional import pad
 from errors import FlagParser, InputError, run_main
 from policy import load_policy
 from retrievers.net import Fault, fetch_json, retrying
-from rollout import StopRule, context_of, encode, end_ids, start_thread
+from rollout import StopRule, context_of, encode, end_ids
 from scale.lora import merged_weights
 from scale.shards import cut, full
 
@@ -159,6 +161,22 @@ class Server:
             if complete and math.isfinite(sum(logprobs + new)):
                 return new, logprobs
         raise Fault("it returned an incomplete turn")
+
+
+def start_thread(work: Callable, report: Callable) -> threading.Thread:
+    """Calls `work()` in a thread and passes its result, or the error that it raises, to `report`.
+    It is a daemon thread, so that the run can end while a server hangs.
+    """
+
+    def run() -> None:
+        try:
+            report(work())
+        except Exception as error:
+            report(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
 
 
 def start(results, owner, work, *arguments) -> None:

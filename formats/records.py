@@ -301,6 +301,12 @@ def free_name(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
+def keep_old(path: Path) -> None:
+    """Renames a file that is there and not empty, before another is written in its place."""
+    if path.is_file() and path.stat().st_size:
+        print(f"the file that was {path} is kept as {path.rename(free_name(path)).name}")
+
+
 def convert_records(
     path: Path, records: Iterable[tuple], convert: Callable, skip_bad: bool
 ) -> Iterator[dict]:

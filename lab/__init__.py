@@ -1,5 +1,5 @@
-"""Holds experiments, measurements and tools. `python -m lab.NAME` runs one; claims.py and export.py
-are only imported.
+"""Holds experiments, measurements and tools. `python -m lab.NAME` runs one; claims.py is only
+imported.
 """
 
 import contextlib

@@ -184,10 +184,9 @@ def imitate(settings: Settings) -> tuple:
 
 def evaluate(settings: Settings, model: str, split: str, samples=SAMPLES, out="") -> list:
     """Returns the prediction records of all questions of a split, sampled as in training. `model`
-    "" means the warmed-up model. An earlier evaluation that was interrupted is not continued: its
-    records could be of another model, because an interrupted arm is trained again.
+    "" means the warmed-up model.
     """
-    options = Options(split=split, questions=0, samples=samples, fresh=True, out=out)
+    options = Options(split=split, questions=0, samples=samples, out=out)
     return Evaluation(replace(settings, model=model), options).run()
 
 

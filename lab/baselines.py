@@ -31,18 +31,17 @@ metric `thinking` counts the tokens of the thoughts. `unfinished` counts the tho
 We wrote the prompts, for chat models. With `rag` the model answers an open question in a few words,
 as in FlashRAG, and reasons about mathematics and choices, as in UR² app. D.4. The tags and labels
 of the prompts are removed from passages, and for a local model special tokens too. If the command
-is repeated, it continues at the first batch of 64 questions in which a reply is missing or the
-retriever failed; replies that a model already gave are read from disk. A search returns 5 passages
-by default, as UR² app. C.4 says for Qwen and Llama; UR² sections 4.3 and 4.4 say 10. --retriever
-given returns all references of the question's record, as in ARENA 4.3. Left out: the papers'
-few-shot examples; Self-Ask gets examples that we wrote.
+is repeated, replies that a model already gave are read from disk. A search returns 5 passages by
+default, as UR² app. C.4 says for Qwen and Llama; UR² sections 4.3 and 4.4 say 10. --retriever given
+returns all references of the question's record, as in ARENA 4.3. Left out: the papers' few-shot
+examples; Self-Ask gets examples that we wrote.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -56,7 +55,7 @@ from other_models.reader import read_answer
 from papers import record_of
 from plumbing.build import build_judge, build_protocol, build_search
 from plumbing.report import summarise, table
-from policy import best_device, weights_version
+from policy import best_device
 from prompts import PROTOCOLS, Protocol, last_block, parse_query, question_text, tag_pair
 from rollout import Environment, encode
 from settings import Settings
@@ -454,7 +453,7 @@ def run_method(name: str, questions: list, llm: LLM, search, settings: Settings)
     drives = [drive(row, METHODS[name](row.question, *limit), llm, environment) for row in rows]
     steps = [*map(next, drives)]  # what each row waits for
     while any(steps):
-        # All searches of a round are one call, with the timeout and the token budgets of a rollout.
+        # All searches of a round are one call, with the token budgets of a rollout.
         if queries := [pair for pair in zip(rows, steps, strict=True) if isinstance(pair[1], str)]:
             environment.execute(queries)
         # A method that searched reads its passages now; its next step is always a request.
@@ -486,7 +485,7 @@ class Baselines(Evaluation):
     method = ""
 
     @cache  # noqa: B019 - the model is loaded once for all methods
-    def load(self) -> tuple:
+    def load(self) -> Callable:
         settings, device = self.settings, best_device()
         llm = load_llm(settings.model, settings, max_tokens=settings.max_turn_tokens, device=device)
         llm.at_once = settings.max_num_seqs or llm.at_once
@@ -502,7 +501,7 @@ class Baselines(Evaluation):
             progress(len(rows))
             return [row for row in rows if row.stop_reason != NO_REPLY]
 
-        return generate, weights_version(settings.model)
+        return generate
 
 
 def parse_baselines(arguments: list[str]) -> tuple:

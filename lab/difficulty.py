@@ -8,8 +8,7 @@
 
 --scheme chooses the rule for buckets: curriculum.py defines that of UR², `bucket_of_first_success`
 that of R1-Searcher. The flags for settings of a run are those of eval.py, with the same defaults,
-except that --temperature is 1. If the command is interrupted, repeating it continues after the last
-finished batch.
+except that --temperature is 1. An interrupted command leaves the batches that were finished.
 """
 
 import zlib
@@ -25,10 +24,9 @@ from curriculum import bucket_of_mean
 from data import BUCKETS, Question, load_attempts
 from errors import InputError, check_output, run_main, setting
 from eval import Evaluation, Options, settings_of
-from formats.records import append_jsonl
+from formats.records import append_jsonl, keep_old
 from lab import interruptible, parse_flags
 from metrics import score_answer
-from plumbing.files import reusable_records
 from settings import ASKING, check_settings
 from trajectory_metrics import trajectory_metrics
 
@@ -69,22 +67,14 @@ class DifficultySettings:
     )
 
 
-def measure(
-    questions: list, answer: Callable, made_with: dict, options: DifficultySettings
-) -> dict:
+def measure(questions: list, answer: Callable, options: DifficultySettings) -> dict:
     """Returns {question id: bucket}, and appends each finished batch to --out. answer(batch) gives
     a list of scores for each question.
     """
     out, bucket_of = Path(options.out), SCHEMES[options.scheme][0]
-    records = reusable_records(
-        out,
-        made_with | {"metric": options.metric, "scheme": options.scheme},
-        [question.id for question in questions],
-        lambda record: record.get("id"),
-        AT_ONCE,
-        False,
-    )
-    for start in tqdm(range(len(records), len(questions), AT_ONCE), f"batches of {AT_ONCE}"):
+    keep_old(out)
+    records = []
+    for start in tqdm(range(0, len(questions), AT_ONCE), f"batches of {AT_ONCE}"):
         batch = questions[start : start + AT_ONCE]
         for question, scores in zip(batch, answer(batch), strict=True):
             record = {"id": question.id, "scores": scores, "score": sum(scores) / len(scores)}
@@ -103,8 +93,7 @@ def measure_published(given: dict, options: DifficultySettings) -> dict:
             scores = (score_answer(text, q.answers, q.task, q.options) for text in texts)
             yield [score[options.metric] for score in scores]
 
-    made_with = {"answers": zlib.crc32(repr(attempts).encode())}
-    return measure([attempt.question for attempt in attempts], answer, made_with, options)
+    return measure([attempt.question for attempt in attempts], answer, options)
 
 
 def measure_model(given: dict, options: DifficultySettings) -> dict:
@@ -114,14 +103,14 @@ def measure_model(given: dict, options: DifficultySettings) -> dict:
     evaluation = Evaluation(
         settings, Options("train", options.questions, options.samples, out=options.out)
     )
-    generate, version = evaluation.load()
+    generate = evaluation.load()
 
     def answer(batch: list[Question]) -> list:
         rows = generate(batch, zlib.crc32(f"{settings.seed} {batch[0].id}".encode()))
         scores = [trajectory_metrics(row)[options.metric] for row in rows]
         return np.reshape(scores, (-1, options.samples)).tolist()
 
-    return measure(evaluation.questions, answer, evaluation.made_with(version), options)
+    return measure(evaluation.questions, answer, options)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -134,7 +123,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
     options = replace(options, metric=options.metric or SCHEMES[options.scheme][1])
     source = measure_published if options.from_rollouts else measure_model
-    with interruptible(f"finished batches are in {options.out}: repeat the command to continue"):
+    with interruptible(f"finished batches are in {options.out}"):
         counts = Counter(source(given, options).values())
     print(f"{counts.total()} questions:", ", ".join(f"{name} {counts[name]}" for name in BUCKETS))
     print(f"use: python train.py --difficulty {options.out}")

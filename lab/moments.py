@@ -31,7 +31,7 @@ def moments(arguments: list[str]) -> list:
     # stage should be reported before that.
     for stage in "210":
         evaluation = Evaluation(*parse(["--stage", stage, "--temperature", "1", *arguments]))
-        generate = evaluation.load()[0]
+        generate = evaluation.load()
         trajectories.append(generate(evaluation.questions, evaluation.settings.seed))
     return trajectories[::-1]
 

@@ -18,7 +18,7 @@ from rollout import Environment
 from settings import Settings
 
 PATIENCE = 3  # the condition of most alarms must hold for this many steps in a row
-WINDOW = 10  # steps that `shift`, `spikes` and the alarm `likelihood` look back on
+WINDOW = 10  # steps that `shift` and `spikes` look back on
 MOST_FAILED = 0.5  # a run stops if a search failed in more than this share of a step's trajectories
 ADVICE = {
     "equal_groups": "in every group the rewards (under DAPO: the compared scores) are equal, so"
@@ -52,10 +52,9 @@ ADVICE = {
     "reward_size": "the mean reward or one of its terms is beyond 1000, so smaller terms no longer"
     " matter: which term is it?",
     "logprob_gap": "the sampler's log-probs differ from the trainer's: try --engine hf or"
-    " --mismatch sequence",
-    "mismatch_cut": "most tokens are outside the bounds of --mismatch: the sampler's policy is not"
+    " --mismatch sequence_mask",
+    "mismatch_cut": "most tokens are above the bound of --mismatch: the sampler's policy is not"
     " the trainer's",
-    "likelihood": "updates do not make right answers likelier: lower --lr before the reward falls",
     "kl_spike": "the KL is over ten times its median: lower --lr, or set --warmup_ratio",
     "grad_spike": "the gradient norm is over ten times its median: look at this step, or lower"
     " --lr",
@@ -64,7 +63,7 @@ ADVICE = {
 LIMITS = {"truncated": 0.5, "repetition": 0.1, "malformed_tags": 0.5, "mismatch_cut": 0.5}
 # These alarms are raised as soon as their condition holds in one step. The conditions of all others
 # must hold for PATIENCE steps in a row.
-AT_ONCE = ("kl_spike", "grad_spike", "length", "reward_hacked", "reward_size", "likelihood")
+AT_ONCE = ("kl_spike", "grad_spike", "length", "reward_hacked", "reward_size")
 
 
 def alarms(records: list[dict], settings: Settings, patience: int = PATIENCE) -> dict[str, str]:
@@ -79,11 +78,10 @@ def alarms(records: list[dict], settings: Settings, patience: int = PATIENCE) ->
 
 def signs(records: list[dict], s: Settings) -> Iterator[str]:
     """Yields the alarms whose condition holds in the newest record; the functions `shift` and
-    `spikes` and the alarm `likelihood` also use earlier records. A metric that the newest record
-    lacks counts as 0, but `gold_recall` as 1, because a low value of it raises an alarm. `shift`
-    needs its metric in each of the last WINDOW records, and `likelihood` is not raised if the
-    newest record lacks its metric. `reward_hacked` needs a reward term `answer`, which the reward
-    of a stage 1 may lack.
+    `spikes` also use earlier records. A metric that the newest record lacks counts as 0, but
+    `gold_recall` as 1, because a low value of it raises an alarm. `shift` needs its metric in each
+    of the last WINDOW records. `reward_hacked` needs a reward term `answer`, which the reward of a
+    stage 1 may lack.
 
     The limit of `logprob_gap` is 1e-3. With a --mismatch correction (the default on a GPU, and on a
     CPU with servers or a bf16 copy) it is three times the gap of step 0, but at least 1e-3 and at
@@ -99,10 +97,6 @@ def signs(records: list[dict], s: Settings) -> Iterator[str]:
     corrected = median([1e-3, 3 * records[0].get("logprob_gap", 1.0), 0.1])
     if r["logprob_gap"] > (corrected if "mismatch_ess" in r else 1e-3):
         yield "logprob_gap"
-    # An earlier step that lacks the metric, e.g. because all its rewards are equal, counts as 0.
-    stalled = sum(row.get("likelihood_later", 0) <= 0 for row in records[-WINDOW:])
-    if stalled == WINDOW and "likelihood_later" in r:
-        yield "likelihood"
     if r["skipped"] == 1 or (grouped and r["frac_reward_zero_std"] == 1):
         yield "equal_groups"
     if may_search and r["searched"] + r["rejected"] == 0:

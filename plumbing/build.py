@@ -24,7 +24,7 @@ import ppo
 from curriculum import QuestionStream
 from data import Document
 from engines.sampling import to_sample_with, wants_copy
-from engines.server import SLOWEST, Fleet, generate_on_server, to_serve
+from engines.server import SLOWEST, Fleet, generate_on_server, start_thread, to_serve
 from engines.slots import generate_in_slots
 from errors import InputError, raise_terminated, rank_of
 from flags import frozen_in_8bit, on_servers
@@ -39,14 +39,7 @@ from prompts import PROTOCOLS, Protocol
 from retriever import make_retriever, make_search
 from retrievers.dense import Encoder
 from rewards import OtherModels, check_questions, tfidf_embedder
-from rollout import (
-    Environment,
-    SearchFunction,
-    check_prompts,
-    context_of,
-    generate_by_turns,
-    start_thread,
-)
+from rollout import Environment, SearchFunction, check_prompts, context_of, generate_by_turns
 from scale.lora import add_lora, check_peft
 from scale.shards import asked_for, check_alike, check_shardable, shard
 from settings import Settings, asked_of_others, in_built_in_world, stage_folder
@@ -93,17 +86,7 @@ def build_search(
     names = sorted(models_in(settings.summarizer))
     llms = {name: load_llm(name, settings, device=device) for name in names}
     summarizer = make_summarizer(settings, protocol, llms, log)
-    search = make_search(retriever, summarizer, settings.documents_per_search)
-    if llms:  # all attempts of the models add to the time that a search may take
-        retrieval_seconds = getattr(search, "seconds", lambda _: 0.0)
-        attempts = (RETRIES + 1) * settings.timeout  # seconds that one request may take
-
-        def seconds(requests: list) -> float:
-            rounds = sum(-(-len(requests) // llm.at_once) for llm in llms.values())
-            return retrieval_seconds(requests) + rounds * attempts
-
-        search.seconds = seconds
-    return search
+    return make_search(retriever, summarizer, settings.documents_per_search)
 
 
 def load_model(settings: Settings, path: str, device="cpu", frozen=False, in_8bit=False) -> tuple:

@@ -1,9 +1,8 @@
 """Writes the files of a run and its lines on the console. Only the main process writes.
 
 A run may be killed at any moment. So the metrics of a step are written when the step ends, and a
-checkpoint gets its final name only when it is complete. Predictions are reused only if all that
-they depend on is the same as before: settings, weights, questions and documents. Files of an
-earlier run are renamed, never overwritten.
+checkpoint gets its final name only when it is complete. Files of an earlier run are renamed, never
+overwritten.
 """
 
 import contextlib
@@ -17,7 +16,6 @@ import shutil
 import signal
 import weakref
 from collections.abc import Iterator
-from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -337,33 +335,6 @@ class Run:
             f"step {step}: {', '.join(bad)}; stopped; this gradient was not applied.{where} "
             f"questions: {', '.join(dict.fromkeys(row.question.id for row in rows))}"
         )
-
-
-def reusable_records(
-    out: Path, made_with: dict, expected: list, key, batch: int, fresh: bool
-) -> list[dict]:
-    """Returns the records of the predictions file `out` that can be reused. If it has others too,
-    the old file is kept under another name, and `out` is left with only the reusable ones. None can
-    be reused if `fresh` is True, or if they were made with other settings than `made_with`.
-    Otherwise the reusable records are those before the first whose key differs from the key at its
-    place in `expected` (all keys, in order). A batch of `batch` records is sampled with one seed,
-    so only whole batches are reused.
-    """
-    settings_file = out.with_name(out.name + ".settings.json")
-    text = json.dumps(made_with, indent=1)
-    same = settings_file.is_file() and settings_file.read_text(encoding="utf-8") == text
-    records = finished_records(out) if same and not fresh else []
-    pairs = zip(map(key, records), expected, strict=False)
-    good = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-    if good < len(expected):
-        good -= good % batch
-    if out.is_file() and out.stat().st_size and (good < len(records) or not same or fresh):
-        old = free_name(out)
-        os.replace(out, old)
-        print(f"the predictions that were in {out} are kept as {old.name}")
-    write_records(out, records[:good])
-    settings_file.write_text(text, encoding="utf-8")
-    return records[:good]
 
 
 def seconds_of(record: dict) -> float:

@@ -1,11 +1,12 @@
-"""Scores predictions of many programs without a policy: `python eval.py --predictions FILE`.
+"""Scores a predictions file without a policy: `python eval.py --predictions FILE`.
 
     file -> records -> eval.py's field names -> gold answers of --data -> em, f1, cem -> report.py
 
-A prediction belongs to the question of --data with the same id. If no question has this id, or if
-that question's text differs from the prediction's field `question`, the question with the text of
-this field is taken. Verdicts and counts of searches in R1-Searcher's files are kept. Trap: papers
-treat punctuation differently (metrics.py).
+The layouts are ours, FlashRAG's and R1-Searcher's. A prediction belongs to the question of --data
+with the same id. If no question has this id, or if that question's text differs from the
+prediction's field `question`, the question with the text of this field is taken. Verdicts and
+counts of searches in R1-Searcher's files are kept. Trap: papers treat punctuation differently
+(metrics.py).
 """
 
 import argparse
@@ -24,13 +25,13 @@ from other_models.reader import add_reader
 from plumbing.report import report
 from prompts import JUDGE_SEES
 
-TEXT_FIELDS = ("prediction", "pred", "pred_ans", "predicted_answer", "output", "response")
-GOLD_FIELDS = ("golds", "golden_answers", "answers", "answer", "ground_truth")
+TEXT_FIELDS = ("prediction", "pred_ans", "output")  # ours, R1-Searcher's, FlashRAG's
+GOLD_FIELDS = ("golds", "answer", "golden_answers")
 VERDICTS = {"true": 1.0, "false": 0.0}
 
 
 def as_written(record: dict, number: int, place: str) -> dict:
-    """Converts a record of eval.py, R1-Searcher, FlashRAG or another tool to eval.py's fields."""
+    """Converts a record of eval.py, R1-Searcher or FlashRAG to eval.py's fields."""
     key = next((name for name in TEXT_FIELDS if name in record), None)
     if key is None:
         raise InputError(
@@ -95,21 +96,9 @@ def scored(record: dict, punctuation: str = "") -> dict:
     return record | {"metrics": record["metrics"] | scores}
 
 
-def records_in(path: Path) -> list[tuple[int, str, object]]:
-    """Returns (number, place, record) of each record. A file in HotpotQA's format is one object
-    {"answer": {id: prediction}}; each of its pairs becomes a record.
-    """
-    records = list(read_records(path))
-    only = records[0][2] if len(records) == 1 else None
-    if not isinstance(only, dict) or not isinstance(only.get("answer"), dict):
-        return records
-    pairs = [{"id": key, "prediction": text} for key, text in only["answer"].items()]
-    return [(number, f"id {short(pair['id'])}", pair) for number, pair in enumerate(pairs, 1)]
-
-
 def read_predictions(path: str | Path, skip_bad: bool = False) -> list[dict]:
     path = Path(path)
-    return list(convert_records(path, records_in(path), as_written, skip_bad))
+    return list(convert_records(path, read_records(path), as_written, skip_bad))
 
 
 def joined(path: Path, records: list[dict], datasets: dict, count_missing: bool) -> list[dict]:

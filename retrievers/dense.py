@@ -12,7 +12,7 @@ Each text gets the prefix that the model's family was trained with (PREFIXES), o
 Vectors are stored in fp16 (32 GB for 21M vectors of 768 numbers) and multiplied in fp32. Storing
 them in fp16 changes the score of two unit vectors by at most 2^-11. After an interrupt the complete
 shards are used again: a shard's file gets its name only when it is complete. Left out: approximate
-search.
+search, and the index files of other programs.
 """
 
 import hashlib
@@ -27,7 +27,6 @@ from tqdm import tqdm
 from data import Document, clean
 from errors import InputError, rank_of
 from formats.manifest import sync
-from retrievers.index import fingerprint
 from retrievers.net import shown, without_hub
 
 SHARD = 16_384  # documents per file, and rows of one matrix product
@@ -89,25 +88,31 @@ def version_of(model, prefix: str | None) -> str:
     return digest.hexdigest()
 
 
+def fingerprint(documents: list[Document]) -> str:
+    """Returns a hash of all titles and texts in their order. The ids are left out, because the
+    vectors do not depend on them.
+    """
+    digest = hashlib.sha256()
+    for document in documents:  # repr, so that "ab", "c" and "a", "bc" differ
+        digest.update(repr((document.title, document.text)).encode())
+    return digest.hexdigest()[:20]
+
+
 def passage_text(document: Document) -> str:
     return f"{document.title} {document.text}".strip()
 
 
 class DenseRetriever:
-    """Searches with `encoder`, an `Encoder` or the name of one. `index_file` is a flat FAISS index
-    whose row i is document i. Without it, the vectors are read from files in the folder `runs`;
-    files that are missing are made first.
+    """Searches with `encoder`, an `Encoder` or the name of one. The vectors are read from files in
+    the folder `runs`; files that are missing are made first.
     """
 
-    def __init__(self, documents: list[Document], encoder, device="", index_file="", runs="runs"):
+    def __init__(self, documents: list[Document], encoder, device="", runs="runs"):
         if not documents or not encoder:
             raise InputError("dense retrieval needs an --encoder, and a --corpus with a document")
         self.documents = documents
         self.encoder = Encoder(encoder, device) if isinstance(encoder, str) else encoder
-        if index_file:
-            self.shards = read_index(index_file, len(documents), self.encoder([""]).shape[1])
-        else:
-            self.shards = passage_vectors(documents, self.encoder, runs)
+        self.shards = passage_vectors(documents, self.encoder, runs)
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
@@ -159,16 +164,3 @@ def passage_vectors(documents: list[Document], encoder, runs="runs") -> list[tor
         raise InputError(
             f"{folder}: a file in it is damaged ({error}): remove the folder to encode again"
         ) from None
-
-
-def read_index(path: str, n: int, d: int) -> list[torch.Tensor]:
-    """Reads the n vectors of a flat FAISS index and returns them in fp16, in shards [rows, d]. The
-    file has a header of 45 bytes, then the vectors in fp32.
-    """
-    if not os.path.isfile(path) or os.path.getsize(path) != 45 + 4 * n * d:
-        raise InputError(
-            f"--index_file {path} is not a flat FAISS index (IndexFlatIP) of {n:,} vectors "
-            f"with {d} numbers each: build it from this corpus with this encoder"
-        )
-    vectors, rows = np.memmap(path, np.float32, "r", 45, (n, d)), range(0, n, SHARD)
-    return [torch.from_numpy(vectors[i : i + SHARD].astype(np.float16)) for i in rows]

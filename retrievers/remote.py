@@ -14,6 +14,7 @@ counted: if a server dropped one, all later queries would get the documents of a
 out: passwords.
 """
 
+import hashlib
 import json
 import time
 from functools import partial
@@ -21,9 +22,7 @@ from functools import partial
 from data import Document
 from errors import InputError
 from formats.layouts import titled
-from retrievers.index import fingerprint
 from retrievers.net import (
-    MAX_BACKOFF,
     Fault,
     RejectedRequest,
     fetch_json,
@@ -52,13 +51,6 @@ class HttpRetriever:
             raise InputError(
                 f"{self.url}: no retriever answers ({fault}): start it, or correct the address"
             ) from None
-
-    def seconds(self, queries: int, k: int) -> float:
-        """Returns an upper bound on the seconds that `search` takes for this many queries, if every
-        request keeps to its time limit.
-        """
-        batches = -(-queries // BATCH)
-        return batches * ((RETRIES + 2) * self.timeout + RETRIES * MAX_BACKOFF)
 
     def search(self, queries: list[str], k: int) -> list[list[Document] | bool | None]:
         """Returns for each query a list of at most k documents, False if the server rejects it, or
@@ -127,5 +119,5 @@ def read_document(item: object) -> Document | None:
         raise Fault(f"wrong shape: no passage: {shown(json.dumps(item))}") from None
     document_id = record.get("id")
     if document_id in (None, ""):  # a hash of title and text, the same in every search
-        document_id = fingerprint([Document("", title, text)])
+        document_id = hashlib.sha256(repr((title, text)).encode()).hexdigest()[:20]
     return Document(str(document_id), title, text) if title or text else None

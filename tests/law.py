@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SUMS = {"nodes of the product": 133_500, "nodes of the path": 34_000, "nodes of the tests": 203_000}
-FLAGS = 72  # of train.py
+FLAGS = 71  # of train.py
 PATH = "prompts trajectory rollout retriever summarizer rewards kl ppo grpo reinforce_pp dapo"
 PATH = {*PATH.split(), "curriculum", "coldstart", "update", "train", "eval"}
 # The lowest comes first, and no file imports one of a higher floor. A folder means all its files.

@@ -1,7 +1,6 @@
 """Tests dense.py: nearest passages equal a full sort, and vectors are encoded once."""
 
 import os
-import struct
 import sys
 from pathlib import Path
 
@@ -202,40 +201,6 @@ def test_the_error_of_a_damaged_file_of_vectors_names_its_folder(damage):
     damage(shard_files()[1])
     text = message(passage_vectors, invented(20), Hashed())
     assert "hashed-1-" in text and text.endswith("remove the folder to encode again")
-
-
-def flat_index(rows):
-    """Writes an index as faiss does: kind, d, n, 2 unused fields, trained, metric, n · d, rows."""
-    n, d = rows.shape
-    head = struct.pack("<4siqqq?iq", b"IxFI", d, n, 1 << 20, 1 << 20, True, 0, n * d)
-    Path("an.index").write_bytes(head + rows.astype(np.float32).tobytes())
-    return "an.index"
-
-
-def test_a_flat_index_is_read_and_no_passage_is_encoded():
-    documents, encoder = invented(200), Hashed()
-    retriever = DenseRetriever(
-        documents, encoder, index_file=flat_index(Hashed()(texts_of(documents)))
-    )
-    queries = ["ana", "bell", "storm in varen"]
-    lists = retriever.search(queries, 5)
-    assert lists == DenseRetriever(documents, Hashed()).search(queries, 5) and encoder.encoded == []
-
-
-def test_faiss_writes_an_index_file_of_the_same_bytes():
-    faiss = pytest.importorskip("faiss", reason="faiss-cpu is not installed")
-    rows = np.random.default_rng(0).standard_normal((20, 16)).astype(np.float32)
-    index = faiss.IndexFlatIP(16)
-    index.add(rows)
-    faiss.write_index(index, "faiss.index")
-    assert Path("faiss.index").read_bytes() == Path(flat_index(rows)).read_bytes()
-
-
-@pytest.mark.parametrize("shape", [(19, 16), (20, 8), None])
-def test_an_index_that_does_not_fit_the_corpus_is_a_one_line_error(shape):
-    path = flat_index(np.ones(shape)) if shape else "nowhere.index"
-    text = message(DenseRetriever, invented(20), Hashed(), index_file=path)
-    assert f"{path} is not a flat FAISS index (IndexFlatIP) of 20 vectors with 16" in text
 
 
 # ------------------------------------------------- encoders of sentence-transformers (extra: dense)

@@ -1,4 +1,4 @@
-"""Tests lab/difficulty.py: scores of rollouts, continuing after an interrupt, and wrong flags."""
+"""Tests lab/difficulty.py: scores of rollouts, what an interrupt leaves, and wrong flags."""
 
 import json
 from collections import Counter
@@ -36,7 +36,7 @@ def out(tmp_path):
 
 def buckets_of(out, rollouts=None, questions=MANY, scheme="ur2"):
     options = DifficultySettings(out=str(out), samples=10, scheme=scheme)
-    return measure(questions, rollouts or Rollouts(), {}, options)
+    return measure(questions, rollouts or Rollouts(), options)
 
 
 def test_each_question_gets_scores_their_mean_and_a_bucket(out):
@@ -49,18 +49,13 @@ def test_each_question_gets_scores_their_mean_and_a_bucket(out):
     assert read_difficulty(out, MANY[:10]) == buckets
 
 
-def test_an_interrupted_measurement_continues_after_its_last_complete_batch(out, tmp_path):
+def test_an_interrupted_measurement_leaves_its_finished_batches(out):
     with pytest.raises(KeyboardInterrupt):
         buckets_of(out, Rollouts(stop_at=35))
-    with open(out, "a") as file:
-        file.write('{"id": "q32", "sco')  # the process ended within a line
-    remaining = Rollouts()
-    buckets = buckets_of(out, remaining)
-    buckets_of(out, remaining)
-    # The first run completed two batches of 16. Measuring a complete file again asks nothing.
-    assert remaining.numbers == list(range(32, 40))
-    assert buckets == buckets_of(tmp_path / "whole.jsonl")
-    assert out.read_text() == (tmp_path / "whole.jsonl").read_text()
+    interrupted = finished_records(out)
+    assert len(interrupted) == 32  # two batches of 16
+    buckets_of(out)
+    assert finished_records(out)[:32] == interrupted and out.with_name("d.jsonl.old1").exists()
 
 
 def test_r1_searchers_scheme_counts_until_the_first_success(out):
@@ -95,14 +90,12 @@ def tiny(monkeypatch, toy_policy, toy_tokenizer, tmp_path, out):
     return [f"--{name}={value}" for name, value in flags.items()]
 
 
-def test_a_model_is_measured_by_sampling_and_continues_after_an_interrupt(out, tiny):
+def test_a_model_is_measured_by_sampling_with_seeds_of_the_questions(out, tiny):
     main(tiny)
-    whole = out.read_text()
     records = finished_records(out)
     assert len(records) == 5 and all(len(record["scores"]) == 3 for record in records)
-    out.write_text(whole[: len(whole) // 2])
     main(tiny)
-    assert out.read_text() == whole
+    assert finished_records(out) == records
 
 
 def test_after_an_interrupt_a_message_says_where_the_scores_are(tiny, out, monkeypatch, capsys):
@@ -112,7 +105,7 @@ def test_after_an_interrupt_a_message_says_where_the_scores_are(tiny, out, monke
     monkeypatch.setattr(evaluation, "rollout", interrupted)
     with pytest.raises(SystemExit) as end:
         main(tiny)
-    assert end.value.code == 130 and f"{out}: repeat the command" in capsys.readouterr().out
+    assert end.value.code == 130 and f"finished batches are in {out}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

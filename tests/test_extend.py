@@ -20,6 +20,7 @@ import settings
 import train
 from formats.records import append_jsonl
 from plumbing.files import checkpoints
+from rewards import example, r1_searcher_stage2
 from world.world import KINDS
 
 TEXT = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
@@ -133,6 +134,18 @@ def test_the_server_of_the_page_passes_the_check_of_retrievers(tree, tmp_path):
     finally:
         server.kill()
         server.communicate()
+
+
+def test_the_function_for_another_trainer_returns_our_reward():
+    (block,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    given = {"GRPOTrainer": lambda *_, reward_funcs: reward_funcs}
+    exec(block.replace(", ...)", ")"), given)
+    rows = [example("r1_searcher", answer, 1) for answer in ("Norland", "Sudria", "a </answer> b")]
+    columns = {"question": [t.question.question for t in rows], "task": ["qa"] * 3}
+    columns["answers"] = [t.question.answers for t in rows]
+    (reward,) = given["trainer"]
+    rewards = reward(completions=[t.text for t in rows], prompts=None, **columns)
+    assert rewards == [sum(r1_searcher_stage2(t).values()) for t in rows] == [1.0, 0.0, -2.0]
 
 
 # ------------------------------------------------------------------------------------- the commands

@@ -167,10 +167,3 @@ def test_correcting_for_a_sampler_four_updates_old_restores_most_of_the_reward(c
     lost = fresh - plain
     assert lost > 0.25 and corrected - plain > lost / 2  # the correction restores most of the loss
     assert any("logprob_gap" in row.get("alarms", ()) for row in rows)
-
-
-def test_the_alarm_about_the_likelihood_of_better_answers_reports_a_collapse(common, monkeypatch):
-    # The learning rate is ten times the usual one.
-    rows, _ = stage_1(common, monkeypatch, "--lr 3e-3 --steps 20")
-    assert any("likelihood" in row.get("alarms", ()) for row in rows)
-    assert rows[-1]["em"] < max(row["em"] for row in rows) / 2

@@ -1,5 +1,5 @@
 """Tests of ppo.mismatch_weights, for a sampler μ that differs from π_old: by hand, in an update, by
-enumeration of all sequences, and in a run. A test of the metric likelihood_later is here too.
+enumeration of all sequences, and in a run.
 """
 
 import itertools
@@ -27,19 +27,11 @@ from settings import Settings, parse
 ROWS = """
 token          0.3 -0.9 0 nan -0.9  1.3498588 0.4065697 1 1 0.4065697
 token          0.3 0.9 nan -400 0   1.3498588 2 1 2.0611537e-9 1
-sequence       0.3 -0.9 0 nan -0.9  0.2231302 0.2231302 0.2231302 1 0.2231302
-sequence       0.3 0.5 0.2 0.2 nan  2 2 2 2 1
-sequence       400 -300 nan -800 0  2.0611537e-9 2.0611537e-9 1 2.0611537e-9 2.0611537e-9
-mask           0.3 -0.9 0 nan 0.6   1.3498588 0 1 1 1.8221188
-mask           0.3 0.9 nan -0.6 0   1.3498588 0 1 0.5488116 1
+sequence_mask  0.3 -0.9 0 nan -0.9  0.2231302 0.2231302 0.2231302 1 0.2231302
+sequence_mask  400 -300 nan -800 0  2.0611537e-9 2.0611537e-9 1 2.0611537e-9 2.0611537e-9
 sequence_mask  0.3 0.5 0.2 0.2 nan  0 0 0 0 1
 sequence_mask  -0.3 0.9 nan -1 0    0.67032 0.67032 1 0.67032 0.67032
-row            0.3 -0.9 0 nan -0.9  0 0 0 1 0
-row            6e-4 0 nan nan nan   1 1 1 1 1
-row            0.0011 nan nan 0 nan  1 1 1 1 1
-row            0.0012 nan 9e-4 0.0012 nan  0 1 0 0 1
-row            0.2 -0.2 nan 0 0     1 1 1 1 1
-row            nan nan nan nan nan  1 1 1 1 1
+sequence_mask  nan nan nan nan nan  1 1 1 1 1
 """
 
 
@@ -84,7 +76,7 @@ def test_the_weight_multiplies_the_policy_loss_but_not_the_kl():
 
 def test_if_every_token_is_rejected_the_logged_shares_are_finite():
     batch = SimpleNamespace(response_mask=torch.ones(1, 3), mismatch_weights=torch.zeros(1, 3))
-    assert ppo.mismatch_stats(batch, "row") == {"mismatch_ess": 0, "mismatch_cut": 1}
+    assert ppo.mismatch_stats(batch, "sequence_mask") == {"mismatch_ess": 0, "mismatch_cut": 1}
 
 
 # --------------------------------------- enumeration of all sequences of four tokens out of three
@@ -126,10 +118,10 @@ def bias(mode: str) -> float:
 
 
 def test_without_a_bound_sequence_weights_are_unbiased_but_token_weights_are_not(monkeypatch):
-    assert bias("") > bias("token") > 0.1 and bias("token") > 2 * bias("sequence")
-    for mode in ("token", "sequence", "sequence_mask"):
-        monkeypatch.setitem(ppo.MISMATCH, mode, (0.0, 1e9, 1e9))
-    assert bias("token") > 0.1 and bias("sequence") < 1e-5 and bias("sequence_mask") < 1e-5
+    assert bias("") > bias("token") > 0.1
+    for mode in ("token", "sequence_mask"):
+        monkeypatch.setitem(ppo.MISMATCH, mode, (1e9, 1e9))
+    assert bias("token") > 0.1 and bias("sequence_mask") < 1e-5
 
 
 # -------------------------------------------------------------------------------------------- a run
@@ -149,8 +141,8 @@ def test_all_rows_are_weighted_before_the_first_update_and_the_shares_are_logged
     model, tmp_path, monkeypatch
 ):
     # There are four rows in two updates. The log-prob recorded for the first token of each row is 1
-    # too low, so ρ = e.
-    more = "--steps 1 --trajectories_per_update 2 --mismatch mask"
+    # too low, so ρ = e and w = 2; the other tokens have w = 1.
+    more = "--steps 1 --trajectories_per_update 2 --mismatch token"
     state = build_state(settings_for(model, tmp_path, more))
     state.recompute = True
     rollouts = train.collect(state, 0)
@@ -162,15 +154,5 @@ def test_all_rows_are_weighted_before_the_first_update_and_the_shares_are_logged
     monkeypatch.setattr(train, "collect", lambda *_: rollouts)
     (row,) = rows_of(train.train(state.settings))
     assert row["mismatch_cut"] == pytest.approx(4 / tokens, abs=1e-4)
-    assert row["mismatch_ess"] == pytest.approx(1 - 4 / tokens, abs=1e-4)
-
-
-def test_likelihood_later_is_a_mean_over_rows_by_hand():
-    # Row 0 is in the first update. Rows 1 and 3 have a positive advantage in total; their log-probs
-    # change by 0.1 and −0.5.
-    change = [[9, 9], [0.2, -0.1], [5, 5], [-0.4, -0.1]]
-    batch = SimpleNamespace(logprobs=torch.tensor(change), old_logprobs=torch.zeros(4, 2))
-    batch.advantages = torch.tensor([[1, 1], [0.5, 0.5], [-1, -1], [2, -1]])
-    result = train.likelihood_later(batch, torch.tensor([0]))
-    assert result == {"likelihood_later": pytest.approx(-0.2)}
-    assert train.likelihood_later(batch, torch.arange(4)) == {}  # all rows are in the first update
+    ess = (tokens + 4) ** 2 / (tokens * (tokens + 12))  # Σ w = n + 4, Σ w² = n + 12
+    assert row["mismatch_ess"] == pytest.approx(ess, abs=1e-4)

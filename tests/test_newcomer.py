@@ -2,25 +2,21 @@
 
 import json
 import re
-import sys
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import message, settings_for
-from test_dense import Hashed
 from tqdm import tqdm
 
 import eval as evaluation
-import retriever
 import sft
 from lab import distil
 from plumbing import build
 from plumbing.alarms import ADVICE
 from plumbing.files import Run
 from plumbing.report import report
-from retrievers import dense
 
 
 def test_the_warm_up_writes_at_most_a_line_in_thirty_seconds_to_a_log_file(monkeypatch, capsys):
@@ -36,19 +32,6 @@ def test_the_warm_up_writes_at_most_a_line_in_thirty_seconds_to_a_log_file(monke
     sft.train_sft(torch.nn.Linear(1, 1), lambda step: [], sft.SFTSettings(200, 0.1))
     output = capsys.readouterr().err
     assert "loss=1.000" in output and output.count("\r") <= 3
-
-
-def test_retriever_py_tries_a_dense_retriever_like_bm25(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(dense, "Encoder", lambda *_: Hashed())
-    words = ["retriever.py", "who?", "--retriever", "dense", "--encoder", "some/hashed", "-k", "2"]
-    monkeypatch.setattr(sys, "argv", words)
-    retriever.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert [line[:2] for line in lines[-2:]] == ["1.", "2."] and ": " in lines[-1]
-    monkeypatch.setattr(sys, "argv", words[:4])
-    with pytest.raises(retriever.InputError, match="an --encoder, and a --corpus with a document"):
-        retriever.main()
 
 
 def test_a_step_with_more_questions_than_the_data_has_prints_a_notice(model, tmp_path, capsys):

@@ -11,7 +11,6 @@ from plumbing.files import checkpoints
 from rewards import REWARDS, example, own_reward
 from settings import parse
 
-EXIT = "import sys\n\ndef mine(t):\n    "
 SHORT = """
 from metrics import exact_match
 
@@ -77,8 +76,6 @@ def test_a_run_with_an_own_reward_is_trained_logged_resumed_and_evaluated(
         of_fault(284, "def mine(t):\n    return {'a': 1e16}", "1e+16"),
         of_fault(285, "def mine(t):\n    return {'\\ud83d': 1.0}", "is not a reward: return named"),
         of_fault(285, "def mine(t):\n    return {3: 1.0}", "is not a reward: return named"),
-        of_fault(280, "import sys\nsys.exit(0)", "it calls sys.exit(0)"),
-        of_fault(280, f"{EXIT}sys.exit(0)", "question demo: it calls sys.exit(0)"),
     ],
 )
 def test_a_bad_reward_is_a_one_line_error_before_a_model_is_loaded(own, text, fragment, capsys):
@@ -107,7 +104,7 @@ def test_an_exception_in_the_users_file_keeps_its_traceback(own):
 def test_reward_terms_that_change_between_trajectories_are_an_error(own):
     reward = own_reward(own("def mine(t):\n    return {'ab'[bool(t.searches)]: 1.0}"))
     reward(example("r_search", searches=0), None, 0, None)
-    with pytest.raises(ValueError, match="its terms are b, but before they were a: always"):
+    with pytest.raises(ValueError, match=r"the same names for every trajectory \(a\)"):
         reward(example("r_search", searches=1), None, 0, None)
 
 

@@ -482,7 +482,8 @@ showCurves();
   const boxes = [...figure.querySelectorAll('text')].map((text) => text.getBBox());
   return boxes.filter((a, i) => a.x < 0 || a.x + a.width > 420 || a.y < 0 || a.y + a.height > 222
     || boxes.some((b, j) => i !== j && a.x < b.x + b.width && b.x < a.x + a.width
-      && a.y + 3 < b.y + b.height && b.y + 3 < a.y + a.height)).map((a) => [a.x, a.y, a.width, a.height]);
+      && a.y + 3 < b.y + b.height && b.y + 3 < a.y + a.height))
+    .map((a) => [a.x, a.y, a.width, a.height]);
 })"""
 
 

@@ -163,6 +163,9 @@ def test_saved_settings_are_read_back_unchanged_and_other_models_have_none(
     settings = settings_for(model, finished.parent.parent, "--steps 1")
     assert saved_settings(str(checkpoints(finished)[-1])) == settings
     assert saved_settings(model) is None and saved_settings("") is None
+    older = dataclasses.asdict(settings) | {"index": "i"}  # a flag that has gone
+    (tmp_path / "settings.json").write_text(json.dumps(older))
+    assert saved_settings(str(tmp_path)) == settings
     for text in ("{", "[]"):
         (tmp_path / "settings.json").write_text(text)
         assert "not a settings file of train" in message(saved_settings, str(tmp_path))

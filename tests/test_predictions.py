@@ -103,13 +103,6 @@ def test_samples_and_options_are_read_from_any_layout(write):
     assert metrics(write({**choice, "options": {"A": "elm", "B": "oak"}}))[0]["em"] == 1
 
 
-def test_a_single_object_from_ids_to_answers_is_hotpotqas_layout(questions, write, capsys):
-    path = write({"answer": {"a": "Kelmouth", "b": None}, "sp": {}})
-    records = score_files([path], questions)
-    assert [(r["id"], r["metrics"]["em"]) for r in records] == [("a", 1), ("b", 0)]
-    assert "1 of 3 questions have no prediction and are left out" in capsys.readouterr().err
-
-
 # -------------------------------------------------------------------------- the join with questions
 
 

@@ -826,10 +826,9 @@ def test_the_settings_and_the_extras_reach_the_reward(reward, answer, term, expe
 
 
 @pytest.mark.parametrize("reward", REWARDS)
-@pytest.mark.parametrize("left_out", ["", "answer"])
-def test_the_table_names_the_settings_that_each_reward_reads(reward, left_out):
+def test_the_table_names_the_settings_that_each_reward_reads(reward):
     names_read = set()
-    settings = make_settings(left_out=left_out)
+    settings = make_settings()
 
     class Recorder:
         def __getattr__(self, name):
@@ -837,8 +836,7 @@ def test_the_table_names_the_settings_that_each_reward_reads(reward, left_out):
             return getattr(settings, name)
 
     REWARDS[reward](example(protocol_of(reward)), Recorder(), 0, Extras())
-    unread = {"beta"} if left_out else set()
-    assert names_read == {*rewards.READS.get(reward, "").split()} - unread
+    assert names_read == {*rewards.READS.get(reward, "").split()}
 
 
 def test_a_setting_can_switch_off_a_need_of_a_reward():

@@ -8,7 +8,6 @@ import copy
 import dataclasses
 import math
 import re
-import threading
 from itertools import takewhile
 from operator import eq
 
@@ -17,7 +16,7 @@ import torch
 from conftest import message, model_of, roll, small
 from transformers import ByT5Tokenizer, GenerationConfig
 
-from data import Document, Question, SearchRequest, SearchResult
+from data import Document, Question, SearchResult
 from engines.slots import generate_in_slots, obstacle
 from errors import InputError
 from papers import paper_of
@@ -27,7 +26,6 @@ from rewards import ur2_violations
 from rollout import (
     MIN_DOCUMENT_TOKENS,
     Environment,
-    call_search,
     check_prompts,
     decode,
     encode,
@@ -334,20 +332,6 @@ def test_a_broken_search_is_an_observation_and_an_error_in_the_log(bpe, answer, 
     (search,) = t.searches
     assert search.error.startswith(error) and search.seconds > 0
     assert (search.text, t.answer) == ("Search is unavailable.", "Norland")
-
-
-def test_the_timeout_grows_by_the_seconds_that_a_network_search_declares():
-    released = threading.Event()
-
-    def slow(requests):
-        released.wait(60)
-        return [SearchResult(text="found") for _ in requests]
-
-    requests = [SearchRequest(QA, query) for query in ("a", "a", "b")]
-    assert "no answer within 0.05 s" in call_search(slow, requests, 0.05, [])[0].error
-    threading.Timer(0.3, released.set).start()
-    slow.seconds = lambda batch: 60.0 * (batch == requests)
-    assert [result.text for result in call_search(slow, requests, 0.05, [])] == ["found"] * 3
 
 
 def test_an_error_that_only_the_user_can_repair_ends_the_run(bpe):

@@ -249,7 +249,6 @@ BAD += """
 --retriever http                 --retriever http needs --retriever_url
 --retriever_url http://x         only --retriever http reads it
 --retriever oracle --encoder e5  only --retriever dense reads it
---retriever empty --index i      only --retriever bm25 reads it
 --data q --model m --retriever dense --encoder e5  --data needs --corpus
 --reward r1_searcher_stage1      --reward r1_searcher_stage1 and protocol ur2 do not go together
 --recipe when_to_search --max_searches 7  --beta 0.3 times --max_searches 7 is 2.1: it must stay

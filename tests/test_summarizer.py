@@ -348,12 +348,6 @@ def test_the_summariser_is_not_asked_about_a_failed_search():
     assert queries == [["a", "b"]]
 
 
-def test_the_search_states_how_long_it_may_take_if_its_retriever_does():
-    slow = SimpleNamespace(seconds=lambda queries, k: queries + k / 10)
-    assert make_search(slow, k=3).seconds(requests("a", "b", "a")) == 2.3  # two queries
-    assert not hasattr(make_search(Recorder()), "seconds")
-
-
 def test_a_summariser_is_none_or_extractive_or_a_loaded_model():
     none = make_summarizer(SummarizerSettings(), UR2, {})
     assert none(requests("1 + 1"), [[ANA]]) == [SearchResult([ANA])]

@@ -264,7 +264,11 @@ def test_old_logprobs_are_recomputed_only_for_rows_whose_logprobs_are_used():
     rest = [2, 3, 5, 6, 7]  # row 0 is overlong, but only an update leaves such rows out
     expected[rest] = sampled[rest]
     torch.testing.assert_close(compute_old_logprobs(state, batch), expected, atol=1e-5, rtol=0)
-    for mismatch, names in (("mask", {}), ("none", {"ref_logprobs": sampled}), ("none", UNMASKED)):
+    for mismatch, names in (
+        ("sequence_mask", {}),
+        ("none", {"ref_logprobs": sampled}),
+        ("none", UNMASKED),
+    ):
         state.mismatch = mismatch
         other = dataclasses.replace(batch, **names)
         torch.testing.assert_close(compute_old_logprobs(state, other), logprobs, atol=1e-5, rtol=0)

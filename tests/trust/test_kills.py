@@ -366,7 +366,9 @@ def killed_after(lines: int, arguments: list[str]) -> None:
 
 
 @fault(17)
-def test_a_killed_evaluation_writes_the_same_predictions(trained, tmp_path):
+def test_a_killed_evaluation_leaves_a_part_and_starts_again_to_the_same_predictions(
+    trained, tmp_path
+):
     out, log = tmp_path / "a.jsonl", tmp_path / "log"
     arguments = f"--output_dir {trained} --questions 12 --out".split()
     whole = command(log, evaluation.main, [*arguments, str(tmp_path / "whole.jsonl")])
@@ -377,4 +379,8 @@ def test_a_killed_evaluation_writes_the_same_predictions(trained, tmp_path):
         assert out.read_text().count("\n") >= lines
     last = command(log, evaluation.main, [*arguments, str(out)])
     assert exit_code(last) == 0, log.read_text()
-    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    predictions = (tmp_path / "whole.jsonl").read_bytes()
+    assert out.read_bytes() == predictions
+    parts = [out.with_name(f"a.jsonl.old{number}").read_bytes() for number in (1, 2)]
+    assert [part.count(b"\n") for part in parts] == [1, 9]
+    assert all(map(predictions.startswith, parts))

@@ -39,7 +39,6 @@ def pay(name: str, trajectory=None) -> dict:
     "failure, error_type, pattern",
     [
         ("1 / 0", ZeroDivisionError, "division by zero"),
-        of_fault(281, "sys.exit(0)", InputError, r"question .*: it calls sys.exit\(0\)"),
     ],
 )
 def test_an_error_in_a_reward_at_a_later_step_saves_the_steps_before_it(

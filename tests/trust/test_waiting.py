@@ -18,15 +18,12 @@ from conftest import ScriptedServer as Server
 from processes import in_two_processes, wait_for
 
 import train
-from data import Question, SearchRequest, SearchResult
 from engines.slots import pick
 from errors import LOST, InputError, run_main
 from eval import Evaluation, Options
 from other_models.llm import LocalLLM, ServerLLM, load_llm
 from plumbing import build
 from plumbing.files import checkpoints
-from prompts import PROTOCOLS
-from rollout import MAX_STUCK, Environment, call_search
 from settings import Settings
 from summarizer import SUMMARY_LOG
 
@@ -248,32 +245,6 @@ def test_two_servers_with_the_same_model_name_do_not_share_replies(tmp_path, sta
         models = [ServerLLM(f"{each.base}/v1#m", cache=tmp_path) for each in (one, two)]
         assert [model.ask([("i", "t")]) for model in models] == [["one"], ["two"]], again
     assert len(one.posts) == len(two.posts) == 1 + 1 + 1  # probe, request, probe
-
-
-@fault(84, 314)
-def test_searches_that_hang_neither_pile_up_nor_stop_those_of_another_run(toy_tokenizer):
-    released = threading.Event()
-
-    def finds(requests):
-        return [SearchResult(text="found") for _ in requests]
-
-    def hangs(requests):
-        released.wait(60)
-        return finds(requests)
-
-    first, second = (
-        Environment(toy_tokenizer, PROTOCOLS["ur2"], search, Settings())
-        for search in (hangs, finds)
-    )
-    requests = [SearchRequest(Question("1", "who ?", ["me"]), "who", "")]
-    errors = [call_search(hangs, requests, 0.001, first.hanging)[0].error for _ in range(50)]
-    assert len(first.hanging) == MAX_STUCK == 8
-    assert "no answer within 0.001 s" in errors[0] and errors[-1] == "earlier searches still hang"
-    assert call_search(finds, requests, 60, second.hanging)[0].text == "found"
-    released.set()
-    for thread in first.hanging:
-        thread.join(60)
-    assert call_search(hangs, requests, 60, first.hanging)[0].text == "found"
 
 
 @fault(315)
