@@ -30,7 +30,7 @@ model: install
 
 # A real pretrained model learns to search Wikipedia passages: about an hour. MODEL=NAME_OR_DIR takes
 # another model, DATA=FOLDER questions and passages that are there already (lab/real.py: which).
-real: model
+real: $(if $(MODEL),install,model)
 	$(BIN)/python -m lab.real --seed $(SEED) --model "$(MODEL)" --data "$(DATA)"
 
 # Empty: compiled files are written, and the many processes of the tests share them.
