@@ -482,7 +482,8 @@ showCurves();
   const boxes = [...figure.querySelectorAll('text')].map((text) => text.getBBox());
   return boxes.filter((a, i) => a.x < 0 || a.x + a.width > 420 || a.y < 0 || a.y + a.height > 222
     || boxes.some((b, j) => i !== j && a.x < b.x + b.width && b.x < a.x + a.width
-      && a.y + 3 < b.y + b.height && b.y + 3 < a.y + a.height)).map((a) => [a.x, a.y, a.width, a.height]);
+      && a.y + 3 < b.y + b.height && b.y + 3 < a.y + a.height))
+    .map((a) => [a.x, a.y, a.width, a.height]);
 })"""
 
 
@@ -551,6 +552,8 @@ def test_health_curves_are_folded_and_all_zero_metrics_are_one_line(viewer):
     flat = "[...document.querySelectorAll('#health figure')].find((f) => f.drawn[0].name === 'k2')"
     ys = viewer.run(f"{flat}.querySelector('.raw').getAttribute('d').match(/,[\\d.]+/g)")
     assert len(ys) == 6 and len(set(ys)) == 1
+    marks = "[...figures()].map((f) => f.querySelector('.here').getAttribute('x1'))"
+    assert len({*viewer.run(marks)}) == 1
 
 
 def test_a_link_opens_its_trajectory(browser, page):
