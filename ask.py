@@ -65,9 +65,10 @@ from pathlib import Path
 from transformers import TextStreamer
 
 from data import Question, harmless
-from eval import settings_of
+from eval import prediction_record, settings_of
 from metrics import exact_match, tokenize
 from plumbing import build
+from plumbing.alarms import hint_at_cold_start
 from plumbing.page import save_page
 from plumbing.questions import as_asked, known_questions, load_documents
 from plumbing.record import to_record
@@ -96,7 +97,7 @@ class PrintingEnvironment(Environment):
         super().run_searches(rows)
         for row, first in zip(rows, before, strict=True):
             for segment in row.segments[first:]:
-                print(f"⟦{harmless(segment.text)}⟧", end="", flush=True)
+                print(f"⟦{harmless(segment.text.strip())}⟧\n| ", end="", flush=True)
 
 
 # ---------------------------------------------------------------------------------------- a session
@@ -158,8 +159,11 @@ def answer(session: Session, text: str) -> None:
     # Each question gets a new streamer, because Ctrl-C may leave tokens in the old one.
     streamer = Streamer(session.tokenizer, skip_prompt=True, clean_up_tokenization_spaces=False)
     policy.generate = partial(session.generate, streamer=streamer)
-    (row,) = rollout(policy, session.environment, [question], session.settings.seed)
+    # Another progress than the bar of `rollout`, which would be drawn into the text.
+    (row,) = rollout(policy, session.environment, [question], session.settings.seed, progress=int)
     print(f"\n{describe_end(row)}")
+    if row.answer is None:
+        hint_at_cold_start([prediction_record(row, 0)], session)
     session.asked.append(row)
 
 

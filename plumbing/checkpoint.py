@@ -7,6 +7,7 @@ trainer.pt   the number of finished steps; the moments of the policy's optimizer
 import contextlib
 import gc
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -78,6 +79,8 @@ def as_command(settings: Settings) -> Iterator[None]:
     gc.collect()
     if not settings.dry_run:
         held_out = " --data HELD_OUT_FILE" if settings.data else ""
+        if settings.corpus:  # with --data, eval.py does not take the corpus of the checkpoint
+            held_out += f" --corpus {shlex.quote(settings.corpus)}"
         print_once(f"done: {folder} (python eval.py --model {best_checkpoint(folder)}{held_out})")
 
 

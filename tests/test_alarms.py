@@ -4,6 +4,7 @@ the metrics of trajectory_metrics.py that the alarms use.
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from conftest import flags, rows_of, settings_for
@@ -12,8 +13,8 @@ from test_trajectories import needs_node, run_page
 import train
 from data import Document, Question
 from errors import InputError
-from plumbing import build
-from plumbing.alarms import ADVICE, PATIENCE, alarms, shift, spikes
+from plumbing import build, dry_run
+from plumbing.alarms import ADVICE, PATIENCE, alarms, hint_at_cold_start, shift, spikes
 from prompts import PROTOCOLS
 from rewards import example
 from settings import Settings
@@ -255,10 +256,80 @@ def test_a_dry_run_reports_one_step_and_does_not_change_an_existing_run(
     printed = capsys.readouterr().out
     assert files_of(tmp_path) == before and "settings.json" not in printed
     pattern = r"(?s)prompts: \d+ to \d+ tokens; trajectories at most \d+ of \d+ .*queries: .*"
-    pattern += r"found something, .*groups: \d of 4 .*log-probs: .*"
-    pattern += "time: .* for a step of 6 questions; all 50 steps "
+    pattern += r"found something; .*groups: \d+% .*log-probs: .*this step: .* s of updating"
     assert re.search(pattern, printed) and "dry_run=True (was" not in printed
     assert re.match("alarm: |nothing found that would keep the run", printed.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (33, "33.0 s"), (119, "119.0 s"), (120, "2 minutes"), (3540, "59 minutes")]
+    + [(3600, "1.0 hours"), (5400, "1.5 hours")],
+)
+def test_a_time_is_in_seconds_minutes_or_hours(seconds, text):
+    assert dry_run.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("questions", "size", "took", "small"),
+    [(64, 16, "26 minutes", [4, 16]), (5, 2, "15.0 s", [4, 8])],
+)
+def test_the_estimate_comes_before_a_small_step(
+    questions, size, took, small, model, tmp_path, monkeypatch, capsys
+):
+    """Four trajectories with turns of 32 tokens take 3 s. So with the update a trajectory takes 1.5
+    s: 64 · 16 take 1536 s or 26 minutes, 5 · 2 take 15 s, and 4 · 4 take 24 s.
+    """
+    clock, sampled = [0.0], []
+    original_rollout = train.rollout
+
+    def timed(policy, environment, questions, *arguments):
+        rows = original_rollout(policy, environment, questions, *arguments)
+        tokens = environment.turn_limit(rows[0])
+        sampled.append((len(questions), len(rows), tokens, capsys.readouterr().out))
+        clock[0] += 3.0
+        return rows
+
+    monkeypatch.setattr(train, "rollout", timed)
+    monkeypatch.setattr(dry_run, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    # DAPO draws again if no group is informative, but not in a dry run.
+    more = f"--dry_run --questions_per_step {questions} --group_size {size} --steps 7"
+    train.main(flags(model, tmp_path, f"{more} --max_turn_tokens 40 --algorithm dapo"))
+    (*first, _), (*second, printed) = sampled
+    assert first == [4, 4, 32] and second == [*small, 40]
+    assert f"time: about {took} for each of the 7 steps here; with --questions_per" in printed
+    assert "--group_size 4: 24.0 s" in printed and "prompts: " not in printed
+
+
+RIGHT = {"prediction": "Rome", "metrics": {"searched": 1.0}}
+SILENT = {"prediction": None, "metrics": {"searched": 0.0}}
+FROM_MEMORY = {"prediction": "Rome", "metrics": {"searched": 0.0}}
+
+
+@pytest.mark.parametrize(
+    ("predictions", "settings", "hint"),
+    [
+        ([SILENT, SILENT], {}, True),
+        ([FROM_MEMORY, FROM_MEMORY], {}, True),
+        ([{"prediction": None, "metrics": {"searched": 1.0}}], {}, True),
+        ([SILENT, RIGHT], {}, False),
+        ([FROM_MEMORY], {"retrieval": False}, False),  # it was not allowed to search
+        ([SILENT], {"model": ""}, False),  # the built-in model knows its protocol
+        ([{"prediction": "Rome", "metrics": {}}], {}, False),  # a protocol without searches
+        ([{"prediction": None, "metrics": {}}], {}, True),
+    ],
+)
+def test_an_evaluation_without_a_search_and_answer_ends_with_a_sentence(
+    predictions, settings, hint, capsys
+):
+    asked = SimpleNamespace(settings=Settings(**{"model": "m"} | settings))
+    for template, base in (("{{ x }}", False), (None, True)):
+        asked.tokenizer = SimpleNamespace(chat_template=template)
+        hint_at_cold_start(predictions, asked)
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == hint
+        for line in lines:
+            assert "python coldstart.py" in line and ("a base model" in line) == base
 
 
 def test_a_dry_run_names_each_fault_after_one_step(model, tmp_path, capsys, monkeypatch):

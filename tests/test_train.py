@@ -1,6 +1,8 @@
 """Tests of train.py: sampling, metrics and batch of a step; whole, resumed and two-process runs."""
 
+import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,20 +22,24 @@ from conftest import (
 from processes import in_two_processes
 from test_lora import needs_peft
 from test_update import trajectory, unequal_batch
+from tqdm import tqdm
 
+import errors
+import eval as evaluation
 import rewards
 import train
 import update as update_file
 from data import Document, Question
 from plumbing import build
 from plumbing.build import build_state
-from plumbing.files import checkpoints
+from plumbing.files import checkpoints, learned
 from policy import Batch
 from rewards import OtherModels
 from settings import Settings
 from train import Rollouts, collect, measure, prepare, shuffled_updates
 from trajectory import RejectedQuery, Search, Trajectory
 from update import TrainState, compute_logprobs, compute_values, update
+from world.world import World
 
 
 @pytest.fixture
@@ -387,6 +393,57 @@ def test_the_best_checkpoint_is_kept_and_named(model, tmp_path, monkeypatch, cap
     # of two equal scores the first counts as the best
     assert [path.name[-1] for path in checkpoints(folder)] == ["2", "4"]
     assert f"--model {folder}/checkpoint-000002" in capsys.readouterr().out
+
+
+def test_the_command_at_the_end_of_a_run_works_as_printed(model, tmp_path, capsys, monkeypatch):
+    """Except for the name of the file with held-out questions."""
+    data, corpus = tmp_path / "q.jsonl", tmp_path / "my corpus.jsonl"
+    questions = World(0).questions("train", "one_hop")[:3]
+    lines = [json.dumps({"question": q.question, "answers": q.answers}) for q in questions]
+    data.write_text("\n".join(lines))
+    corpus.write_text('{"id": "1", "title": "ana", "text": "ana was born"}\n')
+    train.main([*flags(model, tmp_path), "--data", str(data), "--corpus", str(corpus)])
+    *_, learned, done = capsys.readouterr().out.strip().splitlines()
+    command = done.partition("(python eval.py ")[2].removesuffix(")")
+    words = shlex.split(command.replace("HELD_OUT_FILE", str(data)))
+    assert words[-4:] == ["--data", str(data), "--corpus", str(corpus)]
+    evaluation.main(words)
+    assert "predictions: " in capsys.readouterr().out
+    number = r"\d\.\d\d"
+    assert re.fullmatch(
+        rf"searched {number} -> {number}, em {number} -> {number} over 2 steps, training questions",
+        learned,
+    )
+    # Without --data the checkpoint's settings suffice; a single step has no line about learning.
+    train.main([*flags(model, tmp_path, "--run_name one --steps 1"), "--retriever", "empty"])
+    printed = capsys.readouterr().out
+    assert "--data" not in printed.partition("done: ")[2] and "training questions" not in printed
+
+
+def test_the_last_line_compares_the_first_and_the_last_three_steps():
+    rows = [{"searched": step / 10, "em": 1 - step / 10} for step in range(8)]
+    # (0 + 0.1 + 0.2) / 3 = 0.1; (0.5 + 0.6 + 0.7) / 3 = 0.6
+    expected = "searched 0.10 -> 0.60, em 0.90 -> 0.40 over 8 steps, training questions"
+    assert learned(rows) == expected
+
+
+def test_a_long_step_shows_bars_of_trajectories_and_micro_batches(model, tmp_path, monkeypatch):
+    shown = []
+
+    def watched(parts, title, **options):
+        shown.append((title, len(parts), options))
+        return tqdm(parts, title, disable=True)
+
+    monkeypatch.setattr("tqdm.tqdm", watched)
+    train.train(settings_for(model, tmp_path, "--steps 1 --kl_coef 0.1"))
+    titles = {title: length for title, length, _ in shown}
+    assert titles.keys() == {"trajectories", "micro-batches, scored", "micro-batches, trained on"}
+    assert titles["trajectories"] == 4
+    assert all(o == {"leave": False, "delay": 5, "disable": False} for *_, o in shown)
+    shown.clear()
+    monkeypatch.setenv("RANK", "1")  # another process than the first
+    errors.bar([], "t")
+    assert shown[0][2]["disable"]
 
 
 def test_ctrl_c_in_the_first_step_says_that_there_is_no_checkpoint(
