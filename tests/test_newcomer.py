@@ -112,5 +112,3 @@ def test_a_model_that_does_not_know_its_protocol_is_sent_to_the_cold_start_and_n
         (row,) = re.findall(rf"^\| `{alarm}` .*", page, re.MULTILINE)
         for text in (ADVICE[alarm], row):
             assert "python coldstart.py" in text and "distil" not in text
-    for flag in ("recipe", "model", "data", "corpus", "out"):
-        assert f"--{flag} " in ADVICE["no_search"]
