@@ -223,10 +223,10 @@ def distil(method: str, settings: DistilSettings) -> None:
         raise InputError(f"the loss was not finite: nothing was saved; lower --lr {settings.lr:g}")
     recipe = max(PAPERS, key=protocol.name.startswith)  # a protocol's name begins with its paper's
     saved = {"model": settings.model, "recipe": recipe, "protocol": protocol.name}
-    if method == "direct":  # evaluation needs the same changed instruction
-        saved["prompt_file"] = f"{settings.out}/prompt.txt"
-    # From these settings eval.py and ask.py know the protocol; a summariser has none.
-    text = settings_text(settings_of(saved)) if method != "summarizer" else ""
+    if method == "direct":  # evaluation needs the same changed instruction, without searching
+        saved |= {"prompt_file": f"{settings.out}/prompt.txt", "retrieval": False}
+    # From this text eval.py and ask.py know the protocol. A summariser has none.
+    text = method != "summarizer" and settings_text(settings_of(saved))
     save_policy(policy, tokenizer, settings.out, settings=text)
     print(f"{steps} updates, loss {losses[0]:.3f} -> {losses[-1]:.3f}; saved: {settings.out}")
     if method == "direct":

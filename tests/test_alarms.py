@@ -261,44 +261,32 @@ def test_a_dry_run_reports_one_step_and_does_not_change_an_existing_run(
     assert re.match("alarm: |nothing found that would keep the run", printed.splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.04, "0.0 s"), (33, "33.0 s"), (119, "119.0 s"), (120, "2 minutes"), (3540, "59 minutes")]
-    + [(3600, "1.0 hours"), (5400, "1.5 hours")],
-)
-def test_a_time_is_in_seconds_minutes_or_hours(seconds, text):
-    assert dry_run.duration(seconds) == text
+def test_a_time_is_in_seconds_minutes_or_hours():
+    times = {33: "33.0 s", 119: "119.0 s", 120: "2 minutes", 3540: "59 minutes", 5400: "1.5 hours"}
+    assert [*map(dry_run.duration, times)] == [*times.values()]
 
 
-@pytest.mark.parametrize(
-    ("questions", "size", "took", "small"),
-    [(64, 16, "26 minutes", [4, 16]), (5, 2, "15.0 s", [4, 8])],
-)
-def test_the_estimate_comes_before_a_small_step(
-    questions, size, took, small, model, tmp_path, monkeypatch, capsys
-):
+def test_the_estimate_comes_before_a_small_step(model, tmp_path, monkeypatch, capsys):
     """Four trajectories with turns of 32 tokens take 3 s. So with the update a trajectory takes 1.5
-    s: 64 · 16 take 1536 s or 26 minutes, 5 · 2 take 15 s, and 4 · 4 take 24 s.
+    s, a step of 64 · 16 trajectories 1536 s or 26 minutes, and one of 4 · 4 trajectories 24 s.
     """
-    clock, sampled = [0.0], []
+    sampled, clock = [], iter([0.0, 3.0])
     original_rollout = train.rollout
 
-    def timed(policy, environment, questions, *arguments):
-        rows = original_rollout(policy, environment, questions, *arguments)
-        tokens = environment.turn_limit(rows[0])
-        sampled.append((len(questions), len(rows), tokens, capsys.readouterr().out))
-        clock[0] += 3.0
+    def watched(policy, environment, *arguments):
+        rows = original_rollout(policy, environment, *arguments)
+        sampled.append((len(rows), environment.turn_limit(rows[0]), capsys.readouterr().out))
         return rows
 
-    monkeypatch.setattr(train, "rollout", timed)
-    monkeypatch.setattr(dry_run, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(train, "rollout", watched)
+    monkeypatch.setattr(dry_run, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     # DAPO draws again if no group is informative, but not in a dry run.
-    more = f"--dry_run --questions_per_step {questions} --group_size {size} --steps 7"
-    train.main(flags(model, tmp_path, f"{more} --max_turn_tokens 40 --algorithm dapo"))
+    more = "--dry_run --questions_per_step 64 --group_size 16 --algorithm dapo --steps 7"
+    train.main(flags(model, tmp_path, f"{more} --max_turn_tokens 40"))
     (*first, _), (*second, printed) = sampled
-    assert first == [4, 4, 32] and second == [*small, 40]
-    assert f"time: about {took} for each of the 7 steps here; with --questions_per" in printed
-    assert "--group_size 4: 24.0 s" in printed and "prompts: " not in printed
+    assert (first, second) == ([4, 32], [16, 40]) and "prompts: " not in printed
+    assert "time: about 26 minutes for each of the 7 steps here; with --questions" in printed
+    assert "--group_size 4: 24.0 s" in printed
 
 
 RIGHT = {"prediction": "Rome", "metrics": {"searched": 1.0}}
@@ -309,27 +297,28 @@ FROM_MEMORY = {"prediction": "Rome", "metrics": {"searched": 0.0}}
 @pytest.mark.parametrize(
     ("predictions", "settings", "hint"),
     [
-        ([SILENT, SILENT], {}, True),
-        ([FROM_MEMORY, FROM_MEMORY], {}, True),
-        ([{"prediction": None, "metrics": {"searched": 1.0}}], {}, True),
-        ([SILENT, RIGHT], {}, False),
-        ([FROM_MEMORY], {"retrieval": False}, False),  # it was not allowed to search
-        ([SILENT], {"model": ""}, False),  # the built-in model knows its protocol
-        ([{"prediction": "Rome", "metrics": {}}], {}, False),  # a protocol without searches
-        ([{"prediction": None, "metrics": {}}], {}, True),
+        ([(None, 0.0), (None, 0.0)], {}, True),
+        ([("Rome", 0.0), (None, 1.0)], {}, True),
+        ([(None, 0.0), ("Rome", 1.0)], {}, False),
+        ([("Rome", 0.0)], {"retrieval": False}, False),  # it was not allowed to search
+        ([(None, 0.0)], {"model": ""}, False),  # the built-in model knows its protocol
+        ([("Rome", None)], {}, False),  # a protocol without searches
     ],
 )
 def test_an_evaluation_without_a_search_and_answer_ends_with_a_sentence(
     predictions, settings, hint, capsys
 ):
-    asked = SimpleNamespace(settings=Settings(**{"model": "m"} | settings))
-    for template, base in (("{{ x }}", False), (None, True)):
+    records = [
+        {"prediction": answer, "metrics": {} if searched is None else {"searched": searched}}
+        for answer, searched in predictions
+    ]
+    for template in ("{{ x }}", None):
+        asked = SimpleNamespace(settings=Settings(**{"model": "m"} | settings))
         asked.tokenizer = SimpleNamespace(chat_template=template)
-        hint_at_cold_start(predictions, asked)
-        lines = capsys.readouterr().out.splitlines()
-        assert len(lines) == hint
-        for line in lines:
-            assert "python coldstart.py" in line and ("a base model" in line) == base
+        hint_at_cold_start(records, asked)
+        printed = capsys.readouterr().out
+        assert ("python coldstart.py" in printed) == hint
+        assert ("a base model" in printed) == (hint and not template)
 
 
 def test_a_dry_run_names_each_fault_after_one_step(model, tmp_path, capsys, monkeypatch):

@@ -181,36 +181,6 @@ def write(tmp_path):
     return write
 
 
-def test_the_first_right_and_well_formed_trajectory_of_each_question_is_used(write):
-    path = write(*[record(sample=i, em=i > 0, form=i > 1) for i in range(4)], record("q2"))
-    used = [(t.question.id, t.text[0]) for t in read_traces(read_predictions(path), R1)]
-    assert used == [("q1", "2"), ("q2", "0")]
-
-
-def test_a_published_transcript_is_a_trace_if_its_answer_and_format_are_right(write):
-    """R1-Searcher's files have the transcript in another field, and neither em nor format."""
-    published = {"question": "who?", "answer": "Norland", "pred_ans": " Norland "}
-    texts = {
-        "right": record()["transcript"],
-        "wrong": record()["transcript"].replace("Norland", "Sudria"),
-        "unclosed": record()["transcript"].replace("</think>", ""),
-    }
-    path = write(*({"id": n, "gen_text_store": text} | published for n, text in texts.items()))
-    (trace,) = read_traces(read_predictions(path), R1)
-    assert trace.question.id == "right" and trace.text == texts["right"]
-    assert [search.query for search in trace.searches] == ["Ana Bell"]
-    bad = write({"gen_text_store": 5.5} | published, name="bad.jsonl")
-    assert read_predictions(bad)[0]["transcript"] == "5.5"
-
-
-def test_ten_of_fifteen_real_published_predictions_are_traces():
-    path = SLICES / "predictions" / "r1_searcher_2wiki_qwen_full_15.jsonl"
-    if not path.exists():
-        pytest.skip(f"the real slice {path} is not here")
-    traces = read_traces(read_predictions(path), R1)
-    assert len(traces) == 10 and all(trace.searches for trace in traces)
-
-
 def test_options_and_references_come_from_the_question_file(write, bpe):
     analysis = "<relevance>[1]</relevance> <analysis> so </analysis> <answer> Norland </answer>"
     path = write(record() | {"transcript": analysis})  # written by a teacher under ARENA's protocol
@@ -329,29 +299,19 @@ def test_every_method_trains_and_saves_a_model_that_loads(tmp_path, model, files
     assert (tmp_path / "new" / "out" / "prompt.txt").exists() == (method == "direct")
 
 
-@pytest.mark.parametrize(
-    ("method", "name", "recipe"),
-    [("direct", "arena", "arena"), ("traces", "r1_searcher", "r1_searcher")]
-    + [("traces", "r_search_plain", "r_search"), ("traces", "ur2_search", "ur2")],
-)
+@pytest.mark.parametrize("method", ["direct", "traces"])
 def test_eval_and_ask_take_the_protocol_that_a_folder_was_trained_on(
-    tmp_path, model, files, method, name, recipe, monkeypatch
+    tmp_path, model, method, monkeypatch
 ):
     monkeypatch.setattr(distil, "examples_of", lambda *_: [Example([5, 6], [0, 1])])
-    out = str(tmp_path / "out")
-    run(method, model, files[method], out, "--protocol", name)
-    found = settings_of({"model": out})
-    assert (found.protocol, found.recipe, found.model) == (name, recipe, out)
-    prompt = (tmp_path / "out" / "prompt.txt").read_text() if method == "direct" else ""
-    shown = build_protocol(found).prompts.get("policy", "")
-    assert shown == prompt and bool(prompt) == (method == "direct")
+    run(method, model, "unread", tmp_path / "out", "--protocol", "r_search_plain")
+    found = settings_of({"model": str(tmp_path / "out")})
+    assert (found.protocol, found.recipe) == ("r_search_plain", "r_search")
+    prompts = [path.read_text() for path in (tmp_path / "out").glob("prompt.txt")]
+    assert [*build_protocol(found).prompts.values()] == prompts and len(prompts) == (
+        method == "direct"
+    )
     assert not in_built_in_world(found)  # `model` is not a model of the built-in world
-    # A folder that is trained further keeps the settings of its own training, such as the corpus.
-    settings = Path(out, "settings.json")
-    settings.write_text(settings.read_text().replace('"corpus": ""', '"corpus": "c.jsonl"'))
-    (tmp_path / "out" / "manifest.json").unlink()
-    run(method, out, files[method], tmp_path / "again", "--protocol", name)
-    assert settings_of({"model": str(tmp_path / "again")}).corpus == "c.jsonl"
 
 
 def test_the_name_of_a_protocol_begins_with_the_recipe_of_its_paper():

@@ -97,8 +97,6 @@ def test_a_model_that_does_not_know_its_protocol_is_sent_to_the_cold_start_and_n
         (row,) = re.findall(rf"^\| `{alarm}` .*", page, re.MULTILINE)
         for text in (ADVICE[alarm], row):
             assert "python coldstart.py" in text and "distil" not in text
-    for flag in ("recipe", "model", "data", "corpus", "out"):
-        assert f"--{flag} " in ADVICE["no_search"]
 
 
 def test_with_skip_bad_a_run_and_an_evaluation_leave_out_questions_that_are_too_long(

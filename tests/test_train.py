@@ -384,66 +384,36 @@ def test_training_turns_queries_away_but_its_evaluation_does_not(built, monkeypa
     assert held_out == [False, True]
 
 
-def test_the_best_checkpoint_is_kept_and_named(model, tmp_path, monkeypatch, capsys):
-    scores = iter([0.2, 0.6, 0.4, 0.6])
-    monkeypatch.setattr(train, "evaluate", lambda _: {"eval/em": next(scores)})
-    more = "--steps 4 --save_every 4 --eval_every 1 --keep_checkpoints 1"
-    train.main(flags(model, tmp_path, more))
-    folder = tmp_path / "t" / "stage1"
-    # of two equal scores the first counts as the best
-    assert [path.name[-1] for path in checkpoints(folder)] == ["2", "4"]
-    assert f"--model {folder}/checkpoint-000002" in capsys.readouterr().out
-
-
-def test_the_command_at_the_end_of_a_run_works_as_printed(model, tmp_path, capsys, monkeypatch):
+def test_the_command_at_the_end_of_a_run_works_as_printed(model, tmp_path, capsys):
     """Except for the name of the file with held-out questions."""
     data, corpus = tmp_path / "q.jsonl", tmp_path / "my corpus.jsonl"
-    questions = World(0).questions("train", "one_hop")[:3]
-    lines = [json.dumps({"question": q.question, "answers": q.answers}) for q in questions]
-    data.write_text("\n".join(lines))
+    data.write_text('{"question": "where was ana born ?", "answers": ["ana"]}\n')
     corpus.write_text('{"id": "1", "title": "ana", "text": "ana was born"}\n')
     train.main([*flags(model, tmp_path), "--data", str(data), "--corpus", str(corpus)])
-    *_, learned, done = capsys.readouterr().out.strip().splitlines()
+    *_, line, done = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"searched .* -> .* over 2 steps, training questions", line)
     command = done.partition("(python eval.py ")[2].removesuffix(")")
-    words = shlex.split(command.replace("HELD_OUT_FILE", str(data)))
-    assert words[-4:] == ["--data", str(data), "--corpus", str(corpus)]
-    evaluation.main(words)
-    assert "predictions: " in capsys.readouterr().out
-    number = r"\d\.\d\d"
-    assert re.fullmatch(
-        rf"searched {number} -> {number}, em {number} -> {number} over 2 steps, training questions",
-        learned,
-    )
-    # Without --data the checkpoint's settings suffice; a single step has no line about learning.
-    train.main([*flags(model, tmp_path, "--run_name one --steps 1"), "--retriever", "empty"])
+    evaluation.main(shlex.split(command.replace("HELD_OUT_FILE", str(data))))
+    assert "predictions: " in capsys.readouterr().out and "--data HELD_OUT_FILE --corpus " in done
+    # Without --data the settings of the checkpoint suffice; one step shows no change.
+    train.main(flags(model, tmp_path, "--steps 1"))
     printed = capsys.readouterr().out
-    assert "--data" not in printed.partition("done: ")[2] and "training questions" not in printed
-
-
-def test_the_last_line_compares_the_first_and_the_last_three_steps():
-    rows = [{"searched": step / 10, "em": 1 - step / 10} for step in range(8)]
-    # (0 + 0.1 + 0.2) / 3 = 0.1; (0.5 + 0.6 + 0.7) / 3 = 0.6
-    expected = "searched 0.10 -> 0.60, em 0.90 -> 0.40 over 8 steps, training questions"
-    assert learned(rows) == expected
+    assert re.search(r"eval.py --model \S+\)$", printed) and "training questions" not in printed
 
 
 def test_a_long_step_shows_bars_of_trajectories_and_micro_batches(model, tmp_path, monkeypatch):
-    shown = []
+    shown = {}
 
     def watched(parts, title, **options):
-        shown.append((title, len(parts), options))
+        shown[title] = options
         return tqdm(parts, title, disable=True)
 
     monkeypatch.setattr("tqdm.tqdm", watched)
-    train.train(settings_for(model, tmp_path, "--steps 1 --kl_coef 0.1"))
-    titles = {title: length for title, length, _ in shown}
-    assert titles.keys() == {"trajectories", "micro-batches, scored", "micro-batches, trained on"}
-    assert titles["trajectories"] == 4
-    assert all(o == {"leave": False, "delay": 5, "disable": False} for *_, o in shown)
-    shown.clear()
-    monkeypatch.setenv("RANK", "1")  # another process than the first
-    errors.bar([], "t")
-    assert shown[0][2]["disable"]
+    for hidden in (False, True):
+        train.train(settings_for(model, tmp_path, "--steps 1 --kl_coef 0.1 --dry_run"))
+        assert [*shown] == ["trajectories", "micro-batches, scored", "micro-batches, trained on"]
+        assert all(o == {"leave": False, "delay": 5, "disable": hidden} for o in shown.values())
+        monkeypatch.setenv("RANK", "1")  # another process than the first
 
 
 def test_ctrl_c_in_the_first_step_says_that_there_is_no_checkpoint(
