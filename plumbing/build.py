@@ -341,7 +341,8 @@ def build_state(settings: Settings) -> TrainState:
     prepare_process(settings)
     sharding, start, questions, trained_on, held_out = check_before_models(settings, accelerator)
     attempts = 1 + settings.max_resample * (settings.algorithm == "dapo")
-    QuestionStream(trained_on, settings, attempts)  # a wrong share of a kind is an error now
+    if not settings.skip_bad:  # a wrong --mix or --difficulty is an error before a model is loaded
+        QuestionStream(trained_on, settings, attempts)
     documents = load_documents(settings, questions)
     log = "" if settings.dry_run else str(Path(settings.output_dir, SUMMARY_LOG))
     # This may encode for hours: in `local_main_process_first` the waiting processes would time out.
