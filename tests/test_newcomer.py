@@ -108,7 +108,4 @@ def test_a_model_that_does_not_know_its_protocol_is_sent_to_the_cold_start_and_n
         "coldstart.py"
     }
     page = (ROOT / "docs" / "trouble.md").read_text(encoding="utf-8")
-    for alarm in ("no_search", "malformed_tags"):
-        (row,) = re.findall(rf"^\| `{alarm}` .*", page, re.MULTILINE)
-        for text in (ADVICE[alarm], row):
-            assert "python coldstart.py" in text and "distil" not in text
+    assert page.count("`python coldstart.py") == 2 and "distil" not in page
