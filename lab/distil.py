@@ -225,9 +225,13 @@ def distil(method: str, settings: DistilSettings) -> None:
     saved = {"model": settings.model, "recipe": recipe, "protocol": protocol.name}
     if method == "direct":  # evaluation needs the same changed instruction, without searching
         saved |= {"prompt_file": f"{settings.out}/prompt.txt", "retrieval": False}
-    # From this text eval.py and ask.py know the protocol. A summariser has none.
-    text = method != "summarizer" and settings_text(settings_of(saved))
-    save_policy(policy, tokenizer, settings.out, settings=text)
+    # From these settings eval.py and ask.py know the protocol. A summariser has none.
+    save_policy(
+        policy,
+        tokenizer,
+        settings.out,
+        settings="" if method == "summarizer" else settings_text(settings_of(saved)),
+    )
     print(f"{steps} updates, loss {losses[0]:.3f} -> {losses[-1]:.3f}; saved: {settings.out}")
     if method == "direct":
         write_text(Path(settings.out, "prompt.txt"), direct_protocol(protocol).instruction)

@@ -164,5 +164,5 @@ def hint_at_cold_start(predictions: list[dict], asked) -> None:
         print(
             "the model never searched, or never answered in the form of its protocol: "
             + COLD_START
-            + BASE_MODEL * (not asked.tokenizer.chat_template)
+            + BASE_MODEL * (not getattr(asked.tokenizer, "chat_template", True))
         )

@@ -36,7 +36,11 @@ LINES = {  # a metric -> what the report says if the step has it
 
 
 def duration(seconds: float) -> str:
-    """Returns a time in words: duration(33) is "33.0 s", duration(600) is "10 minutes"."""
+    """Returns a time in words.
+
+    >>> [duration(seconds) for seconds in (33, 119, 120, 3540, 5400)]
+    ['33.0 s', '119.0 s', '2 minutes', '59 minutes', '1.5 hours']
+    """
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} minutes" if seconds < 3600 else f"{seconds / 3600:.1f} hours"

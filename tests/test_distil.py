@@ -181,6 +181,22 @@ def write(tmp_path):
     return write
 
 
+def test_the_first_right_and_well_formed_trajectory_of_each_question_is_used(write):
+    path = write(*[record(sample=i, em=i > 0, form=i > 1) for i in range(4)], record("q2"))
+    used = [(t.question.id, t.text[0]) for t in read_traces(read_predictions(path), R1)]
+    assert used == [("q1", "2"), ("q2", "0")]
+
+
+def test_a_published_transcript_is_a_trace_if_its_answer_and_format_are_right(write):
+    """R1-Searcher's files have the transcript in another field, and neither em nor format."""
+    right = record()["transcript"]
+    texts = [right.replace("Norland", "Sudria"), right.replace("</think>", ""), right]
+    fields = {"question": "who?", "answer": "Norland", "pred_ans": " Norland "}
+    path = write(*(fields | {"gen_text_store": text} for text in texts))
+    (trace,) = read_traces(read_predictions(path), R1)
+    assert trace.text == right and trace.searches[0].query == "Ana Bell"
+
+
 def test_options_and_references_come_from_the_question_file(write, bpe):
     analysis = "<relevance>[1]</relevance> <analysis> so </analysis> <answer> Norland </answer>"
     path = write(record() | {"transcript": analysis})  # written by a teacher under ARENA's protocol
@@ -299,19 +315,13 @@ def test_every_method_trains_and_saves_a_model_that_loads(tmp_path, model, files
     assert (tmp_path / "new" / "out" / "prompt.txt").exists() == (method == "direct")
 
 
-@pytest.mark.parametrize("method", ["direct", "traces"])
-def test_eval_and_ask_take_the_protocol_that_a_folder_was_trained_on(
-    tmp_path, model, method, monkeypatch
-):
+def test_eval_and_ask_take_the_protocol_that_a_folder_was_trained_on(tmp_path, model, monkeypatch):
     monkeypatch.setattr(distil, "examples_of", lambda *_: [Example([5, 6], [0, 1])])
-    run(method, model, "unread", tmp_path / "out", "--protocol", "r_search_plain")
+    run("direct", model, "unread", tmp_path / "out", "--protocol", "r_search_plain")
     found = settings_of({"model": str(tmp_path / "out")})
     assert (found.protocol, found.recipe) == ("r_search_plain", "r_search")
-    prompts = [path.read_text() for path in (tmp_path / "out").glob("prompt.txt")]
-    assert [*build_protocol(found).prompts.values()] == prompts and len(prompts) == (
-        method == "direct"
-    )
-    assert not in_built_in_world(found)  # `model` is not a model of the built-in world
+    # The method `direct` also has a prompt of its own.
+    assert build_protocol(found).prompts["policy"] == (tmp_path / "out/prompt.txt").read_text()
 
 
 def test_the_name_of_a_protocol_begins_with_the_recipe_of_its_paper():
