@@ -90,8 +90,4 @@ ablate: install
 clean:
 	rm -rf runs .pytest_cache .ruff_cache
 
-<<<<<<< HEAD
-.PHONY: install train model real test slow trust vllm vllm-test ablate clean
-=======
-.PHONY: install train real real-models test slow real-test trust vllm vllm-test ablate clean
->>>>>>> realtest
+.PHONY: install train model real real-models test slow real-test trust vllm vllm-test ablate clean
