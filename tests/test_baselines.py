@@ -11,7 +11,6 @@ from conftest import chat_server, message, random_policy, small
 from transformers import Qwen2Config
 
 from data import Document, Question, SearchResult
-from eval import prediction_metrics
 from formats.records import append_jsonl, finished_records
 from lab import baselines
 from lab.baselines import (
@@ -37,6 +36,7 @@ from lab.baselines import (
 )
 from other_models.llm import LocalLLM, ServerLLM, guessed_tokens
 from plumbing import build
+from plumbing.exam import prediction_metrics
 from policy import save_policy
 from settings import Settings
 from trajectory import trajectory_from_text

@@ -9,7 +9,6 @@ import pytest
 from conftest import ROOT, message
 from transformers import AutoModelForCausalLM
 
-from coldstart import analysis_of
 from data import Document, Question, SearchRequest
 from formats.records import append_jsonl
 from lab import distil
@@ -30,7 +29,7 @@ from policy import Policy, save_policy
 from prompts import PROTOCOLS, build_prompt, frame_documents
 from rewards import arena
 from rollout import decode, encode
-from sft import sft_lr_factor
+from sft import analysis_of, sft_lr_factor
 from summarizer import NO_FACT, LLMSummarizer, SummarizerSettings, summary_prompt
 from trajectory import Trajectory, trajectory_from_text
 from world.toy import make_model
