@@ -80,7 +80,7 @@ class Judge:
         instruction, read = self.llm.instruction or instruction, partial(read_verdict, words=words)
         given = [pair for pair in pairs if (pair[1] or "").strip()]
         requests = [(instruction, pair_text(*pair, self.sees)) for pair in given]
-        replies = self.llm.ask(requests, lambda r: read(r) is not None) if requests else []
+        replies = self.llm.ask(requests) if requests else []
         marks = map(read, replies)
         verdicts = [next(marks) if (a or "").strip() else words["wrong"] for _, a in pairs]
         self.asked += len(given)
