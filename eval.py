@@ -222,22 +222,14 @@ class Evaluation:
     def announce(self) -> None:
         """Prints the model, the questions and how they are answered."""
         settings = self.settings
-        options = self.options
         training = saved_settings(settings.model)
         if training and settings.data and settings.data == training.data:
             print("warning: the model was trained on these questions: give others with --data")
-        line = (
-            f"{settings.model or 'the built-in model, before RL'}: {len(self.questions)} questions"
+        print(
+            f"{settings.model or 'the built-in model, before RL'}: {len(self.questions)} questions "
+            f"of {', '.join(self.datasets)}, {self.options.samples} sample(s) each, temperature "
+            f"{settings.temperature:g}, retriever {settings.retriever}"
         )
-        line += f" of {', '.join(self.datasets)}"
-        if settings.data and options.questions:
-            line += (
-                f" (at most {options.questions} of each, drawn by seed; --questions 0 takes all)"
-            )
-        line += f", {options.samples} sample(s) each, temperature {settings.temperature:g}"
-        if PROTOCOLS[settings.protocol].query_tags:
-            line += f", retriever {settings.retriever}"
-        print(line)
 
 
 # ------------------------------------------------------------------------------------- the settings
@@ -256,9 +248,8 @@ def settings_of(given: dict) -> Settings:
         check_model_path(model)
     settings = saved_settings(model)
     if settings is None or given.get("recipe", settings.recipe) != settings.recipe:
-        name = given.get("recipe", "ur2")
-        variant = given.get("variant", "")
-        settings = resolve(name, last_stage(given), not model, {"variant": variant})
+        variant = {"variant": given.get("variant", "")}
+        settings = resolve(given.get("recipe", "ur2"), last_stage(given), not model, variant)
     changes = {"temperature": 0.0, "top_p": 1.0, "reader": ""}
     if "verdict" not in needs(settings):
         changes["judge"] = ""
@@ -315,9 +306,7 @@ def parse(
         settings = settings_of(record_of(settings.recipe, settings.variant).decoding | given)
     read = SEARCHING if options.references == "retrieved" else ()
     check_settings(settings, False, given.keys() - read)
-    # `strict` demands a section for a model that this evaluation uses. The prompt file of the
-    # training run need not have one: it may be for models that only training uses.
-    prompt_sections(settings, strict="prompt_file" in given)
+    prompt_sections(settings)
     if options.thinking and tag_pair("think")[0] in PROTOCOLS[settings.protocol].tags:
         raise InputError(
             f"--thinking: protocol {settings.protocol} has a <think> section, which is scored: "
