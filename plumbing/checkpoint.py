@@ -6,7 +6,6 @@ trainer.pt   the number of finished steps; the moments of the policy's optimizer
 
 import contextlib
 import gc
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -22,7 +21,6 @@ from plumbing.files import (
     Run,
     best_checkpoint,
     checkpoints,
-    locked,
     prune,
     settings_text,
     starting_model,
@@ -35,15 +33,6 @@ from settings import Settings, saved_settings, shown_settings, stage_folder
 from update import TrainState
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
-
-
-def lock_stages(stages: list[Settings]):
-    """Locks the folders of several stages until the returned locks are dropped, so that no other
-    run renames the folder of one stage while another stage is trained. Only the main process does
-    this; the other processes lock a stage's folder in `Run.open`.
-    """
-    if os.environ.get("RANK", "0") == "0" and len(stages) > 1:
-        return [locked(stage_folder(settings)) for settings in stages]
 
 
 @contextlib.contextmanager
