@@ -294,11 +294,11 @@ def evenly(questions: Sequence[Question], seed: int) -> list[Question]:
 
 
 def report_traces(kept: list[Trajectory], lost: dict[str, str], wanted: int) -> None:
-    used = {row.question.id for row in kept}
-    text = f"{len(kept)} traces of {len(used)} of {len(used) + len(lost)} questions"
+    used = len({row.question.id for row in kept})
+    text = f"{len(kept)} traces of {used} of {used + len(lost)} questions"
     for reason in dict.fromkeys(lost.values()):
         ids = [name for name in lost if lost[name] == reason]
-        text += f"; {len(ids)} not, because {reason} (the first: {', '.join(ids[:3])})"
+        text += f"; {len(ids)} not, because {reason} (the first: {ids[0]})"
     if not kept:
         raise InputError(f"--data: {text}: is --corpus the right one?")
     print(text + f"; --traces asks for {wanted}" * (len(kept) < wanted))
@@ -307,17 +307,17 @@ def report_traces(kept: list[Trajectory], lost: dict[str, str], wanted: int) -> 
 # -------------------------------------------------------------------------------- train and compare
 def train(policy, rows: list[Trajectory], options: ColdStart, seed: int) -> None:
     """Trains on the model's part of the traces. Few traces are shown several times."""
-    rows = random.Random(f"{seed} traces").sample(rows, len(rows))
-    examples = itertools.cycle(
-        [Example(row.ids, [0] * len(row.prompt_ids) + row.response_mask) for row in rows]
-    )
+    examples = [Example(row.ids, [0] * len(row.prompt_ids) + row.response_mask) for row in rows]
+    order = itertools.cycle(random.Random(f"{seed} traces").sample(examples, len(rows)))
     size = min(options.batch_size, len(rows))
     steps = max(LEAST_UPDATES, math.ceil(options.epochs * len(rows) / size))
-    settings = SFTSettings(
-        steps, options.lr, 3, decay_from=0.3, betas=(0.9, 0.99), tokens_per_micro_batch=4096
-    )
     losses = train_sft(
-        policy, lambda _: [*itertools.islice(examples, size)], settings, "cold start"
+        policy,
+        lambda _: [*itertools.islice(order, size)],
+        SFTSettings(
+            steps, options.lr, 3, decay_from=0.3, betas=(0.9, 0.99), tokens_per_micro_batch=4096
+        ),
+        "cold start",
     )
     if not math.isfinite(sum(losses)):
         raise InputError(f"the loss was not finite: nothing was saved; lower --lr {options.lr:g}")

@@ -23,7 +23,6 @@ import functools
 import itertools
 import json
 import os
-import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -100,7 +99,6 @@ class LLM:
         self.max_tokens = max_tokens
         self.failures = 0  # requests without an answer
         self.rejected = set()  # requests that the server rejected, for example for their length
-        self.lock = threading.Lock()  # the thread of a timed-out search may still ask for a summary
 
     def ask(self, requests: list[Request]) -> list[str | None]:
         """Returns the replies without the text of their <think> blocks."""
@@ -110,11 +108,11 @@ class LLM:
         """Returns the replies with their <think> blocks. Equal requests are sent once."""
         requests = [Request(*request) for request in requests]
         replies = dict.fromkeys(requests)
-        with self.lock:
-            fresh = self.replies([*replies]) if replies else ()
-            title = f"asking {self.name[-40:]}"
-            replies |= tqdm(fresh, title, len(replies), leave=False, delay=3, disable=None)
-            self.failures += [*replies.values()].count(None)
+        fresh = self.replies([*replies]) if replies else ()
+        replies |= tqdm(
+            fresh, f"asking {self.name[-40:]}", len(replies), leave=False, delay=3, disable=None
+        )
+        self.failures += [*replies.values()].count(None)
         return list(map(replies.get, requests))
 
     def prompt(self, request: Request) -> list[int]:
@@ -246,8 +244,8 @@ def drawn_ahead(temperature: float, top_p: float, prompts) -> Callable:
     """Returns a logits processor that makes greedy decoding sample: with exponential noise e, the
     largest p / e is at token t with probability p[t] (the Gumbel trick, as in torch.multinomial).
 
-    Trap: the sampling of `generate` uses the global random generator. A summariser that is still
-    running in another thread would then change which tokens the policy samples. The seed is made
+    Trap: the sampling of `generate` uses the global random generator, so a summariser that samples
+    would change which tokens the policy samples. The seed is made
     from the batch's `prompts` [B, L]: with one seed for all, similar requests in two batches would
     get the same noise and so, often, the same reply.
     """

@@ -6,6 +6,7 @@ same model reads what one search for the whole question finds, and answers at on
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from data import Question, SearchRequest, draw_some
 from papers import paper_of
@@ -79,8 +80,9 @@ class Exam:
     """Asks a model the same questions several times, and keeps the records of all answers."""
 
     def __init__(self, policy, environment: Environment, questions: Sequence[Question]):
-        self.policy, self.environment, self.questions = policy, environment, questions
-        self.records = []
+        self.environment, self.questions, self.records = environment, questions, []
+        way = choose_generate(environment.settings)
+        self.answer = partial(rollout, policy, seed=environment.settings.seed, generate=way)
 
     def before(self) -> None:
         if self.questions:
@@ -98,7 +100,7 @@ class Exam:
         """Answers the questions as a rollout does. Prints the mean −log π of the sampled tokens:
         near 0, all trajectories of a group would be the same.
         """
-        rows = self.sample(self.environment, self.questions)
+        rows = self.answer(self.environment, self.questions)
         surprise = -sum(sum(row.logprobs) for row in rows)
         print(f"{name}: entropy {surprise / sum(sum(r.response_mask) for r in rows):.2f} per token")
         self.keep(name, rows)
@@ -115,18 +117,13 @@ class Exam:
         for question, result in zip(self.questions, results, strict=True):
             passages = "\n".join(number_documents(result.documents))
             shown.append(replace(question, question=f"{passages}\n\nQuestion: {question.question}"))
-        rows = self.sample(reader, shown)
+        rows = self.answer(reader, shown)
         for row in rows:
             answer = row.answer or row.model_text.strip().partition("\n")[0]
             row.segments = [Segment("model", f"<answer> {answer} </answer>")]
         self.keep("plain RAG", rows)
 
-    def sample(self, environment: Environment, questions) -> list[Trajectory]:
-        settings = self.environment.settings
-        return rollout(
-            self.policy, environment, questions, settings.seed, choose_generate(settings)
-        )
-
     def keep(self, name: str, rows: list[Trajectory]) -> None:
-        for record in (prediction_record(row, 0) for row in rows):
+        for row in rows:
+            record = prediction_record(row, 0)
             self.records.append(record | {"kind": name, "id": f"{name} {record['id']}"})
