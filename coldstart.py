@@ -15,6 +15,7 @@ one for its key words; an answer must be visible. Each thought has several wordi
 differ and RL has something to choose from. With `--guesses` some traces answer at once with the
 answer of another question, in wordings of their own: a habit that RL can unlearn.
 
+    python coldstart.py                                                     prints five traces
     python coldstart.py --model DIR --data FILE --corpus FILE --out DIR     trains and saves
     python coldstart.py ... --show 3                                        only prints traces
 
@@ -38,9 +39,12 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from transformers import ByT5Tokenizer
+
 from curriculum import exact_counts, parse_shares
 from data import Hop, Question, draw_some, load_questions
 from eval import read_flags
+from flags import RolloutSettings
 from metrics import normalize_answer
 from papers import paper_of
 from plumbing.build import build_environment, build_search, set_threads
@@ -48,7 +52,8 @@ from plumbing.exam import Exam, set_aside
 from plumbing.files import settings_text
 from plumbing.questions import as_asked, load_documents
 from policy import best_device, load_policy, save_policy
-from prompts import Protocol, build_prompt, tag_pair
+from prompts import PROTOCOLS, Protocol, build_prompt, tag_pair
+from retriever import BM25, INVENTED, make_search
 from rollout import Environment, check_prompts, encode
 from settings import Settings, check_limits, check_settings, last_stage, resolve
 from sft import Example, SFTSettings, citing, sentences, train_sft
@@ -346,8 +351,23 @@ def parse(arguments: list[str]) -> tuple[Settings, ColdStart, dict]:
     return check_settings(replace(settings, group_size=1), False, given), options, given
 
 
+def print_examples() -> None:
+    """Prints the trace of an invented question under each protocol that searches."""
+    hops = (Hop("birthplace of Ana Bell", "Kelmouth"), Hop("country of Kelmouth", "Norland"))
+    question = Question("", "In which country was Ana Bell born?", ["Norland"], hops=hops)
+    for name in ("ur2", "r1_searcher", "r_search", "search_r1", "when_to_search"):
+        settings, search = RolloutSettings(max_context=4096), make_search(BM25(INVENTED), k=1)
+        environment = Environment(ByT5Tokenizer(), PROTOCOLS[name], search, settings)
+        turns = script(question, environment, random.Random(0))
+        (row,), _ = write_traces([(question, turns)], environment)
+        print(f"== {name}\n{show(row)}\n")
+
+
 def main(arguments: list[str] | None = None) -> None:
-    settings, options, given = parse(sys.argv[1:] if arguments is None else arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments:
+        return print_examples()
+    settings, options, given = parse(arguments)
     set_threads()
     seed, device = settings.seed, best_device()
     policy, tokenizer = load_policy(settings.model, device, settings)

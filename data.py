@@ -165,8 +165,9 @@ class Attempts:
 def harmless(text: str) -> str:
     """Makes a text safe for a terminal. Characters that are not printable become escapes, and so do
     ⟦ and ⟧, which `trajectory.show` puts around texts that are not scored. Each line after the
-    first begins with "| ".
+    first begins with "| ", and empty lines are left out.
     """
+    text = re.sub(r"\n[ \n]*\n", "\n", text)
     numbers = {c: ascii(c)[1:-1] for c in {*text} if not c.isprintable() or c in "⟦⟧"}
     return text.translate(str.maketrans(numbers | {"\n": "\n| "}))
 

@@ -133,6 +133,15 @@ def say_once(note: str) -> None:
         print(note, file=sys.stderr)
 
 
+def bar(parts, title: str):
+    """Returns a tqdm bar over parts of a step. The first process shows it from the fifth second on:
+    of a step of ten seconds, sampling or the update takes at least five.
+    """
+    from tqdm import tqdm  # not earlier, as in `prepare_command`
+
+    return tqdm(parts, title, leave=False, delay=5, disable=rank_of("RANK") > 0)
+
+
 def slow_step(seconds: list[float]) -> str | None:
     """Returns a warning if the newest step is the first after step 4 to take more than five times
     the median of steps 0 to 4. Worked: slow_step([1, 1, 1, 1, 1, 6]) warns of step 5.

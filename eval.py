@@ -116,6 +116,7 @@ from tqdm import tqdm
 from data import Question, harmless
 from formats.records import append_jsonl, keep_old, write_records
 from papers import record_of
+from plumbing.alarms import hint_at_cold_start
 from plumbing.build import (
     build_environment,
     build_judge,
@@ -353,6 +354,7 @@ def run(settings: Settings, options: Options) -> None:
     evaluation = Evaluation(settings, options)
     records = evaluate(evaluation, reader, judge, sampling)
     report(records, others, options.markdown, options.json, brief=not options.all)
+    hint_at_cold_start(records, evaluation)
     print(f"predictions: {evaluation.out}")
 
 

@@ -404,7 +404,7 @@ def prompt_text(protocol: Protocol | str, question: Question, tokenizer) -> str:
         values = question_values(question, custom)
         values = {k: without_control(v, tokenizer, protocol.tags) for k, v in values.items()}
         instruction, user = make_messages(instruction, "", user, values)
-    text = chat_text(tokenizer, instruction, user, "Question: {}\nReasoning:")
+    text = chat_text(tokenizer, instruction, user, "Question: {}\nResponse:")
     # Some templates open the turn with "<think>\n" already.
     if not text.rstrip().endswith(protocol.prompt_suffix):
         text += protocol.prompt_suffix

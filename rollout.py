@@ -35,7 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import ByT5Tokenizer, GenerationConfig
 
 from data import Question, SearchRequest, SearchResult, truncate_texts
-from errors import InputError, run_main, say_once
+from errors import InputError, bar, run_main, say_once
 from flags import RolloutSettings
 from prompts import (
     PROTOCOLS,
@@ -93,7 +93,8 @@ def rollout(
     seed       makes sampling reproducible on one machine (but not on vLLM servers); the global
                random state is restored
     generate   samples the trajectories: `generate_by_turns`, or a function of engines/
-    progress   is called with the number of trajectories that ended since the last call
+    progress   is called with the number of trajectories that ended since the last call; by default
+               a bar shows it if sampling takes long
     """
     rows = []
     for question in questions:
@@ -104,8 +105,8 @@ def rollout(
         opened = "<think>" if end.endswith("<think>") else ""
         for _ in range(environment.settings.group_size):
             rows.append(Trajectory(question, environment.protocol, prompt, opened=opened))
-    with seeded(seed, policy.device):
-        generate(policy, environment, rows, progress)
+    with seeded(seed, policy.device), bar(rows, "trajectories") as ended:
+        generate(policy, environment, rows, progress or ended.update)
     return rows
 
 

@@ -80,7 +80,7 @@ class RunSettings:
     run_name: str = setting("", "the run's files are written to OUTPUT_DIR/NAME/stageN")
     output_dir: str = setting("runs", "folder for all runs and the built-in models")
     resume: bool = setting(False, "continue from this run's last checkpoint", only="train")
-    dry_run: bool = setting(False, "try one step, report problems, save no run", only="train")
+    dry_run: bool = setting(False, "try a small step, report problems, save no run", only="train")
     evaluate: bool = setting(
         False,
         "after training, evaluate in the built-in world, at temperature 1 and greedily",

@@ -4,7 +4,7 @@
     accelerate launch train.py --stage 2             from stage 1's last checkpoint, or --model
     accelerate launch train.py --stage 1,2 --evaluate   both stages, then an evaluation of the last
     accelerate launch train.py --stage 1 --model DIR --data FILE --corpus from-data
-    python train.py --dry_run                        tries one step and reports problems
+    python train.py --dry_run                        tries a small step and reports problems
 
     questions -> rollout -> rewards [B] -> advantages [B, T] -> for each update: token weights
     (Σ = 1) -> micro-batches: Σ weight · loss, backward -> clip gradient -> one optimizer step
@@ -43,6 +43,7 @@ import ppo
 from plumbing import checkpoint
 from plumbing.alarms import MOST_FAILED
 from plumbing.build import build_state, make_accelerator, wait_for_all
+from plumbing.dry_run import try_out
 from plumbing.files import Run, flags_of_run
 from plumbing.record import keep_numbers
 from policy import Batch, collate, evaluating, lr_factor
@@ -64,9 +65,6 @@ from update import (
     updates_of,
 )
 
-# Questions per draw of a dry run, or one per process if that is more. A paper's 512 would take
-# minutes on a CPU.
-DRY_RUN_GROUPS = 4
 LOGGED = """
 em f1 cem searched searches successful repeated queries rejected failed_rows answered truncated
 model_tokens tokens thinking_words repetition malformed_tags
@@ -112,6 +110,8 @@ def train(settings: Settings) -> Path:
     state = build_state(settings)
     run = Run(settings, state.accelerator)
     first_step = checkpoint.open_run(run, state)
+    if settings.dry_run:
+        try_out(state, shared_rollout)
     for step in run.steps_to_do(first_step):
         with checkpoint.saved_on_error(run, state, step):
             rollouts = collect(state, step)
@@ -184,11 +184,9 @@ def collect(state: TrainState, step: int) -> Rollouts:
 
 def sample_draw(state: TrainState, step: int, draw: int) -> list[Trajectory]:
     """Samples the trajectories of one draw; those of the same question follow each other."""
-    questions = state.stream.take(step, draw)
-    # A dry run takes only some questions, evenly spread, so that several kinds are tried.
-    if state.settings.dry_run:
-        groups = max(DRY_RUN_GROUPS, state.accelerator.num_processes)
-        questions = questions[:: max(1, len(questions) // groups)][:groups]
+    questions, wanted = state.stream.take(step, draw), state.settings.questions_per_step
+    # A dry run wants only some of them, evenly spread, so that several kinds are tried.
+    questions = questions[:: len(questions) // wanted][:wanted]
     seed = state.settings.seed * 1_000_003 + state.accelerator.process_index
     seed += (step * state.stream.attempts + draw) * 1_009
     return shared_rollout(state, state.environment, questions, seed)

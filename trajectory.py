@@ -193,8 +193,8 @@ def show(trajectory: Trajectory, reward_terms: dict[str, float] | None = None) -
 
 
 def describe_question(question: Question) -> str:
-    golds = " | ".join(question.answers) or "unknown"
-    return harmless(f"question: {question.question}   gold: {golds}")
+    golds = " | ".join(question.answers)
+    return harmless(f"question: {question.question}{golds and '   gold: '}{golds}")
 
 
 def describe_end(trajectory: Trajectory) -> str:

@@ -29,6 +29,7 @@ import dapo
 import grpo
 import ppo
 import reinforce_pp
+from errors import bar
 from policy import Batch, Policy, evaluating
 from scale.lora import without_lora
 from scale.packing import micro_batches
@@ -87,7 +88,7 @@ def forward_in_shares(state: TrainState, module, batch: Batch, *temperature) -> 
     """Returns the module's outputs [B, T], computed in micro-batches by all processes together."""
     output = torch.zeros_like(batch.response_mask, device=state.accelerator.device)  # [B, T]
     with evaluating(module):
-        for rows in shares(state, batch):
+        for rows in bar(shares(state, batch), "micro-batches, scored"):
             micro = batch.rows(rows).to(output.device)
             result = module(micro.tokens, *temperature, micro.response_mask)  # [b, t]
             output[rows, : result.shape[1]] = result[: len(rows)]
@@ -200,7 +201,7 @@ def accumulate_and_step(
     accelerator = state.accelerator
     records = []
     cuts = shares(state, batch)
-    for number, rows in enumerate(cuts, 1):
+    for number, rows in enumerate(bar(cuts, "micro-batches, trained on"), 1):
         # Processes exchange gradients only in the last backward pass, but with sharded weights in
         # every one.
         wait = number < len(cuts) and not in_parts(model)

@@ -2,7 +2,7 @@
 
     direct      ARENA's first baseline: only the answer (--protocol arena_summary: the gold summary)
     reasoning   ARENA's second: the relevant references, an analysis, the answer
-    traces      R1-Searcher's: correct trajectories, from a predictions file of eval.py
+    traces      R1-Searcher's: correct trajectories, from predictions of eval.py, or published ones
     summarizer  instruction, reasoning, query, passages -> notes, from the log of a training run
 
     python -m lab.distil direct --model DIR --data QUESTIONS --out DIR
@@ -28,10 +28,14 @@ from pathlib import Path
 from coldstart import final_answer
 from data import Question, load_questions
 from errors import InputError, check_output, run_main, setting
+from eval import settings_of
 from flags import PolicySettings
 from formats.records import read_records, write_text
 from lab import parse_flags
 from other_models.llm import prompt_ids
+from papers import PAPERS
+from plumbing.exam import prediction_metrics
+from plumbing.files import settings_text
 from plumbing.predictions import read_predictions
 from policy import best_device, load_policy, save_policy
 from prompts import (
@@ -130,22 +134,24 @@ def trace_pieces(trajectory: Trajectory) -> list[tuple[str, bool]]:
 
 
 def read_traces(records: list[dict], protocol: Protocol, given=()) -> list[Trajectory]:
-    """Returns each question's first correct trajectory (format 1, em 1). If there are questions in
-    `given`, every record must be about one of them, and options and references come from it.
+    """Returns each question's first correct trajectory: format and em, which are computed if the
+    record lacks them, must be 1. If there are questions in `given`, every record must be about one
+    of them, and options, references and answers come from it.
     """
     known = {question.id: question for question in given}
     traces = {}
     for record in records:
         name = record["id"]
-        metrics = record["metrics"]
         if (known and name not in known) or "transcript" not in record:
             raise InputError(
                 f"question {name} is not in --questions, or has no transcript: give as"
                 " --questions the file it is from, and as --data a file that eval.py --out wrote"
             )
-        if name not in traces and metrics.get("format") == metrics.get("em") == 1:
-            question = known.get(name) or Question(name, record["question"], record["golds"])
-            traces[name] = trajectory_from_text(question, record["transcript"], protocol)
+        question = known.get(name) or Question(name, record["question"], record.get("golds", []))
+        trace = trajectory_from_text(question, record["transcript"], protocol)
+        metrics = prediction_metrics(trace) | record["metrics"]
+        if metrics["format"] == metrics.get("em") == 1:
+            traces.setdefault(name, trace)
     return list(traces.values())
 
 
@@ -216,12 +222,16 @@ def distil(method: str, settings: DistilSettings) -> None:
     losses = train_sft(policy, lambda _: list(itertools.islice(stream, size)), training, method)
     if not math.isfinite(sum(losses)):
         raise InputError(f"the loss was not finite: nothing was saved; lower --lr {settings.lr:g}")
-    save_policy(policy, tokenizer, settings.out)
+    recipe = max(PAPERS, key=protocol.name.startswith)  # a protocol's name begins with its paper's
+    saved = {"model": settings.model, "recipe": recipe, "protocol": protocol.name}
+    if method == "direct":  # evaluation needs the same changed instruction, without searching
+        saved |= {"prompt_file": f"{settings.out}/prompt.txt", "retrieval": False}
+    # From this text eval.py and ask.py know the protocol. A summariser has none.
+    text = method != "summarizer" and settings_text(settings_of(saved))
+    save_policy(policy, tokenizer, settings.out, settings=text)
     print(f"{steps} updates, loss {losses[0]:.3f} -> {losses[-1]:.3f}; saved: {settings.out}")
-    if method == "direct":  # evaluation needs the same changed instruction
-        file = Path(settings.out, "prompt.txt")
-        write_text(file, direct_protocol(protocol).instruction)
-        print(f"evaluate with --protocol {protocol.name} --prompt_file {file}")
+    if method == "direct":
+        write_text(Path(settings.out, "prompt.txt"), direct_protocol(protocol).instruction)
 
 
 def main(arguments: list[str] | None = None) -> None:

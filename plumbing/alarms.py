@@ -1,7 +1,7 @@
 """Raises alarms if the last steps suggest that a run learns nothing or the wrong thing, or is slow.
 
     alarms(records, settings)          {name: the likely cause, and what to do}
-    python train.py --dry_run ...      runs one step, prints a report on it and all of its alarms
+    hint_at_cold_start(...)            the same advice for ask.py and eval.py
 
 The condition of most alarms must hold for three steps in a row. A run raises each alarm once: it is
 printed and written into the step's record, so a resumed run does not repeat it. Left out: alarms
@@ -12,20 +12,23 @@ from collections import defaultdict
 from collections.abc import Iterator
 from statistics import fmean, median, variance
 
-import torch
-
-from rollout import Environment
-from settings import Settings
+from settings import Settings, in_built_in_world
 
 PATIENCE = 3  # the condition of most alarms must hold for this many steps in a row
 WINDOW = 10  # steps that `shift` and `spikes` look back on
 MOST_FAILED = 0.5  # a run stops if a search failed in more than this share of a step's trajectories
+COLD_START = (
+    "a model that does not know this protocol needs a cold start: python coldstart.py --recipe NAME"
+    " --model DIR --data FILE --corpus FILE --out DIR"
+)
+BASE_MODEL = (
+    " (its tokenizer has no chat template: a base model, which got the prompt in a plain layout)"
+)
 ADVICE = {
     "equal_groups": "in every group the rewards (under DAPO: the compared scores) are equal, so"
     " nothing was learned: the questions are too hard or too easy for this model, or --group_size"
     " is too small",
-    "no_search": "no trajectory searched: does the model write the prompt's query tags? If not,"
-    " train it on examples first: python -m lab.distil traces",
+    "no_search": f"no trajectory searched: {COLD_START}",
     "rejected": "queries were written but none was run: they were empty, lacked the opening tag,"
     " came where no search was allowed, or were refused by a server",
     "repeated": "over a quarter of the searches repeat an earlier query of the same trajectory: do"
@@ -46,8 +49,8 @@ ADVICE = {
     " not better: lower --max_turn_tokens",
     "repetition": "over a tenth of the trajectories repeat themselves: lower --lr or raise"
     " --kl_coef",
-    "malformed_tags": "over half of the texts have a tag that is not closed, or was not opened:"
-    " train the model on examples first: python -m lab.distil traces",
+    "malformed_tags": "over half of the texts have a tag that is not closed, or was not opened: "
+    + COLD_START,
     "reward_hacked": "the reward rises while exact match falls: which term of the reward grows?",
     "reward_size": "the mean reward or one of its terms is beyond 1000, so smaller terms no longer"
     " matter: which term is it?",
@@ -150,39 +153,16 @@ def spikes(records: list[dict], name: str, least: float = 0.0) -> bool:
     return len(earlier) >= WINDOW // 2 and newest > max(least, 10 * median(earlier))
 
 
-def report(r: dict, sampled, environment: Environment) -> Iterator[str]:
-    """Yields the lines that --dry_run prints: what the one step predicts about the whole run."""
-    prompts, s = [len(t.prompt_ids) for t in sampled.trajectories], environment.settings
-    longest = max(map(environment.max_trajectory_tokens, sampled.trajectories))
-    yield (
-        f"prompts: {min(prompts)} to {max(prompts)} tokens; trajectories at most {longest} of "
-        f"{environment.max_context} tokens of context"
-    )
-    count = len(prompts)
-    wrote, ran, good = (round(count * r[name]) for name in ("queries", "searches", "successful"))
-    yield f"queries: {wrote} in {count} trajectories, of which {r['searched']:.0%} searched"
-    if ran:
-        each = f"in {r['search_seconds']:.2g} s, at most {r['slowest_search_seconds']:.2g} s each"
-        held = (
-            f"; questions whose documents contain an answer: {r['gold_recall']:.0%}"
-            if "gold_recall" in r
-            else ""
+def hint_at_cold_start(predictions: list[dict], asked) -> None:
+    """Prints a sentence if no prediction (a record of eval.py) has both an answer and a search. In
+    a protocol without searches the answer suffices. The built-in models know their protocols.
+
+    asked   the session of ask.py or the evaluation of eval.py
+    """
+    knows = any(p["metrics"].get("searched", 1) and p["prediction"] for p in predictions)
+    if not (knows or in_built_in_world(asked.settings) or not asked.settings.retrieval):
+        print(
+            "the model never searched, or never answered in the form of its protocol: "
+            + COLD_START
+            + BASE_MODEL * (not asked.tokenizer.chat_template)
         )
-        yield f"searches: {good} of {ran} found something, {each}{held}"
-    equal = round(count // s.group_size * r["frac_reward_zero_std"])
-    yield (
-        f"groups: {equal} of {count // s.group_size} have equal rewards; mean reward "
-        f"{r['reward']:.2f}"
-    )
-    if "logprob_gap" in r:
-        yield f"log-probs: the sampler's and the trainer's differ by {r['logprob_gap']:.1e}"
-    seconds = r["rollout_seconds"] + r["reward_seconds"] + r["update_seconds"]
-    seconds *= s.questions_per_step * s.group_size * sampled.draws / count
-    yield (
-        f"time: about {seconds:.1f} s for a step of {s.questions_per_step} questions; all "
-        f"{s.steps} steps take {seconds * s.steps / 3600:.1f} hours"
-    )
-    if torch.cuda.is_available():
-        yield f"GPU memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at its peak"
-    raised = [f"alarm: {sentence}" for sentence in alarms([r], s, patience=1).values()]
-    yield from raised or ["nothing found that would keep the run from learning"]

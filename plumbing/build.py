@@ -24,12 +24,12 @@ import ppo
 from curriculum import QuestionStream
 from data import Document
 from engines.sampling import to_sample_with, wants_copy
-from engines.server import SLOWEST, Fleet, generate_on_server, start_thread, to_serve
+from engines.server import Fleet, generate_on_server, start_thread, to_serve
 from engines.slots import generate_in_slots
 from errors import InputError, raise_terminated, rank_of
 from flags import frozen_in_8bit, on_servers
 from other_models.judge import Judge, math_grader
-from other_models.llm import LLM, RETRIES, THREADS, LocalLLM, load_llm
+from other_models.llm import LLM, LocalLLM, load_llm
 from other_models.reader import readings_of
 from papers import paper_of
 from plumbing.files import prompt_sections, starting_model
@@ -190,17 +190,11 @@ def choose_generate(settings: Settings):
 
 
 def make_accelerator(settings: Settings) -> Accelerator:
-    """Returns the accelerator. A process that waits for the others gives up after its timeout: half
-    an hour, plus an estimate of the longest time that the searches of one process may take. The
-    estimate includes requests to other models and to vLLM servers.
+    """Returns the accelerator. A process that waits for others gives up after half an hour, and for
+    each turn of a rollout 60 times --timeout and a second per token that a server may sample: much
+    longer than a step takes, unless its servers answer at the last moment.
     """
-    rows = max(settings.questions_per_step * settings.group_size, settings.eval_questions)
-    has_models = settings.judge or settings.reader or models_in(settings.summarizer)
-    rounds = 4 + bool(has_models) * rows // THREADS
-    if on_servers(settings):
-        # the time that a sampling request may take beyond --timeout, in units of --timeout
-        rounds += settings.max_turn_tokens * SLOWEST / settings.timeout
-    searching = (settings.max_searches + 1) * rounds * (RETRIES + 1) * settings.timeout
+    searching = (settings.max_searches + 1) * (60 * settings.timeout + settings.max_turn_tokens)
     if settings.report_to and settings.report_to not in map(str, get_available_trackers()):
         raise InputError(f"--report_to {settings.report_to}: pip install {settings.report_to}")
     limit = InitProcessGroupKwargs(timeout=timedelta(minutes=30, seconds=searching))
@@ -347,7 +341,8 @@ def build_state(settings: Settings) -> TrainState:
     prepare_process(settings)
     sharding, start, questions, trained_on, held_out = check_before_models(settings, accelerator)
     attempts = 1 + settings.max_resample * (settings.algorithm == "dapo")
-    QuestionStream(trained_on, settings, attempts)  # a wrong share of a kind is an error now
+    if not settings.skip_bad:  # a wrong --mix or --difficulty is an error before a model is loaded
+        QuestionStream(trained_on, settings, attempts)
     documents = load_documents(settings, questions)
     log = "" if settings.dry_run else str(Path(settings.output_dir, SUMMARY_LOG))
     # This may encode for hours: in `local_main_process_first` the waiting processes would time out.

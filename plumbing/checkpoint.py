@@ -6,6 +6,7 @@ trainer.pt   the number of finished steps; the moments of the policy's optimizer
 
 import contextlib
 import gc
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -66,6 +67,8 @@ def as_command(settings: Settings) -> Iterator[None]:
     gc.collect()
     if not settings.dry_run:
         held_out = " --data HELD_OUT_FILE" if settings.data else ""
+        if settings.corpus:  # with --data, eval.py does not take the corpus of the checkpoint
+            held_out += f" --corpus {shlex.quote(settings.corpus)}"
         print_once(f"done: {folder} (python eval.py --model {best_checkpoint(folder)}{held_out})")
 
 

@@ -17,6 +17,7 @@ import signal
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from tqdm import tqdm
@@ -35,7 +36,8 @@ from formats.records import (
     writing,
 )
 from formats.trajectories import append_trajectories, cut_trajectories
-from plumbing.alarms import alarms, report
+from plumbing.alarms import alarms
+from plumbing.dry_run import report
 from plumbing.record import step_records
 from policy import Batch, check_model_path
 from prompts import NEEDED, OPTIONAL, PROTOCOLS, SECTIONS, gaps_of
@@ -267,6 +269,8 @@ class Run:
         shown = {"desc": title, "dynamic_ncols": True, "disable": not self.main or s.dry_run}
         with tqdm(total=s.steps, initial=first_step, **shown) as self.progress:
             yield from range(first_step, first_step + 1 if s.dry_run else s.steps)
+        if self.records[1:]:
+            print(learned(self.records))
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
@@ -334,9 +338,20 @@ def seconds_of(record: dict) -> float:
     return sum(record.get(part, 0.0) for part in parts)
 
 
+LEARNED = "searched {:.2f} -> {:.2f}, em {:.2f} -> {:.2f} over {} steps, training questions"
 CONSOLE_METRICS = """
 reward em eval/em searched searches fallbacks model_tokens frac_reward_zero_std grad_norm
 """.split()
+
+
+def learned(records: list[dict]) -> str:
+    """Returns a line with the means of the first and of the last three steps."""
+    means = [
+        fmean(record[name] for record in ends)
+        for name in ("searched", "em")
+        for ends in (records[:3], records[-3:])
+    ]
+    return LEARNED.format(*means, len(records))
 
 
 def console_line(record: dict) -> str:

@@ -55,6 +55,8 @@ def as_written(record: dict, number: int, place: str) -> dict:
     }
     if key := next((name for name in GOLD_FIELDS if record.get(name)), None):
         fields["golds"] = gold_answers(record, key)
+    if "gen_text_store" in record:  # R1-Searcher's name of it
+        fields["transcript"] = text_of(record, "gen_text_store")
     if record.get("options"):
         fields["options"] = option_texts(record)
     return record | fields

@@ -4,6 +4,7 @@ the metrics of trajectory_metrics.py that the alarms use.
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from conftest import flags, rows_of, settings_for
@@ -12,8 +13,8 @@ from test_trajectories import needs_node, run_page
 import train
 from data import Document, Question
 from errors import InputError
-from plumbing import build
-from plumbing.alarms import ADVICE, PATIENCE, alarms, shift, spikes
+from plumbing import build, dry_run
+from plumbing.alarms import ADVICE, PATIENCE, alarms, hint_at_cold_start, shift, spikes
 from prompts import PROTOCOLS
 from rewards import example
 from settings import Settings
@@ -255,10 +256,69 @@ def test_a_dry_run_reports_one_step_and_does_not_change_an_existing_run(
     printed = capsys.readouterr().out
     assert files_of(tmp_path) == before and "settings.json" not in printed
     pattern = r"(?s)prompts: \d+ to \d+ tokens; trajectories at most \d+ of \d+ .*queries: .*"
-    pattern += r"found something, .*groups: \d of 4 .*log-probs: .*"
-    pattern += "time: .* for a step of 6 questions; all 50 steps "
+    pattern += r"found something; .*groups: \d+% .*log-probs: .*this step: .* s of updating"
     assert re.search(pattern, printed) and "dry_run=True (was" not in printed
     assert re.match("alarm: |nothing found that would keep the run", printed.splitlines()[-1])
+
+
+def test_a_time_is_in_seconds_minutes_or_hours():
+    times = {33: "33.0 s", 119: "119.0 s", 120: "2 minutes", 3540: "59 minutes", 5400: "1.5 hours"}
+    assert [*map(dry_run.duration, times)] == [*times.values()]
+
+
+def test_the_estimate_comes_before_a_small_step(model, tmp_path, monkeypatch, capsys):
+    """Four trajectories with turns of 32 tokens take 3 s. So with the update a trajectory takes 1.5
+    s, a step of 64 · 16 trajectories 1536 s or 26 minutes, and one of 4 · 4 trajectories 24 s.
+    """
+    sampled, clock = [], iter([0.0, 3.0])
+    original_rollout = train.rollout
+
+    def watched(policy, environment, *arguments):
+        rows = original_rollout(policy, environment, *arguments)
+        sampled.append((len(rows), environment.turn_limit(rows[0]), capsys.readouterr().out))
+        return rows
+
+    monkeypatch.setattr(train, "rollout", watched)
+    monkeypatch.setattr(dry_run, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    # DAPO draws again if no group is informative, but not in a dry run.
+    more = "--dry_run --questions_per_step 64 --group_size 16 --algorithm dapo --steps 7"
+    train.main(flags(model, tmp_path, f"{more} --max_turn_tokens 40"))
+    (*first, _), (*second, printed) = sampled
+    assert (first, second) == ([4, 32], [16, 40]) and "prompts: " not in printed
+    assert "time: about 26 minutes for each of the 7 steps here; with --questions" in printed
+    assert "--group_size 4: 24.0 s" in printed
+
+
+RIGHT = {"prediction": "Rome", "metrics": {"searched": 1.0}}
+SILENT = {"prediction": None, "metrics": {"searched": 0.0}}
+FROM_MEMORY = {"prediction": "Rome", "metrics": {"searched": 0.0}}
+
+
+@pytest.mark.parametrize(
+    ("predictions", "settings", "hint"),
+    [
+        ([(None, 0.0), (None, 0.0)], {}, True),
+        ([("Rome", 0.0), (None, 1.0)], {}, True),
+        ([(None, 0.0), ("Rome", 1.0)], {}, False),
+        ([("Rome", 0.0)], {"retrieval": False}, False),  # it was not allowed to search
+        ([(None, 0.0)], {"model": ""}, False),  # the built-in model knows its protocol
+        ([("Rome", None)], {}, False),  # a protocol without searches
+    ],
+)
+def test_an_evaluation_without_a_search_and_answer_ends_with_a_sentence(
+    predictions, settings, hint, capsys
+):
+    records = [
+        {"prediction": answer, "metrics": {} if searched is None else {"searched": searched}}
+        for answer, searched in predictions
+    ]
+    for template in ("{{ x }}", None):
+        asked = SimpleNamespace(settings=Settings(**{"model": "m"} | settings))
+        asked.tokenizer = SimpleNamespace(chat_template=template)
+        hint_at_cold_start(records, asked)
+        printed = capsys.readouterr().out
+        assert ("python coldstart.py" in printed) == hint
+        assert ("a base model" in printed) == (hint and not template)
 
 
 def test_a_dry_run_names_each_fault_after_one_step(model, tmp_path, capsys, monkeypatch):

@@ -10,6 +10,7 @@ from conftest import ROOT, message
 from transformers import AutoModelForCausalLM
 
 from data import Document, Question, SearchRequest
+from eval import settings_of
 from formats.records import append_jsonl
 from lab import distil
 from lab.distil import (
@@ -24,12 +25,15 @@ from lab.distil import (
     trace_pieces,
 )
 from other_models.llm import LocalLLM
+from papers import PAPERS
+from plumbing.build import build_protocol
 from plumbing.predictions import read_predictions
 from policy import Policy, save_policy
 from prompts import PROTOCOLS, build_prompt, frame_documents
 from rewards import arena
 from rollout import decode, encode
-from sft import analysis_of, sft_lr_factor
+from settings import in_built_in_world
+from sft import Example, analysis_of, sft_lr_factor
 from summarizer import NO_FACT, LLMSummarizer, SummarizerSettings, summary_prompt
 from trajectory import Trajectory, trajectory_from_text
 from world.toy import make_model
@@ -176,12 +180,6 @@ def write(tmp_path):
     return write
 
 
-def test_the_first_right_and_well_formed_trajectory_of_each_question_is_used(write):
-    path = write(*[record(sample=i, em=i > 0, form=i > 1) for i in range(4)], record("q2"))
-    used = [(t.question.id, t.text[0]) for t in read_traces(read_predictions(path), R1)]
-    assert used == [("q1", "2"), ("q2", "0")]
-
-
 def test_options_and_references_come_from_the_question_file(write, bpe):
     analysis = "<relevance>[1]</relevance> <analysis> so </analysis> <answer> Norland </answer>"
     path = write(record() | {"transcript": analysis})  # written by a teacher under ARENA's protocol
@@ -298,6 +296,26 @@ def test_every_method_trains_and_saves_a_model_that_loads(tmp_path, model, files
     printed = capsys.readouterr().out
     assert ("1 of 2 questions name supporting references" in printed) == (method == "reasoning")
     assert (tmp_path / "new" / "out" / "prompt.txt").exists() == (method == "direct")
+
+
+@pytest.mark.parametrize("method", ["direct", "traces"])
+def test_eval_and_ask_take_the_protocol_that_a_folder_was_trained_on(
+    tmp_path, model, method, monkeypatch
+):
+    monkeypatch.setattr(distil, "examples_of", lambda *_: [Example([5, 6], [0, 1])])
+    run(method, model, "unread", tmp_path / "out", "--protocol", "r_search_plain")
+    found = settings_of({"model": str(tmp_path / "out")})
+    assert (found.protocol, found.recipe) == ("r_search_plain", "r_search")
+    prompts = [path.read_text() for path in (tmp_path / "out").glob("prompt.txt")]
+    assert [*build_protocol(found).prompts.values()] == prompts and len(prompts) == (
+        method == "direct"
+    )
+    assert not in_built_in_world(found)  # `model` is not a model of the built-in world
+
+
+def test_the_name_of_a_protocol_begins_with_the_recipe_of_its_paper():
+    for name in PROTOCOLS:
+        assert name in PAPERS[max(PAPERS, key=name.startswith)].protocols
 
 
 @pytest.mark.parametrize(

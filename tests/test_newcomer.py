@@ -7,12 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import message, settings_for
+from conftest import ROOT, message, settings_for
 from tqdm import tqdm
 
 import eval as evaluation
 import sft
-from lab import distil
 from plumbing import build
 from plumbing.alarms import ADVICE
 from plumbing.files import Run
@@ -86,8 +85,18 @@ def test_report_to_tensorboard_prints_the_tensorboard_command(model, tmp_path, c
 
 def test_no_alarm_recommends_a_stage_that_the_recipe_may_not_have():
     assert not [name for name, sentence in ADVICE.items() if "stage" in sentence.lower()]
-    commands = set(re.findall(r"python -m ([\w.]+) (\w+)", " ".join(ADVICE.values())))
-    assert commands == {("lab.distil", "traces")} and "traces" in distil.DistilSettings.__doc__
+
+
+def test_a_model_that_does_not_know_its_protocol_is_sent_to_the_cold_start_and_nowhere_else():
+    """lab.distil traces needs right trajectories of a model that searches already."""
+    assert set(re.findall(r"python ([\w. -]+\.py|-m \S+)", " ".join(ADVICE.values()))) == {
+        "coldstart.py"
+    }
+    page = (ROOT / "docs" / "trouble.md").read_text(encoding="utf-8")
+    for alarm in ("no_search", "malformed_tags"):
+        (row,) = re.findall(rf"^\| `{alarm}` .*", page, re.MULTILINE)
+        for text in (ADVICE[alarm], row):
+            assert "python coldstart.py" in text and "distil" not in text
 
 
 def test_with_skip_bad_a_run_and_an_evaluation_leave_out_questions_that_are_too_long(

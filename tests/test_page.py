@@ -552,6 +552,8 @@ def test_health_curves_are_folded_and_all_zero_metrics_are_one_line(viewer):
     flat = "[...document.querySelectorAll('#health figure')].find((f) => f.drawn[0].name === 'k2')"
     ys = viewer.run(f"{flat}.querySelector('.raw').getAttribute('d').match(/,[\\d.]+/g)")
     assert len(ys) == 6 and len(set(ys)) == 1
+    marks = "[...figures()].map((f) => f.querySelector('.here').getAttribute('x1'))"
+    assert len({*viewer.run(marks)}) == 1
 
 
 def test_a_link_opens_its_trajectory(browser, page):

@@ -88,7 +88,7 @@ def test_a_prompt_file_has_prompts_by_task_and_mode(bpe, task, may_search, syste
     expected = f"{system}<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n"
     assert prompt_text(protocol, question, bpe) == expected
     plain = prompt_text(protocol, question, Template(bpe, None, bos_token="<s>"))
-    assert plain == (f"<s>Ask.\n\nQuestion: {user}\nReasoning:" if system else f"<s>{user}")
+    assert plain == (f"<s>Ask.\n\nQuestion: {user}\nResponse:" if system else f"<s>{user}")
 
 
 def test_an_instruction_that_says_how_to_search_is_not_used_for_direct_questions(bpe):
@@ -111,7 +111,7 @@ def test_texts_that_fill_the_gaps_of_a_layout_cannot_open_a_tag(bpe):
 
 def test_the_prompt_suffix_is_the_last_text_before_the_model_speaks(bpe):
     assert prompt_text("r1_searcher", QA, bpe).endswith("<|im_start|>assistant\n<think>")
-    assert prompt_text("r1_searcher", QA, Template(bpe, None)).endswith("\nReasoning:<think>")
+    assert prompt_text("r1_searcher", QA, Template(bpe, None)).endswith("\nResponse:<think>")
     # A template that itself opens the thinking does not get a second tag.
     template = Template(bpe, "{{ messages[-1]['content'] }}<assistant><think>{{ '\\n' }}")
     assert prompt_text("r1_searcher", QA, template).endswith("<assistant><think>\n")

@@ -77,7 +77,7 @@ def test_a_bos_that_the_tokenizer_would_add_is_in_every_prompt_exactly_once(bpe)
 
 def test_chat_template_none_gives_a_base_model_a_layout_that_ends_where_it_reasons(load, tmp_path):
     tokenizer = load(CHAT_TEMPLATE, "none")
-    plain = f"{INSTRUCTION}\n\nQuestion: {QA.question}\nReasoning:"
+    plain = f"{INSTRUCTION}\n\nQuestion: {QA.question}\nResponse:"
     assert prompt_text("ur2", QA, tokenizer) == plain
     (tmp_path / "chat_template.jinja").unlink()
     tokenizer.save_pretrained(tmp_path)  # a checkpoint remembers it

@@ -1,6 +1,8 @@
 """Tests of train.py: sampling, metrics and batch of a step; whole, resumed and two-process runs."""
 
+import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,20 +22,24 @@ from conftest import (
 from processes import in_two_processes
 from test_lora import needs_peft
 from test_update import trajectory, unequal_batch
+from tqdm import tqdm
 
+import errors
+import eval as evaluation
 import rewards
 import train
 import update as update_file
 from data import Document, Question
 from plumbing import build
 from plumbing.build import build_state
-from plumbing.files import checkpoints
+from plumbing.files import checkpoints, learned
 from policy import Batch
 from rewards import OtherModels
 from settings import Settings
 from train import Rollouts, collect, measure, prepare, shuffled_updates
 from trajectory import RejectedQuery, Search, Trajectory
 from update import TrainState, compute_logprobs, compute_values, update
+from world.world import World
 
 
 @pytest.fixture
@@ -378,15 +384,36 @@ def test_training_turns_queries_away_but_its_evaluation_does_not(built, monkeypa
     assert held_out == [False, True]
 
 
-def test_the_best_checkpoint_is_kept_and_named(model, tmp_path, monkeypatch, capsys):
-    scores = iter([0.2, 0.6, 0.4, 0.6])
-    monkeypatch.setattr(train, "evaluate", lambda _: {"eval/em": next(scores)})
-    more = "--steps 4 --save_every 4 --eval_every 1 --keep_checkpoints 1"
-    train.main(flags(model, tmp_path, more))
-    folder = tmp_path / "t" / "stage1"
-    # of two equal scores the first counts as the best
-    assert [path.name[-1] for path in checkpoints(folder)] == ["2", "4"]
-    assert f"--model {folder}/checkpoint-000002" in capsys.readouterr().out
+def test_the_command_at_the_end_of_a_run_works_as_printed(model, tmp_path, capsys):
+    """Except for the name of the file with held-out questions."""
+    data, corpus = tmp_path / "q.jsonl", tmp_path / "my corpus.jsonl"
+    data.write_text('{"question": "where was ana born ?", "answers": ["ana"]}\n')
+    corpus.write_text('{"id": "1", "title": "ana", "text": "ana was born"}\n')
+    train.main([*flags(model, tmp_path), "--data", str(data), "--corpus", str(corpus)])
+    *_, line, done = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"searched .* -> .* over 2 steps, training questions", line)
+    command = done.partition("(python eval.py ")[2].removesuffix(")")
+    evaluation.main(shlex.split(command.replace("HELD_OUT_FILE", str(data))))
+    assert "predictions: " in capsys.readouterr().out and "--data HELD_OUT_FILE --corpus " in done
+    # Without --data the settings of the checkpoint suffice; one step shows no change.
+    train.main(flags(model, tmp_path, "--steps 1"))
+    printed = capsys.readouterr().out
+    assert re.search(r"eval.py --model \S+\)$", printed) and "training questions" not in printed
+
+
+def test_a_long_step_shows_bars_of_trajectories_and_micro_batches(model, tmp_path, monkeypatch):
+    shown = {}
+
+    def watched(parts, title, **options):
+        shown[title] = options
+        return tqdm(parts, title, disable=True)
+
+    monkeypatch.setattr("tqdm.tqdm", watched)
+    for hidden in (False, True):
+        train.train(settings_for(model, tmp_path, "--steps 1 --kl_coef 0.1 --dry_run"))
+        assert [*shown] == ["trajectories", "micro-batches, scored", "micro-batches, trained on"]
+        assert all(o == {"leave": False, "delay": 5, "disable": hidden} for o in shown.values())
+        monkeypatch.setenv("RANK", "1")  # another process than the first
 
 
 def test_ctrl_c_in_the_first_step_says_that_there_is_no_checkpoint(

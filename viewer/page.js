@@ -335,7 +335,7 @@ function showCurves() {
   const names = HEALTH.flatMap(([, wanted]) => named(metrics, wanted));
   const zero = all.length > 1 ? [] : names.filter((name) => points(metrics, name).every(([, y]) => y === 0));
   const rest = HEALTH.map(([title, wanted]) => [title, named(metrics, wanted).filter((name) => !zero.includes(name))]);
-  const draw = () => fill($("health").querySelector("div"), zero.length ? el("p", { class: "pale zero" }, `All zero: ${zero.join(", ")}`) : "", el("div", { class: "figures" }, ...panels(all.length > 1 ? HEALTH : rest)), mark());
+  const draw = () => (fill($("health").querySelector("div"), zero.length ? el("p", { class: "pale zero" }, `All zero: ${zero.join(", ")}`) : "", el("div", { class: "figures" }, ...panels(all.length > 1 ? HEALTH : rest))), mark());
   $("health").ontoggle = () => $("health").open && draw();
   if ($("health").open) draw();
   fill($("alarms"), ...alarms(run().stages).map(([x, where, message]) =>

@@ -100,26 +100,13 @@ def test_sigterm_ends_the_wait_for_a_stopped_process_and_the_first_one_saves(
 
 
 @fault(308)
-@pytest.mark.parametrize(
-    "changes, minutes",
-    [
-        ({}, 30 + 5 * 4 * 3),  # 4 searches and the answer, each 4 rounds of 3 tries
-        ({"summarizer": "extractive"}, 30 + 5 * 4 * 3),
-        # 512 rows with 16 requests at once add 32 rounds.
-        ({"summarizer": "m"}, 30 + 5 * (4 + 32) * 3),
-        ({"judge": "m"}, 30 + 5 * (4 + 32) * 3),
-        ({"summarizer": "m", "eval_questions": 1600}, 30 + 5 * (4 + 100) * 3),
-    ],
-)
-def test_the_wait_between_processes_grows_with_the_requests_of_one_process(
-    changes, minutes, monkeypatch
-):
+def test_the_wait_between_processes_grows_with_turns_and_timeout(monkeypatch):
     handlers = []
     monkeypatch.setattr(
         build, "Accelerator", lambda kwargs_handlers, **_: handlers.extend(kwargs_handlers)
     )
-    build.make_accelerator(Settings(questions_per_step=32, group_size=16, **changes))
-    assert handlers[0].timeout == timedelta(minutes=minutes)
+    build.make_accelerator(Settings(max_searches=3, timeout=10.0, max_turn_tokens=90))
+    assert handlers[0].timeout == timedelta(minutes=30 + 4 * (10 + 1.5))
 
 
 # ------------------------------------------------------------------------- errors of a lost process

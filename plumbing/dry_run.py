@@ -1,0 +1,85 @@
+"""Tries a run: an estimate from four short trajectories, then a small step, and a report on it.
+
+    python train.py --dry_run ...      with the flags of the run
+
+A whole step may take hours on a laptop. So the estimate comes first, and the step that follows has
+at most SOME questions with at most SOME trajectories each, whatever the recipe says.
+"""
+
+import copy
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from plumbing.alarms import alarms
+from rollout import Environment
+from update import TrainState
+
+SOME = 4
+SHORT = 32  # tokens of a turn in the trajectories of the estimate
+ESTIMATE = (
+    "time: about {} for each of the {} steps here; with --questions_per_step 4 --group_size 4: {}"
+    " (rough: from four trajectories with turns of at most 32 tokens)"
+)
+LINES = {  # a metric -> what the report says if the step has it
+    "queries": "queries: {queries:.2f} a trajectory; {searched:.0%} of the trajectories searched",
+    "searches": "searches: {searches:.2f} a trajectory, of which {successful:.2f} found something; "
+    "{search_seconds:.2g} s in all, at most {slowest_search_seconds:.2g} s each",
+    "gold_recall": "questions whose documents contain an answer: {gold_recall:.0%}",
+    "reward": "groups: {frac_reward_zero_std:.0%} have equal rewards; mean reward {reward:.2f}",
+    "logprob_gap": "log-probs: the sampler's and the trainer's differ by {logprob_gap:.1e}",
+    "update_seconds": "this step: {rollout_seconds:.1f} s of sampling and searching, "
+    "{reward_seconds:.1f} s of computing rewards, {update_seconds:.1f} s of updating",
+}
+
+
+def duration(seconds: float) -> str:
+    """Returns a time in words: duration(33) is "33.0 s", duration(600) is "10 minutes"."""
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} minutes" if seconds < 3600 else f"{seconds / 3600:.1f} hours"
+
+
+def try_out(state: TrainState, sample) -> None:
+    """Samples four short trajectories with train.py's `shared_rollout`, prints about how long a
+    step takes, and makes the step of this dry run small. The estimate counts each trajectory of the
+    step like one of the four, and the update as if it took as long as the rollout.
+    """
+    whole, short = state.settings, copy.copy(state.environment)
+    short.settings = replace(whole, group_size=1, max_turn_tokens=SHORT)
+    short.turn_tokens = {}
+    start = time.perf_counter()
+    rows = sample(state, short, state.stream.take(0)[:SOME], whole.seed)
+    each = 2 * (time.perf_counter() - start) / len(rows)
+    state.accelerator.print(
+        ESTIMATE.format(
+            duration(each * whole.questions_per_step * whole.group_size),
+            whole.steps,
+            duration(each * SOME * SOME),
+        )
+    )
+    state.settings = state.environment.settings = replace(
+        whole,
+        questions_per_step=min(whole.questions_per_step, SOME),
+        group_size=min(whole.group_size, SOME),
+    )
+    state.stream.attempts = 1
+
+
+def report(r: dict, sampled, environment: Environment) -> Iterator[str]:
+    """Yields what a dry run prints after its small step: what that step predicts about the run."""
+    prompts = [len(t.prompt_ids) for t in sampled.trajectories]
+    longest = max(map(environment.max_trajectory_tokens, sampled.trajectories))
+    yield (
+        f"prompts: {min(prompts)} to {max(prompts)} tokens; trajectories at most {longest} of "
+        f"{environment.max_context} tokens of context"
+    )
+    yield from (line.format(**r) for name, line in LINES.items() if name in r)
+    if torch.cuda.is_available():
+        yield f"GPU memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at its peak"
+    raised = alarms([r], environment.settings, patience=1).values()
+    yield from map("alarm: {}".format, raised)
+    if not raised:
+        yield "nothing found that would keep the run from learning"
