@@ -1,8 +1,8 @@
 """Type a question, and watch the model search.
 
-    python ask.py                                            a session; /help lists its commands
+    python ask.py                                            reads questions until Ctrl-D
     python ask.py "which country was jana dorn born in ?"    one question of the built-in world
-    python ask.py --stage 1                                  a session with the model after stage 1
+    python ask.py --stage 1                                  the same with the model after stage 1
     python ask.py "who draws maps?" --model DIR --corpus my_documents/
     python ask.py --model DIR --retriever http --retriever_url http://host:8000
 
@@ -13,7 +13,7 @@ from it needs a corpus, or a retriever without one (such as http), from a flag o
 Left out: dialogues; the model answers each question without seeing the questions before it.
 """
 
-from errors import FlagParser, InputError, nearest, prepare_command, run_main
+from errors import FlagParser, InputError, prepare_command, run_main
 
 if __name__ == "__main__":
     prepare_command()
@@ -37,13 +37,13 @@ def read_flags(arguments: list[str] | None = None) -> tuple[dict, str]:
     """Returns (the flags that were given, the question)."""
     parser = FlagParser(
         "ask.py",
-        description=f"Asks a model one question, or starts a session.{MORE_HELP}",
+        description=f"Asks a model one question, or one for each line that is typed.{MORE_HELP}",
         epilog='example: python ask.py "who draws maps?" --model DIR --corpus my_documents/',
     )
     used = "question retriever retriever_url max_searches temperature run_name".split()
     parser.most_used = [*MOST_USED, *used]
-    parser.add_argument("question", nargs="*", help="the question (default: start a session)")
-    # There are no flags of engines, because a session samples with HF generate.
+    parser.add_argument("question", nargs="*", help="the question (default: read lines)")
+    # There are no flags of engines, because answers are sampled with HF generate.
     records = [record for record in ASKING if record is not EngineSettings]
     add_flags(parser, records, named_in(sys.argv[1:] if arguments is None else arguments), "eval")
     given = vars(parser.parse_args(arguments))
@@ -56,30 +56,23 @@ def read_flags(arguments: list[str] | None = None) -> tuple[dict, str]:
 if __name__ == "__main__":
     run_main(read_flags)  # reports a wrong flag before torch is loaded
 # isort: split
+import contextlib
 import dataclasses
-import io
-import itertools
 from functools import partial
-from pathlib import Path
 
 from transformers import TextStreamer
 
 from data import Question, harmless
-from eval import prediction_record, settings_of
-from metrics import exact_match, tokenize
+from eval import settings_of
+from metrics import tokenize
 from plumbing import build
 from plumbing.alarms import hint_at_cold_start
-from plumbing.page import save_page
+from plumbing.exam import prediction_record
 from plumbing.questions import as_asked, known_questions, load_documents
-from plumbing.record import to_record
 from policy import best_device
 from prompts import PROTOCOLS
 from rollout import Environment, check_prompts, rollout
 from trajectory import Trajectory, describe_end, describe_question
-
-HELP = """/try             asks another question whose answer is known
-/save page.html  saves all questions and answers as an HTML page
-/quit            ends the session, like Ctrl-D; Ctrl-C stops an answer"""
 
 
 class Streamer(TextStreamer):
@@ -100,7 +93,6 @@ class PrintingEnvironment(Environment):
                 print(f"⟦{harmless(segment.text.strip())}⟧\n| ", end="", flush=True)
 
 
-# ---------------------------------------------------------------------------------------- a session
 class Session:
     """Holds a model and the documents that it searches, loaded once for all questions."""
 
@@ -119,10 +111,6 @@ class Session:
         self.questions = known_questions(settings)
         device = best_device()
         self.words = {word for q in self.questions * built_in for word in tokenize(q.question)}
-        # If there are questions of the kind two_hop, /try asks only these: they need two searches.
-        self.examples = itertools.cycle(
-            [q for q in self.questions if q.kind == "two_hop"] or self.questions
-        )
         documents = load_documents(settings, self.questions) if corpus else []
         search = build.build_search(settings, documents, device)
         place = settings.retriever_url or settings.retriever
@@ -139,7 +127,6 @@ class Session:
         self.environment = build.build_environment(
             settings, self.tokenizer, search, self.policy, PrintingEnvironment
         )
-        self.asked: list[Trajectory] = []
 
 
 def answer(session: Session, text: str) -> None:
@@ -156,7 +143,6 @@ def answer(session: Session, text: str) -> None:
             f" words; try: {questions[0].question}"
         )
     print(describe_question(question))
-    # Each question gets a new streamer, because Ctrl-C may leave tokens in the old one.
     streamer = Streamer(session.tokenizer, skip_prompt=True, clean_up_tokenization_spaces=False)
     policy.generate = partial(session.generate, streamer=streamer)
     # Another progress than the bar of `rollout`, which would be drawn into the text.
@@ -164,7 +150,6 @@ def answer(session: Session, text: str) -> None:
     print(f"\n{describe_end(row)}")
     if row.answer is None:
         hint_at_cold_start([prediction_record(row, 0)], session)
-    session.asked.append(row)
 
 
 def print_examples(session: Session) -> None:
@@ -173,71 +158,22 @@ def print_examples(session: Session) -> None:
         # The first question of each kind.
         for text in reversed({q.kind: q.question for q in session.questions[::-1]}.values()):
             print(f"    {text}")
-    print("type a question, or /try; /help lists the commands")
-
-
-# ---------------------------------------------------------------------------------- its commands
-def try_one(session: Session, _: str) -> None:
-    if not session.questions:
-        raise InputError("/try: no questions are known here: restart ask.py with --data FILE")
-    answer(session, next(session.examples).question)
-
-
-def save(session: Session, file: str) -> None:
-    if not session.asked:
-        raise InputError("/save: nothing was asked yet")
-
-    if "\0" in file:
-        raise InputError("/save: a file name cannot contain the character NUL")
-    records = []
-    for group, t in enumerate(session.asked):
-        correct = bool(exact_match(t.answer, t.question.answers))
-        place = {"group": group, "row": 0, "rewards": {}, "correct": correct, "sampled": t.logprobs}
-        records.append(place | to_record(t, session.tokenizer))
-    save_page(records, Path(file))
-    print(f"written: {file}")
-
-
-COMMANDS = {"/try": try_one, "/save": save, "/help": lambda *_: print(HELP)}
-
-
-def converse(session: Session) -> None:
-    """Reads and answers lines. An error is printed, and the session goes on."""
-    while True:
-        try:
-            line = input("\n> " if sys.stdin.isatty() else "").strip()
-        except EOFError:
-            return
-        name, _, value = line.partition(" ")
-        if name == "/quit":
-            return
-        try:
-            if name in COMMANDS:
-                COMMANDS[name](session, value.strip())
-            elif name.startswith("/"):
-                raise InputError(
-                    f"{name}: unknown{nearest(name, COMMANDS)}; /help lists the commands"
-                )
-            elif line:
-                answer(session, line)
-        except InputError as error:
-            print(f"\nerror: {error}")
-        # An error of the model or the disk does not end the session: /save still works.
-        except Exception as error:
-            print(f"\nerror: {type(error).__name__}: {error}")
-        except KeyboardInterrupt:
-            print("\nstopped")
+    print("type a question; Ctrl-D ends")
 
 
 def main(arguments: list[str] | None = None) -> None:
     given, text = read_flags(arguments)
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # piped lines may contain invalid UTF-8
     session = Session(given)
     if text:
         return answer(session, text)
     print_examples(session)
-    converse(session)
+    with contextlib.suppress(EOFError):
+        while True:
+            try:
+                if text := clean(input("\n> ")).strip():
+                    answer(session, text)
+            except InputError as error:
+                print(f"error: {error}")
 
 
 if __name__ == "__main__":

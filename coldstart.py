@@ -38,27 +38,26 @@ from collections import Counter, defaultdict
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
-from transformers import AutoConfig, ByT5Tokenizer
+from transformers import ByT5Tokenizer
 
 from curriculum import exact_counts, parse_shares
-from data import Hop, Question, SearchRequest, draw_some, load_questions
-from eval import prediction_record, read_flags
+from data import Hop, Question, draw_some, load_questions
+from eval import read_flags
 from flags import RolloutSettings
 from metrics import normalize_answer
-from papers import paper_of, record_of
-from plumbing.build import build_environment, build_search, choose_generate, set_threads
+from papers import paper_of
+from plumbing.build import build_environment, build_search, set_threads
+from plumbing.exam import Exam, set_aside
 from plumbing.files import settings_text
 from plumbing.questions import as_asked, load_documents
-from plumbing.report import summarise, table
-from policy import best_device, load_policy, load_tokenizer, save_policy
-from prompts import PROTOCOLS, Protocol, build_prompt, number_documents, tag_pair, without_control
+from policy import best_device, load_policy, save_policy
+from prompts import PROTOCOLS, Protocol, build_prompt, tag_pair
 from retriever import BM25, INVENTED, make_search
-from rollout import Environment, check_prompts, encode, rollout
-from settings import Settings, check_limits, check_settings, resolve
-from sft import Example, SFTSettings, train_sft
-from trajectory import Segment, Trajectory, show
+from rollout import Environment, check_prompts, encode
+from settings import Settings, check_limits, check_settings, last_stage, resolve
+from sft import Example, SFTSettings, citing, sentences, train_sft
+from trajectory import Trajectory, show
 
 
 @dataclass(frozen=True)
@@ -80,6 +79,8 @@ class ColdStart:
 
 
 LEAST_UPDATES = 20
+# For a first try of RL after the cold start.
+SMALL = "--questions_per_step 4 --group_size 8 --trajectories_per_update 32 --steps 20 --lr 1e-5"
 COPIES = 4  # a question gives at most this many traces, in different wordings
 # The wordings of thoughts. {query} and {answer} are those of the hop that was just read.
 FIRST = (
@@ -204,42 +205,9 @@ def script(question: Question, environment: Environment, rng, guess: str = "") -
         return f"{thought} {rng.choice(CLOSE)} {box}"
     if protocol.evidence_tags:
         begin, end = protocol.evidence_tags
-        box = f"{begin} {sentences_with(found, facts)} {end}\n{box}"
+        evidence = [s for s in sentences(found) if visible(s, [*filter(None, facts)])]
+        box = f"{begin} {' '.join(evidence)} {end}\n{box}"
     return f"{wrapped(protocol, thought, False).rstrip()}\n{box}"
-
-
-def sentences_with(text: str, facts: Sequence[str]) -> str:
-    """Returns the sentences of a text in which one of these facts is, word for word."""
-    sentences = re.split(r"(?<=[.!?])\s+", text.strip())
-    return " ".join(s for s in sentences if visible(s, [*filter(None, facts)]))
-
-
-def citing(question: Question, protocol: Protocol, tokenizer) -> str:
-    """Returns ARENA's response: <relevance>[1, 3]</relevance> <analysis>...</analysis>, then the
-    first gold answer in the protocol's tags.
-    """
-    protocol.section_tags("relevance")  # raises an error if the protocol has no such section
-    analysis = without_control(analysis_of(question), tokenizer, protocol.tags).strip()
-    return (
-        f"<relevance>{list(question.supporting)}</relevance>\n<analysis> {analysis} </analysis>\n"
-        + final_answer(protocol, question.answers[0])
-    )
-
-
-def analysis_of(question: Question) -> str:
-    """Quotes one sentence of each gold reference (the first that contains an answer, else its
-    first), then states the first gold answer.
-    """
-
-    def answers(sentence: str) -> bool:
-        return any(answer.lower() in sentence.lower() for answer in question.answers)
-
-    def quote(text: str) -> str:
-        return max(re.split(r"(?<=[.!?])\s+", text.strip()), key=answers)  # in a tie the first
-
-    quotes = number_documents([replace(r, text=quote(r.text)) for r in question.references])
-    quoted = [quotes[number - 1] for number in question.supporting]
-    return " ".join([*quoted, f"So the answer is {question.answers[0]}."])
 
 
 # --------------------------------------------------------------------------------------- all traces
@@ -247,17 +215,18 @@ def write_traces(scripts: list[tuple], environment: Environment) -> tuple[list, 
     """Plays scripts in lockstep, given as pairs with their question: each round runs one search of
     each. Returns (the traces that are kept, pairs of a question and the reason why it has none).
     """
-    protocol, tokenizer = environment.protocol, environment.tokenizer
-    kept, dropped, playing = [], [], []
+    protocol, kept, dropped, playing = environment.protocol, [], [], []
     for question, turns in scripts:
-        row = Trajectory(question, protocol, build_prompt(protocol, question, tokenizer))
-        playing.append((row, turns))
+        prompt = build_prompt(protocol, question, environment.tokenizer)
+        playing.append((Trajectory(question, protocol, prompt), turns))
     while playing:
         waiting = []
         for row, turns in playing:
             try:
-                more = append_turn(row, turns, environment)
-                (waiting if more else kept).append((row, turns) if more else row)
+                if append_turn(row, turns, environment):
+                    waiting.append((row, turns))
+                else:
+                    kept.append(row)
             except Dropped as reason:
                 dropped.append((row.question, str(reason)))
         environment.run_searches([row for row, _ in waiting])
@@ -269,11 +238,10 @@ def append_turn(row: Trajectory, turns: Script, environment: Environment) -> boo
     """Appends the trace's next turn, and returns whether it ends in a query. Raises Dropped if the
     trace cannot be kept.
     """
-    written = sum(segment.writer == "model" for segment in row.segments)
-    if row.failed or row.stop_reason or len(row.searches) < written:
+    if row.failed or row.stop_reason or row.rejected_queries:
         raise Dropped("a search failed, or the limits allow no more of them")
     try:
-        text, reason = turns.send(row.searches[-1].text if written else None), "query"
+        text, reason = turns.send(row.searches[-1].text if row.searches else None), "query"
     except StopIteration as last:
         text, reason = last.value, "answer"
     ids = encode(environment.tokenizer, text)
@@ -296,9 +264,9 @@ def draw_traces(questions, environment: Environment, options: ColdStart, seed: i
     for question in evenly(questions, seed):
         answers[question.kind] += question.answers
         groups[str(len(hops_of(question)))].append(question)
-    shares = parse_shares(options.hops.replace(":", "="), "--hops")
-    sizes = {hops: shares.get(hops, 0) if shares else len(groups[hops]) for hops in sorted(groups)}
-    kept, dropped = [], []
+    sizes = parse_shares(options.hops.replace(":", "="), "--hops")
+    sizes = sizes or {hops: len(groups[hops]) for hops in sorted(groups)}
+    kept, lost = [], {}  # the id of a question without a trace -> the reason
     for hops, count in exact_counts(options.traces, sizes).items():
         queue = [(copy, question) for copy in range(COPIES) for question in groups[hops]]
         while count and queue:
@@ -307,13 +275,12 @@ def draw_traces(questions, environment: Environment, options: ColdStart, seed: i
                 rng = random.Random(f"{seed} {copy} {question.id}")
                 guess = rng.choice(answers[question.kind]) if rng.random() < options.guesses else ""
                 scripts.append((question, script(question, environment, rng, guess)))
-            rows, without = write_traces(scripts, environment)
-            lost = {question.id for question, _ in without}
+            rows, dropped = write_traces(scripts, environment)
+            lost |= {question.id: reason for question, reason in dropped}
             queue = [pair for pair in queue[count:] if pair[1].id not in lost]
             count -= len(rows)
             kept += rows
-            dropped += without
-    report_traces(kept, dropped, options.traces)
+    report_traces(kept, lost, options.traces)
     return kept
 
 
@@ -322,21 +289,21 @@ def evenly(questions: Sequence[Question], seed: int) -> list[Question]:
 
     Worked: kinds a a a b -> a b a a.
     """
-    turns, order = Counter(), []
-    for question in random.Random(f"{seed} order").sample(questions, len(questions)):
+    turns = Counter()
+
+    def turn(question: Question) -> int:
         turns[question.kind] += 1
-        order.append((turns[question.kind], question))
-    return [question for _, question in sorted(order, key=lambda pair: pair[0])]
+        return turns[question.kind]
+
+    return sorted(random.Random(f"{seed} order").sample(questions, len(questions)), key=turn)
 
 
-def report_traces(kept: list[Trajectory], dropped: list, wanted: int) -> None:
-    lost, reasons = {question.id: reason for question, reason in dropped}, defaultdict(list)
-    for name, reason in lost.items():
-        reasons[reason].append(name)
-    used = {row.question.id for row in kept}
-    text = f"{len(kept)} traces of {len(used)} of {len(used) + len(lost)} questions"
-    for reason, ids in reasons.items():
-        text += f"; {len(ids)} not, because {reason} (the first: {', '.join(ids[:3])})"
+def report_traces(kept: list[Trajectory], lost: dict[str, str], wanted: int) -> None:
+    used = len({row.question.id for row in kept})
+    text = f"{len(kept)} traces of {used} of {used + len(lost)} questions"
+    for reason in dict.fromkeys(lost.values()):
+        ids = [name for name in lost if lost[name] == reason]
+        text += f"; {len(ids)} not, because {reason} (the first: {ids[0]})"
     if not kept:
         raise InputError(f"--data: {text}: is --corpus the right one?")
     print(text + f"; --traces asks for {wanted}" * (len(kept) < wanted))
@@ -345,98 +312,43 @@ def report_traces(kept: list[Trajectory], dropped: list, wanted: int) -> None:
 # -------------------------------------------------------------------------------- train and compare
 def train(policy, rows: list[Trajectory], options: ColdStart, seed: int) -> None:
     """Trains on the model's part of the traces. Few traces are shown several times."""
-    rows = random.Random(f"{seed} traces").sample(rows, len(rows))
-    masks = [[0] * len(row.prompt_ids) + row.response_mask for row in rows]
-    examples = itertools.cycle(map(Example, [row.ids for row in rows], masks))
+    examples = [Example(row.ids, [0] * len(row.prompt_ids) + row.response_mask) for row in rows]
+    order = itertools.cycle(random.Random(f"{seed} traces").sample(examples, len(rows)))
     size = min(options.batch_size, len(rows))
     steps = max(LEAST_UPDATES, math.ceil(options.epochs * len(rows) / size))
-    settings = SFTSettings(
-        steps, options.lr, 3, decay_from=0.3, betas=(0.9, 0.99), tokens_per_micro_batch=4096
-    )
     losses = train_sft(
-        policy, lambda _: [*itertools.islice(examples, size)], settings, "cold start"
+        policy,
+        lambda _: [*itertools.islice(order, size)],
+        SFTSettings(
+            steps, options.lr, 3, decay_from=0.3, betas=(0.9, 0.99), tokens_per_micro_batch=4096
+        ),
+        "cold start",
     )
     if not math.isfinite(sum(losses)):
         raise InputError(f"the loss was not finite: nothing was saved; lower --lr {options.lr:g}")
     print(f"{steps} updates, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
 
 
-def examine(
-    policy, environment: Environment, questions, seed: int, generate, kind=""
-) -> list[dict]:
-    """Asks questions as a rollout does, and returns records as eval.py writes them. Prints the mean
-    −log π of the sampled tokens: near 0, all trajectories of a group would be the same.
-    """
-    rows = rollout(policy, environment, questions, seed, generate)
-    written = sum(sum(row.response_mask) for row in rows)
-    print(f"{kind}: entropy {-sum(sum(row.logprobs) for row in rows) / written:.2f} per token")
-    return [recorded(row, kind) for row in rows]
-
-
-def recorded(row: Trajectory, kind: str) -> dict:
-    record = prediction_record(row, 0)
-    return record | {"kind": kind or record["kind"], "id": f"{kind} {record['id']}"}
-
-
-RAG = Protocol(
-    "baseline_ur2",
-    None,
-    None,
-    tag_pair("answer"),
-    "Read the passages and answer the question in a few words: a name, a date, a number, yes or no."
-    " Write nothing but <answer> your answer </answer>.",
-    "",
-)
-
-
-def plain_rag(policy, environment: Environment, questions, seed: int, generate, kind="") -> list:
-    """Lets the model read what one search for the question finds, and answer greedily. Returns
-    records; without answer tags, the first line of the reply is the answer.
-    """
-    limits = replace(environment.settings, temperature=0.0, max_turn_tokens=32, turn_tokens="")
-    context = environment.max_context
-    reader = Environment(environment.tokenizer, RAG, environment.search, limits, context)
-    results = environment.search([SearchRequest(q, q.question) for q in questions])
-    shown = []
-    for question, result in zip(questions, results, strict=True):
-        passages = "\n".join(number_documents(result.documents))
-        shown.append(replace(question, question=f"{passages}\n\nQuestion: {question.question}"))
-    rows = rollout(policy, reader, shown, seed, generate)
-    for row in rows:
-        answer = row.answer or row.model_text.strip().partition("\n")[0]
-        row.segments = [Segment("model", f"<answer> {answer} </answer>")]
-    return [recorded(row, kind) for row in rows]
-
-
-def next_commands(settings: Settings, options: ColdStart, given: dict) -> str:
-    """Returns the commands that ask the model, train it by RL, and show the run."""
-    name = f"rl-{Path(options.out).name}"
-    small = (
-        "--questions_per_step 4 --group_size 8 --trajectories_per_update 32 --steps 20 --lr 1e-5"
-    )
-    flags = {"recipe": settings.recipe} | given | {"model": options.out, "run_name": name}
+def next_commands(recipe: str, out: str, given: dict) -> str:
+    """Returns the commands that ask the model and train it by RL."""
+    flags = {"recipe": recipe} | given | {"model": out, "run_name": f"rl-{Path(out).name}"}
     shown = " ".join(f"--{flag} {value}" for flag, value in flags.items())
-    return (
-        f'python ask.py "..." --model {options.out}\npython train.py --stage 1 {shown} {small}\n'
-        f"python view.py {Path(settings.output_dir, name)}"
-    )
+    return f'python ask.py "..." --model {out}\npython train.py --stage 1 {shown} {SMALL}'
 
 
 def parse(arguments: list[str]) -> tuple[Settings, ColdStart, dict]:
     """Returns (the recipe's settings, the options, the settings that were given)."""
     given, options = read_flags(arguments, ColdStart, "coldstart.py")
     check_limits(options)
-    missing = {"model": given.get("model"), "data": given.get("data")}
-    missing["out"] = options.out or options.show
-    for name in [name for name, value in missing.items() if not value]:
-        raise InputError(f"coldstart.py: --{name} is missing; --help lists the flags")
+    values = given | {"out": options.out or options.show}
+    for name in ("model", "data", "out"):
+        if not values.get(name):
+            raise InputError(f"coldstart.py: --{name} is missing; --help lists the flags")
     if options.out and Path(options.out).exists():
         raise InputError(f"--out {options.out} already exists: name another, or remove it")
-    check_output(f"{options.out}/x", "--out")
-    recipe, variant = given.get("recipe", "ur2"), given.get("variant", "")
-    stage = given.get("stage", max(record_of(recipe, variant).stages))
-    settings = replace(resolve(recipe, stage, False, given), group_size=1)
-    return check_settings(settings, False, given), options, given
+    check_output(Path(options.out, "config.json"), "--out")
+    settings = resolve(given.get("recipe", "ur2"), last_stage(given), False, given)
+    return check_settings(replace(settings, group_size=1), False, given), options, given
 
 
 def print_examples() -> None:
@@ -458,31 +370,22 @@ def main(arguments: list[str] | None = None) -> None:
     settings, options, given = parse(arguments)
     set_threads()
     seed, device = settings.seed, best_device()
-    tokenizer = load_tokenizer(settings.model)
+    policy, tokenizer = load_policy(settings.model, device, settings)
     questions = as_asked(load_questions(settings.data, settings.skip_bad, seed), settings)
     search = build_search(settings, load_documents(settings, questions), device)
-    # Traces need no weights, so whatever is wrong with the data shows before they are loaded.
-    shape = SimpleNamespace(config=AutoConfig.from_pretrained(settings.model))
-    environment = build_environment(settings, tokenizer, search, shape)
-    check_prompts(questions, environment, shape)
-    aside = draw_some(questions, int(options.held_out * len(questions)), f"{seed} aside")
-    aside = {question.id: question for question in aside if len(aside) < len(questions)}
-    trained_on = [question for question in questions if question.id not in aside]
+    environment = build_environment(settings, tokenizer, search, policy)
+    check_prompts(questions, environment, policy)
+    trained_on, aside = set_aside(questions, options.held_out, seed)
     rows = draw_traces(trained_on, environment, options, seed)
     if options.show:
         return print("\n\n".join(map(show, rows[: options.show])))
-    policy, tokenizer = load_policy(settings.model, device, settings)
-    asked = draw_some([*aside.values()], options.exam, f"{seed} exam")[: options.exam]
-    exam = (policy, environment, asked, seed, choose_generate(settings))
-    records = examine(*exam, "before") + plain_rag(*exam, "plain RAG") if asked else []
+    exam = Exam(policy, environment, draw_some(aside, options.exam, f"{seed} exam")[: options.exam])
+    exam.before()
     train(policy, rows, options, seed)
     save_policy(policy, tokenizer, options.out, settings=settings_text(settings))
     print(f"saved: {options.out}")
-    if asked:
-        records += examine(*exam, "cold start")
-        columns = ("em", "f1", "cem", "searches", "format")
-        print(table(summarise(records), head="model", columns=columns))
-    print(f"go on with:\n{next_commands(settings, options, given)}")
+    exam.after("cold start")
+    print(f"go on with:\n{next_commands(settings.recipe, options.out, given)}")
 
 
 if __name__ == "__main__":

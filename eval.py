@@ -33,7 +33,7 @@ from plumbing.predictions import (
     score_files,
     scored,
 )
-from plumbing.report import COLUMNS, report
+from plumbing.report import report
 
 if __name__ == "__main__":
     prepare_command()
@@ -115,7 +115,7 @@ from tqdm import tqdm
 
 from data import Question, harmless
 from formats.records import append_jsonl, keep_old, write_records
-from papers import paper_of, record_of
+from papers import record_of
 from plumbing.alarms import hint_at_cold_start
 from plumbing.build import (
     build_environment,
@@ -125,6 +125,7 @@ from plumbing.build import (
     choose_generate,
     load_model,
 )
+from plumbing.exam import prediction_record
 from plumbing.files import (
     EVALUATION_HOLDS_IT,
     checkpoints,
@@ -140,61 +141,17 @@ from settings import (
     SEARCHING,
     check_limits,
     check_settings,
+    last_stage,
     resolve,
     saved_settings,
     stage_folder,
 )
 from trajectory import Trajectory
-from trajectory_metrics import (
-    paper_metrics,
-    token_metrics,
-    trajectory_metrics,
-    without_thinking,
-)
+from trajectory_metrics import token_metrics, without_thinking
 
 QUESTIONS_AT_ONCE = 64
 # With `--retriever given`, document tokens per search: ARENA's 20 paragraphs of 200 tokens fit.
 GIVEN_TOKENS = 4096
-
-
-# ----------------------------------------------------------------------------------- one trajectory
-def prediction_metrics(trajectory: Trajectory) -> dict[str, float]:
-    """Returns those of `trajectory_metrics` and `paper_metrics` that tables can show. In task
-    "summary" ROUGE replaces em, f1 and cem.
-    """
-    numbers = trajectory_metrics(trajectory)
-    numbers |= paper_metrics(trajectory, numbers["em"])
-    left_out = ("em", "f1", "cem") if trajectory.question.task == "summary" else ()
-    return {name: numbers[name] for name in COLUMNS if name in numbers and name not in left_out}
-
-
-def prediction_record(trajectory: Trajectory, sample: int) -> dict:
-    """Returns the record of a trajectory in a predictions file."""
-    question = trajectory.question
-    protocol = trajectory.protocol
-    record = {
-        "id": question.id,
-        "sample": sample,
-        "kind": question.kind,
-        "task": question.task,
-        "question": question.question,
-        "golds": question.answers,
-        "prediction": trajectory.answer,
-        "judge_sees": protocol.judge_sees,
-        "transcript": trajectory.text,
-        "stop_reason": trajectory.stop_reason,
-    }
-    record["punctuation"] = paper_of(protocol.name).punctuation
-    record["metrics"] = prediction_metrics(trajectory)
-    kept = ("query", "fallback", "error")
-    record["searches"] = [{name: getattr(s, name) for name in kept} for s in trajectory.searches]
-    if question.options:
-        record["options"] = list(question.options)
-    if question.supporting:
-        record["hops"] = len(question.supporting)
-    if protocol.evidence_tags:
-        record["evidence"] = trajectory.evidence
-    return record
 
 
 # ------------------------------------------------------------------------------------ all questions
@@ -266,22 +223,14 @@ class Evaluation:
     def announce(self) -> None:
         """Prints the model, the questions and how they are answered."""
         settings = self.settings
-        options = self.options
         training = saved_settings(settings.model)
         if training and settings.data and settings.data == training.data:
             print("warning: the model was trained on these questions: give others with --data")
-        line = (
-            f"{settings.model or 'the built-in model, before RL'}: {len(self.questions)} questions"
+        print(
+            f"{settings.model or 'the built-in model, before RL'}: {len(self.questions)} questions "
+            f"of {', '.join(self.datasets)}, {self.options.samples} sample(s) each, temperature "
+            f"{settings.temperature:g}, retriever {settings.retriever}"
         )
-        line += f" of {', '.join(self.datasets)}"
-        if settings.data and options.questions:
-            line += (
-                f" (at most {options.questions} of each, drawn by seed; --questions 0 takes all)"
-            )
-        line += f", {options.samples} sample(s) each, temperature {settings.temperature:g}"
-        if PROTOCOLS[settings.protocol].query_tags:
-            line += f", retriever {settings.retriever}"
-        print(line)
 
 
 # ------------------------------------------------------------------------------------- the settings
@@ -300,10 +249,8 @@ def settings_of(given: dict) -> Settings:
         check_model_path(model)
     settings = saved_settings(model)
     if settings is None or given.get("recipe", settings.recipe) != settings.recipe:
-        name = given.get("recipe", "ur2")
-        variant = given.get("variant", "")
-        stage = given.get("stage", max(record_of(name, variant).stages))
-        settings = resolve(name, stage, not model, {"variant": variant})
+        variant = {"variant": given.get("variant", "")}
+        settings = resolve(given.get("recipe", "ur2"), last_stage(given), not model, variant)
     changes = {"temperature": 0.0, "top_p": 1.0, "reader": ""}
     if "verdict" not in needs(settings):
         changes["judge"] = ""
@@ -360,9 +307,7 @@ def parse(
         settings = settings_of(record_of(settings.recipe, settings.variant).decoding | given)
     read = SEARCHING if options.references == "retrieved" else ()
     check_settings(settings, False, given.keys() - read)
-    # `strict` demands a section for a model that this evaluation uses. The prompt file of the
-    # training run need not have one: it may be for models that only training uses.
-    prompt_sections(settings, strict="prompt_file" in given)
+    prompt_sections(settings)
     if options.thinking and tag_pair("think")[0] in PROTOCOLS[settings.protocol].tags:
         raise InputError(
             f"--thinking: protocol {settings.protocol} has a <think> section, which is scored: "

@@ -15,9 +15,7 @@ Frozen weights may be bf16 or int8, and Adam's moments may have 8 bits.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.util
-import json
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -47,7 +45,7 @@ from transformers.utils.logging import disable_progress_bar
 from errors import InputError
 from flags import PolicySettings
 from formats.manifest import NAME as MANIFEST
-from formats.manifest import files_of, written_whole, wrong_with
+from formats.manifest import written_whole, wrong_with
 from retrievers.net import without_hub
 from scale.lora import add_lora, save_merged
 from scale.packing import hidden_states, lengths_of, obstacle, packed_attention
@@ -423,18 +421,6 @@ def loading(what: str, path: str):
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         message = f"--model {path}: no {what} could be loaded from there: {reason}"
         raise InputError(message) from None
-
-
-def weights_version(path: str, model=None) -> str:
-    """Returns an id of the weights. For a hub model it is the commit ("main" if `model` does not
-    tell it). For a directory it is a hash of the files' names, sizes and times of change, because
-    the path stays the same if a run overwrites the weights.
-    """
-    if not Path(path).is_dir():
-        return str(getattr(getattr(model, "config", None), "_commit_hash", None) or "main")[:12]
-    files = [(file.name, file.stat()) for file in files_of(Path(path))]
-    stamps = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]
-    return hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:12]
 
 
 def save_policy(policy, tokenizer, path: Path | str, trainer=None, settings="", weights=None):

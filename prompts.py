@@ -53,8 +53,7 @@ class PromptSettings:
     prompt_file: str = setting(
         "",
         "your own prompts: a file with a line such as [policy:math] above each prompt (without "
-        "such a line, the whole file is the prompt [policy]), or a folder of files such as "
-        "policy.math.txt; see docs/extend.md",
+        "such a line, the whole file is the prompt [policy]); see docs/extend.md",
     )
     retrieval: bool = setting(
         True, "False: no question may search, and each gets the prompt without retrieval"
@@ -148,19 +147,15 @@ class Protocol:
         pair = getattr(self, f"{name}_tags", None) or tag_pair(name)
         if pair[0] not in self.tags:
             raise InputError(
-                f"protocol {self.name} has no <{name}> section: the reward, or the method of"
-                " lab.distil, needs one"
+                f"protocol {self.name} has no <{name}> section, which --reward, or the method of"
+                " lab.distil, needs"
             )
         return pair
 
 
 def as_protocol(protocol: Protocol | str) -> Protocol:
     """Returns a protocol, looked up by its name if a name is given."""
-    if isinstance(protocol, Protocol):
-        return protocol
-    if protocol not in PROTOCOLS:
-        raise InputError(f"unknown protocol {protocol!r}: one of {', '.join(PROTOCOLS)}")
-    return PROTOCOLS[protocol]
+    return PROTOCOLS[protocol] if isinstance(protocol, str) else protocol
 
 
 def tag_pair(name: str) -> Tags:

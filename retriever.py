@@ -283,9 +283,6 @@ def main() -> None:
     parser.add_argument("--skip_bad", action="store_true", help="leave out malformed records")
     args = parser.parse_args()
     bm25 = BM25(load_corpus(args.corpus, args.skip_bad) if args.corpus else INVENTED)
-    print(f"{len(bm25.documents):,} documents, {len(bm25.vocabulary):,} words")
-    if not bm25.vocabulary.keys() & tokenize(args.query):
-        print("no document shares a word with the query")
     scores = bm25.scores(args.query)
     for rank, i in enumerate(top(scores, args.k), 1):
         document = bm25.documents[i]

@@ -32,7 +32,7 @@ import numpy as np
 
 from data import Document, Question
 from errors import InputError, run_main, setting
-from metrics import SPECIAL_TOKEN, exact_match, f1_score, normalize_answer, score_answer, tokenize
+from metrics import SPECIAL_TOKEN, exact_match, f1_score, score_answer, tokenize
 from prompts import (
     PROTOCOLS,
     Protocol,
@@ -489,17 +489,6 @@ def r_search_format(trajectory: Trajectory) -> bool:
     return has_one_box(trajectory, "answer") and (not boxed or has_one_box(trajectory, "evidence"))
 
 
-def evidence_support(trajectory: Trajectory) -> float:
-    """Returns the share of the evidence's words that occur in the search results (documents or
-    summaries), as the model read them. No reward uses this share.
-    """
-    documents = " ".join(search.text for search in trajectory.searches)
-    document_words = normalize_answer(documents, "delete").split()
-    words = normalize_answer(trajectory.evidence or "", "delete").split()
-    supported = [word for word in words if word in document_words]
-    return len(supported) / max(1, len(words))
-
-
 def search_r1(trajectory: Trajectory) -> RewardTerms:
     """R = EM(answer, gold). Format and searches do not count (Search-R1, arXiv 2503.09516, eq. 4).
     >>> search_r1(example("search_r1", answer="Kelmouth, Norland"))
@@ -719,13 +708,13 @@ def arena(
         "answer": scores[answer_metric] if correct is None else float(correct),
     }
     if relevance_reward:
-        terms["relevance"] = _relevance(cited(trajectory), set(q.supporting))
+        terms["relevance"] = relevance_of(cited(trajectory), set(q.supporting))
     enough = {"answer": GOOD_SUMMARY} if q.task == "summary" else {}
     perfect = all(value >= enough.get(name, 1.0) for name, value in terms.items())
     return terms | {"bonus": bonus if perfect else 0.0}
 
 
-def _relevance(numbers: set[int], gold: set[int]) -> float:
+def relevance_of(numbers: set[int], gold: set[int]) -> float:
     if not numbers & gold:
         return 0.0
     return 1.0 if numbers == gold else 0.5
@@ -752,19 +741,6 @@ def cited(trajectory: Trajectory) -> set[int]:
     if not re.fullmatch(r"\[\s*[0-9]{1,6}(?:\s*,\s*[0-9]{1,6})*\s*\]", content):
         return set()
     return {int(number) for number in re.findall("[0-9]+", content)}
-
-
-def arena_scores(trajectory: Trajectory) -> RewardTerms:
-    """Returns the citation metrics for evaluation. set_f1 is 2 |cited ∩ gold| / (|cited| + |gold|).
-    >>> arena_scores(example("arena", searches=1))     # cited {1}, gold {1, 3}: 2 · 1 / (1 + 2)
-    {'relevance': 0.5, 'exact_set': 0.0, 'set_f1': 0.6666666666666666}
-    """
-    numbers = cited(trajectory)
-    gold = set(trajectory.question.supporting)
-    relevance = _relevance(numbers, gold)
-    total = len(numbers) + len(gold)
-    f1 = 2 * len(numbers & gold) / max(1, total)
-    return {"relevance": relevance, "exact_set": float(relevance == 1.0), "set_f1": f1}
 
 
 # ------------------------------------------------------------------------------------------ by name
@@ -893,18 +869,9 @@ def check_reward(settings) -> RewardTerms:
             f"--beta {settings.beta} times --max_searches {settings.max_searches} is {price:g}: it"
             " must stay below 2, or a wrong answer can earn as much as a right one"
         )
-    is_own = ":" in settings.reward
-    if is_own:
+    if ":" in settings.reward:
         REWARDS[settings.reward] = own_reward(settings.reward)
-    try:
-        return REWARDS[settings.reward](example(settings.protocol), settings, 0, Extras())
-    except InputError as error:
-        if is_own:
-            raise
-        raise InputError(
-            f"--reward {settings.reward} and protocol {settings.protocol} do not go together: "
-            f"{error}"
-        ) from None
+    return REWARDS[settings.reward](example(settings.protocol), settings, 0, Extras())
 
 
 def own_reward(name: str) -> Callable:

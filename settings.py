@@ -142,6 +142,12 @@ class Settings(*reversed(RECORDS)):  # dataclass lists the fields of the last ba
     """Holds every setting of a run. Each name is defined in one record only."""
 
 
+def last_stage(given: dict) -> int:
+    """Returns the stage that the flags name, or the last one of their recipe."""
+    recipe = record_of(given.get("recipe", "ur2"), given.get("variant", ""))
+    return given.get("stage", max(recipe.stages))
+
+
 def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> Settings:
     """Returns a run's settings. A later source overrides the earlier ones: defaults, the paper's
     stage, the values for the tiny model (if `tiny`), `given`.

@@ -16,18 +16,21 @@ processes.
 """
 
 import math
+import re
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from data import Question
 from errors import slow_step
 from policy import Policy, last_column, padded
+from prompts import Protocol, number_documents, without_control
 from rollout import encode
 from scale.packing import micro_batches
 
@@ -68,6 +71,36 @@ def example_of(prompt: list[int], pieces: Sequence[tuple[str, bool]], tokenizer)
         ids.append(end)
         mask.append(1)
     return Example(ids, mask)
+
+
+def citing(question: Question, protocol: Protocol, tokenizer) -> str:
+    """Returns ARENA's response: <relevance>[1, 3]</relevance> <analysis>...</analysis>, then the
+    first gold answer in the protocol's tags.
+    """
+    protocol.section_tags("relevance")  # raises an error if the protocol has no such section
+    begin, end = protocol.answer_tags
+    analysis = without_control(analysis_of(question), tokenizer, protocol.tags).strip()
+    return (
+        f"<relevance>{list(question.supporting)}</relevance>\n<analysis> {analysis} </analysis>\n"
+        + f"{begin} {question.answers[0]} {end}"
+    )
+
+
+def analysis_of(question: Question) -> str:
+    """Quotes one sentence of each gold reference (the first that contains an answer, else its
+    first), then states the first gold answer.
+    """
+
+    def answers(sentence: str) -> bool:
+        return any(answer.lower() in sentence.lower() for answer in question.answers)
+
+    quotes = [replace(r, text=max(sentences(r.text), key=answers)) for r in question.references]
+    quoted = [number_documents(quotes)[number - 1] for number in question.supporting]
+    return " ".join([*quoted, f"So the answer is {question.answers[0]}."])
+
+
+def sentences(text: str) -> list[str]:
+    return re.split(r"(?<=[.!?])\s+", text.strip())
 
 
 def collate_examples(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:

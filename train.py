@@ -400,10 +400,7 @@ def sampler_stats(batch: Batch, first: Tensor, mismatch: str) -> Record:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    stages = parse_stages(arguments)
-    # If there are several stages, locks all of their folders until `main` ends.
-    _held = checkpoint.lock_stages(stages)
-    for settings in stages:
+    for settings in parse_stages(arguments):
         with checkpoint.as_command(settings):
             train(settings)
     if settings.evaluate and make_accelerator(settings).is_main_process:

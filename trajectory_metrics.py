@@ -12,7 +12,7 @@ from data import Document
 from metrics import normalize_answer, score_answer, summary_scores, tokenize
 from papers import paper_of
 from prompts import find_answers, find_blocks, number_documents
-from rewards import arena_scores, evidence_support
+from rewards import cited, relevance_of
 from rollout import encode
 from trajectory import Search, Segment, Trajectory
 
@@ -51,6 +51,27 @@ def paper_metrics(t: Trajectory, em: float) -> dict[str, float]:
         if question.task != "summary":  # the em of a summary is a ROUGE score, not 0 or 1
             numbers["all_correct"] = em * numbers["exact_set"]  # as in ARENA Table 13
     return numbers
+
+
+def evidence_support(trajectory: Trajectory) -> float:
+    """Returns the share of the evidence's words that occur in the search results (documents or
+    summaries), as the model read them.
+    """
+    documents = " ".join(search.text for search in trajectory.searches)
+    document_words = normalize_answer(documents, "delete").split()
+    words = normalize_answer(trajectory.evidence or "", "delete").split()
+    supported = [word for word in words if word in document_words]
+    return len(supported) / max(1, len(words))
+
+
+def arena_scores(trajectory: Trajectory) -> dict[str, float]:
+    """Returns the citation metrics. set_f1 is 2 |cited ∩ gold| / (|cited| + |gold|). Worked: cited
+    {1}, gold {1, 3}: relevance 0.5, exact_set 0, set_f1 2 · 1 / (1 + 2).
+    """
+    numbers, gold = cited(trajectory), set(trajectory.question.supporting)
+    score, total = relevance_of(numbers, gold), len(numbers) + len(gold)
+    f1 = 2 * len(numbers & gold) / max(1, total)
+    return {"relevance": score, "exact_set": float(score == 1.0), "set_f1": f1}
 
 
 def search_metrics(t: Trajectory) -> dict[str, float]:

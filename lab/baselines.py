@@ -30,11 +30,10 @@ metric `thinking` counts the tokens of the thoughts. `unfinished` counts the tho
 
 We wrote the prompts, for chat models. With `rag` the model answers an open question in a few words,
 as in FlashRAG, and reasons about mathematics and choices, as in UR² app. D.4. The tags and labels
-of the prompts are removed from passages, and for a local model special tokens too. If the command
-is repeated, replies that a model already gave are read from disk. A search returns 5 passages by
-default, as UR² app. C.4 says for Qwen and Llama; UR² sections 4.3 and 4.4 say 10. --retriever given
-returns all references of the question's record, as in ARENA 4.3. Left out: the papers' few-shot
-examples; Self-Ask gets examples that we wrote.
+of the prompts are removed from passages, and for a local model special tokens too. A search returns
+5 passages by default, as UR² app. C.4 says for Qwen and Llama; UR² sections 4.3 and 4.4 say 10.
+--retriever given returns all references of the question's record, as in ARENA 4.3. Left out: the
+papers' few-shot examples; Self-Ask gets examples that we wrote.
 """
 
 from __future__ import annotations

@@ -25,15 +25,16 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from coldstart import citing, final_answer
+from coldstart import final_answer
 from data import Question, load_questions
 from errors import InputError, check_output, run_main, setting
-from eval import prediction_metrics, settings_of
+from eval import settings_of
 from flags import PolicySettings
 from formats.records import read_records, write_text
 from lab import parse_flags
 from other_models.llm import prompt_ids
 from papers import PAPERS
+from plumbing.exam import prediction_metrics
 from plumbing.files import settings_text
 from plumbing.predictions import read_predictions
 from policy import best_device, load_policy, save_policy
@@ -44,7 +45,7 @@ from prompts import (
     tag_pair,
 )
 from rollout import context_of
-from sft import Example, SFTSettings, example_of, train_sft
+from sft import Example, SFTSettings, citing, example_of, train_sft
 from summarizer import SUMMARY_LOG
 from trajectory import Trajectory, trajectory_from_text
 
@@ -94,7 +95,7 @@ def direct_example(question: Question, protocol: Protocol, tokenizer) -> Example
 
 
 def reasoning_example(question: Question, protocol: Protocol, tokenizer) -> Example:
-    """Builds an example: prompt -> the response that `coldstart.citing` writes."""
+    """Builds an example: prompt -> the response that `sft.citing` writes."""
     text = citing(question, protocol, tokenizer)
     return example_of(build_prompt(protocol, question, tokenizer), [(text, True)], tokenizer)
 

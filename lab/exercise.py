@@ -50,7 +50,7 @@ r_search_format | rewards | r_search
     | rewards | r_searchs_format or r_search_without | |
 when_to_search_answer | rewards | when_to_search_stage1
     | rewards | softens_a_wrong or eq_12 or judges_verdict or rejected_search | |
-arena_relevance | rewards | _relevance
+arena_relevance | rewards | relevance_of
     | rewards | cited_numbers or arena_scores | | `numbers` are the cited references.
     They earn 1 if they equal the gold set, 0.5 if they share some numbers with it, and 0 if none.
     Worked for gold {1, 4}: {1, 4} earns 1.0, {1} earns 0.5, {2, 3} and the empty set earn 0.0.

@@ -60,7 +60,6 @@ SOURCES = {  # file -> its address at a fixed commit, the beginning of its sha25
     ),
 }
 EXAMS = {"film": "test_film", "one hop": "test_onehop", "real": "test"}
-HOPS = "1=0.75,2=0.25"  # of the traces
 # One passage of at most 96 tokens a search: about what two cores can read in an hour.
 LIMITS = {"documents_per_search": 1, "document_tokens": 96, "title_boost": 4}
 LIMITS |= {"max_turn_tokens": 64, "max_context": 1536}

@@ -24,7 +24,6 @@ sees. There are three choices; the field `judge_sees` of a prediction names the 
 
 import re
 from collections.abc import Callable
-from functools import partial
 
 from data import Question
 from metrics import normalize_answer
@@ -77,11 +76,11 @@ class Judge:
         return self._ask(pairs, GRADE_INSTRUCTION, GRADES)
 
     def _ask(self, pairs: list[Pair], instruction: str, words: dict) -> list:
-        instruction, read = self.llm.instruction or instruction, partial(read_verdict, words=words)
+        instruction = self.llm.instruction or instruction
         given = [pair for pair in pairs if (pair[1] or "").strip()]
         requests = [(instruction, pair_text(*pair, self.sees)) for pair in given]
-        replies = self.llm.ask(requests, lambda r: read(r) is not None) if requests else []
-        marks = map(read, replies)
+        replies = self.llm.ask(requests) if requests else []
+        marks = (read_verdict(reply, words) for reply in replies)
         verdicts = [next(marks) if (a or "").strip() else words["wrong"] for _, a in pairs]
         self.asked += len(given)
         self.unreadable += verdicts.count(None)

@@ -4,8 +4,7 @@
 
 "http://host:port/v1#model" is an OpenAI-compatible server; any other name is a Hugging Face causal
 LM that runs in this process. Both decode greedily unless the request gives a temperature
-(`Request`). Readable replies are saved on disk, even sampled ones, so the same command gets
-them again without asking. `ask` removes <think> ... </think> from a reply.
+(`Request`). `ask` removes <think> ... </think> from a reply.
 
     the server is down at the start   InputError (PROBE is sent first)
     a request fails                   RETRIES more tries if they may help, then None
@@ -21,12 +20,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import itertools
 import json
 import os
-import re
-import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -41,15 +37,12 @@ from transformers import TopPLogitsWarper
 from data import clean
 from errors import InputError
 from flags import frozen_in_8bit
-from formats.records import append_jsonl, byte_lines
-from policy import evaluating, frozen_options, load_tokenizer, load_whole, loading, weights_version
+from policy import evaluating, frozen_options, load_tokenizer, load_whole, loading
 from prompts import without_control, without_thinking
 from retrievers.net import Fault, RejectedRequest, fetch_json, host_of, retrying, shown
 from rollout import context_of, decode, encode, end_ids, left_padded, plain_generation
 from templates import chat_text, messages_of
 
-# A folder in --output_dir. All runs share it, because a reply does not depend on the run.
-CACHE_FOLDER = "llm_cache"
 ADDRESS = "http://host:port/v1#model"
 THREADS = 16  # requests sent at the same time
 RETRIES = 2  # how often a failed request is sent again, at most
@@ -72,96 +65,58 @@ class Request(NamedTuple):
     max_tokens: int = 0  # limit of the reply; 0: max_tokens of the LLM
 
 
-def load_llm(spec: str, settings, *, max_tokens=256, device="cpu", cache=None) -> LLM:
+def load_llm(spec: str, settings, *, max_tokens=256, device="cpu") -> LLM:
     """Loads the model that `spec` names. Each try of a request to a server may take
-    `settings.timeout` seconds. Replies are saved in the folder `cache` (None: the default folder in
-    --output_dir).
+    `settings.timeout` seconds.
     """
-    if cache is None:
-        cache = Path(settings.output_dir, CACHE_FOLDER)
     if spec.startswith(("http://", "https://")):
-        return ServerLLM(spec, max_tokens, settings.timeout, cache)
+        return ServerLLM(spec, max_tokens, settings.timeout)
     if not spec or (":" in spec and not Path(spec).exists()):
         raise InputError(
             f"{spec!r} names no language model: give {ADDRESS}, a HF directory or a hub name"
         )
-    in_8bit = "others" in frozen_in_8bit(settings)
-    template = getattr(settings, "chat_template", "")
     try:
-        tokenizer = load_tokenizer(spec, template)
+        tokenizer = load_tokenizer(spec, getattr(settings, "chat_template", ""))
         # `load_policy` would reject model families that cannot be trained here.
         with loading("causal LM", spec):
-            model = load_whole(spec, frozen_options(device, in_8bit))
+            model = load_whole(spec, frozen_options(device, "others" in frozen_in_8bit(settings)))
         model.eval().requires_grad_(False)
     except InputError as error:
         raise InputError(str(error).removeprefix("--model ")) from None  # --model is not at fault
-    name = f"{spec}@{weights_version(spec, model)}{'-8bit' * in_8bit}{template}"
-    return LocalLLM(model, tokenizer, max_tokens, name=name, cache=cache)
+    return LocalLLM(model, tokenizer, max_tokens, name=spec)
 
 
 class LLM:
     """The base class. A subclass adds `tokenizer`, `positions` (the context length), and
     `replies(requests)`, which yields pairs of a request and its reply or None.
-
-    cache   folder with the JSONL file in which replies are saved; "" saves none
     """
 
     instruction = ""  # from --prompt_file; it replaces the judge's or reader's own
     at_once = THREADS  # requests sent at the same time
 
-    def __init__(self, name: str, max_tokens: int, cache: str | Path = ""):
+    def __init__(self, name: str, max_tokens: int):
         self.name = name
         self.max_tokens = max_tokens
         self.failures = 0  # requests without an answer
         self.rejected = set()  # requests that the server rejected, for example for their length
-        self.lock = threading.Lock()  # the thread of a timed-out search may still ask for a summary
-        self.cached = {}  # the key of a request -> its reply
-        file_name = re.sub(r"[^A-Za-z0-9.]+", "-", name)[-80:].strip("-.")
-        self.cache = Path(cache, f"{file_name}.jsonl") if cache else None
-        if self.cache:
-            append_jsonl(self.cache, [])  # fails now if the file cannot be written
-            for line in byte_lines(self.cache):  # broken lines are skipped
-                with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-                    record = json.loads(line)
-                    self.cached[record["key"]] = record["reply"]
 
-    def key(self, request: Request) -> str:
-        return hashlib.sha256(
-            json.dumps([self.name, self.max_tokens, *request]).encode()
-        ).hexdigest()
-
-    def ask(self, requests: list[Request], readable=bool) -> list[str | None]:
+    def ask(self, requests: list[Request]) -> list[str | None]:
         """Returns the replies without the text of their <think> blocks."""
-        return [reply and without_thinking(reply) for reply in self.ask_whole(requests, readable)]
+        return [reply and without_thinking(reply) for reply in self.ask_whole(requests)]
 
-    def ask_whole(self, requests: list[Request], readable=bool) -> list[str | None]:
-        """Returns the replies with their <think> blocks.
-
-        readable: tells whether a reply may be saved on disk. Nonsense from a server that is broken
-        for a while must not be reused later.
-        """
+    def ask_whole(self, requests: list[Request]) -> list[str | None]:
+        """Returns the replies with their <think> blocks. Equal requests are sent once."""
         requests = [Request(*request) for request in requests]
-        with self.lock:
-            replies = {request: self.cached.get(self.key(request)) for request in requests}
-            missing = [request for request, reply in replies.items() if reply is None]
-            fresh = self.replies(missing) if missing else ()
-            title = f"asking {self.name[-40:]}"
-            for request, reply in tqdm(
-                fresh, title, len(missing), leave=False, delay=3, disable=None
-            ):
-                replies[request] = reply
-                if self.cache and reply is not None and readable(reply):
-                    self.keep(request, reply)  # at once, so that an interrupt loses no reply
-            self.failures += list(map(replies.get, missing)).count(None)
+        replies = dict.fromkeys(requests)
+        fresh = self.replies([*replies]) if replies else ()
+        replies |= tqdm(
+            fresh, f"asking {self.name[-40:]}", len(replies), leave=False, delay=3, disable=None
+        )
+        self.failures += [*replies.values()].count(None)
         return list(map(replies.get, requests))
 
     def prompt(self, request: Request) -> list[int]:
         return prompt_ids(self.tokenizer, request)
-
-    def keep(self, request: Request, reply: str) -> None:
-        key = self.key(request)
-        self.cached[key] = reply
-        append_jsonl(self.cache, [{"key": key, "reply": reply}])
 
     def tail(self, text: str, rest: str, most: int) -> str:
         """Returns as much of the end of `text` as fits into the context beside `rest` and a reply.
@@ -193,7 +148,7 @@ class ServerLLM(LLM):
     dead_batches = 0  # consecutive batches in which every request found the server down
     fault = ""  # the last error message
 
-    def __init__(self, spec: str, max_tokens=256, timeout=60.0, cache: str | Path = ""):
+    def __init__(self, spec: str, max_tokens=256, timeout=60.0):
         base, _, self.model = spec.partition("#")
         host_of(spec, ADDRESS)  # raises an InputError if it is not an address
         self.base = base.rstrip("/")
@@ -210,8 +165,7 @@ class ServerLLM(LLM):
                 f"{spec}: no answer ({reason}): start the server, or correct the address and the"
                 f" model ({ADDRESS})"
             ) from None
-        # The name contains the address: two servers may give the same name to different models.
-        super().__init__(f"{self.base}#{self.model}", max_tokens, cache)
+        super().__init__(f"{self.base}#{self.model}", max_tokens)
 
     def fetch(self, path: str, payload: dict | None = None):
         return fetch_json(f"{self.base}/{path}", payload, self.timeout, self.headers)
@@ -265,7 +219,7 @@ class ServerLLM(LLM):
         if self.dead_batches >= DEAD_BATCHES:
             raise InputError(
                 f"{self.name}: {self.dead_batches} batches in a row without an answer"
-                f" ({self.fault}): start the server again; the replies so far are kept"
+                f" ({self.fault}): start the server again"
             )
 
     def tried(self, request: Request) -> tuple[Request, str | None, bool]:
@@ -290,8 +244,8 @@ def drawn_ahead(temperature: float, top_p: float, prompts) -> Callable:
     """Returns a logits processor that makes greedy decoding sample: with exponential noise e, the
     largest p / e is at token t with probability p[t] (the Gumbel trick, as in torch.multinomial).
 
-    Trap: the sampling of `generate` uses the global random generator. A summariser that is still
-    running in another thread would then change which tokens the policy samples. The seed is made
+    Trap: the sampling of `generate` uses the global random generator, so a summariser that samples
+    would change which tokens the policy samples. The seed is made
     from the batch's `prompts` [B, L]: with one seed for all, similar requests in two batches would
     get the same noise and so, often, the same reply.
     """
@@ -305,12 +259,10 @@ def drawn_ahead(temperature: float, top_p: float, prompts) -> Callable:
 
 
 class LocalLLM(LLM):
-    """A `Policy` or a plain Hugging Face model in this process. If `cache` is given, `name` must
-    identify these weights, because saved replies are found by it.
-    """
+    """A `Policy` or a plain Hugging Face model in this process."""
 
-    def __init__(self, policy, tokenizer, max_tokens=256, batch_size=16, name="local", cache=""):
-        super().__init__(name, max_tokens, cache)
+    def __init__(self, policy, tokenizer, max_tokens=256, batch_size=16, name="local"):
+        super().__init__(name, max_tokens)
         self.policy = policy
         self.tokenizer = tokenizer
         self.at_once = batch_size

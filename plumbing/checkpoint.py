@@ -6,9 +6,7 @@ trainer.pt   the number of finished steps; the moments of the policy's optimizer
 
 import contextlib
 import gc
-import os
 import shlex
-import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -24,7 +22,6 @@ from plumbing.files import (
     Run,
     best_checkpoint,
     checkpoints,
-    locked,
     prune,
     settings_text,
     starting_model,
@@ -37,15 +34,6 @@ from settings import Settings, saved_settings, shown_settings, stage_folder
 from update import TrainState
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
-
-
-def lock_stages(stages: list[Settings]):
-    """Locks the folders of several stages until the returned locks are dropped, so that no other
-    run renames the folder of one stage while another stage is trained. Only the main process does
-    this; the other processes lock a stage's folder in `Run.open`.
-    """
-    if os.environ.get("RANK", "0") == "0" and len(stages) > 1:
-        return [locked(stage_folder(settings)) for settings in stages]
 
 
 @contextlib.contextmanager
@@ -89,30 +77,12 @@ def open_run(run: Run, state: TrainState) -> int:
     Returns the number of steps that are already done.
     """
     state.run = run
-    check_room(run, state)
     first_step = resume(run, state) if run.settings.resume else 0
     run.open(first_step)
     for number in SIGNALS:
         if signal.getsignal(number) is raise_terminated:
             signal.signal(number, run.terminate)
     return first_step
-
-
-def check_room(run: Run, state: TrainState) -> None:
-    """Raises an InputError in the main process if the disk lacks room for a checkpoint: the weights
-    and Adam's two moments. A dry run needs none.
-    """
-    moments = 8 if state.settings.optimizer == "adamw" else 2
-    modules = [state.policy, *filter(None, [state.critic])]
-    weights = [p for module in modules for p in module.parameters()]
-    needed = sum(p.numel() * (4 + moments * p.requires_grad) for p in weights)
-    there = next(path for path in [run.folder, *run.folder.absolute().parents] if path.exists())
-    free = shutil.disk_usage(there).free
-    if run.main and not run.settings.dry_run and free < needed:
-        raise InputError(
-            f"{run.folder}: a checkpoint needs about {needed / 1e6:,.1f} MB and "
-            f"{free / 1e6:,.1f} MB are free: make room, or name another disk with --output_dir"
-        )
 
 
 def save(run: Run, state: TrainState, step: int) -> None:
@@ -131,7 +101,6 @@ def save(run: Run, state: TrainState, step: int) -> None:
     path = run.folder / f"checkpoint-{step:06d}"
     if not run.main or path.exists():
         return
-    check_room(run, state)
     text, tokenizer = settings_text(run.settings), state.environment.tokenizer
     save_policy(state.policy, tokenizer, path, trainer_state, text, weights)
     prune(run.folder, run.settings.keep_checkpoints)

@@ -42,7 +42,6 @@ from plumbing.record import step_records
 from policy import Batch, check_model_path
 from prompts import NEEDED, OPTIONAL, PROTOCOLS, SECTIONS, gaps_of
 from settings import Settings, stage_folder
-from summarizer import models_in
 from trajectory import Trajectory, show
 
 SHOW_EVERY = 5  # steps between decoded trajectories on the console
@@ -128,31 +127,23 @@ def starting_model(settings: Settings) -> tuple[str, str]:
     return model, message
 
 
-def prompt_sections(settings: Settings, strict: bool = False) -> dict[str, str]:
-    """Parses --prompt_file into {section: text}. The flag names a folder of files NAME.txt
-    (policy.math.txt is the section policy:math), or one file with a line [NAME] above each text.
-    In one file, text before the first such line is the section policy. `strict` raises an
-    InputError if no section is for a model that this run uses.
+def prompt_sections(settings: Settings) -> dict[str, str]:
+    """Parses --prompt_file into {section: text}. A line [NAME] is above each text; text before the
+    first such line is the section policy.
     """
-    path, texts = Path(settings.prompt_file), {}
     if not settings.prompt_file:
-        return texts
-    folder = path.is_dir()
-    for file in sorted(path.glob("*.txt")) if folder else [path]:
-        try:
-            before, *rest = re.split(r"^\[([a-z:]+)\][ \t]*$", read_whole(file), flags=re.MULTILINE)
-        except InputError as error:
-            raise InputError(f"--prompt_file {error}") from None
-        first = [(file.stem.replace(".", ":") if folder else "policy", before)]
-        pairs = first * bool(before.strip() or not rest)
-        for name, text in [*pairs, *zip(rest[::2], rest[1::2], strict=True)]:
-            if problem := prompt_problem(name, text.strip(), settings):
-                raise InputError(f"--prompt_file {file}, section {name}: {problem}")
-            texts[name] = text.strip()
-    models = {"judge": settings.judge, "reader": settings.reader}
-    models["summarizer"] = models_in(settings.summarizer)
-    if strict and not any(models.get(name.partition(":")[0], True) for name in texts):
-        raise InputError(f"--prompt_file {path}: none of its sections is for a model of this run")
+        return {}
+    try:
+        whole = read_whole(Path(settings.prompt_file))
+    except InputError as error:
+        raise InputError(f"--prompt_file {error}") from None
+    before, *rest = re.split(r"^\[([a-z:]+)\][ \t]*$", whole, flags=re.MULTILINE)
+    texts = {"policy": before} if before.strip() or not rest else {}
+    texts |= zip(rest[::2], rest[1::2], strict=True)
+    for name, text in texts.items():
+        texts[name] = text.strip()
+        if problem := prompt_problem(name, texts[name], settings):
+            raise InputError(f"--prompt_file {settings.prompt_file}, section {name}: {problem}")
     return texts
 
 

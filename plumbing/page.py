@@ -7,26 +7,24 @@
 
 The page itself is viewer/: index.html, page.css, page.js. A damaged file of trajectories is shown
 up to the damage, and the list `missing` says which settings and trajectories are not shown.
-`save_page` writes page and data as one file. Left out: checkpoints.
+Left out: checkpoints.
 """
 
 import itertools
 import json
 import re
-import secrets
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
 from pathlib import Path
 
-from errors import InputError, check_output
-from formats.records import finished_records, write_text, writing
+from errors import InputError
+from formats.records import finished_records
 from formats.trajectories import NAME, read_trajectories
 
 VIEWER = Path(__file__).resolve().parent.parent / "viewer"
 GENERATOR = b'<meta name="generator" content="search-rl">'  # a file with this may be overwritten
-PAGE = ("index.html", "page.css", "page.js")
 FORMULA = ("clip_low", "clip_high", "kl_coef", "kl_estimator")  # a token's loss depends on these
 ABOUT = """
 clip_low clip_high kl_coef kl_estimator recipe variant algorithm reward model toy_init data
@@ -63,32 +61,6 @@ def metric_sentences() -> dict[str, str]:
     page = (VIEWER.parent / "docs/metrics.md").read_text(encoding="utf-8")
     rows = re.findall(r"\| (.*`) \| (.+) \|", page)
     return {name: text for names, text in rows for name in re.findall("`([^`]+)`", names)}
-
-
-def save_page(records: list[dict], out: Path) -> None:
-    """Writes the questions and answers of a session of ask.py as one HTML file."""
-    with writing(out):
-        check_output(out, "/save")
-        check_ours(out)
-        out.parent.mkdir(parents=True, exist_ok=True)
-    stage = {
-        "key": "asked",
-        "name": "asked",
-        "settings": {},
-        "metrics": [],
-        "steps": [0],
-        "missing": [],
-        "asked": {},
-    }
-    session = [{"name": "a session", "stages": [stage]}]
-    rows, groups = of_step(records)
-    data = f"step('asked-0',{dumped(rows)},{dumped(groups)});\nruns({dumped(session)});"
-    html, css, code = ((VIEWER / name).read_text(encoding="utf-8") for name in PAGE)
-    # Of inline scripts, the page's security policy allows only those with this random number.
-    html = html.replace("NONCE", secrets.token_hex(16))
-    html = html.replace('<link rel="stylesheet" href="page.css">', f"<style>\n{css}</style>")
-    html = html.replace(' src="page.js">', f">\n{code}")
-    write_text(out, html.replace(' src="data/index.js">', f">\n{data}"))
 
 
 def names_of(runs: list[Path]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Tests ask.py: the answer to a question with all searches, the documents, and a session."""
+"""Tests ask.py: the answer to a question with all searches, the documents, and typed lines."""
 
 import dataclasses
 import json
@@ -18,10 +18,7 @@ KNOWN = World(0).questions("test", "one_hop")[3].question  # every tiny model kn
 
 @pytest.fixture
 def typed(monkeypatch):
-    """Returns a function typed("line", ...) that types these lines into a session, and then Ctrl-D.
-
-    A line may also be an exception, which is raised.
-    """
+    """Returns a function typed("line", ...) that types these lines, and then Ctrl-D."""
 
     def typed(*lines) -> None:
         lines = iter(lines)
@@ -29,8 +26,6 @@ def typed(monkeypatch):
         def read_line(_) -> str:
             if (line := next(lines, None)) is None:
                 raise EOFError
-            if isinstance(line, type):
-                raise line
             return line
 
         monkeypatch.setattr("builtins.input", read_line)
@@ -41,11 +36,11 @@ def typed(monkeypatch):
 @pytest.fixture
 def run_ask(trained, capsys, typed):
     """Returns a function that runs `python ask.py` and returns the lines of its output. Without a
-    question in the arguments, /try is typed.
+    question in the arguments, KNOWN is typed.
     """
 
     def run_ask(*arguments) -> list[str]:
-        typed("/try")
+        typed(KNOWN)
         ask.main([*map(str, arguments), "--output_dir", str(trained)])
         return capsys.readouterr().out.splitlines()
 
@@ -85,7 +80,7 @@ def test_a_session_shows_the_model_the_documents_and_possible_questions(run_ask,
     assert "its world of people, cities and companies; ask, for example:" in lines[2]
     known = {q.question for kind in KINDS for q in World(0).questions("test", kind)}
     assert {line.strip() for line in lines[3:6]} <= known
-    assert question_in(lines) in {q.question for q in World(0).questions("test", "two_hop")}
+    assert question_in(lines) == KNOWN
     assert "⟦" in "".join(lines) and "searches; answer" in lines[-1]
     assert run_ask("--stage", 0)[0] == "model: the built-in one, before RL"
 
@@ -131,11 +126,6 @@ def test_a_model_that_neither_searches_nor_answers_gets_a_sentence(run_ask, mode
     assert "coldstart" not in "".join(run_ask(*options, 40))
 
 
-def test_try_asks_another_question_each_time(session):
-    output = session("/try", "/try", options=("--run_name", "ur2-world0-seed0"))
-    assert len({line for line in output.splitlines() if line.startswith("question: ")}) == 2
-
-
 def test_a_missing_retrieval_server_is_one_line(error_of, closed_port):
     url = f"http://127.0.0.1:{closed_port}"
     assert "no retriever answers" in error_of(
@@ -146,45 +136,14 @@ def test_a_missing_retrieval_server_is_one_line(error_of, closed_port):
 @pytest.mark.parametrize(
     "line, reply",
     [
-        ("/foo", "error: /foo: unknown; /help lists the commands"),
-        ("/sav x", "did you mean /save?"),
-        ("/save /tmp/x.html", "error: /save: nothing was asked yet"),
         ("who is zork ?", "knows only its own world's words; try: "),
         ("What is 17 + 25?", "the model does not know '17'"),
     ],
 )
-def test_a_wrong_line_gets_a_reply_of_one_line_and_the_session_continues(session, line, reply):
-    output = session(line, "", "/help", KNOWN)
+def test_a_wrong_line_gets_a_reply_of_one_line_and_the_next_is_read(session, line, reply):
+    output = session(line, "", KNOWN)
     assert reply in output and output.count("error: ") == 1
-    assert "/quit" in output and "searches; answer" in output.splitlines()[-1]
-
-
-def test_ctrl_c_stops_an_answer_and_quit_ends_the_session(session, monkeypatch):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    original_rollout = ask.rollout
-    monkeypatch.setattr(ask, "rollout", interrupted)
-    output = session(KNOWN, "/help", "/quit", "/foo")
-    assert "\nstopped\n" in output and "/try" in output and "/foo" not in output
-    monkeypatch.setattr(ask, "rollout", original_rollout)
-    with pytest.raises(KeyboardInterrupt):  # at the prompt: run_main ends with 130
-        session(KeyboardInterrupt)
-
-
-def test_an_error_of_the_model_or_the_disk_is_printed_and_the_session_continues(
-    session, monkeypatch
-):
-    output = session(KNOWN, "/save /proc/x.html", KNOWN)
-    assert (
-        "/proc/x.html" in output.partition("error: ")[2] and output.count("searches; answer") == 2
-    )
-
-    def broken(*_, **__):
-        raise RuntimeError("no kernel")
-
-    monkeypatch.setattr(ask, "rollout", broken)
-    assert "error: RuntimeError: no kernel" in session(KNOWN, "/help")
+    assert "searches; answer" in output.splitlines()[-1]
 
 
 def test_words_that_the_model_does_not_know_are_one_line_with_a_known_question(error_of, run_ask):
@@ -206,7 +165,6 @@ def test_a_foreign_model_needs_documents_to_search(model, error_of, run_ask, tmp
     lines = run_ask(KNOWN, *options, "--corpus", corpus, "--max_turn_tokens", 12)
     assert lines[:2] == [f"model: {model}", f"searches: {corpus} (bm25, 2 documents)"]
     assert f"question: {KNOWN}" in lines and "gold: " not in "".join(lines)
-    assert "/try: no questions are known here" in "".join(run_ask(*options, "--corpus", corpus))
     assert run_ask(KNOWN, *options, "--retriever", "empty")[1] == "searches: empty"
     # In a protocol without queries, the documents come with the question.
     assert "question asked has no references" in error_of(KNOWN, *options, "--recipe", "arena")
@@ -237,7 +195,6 @@ def test_a_question_file_supplies_questions_answers_and_passages(
     assert "--data needs --corpus" in error_of(*options)
     lines = run_ask(*options, "--corpus", "from-data")
     assert lines[1].startswith("searches: from-data (bm25, ")
-    assert question_in(lines) == questions[0].question  # the first question of the file
     gold = " | ".join(questions[2].answers)
     options = (questions[2].question, *options, "--corpus", "from-data")
     assert f"question: {questions[2].question}   gold: {gold}" in run_ask(*options)

@@ -11,7 +11,6 @@ from conftest import chat_server, message, random_policy, small
 from transformers import Qwen2Config
 
 from data import Document, Question, SearchResult
-from eval import prediction_metrics
 from formats.records import append_jsonl, finished_records
 from lab import baselines
 from lab.baselines import (
@@ -37,6 +36,7 @@ from lab.baselines import (
 )
 from other_models.llm import LocalLLM, ServerLLM, guessed_tokens
 from plumbing import build
+from plumbing.exam import prediction_metrics
 from policy import save_policy
 from settings import Settings
 from trajectory import trajectory_from_text
@@ -533,7 +533,7 @@ def test_a_model_sees_its_reply_so_far_and_its_new_text_is_cut_at_the_stop():
 
 
 def test_all_methods_run_on_a_random_chat_model(bpe, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # replies are cached in runs/llm_cache
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "400")  # wide enough that the table is not split
     sizes = small(max_position_embeddings=2048)  # an instruction has 300 tokens
     save_policy(random_policy(Qwen2Config(vocab_size=len(bpe) + 8, **sizes), 3), bpe, "model")
@@ -727,7 +727,7 @@ def test_options_that_make_no_sense_are_an_error_of_one_line(arguments, complain
 def test_a_question_that_a_server_does_not_answer_is_left_out_and_asked_again(
     tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.chdir(tmp_path)  # replies are cached in runs/llm_cache
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "400")  # wide enough that the table is not split
     data, about_town_3 = write_records(tmp_path / "five.jsonl"), []
 

@@ -130,17 +130,11 @@ def test_only_the_tiny_models_get_the_short_fallback_text(tmp_path):
     assert fallback_text(model="m", data="d") == text_of_paper != FALLBACK_TEXT
 
 
-def test_sections_of_a_prompt_file_equal_files_of_a_prompt_folder(tmp_path):
+def test_a_prompt_file_is_cut_into_its_sections(tmp_path):
     others = {"policy:direct:math": "A \\boxed{sum}.", "judge": "Is [it]?\n[no 1]"}
-    sections = {"policy": TAGGED} | others
     text = TAGGED + "".join(f"\n[{name}] \n{words}\n" for name, words in others.items())
     settings = settings_with_prompt(tmp_path, text, judge="m")
-    assert prompt_sections(settings) == sections
-    folder = tmp_path / "prompts"
-    folder.mkdir()
-    for name, words in sections.items():
-        (folder / f"{name.replace(':', '.')}.txt").write_text(words)
-    assert prompt_sections(dataclasses.replace(settings, prompt_file=str(folder))) == sections
+    assert prompt_sections(settings) == {"policy": TAGGED} | others
     # The judge's section is not a prompt of the policy and does not change the predictions.
     assert build.build_protocol(settings).prompts.keys() == {"policy", "policy:direct:math"}
 
@@ -181,7 +175,6 @@ def test_a_prompt_without_the_protocols_tags_is_a_one_line_error(tmp_path):
         ("[policy:maths]\nAdd.", "section policy:maths: unknown"),
         ("[policy:direct]\nAdd.", "section policy:direct: .* the text must show .boxed"),
         ("[policy:choice]\n<|begin_of_query|>", "the text must show correct answer is"),
-        ("[summarizer]\nBe brief.", "p.txt: none of its sections is for a model of this run"),
         ("[judge]\nIs {gold} right?", "section judge: placeholder {gold} is unknown or missing"),
         ("[reader]\nRead {evidence}.", "placeholder {question} is unknown or missing"),
         ("[policy:math]\n{options} \\boxed{}", "placeholder {question} is unknown or missing"),
@@ -192,17 +185,14 @@ def test_a_prompt_without_the_protocols_tags_is_a_one_line_error(tmp_path):
 )
 def test_the_error_of_a_bad_prompt_file_names_the_section(text, fragment, tmp_path):
     with pytest.raises(InputError, match=fragment) as error:
-        prompt_sections(settings_with_prompt(tmp_path, text), strict=True)
+        prompt_sections(settings_with_prompt(tmp_path, text))
     assert "\n" not in str(error.value)
 
 
-def test_a_prompt_of_arena_needs_references_and_an_empty_folder_is_an_error(tmp_path):
+def test_a_prompt_of_arena_needs_references(tmp_path):
     tags = "<answer> a </answer> {question}"
     error = message(prompt_sections, settings_with_prompt(tmp_path, tags, protocol="arena"))
     assert "placeholder {references} is unknown or missing" in error
-    (tmp_path / "empty").mkdir()
-    error = message(prompt_sections, Settings(prompt_file=str(tmp_path / "empty")), True)
-    assert "empty: none of its sections is for a model of this run" in error
 
 
 # ----------------------------------------------------------------------------------------- searches

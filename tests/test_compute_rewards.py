@@ -26,7 +26,7 @@ class Model:
     def __init__(self, answer):
         self.answer, self.batches, self.requests = answer, [], []
 
-    def ask(self, requests, readable=None):
+    def ask(self, requests):
         self.requests += requests
         self.batches.append([text for _, text, *_ in requests])
         return [self.answer(text) for text in self.batches[-1]]

@@ -9,7 +9,6 @@ import pytest
 from conftest import ROOT, message
 from transformers import AutoModelForCausalLM
 
-from coldstart import analysis_of
 from data import Document, Question, SearchRequest
 from eval import settings_of
 from formats.records import append_jsonl
@@ -34,7 +33,7 @@ from prompts import PROTOCOLS, build_prompt, frame_documents
 from rewards import arena
 from rollout import decode, encode
 from settings import in_built_in_world
-from sft import Example, sft_lr_factor
+from sft import Example, analysis_of, sft_lr_factor
 from summarizer import NO_FACT, LLMSummarizer, SummarizerSettings, summary_prompt
 from trajectory import Trajectory, trajectory_from_text
 from world.toy import make_model

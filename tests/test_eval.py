@@ -18,8 +18,9 @@ import eval as evaluation
 import train
 from data import Document, Question
 from errors import InputError
-from eval import Evaluation, Options, last_checkpoint, prediction_metrics, settings_of
+from eval import Evaluation, Options, last_checkpoint, settings_of
 from plumbing import build
+from plumbing.exam import prediction_metrics
 from plumbing.predictions import score_command
 from plumbing.questions import evaluation_questions, training_questions, with_retrieved
 from prompts import PROTOCOLS

@@ -32,7 +32,7 @@ class ScriptedModel:
     def __init__(self, **replies):
         self.replies, self.requests = replies, []
 
-    def ask(self, requests, readable=None):
+    def ask(self, requests):
         self.requests += requests
         return [self.replies.get(text.rpartition("Given answer: ")[2]) for _, text in requests]
 

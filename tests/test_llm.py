@@ -4,7 +4,6 @@ slow reference implementation.
 
 import importlib.util
 import json
-import shutil
 import threading
 import time
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from processes import wait_until
 from transformers import GenerationConfig
 
 from other_models import llm
-from other_models.llm import LLM, LocalLLM, Request, ServerLLM, load_llm
+from other_models.llm import LocalLLM, Request, ServerLLM, load_llm
 from policy import save_policy
 from prompts import chat_text
 from rollout import encode
@@ -106,14 +105,12 @@ def test_a_request_is_greedy_and_has_the_key_of_the_environment_if_there_is_one(
     assert sent == [None, None, "Bearer abc", "Bearer abc"]
 
 
-def test_requests_with_other_sampling_options_are_sent_and_cached_separately(serve, tmp_path):
+def test_requests_with_other_sampling_options_are_sent_separately(serve):
     server = serve()
     batch = [("i", "a"), ("i", "a", 0.3, 0.7, 8192), ("i", "a", 0.3, 0.5, 8192), ("i", "a")]
-    for _ in range(2):  # sampled replies are cached too: the second time all are read
-        assert asker(server, max_tokens=7, cache=tmp_path).ask(batch) == ["A"] * 4
-    sent = [(p["temperature"], p["top_p"], p["max_tokens"]) for _, p in server.posts]
-    # The first and the last request are probes.
-    assert sorted(sent[1:-1]) == [(0, 1, 7), (0.3, 0.5, 8192), (0.3, 0.7, 8192)]
+    assert asker(server, max_tokens=7).ask(batch) == ["A"] * 4
+    sent = [(p["temperature"], p["top_p"], p["max_tokens"]) for _, p in server.posts[1:]]
+    assert sorted(sent) == [(0, 1, 7), (0.3, 0.5, 8192), (0.3, 0.7, 8192)]
 
 
 def test_tail_returns_the_end_of_a_text_that_fits_the_context(serve):
@@ -150,7 +147,7 @@ def test_sixteen_requests_are_sent_at_once(serve, one_try):
 
 def test_an_address_without_a_model_means_the_servers_first_model(serve):
     server = serve(models={"data": [{"id": "first"}, {"id": "second"}]})
-    model = load_llm(server.base, settings_with(), cache="")
+    model = load_llm(server.base, settings_with())
     assert model.ask(requests("a")) == ["A"] and model.name == f"{server.base}#first"
     assert [payload["model"] for _, payload in server.posts] == ["first", "first"]
     for models in (None, [], {"data": []}):
@@ -172,9 +169,7 @@ def test_an_address_without_a_model_means_the_servers_first_model(serve):
 )
 def test_a_server_that_hangs_or_rejects_the_first_request_is_a_one_line_error(serve, probe, match):
     timeout = 60.0 if probe else 0.5
-    assert_error(
-        match, load_llm, serve(probe=probe).base + "#m", settings_with(timeout=timeout), cache=""
-    )
+    assert_error(match, load_llm, serve(probe=probe).base + "#m", settings_with(timeout=timeout))
 
 
 @pytest.mark.parametrize(
@@ -274,9 +269,7 @@ def test_an_exception_in_a_thread_ends_the_batch_instead_of_waiting_forever(serv
         model.ask(requests("a"))
 
 
-def test_an_interrupt_keeps_the_replies_so_far_and_does_not_wait_for_others(
-    serve, tmp_path, monkeypatch
-):
+def test_an_interrupt_does_not_wait_for_the_other_replies(serve, monkeypatch):
     released = threading.Event()
     late = []
 
@@ -286,59 +279,18 @@ def test_an_interrupt_keeps_the_replies_so_far_and_does_not_wait_for_others(
             late.append(text)
         return "ok"
 
-    model = asker(serve(script), cache=tmp_path)
-    keep = model.keep
+    model = asker(serve(script))
+    replies = model.replies
 
-    def interrupted(*reply):
-        keep(*reply)
+    def interrupted(asked):
+        yield next(replies(asked))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(model, "keep", interrupted)
+    monkeypatch.setattr(model, "replies", interrupted)
     with pytest.raises(KeyboardInterrupt):
         model.ask(requests("slow", "a"))
-    assert not late and list(LLM(model.name, 256, tmp_path).cached.values()) == ["ok"]
+    assert not late
     released.set()
-
-
-# --------------------------------------------------------------------- the cache of replies on disk
-
-
-FIRST = Request("i", "t")
-
-
-def test_another_model_reply_length_or_request_is_another_cache_entry(tmp_path):
-    LLM("a/b", 8, tmp_path).keep(FIRST, "r")
-    keys = [LLM("a/b", 8).key(FIRST), LLM("a:b", 8).key(FIRST), LLM("a/b", 9).key(FIRST)]
-    keys += [LLM("a/b", 8).key(Request(*other)) for other in (("j", "t"), ("i", "u"), ("it", ""))]
-    llm_of_other_name = LLM("a:b", 8, tmp_path)  # both names use the same file
-    assert [llm_of_other_name.cached.get(key) for key in keys] == [
-        "r",
-        None,
-        None,
-        None,
-        None,
-        None,
-    ]
-
-
-@pytest.mark.fault(108)
-def test_bad_lines_of_the_cache_are_skipped_and_two_runs_may_append(tmp_path):
-    first = LLM("m", 8, tmp_path)
-    second = LLM("m", 8, tmp_path)
-    first.keep(FIRST, "A")
-    second.keep(Request("i", "b"), "line\nbreak")
-    whole = first.cache.read_bytes()
-    junk = [b"\xff\xfe", b"[]", b"3", b"{}", b'{"key": [], "reply": "x"}', whole[: len(whole) // 4]]
-    first.cache.write_bytes(b"\n".join([*junk, whole]) + whole[:-9])  # the last line is incomplete
-    LLM("m", 8, tmp_path).keep(Request("i", "c"), "C")  # starts a new line
-    replies = {"A", "line\nbreak", "C"}
-    assert {*LLM("m", 8, tmp_path).cached.values()} == replies
-
-
-@pytest.mark.fault(109)
-def test_a_cache_folder_that_cannot_be_written_is_an_error_before_any_request(tmp_path):
-    (tmp_path / "folder").write_text("")
-    assert_error("m.jsonl: cannot be written", LLM, "m", 8, tmp_path / "folder")
 
 
 # ------------------------------------------------------------------------------------ a local model
@@ -443,17 +395,9 @@ def saved(qwen2, bpe, tmp_path):
     return tmp_path / "model"
 
 
-def test_replies_of_a_saved_model_are_cached_until_the_folder_has_other_weights(
-    saved, qwen2, llama, bpe, tmp_path
-):
-    for policy in (qwen2, llama):
-        shutil.rmtree(saved)
-        save_policy(policy, bpe, saved)
-        replies = LocalLLM(policy, bpe, max_tokens=6).ask(requests(*TEXTS))
-        for cached in (False, True):
-            model = load_llm(str(saved), settings_with(), max_tokens=6, cache=tmp_path / "cache")
-            assert (model.key(("do it", TEXTS[0], 0.0, 1.0, 0)) in model.cached) == cached
-            assert model.ask(requests(*TEXTS)) == replies
+def test_a_saved_model_replies_as_the_one_in_memory(saved, qwen2, bpe):
+    replies = LocalLLM(qwen2, bpe, max_tokens=6).ask(requests(*TEXTS))
+    assert load_llm(str(saved), settings_with(), max_tokens=6).ask(requests(*TEXTS)) == replies
 
 
 def test_a_folder_without_a_model_is_a_one_line_error(saved, tmp_path):
@@ -469,7 +413,7 @@ def test_a_folder_without_a_model_is_a_one_line_error(saved, tmp_path):
 
 
 def test_an_8_bit_model_answers_and_without_the_library_it_is_an_error(saved, monkeypatch):
-    local = load_llm(str(saved), settings_with(in_8bit="others"), max_tokens=4, cache="")
+    local = load_llm(str(saved), settings_with(in_8bit="others"), max_tokens=4)
     assert local.policy.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
     assert len(local.ask([("", "where ?")])) == 1
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

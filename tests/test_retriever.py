@@ -286,7 +286,6 @@ def test_the_file_searches_its_own_documents_or_a_corpus(tmp_path):
     path.write_text("7\tthe cat sat\n8\tthe dogs ran\n9\tbirds sang\n10\tbells rang\n")
     output = run("a cat", "--corpus", path, "-k", 1).stdout
     assert "[7]" in output and "[8]" not in output
-    assert "no document shares a word" in run("Serve", "--corpus", path).stdout
 
 
 def checked(flags, capsys) -> tuple[int, str]:

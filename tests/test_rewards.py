@@ -12,6 +12,7 @@ import pytest
 from test_metrics import SHARED, shared
 
 import rewards
+import trajectory_metrics
 from data import Document, Question, load_questions
 from errors import InputError
 from metrics import f1_score
@@ -484,7 +485,7 @@ def test_r_search_and_when_to_search_remove_punctuation_and_arena_all_but_unders
 
 
 def test_evidence_support_is_the_share_of_evidence_words_in_the_documents():
-    support = rewards.evidence_support
+    support = trajectory_metrics.evidence_support
     # All 7 words of "ana bell was born in kelmouth norland" are in the document.
     assert support(rs(rs_search() + EVIDENCE)) == 1.0
     # Of "bell was queen", the words "bell" and "was" are in the document.
@@ -756,8 +757,10 @@ def test_arena_scores_show_how_exact_the_cited_set_is():
         ("none", (0, 0, 0)),
     ):
         row = ar(sections(cited))
-        assert tuple(rewards.arena_scores(row).values()) == pytest.approx(scores)
-    assert set(rewards.arena_scores(ar(sections("none"), supporting=())).values()) == {0.0}
+        assert tuple(trajectory_metrics.arena_scores(row).values()) == pytest.approx(scores)
+    assert set(trajectory_metrics.arena_scores(ar(sections("none"), supporting=())).values()) == {
+        0.0
+    }
 
 
 def test_a_summary_earns_its_mean_rouge_and_from_one_fifth_also_the_bonus():
@@ -857,7 +860,7 @@ def test_a_setting_can_switch_off_a_need_of_a_reward():
     ],
 )
 def test_a_reward_that_does_not_fit_the_protocol_is_an_error_of_one_line(reward, protocol):
-    pattern = f"--reward {reward} and protocol {protocol} do not go together: .*{protocol}"
+    pattern = f"protocol {protocol} has no <.*> section, which --reward, "
     with pytest.raises(InputError, match=pattern) as error:
         check_reward(make_settings(reward=reward, protocol=protocol))
     assert "\n" not in str(error.value)
@@ -1005,7 +1008,10 @@ def test_hacks_that_the_papers_formulas_reward():
     # metric evidence_support shows that.
     made_up = "<original_evidence> Zed lies in Norland. </original_evidence>"
     row = rs(rs_search(document="nothing") + made_up + ANSWER)
-    assert r_search(row, "Norland")["evidence"] == 1.0 and rewards.evidence_support(row) == 0.0
+    assert (
+        r_search(row, "Norland")["evidence"] == 1.0
+        and trajectory_metrics.evidence_support(row) == 0.0
+    )
 
 
 def test_writing_several_answers_earns_less_than_writing_the_right_one():

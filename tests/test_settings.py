@@ -250,7 +250,7 @@ BAD += """
 --retriever_url http://x         only --retriever http reads it
 --retriever oracle --encoder e5  only --retriever dense reads it
 --data q --model m --retriever dense --encoder e5  --data needs --corpus
---reward r1_searcher_stage1      --reward r1_searcher_stage1 and protocol ur2 do not go together
+--reward r1_searcher_stage1      protocol ur2 has no <answer> section, which --reward
 --recipe when_to_search --max_searches 7  --beta 0.3 times --max_searches 7 is 2.1: it must stay
 --recipe arena --retriever dense --encoder e  --retriever: protocol arena does not search
 --recipe r_search --answer_metric em  --answer_metric: --reward r_search does not read it

@@ -318,7 +318,7 @@ def test_a_file_of_other_questions_is_not_appended_to(make, tmp_path):
 
 @pytest.fixture
 def flags(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # replies are cached in runs/llm_cache
+    monkeypatch.chdir(tmp_path)
     append_jsonl(tmp_path / "given.jsonl", map(asdict, EXAMPLES))
     return ["--llm", "http://127.0.0.1:9/v1#m", "--data", "given.jsonl", "--out", "out.jsonl"]
 

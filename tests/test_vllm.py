@@ -436,16 +436,10 @@ def test_a_server_with_a_tied_head_is_refused_since_a_reload_would_not_change_it
 
 def test_a_full_disk_is_one_line_and_leaves_no_files(model, served, tmp_path, monkeypatch):
     policy, _ = fleet_of(model, served(), served=str(tmp_path))
-    size = 4 * sum(weight.numel() for weight in policy.language_model.state_dict().values())
-    for free, problem in (
-        (size - 1, f"no room for {size / 1e6:,.1f} MB"),
-        (size, "is not callable"),
-    ):
-        monkeypatch.setattr(server.shutil, "disk_usage", lambda _, n=free: SimpleNamespace(free=n))
-        monkeypatch.setattr(server, "save_file", None)  # any exception is reported as one line
-        line = message(policy.fleet.refresh, 0)
-        assert problem in line and "another folder with --served" in line
-        assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(server, "save_file", None)  # any exception is reported as one line
+    line = message(policy.fleet.refresh, 0)
+    assert "is not callable" in line and "another folder with --served" in line
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -60,15 +60,6 @@ def other_run(folder):
         yield
 
 
-def is_held(folder) -> bool:
-    with open(folder.with_name(f".{folder.name}.lock"), "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
 @fault(236)
 @pytest.mark.parametrize("stages", ["1", "1,2"])
 def test_a_start_does_not_move_a_stage_that_another_run_writes(
@@ -79,14 +70,6 @@ def test_a_start_does_not_move_a_stage_that_another_run_writes(
         error_line = command_line(train.main, flags(model, tmp_path, f"--stage {stages}"), capsys)
     assert f"process {os.getpid()} trains in {second}: wait for it" in error_line
     assert {path.name for path in run.parent.glob("stage*")} == {"stage1", "stage2"}
-
-
-@fault(237)
-def test_a_command_of_two_stages_locks_both_folders_until_it_ends(model, tmp_path, monkeypatch):
-    held, folders = [], [tmp_path / "t" / "stage1", tmp_path / "t" / "stage2"]
-    monkeypatch.setattr(train, "train", lambda _: held.extend(map(is_held, folders)))
-    train.main(flags(model, tmp_path, "--stage 1,2"))
-    assert held == [True] * 4 and not any(map(is_held, folders))
 
 
 @fault(260)

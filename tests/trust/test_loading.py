@@ -42,7 +42,7 @@ def changed(model, tmp_path, monkeypatch):
 
 def load_other(path: Path):
     """Loads the model for another role than the policy's, such as the judge's."""
-    return load_llm(str(path), ModelSettings(), max_tokens=8, cache="")
+    return load_llm(str(path), ModelSettings(), max_tokens=8)
 
 
 def loading_error(path: Path) -> str:

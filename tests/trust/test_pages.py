@@ -1,20 +1,17 @@
-"""Damaged runs in the terminal and on the page, a foreign script on the page, and the command /save
-of ask.py.
-"""
+"""Damaged runs in the terminal and on the page, and a foreign script on the page."""
 
 import json
 import math
 
 import pytest
 from conftest import of_fault
-from test_ask import KNOWN, session, typed
 from test_page import CHROMIUM, Browser, browser, searching, stage
 from test_trajectories import CLIP, one
 
 import view
 from errors import InputError
 from formats.trajectories import NAME, append_trajectories
-from plumbing.page import dumped, save_page, write_page
+from plumbing.page import dumped, write_page
 
 in_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt install chromium)")
 TOKEN = "document.getElementById('token').textContent"
@@ -146,12 +143,10 @@ WALLS = """['script-src-attr', 'script-src-elem', 'img-src', 'frame-src', 'objec
 
 @in_chromium
 @pytest.mark.fault(272)
-@pytest.mark.parametrize("saved", [False, True])
-def test_no_foreign_script_runs_in_a_page_and_nothing_leaves_it(browser, folder, saved):
-    page = folder / "asked.html" if saved else folder / "view" / "index.html"
+def test_no_foreign_script_runs_in_a_page_and_nothing_leaves_it(browser, folder):
     append_trajectories(folder, [searching(1)])
-    save_page([searching(1)], page) if saved else view.main([str(folder)])
-    browser.open(page)
+    view.main([str(folder)])
+    browser.open(folder / "view" / "index.html")
     assert browser.complaints() == []
     try:
         browser.run(ATTACK)
@@ -159,28 +154,3 @@ def test_no_foreign_script_runs_in_a_page_and_nothing_leaves_it(browser, folder,
         assert browser.run("window.ran") is None
     finally:
         browser.events.clear()  # the console reports each blocked attempt as an error
-
-
-# ------------------------------------------------------------------------------------- a saved page
-REFUSED = """
-that file is not a saved page, and is kept: name another
-a file name cannot contain the character NUL
-cannot be written (File name too long)
-that is a folder
-cannot be written (
-"""
-
-
-@pytest.mark.fault(274, 275, 276, 277, 278)
-def test_a_session_is_saved_as_one_page_and_an_unusable_name_is_a_one_line_error(session, tmp_path):
-    notes, page = tmp_path / "notes.txt", tmp_path / "some" / "page.html"
-    notes.write_text("my notes")
-    names = [page, notes, tmp_path / "a\0b", tmp_path / ("a" * 300), tmp_path, "/proc/x", page]
-    lines = session(KNOWN, *(f"/save {name}" for name in names)).splitlines()
-    assert lines.count(f"written: {page}") == 2
-    errors = [line for line in lines if line.startswith("error: ")]
-    for line, fragment in zip(errors, REFUSED.strip().splitlines(), strict=True):
-        assert fragment in line
-    assert notes.read_text() == "my notes" and [*page.parent.iterdir()] == [page]
-    text = page.read_text()
-    assert KNOWN in text and "page.css" not in text and ' src="' not in text

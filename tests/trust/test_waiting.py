@@ -189,57 +189,10 @@ def test_a_second_evaluation_does_not_write_the_file_of_a_running_one(tmp_path, 
 # ------------------------------------------------------------------------ other models and searches
 
 
-@fault(312)
-def test_a_summariser_that_is_late_does_not_change_what_the_policy_samples(qwen2, bpe, monkeypatch):
-    """The summariser has sampled a reply, and its call still runs, when the policy samples on."""
-    model, sampled, over = LocalLLM(qwen2, bpe, max_tokens=4), threading.Event(), threading.Event()
-    generate = qwen2.generate
-
-    def generate_late(**options):
-        output = generate(**options)
-        sampled.set()
-        assert over.wait(60)
-        return output
-
-    monkeypatch.setattr(qwen2, "generate", generate_late)
-
-    def draw_numbers(late: bool) -> list:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(5)
-            draws = [torch.rand(4)]
-            if late:
-                thread = threading.Thread(target=model.ask, args=[[("i", "t", 1.0, 0.9, 4)]])
-                thread.start()
-                assert sampled.wait(60)
-            draws.append(torch.rand(4))
-            over.set()
-            if late:
-                thread.join(60)
-            draws.append(torch.rand(4))
-        return torch.stack(draws).tolist()
-
-    actual = draw_numbers(True)
-    assert actual == draw_numbers(False)
-
-
-@fault(313)
-def test_two_servers_with_the_same_model_name_do_not_share_replies(tmp_path, started):
-    def server(reply: str):
-        return started(Server(lambda path, payload: (200, said(reply))))
-
-    one, two = server("one"), server("two")
-    for again in ("", "again"):  # the second time the replies come from the cache
-        models = [ServerLLM(f"{each.base}/v1#m", cache=tmp_path) for each in (one, two)]
-        assert [model.ask([("i", "t")]) for model in models] == [["one"], ["two"]], again
-    assert len(one.posts) == len(two.posts) == 1 + 1 + 1  # probe, request, probe
-
-
 @fault(315)
-def test_caches_and_notes_lie_in_the_output_folder(tmp_path, monkeypatch, started):
+def test_stored_vectors_lie_in_the_output_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    server = started(Server(lambda path, payload: (200, said("yes"))))
     settings = Settings(output_dir="mine", retriever="dense", encoder="e5", model="m")
-    assert load_llm(f"{server.base}/v1#m", settings).cache.parent == Path("mine/llm_cache")
     folders = []
     monkeypatch.setattr(
         "retrievers.dense.DenseRetriever", lambda *arguments: folders.append(arguments[-1])
