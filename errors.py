@@ -135,11 +135,12 @@ def say_once(note: str) -> None:
 
 def bar(parts, title: str):
     """Returns a tqdm bar over parts of a step. The first process shows it from the fifth second on:
-    of a step of ten seconds, sampling or the update takes at least five.
+    of a step of ten seconds, sampling or the update takes at least five. It shows it only on a
+    terminal: writing into a pipe whose reader has ended would stop the step.
     """
     from tqdm import tqdm  # not earlier, as in `prepare_command`
 
-    return tqdm(parts, title, leave=False, delay=5, disable=rank_of("RANK") > 0)
+    return tqdm(parts, title, leave=False, delay=5, disable=rank_of("RANK") > 0 or None)
 
 
 def slow_step(seconds: list[float]) -> str | None:

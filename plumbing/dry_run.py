@@ -61,7 +61,7 @@ def try_out(state: TrainState, sample) -> None:
         ESTIMATE.format(
             duration(each * whole.questions_per_step * whole.group_size),
             whole.steps,
-            duration(each * SOME * SOME),
+            duration(each * 16),  # 4 questions, 4 trajectories each
         )
     )
     state.settings = state.environment.settings = replace(

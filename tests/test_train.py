@@ -418,7 +418,7 @@ def test_a_long_step_shows_bars_of_trajectories_and_micro_batches(model, tmp_pat
     monkeypatch.setattr("tqdm.tqdm", watched)
     train.train(settings_for(model, tmp_path, "--steps 1 --kl_coef 0.1"))
     assert [*shown] == ["trajectories", "micro-batches, scored", "micro-batches, trained on"]
-    assert shown["trajectories"] == {"leave": False, "delay": 5, "disable": False}
+    assert shown["trajectories"] == {"leave": False, "delay": 5, "disable": None}
 
 
 def test_ctrl_c_in_the_first_step_says_that_there_is_no_checkpoint(

@@ -149,8 +149,9 @@ def test_a_signal_that_nohup_ignores_stays_ignored(model, tmp_path):
 def test_no_step_is_lost_if_ctrl_c_also_ends_the_tee_that_reads_the_output(
     model, tmp_path, monkeypatch
 ):
-    def closed(*_, **__):
-        raise BrokenPipeError
+    def closed(bar, *_):
+        if not bar.disable:  # bars within a step are shown only on a terminal
+            raise BrokenPipeError
 
     monkeypatch.setattr(files.tqdm, "write", closed)
     monkeypatch.setattr(files.tqdm, "update", closed)
