@@ -4,7 +4,6 @@ import json
 import os
 import resource
 import shutil
-from collections import namedtuple
 from pathlib import Path
 
 import pytest

@@ -13,15 +13,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import ROOT, flags, message, said
-from conftest import ScriptedServer as Server
+from conftest import ROOT, flags, message
 from processes import in_two_processes, wait_for
 
 import train
 from engines.slots import pick
 from errors import LOST, InputError, run_main
 from eval import Evaluation, Options
-from other_models.llm import LocalLLM, ServerLLM, load_llm
 from plumbing import build
 from plumbing.files import checkpoints
 from settings import Settings
@@ -206,7 +204,7 @@ def test_stored_vectors_lie_in_the_output_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "build_search", raise_log_path)
     monkeypatch.setattr(build, "starting_model", lambda _: ("", ""))
     assert message(build.build_state, settings) == str(Path("mine", SUMMARY_LOG))
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert not [*tmp_path.iterdir()]
 
 
 @fault(316)
