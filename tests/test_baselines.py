@@ -695,7 +695,7 @@ def test_all_references_of_a_record_are_read_in_order_and_arena_s_judge_grades_i
         Scripted([]),
     )
     model.at_once, judge.instruction = 1, ""
-    judge.ask = lambda requests, _: judge.prompts.extend(requests) or ["yes"] * len(requests)
+    judge.ask = lambda requests: judge.prompts.extend(requests) or ["yes"] * len(requests)
     monkeypatch.setattr(baselines, "load_llm", lambda *_, **__: model)
     monkeypatch.setattr(build, "load_llm", lambda *_, **__: judge)
     words = f"--method rag --model gpt2 --data {data} --out {tmp_path}/out --documents_per_search 1"

@@ -63,7 +63,7 @@ dapo_filter: return ~equal -> return equal
 dapo_filter: repeat_interleave(group_size) -> repeat_interleave(group_size).roll(1)
 dapo_filter: as_groups(correct, -> as_groups(correct.nan_to_num(),
 sum_over_micro_batches: loss * accelerator -> -loss * accelerator
-sum_over_micro_batches: in enumerate(cuts, 1) -> in enumerate(cuts[1:], 2)
+sum_over_micro_batches: bar(cuts, -> bar(cuts[1:],
 sum_over_micro_batches: (loss * accelerator.num_processes) -> (loss / len(cuts))
 """
 

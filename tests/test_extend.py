@@ -154,7 +154,7 @@ def test_every_training_command_of_the_page_is_valid():
     for words in commands:
         if "--recipe mine" not in words:  # that recipe is added by a diff
             assert settings.parse(words.replace("--reward mine.py:short", "").split()).steps > 1
-    assert len(commands) == 6
+    assert len(commands) == 5
 
 
 def test_a_model_is_trained_and_evaluated_on_a_folder_of_texts(

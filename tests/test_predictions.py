@@ -243,7 +243,7 @@ def test_a_judge_gets_the_texts_that_the_protocol_names_and_all_files_the_same_o
     write, tmp_path, monkeypatch
 ):
     judged = []
-    judge = SimpleNamespace(ask=lambda requests, _: judged.extend(requests) or ["yes"])
+    judge = SimpleNamespace(ask=lambda requests: judged.extend(requests) or ["yes"])
     monkeypatch.setattr(build, "load_llm", lambda *_, **__: judge)
     blind = write({**R1, "pred_ans": "Here.", "judge_sees": "normalized"}, name="b.jsonl")
     out = tmp_path / "out.jsonl"

@@ -23,6 +23,7 @@ from test_slots import make_talkative, random_policy
 from tokenizers import AddedToken, normalizers
 
 import metrics
+import retriever
 import train
 import view
 from data import Document, Question, SearchResult, clean, harmless
@@ -35,7 +36,6 @@ from other_models.llm import prompt_ids
 from plumbing.page import write_page
 from plumbing.record import to_record
 from prompts import PROTOCOLS, build_prompt
-from retriever import BM25, show_search
 from rewards import REWARDS, Extras, example, tfidf_embedder
 from rollout import Environment, decode, encode, generate_by_turns, rollout
 from settings import Settings
@@ -299,11 +299,13 @@ EVIL = {
 
 
 @pytest.mark.parametrize("text", faulty(*EVIL.items()))
-def test_printed_text_has_no_control_character_forged_line_or_bracket(text, capsys):
+def test_printed_text_has_no_control_character_forged_line_or_bracket(text, capsys, monkeypatch):
     """The text is in a question, in a turn of the model, in a page and in a search result."""
     segments = [Segment("model", f"I {text}"), Segment("documents", f"\n\n{text}\n\n")]
     check_shown(Trajectory(question_with(text), PROTOCOLS["ur2"], segments=segments))
-    show_search(BM25([Document("d", "Ana", f"Ana {text}")]), "Ana", 1)
+    monkeypatch.setattr(retriever, "INVENTED", [Document("d", "Ana", f"Ana {text}")])
+    monkeypatch.setattr(sys, "argv", ["retriever.py", "Ana"])
+    retriever.main()
     output = capsys.readouterr().out
     assert all(map(str.isprintable, output.split("\n"))) and "\nstep" not in output
     plain = "Ünïcode 東京 \\nabla ² −\n$\\frac12$ 😀"
