@@ -329,11 +329,17 @@ def train(policy, rows: list[Trajectory], options: ColdStart, seed: int) -> None
     print(f"{steps} updates, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
 
 
-def next_commands(recipe: str, out: str, given: dict) -> str:
-    """Returns the commands that ask the model and train it by RL."""
-    flags = {"recipe": recipe} | given | {"model": out, "run_name": f"rl-{Path(out).name}"}
+def next_commands(stage: int, out: str, given: dict) -> str:
+    """Returns the commands that ask the model, train it by RL and show the run. The model searches
+    already, so the recipe's last stage, which rewards answers, is the one to go on with.
+    """
+    run = f"rl-{Path(out).name}"
+    flags = given | {"stage": stage, "model": out, "run_name": run}
     shown = " ".join(f"--{flag} {value}" for flag, value in flags.items())
-    return f'python ask.py "..." --model {out}\npython train.py --stage 1 {shown} {SMALL}'
+    return (
+        f'python ask.py "..." --model {out}\npython train.py {shown} {SMALL}\n'
+        f"python view.py runs/{run}"
+    )
 
 
 def parse(arguments: list[str]) -> tuple[Settings, ColdStart, dict]:
@@ -374,7 +380,7 @@ def main(arguments: list[str] | None = None) -> None:
     questions = as_asked(load_questions(settings.data, settings.skip_bad, seed), settings)
     search = build_search(settings, load_documents(settings, questions), device)
     environment = build_environment(settings, tokenizer, search, policy)
-    check_prompts(questions, environment, policy)
+    questions = check_prompts(questions, environment, policy, settings.skip_bad)
     trained_on, aside = set_aside(questions, options.held_out, seed)
     rows = draw_traces(trained_on, environment, options, seed)
     if options.show:
@@ -385,7 +391,7 @@ def main(arguments: list[str] | None = None) -> None:
     save_policy(policy, tokenizer, options.out, settings=settings_text(settings))
     print(f"saved: {options.out}")
     exam.after("cold start")
-    print(f"go on with:\n{next_commands(settings.recipe, options.out, given)}")
+    print(f"go on with:\n{next_commands(settings.stage, options.out, given)}")
 
 
 if __name__ == "__main__":

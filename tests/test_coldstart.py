@@ -299,7 +299,12 @@ def test_a_cold_start_lowers_the_loss_and_remembers_its_recipe(files, tmp_path, 
     saved = saved_settings(out)
     assert (saved.recipe, saved.protocol) == ("search_r1", "search_r1")
     assert saved.documents_per_search == 1 and saved.corpus == files[5]
-    assert "python train.py --stage 1 --recipe search_r1" in told and f"--data {files[3]}" in told
+    assert (
+        "--stage 1 --" in told
+        and "--recipe search_r1" in told
+        and "python view.py runs/rl-cold" in told
+        and f"--data {files[3]}" in told
+    )
     assert (
         f"--model {out} --" in told
         and "--run_name rl-cold" in told
