@@ -62,7 +62,7 @@ slow: install
 # (errors.prepare_command).
 real-test: export GOMP_SPINCOUNT = 10000
 real-test: real-models
-	$(BIN)/python -m pytest -q $(LONG) $(REMOVED) -m real
+	$(BIN)/python -m pytest -q $(LONG) $(REMOVED) -o timeout=600 -m real
 
 # Injects every fault, those of tests/trust/faults.md and newer ones, and prints how each ended. About an hour.
 trust: install
