@@ -216,6 +216,8 @@ def test_a_recipe_takes_two_steps_on_the_models_own_tokens(recipe, cold, tmp_pat
     monkeypatch.setattr(train, "compute_rewards", unequal)
     flags = f"--recipe {recipe} --model {cold} --output_dir {tmp_path} {LIMITS}"
     flags += f" {SEARCHING}" * bool(protocol.query_tags)
+    # Without options and difficulties, as the built-in questions are.
+    flags += " --task_mixing false --reward ur2_weak" * (recipe == "ur2_choice")
     with chat_server(lambda *_: "Kelmouth") as reader:
         train.main(f"{flags} {f'--reader {reader}' * bool(protocol.evidence_tags)}".split())
     metrics = rows_of(tmp_path / "t" / "stage1")
