@@ -182,9 +182,8 @@ def test_logprobs_equal_those_of_transformers(load, tokenizer):
 # ----------------------------------------------------------------------------- after the cold start
 def test_greedy_rows_in_slots_equal_those_of_generate(cold):
     policy, tokenizer = load_policy(cold, frozen=True)
-    # `generate` computes a row again at every turn: one whose queries are rejected has many.
-    limits = {"max_turn_tokens": 40, "max_context": 512}
-    place = environment(tokenizer, brief("ur2"), temperature=0.0, **limits)
+    limits = {"max_turn_tokens": 40, "group_size": 1, "temperature": 0.0}
+    place = environment(tokenizer, brief("ur2"), **limits)
     engines = (generate_in_slots, generate_by_turns)
     rows = [rollout(policy.eval(), place, QUESTIONS, generate=engine) for engine in engines]
     # A row is compared up to the first place where the two best logits are equal up to 1e-4.
