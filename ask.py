@@ -18,19 +18,10 @@ from errors import FlagParser, InputError, prepare_command, run_main
 if __name__ == "__main__":
     prepare_command()
 # isort: split
-import sys
 
 from data import clean
-from flags import EngineSettings
-from settings import (
-    ASKING,
-    MORE_HELP,
-    MOST_USED,
-    add_flags,
-    check_settings,
-    in_built_in_world,
-    named_in,
-)
+from flags import MORE_HELP, MOST_USED, add_flags, check_settings, in_built_in_world, named_in
+from settings import Settings
 
 
 def read_flags(arguments: list[str] | None = None) -> tuple[dict, str]:
@@ -43,9 +34,7 @@ def read_flags(arguments: list[str] | None = None) -> tuple[dict, str]:
     used = "question retriever retriever_url max_searches temperature run_name".split()
     parser.most_used = [*MOST_USED, *used]
     parser.add_argument("question", nargs="*", help="the question (default: read lines)")
-    # There are no flags of engines, because answers are sampled with HF generate.
-    records = [record for record in ASKING if record is not EngineSettings]
-    add_flags(parser, records, named_in(sys.argv[1:] if arguments is None else arguments), "eval")
+    add_flags(parser, Settings, named_in(arguments), "eval")
     given = vars(parser.parse_args(arguments))
     text = clean(" ".join(given.pop("question"))).strip()  # argv may contain invalid UTF-8
     if unused := {"judge", "reader"} & given.keys():
@@ -65,12 +54,12 @@ from transformers import TextStreamer
 from data import Question, harmless
 from eval import settings_of
 from metrics import tokenize
+from papers import PROTOCOLS
 from plumbing import build
 from plumbing.alarms import hint_at_cold_start
 from plumbing.exam import prediction_record
 from plumbing.questions import as_asked, known_questions, load_documents
 from policy import best_device
-from prompts import PROTOCOLS
 from rollout import Environment, check_prompts, rollout
 from trajectory import Trajectory, describe_end, describe_question
 

@@ -24,7 +24,8 @@ models of 3B and more. R-Search's and R1-Searcher's supervised baselines imitate
 (lab/distil.py). Left out: mathematics, several processes, going on after an interruption.
 """
 
-from errors import InputError, check_output, prepare_command, run_main, setting
+from errors import InputError, check_output, prepare_command, run_main
+from settings import setting
 
 if __name__ == "__main__":
     prepare_command()
@@ -41,21 +42,22 @@ from pathlib import Path
 
 from transformers import ByT5Tokenizer
 
-from curriculum import exact_counts, parse_shares
+from curriculum import exact_counts
 from data import Hop, Question, draw_some, load_questions
 from eval import read_flags
-from flags import RolloutSettings
+from flags import check_settings, last_stage, resolve
 from metrics import normalize_answer
-from papers import paper_of
+from papers import PROTOCOLS
 from plumbing.build import build_environment, build_search, set_threads
 from plumbing.exam import Exam, set_aside
 from plumbing.files import settings_text
 from plumbing.questions import as_asked, load_documents
 from policy import best_device, load_policy, save_policy
-from prompts import PROTOCOLS, Protocol, build_prompt, tag_pair
+from prompts import Protocol, build_prompt, tag_pair
 from retriever import BM25, INVENTED, make_search
+from rewards import good_format
 from rollout import Environment, check_prompts, encode
-from settings import Settings, check_limits, check_settings, last_stage, resolve
+from settings import Settings, check_limits
 from sft import Example, SFTSettings, citing, sentences, train_sft
 from trajectory import Trajectory, show
 
@@ -66,8 +68,8 @@ class ColdStart:
 
     out: str = setting("", "folder to save the model in")
     traces: int = setting(200, "traces to train on", least=1)
-    hops: str = setting(
-        "", "share of traces by number of hops: 1=0.9,2=0.1; default: as the questions have them"
+    hops: dict = setting(  # noqa: RUF009, it returns a field
+        {}, "share of traces by number of hops: 1=0.9,2=0.1; default: as the questions have them"
     )
     guesses: float = setting(0.0, "share of traces that guess without a search", least=0, most=1)
     epochs: float = setting(1.5, "passes over the traces; at least 20 updates are made", above=0)
@@ -250,7 +252,7 @@ def append_turn(row: Trajectory, turns: Script, environment: Environment) -> boo
     if len(ids) > environment.turn_tokens_left(row):
         raise Dropped("a turn is longer than --max_turn_tokens, or the context is full")
     environment.end_turn(row, ids, [0.0] * len(ids), reason)
-    if reason == "answer" and not paper_of(row.protocol.name).good_format(row):
+    if reason == "answer" and not good_format(row):
         raise Dropped("the paper's format check finds a fault")
     return reason == "query"
 
@@ -264,8 +266,7 @@ def draw_traces(questions, environment: Environment, options: ColdStart, seed: i
     for question in evenly(questions, seed):
         answers[question.kind] += question.answers
         groups[str(len(hops_of(question)))].append(question)
-    sizes = parse_shares(options.hops.replace(":", "="), "--hops")
-    sizes = sizes or {hops: len(groups[hops]) for hops in sorted(groups)}
+    sizes = options.hops or {hops: len(groups[hops]) for hops in sorted(groups)}
     kept, lost = [], {}  # the id of a question without a trace -> the reason
     for hops, count in exact_counts(options.traces, sizes).items():
         queue = [(copy, question) for copy in range(COPIES) for question in groups[hops]]
@@ -354,7 +355,7 @@ def parse(arguments: list[str]) -> tuple[Settings, ColdStart, dict]:
         raise InputError(f"--out {options.out} already exists: name another, or remove it")
     check_output(Path(options.out, "config.json"), "--out")
     settings = resolve(given.get("recipe", "ur2"), last_stage(given), False, given)
-    return check_settings(replace(settings, group_size=1), False, given), options, given
+    return check_settings(replace(settings, group_size=1), training=False), options, given
 
 
 def print_examples() -> None:
@@ -362,7 +363,7 @@ def print_examples() -> None:
     hops = (Hop("birthplace of Ana Bell", "Kelmouth"), Hop("country of Kelmouth", "Norland"))
     question = Question("", "In which country was Ana Bell born?", ["Norland"], hops=hops)
     for name in ("ur2", "r1_searcher", "r_search", "search_r1", "when_to_search"):
-        settings, search = RolloutSettings(max_context=4096), make_search(BM25(INVENTED), k=1)
+        settings, search = Settings(max_context=4096), make_search(BM25(INVENTED), k=1)
         environment = Environment(ByT5Tokenizer(), PROTOCOLS[name], search, settings)
         turns = script(question, environment, random.Random(0))
         (row,), _ = write_traces([(question, turns)], environment)

@@ -9,7 +9,7 @@ Difficulty is measured once, before training, as the mean score of K rollouts of
 20; `python -m lab.difficulty`), or is given by the data. In a step of UR², hard : medium : easy is
 then 1 : 1 : 1 in math (C.5) and 7 : 2 : 1 in the other tasks. In `buckets`, the name of a task or
 kind with its own shares comes before a colon:
-"math:hard=1,math:medium=1,math:easy=1,hard=7,medium=2,easy=1".
+{"math:hard": 1, "math:medium": 1, "math:easy": 1, "hard": 7, "medium": 2, "easy": 1}.
 
 By UR²'s rule, the hardest questions, with a score below 0.2, are in the bucket "dropped". They are
 asked only if `buckets` names them, because a question whose rollouts all fail teaches nothing.
@@ -18,48 +18,18 @@ Left out: measuring difficulty again while training.
 """
 
 import functools
-import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from data import Question, load_difficulty
-from errors import InputError, run_main, say_once, setting
+from errors import InputError, run_main, say_once
 
 Questions = list[Question]
 Weights = dict[str, float]  # name of a kind, bucket or pool -> weight
 Counts = dict[str, int]
-
-
-@dataclass(frozen=True)
-class CurriculumSettings:
-    questions_per_step: int = setting(64, "questions per step, and per extra draw of DAPO", least=1)
-    mix: str = setting(
-        "",
-        'share of each kind in every step: "kind=weight,..."; "hotpotqa" means all kinds that begin'
-        ' with "hotpotqa_"; "" = as in the data',
-    )
-    difficulty: str = setting(
-        "",
-        'file of lab.difficulty that sorts questions into buckets; "level" = the level in --data',
-    )
-    buckets: str = setting(
-        "",
-        'share of each bucket: "hard=7,easy=1"; for one task or kind: "math:hard=1,..."',
-        only="papers",
-    )
-    task_mixing: bool = setting(
-        False,
-        "let only half of the multiple-choice questions search, and of the math questions only "
-        "some buckets of --difficulty (in most recipes: hard and dropped)",
-    )
-    math_searches: str = setting(
-        "hard=1,dropped=1",
-        "task mixing: what share of the math questions in each bucket may search",
-        only="papers",
-    )
 
 
 # -------------------------------------------------------------------------------------- difficulty
@@ -147,23 +117,6 @@ def exact_counts(total: int, weights: Weights) -> Counts:
     for name in sorted(shares, key=lambda name: counts[name] - shares[name])[:left]:
         counts[name] += 1
     return counts
-
-
-def parse_shares(text: str, flag: str) -> Weights:
-    """Parses "one_hop=3,two_hop=4" into {"one_hop": 3.0, "two_hop": 4.0}."""
-    parts = [part.partition("=") for part in text.split(",") if part.strip()]
-    try:
-        weights = {name.strip(): float(weight) for name, _, weight in parts}
-        if len(weights) < len(parts):
-            raise ValueError
-    except ValueError:
-        raise InputError(
-            f"{flag} {text!r}: write it as name=weight,name=weight, each name once"
-        ) from None
-    values = weights.values()
-    if weights and not (min(values) >= 0 and 0 < sum(values) < math.inf):
-        raise InputError(f"{flag} {text!r}: weights are numbers of at least 0, one of them above 0")
-    return weights
 
 
 def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[dict, Weights]:
@@ -299,7 +252,7 @@ def mix_tasks(pools: dict[str, Questions], counts: Counts, settings) -> None:
             "curriculum: no --difficulty: half of the multiple-choice questions may search, hard "
             "levels first"
         )
-    of_math = parse_shares(settings.math_searches, "math_searches")
+    of_math = settings.math_searches
     for pool in pools.values():
         for place, q in enumerate(pool):
             allowed = q.may_search and may_search(q, drawn, of_math, settings.seed)
@@ -318,8 +271,7 @@ class QuestionStream:
     """
 
     def __init__(self, questions: Questions, settings, attempts: int = 1):
-        mix = parse_shares(settings.mix, "--mix")
-        buckets = parse_shares(settings.buckets, "buckets")
+        mix, buckets = settings.mix, settings.buckets
         if not questions:
             raise InputError("there are no questions to train on")
         math_mixed = settings.task_mixing and any(q.task == "math" for q in questions)

@@ -24,7 +24,7 @@ from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
-from errors import FlagParser, InputError, run_main, setting
+from errors import FlagParser, InputError, run_main
 from formats.layouts import ATTEMPT_LAYOUTS, CORPUS_LAYOUTS, LAYOUTS, detect, read_fields
 from formats.records import (
     PASSAGE_COLUMNS,
@@ -34,23 +34,6 @@ from formats.records import (
     read_records,
 )
 from formats.text_folder import is_text, read_texts, stem
-
-
-@dataclass(frozen=True)
-class DataSettings:
-    data: str = setting(
-        "", 'question files, comma-separated; FILE:N draws N questions; "" = the built-in world'
-    )
-    corpus: str = setting(
-        "", 'file or folder of documents; "from-data" = the references of the questions in --data'
-    )
-    skip_bad: bool = setting(False, "skip malformed records and count them")
-    reworded: float = setting(
-        0.0,
-        "built-in world: share of look-up training questions whose gold answers get an extra word",
-        least=0,
-        only="papers",
-    )
 
 
 def clean(text: str) -> str:

@@ -5,20 +5,15 @@ import difflib
 import errno
 import functools
 import io
-import math
 import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import field
-from operator import ge, gt, le, lt
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 
-BOUNDS = {"least": (ge, "at least"), "above": (gt, "above")}  # the comparison and its words
-BOUNDS |= {"most": (le, "at most"), "below": (lt, "below")}
 # Matches an error of gloo, through which processes on CPUs exchange tensors. The message begins
 # with [source file:line], perhaps after "Gloo ... failed with".
 GLOO = re.compile(r"(Gloo \w+ failed with )?\[\S*/gloo/\S+:\d+\]")
@@ -195,28 +190,6 @@ class FlagParser(argparse.ArgumentParser):
                     "not accepted: leave it out"
                 )
         return known
-
-
-def setting(default, help: str, **limits):
-    """Declares a field of a settings record. `limits` may have the bounds least, above, most and
-    below; one_of, the names that are allowed; `only`, the commands that have a flag for the field:
-    "train" (train.py and lab.plan), "eval" (all others) or "papers" (none: only papers.py and
-    lab/claims.py set the field); and `needed`, which is True if the flag must be given.
-    """
-    return field(default=default, metadata={"help": help, **limits})
-
-
-def check_value(name: str, value, limits: Mapping) -> None:
-    """Raises an InputError if a setting breaks one of its limits, or is infinite or NaN."""
-    names = limits.get("one_of", [value])
-    if value not in names:
-        known = ", ".join(names) + nearest(value, names)
-        raise InputError(f"--{name} {value}: unknown; one of {known}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise InputError(f"--{name} {value}: must be a finite number")
-    for limit, (holds, words) in BOUNDS.items():
-        if limit in limits and not holds(value, limits[limit]):
-            raise InputError(f"--{name} {value}: must be {words} {limits[limit]}")
 
 
 def check_output(path: str | Path, flag: str) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from errors import FlagParser, InputError, check_output, prepare_command, run_main, setting
+from errors import FlagParser, InputError, check_output, prepare_command, run_main
 from plumbing.predictions import (
     PUNCTUATION,
     ask_others,
@@ -34,6 +34,7 @@ from plumbing.predictions import (
     scored,
 )
 from plumbing.report import report
+from settings import setting
 
 if __name__ == "__main__":
     prepare_command()
@@ -42,8 +43,9 @@ if __name__ == "__main__":
         run_main(score_command)  # scoring alone needs none of the slow imports below
         sys.exit()
 
+from flags import MORE_HELP, MOST_USED, add_flags, named_in
 from prompts import JUDGE_SEES
-from settings import ASKING, MORE_HELP, MOST_USED, Settings, add_flags, named_in
+from settings import Settings
 
 
 @dataclass(frozen=True)
@@ -101,11 +103,11 @@ def read_flags(
         parser.description = "Evaluates a checkpoint; --predictions FILE scores a file." + MORE_HELP
         parser.epilog = "example: python eval.py --stage 1 --questions 20 --decoding both"
         parser.most_used = [*MOST_USED, *"questions decoding against judge all".split()]
-    add_flags(parser, ASKING, named_in(arguments), "eval")
-    add_flags(parser, (kind,), kind(), "eval")
+    add_flags(parser, Settings, named_in(arguments), "eval")
+    add_flags(parser, kind, kind(), "eval")
     given = vars(parser.parse_args(arguments))
-    chosen = {f.name: given.pop(f.name, f.default) for f in fields(kind)}
-    return given, kind(**chosen)
+    names = given.keys() & {f.name for f in fields(kind)}
+    return given, replace(kind(), **{name: given.pop(name) for name in names})
 
 
 if __name__ == "__main__":
@@ -114,8 +116,9 @@ if __name__ == "__main__":
 from tqdm import tqdm
 
 from data import Question, harmless
+from flags import check_settings, last_stage, resolve, saved_settings, stage_folder
 from formats.records import append_jsonl, keep_old, write_records
-from papers import record_of
+from papers import PROTOCOLS, record_of
 from plumbing.alarms import hint_at_cold_start
 from plumbing.build import (
     build_environment,
@@ -134,18 +137,10 @@ from plumbing.files import (
 )
 from plumbing.questions import evaluation_questions
 from policy import best_device, check_model_path
-from prompts import PROTOCOLS, tag_pair
+from prompts import tag_pair
 from rewards import needs
 from rollout import check_prompts, rollout
-from settings import (
-    SEARCHING,
-    check_limits,
-    check_settings,
-    last_stage,
-    resolve,
-    saved_settings,
-    stage_folder,
-)
+from settings import check_limits
 from trajectory import Trajectory
 from trajectory_metrics import token_metrics, without_thinking
 
@@ -252,7 +247,7 @@ def settings_of(given: dict) -> Settings:
         variant = {"variant": given.get("variant", "")}
         settings = resolve(given.get("recipe", "ur2"), last_stage(given), not model, variant)
     changes = {"temperature": 0.0, "top_p": 1.0, "reader": ""}
-    if "verdict" not in needs(settings):
+    if "correct" not in needs(settings):
         changes["judge"] = ""
     if "data" in given and settings.corpus != "from-data":
         changes["corpus"] = ""  # the saved corpus is that of the training data
@@ -260,9 +255,9 @@ def settings_of(given: dict) -> Settings:
     if settings.engine != "hf":
         changes["engine"] = "slots"
     if "max_turn_tokens" in given:
-        changes["turn_tokens"] = ""  # the flag applies to every task
+        changes["turn_tokens"] = {}  # the flag applies to every task
     if "max_searches" in given:
-        changes["task_searches"] = ""
+        changes["task_searches"] = {}
     if given.get("retriever") == "given":
         changes["document_tokens"] = GIVEN_TOKENS
     return replace(settings, **(changes | given | {"model": model}))
@@ -272,7 +267,7 @@ def room_to_think(settings: Settings, tokens: int) -> Settings:
     """Adds `tokens` to every limit of a turn: with 100, 512 becomes 612, and math=3072 becomes
     math=3172.
     """
-    by_task = re.sub(r"\d+", lambda limit: str(int(limit[0]) + tokens), settings.turn_tokens)
+    by_task = {task: limit + tokens for task, limit in settings.turn_tokens.items()}
     limit = settings.max_turn_tokens + tokens
     return replace(settings, max_turn_tokens=limit, turn_tokens=by_task)
 
@@ -305,8 +300,7 @@ def parse(
     settings = settings_of(given)
     if options.decoding == "paper":  # greedy, if the paper does not say how it samples
         settings = settings_of(record_of(settings.recipe, settings.variant).decoding | given)
-    read = SEARCHING if options.references == "retrieved" else ()
-    check_settings(settings, False, given.keys() - read)
+    check_settings(settings, training=False)
     prompt_sections(settings)
     if options.thinking and tag_pair("think")[0] in PROTOCOLS[settings.protocol].tags:
         raise InputError(

@@ -1,233 +1,257 @@
-"""Defines the flags of the files below, which import torch: one settings record for each file or
-folder. They are here because importing torch takes seconds, while --help, `python papers.py` and
-the message for a typo appear within a second. The settings of a run as a whole (recipe, model,
-seed, ...) are in settings.py (`RunSettings`); all other records are in the files that read them.
+"""From the command line to the settings of a run: recipe, flags, checks, folders of runs.
 
-    rollout.py  engines/  other_models/  update.py  ppo.py  kl.py  reinforce_pp.py  dapo.py
-    policy.py
+    resolve          defaults < the paper's stage < its values for the tiny model < given flags
+    check_settings   refuses what would fail only after a long time, or train wrongly in silence
+    parse_stages     train.py's command line -> the settings of each stage
 
-`settings.Settings` inherits these records and the others of a training run (settings.RECORDS).
-Commands such as eval.py and those in lab/ have more records of their own. Left out: the papers'
-values (papers.py) and the checks of flags that contradict each other (settings.py).
+Left out: whatever the code that reads a setting reports by itself.
 """
 
-from dataclasses import dataclass
+import argparse
+import json
+import sys
+import textwrap
+import typing
+from dataclasses import fields
+from pathlib import Path
 
-from errors import InputError, setting
+from errors import FlagParser, InputError, nearest
+from papers import PROTOCOLS, paper_of, record_of
+from rewards import check_reward
+from settings import Settings, check_limits, check_value, pairs
+from summarizer import WITHOUT_MODEL, models_in
+from templates import variables_of
 
-# Names that flags accept. A test compares the first three tuples with the tables in update.py,
-# kl.py and ppo.py.
-ALGORITHMS = ("reinforce_pp", "reinforce_pp_baseline", "grpo", "dapo", "ppo")  # update.py
-ESTIMATORS = ("k1", "k2", "k3", "log")  # kl.py
-MISMATCHES = ("auto", "none", "token", "sequence_mask")  # ppo.py
-OPTIMIZERS = ("adamw", "adamw8bit", "paged_adamw8bit")
-SCHEDULES = ("constant", "linear", "cosine")
 LOCAL = ("slots", "hf")  # engines that sample in this process
-PARTS = ("base", "reference", "others")  # the values of --in_8bit
 # --algorithm dapo sets these values of the DAPO paper in a recipe that has another algorithm.
 DAPO = {"clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "token", "kl_coef": 0.0}
 
 
-@dataclass(frozen=True)
-class RolloutSettings:
-    """rollout.py"""
-
-    group_size: int = setting(16, "trajectories per question, G", least=1, only="train")
-    temperature: float = setting(
-        1.0, "divides the logits when sampling and when computing log-probs; 0: greedy", least=0
-    )
-    top_p: float = setting(
-        1.0,
-        "sample from the smallest set of likeliest tokens with at least this total probability",
-        above=0,
-        most=1,
-        only="eval",
-    )
-    max_searches: int = setting(4, "maximum searches per trajectory", least=0, most=10_000)
-    task_searches: str = setting("", "max_searches of single tasks: task=N,...", only="papers")
-    max_turn_tokens: int = setting(512, "maximum number of new tokens per turn", least=1)
-    turn_tokens: str = setting("", "max_turn_tokens of single tasks: task=N,...", only="papers")
-    max_context: int = setting(
-        0, "maximum tokens of prompt and response; 0: the model's limit", least=0
-    )
-    document_tokens: int = setting(1024, "maximum number of document tokens per search", least=1)
-    max_num_seqs: int = setting(
-        0, "maximum trajectories that a process samples at once; 0: the engine chooses", least=0
-    )
-    timeout: float = setting(
-        60.0,
-        "time limit in seconds of one try of a request to a server; vLLM servers have other limits "
-        "for sampling and for loading weights",
-        above=0,
-        most=86_400,
-    )
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """engines/"""
-
-    engine: str = setting(
-        "slots",
-        "how rollouts are sampled: slots (continuous batching in this process), hf (generate), or "
-        "the addresses of vLLM servers: http://host:port[,http://...]",
-    )
-    served: str = setting(
-        "/dev/shm", "folder through which vLLM servers receive the weights", only="train"
-    )
-    sampling_copy: str = setting(
-        "auto",
-        "copy of the weights to sample with: bf16, none; auto: bf16 on a GPU, none on a CPU or for "
-        "int8 weights",
-        only="papers",
-    )
-
-
-@dataclass(frozen=True)
-class ModelSettings:
-    """other_models/llm.py"""
-
-    judge: str = setting(
-        "", "model that judges answers: URL#model or a HF model; without it, a metric decides"
-    )
-    reader: str = setting(
-        "", "R-Search's frozen model that answers from the evidence: URL#model or a HF model"
-    )
-    embedder: str = setting(
-        "tfidf", "what embeds the queries (When to Search): tfidf or a HF encoder", only="train"
-    )
-    in_8bit: str = setting(
-        "",
-        "frozen models to load in int8, comma-separated: base (under LoRA), reference, others "
-        "(judge, reader, summariser)",
-    )
-
-
-@dataclass(frozen=True)
-class UpdateSettings:
-    """update.py"""
-
-    algorithm: str = setting("reinforce_pp_baseline", "the RL algorithm", one_of=ALGORITHMS)
-    steps: int = setting(100, "training steps; each is a rollout and the updates on it", least=1)
-    trajectories_per_update: int = setting(
-        256, "maximum trajectories in an update; 0: all trajectories of a step", least=0
-    )
-    tokens_per_micro_batch: int = setting(
-        16384,
-        "maximum tokens per micro-batch, padding included; a longer trajectory gets its own",
-        least=1,
-    )
-    mask_documents: bool = setting(
-        True, "train on the policy's own tokens only; False (an ablation): on inserted text too"
-    )
-
-
-@dataclass(frozen=True)
-class PPOSettings:
-    """ppo.py"""
-
-    clip_low: float = setting(0.2, "the ratio is clipped below at 1 − clip_low", least=0, most=1)
-    clip_high: float = setting(0.2, "the ratio is clipped above at 1 + clip_high", least=0)
-    loss_aggregation: str = setting(
-        "sequence",
-        "how the token losses are averaged: sequence = within each trajectory, then over all "
-        "trajectories; token = over all tokens; question = within each question's group, then over "
-        "all questions",
-        one_of=("sequence", "token", "question"),
-    )
-    mismatch: str = setting(
-        "auto",
-        "corrects for a sampler whose log-probs differ from the policy's; ρ of a token is the "
-        "policy's probability divided by the sampler's. token: multiply its loss by min(ρ, 2); "
-        "sequence_mask: by Π, the product of ρ over the trajectory, but drop trajectories with Π "
-        "above 3; auto: token on a GPU, and on a CPU with vLLM servers or a bf16 copy; otherwise, "
-        "and with --mask_documents false, none",
-        one_of=MISMATCHES,
-    )
-    gae_lambda: float = setting(1.0, "PPO: GAE's λ", only="papers", least=0, most=1)
-    critic_lr: float = setting(1e-5, "PPO: learning rate of the critic", above=0)
-    critic_warmup_ratio: float = setting(
-        0.0, "PPO: like --warmup_ratio, for critic_lr", only="papers", least=0, below=1
-    )
-
-
-@dataclass(frozen=True)
-class KLSettings:
-    """kl.py"""
-
-    kl_coef: float = setting(
-        0.0,
-        "weight of the KL to the model that the stage started from; 0: no reference is loaded",
-        least=0,
-    )
-    kl_estimator: str = setting(
-        "k2",
-        "k1 is subtracted from the reward, k2 and k3 are added to the loss; log: only measured",
-        one_of=ESTIMATORS,
-    )
-
-
-@dataclass(frozen=True)
-class ReinforceSettings:
-    """reinforce_pp.py"""
-
-    group_std: bool = setting(
-        True,
-        "reinforce_pp_baseline: divide advantages by the group's std (UR² eq. 5)",
-        only="papers",
-    )
-    whiten_tokens: bool = setting(
-        False, "reinforce_pp_baseline: whiten over tokens, not trajectories", only="papers"
-    )
-
-
-@dataclass(frozen=True)
-class DapoSettings:
-    """dapo.py"""
-
-    max_resample: int = setting(
-        3,
-        "DAPO: maximum extra draws per step, each of --questions_per_step questions",
-        only="papers",
-        least=0,
-    )
-    filter_by: str = setting(
-        "correct",
-        "DAPO: keep groups whose trajectories differ in: correct (right or wrong), answer (the "
-        "reward term of this name), total (the reward)",
-        only="papers",
-    )
-
-
-@dataclass(frozen=True)
-class PolicySettings:
-    """policy.py"""
-
-    optimizer: str = setting(
-        "adamw",
-        "8bit: Adam's moments in 8 bits; paged: they move to the CPU when the GPU is full",
-        one_of=OPTIMIZERS,
-    )
-    lr: float = setting(2e-6, "learning rate", above=0)
-    warmup_ratio: float = setting(0.0, "share of all updates with linear warm-up", least=0, below=1)
-    lr_schedule: str = setting(
-        "constant",
-        "learning rate after the warm-up; linear and cosine fall towards 0",
-        one_of=SCHEDULES,
-    )
-    gradient_checkpointing: bool = setting(
-        False, "recompute activations in the backward pass: slower, with less memory"
-    )
-    lora_rank: int = setting(0, "rank of LoRA adapters (needs peft); 0: train all weights", least=0)
-
-
-def on_servers(settings: EngineSettings) -> bool:
+def on_servers(settings: Settings) -> bool:
     return settings.engine not in LOCAL
 
 
-def frozen_in_8bit(settings: ModelSettings) -> set[str]:
-    """Parses --in_8bit: "others, base" -> {"base", "others"}."""
-    parts = {part.strip() for part in settings.in_8bit.split(",")} - {""}
-    if unknown := sorted(parts - set(PARTS)):
-        raise InputError(f"--in_8bit {unknown[0]}: unknown; give one or more of {', '.join(PARTS)}")
-    return parts
+# -------------------------------------------------------------------------------------- the recipe
+def last_stage(given: dict) -> int:
+    """Returns the stage that the flags name, or the last one of their recipe."""
+    recipe = record_of(given.get("recipe", "ur2"), given.get("variant", ""))
+    return given.get("stage", max(recipe.stages))
+
+
+def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> Settings:
+    """Returns a run's settings. A later source overrides the earlier ones: defaults, the paper's
+    stage, the values for the tiny model (if `tiny`), `given`.
+    """
+    given = given or {}
+    paper = record_of(recipe, given.get("variant", ""), stage)
+    built_in = paper.tiny[stage] if tiny else {}
+    chosen = paper.stages[stage] | built_in
+    # For the tiny model, `buckets` loses the shares of a single task or data set (such as
+    # "math:hard"), because the built-in world has too few questions of each.
+    buckets = chosen.get("buckets", {})
+    chosen = chosen | {"buckets": {k: v for k, v in buckets.items() if not (tiny and ":" in k)}}
+    # Without --difficulty the recipe's `buckets` and the paper's `mix` are not used; the tiny
+    # model's `mix` is.
+    if not given.get("difficulty"):
+        chosen = chosen | {"buckets": {}, "mix": built_in.get("mix", {})}
+    # Buckets in `given`, or any left for the tiny model, replace the recipe's `mix`.
+    if given.get("buckets", tiny and chosen["buckets"]):
+        chosen = chosen | {"mix": {}}
+    # These two flags, if given, apply to every task: the recipe's limits for single tasks are
+    # dropped.
+    if "max_turn_tokens" in given:
+        given = {"turn_tokens": {}} | given
+    if "max_searches" in given:
+        given = {"task_searches": {}} | given
+    if given.get("algorithm") == "dapo" != chosen["algorithm"]:
+        chosen = chosen | DAPO
+    return Settings(**{"recipe": recipe, "stage": stage} | chosen | given)
+
+
+# ------------------------------------------------------------------------------------------ checks
+NEEDS = {"dense": "encoder", "http": "retriever_url"}  # retriever -> the flag that it needs
+
+
+def check_settings(settings: Settings, training=True) -> Settings:
+    """Returns the settings unchanged. Raises an InputError if one of them breaks its limits, or if
+    they contradict each other. With `training` False, the settings are for a command that asks a
+    model and does not train it.
+    """
+    check_limits(settings)
+    check_value("protocol", settings.protocol, {"one_of": PROTOCOLS})
+    variables_of(settings.chat_template)
+    for name in models_in(settings.summarizer):
+        if like := nearest(name, WITHOUT_MODEL):  # a typo would be looked up on the hub
+            raise InputError(f"--summarizer {name}: none, extractive, or a model's name{like}")
+    if settings.data and not settings.model:
+        raise InputError("--data needs --model: the built-in model knows only its own world")
+    if settings.toy_init:
+        check_value("toy_init", settings.toy_init, {"one_of": paper_of(settings.protocol).warm_ups})
+    if PROTOCOLS[settings.protocol].query_tags:
+        local = settings.retriever in ("bm25", "dense", "random")
+        if settings.data and local and not settings.corpus:
+            raise InputError(
+                "--data needs --corpus FILE, or --corpus from-data to search the records' own "
+                "paragraphs"
+            )
+        flag = NEEDS.get(settings.retriever)
+        if flag and not getattr(settings, flag):
+            raise InputError(f"--retriever {settings.retriever} needs --{flag}")
+    if training:
+        check_training(settings)
+    return settings
+
+
+def check_training(settings: Settings) -> None:
+    if settings.temperature == 0:
+        raise InputError("--temperature 0 is greedy: a group's trajectories would all be the same")
+    if settings.group_size == 1 and settings.algorithm not in ("reinforce_pp", "ppo"):
+        raise InputError(
+            f"--group_size 1: {settings.algorithm} compares the trajectories of one question; it "
+            "needs at least 2"
+        )
+    if settings.evaluate and settings.data:
+        raise InputError(
+            "--evaluate asks about the built-in world, not --data; instead: python eval.py "
+            "--model ... --data HELD_OUT_FILE"
+        )
+    check_reward(settings)
+
+
+# ------------------------------------------------------------------------------- the command line
+def boolean(text: str) -> bool:
+    known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+    if text.lower() not in known:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return known[text.lower()]
+
+
+def add_flags(parser: argparse.ArgumentParser, record: type, shown, command: str) -> None:
+    """Adds a --flag for every field of a record, if the field's `only` is not set or is `command`
+    ("train" or "eval"). --help shows the values of `shown`. argparse gets no defaults, so it
+    returns only the flags that the user gave.
+    """
+    types = typing.get_type_hints(record)
+    for f in fields(record):
+        if f.metadata.get("only", command) != command:
+            continue
+        kind = types[f.name]
+        names = f.metadata.get("one_of")
+        text = f.metadata["help"] + (f"; one of {', '.join(names)}" if names else "")
+        parser.add_argument(
+            f"--{f.name}",
+            type={bool: boolean, dict: pairs}.get(kind, kind),
+            default=argparse.SUPPRESS,
+            help=f"{text} ({getattr(shown, f.name)!r})".replace("%", "%%"),
+            metavar=kind.__name__.upper(),
+            **({"nargs": "?", "const": True} if kind is bool else {}),
+        )
+
+
+MOST_USED = ("help", "recipe", "stage", "model", "data", "corpus")
+MORE_HELP = " These are the most used flags; --help all lists every flag."
+
+
+def named_in(arguments: list[str] | None) -> Settings:
+    """Returns the settings of the recipe, variant and stage that a command line names. --help shows
+    these values.
+    """
+    parser = FlagParser(add_help=False, allow_abbrev=False)
+    for name in ("recipe", "stage", "model", "variant"):
+        default = getattr(Settings, name)
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    args, _ = parser.parse_known_args(arguments)
+    return resolve(args.recipe, args.stage or 1, not args.model, {"variant": args.variant})
+
+
+def parse(arguments: list[str] | None = None, before: Settings | None = None) -> Settings:
+    """Parses train.py's command line. `before` has the settings of the stage that the same command
+    trains just before this one. If it is None, stage 2 without --model continues from the stage 1
+    that was saved earlier.
+    """
+    description = "Trains stages of a paper. In brackets: the value for --recipe and --stage."
+    example = "example: python train.py --recipe r_search --steps 20 --run_name mine"
+    parser = FlagParser("train.py", description=description + MORE_HELP, epilog=example)
+    parser.most_used = [*MOST_USED, "steps", "reward", "evaluate", "resume", "dry_run"]
+    add_flags(parser, Settings, named_in(arguments), "train")
+    given = vars(parser.parse_args(arguments))
+    recipe, stage = given.get("recipe", "ur2"), given.get("stage", 1)
+    settings = resolve(recipe, stage, True, given)
+    if stage > 1 and not (before or settings.model):
+        before = stage_before(settings)
+    if before and before.model:
+        # The last checkpoint in this folder is loaded.
+        given["model"] = str(stage_folder(settings, stage - 1))
+    tiny = in_built_in_world(before or settings)
+    return check_settings(resolve(recipe, stage, tiny, given))
+
+
+def parse_stages(arguments: list[str] | None = None) -> list[Settings]:
+    """Parses train.py's command line, where --stage may list several stages. Returns the settings
+    of each stage, in order.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = FlagParser("train.py", add_help=False, allow_abbrev=False)
+    parser.add_argument("--stage", default="1")
+    args, rest = parser.parse_known_args(arguments)
+    runs = []
+    for stage in args.stage.split(","):
+        runs.append(parse([*rest, "--stage", stage], *runs[-1:]))
+    if len(runs) > 1 and (runs[0].resume or runs[0].dry_run):
+        raise InputError(f"--stage {args.stage}: --resume and --dry_run take one stage: give one")
+    return runs
+
+
+# ---------------------------------------------------------------------------------- saved settings
+def stage_folder(settings: Settings, stage: int | None = None) -> Path:
+    """Returns OUTPUT_DIR/NAME/stageN. The default NAME is made of the recipe, its variant, the data
+    (or the seed of the built-in world) and the seed.
+    """
+    data = Path(settings.data.split(",")[0]).stem or f"world{settings.world_seed}"
+    recipe = "-".join(filter(None, [settings.recipe, settings.variant]))
+    name = settings.run_name or f"{recipe}-{data}-seed{settings.seed}"
+    return Path(settings.output_dir) / name / f"stage{stage or settings.stage}"
+
+
+def stage_before(settings: Settings) -> Settings | None:
+    """Returns the settings of the stage before, whose last checkpoint this stage starts from, or
+    None if they are gone. Without --resume, that checkpoint must exist.
+    """
+    folder = stage_folder(settings, settings.stage - 1)
+    if not (settings.resume or any(folder.glob("checkpoint-*"))):
+        raise InputError(
+            f"--stage {settings.stage}: there is no checkpoint of the stage before in {folder}: "
+            "train both with --stage 1,2, or give --model"
+        )
+    return saved_settings(str(folder))
+
+
+def saved_settings(model: str) -> Settings | None:
+    """Returns the settings saved in a checkpoint's or a stage's folder; None for other models."""
+    path = Path(model, "settings.json")
+    if not model or not path.exists():
+        return None
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    # A run of an older version may have saved settings that no longer exist.
+    return Settings(**{f.name: saved[f.name] for f in fields(Settings) if f.name in saved})
+
+
+def in_built_in_world(settings: Settings) -> bool:
+    """Returns True if there is no --data and the model knows the built-in world: it is the built-in
+    one, or was trained from it without --data.
+    """
+    if settings.data or not settings.model:
+        return not settings.data
+    saved = saved_settings(settings.model)
+    return bool(saved and saved != settings and in_built_in_world(saved))
+
+
+def shown_settings(settings: Settings) -> str:
+    """Returns a text for the console: recipe, stage, and settings that differ from the defaults."""
+    text, defaults = "settings:", Settings()
+    for f in fields(Settings):
+        value = getattr(settings, f.name)
+        if value != getattr(defaults, f.name) or f.name in ("recipe", "stage"):
+            text += f" {f.name}={value}"
+    unbroken = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(text, 100, subsequent_indent="  ", **unbroken)

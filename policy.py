@@ -43,12 +43,12 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.logging import disable_progress_bar
 
 from errors import InputError
-from flags import PolicySettings
 from formats.manifest import NAME as MANIFEST
 from formats.manifest import written_whole, wrong_with
 from retrievers.net import without_hub
 from scale.lora import add_lora, save_merged
 from scale.packing import hidden_states, lengths_of, obstacle, packed_attention
+from settings import Settings
 from templates import chat_text, variables_of
 
 disable_progress_bar()  # a bar for each loaded model would break up the run's own progress bar
@@ -59,7 +59,7 @@ torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 # Number of logits in one chunk: in fp32 512 MB on a CUDA GPU, otherwise 64 MB. Small chunks would
 # be slow, because each chunk reads the whole head.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**27}
-DEFAULTS = PolicySettings()
+DEFAULTS = Settings()
 
 
 # -------------------------------------------------------------------------------------- log-probs

@@ -14,18 +14,16 @@ few-shot examples.
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from data import Document, Question, clean, control_tokens, strip_tags
-from errors import InputError, run_main, say_once, setting
+from errors import InputError, say_once
 from metrics import Span, find_boxed
 from templates import chat_text
 
 Tags = tuple[str, str]  # begin, end
-PROTOCOLS: dict[str, Protocol] = {}  # name -> protocol; filled below, paper by paper
 # What the judge reads about an open question (task "qa"): with "question", the question, the
 # accepted answers and the model's answer; with "answers", the same without the question; with
 # "normalized", the same as with "answers", but normalized. For the other tasks it is always the
@@ -45,30 +43,6 @@ OPTIONAL["summarizer"] = "question options reasoning"
 # LaTeX braces are not placeholders: \boxed{answer}, x^{n}. Nor is {max_searches}, which
 # `fill_instruction` replaces in the policy's texts; the check of --prompt_file lets it pass.
 _GAP = re.compile(r"(?:\\\w+|[\^_])(?:\{[^{}]*\})+|\{(?!max_searches\})([a-z_]+)\}")
-
-
-@dataclass(frozen=True)
-class PromptSettings:
-    protocol: str = setting("ur2", "the paper's tags and prompt", one_of=PROTOCOLS, only="eval")
-    prompt_file: str = setting(
-        "",
-        "your own prompts: a file with a line such as [policy:math] above each prompt (without "
-        "such a line, the whole file is the prompt [policy]); see docs/extend.md",
-    )
-    retrieval: bool = setting(
-        True, "False: no question may search, and each gets the prompt without retrieval"
-    )
-    chat_template: str = setting(
-        "",
-        "for every model that is loaded here, so not for servers: none, a plain layout instead of "
-        "the chat template (for base models that have one); or variables of the template, as JSON: "
-        '{"enable_thinking": false}',
-    )
-    direct_tasks: str = setting(
-        "",
-        "tasks whose questions may not search (prompt without retrieval), such as math,choice",
-        only="papers",
-    )
 
 
 @dataclass(frozen=True)
@@ -153,166 +127,8 @@ class Protocol:
         return pair
 
 
-def as_protocol(protocol: Protocol | str) -> Protocol:
-    """Returns a protocol, looked up by its name if a name is given."""
-    return PROTOCOLS[protocol] if isinstance(protocol, str) else protocol
-
-
 def tag_pair(name: str) -> Tags:
     return f"<{name}>", f"</{name}>"
-
-
-# --------------------------------------------------------------------------------------- the papers
-_UR2_TAGS = (
-    ("<|begin_of_query|>", "<|end_of_query|>"),
-    ("<|begin_of_documents|>", "<|end_of_documents|>"),
-)
-
-
-# UR² appendix C.6, word for word. The paper's prompts tell the summariser to reply with these two
-# sentences if it rejects a query.
-_NO_FACT_TO_FIND = (
-    "This query requires design, computation, or complex reasoning, which exceeds the capabilities"
-    " of a search engine. Please input another query or proceed with direct reasoning."
-)
-
-
-def _ur2(name: str, query: Tags, documents: Tags) -> Protocol:
-    begin = "Solve the problem step by step."
-    search = (
-        " Whenever a fact is missing, look it up: write a short search query as"
-        f" {query[0]} your query {query[1]} and stop. What is found is given back between"
-        f" {documents[0]} and {documents[1]}; read it and go on. Ask for one plain fact at a time,"
-        " in at most 20 words, and write at most {max_searches} queries in all. Never ask the"
-        " search engine to calculate or to reason."
-    )
-    finish = (
-        " Finish with one short final answer inside \\boxed{}; for a multiple-choice question"
-        " finish with: the correct answer is: LETTER."
-    )
-    instructions = (begin + search + finish, begin + finish)
-    return Protocol(name, query, documents, None, *instructions, fallback_text=_NO_FACT_TO_FIND)
-
-
-PROTOCOLS["ur2"] = _ur2("ur2", *_UR2_TAGS)
-# UR²'s run without stage 1 uses these tags (appendix C.2).
-PROTOCOLS["ur2_search"] = _ur2("ur2_search", tag_pair("search"), tag_pair("information"))
-
-PROTOCOLS["r1_searcher"] = Protocol(
-    "r1_searcher",
-    *_UR2_TAGS,
-    tag_pair("answer"),
-    "Answer the question. First think between <think> and </think>. While thinking, whenever a fact"
-    " is missing or uncertain, write a query as <|begin_of_query|> your key words <|end_of_query|>"
-    " and stop; what is found is given back between <|begin_of_documents|> and"
-    " <|end_of_documents|>. A query is a list of key words and no sentence, and asks for a single"
-    " triple: one relation of one subject. After </think> give the final answer, a few words at"
-    " most, as <answer> your answer </answer>.",
-    "Answer the question. First think between <think> and </think>, then give the final answer, a"
-    " few words at most, as <answer> your answer </answer>.",
-    prompt_suffix="<think>",
-    other_tags=(tag_pair("think"),),
-)
-
-PROTOCOLS["r_search"] = Protocol(
-    "r_search",
-    *map(tag_pair, ("search", "observation", "answer")),
-    "Answer the question step by step, and begin each step with what you think. Whenever a fact is"
-    " missing, write a specific search query as <search> your query </search> and stop; what is"
-    " found is given back between <observation> and </observation>. Search as often as you need."
-    " If you searched, then collect, once you know the answer, everything in the observations that"
-    " may bear on the question, as <original_evidence> what they say </original_evidence>: all of"
-    " it, in their own words, with nothing changed. If you did not search, leave that section out."
-    " End with the answer as <answer> your answer </answer>.",
-    "Answer the question, reasoning step by step. End with the answer in a few words as <answer>"
-    " your answer </answer>.",
-    evidence_tags=tag_pair("original_evidence"),
-)
-# R-Search's ablation without the evidence section.
-PROTOCOLS["r_search_plain"] = replace(
-    PROTOCOLS["r_search"],
-    name="r_search_plain",
-    instruction=re.sub(" If you searched.*(?= End)", "", PROTOCOLS["r_search"].instruction),
-    evidence_tags=None,
-)
-
-PROTOCOLS["search_r1"] = Protocol(
-    "search_r1",
-    *map(tag_pair, ("search", "information", "answer")),
-    "Reason between <think> and </think> first, and anew whenever something was found. If a fact is"
-    " missing, write <search> your query </search> and stop; what is found is given back between"
-    " <information> and </information>. Once nothing is missing, answer the question with a few"
-    " words as <answer> your answer </answer>.",
-    "Reason between <think> and </think> first. Then answer the question with a few words as"
-    " <answer> your answer </answer>.",
-    other_tags=(tag_pair("think"),),
-)
-
-PROTOCOLS["when_to_search"] = Protocol(
-    "when_to_search",
-    *map(tag_pair, ("search", "information", "answer")),
-    "Answer the question in sections. Always begin with <think> a short sketch of your reasoning,"
-    " from what you know yourself </think>. If you know enough, sum your reasoning up in <reflect>"
-    " your summary </reflect>, answer, and do not search. Only if a fact is truly missing, write a"
-    " query as <search> your query </search> and stop. A query is no question: it is a few key"
-    " words, as short as can be, and yet with the clues that are needed, such as names, dates,"
-    " places and the main concepts. What is found is given back between <information> and"
-    " </information>. If it is reliable and enough, join it to your reasoning in <reflect> your"
-    " conclusion </reflect> and answer; if it is not enough, or contradicts what you know, say so"
-    " in <reflect> what is wrong </reflect> and, if need be, write a better query. End with the"
-    " answer, short and clear, as <answer> your answer </answer>. Your own reasoning always comes"
-    " first: searching is the last resort, and no habit. Write nothing outside the sections.",
-    "Answer the question in sections: <think> what is asked and what you know of it </think>, then"
-    " <reflect> your check </reflect>, then the answer in a few words as <answer> your answer"
-    " </answer>. Write nothing outside the sections.",
-    other_tags=(tag_pair("think"), tag_pair("reflect")),
-    judge_sees="normalized",  # appendix B.4
-)
-# In section 3.2 of When to Search, the model generates until EOS, also after its answer.
-PROTOCOLS["when_to_search_eos"] = replace(
-    PROTOCOLS["when_to_search"], name="when_to_search_eos", stop_at_answer=False
-)
-
-_ARENA = (
-    "You get a question between <question> and </question> and numbered references between"
-    " <references> and </references>. Answer from the references; only some of them matter. Write"
-    " exactly three sections and nothing else: <relevance> the numbers of the references that help,"
-    " and no others, as a list in square brackets </relevance>, then <analysis> how the answer"
-    " follows from these references together; say for each claim which references support it"
-    " </analysis>, then <answer> the answer, as short as the question allows, unexplained"
-    " </answer>. The brackets are part of the list: to cite references 2 and 5, write"
-    " <relevance>[2, 5]</relevance>; a bare 2, 5 cites none."
-)
-PROTOCOLS["arena"] = Protocol(
-    "arena",
-    None,
-    None,
-    tag_pair("answer"),
-    _ARENA,
-    _ARENA,
-    other_tags=(tag_pair("relevance"), tag_pair("analysis")),
-    references_in_prompt=True,
-    judge_sees="answers",  # appendix D.3
-)
-PROTOCOLS["arena_thinking"] = replace(
-    PROTOCOLS["arena"], name="arena_thinking", thinking_apart=True
-)
-_SUMMARY = _ARENA
-for _old, _new in (
-    ("You get a question between", "You get what to summarise between"),
-    ("Answer from the references", "Write the summary that is asked for from them"),
-    ("the answer, as short as the question allows, unexplained", "the summary, in whole sentences"),
-    ("the answer", "the summary"),
-    ("answer>", "summary>"),
-):
-    _SUMMARY = _SUMMARY.replace(_old, _new)
-PROTOCOLS["arena_summary"] = replace(  # appendix H.2
-    PROTOCOLS["arena"],
-    name="arena_summary",
-    answer_tags=tag_pair("summary"),
-    instruction=_SUMMARY,
-    direct_instruction=_SUMMARY,
-)
 
 
 # --------------------------------------------------------------------------------------- the prompt
@@ -391,8 +207,7 @@ def check_references(protocol: Protocol, question: Question) -> None:
         )
 
 
-def prompt_text(protocol: Protocol | str, question: Question, tokenizer) -> str:
-    protocol = as_protocol(protocol)
+def prompt_text(protocol: Protocol, question: Question, tokenizer) -> str:
     custom = protocol.custom_prompt("policy", question.task)
     if not question.may_search:
         if protocol.query_tags and protocol.query_tags[0] in custom:  # `custom` explains searching
@@ -411,7 +226,7 @@ def prompt_text(protocol: Protocol | str, question: Question, tokenizer) -> str:
     return text
 
 
-def build_prompt(protocol: Protocol | str, question: Question, tokenizer) -> list[int]:
+def build_prompt(protocol: Protocol, question: Question, tokenizer) -> list[int]:
     """Returns the prompt's token ids. The tokenizer adds no special tokens: the text has them."""
     text = prompt_text(protocol, question, tokenizer)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -536,15 +351,3 @@ def without_control(text: str, tokenizer, tags: tuple[str, ...] = ()) -> str:
         if not special and not any(map(tokenizer.decode(ids).count, tags)):
             return candidate
     return ""
-
-
-def main() -> None:
-    """Prints the instruction of each protocol."""
-    for name, protocol in PROTOCOLS.items():
-        print(f"== {name}: stops at {' '.join(protocol.stop_tags)} or the end of the text")
-        instruction = protocol.fill_instruction(Question("", "", []))
-        print(textwrap.indent(textwrap.fill(instruction, 117), "   "))
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -32,17 +32,16 @@ import sys
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import numpy as np
 from tqdm import tqdm
 
 from data import Document, SearchRequest, SearchResult, harmless, load_corpus
-from errors import FlagParser, InputError, run_main, setting
+from errors import FlagParser, InputError, run_main
 from metrics import tokenize
+from settings import RETRIEVERS, Settings
 
 SHOW_PROGRESS_FROM = 20_000  # documents; a smaller index is built in a few seconds
-RETRIEVERS = ("bm25", "dense", "http", "random", "empty", "oracle", "given")
 Array = np.ndarray
 SMALL_IDF = 0.05  # the smallest idf if epsilon · mean idf is not positive
 COMMON = 0.25  # a term in more than this share of the documents gets a dense array of summands
@@ -53,24 +52,9 @@ Summarize = Callable[[Requests, Found], Results]
 SEARCH_FAILED = "search failed"  # SearchResult.error if the retriever returns None or False
 
 
-@dataclass(frozen=True)
-class RetrieverSettings:
-    retriever: str = setting(
-        "bm25",
-        "bm25 and dense search the corpus, http asks a server, the others are controls",
-        one_of=RETRIEVERS,
-    )
-    retriever_url: str = setting("", "http: the server's address, http://host:port")
-    encoder: str = setting(
-        "", "dense: an encoder's hub name, such as intfloat/e5-base-v2, or its directory"
-    )
-    title_boost: int = setting(1, "how often BM25 counts a document's title", least=0)
-    documents_per_search: int = setting(5, "documents per query", least=1)
-
-
 def make_retriever(
     documents: list[Document],
-    settings: RetrieverSettings,
+    settings: Settings,
     seed=0,
     timeout=60.0,
     device="",

@@ -16,7 +16,7 @@ A policy learns to exploit any reward that breaks one of these rules:
 
 Left out: comparing several trajectories, which is the task of the advantages; and the judge, the
 reader and every embedder but TF-IDF. Their results, or functions that ask them, are arguments here
-(`OtherModels`, `Extras`), and plumbing/build.py supplies them.
+(`OUTSIDE`, `OtherModels`), and plumbing/build.py supplies them.
 """
 
 import pickle
@@ -26,23 +26,17 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial, wraps
+from inspect import signature
 from itertools import product
 
 import numpy as np
 
 from data import Document, Question
-from errors import InputError, run_main, setting
+from errors import InputError, run_main
 from metrics import SPECIAL_TOKEN, exact_match, f1_score, score_answer, tokenize
-from prompts import (
-    PROTOCOLS,
-    Protocol,
-    Tags,
-    as_protocol,
-    find_answers,
-    find_blocks,
-    number_documents,
-    section_letters,
-)
+from papers import PROTOCOLS, as_protocol
+from prompts import Protocol, Tags, find_answers, find_blocks, number_documents, section_letters
 from trajectory import Trajectory, trajectory_from_text
 
 RewardTerms = dict[str, float]  # name -> what it adds to the reward
@@ -51,85 +45,8 @@ Judge = Callable[[Question, str], float]
 
 LARGEST_TERM = 1e15  # limit of a term of a user's own reward: its square is finite in fp32
 
-# name -> (trajectory, settings, step, extras) -> RewardTerms; filled below
-REWARDS: dict[str, Callable] = {}
 # UR²'s backbone -> the retrieval term of stage 1 for n = 0, 1, ≥ 2 valid searches
 UR2_RETRIEVAL = {"qwen_7b": (0, 3, 4), "qwen_3b": (0, 5, 7), "llama_8b": (0, 3, 3)}
-
-
-@dataclass(frozen=True)
-class RewardSettings:
-    reward: str = setting(
-        "ur2_stage1",
-        "name of the reward, or FILE.py:FUNCTION for your own; those ending in _code or _llama "
-        "follow a paper's released code",
-        one_of=REWARDS,
-    )
-    reward_variant: str = setting(
-        "qwen_7b", "UR²: backbone whose reward values are used", one_of=UR2_RETRIEVAL, only="papers"
-    )
-    answer_metric: str = setting("f1", "metric of the answer term", one_of=("f1", "em", "cem"))
-    fallback_penalty: float = setting(
-        0.5, "UR²: penalty per search that the fallback answers", least=0
-    )
-    partly: float = setting(
-        0.0, "UR²: reward of a math answer judged partly right", least=0, only="papers"
-    )
-    format_check: str = setting(
-        "strict",
-        "UR²: loose only checks that the text ends in an answer",
-        one_of=("strict", "loose"),
-    )
-    evidence_reward: bool = setting(
-        True, "R-Search: False rewards the answer and the format only", only="papers"
-    )
-    whole_reply: bool = setting(
-        False,
-        "R-Search: score the reader's whole reply (eq. 4), not only its answer",
-        only="papers",
-    )
-    beta: float = setting(
-        0.3,
-        "When to Search: what a search takes from a right answer or gives to a wrong one",
-        least=0,
-    )
-    left_out: str = setting(
-        "", "reward term to leave out, as in When to Search's Table 4", only="papers"
-    )
-    relevance_reward: bool = setting(
-        True, "ARENA: the reward has the term `relevance`", only="papers"
-    )
-    bonus: float = setting(
-        10.0,
-        "ARENA: bonus if all other terms are 1 (for a summary, answer at least 0.2)",
-        only="papers",
-        least=0,
-    )
-
-
-@dataclass(frozen=True)
-class Extras:
-    """Results of other models, or functions that ask them, for the reward of one trajectory."""
-
-    correct: bool | None = None  # the judge's verdict; if None, the metrics decide
-    reader_answer: str = ""  # R-Search: the answer of another model, from the evidence
-    embed: Embedder | None = None  # When to Search: queries -> vectors
-    grade: Judge | None = None  # UR²: grades (2, 1, 0) a math answer that equals no gold
-
-
-@dataclass
-class OtherModels:
-    """The other models that a reward asks. The first four functions get all trajectories that were
-    sampled together (`rows`) in one call, so that a model gets one batch. By default no model is
-    asked.
-    """
-
-    verdicts: Callable = lambda rows: [None] * len(rows)  # returns Extras.correct for each row
-    readings: Callable = lambda rows: [""] * len(rows)  # returns Extras.reader_answer for each row
-    embedder: Callable = lambda rows: None  # returns Extras.embed
-    grader: Callable = lambda rows: None  # returns Extras.grade
-    # name in the log -> function that returns the value to log
-    stats: dict[str, Callable] = field(default_factory=dict)
 
 
 # ------------------------------------------------------------------- checks that all formats share
@@ -315,8 +232,8 @@ def ur2_stage1(
 
 def ur2_stage2(
     trajectory: Trajectory,
+    grade: Judge | None = None,
     answer_metric: str = "f1",
-    judge: Judge | None = None,
     fallback_penalty: float = 0.5,
     format_check: str = "strict",
     partly: float = 0.0,
@@ -324,27 +241,27 @@ def ur2_stage2(
     """R = 2 · score(answer) + [v = 0] − 0.5 f. It rewards right answers (UR² eq. 2, section 3.4).
 
     The score is 1 for the right letter (multiple choice) or an equal value (math). In open QA it is
-    `answer_metric`: the paper names no metric, and its code uses F1. If there is a `judge`, a math
-    answer that equals no gold gets the judge's grade (2, 1 or 0) instead of 2 · score. But the
-    grade 1, partly right, earns `partly`, which is 0 in eq. 2 and 1 in the released code.
+    `answer_metric`: the paper names no metric, and its code uses F1. If there is a judge, a math
+    answer that equals no gold gets its `grade` (2, 1 or 0) instead of 2 · score. But the grade 1,
+    partly right, earns `partly`, which is 0 in eq. 2 and 1 in the released code.
     >>> ur2_stage2(example("ur2", answer="Kelmouth, Norland"))     # F1 = 2/3, v = 0, f = 1
     {'answer': 1.3333333333333333, 'format': 1.0, 'fallback': -0.5}
     """
     return {
-        "answer": _ur2_answer(trajectory, answer_metric, judge, partly),
+        "answer": _ur2_answer(trajectory, answer_metric, grade, partly),
         "format": float(not ur2_violations(trajectory, format_check=format_check)),
         "fallback": _ur2_fallback(trajectory, fallback_penalty),
     }
 
 
-def _ur2_answer(trajectory: Trajectory, metric: str, judge: Judge | None, partly: float) -> float:
+def _ur2_answer(trajectory: Trajectory, metric: str, grade: Judge | None, partly: float) -> float:
     question = trajectory.question
     answer = trajectory.answer
     scores = score_answer(answer, question.answers, question.task, question.options)
     unequal = question.task == "math" and not scores["em"]
-    if judge and answer and unequal:
-        grade = judge(question, answer)
-        return partly if grade == 1 else float(grade)
+    if grade and answer and unequal:
+        points = grade(question, answer)
+        return partly if points == 1 else float(points)
     return 2.0 * scores[metric]
 
 
@@ -353,20 +270,23 @@ def _ur2_fallback(trajectory: Trajectory, penalty: float) -> float:
 
 
 def ur2_choice(
-    trajectory: Trajectory, step: int, variant: str = "qwen_7b", terms: RewardTerms | None = None
+    trajectory: Trajectory,
+    step: int,
+    grade: Judge | None = None,
+    variant: str = "qwen_7b",
+    **of_stage2,
 ) -> RewardTerms:
     """R = stage 2 + a search bonus in steps 0 to 9 (3B: 0 to 14): 0.5 for n = 1, 1 for n ≥ 2.
 
     This is the "weak" stage 1 for multiple choice, where the model mostly knows the answer (UR²
-    appendix C.7). The reward ur2_weak is this formula, but allowed for every task. `terms` are
-    the terms of stage 2; by default ur2_stage2 computes them with its default arguments. In the
-    steps with a bonus, the 3B model's format term is −1 if no search had a word in its query,
-    however many other violations there are. The paper calls this "non-accumulative". On a question
+    appendix C.7). The reward ur2_weak is this formula, but allowed for every task. In the steps
+    with a bonus, the 3B model's format term is −1 if no search had a word in its query, however
+    many other violations there are. The paper calls this "non-accumulative". On a question
     that may not search there is neither a bonus nor this −1.
     >>> ur2_choice(example("ur2"), step=0)     # right, v = 0, f = 1, n = 2: 2 + 1 − 0.5 + 1 = 3.5
     {'answer': 2.0, 'format': 1.0, 'fallback': -0.5, 'retrieval': 1.0}
     """
-    terms = terms or ur2_stage2(trajectory)
+    terms = ur2_stage2(trajectory, grade, **of_stage2)
     if step >= UR2_CHOICE_STEPS[variant] or not trajectory.question.may_search:
         return terms | {"retrieval": 0.0}
     searched = [search for search in trajectory.searches if has_word(search.query)]
@@ -544,7 +464,7 @@ def when_to_search_stage2(
 
 
 def when_to_search_unified(
-    trajectory: Trajectory, correct: bool | None = None, *more
+    trajectory: Trajectory, correct: bool | None = None, embed: Embedder | None = None, beta=0.3
 ) -> RewardTerms:
     """R is that of stage 2 for a right answer and that of stage 1 for a wrong one. This is our
     reading of Table 2. With β = 0.3 and RC ≥ 4, a wrong answer earns more than a right one with as
@@ -554,7 +474,8 @@ def when_to_search_unified(
     {'format': 1.0, 'retrieval': 0.0, 'answer': -0.4}
     """
     right = is_right(trajectory, correct)
-    return (when_to_search_stage2 if right else when_to_search_stage1)(trajectory, right, *more)
+    stage = when_to_search_stage2 if right else when_to_search_stage1
+    return stage(trajectory, right, embed, beta)
 
 
 def _when_to_search(trajectory: Trajectory, embed: Embedder | None) -> RewardTerms:
@@ -681,8 +602,8 @@ GOOD_SUMMARY = 0.2
 
 def arena(
     trajectory: Trajectory,
-    answer_metric: str = "em",
     correct: bool | None = None,
+    answer_metric: str = "em",
     bonus: float = 10.0,
     relevance_reward: bool = True,
     punctuation: str = "underscore",
@@ -744,159 +665,147 @@ def cited(trajectory: Trajectory) -> set[int]:
 
 
 # ------------------------------------------------------------------------------------------ by name
-def _make_arena(punctuation: str) -> Callable:
-    """Makes an entry of REWARDS from ARENA's reward."""
-    return lambda t, s, step, e: arena(
-        t, s.answer_metric, e.correct, s.bonus, s.relevance_reward, punctuation
-    )
+# The beginning of a protocol's name -> whether a trajectory has the format of its paper. Those of
+# lab/baselines.py follow no paper's format: each with an answer counts.
+FORMATS: dict[str, Callable[[Trajectory], bool]] = {
+    "ur2": lambda trajectory: not ur2_violations(trajectory),
+    "r1_searcher": lambda trajectory: not r1_searcher_format(trajectory),
+    "r_search": r_search_format,
+    "search_r1": r_search_format,  # here it only checks for one answer box
+    "when_to_search": when_to_search_format,
+    "arena": arena_format,
+    "baseline": lambda trajectory: trajectory.answer is not None,
+}
 
 
-def _leaving_out(reward: Callable) -> Callable:
-    """Makes an entry of REWARDS without the term that `left_out` names, as "w/o r_s" in When to
-    Search's Table 4.
+def good_format(trajectory: Trajectory) -> bool:
+    """Tells whether a trajectory has its paper's format; evaluations report how many have."""
+    name = trajectory.protocol.name
+    return next(check(trajectory) for prefix, check in FORMATS.items() if name.startswith(prefix))
+
+
+# What a reward gets, besides --reward_args, if it has a parameter of this name:
+#   step           number of the training step
+#   correct        a judge's verdict on the answer; None: the metrics decide
+#   grade          (question, answer) -> a judge's grade of a math answer that equals no gold (UR²)
+#   reader_answer  the answer of a frozen model, from the evidence alone (R-Search)
+#   embed          queries -> vectors (When to Search)
+OUTSIDE = ("step", "correct", "grade", "reader_answer", "embed")
+# name -> the reward: (trajectory, what it needs of OUTSIDE, --reward_args) -> RewardTerms
+REWARDS: dict[str, Callable] = {
+    "ur2_stage1": ur2_stage1,
+    "ur2_stage2": ur2_stage2,
+    "ur2_choice": ur2_choice,
+    "ur2_weak": ur2_choice,  # allowed for any task, not only multiple choice
+    "r1_searcher_stage1": r1_searcher_stage1,
+    "r1_searcher_stage2": r1_searcher_stage2,
+    "r1_searcher_stage1_code": partial(r1_searcher_stage1, answer_metric="cem"),
+    "r1_searcher_stage2_llama": partial(r1_searcher_stage2, format_penalty=1.0),
+    "r_search": r_search,
+    "search_r1": search_r1,
+    "when_to_search_stage1": when_to_search_stage1,
+    "when_to_search_stage2": when_to_search_stage2,
+    "when_to_search_unified": when_to_search_unified,
+    "arena": arena,
+    "arena_code": partial(arena, punctuation="space"),
+}
+
+
+@dataclass
+class OtherModels:
+    """The other models that a reward asks. Each function gets all trajectories that were sampled
+    together (`rows`) in one call, so that a model gets one batch. By default no model is asked.
     """
-    return lambda t, s, step, e: {
-        name: term for name, term in reward(t, s, step, e).items() if name != s.left_out
-    }
+
+    verdicts: Callable = lambda rows: [None] * len(rows)  # returns `correct` of each row
+    readings: Callable = lambda rows: [""] * len(rows)  # returns `reader_answer` of each row
+    embedder: Callable = lambda rows: None  # returns `embed`
+    grader: Callable = lambda rows: None  # returns `grade`
+    # name in the log -> function that returns the value to log
+    stats: dict[str, Callable] = field(default_factory=dict)
 
 
-REWARDS |= {
-    "ur2_stage1": lambda t, s, step, e: ur2_stage1(
-        t, s.reward_variant, s.fallback_penalty, s.format_check
-    ),
-    "ur2_stage2": lambda t, s, step, e: ur2_stage2(
-        t, s.answer_metric, e.grade, s.fallback_penalty, s.format_check, s.partly
-    ),
-    # left_out="retrieval" removes the bonus for searching. It does not remove the −1 that variant
-    # qwen_3b gives in the same steps if no query contains a word (`ur2_choice`).
-    "ur2_choice": _leaving_out(
-        lambda t, s, step, e: ur2_choice(
-            t, step, s.reward_variant, REWARDS["ur2_stage2"](t, s, step, e)
-        )
-    ),
-    "r1_searcher_stage1": lambda t, s, step, e: r1_searcher_stage1(t),
-    "r1_searcher_stage2": lambda t, s, step, e: r1_searcher_stage2(t, s.answer_metric),
-    "r1_searcher_stage1_code": lambda t, s, step, e: r1_searcher_stage1(t, "cem"),
-    "r1_searcher_stage2_llama": lambda t, s, step, e: r1_searcher_stage2(t, s.answer_metric, 1.0),
-    "r_search": lambda t, s, step, e: r_search(t, e.reader_answer, s.evidence_reward),
-    "search_r1": lambda t, s, step, e: search_r1(t),
-    "when_to_search_stage1": _leaving_out(
-        lambda t, s, step, e: when_to_search_stage1(t, e.correct, e.embed, s.beta)
-    ),
-    "when_to_search_stage2": _leaving_out(
-        lambda t, s, step, e: when_to_search_stage2(t, e.correct, e.embed, s.beta)
-    ),
-    "when_to_search_unified": _leaving_out(
-        lambda t, s, step, e: when_to_search_unified(t, e.correct, e.embed, s.beta)
-    ),
-    "arena": _make_arena("underscore"),
-    "arena_code": _make_arena("space"),
-}
-REWARDS["ur2_weak"] = REWARDS["ur2_choice"]  # allowed for any task, not only multiple choice
-# Reward -> the things that it needs. From other models: a judge's grade or verdict (without a judge
-# the metrics decide), a reader, an embedder. From the questions: options, supporting references, no
-# multiple choice ("open"), or at least one question that may search ("searching"). From the
-# settings: a price of a search that is not too high ("price": β · max_searches below 2).
-NEEDS = {
-    "ur2_stage1": "searching",
-    "ur2_stage2": "grade",
-    "ur2_choice": "options",
-    "ur2_weak": "grade",
-    "r_search": "reader open",
-    "search_r1": "open",
-    "when_to_search_stage1": "verdict embedder open price",
-    "when_to_search_stage2": "verdict embedder open price",
-    "when_to_search_unified": "verdict embedder open",
-    "arena": "verdict supporting",
-    "arena_code": "verdict supporting",
-}
-# Reward -> the settings that it reads.
-READS = {
-    "ur2_stage1": "reward_variant fallback_penalty format_check",
-    "ur2_stage2": "answer_metric fallback_penalty format_check partly",
-    "ur2_choice": "answer_metric fallback_penalty format_check partly reward_variant left_out",
-    "ur2_weak": "answer_metric fallback_penalty format_check partly reward_variant left_out",
-    "r1_searcher_stage2": "answer_metric",
-    "r1_searcher_stage2_llama": "answer_metric",
-    "r_search": "evidence_reward",
-    "when_to_search_stage1": "beta left_out",
-    "when_to_search_stage2": "beta left_out",
-    "when_to_search_unified": "beta left_out",
-    "arena": "answer_metric bonus relevance_reward",
-    "arena_code": "answer_metric bonus relevance_reward",
-}
+def needs(settings) -> set[str]:
+    """Returns which names of OUTSIDE the reward needs under these settings."""
+    wanted = {*signature(REWARDS[settings.reward]).parameters} & {*OUTSIDE}
+    if not settings.reward_args.get("evidence_reward", True):
+        wanted.discard("reader_answer")
+    # A term that is left out (When to Search, table 4) needs no other model.
+    return wanted - {"answer": {"correct"}, "retrieval": {"embed"}}.get(settings.left_out, set())
+
+
+def reward_terms(name: str, trajectory: Trajectory, outside: dict, **reward_args) -> RewardTerms:
+    """Calls the reward `name`, with those of `outside` (OUTSIDE -> value) that it takes."""
+    known = signature(REWARDS[name]).parameters.keys() & outside.keys()
+    return REWARDS[name](trajectory, **{key: outside[key] for key in known}, **reward_args)
 
 
 def compute_rewards(
     trajectories: list[Trajectory], settings, step: int, others: OtherModels
 ) -> tuple[list[RewardTerms], list[bool]]:
     """Returns the terms of each trajectory's reward, and whether each answer is right."""
-    reward = REWARDS[settings.reward]
     verdicts = others.verdicts(trajectories)
     readings = others.readings(trajectories)
-    embed = others.embedder(trajectories)
-    grade = others.grader(trajectories)
-    reward_terms = []
-    correct = []
+    shared = {"step": step}
+    shared |= {"embed": others.embedder(trajectories), "grade": others.grader(trajectories)}
+    rewards = []
     for t, verdict, reading in zip(trajectories, verdicts, readings, strict=True):
-        extras = Extras(verdict, reading, embed, grade)
-        reward_terms.append(reward(t, settings, step, extras))
-        correct.append(is_right(t, verdict))
-    return reward_terms, correct
+        outside = shared | {"correct": verdict, "reader_answer": reading}
+        terms = reward_terms(settings.reward, t, outside, **settings.reward_args)
+        terms.pop(settings.left_out, None)
+        rewards.append(terms)
+    correct = [is_right(t, verdict) for t, verdict in zip(trajectories, verdicts, strict=True)]
+    return rewards, correct
 
 
-def needs(settings) -> set[str]:
-    """Returns what the reward needs under these settings, in the words of NEEDS."""
-    needed = {*NEEDS.get(settings.reward, "").split()}
-    if not settings.evidence_reward:
-        needed.discard("reader")
-    if not settings.relevance_reward:
-        needed.discard("supporting")
-    left_out = {"answer": {"verdict", "price"}, "retrieval": {"embedder"}}
-    return needed - left_out.get(settings.left_out, set())
-
-
-def check_reward(settings) -> RewardTerms:
-    """Checks that the reward fits the protocol. In stages 1 and 2 of When to Search, checks also
-    that the answer term of a wrong answer is always below that of a right one. Returns the terms
-    that the reward gives to an example trajectory.
+def check_reward(settings) -> None:
+    """Checks that the reward knows its arguments and fits the protocol. In stages 1 and 2 of When
+    to Search, checks also that the answer term of a wrong answer is always below that of a right
+    one.
     """
-    price = settings.beta * settings.max_searches  # searches change the answer term by at most this
-    # Answer terms: in stage 1 a wrong answer gets up to −1 + price and a right one 1; in stage 2 a
-    # right answer gets at least 1 − price and a wrong one −1.
-    if "price" in needs(settings) and price >= 2:
-        raise InputError(
-            f"--beta {settings.beta} times --max_searches {settings.max_searches} is {price:g}: it"
-            " must stay below 2, or a wrong answer can earn as much as a right one"
-        )
     if ":" in settings.reward:
         REWARDS[settings.reward] = own_reward(settings.reward)
-    return REWARDS[settings.reward](example(settings.protocol), settings, 0, Extras())
+    try:
+        compute_rewards([example(settings.protocol)], settings, 0, OtherModels())
+    except (TypeError, KeyError) as error:
+        known = [*signature(REWARDS[settings.reward]).parameters.keys() - {*OUTSIDE, "trajectory"}]
+        raise InputError(
+            f"--reward_args {settings.reward_args}: {error}; arguments of --reward "
+            f"{settings.reward} are {', '.join(sorted(known)) or 'none'}"
+        ) from None
+    staged = settings.reward in ("when_to_search_stage1", "when_to_search_stage2")
+    # Searches change the answer term by at most the price. In stage 1 a wrong answer gets up to
+    # −1 + price and a right one 1; in stage 2 a right answer at least 1 − price and a wrong one −1.
+    price = settings.reward_args.get("beta", 0.3) * settings.max_searches
+    if staged and settings.left_out != "answer" and price >= 2:
+        raise InputError(
+            f"--reward_args: beta times --max_searches {settings.max_searches} is {price:g}: it "
+            "must stay below 2, or a wrong answer can earn as much as a right one"
+        )
 
 
 def own_reward(name: str) -> Callable:
-    """Loads FILE.py:FUNCTION. The function gets a Trajectory and returns a dict of named numbers,
-    whose sum is the reward; the names must be equal for all trajectories. An error in the file
-    keeps its traceback.
+    """Loads FILE.py:FUNCTION. The function gets a Trajectory, what it names of OUTSIDE, and
+    --reward_args. It returns named numbers, whose sum is the reward; the names must be equal for
+    all trajectories.
     """
     file, _, function = name.rpartition(":")
     try:
-        defined = runpy.run_path(file)
-    except FileNotFoundError as error:
-        raise InputError(f"--reward {name}: {error}") from error
-    if function not in defined:
-        raise InputError(f"--reward {name}: there is no {function} in {file}")
+        reward = runpy.run_path(file)[function]
+    except (FileNotFoundError, KeyError) as error:
+        raise InputError(f"--reward {name}: not found: {error}") from None
     names = []
 
-    def compute(t: Trajectory, settings, step: int, extras: Extras) -> RewardTerms:
+    @wraps(reward)  # with its signature, which `needs` reads
+    def compute(trajectory: Trajectory, **given) -> RewardTerms:
         # The function gets a copy, so that it cannot change the tokens and the mask, which are
         # trained on. For 4,000 tokens this takes 0.4 ms; copy.deepcopy takes 1.7 ms.
-        terms = defined[function](pickle.loads(pickle.dumps(t)))
+        terms = reward(pickle.loads(pickle.dumps(trajectory)), **given)
         if not is_reward(terms) or sorted(terms) != sorted(names or terms):
             raise InputError(
-                f"--reward {name}, question {t.question.id}: {terms!r:.300} is not a reward: return"
-                " named numbers, such as {'answer': 1.0}, none beyond ±1e15, and the same names for"
-                f" every trajectory ({', '.join(names)})"
+                f"--reward {name}, question {trajectory.question.id}: {terms!r:.300} is not a "
+                "reward: return named numbers, such as {'answer': 1.0}, none beyond ±1e15, and the "
+                f"same names for every trajectory ({', '.join(names)})"
             )
         names[:] = terms
         return {term: float(terms[term]) for term in names}
@@ -905,38 +814,40 @@ def own_reward(name: str) -> Callable:
 
 
 def is_reward(terms: object) -> bool:
-    """Returns whether a user's function returned a dict of named numbers, at least one. The names
-    must be printable, because they are logged; the numbers must be within ±LARGEST_TERM, because
-    they are squared in fp32.
-    """
+    """Tells whether these are named numbers. They are squared in fp32, hence LARGEST_TERM."""
     if not isinstance(terms, dict) or not terms:
         return False
-    if not all(isinstance(name, str) and name.isprintable() for name in terms):
-        return False
-    return all(isinstance(x, int | float) and abs(x) <= LARGEST_TERM for x in terms.values())
+    pairs = terms.items()
+    return all(isinstance(k, str) and abs(x) <= LARGEST_TERM for k, x in pairs)
+
+
+# Reward -> what a question must have.
+QUESTIONS = dict.fromkeys(("arena", "arena_code"), "supporting")
+QUESTIONS |= {"ur2_choice": "options", "r_search": "open", "search_r1": "open"}
+QUESTIONS |= {name: "open" for name in REWARDS if name.startswith("when_to_search")}
 
 
 def check_questions(questions: list[Question], settings) -> list[Question]:
-    """Returns the questions unchanged. Raises an InputError if the reward needs searches and no
-    question may search, or if a question lacks something else that the reward needs. The error then
-    names the first such question.
+    """Returns the questions unchanged. Raises an InputError if the reward cannot score one of them,
+    or rewards searches although no question may search.
     """
-    needed = needs(settings)
-    searching = [question for question in questions if question.may_search]
-    if "searching" in needed and not searching:
+    needed = QUESTIONS.get(settings.reward)
+    if not settings.reward_args.get("relevance_reward", True):
+        needed = None
+    if settings.reward == "ur2_stage1" and not any(q.may_search for q in questions):
         raise InputError(
-            f"--reward {settings.reward} rewards searches, but no question is allowed to search:"
-            " change --retrieval, --recipe or --data, or take stage 2"
+            "--reward ur2_stage1 rewards searches, but no question is allowed to search: change"
+            " --retrieval, --recipe or --data, or take stage 2"
         )
     for question in questions:
         lacks = ""
-        if "supporting" in needed and not question.supporting:
+        if needed == "supporting" and not question.supporting:
             lacks = (
                 "names no supporting reference: add `supporting`, or give --variant no_relevance"
             )
-        elif "options" in needed and not question.options:
+        elif needed == "options" and not question.options:
             lacks = "has no options, and the --reward is for multiple choice: use --reward ur2_weak"
-        elif "open" in needed and question.task == "choice":
+        elif needed == "open" and question.task == "choice":
             lacks = "is multiple choice, and the --reward compares texts"
         if lacks:
             raise InputError(f"question {question.id} {lacks}")
@@ -983,13 +894,12 @@ def example(protocol: Protocol | str, answer: str = "Norland", searches: int = 2
 def main() -> None:
     print(f"{_QUESTION.question} Gold: Norland, from references 1 and 3.")
     print("Rewards of Norland after 0, 1 and 2 searches (ARENA: citations), then of Sudria.\n")
-    extras = Extras(reader_answer="Norland")
     for name, protocol in product(REWARDS, PROTOCOLS):
         if name.startswith(protocol):
             print(f"{name:24}", end="")
             for answer, searches in product(("Norland", "Sudria"), range(3)):
                 trajectory = example(protocol, answer, searches)
-                terms = REWARDS[name](trajectory, RewardSettings(), 0, extras)
+                terms = reward_terms(name, trajectory, {"step": 0, "reader_answer": "Norland"})
                 print(f"{sum(terms.values()):>+8.2f}", end="")
             print()
 

@@ -25,7 +25,6 @@ import bisect
 import contextlib
 import dataclasses
 import functools
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,9 +35,8 @@ from transformers import ByT5Tokenizer, GenerationConfig
 
 from data import Question, SearchRequest, SearchResult, truncate_texts
 from errors import InputError, bar, run_main, say_once
-from flags import RolloutSettings
+from papers import PROTOCOLS
 from prompts import (
-    PROTOCOLS,
     Protocol,
     build_prompt,
     frame_documents,
@@ -48,6 +46,7 @@ from prompts import (
     question_values,
     without_control,
 )
+from settings import Settings
 from trajectory import RejectedQuery, Search, Trajectory, show
 
 SearchFunction = Callable[[list[SearchRequest]], list[SearchResult]]
@@ -328,26 +327,21 @@ def encode(tokenizer, text: str) -> list[int]:
 
 
 # ------------------------------------------------------------------------------- run the searches
-def by_task(numbers: str) -> dict[str, int]:
-    """Parses "math=3072,choice=1536" into {"math": 3072, "choice": 1536}."""
-    return {task: int(number) for task, number in re.findall(r"(\w+)=(\d+)", numbers)}
-
-
 class Environment:
     """Does what follows the sampling of a turn: appends the turn, then runs its query and appends
     documents or a notice, or ends the trajectory.
     """
 
-    def __init__(self, tokenizer, protocol: Protocol, search, settings: RolloutSettings, context=0):
+    def __init__(self, tokenizer, protocol: Protocol, search, settings: Settings, context=0):
         """context: the limit on prompt and response, in tokens; 0 takes settings.max_context."""
-        limits = {"": settings.max_searches} | by_task(settings.task_searches)
+        limits = {"": settings.max_searches} | settings.task_searches
         self.protocol = dataclasses.replace(protocol, search_limits=limits)
         self.tokenizer = tokenizer
         self.search = search
         self.settings = settings
         self.max_context = context or settings.max_context
         self.held_out = False  # True during an evaluation within training
-        self.turn_tokens = by_task(settings.turn_tokens)
+        self.turn_tokens = settings.turn_tokens
         self.forbidden = protocol.tags  # tags to remove from documents
         # A search inserts documents, the tags around them (the frame) and perhaps a fallback
         # notice. All of these tokens need room in the context.
@@ -521,7 +515,7 @@ def main() -> None:
     letters, protocol = ByT5Tokenizer(), PROTOCOLS["when_to_search"]  # each byte is a token
     question = Question("demo", "In which country was Ana Bell born?", ["Norland"])
     result = SearchResult(text="Ana Bell was born in Kelmouth, Norland.")
-    settings = RolloutSettings(max_context=4096)
+    settings = Settings(max_context=4096)
     environment = Environment(letters, protocol, lambda _: [result], settings)
     row = Trajectory(question, protocol, build_prompt(protocol, question, letters))
     query = "Her birthplace decides. <search> Ana Bell birthplace </search>"

@@ -11,12 +11,11 @@ Left out: distilling a small summariser from a large one (lab/distil.py).
 """
 
 import re
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from data import Document, Question, SearchRequest, SearchResult
-from errors import run_main, setting
+from errors import run_main
 from formats.records import append_jsonl
 from prompts import (
     Protocol,
@@ -27,6 +26,7 @@ from prompts import (
     without_thinking,
 )
 from retriever import Found, Requests, Results, Summarize, show_all
+from settings import Settings
 
 # What the policy reads if `extract` gives neither a document nor the fallback. It is not "": for a
 # result with an empty text the policy is shown the documents. In the built-in world, whose models
@@ -38,24 +38,6 @@ MAX_QUERY_WORDS = 12
 # kip" (two units).
 _NAMELESS = "a an the he him his she her it its they them their this that".replace(" ", "|")
 _OF_A_NAME = re.compile(rf"\b(?:of|one)\s+(?!(?:{_NAMELESS})\b)[^\W\d]", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class SummarizerSettings:
-    summarizer: str = setting(
-        "none",
-        "what the policy reads: none = the documents; extractive = the best document if a query"
-        " (of at most 12 words, none an arithmetic sign) contains its title, else the fallback"
-        ' or "None"; a model = its notes on the'
-        " documents (http://host:port/v1#model, a HF directory or hub name);"
-        " math=MODEL,other=MODEL = a model per task",
-    )
-    fallback: bool = setting(
-        False, "let the model that writes notes reject queries, as in training", only="eval"
-    )
-    summary_sampling: str = setting(
-        "", "sampling of the notes: task=temperature/top_p/tokens,...", only="papers"
-    )
 
 
 def extract(requests: Requests, documents: Found, fallback: str = FALLBACK_TEXT) -> Results:
@@ -139,10 +121,10 @@ class LLMSummarizer:
           left out
     """
 
-    def __init__(self, llm, settings: SummarizerSettings, protocol: Protocol, log: str | Path = ""):
+    def __init__(self, llm, settings: Settings, protocol: Protocol, log: str | Path = ""):
         self.llm, self.protocol, self.log = llm, protocol, log
         self.fallback = settings.fallback
-        self.sampling = sampling_by_task(settings.summary_sampling)
+        self.sampling = settings.summary_sampling
         if log:
             append_jsonl(log, [])  # fails now if the file cannot be written
 
@@ -199,12 +181,6 @@ def summary_prompt(
     return make_messages(custom, instruction, fill(LAYOUT, values), values)
 
 
-def sampling_by_task(text: str) -> dict[str, tuple[float, float, int]]:
-    """Parses `summary_sampling`: "math=0.3/0.7/8192" becomes {"math": (0.3, 0.7, 8192)}."""
-    parts = re.findall(r"(\w+)=([\d.]+)/([\d.]+)/(\d+)", text)
-    return {task: (float(heat), float(top_p), int(tokens)) for task, heat, top_p, tokens in parts}
-
-
 # UR²'s own prompts ask for this heading before the notes; the text above it is dropped.
 _HEADING = re.compile(r"\*\*\s*Final Information\s*:?\s*\*\*:?", re.IGNORECASE)
 
@@ -252,7 +228,7 @@ def models_in(text: str) -> set[str]:
 
 
 def make_summarizer(
-    settings: SummarizerSettings, protocol: Protocol, llms: dict, log: str | Path = ""
+    settings: Settings, protocol: Protocol, llms: dict, log: str | Path = ""
 ) -> Summarize:
     """Returns a function that summarises each request's documents with the summariser of its task.
 

@@ -21,7 +21,8 @@ from errors import prepare_command, run_main
 if __name__ == "__main__":
     prepare_command()
 # isort: split
-from settings import Settings, parse_stages
+from flags import parse_stages
+from settings import Settings
 
 if __name__ == "__main__":
     run_main(parse_stages)  # a wrong flag is reported before torch is loaded

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 
 from data import Document, Question, harmless
 from errors import run_main
-from prompts import Protocol, as_protocol, find_answers, last_block, parse_query
+from papers import as_protocol
+from prompts import Protocol, find_answers, last_block, parse_query
 
 
 @dataclass(frozen=True)

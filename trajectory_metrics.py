@@ -12,7 +12,7 @@ from data import Document
 from metrics import normalize_answer, score_answer, summary_scores, tokenize
 from papers import paper_of
 from prompts import find_answers, find_blocks, number_documents
-from rewards import cited, relevance_of
+from rewards import cited, good_format, relevance_of
 from rollout import encode
 from trajectory import Search, Segment, Trajectory
 
@@ -39,7 +39,7 @@ def paper_metrics(t: Trajectory, em: float) -> dict[str, float]:
     """Returns metrics that only evaluation has: format, evidence, citations, a summary's ROUGE."""
     question = t.question
     protocol = t.protocol
-    numbers = {"format": float(paper_of(protocol.name).good_format(t))}
+    numbers = {"format": float(good_format(t))}
     if question.task == "summary":
         numbers |= summary_scores(t.answer, question.answers)
     if protocol.evidence_tags:

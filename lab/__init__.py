@@ -5,30 +5,33 @@ imported.
 import contextlib
 import sys
 from collections.abc import Collection, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 
-from errors import FlagParser, check_value, prepare_command
+from errors import FlagParser, prepare_command
+from settings import check_value
 
 if sys.argv[0] == "-m":  # true while python -m lab.NAME imports this package
     prepare_command()
-from settings import add_flags, check_limits, named_in
+from flags import add_flags, named_in
+from settings import Settings, check_limits
 
 
 def parse_flags(
-    command: str, record: type, arguments: list | None, others=(), methods=(), only="eval"
+    command: str, record: type, arguments: list | None, with_settings=False, methods=(), only="eval"
 ) -> tuple:
     """Returns (an instance of `record`, a dict of the other arguments that were given). The flags
-    are the fields of `record` and of the records in `others`, except each field whose setting has
-    an `only` (errors.setting) that differs from the argument `only`, "eval" or "train". If there
-    are `methods`, the positional argument `method` must be one of them.
+    are the fields of `record` and, `with_settings`, those of Settings that `only` ("eval" or
+    "train") names. If there are `methods`, the positional argument `method` must be one of them.
     """
     parser = FlagParser(command, description=record.__doc__)
     if methods:
         parser.add_argument("method", choices=methods)
-    add_flags(parser, (record,), record(), only)
-    add_flags(parser, others, named_in(arguments), only)
+    add_flags(parser, record, record(), only)
+    if with_settings:
+        add_flags(parser, Settings, named_in(arguments), only)
     given = vars(parser.parse_args(arguments))
-    options = record(**{f.name: given.pop(f.name, f.default) for f in fields(record)})
+    names = given.keys() & {f.name for f in fields(record)}
+    options = replace(record(), **{name: given.pop(name) for name in names})
     for f in fields(record):
         if f.metadata.get("needed") and not getattr(options, f.name):
             parser.error(f"--{f.name} is missing")

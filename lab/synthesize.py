@@ -31,7 +31,7 @@ from typing import ClassVar
 
 from curriculum import bucket_of_mean
 from data import Question, load_questions
-from errors import InputError, run_main, setting
+from errors import InputError, run_main
 from formats.records import append_jsonl, finished_records
 from lab import interruptible, parse_flags
 from metrics import choice_letter, normalize_answer
@@ -39,6 +39,7 @@ from other_models.judge import read_verdict
 from other_models.llm import Request, load_llm
 from policy import best_device
 from prompts import question_text
+from settings import setting
 
 Questions = list[Question]
 OPTIONS = range(4, 11)  # allowed numbers of options
@@ -87,7 +88,7 @@ class SynthesizeSettings:
     timeout: float = setting(
         60.0, "time limit in seconds of one try of a request to a server", above=0, most=86_400
     )
-    in_8bit: ClassVar[str] = ""  # load_llm reads this and output_dir
+    load_in_8bit: ClassVar[bool] = False  # load_llm reads this and output_dir
     output_dir: ClassVar[str] = "runs"
 
 

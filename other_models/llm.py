@@ -36,7 +36,6 @@ from transformers import TopPLogitsWarper
 
 from data import clean
 from errors import InputError
-from flags import frozen_in_8bit
 from policy import evaluating, frozen_options, load_tokenizer, load_whole, loading
 from prompts import without_control, without_thinking
 from retrievers.net import Fault, RejectedRequest, fetch_json, host_of, retrying, shown
@@ -79,7 +78,7 @@ def load_llm(spec: str, settings, *, max_tokens=256, device="cpu") -> LLM:
         tokenizer = load_tokenizer(spec, getattr(settings, "chat_template", ""))
         # `load_policy` would reject model families that cannot be trained here.
         with loading("causal LM", spec):
-            model = load_whole(spec, frozen_options(device, "others" in frozen_in_8bit(settings)))
+            model = load_whole(spec, frozen_options(device, settings.load_in_8bit))
         model.eval().requires_grad_(False)
     except InputError as error:
         raise InputError(str(error).removeprefix("--model ")) from None  # --model is not at fault

@@ -12,7 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from statistics import fmean, median, variance
 
-from settings import Settings, in_built_in_world
+from flags import in_built_in_world
+from settings import Settings
 
 PATIENCE = 3  # the condition of most alarms must hold for this many steps in a row
 WINDOW = 10  # steps that `shift` and `spikes` look back on

@@ -27,22 +27,22 @@ from engines.sampling import to_sample_with, wants_copy
 from engines.server import Fleet, generate_on_server, start_thread, to_serve
 from engines.slots import generate_in_slots
 from errors import InputError, raise_terminated, rank_of
-from flags import frozen_in_8bit, on_servers
+from flags import in_built_in_world, on_servers, stage_folder
 from other_models.judge import Judge, math_grader
 from other_models.llm import LLM, LocalLLM, load_llm
 from other_models.reader import readings_of
-from papers import paper_of
+from papers import PROTOCOLS, paper_of
 from plumbing.files import prompt_sections, starting_model
 from plumbing.questions import hold_out, load_documents, training_questions
 from policy import Policy, load_policy, make_optimizer
-from prompts import PROTOCOLS, Protocol
+from prompts import Protocol
 from retriever import make_retriever, make_search
 from retrievers.dense import Encoder
-from rewards import OtherModels, check_questions, tfidf_embedder
+from rewards import OtherModels, check_questions, needs, tfidf_embedder
 from rollout import Environment, SearchFunction, check_prompts, context_of, generate_by_turns
 from scale.lora import add_lora, check_peft
 from scale.shards import asked_for, check_alike, check_shardable, shard
-from settings import Settings, asked_of_others, in_built_in_world, stage_folder
+from settings import Settings
 from summarizer import FALLBACK_TEXT, SUMMARY_LOG, make_summarizer, models_in
 from trajectory import Trajectory
 from update import TrainState, updates_of
@@ -106,18 +106,20 @@ def build_other_models(settings: Settings, documents: list[Document], device) ->
     server is probed, before the first rollout: the judge if --judge is set, reader and embedder if
     the reward needs them.
     """
-    others, needed = OtherModels(), asked_of_others(settings)
+    others, needed = OtherModels(), needs(settings)
+    if settings.algorithm == "dapo" and settings.filter_by == "correct":
+        needed |= {"correct"}
     if judge := build_judge(settings, device):
         others.stats["judge_unreadable"] = lambda: judge.unreadable / max(1, judge.asked)
-        if "verdict" in needed:
+        if "correct" in needed:
             others.verdicts = lambda rows: judge.verdicts([(t.question, t.answer) for t in rows])
         if "grade" in needed:
             others.grader = partial(math_grader, judge=judge)
-    if "reader" in needed:
+    if "reader_answer" in needed:
         reader = build_reader(settings, device)
         others.stats["reader_failures"] = lambda: reader.failures
         others.readings = partial(readings_of, reader=reader, whole=settings.whole_reply)
-    if "embedder" in needed:
+    if "embed" in needed:
         others.embedder = build_embedder(settings, documents, device)
     return others
 
@@ -347,7 +349,8 @@ def build_state(settings: Settings) -> TrainState:
     log = "" if settings.dry_run else str(Path(settings.output_dir, SUMMARY_LOG))
     # This may encode for hours: in `local_main_process_first` the waiting processes would time out.
     search = build_search(dataclasses.replace(settings, fallback=True), documents, device, log)
-    in_8bit, served = "base" in frozen_in_8bit(settings), on_servers(settings)
+    in_8bit = bool(settings.load_in_8bit and settings.lora_rank)
+    served = on_servers(settings)
     # A resumed LoRA run loads the weights that it began with; trainer.pt has the trained adapters.
     path = first_model(settings) if settings.lora_rank else start
     with accelerator.local_main_process_first():  # the first process makes the built-in models
@@ -441,6 +444,6 @@ def load_reference(settings: Settings, device) -> Policy | None:
     """
     if not settings.kl_coef or settings.lora_rank:
         return None
-    in_8bit = "reference" in frozen_in_8bit(settings)
-    reference, _ = load_model(settings, first_model(settings), device, True, in_8bit)
+    path = first_model(settings)
+    reference, _ = load_model(settings, path, device, True, settings.load_in_8bit)
     return reference.eval().requires_grad_(False)

@@ -16,6 +16,7 @@ import torch
 from accelerate.utils import gather_object
 
 from errors import InputError, Terminated, check_output, raise_terminated
+from flags import saved_settings, shown_settings, stage_folder
 from plumbing.alarms import MOST_FAILED
 from plumbing.build import make_accelerator
 from plumbing.files import (
@@ -30,7 +31,7 @@ from plumbing.files import (
 from policy import save_policy
 from scale.lora import load_lora, lora_state
 from scale.shards import in_parts, load_moments, load_weights, whole_moments, whole_weights
-from settings import Settings, saved_settings, shown_settings, stage_folder
+from settings import Settings
 from update import TrainState
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)

@@ -23,6 +23,7 @@ import torch
 from tqdm import tqdm
 
 from errors import InputError, raise_terminated, slow_step
+from flags import stage_folder
 from formats.manifest import wrong_with
 from formats.records import (
     append_jsonl,
@@ -36,12 +37,13 @@ from formats.records import (
     writing,
 )
 from formats.trajectories import append_trajectories, cut_trajectories
+from papers import PROTOCOLS
 from plumbing.alarms import alarms
 from plumbing.dry_run import report
 from plumbing.record import step_records
 from policy import Batch, check_model_path
-from prompts import NEEDED, OPTIONAL, PROTOCOLS, SECTIONS, gaps_of
-from settings import Settings, stage_folder
+from prompts import NEEDED, OPTIONAL, SECTIONS, gaps_of
+from settings import Settings
 from trajectory import Trajectory, show
 
 SHOW_EVERY = 5  # steps between decoded trajectories on the console

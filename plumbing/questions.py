@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import random
 
-from curriculum import parse_shares
 from data import (
     Document,
     Question,
@@ -22,11 +21,12 @@ from data import (
     load_questions,
 )
 from errors import InputError
-from papers import paper_of
-from prompts import PROTOCOLS, check_references
+from flags import in_built_in_world
+from papers import PROTOCOLS, paper_of
+from prompts import check_references
 from retriever import make_retriever, retrieve
 from retrievers.net import Fault
-from settings import Settings, in_built_in_world
+from settings import Settings
 from world.world import LOOK_UPS, World
 
 
@@ -128,7 +128,7 @@ def built_in_questions(settings: Settings, split: str) -> list[Question]:
     questions, 240 per kind: the copies have the kind "direct" and may not search.
     """
     questions = world_questions(settings, split)
-    if "direct" in parse_shares(settings.mix, "--mix"):
+    if "direct" in settings.mix:
         for kind in sorted({question.kind for question in questions}):
             direct = [
                 dataclasses.replace(question, source="direct", may_search=False)

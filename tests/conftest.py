@@ -36,13 +36,14 @@ from transformers import (
 import train
 from data import Question
 from errors import InputError, run_main, say_once
+from flags import parse
 from formats.manifest import seal
-from papers import paper_of
+from papers import PROTOCOLS, as_protocol, paper_of
 from plumbing import build
 from policy import Policy, save_policy
-from prompts import PROTOCOLS, as_protocol, build_prompt, frame_documents
+from prompts import build_prompt, frame_documents
 from rollout import Environment, context_of, rollout
-from settings import Settings, parse
+from settings import Settings
 from sft import Example, SFTSettings, example_of, train_sft
 from world.toy import NOTE, make_model, make_tokenizer, shape
 from world.world import World

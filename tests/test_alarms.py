@@ -13,9 +13,9 @@ from test_trajectories import needs_node, run_page
 import train
 from data import Document, Question
 from errors import InputError
+from papers import PROTOCOLS
 from plumbing import build, dry_run
 from plumbing.alarms import ADVICE, PATIENCE, alarms, hint_at_cold_start, shift, spikes
-from prompts import PROTOCOLS
 from rewards import example
 from settings import Settings
 from trajectory import Search, Trajectory

@@ -11,13 +11,13 @@ from conftest import message
 
 from data import Document, Question, SearchRequest
 from errors import InputError
-from papers import RECIPES
+from flags import resolve, stage_folder
+from papers import PROTOCOLS
 from plumbing import build
 from plumbing import questions as questions_file
 from plumbing.files import checkpoints, prompt_sections, settings_text
-from prompts import PROTOCOLS
 from rewards import check_questions
-from settings import Settings, resolve, stage_folder
+from settings import RECIPES, Settings
 from summarizer import FALLBACK_TEXT
 from world.world import LOOK_UPS
 

@@ -24,14 +24,13 @@ from coldstart import (
     write_traces,
 )
 from data import Document, Hop, Question, SearchResult, load_questions
-from flags import RolloutSettings
+from flags import saved_settings
 from formats.records import write_records
-from papers import PAPERS, paper_of
+from papers import PAPERS, PROTOCOLS, paper_of
 from policy import Policy, save_policy
-from prompts import PROTOCOLS
 from retriever import BM25, make_search
 from rollout import Environment, decode
-from settings import saved_settings
+from settings import Settings
 
 DOCUMENTS = [
     Document("a", "Storm", "Storm is a film. It was directed by Ana Bell in 1934."),
@@ -48,7 +47,7 @@ SEARCHING = sorted({name for name in SEARCHING if PROTOCOLS[name].query_tags})
 
 
 def environment(tokenizer, protocol="ur2", **named):
-    settings = RolloutSettings(**{"max_context": 4096, "document_tokens": 200} | named)
+    settings = Settings(**{"max_context": 4096, "document_tokens": 200} | named)
     search = make_search(BM25(DOCUMENTS, title_boost=4), k=1)
     return Environment(tokenizer, PROTOCOLS[protocol], search, settings)
 

@@ -7,11 +7,12 @@ import pytest
 
 from data import Document, Question
 from errors import InputError
+from flags import parse, resolve
 from other_models.judge import Judge, add_verdicts
 from other_models.reader import add_reader
 from plumbing import build
 from rewards import compute_rewards, example
-from settings import Settings, parse, resolve
+from settings import Settings
 from trajectory import RejectedQuery, Search, trajectory_from_text
 from trajectory_metrics import search_metrics, token_metrics, trajectory_metrics, without_thinking
 

@@ -8,7 +8,8 @@ from test_page import CONTRAST, browser, pytestmark
 
 import kl
 from lab import golden
-from rewards import REWARDS, Extras, RewardSettings, example
+from rewards import REWARDS, Extras, example
+from settings import Settings
 from trajectory import trajectory_from_text
 
 PAGE = golden.PAGE.absolute()
@@ -81,7 +82,7 @@ def test_the_rewards_belong_to_the_transcript_on_the_page(viewer, seed):
         trajectory = trajectory_from_text(QUESTION, text, protocol, fallbacks)
         extras = Extras(reader_answer=trajectory.evidence)
         for name in (name for name in REWARDS if name.startswith(protocol)):
-            terms = REWARDS[name](trajectory, RewardSettings(), 0, extras)
+            terms = REWARDS[name](trajectory, Settings(), 0, extras)
             assert viewer.run(f"looked_up('{name}')") == pytest.approx(terms), name
     assert set(viewer.run("Object.keys(DATA.rewards)")) == set(REWARDS)
 

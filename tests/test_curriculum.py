@@ -19,9 +19,9 @@ from curriculum import (
     read_difficulty,
 )
 from data import Question
+from flags import resolve
 from lab.difficulty import bucket_of_first_success
-from papers import RECIPES
-from settings import Settings, resolve
+from settings import RECIPES, Settings
 
 SEVEN_TWO_ONE = "hard=7,medium=2,easy=1"
 MEDIUM = ("medium0", "medium1", "medium2")

@@ -17,13 +17,12 @@ from conftest import chat_server, rows_of
 
 import rollout
 import train
-from flags import ALGORITHMS
-from papers import PAPERS
+from flags import resolve
+from papers import PAPERS, PROTOCOLS
 from policy import Batch, Policy, save_policy
-from prompts import PROTOCOLS
 from retriever import BM25
-from rewards import REWARDS, Extras, example
-from settings import Settings, resolve
+from rewards import example, reward_terms
+from settings import ALGORITHMS, Settings
 from update import ALGORITHMS as FORMULAS
 from world.toy import make_model, make_tokenizer
 from world.world import World
@@ -61,7 +60,8 @@ def rewards() -> dict:
     for reward, protocol in protocols.items():
         for answer, searches in product(("Norland", "Kaldor"), range(3)):
             row = example(PROTOCOLS[protocol], answer, searches)
-            terms = REWARDS[reward](row, Settings(), 3, Extras(None, "Norland", embed, None))
+            outside = {"step": 3, "reader_answer": "Norland", "embed": embed}
+            terms = reward_terms(reward, row, outside)
             found[f"{reward} {answer} {searches}"] = terms
     return found
 

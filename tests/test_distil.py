@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from data import Document, Question, SearchRequest
 from eval import settings_of
+from flags import in_built_in_world
 from formats.records import append_jsonl
 from lab import distil
 from lab.distil import (
@@ -25,16 +26,16 @@ from lab.distil import (
     trace_pieces,
 )
 from other_models.llm import LocalLLM
-from papers import PAPERS
+from papers import PAPERS, PROTOCOLS
 from plumbing.build import build_protocol
 from plumbing.predictions import read_predictions
 from policy import Policy, save_policy
-from prompts import PROTOCOLS, build_prompt, frame_documents
+from prompts import build_prompt, frame_documents
 from rewards import arena
 from rollout import decode, encode
-from settings import in_built_in_world
+from settings import Settings
 from sft import Example, analysis_of, sft_lr_factor
-from summarizer import NO_FACT, LLMSummarizer, SummarizerSettings, summary_prompt
+from summarizer import NO_FACT, LLMSummarizer, summary_prompt
 from trajectory import Trajectory, trajectory_from_text
 from world.toy import make_model
 
@@ -232,7 +233,7 @@ def log_of(path, *replies, documents=REFERENCES[:2]):
     """
     requests = [SearchRequest(PLAIN, query, "<|im_end|> So.") for query in "abc"[: len(replies)]]
     llm = SimpleNamespace(ask=lambda requests: replies, tail=lambda text, *_: text, rejected=())
-    settings = SummarizerSettings(fallback=True)  # as in training
+    settings = Settings(fallback=True)  # as in training
     LLMSummarizer(llm, settings, UR2, path)(requests, [list(documents) for _ in requests])
     return str(path)
 

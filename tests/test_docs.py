@@ -22,7 +22,8 @@ import pytest
 from conftest import TRUST, injected, trust_rows
 from law import python_files
 
-from papers import PAPERS, Paper, record_of
+from papers import PAPERS, record_of
+from papers.paper import Paper
 from plumbing.alarms import ADVICE
 from settings import Settings
 

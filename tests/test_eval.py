@@ -19,15 +19,16 @@ import train
 from data import Document, Question
 from errors import InputError
 from eval import Evaluation, Options, last_checkpoint, settings_of
+from flags import check_settings, stage_folder
+from papers import PROTOCOLS
 from plumbing import build
 from plumbing.exam import prediction_metrics
 from plumbing.predictions import score_command
 from plumbing.questions import evaluation_questions, training_questions, with_retrieved
-from prompts import PROTOCOLS
 from retrievers.controls import make_control
 from retrievers.net import Fault
 from rewards import example
-from settings import Settings, check_settings, stage_folder
+from settings import Settings
 from trajectory import trajectory_from_text
 from world.world import KINDS
 

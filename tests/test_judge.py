@@ -15,7 +15,7 @@ from other_models.judge import (
     pair_text,
     read_verdict,
 )
-from prompts import PROTOCOLS
+from papers import PROTOCOLS
 from rewards import is_right, matches, ur2_stage2
 from trajectory import trajectory_from_text
 

@@ -18,13 +18,13 @@ import eval as evaluation
 import train
 from curriculum import exact_counts
 from data import SearchResult
+from flags import parse
 from formats.records import finished_records
 from lab import difficulty
 from plumbing import build
 from plumbing.build import build_state
 from plumbing.files import checkpoints
 from plumbing.report import summarise
-from settings import parse
 
 pytestmark = pytest.mark.slow
 

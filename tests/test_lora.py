@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from test_shards import start, steps_of_one_and_two
 from transformers import AutoModelForCausalLM
 
-from flags import PolicySettings
 from policy import Policy, load_policy, make_optimizer, save_policy
 from scale.lora import add_lora, load_lora, lora_state, merged_weights, without_lora
+from settings import Settings
 
 needs_peft = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None, reason="the extra peft is not installed"
@@ -22,7 +22,7 @@ pytestmark = needs_peft
 # the hidden size, the width of keys and values, and of the feed-forward layer; the rank: α / r is
 # 16 / 4 = 4
 H, KV, FF, R = 32, 16, 48, 4
-LORA = PolicySettings(lora_rank=R)
+LORA = Settings(lora_rank=R)
 
 
 def make_policy(vocab_size=50, tied=False) -> Policy:

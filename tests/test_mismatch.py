@@ -17,8 +17,9 @@ import dapo
 import grpo
 import ppo
 import train
+from flags import parse
 from plumbing.build import build_state
-from settings import Settings, parse
+from settings import Settings
 
 # A line has the mode, log ρ of the five tokens of a row (nan: a masked token) and their weights.
 # They were computed by hand from the definitions: exp(0.3) = 1.3498588, and the products of rows

@@ -5,7 +5,7 @@ from conftest import message
 
 from data import Question
 from lab.moments import main, searched, shows_most
-from prompts import PROTOCOLS
+from papers import PROTOCOLS
 from trajectory import Search, Trajectory
 
 

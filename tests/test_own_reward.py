@@ -7,9 +7,9 @@ from conftest import command_line, of_fault, rows_of, settings_for
 
 import eval as evaluation
 import train
+from flags import parse
 from plumbing.files import checkpoints
 from rewards import REWARDS, example, own_reward
-from settings import parse
 
 SHORT = """
 from metrics import exact_match

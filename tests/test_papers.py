@@ -6,11 +6,11 @@ import pytest
 
 import papers
 from errors import InputError
+from flags import resolve
 from metrics import PUNCTUATION
-from papers import PAPERS, RECIPES, paper_of, record_of
-from prompts import PROTOCOLS
+from papers import PAPERS, PROTOCOLS, paper_of, record_of
 from rewards import example
-from settings import Settings, resolve
+from settings import RECIPES, Settings
 from world.world import KINDS
 
 EVERYWHERE = [(name, stage) for name in RECIPES for stage in RECIPES[name]]

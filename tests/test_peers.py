@@ -23,9 +23,9 @@ import torch
 
 import kl
 import ppo
+from flags import resolve
 from metrics import summary_scores
 from policy import Batch
-from settings import resolve
 from update import ALGORITHMS
 
 VERL, TRL = (importlib.util.find_spec(name) for name in ("verl", "trl"))

@@ -8,10 +8,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConf
 
 import policy as policy_file
 from errors import InputError
+from flags import resolve
 from lab import plan
 from lab.plan import GIB, MOMENTS, Case, Shape, config_of, frozen_bytes
 from policy import Policy, make_optimizer
-from settings import Settings, resolve
+from settings import Settings
 
 SEVEN = Shape(config_of("7B"))
 PLAIN = Settings(tokens_per_micro_batch=1032, max_context=129, kl_coef=0.0, algorithm="grpo")

@@ -27,12 +27,13 @@ from test_lora import needs_peft
 
 import train
 from errors import InputError
+from flags import in_built_in_world, parse, parse_stages, saved_settings
 from formats.manifest import seal
 from plumbing import build
 from plumbing.build import build_state, check_processes
 from plumbing.files import checkpoints, console_line, settings_text
 from policy import load_policy
-from settings import Settings, in_built_in_world, parse, parse_stages, saved_settings
+from settings import Settings
 
 
 def test_the_console_line_names_errors_and_skipped_updates():

@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import policy as policy_file
-from flags import PolicySettings
 from policy import (
     Policy,
     check_model_path,
@@ -28,6 +27,7 @@ from policy import (
     unrounded_logits,
 )
 from scale.packing import micro_batches
+from settings import Settings
 
 VOCABULARY = 50
 SIZES = small(vocab_size=VOCABULARY, initializer_range=0.2)
@@ -218,7 +218,7 @@ def test_a_loaded_model_has_no_dropout(tmp_path, bpe):
 def test_gradient_checkpointing_changes_no_gradient(saved):
     grads = []
     for flag in (False, True):
-        policy, _ = load_policy(str(saved), settings=PolicySettings(gradient_checkpointing=flag))
+        policy, _ = load_policy(str(saved), settings=Settings(gradient_checkpointing=flag))
         model = policy.language_model
         assert model.model.layers[0].gradient_checkpointing == flag and model.training
         grads.append(gradients(policy, policy(make_tokens()).sum()))

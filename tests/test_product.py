@@ -16,11 +16,11 @@ from transformers import Qwen2Config
 import train
 from data import load_questions
 from errors import InputError
-from papers import PAPERS, paper_of, record_of
+from flags import parse, resolve
+from papers import PAPERS, PROTOCOLS, paper_of, record_of
 from policy import Policy, save_policy
-from prompts import PROTOCOLS
 from rewards import needs
-from settings import Settings, parse, resolve
+from settings import Settings
 from sft import SFTSettings, train_sft
 from summarizer import models_in
 from update import ALGORITHMS

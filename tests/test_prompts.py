@@ -9,9 +9,8 @@ import pytest
 import prompts
 from data import Document, Question, strip_tags
 from errors import InputError
+from papers import PROTOCOLS, as_protocol
 from prompts import (
-    PROTOCOLS,
-    as_protocol,
     build_prompt,
     find_answers,
     find_blocks,

@@ -26,13 +26,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import coldstart
 import train
 from engines.slots import generate_in_slots
-from flags import RolloutSettings
 from lab.real import model_from_package
-from papers import PAPERS, paper_of
+from papers import PAPERS, PROTOCOLS, paper_of
 from policy import Policy, collate, load_policy, load_tokenizer, save_policy
-from prompts import PROTOCOLS, Protocol, build_prompt
+from prompts import Protocol, build_prompt
 from retriever import BM25, make_search
 from rollout import Environment, StopRule, decode, encode, generate_by_turns, rollout
+from settings import Settings
 from world.world import World
 
 pytestmark = pytest.mark.real
@@ -49,7 +49,7 @@ def brief(name: str) -> Protocol:
 def environment(tokenizer, protocol, k=1, **named) -> Environment:
     """Returns an environment in which a search finds k passages."""
     search = make_search(BM25(WORLD.documents, title_boost=4), k=k)
-    settings = RolloutSettings(**{"max_context": 4096, "max_searches": 2} | named)
+    settings = Settings(**{"max_context": 4096, "max_searches": 2} | named)
     return Environment(tokenizer, protocol, search, settings)
 
 

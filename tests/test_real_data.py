@@ -8,12 +8,12 @@ import pytest
 from conftest import message
 
 from data import Document, load_questions
-from flags import RolloutSettings
 from formats.records import write_records
 from lab import real
-from prompts import PROTOCOLS
+from papers import PROTOCOLS
 from retriever import BM25, make_search
 from rollout import Environment
+from settings import Settings
 
 # Film n has director n, who was born in city n; all directors but one have a father.
 FILMS = [
@@ -77,7 +77,7 @@ def test_training_questions_are_drawn_evenly_by_relation_and_can_be_answered(tmp
     texts = {n: "somebody" if n == 4 else "x" for n in range(30)}
     documents = [Document(str(n), f"S{n}", f"father, date of birth: {texts[n]}") for n in texts]
     search = make_search(BM25(documents), k=1)
-    place = Environment(bpe, PROTOCOLS["ur2"], search, RolloutSettings(max_context=4096))
+    place = Environment(bpe, PROTOCOLS["ur2"], search, Settings(max_context=4096))
     real.prepare(tmp_path, tmp_path, place)
     cold, rl = (load_questions(tmp_path / f"{name}.jsonl") for name in ("cold", "rl"))
     # A quarter of 35, because those that compare are left out; S4 has two questions.

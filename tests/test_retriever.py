@@ -13,20 +13,14 @@ from rank_bm25 import BM25Okapi
 
 from data import Document, Question
 from errors import InputError
+from flags import check_settings
 from formats.records import append_jsonl
 from metrics import tokenize
-from retriever import (
-    BM25,
-    SMALL_IDF,
-    RetrieverSettings,
-    main,
-    make_retriever,
-    top,
-)
+from retriever import BM25, SMALL_IDF, main, make_retriever, top
 from retrievers.controls import EmptyRetriever, OracleRetriever, RandomRetriever
 from retrievers.remote import HttpRetriever
 from retrievers.serve import RetrievalServer, check, command
-from settings import Settings, check_settings
+from settings import Settings
 
 
 def documents(*texts):
@@ -168,7 +162,7 @@ def test_the_oracle_returns_the_gold_documents_and_counts_them_from_one():
 
 
 def make(name, corpus, *more, **settings):
-    return make_retriever(corpus, RetrieverSettings(retriever=name, **settings), *more)
+    return make_retriever(corpus, Settings(retriever=name, **settings), *more)
 
 
 def test_retrievers_are_made_by_name():
@@ -199,7 +193,7 @@ def test_training_searches_the_web_only_through_a_server():
 
 def test_bm25_and_http_load_no_torch():
     code = (
-        "import sys; from retriever import RetrieverSettings as S, make_retriever as m, INVENTED\n"
+        "import sys; from retriever import Settings as S, make_retriever as m, INVENTED\n"
         "m(INVENTED, S()).search(['a'], 1)\n"
         "try: m([], S(retriever='http', retriever_url='http://127.0.0.1:9'))\n"
         "except Exception as e: print('torch' in sys.modules, e)"

@@ -16,11 +16,11 @@ import trajectory_metrics
 from data import Document, Question, load_questions
 from errors import InputError
 from metrics import f1_score
-from prompts import PROTOCOLS, Protocol, tag_pair
+from papers import PROTOCOLS
+from prompts import Protocol, tag_pair
 from rewards import (
     REWARDS,
     Extras,
-    RewardSettings,
     arena,
     check_reward,
     count_valid_searches,
@@ -38,6 +38,7 @@ from rewards import (
     when_to_search_stage2,
     when_to_search_unified,
 )
+from settings import Settings
 from trajectory import RejectedQuery, Search, Segment, trajectory_from_text
 
 QA = Question("1", "In which country was Ana Bell born?", ["Norland"])
@@ -781,7 +782,7 @@ def test_a_summary_earns_its_mean_rouge_and_from_one_fifth_also_the_bonus():
 
 def make_settings(**changes):
     """Returns settings that hold the fields of several records, as the command line makes them."""
-    settings = {**vars(RewardSettings()), "protocol": "ur2", "max_searches": 4, **changes}
+    settings = {**vars(Settings()), "protocol": "ur2", "max_searches": 4, **changes}
     return SimpleNamespace(**settings)
 
 

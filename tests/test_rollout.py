@@ -19,9 +19,9 @@ from transformers import ByT5Tokenizer, GenerationConfig
 from data import Document, Question, SearchResult
 from engines.slots import generate_in_slots, obstacle
 from errors import InputError
-from papers import paper_of
+from papers import PROTOCOLS, paper_of
 from policy import Policy, collate
-from prompts import PROTOCOLS, build_prompt, frame_documents
+from prompts import build_prompt, frame_documents
 from rewards import ur2_violations
 from rollout import (
     MIN_DOCUMENT_TOKENS,

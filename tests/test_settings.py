@@ -15,11 +15,12 @@ import settings
 import train
 import update
 from errors import InputError
+from flags import check_settings, parse, resolve
 from lab.ablate import ARMS
 from lab.ablate import settings_of as arm_settings
-from papers import PAPERS, RECIPES, record_of
+from papers import PAPERS, record_of
 from rewards import REWARDS, Extras, example
-from settings import RECORDS, Settings, check_settings, parse, resolve
+from settings import RECIPES, RECORDS, Settings
 
 FIELDS = {f.name: f for f in dataclasses.fields(Settings)}
 TRAIN = {n: f for n, f in FIELDS.items() if f.metadata.get("only", "train") == "train"}

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 import ppo
 from engines.sampling import to_sample_with
 from errors import InputError
-from flags import PolicySettings
 from plumbing.build import make_accelerator, spread_over
 from policy import Batch, Policy, load_policy, save_policy
 from scale import shards
@@ -95,7 +94,7 @@ def take_step(start: str, kind: str, lora_rank: int, out: Path) -> None:
     """Computes log-probs or values of a batch, updates on some of its rows, and samples. The last
     update has a single row, so that one of two processes has no row.
     """
-    policy, _ = load_policy(start, settings=PolicySettings(lora_rank=lora_rank))
+    policy, _ = load_policy(start, settings=Settings(lora_rank=lora_rank))
     critic = ppo.Critic(copy.deepcopy(policy.language_model.base_model))
     torch.nn.init.constant_(critic.head.weight, 0.01)
     module = critic if kind == "critic" else policy
@@ -172,7 +171,7 @@ def test_ddp_holds_one_copy_of_the_gradients_in_every_micro_batch(start):
 
 def train(start: str, done: int, steps: int, out: Path) -> None:
     """Makes `steps` steps of AdamW from the checkpoint of step `done`, and saves a new one."""
-    policy, tokenizer = load_policy(start, settings=PolicySettings(gradient_checkpointing=True))
+    policy, tokenizer = load_policy(start, settings=Settings(gradient_checkpointing=True))
     state = parts_of_a_run(policy)
     if done:
         trainer_state = torch.load(f"{start}/trainer.pt")

@@ -13,10 +13,11 @@ from conftest import model_of, small
 from data import Document, Question, SearchResult
 from engines.slots import Engine, affordable, generate_in_slots, pick, warn_once
 from errors import InputError
-from flags import EngineSettings, RolloutSettings
+from papers import PROTOCOLS
 from policy import Policy
-from prompts import PROTOCOLS, build_prompt
+from prompts import build_prompt
 from rollout import Environment, context_of, encode, generate_by_turns, rollout
+from settings import Settings
 from trajectory import Trajectory
 
 UR2 = PROTOCOLS["ur2"]
@@ -26,7 +27,7 @@ PLAYS = {"hf": generate_by_turns, "slots": generate_in_slots}
 
 
 @dataclass(frozen=True)
-class Settings(RolloutSettings, EngineSettings):
+class Settings(Settings, Settings):
     group_size: int = 1
     max_turn_tokens: int = 12
 

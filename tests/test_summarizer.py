@@ -8,16 +8,15 @@ import pytest
 
 from data import Document, Question, SearchRequest, SearchResult
 from errors import InputError
-from papers import PAPERS
-from prompts import PROTOCOLS
+from papers import PAPERS, PROTOCOLS
 from retriever import make_search, show_all
 from retrievers.controls import OracleRetriever
+from settings import Settings
 from summarizer import (
     FALLBACK_TEXT,
     GREEDY,
     NO_FACT,
     LLMSummarizer,
-    SummarizerSettings,
     extract,
     instruction_for,
     is_lookup,
@@ -128,7 +127,7 @@ def notes(llm, *queries, documents=(ANA, KELMOUTH), log="", request=None, protoc
     """Returns the results of LLMSummarizer; by default, without `fallback`, as in an evaluation."""
     request = request or SearchRequest(QUESTION, "", "She is a painter.\n")
     requests = [replace(request, query=query) for query in queries]
-    summarize = LLMSummarizer(llm, SummarizerSettings(**options), protocol, log)
+    summarize = LLMSummarizer(llm, Settings(**options), protocol, log)
     return summarize(requests, [list(documents) for _ in queries])
 
 
@@ -207,7 +206,7 @@ def test_a_prompt_file_has_its_own_instruction_or_layout_by_task_and_mode():
         (of_task("math"), True, "Sum? NO FACT."),
         (SearchRequest(choice, "who", "a painter"), False, ""),
     ):
-        settings = SummarizerSettings(fallback=fallback)
+        settings = Settings(fallback=fallback)
         instruction, text, *_ = LLMSummarizer(ScriptedModel(), settings, protocol).prompt(
             request, [ANA]
         )
@@ -301,7 +300,7 @@ def test_the_log_has_each_request_and_its_reply_once(tmp_path):
 def test_a_log_that_cannot_be_written_is_an_error_before_the_first_search(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"pairs\.jsonl: cannot be written"):
-        LLMSummarizer(ScriptedModel(), SummarizerSettings(), UR2, tmp_path / "file" / "pairs.jsonl")
+        LLMSummarizer(ScriptedModel(), Settings(), UR2, tmp_path / "file" / "pairs.jsonl")
 
 
 # -------------------------------------------------------------------------------------- make_search
@@ -349,9 +348,9 @@ def test_the_summariser_is_not_asked_about_a_failed_search():
 
 
 def test_a_summariser_is_none_or_extractive_or_a_loaded_model():
-    none = make_summarizer(SummarizerSettings(), UR2, {})
+    none = make_summarizer(Settings(), UR2, {})
     assert none(requests("1 + 1"), [[ANA]]) == [SearchResult([ANA])]
-    settings = SummarizerSettings("http://x/v1#m", fallback=True)
+    settings = Settings("http://x/v1#m", fallback=True)
     summarize = make_summarizer(
         settings, UR2, {"http://x/v1#m": ScriptedModel(a="on a", b=NO_FACT)}
     )
@@ -368,7 +367,7 @@ def test_each_task_may_have_its_own_summariser_and_results_keep_their_order():
         "http://b/v1#m": ScriptedModel(x="of qa", y="on y"),
     }
     assert models_in(names) == llms.keys()
-    summarize = make_summarizer(SummarizerSettings(names), UR2, llms)
+    summarize = make_summarizer(Settings(names), UR2, llms)
     batch = [replace(of_task(task), query="x") for task in ("qa", "math", "choice", "summary")]
     batch.append(replace(of_task("qa"), query="y"))
     texts = [result.text for result in summarize(batch, [[ANA]] * 5)]

@@ -10,10 +10,11 @@ from conftest import CHAT_TEMPLATE, message
 from test_prompts import QA, UR2, Template
 from tokenizers import AddedToken, processors
 
+from flags import check_settings
 from other_models.llm import prompt_ids
 from policy import load_tokenizer
 from prompts import build_prompt, prompt_text, without_control
-from settings import Settings, check_settings
+from settings import Settings
 from templates import chat_text
 
 INSTRUCTION = UR2.fill_instruction(QA)

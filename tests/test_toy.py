@@ -13,9 +13,9 @@ import torch
 from data import Question, SearchRequest
 from other_models.llm import LocalLLM
 from other_models.reader import INSTRUCTION, reader_text
-from papers import paper_of
+from papers import PROTOCOLS, paper_of
 from policy import Policy
-from prompts import PROTOCOLS, build_prompt
+from prompts import build_prompt
 from retriever import BM25, make_search
 from rewards import arena, r1_searcher_stage1, r_search, ur2_stage1, when_to_search_stage1
 from rollout import encode

@@ -18,10 +18,10 @@ from formats.trajectories import (
     cut_trajectories,
     read_trajectories,
 )
+from papers import PROTOCOLS
 from plumbing.page import VIEWER, line_on, of_step
 from plumbing.record import kept_groups, row_numbers, to_record, token_numbers
 from policy import collate
-from prompts import PROTOCOLS
 from trajectory import Search, Trajectory
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0, "kl_estimator": "k2"}

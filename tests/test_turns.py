@@ -4,9 +4,8 @@ import pytest
 from transformers import ByT5Tokenizer
 
 from data import Question
-from papers import paper_of
+from papers import PROTOCOLS, paper_of
 from plumbing.record import to_record
-from prompts import PROTOCOLS
 from rollout import Environment, StopRule, encode
 from settings import Settings
 from trajectory import Segment, Trajectory

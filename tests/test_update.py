@@ -12,8 +12,8 @@ from conftest import model_of, same, small
 import ppo
 import update as update_file
 from data import Question
+from papers import PROTOCOLS
 from policy import Batch, Policy, collate
-from prompts import PROTOCOLS
 from scale import packing
 from settings import Settings
 from train import compute_old_logprobs, mean, sampler_stats, set_lr, shuffled_updates

@@ -39,15 +39,14 @@ import train
 from engines import server
 from engines.server import Fleet, Server, Turns, generate_on_server, to_serve
 from engines.slots import generate_in_slots
-from papers import paper_of
+from flags import check_settings, parse, resolve
+from papers import PROTOCOLS, paper_of
 from plumbing.build import build_environment, build_search
 from plumbing.files import checkpoints
 from plumbing.questions import built_in_world, world_questions
 from policy import Policy, collate, load_policy, save_policy
-from prompts import PROTOCOLS
 from rewards import REWARDS
 from rollout import rollout
-from settings import check_settings, parse, resolve
 from sft import SFTSettings, train_sft
 from world.toy import load_toy, make_tokenizer, shape
 from world.world import World

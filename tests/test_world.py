@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from prompts import PROTOCOLS, build_prompt
+from papers import PROTOCOLS
+from prompts import build_prompt
 from world.toy import make_tokenizer
 from world.world import (
     CITY_HEADS,

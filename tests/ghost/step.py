@@ -38,9 +38,9 @@ from engines.sampling import to_sample_with, wants_copy
 from engines.slots import Engine, affordable
 from flags import frozen_in_8bit
 from lab import plan
+from papers import PROTOCOLS
 from plumbing.build import spread_over
 from policy import Policy, checkpoint_activations
-from prompts import PROTOCOLS
 from scale.lora import add_lora
 from train import Rollouts, prepare
 from trajectory import Trajectory

@@ -29,13 +29,13 @@ import view
 from data import Document, Question, SearchResult, clean, harmless
 from engines.slots import generate_in_slots
 from errors import InputError
-from flags import RolloutSettings
 from formats.records import append_jsonl
 from metrics import has_math_verify, math_equal
 from other_models.llm import prompt_ids
+from papers import PROTOCOLS
 from plumbing.page import write_page
 from plumbing.record import to_record
-from prompts import PROTOCOLS, build_prompt
+from prompts import build_prompt
 from rewards import REWARDS, Extras, example, tfidf_embedder
 from rollout import Environment, decode, encode, generate_by_turns, rollout
 from settings import Settings
@@ -156,7 +156,7 @@ def check_written(name: str, tokenizer, texts: tuple, file) -> None:
     ]
     assert control_ids(tokenizer, prompts[0]) == control_ids(tokenizer, prompts[1])
     row = Trajectory(question_with(question, task), protocol, prompts[0])
-    environment = Environment(tokenizer, protocol, None, RolloutSettings(max_context=9999))
+    environment = Environment(tokenizer, protocol, None, Settings(max_context=9999))
     documents = [Document(page, turn, page)] * 2
     for result in (SearchResult(documents), SearchResult(text=page), SearchResult(error=page)):
         ids = encode(tokenizer, clean(turn) or "x")
@@ -283,7 +283,7 @@ def test_megabytes_are_cut_before_they_are_tokenized(kind, count, text, request,
         return original_call(self, text, *rest, **named)
 
     monkeypatch.setattr(type(tokenizer), "__call__", call)
-    settings = RolloutSettings(max_context=4096, document_tokens=100)
+    settings = Settings(max_context=4096, document_tokens=100)
     environment = Environment(tokenizer, PROTOCOLS["ur2"], None, settings)
     row = Trajectory(question_with("x"), environment.protocol)
     environment.append_result(row, "q", SearchResult([Document("d", "", text)] * count))

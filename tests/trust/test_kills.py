@@ -25,10 +25,9 @@ import train
 from flags import DAPO
 from formats import manifest, trajectories
 from formats.trajectories import read_trajectories
-from papers import paper_of
+from papers import PROTOCOLS, paper_of
 from plumbing import checkpoint, files
 from plumbing.files import checkpoints
-from prompts import PROTOCOLS
 from world import toy
 
 fault = pytest.mark.fault

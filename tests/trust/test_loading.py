@@ -12,11 +12,12 @@ import torch
 from conftest import message, of_fault
 
 from data import load_questions
-from flags import ModelSettings
 from other_models.llm import load_llm
+from papers import PROTOCOLS
 from policy import load_policy
-from prompts import PROTOCOLS, build_prompt
+from prompts import build_prompt
 from rollout import check_prompt
+from settings import Settings
 
 CODE = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
 WORDS = {"auto_map": {"AutoTokenizer": [None, "own.Words"]}}
@@ -42,7 +43,7 @@ def changed(model, tmp_path, monkeypatch):
 
 def load_other(path: Path):
     """Loads the model for another role than the policy's, such as the judge's."""
-    return load_llm(str(path), ModelSettings(), max_tokens=8)
+    return load_llm(str(path), Settings(), max_tokens=8)
 
 
 def loading_error(path: Path) -> str:

@@ -10,8 +10,7 @@ from conftest import same
 from processes import exit_codes, log_of, start_process, wait_for, wait_until
 from test_checkpoints import cut, flipped
 
-from papers import paper_of
-from prompts import PROTOCOLS
+from papers import PROTOCOLS, paper_of
 from world import toy
 
 

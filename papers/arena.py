@@ -1,0 +1,96 @@
+"""ARENA (arXiv 2505.13258): its tags and instruction, its numbers, its variants."""
+
+from dataclasses import replace
+
+from papers.paper import EVERYTHING, HALVES, TWO_FACTS, Paper, rewarded, varied
+from prompts import Protocol, tag_pair
+from world.tiny import Tiny
+
+PROTOCOLS: dict[str, Protocol] = {}
+_ARENA = (
+    "You get a question between <question> and </question> and numbered references between"
+    " <references> and </references>. Answer from the references; only some of them matter. Write"
+    " exactly three sections and nothing else: <relevance> the numbers of the references that help,"
+    " and no others, as a list in square brackets </relevance>, then <analysis> how the answer"
+    " follows from these references together; say for each claim which references support it"
+    " </analysis>, then <answer> the answer, as short as the question allows, unexplained"
+    " </answer>. The brackets are part of the list: to cite references 2 and 5, write"
+    " <relevance>[2, 5]</relevance>; a bare 2, 5 cites none."
+)
+PROTOCOLS["arena"] = Protocol(
+    "arena",
+    None,
+    None,
+    tag_pair("answer"),
+    _ARENA,
+    _ARENA,
+    other_tags=(tag_pair("relevance"), tag_pair("analysis")),
+    references_in_prompt=True,
+    judge_sees="answers",  # appendix D.3
+)
+PROTOCOLS["arena_thinking"] = replace(
+    PROTOCOLS["arena"], name="arena_thinking", thinking_apart=True
+)
+_SUMMARY = _ARENA
+for _old, _new in (
+    ("You get a question between", "You get what to summarise between"),
+    ("Answer from the references", "Write the summary that is asked for from them"),
+    ("the answer, as short as the question allows, unexplained", "the summary, in whole sentences"),
+    ("the answer", "the summary"),
+    ("answer>", "summary>"),
+):
+    _SUMMARY = _SUMMARY.replace(_old, _new)
+PROTOCOLS["arena_summary"] = replace(  # appendix H.2
+    PROTOCOLS["arena"],
+    name="arena_summary",
+    answer_tags=tag_pair("summary"),
+    instruction=_SUMMARY,
+    direct_instruction=_SUMMARY,
+)
+
+# -------------------------------------------------------------------------------------------------
+# Section 4.4 and appendix F. In our copy of the paper the KL weight, the updates per batch and the
+# clip range are missing from appendix F, so we use the defaults of ARENA's training library. The
+# names of the two KL estimators are missing from 3.2. They must be k3 (GRPO's own) and k2, because
+# 3.2 and appendix B prove properties that these two have.
+_arena = (
+    {"protocol": "arena", "algorithm": "grpo", "reward": "arena"}
+    | {"group_size": 7, "questions_per_step": 256, "trajectories_per_update": 1792}
+    | {"lr": 3e-6, "kl_estimator": "k2", "kl_coef": 0.04, "clip_low": 0.2, "clip_high": 0.2}
+    | {"temperature": 0.9, "max_searches": 0}
+    | {"max_turn_tokens": 256}  # default of ARENA's library
+    | {"steps": 95}  # table 10; 95 · 256 is about one epoch over the 25,000 questions
+)
+ARENA = Paper(
+    source="ARENA section 4.4, app. F",
+    protocols=PROTOCOLS,
+    stages={1: _arena},
+    tiny={1: EVERYTHING | TWO_FACTS | {"max_searches": 0, "steps": 40}},
+    # The prompt has four numbered references. A trace of `practice` only reads or only cites. The
+    # others cite references, mostly analyse them, and answer.
+    world=Tiny(
+        citation="<relevance>[{numbers}]",
+        analysis="<analysis>{note}{thought}</analysis>",
+        end="{citation}</relevance>{analysis}<answer> {answer}</answer>",
+        layout="facts",
+        kinds=HALVES,
+        practice=0.65,
+        steps=900,
+        decay_from=0.75,
+    ),
+    punctuation="underscore",  # D.1; released code: --punctuation space, --reward arena_code
+)
+# Also in section 4.3.
+_naive = varied(rewarded(ARENA, relevance_reward=False, bonus=0.0), kl_estimator="k3")
+ARENA.variants.update(  # section 5.3, figure 3
+    naive_grpo=_naive,
+    k3=varied(ARENA, kl_estimator="k3"),  # appendix G
+    no_bonus=rewarded(ARENA, bonus=0.0),  # appendix I
+    f1=rewarded(ARENA, answer_metric="f1"),
+    judge=varied(ARENA, judge="https://api.openai.com/v1#gpt-4o-2024-11-20"),  # appendix D.3
+)
+ARENA.variants["no_relevance"] = rewarded(ARENA, relevance_reward=False)  # not in the paper
+ARENA.variants["thinking"] = varied(ARENA, protocol="arena_thinking")  # 4.3, note 2
+# Appendix H.2, table 9: 5,000 training examples; one epoch over them (20 steps) is our reading.
+ARENA.variants["summaries"] = varied(ARENA, protocol="arena_summary", steps=20)
+ARENA.variants["naive_summaries"] = varied(_naive, protocol="arena_summary", steps=20)

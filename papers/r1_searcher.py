@@ -1,0 +1,76 @@
+"""R1-Searcher (arXiv 2503.05592): its tags and instruction, stages and numbers, variants."""
+
+from dataclasses import replace
+
+from papers.paper import EVERYTHING, LOOK_UPS, Paper, rewarded, varied
+from prompts import Protocol, tag_pair
+from world.tiny import Tiny
+
+PROTOCOLS: dict[str, Protocol] = {}
+PROTOCOLS["r1_searcher"] = Protocol(
+    "r1_searcher",
+    ("<|begin_of_query|>", "<|end_of_query|>"),
+    ("<|begin_of_documents|>", "<|end_of_documents|>"),
+    tag_pair("answer"),
+    "Answer the question. First think between <think> and </think>. While thinking, whenever a fact"
+    " is missing or uncertain, write a query as <|begin_of_query|> your key words <|end_of_query|>"
+    " and stop; what is found is given back between <|begin_of_documents|> and"
+    " <|end_of_documents|>. A query is a list of key words and no sentence, and asks for a single"
+    " triple: one relation of one subject. After </think> give the final answer, a few words at"
+    " most, as <answer> your answer </answer>.",
+    "Answer the question. First think between <think> and </think>, then give the final answer, a"
+    " few words at most, as <answer> your answer </answer>.",
+    prompt_suffix="<think>",
+    other_tags=(tag_pair("think"),),
+)
+
+# -------------------------------------------------------------------------------------------------
+# Section 3.3. The paper's retriever is --retriever dense --encoder BAAI/bge-large-en-v1.5, and
+# GPT-4o-mini judges its evaluations (3.1).
+_r1_searcher = (
+    {"protocol": "r1_searcher", "algorithm": "reinforce_pp"}
+    | {"group_size": 16, "questions_per_step": 64, "trajectories_per_update": 256}
+    | {"lr": 2e-6, "kl_coef": 0.0, "kl_estimator": "k1"}  # k1: for the variant llama_8b
+    | {"temperature": 1.0, "max_searches": 8, "max_turn_tokens": 512}
+    | {"documents_per_search": 5}  # ours; the paper gives no number, its code has 3
+)
+R1_SEARCHER = Paper(
+    source="R1-Searcher section 3.3",
+    protocols=PROTOCOLS,
+    # One epoch over Table 1's 350 questions in stage 1 and over its 8,148 in stage 2. The numbers
+    # per data set (`mix`) and per difficulty (`buckets`) are used only with --difficulty.
+    stages={
+        1: _r1_searcher
+        | {"reward": "r1_searcher_stage1", "steps": 6, "mix": {"hotpotqa": 200, "2wiki": 150}}
+        | {"buckets": {"medium": 1}},
+        2: _r1_searcher
+        | {"reward": "r1_searcher_stage2", "steps": 128, "mix": {"hotpotqa": 4561, "2wiki": 3587}}
+        | {
+            "buckets": {
+                "hotpotqa:medium": 2561,
+                "hotpotqa:hard": 2000,
+                "2wiki:medium": 1087,
+                "2wiki:hard": 2500,
+            }
+        },
+    },
+    # The built-in world is one data set, so its buckets have the sums of the numbers above.
+    tiny={1: LOOK_UPS, 2: EVERYTHING | {"buckets": {"medium": 3648, "hard": 4500}}},
+    world=Tiny(end="{thought}</think>\n\n<answer> {answer}</answer>"),
+    punctuation="plain",  # eq. 4; the released code: --punctuation space
+)
+R1_SEARCHER.warm_ups["verbose"] = replace(R1_SEARCHER.world, verbose=0.9, prior=0.3)
+R1_SEARCHER.variants.update(
+    llama_8b=varied(R1_SEARCHER, kl_coef=1e-4),  # section 3.3
+    # Table 3. The KL weight is the one that the paper gives for Llama.
+    grpo=varied(R1_SEARCHER, algorithm="grpo", kl_coef=1e-4, kl_estimator="k3"),
+    em=rewarded(R1_SEARCHER, answer_metric="em"),  # eq. 5, table 5
+    cem=rewarded(R1_SEARCHER, answer_metric="cem"),
+    as_its_code=varied(  # its scripts' advantage: R minus the group's mean, whitened over tokens
+        R1_SEARCHER, algorithm="reinforce_pp_baseline", group_std=False, whiten_tokens=True
+    ),
+)
+
+# Section 4.3, table 6: medium questions replace the difficult ones.
+_medium = replace(R1_SEARCHER, tiny={1: LOOK_UPS, 2: EVERYTHING})
+R1_SEARCHER.variants["without_difficult"] = varied(_medium, buckets={"medium": 1})
