@@ -475,7 +475,7 @@ class BaselineOptions(Options):
 
 def recipe_protocol(settings: Settings) -> Protocol:
     """Returns the first protocol of the paper that --recipe names."""
-    return PROTOCOLS[record_of(settings.recipe).protocols[0]]
+    return PROTOCOLS[next(iter(record_of(settings.recipe).protocols))]
 
 
 class Baselines(Evaluation):

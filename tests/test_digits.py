@@ -52,7 +52,7 @@ def embed(queries: list[str]) -> torch.Tensor:
 def rewards() -> dict:
     """{reward, protocol, answer, searches: terms of a made-up trajectory}"""
     protocols = {
-        stage["reward"]: paper.protocols[0]
+        stage["reward"]: next(iter(paper.protocols))
         for paper in PAPERS.values()
         for stage in paper.stages.values()
     }

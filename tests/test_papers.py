@@ -199,7 +199,7 @@ def test_a_paper_s_record_is_complete(name):
     assert set(paper.world.kinds) <= set(KINDS)
     for stage in paper.stages:
         small = resolve(name, stage, tiny=True)
-        assert small.protocol == paper.protocols[0]
+        assert small.protocol == next(iter(paper.protocols))
         kinds = {part.split("=")[0] for part in small.mix.split(",")}
         assert kinds <= {*paper.world.kinds, "direct"}
     assert {paper.good_format(example(protocol)) for protocol in paper.protocols} <= {True, False}

@@ -111,7 +111,7 @@ def cold(smollm2, tmp_path_factory) -> str:
     """
     set_threads()
     (policy, tokenizer), rows = load_policy(smollm2), []
-    for name in dict.fromkeys(paper.protocols[0] for paper in PAPERS.values()):
+    for name in dict.fromkeys(next(iter(paper.protocols)) for paper in PAPERS.values()):
         rows += traces(environment(tokenizer, brief(name)), QUESTIONS[len(rows) :][:40:11])
     with patch("builtins.print") as told:
         coldstart.train(policy, rows, coldstart.ColdStart(batch_size=4), seed=0)
@@ -198,7 +198,7 @@ SEARCHING = "--documents_per_search 1 --document_tokens 64 --max_searches 2 --ti
 
 @pytest.mark.parametrize("recipe", PAPERS)
 def test_a_recipe_takes_two_steps_on_the_models_own_tokens(recipe, cold, tmp_path, monkeypatch):
-    protocol = brief(PAPERS[recipe].protocols[0])
+    protocol = brief(next(iter(PAPERS[recipe].protocols)))
     monkeypatch.setitem(PROTOCOLS, protocol.name, protocol)
     compute_rewards, tokenizer = train.compute_rewards, load_tokenizer(cold)
     differ = []  # for each step, whether a question has two different rows
