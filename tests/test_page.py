@@ -348,7 +348,7 @@ def test_several_runs_share_curves_and_a_run_without_trajectories_is_marked(
 ):
     stage(tmp_path / "bare" / "stage1", 5)
     folder = tmp_path / "both"
-    view.main([str(page.parent.parent), str(tmp_path / "bare"), "--out", str(folder)])
+    view.write_page([page.parent.parent, tmp_path / "bare"], folder)
     browser.open(folder / "index.html")
     panels = "[...document.querySelectorAll('#curves figure')]"
     labels_of_panels = browser.run(
@@ -363,16 +363,6 @@ def test_several_runs_share_curves_and_a_run_without_trajectories_is_marked(
     browser.run("chooseRun(1)")
     groups = browser.run("document.getElementById('groups').textContent")
     assert "no trajectories were kept" in groups and browser.complaints() == []
-
-
-def test_a_trajectory_of_a_hundred_thousand_tokens_opens(browser, tmp_path):
-    folder, n = stage(tmp_path / "long" / "stage1", 1), 100_000
-    tokens = {"ids": [1] * n, "tokens": [" w"] * n, "mask": [1] * n, "writers": []}
-    numbers = dict.fromkeys(("sampled", "old", "new", "ref"), -0.5)
-    append_trajectories(folder, [searching(0, **tokens, **numbers)])
-    view.main([str(folder.parent)])
-    browser.open(folder.parent / "view" / "index.html")
-    browser.wait(f"document.querySelectorAll('[data-n]').length === {n}")
 
 
 def test_the_headline_compares_the_first_steps_with_the_last(viewer):
