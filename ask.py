@@ -83,10 +83,10 @@ class PrintingEnvironment(Environment):
     """An environment that prints the documents and notices that it appends."""
 
     def run_searches(self, rows: list[Trajectory]) -> None:
-        before = [len(row.segments) for row in rows]
-        super().run_searches(rows)
-        for row, first in zip(rows, before, strict=True):
-            for segment in row.segments[first:]:
+        for row in rows:  # at most the one that is shown
+            before = len(row.segments)
+            super().run_searches([row])
+            for segment in row.segments[before:]:
                 print(f"⟦{harmless(segment.text.strip())}⟧\n| ", end="", flush=True)
 
 
@@ -103,12 +103,9 @@ def load(settings: Settings, questions: list[Question]) -> tuple:
     device = best_device()
     search = build.build_search(settings, documents, device)
     print(f"model: {settings.model or 'the built-in one, before RL'}")
-    place = settings.retriever_url or settings.retriever
-    if needs_corpus:
+    if documents:
         place = settings.corpus or "the built-in world"
-        place += f" ({settings.retriever}, {len(documents)} documents)"
-    if searches:
-        print(f"searches: {place}")
+        print(f"searches: {place} ({settings.retriever}, {len(documents)} documents)")
     policy, tokenizer = build.load_model(settings, settings.model, device, frozen=True)
     environment = build.build_environment(settings, tokenizer, search, policy, PrintingEnvironment)
     streamer = Streamer(tokenizer, skip_prompt=True, clean_up_tokenization_spaces=False)

@@ -11,7 +11,8 @@ k is the estimate of the KL (0 if the loss has no KL term):
 
 viewer/page.js computes it (`lossOf`). Tokens that the environment wrote have no loss; if
 --mask_documents is False they have one, which is not shown. The page opens from disk: its data are
-classic scripts, which a browser also loads from file://.
+classic scripts, which a browser also loads from file://. To see it from another machine, run
+`python -m http.server --bind 127.0.0.1 --directory runs/NAME/view 8000` and forward the port.
 
     data/index.js             runs(...): settings, metrics and saved steps of each stage
     data/RUN-STAGE-STEP.js    step(key, rows, groups): `rows` has a summary of each trajectory;
@@ -24,6 +25,7 @@ does with the gradient, and checkpoints.
 
 import itertools
 import json
+import os
 import re
 import shutil
 from collections import defaultdict
@@ -51,9 +53,9 @@ def write_page(runs: list[Path], out: Path) -> None:
     for file in VIEWER.iterdir():
         shutil.copy(file, out)
     data = []
-    for run, name in zip(runs, names_of(runs), strict=True):
-        stages = [write_stage(folder, f"{name}-{folder.name}", out) for folder in stages_of(run)]
-        data.append({"name": name, "stages": stages})
+    for number, run in enumerate(runs):  # two runs may have the same name
+        stages = [write_stage(folder, f"{number}-{folder.name}", out) for folder in stages_of(run)]
+        data.append({"name": run.resolve().name, "stages": stages})
     write_script(out, "index", "runs", data, metric_sentences())
 
 
@@ -78,15 +80,6 @@ def metric_sentences() -> dict[str, str]:
     page = (VIEWER.parent / "docs/metrics.md").read_text(encoding="utf-8")
     rows = re.findall(r"\| (.*`) \| (.+) \|", page)
     return {name: text for names, text in rows for name in re.findall("`([^`]+)`", names)}
-
-
-def names_of(runs: list[Path]) -> list[str]:
-    """Returns the names of the runs' folders. A name that several folders share gets the name of
-    the parent folder as a prefix.
-    """
-    paths = [run.resolve() for run in runs]
-    names = [path.name for path in paths]
-    return [p.name if names.count(p.name) == 1 else f"{p.parent.name}-{p.name}" for p in paths]
 
 
 def stages_of(run: Path) -> list[Path]:
@@ -146,38 +139,33 @@ def summary(record: dict) -> dict:
     searches = record["searches"]
     rewards = record["rewards"]
     queries = {" ".join(search["query"].lower().split()) for search in searches}
-    return {name: record[name] for name in LISTED} | {
+    row = {name: record[name] for name in LISTED}
+    row |= {"searches": len(searches), "repeated": len(queries) < len(searches)}
+    row["fallback"] = any(search["fallback"] for search in searches)
+    row["fault"] = bool(record["rejected_queries"]) or rewards.get("format", 0) < 0
+    return row | {
         "golds": " | ".join(record["golds"]),
         "reward": round(sum(rewards.values()), 4),
         "trained": "advantages" in record,
-        "searches": len(searches),
-        "repeated": len(queries) < len(searches),
-        "fallback": any(search["fallback"] for search in searches),
-        "fault": bool(record["rejected_queries"]) or rewards.get("format", 0) < 0,
     }
 
 
 # -------------------------------------------------------------------------------- the command line
-def newest_run(folder: Path) -> Path:
-    """Returns the run in `folder` whose metrics were written last."""
-    files = folder.glob("*/stage?/metrics.jsonl")
-    newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
-    if not newest:
-        raise InputError(f"{folder}: there is no run: name one, or train one with train.py")
-    return newest.parent.parent
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = FlagParser("view.py", description="Shows a run as a page, or compares several runs.")
     text = "runs/NAME, or one of its stages; default: the newest run"
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help=text)
-    runs = parser.parse_args(arguments).runs or [newest_run(Path("runs"))]
+    runs = parser.parse_args(arguments).runs
+    if not runs:
+        files = sorted(Path("runs").glob("*/stage?/metrics.jsonl"), key=os.path.getmtime)
+        if not files:
+            raise InputError("there is no run in runs/: name one, or train one with train.py")
+        runs = [files[-1].parent.parent]
     out = runs[0] / "view"
     if len(runs) > 1:
-        out = runs[0].resolve().parent / "-".join(names_of(runs))
+        out = runs[0].resolve().parent / "-".join(run.resolve().name for run in runs)
     write_page(runs, out)
     print(f"open in a browser: {(out / 'index.html').resolve()}")
-    print(f"or serve it: python -m http.server --bind 127.0.0.1 --directory {out} 8000")
 
 
 if __name__ == "__main__":

@@ -62,17 +62,21 @@ def step_records(
 
 def to_record(t: Trajectory, tokenizer) -> dict:
     """Returns the record of a trajectory: its question, tokens, searches and stop reason."""
-    return {
+    record = {
         "id": t.question.id,
         "question": t.question.question,
         "golds": t.question.answers,
         "kind": t.question.kind,
         "may_search": t.question.may_search,
+    }
+    record |= {
         "prompt": "".join(text_of(tokenizer, number) for number in t.prompt_ids),
         "ids": t.response_ids,
         "tokens": [text_of(tokenizer, number) for number in t.response_ids],
         "mask": t.response_mask,
-        "writers": [segment.writer for segment in t.segments if segment.writer != "model"],
+    }
+    record["writers"] = [segment.writer for segment in t.segments if segment.writer != "model"]
+    return record | {
         "answer": t.answer,
         "stop_reason": t.stop_reason,
         "searches": list(map(search_to_record, t.searches)),

@@ -23,7 +23,7 @@ def test_an_unfinished_last_line_is_left_out(tmp_path):
 
 def test_the_newest_run_is_shown_by_default_and_two_runs_get_another_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert message(view.main, []).startswith("runs: there is no run: name one")
+    assert message(view.main, []).startswith("there is no run in runs/: name one")
     for age, name in ((2, "a"), (1, "b")):
         metrics = write_run(tmp_path / "runs" / name) / "stage1" / "metrics.jsonl"
         os.utime(metrics, (1e9 - age, 1e9 - age))
@@ -31,10 +31,6 @@ def test_the_newest_run_is_shown_by_default_and_two_runs_get_another_folder(tmp_
     view.main(["runs/a", "runs/b"])
     pages = {str(page.parent.relative_to("runs")) for page in Path("runs").rglob("index.html")}
     assert pages == {"b/view", "a-b"}
-
-
-def test_folders_of_one_name_get_the_name_of_the_folder_above():
-    assert view.names_of([Path("/a/run"), Path("/b/run"), Path("/c")]) == ["a-run", "b-run", "c"]
 
 
 @pytest.mark.parametrize("folder", [".", "nowhere"])
