@@ -15,9 +15,9 @@ classic scripts, which a browser also loads from file://. To see it from another
 `python -m http.server --bind 127.0.0.1 --directory runs/NAME/view 8000` and forward the port.
 
     data/index.js             runs(...): settings, metrics and saved steps of each stage
-    data/RUN-STAGE-STEP.js    step(key, rows, groups): `rows` has a summary of each trajectory;
-                              `groups` has the whole trajectories of each group as a JSON string,
-                              which the page parses when the group is opened
+    data/0-stage1-7.js        step(key, rows, groups) of step 7 of run 0: `rows` has a summary of
+                              each trajectory, `groups` the whole trajectories of each group as a
+                              JSON string, which the page parses when the group is opened
 
 Left out: the weight that --mismatch puts on the minimum (ppo.mismatch_weights), what the optimizer
 does with the gradient, and checkpoints.
