@@ -1,6 +1,6 @@
 """Type a question, and watch the model search.
 
-    python ask.py                                            reads questions until Ctrl-D
+    python ask.py                                            a question per line, until Ctrl-D
     python ask.py "which country was jana dorn born in ?"    one question of the built-in world
     python ask.py --stage 1                                  the same with the model after stage 1
     python ask.py "who draws maps?" --model DIR --corpus my_documents/
@@ -18,6 +18,7 @@ from errors import FlagParser, InputError, prepare_command, run_main
 if __name__ == "__main__":
     prepare_command()
 # isort: split
+import sys
 
 from data import clean
 from flags import MORE_HELP, MOST_USED, add_flags, check_settings, in_built_in_world, named_in
@@ -36,16 +37,12 @@ def read_flags(arguments: list[str] | None = None) -> tuple[dict, str]:
     parser.add_argument("question", nargs="*", help="the question (default: read lines)")
     add_flags(parser, Settings, named_in(arguments), "eval")
     given = vars(parser.parse_args(arguments))
-    text = clean(" ".join(given.pop("question"))).strip()  # argv may contain invalid UTF-8
-    if unused := {"judge", "reader"} & given.keys():
-        raise InputError(f"ask.py: --{min(unused)} has no meaning here; eval.py uses it")
-    return given, text
+    return given, clean(" ".join(given.pop("question")))  # argv may contain invalid UTF-8
 
 
 if __name__ == "__main__":
     run_main(read_flags)  # reports a wrong flag before torch is loaded
 # isort: split
-import contextlib
 import dataclasses
 from functools import partial
 
@@ -75,94 +72,69 @@ class PrintingEnvironment(Environment):
     """An environment that prints the documents and notices that it appends."""
 
     def run_searches(self, rows: list[Trajectory]) -> None:
-        before = [len(row.segments) for row in rows]
-        super().run_searches(rows)
-        for row, first in zip(rows, before, strict=True):
-            for segment in row.segments[first:]:
+        for row in rows:  # at most the one that is shown
+            before = len(row.segments)
+            super().run_searches([row])
+            for segment in row.segments[before:]:
                 print(f"⟦{harmless(segment.text.strip())}⟧\n| ", end="", flush=True)
 
 
-class Session:
-    """Holds a model and the documents that it searches, loaded once for all questions."""
-
-    def __init__(self, given: dict):
-        """Loads the documents, prints the names of model and documents, and loads the model."""
-        self.settings = settings = dataclasses.replace(settings_of(given), group_size=1)
-        check_settings(settings, False, given)
-        built_in = in_built_in_world(settings)
-        searches = PROTOCOLS[settings.protocol].query_tags is not None
-        corpus = searches and settings.retriever not in ("http", "empty", "oracle", "given")
-        if corpus and not (settings.corpus or built_in):
-            raise InputError(
-                f"{settings.model} was not trained from the built-in model, so it needs something"
-                " to search: give --corpus FILE_OR_FOLDER or --retriever http --retriever_url URL"
-            )
-        self.questions = known_questions(settings)
-        device = best_device()
-        self.words = {word for q in self.questions * built_in for word in tokenize(q.question)}
-        documents = load_documents(settings, self.questions) if corpus else []
-        search = build.build_search(settings, documents, device)
-        place = settings.retriever_url or settings.retriever
-        if corpus:
-            place = settings.corpus or "the built-in world"
-            place += f" ({settings.retriever}, {len(documents)} documents)"
-        elif not searches:
-            place = "nothing: the documents come with the question"
-        print(f"model: {settings.model or 'the built-in one, before RL'}\nsearches: {place}")
-        self.policy, self.tokenizer = build.load_model(
-            settings, settings.model, device, frozen=True
-        )
-        self.generate = self.policy.generate
-        self.environment = build.build_environment(
-            settings, self.tokenizer, search, self.policy, PrintingEnvironment
-        )
-
-
-def answer(session: Session, text: str) -> None:
-    """Answers a question and prints the trajectory while it is sampled."""
-    questions = session.questions
-    policy = session.policy
-    known = next((q for q in questions if q.question == text), Question("asked", text, []))
-    (question,) = as_asked([known], session.settings)
-    check_prompts([question], session.environment, policy)
-    unknown = [word for word in tokenize(text) if session.words and word not in session.words]
-    if unknown:  # it would be read as <unk>, or as known pieces, such as 112 as 11 and 2
+def load(settings: Settings, questions: list[Question]) -> tuple:
+    """Returns the policy and its environment. `questions` may bring the documents to search."""
+    searches = PROTOCOLS[settings.protocol].query_tags is not None
+    needs_corpus = searches and settings.retriever not in ("http", "empty", "oracle", "given")
+    if needs_corpus and not (settings.corpus or in_built_in_world(settings)):
         raise InputError(
-            f"the model does not know {harmless(unknown[0])!r}: it knows only its own world's"
-            f" words; try: {questions[0].question}"
+            f"{settings.model} was not trained from the built-in model, so it needs something"
+            " to search: give --corpus FILE_OR_FOLDER or --retriever http --retriever_url URL"
         )
+    documents = load_documents(settings, questions) if needs_corpus else []
+    device = best_device()
+    search = build.build_search(settings, documents, device)
+    print(f"model: {settings.model or 'the built-in one, before RL'}")
+    if documents:
+        place = settings.corpus or "the built-in world"
+        print(f"searches: {place} ({settings.retriever}, {len(documents)} documents)")
+    policy, tokenizer = build.load_model(settings, settings.model, device, frozen=True)
+    environment = build.build_environment(settings, tokenizer, search, policy, PrintingEnvironment)
+    streamer = Streamer(tokenizer, skip_prompt=True, clean_up_tokenization_spaces=False)
+    policy.generate = partial(policy.generate, streamer=streamer)
+    return policy, environment
+
+
+def answer(policy, environment: Environment, question: Question) -> None:
+    """Answers a question and prints the trajectory while it is sampled."""
+    settings = environment.settings
+    questions = as_asked([question], settings)
+    check_prompts(questions, environment, policy)
     print(describe_question(question))
-    streamer = Streamer(session.tokenizer, skip_prompt=True, clean_up_tokenization_spaces=False)
-    policy.generate = partial(session.generate, streamer=streamer)
     # Another progress than the bar of `rollout`, which would be drawn into the text.
-    (row,) = rollout(policy, session.environment, [question], session.settings.seed, progress=int)
+    (row,) = rollout(policy, environment, questions, settings.seed, progress=int)
     print(f"\n{describe_end(row)}")
     if row.answer is None:
-        hint_at_cold_start([prediction_record(row, 0)], session)
-
-
-def print_examples(session: Session) -> None:
-    if in_built_in_world(session.settings):
-        print("the model knows only its world of people, cities and companies; ask, for example:")
-        # The first question of each kind.
-        for text in reversed({q.kind: q.question for q in session.questions[::-1]}.values()):
-            print(f"    {text}")
-    print("type a question; Ctrl-D ends")
+        hint_at_cold_start([prediction_record(row, 0)], settings)
 
 
 def main(arguments: list[str] | None = None) -> None:
     given, text = read_flags(arguments)
-    session = Session(given)
-    if text:
-        return answer(session, text)
-    print_examples(session)
-    with contextlib.suppress(EOFError):
-        while True:
-            try:
-                if text := clean(input("\n> ")).strip():
-                    answer(session, text)
-            except InputError as error:
-                print(f"error: {error}")
+    settings = dataclasses.replace(settings_of(given), group_size=1)
+    check_settings(settings, False, given)
+    known = {question.question: question for question in known_questions(settings)}
+    policy, environment = load(settings, [*known.values()])
+    words = {word for question in known for word in tokenize(question)}
+    if not text:
+        examples = {question.kind: question.question for question in known.values()}
+        print("type a question, such as these; Ctrl-D ends", *examples.values(), sep="\n    ")
+    for line in [text] if text else sys.stdin:
+        text = clean(line).strip()
+        unknown = [word for word in tokenize(text) if word not in words]
+        if unknown and in_built_in_world(settings):  # the model would read it as <unk>
+            print(
+                f"the model does not know {harmless(unknown[0])!r}: "
+                f"it knows only its own world's words; try: {next(iter(known))}"
+            )
+        elif text:
+            answer(policy, environment, known.get(text) or Question("asked", text, []))
 
 
 if __name__ == "__main__":

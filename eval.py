@@ -348,7 +348,7 @@ def run(settings: Settings, options: Options) -> None:
     evaluation = Evaluation(settings, options)
     records = evaluate(evaluation, reader, judge, sampling)
     report(records, others, options.markdown, options.json, brief=not options.all)
-    hint_at_cold_start(records, evaluation)
+    hint_at_cold_start(records, evaluation.settings)
     print(f"predictions: {evaluation.out}")
 
 

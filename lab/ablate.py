@@ -57,7 +57,6 @@ from plumbing.report import written
 from retriever import make_retriever
 from settings import Settings, setting
 from train import train
-from view import draw_panels
 from world.toy import toy_path
 
 Jobs = set[tuple[str, int]]  # (arm, world)
@@ -357,7 +356,26 @@ def draw(names: list[str], results: Results, folder: Path) -> None:
                 if len(steps := np.flatnonzero(~np.isnan(means))):
                     panels[title][label] = steps, means[steps]
         says = f"{claim.says} (without: {difference(claim)})".replace("_", " ")
-        draw_panels(panels, [], folder / f"claim_{name}.png", says)
+        draw_panels(panels, says, folder / f"claim_{name}.png")
+
+
+def draw_panels(panels: dict[str, dict], says: str, png: Path) -> None:
+    """Draws {title: {label: (steps, values)}}. A pale line shows the measured values, and the
+    strong line of the same color their running mean over five steps.
+    """
+    from matplotlib import pyplot  # an optional extra
+
+    figure = pyplot.figure(figsize=(16, 3.5 * -(-len(panels) // 3)), layout="constrained")
+    figure.suptitle(says)
+    for place, (title, curves) in enumerate(panels.items(), 1):
+        axis = figure.add_subplot(-(-len(panels) // 3), 3, place, title=title, xlabel="step")
+        for label, (x, y) in curves.items():
+            means = [np.mean(y[max(0, end - 5) : end]) for end in range(1, len(y) + 1)]
+            (line,) = axis.plot(x, means, label=label)
+            axis.plot(x, y, color=line.get_color(), alpha=0.2)
+        axis.legend()
+    figure.savefig(png)
+    pyplot.close(figure)
 
 
 def main(arguments: list[str] | None = None) -> None:

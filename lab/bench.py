@@ -56,7 +56,6 @@ from scale.lora import add_lora
 from settings import Settings, check_limits, setting
 from trajectory import Trajectory
 from update import merge_records, rows_that_teach
-from view import load_pyplot
 
 SAME = {"cpu": 1e-5, "cuda": 2e-2}  # allowed relative distance of two results (cuda: bf16)
 
@@ -205,19 +204,21 @@ def show(runs: dict, png: str) -> None:
         for size in sizes:  # a variant has no size
             for cost in {"seconds", "mib", "build"} & row.keys():
                 curves[f"{cost} ~ {axis}"].append((int(size), max(row[cost], 1e-9)))
+    if png:
+        from matplotlib import pyplot  # an optional extra
     for place, (name, points) in enumerate(sorted(curves.items()), 1):
         sizes, costs = np.transpose(points)
         title = f"{name} ^ {np.polyfit(np.log(sizes), np.log(costs), 1)[0]:.2f}"
         print(title)
         if png:
-            panel = load_pyplot().subplot(3, 4, place, title=title)
+            panel = pyplot.subplot(3, 4, place, title=title)
             panel.loglog(sizes, costs, "o-")
             panel.minorticks_off()
             panel.tick_params(labelsize=8)
             panel.set_xticks(sizes, [f"{size:,.0f}" for size in sizes])
             panel.set_yticks(costs, [f"{cost:.4g}" for cost in costs])
     if png:
-        load_pyplot().savefig(png, dpi=90)
+        pyplot.savefig(png, dpi=90)
 
 
 # ----------------------------------------------------------------------------------------- variants
@@ -385,7 +386,9 @@ def main(arguments: list[str] | None = None) -> None:
         raise InputError("--device cuda: torch sees no GPU here")
     if o.png:
         check_output(o.png, "--png")
-        load_pyplot().figure(figsize=(16, 9), layout="constrained")
+        from matplotlib import pyplot  # an optional extra
+
+        pyplot.figure(figsize=(16, 9), layout="constrained")
     for name in names_in("only", o.only, PARTS[part]):
         work, sizes = AXES.get(name, (PARTS[part][name], [""]))
         run = run_retrieval if work in PARTS["retrieval"].values() else run_scripted

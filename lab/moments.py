@@ -17,7 +17,6 @@ from errors import run_main
 from eval import Evaluation, parse
 from trajectory import Trajectory
 from trajectory_metrics import trajectory_metrics
-from view import load_pyplot
 
 MOMENTS = ("before RL", "after stage 1", "after stage 2")
 
@@ -65,7 +64,8 @@ def write_out(axis, t: Trajectory) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    pyplot = load_pyplot()
+    from matplotlib import pyplot  # an optional extra
+
     by_moment = moments(sys.argv[1:] if arguments is None else arguments)
     figure, axes = pyplot.subplots(2, 3, figsize=(14, 6), sharey="row", layout="constrained")
     kinds = sorted({t.question.kind for t in by_moment[0]})

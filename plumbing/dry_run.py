@@ -19,10 +19,6 @@ from update import TrainState
 
 SOME = 4
 SHORT = 32  # tokens of a turn in the trajectories of the estimate
-ESTIMATE = (
-    "time: about {} for each of the {} steps here; with --questions_per_step 4 --group_size 4: {}"
-    " (rough: from four trajectories with turns of at most 32 tokens)"
-)
 LINES = {  # a metric -> what the report says if the step has it
     "queries": "queries: {queries:.2f} a trajectory; {searched:.0%} of the trajectories searched",
     "searches": "searches: {searches:.2f} a trajectory, of which {successful:.2f} found something; "
@@ -35,34 +31,23 @@ LINES = {  # a metric -> what the report says if the step has it
 }
 
 
-def duration(seconds: float) -> str:
-    """Returns a time in words.
-
-    >>> [duration(seconds) for seconds in (33, 119, 120, 3540, 5400)]
-    ['33.0 s', '119.0 s', '2 minutes', '59 minutes', '1.5 hours']
-    """
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} minutes" if seconds < 3600 else f"{seconds / 3600:.1f} hours"
-
-
 def try_out(state: TrainState, sample) -> None:
     """Samples four short trajectories with train.py's `shared_rollout`, prints about how long a
     step takes, and makes the step of this dry run small. The estimate counts each trajectory of the
     step like one of the four, and the update as if it took as long as the rollout.
     """
-    whole, short = state.settings, copy.copy(state.environment)
+    whole = state.settings
+    short = copy.copy(state.environment)
     short.settings = replace(whole, group_size=1, max_turn_tokens=SHORT)
     short.turn_tokens = {}
     start = time.perf_counter()
     rows = sample(state, short, state.stream.take(0)[:SOME], whole.seed)
     each = 2 * (time.perf_counter() - start) / len(rows)
+    step = each * whole.questions_per_step * whole.group_size
     state.accelerator.print(
-        ESTIMATE.format(
-            duration(each * whole.questions_per_step * whole.group_size),
-            whole.steps,
-            duration(each * 16),  # 4 questions, 4 trajectories each
-        )
+        f"time: about {step:.0f} s ({step / 60:.1f} minutes) for each of the {whole.steps} steps; "
+        f"with --questions_per_step 4 --group_size 4: {each * 16:.0f} s (rough: from four "
+        f"trajectories with turns of at most {SHORT} tokens)"
     )
     state.settings = state.environment.settings = replace(
         whole,
@@ -72,7 +57,7 @@ def try_out(state: TrainState, sample) -> None:
     state.stream.attempts = 1
 
 
-def report(r: dict, sampled, environment: Environment) -> Iterator[str]:
+def report(record: dict, sampled, environment: Environment) -> Iterator[str]:
     """Yields what a dry run prints after its small step: what that step predicts about the run."""
     prompts = [len(t.prompt_ids) for t in sampled.trajectories]
     longest = max(map(environment.max_trajectory_tokens, sampled.trajectories))
@@ -80,10 +65,10 @@ def report(r: dict, sampled, environment: Environment) -> Iterator[str]:
         f"prompts: {min(prompts)} to {max(prompts)} tokens; trajectories at most {longest} of "
         f"{environment.max_context} tokens of context"
     )
-    yield from (line.format(**r) for name, line in LINES.items() if name in r)
+    yield from (line.format(**record) for name, line in LINES.items() if name in record)
     if torch.cuda.is_available():
         yield f"GPU memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at its peak"
-    raised = alarms([r], environment.settings, patience=1).values()
+    raised = alarms([record], environment.settings, patience=1).values()
     yield from map("alarm: {}".format, raised)
     if not raised:
         yield "nothing found that would keep the run from learning"

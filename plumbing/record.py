@@ -5,8 +5,8 @@ Left out: gradients and optimizer steps.
 
 import functools
 from collections.abc import Iterator
+from dataclasses import astuple
 
-import numpy as np
 import torch
 
 from policy import Batch
@@ -49,80 +49,61 @@ def step_records(
     """Yields the records of the saved groups. Row i of `batch` is trajectory rollouts.kept[i]."""
     size = settings.group_size
     rows = {n: row for row, n in enumerate(rollouts.kept)}
-    numbers = {} if batch is None else token_numbers(batch)
     for group in kept_groups(len(rollouts.trajectories) // size, settings.groups_kept, step):
         for n in range(group * size, (group + 1) * size):
             t = rollouts.trajectories[n]
-            row = rows.get(n)
             record = {"step": step, "group": group, "row": n % size} | to_record(t, tokenizer)
-            record["rewards"] = {k: round(v, 4) for k, v in rollouts.reward_terms[n].items()}
+            record["rewards"] = rollouts.reward_terms[n]
             record["correct"] = bool(rollouts.correct[n])
-            yield record | ({} if row is None else row_numbers(numbers, row, t))
+            if n in rows:
+                record |= token_numbers(batch, rows[n], t)
+            yield record
 
 
 def to_record(t: Trajectory, tokenizer) -> dict:
     """Returns the record of a trajectory: its question, tokens, searches and stop reason."""
-    question = t.question
     record = {
-        "id": question.id,
-        "question": question.question,
-        "golds": question.answers,
-        "kind": question.kind,
-        "may_search": question.may_search,
+        "id": t.question.id,
+        "question": t.question.question,
+        "golds": t.question.answers,
+        "kind": t.question.kind,
+        "may_search": t.question.may_search,
     }
     record |= {
-        "prompt_ids": t.prompt_ids,
-        "prompt": texts_of(tokenizer, t.prompt_ids),
+        "prompt": "".join(text_of(tokenizer, number) for number in t.prompt_ids),
         "ids": t.response_ids,
-        "tokens": texts_of(tokenizer, t.response_ids),
+        "tokens": [text_of(tokenizer, number) for number in t.response_ids],
         "mask": t.response_mask,
+    }
+    record["writers"] = [segment.writer for segment in t.segments if segment.writer != "model"]
+    return record | {
         "answer": t.answer,
         "stop_reason": t.stop_reason,
-    }
-    return record | {
-        "writers": [segment.writer for segment in t.segments if segment.writer != "model"],
-        "searches": [search_to_record(search) for search in t.searches],
-        "rejected_queries": [[rejected.reason, rejected.query] for rejected in t.rejected_queries],
+        "searches": list(map(search_to_record, t.searches)),
+        "rejected_queries": list(map(astuple, t.rejected_queries)),
     }
 
 
 def search_to_record(search: Search) -> dict:
-    documents = [[document.title, document.text] for document in search.documents]
-    fields = {name: getattr(search, name) for name in "query text fallback error cut".split()}
-    return fields | {"documents": documents, "seconds": round(search.seconds, 4)}
+    documents = [(document.title, document.text) for document in search.documents]
+    return vars(search) | {"documents": documents, "seconds": round(search.seconds, 4)}
 
 
-def token_numbers(batch: Batch) -> dict[str, np.ndarray]:
-    """Returns the batch's numbers as {name in the file: array [B, T]}, rounded to 6 decimals. Token
-    weights are rounded to 12, because the weight of a token may be a millionth.
+def token_numbers(batch: Batch, row: int, t: Trajectory) -> dict:
+    """Returns {name in the file: values of the trajectory}. The values are a list with one number
+    per response token, or a single number if all sampled tokens have the same. They are rounded to
+    6 decimals, token weights to 12, because the weight of a token may be a millionth.
     """
     numbers = {}
-    for name, batch_name in NUMBERS.items():
-        tensor = getattr(batch, batch_name)
-        digits = 12 if name == "weights" else 6
-        if tensor is not None:
-            numbers[name] = tensor.double().numpy().round(digits)  # [B, T]
+    first = len(t.prompt_ids) - 1  # the column of the first response token
+    for name, field in NUMBERS.items():
+        if (values := getattr(batch, field)) is None:
+            continue
+        values = values[row, first : first + len(t.response_ids)].double()
+        rounded = values.round(decimals=12 if name == "weights" else 6).tolist()
+        sampled = {value for value, mask in zip(rounded, t.response_mask, strict=True) if mask}
+        numbers[name] = sampled.pop() if len(sampled) == 1 else rounded
     return numbers
-
-
-def row_numbers(numbers: dict[str, np.ndarray], row: int, t: Trajectory) -> dict:
-    """Returns {name in the file: values of the trajectory}. The values are a list with one number
-    per response token, or a single number if all sampled tokens have the same.
-    """
-    first = len(t.prompt_ids) - 1
-    lists = {}
-    columns = slice(first, first + len(t.response_ids))
-    mask = np.array(t.response_mask, bool)
-    for name, batch_values in numbers.items():
-        values = batch_values[row, columns]
-        sampled = values[mask[: len(values)]]
-        alike = len(sampled) and sampled.min() == sampled.max()
-        lists[name] = sampled[0].item() if alike else values.tolist()
-    return lists
-
-
-def texts_of(tokenizer, ids: list[int]) -> list[str]:
-    return [text_of(tokenizer, number) for number in ids]
 
 
 @functools.lru_cache(maxsize=200_000)

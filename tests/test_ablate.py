@@ -300,7 +300,7 @@ def test_a_picture_has_both_arms_and_needs_their_results(monkeypatch, tmp_path):
     ablate.main(flags)
     assert [path.name for path in tmp_path.glob("new/*")] == ["claim_mask.png"]
     # Names are plain words, and what was not measured has no panel.
-    assert drawn[3].endswith("(ours to show) (without: mask documents False)")
+    assert drawn[1].endswith("(ours to show) (without: mask documents False)")
     ((title, curves),) = drawn[0].items()
     assert title == "share of searches that ask for no fact" and [*curves] == ["with", "without"]
     assert [column.tolist() for column in curves["with"]] == [[0, 2], [0.0, 1.0]]

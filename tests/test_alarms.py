@@ -15,19 +15,16 @@ from data import Document, Question
 from errors import InputError
 from papers import PROTOCOLS
 from plumbing import build, dry_run
-from plumbing.alarms import ADVICE, PATIENCE, alarms, hint_at_cold_start, shift, spikes
+from plumbing.alarms import ADVICE, PATIENCE, TRENDS, alarms, hint_at_cold_start, kl_jumps, shift
 from rewards import example
 from settings import Settings
 from trajectory import Search, Trajectory
 from trajectory_metrics import gold_recall, step_searches, text_metrics
 
-HEALTHY = {"frac_reward_zero_std": 0.5, "searched": 0.5, "searches": 1.0, "rejected": 0.1}
-HEALTHY |= {"repeated": 0.1, "documents_seen": 0.1, "gold_recall": 0.6, "search_errors": 0.01}
-HEALTHY |= {"search_seconds": 1.0, "rollout_seconds": 9.0, "truncated": 0.1, "repetition": 0.01}
-HEALTHY |= {"malformed_tags": 0.05, "thinking_words": 80.0, "reward": 1.0, "reward/answer": 0.5}
-HEALTHY |= {"mismatch_ess": 0.99, "mismatch_cut": 0.01}
-HEALTHY |= {"em": 0.3, "logprob_gap": 0.01, "k3": 0.02, "approx_kl": 1e-3, "grad_norm": 0.5}
-NEVER = {"searched": 0.0, "searches": 0.0, "rejected": 0.0, "repeated": 0.0}
+HEALTHY = {"frac_reward_zero_std": 0.5, "searched": 0.5, "gold_recall": 0.6, "search_errors": 0.01}
+HEALTHY |= {"truncated": 0.1, "malformed_tags": 0.05, "thinking_words": 80.0, "reward": 1.0}
+HEALTHY |= {"reward/answer": 0.5, "em": 0.3, "logprob_gap": 0.01, "mismatch_ess": 0.99}
+HEALTHY |= {"k3": 0.02, "approx_kl": 1e-3}
 
 
 def healthy(steps: int, **changes) -> list[dict]:
@@ -59,19 +56,12 @@ def changed(**factors) -> list[dict]:
 
 CAUSES = {
     "equal_groups": {"frac_reward_zero_std": 1.0},
-    "no_search": NEVER,
-    "rejected": NEVER | {"rejected": 0.5},
-    "repeated": {"repeated": 0.3, "searches": 1.0},
-    "seen": {"documents_seen": 0.4},
+    "no_search": {"searched": 0.0},
     "gold_recall": {"gold_recall": 0.1},
     "retriever_down": {"search_errors": 0.1},
-    "retriever_slow": {"search_seconds": 6.0, "rollout_seconds": 9.0, "update_seconds": 8.0},
-    "judge_slow": {"reward_seconds": 9.0, "rollout_seconds": 9.0, "update_seconds": 8.0},
     "truncated": {"truncated": 0.6},
-    "repetition": {"repetition": 0.2},
     "malformed_tags": {"malformed_tags": 0.6},
     "logprob_gap": {"logprob_gap": 0.2},
-    "mismatch_cut": {"mismatch_cut": 0.6},
 }
 
 
@@ -84,32 +74,13 @@ def test_three_steps_with_one_cause_raise_its_alarm_once_and_never_again(name):
     assert raised(rows) == {5: [name]} and PATIENCE == 3
 
 
-def test_a_spike_relative_to_earlier_steps_raises_an_alarm_at_once():
-    cases = (
-        ({"grad_norm": 6.0}, "grad_spike"),
-        ({"k3": 0.3}, "kl_spike"),
-        ({"approx_kl": 0.2}, "kl_spike"),
-    )
-    for spike, alarm in cases:
+def test_a_kl_of_ten_times_its_median_raises_an_alarm_at_once():
+    for spike in ({"k3": 0.3}, {"approx_kl": 0.2}):
         rows = healthy(9)
         rows[7] |= spike
-        assert raised(rows) == {7: [alarm]}
-    assert not spikes([{"k3": 1e-4}] * 6 + [{"k3": 0.05}], "k3", 0.1)  # the value is still tiny
-    assert not spikes([{"grad_norm": 0.1}] * 4 + [{"grad_norm": 9.0}], "grad_norm")  # too few steps
-    # Steps with equal rewards have gradient 0; the usual size is that of the others, 1.
-    rows = [{"grad_norm": x} for x in (1, 0, 1, 0, 0, 0, 1, 0, 1, 1, 5)]
-    assert not spikes(rows, "grad_norm") and spikes([*rows[:-1], {"grad_norm": 11}], "grad_norm")
-
-
-def test_a_reward_or_reward_term_in_the_thousands_raises_an_alarm_at_once():
-    for name, expected in (
-        ("reward", {2: ["reward_size"]}),
-        ("reward/answer", {2: ["reward_size"]}),
-        ("reward_seconds", {}),
-    ):
-        rows = healthy(4)
-        rows[2][name] = -1001.0
-        assert raised(rows) == expected
+        assert raised(rows) == {7: ["kl_spike"]}
+    assert not kl_jumps([{"k3": 1e-4}] * 6 + [{"k3": 0.05}], "k3")  # the value is still tiny
+    assert not kl_jumps([{"k3": 0.1}] * 4 + [{"k3": 9.0}], "k3")  # too few steps
 
 
 @pytest.mark.parametrize(
@@ -146,15 +117,14 @@ def test_longer_thinking_is_an_alarm_unless_answers_get_better():
 
 
 def test_every_alarm_is_tested_here_and_a_healthy_run_raises_none():
-    others = {"kl_spike", "grad_spike", "reward_hacked", "length", "reward_size"}
-    assert set(CAUSES) | others == set(ADVICE) and not set(CAUSES) & others
+    assert {*CAUSES, *TRENDS} == {*ADVICE} and len(ADVICE) == 10
     assert raised(healthy(40)) == {}
     # Rows of an earlier version, or of a protocol without searches, lack most metrics.
     assert raised([{"step": n, "frac_reward_zero_std": 0, "searched": 1} for n in range(9)]) == {}
 
 
 def test_a_cause_that_the_settings_make_inevitable_is_not_an_alarm():
-    no_search_rows, equal_rows = healthy(4, **NEVER), healthy(4, **CAUSES["equal_groups"])
+    no_search_rows, equal_rows = healthy(4, searched=0.0), healthy(4, **CAUSES["equal_groups"])
     for no_searches in ({"retrieval": False}, {"max_searches": 0}, {"direct_tasks": "math"}):
         assert (
             raised(no_search_rows) == {2: ["no_search"]}
@@ -263,7 +233,7 @@ def test_a_dry_run_reports_one_step_and_does_not_change_an_existing_run(
 
 def test_the_estimate_comes_before_a_small_step(model, tmp_path, monkeypatch, capsys):
     """Four trajectories with turns of 32 tokens take 3 s. So with the update a trajectory takes 1.5
-    s, a step of 64 · 16 trajectories 1536 s or 26 minutes, and one of 4 · 4 trajectories 24 s.
+    s, a step of 64 · 16 trajectories 1536 s or 25.6 minutes, and one of 4 · 4 trajectories 24 s.
     """
     sampled, clock = [], iter([0.0, 3.0])
     sample_all = train.shared_rollout
@@ -280,34 +250,28 @@ def test_the_estimate_comes_before_a_small_step(model, tmp_path, monkeypatch, ca
     train.main(flags(model, tmp_path, f"{more} --max_turn_tokens 40"))
     [(*first, _), (*second, printed)] = sampled
     assert first + second == [4, 32, 16, 40] and "prompts: " not in printed
-    assert re.search(r"about 26 minutes for each of the 7 steps .*_size 4: 24\.0 s", printed)
-
-
-RIGHT = {"prediction": "Rome", "metrics": {"searched": 1.0}}
-SILENT = {"prediction": None, "metrics": {"searched": 0.0}}
-FROM_MEMORY = {"prediction": "Rome", "metrics": {"searched": 0.0}}
+    assert re.search(
+        r"about 1536 s \(25\.6 minutes\) for each of the 7 steps.*_size 4: 24 s", printed
+    )
 
 
 @pytest.mark.parametrize(
-    ("answer", "metrics", "settings", "template", "hint"),
+    ("answer", "metrics", "settings", "hint"),
     [
-        (None, {"searched": 0.0}, {}, "{{ x }}", "form of its protocol: a model"),
-        (None, {"searched": 0.0}, {}, None, "a base model"),
-        ("Rome", {"searched": 0.0}, {}, "{{ x }}", "coldstart.py"),
-        ("Rome", {"searched": 1.0}, {}, None, ""),
-        ("Rome", {"searched": 0.0}, {"retrieval": False}, None, ""),  # it was not allowed to search
-        (None, {"searched": 0.0}, {"model": ""}, None, ""),  # the built-in model
-        ("Rome", {}, {}, None, ""),  # a protocol without searches
+        (None, {"searched": 0.0}, {}, True),
+        ("Rome", {"searched": 0.0}, {}, True),
+        ("Rome", {"searched": 1.0}, {}, False),
+        ("Rome", {"searched": 0.0}, {"retrieval": False}, False),  # it was not allowed to search
+        (None, {"searched": 0.0}, {"model": ""}, False),  # the built-in model
+        ("Rome", {}, {}, False),  # a protocol without searches
     ],
 )
 def test_an_evaluation_without_a_search_and_answer_ends_with_a_sentence(
-    answer, metrics, settings, template, hint, capsys
+    answer, metrics, settings, hint, capsys
 ):
-    asked = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template))
-    asked.settings = Settings(**{"model": "m"} | settings)
-    hint_at_cold_start([{"prediction": answer, "metrics": metrics}], asked)
-    printed = capsys.readouterr().out
-    assert hint in printed and bool(hint) == bool(printed)
+    given = Settings(**{"model": "m"} | settings)
+    hint_at_cold_start([{"prediction": answer, "metrics": metrics}], given)
+    assert ("python coldstart.py" in capsys.readouterr().out) == hint
 
 
 def test_a_dry_run_names_each_fault_after_one_step(model, tmp_path, capsys, monkeypatch):

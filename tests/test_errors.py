@@ -66,7 +66,6 @@ else:
         ("train.py --stpes 3", "error: train.py: unknown flag --stpes (did you mean --steps?)"),
         ("train.py --kl_coef -1", "error: --kl_coef -1.0: must be at least 0"),
         ("eval.py --splt dev", "error: eval.py: unknown flag --splt (did you mean --split?)"),
-        ("ask.py --judge j", "error: ask.py: --judge has no meaning here"),
         ("train.py --help", ""),
         ("eval.py --help", ""),
         ("eval.py --predictions={}/p.jsonl", ""),

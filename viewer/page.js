@@ -357,7 +357,6 @@ function go(at) {
   state.at = Math.max(0, Math.min(kept.length - 1, at));
   $("slider").max = Math.max(0, kept.length - 1);
   $("slider").value = state.at;
-  $("missing").textContent = run().stages.flatMap((s) => s.missing).join("; ");
   mark();
   for (const button of document.querySelectorAll(".moment")) button.setAttribute("aria-current", Number(button.dataset.at) === state.at);
   if (!kept.length) {
@@ -535,7 +534,7 @@ function nextToken(by) {
   const i = sampled.indexOf(state.token);
   pick(sampled[i < 0 ? 0 : Math.max(0, Math.min(sampled.length - 1, i + by))]);
 }
-// Of a token: ratio, clip, surrogate, KL and its share of the loss. view.py --text has the same.
+// Of a token: ratio, clip, surrogate, KL and its share of the loss, by the formula at the top of view.py.
 function lossOf(record, n, s) {
   const [old, now, ref, advantage, weight] = ["old", "new", "ref", "advantages", "weights"].map((name) => value(record, name, n));
   if ([old, now, advantage, weight].includes(null) || s.clip_low === undefined) return null;

@@ -22,7 +22,6 @@ from test_checkpoints import FOUR, RUN, run, whole
 import train
 from formats import manifest
 from formats.manifest import seal, wrong_with
-from formats.trajectories import NAME, append_trajectories, cut_trajectories, read_trajectories
 from plumbing import checkpoint, files
 from plumbing.files import checkpoints
 from policy import load_policy
@@ -216,51 +215,6 @@ def test_no_step_is_lost_if_the_terminal_is_closed(model, tmp_path):
     )  # which error code it is, nobody can see
     (saved,) = checkpoints(tmp_path / "t" / "stage1")
     assert files.step_of(saved) - len(rows_of(saved.parent)) in (0, -1)
-
-
-# ----------------------------------------------------------------------------------- trajectories
-def steps_of(folder) -> list[int]:
-    return [record["step"] for record in read_trajectories(folder)]
-
-
-@fault(238)
-def test_a_resume_keeps_the_steps_before_a_damaged_one_and_the_damaged_file(run, resumed, capsys):
-    data = bytearray((run / NAME).read_bytes())
-    second = data.index(data[:3], 3)  # each step is a separate gzip member
-    data[second + 50] ^= 0xFF
-    (run / NAME).write_bytes(data)
-    resumed()
-    assert "the old file is kept as" in capsys.readouterr().err
-    assert {*steps_of(run)} - {1} == {0, 4, 5} and (run / f"{NAME}.old1").read_bytes() == data
-
-
-@pytest.mark.parametrize(
-    "odd, steps",
-    [
-        of_fault(239, b"garbage", []),
-        of_fault(251, gzip.compress(b"5\n", mtime=0), [0, 1]),
-        of_fault(252, gzip.compress(b'{"step": "../../x"}\n', mtime=0), [0, 1]),
-        of_fault(252, gzip.compress(b'{"step": true}\n', mtime=0), [0, 1]),
-    ],
-)
-def test_lines_that_are_not_step_records_are_left_out_and_the_file_is_kept(
-    odd, steps, tmp_path, capsys
-):
-    append_trajectories(tmp_path, [{"step": 0}, {"step": 1}])
-    data = odd + (tmp_path / NAME).read_bytes()
-    (tmp_path / NAME).write_bytes(data)
-    cut_trajectories(tmp_path, 9)
-    assert steps_of(tmp_path) == steps and "the old file is kept as" in capsys.readouterr().err
-    assert (tmp_path / f"{NAME}.old1").read_bytes() == data
-
-
-@fault(262)
-@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
-def test_a_folder_or_pipe_in_place_of_the_trajectories_is_renamed(make, run, resumed):
-    (run / NAME).unlink()
-    make(run / NAME)
-    resumed()
-    assert {*steps_of(run)} == {4, 5} and (run / f"{NAME}.old1").exists()
 
 
 # ----------------------------------------------------------------------------- the files of a run

@@ -25,7 +25,6 @@ from tokenizers import AddedToken, normalizers
 import metrics
 import retriever
 import train
-import view
 from data import Document, Question, SearchResult, clean, harmless
 from engines.slots import generate_in_slots
 from errors import InputError
@@ -33,7 +32,6 @@ from formats.records import append_jsonl
 from metrics import has_math_verify, math_equal
 from other_models.llm import prompt_ids
 from papers import PROTOCOLS
-from plumbing.page import write_page
 from plumbing.record import to_record
 from prompts import build_prompt
 from rewards import REWARDS, Extras, example, tfidf_embedder
@@ -396,28 +394,3 @@ def test_code_in_a_math_answer_is_not_run(tmp_path):
     marker = tmp_path / "made"
     for code in ("__import__('os').system('touch {}')", "\\text{{exec(open('{}','w'))}}"):
         assert not math_equal(code.format(marker), "5") and not marker.exists()
-
-
-# --------------------------------------------------------------------- metrics that are not numbers
-@pytest.mark.parametrize(
-    "line",
-    faulty(
-        (152, b'{"step": 1, "reward": NaN, "em/a": 1e999}\n'),
-        (153, b'{"step": 1, "reward": 1.0'),
-        (154, b"\x00\xff\xfe\x1b{\n"),
-        (155, b'{"step": 1, "reward/\\u001b[2J$\\\\frac$": 1.0}\n'),
-        (156, b"[1, 2]\n"),
-        (157, b'{"step": 1, "reward": "much", "em/a": [1], "searches": {}, "k1": null}\n'),
-    ),
-)
-def test_metrics_that_are_not_numbers_are_left_out_of_the_curves(line, tmp_path, capsys):
-    stage = tmp_path / "run" / "stage1"
-    stage.mkdir(parents=True)
-    (stage / "metrics.jsonl").write_bytes(b'{"step": 0, "reward": 0.5, "em/a": 0.25}\n' + line)
-    panels = view.filled_panels(view.read_run(tmp_path / "run")[0])
-    assert panels["reward"]["reward"] == ([0], [0.5])
-    assert panels["exact match"] == {"a": ([0], [0.25])} and "can it learn?" not in panels
-    view.main([str(tmp_path / "run"), "--png"])
-    write_page([tmp_path / "run"], tmp_path / "page")
-    output = capsys.readouterr()
-    assert (tmp_path / "run" / "curves.png").exists() and "\x1b" not in output.out + output.err

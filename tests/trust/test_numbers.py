@@ -124,8 +124,8 @@ def test_a_number_that_is_not_finite_stops_the_run_with_a_one_line_error(change,
 
 # (fault, change, flags, the alarm that is raised or "", whether the weights stay the same)
 GOES_ON = [
-    of_fault(122, paid(1e38, 0, 0, 1), "", "reward_size", False),
-    fault(122, paid(1e38, 0, 0, 1), GRPO, "reward_size", False),
+    of_fault(122, paid(1e38, 0, 0, 1), "", "", False),
+    fault(122, paid(1e38, 0, 0, 1), GRPO, "", False),
     *(
         fault(123 + n, paid(*EQUAL), flags, "equal_groups", True)
         for n, flags in enumerate(EACH[:3])

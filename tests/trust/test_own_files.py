@@ -20,7 +20,6 @@ import train
 from curriculum import parse_shares
 from data import Question, load_questions, named_files
 from errors import InputError, Terminated, raise_terminated, rank_of
-from formats.trajectories import NAME, read_trajectories
 from plumbing.checkpoint import checkpoints
 from retriever import make_retriever
 from retrievers.serve import command
@@ -126,13 +125,6 @@ def test_pipes_and_devices_are_a_one_line_error_and_never_opened(tmp_path, capsy
     finally:
         os.close(reading)
         os.close(writing)
-
-
-@fault(288)
-def test_a_pipe_in_place_of_the_trajectories_is_a_one_line_error(tmp_path, monkeypatch):
-    os.mkfifo(tmp_path / NAME)
-    monkeypatch.setattr("formats.trajectories.gzip.open", fail_on_open)
-    assert "a pipe or a device" in message(lambda: list(read_trajectories(tmp_path)))
 
 
 @fault(289)
