@@ -138,14 +138,12 @@ def add_flags(parser: argparse.ArgumentParser, record: type, shown, command: str
         kind = types[f.name]
         names = f.metadata.get("one_of")
         text = f.metadata["help"] + (f"; one of {', '.join(names)}" if names else "")
-        parser.add_argument(
-            f"--{f.name}",
-            type={bool: boolean, dict: pairs}.get(kind, kind),
-            default=argparse.SUPPRESS,
-            help=f"{text} ({getattr(shown, f.name)!r})".replace("%", "%%"),
-            metavar=kind.__name__.upper(),
-            **({"nargs": "?", "const": True} if kind is bool else {}),
-        )
+        text = f"{text} ({getattr(shown, f.name)!r})".replace("%", "%%")
+        options = {"help": text, "default": argparse.SUPPRESS, "metavar": kind.__name__.upper()}
+        if kind is bool:
+            options |= {"nargs": "?", "const": True}
+        convert = {bool: boolean, dict: pairs}.get(kind, kind)
+        parser.add_argument(f"--{f.name}", type=convert, **options)
 
 
 MOST_USED = ("help", "recipe", "stage", "model", "data", "corpus")

@@ -20,11 +20,12 @@ PATH = "prompts trajectory rollout retriever summarizer rewards kl ppo grpo rein
 PATH = {*PATH.split(), "curriculum", "coldstart", "update", "train", "eval"}
 # The lowest comes first, and no file imports one of a higher floor. A folder means all its files.
 FLOORS = """
-    errors · metrics kl flags templates · formats · data · prompts · trajectory
+    errors · settings · metrics kl templates · formats · data · prompts · world.tiny · papers
+    · trajectory
     · scale.packing scale.lora scale.shards · ppo · grpo · reinforce_pp dapo · curriculum
     · retrievers · retriever · rewards · policy · update · engines.sampling · rollout
-    · engines.slots engines.server · other_models · summarizer · sft · world · papers
-    · trajectory_metrics settings
+    · engines.slots engines.server · other_models · summarizer · sft · world · flags
+    · trajectory_metrics
     · plumbing · eval · train coldstart · view ask · lab
 """
 FLOOR = {name: n for n, names in enumerate(FLOORS.split("·")) for name in names.split()}
@@ -36,14 +37,17 @@ DOORS = {
     "data": "formats",  # the layouts of files
     "summarizer": "formats",  # summaries are logged as lines of JSON
     "train": "plumbing",  # set-up, checkpoints and the files of a run
-    "eval": "plumbing formats",  # set-up, and predictions as lines of JSON
-    "coldstart": "plumbing",  # set-up
-    "plumbing.predictions": "plumbing policy settings",  # predictions are scored without torch
+    "eval": "plumbing formats papers",  # set-up, and predictions as lines of JSON
+    "coldstart": "plumbing papers",  # set-up
+    **dict.fromkeys(("rewards", "rollout", "trajectory"), "papers"),  # the protocols
+    "plumbing.predictions": "plumbing policy settings flags",  # predictions are scored without torch
     "retrievers.serve": "retrievers",  # a server of BM25 loads no torch
 }
 RUNNER = "rewards.py own_reward"  # the one function that runs a user's file
-# Two signatures of transformers hand **options on: its attention's and `generate`.
+# Two signatures of transformers hand **options on: its attention's and `generate`. A reward's
+# arguments (--reward_args) are handed on to its function.
 RELAYS = {"policy.py attention", "policy.py generate"}
+RELAYS |= {"rewards.py reward_terms", "rewards.py compute", "rewards.py ur2_choice"}
 HIDING = re.compile(r"(__import__|exec|(.*\.)?(import_module|spec_from_file_location|run_path))")
 CODE = re.compile(r"\n\s*(def|class|import|from|return|function|const|let|var) \w")
 FLAG = re.compile(r"\w+: .+ = setting\((?!.*\bonly='(?!train'))")
