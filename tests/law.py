@@ -25,7 +25,7 @@ FLOORS = """
     · retrievers · retriever · rewards · policy · update · engines.sampling · rollout
     · engines.slots engines.server · other_models · summarizer · sft · world · papers
     · trajectory_metrics settings
-    · plumbing · eval · train coldstart · view ask · lab
+    · plumbing · eval · train coldstart · view ask convert · lab
 """
 FLOOR = {name: n for n, names in enumerate(FLOORS.split("·")) for name in names.split()}
 # Only these imports may be inside a function, and only by these may the path enter a folder.
