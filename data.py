@@ -255,10 +255,9 @@ def load_all(records, path: Path, make: Callable, skip_bad: bool = False) -> lis
     seen = set()
 
     def made(record: dict, number: int, place: str):
-        name = id_of(record, number)
+        item, name = make(record, number), id_of(record, number)
         if name in seen:
             raise InputError(f"field 'id': an earlier record has the id {short(name)} too")
-        item = make(record, number)
         seen.add(name)
         return item
 

@@ -33,7 +33,7 @@ DOORS = {
     "retriever": "retrievers",  # BM25 needs neither torch nor a network client
     "ppo": "scale",  # the critic's body reads packed rows, as the policy's does
     "update": "scale",  # it cuts and adds up the gradients of sharded weights
-    "data": "formats",  # the layouts of files
+    "data": "formats",  # the records of files
     "summarizer": "formats",  # summaries are logged as lines of JSON
     "train": "plumbing",  # set-up, checkpoints and the files of a run
     "eval": "plumbing formats",  # set-up, and predictions as lines of JSON
