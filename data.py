@@ -1,39 +1,39 @@
 """Questions and documents, and how they are loaded.
 
-    file -> records -> fields, by the file's layout (formats/) -> Question or Document
-
     Question                         a question with the accepted answers and, if the record has
                                      them, options and numbered references
     Document                         one document of a corpus
     SearchRequest -> SearchResult    argument and result of the rollout's search function
 
-The first record of a file decides its layout. An error in a file becomes a one-line message that
-names the file, the line and the field, as far as they are known, and what to do. Left out: corpora
-larger than memory.
+A file has a JSON object on each line. Questions have our fields, or FlashRAG's and Search-R1's:
+
+    {"id": "1", "question": "Where was Ana Bell born?", "answers": ["Kelmouth", "Port Kelmouth"]}
+    {"id": "2", "question": "Where was Ana Bell born?", "golden_answers": ["Kelmouth"]}
+
+and so have documents; `contents` holds the title, a line break, and the text:
+
+    {"id": "a", "title": "Ana Bell", "text": "Ana Bell was born in Kelmouth."}
+    {"id": "b", "contents": "\"Kelmouth\"\nKelmouth is a town in Norland."}
+
+convert.py makes such files of other data sets. An error in a file becomes a one-line message that
+names the file, the line and the field. Left out: corpora larger than memory.
 """
 
+import dataclasses
 import json
-import os
 import random
 import re
-import sys
-import textwrap
 from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
 from errors import FlagParser, InputError, run_main
-from formats.layouts import ATTEMPT_LAYOUTS, CORPUS_LAYOUTS, LAYOUTS, detect, read_fields
-from formats.records import (
-    PASSAGE_COLUMNS,
-    QUESTION_COLUMNS,
-    finished_records,
-    is_tsv,
-    read_records,
-)
-from formats.text_folder import is_text, read_texts, stem
+from formats.fields import field, gold_answers, id_of, task_of
+from formats.records import convert_records, read_records, read_table, short, titled
+from formats.text_folder import is_text, read_texts
 
 
 def clean(text: str) -> str:
@@ -128,20 +128,12 @@ class SearchResult:
                failed search: the policy reads a notice instead of a result, or the trajectory ends
     """
 
-    documents: list[Document] = field(default_factory=list)
+    documents: list[Document] = dataclasses.field(default_factory=list)
     text: str = ""
     fallback: bool = False
     error: str | None = None
     rejected: bool = False
     __post_init__ = clean_fields
-
-
-@dataclass(frozen=True)
-class Attempts:
-    """A question with a model's answers in several rollouts; "" means no answer."""
-
-    question: Question
-    predictions: list[str]
 
 
 # -------------------------------------------------------------------------------- untrusted texts
@@ -185,15 +177,74 @@ def control_tokens(tokenizer) -> dict[int, str]:
     }
 
 
+# ------------------------------------------------------------------------------------- records
+def question_of(record: dict, number: int) -> Question:
+    """Reads our fields, which are those of Question, except that `hops` is `decomposition`; or
+    FlashRAG's. A record without an id gets its number in the file.
+    """
+    answers = "golden_answers" if "golden_answers" in record else "answers"
+    if answers not in record:
+        raise InputError(
+            "field 'answers' is missing: convert.py makes our layout of other data sets' files"
+        )
+    documents = enumerate(field(record, "references", list, []), 1)
+    steps = field(record, "decomposition", list, [])
+    hops = tuple(Hop(step["query"], step.get("answer", "")) for step in steps)
+    links = {
+        "references": tuple(document_of(document, place) for place, document in documents),
+        "supporting": tuple(field(record, "supporting", list, [])),
+        "hops": hops,
+    }
+    labels = {
+        "source": field(record, "source", str, ""),
+        "level": str(record.get("level") or ""),  # a number in MATH, a word in UR²'s files
+        "may_search": field(record, "may_search", bool, True),
+    }
+    asked = field(record, "question")
+    golds = [*map(clean, gold_answers(record, answers))]
+    options = tuple(map(clean, field(record, "options", list, [])))
+    name, task = id_of(record, number), task_of(record)
+    question = Question(name, asked, golds, task, options, **labels, **links)
+    check(question)
+    return question
+
+
+def check(question: Question) -> None:
+    """Checks what several fields say together."""
+    count = len(question.references)
+    if not all(number in range(1, count + 1) for number in question.supporting):
+        raise InputError(f"field 'supporting': expected numbers from 1 to {count}, the references")
+    letters = [chr(65 + place) for place in range(len(question.options))]
+    if question.task == "choice" and not {*question.answers} <= {*letters}:
+        raise InputError(f"field 'answers': expected letters of the {len(letters)} options")
+
+
+def document_of(record: dict, number: int) -> Document:
+    """Reads our fields, or FlashRAG's and Search-R1's `contents`."""
+    if "contents" in record:
+        title, text = titled(field(record, "contents"))
+    else:
+        title, text = (field(record, name, str, "") for name in ("title", "text"))
+    if not title and not text:
+        raise InputError("field 'text' is missing or empty, and so are 'title' and 'contents'")
+    return Document(id_of(record, number), title.strip(), text.strip())
+
+
 # ----------------------------------------------------------------------------------------- loading
+def load_all(records, path: Path, make: Callable, skip_bad: bool = False) -> list:
+    """Returns make(record, number) of each record of a file, whose ids must differ: difficulties
+    and predictions are found by the id.
+    """
+    seen = set()
 
+    def made(record: dict, number: int, place: str):
+        item, name = make(record, number), id_of(record, number)
+        if name in seen:
+            raise InputError(f"field 'id': an earlier record has the id {short(name)} too")
+        seen.add(name)
+        return item
 
-def question_of(fields: dict) -> Question:
-    """Makes a Question from the fields in a dict, where references are dicts {id, title, text}."""
-    fields = fields | {name: tuple(fields.get(name, ())) for name in ("options", "supporting")}
-    references = tuple(Document(**reference) for reference in fields.get("references", ()))
-    hops = tuple(Hop(**hop) for hop in fields.get("hops", ()))
-    return Question(**fields | {"references": references, "hops": hops})
+    return list(convert_records(path, records, made, skip_bad))
 
 
 def load_questions(path: str | Path | list, skip_bad: bool = False, seed=0) -> list[Question]:
@@ -203,31 +254,33 @@ def load_questions(path: str | Path | list, skip_bad: bool = False, seed=0) -> l
 
 def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> dict[str, list[Question]]:
     """Loads questions as {name of the file: questions}, in the order given. An id that occurs in
-    several files gets the file's name as a prefix: difficulties and predictions are found by the
-    id, and two data sets may both count from 1. "FILE:N" draws N questions with the seed: ARENA
+    several files gets the file's name as a prefix. "FILE:N" draws N questions with the seed: ARENA
     (appendix C), for example, has 10,000 of HotpotQA, 10,000 of 2Wiki and 5,000 of MuSiQue.
     """
-    files, counts = zip(*map(with_count, named_files(path)), strict=True)
-    loaded = [load_file(file, skip_bad) for file in files]
-    uses = Counter(question.id for questions in loaded for question in questions)
+    files = named_files(path)
     datasets = {}
-    for name, questions, count in zip(dataset_names(files), loaded, counts, strict=True):
+    for file, name in zip(files, dataset_names(files), strict=True):
+        place, _, count = str(file).partition(":")
+        questions = load_all(read_records(Path(place)), place, question_of, skip_bad)
+        datasets[name] = draw_some(questions, int(count or 0), f"{seed} {name}")
+    uses = Counter(question.id for question in chain.from_iterable(datasets.values()))
+    for name, questions in datasets.items():
         for row, question in enumerate(questions):
             if uses[question.id] > 1:
                 questions[row] = replace(question, id=f"{name}:{question.id}")
-        if count is not None and not 0 < count <= len(questions):
-            raise InputError(f"--data {name}:{count}: give a number from 1 to {len(questions)}")
-        datasets[name] = draw_some(questions, count or 0, f"{seed} {name}")
     return datasets
 
 
-def with_count(file: Path) -> tuple[Path, int | None]:
-    """Splits "a.json:500" into file and count. The count is None if there is none, or if a file of
-    exactly that name exists.
-    """
-    name, _, count = str(file).rpartition(":")
-    counted = name and count.isdecimal() and not os.path.exists(file)
-    return (Path(name), int(count)) if counted else (file, None)
+def named_files(path: str | Path | list) -> list[Path]:
+    names = ",".join(map(str, path)) if isinstance(path, list | tuple) else str(path)
+    return [Path(name.strip()) for name in names.split(",")]
+
+
+def dataset_names(files: list[Path]) -> list[str]:
+    """Names each file by its stem ("test"), or by its path if two have the same stem."""
+    stems = [file.name.partition(".")[0] for file in files]
+    pairs = zip(stems, files, strict=True)
+    return [stem if stems.count(stem) == 1 else str(file) for stem, file in pairs]
 
 
 def draw_some(questions: list[Question], count: int, seed: str) -> list[Question]:
@@ -238,52 +291,15 @@ def draw_some(questions: list[Question], count: int, seed: str) -> list[Question
     return [questions[row] for row in sorted(rows)]
 
 
-def load_file(path: Path, skip_bad: bool) -> list[Question]:
-    questions = [question_of(f) for f in read_fields(path, LAYOUTS, QUESTION_COLUMNS, skip_bad)]
-    gold = [bool(question.supporting) for question in questions if question.references]
-    if any(gold) and not all(gold):  # probably a mistake in the file
-        print(
-            f"{path}: of {len(gold)} questions with references, {gold.count(False)} have no gold "
-            "reference",
-            file=sys.stderr,
-        )
-    return questions
-
-
-def named_files(path: str | Path | list) -> list[Path]:
-    if isinstance(path, list | tuple):
-        return [file for item in path for file in named_files(item)]
-    # A file name may contain a comma, so a name that exists is not split. The text "" is excluded,
-    # because Path("") is the current folder, which exists.
-    if path and os.path.exists(with_count(Path(path))[0]):
-        return [Path(path)]
-    names = [name.strip() for name in str(path).split(",") if name.strip()]
-    if not names:
-        raise InputError("no question file was named")
-    return [Path(name) for name in names]
-
-
-def dataset_names(files: list[Path]) -> list[str]:
-    """Names each file by its stem ("test") if that is unique, else by folder and stem ("nq/test")
-    if these are unique, else by its path.
+def load_attempts(path: str | Path, skip_bad: bool = False) -> list[tuple[Question, list[str]]]:
+    """Loads questions with the answers of a model's rollouts, the field `predictions`; convert.py
+    writes it for R1-Searcher's published ones. An answer "" means none.
     """
-    choices = []
-    for file in files:
-        folder = file.absolute().parent.name
-        choices.append((stem(file), f"{folder}/{stem(file)}", str(file.resolve())))
-    uses = Counter(chain.from_iterable(choices))
-    for file, names in zip(files, choices, strict=True):
-        if uses[names[-1]] > 1:
-            raise InputError(f"{file}: named twice, so that its ids would not be unique")
-    return [next(name for name in names if uses[name] == 1) for names in choices]
 
+    def attempts_of(record: dict, number: int) -> tuple[Question, list[str]]:
+        return question_of(record, number), field(record, "predictions", list)
 
-def load_attempts(path: str | Path, skip_bad: bool = False) -> list[Attempts]:
-    """Loads published answers of rollouts: R1-Searcher's stage 1 file, for example, has ten answers
-    per question.
-    """
-    records = read_fields(Path(path), ATTEMPT_LAYOUTS, skip_bad=skip_bad)
-    return [Attempts(predictions=r.pop("predictions"), question=question_of(r)) for r in records]
+    return load_all(read_records(Path(path)), path, attempts_of, skip_bad)
 
 
 BUCKETS = ("hard", "medium", "easy", "dropped")
@@ -293,114 +309,53 @@ def load_difficulty(path: str | Path) -> list[dict]:
     """Loads the lines {"id", "scores", "score", "bucket"} that lab.difficulty has written. Only the
     id and the scores are required.
     """
-    records = finished_records(Path(path), cut=False)
-    for number, record in enumerate(records, 1):
-        scores = record.get("scores")
-        good = isinstance(record.get("id"), str) and isinstance(scores, list) and scores
-        good = good and all(isinstance(x, int | float) and 0 <= x <= 1 for x in scores)
-        if not good or (record.get("bucket") or "hard") not in BUCKETS:
-            raise InputError(
-                f'{path}, record {number}: expected {{"id", "scores" from 0 to 1}}, with a known '
-                '"bucket" or none: run lab.difficulty again, or name another file'
-            )
-    return records
+
+    def difficulty_of(record: dict, number: int) -> dict:
+        scores = field(record, "scores", list)
+        if not scores or not all(0 <= score <= 1 for score in scores):
+            raise InputError("field 'scores': expected numbers from 0 to 1: run lab.difficulty")
+        if record.get("bucket", "hard") not in BUCKETS:
+            raise InputError(f"field 'bucket': expected one of {', '.join(BUCKETS)}")
+        return record | {"id": id_of(record)}
+
+    return load_all(read_records(Path(path)), path, difficulty_of)
 
 
 def load_corpus(path: str | Path, skip_bad: bool = False) -> list[Document]:
     """Loads documents from a file of records, a text or a folder of texts."""
     path = Path(path)
     if is_text(path):
-        return [Document(**fields) for fields in read_texts(path, skip_bad)]
-    records = read_fields(path, CORPUS_LAYOUTS, PASSAGE_COLUMNS, skip_bad)
-    return [Document(**fields) for fields in records]
+        return [Document(*passage) for passage in read_texts(path)]
+    records = read_table(path) if ".tsv" in path.suffixes else read_records(path)
+    return load_all(records, path, document_of, skip_bad)
 
 
 def corpus_from_questions(questions: list[Question]) -> list[Document]:
-    """Returns the references of all questions as a corpus, each once, with unique ids. References
+    """Returns the references of all questions as a corpus, each once, numbered from 1. References
     without a text are left out.
     """
-    documents: dict[tuple[str, str], Document] = {}
-    ids: set[str] = set()
-    for document in (reference for question in questions for reference in question.references):
-        key = (document.title, document.text)
-        if key not in documents and document.text:
-            while document.id in ids:  # another record may have the new id too
-                document = replace(document, id=f"{document.id}#{len(documents)}")
-            documents[key] = document
-            ids.add(document.id)
+    references = [document for question in questions for document in question.references]
+    texts = dict.fromkeys((document.title, document.text) for document in references)
+    documents = [Document(str(n), *text) for n, text in enumerate(texts, 1) if text[1]]
     if not documents:
         raise InputError("these questions have no references: name a corpus file, not from-data")
-    return list(documents.values())
+    return documents
 
 
 # ------------------------------------------------------------------------------ python data.py FILE
-def first_layout(path: Path) -> tuple[bool, str]:
-    """Returns (whether the file is a corpus, the name of its layout). The first record that can be
-    read decides.
-    """
-    if is_text(path):
-        return True, "text"
-    tsv = is_tsv(path)
-    for _, place, record in read_records(path, ("first", "second") if tsv else ()):
-        if not isinstance(record, dict):
-            continue
-        # Without a header, the first column has questions if there is a blank in it, else ids.
-        if set(record) == {"first", "second"}:
-            names = QUESTION_COLUMNS if " " in record["first"].strip() else PASSAGE_COLUMNS
-            record = dict(zip(names, record.values(), strict=True))
-        known = any(layout.recognise(record) for layout in CORPUS_LAYOUTS.values())
-        corpus = known and "question" not in record
-        try:
-            return corpus, detect(record, CORPUS_LAYOUTS if corpus else LAYOUTS)
-        except InputError as error:
-            raise InputError(f"{path}, {place}: {error}") from None
-    return tsv, "unreadable"  # loading the file then reports the error
-
-
-def show(path: Path, skip_bad: bool) -> None:
-    corpus, layout = first_layout(path)
-    items = load_corpus(path, skip_bad) if corpus else load_questions(path, skip_bad)
-    print(f"{path}\nlayout     {layout}\n{'documents ' if corpus else 'questions '} {len(items):,}")
-    for name in () if corpus else ("source", "task"):
-        counts = Counter(getattr(question, name) or "-" for question in items)
-        kinds = ", ".join(f"{kind} {count:,}" for kind, count in counts.most_common())
-        print(harmless(f"{name:10} {kinds}"))
-    print("first record")
-    for name, value in asdict(items[0]).items():
-        if value:
-            shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            print(harmless(f"  {name:10} {textwrap.shorten(shown, 300, placeholder=' ...')}"))
-
-
-EXAMPLE = """\
-{"id": "1", "question": "Where was Ana Bell born?", "answers": ["Kelmouth", "Port Kelmouth"]}
-{"id": "2", "question": "What does she draw?", "task": "choice", "answers": ["A"], \
-"options": ["maps", "ships", "birds"]}
-{"id": "3", "question": "In which country was she born?", "answers": ["Norland"], \
-"references": [{"id": "a", "title": "Ana Bell", "text": "Ana Bell was born in Kelmouth."}, \
-{"id": "b", "title": "Varen", "text": "Varen is known for its bells."}, \
-{"id": "c", "title": "Kelmouth", "text": "Kelmouth is a town in Norland."}], "supporting": [1, 3]}
-{"id": "a", "title": "Ana Bell", "text": "Ana Bell was born in Kelmouth."}
-{"id": "c", "title": "Kelmouth", "text": "Kelmouth is a town in Norland."}
-"""  # our own layout: three questions and two documents
-
-
 def main() -> None:
-    parser = FlagParser(description="Show what a file contains; without a file, list the layouts.")
-    names = "questions, documents or a folder of texts; separate several files by commas"
-    parser.add_argument("file", nargs="?", help=names)
+    parser = FlagParser(description="Show what is read from a file.")
+    words = "questions; with --corpus, documents or a folder of texts"
+    parser.add_argument("file", nargs="?", help=words)
+    parser.add_argument("--corpus", action="store_true", help="the file holds documents")
     parser.add_argument("--skip_bad", action="store_true", help="skip malformed records")
-    parser.add_argument("--example", action="store_true", help="print an example of our layout")
     args = parser.parse_args()
-    if args.example:
-        print("--data: the first three lines; --corpus: the last two", file=sys.stderr)
-        return print(EXAMPLE, end="")
     if args.file is None:
-        for name, layout in (LAYOUTS | CORPUS_LAYOUTS).items():
-            print(f"{name:13} {layout.fields.replace('!', '')}")
-        return
-    for path in named_files(args.file):
-        show(path, args.skip_bad)
+        return print(__doc__.strip())
+    read = (load_corpus if args.corpus else load_questions)(args.file, args.skip_bad)
+    kinds = Counter(getattr(item, "kind", "document") for item in read)
+    print(f"{len(read):,} read: {dict(kinds)}; the first:")
+    print(harmless(json.dumps(asdict(read[0]), ensure_ascii=False, indent=1)))
 
 
 if __name__ == "__main__":

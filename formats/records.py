@@ -1,11 +1,12 @@
 """Reads the records of a file, and appends records to the files of a run.
 
-    bytes -> lines -> records   JSON lines, a JSON list, tab-separated lines, the same gzipped,
-                                parquet (with pyarrow)
+    file -> records   JSON lines or a JSON list, also gzipped (.gz); parquet (with pyarrow);
+                      tab-separated passages
 
-A record that cannot be read is yielded as an InputError, which the caller raises or counts.
+A record that cannot be read is yielded as an InputError, which the caller raises or counts. Lines
+are read one by one, so a corpus needs no more memory than its documents.
 Traps: U+2028 does not end a line of JSON; a byte-order mark is not part of the first field's name.
-Left out: other compressions, comma-separated files, tab-separated fields over several lines.
+Left out: other compressions, CSV, fields over several lines.
 """
 
 import contextlib
@@ -16,144 +17,110 @@ import gzip
 import itertools
 import json
 import os
+import re
 import reprlib
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from errors import InputError, rank_of
 
-# Columns of tab-separated files without a header.
-PASSAGE_COLUMNS = ("id", "passage")
-QUESTION_COLUMNS = ("question", "answer")
 LONGEST_LINE = 64_000_000  # bytes
-BLANK = b" \t\n\r\v\f\xef\xbb\xbf"  # with the bytes of a byte-order mark, which nobody sees
-
-
-def open_error(path: Path, error: OSError) -> InputError:
-    known = {
-        FileNotFoundError: "no such file: check the path",
-        IsADirectoryError: "a folder: name the files in it",
-    }
-    return InputError(f"{path}: {known.get(type(error), f'cannot be read ({error.strerror})')}")
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def check_regular(path: Path) -> None:
-    """Raises an InputError for a pipe or a character device, because reading it may never end, and
-    because it cannot be read twice: a file is read first to recognise its format (JSON, TSV,
-    parquet), then for its records.
-    """
+    """Raises an InputError for a pipe or a device, because reading it may never end."""
     if path.is_fifo() or path.is_char_device():
         raise InputError(f"{path}: a pipe or a device: save its content to a file first")
 
 
-def byte_lines(path: Path, most: int = LONGEST_LINE) -> Iterator[bytes]:
-    """Yields the lines of a file; a line longer than `most` bytes comes in pieces of that size. A
-    gzipped file is unpacked, whatever its name is.
-    """
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns a missing, unreadable or damaged file into an InputError."""
     try:
         check_regular(path)
-        with open(path, "rb") as file:
-            unpacked = gzip.GzipFile(fileobj=file) if file.peek(2).startswith(b"\x1f\x8b") else file
-            yield from iter(lambda: unpacked.readline(most), b"")
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise InputError(f"{path}: a broken gzip file ({error}): download it again") from None
-    except OSError as error:
-        raise open_error(path, error) from None
+        yield
+    except InputError:
+        raise
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        reason = str(getattr(error, "strerror", None) or error).lower()
+        raise InputError(f"{path}: {reason}: check the path and the file") from None
 
 
-def first_line(path: Path) -> bytes:
-    """Returns the beginning of the first line that is not blank, without a byte-order mark."""
-    for line in byte_lines(path, most=2**16):  # a JSON list may be one line of 500 MB
-        if line := line.strip(BLANK):
-            return line
-    raise InputError(f"{path}: the file is empty, or has only blank lines: name another file")
-
-
-def decoded(data: bytes) -> str | InputError:
-    try:
-        return data.decode("utf-8-sig")  # without a byte-order mark
-    except UnicodeDecodeError as error:
-        return InputError(f"byte {error.start + 1} is not UTF-8: save the file as UTF-8")
-
-
-def decoded_lines(path: Path) -> Iterator[tuple[int, str | InputError]]:
-    """Yields (number, line) for lines that are not blank. A line that is not UTF-8 is yielded as an
-    InputError.
+def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yields (number, line) for lines that are not blank. A line longer than LONGEST_LINE comes in
+    pieces of that size.
     """
-    for number, line in enumerate(byte_lines(path), 1):
-        if len(line) == LONGEST_LINE:
-            raise InputError(
-                f"{path}, line {number}: longer than 64 MB: end each record with a line break"
-            )
-        if line.strip(BLANK):
-            yield number, decoded(line.rstrip(b"\r\n"))
+    with reading(path), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), 1):
+            line = line.removeprefix(BYTE_ORDER_MARK)
+            if line.strip():
+                yield number, line
 
 
 def read_whole(path: Path) -> str:
-    text = decoded(b"".join(byte_lines(path)))
-    if isinstance(text, InputError):
-        raise InputError(f"{path}: {text}")
-    return text
+    with reading(path):
+        return path.read_text(encoding="utf-8-sig")
 
 
-def read_records(path: Path, columns: tuple[str, ...] = ()) -> Iterator[tuple[int, str, object]]:
-    """Yields (number, "line 3" or "record 3", record or InputError). `columns` name the columns of
-    a tab-separated file that has no header; without `columns` no file is read as tab-separated.
-    """
-    first = first_line(path)
-    parquet = first.startswith(b"PAR1")
-    if columns and not parquet and is_tsv(path):
-        yield from tsv_records(path, columns)
-    elif path.suffix == ".csv":
-        raise InputError(
-            f"{path}: a CSV file is not read: save it with tabs (TSV) if it is a question or"
-            " corpus file, else as JSON lines"
-        )
-    elif parquet or first.startswith(b"[") or first == b"{":  # "{": a record over several lines
-        for number, record in enumerate(read_parquet(path) if parquet else read_json(path), 1):
-            yield number, f"record {number}", as_record(record)
+def read_records(path: Path) -> Iterator[tuple[int, str, object]]:
+    """Yields (number, "line 3" or "record 3", record or InputError)."""
+    place = "record"
+    if path.suffix == ".parquet":
+        values = enumerate(read_parquet(path), 1)
+    elif next(lines_of(path), (0, b""))[1].lstrip().startswith(b"["):  # the file is one list
+        with reading(path):
+            values = enumerate(json.loads(b"".join(line for _, line in lines_of(path))), 1)
     else:
-        for number, line in decoded_lines(path):
-            yield number, f"line {number}", as_record(loads(line))
+        place = "line"
+        values = ((number, loads(line)) for number, line in lines_of(path))
+    for number, value in values:
+        yield number, f"{place} {number}", as_record(value)
 
 
-def read_json(path: Path) -> list:
-    value = loads(read_whole(path))
-    if isinstance(value, InputError):
-        raise InputError(f"{path}: {value}: correct the file")
-    return value if isinstance(value, list) else [value]
+def read_parquet(path: Path) -> Iterator[dict]:
+    from pyarrow.parquet import ParquetFile  # optional: the extra "data"
+
+    for batch in ParquetFile(path).iter_batches():
+        yield from batch.to_pylist()
 
 
-def read_parquet(path: Path) -> list[dict]:
-    try:
-        from pyarrow import parquet  # optional: the extra "data"
+def read_table(path: Path) -> Iterator[tuple[int, str, dict]]:
+    """Yields the passages of a tab-separated file like `read_records`. The columns are id, text and
+    title, with a header as in DPR's file, or id and a passage that begins with its title.
+    """
+    csv.field_size_limit(LONGEST_LINE)
+    for number, line in lines_of(path):
+        # Each line is parsed alone, or a quote that is never closed would swallow later lines.
+        (columns,) = csv.reader([line.decode(errors="replace")], delimiter="\t")
+        if columns[0].lower() == "id":
+            continue
+        record = dict(zip(("id", "text", "title"), columns, strict=False))
+        if len(columns) == 2:  # R1-Searcher: "Title: Ana Text: Born." or "Ana   Born."
+            passage = columns[1].removeprefix("Title:")
+            mark = "   " if passage == columns[1] else " Text:"
+            record["title"], record["text"] = titled(passage, mark)
+        yield number, f"line {number}", record
 
-        return parquet.read_table(path).to_pylist()
-    except ImportError:
-        raise InputError(
-            f"{path}: a parquet file needs pyarrow: pip install pyarrow, or convert the file to"
-            " JSONL"
-        ) from None
-    except Exception as error:  # pyarrow may raise any error for a damaged file
-        raise InputError(
-            f"{path}: not a readable parquet file ({short(str(error))}): get it again"
-        ) from None
+
+def titled(passage: str, mark: str = "\n") -> tuple[str, str]:
+    """Returns (title, text): '"Ana"\\nborn' -> ("Ana", "born"); without a mark all is text."""
+    title, separator, text = passage.partition(mark)
+    if not separator:
+        return "", passage
+    return re.sub(r'^"(.*)"$', r"\1", title.strip()), text  # the title itself may contain quotes
 
 
-def loads(text: str | InputError) -> object:
+def loads(text: str | bytes) -> object:
     """Returns the value, or an InputError that says what is wrong with the text."""
-    if isinstance(text, InputError):
-        return text
+    if len(text) == LONGEST_LINE:
+        return InputError("longer than 64 MB: end each record with a line break")
     try:
-        value = json.loads(text)
-        # Trap: JSON may escape half a character ("\ud83d"), which cannot be written or tokenized.
-        if "\\ud" in text or "\\uD" in text:
-            json.dumps(value, ensure_ascii=False).encode()
-        return value
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
-        return InputError(f"not valid JSON ({str(error).replace('line 1 ', '')})")
+        return InputError(f"not valid JSON ({error})")
 
 
 def as_record(value: object) -> object:
@@ -162,43 +129,43 @@ def as_record(value: object) -> object:
     return InputError(f"expected an object {{...}}, found {short(value)}")
 
 
-def is_tsv(path: Path) -> bool:
-    line = first_line(path)
-    return b"\t" in line and not line.startswith((b"{", b"["))
-
-
-def tsv_records(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, str, object]]:
-    csv.field_size_limit(LONGEST_LINE)
-    names = ()
-    for number, record in decoded_lines(path):
-        if isinstance(record, str):
-            # Each line is parsed alone, or a quote that is never closed would swallow later lines.
-            (values,) = csv.reader([record.replace("\r", " ")], delimiter="\t")
-            if not names and (names := header(values)):
-                continue
-            names = names or columns
-            record = dict(zip(names, values, strict=False))
-            if len(values) != len(names):
-                record = InputError(
-                    f"{len(values)} tab-separated columns, expected {len(names)}"
-                    f" ({', '.join(names)})"
-                )
-        yield number, f"line {number}", record
-
-
-def header(values: list[str]) -> list[str]:
-    """Returns the column names if `values` are a header: the first is "id", or one is "question".
-    Else returns [].
-    """
-    names = [value.strip().lower() for value in values]
-    return names if names[0] == "id" or "question" in names else []
-
-
 def short(value: object) -> str:
     """Returns at most 60 characters of a value, which may be long or nested, for a message."""
     return reprlib.repr(value)[:60]
 
 
+def convert_records(
+    path: Path, records: Iterable[tuple], convert: Callable, skip_bad: bool
+) -> Iterator:
+    """Yields convert(record, number, place) for each (number, place, record) in `records`. Raises
+    an InputError at a bad record; with `skip_bad` bad records are skipped, and a line on stderr
+    says how many. If there is no good record, it always raises an InputError.
+    """
+    good = bad = 0
+    first = ""
+    for number, place, record in records:
+        try:
+            if isinstance(record, InputError):
+                raise record
+            converted = convert(record, number, place)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            reason = f"field {error} is missing" if isinstance(error, KeyError) else error
+            problem = f"{path}, {place}: {reason}"
+            if not skip_bad:
+                advice = "correct or delete it, or leave it out with --skip_bad"
+                raise InputError(f"{problem}: {advice}") from None
+            bad += 1
+            first = first or f"; the first: {problem}"
+        else:
+            good += 1
+            yield converted
+    if not good:
+        raise InputError(f"{path}: no record to use: name another file{first}")
+    if bad:
+        print(f"{path}: {bad} of {bad + good} records skipped{first}", file=sys.stderr)
+
+
+# ------------------------------------------------------------ files of a run
 def has_number(record: object, name: str) -> bool:
     """Returns whether this is a record whose field `name` holds a whole number, such as a step."""
     return isinstance(record, dict) and type(record.get(name)) is int
@@ -206,26 +173,20 @@ def has_number(record: object, name: str) -> bool:
 
 def finished_records(path: str | Path, cut: bool = True, needs: str = "") -> list[dict]:
     """Reads a JSONL file to which a run appends; a file that does not exist yet has no records. An
-    incomplete last line is ignored, and with `cut` also removed from the file. If `needs` names a
-    field, broken lines and records without a whole number in this field are left out, and a line on
-    stderr says how many; otherwise a broken line is an InputError.
+    incomplete last line is ignored, and with `cut` also removed from the file. Other broken lines,
+    and records without a whole number in the field `needs`, are left out and counted on stderr.
     """
     path = Path(path)
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    records = [as_record(loads(line.decode(errors="replace"))) for line in lines]
-    if records and isinstance(records[-1], InputError) and not lines[-1].endswith(b"\n"):
+    records = [as_record(loads(line)) for line in lines]
+    if lines and isinstance(records[-1], InputError) and not lines[-1].endswith(b"\n"):
         records.pop()
         if cut:
             os.truncate(path, sum(map(len, lines[:-1])))
-    if needs:
-        good = [record for record in records if has_number(record, needs)]
-        if len(good) < len(records):
-            print(f"{path}: {len(records) - len(good)} bad lines are left out", file=sys.stderr)
-        return good
-    for number, record in enumerate(records, 1):
-        if isinstance(record, InputError):
-            raise InputError(f"{path}, line {number}: {record}: correct the file, or name another")
-    return records
+    good = [r for r in records if (has_number(r, needs) if needs else isinstance(r, dict))]
+    if len(good) < len(records):
+        print(f"{path}: {len(records) - len(good)} bad lines are left out", file=sys.stderr)
+    return good
 
 
 @contextlib.contextmanager
@@ -255,14 +216,10 @@ def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
     """Appends a JSON line per record. Without records it tests that the file is writable, and makes
     it if it is missing.
     """
-    lines = json_lines(records).encode()
     with writing(path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab+") as file:
-            if file.seek(0, os.SEEK_END):
-                file.seek(-1, os.SEEK_END)  # an incomplete last line gets a line break
-                lines = lines if file.read(1) == b"\n" else b"\n" + lines
-            file.write(lines)  # in one write: another run may append to the same file
+        with open(path, "ab") as file:
+            file.write(json_lines(records).encode())  # at once: another run may append too
 
 
 def write_records(path: Path, records: list[dict]) -> None:
@@ -305,41 +262,3 @@ def keep_old(path: Path) -> None:
     """Renames a file that is there and not empty, before another is written in its place."""
     if path.is_file() and path.stat().st_size:
         print(f"the file that was {path} is kept as {path.rename(free_name(path)).name}")
-
-
-def convert_records(
-    path: Path, records: Iterable[tuple], convert: Callable, skip_bad: bool
-) -> Iterator[dict]:
-    """Yields convert(record, number, place) for each (number, place, record) in `records`. Raises
-    an InputError at a bad record; with `skip_bad` bad records are skipped, and a line on stderr
-    says how many. If there is no good record, it always raises an InputError.
-    """
-    good = 0
-    problems = []
-    for number, place, record in records:
-        try:
-            if isinstance(record, InputError):
-                raise record
-            fields = convert(record, number, place)
-        except InputError as error:
-            problems.append(f"{path}, {place}: {error}")
-            if not skip_bad:
-                raise InputError(
-                    f"{problems[0]}: correct or delete it, or leave it out with --skip_bad"
-                ) from None
-        else:
-            good += 1
-            yield fields
-    report_skipped(path, good, problems, "record")
-
-
-def report_skipped(path: Path, good: int, problems: list[str], noun: str) -> None:
-    if not good:
-        reason = f"; the first problem: {problems[0]}" if problems else ""
-        raise InputError(f"{path}: no {noun} to use: name another file{reason}")
-    if problems:
-        print(
-            f"{path}: {len(problems)} of {len(problems) + good} {noun}s skipped; the first:"
-            f" {problems[0]}",
-            file=sys.stderr,
-        )

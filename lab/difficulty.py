@@ -60,7 +60,7 @@ class DifficultySettings:
     metric: str = setting(
         "", "score of open answers (default: the scheme's)", one_of=("", "em", "f1", "cem")
     )
-    from_rollouts: str = setting("", "score all answers (pred_anses) of this file, without a model")
+    from_rollouts: str = setting("", "score all `predictions` of this file, without a model")
     questions: int = setting(
         0,
         "number of questions: per kind of the built-in world, or per file of --data; 0 = all",
@@ -86,7 +86,7 @@ def measure(questions: list, answer: Callable, options: DifficultySettings) -> d
 
 def measure_published(given: dict, options: DifficultySettings) -> dict:
     attempts = load_attempts(options.from_rollouts, given.get("skip_bad", False))
-    predictions = {attempt.question.id: attempt.predictions for attempt in attempts}
+    predictions = {question.id: texts for question, texts in attempts}
 
     def answer(batch: list[Question]) -> Iterator[list]:
         for q in batch:
@@ -94,7 +94,7 @@ def measure_published(given: dict, options: DifficultySettings) -> dict:
             scores = (score_answer(text, q.answers, q.task, q.options) for text in texts)
             yield [score[options.metric] for score in scores]
 
-    return measure([attempt.question for attempt in attempts], answer, options)
+    return measure([question for question, _ in attempts], answer, options)
 
 
 def measure_model(given: dict, options: DifficultySettings) -> dict:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from data import dataset_names, load_datasets, named_files
 from errors import FlagParser, InputError, check_output, rank_of
-from formats.layouts import ID_FIELDS, field, gold_answers, id_of, option_texts, task_of
+from formats.fields import ID_FIELDS, field, gold_answers, id_of, task_of
 from formats.records import convert_records, read_records, short, write_records
 from metrics import PUNCTUATION, score_answer, summary_scores
 from other_models.judge import Judge, add_verdicts
@@ -58,7 +58,7 @@ def as_written(record: dict, number: int, place: str) -> dict:
     if "gen_text_store" in record:  # R1-Searcher's name of it
         fields["transcript"] = text_of(record, "gen_text_store")
     if record.get("options"):
-        fields["options"] = option_texts(record)
+        fields["options"] = field(record, "options", list)
     return record | fields
 
 

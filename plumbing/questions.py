@@ -3,7 +3,7 @@
 Questions come from --data or from the built-in world; training, evaluation and ask.py all load them
 here. Documents come from --corpus (a file, a folder, or the questions' own references) or from the
 built-in world. Left out: the order in which training asks (curriculum.py), and the layouts of files
-(formats/layouts.py).
+(data.py).
 """
 
 import dataclasses

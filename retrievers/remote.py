@@ -21,7 +21,7 @@ from functools import partial
 
 from data import Document
 from errors import InputError
-from formats.layouts import titled
+from formats.records import titled
 from retrievers.net import (
     Fault,
     RejectedRequest,

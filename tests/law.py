@@ -26,7 +26,7 @@ FLOORS = """
     · retrievers · retriever · rewards · policy · update · engines.sampling · rollout
     · engines.slots engines.server · other_models · summarizer · sft · world · flags
     · trajectory_metrics
-    · plumbing · eval · train coldstart · view ask · lab
+    · plumbing · eval · train coldstart · view ask convert · lab
 """
 FLOOR = {name: n for n, names in enumerate(FLOORS.split("·")) for name in names.split()}
 # Only these imports may be inside a function, and only by these may the path enter a folder.
@@ -34,13 +34,13 @@ DOORS = {
     "retriever": "retrievers",  # BM25 needs neither torch nor a network client
     "ppo": "scale",  # the critic's body reads packed rows, as the policy's does
     "update": "scale",  # it cuts and adds up the gradients of sharded weights
-    "data": "formats",  # the layouts of files
+    "data": "formats",  # the records of files
     "summarizer": "formats",  # summaries are logged as lines of JSON
     "train": "plumbing",  # set-up, checkpoints and the files of a run
     "eval": "plumbing formats papers",  # set-up, and predictions as lines of JSON
     "coldstart": "plumbing papers",  # set-up
     **dict.fromkeys(("rewards", "rollout", "trajectory"), "papers"),  # the protocols
-    "plumbing.predictions": "plumbing policy settings flags",  # predictions are scored without torch
+    "plumbing.predictions": "plumbing policy settings flags",  # they are scored without torch
     "retrievers.serve": "retrievers",  # a server of BM25 loads no torch
 }
 RUNNER = "rewards.py own_reward"  # the one function that runs a user's file

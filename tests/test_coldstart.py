@@ -237,32 +237,6 @@ def test_the_same_seed_gives_the_same_traces(bpe):
     assert one == again != other
 
 
-# ------------------------------------------------------------------------------ hops in other files
-
-
-def test_hops_are_read_from_our_layout_2wikis_triples_and_musiques_steps(tmp_path):
-    context = [["Heat", ["Heat is by Ana Bell."]]]
-    triples = [["Heat", "director", "Ana Bell"], ["Ana Bell", "place of death", "Kelmouth"]]
-    steps = [
-        {"id": 1, "question": "Heat >> director", "answer": "Ana Bell"},
-        {"id": 2, "question": "Where did #1 die?", "answer": "Kelmouth"},
-    ]
-    asked = {"question": "Where did the director of Heat die?", "answer": "Kelmouth"}
-    own = {"question": "x?", "answers": ["Kelmouth"], "decomposition": [{"query": "q"}]}
-    wiki = asked | {"_id": "w", "context": context, "evidences": triples, "supporting_facts": []}
-    paragraphs = [{"idx": 0, "title": "Heat", "paragraph_text": "x", "is_supporting": True}]
-    musique = asked | {"id": "2hop__1", "paragraphs": paragraphs, "question_decomposition": steps}
-    found = []
-    for name, record in (("own", own), ("wiki", wiki), ("musique", musique)):
-        write_records(tmp_path / f"{name}.jsonl", [record])
-        found.append(load_questions(tmp_path / f"{name}.jsonl")[0].hops)
-    assert found == [
-        (Hop("q"),),
-        (Hop("director of Heat", "Ana Bell"), Hop("place of death of Ana Bell", "Kelmouth")),
-        (Hop("Heat >> director", "Ana Bell"), Hop("Where did Ana Bell die?", "Kelmouth")),
-    ]
-
-
 # -------------------------------------------------------------------------------------- the command
 
 

@@ -71,7 +71,7 @@ def test_published_rollout_answers_become_difficulties(out, tmp_path, capsys):
     # F1 with "Ana Bell" is 1, 2/3 (precision 1, recall 1/2), 0 and 0: mean 5/12 = 0.417, hard. By
     # cover-EM the first answer is right: easy.
     answers = ["Ana Bell", "Ana", "", "Carl"]
-    record = {"idx": 7, "question": "Who?", "answer": "Ana Bell", "pred_anses": answers}
+    record = {"id": 7, "question": "Who?", "answers": ["Ana Bell"], "predictions": answers}
     (tmp_path / "r.jsonl").write_text(json.dumps(record) + "\n")
     flags = ["--from_rollouts", str(tmp_path / "r.jsonl"), "--out", str(out)]
     main(flags)

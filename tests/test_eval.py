@@ -16,10 +16,12 @@ from test_compute_rewards import Model
 
 import eval as evaluation
 import train
+from convert import convert
 from data import Document, Question
 from errors import InputError
 from eval import Evaluation, Options, last_checkpoint, settings_of
 from flags import check_settings, stage_folder
+from formats.records import write_records
 from papers import PROTOCOLS
 from plumbing import build
 from plumbing.exam import prediction_metrics
@@ -629,10 +631,11 @@ REAL = """--corpus from-data --run_name real --questions_per_step 4 --steps 2 --
 
 
 def test_real_hotpotqa_records_run_through_both_stages_and_an_evaluation(model, tmp_path, capsys):
-    data = HOTPOTQA / "official_train_distractor_20.json"
-    runs = tmp_path / "runs"
-    if not data.exists():
+    published = HOTPOTQA / "official_train_distractor_20.json"
+    runs, data = tmp_path / "runs", tmp_path / "hotpot.jsonl"
+    if not published.exists():
         pytest.skip(f"no HotpotQA records in {HOTPOTQA}")
+    write_records(data, convert("hotpotqa", published))
     for stage in (1, 2):  # each stage rolls out, searches, rewards and updates the weights
         start = f"--data {data} --output_dir {runs} --stage {stage}"
         start += f" --model {model}" * (stage == 1)

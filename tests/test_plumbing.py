@@ -26,9 +26,11 @@ from conftest import (
 from test_lora import needs_peft
 
 import train
+from convert import convert
 from errors import InputError
 from flags import in_built_in_world, parse, parse_stages, saved_settings
 from formats.manifest import seal
+from formats.records import write_records
 from plumbing import build
 from plumbing.build import build_state, check_processes
 from plumbing.files import checkpoints, console_line, settings_text
@@ -196,7 +198,7 @@ WITH_REFERENCES = GOOD | {"references": [{"id": "1", "title": "t", "text": "x"}]
         ),
         ([GOOD], "have no references"),
         ([WITH_REFERENCES | {"question": "ada " * 400}], "question 1: its prompt has"),
-        ([], "data.jsonl: the file is empty"),
+        ([], "data.jsonl: no record to use"),
     ],
 )
 def test_a_bad_file_is_a_one_line_error_before_training_starts(
@@ -301,7 +303,7 @@ def test_a_container_has_no_more_threads_than_its_quota_of_cores(quota, threads,
 # -------------------------------------------------------------------- UR²'s recipes on real records
 
 SLICES = Path(__file__).parents[2] / "shared" / "data"
-MATH, STAGE2 = "math/math500_60.jsonl", "train/ur2_stage2_150.jsonl"
+MATH, STAGE2 = "math=math/math500_60.jsonl", "ur2=train/ur2_stage2_150.jsonl"
 LEVELS = "--difficulty level --stage"
 
 
@@ -327,7 +329,9 @@ def test_data_that_ur2_cannot_use_is_a_one_line_error_before_a_model_is_loaded(
     if not corpus.exists():
         pytest.skip(f"the real slices are not in {SLICES}")
     monkeypatch.setattr(build, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
-    words = flags(model, tmp_path, f"--data {SLICES / data} --corpus {corpus} {more}")
+    kind, path = data.split("=")
+    write_records(tmp_path / "q.jsonl", convert(kind, SLICES / path))
+    words = flags(model, tmp_path, f"--data {tmp_path}/q.jsonl --corpus {corpus} {more}")
     assert fragment in command_line(train.main, words, capsys)
 
 

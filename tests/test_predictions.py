@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 from conftest import message
 
+from convert import convert
 from errors import InputError
+from formats.records import write_records
 from plumbing import build
 from plumbing.predictions import read_predictions, score_command, score_files
 from plumbing.report import summarise
@@ -100,7 +102,7 @@ def test_samples_and_options_are_read_from_any_layout(write):
     answers = [{**FLASHRAG, "sample": i, "output": {"pred": text}} for i, text in texts]
     assert em(score_files([write(*answers)])) == 0.5
     choice = {"id": 1, "task": "choice", "golds": ["oak"], "prediction": "\\boxed{B}"}
-    assert metrics(write({**choice, "options": {"A": "elm", "B": "oak"}}))[0]["em"] == 1
+    assert metrics(write({**choice, "options": ["elm", "oak"]}))[0]["em"] == 1
 
 
 # -------------------------------------------------------------------------- the join with questions
@@ -149,8 +151,8 @@ def test_questions_of_another_data_set_do_not_count_as_missing(write, capsys):
 def test_files_with_the_same_name_and_line_numbers_as_ids_stay_two_data_sets(write):
     files = [write({**R1, "pred_ans": "no"}, name="y/nq.jsonl"), write(R1, name="x/nq.jsonl")]
     records = score_files(files)
-    assert {r["dataset"]: r["metrics"]["em"] for r in records} == {"x/nq": 1, "y/nq": 0}
-    assert [r["id"] for r in records] == ["y/nq:1", "x/nq:1"]
+    assert {r["dataset"]: r["metrics"]["em"] for r in records} == {files[1]: 1, files[0]: 0}
+    assert [r["id"] for r in records] == [f"{file}:1" for file in files]
 
 
 def test_two_predictions_of_a_question_or_no_prediction_of_any_are_an_error(write, questions):
@@ -168,16 +170,15 @@ A = {"id": "1", "prediction": "a"}
 @pytest.mark.parametrize(
     "records, fragment",
     [
-        ([], "the file is empty"),
+        ([], "no record to use"),
         ([[1]], "record 1: expected an object"),
         ([{"id": "1"}], "line 1: no prediction in it: it has the fields"),
         ([{**OWN, "prediction": ["a"]}], "line 1: field 'prediction': expected str"),
         ([{**OWN, "metrics": None}], "line 1: field 'metrics' is missing"),
-        ([{**OWN, "options": [1]}], "field 'options', item 1"),
         ([{"prediction": "a"}], "field 'id' is missing, and field 'question' is missing or empty"),
         ([{**A, "golds": "b"}] * 2, "two predictions for id '1'"),
         ([A], "1 predictions have no gold answer: give --data"),
-        ([{**A, "golds": [None, "b"]}], "field 'golds', item 1"),
+        ([{**A, "golds": [None, "b"]}], "field 'golds': expected texts"),
         ([{**A, "golds": "a", "task": "cohice"}], "field 'task': 'cohice' is none of qa"),
     ],
 )
@@ -206,13 +207,15 @@ def test_bad_records_are_skipped_and_counted(write, capsys):
     ],
 )
 def test_r1_searchers_published_predictions_give_its_papers_numbers_to_the_digit(
-    name, data, published
+    name, data, published, tmp_path
 ):
     path = SHARED / "predictions" / f"r1_searcher_{name}_qwen_scores.jsonl"
     if not path.exists():
         pytest.skip("the published predictions are missing")
     # The file of questions has the same gold answers as the predictions.
-    for questions in ("", str(SHARED / "qa_eval" / f"{data}.jsonl")):
+    asked = tmp_path / "q.jsonl"
+    write_records(asked, convert("r1_searcher", SHARED / "qa_eval" / f"{data}.jsonl"))
+    for questions in ("", str(asked)):
         row = summarise(score_files([str(path)], questions))["all"]
         assert tuple(round(100 * row[c][0], 1) for c in ("em", "cem", "f1", "judged")) == published
 
@@ -227,7 +230,7 @@ def test_r1_searchers_published_predictions_give_its_papers_numbers_to_the_digit
         ("--predictions {p} --model m", "unknown flag --model"),
         ("--predictions {p} --json {p}/x.json", "x.json: cannot be written there"),
         ("--predictions {p} --out {folder}", "that is a folder: give another path"),
-        ("--predictions {folder}", "a folder: name the files in it"),
+        ("--predictions {folder}", "is a directory"),
         ("--predictions {p} --count_missing", "--count_missing needs --data"),
         ("--predictions {p} --against none.jsonl", "none.jsonl: no such file"),
         ("--predictions {p} --judge m --timeout 0", "--timeout 0.0: must be above 0"),

@@ -14,9 +14,10 @@ from conftest import model_of, random_policy, rows_of, small, traces, train_bpe
 from transformers import Qwen2Config
 
 import train
-from data import load_questions
+from convert import convert
 from errors import InputError
 from flags import parse, resolve
+from formats.records import write_records
 from papers import PAPERS, PROTOCOLS, paper_of, record_of
 from policy import Policy, save_policy
 from rewards import needs
@@ -120,22 +121,22 @@ def test_every_stage_runs_with_every_algorithm_or_is_a_one_line_error(
 # ---------------------------------------------------------------------- two steps on real records
 DATA = Path(__file__).parents[2] / "shared" / "data"
 PAGES = "corpus/hipporag_2wiki_1200.jsonl"
-REAL = {  # recipe -> questions, corpus and flags; other recipes use the first entry
-    "": "hotpotqa/official_train_distractor_20.json from-data",
-    "ur2": f"train/ur2_stage1_150.jsonl,train/ur2_stage2_150.jsonl {PAGES} --difficulty level"
-    " --questions_per_step 24 --trajectories_per_update 48",  # one question of each bucket
-    "ur2_choice": f"mcq/medqa_5options_50.jsonl,mcq/mmlupro_80.jsonl {PAGES}",
-    "vanilla_rl": f"math/math500_60.jsonl,qa_eval/2wiki_500.jsonl {PAGES}",
-    "r1_searcher": f"train/r1_searcher_stage1_80.jsonl {PAGES}",
-    "r_search": f"qa_eval/2wiki_500.jsonl {PAGES}",
-    "search_r1": "qa_eval/flashrag_nq_16.jsonl corpus/flashrag_wiki_sample_500.jsonl",
+REAL = {  # recipe -> kind=questions, corpus and flags; other recipes use the first entry
+    "": "hotpotqa=hotpotqa/official_train_distractor_20.json from-data",
+    "ur2": f"ur2=train/ur2_stage1_150.jsonl,ur2=train/ur2_stage2_150.jsonl {PAGES} --difficulty"
+    " level --questions_per_step 24 --trajectories_per_update 48",  # one question of each bucket
+    "ur2_choice": f"medqa=mcq/medqa_5options_50.jsonl,mmlu_pro=mcq/mmlupro_80.jsonl {PAGES}",
+    "vanilla_rl": f"math=math/math500_60.jsonl,ur2=qa_eval/2wiki_500.jsonl {PAGES}",
+    "r1_searcher": f"r1_searcher=train/r1_searcher_stage1_80.jsonl {PAGES}",
+    "r_search": f"ur2=qa_eval/2wiki_500.jsonl {PAGES}",
+    "search_r1": "=qa_eval/flashrag_nq_16.jsonl corpus/flashrag_wiki_sample_500.jsonl",
 }
 
 
 @pytest.fixture(scope="module")
 def real_model(tmp_path_factory) -> str:
     """Returns a random Qwen2 of two layers whose context holds ten paragraphs of real text."""
-    first = DATA / REAL[""].split()[0]
+    first = DATA / REAL[""].split()[0].partition("=")[2]
     if not first.exists():
         pytest.skip(f"the real slices are not in {DATA}")
     path = tmp_path_factory.mktemp("real") / "model"
@@ -152,12 +153,15 @@ def test_every_stage_takes_two_steps_on_real_records(
     questions, corpus, *rest = REAL.get(recipe, REAL[""]).split()
     settings = settings_of((recipe, variant, stage), False)
     more = f"--model {real_model} --max_turn_tokens 6 --output_dir {tmp_path} {' '.join(rest)}"
-    files = [DATA / name for name in questions.split(",")]
-    # No slice has summaries: the same records are used as summaries.
-    if settings.protocol == "arena_summary":
-        records = [asdict(question) | {"task": "summary"} for question in load_questions(files)]
-        files = [tmp_path / "summaries.jsonl"]
-        files[0].write_text("\n".join(map(json.dumps, records)))
+    files = []
+    for kind, name in (item.split("=") for item in questions.split(",")):
+        files.append(DATA / name)
+        if kind:
+            records = convert(kind, DATA / name)
+            if settings.protocol == "arena_summary":  # no slice has summaries: these are used
+                records = [record | {"task": "summary"} for record in records]
+            files[-1] = tmp_path / f"{Path(name).stem}.jsonl"
+            write_records(files[-1], records)
     more += f" --data {','.join(map(str, files))}"
     if PROTOCOLS[settings.protocol].query_tags:
         more += f" --corpus {corpus if corpus == 'from-data' else DATA / corpus}"

@@ -13,7 +13,7 @@ from test_metrics import SHARED, shared
 
 import rewards
 import trajectory_metrics
-from data import Document, Question, load_questions
+from data import Document, Question
 from errors import InputError
 from metrics import f1_score
 from papers import PROTOCOLS
@@ -1146,8 +1146,8 @@ def test_published_transcripts_of_the_trained_model_have_no_format_fault(name):
     "name, long", [("train/r1_searcher_stage2_100", 2), ("qa_eval/musique_500", 5)]
 )
 def test_every_gold_of_r1_searchers_data_earns_the_full_reward_as_an_answer(name, long):
-    shared(f"data/{name}.jsonl")
-    questions = load_questions(SHARED / f"data/{name}.jsonl")
+    records = map(json.loads, shared(f"data/{name}.jsonl").splitlines())
+    questions = [Question(str(r["idx"]), r["question"], [r["answer"]]) for r in records]
     golds = [(question, answer) for question in questions for answer in question.answers]
     assert sum(len(answer.split()) > rewards.MAX_ANSWER_WORDS for _, answer in golds) == long
     for question, answer in golds:  # F1 = 1 and no format fault

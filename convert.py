@@ -1,0 +1,152 @@
+"""Writes a data set's own file in our layout of questions, which --data reads.
+
+    python convert.py hotpotqa hotpot_train_v1.1.json hotpot.jsonl
+
+    published record -> one function per data set -> our fields (data.py) -> a line of JSON
+
+A file may be JSON lines, a JSON list, either of them gzipped, or parquet. A record that lacks a
+field, or whose fields training would reject, is an error with file, line and field.
+Left out: downloads; the order of a data set (FILE:N draws).
+"""
+
+from pathlib import Path
+
+from data import question_of
+from errors import FlagParser, run_main
+from formats.fields import id_of
+from formats.records import convert_records, read_records, write_records
+from metrics import last_boxed
+
+
+def hotpotqa(r: dict) -> dict:
+    """HotpotQA as published, or as on the HF hub. Paragraph n becomes reference n."""
+    paragraphs = pairs(r["context"], "sentences")
+    titles = [title for title, _ in paragraphs]
+    gold = {title for title, _ in pairs(r["supporting_facts"], "sent_id")}
+    # In the fullwiki files some gold titles have no paragraph. Then no reference counts as gold,
+    # because an incomplete gold set would be taken for the complete one.
+    gold = gold if gold <= {*titles} else ()
+    # Sentences of HotpotQA may begin with a blank, those of 2Wiki do not.
+    texts = [" ".join(map(str.strip, sentences)) for _, sentences in paragraphs]
+    return {
+        "source": f"hotpotqa_{r['type']}",
+        "references": [{"title": a, "text": b} for a, b in zip(titles, texts, strict=True)],
+        "supporting": sorted(titles.index(title) + 1 for title in gold),
+    }
+
+
+def pairs(value: list | dict, second: str) -> list:
+    """Returns pairs from [[title, x], ...] (published) or {"title": [...], second: [...]} (hub)."""
+    if isinstance(value, dict):
+        return list(zip(value["title"], value[second], strict=True))
+    return value
+
+
+def two_wiki(r: dict) -> dict:
+    """2WikiMultihopQA: HotpotQA's fields, and in `evidences` the facts as triples."""
+    hops = [{"query": f"{relation} of {x}", "answer": y} for x, relation, y in r["evidences"]]
+    return hotpotqa(r) | {"source": f"2wiki_{r['type']}", "decomposition": hops}
+
+
+def musique(r: dict) -> dict:
+    """MuSiQue. "#1" in a step's question is the answer of the first step."""
+    hops = []
+    for step in r.get("question_decomposition", ()):
+        query = step["question"]
+        for number, hop in enumerate(hops, 1):
+            query = query.replace(f"#{number}", hop["answer"])
+        hops.append({"query": query, "answer": step["answer"]})
+    answers = filter(str.strip, [r["answer"], *r.get("answer_aliases", ())])
+    if not r.get("answerable", True):
+        answers = []  # a bad record
+    paragraphs = r["paragraphs"]
+    references = [{"title": p["title"], "text": p["paragraph_text"]} for p in paragraphs]
+    return {
+        "answers": [*dict.fromkeys(answers)],
+        "source": f"musique_{r['id'][:4]}",  # "2hop__1_2" has two hops
+        "references": references,
+        "supporting": [number for number, p in enumerate(paragraphs, 1) if p["is_supporting"]],
+        "decomposition": hops,
+    }
+
+
+def mmlu_pro(r: dict) -> dict:
+    """MMLU-Pro, whose `answer` is a letter."""
+    return {"task": "choice", "options": r["options"], "source": r["category"]}
+
+
+def medqa(r: dict) -> dict:
+    """MedQA, with the letter in `answer_idx`; the options are a list or {letter: text}."""
+    options = r["options"]
+    if isinstance(options, dict):
+        options = [options[letter] for letter in sorted(options)]
+    return {"task": "choice", "options": options, "answers": [r["answer_idx"]]}
+
+
+def math(r: dict) -> dict:
+    """MATH, MATH-500 and Minerva: the answer is a field, or the last \\boxed of `solution`."""
+    question = r["problem"] if "problem" in r else r["question"]
+    answer = r["answer"] if "answer" in r else last_boxed(r["solution"])
+    return {"task": "math", "question": question, "answers": [answer]}
+
+
+def gsm8k(r: dict) -> dict:
+    """GSM8K, whose answer follows "####" at the end of the solution."""
+    return {"task": "math", "answers": [r["answer"].rpartition("####")[2].strip()]}
+
+
+def ur2(r: dict) -> dict:
+    """The files of UR² and of R1-Searcher. One of the latter has the answers of rollouts, which
+    `lab.difficulty --from_rollouts` scores.
+    """
+    task = "math" if r.get("source") == "math" else "qa"
+    return {"task": task, "predictions": r.get("pred_anses")}
+
+
+def verl(r: dict) -> dict:
+    """verl. `ground_truth`, or its "target", is a list of answers or a text that joins them by
+    <|answer_split|>.
+    """
+    golds = r["reward_model"]["ground_truth"]
+    golds = golds["target"] if isinstance(golds, dict) else golds
+    golds = golds.split("<|answer_split|>") if isinstance(golds, str) else list(golds)
+    source = r["data_source"]
+    asked = [message["content"] for message in r["prompt"] if message["role"] == "user"]
+    return {
+        "id": f"{source}:{r['extra_info']['index']}",
+        "question": asked[-1].rpartition("Question:")[2].strip(),
+        "answers": golds,
+        "source": source,
+    }
+
+
+KINDS = {"hotpotqa": hotpotqa, "2wiki": two_wiki, "musique": musique, "mmlu_pro": mmlu_pro}
+KINDS |= {"medqa": medqa, "math": math, "gsm8k": gsm8k, "ur2": ur2, "r1_searcher": ur2}
+KINDS |= {"verl": verl}
+
+
+def convert(kind: str, path: Path, skip_bad: bool = False) -> list[dict]:
+    def converted(record: dict, number: int, place: str) -> dict:
+        common = {name: record[name] for name in ("question", "source", "level") if name in record}
+        common |= {"id": id_of(record, number), "answers": [record.get("answer")]}
+        fields = {name: x for name, x in (common | KINDS[kind](record)).items() if x is not None}
+        question_of(fields, number)  # what training would reject is an error now
+        return fields
+
+    return list(convert_records(path, read_records(path), converted, skip_bad))
+
+
+def main() -> None:
+    parser = FlagParser(description="Write a data set's own file in our layout of questions.")
+    parser.add_argument("kind", choices=KINDS, help="the data set")
+    parser.add_argument("file", type=Path, help="the published file")
+    parser.add_argument("out", type=Path, help="the JSONL file to write, for --data")
+    parser.add_argument("--skip_bad", action="store_true", help="skip malformed records")
+    args = parser.parse_args()
+    records = convert(args.kind, args.file, args.skip_bad)
+    write_records(args.out, records)
+    print(f"{args.out}: {len(records):,} questions")
+
+
+if __name__ == "__main__":
+    run_main(main)
