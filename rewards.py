@@ -37,6 +37,7 @@ from errors import InputError, run_main
 from metrics import SPECIAL_TOKEN, exact_match, f1_score, score_answer, tokenize
 from papers import PROTOCOLS, as_protocol
 from prompts import Protocol, Tags, find_answers, find_blocks, number_documents, section_letters
+from settings import check_value
 from trajectory import Trajectory, trajectory_from_text
 
 RewardTerms = dict[str, float]  # name -> what it adds to the reward
@@ -765,6 +766,7 @@ def check_reward(settings) -> None:
     """
     if ":" in settings.reward:
         REWARDS[settings.reward] = own_reward(settings.reward)
+    check_value("reward", settings.reward, {"one_of": REWARDS})
     try:
         compute_rewards([example(settings.protocol)], settings, 0, OtherModels())
     except (TypeError, KeyError) as error:

@@ -8,6 +8,7 @@ commands that its `only` names: "train" (train.py and lab.plan), "eval" (all com
 settings files, because a shell script with the flags does the same.
 """
 
+import argparse
 import ast
 import math
 from dataclasses import dataclass, field, fields
@@ -384,7 +385,8 @@ def pairs(text: str) -> dict:
     for part in filter(None, text.split(",")):
         name, found, value = (word.strip() for word in part.partition("="))
         if not (name and found and value) or name in values:
-            raise InputError(f"{text!r}: write it as name=value,name=value, each name once")
+            message = f"{text!r}: write it as name=value,name=value, each name once"
+            raise argparse.ArgumentTypeError(message)
         try:
             values[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):

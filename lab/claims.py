@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from papers import EVERYTHING
+from papers.paper import EVERYTHING
 
 # Student's t, two-sided, for n − 1 = 1, 2, ... degrees of freedom.
 T = {
@@ -63,9 +63,9 @@ WEAK_30, WEAK_55 = WEAK_2 | SHORT, WEAK_2 | {"steps": 55}
 # does the 3B model, and its format term is −1 if it does not search. FINED has the −1 but no bonus.
 CHOICE = WEAK | {"steps": 40, "reward": "ur2_weak"}
 NO_BONUS = {"reward": "ur2_stage2"}
-FINED = {"reward_variant": "qwen_3b", "left_out": "retrieval"}
-RAW, LOOSE = {"summarizer": "none"}, {"format_check": "loose"}
-FILTERED = {"mix": "", "buckets": "hard=7,medium=2,easy=1"}
+FINED = {"reward_args": {"variant": "qwen_3b"}, "left_out": "retrieval"}
+RAW, LOOSE = {"summarizer": "none"}, {"reward_args": {"format_check": "loose"}}
+FILTERED = {"mix": {}, "buckets": {"hard": 7, "medium": 2, "easy": 1}}
 WORDY = {"toy_init": "verbose"}
 WORDED = WORDY | SHORT | {"reworded": 0.7}
 RARE_1 = PACE | {"toy_init": "rare", "steps": 16}
@@ -90,10 +90,10 @@ _ARMS = {
         "ur2": (2, WEAK_30, "ur2_stage1"),
         "ur2_no_stage1": (2, WEAK_55),
         "ur2_no_mask": (2, WEAK_30 | {"mask_documents": False}, "ur2_stage1"),
-        "ur2_no_penalty": (2, WEAK_30 | {"fallback_penalty": 0.0}, "ur2_stage1"),
+        "ur2_no_penalty": (2, WEAK_30 | {"reward_args": {"fallback_penalty": 0.0}}, "ur2_stage1"),
         "ur2_mixing": (2, WEAK_30 | {"direct_tasks": "math"}, "ur2_stage1"),
         "ur2_raw": (2, WEAK_30 | RAW, "ur2_raw_stage1"),
-        "ur2_unfiltered": (2, WEAK_30 | {"mix": ""}, "ur2_stage1"),
+        "ur2_unfiltered": (2, WEAK_30 | {"mix": {}}, "ur2_stage1"),
         "ur2_filtered": (2, WEAK_30 | FILTERED, "ur2_stage1"),
     },
     "vanilla_rl": {
@@ -107,10 +107,10 @@ _ARMS = {
     "r1_searcher": {
         "r1_stage1": (1, WORDY),
         "r1": (2, WORDY | SHORT, "r1_stage1"),
-        "r1_cem": (2, WORDY | SHORT | {"answer_metric": "cem"}, "r1_stage1"),
+        "r1_cem": (2, WORDY | SHORT | {"reward_args": {"answer_metric": "cem"}}, "r1_stage1"),
         "r1_grpo": (2, WORDY | SHORT | GRPO, "r1_stage1"),
         "r1_worded": (2, WORDED, "r1_stage1"),
-        "r1_worded_em": (2, WORDED | {"answer_metric": "em"}, "r1_stage1"),
+        "r1_worded_em": (2, WORDED | {"reward_args": {"answer_metric": "em"}}, "r1_stage1"),
         "r1_sft": (2, WORDY, "r1_stage1", True),  # imitates r1_stage1
     },
     "when_to_search": {

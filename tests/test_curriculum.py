@@ -15,13 +15,13 @@ from curriculum import (
     draw_choices,
     exact_counts,
     may_search,
-    parse_shares,
     read_difficulty,
 )
 from data import Question
 from flags import resolve
 from lab.difficulty import bucket_of_first_success
-from settings import RECIPES, Settings
+from papers import PAPERS
+from settings import Settings, pairs
 
 SEVEN_TWO_ONE = "hard=7,medium=2,easy=1"
 MEDIUM = ("medium0", "medium1", "medium2")
@@ -45,8 +45,14 @@ def pool_of_levels(task="qa", **counts):
     ]
 
 
+SHARES = ("buckets", "math_searches")
+
+
 def stream(questions, count, mix="", attempts=1, **options):
-    settings = Settings(questions_per_step=count, mix=mix, **options)
+    options = {k: pairs(v) if k in SHARES and v == str(v) else v for k, v in options.items()}
+    settings = Settings(
+        questions_per_step=count, mix=pairs(mix) if mix == str(mix) else mix, **options
+    )
     return QuestionStream(questions, settings, attempts)
 
 
@@ -86,18 +92,6 @@ def epoch_of(dealer, steps):
 )
 def test_counts_by_largest_remainder(total, weights, expected):
     assert exact_counts(total, weights) == expected
-
-
-def test_shares_are_read_with_blanks_and_decimals():
-    shares = parse_shares(" one_hop=3, two_hop = 0.5,", "--mix")
-    assert shares == {"one_hop": 3.0, "two_hop": 0.5} and parse_shares("", "--mix") == {}
-
-
-@pytest.mark.parametrize(
-    "mix", ["one_hop", "one_hop=x", "a=1=2", "a=-1", "a=0,b=0", "a=nan", "a=inf"]
-)
-def test_shares_that_make_no_sense_are_an_error_of_one_line(mix):
-    assert f"--mix '{mix}'" in message(parse_shares, mix, "--mix")
 
 
 def test_a_kind_that_the_data_lacks_is_an_error_unless_its_weight_is_zero():
@@ -204,7 +198,6 @@ def test_dropped_questions_are_left_out_and_counted_unless_buckets_names_them(ca
         ),
         ({"buckets": "hard=9,easy=1"}, "9 questions of hard, and the data has 5"),
         ({"buckets": "hard=1,easy=99"}, "a step takes 0 questions of hard"),
-        ({"buckets": "hard"}, "buckets 'hard'"),
         ({"buckets": "hard=1", "difficulty": ""}, "go by difficulty: give --difficulty FILE"),
         (
             {"buckets": "math:hard=1"},
@@ -287,7 +280,7 @@ def test_r1_searchers_table_1(stage, expected):
     dealer = by_level(data, 64, mix=settings.mix, buckets=settings.buckets)
     dealt = Counter(f"{q.kind.split('_')[0]}:{q.level}" for q in dealer.take(0))
     assert dealt == dealer.counts == expected
-    assert resolve("r1_searcher", stage, False).mix == ""  # no --difficulty: no shares
+    assert resolve("r1_searcher", stage, False).mix == {}  # no --difficulty: no shares
 
 
 def test_the_full_name_of_a_kind_has_precedence_over_its_first_part():
@@ -298,14 +291,14 @@ def test_the_full_name_of_a_kind_has_precedence_over_its_first_part():
 
 def test_the_papers_buckets_need_difficulty_and_then_replace_the_tiny_mix():
     measured = {"difficulty": "d"}
-    for tiny, shares in ((False, RECIPES["ur2"][2]["buckets"]), (True, SEVEN_TWO_ONE)):
+    for tiny, shares in ((False, PAPERS["ur2"].stages[2]["buckets"]), (True, pairs(SEVEN_TWO_ONE))):
         settings = resolve("ur2", 2, tiny, measured)
         assert settings.buckets == shares and not (tiny and settings.mix)
-    shares = parse_shares(resolve("r1_searcher", 2, True, measured).buckets, "")
+    shares = resolve("r1_searcher", 2, True, measured).buckets
     assert shares == {"medium": 2561 + 1087, "hard": 2000 + 2500}
-    assert resolve("ur2", 1, True, measured).mix == resolve("ur2", 1, True).mix != ""
-    assert resolve("ur2", 2, False).buckets == "" != resolve("r_search", 1, True).mix
-    assert resolve("ur2", 2, True, {"buckets": "hard=1", "mix": "unit=1"}).mix == "unit=1"
+    assert resolve("ur2", 1, True, measured).mix == resolve("ur2", 1, True).mix != {}
+    assert resolve("ur2", 2, False).buckets == {} != resolve("r_search", 1, True).mix
+    assert resolve("ur2", 2, True, {"buckets": {"hard": 1}, "mix": {"unit": 1}}).mix == {"unit": 1}
 
 
 def test_data_of_only_dropped_questions_is_an_error_that_says_what_to_do():
@@ -337,7 +330,10 @@ def test_half_of_the_easy_math_questions_may_search_under_llama():
     # C.5, without hard math questions: easy : medium is 2 : 1. A third of the 3,000 questions may
     # search, all of them easy.
     llama = resolve("ur2", 2, False, {"variant": "llama_8b", "difficulty": "level"})
-    options = {"buckets": llama.buckets.split(",hard")[0], "math_searches": llama.math_searches}
+    options = {
+        "buckets": {k: v for k, v in llama.buckets.items() if ":" in k},
+        "math_searches": llama.math_searches,
+    }
     dealer = by_level(
         pool_of_levels("math", medium=1000, easy=2000), 3, task_mixing=True, **options
     )

@@ -360,7 +360,7 @@ def test_decoding_paper_sets_the_papers_temperature_and_top_p(tmp_path):
 
 def test_a_token_limit_that_is_given_applies_to_every_task(tmp_path):
     """UR² C.4 allows 3,072 tokens for mathematics and 1,536 for multiple choice."""
-    model = save_settings(tmp_path, turn_tokens="math=3072,choice=1536", model="m")
+    model = save_settings(tmp_path, turn_tokens={"math": 3072, "choice": 1536}, model="m")
     for flag, limit, task_limits in (
         ("", 512, "math=3072,choice=1536"),
         ("--max_turn_tokens 9", 9, ""),
@@ -379,7 +379,7 @@ def test_a_search_limit_that_is_given_applies_to_every_task():
 
 def test_thoughts_have_their_own_tokens_and_are_not_part_of_the_answer(written, monkeypatch):
     """ARENA 4.3, note 2: a model that was not trained thinks before it answers."""
-    settings = evaluation.room_to_think(Settings(turn_tokens="math=3072,choice=1536"), 100)
+    settings = evaluation.room_to_think(Settings(turn_tokens={"math": 3072, "choice": 1536}), 100)
     assert (settings.max_turn_tokens, settings.turn_tokens) == (612, "math=3172,choice=1636")
     assert evaluation.parse("--model m --thinking 100".split())[0].max_turn_tokens == 612
     question = Question("0", "?", ["a"], references=(Document("", "t", "x"),))

@@ -1,19 +1,19 @@
-"""Tests the papers' own numbers in papers.py. test_extend.py tests adding a paper."""
+"""Tests the papers' own numbers in papers/. test_extend.py tests adding a paper."""
 
 import dataclasses
 
 import pytest
 
-import papers
+import papers.__main__
 from errors import InputError
 from flags import resolve
 from metrics import PUNCTUATION
 from papers import PAPERS, PROTOCOLS, paper_of, record_of
-from rewards import example
-from settings import RECIPES, Settings
+from rewards import example, good_format
+from settings import Settings
 from world.world import KINDS
 
-EVERYWHERE = [(name, stage) for name in RECIPES for stage in RECIPES[name]]
+EVERYWHERE = [(name, stage) for name, paper in PAPERS.items() for stage in paper.stages]
 
 # -------------------------------------------------------------------------------------- the numbers
 
@@ -23,7 +23,7 @@ NUMBERS = {
     ("ur2", 1): """
         algorithm reinforce_pp_baseline   clip_low 0.2   clip_high 0.2   group_size 16
         questions_per_step 64   trajectories_per_update 256   lr 2e-6   kl_coef 0   temperature 1
-        max_searches 4   max_turn_tokens 512   turn_tokens math=3072,choice=1536
+        max_searches 4   max_turn_tokens 512
         documents_per_search 10   document_tokens 1536   steps 10""",
     # one epoch: ceil(350 / 64) steps
     ("r1_searcher", 1): """
@@ -46,12 +46,12 @@ NUMBERS = {
         algorithm dapo   group_size 32   questions_per_step 32   trajectories_per_update 1024
         lr 1e-6   kl_coef 0   temperature 1   top_p 1   max_searches 5   max_turn_tokens 8192
         documents_per_search 5   document_tokens 4096   max_context 18432
-        beta 0.3   clip_low 0.2   clip_high 0.28   loss_aggregation token""",
+        clip_low 0.2   clip_high 0.28   loss_aggregation token""",
     # 7 · 256 trajectories
     ("arena", 1): """
         algorithm grpo   kl_estimator k2   group_size 7   questions_per_step 256
         trajectories_per_update 1792   lr 3e-6   kl_coef 0.04   temperature 0.9   max_searches 0
-        max_turn_tokens 256   steps 95   bonus 10   answer_metric em   clip_low 0.2
+        max_turn_tokens 256   steps 95   clip_low 0.2
         clip_high 0.2""",
 }
 # The numbers of steps are those of the checkpoints in table 15.
@@ -77,12 +77,15 @@ def test_the_papers_numbers(name, stage):
 
 
 ARENA = {  # variant -> the settings that differ: section 5.3, figure 3; appendices D.3 and H.2
-    "naive_grpo": {"relevance_reward": False, "bonus": 0, "kl_estimator": "k3"},
+    "naive_grpo": {
+        "reward_args": {"relevance_reward": False, "bonus": 0},
+        "kl_estimator": "k3",
+    },
     "k3": {"kl_estimator": "k3"},
-    "no_bonus": {"bonus": 0},
-    "no_relevance": {"relevance_reward": False},
+    "no_bonus": {"reward_args": {"bonus": 0}},
+    "no_relevance": {"reward_args": {"relevance_reward": False}},
     "thinking": {"protocol": "arena_thinking"},
-    "f1": {"answer_metric": "f1"},
+    "f1": {"reward_args": {"answer_metric": "f1"}},
     "judge": {"judge": "https://api.openai.com/v1#gpt-4o-2024-11-20"},
     "summaries": {"protocol": "arena_summary", "steps": 20},  # ceil(5000 / 256)
 }
@@ -101,16 +104,16 @@ def test_llama_trains_on_easy_math_instead_of_hard_math(variant, direct):
     """In UR² C.5, half of the easy math questions allow searching, or none; in stage 1 all do."""
     settings = {"variant": variant, "difficulty": "level"}
     one, two = (resolve("ur2", stage, False, settings) for stage in (1, 2))
-    assert (two.math_searches, two.direct_tasks) == ("easy=0.5", direct)
-    assert two.buckets.startswith("math:medium=1,math:easy=2,")
-    assert (one.buckets, one.direct_tasks) == ("math:dropped=1", "")
+    assert (two.math_searches, two.direct_tasks) == ({"easy": 0.5}, direct)
+    assert (two.buckets["math:medium"], two.buckets["math:easy"]) == (1, 2)
+    assert (one.buckets, one.direct_tasks) == ({"math:dropped": 1}, "")
 
 
 def test_max_searches_replaces_the_limits_of_all_tasks():
     """The prompt for open questions allows five queries in D.2, and section 4.4 four."""
     five = {"variant": "five_queries"}
-    assert resolve("ur2", 2, False, five).task_searches == "qa=5"
-    assert resolve("ur2", 2, False, five | {"max_searches": 3}).task_searches == ""
+    assert resolve("ur2", 2, False, five).task_searches == {"qa": 5}
+    assert resolve("ur2", 2, False, five | {"max_searches": 3}).task_searches == {}
 
 
 @pytest.mark.parametrize(
@@ -139,8 +142,6 @@ def test_checkpoints_saved_and_kept_are_those_of_the_paper(recipe, variant, save
     [
         ("r1_searcher", "llama_8b", "kl_coef 1e-4"),  # section 3.3
         ("r1_searcher", "grpo", "algorithm grpo kl_coef 1e-4 kl_estimator k3"),  # table 3
-        ("r1_searcher", "em", "answer_metric em"),  # table 5
-        ("r1_searcher", "cem", "answer_metric cem"),
         ("when_to_search", "to_the_end", "protocol when_to_search_eos"),
         # the paper's scripts: R − mean of the group, no std, whitening over tokens
         (
@@ -148,7 +149,7 @@ def test_checkpoints_saved_and_kept_are_those_of_the_paper(recipe, variant, save
             "as_its_code",
             "algorithm reinforce_pp_baseline group_std 0 whiten_tokens 1",
         ),
-        ("r_search", "without_evidence", "protocol r_search_plain evidence_reward 0"),  # table 3
+        ("r_search", "without_evidence", "protocol r_search_plain reward_args -"),  # table 3
         ("r_search", "whole_reply", "whole_reply 1"),  # eq. 4
         # Section 4.3 has 5 responses, β 0.001, lr 1e-6, warm-up 0.95 for GRPO and PPO; the script
         # for PPO has 1 response.
@@ -169,15 +170,26 @@ def test_variants_by_name(name, variant, changed):
         different = {k for k, v in vars(one).items() if v != getattr(other, k)} - {"variant"}
         assert different == set(words[::2])
         for setting, number in zip(words[::2], words[1::2], strict=True):
-            assert same(getattr(other, setting), number)
+            assert number == "-" or same(getattr(other, setting), number)
+
+
+def test_a_variant_s_arguments_of_the_reward_are_those_of_its_last_stage():
+    for metric in ("em", "cem"):  # R1-Searcher, table 5
+        stages = PAPERS["r1_searcher"].variants[metric].stages
+        assert "reward_args" not in stages[1]
+        assert stages[2]["reward_args"] == {"answer_metric": metric}
+    plain = PAPERS["r_search"].variants["without_evidence"].stages[1]  # R-Search, table 3
+    assert plain["reward_args"] == {"evidence_reward": False}
+    turns = PAPERS["ur2"].stages[1]["turn_tokens"]  # section 4.4
+    assert turns == {"math": 3072, "choice": 1536}
 
 
 def test_without_difficult_questions_both_stages_use_medium_ones():  # R1-Searcher, table 6
     for tiny in (True, False):
         settings = {"difficulty": "d", "variant": "without_difficult"}
         one, two = (resolve("r1_searcher", stage, tiny, settings) for stage in (1, 2))
-        assert one.buckets == two.buckets == "medium=1"
-        assert two.mix == ("" if tiny else RECIPES["r1_searcher"][2]["mix"])
+        assert one.buckets == two.buckets == {"medium": 1}
+        assert two.mix == ({} if tiny else PAPERS["r1_searcher"].stages[2]["mix"])
 
 
 def test_the_aligned_search_r1_has_the_settings_of_r_search():
@@ -187,7 +199,7 @@ def test_the_aligned_search_r1_has_the_settings_of_r_search():
     assert resolve("search_r1", 1, False, {"variant": "aligned"}) == expected
     paper = record_of("search_r1", "aligned")
     assert paper.decoding == {"temperature": 0.1, "documents_per_search": 5}
-    assert paper.punctuation == "delete" and paper.protocols == ("search_r1",)
+    assert paper.punctuation == "delete" and [*paper.protocols] == ["search_r1"]
 
 
 @pytest.mark.parametrize("name", PAPERS)
@@ -200,20 +212,19 @@ def test_a_paper_s_record_is_complete(name):
     for stage in paper.stages:
         small = resolve(name, stage, tiny=True)
         assert small.protocol == next(iter(paper.protocols))
-        kinds = {part.split("=")[0] for part in small.mix.split(",")}
-        assert kinds <= {*paper.world.kinds, "direct"}
-    assert {paper.good_format(example(protocol)) for protocol in paper.protocols} <= {True, False}
+        assert {*small.mix} <= {*paper.world.kinds, "direct"}
+    assert {good_format(example(protocol)) for protocol in paper.protocols} <= {True, False}
 
 
 def test_every_protocol_belongs_to_a_paper_and_an_unknown_one_is_one_line():
     assert {paper_of(name).source for name in PROTOCOLS} <= {p.source for p in PAPERS.values()}
     assert paper_of("when_to_search") is PAPERS["when_to_search"]  # not the record of the ablation
-    with pytest.raises(InputError, match=r"protocol xml: no record of papers\.py names it"):
+    with pytest.raises(InputError, match=r"protocol xml: no file of papers/ has it"):
         paper_of("xml")
 
 
 def test_python_papers_prints_the_settings_of_every_stage_and_every_variant(capsys):
-    papers.main()
+    papers.__main__.main()
     lines = capsys.readouterr().out.splitlines()
     names = [f"{name}:{v}" for name, paper in PAPERS.items() for v in paper.variants]
     assert {line.split(" | ")[0] for line in lines[2:]} == {*PAPERS, *names}

@@ -75,7 +75,7 @@ def test_an_earlier_run_is_moved_aside_and_not_overwritten(copy, model, tmp_path
     assert "moved to stage1.old1" in capsys.readouterr().out
     assert copy.with_name("stage1.old1").joinpath("note").exists()
     assert not (copy / "note").exists() and len(rows_of(copy)) == 1
-    message(train.train, dataclasses.replace(settings, mix="nothing=1"))
+    message(train.train, dataclasses.replace(settings, mix={"nothing": 1}))
     assert copy.exists()  # an error in the settings does not move the run
 
 

@@ -282,7 +282,7 @@ def test_a_rejected_query_is_logged_and_gets_a_notice(bpe, turns, max_searches, 
 
 def test_prompt_environment_and_penalty_use_the_same_search_limit(bpe):
     # an open question may search twice: the third query is rejected and is the only violation
-    settings = {"max_searches": 1, "task_searches": "math=3,qa=2"}
+    settings = {"max_searches": 1, "task_searches": {"math": 3, "qa": 2}}
     t, calls = play_one(bpe, [ASK, ASK, ASK, ANSWER], **settings)
     assert "at most 2 queries" in decode(bpe, t.prompt_ids)
     assert len(calls) == len(t.searches) == 2 and rejections(t) == [("limit", "Ana Bell")]
