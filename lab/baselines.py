@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -47,7 +47,7 @@ from errors import InputError, run_main, setting
 from eval import Evaluation, Options, evaluate, parse
 from lab import names_in
 from metrics import last_boxed
-from other_models.llm import Request, load_llm
+from other_models.llm import LLM, Request, load_llm
 from other_models.reader import read_answer
 from papers import record_of
 from plumbing.build import build_judge, build_protocol, build_search
@@ -410,7 +410,7 @@ class Run:
         self.send(text)
 
 
-def run_method(name: str, questions: list, seed=0, progress=None, *, llm, search, settings):
+def run_method(name: str, questions: list, llm: LLM, search, settings: Settings, progress=None):
     """Returns a trajectory for each question to which the model replied; its token ids only serve
     to count tokens. With max_searches 0 each method has its own limit.
     """
@@ -466,6 +466,13 @@ def load(settings: Settings, documents: list) -> tuple:
     return llm, build_search(settings, documents, device, protocol=protocol)
 
 
+def answering(name: str, llm: LLM, search, settings: Settings) -> Callable:
+    """Returns the function that answers a batch of questions, as `Evaluation.load` does."""
+    return lambda questions, _, progress: run_method(
+        name, questions, llm, search, settings, progress
+    )
+
+
 def parse_baselines(arguments: list[str]) -> tuple[Settings, BaselineOptions]:
     # The methods have their own prompts; ur2 is set because it searches and has a fallback text.
     arguments = ["--protocol=ur2", "--max_searches=0", "--documents_per_search=5", *arguments]
@@ -485,8 +492,7 @@ def main(arguments: list[str] | None = None) -> None:
     folder = whole.out if options.out else whole.out.with_suffix("")
     for name in methods:
         whole.out = folder / f"{name}.jsonl"
-        answers = partial(run_method, name, llm=llm, search=search, settings=settings)
-        whole.load = lambda answers=answers: answers
+        whole.load = partial(answering, name, llm, search, settings)
         if records := evaluate(whole, None, judge):
             rows[name] = summarise(records)["all"]
     print(table(rows, options.markdown, "method"))

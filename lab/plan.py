@@ -85,27 +85,24 @@ def estimate(s: Settings, config, gpus: int, parts: int) -> dict[str, dict]:
     ) * tokens  # a layer that is computed again, and its gradient
     head = 12 * width * tokens + 10 * min(tokens, chunk_rows(vocab, "cuda")) * vocab
     thin = s.gradient_checkpointing
-    return {
-        "always": {
-            "weights": own + 2 * weights * lora,
-            "moments": moments,
-            "critic": (own + moments + buckets) * (s.algorithm == "ppo"),
-            "reference": 2 * weights * (s.kl_coef > 0 and not lora),
-        },
-        "rollout": {
-            "gradients (DDP's buckets)": buckets,
-            "copy of the weights": 2 * weights,
-            "keys and values": 4 * layers * keys * ROWS * row,
-            "logits": 16 * ROWS * vocab,
-        },
-        "update": {
-            "gathered weights": 4 * (2 * vocab * width + 3 * layer) * (parts > 1),
-            "gradients": own,
-            "bf16 copy of the weights": 2 * weights * (not lora and not thin),
-            "activations": (4 * width if thin else act) * layers * tokens,
-            "head, or a layer again": max(head, again * thin) + 6 * vocab * width,
-        },
+    always = {"weights": own + 2 * weights * lora, "moments": moments}
+    if s.algorithm == "ppo":
+        always["critic"] = own + moments + buckets
+    if s.kl_coef and not lora:
+        always["reference"] = 2 * weights
+    rollout = {
+        "gradients (DDP's buckets)": buckets,
+        "copy of the weights": 2 * weights,
+        "keys and values": 4 * layers * keys * ROWS * row,
+        "logits": 16 * ROWS * vocab,
     }
+    update = {"gradients": own, "activations": (4 * width if thin else act) * layers * tokens}
+    update["head, or a layer again"] = max(head, again * thin) + 6 * vocab * width
+    if parts > 1:
+        update["gathered weights"] = 4 * (2 * vocab * width + 3 * layer)
+    if not (lora or thin):
+        update["bf16 copy of the weights"] = 2 * weights
+    return {"always": always, "rollout": rollout, "update": update}
 
 
 def peak(always: dict, rollout: dict, update: dict) -> float:
