@@ -2,9 +2,8 @@
 imported.
 """
 
-import contextlib
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import fields, replace
 
 from errors import FlagParser, prepare_command
@@ -45,13 +44,3 @@ def names_in(flag: str, text: str, known: Collection[str]) -> Collection[str]:
     for name in names:
         check_value(flag, name, {"one_of": known})
     return names
-
-
-@contextlib.contextmanager
-def interruptible(message: str) -> Iterator[None]:
-    """Turns Ctrl-C into the end of the command, with a message that says what has been saved."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; {message}")
-        sys.exit(130)

@@ -24,9 +24,7 @@ lockstep: each round makes at most one search call and one batch of requests for
 checkpoint of train.py was trained with, else ur2). Among other things it decides how many tokens a
 reply may have (UR² app. C.4: 3,072 for math, 1,536 for choice, else 512), how --decoding paper
 samples, how punctuation is scored, and what a judge sees. Thoughts in <think> ... </think> are not
-scored, but they count towards the limit of a reply, which --thinking N raises by N tokens. The
-metric `thinking` counts the tokens of the thoughts. `unfinished` counts the thoughts without
-</think>; most of them were cut by the limit.
+scored, but they count towards the limit of a reply, which --thinking N raises by N tokens.
 
 We wrote the prompts, for chat models. With `rag` the model answers an open question in a few words,
 as in FlashRAG, and reasons about mathematics and choices, as in UR² app. D.4. The tags and labels
@@ -42,7 +40,7 @@ import re
 import sys
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import partial
 
 from data import Question, SearchResult, strip_tags
 from errors import InputError, run_main
@@ -58,8 +56,7 @@ from policy import best_device
 from prompts import Protocol, last_block, parse_query, question_text, tag_pair
 from rollout import Environment, encode
 from settings import Settings, setting
-from trajectory import Segment, Trajectory
-from trajectory_metrics import split_thought
+from trajectory import Trajectory
 
 BASELINE = Protocol("baseline", *map(tag_pair, ("search", "information", "answer")), "", "")
 LABELS = FOLLOW_UP, TOLD, FINAL = "Follow up:", "Intermediate answer:", "So the final answer is:"
@@ -80,23 +77,12 @@ class Write:
     question: str = ""  # replaces the trajectory's question
 
     def as_request(self, question: str, decoding: tuple) -> Request:
-        """Builds the prompt: instruction, passages (each once, without its number), question,
-        notes, reply so far.
-        """
+        """Builds the prompt. A passage that two searches found is in it once, unnumbered."""
         lines = dict.fromkeys(re.sub(r"^\(\d+\) ", "", line) for line in self.passages)
         passages = "\n".join(["Passages:", *lines]) if lines else ""
         so_far = f"{GO_ON}\n{self.so_far}" if self.so_far else ""
         parts = passages, f"Question: {question}", self.notes, so_far
         return Request(self.instruction, "\n\n".join(filter(None, parts)), *decoding)
-
-    def shortened(self) -> Write:
-        """Returns a copy without the last passage. If there are no passages, `notes` and `so_far`
-        each lose about an eighth, at the beginning.
-        """
-        if self.passages:
-            return replace(self, passages=self.passages[:-1])
-        notes, so_far = (text[len(text) // 8 + 1 :] for text in (self.notes, self.so_far))
-        return replace(self, notes=notes, so_far=so_far)
 
 
 # After a `Write` a method receives the model's reply; after a query it receives the lines of
@@ -201,7 +187,12 @@ def rag(question, limit=1):
     passages = yield question.question
     if question.task != "qa":
         return (yield from reasoned(Write(READ + by_step(question), passages)))
-    return any_answer((yield Write(READ + DIRECT, passages)))
+    return any_answer((yield reading(question, passages)))
+
+
+def reading(question: Question, passages: Sequence[str]) -> Write:
+    """The request of `rag` about an open question, which lab.distil trains a model to answer."""
+    return Write(READ + DIRECT, passages, question=question_text(question))
 
 
 _LISTED = r"(?m)^[ \t]*(?:(?:\d[.):]|[-*])[ \t]+)?(\S.*?)[ \t]*$"  # a line, without "1. " or "- "
@@ -233,10 +224,12 @@ def sure(question, limit=1):
 
 
 def ircot(question, limit=8):
-    """IRCoT (Trivedi 2023): each new sentence is the next query; all passages found stay shown."""
+    """IRCoT (Trivedi 2023): each new sentence is the next query; the newest 15 passages stay shown,
+    as there.
+    """
     passages, chain, query = [], "", question.question
     for _ in range(limit):
-        passages = (yield query) + passages
+        passages = ((yield query) + passages)[:15]
         request = Write(ONE_SENTENCE, passages, so_far=chain)
         query = first_sentence((yield request))
         if not query or stated_answer(query):
@@ -377,65 +370,49 @@ def next_question(reply: str) -> str:
 _TURN = rf"(?s).*?(?:</search>|</answer>|{TOLD}|\Z)"
 
 
-def drive(trajectory: Trajectory, steps: Steps, llm: LLM, environment: Environment) -> Generator:
-    """Runs a method on one question and writes the trajectory. Yields a query or a Request when the
-    method waits for a result, and None at the end. After a Request, `send` passes in the whole
-    reply, its <think> block included, or None if the model gave no reply.
-    """
-    reply = None
-    while True:
+class Run:
+    """One question: the method that answers it, what it waits for, and the trajectory so far."""
+
+    def __init__(self, steps: Steps, row: Trajectory):
+        self.steps, self.row = steps, row
+        self.send(None)
+
+    def send(self, received) -> None:
+        """Sends a reply or passages to the method; `wanted` is then its next request or query, or
+        None at the end. The answer is in <answer> tags, where the metrics look for it.
+        """
         try:
-            step = steps.send(reply)
+            self.wanted = self.steps.send(received)
         except StopIteration as end:
-            # The answer is written in <answer> tags, where the metrics look for it.
-            answer = plain(end.value)
-            trajectory.stop_reason = "answer" if answer else "eos"
-            if answer:
-                trajectory.append_model([], [], f"<answer> {answer} </answer>")
-            break
-        if isinstance(step, str):
-            # If the query is empty once its tags are removed, the question itself is searched.
-            query = " ".join(plain(step).split()) or trajectory.question.question
-            trajectory.append_environment([], f"<search> {query} </search>", "notice")
-            yield query
-            reply = trajectory.searches[-1].text.split("\n")
-            continue
-        whole = yield build_request(step, trajectory, llm, environment)
-        if whole is None:
-            trajectory.stop_reason = NO_REPLY
-            break
-        thought, text, _ = split_thought(whole)
-        if thought:
-            trajectory.segments.append(Segment("thought", strip_tags(thought, BASELINE.tags)))
-        reply = re.match(_TURN, text.strip().removeprefix(step.so_far.strip())).group()
+            self.wanted, self.row.stop_reason = None, "answer"
+            self.row.append_model([], [], f"<answer> {plain(end.value)} </answer>")
+
+    def query(self) -> str:
+        """Returns the query without tags, or the question if nothing is left of it."""
+        query = " ".join(plain(self.wanted).split()) or self.row.question.question
+        self.row.append_environment([], f"<search> {query} </search>", "notice")
+        return query
+
+    def request(self, environment: Environment) -> Request:
+        question = self.wanted.question or question_text(self.row.question)
+        s, most = environment.settings, environment.turn_limit(self.row)
+        return self.wanted.as_request(question, (s.temperature, s.top_p, most))
+
+    def read(self, reply: str | None, tokenizer) -> None:
+        if reply is None:
+            self.wanted, self.row.stop_reason = None, NO_REPLY
+            return
+        # Chat models often repeat the beginning of their reply before they go on.
+        text = re.match(_TURN, reply.strip().removeprefix(self.wanted.so_far.strip())).group()
         # Tags are removed: a transcript has them only around the queries that are searched, around
         # the documents and around the final answer.
-        trajectory.append_model(encode(llm.tokenizer, whole), [], f"{plain(reply)}\n\n")
-    yield None
+        self.row.append_model(encode(tokenizer, reply), [], f"{plain(text)}\n\n")
+        self.send(text)
 
 
-def build_request(step: Write, trajectory: Trajectory, llm: LLM, environment) -> Request:
-    """Builds the request to the model, shortened until prompt and reply fit into the context."""
-    write, settings = step, environment.settings
-    reply_tokens = environment.turn_tokens_left(trajectory)
-    prompt_tokens = (settings.max_context or llm.positions) - reply_tokens
-    question = write.question or question_text(trajectory.question)
-    decoding = settings.temperature, settings.top_p, reply_tokens
-    while len(llm.prompt(request := write.as_request(question, decoding))) > prompt_tokens:
-        longer, write = write, write.shortened()
-        if write == longer:  # nothing is left to shorten
-            raise InputError(
-                f"{question[:60]!r}: its prompt does not fit into {prompt_tokens} tokens: raise"
-                " --max_context or lower --max_turn_tokens"
-            )
-    if write.passages != step.passages:
-        trajectory.searches[-1].cut = True
-    return request
-
-
-def run_method(name: str, questions: list, llm: LLM, search, settings: Settings) -> list:
-    """Returns a trajectory for each question; its token ids only serve to count tokens. With
-    max_searches 0 each method has its own limit.
+def run_method(name: str, questions: list, llm: LLM, search, settings: Settings, progress=None):
+    """Returns a trajectory for each question to which the model replied; its token ids only serve
+    to count tokens. With max_searches 0 each method has its own limit.
     """
     limit = [settings.max_searches] if settings.max_searches else []
     paper = recipe_protocol(settings)
@@ -443,24 +420,24 @@ def run_method(name: str, questions: list, llm: LLM, search, settings: Settings)
     # A trajectory here is a log and not the model's context, so its length has no limit.
     environment = Environment(llm.tokenizer, protocol, search, settings, 2**31)
     environment.forbidden += LABELS
-    # If the retriever's or the summariser's server rejects a request, for example for its length,
-    # the method gets an empty result.
+    # If a server rejects a query, for example for its length, the method gets an empty result.
     environment.reject = lambda row, query, _: environment.append_result(
         row, query.query, SearchResult()
     )
-    rows = [Trajectory(question, protocol) for question in questions]
-    drives = [drive(row, METHODS[name](row.question, *limit), llm, environment) for row in rows]
-    steps = [*map(next, drives)]  # what each row waits for
-    while any(steps):
-        # All searches of a round are one call, with the token budgets of a rollout.
-        if queries := [pair for pair in zip(rows, steps, strict=True) if isinstance(pair[1], str)]:
-            environment.execute(queries)
-        # A method that searched reads its passages now; its next step is always a request.
-        pairs = zip(drives, steps, strict=True)
-        steps = [next(row) if isinstance(step, str) else step for row, step in pairs]
-        replies = iter(llm.ask_whole([*filter(None, steps)]))
-        steps = [step and row.send(next(replies)) for row, step in zip(drives, steps, strict=True)]
-    return rows
+    runs = [Run(METHODS[name](q, *limit), Trajectory(q, protocol)) for q in questions]
+    while waiting := [run for run in runs if run.wanted]:
+        # All searches of a round are one call, and so are all requests.
+        if searching := [run for run in waiting if isinstance(run.wanted, str)]:
+            environment.execute([(run.row, run.query()) for run in searching])
+            for run in searching:
+                run.send(run.row.searches[-1].text.split("\n"))
+            continue
+        replies = llm.ask([run.request(environment) for run in waiting])
+        for run, reply in zip(waiting, replies, strict=True):
+            run.read(reply, llm.tokenizer)
+    if progress:
+        progress(len(runs))
+    return [run.row for run in runs if run.row.stop_reason != NO_REPLY]
 
 
 # --------------------------------------------------------------------------------- the command line
@@ -478,51 +455,44 @@ def recipe_protocol(settings: Settings) -> Protocol:
     return PROTOCOLS[next(iter(record_of(settings.recipe).protocols))]
 
 
-class Baselines(Evaluation):
-    """Evaluates the baseline that is named in `method`; `main` sets it to each in turn."""
-
-    method = ""
-
-    @cache  # noqa: B019 - the model is loaded once for all methods
-    def load(self) -> Callable:
-        settings, device = self.settings, best_device()
-        llm = load_llm(settings.model, settings, max_tokens=settings.max_turn_tokens, device=device)
-        llm.at_once = settings.max_num_seqs or llm.at_once
-        protocol = build_protocol(settings)
-        # The summariser may answer with a fallback only if the recipe's paper has one.
-        if not recipe_protocol(settings).fallback_text:
-            protocol = replace(protocol, fallback_text="")
-        search = build_search(settings, self.documents, device, protocol=protocol)
-        self.tokenizer = llm.tokenizer
-
-        def generate(questions: list[Question], _, progress) -> list[Trajectory]:
-            rows = run_method(self.method, questions, llm, search, settings)
-            progress(len(rows))
-            return [row for row in rows if row.stop_reason != NO_REPLY]
-
-        return generate
+def load(settings: Settings, documents: list) -> tuple:
+    """Returns the model and the search function."""
+    device, most = best_device(), settings.max_turn_tokens
+    llm = load_llm(settings.model, settings, max_tokens=most, device=device)
+    protocol = build_protocol(settings)
+    # The summariser may answer with a fallback only if the recipe's paper has one.
+    if not recipe_protocol(settings).fallback_text:
+        protocol = replace(protocol, fallback_text="")
+    return llm, build_search(settings, documents, device, protocol=protocol)
 
 
-def parse_baselines(arguments: list[str]) -> tuple:
-    """Returns (methods, settings, options). By default the limits on tokens are as in eval.py."""
+def answering(name: str, llm: LLM, search, settings: Settings) -> Callable:
+    """Returns the function that answers a batch of questions, as `Evaluation.load` does."""
+    return lambda questions, _, progress: run_method(
+        name, questions, llm, search, settings, progress
+    )
+
+
+def parse_baselines(arguments: list[str]) -> tuple[Settings, BaselineOptions]:
     # The methods have their own prompts; ur2 is set because it searches and has a fallback text.
     arguments = ["--protocol=ur2", "--max_searches=0", "--documents_per_search=5", *arguments]
-    settings, options = parse(arguments, BaselineOptions, "lab.baselines")
-    methods = names_in("method", options.method.removeprefix("all"), METHODS)
-    if options.samples > 1 or options.against or options.json:
-        raise InputError("--samples, --against, --json: a table of methods does not use them")
-    return methods, settings, options
+    return parse(arguments, BaselineOptions, "lab.baselines")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    methods, settings, options = parse_baselines(sys.argv[1:] if arguments is None else arguments)
-    judge = build_judge(
-        settings, best_device(), options.judge_sees or recipe_protocol(settings).judge_sees
-    )
-    whole, rows = Baselines(settings, options), {}
+    settings, options = parse_baselines(sys.argv[1:] if arguments is None else arguments)
+    methods = names_in("method", options.method.removeprefix("all"), METHODS)
+    if options.samples > 1 or options.against or options.json:
+        raise InputError("--samples, --against, --json: a table of methods does not use them")
+    sees = options.judge_sees or recipe_protocol(settings).judge_sees
+    judge = build_judge(settings, best_device(), sees)
+    whole, rows = Evaluation(settings, options), {}
+    llm, search = load(settings, whole.documents)
+    whole.tokenizer = llm.tokenizer
     folder = whole.out if options.out else whole.out.with_suffix("")
     for name in methods:
-        whole.method, whole.out = name, folder / f"{name}.jsonl"
+        whole.out = folder / f"{name}.jsonl"
+        whole.load = partial(answering, name, llm, search, settings)
         if records := evaluate(whole, None, judge):
             rows[name] = summarise(records)["all"]
     print(table(rows, options.markdown, "method"))

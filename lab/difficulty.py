@@ -8,30 +8,24 @@
 
 --scheme chooses the rule for buckets: curriculum.py defines that of UR², `bucket_of_first_success`
 that of R1-Searcher. The flags for settings of a run are those of eval.py, with the same defaults,
-except that --temperature is 1. An interrupted command leaves the batches that were finished.
+except that --temperature is 1. The rollouts themselves are a predictions file, as of eval.py.
 """
 
-import zlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from tqdm import tqdm
-
 from curriculum import bucket_of_mean
-from data import BUCKETS, Question, load_attempts
+from data import BUCKETS, load_attempts
 from errors import InputError, check_output, run_main
 from eval import Evaluation, Options, settings_of
 from flags import check_settings
 from formats.records import append_jsonl, keep_old
-from lab import interruptible, parse_flags
+from lab import parse_flags
 from metrics import score_answer
 from settings import setting
-from trajectory_metrics import trajectory_metrics
-
-AT_ONCE = 16  # questions per batch; a batch has one seed
+from trajectory_metrics import mean
 
 
 def bucket_of_first_success(scores: Sequence[float]) -> str:
@@ -68,65 +62,47 @@ class DifficultySettings:
     )
 
 
-def measure(questions: list, answer: Callable, options: DifficultySettings) -> dict:
-    """Returns {question id: bucket}, and appends each finished batch to --out. answer(batch) gives
-    a list of scores for each question.
-    """
-    out, bucket_of = Path(options.out), SCHEMES[options.scheme][0]
-    keep_old(out)
-    records = []
-    for start in tqdm(range(0, len(questions), AT_ONCE), f"batches of {AT_ONCE}"):
-        batch = questions[start : start + AT_ONCE]
-        for question, scores in zip(batch, answer(batch), strict=True):
-            record = {"id": question.id, "scores": scores, "score": sum(scores) / len(scores)}
-            records.append(record | {"bucket": bucket_of(scores)})
-        append_jsonl(out, records[start:])
-    return {record["id"]: record["bucket"] for record in records}
+def scores_of_answers(path: str, metric: str) -> dict[str, list]:
+    """Returns {id of a question: scores of its published answers}."""
+    scores = {}
+    for attempt in load_attempts(path):
+        q = attempt.question
+        graded = [score_answer(text, q.answers, q.task, q.options) for text in attempt.predictions]
+        scores[q.id] = [score[metric] for score in graded]
+    return scores
 
 
-def measure_published(given: dict, options: DifficultySettings) -> dict:
-    attempts = load_attempts(options.from_rollouts, given.get("skip_bad", False))
-    predictions = {question.id: texts for question, texts in attempts}
-
-    def answer(batch: list[Question]) -> Iterator[list]:
-        for q in batch:
-            texts = predictions[q.id]
-            scores = (score_answer(text, q.answers, q.task, q.options) for text in texts)
-            yield [score[options.metric] for score in scores]
-
-    return measure([question for question, _ in attempts], answer, options)
-
-
-def measure_model(given: dict, options: DifficultySettings) -> dict:
+def scores_of_model(given: dict, options: DifficultySettings, metric: str) -> dict[str, list]:
+    """Returns {id of a question: scores of the model's rollouts}."""
     settings = check_settings(settings_of({"temperature": 1.0} | given), False, given)
-    if settings.temperature == 0 and options.samples > 1:
+    if settings.temperature == 0:
         raise InputError("--temperature 0 is greedy: all rollouts would be the same; leave it at 1")
-    evaluation = Evaluation(
-        settings, Options("train", options.questions, options.samples, out=options.out)
-    )
-    generate = evaluation.load()
-
-    def answer(batch: list[Question]) -> list:
-        rows = generate(batch, zlib.crc32(f"{settings.seed} {batch[0].id}".encode()))
-        scores = [trajectory_metrics(row)[options.metric] for row in rows]
-        return np.reshape(scores, (-1, options.samples)).tolist()
-
-    return measure(evaluation.questions, answer, options)
+    scores = defaultdict(list)
+    for record in Evaluation(settings, Options("train", options.questions, options.samples)).run():
+        scores[record["id"]].append(record["metrics"][metric])
+    return scores
 
 
 def main(arguments: list[str] | None = None) -> None:
     options, given = parse_flags("lab.difficulty", DifficultySettings, arguments, True)
     check_output(options.out, "--out")
-    if options.scheme == "r1_searcher" and options.samples < 20 and not options.from_rollouts:
-        raise InputError(
-            f"--samples {options.samples}: r1_searcher needs 20 rollouts to tell medium from hard:"
-            " give at least --samples 20"
-        )
-    options = replace(options, metric=options.metric or SCHEMES[options.scheme][1])
-    source = measure_published if options.from_rollouts else measure_model
-    with interruptible(f"finished batches are in {options.out}"):
-        counts = Counter(source(given, options).values())
-    print(f"{counts.total()} questions:", ", ".join(f"{name} {counts[name]}" for name in BUCKETS))
+    if options.scheme == "r1_searcher" and options.samples < 20:
+        raise InputError(f"--samples {options.samples}: r1_searcher tells medium from hard by 20")
+    bucket_of, metric = SCHEMES[options.scheme]
+    metric = options.metric or metric
+    if options.from_rollouts:
+        scores = scores_of_answers(options.from_rollouts, metric)
+    else:
+        scores = scores_of_model(given, options, metric)
+    keep_old(Path(options.out))
+    buckets = {name: bucket_of(row) for name, row in scores.items()}
+    lines = [
+        {"id": name, "scores": row, "score": mean(row), "bucket": buckets[name]}
+        for name, row in scores.items()
+    ]
+    append_jsonl(Path(options.out), lines)
+    counts = Counter(buckets.values())
+    print(f"{len(lines)} questions:", ", ".join(f"{name} {counts[name]}" for name in BUCKETS))
     print(f"use: python train.py --difficulty {options.out}")
 
 

@@ -1,19 +1,15 @@
-"""Writes data into docs/index.html: rewards of its transcripts, test cases of its formulas, and
-trajectories of a training run.
+"""Writes data into docs/index.html: rewards of its transcripts and test cases of its formulas.
 
-    python -m lab.golden                       keeps the trajectories that are in the page
-    python -m lab.golden --output_dir runs     samples them again from the models of `make train`:
-                                               before RL, after stage 1 and after stage 2 (takes
-                                               the flags of lab.moments)
+    python -m lab.golden
 
 The page does not compute rewards: for each position of its controls it looks up the reward that
 this file has written. It does compute the formulas, under the names of our functions, and
-tests/test_course.py checks that its results equal those of the cases.
+tests/test_course.py checks that its results equal those of the cases. The trajectories in the page
+were sampled at commit c6d8de4; they are kept.
 """
 
 import json
 import re
-import sys
 from inspect import signature
 from itertools import product
 from pathlib import Path
@@ -26,10 +22,8 @@ import grpo
 import ppo
 import reinforce_pp
 from errors import run_main
-from lab.moments import moments
 from rewards import REWARDS, example, reward_terms
 from trajectory import trajectory_from_text
-from trajectory_metrics import trajectory_metrics
 
 PAGE = Path("docs/index.html")
 MARK = "/* JSON that lab.golden reads or writes */"  # around the transcripts, then around the data
@@ -91,31 +85,15 @@ def reward_table(name: str, protocol: str, controls: dict, pieces: list) -> dict
     return {"protocol": protocol, "index": index, "values": list(values)}
 
 
-def recorded(arguments: list) -> dict:
-    """Returns {question: the segments of its trajectories before RL, after stage 1 and after stage
-    2}, for the questions whose answer after stage 2 is correct.
-    """
-    rows = zip(*moments([*arguments, "--questions", "2"]), strict=True)
-    return {
-        three[2].question.question: [[*map(vars, t.segments)] for t in three]
-        for three in rows
-        if trajectory_metrics(three[2])["em"]
-    }
-
-
-def written(page: str, arguments: list) -> str:
-    """Returns the page with new rewards and cases, and with `arguments` also new trajectories."""
+def with_new_data(page: str) -> str:
+    """Returns the page with new rewards and cases."""
     parts = page.split(MARK)
     transcripts, data = map(json.loads, parts[1:4:2])
-    if arguments:
-        data["moments"] = recorded(arguments)
-    data |= {
-        "cases": [*cases()],
-        "rewards": {
-            name: reward_table(name, protocol, **transcript)
-            for name, (protocol, transcript) in product(REWARDS, transcripts.items())
-            if name.startswith(protocol)
-        },
+    data["cases"] = [*cases()]
+    data["rewards"] = {
+        name: reward_table(name, protocol, **transcript)
+        for name, (protocol, transcript) in product(REWARDS, transcripts.items())
+        if name.startswith(protocol)
     }
     parts[3] = json.dumps(
         data, separators=(",", ":"), default=lambda x: x.double().round(decimals=10).tolist()
@@ -124,7 +102,7 @@ def written(page: str, arguments: list) -> str:
 
 
 def main() -> None:
-    PAGE.write_text(written(PAGE.read_text("utf-8"), sys.argv[1:]), "utf-8")
+    PAGE.write_text(with_new_data(PAGE.read_text("utf-8")), "utf-8")
 
 
 if __name__ == "__main__":

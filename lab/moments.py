@@ -11,20 +11,16 @@ in grey. The command needs matplotlib (the extra `plot`).
 import sys
 import textwrap
 
-import numpy as np
-
 from errors import run_main
 from eval import Evaluation, parse
 from trajectory import Trajectory
-from trajectory_metrics import trajectory_metrics
+from trajectory_metrics import mean, trajectory_metrics
 
 MOMENTS = ("before RL", "after stage 1", "after stage 2")
 
 
-def moments(arguments: list[str]) -> list:
-    """Asks the same questions of the model before RL and of the last checkpoint of each stage.
-    Returns a list of trajectories for each of MOMENTS.
-    """
+def moments(arguments: list[str]) -> list[list[Trajectory]]:
+    """Asks the same questions of the model before RL and of the last checkpoint of each stage."""
     trajectories = []
     # Stage 0 (before RL) comes last: it may run a warm-up, and a missing checkpoint of another
     # stage should be reported before that.
@@ -37,7 +33,7 @@ def moments(arguments: list[str]) -> list:
 
 def searched(trajectories: list[Trajectory], kind: str) -> float:
     """Returns the share of questions of this kind for which the model searched."""
-    return np.mean([bool(t.searches) for t in trajectories if t.question.kind == kind])
+    return mean([bool(t.searches) for t in trajectories if t.question.kind == kind])
 
 
 def shows_most(t: Trajectory) -> bool:
@@ -51,15 +47,8 @@ def write_out(axis, t: Trajectory) -> None:
     y = 1.0
     for segment in t.segments:
         lines = textwrap.wrap(segment.text, 46)
-        axis.text(
-            0,
-            y,
-            "\n".join(lines),
-            va="top",
-            family="monospace",
-            fontsize=8,
-            color="black" if segment.writer == "model" else "0.55",
-        )
+        color = "black" if segment.writer == "model" else "0.55"
+        axis.text(0, y, "\n".join(lines), va="top", family="monospace", fontsize=8, color=color)
         y -= 0.08 * len(lines)
 
 

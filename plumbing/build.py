@@ -51,7 +51,7 @@ from world.toy import load_reader, load_toy
 PR_SET_PDEATHSIG = 1  # option of prctl(2): signal when the parent ends
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # CPU microseconds allowed in a period, and its length
 PATIENCE = 60  # seconds after which a process names the one that it waits for
-LAUNCHERS = (b"accelerate", b"torchrun", b"torch.distributed", b"lab.ablate")
+LAUNCHERS = (b"accelerate", b"torchrun", b"torch.distributed")
 
 
 def build_protocol(settings: Settings) -> Protocol:

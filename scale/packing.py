@@ -17,7 +17,7 @@ has at least LEAST tokens, and if another row (of any group) has exactly the sam
 place. Prompts that are not repeated share their common beginning, such as the instruction. The last
 token predicts the first token of the response, so every row keeps its own. With 8 rows per prompt
 of 100 to 200 tokens, an update was 1.3 times as fast as without sharing; with 16 rows per prompt of
-300 tokens, 1.5 times (`python -m lab.bench update`, 4M, CPU).
+300 tokens, 1.5 times (4M, CPU; docs/results.md).
 
 Two more parts are skipped: tokens after the last wanted token of a text (up to SLACK of them may be
 computed), and, without gradient checkpointing, the last layer's feed-forward part for tokens that

@@ -1,10 +1,8 @@
 """Tests lab/baselines.py: each method with a scripted model, real models and the command line."""
 
-import copy
 import itertools
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from conftest import chat_server, message, random_policy, small
@@ -24,7 +22,6 @@ from lab.baselines import (
     READ,
     REVISE,
     SELF_ASK,
-    Baselines,
     Write,
     any_answer,
     first_sentence,
@@ -34,13 +31,12 @@ from lab.baselines import (
     run_method,
     stated_answer,
 )
-from other_models.llm import LocalLLM, ServerLLM, guessed_tokens
+from other_models.llm import guessed_tokens
 from plumbing import build
 from plumbing.exam import prediction_metrics
 from policy import save_policy
 from settings import Settings
 from trajectory import trajectory_from_text
-from trajectory_metrics import token_metrics
 
 ANA = Question("ana", "Which country was Ana Bell born in?", ["Norland"])
 NEVER = "Hard to say, as the archives burned"  # a reply without an answer
@@ -67,14 +63,10 @@ class Scripted:
 
     tokenizer = staticmethod(guessed_tokens)
 
-    def __init__(self, replies, room=3584):
+    def __init__(self, replies):
         self.replies, self.requests, self.prompts = iter(replies), [], []
-        self.positions = room + 512  # the reply takes up to 512 tokens
 
-    def prompt(self, request):
-        return guessed_tokens("".join(request[:2]))["input_ids"]
-
-    def ask_whole(self, requests):
+    def ask(self, requests):
         self.prompts += requests
         self.requests += [WRITES[request] for request in requests]
         return [next(self.replies) for _ in requests]
@@ -106,7 +98,9 @@ def limits(**options):
 def go(name, replies, library=None, question=ANA, **options):
     """Runs a method on one question; returns (trajectory, the model's requests, the library)."""
     llm, library = Scripted(replies), library or Library()
-    (trajectory,) = run_method(name, [question], llm, library, limits(**options))
+    (trajectory,) = run_method(
+        name, [question], llm=llm, search=library, settings=limits(**options)
+    )
     return trajectory, llm.requests, library
 
 
@@ -134,12 +128,6 @@ def test_ircot_searches_the_question_and_each_sentence_until_one_states_the_answ
     assert [r.so_far for r in requests] == ["", born, f"{born} {town_record}"]
     assert [len(request.passages) for request in requests] == [2, 4, 6]
     assert f"about {born}" in requests[1].passages[0]
-
-
-def test_a_passage_that_two_searches_found_is_in_the_prompt_once():
-    library = Library(Document("1", "Kelmouth", "a town"))
-    _, requests, _ = go("ircot", ["A town.", "The answer is Norland."], library)
-    assert len(requests[1].passages) == 2 and user_text(requests[1]).count("Kelmouth: a town") == 1
 
 
 def test_iter_retgen_searches_question_and_last_answer_and_reads_only_the_new_passages():
@@ -216,13 +204,6 @@ def test_sure_sums_up_the_passages_for_each_of_two_answers_and_takes_the_better_
 )
 def test_sure_adds_the_scores_of_validity_and_comparisons(holds, better, answer):
     assert run_sure("s", holds[0], "n", holds[1], *better)[0] == answer
-
-
-@pytest.mark.parametrize("reply", ["Norland", "- Norland\n\n- Norland", NORLAND])
-def test_sure_takes_the_only_candidate_without_comparing(reply):
-    trajectory, requests, library = go("sure", [reply])
-    assert trajectory.answer == "Norland" and len(requests) == 1
-    assert library.queries == [ANA.question]
 
 
 def test_rat_revises_each_paragraph_with_its_own_query_and_the_revised_ones_before():
@@ -311,7 +292,7 @@ def searching_replies(name):
 @pytest.mark.parametrize(
     "reply, answer",
     [
-        ("", None),
+        ("", ""),
         (NEVER, NEVER),  # the last line counts as the answer
         ("So the final answer is: Norland.", "Norland"),
     ],
@@ -319,7 +300,6 @@ def searching_replies(name):
 def test_every_method_ends_if_the_model_always_gives_the_same_reply(name, reply, answer):
     trajectory, requests, _ = go(name, itertools.repeat(reply))
     assert trajectory.answer == answer and len(requests) <= 21
-    assert trajectory.stop_reason == ("eos" if answer is None else "answer")
     assert prediction_metrics(trajectory)["em"] == (answer == "Norland")
     searches = {"rag": 1, "sure": 1, "ircot": 1, "iter_retgen": 2, "rat": 1}
     most = searches.get(name, 0) if answer == "Norland" else 10
@@ -364,12 +344,6 @@ def test_tags_and_labels_in_a_page_neither_end_nor_steer_a_method(name):
     assert trajectory_from_text(ANA, trajectory.text, BASELINE).answer == "x"
 
 
-def test_after_a_sentence_of_tags_only_the_question_is_searched_again():
-    trajectory, *_ = go("ircot", ["<answer> </answer>", "The answer is Norland."])
-    first, second = trajectory.searches
-    assert first.query == second.query and trajectory.stop_reason == "answer"
-
-
 def test_tags_that_the_model_writes_in_notes_and_queries_have_no_effect():
     notes = "x </information> <search> Sudria </search> <answer> Sudria </answer>"
     replies = ["<search> Ana </search>", notes, "", "Norland"]
@@ -408,7 +382,7 @@ class Keyed(Scripted):
         super().__init__([])
         self.by_question, self.batches = {q: iter(r) for q, r in replies.items()}, []
 
-    def ask_whole(self, requests):
+    def ask(self, requests):
         self.batches.append("".join(WRITES[request].question for request in requests))
         return [next(self.by_question[question]) for question in self.batches[-1]]
 
@@ -417,7 +391,7 @@ def stop_reasons(generate, library=None):
     """Runs ircot on the questions that `generate` has replies for; returns their stop reasons."""
     questions = [Question(name, name, ["x"]) for name in generate.by_question]
     library = library or Library()
-    trajectories = run_method("ircot", questions, generate, library, limits())
+    trajectories = run_method("ircot", questions, llm=generate, search=library, settings=limits())
     return {trajectory.question.id: trajectory.stop_reason for trajectory in trajectories}
 
 
@@ -433,52 +407,7 @@ def test_requests_of_all_rows_are_one_batch_and_their_searches_one_call():
 
 def test_a_missing_reply_ends_only_its_own_question():
     generate = Keyed(a=["A one.", None], b=["B one.", ANSWERED])
-    assert stop_reasons(generate) == {"a": "no reply", "b": "answer"}
-
-
-# --------------------------------------------------------------------------------- the length limit
-
-
-class Worded(Scripted):
-    """Counts each word of the user's message as a token, and ignores the instruction."""
-
-    def prompt(self, request):
-        return request.text.split()
-
-
-# The four passages have 10 words each; "Passages:" and the question are 9 words.
-@pytest.mark.parametrize("room, left", [(49, 4), (48, 3), (29, 2), (18, 0)])
-def test_the_last_passages_are_dropped_first(room, left):
-    library = Library(*[Document(str(i), "", "w " * 9 + f"p{i}") for i in range(4)])
-    llm = Worded([NORLAND], room)
-    (trajectory,) = run_method("rag", [ANA], llm, library, limits())
-    passages = llm.requests[0].passages
-    assert [line[-2:] for line in passages] == ["p0", "p1", "p2", "p3"][:left]
-    assert prediction_metrics(trajectory)["documents_cut"] == (left < 4)
-
-
-def test_without_passages_notes_and_reply_so_far_are_cut_from_the_front():
-    shortened = Write("", notes="0123456789abcdef", so_far="01234567").shortened()
-    # Each cut takes an eighth of the text and one character more.
-    assert (shortened.notes, shortened.so_far) == ("3456789abcdef", "234567")
-
-
-@every_method
-def test_a_long_run_in_a_short_context_is_cut_and_causes_no_error(name):
-    replies = {
-        "self_ask": ["Follow up: " + "who " * 20, "word " * 200],
-        "search_o1": ["why " * 99 + "<search> x </search>", "note " * 200],
-    }
-    llm = Worded(itertools.cycle(replies.get(name, ["word " * 300])), room=90)
-    library = Library(*[Document(str(i), "", "page " * 400) for i in range(3)])
-    assert len(run_method(name, [ANA], llm, library, limits())) == 1
-    assert all(len(llm.prompt(request)) <= 90 for request in llm.prompts)
-
-
-def test_the_error_for_a_question_that_does_not_fit_quotes_it():
-    question = Question("long one", "word " * 200, ["x"])
-    error = message(run_method, "cot", [question], Worded([], 90), None, limits())
-    assert "'word word" in error and "does not fit into 90 tokens: raise --max_context" in error
+    assert stop_reasons(generate) == {"b": "answer"}  # a is left out
 
 
 # ---------------------------------------------------------------------------------- reading a reply
@@ -524,7 +453,7 @@ def test_answers_and_questions_are_read_from_a_reply(read, reply, expected):
 def test_a_model_sees_its_reply_so_far_and_its_new_text_is_cut_at_the_stop():
     # The model repeats its reply so far, as chat models do, and then continues.
     llm, library = Scripted(["A town. And more.", "A town. The answer is Norland."]), Library()
-    (trajectory,) = run_method("ircot", [ANA], llm, library, limits())
+    (trajectory,) = run_method("ircot", [ANA], llm=llm, search=library, settings=limits())
     assert llm.prompts[1].text.endswith("Go on where it ends, and repeat nothing:\nA town.")
     assert library.queries == [ANA.question, "A town."] and trajectory.answer == "Norland"
     replies = ["<search> a </search> made up <answer> x </answer>", "n", "<answer> y </answer>"]
@@ -568,9 +497,9 @@ def parsed(options):
     ],
 )
 def test_a_reply_has_the_token_limit_that_the_paper_gives_its_task(words, limits):
-    _, settings, _ = parsed(words)
-    llm = Scripted(ALWAYS, 99_999)
-    run_method("cot", [ANA, MATH, CHOICE], llm, None, settings)
+    settings, _ = parsed(words)
+    llm = Scripted(ALWAYS)
+    run_method("cot", [ANA, MATH, CHOICE], llm=llm, search=None, settings=settings)
     assert tuple(request.max_tokens for request in llm.prompts) == limits
 
 
@@ -585,9 +514,9 @@ def test_a_reply_has_the_token_limit_that_the_paper_gives_its_task(words, limits
     ],
 )
 def test_decoding_is_greedy_by_default_or_as_in_the_paper(words, sampling):
-    _, settings, _ = parsed(words)
+    settings, _ = parsed(words)
     llm = Scripted(ALWAYS)
-    run_method("direct", [ANA], llm, None, settings)
+    run_method("direct", [ANA], llm=llm, search=None, settings=settings)
     assert llm.prompts[0][2:4] == sampling and settings.documents_per_search == 5
 
 
@@ -613,48 +542,6 @@ def test_self_ask_shows_three_worked_examples_in_the_method_s_format():
         for step in steps:  # each step is read as one that the model writes
             assert next_question(f"Follow up:{step}").endswith("?")
             assert "\nIntermediate answer: " in step
-
-
-def test_thinking_is_cut_out_before_a_reply_is_read_and_its_tokens_are_counted():
-    # A token has 3 bytes: <think>a S</think> has 18 characters, 6 tokens; the whole reply 45, 15.
-    trajectory, _, _ = go("direct", [f"<think>a S</think> {NORLAND}"])
-    assert trajectory.answers == ["Norland"] and prediction_metrics(trajectory)["format"] == 1
-    counts = token_metrics(trajectory, guessed_tokens)
-    assert (counts["written"], counts["thinking"], counts["unfinished"]) == (15, 6, 0)
-    # An answer inside a thought is ignored.
-    assert go("direct", [f"<think>{NORLAND}</think> S"])[0].answers == ["S"]
-    assert trajectory_from_text(ANA, trajectory.text, BASELINE).answer == "Norland"
-    # A thought of ircot is not a query. The second thought never ends, so that reply is empty.
-    trajectory, requests, library = go("ircot", ["<think>hm</think>A town.", "<think>on", NORLAND])
-    assert library.queries == [ANA.question, "A town."] and trajectory.answer == "Norland"
-    assert requests[2].so_far == f"A town.\n{FINAL}"
-    assert token_metrics(trajectory, guessed_tokens)["unfinished"] == 1
-    assert "thinking" not in token_metrics(go("direct", ["x"])[0], guessed_tokens)
-
-
-@pytest.mark.parametrize(
-    "fields, expected",
-    [
-        ({"content": "x"}, "x"),
-        ({"content": "x", "reasoning_content": "why"}, "<think>why</think>x"),
-        ({"content": "x", "reasoning": "why"}, "<think>why</think>x"),
-        ({"content": None, "reasoning_content": "why"}, "<think>why"),  # the tokens ran out
-        ({"content": None}, None),
-    ],
-)
-def test_thinking_that_a_server_sends_in_another_field_is_put_before_the_text(fields, expected):
-    llm = object.__new__(ServerLLM)
-    llm.model, llm.max_tokens = "m", 8
-    llm.fetch = lambda *_: {"choices": [{"message": fields}]}
-    assert llm.complete(baselines.Request("i", "t")) == expected
-
-
-def test_a_thought_that_the_chat_template_opens_is_recognised_even_if_it_never_ends(bpe, qwen2):
-    tokenizer = copy.deepcopy(bpe)
-    tokenizer.chat_template = bpe.chat_template.replace("assistant\n", "assistant\n<think>\n")
-    llm = LocalLLM(qwen2, tokenizer, 4)
-    assert llm.ask_whole([("", "where ?")])[0].startswith("<think>")
-    assert llm.ask([("", "where ?")]) == [""]  # the reply is only an unfinished thought
 
 
 @pytest.mark.parametrize(
@@ -742,18 +629,3 @@ def test_a_question_that_a_server_does_not_answer_is_left_out_and_asked_again(
             printed = capsys.readouterr().out
             assert re.search(rf"^rag +{count} +1", printed, re.MULTILINE) and fragment in printed
     assert "predictions: runs/predictions/" in printed
-
-
-@pytest.mark.parametrize("recipe, rejects", [("ur2", True), ("r1_searcher", False)])
-def test_a_query_is_rejected_only_in_the_table_of_a_paper_that_does_so(
-    recipe, rejects, monkeypatch, tmp_path
-):
-    protocols, data = [], write_records(tmp_path / "q.jsonl")
-    monkeypatch.setattr(
-        baselines, "load_llm", lambda *_, **__: SimpleNamespace(at_once=1, tokenizer=None)
-    )
-    monkeypatch.setattr(baselines, "build_search", lambda *_, protocol: protocols.append(protocol))
-    words = f"--recipe {recipe} --model m --data {data} --retriever empty"
-    _, settings, options = parse_baselines(words.split())
-    Baselines(settings, options).load()
-    assert bool(protocols[0].fallback_text) is rejects

@@ -27,7 +27,7 @@ def viewer(browser):
 
 
 def test_the_data_of_the_page_is_up_to_date():
-    assert golden.written(TEXT, []) == TEXT
+    assert golden.with_new_data(TEXT) == TEXT
 
 
 def test_the_formulas_of_the_page_agree_with_ours(viewer):

@@ -1,7 +1,6 @@
-"""Tests lab/difficulty.py: scores of rollouts, what an interrupt leaves, and wrong flags."""
+"""Tests lab/difficulty.py: scores of rollouts, buckets, and wrong flags."""
 
 import json
-from collections import Counter
 
 import pytest
 from conftest import message
@@ -10,23 +9,8 @@ import eval as evaluation
 from curriculum import read_difficulty
 from data import Question
 from formats.records import finished_records
-from lab.difficulty import DifficultySettings, main, measure
-
-MANY = [Question(f"q{i}", "?", ["!"]) for i in range(40)]
-
-
-class Rollouts:
-    """Answers question n right in the first n % 10 of 10 rollouts and records the numbers n."""
-
-    def __init__(self, stop_at=None):
-        self.numbers, self.stop_at = [], stop_at
-
-    def __call__(self, questions):
-        numbers = [int(question.id[1:]) for question in questions]
-        if self.stop_at in numbers:
-            raise KeyboardInterrupt
-        self.numbers += numbers
-        return [[float(i < number % 10) for i in range(10)] for number in numbers]
+from lab import difficulty
+from lab.difficulty import main
 
 
 @pytest.fixture
@@ -34,34 +18,20 @@ def out(tmp_path):
     return tmp_path / "d.jsonl"
 
 
-def buckets_of(out, rollouts=None, questions=MANY, scheme="ur2"):
-    options = DifficultySettings(out=str(out), samples=10, scheme=scheme)
-    return measure(questions, rollouts or Rollouts(), options)
-
-
-def test_each_question_gets_scores_their_mean_and_a_bucket(out):
-    buckets = buckets_of(out, questions=MANY[:10])
+def test_each_question_gets_scores_their_mean_and_a_bucket(out, monkeypatch, capsys):
+    """Question n is right in the first n of 10 rollouts."""
+    scores = {f"q{n}": [float(i < n) for i in range(10)] for n in range(10)}
+    monkeypatch.setattr(difficulty, "scores_of_model", lambda *_: scores)
+    main(["--out", str(out)])
     # By right rollouts: 0 and 1 dropped, 2 to 4 hard, 5 to 7 medium, 8 and 9 easy.
-    assert Counter(buckets.values()) == {"dropped": 2, "hard": 3, "medium": 3, "easy": 2}
-    scores = [1.0] * 3 + [0.0] * 7
-    expected = {"id": "q3", "scores": scores, "score": 0.3, "bucket": "hard"}
+    assert "10 questions: " in (text := capsys.readouterr().out) and "hard 3, medium 3" in text
+    expected = {"id": "q3", "scores": [1.0] * 3 + [0.0] * 7, "score": 0.3, "bucket": "hard"}
     assert finished_records(out)[3] == expected
-    assert read_difficulty(out, MANY[:10]) == buckets
-
-
-def test_an_interrupted_measurement_leaves_its_finished_batches(out):
-    with pytest.raises(KeyboardInterrupt):
-        buckets_of(out, Rollouts(stop_at=35))
-    interrupted = finished_records(out)
-    assert len(interrupted) == 32  # two batches of 16
-    buckets_of(out)
-    assert finished_records(out)[:32] == interrupted and out.with_name("d.jsonl.old1").exists()
-
-
-def test_r1_searchers_scheme_counts_until_the_first_success(out):
-    # Question 1 is right in the first rollout and then never; question 0 is never right.
-    buckets = buckets_of(out, questions=MANY[:2], scheme="r1_searcher")
-    assert buckets == {"q0": "hard", "q1": "easy"} == read_difficulty(out, MANY[:2])
+    questions = [Question(name, "?", ["!"]) for name in scores]
+    assert read_difficulty(out, questions)["q9"] == "easy"
+    # By the first success; what is never right is hard.
+    main(["--out", str(out), "--scheme", "r1_searcher"])
+    assert "easy 9" in capsys.readouterr().out and out.with_name("d.jsonl.old1").exists()
 
 
 # --------------------------------------------------------------------------------- the command line
@@ -98,26 +68,13 @@ def test_a_model_is_measured_by_sampling_with_seeds_of_the_questions(out, tiny):
     assert finished_records(out) == records
 
 
-def test_after_an_interrupt_a_message_says_where_the_scores_are(tiny, out, monkeypatch, capsys):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(evaluation, "rollout", interrupted)
-    with pytest.raises(SystemExit) as end:
-        main(tiny)
-    assert end.value.code == 130 and f"finished batches are in {out}" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     "arguments, expected",
     [
         ("", "--out is missing"),
-        ("--out .", "--out .: that is a folder"),
         ("--out x --metric bleu", "--metric bleu"),
-        ("--out x --samples 0", "--samples 0: must be at least 1"),
         ("--out x --samples 10 --scheme r1_searcher", "--samples 10"),
         ("--out x --temperature 0", "--temperature 0 is greedy"),
-        ("--out x --from_rollouts nowhere.jsonl", "nowhere.jsonl: no such file"),
     ],
 )
 def test_impossible_flags_are_an_error_of_one_line(arguments, expected):

@@ -37,7 +37,7 @@ def commands_in(text: str) -> list[tuple[str, str]]:
 COMMANDS = commands_in(README + USE + SCALE)
 ALL_COMMANDS = COMMANDS + commands_in(EXTEND)
 SUBCOMMANDS = ("direct", "reasoning", "traces", "summarizer", "serve", "check")
-SUBCOMMANDS += ("rollout", "update", "step", "retrieval", "growth")
+SUBCOMMANDS += ("rollout", "update", "step", "retrieval")
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_the_readme_s_command_for_eight_gpus_fits_for_every_recipe(recipe, capsy
     ((module, words),) = [(name, words) for name, words in commands_in(line) if "plan" in name]
     assert line.count("--gradient_checkpointing") == 2  # once for the plan, once for training
     importlib.import_module(module).main(words.replace("NAME", recipe).split())
-    assert "\nfits in " in capsys.readouterr().out
+    assert ": fits in " in capsys.readouterr().out
 
 
 def test_every_file_is_in_the_readme_and_the_path_comes_first():

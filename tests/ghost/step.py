@@ -35,8 +35,7 @@ from transformers import AutoModelForCausalLM
 import update
 from data import Question
 from engines.sampling import to_sample_with, wants_copy
-from engines.slots import Engine, affordable
-from flags import frozen_in_8bit
+from engines.slots import Engine
 from lab import plan
 from papers import PROTOCOLS
 from plumbing.build import spread_over
@@ -75,19 +74,20 @@ def at_once(_, bucket):
     return future
 
 
-def case_of(words: str) -> tuple[plan.Case, float]:
-    """Returns the case and the memory that `words` name: a sharding, then flags of `lab.plan`."""
+def case_of(words: str) -> SimpleNamespace:
+    """Returns the case that `words` name: a sharding, then flags of `lab.plan`."""
     sharding, *flags = words.split()
-    with mock.patch.object(plan, "report", return_value=[]) as report:
+    with mock.patch.object(plan, "estimate", side_effect=plan.estimate) as estimate:
         plan.main(flags)
-    case, memory, _ = report.call_args.args
-    share = case.gpus if sharding == "fsdp2" else 1
-    return plan.Case(case.shape, case.settings, case.gpus, share), memory
+    settings, config, gpus, _ = estimate.call_args.args
+    settings = replace(settings, group_size=2)
+    share = gpus if sharding == "fsdp2" else 1
+    return SimpleNamespace(settings=settings, config=config, gpus=gpus, share=share)
 
 
-def model_of(case: plan.Case) -> Policy:
+def model_of(case: SimpleNamespace) -> Policy:
     """Returns a policy like that of `load_policy`, but reads no file."""
-    s, config = case.settings, plan.config_of(case.settings.model)
+    s, config = case.settings, case.config
     config._attn_implementation = "sdpa"
     config.eos_token_id = config.bos_token_id = config.pad_token_id = None
     dtype = torch.bfloat16 if s.lora_rank else torch.float32
@@ -119,21 +119,19 @@ def learn(state: update.TrainState, count: int, size: int) -> None:
     update.update(state, batch.rows(torch.arange(count)))
 
 
-def roll_out(case: plan.Case, policy: Policy) -> int:
-    """Decodes with all slots in use and rows of the largest length; returns the number of slots."""
-    size, in_8bit = case.row_tokens, "base" in frozen_in_8bit(case.settings)
-    copies = wants_copy(case.settings.sampling_copy, GPU, in_8bit)
+def roll_out(case: SimpleNamespace, policy: Policy) -> None:
+    """Decodes plan.ROWS rows of the largest length at once."""
+    size = plan.longest_row(case.settings, case.config)
+    copies = wants_copy(case.settings.sampling_copy, GPU, False)
     rule = SimpleNamespace(watched=[0], reason=lambda ids, room: "length" * (len(ids) == room))
     with to_sample_with(policy, copies) as sampler, torch.no_grad(), sampler.autocast():
-        count = min(case.rows, affordable(sampler.language_model, size))
-        engine = Engine(sampler.language_model, count, size, rule)
-        for _ in range(count):
+        engine = Engine(sampler.language_model, plan.ROWS, size, rule)
+        for _ in range(plan.ROWS):
             engine.add(None, [7] * (size - 1), 1)
         assert all(len(row.ids) == size for row in engine.decode())
-    return count
 
 
-def step(device: Device, case: plan.Case) -> dict:
+def step(device: Device, case: SimpleNamespace) -> dict:
     """Runs two updates, the second with two micro-batches, and a rollout; returns the bytes of the
     second update, when the optimizer's moments exist, and of the rollout.
     """
@@ -145,25 +143,25 @@ def step(device: Device, case: plan.Case) -> dict:
     state.model, state.optimizer = spread
     learn(state, 2 * case.gpus, 200)
     device.peak = device.now
-    learn(state, 2 * case.gpus * (case.tokens // case.row_tokens), case.row_tokens)
-    peaks, device.peak = {"update": device.peak, "standing": device.now}, device.now
-    return peaks | {"slots": roll_out(case, policy), "rollout": device.peak}
+    row = plan.longest_row(s, case.config)
+    learn(state, 2 * case.gpus * max(1, s.tokens_per_micro_batch // row), row)
+    peaks, device.peak = {"update": device.peak, "always": device.now}, device.now
+    roll_out(case, policy)
+    return peaks | {"rollout": device.peak}
 
 
-def planned(case: plan.Case, total: float) -> dict:
-    """Returns the bytes and the slots that `lab.plan` predicts."""
-    _, slots = plan.plan(case, total)
-    kinds = {"update": plan.update_parts(case), "rollout": plan.rollout_parts(case, slots)}
-    always = sum(plan.standing(case).values())
-    return {"slots": slots} | {name: always + sum(parts.values()) for name, parts in kinds.items()}
+def planned(case: SimpleNamespace) -> dict:
+    """Returns the bytes that `lab.plan` predicts."""
+    kinds = plan.estimate(case.settings, case.config, case.gpus, case.share)
+    always = sum(kinds["always"].values())
+    return {kind: always + sum(kinds[kind].values()) for kind in ("update", "rollout")}
 
 
 def main(cases: list[str]) -> None:
     device = Device()
     install(device)
     for words in cases:
-        case, device.total = case_of(words)
-        case.settings = replace(case.settings, group_size=2)
+        case, device.total = case_of(words), 2**40
         if case.gpus > 1:
             dist.init_process_group("fake", rank=0, world_size=case.gpus, store=FakeStore())
         with device:
@@ -171,7 +169,7 @@ def main(cases: list[str]) -> None:
         if case.gpus > 1:
             dist.destroy_process_group()
         gc.collect()
-        record = {"ghost": ghost, "plan": planned(case, device.total), "left": device.now}
+        record = {"ghost": ghost, "plan": planned(case), "left": device.now}
         print(json.dumps(record), flush=True)
 
 
