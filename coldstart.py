@@ -42,13 +42,12 @@ from pathlib import Path
 from transformers import ByT5Tokenizer
 
 from curriculum import exact_counts, parse_shares
-from data import Hop, Question, draw_some, load_questions
+from data import Hop, Question, load_questions
 from eval import read_flags
 from flags import RolloutSettings
 from metrics import normalize_answer
 from papers import paper_of
 from plumbing.build import build_environment, build_search, set_threads
-from plumbing.exam import Exam, set_aside
 from plumbing.files import settings_text
 from plumbing.questions import as_asked, load_documents
 from policy import best_device, load_policy, save_policy
@@ -73,8 +72,6 @@ class ColdStart:
     epochs: float = setting(1.5, "passes over the traces; at least 20 updates are made", above=0)
     batch_size: int = setting(8, "traces per update", least=1)
     lr: float = setting(4e-4, "learning rate, tried with 135M weights; larger models need less")
-    held_out: float = setting(0.1, "share of the questions that is kept aside", least=0, below=1)
-    exam: int = setting(30, "kept-aside questions to ask before and after; 0: none", least=0)
     show: int = setting(0, "print this many traces and train nothing", least=0)
 
 
@@ -381,16 +378,12 @@ def main(arguments: list[str] | None = None) -> None:
     search = build_search(settings, load_documents(settings, questions), device)
     environment = build_environment(settings, tokenizer, search, policy)
     questions = check_prompts(questions, environment, policy, settings.skip_bad)
-    trained_on, aside = set_aside(questions, options.held_out, seed)
-    rows = draw_traces(trained_on, environment, options, seed)
+    rows = draw_traces(questions, environment, options, seed)
     if options.show:
         return print("\n\n".join(map(show, rows[: options.show])))
-    exam = Exam(policy, environment, draw_some(aside, options.exam, f"{seed} exam")[: options.exam])
-    exam.before()
     train(policy, rows, options, seed)
     save_policy(policy, tokenizer, options.out, settings=settings_text(settings))
     print(f"saved: {options.out}")
-    exam.after("cold start")
     print(f"go on with:\n{next_commands(settings.stage, options.out, given)}")
 
 

@@ -52,7 +52,7 @@ from papers import paper_of
 from plumbing.build import build_reader, end_with_launcher
 from plumbing.files import checkpoints
 from plumbing.questions import built_in_world
-from plumbing.report import written
+from plumbing.report import format_table
 from prompts import PROTOCOLS
 from retriever import make_retriever
 from settings import Settings, check_settings, resolve, stage_folder
@@ -376,7 +376,7 @@ def main(arguments: list[str] | None = None) -> None:
         with interruptible("finished runs are kept: repeat the command to continue"):
             run_all(jobs - results.keys(), runs, split, options.workers)
         results = read_results(jobs, runs, split)
-    print(written(rows(claims, results), True, 1))
+    print(format_table(rows(claims, results), True))
 
 
 if __name__ == "__main__":

@@ -24,9 +24,7 @@ lockstep: each round makes at most one search call and one batch of requests for
 checkpoint of train.py was trained with, else ur2). Among other things it decides how many tokens a
 reply may have (UR² app. C.4: 3,072 for math, 1,536 for choice, else 512), how --decoding paper
 samples, how punctuation is scored, and what a judge sees. Thoughts in <think> ... </think> are not
-scored, but they count towards the limit of a reply, which --thinking N raises by N tokens. The
-metric `thinking` counts the tokens of the thoughts. `unfinished` counts the thoughts without
-</think>; most of them were cut by the limit.
+scored, but they count towards the limit of a reply: give a thinking model --max_turn_tokens.
 
 We wrote the prompts, for chat models. With `rag` the model answers an open question in a few words,
 as in FlashRAG, and reasons about mathematics and choices, as in UR² app. D.4. The tags and labels
@@ -404,7 +402,7 @@ def drive(trajectory: Trajectory, steps: Steps, llm: LLM, environment: Environme
         if whole is None:
             trajectory.stop_reason = NO_REPLY
             break
-        thought, text, _ = split_thought(whole)
+        thought, text = split_thought(whole)
         if thought:
             trajectory.segments.append(Segment("thought", strip_tags(thought, BASELINE.tags)))
         reply = re.match(_TURN, text.strip().removeprefix(step.so_far.strip())).group()
@@ -468,7 +466,6 @@ def run_method(name: str, questions: list, llm: LLM, search, settings: Settings)
 class BaselineOptions(Options):
     """Run the baselines of the papers."""
 
-    inside = "/x"
     method: str = setting("all", f"all, or some of {','.join(METHODS)}")
     decoding: str = setting("greedy", "paper: as --recipe's paper does", one_of=("greedy", "paper"))
 

@@ -34,7 +34,6 @@ from formats.records import read_records, write_text
 from lab import parse_flags
 from other_models.llm import prompt_ids
 from papers import PAPERS
-from plumbing.exam import prediction_metrics
 from plumbing.files import settings_text
 from plumbing.predictions import read_predictions
 from policy import best_device, load_policy, save_policy
@@ -48,6 +47,7 @@ from rollout import context_of
 from sft import Example, SFTSettings, citing, example_of, train_sft
 from summarizer import SUMMARY_LOG
 from trajectory import Trajectory, trajectory_from_text
+from trajectory_metrics import prediction_metrics
 
 
 @dataclass(frozen=True)
