@@ -24,9 +24,8 @@ from pathlib import Path
 
 from errors import FlagParser, InputError, prepare_command, run_main, setting
 from metrics import PUNCTUATION
-from plumbing.predictions import ask_others, score_files, score_predictions, scored
+from plumbing.predictions import ask_others, score_files, score_predictions
 from plumbing.report import report
-from prompts import JUDGE_SEES
 from settings import ASKING, MORE_HELP, MOST_USED, Settings, add_flags, check_limits, named_in
 
 
@@ -43,11 +42,8 @@ class Options:
     samples: int = setting(1, "trajectories per question", least=1)
     decoding: str = setting(
         "greedy",
-        "paper: as in the paper's evaluations; both: evaluate at temperature 1, then greedily",
+        "paper: as in the paper's evaluations; both: twice, at temperature 1, then greedily",
         one_of=("greedy", "paper", "both"),
-    )
-    judge_sees: str = setting(
-        "", "what the judge of open answers reads; default: by protocol", one_of=("", *JUDGE_SEES)
     )
     out: str = setting(
         "",
@@ -62,7 +58,9 @@ class Options:
         "comma-separated",
     )
     punctuation: str = setting(
-        "", "how metrics treat punctuation; default: as in the paper", one_of=("", *PUNCTUATION)
+        "",
+        "--predictions: how metrics treat punctuation; default: as in the paper",
+        one_of=("", *PUNCTUATION),
     )
     all: bool = setting(False, "print every metric; by default the most important ones")
     markdown: bool = setting(False, "print tables as Markdown")
@@ -159,6 +157,7 @@ class Evaluation:
         """Returns prediction records of the model's rollouts. Those of a batch are appended to the
         file `out` as soon as the batch is finished.
         """
+        append_jsonl(self.out, [])  # a wrong --out ends the command before the model is loaded
         generate = self.load()
         self.announce()
         keep_old(self.out)
@@ -193,8 +192,8 @@ class Evaluation:
         )
 
     def report_failures(self, records: list[dict], expected: int) -> None:
-        if missing := expected - len(records):
-            print(f"{missing} of {expected} predictions are missing: the model gave no reply")
+        if len(records) < expected:
+            print(f"{expected - len(records)} predictions are missing: the model gave no reply")
         faults = [s["error"] for record in records for s in record["searches"] if s["error"]]
         if faults:
             print(
@@ -253,16 +252,11 @@ def last_checkpoint(given: dict) -> str:
     that has one. Without a checkpoint, returns "", or raises an InputError if --run_name or --stage
     was given.
     """
-    name = given.get("recipe", "ur2")
-    others = {key: value for key, value in given.items() if key not in ("recipe", "stage")}
-    run = resolve(name, given.get("stage", 1), True, others)
-    known = record_of(name, run.variant).stages
-    stages = [given["stage"]] if "stage" in given else sorted(known, reverse=True)
-    for stage in stages:
-        if saved := checkpoints(stage_folder(run, stage)):
-            return str(saved[-1])
+    folder = stage_folder(Settings(**given)).parent
+    stages = sorted(folder.glob(f"stage{given.get('stage', '[0-9]')}"))
+    if saved := [path for stage in stages for path in checkpoints(stage)]:
+        return str(saved[-1])
     if "run_name" in given or "stage" in given:
-        folder = stage_folder(run, stages[0]).parent
         raise InputError(f"no checkpoint for these flags in {folder}: train first, or give --model")
     return ""
 
@@ -272,12 +266,6 @@ def parse(
     arguments: list[str], kind: type[Options] = Options, command: str = "eval.py"
 ) -> tuple[Settings, Options]:
     given, options = read_flags(arguments, kind, command)
-    if options.decoding == "both":
-        for name in ("out", "json", "temperature"):
-            if given.get(name, getattr(options, name, None)):
-                raise InputError(
-                    f"--decoding both evaluates at temperature 1, then greedily: leave --{name} out"
-                )
     settings = settings_of(given)
     if options.decoding == "paper":  # greedy, if the paper does not say how it samples
         settings = settings_of(record_of(settings.recipe, settings.variant).decoding | given)
@@ -288,12 +276,11 @@ def default_out(settings: Settings, options: Options) -> Path:
     """Returns the default path of the predictions. It is under --output_dir and not in the model's
     folder: that may be read-only, and a hub model has none.
     """
-    model = "-".join(Path(settings.model).parts[-3:]) or f"warm-{settings.protocol}"
-    files = "+".join(Path(name).stem for name in settings.data.split(","))
-    questions = files[:100] or f"world{settings.world_seed}-{options.split}"
-    name = f"{model}-{settings.recipe}-{settings.variant}-{questions}-t{settings.temperature:g}"
-    name = re.sub(r"[^\w.+-]+|-(?=-)", "", f"{name}-{settings.retriever}.jsonl").lstrip("-.")
-    return Path(settings.output_dir) / "predictions" / name
+    model = settings.model or "built-in"
+    questions = settings.data or f"world{settings.world_seed}-{options.split}"
+    name = f"{model} {settings.recipe} {settings.variant} {questions} t{settings.temperature:g}"
+    name = re.sub(r"[^\w.]+", "-", f"{name} {settings.retriever}").strip("-.")
+    return Path(settings.output_dir, "predictions", f"{name[-200:]}.jsonl")
 
 
 def run(settings: Settings, options: Options) -> None:
@@ -302,7 +289,7 @@ def run(settings: Settings, options: Options) -> None:
     others = score_files(options.against, settings, options.punctuation)
     # Reader and judge are built first, so that a wrong address fails before the long rollouts.
     reader = build_reader(settings, best_device()) if settings.reader else None
-    judge = build_judge(settings, best_device(), options.judge_sees)
+    judge = build_judge(settings, best_device())
     # With the paper's decoding the reader samples too (R-Search appendix A.3).
     paper = options.decoding == "paper"
     sampling = (settings.temperature, settings.top_p) if paper else ()
@@ -319,8 +306,6 @@ def evaluate(evaluation: Evaluation, reader, judge, sampling: tuple = ()) -> lis
     the predictions are written already, and --predictions with --reader and --judge goes on.
     """
     records = evaluation.run()
-    if punctuation := evaluation.options.punctuation:
-        records = [scored(record, punctuation) for record in records]
     if reader or judge:
         records = ask_others(records, reader, judge, sampling)
         write_records(evaluation.out, records)

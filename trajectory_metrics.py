@@ -59,13 +59,10 @@ def prediction_metrics(t: Trajectory) -> dict[str, float]:
 def prediction_record(t: Trajectory, sample: int) -> dict:
     """Returns the record of a trajectory in a predictions file."""
     question = t.question
-    record = {
-        "id": question.id,
+    names = ("id", "kind", "task", "question", "options")
+    record = {name: getattr(question, name) for name in names}
+    record |= {
         "sample": sample,
-        "kind": question.kind,
-        "task": question.task,
-        "question": question.question,
-        "options": list(question.options),
         "golds": question.answers,
         "prediction": t.answer,
         "judge_sees": t.protocol.judge_sees,
@@ -93,13 +90,9 @@ def evidence_support(trajectory: Trajectory) -> float:
 
 
 def arena_scores(trajectory: Trajectory) -> dict[str, float]:
-    """Returns the citation metrics. set_f1 is 2 |cited ∩ gold| / (|cited| + |gold|). Worked: cited
-    {1}, gold {1, 3}: relevance 0.5, exact_set 0, set_f1 2 · 1 / (1 + 2).
-    """
-    numbers, gold = cited(trajectory), set(trajectory.question.supporting)
-    score, total = relevance_of(numbers, gold), len(numbers) + len(gold)
-    f1 = 2 * len(numbers & gold) / max(1, total)
-    return {"relevance": score, "exact_set": float(score == 1.0), "set_f1": f1}
+    """Returns the citation metrics. Worked: cited {1}, gold {1, 3}: relevance 0.5, exact_set 0."""
+    score = relevance_of(cited(trajectory), set(trajectory.question.supporting))
+    return {"relevance": score, "exact_set": float(score == 1.0)}
 
 
 def search_metrics(t: Trajectory) -> dict[str, float]:
@@ -109,13 +102,10 @@ def search_metrics(t: Trajectory) -> dict[str, float]:
     those with the same words as an earlier one. `failed_rows` is 1 if a search failed.
     """
     queries = [tuple(tokenize(search.query)) for search in t.searches]
-    numbers = {
-        "searched": bool(queries),
-        "searches": len(queries),
-        "successful": len(successful(t)),
+    numbers = {"searched": bool(queries), "searches": len(queries), "failed_rows": t.failed}
+    numbers |= {"successful": len(successful(t)), "repeated": len(queries) - len({*queries})}
+    numbers |= {
         "rejected": len(t.rejected_queries),
-        "failed_rows": t.failed,
-        "repeated": len(queries) - len({*queries}),
         "queries": t.model_text.count(t.protocol.query_tags[1]),
         "fallbacks": sum(search.fallback for search in t.searches),
     }

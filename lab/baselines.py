@@ -51,7 +51,7 @@ from other_models.llm import LLM, Request, load_llm
 from other_models.reader import read_answer
 from papers import record_of
 from plumbing.build import build_judge, build_protocol, build_search
-from plumbing.report import summarise, table
+from plumbing.report import BRIEF, COLUMNS, summarise, table
 from policy import best_device
 from prompts import PROTOCOLS, Protocol, last_block, parse_query, question_text, tag_pair
 from rollout import Environment, encode
@@ -513,16 +513,14 @@ def parse_baselines(arguments: list[str]) -> tuple:
 
 def main(arguments: list[str] | None = None) -> None:
     methods, settings, options = parse_baselines(sys.argv[1:] if arguments is None else arguments)
-    judge = build_judge(
-        settings, best_device(), options.judge_sees or recipe_protocol(settings).judge_sees
-    )
+    judge = build_judge(settings, best_device(), recipe_protocol(settings).judge_sees)
     whole, rows = Baselines(settings, options), {}
     folder = whole.out if options.out else whole.out.with_suffix("")
     for name in methods:
         whole.method, whole.out = name, folder / f"{name}.jsonl"
         if records := evaluate(whole, None, judge):
             rows[name] = summarise(records)["all"]
-    print(table(rows, options.markdown, "method"))
+    print(table(rows, options.markdown, "method", COLUMNS if options.all else BRIEF))
     print(f"predictions: {folder}/METHOD.jsonl")
 
 

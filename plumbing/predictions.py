@@ -18,15 +18,12 @@ from pathlib import Path
 
 from data import dataset_names, load_datasets, named_files
 from errors import InputError
-from formats.layouts import TASKS
 from formats.records import convert_records, read_records, short, write_records
 from metrics import score_answer, summary_scores
 from other_models.judge import Judge, add_verdicts
 from other_models.reader import add_reader
 from plumbing.report import report, same_text
 from settings import Settings
-
-VERDICTS = {"true": 1.0, "false": 0.0}
 
 
 # -------------------------------------------------------------------------------- the three layouts
@@ -48,14 +45,11 @@ def our_record(record: dict, number: int, place: str) -> dict:
 
 
 def r1_searcher_fields(record: dict) -> dict:
-    """Keeps the published verdict (None if it is unreadable) and the count of searches."""
-    metrics = {}
+    """Keeps the transcript and the published verdict, which is None if it is unreadable."""
+    fields = {"prediction": record["pred_ans"], "golds": record.get("answer")}
     if "gpt4o_output" in record:
-        metrics["judged"] = VERDICTS.get(str(record["gpt4o_output"]).strip(" .").lower())
-    if "n_search" in record:
-        searches = record["n_search"]
-        metrics |= {"searches": float(searches), "searched": float(searches > 0)}
-    fields = {"prediction": record["pred_ans"], "golds": record.get("answer"), "metrics": metrics}
+        verdict = str(record["gpt4o_output"]).strip(" .").lower()
+        fields["metrics"] = {"judged": {"true": 1.0, "false": 0.0}.get(verdict)}
     return fields | {"transcript": record.get("gen_text_store")}
 
 
@@ -68,8 +62,6 @@ def check_record(record: dict) -> None:
         )
     if not isinstance(record["prediction"], str | None):
         raise InputError(f"the prediction is {short(record['prediction'])}: expected a text")
-    if record["task"] not in TASKS:
-        raise InputError(f"field 'task': {record['task']!r} is none of {', '.join(TASKS)}")
 
 
 def read_predictions(path: str | Path, skip_bad: bool = False) -> list[dict]:
@@ -97,7 +89,9 @@ def score_files(paths: str, settings: Settings, punctuation: str = "") -> list[d
     """Returns the records of all files, with their metrics. A record's data set is the file of
     --data that holds its question; without --data, its field `dataset` or the predictions file.
     """
-    files = named_files(paths) if paths else []
+    if not paths:
+        return []
+    files = named_files(paths)
     datasets = {}
     if settings.data:
         datasets = load_datasets(settings.data, settings.skip_bad, settings.seed)
@@ -123,10 +117,13 @@ def with_questions(path: Path, records: list[dict], datasets: dict) -> list[dict
     known = {}
     for dataset, questions in datasets.items():
         for q in questions:
-            known[q.id] = known[" ".join(q.question.split())] = dataset, q
+            text = " ".join(q.question.split())
+            known[q.id] = known[text] = known[q.id, text] = dataset, q
     answered = []
     for record in records:
-        dataset, q = known.get(same_text(record), ("", None))
+        text = same_text(record)
+        # Two questions may have the same text: then the id decides.
+        dataset, q = known.get((record["id"], text)) or known.get(text, ("", None))
         if q:  # em is removed, so that `scored` computes it again: golds may have changed
             metrics = {name: value for name, value in record["metrics"].items() if name != "em"}
             fields = {"id": q.id, "question": q.question, "golds": q.answers, "metrics": metrics}
@@ -158,7 +155,7 @@ def score_predictions(settings: Settings, options) -> None:
         from policy import best_device  # loads torch, which scoring alone does not need
 
         reader = build_reader(settings, best_device()) if settings.reader else None
-        sees = options.judge_sees or records[0].get("judge_sees", "question")
+        sees = records[0].get("judge_sees", "question")
         records = ask_others(records, reader, build_judge(settings, best_device(), sees))
     if options.out:
         write_records(Path(options.out), records)

@@ -13,7 +13,7 @@ differ more than runs do. Left out: corrections for many comparisons.
 """
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from errors import InputError
 COLUMNS = """
 em f1 cem rouge1 rouge2 rougeL rouge judged reader_em reader_f1 searched searches successful queries
 rejected failed_rows repeated fallbacks documents_cut format evidence support relevance exact_set
-set_f1 all_correct written retrieved shown
+all_correct written retrieved shown
 """.split()
 BRIEF = "em judged reader_em rouge searches format".split()  # the columns without --all
 COLUMNS_PER_BLOCK = 6  # of a table in a terminal
@@ -85,7 +85,7 @@ def question_means(
 # ---------------------------------------------------------------------------------------- two runs
 def compare(records: list[dict], others: list[dict], columns: Sequence[str] = COLUMNS) -> dict:
     """Returns the numbers of questions, and for each of the columns that both runs have a dict:
-    the means of this run and the other, their difference with its interval, p, `four_ways`.
+    the means of this run and the other, their difference with its interval, and p.
     """
     here, there = question_means(records, same_text), question_means(others, same_text)
     both = [question for question in here if question in there]
@@ -102,7 +102,6 @@ def compare(records: list[dict], others: list[dict], columns: Sequence[str] = CO
                 "means": values.mean(0).tolist(),
                 "difference": interval([differences]),
                 "p": sign_flip_p(differences),
-                "right": four_ways(values),
             }
     return comparison
 
@@ -125,15 +124,6 @@ def sign_flip_p(differences: np.ndarray) -> float:
         signs = rng.integers(0, 2, len(differences)) * 2 - 1
         as_far += int(abs(signs @ differences) >= observed)
     return as_far / (FLIPS + 1)
-
-
-def four_ways(values: np.ndarray) -> dict[str, int]:
-    """Counts the questions whose value is at least 0.5 in both runs, in only one, or in neither
-    (When to Search Fig. 4). An em of 0.5 means that half of the samples are right.
-    """
-    count = Counter(map(tuple, (values >= 0.5).tolist()))  # (right here, right there) -> questions
-    only = {"only here": count[True, False], "only there": count[False, True]}
-    return {"both": count[True, True]} | only | {"neither": count[False, False]}
 
 
 # ---------------------------------------------------------------------------------------- printing
@@ -168,9 +158,6 @@ def comparison_lines(comparison: dict) -> Iterator[str]:
         difference = "{:+.3f} [{:+.3f}, {:+.3f}]".format(*cell["difference"])
         higher = ("higher here" if low > 0 else "higher there") if clear else "may be chance"
         yield f"{column}: {means}, difference {difference}, p={cell['p']:.3g}: {higher}"
-    for column in [column for column in ("em", "judged") if column in comparison]:
-        ways = ", ".join(f"{way} {count}" for way, count in comparison[column]["right"].items())
-        yield f"{column} at least 0.5: {ways}"
 
 
 def table(

@@ -19,7 +19,7 @@ ASKED = {"id": "1", "question": "Where ?"}
 OWN = ASKED | {"kind": "qa", "golds": ["Kelmouth"], "prediction": "Kelmouth"}
 OWN |= {"metrics": {"em": 1.0}}
 R1 = {"question": "Where ?", "answer": "Kelmouth", "pred_ans": " kelmouth. "}
-R1 |= {"gpt4o_output": "True", "n_search": 2}
+R1 |= {"gpt4o_output": "True"}
 FLASHRAG = {"id": "test_0", "question": "Where ?", "golden_answers": ["Kelmouth", "Varen"]}
 FLASHRAG |= {"output": {"pred": "Varen", "x": 1}}
 QUESTIONS = [
@@ -62,11 +62,11 @@ def em(records):
 # ------------------------------------------------------------------ the layouts of prediction files
 
 
-def test_a_file_of_r1_searcher_keeps_its_verdicts_and_searches(write):
-    others = [{**R1, "gpt4o_output": "False", "n_search": 0}, {**R1, "gpt4o_output": "maybe"}]
-    records = score_files(write(R1, *others))
-    expected = {"em": 1, "f1": 1, "cem": 1, "judged": 1, "searches": 2, "searched": 1}
-    assert records[0]["metrics"] == expected and records[1]["metrics"]["searched"] == 0
+def test_a_file_of_r1_searcher_keeps_its_verdicts_and_transcripts(write):
+    others = [{**R1, "gpt4o_output": "False"}, {**R1, "gpt4o_output": "maybe"}]
+    records = score_files(write({**R1, "gen_text_store": "text"}, *others))
+    assert records[0]["metrics"] == {"em": 1, "f1": 1, "cem": 1, "judged": 1}
+    assert records[0]["transcript"] == "text"
     assert [r["metrics"]["judged"] for r in records] == [1, 0, None]
     assert [r["id"] for r in records] == ["1", "2", "3"]
     empty = metrics(write({**R1, "pred_ans": None}, {**R1, "pred_ans": ""}))
@@ -162,7 +162,6 @@ A = {"id": "1", "prediction": "a"}
         ([{"id": "1"}], "line 1: no prediction in it: it has the fields"),
         ([A, {**OWN, "prediction": ["a"]}], "line 2: the prediction is ['a']: expected a text"),
         ([A], "1 predictions have no gold answer: give --data"),
-        ([{**A, "golds": "a", "task": "cohice"}], "field 'task': 'cohice' is none of qa"),
     ],
 )
 def test_a_bad_predictions_file_is_a_one_line_error(records, fragment, write):
@@ -214,10 +213,10 @@ def test_a_judge_gets_the_texts_that_the_protocol_names(write, tmp_path, monkeyp
     out = tmp_path / "out.jsonl"
     inputs = {"question": "Question: Where ?\nAccepted answers: Kelmouth\nGiven answer: Here."}
     inputs["normalized"] = "Accepted answers: kelmouth\nGiven answer: here"
-    for flag, expected in (("", "normalized"), ("--judge_sees question", "question")):
-        evaluation.main(f"--predictions {blind} --judge J --out {out} {flag}".split())
-        assert judged.pop()[1] == inputs[expected] and not judged
-        assert read_predictions(out)[0]["judge_sees"] == expected
+    for path, sees in ((blind, "normalized"), (write({**R1, "pred_ans": "Here."}), "question")):
+        evaluation.main(f"--predictions {path} --judge J --out {out}".split())
+        assert judged.pop()[1] == inputs[sees] and not judged
+        assert read_predictions(out)[0]["judge_sees"] == sees
 
 
 def test_the_command_prints_a_table_and_a_comparison_and_writes_the_scores(write, tmp_path, capsys):

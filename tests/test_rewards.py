@@ -765,6 +765,7 @@ def test_arena_scores_show_how_exact_the_cited_set_is():
 
 def test_a_summary_earns_its_mean_rouge_and_from_one_fifth_also_the_bonus():
     pytest.importorskip("rouge_score", reason="the extra rouge is not installed")
+
     def terms_of(text, **cited):
         summary = sections(**cited, answer=text).replace("answer>", "summary>")
         return list(arena(ar(summary, gold="the cat lay down", task="summary")).values())
