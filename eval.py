@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from errors import FlagParser, InputError, prepare_command, run_main, setting
+from errors import FlagParser, InputError, prepare_command, rank_of, run_main, setting
 from metrics import PUNCTUATION
 from plumbing.predictions import ask_others, score_files, score_predictions
 from plumbing.report import report
@@ -92,8 +92,15 @@ def score_only(arguments: list[str]) -> bool:
     return bool(options.predictions)
 
 
+def check_alone() -> None:
+    """Raises an InputError if there are several processes, because all would write one file."""
+    if rank_of("WORLD_SIZE", 1) > 1:
+        raise InputError("eval.py works in one process: start it as `python eval.py`")
+
+
 if __name__ == "__main__":
     prepare_command()
+    run_main(check_alone)
     # A wrong flag is reported, or files are scored, before torch is loaded.
     run_main(lambda: score_only(sys.argv[1:]) and sys.exit())
 # isort: split
