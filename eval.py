@@ -22,7 +22,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from errors import FlagParser, InputError, prepare_command, rank_of, run_main, setting
+from errors import (
+    FlagParser,
+    InputError,
+    check_output,
+    prepare_command,
+    rank_of,
+    run_main,
+    setting,
+)
 from metrics import PUNCTUATION
 from plumbing.predictions import ask_others, score_files, score_predictions
 from plumbing.report import report
@@ -164,7 +172,7 @@ class Evaluation:
         """Returns prediction records of the model's rollouts. Those of a batch are appended to the
         file `out` as soon as the batch is finished.
         """
-        append_jsonl(self.out, [])  # a wrong --out ends the command before the model is loaded
+        check_output(self.out, "--out")
         generate = self.load()
         self.announce()
         keep_old(self.out)

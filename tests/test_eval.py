@@ -16,7 +16,6 @@ from test_compute_rewards import Model
 import eval as evaluation
 import train
 from data import Document, Question
-from errors import InputError
 from eval import Evaluation, Options, last_checkpoint, settings_of
 from plumbing import build, report
 from plumbing.questions import evaluation_questions, training_questions

@@ -1,6 +1,5 @@
 """Processes that wait for each other, for a locked file, for other models or for searches."""
 
-import fcntl
 import os
 import runpy
 import signal
