@@ -54,11 +54,11 @@ from metrics import tokenize
 from papers import PROTOCOLS
 from plumbing import build
 from plumbing.alarms import hint_at_cold_start
-from plumbing.exam import prediction_record
 from plumbing.questions import as_asked, known_questions, load_documents
 from policy import best_device
 from rollout import Environment, check_prompts, rollout
 from trajectory import Trajectory, describe_end, describe_question
+from trajectory_metrics import prediction_record
 
 
 class Streamer(TextStreamer):

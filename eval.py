@@ -12,10 +12,8 @@
     python eval.py --predictions FILE               scores a file, also FlashRAG's or R1-Searcher's
 
 By default decoding is greedy, and protocol and limits are those of training. Predictions are
-written batch by batch, so an interrupted evaluation leaves its finished part. An earlier file is
-renamed and not overwritten.
---thinking N is for a baseline that thinks in <think> ... </think> although its protocol does not
-ask for it: each turn may have N more tokens, and the thoughts are not scored.
+written batch by batch, so an interrupted evaluation leaves its finished part; a repeated one starts
+from the beginning. An earlier file is renamed and not overwritten.
 """
 
 import re
@@ -24,37 +22,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from errors import FlagParser, InputError, check_output, prepare_command, run_main
-from plumbing.predictions import (
-    PUNCTUATION,
-    ask_others,
-    check_alone,
-    score_command,
-    score_files,
-    scored,
+from errors import (
+    FlagParser,
+    InputError,
+    check_output,
+    prepare_command,
+    rank_of,
+    run_main,
 )
-from plumbing.report import report
-from settings import setting
-
-if __name__ == "__main__":
-    prepare_command()
-    run_main(check_alone)
-    if any(word.split("=")[0] == "--predictions" for word in sys.argv):
-        run_main(score_command)  # scoring alone needs none of the slow imports below
-        sys.exit()
-
 from flags import MORE_HELP, MOST_USED, add_flags, named_in
-from prompts import JUDGE_SEES
-from settings import Settings
+from metrics import PUNCTUATION
+from plumbing.predictions import ask_others, score_files, score_predictions
+from plumbing.report import report
+from settings import Settings, check_limits, setting
 
 
 @dataclass(frozen=True)
 class Options:
     """Holds the options of an evaluation that are not settings of a run."""
 
-    # lab.baselines sets this to "/x", because its --out is a folder: check_options then tests
-    # whether a file can be written into that folder.
-    inside = ""
     split: str = setting("test", "split of the built-in world", one_of=("train", "dev", "test"))
     questions: int = setting(
         100,
@@ -65,21 +51,17 @@ class Options:
     references: str = setting(
         "given", "where ARENA's references come from", one_of=("given", "retrieved")
     )
-    fact_seed: int | None = setting(None, "seed that redraws all facts of the built-in world")
     decoding: str = setting(
         "greedy",
-        "paper: as in the paper's evaluations; both: evaluate at temperature 1, then greedily",
+        "paper: as in the paper's evaluations; both: twice, at temperature 1, then greedily",
         one_of=("greedy", "paper", "both"),
-    )
-    thinking: int = setting(
-        0, "tokens added to each turn's limit, for thoughts, which are not scored", least=0
-    )
-    judge_sees: str = setting(
-        "", "what the judge of open answers reads; default: by protocol", one_of=("", *JUDGE_SEES)
     )
     out: str = setting(
         "",
         "predictions file (lab.baselines: folder); default: in predictions/ under --output_dir",
+    )
+    predictions: str = setting(
+        "", "score these predictions files, one for each data set, comma-separated; needs no model"
     )
     against: str = setting(
         "",
@@ -87,7 +69,9 @@ class Options:
         "comma-separated",
     )
     punctuation: str = setting(
-        "", "how metrics treat punctuation; default: as in the paper", one_of=("", *PUNCTUATION)
+        "",
+        "--predictions: how metrics treat punctuation; default: as in the paper",
+        one_of=("", *PUNCTUATION),
     )
     all: bool = setting(False, "print every metric; by default the most important ones")
     markdown: bool = setting(False, "print tables as Markdown")
@@ -102,23 +86,41 @@ def read_flags(
     if kind is Options:
         parser.description = "Evaluates a checkpoint; --predictions FILE scores a file." + MORE_HELP
         parser.epilog = "example: python eval.py --stage 1 --questions 20 --decoding both"
-        parser.most_used = [*MOST_USED, *"questions decoding against judge all".split()]
+        parser.most_used = [*MOST_USED, *"questions decoding against predictions all".split()]
     add_flags(parser, Settings, named_in(arguments), "eval")
     add_flags(parser, kind, kind(), "eval")
     given = vars(parser.parse_args(arguments))
-    names = given.keys() & {f.name for f in fields(kind)}
-    return given, replace(kind(), **{name: given.pop(name) for name in names})
+    options = kind(**{f.name: given.pop(f.name, f.default) for f in fields(kind)})
+    check_limits(options)
+    return given, options
+
+
+def score_only(arguments: list[str]) -> bool:
+    """Reads the flags. With --predictions it scores the files, without torch, and returns True."""
+    given, options = read_flags(arguments)
+    if options.predictions:
+        score_predictions(Settings(**given), options)
+    return bool(options.predictions)
+
+
+def check_alone() -> None:
+    """Raises an InputError if there are several processes, because all would write one file."""
+    if rank_of("WORLD_SIZE", 1) > 1:
+        raise InputError("eval.py works in one process: start it as `python eval.py`")
 
 
 if __name__ == "__main__":
-    run_main(lambda: read_flags(sys.argv[1:]))  # a wrong flag is reported before torch is loaded
+    prepare_command()
+    run_main(check_alone)
+    # A wrong flag is reported, or files are scored, before torch is loaded.
+    run_main(lambda: score_only(sys.argv[1:]) and sys.exit())
 # isort: split
 from tqdm import tqdm
 
 from data import Question, harmless
 from flags import check_settings, last_stage, resolve, saved_settings, stage_folder
 from formats.records import append_jsonl, keep_old, write_records
-from papers import PROTOCOLS, record_of
+from papers import record_of
 from plumbing.alarms import hint_at_cold_start
 from plumbing.build import (
     build_environment,
@@ -128,28 +130,20 @@ from plumbing.build import (
     choose_generate,
     load_model,
 )
-from plumbing.exam import prediction_record
-from plumbing.files import (
-    EVALUATION_HOLDS_IT,
-    checkpoints,
-    locked,
-    prompt_sections,
-)
+from plumbing.files import checkpoints
 from plumbing.questions import evaluation_questions
 from policy import best_device, check_model_path
-from prompts import tag_pair
 from rewards import needs
 from rollout import check_prompts, rollout
-from settings import check_limits
 from trajectory import Trajectory
-from trajectory_metrics import token_metrics, without_thinking
+from trajectory_metrics import prediction_record, token_metrics
 
 QUESTIONS_AT_ONCE = 64
 # With `--retriever given`, document tokens per search: ARENA's 20 paragraphs of 200 tokens fit.
 GIVEN_TOKENS = 4096
 
 
-# ------------------------------------------------------------------------------------ all questions
+# ----------------------------------------------------------------------------------- all questions
 class Evaluation:
     """Runs a model on questions and writes its predictions to the file `out`."""
 
@@ -181,38 +175,26 @@ class Evaluation:
         """Returns prediction records of the model's rollouts. Those of a batch are appended to the
         file `out` as soon as the batch is finished.
         """
-        options = self.options
-        # The lock is held as long as this Evaluation exists.
-        self.lock = locked(self.out, holder=EVALUATION_HOLDS_IT)
+        check_output(self.out, "--out")
         generate = self.load()
         self.announce()
         keep_old(self.out)
         records = []
-        with tqdm(total=len(self.questions) * options.samples, desc="evaluation") as bar:
+        with tqdm(total=len(self.questions) * self.options.samples, desc="evaluation") as bar:
             for start in range(0, len(self.questions), QUESTIONS_AT_ONCE):
                 questions = self.questions[start : start + QUESTIONS_AT_ONCE]
                 rows = generate(questions, self.settings.seed + start, bar.update)
-                rows = map(without_thinking, rows) if options.thinking else rows
                 batch = [self.record(row, i) for i, row in enumerate(rows)]
                 append_jsonl(self.out, batch)
                 records += batch
-        if missing := bar.total - len(records):
-            print(f"{missing} of {bar.total} predictions are missing: the model gave no reply")
-        searches = [search for record in records for search in record["searches"]]
-        if faults := [search["error"] for search in searches if search["error"]]:
-            print(
-                f"warning: {len(faults)} searches failed (the first: {harmless(faults[0])}): the "
-                "scores are not the model's true ones; repair the retriever and repeat the command",
-                file=sys.stderr,
-            )
+        self.report_failures(records, bar.total)
         return records
 
     def record(self, trajectory: Trajectory, row: int) -> dict:
         record = prediction_record(trajectory, row % self.options.samples)
-        if self.tokenizer:
-            record["metrics"] |= token_metrics(trajectory, self.tokenizer)
         if len(self.datasets) > 1:
             record["dataset"] = self.dataset_of[record["id"]]
+        record["metrics"] |= token_metrics(trajectory, self.tokenizer)
         return record
 
     def announce(self) -> None:
@@ -224,22 +206,31 @@ class Evaluation:
         print(
             f"{settings.model or 'the built-in model, before RL'}: {len(self.questions)} questions "
             f"of {', '.join(self.datasets)}, {self.options.samples} sample(s) each, temperature "
-            f"{settings.temperature:g}, retriever {settings.retriever}"
+            f"{settings.temperature:g}, retriever {settings.retriever}; predictions: {self.out}"
         )
 
+    def report_failures(self, records: list[dict], expected: int) -> None:
+        if len(records) < expected:
+            print(f"{expected - len(records)} predictions are missing: the model gave no reply")
+        faults = [s["error"] for record in records for s in record["searches"] if s["error"]]
+        if faults:
+            print(
+                f"warning: {len(faults)} searches failed (the first: {harmless(faults[0])}): the "
+                "scores are not the model's true ones; repair the retriever and repeat the command",
+                file=sys.stderr,
+            )
 
-# ------------------------------------------------------------------------------------- the settings
+
+# ------------------------------------------------------------------------------------ the settings
 def settings_of(given: dict) -> Settings:
     """Returns the settings that the checkpoint saved, changed to greedy decoding and then by the
     given flags. If it saved none, or --recipe names another recipe, the settings of --recipe
     (default ur2) are used. Of the models that the training reward asks, evaluation keeps only a
     judge, and only if the reward needs its verdicts (When to Search section 4.1: as in training).
     """
-    given, model = dict(given), given.get("model", "")
+    given, model = dict(given), model_of(given)
     if given.get("stage") == 0:
         del given["stage"]
-    elif not model:
-        model = last_checkpoint(given)
     if model and "://" not in model:  # in lab.baselines it may be a server's address
         check_model_path(model)
     settings = saved_settings(model)
@@ -263,13 +254,15 @@ def settings_of(given: dict) -> Settings:
     return replace(settings, **(changes | given | {"model": model}))
 
 
-def room_to_think(settings: Settings, tokens: int) -> Settings:
-    """Adds `tokens` to every limit of a turn: with 100, 512 becomes 612, and math=3072 becomes
-    math=3172.
+def model_of(given: dict) -> str:
+    """Returns the path of the model: that of --model, or of the last checkpoint in it if it is a
+    stage's folder; with --stage 0 the built-in model, ""; else the last checkpoint of the run that
+    the flags name.
     """
-    by_task = {task: limit + tokens for task, limit in settings.turn_tokens.items()}
-    limit = settings.max_turn_tokens + tokens
-    return replace(settings, max_turn_tokens=limit, turn_tokens=by_task)
+    if model := given.get("model", ""):
+        saved = checkpoints(Path(model))
+        return str(saved[-1]) if saved else model
+    return "" if given.get("stage") == 0 else last_checkpoint(given)
 
 
 def last_checkpoint(given: dict) -> str:
@@ -277,16 +270,11 @@ def last_checkpoint(given: dict) -> str:
     that has one. Without a checkpoint, returns "", or raises an InputError if --run_name or --stage
     was given.
     """
-    name = given.get("recipe", "ur2")
-    others = {key: value for key, value in given.items() if key not in ("recipe", "stage")}
-    run = resolve(name, given.get("stage", 1), True, others)
-    known = record_of(name, run.variant).stages
-    stages = [given["stage"]] if "stage" in given else sorted(known, reverse=True)
-    for stage in stages:
-        if saved := checkpoints(stage_folder(run, stage)):
-            return str(saved[-1])
+    folder = stage_folder(Settings(**given)).parent
+    stages = sorted(folder.glob(f"stage{given.get('stage', '[0-9]')}"))
+    if saved := [path for stage in stages for path in checkpoints(stage)]:
+        return str(saved[-1])
     if "run_name" in given or "stage" in given:
-        folder = stage_folder(run, stages[0]).parent
         raise InputError(f"no checkpoint for these flags in {folder}: train first, or give --model")
     return ""
 
@@ -296,88 +284,57 @@ def parse(
     arguments: list[str], kind: type[Options] = Options, command: str = "eval.py"
 ) -> tuple[Settings, Options]:
     given, options = read_flags(arguments, kind, command)
-    check_options(options, given)
     settings = settings_of(given)
     if options.decoding == "paper":  # greedy, if the paper does not say how it samples
         settings = settings_of(record_of(settings.recipe, settings.variant).decoding | given)
-    check_settings(settings, training=False)
-    prompt_sections(settings)
-    if options.thinking and tag_pair("think")[0] in PROTOCOLS[settings.protocol].tags:
-        raise InputError(
-            f"--thinking: protocol {settings.protocol} has a <think> section, which is scored: "
-            "leave --thinking out"
-        )
-    return room_to_think(settings, options.thinking), options
-
-
-def check_options(options: Options, given: dict) -> None:
-    check_limits(options)
-    for name in ("out", "json"):
-        if path := getattr(options, name):
-            check_output(path + options.inside, f"--{name}")
-            if options.decoding == "both":
-                raise InputError(f"--decoding both evaluates twice: leave --{name} out")
-    if options.decoding == "both" and "temperature" in given:
-        raise InputError("--decoding both sets the temperature: leave --temperature out")
+    return check_settings(settings, training=False), options
 
 
 def default_out(settings: Settings, options: Options) -> Path:
     """Returns the default path of the predictions. It is under --output_dir and not in the model's
     folder: that may be read-only, and a hub model has none.
     """
-    model = "-".join(Path(settings.model).parts[-3:]) or f"warm-{settings.protocol}"
-    files = "+".join(Path(name).stem for name in settings.data.split(","))
-    questions = files[:100] or f"world{settings.world_seed}-{options.split}"
-    name = f"{model}-{settings.recipe}-{settings.variant}-{questions}-t{settings.temperature:g}"
-    name = re.sub(r"[^\w.+-]+|-(?=-)", "", f"{name}-{settings.retriever}.jsonl").lstrip("-.")
-    return Path(settings.output_dir) / "predictions" / name
+    model = settings.model or "built-in"
+    questions = settings.data or f"world{settings.world_seed}-{options.split}"
+    name = f"{model} {settings.recipe} {settings.variant} {questions} t{settings.temperature:g}"
+    name = re.sub(r"[^\w.]+", "-", f"{name} {settings.retriever}").strip("-.")
+    return Path(settings.output_dir, "predictions", f"{name[-200:]}.jsonl")
 
 
 def run(settings: Settings, options: Options) -> None:
     """Evaluates a model, compares it with the predictions of --against, and prints the tables."""
     # --against may name files of other programs. If they lack gold answers, --data provides them.
-    others = score_files(
-        options.against, settings.data, settings.skip_bad, options.punctuation, seed=settings.seed
-    )
+    others = score_files(options.against, settings, options.punctuation)
     # Reader and judge are built first, so that a wrong address fails before the long rollouts.
     reader = build_reader(settings, best_device()) if settings.reader else None
-    judge = build_judge(settings, best_device(), options.judge_sees)
+    judge = build_judge(settings, best_device())
     # With the paper's decoding the reader samples too (R-Search appendix A.3).
     paper = options.decoding == "paper"
     sampling = (settings.temperature, settings.top_p) if paper else ()
     evaluation = Evaluation(settings, options)
     records = evaluate(evaluation, reader, judge, sampling)
-    report(records, others, options.markdown, options.json, brief=not options.all)
-    hint_at_cold_start(records, evaluation.settings)
+    report(records, others, options)
+    hint_at_cold_start(records, evaluation)
     print(f"predictions: {evaluation.out}")
 
 
 def evaluate(evaluation: Evaluation, reader, judge, sampling: tuple = ()) -> list[dict]:
     """Returns prediction records with the reader's answers and the judge's verdicts. The reader
-    samples with `sampling` = (temperature, top_p); with () it is greedy.
+    samples with `sampling` = (temperature, top_p); with () it is greedy. If reader or judge fails,
+    the predictions are written already, and --predictions with --reader and --judge goes on.
     """
-    out = evaluation.out
-    punctuation = evaluation.options.punctuation
-    try:
-        records = evaluation.run()
-        if punctuation:
-            records = [scored(record, punctuation) for record in records]
-        if reader or judge:
-            print(
-                "the predictions are written; if reader or judge fails, `python eval.py "
-                f"--predictions {out}`, with the same --reader and --judge, asks only them again"
-            )
-            records = ask_others(records, reader, judge, sampling)
-            write_records(out, records)
-    except KeyboardInterrupt:
-        finished = f"finished predictions are in {out}"
-        print(f"\ninterrupted; {finished if out.is_file() else 'nothing was finished yet'}")
-        sys.exit(130)
+    records = evaluation.run()
+    if reader or judge:
+        records = ask_others(records, reader, judge, sampling)
+        write_records(evaluation.out, records)
     return records
 
 
 def main(arguments: list[str] | None = None) -> None:
-    settings, options = parse(sys.argv[1:] if arguments is None else arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if score_only(arguments):
+        return
+    settings, options = parse(arguments)
     temperatures = (1.0, 0.0) if options.decoding == "both" else (settings.temperature,)
     for temperature in temperatures:
         run(replace(settings, temperature=temperature), options)

@@ -1,4 +1,4 @@
-r"""Answer metrics, one function for each. Of the project, this file imports only errors.py.
+r"""Answer metrics, one function for each.
 
     exact_match         1 if the normalised prediction equals a normalised gold, else 0
     f1_score            2PR / (P + R),  P = common / predicted tokens,  R = common / gold tokens
@@ -16,26 +16,19 @@ r"""Answer metrics, one function for each. Of the project, this file imports onl
     "delete"       ASCII punctuation is removed: "Spider-Man" is "spiderman" (R-Search, Search-R1,
                    When to Search)
     "underscore"   as "delete", but "_" becomes a blank: "x_y-z" is "x yz" (ARENA appendix D.1)
-Left out: model judges, and algebra, which math-verify does (an optional dependency).
+Left out: model judges; algebra and ROUGE, which the packages math-verify and rouge-score do (the
+extras `math` and `rouge`).
 """
 
 import importlib.util
-import json
-import os
 import re
-import signal
 import string
-import subprocess
-import sys
-import threading
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, lru_cache
-from itertools import pairwise
-from pathlib import Path
 
-from errors import InputError
+from errors import say_once
 
 # ---------------------------------------------------------------------------------- open answers
 _BLANKS = str.maketrans(dict.fromkeys(string.punctuation + "‘’´`", " "))  # "_" becomes a blank too
@@ -99,12 +92,13 @@ def f1_score(prediction: str | None, golds: Golds, punctuation="space") -> float
     R = 1). f1_score("yes it is", "yes") is 0.5. HotpotQA's own scorer would give 0, by a special
     rule that none of the papers has.
     """
-    return _best(lambda p, g: _bag_f1(p.split(), g.split()), prediction, golds, punctuation)
 
+    def f1(predicted: str, gold: str) -> float:
+        predicted, gold = predicted.split(), gold.split()
+        common = (Counter(predicted) & Counter(gold)).total()
+        return 2 * common / max(1, len(predicted) + len(gold))
 
-def _bag_f1(predicted: list, gold: list) -> float:
-    common = (Counter(predicted) & Counter(gold)).total()
-    return 2 * common / max(1, len(predicted) + len(gold))
+    return _best(f1, prediction, golds, punctuation)
 
 
 def cover_exact_match(prediction: str | None, golds: Golds, punctuation="space") -> float:
@@ -116,6 +110,13 @@ def cover_exact_match(prediction: str | None, golds: Golds, punctuation="space")
     )
 
 
+@cache
+def _rouge_scorer():
+    from rouge_score.rouge_scorer import RougeScorer  # the extra `rouge`
+
+    return RougeScorer(["rouge1", "rouge2", "rougeL"])
+
+
 def summary_scores(prediction: str | None, golds: Golds) -> dict[str, float]:
     """Returns ROUGE-1, ROUGE-2 and ROUGE-L as F1, each against its best gold, and their mean as
     `rouge`. There is no stemming, and articles are kept.
@@ -124,29 +125,9 @@ def summary_scores(prediction: str | None, golds: Golds) -> dict[str, float]:
     pairs, "the cat" (0.3333), and the subsequence "the cat down", 3 of 4 words (0.75). The mean is
     0.6111.
     """
-    scores = [_rouge(prediction or "", gold) for gold in _as_list(golds)]
-    best = [max(column) for column in zip(*scores, strict=True)] or [0.0, 0.0, 0.0]
-    return dict(zip(("rouge1", "rouge2", "rougeL", "rouge"), [*best, sum(best) / 3], strict=True))
-
-
-def _rouge(prediction: str, gold: str) -> tuple[float, float, float]:
-    predicted, gold = (re.findall(r"[^\W_]+", text.lower()) for text in (prediction, gold))
-    pairs = list(pairwise(predicted))
-    gold_pairs = list(pairwise(gold))
-    longest = 2 * _common_subsequence(predicted, gold) / max(1, len(predicted) + len(gold))
-    return _bag_f1(predicted, gold), _bag_f1(pairs, gold_pairs), longest
-
-
-def _common_subsequence(left: list[str], right: list[str]) -> int:
-    """Returns the length of the longest common subsequence. After each word of `left`, best[j] is
-    this length for the words of `left` so far and right[:j].
-    """
-    best = [0] * (len(right) + 1)
-    for word in left:
-        previous, best = best, [0]
-        for j, other in enumerate(right):
-            best.append(previous[j] + 1 if word == other else max(best[j], previous[j + 1]))
-    return best[-1]
+    scores = _rouge_scorer().score_multi(_as_list(golds), prediction or "")
+    numbers = {name: score.fmeasure for name, score in scores.items()}
+    return numbers | {"rouge": sum(numbers.values()) / 3}
 
 
 # ---------------------------------------------------------------------------------- boxes, letters
@@ -232,14 +213,8 @@ def _leading_letter(text: str) -> str | None:
 
 
 # ---------------------------------------------------------------------------------- math
-MATH_SECONDS = 3.0  # time limit of one comparison by math-verify
+MATH_SECONDS = 3  # time limit of math-verify for each step of a comparison
 MAX_MATH = 500  # characters; a longer prediction is compared as a string
-_LOCK = threading.Lock()
-_IDLE = []  # holds the worker process while it is idle
-# Trap: if a forked process shared the worker, it could read replies to its parent's questions. If
-# another thread of the parent held the lock during the fork, the child would wait for it forever.
-os.register_at_fork(after_in_child=lambda: globals().update(_LOCK=threading.Lock(), _IDLE=[]))
-_print_once = cache(print)
 
 _UNICODE = str.maketrans({"−": "-", "·": r"\cdot ", "√": r"\sqrt ", "²": "^2", "°": r"^\circ "})
 _DOLLARS = re.compile(r"\\?\$|\bdollars?\b|(?<!\\)\\[()\[\]]")  # "$", "dollars", and \( \) \[ \]
@@ -302,77 +277,39 @@ def _same_math(left: str, right: str) -> bool:
     if y is not None and not re.search(r"[\d\\]", left):
         return False  # `left` has no digit and no LaTeX command, so it is no number
     if x is None or y is None:
-        return _math_verify(left, right, gold_is_number=y is not None)
+        return _math_verify(left, right)
     if x.denominator == y.denominator == 1:  # by the tolerance below, 1000001 would equal 1000000
         return x == y
     return abs(x - y) * 10**6 <= max(abs(x), abs(y))  # 0.333333 equals 1/3
-
-
-@lru_cache(maxsize=4096)
-def _math_verify(prediction: str, gold: str, gold_is_number: bool) -> bool:
-    if has_math_verify():
-        return ask_worker(prediction, gold)
-    if not gold_is_number:
-        _print_once(
-            "math-verify is missing: answers that are not numbers are compared as strings (pip "
-            "install math-verify)",
-            file=sys.stderr,
-        )
-    return False
 
 
 def has_math_verify() -> bool:
     return importlib.util.find_spec("math_verify") is not None
 
 
-def ask_worker(prediction: str, gold: str, seconds: float = MATH_SECONDS) -> bool:
-    """Asks the worker whether two answers are equal. Returns False if the comparison fails or takes
-    longer than `seconds`.
+@lru_cache(maxsize=4096)
+def _math_verify(prediction: str, gold: str) -> bool:
+    """Asks math-verify, which gives up after MATH_SECONDS: sympy would need hours for some answers.
+    Its alarm works only in the main thread.
     """
-    with _LOCK:
-        idle = _IDLE.pop() if _IDLE else None
-        worker = idle if idle and idle.poll() is None else start_worker()
-        print(json.dumps([prediction, gold, seconds]), file=worker.stdin, flush=True)
-        reply = worker.stdout.readline()
-        # Trap: in a `finally` this would also run after a Ctrl-C, and the next question would get
-        # the late reply to this one.
-        if reply:
-            _IDLE.append(worker)
-    return reply == "True\n"
+    if not has_math_verify():
+        say_once(
+            "math-verify is missing: answers that are not numbers are compared as strings (pip "
+            "install math-verify)"
+        )
+        return False
+    from math_verify import LatexExtractionConfig, parse, verify  # the extra `math`
 
-
-def start_worker() -> subprocess.Popen:
-    """Starts the worker. It is a process, because sympy can run for hours and a thread cannot be
-    killed. It gets a session of its own, so that Ctrl-C in the terminal does not reach it.
-    """
-    command = [sys.executable, "-c", "import metrics; metrics.serve_math()"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    folder = Path(__file__).parent
-    worker = subprocess.Popen(command, cwd=folder, text=True, start_new_session=True, **pipes)
-    if worker.stdout.readline() != "ready\n":
-        raise InputError("math-verify does not start: try python -c 'import math_verify'")
-    return worker
-
-
-def serve_math() -> None:
-    """Runs the worker: reads lines [prediction, gold, seconds], prints True or False for each."""
-    from math_verify import LatexExtractionConfig, parse, verify  # optional dependency
-
-    def expression(text: str) -> list:
-        latex = [LatexExtractionConfig()]
-        return parse(f"${text}$", latex, extraction_mode="first_match", parsing_timeout=None)
-
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # lets the timer kill a forked copy
-    # The first comparison imports and builds things that all forked copies below then share.
-    verify(expression("x^2-1"), expression("(x-1)(x+1)"), timeout_seconds=None)
-    print("ready", flush=True)
-    for line in sys.stdin:
-        prediction, gold, seconds = json.loads(line)
-        if not (child := os.fork()):  # fork, because a new interpreter takes a second to start
-            signal.setitimer(signal.ITIMER_REAL, seconds)
-            same = verify(expression(gold), expression(prediction), timeout_seconds=None)
-            os._exit(not same)
-        print(os.waitpid(child, 0)[1] == 0, flush=True)
+    expressions = [
+        parse(
+            f"${text}$",
+            [LatexExtractionConfig()],
+            extraction_mode="first_match",
+            parsing_timeout=MATH_SECONDS,
+        )
+        for text in (gold, prediction)
+    ]
+    return verify(*expressions, timeout_seconds=MATH_SECONDS)
 
 
 def score_answer(prediction, golds: Golds, task="qa", options=(), punctuation="space") -> dict:

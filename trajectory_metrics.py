@@ -1,8 +1,8 @@
 """Metrics of trajectories, for training and evaluation: answers, searches, tokens.
 
-Training logs the means of some metrics (train.LOGGED). An evaluation writes those in
-plumbing.report.COLUMNS beside each prediction, and prints the means of some. No gradient depends on
-them.
+Training logs the means of some metrics (train.LOGGED). An evaluation writes all of them beside each
+prediction (`prediction_record`), and prints the means of some (plumbing.report.COLUMNS). No
+gradient depends on them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from papers import paper_of
 from prompts import find_answers, find_blocks, number_documents
 from rewards import cited, good_format, relevance_of
 from rollout import encode
-from trajectory import Search, Segment, Trajectory
+from trajectory import Search, Trajectory
 
 
 def mean(values: Iterable[float]) -> float:
@@ -35,22 +35,47 @@ def trajectory_metrics(t: Trajectory) -> dict[str, float]:
     return scores | text_metrics(t) | (search_metrics(t) if t.protocol.query_tags else {})
 
 
-def paper_metrics(t: Trajectory, em: float) -> dict[str, float]:
-    """Returns metrics that only evaluation has: format, evidence, citations, a summary's ROUGE."""
-    question = t.question
-    protocol = t.protocol
-    numbers = {"format": float(good_format(t))}
-    if question.task == "summary":
-        numbers |= summary_scores(t.answer, question.answers)
+def prediction_metrics(t: Trajectory) -> dict[str, float]:
+    """Returns the metrics of an evaluation: those of training, and format, evidence and citations.
+    For a summary ROUGE replaces em, f1 and cem.
+    """
+    question, protocol = t.question, t.protocol
+    numbers = trajectory_metrics(t)
+    numbers["format"] = float(good_format(t))
     if protocol.evidence_tags:
         numbers["evidence"] = float(bool(t.evidence))
         if t.evidence:
             numbers["support"] = evidence_support(t)
     if protocol.references_in_prompt and question.supporting:
         numbers |= arena_scores(t)
-        if question.task != "summary":  # the em of a summary is a ROUGE score, not 0 or 1
-            numbers["all_correct"] = em * numbers["exact_set"]  # as in ARENA Table 13
+        numbers["all_correct"] = numbers["em"] * numbers["exact_set"]  # as in ARENA Table 13
+    if question.task == "summary":
+        left_out = ("em", "f1", "cem", "all_correct")
+        numbers = {name: number for name, number in numbers.items() if name not in left_out}
+        numbers |= summary_scores(t.answer, question.answers)
     return numbers
+
+
+def prediction_record(t: Trajectory, sample: int) -> dict:
+    """Returns the record of a trajectory in a predictions file."""
+    question = t.question
+    names = ("id", "kind", "task", "question", "options")
+    record = {name: getattr(question, name) for name in names}
+    record |= {
+        "sample": sample,
+        "golds": question.answers,
+        "prediction": t.answer,
+        "judge_sees": t.protocol.judge_sees,
+        "punctuation": paper_of(t.protocol.name).punctuation,
+        "transcript": t.text,
+        "stop_reason": t.stop_reason,
+        "metrics": prediction_metrics(t),
+    }
+    kept = ("query", "fallback", "error")
+    record["searches"] = [{name: getattr(s, name) for name in kept} for s in t.searches]
+    if t.protocol.evidence_tags:
+        record["evidence"] = t.evidence
+    return record
 
 
 def evidence_support(trajectory: Trajectory) -> float:
@@ -65,13 +90,9 @@ def evidence_support(trajectory: Trajectory) -> float:
 
 
 def arena_scores(trajectory: Trajectory) -> dict[str, float]:
-    """Returns the citation metrics. set_f1 is 2 |cited ∩ gold| / (|cited| + |gold|). Worked: cited
-    {1}, gold {1, 3}: relevance 0.5, exact_set 0, set_f1 2 · 1 / (1 + 2).
-    """
-    numbers, gold = cited(trajectory), set(trajectory.question.supporting)
-    score, total = relevance_of(numbers, gold), len(numbers) + len(gold)
-    f1 = 2 * len(numbers & gold) / max(1, total)
-    return {"relevance": score, "exact_set": float(score == 1.0), "set_f1": f1}
+    """Returns the citation metrics. Worked: cited {1}, gold {1, 3}: relevance 0.5, exact_set 0."""
+    score = relevance_of(cited(trajectory), set(trajectory.question.supporting))
+    return {"relevance": score, "exact_set": float(score == 1.0)}
 
 
 def search_metrics(t: Trajectory) -> dict[str, float]:
@@ -81,16 +102,13 @@ def search_metrics(t: Trajectory) -> dict[str, float]:
     those with the same words as an earlier one. `failed_rows` is 1 if a search failed.
     """
     queries = [tuple(tokenize(search.query)) for search in t.searches]
-    numbers = {
-        "searched": bool(queries),
-        "searches": len(queries),
-        "successful": len(successful(t)),
+    numbers = {"searched": bool(queries), "searches": len(queries), "failed_rows": t.failed}
+    numbers |= {"successful": len(successful(t)), "repeated": len(queries) - len({*queries})}
+    numbers |= {
         "rejected": len(t.rejected_queries),
-        "failed_rows": t.failed,
+        "queries": t.model_text.count(t.protocol.query_tags[1]),
+        "fallbacks": sum(search.fallback for search in t.searches),
     }
-    numbers["repeated"] = len(queries) - len({*queries})
-    numbers["queries"] = t.model_text.count(t.protocol.query_tags[1])
-    numbers["fallbacks"] = sum(search.fallback for search in t.searches)
     if queries:
         numbers["documents_cut"] = mean(search.cut for search in t.searches)
     return {name: float(number) for name, number in numbers.items()}
@@ -121,64 +139,30 @@ def text_metrics(t: Trajectory) -> dict[str, float]:
 
 
 def token_metrics(t: Trajectory, tokenizer) -> dict[str, float]:
-    """Counts tokens. `written` counts those of the model. Over the successful searches, `retrieved`
-    counts those of the documents, and `shown` those that the policy read: documents or a summary.
-
-    `compression` is the mean of retrieved / shown over these searches: if 10 tokens become 5 and 90
-    become 10, it is (2 + 9) / 2 = 5.5. The ratio of the means would be 100 / 15 = 6.67; UR²
-    appendix B.6 gives such a ratio of means, 11,346 / 761 = 14.91.
-    For a thinking model, `thinking` counts the tokens of its thoughts. `written` counts them too,
-    except a <think> at the end of the prompt. `unfinished` counts the thoughts without an end tag:
-    one in <think>a b</think> <think>c.
+    """Counts tokens: `written` by the model; over the successful searches, `retrieved` of the
+    documents, and `shown` to the policy, which may get a summary instead. UR² appendix B.6 gives
+    the ratio of the means of these two, 11,346 / 761 = 14.91.
     """
     numbers = {"written": float(sum(t.response_mask))}
-    ratios = []
-    if thoughts := "".join(s.text for s in t.segments if s.writer == "thought"):
-        unfinished = ["</think>" not in thought for thought in thoughts.split("<think>")[1:]]
-        numbers["thinking"] = float(len(encode(tokenizer, thoughts)))
-        numbers["unfinished"] = float(sum(unfinished))
-    if t.protocol.query_tags:
-        numbers |= {"retrieved": 0.0, "shown": 0.0}
-    for search in successful(t):
-        retrieved = len(encode(tokenizer, "\n".join(number_documents(search.documents))))
-        shown = len(encode(tokenizer, search.text))
-        numbers["retrieved"] += retrieved
-        numbers["shown"] += shown
-        ratios.append(retrieved / shown)
-    return numbers | ({"compression": mean(ratios)} if ratios else {})
+    if not t.protocol.query_tags:
+        return numbers
+    searches = successful(t)
+    documents = ("\n".join(number_documents(search.documents)) for search in searches)
+    numbers["retrieved"] = float(sum(len(encode(tokenizer, text)) for text in documents))
+    numbers["shown"] = float(sum(len(encode(tokenizer, search.text)) for search in searches))
+    return numbers
 
 
-def split_thought(text: str, inside: bool = False) -> tuple[str, str, bool]:
-    """Splits a turn into (thoughts, the rest, whether a thought is still open at the end). All text
-    before the last </think> belongs to the thoughts, and so does all text from a later <think> on.
+def split_thought(text: str) -> tuple[str, str]:
+    """Splits a reply into (thoughts, the rest). All text before the last </think> belongs to the
+    thoughts, and so does all text from a later <think> on.
 
-    inside   whether a thought is still open from an earlier turn
     >>> split_thought("<think>Kelmouth?</think> Norland")
-    ('<think>Kelmouth?</think>', ' Norland', False)
+    ('<think>Kelmouth?</think>', ' Norland')
     """
     thought, end, text = text.rpartition("</think>")
-    if inside and not end:
-        return text, "", True
     text, begin, unfinished = text.partition("<think>")
-    return thought + end + begin + unfinished, text, bool(begin)
-
-
-def without_thinking(t: Trajectory) -> Trajectory:
-    """Moves the thoughts of each turn, which `split_thought` finds, into segments with the writer
-    "thought", so that the format check and the answer ignore them (ARENA 4.3, note 2: thinking is
-    implicit). It changes `t` and returns it.
-    """
-    inside = False
-    segments = [Segment("model", t.opened), *t.segments]
-    t.segments = []
-    t.opened = ""
-    for segment in segments:
-        if segment.writer == "model":
-            thought, text, inside = split_thought(segment.text, inside)
-            t.segments += [Segment("thought", thought), Segment("model", text)]
-        else:
-            t.segments.append(segment)
-    return t
+    return thought + end + begin + unfinished, text
 
 
 # --------------------------------------------------------------------------------- a training step

@@ -24,7 +24,7 @@ lockstep: each round makes at most one search call and one batch of requests for
 checkpoint of train.py was trained with, else ur2). Among other things it decides how many tokens a
 reply may have (UR² app. C.4: 3,072 for math, 1,536 for choice, else 512), how --decoding paper
 samples, how punctuation is scored, and what a judge sees. Thoughts in <think> ... </think> are not
-scored, but they count towards the limit of a reply, which --thinking N raises by N tokens.
+scored, but they count towards the limit of a reply: give a thinking model --max_turn_tokens.
 
 We wrote the prompts, for chat models. With `rag` the model answers an open question in a few words,
 as in FlashRAG, and reasons about mathematics and choices, as in UR² app. D.4. The tags and labels
@@ -51,7 +51,7 @@ from other_models.llm import LLM, Request, load_llm
 from other_models.reader import read_answer
 from papers import PROTOCOLS, record_of
 from plumbing.build import build_judge, build_protocol, build_search
-from plumbing.report import summarise, table
+from plumbing.report import BRIEF, COLUMNS, summarise, table
 from policy import best_device
 from prompts import Protocol, last_block, parse_query, question_text, tag_pair
 from rollout import Environment, encode
@@ -445,7 +445,6 @@ def run_method(name: str, questions: list, llm: LLM, search, settings: Settings,
 class BaselineOptions(Options):
     """Run the baselines of the papers."""
 
-    inside = "/x"
     method: str = setting("all", f"all, or some of {','.join(METHODS)}")
     decoding: str = setting("greedy", "paper: as --recipe's paper does", one_of=("greedy", "paper"))
 
@@ -484,8 +483,7 @@ def main(arguments: list[str] | None = None) -> None:
     methods = names_in("method", options.method.removeprefix("all"), METHODS)
     if options.samples > 1 or options.against or options.json:
         raise InputError("--samples, --against, --json: a table of methods does not use them")
-    sees = options.judge_sees or recipe_protocol(settings).judge_sees
-    judge = build_judge(settings, best_device(), sees)
+    judge = build_judge(settings, best_device(), recipe_protocol(settings).judge_sees)
     whole, rows = Evaluation(settings, options), {}
     llm, search = load(settings, whole.documents)
     whole.tokenizer = llm.tokenizer
@@ -495,7 +493,7 @@ def main(arguments: list[str] | None = None) -> None:
         whole.load = partial(answering, name, llm, search, settings)
         if records := evaluate(whole, None, judge):
             rows[name] = summarise(records)["all"]
-    print(table(rows, options.markdown, "method"))
+    print(table(rows, options.markdown, "method", COLUMNS if options.all else BRIEF))
     print(f"predictions: {folder}/METHOD.jsonl")
 
 

@@ -32,7 +32,6 @@ from lab import parse_flags
 from lab.baselines import reading
 from other_models.llm import prompt_ids
 from papers import PAPERS, PROTOCOLS
-from plumbing.exam import prediction_metrics
 from plumbing.files import settings_text
 from plumbing.predictions import read_predictions
 from policy import best_device, load_policy, save_policy
@@ -42,6 +41,7 @@ from settings import Settings, setting
 from sft import Example, SFTSettings, citing, example_of, train_sft
 from summarizer import SUMMARY_LOG
 from trajectory import Trajectory, trajectory_from_text
+from trajectory_metrics import prediction_metrics
 
 METHODS = ("direct", "reasoning", "traces", "summarizer")
 ARENA = PROTOCOLS["arena"]

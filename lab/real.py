@@ -67,7 +67,7 @@ EXAMS = {"film": "test_film", "one hop": "test_onehop", "real": "test"}
 LIMITS = {"documents_per_search": 1, "document_tokens": 96, "title_boost": 4}
 LIMITS |= {"max_turn_tokens": 64, "max_context": 1536}
 # More second hops among the traces would leave RL less to find.
-COLD = {"traces": 200, "hops": "1=0.75,2=0.25", "epochs": 1, "held_out": 0, "exam": 0}
+COLD = {"traces": 200, "hops": "1=0.75,2=0.25", "epochs": 1}
 STEP = {"questions_per_step": 4, "group_size": 8, "trajectories_per_update": 32}
 STEP |= {"tokens_per_micro_batch": 4096, "task_mixing": False}
 STAGES = {

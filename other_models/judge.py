@@ -14,8 +14,8 @@ eval.py leaves it out of `judged`. The policy that wrote the answer is rewarded 
 could try to instruct the judge. So the judge gets the answer as one line of limited length, and its
 instruction says that this line is text to judge.
 
-The protocol, or --judge_sees in an evaluation, decides which texts the judge of an open question
-sees. There are three choices; the field `judge_sees` of a prediction names the one for it:
+The protocol decides which texts the judge of an open question sees. There are three choices; the
+field `judge_sees` of a prediction names the one for it:
 
     question     the question, the accepted answers and the given one     (UR² D.1)
     answers      the answers alone                                       (ARENA D.3)

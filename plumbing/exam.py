@@ -1,7 +1,7 @@
-"""What a predictions file says about a trajectory, and an exam of a model in this process.
+"""Asks a model the same questions before and after training, in this process.
 
-An exam asks a model the same questions before and after training. Beside it stands plain RAG: the
-same model reads what one search for the whole question finds, and answers at once.
+Beside it stands plain RAG: the same model reads what one search for the whole question finds, and
+answers at once.
 """
 
 from collections.abc import Sequence
@@ -9,53 +9,12 @@ from dataclasses import replace
 from functools import partial
 
 from data import Question, SearchRequest, draw_some
-from papers import paper_of
 from plumbing.build import choose_generate
-from plumbing.report import COLUMNS, summarise, table
+from plumbing.report import summarise, table
 from prompts import Protocol, number_documents, tag_pair
 from rollout import Environment, rollout
 from trajectory import Segment, Trajectory
-from trajectory_metrics import paper_metrics, trajectory_metrics
-
-
-def prediction_metrics(trajectory: Trajectory) -> dict[str, float]:
-    """Returns those of `trajectory_metrics` and `paper_metrics` that tables can show. In task
-    "summary" ROUGE replaces em, f1 and cem.
-    """
-    numbers = trajectory_metrics(trajectory)
-    numbers |= paper_metrics(trajectory, numbers["em"])
-    left_out = ("em", "f1", "cem") if trajectory.question.task == "summary" else ()
-    return {name: numbers[name] for name in COLUMNS if name in numbers and name not in left_out}
-
-
-def prediction_record(trajectory: Trajectory, sample: int) -> dict:
-    """Returns the record of a trajectory in a predictions file."""
-    question = trajectory.question
-    protocol = trajectory.protocol
-    record = {
-        "id": question.id,
-        "sample": sample,
-        "kind": question.kind,
-        "task": question.task,
-        "question": question.question,
-        "golds": question.answers,
-        "prediction": trajectory.answer,
-        "judge_sees": protocol.judge_sees,
-        "transcript": trajectory.text,
-        "stop_reason": trajectory.stop_reason,
-    }
-    record["punctuation"] = paper_of(protocol.name).punctuation
-    record["metrics"] = prediction_metrics(trajectory)
-    kept = ("query", "fallback", "error")
-    record["searches"] = [{name: getattr(s, name) for name in kept} for s in trajectory.searches]
-    if question.options:
-        record["options"] = list(question.options)
-    if question.supporting:
-        record["hops"] = len(question.supporting)
-    if protocol.evidence_tags:
-        record["evidence"] = trajectory.evidence
-    return record
-
+from trajectory_metrics import prediction_record
 
 RAG = Protocol(
     "baseline_ur2",
@@ -110,7 +69,7 @@ class Exam:
         answer tags, the first line of the reply is the answer.
         """
         place = self.environment
-        limits = replace(place.settings, temperature=0.0, max_turn_tokens=32, turn_tokens="")
+        limits = replace(place.settings, temperature=0.0, max_turn_tokens=32, turn_tokens={})
         reader = Environment(place.tokenizer, RAG, place.search, limits, place.max_context)
         results = place.search([SearchRequest(q, q.question) for q in self.questions])
         shown = []

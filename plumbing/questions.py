@@ -25,7 +25,6 @@ from flags import in_built_in_world
 from papers import PROTOCOLS, paper_of
 from prompts import check_references
 from retriever import make_retriever, retrieve
-from retrievers.net import Fault
 from settings import Settings
 from world.world import LOOK_UPS, World
 
@@ -84,18 +83,13 @@ def with_retrieved(questions: list, documents: list[Document], settings: Setting
         documents, settings, settings.seed, settings.timeout, runs=settings.output_dir
     )
     requests = [SearchRequest(question, question.question) for question in questions]
-    try:
-        results = retrieve(retriever, requests, settings.documents_per_search)
-    except Fault:  # the server answered none of the questions
-        results = [None]
     changed = []
-    for question, documents in zip(questions, results, strict=True):
-        if documents in (None, False):
-            raise InputError(
-                "--references retrieved: a search failed, or the server rejected the question: try "
-                "the same command again, or another --retriever"
-            )
-        references = tuple(documents) or (Document("", "", protocol.empty_text),)
+    for question, found in zip(
+        questions, retrieve(retriever, requests, settings.documents_per_search), strict=True
+    ):
+        if found in (None, False):
+            raise InputError("--references retrieved: a search failed: repeat the command")
+        references = tuple(found) or (Document("", "", protocol.empty_text),)
         changed.append(dataclasses.replace(question, references=references, supporting=()))
     return changed
 
@@ -119,8 +113,8 @@ cached_world = functools.lru_cache(2)(World)
 cached_questions = functools.lru_cache(32)(World.questions)
 
 
-def built_in_world(settings: Settings, fact_seed: int | None = None) -> World:
-    return cached_world(settings.world_seed, fact_seed, paper_of(settings.protocol).world.layout)
+def built_in_world(settings: Settings) -> World:
+    return cached_world(settings.world_seed, layout=paper_of(settings.protocol).world.layout)
 
 
 def built_in_questions(settings: Settings, split: str) -> list[Question]:
@@ -139,11 +133,11 @@ def built_in_questions(settings: Settings, split: str) -> list[Question]:
     return questions
 
 
-def world_questions(settings: Settings, split: str, count=None, fact_seed=None) -> list[Question]:
+def world_questions(settings: Settings, split: str, count=None) -> list[Question]:
     """Returns `count` questions (None: all) of each kind that is in the supervised warm-up of this
     protocol's tiny model.
     """
-    world, kinds = built_in_world(settings, fact_seed), paper_of(settings.protocol).world.kinds
+    world, kinds = built_in_world(settings), paper_of(settings.protocol).world.kinds
     return [q for kind in kinds for q in cached_questions(world, split, kind, count)]
 
 
@@ -166,10 +160,9 @@ def evaluation_questions(
 
     questions    number of questions per kind of the built-in world, or per file; 0 = all
     split        split of the built-in world
-    fact_seed    seed that redraws all facts of the built-in world, or None
-    references   "retrieved" replaces a question's own references by the documents of a search
+    references   "retrieved": replace a question's own references by the documents of a search
     """
-    count, fact_seed = options.questions, options.fact_seed
+    count = options.questions
     if settings.data:
         datasets = load_datasets(settings.data, settings.skip_bad, settings.seed)
         every = [question for questions in datasets.values() for question in questions]
@@ -177,15 +170,13 @@ def evaluation_questions(
         for name, questions in datasets.items():
             datasets[name] = draw_some(questions, count, f"{count} questions {settings.seed}")
     else:
-        questions = world_questions(settings, options.split, count or None, fact_seed)
-        world = built_in_world(settings, fact_seed)
-        documents = load_documents(settings, questions) if settings.corpus else world.documents
+        questions = world_questions(settings, options.split, count or None)
+        documents = load_documents(settings, questions)
         datasets = {"the built-in world": questions}
-    for name, questions in datasets.items():
-        if options.references == "retrieved":
-            questions = with_retrieved(questions, documents, settings)
-        datasets[name] = as_asked(questions, settings)
-    return datasets, documents
+    if options.references == "retrieved":
+        datasets = {n: with_retrieved(qs, documents, settings) for n, qs in datasets.items()}
+    asked = {name: as_asked(questions, settings) for name, questions in datasets.items()}
+    return asked, documents
 
 
 def known_questions(settings: Settings) -> list[Question]:

@@ -22,7 +22,6 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-import metrics
 from errors import run_main
 
 TESTS = Path(__file__).resolve().parent
@@ -204,6 +203,16 @@ def nothing_goes_on():
         kill(STARTED.pop())
 
 
+def ended(pid, seconds=60):
+    """Returns whether the process ends within this many seconds; a zombie (Z) has ended."""
+    for _ in range(10 * seconds):
+        stat = Path(f"/proc/{pid}/stat")
+        if not stat.exists() or ") Z " in stat.read_text():
+            return True
+        time.sleep(0.1)
+    return False
+
+
 @pytest.fixture(autouse=True, scope="module")
 def nothing_is_left():
     """Fails after a test file that leaves a process running."""
@@ -220,7 +229,7 @@ def nothing_is_left():
 def processes_left():
     """Yields the processes of this session, whatever their parents, except those for all tests."""
     known = {os.getpid(), forkserver._forkserver._forkserver_pid}
-    known |= {resource_tracker._resource_tracker._pid, *(worker.pid for worker in metrics._IDLE)}
+    known |= {resource_tracker._resource_tracker._pid}
     for process in psutil.process_iter(["cmdline"]):
         with contextlib.suppress(psutil.Error):
             own = process.pid not in known and process.status() != psutil.STATUS_ZOMBIE

@@ -14,7 +14,7 @@ from plumbing import build
 from rewards import compute_rewards, example
 from settings import Settings
 from trajectory import RejectedQuery, Search, trajectory_from_text
-from trajectory_metrics import search_metrics, token_metrics, trajectory_metrics, without_thinking
+from trajectory_metrics import search_metrics, token_metrics, trajectory_metrics
 
 OPTIONS = {"task": "choice", "options": ("elm", "oak")}
 
@@ -248,37 +248,10 @@ def test_searches_and_their_tokens_are_counted():
     expected = {"searched": 1, "searches": 5, "successful": 2, "repeated": 1}
     expected |= {"queries": 1, "rejected": 1, "failed_rows": 1}
     assert search_metrics(t) == expected | {"fallbacks": 1, "documents_cut": 0}
-    counts = {"written": 4, "retrieved": 100, "shown": 15, "compression": 5.5}
+    counts = {"written": 4, "retrieved": 100, "shown": 15}
     assert token_metrics(t, words) == counts
     t.searches = []
     assert token_metrics(t, words) == {"written": 4, "retrieved": 0, "shown": 0}
-
-
-@pytest.mark.parametrize(
-    "opened, texts, left, thinking, unfinished",
-    [
-        ("", ["<think> a b </think> A"], " A", 4, 0),
-        ("<think>", [" a b </think> A"], " A", 4, 0),  # the chat template opened it
-        ("<think>", [" a b"], "", 3, 1),
-        ("", ["A <think> b"], "A ", 2, 1),
-        # A thought goes on after a search; then another thought has no end.
-        ("", ["<think> a", " b", " c </think> A <think> d"], " A ", 6, 1),
-        ("", ["A"], "A", None, 0),
-    ],
-)
-def test_thoughts_are_not_part_of_the_model_text_and_are_counted(
-    opened, texts, left, thinking, unfinished
-):
-    t = trajectory_from_text(Question("q", "?", ["a"]), "", "ur2")
-    t.segments, t.opened = [], opened
-    for text in texts:
-        t.append_model([], [], text)
-        t.append_environment([], "found", "documents")
-    t = without_thinking(t)
-    assert t.model_text == left
-    assert sorted(t.text) == sorted(opened + "found".join(texts) + "found")  # nothing is lost
-    numbers = token_metrics(t, lambda text, **_: {"input_ids": text.split()})
-    assert numbers.get("thinking") == thinking and numbers.get("unfinished", 0) == unfinished
 
 
 def test_a_term_that_is_left_out_asks_no_other_model(monkeypatch):

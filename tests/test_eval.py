@@ -8,7 +8,6 @@ import re
 import shutil
 from collections import Counter
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from conftest import ROOT, command_line, message
@@ -16,36 +15,36 @@ from test_compute_rewards import Model
 
 import eval as evaluation
 import train
-from convert import convert
 from data import Document, Question
-from errors import InputError
 from eval import Evaluation, Options, last_checkpoint, settings_of
 from flags import check_settings, stage_folder
-from formats.records import write_records
 from papers import PROTOCOLS
-from plumbing import build
-from plumbing.exam import prediction_metrics
-from plumbing.predictions import score_command
+from plumbing import build, report
 from plumbing.questions import evaluation_questions, training_questions, with_retrieved
 from retrievers.controls import make_control
-from retrievers.net import Fault
 from rewards import example
 from settings import Settings
 from trajectory import trajectory_from_text
+from trajectory_metrics import prediction_metrics
 from world.world import KINDS
 
 HOTPOTQA = ROOT.parent / "shared" / "data" / "hotpotqa"
 ANSWER_SCORES = ("em", "f1", "cem")
-# the metrics of every protocol that searches
+# the metrics of an evaluation of every protocol that searches; training logs others too
 COLUMNS = (*ANSWER_SCORES, "searched", "searches", "successful", "queries", "rejected")
 COLUMNS += ("failed_rows", "repeated", "fallbacks", "documents_cut", "format")
 OPTIONS = evaluation.Options(questions=3)
 
 
+def table_metrics(trajectory) -> dict:
+    """Returns the metrics of a trajectory that a table may have."""
+    numbers = prediction_metrics(trajectory)
+    return {name: numbers[name] for name in numbers if name in report.COLUMNS}
+
+
 def run(words: str, *more) -> None:
     """Runs `python eval.py WORDS MORE` in this process."""
-    command = score_command if words.startswith("--predictions") else evaluation.main
-    command([*words.split(), *map(str, more)])
+    evaluation.main([*words.split(), *map(str, more)])
 
 
 def records_in(path) -> list[dict]:
@@ -65,15 +64,15 @@ def write(path, records) -> str:
 @pytest.mark.parametrize("protocol", ["ur2", "r1_searcher"])
 def test_the_metrics_of_a_trajectory_cover_answer_searches_fallbacks_and_format(protocol):
     # Two searches, the second a fallback. "Kelmouth, Norland" for "Norland": F1 2/3, cover-EM 1.
-    numbers = prediction_metrics(example(protocol, "Kelmouth, Norland"))
+    numbers = table_metrics(example(protocol, "Kelmouth, Norland"))
     scores = (0, pytest.approx(2 / 3), 1)
     assert numbers == dict(zip(COLUMNS, (*scores, 1, 2, 1, 2, 0, 0, 0, 1, 0, 1), strict=True))
     trajectory = example(protocol, "x " * 11)
     trajectory.searches[0].cut = True
-    numbers = prediction_metrics(trajectory)
+    numbers = table_metrics(trajectory)
     assert (numbers["format"], numbers["documents_cut"]) == (0, 0.5)  # one of two searches
-    assert "documents_cut" not in prediction_metrics(example(protocol, searches=0))
-    assert all(prediction_metrics(example(name))["format"] == 1 for name in PROTOCOLS)
+    assert "documents_cut" not in table_metrics(example(protocol, searches=0))
+    assert all(table_metrics(example(name))["format"] == 1 for name in PROTOCOLS)
 
 
 WHERE = "where does Ana Bell live ?"
@@ -93,11 +92,11 @@ def test_the_metrics_of_r_search_cover_its_evidence_too():
     answer = ANSWER.format("Norland")
     expected = dict(zip(COLUMNS, (1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 1), strict=True))
     # The evidence has 5 words, and "lives" is in no document: support 4/5.
-    whole = prediction_metrics(r_search(SEARCHED + evidence + answer))
+    whole = table_metrics(r_search(SEARCHED + evidence + answer))
     assert whole == expected | {"evidence": 1, "support": 0.8}
     # After a search the format requires evidence; without a search it does not.
     for text, form in ((answer, 1), (SEARCHED + answer, 0)):
-        numbers = prediction_metrics(r_search(text))
+        numbers = table_metrics(r_search(text))
         assert (numbers["format"], numbers["evidence"]) == (form, 0)
         assert "support" not in numbers  # left out, not 0
 
@@ -107,30 +106,34 @@ def test_the_format_of_when_to_search_does_not_depend_on_the_cost_of_searches():
     turn = "<search> a </search>\n<information>\nfound\n</information>\n<reflect> r </reflect>"
     transcript = f"<think> t </think>{turn * 9}{ANSWER.format('a')}"
     for text, form in ((transcript, 1), (transcript + " sure", 0)):
-        numbers = prediction_metrics(
+        numbers = table_metrics(
             trajectory_from_text(Question("q", "?", ["a"]), text, "when_to_search")
         )
-        assert (numbers["format"], numbers["searches"], tuple(numbers)) == (form, 9, COLUMNS)
+        assert (numbers["format"], numbers["searches"], {*numbers}) == (form, 9, {*COLUMNS})
         assert numbers["repeated"] == 8  # all searches after the first repeat the query "a"
 
 
-def test_the_metrics_of_arena_cover_citations_and_those_of_a_summary_are_rouge():
-    # The answer cites 1, gold are 1 and 3: overlap 0.5, set F1 2 · 1 / (1 + 2).
+def test_the_metrics_of_arena_cover_citations():
+    # The answer cites 1, gold are 1 and 3: overlap 0.5.
     trajectory = example("arena", searches=1)
     answer = {"em": 1, "f1": 1, "cem": 1, "format": 1}
-    half = answer | {"relevance": 0.5, "exact_set": 0, "set_f1": 2 / 3, "all_correct": 0}
-    assert prediction_metrics(trajectory) == half
-    assert prediction_metrics(example("arena", "Norland </answer> so"))["format"] == 0
+    half = answer | {"relevance": 0.5, "exact_set": 0, "all_correct": 0}
+    assert table_metrics(trajectory) == half
+    assert table_metrics(example("arena", "Norland </answer> so"))["format"] == 0
     # All correct (Table 13) needs the exact set of citations and the right answer.
     for text, right in (("Norland", 1), ("Sudria", 0)):
-        numbers = prediction_metrics(example("arena", text))
+        numbers = table_metrics(example("arena", text))
         assert (numbers["exact_set"], numbers["all_correct"]) == (1, right)
     # Without gold numbers the relevance is left out, not 0.
     question = dataclasses.replace(trajectory.question, supporting=())
-    assert prediction_metrics(trajectory_from_text(question, trajectory.text, "arena")) == answer
+    assert table_metrics(trajectory_from_text(question, trajectory.text, "arena")) == answer
+
+
+def test_the_metrics_of_a_summary_are_rouge():
+    pytest.importorskip("rouge_score", reason="the extra rouge is not installed")
     question = Question("q", "sum it up", ["the cat lay down"], task="summary")
     summary = "<summary> The cat sat down. </summary>"
-    numbers = prediction_metrics(trajectory_from_text(question, summary, "arena_summary"))
+    numbers = table_metrics(trajectory_from_text(question, summary, "arena_summary"))
     assert set(numbers) == {"rouge1", "rouge2", "rougeL", "rouge", "format"}
 
 
@@ -148,7 +151,7 @@ def written(tmp_path, monkeypatch):
     patches = {
         "settings_of": lambda flags: dataclasses.replace(settings, **flags),
         "evaluation_questions": lambda *_: ({"people": questions}, []),
-        "load_model": lambda *_, **__: (None, None),
+        "load_model": lambda *_, **__: (None, lambda text, **_: {"input_ids": text.split()}),
         "build_environment": lambda *_: None,
         "check_prompts": lambda questions, *_: questions,
         "rollout": lambda _, environment, questions, *options: list(
@@ -192,26 +195,24 @@ def test_reader_and_judge_are_called_after_all_predictions_are_written(
     assert '"reader_em": 1.0' in written.read_text()
 
 
-def test_an_interrupt_of_reader_or_judge_keeps_all_rollouts_and_both_can_be_repeated(
-    written, monkeypatch, capsys
+def test_an_interrupt_of_the_reader_keeps_all_rollouts_and_it_can_be_asked_again(
+    written, monkeypatch
 ):
     def interrupted(text):
         raise KeyboardInterrupt
 
-    reader_and_judge = Model(lambda text: "Norland")
-    others(monkeypatch, R=Model(interrupted), S=reader_and_judge, J=reader_and_judge)
-    with pytest.raises(SystemExit) as end:
+    others(monkeypatch, R=Model(interrupted), S=Model(lambda text: "Norland"))
+    with pytest.raises(KeyboardInterrupt):
         run("--reader R --out", written)
-    assert end.value.code == 130 and str(written) in capsys.readouterr().out.splitlines()[-1]
     before = written.read_text()
     assert len(before.splitlines()) == 2
     monkeypatch.setattr(evaluation, "load_model", lambda *_: pytest.fail("a model was loaded"))
-    again = f"{written}.again"
-    run(f"--predictions={written} --reader S --judge J --out {again} --json {again}.json")
-    assert written.read_text() == before and '"judged": null' in Path(again).read_text()
+    again = Path(f"{written}.again")
+    run(f"--predictions={written} --reader S --out {again}")
     # The reader is right exactly where the policy's answer is wrong.
-    summary = json.loads(Path(f"{again}.json").read_text())["people"]
-    assert summary["reader_em"][0] == summary["em"][0] == 0.5
+    assert written.read_text() == before
+    metrics = [record["metrics"] for record in records_in(again)]
+    assert [(m["em"], m["reader_em"]) for m in metrics] == [(0, 1), (1, 0)]
 
 
 def test_several_data_sets_are_evaluated_together_and_printed_in_one_table(written, monkeypatch):
@@ -237,20 +238,9 @@ def test_two_evaluations_are_compared_in_pairs(written, tmp_path, capsys):
     questions = [{"id": i, "question": WHERE, "answers": ["Norland"]} for i in "01"]
     run("--out", written, "--against", other, "--data", write(tmp_path / "q.jsonl", questions))
     out = capsys.readouterr().out
-    assert "paired: 2 questions of both runs (0 only here, 0 only there)" in out
-    assert "-0.500 [" in out
-
-
-def test_another_punctuation_scores_the_predictions_again(written, monkeypatch, tmp_path):
-    trajectory = r_search(ANSWER.format("Nor land"), Question("1", "?", ["Nor-land"]))  # "norland"
-    monkeypatch.setattr(
-        evaluation, "evaluation_questions", lambda *_: ({"a": [trajectory.question]}, [])
-    )
-    monkeypatch.setattr(evaluation, "rollout", lambda *_: [trajectory])
-    run(f"--punctuation space --json {tmp_path}/t.json --out", written)
-    assert json.loads((tmp_path / "t.json").read_text())["qa"]["em"][0] == 1
-    # The file keeps the punctuation rule of the paper.
-    assert records_in(written)[0]["metrics"]["em"] == 0
+    # The two questions have the same text, so they count as two samples of one question.
+    assert "paired: 1 questions of both runs (0 only here, 0 only there)" in out
+    assert "difference -0.500 [" in out
 
 
 # --------------------------------------------------------------- choosing a checkpoint and settings
@@ -291,7 +281,7 @@ def test_the_last_stage_is_evaluated_unless_a_stage_is_given(trained, tmp_path):
         folder = stage_folder(Settings(**flags), stage) / "checkpoint-000003"
         folder.mkdir(parents=True)
         assert last_checkpoint(flags) == str(folder)
-    assert "vanilla_rl has stages 1" in message(last_checkpoint, flags | {"stage": 2})
+    assert "no checkpoint for these flags" in message(last_checkpoint, flags | {"stage": 2})
 
 
 def save_settings(folder, **settings) -> str:
@@ -314,6 +304,12 @@ def test_another_question_file_does_not_search_the_old_corpus(tmp_path):
         "http://x",
     )
     check_settings(settings_of(flags | {"retriever": "bm25"}), False)  # the old address is ignored
+
+
+def test_a_folder_of_a_stage_means_its_last_checkpoint(trained):
+    stage = trained / "ur2-world0-seed0" / "stage1"
+    settings = settings_of({"model": str(stage)})
+    assert settings.model == str(stage / "checkpoint-000002") and settings.stage == 1
 
 
 def test_the_judge_and_reader_of_training_are_not_used_in_an_evaluation(tmp_path):
@@ -360,7 +356,7 @@ def test_decoding_paper_sets_the_papers_temperature_and_top_p(tmp_path):
 
 def test_a_token_limit_that_is_given_applies_to_every_task(tmp_path):
     """UR² C.4 allows 3,072 tokens for mathematics and 1,536 for multiple choice."""
-    model = save_settings(tmp_path, turn_tokens={"math": 3072, "choice": 1536}, model="m")
+    model = save_settings(tmp_path, turn_tokens="math=3072,choice=1536", model="m")
     for flag, limit, task_limits in (
         ("", 512, "math=3072,choice=1536"),
         ("--max_turn_tokens 9", 9, ""),
@@ -375,26 +371,6 @@ def test_a_search_limit_that_is_given_applies_to_every_task():
     for more, limit, task_limits in (({}, 4, "qa=5"), ({"max_searches": 2}, 2, "")):
         settings = settings_of(flags | more)
         assert (settings.max_searches, settings.task_searches) == (limit, task_limits)
-
-
-def test_thoughts_have_their_own_tokens_and_are_not_part_of_the_answer(written, monkeypatch):
-    """ARENA 4.3, note 2: a model that was not trained thinks before it answers."""
-    settings = evaluation.room_to_think(Settings(turn_tokens={"math": 3072, "choice": 1536}), 100)
-    assert (settings.max_turn_tokens, settings.turn_tokens) == (612, "math=3172,choice=1636")
-    assert evaluation.parse("--model m --thinking 100".split())[0].max_turn_tokens == 612
-    question = Question("0", "?", ["a"], references=(Document("", "t", "x"),))
-    thought = "<think>[2] <answer>b</answer></think>"
-
-    def thoughtful(*_):
-        return [trajectory_from_text(question, thought + arena(question).text, "arena")]
-
-    monkeypatch.setattr(evaluation, "rollout", thoughtful)
-    monkeypatch.setattr(evaluation, "evaluation_questions", lambda *_: ({"people": [question]}, []))
-    for flags, format_score in (("", 0), ("--thinking 100", 1)):
-        run(f"{flags} --out", written)
-        (record,) = records_in(written)
-        assert record["metrics"]["format"] == format_score and record["prediction"] == "a"
-        assert record["transcript"].startswith(thought)
 
 
 def test_retriever_given_returns_all_references_of_the_question_that_searches():
@@ -427,13 +403,6 @@ def test_retriever_given_returns_all_references_of_the_question_that_searches():
         ("--recipe r_search --reader built-in --model m --data f --corpus c", "only its own world"),
         ("--against none.jsonl", "no such file"),
         ("--judge http://127.0.0.1:9/v1#m", "127.0.0.1:9"),
-        ("--model m --json {runs}/file/x", "--json {runs}/file/x: cannot be written there"),
-        ("--decoding both --out p.jsonl", "leave --out out"),
-        ("--decoding both --temperature 1", "leave --temperature out"),
-        ("--recipe r1_searcher --thinking 9", "protocol r1_searcher has a <think> section"),
-        ("--stage 0 --references retrieved", "the prompt of ur2 has no references"),
-        ("--references both", "one of given, retrieved"),
-        ("--recipe arena --references retrieved --model m --data {runs}/q", "the corpus is empty"),
     ],
 )
 def test_bad_input_is_a_one_line_error_before_a_model_is_loaded(
@@ -465,12 +434,10 @@ def test_help_has_its_sections_and_does_not_look_for_a_model(capsys):
 
 
 def test_the_built_in_world_gives_the_same_number_of_test_questions_per_kind():
-    datasets, documents = evaluation_questions(Settings(), OPTIONS)
+    datasets, _ = evaluation_questions(Settings(), OPTIONS)
     (questions,) = datasets.values()
     assert Counter(q.kind for q in questions) == dict.fromkeys(KINDS, 3)
     assert all(q.id.startswith("test/") for q in questions if q.kind == "one_hop")
-    _, other = evaluation_questions(Settings(), dataclasses.replace(OPTIONS, fact_seed=9))
-    assert [d.title for d in other] == [d.title for d in documents] and other != documents
 
 
 def question_file(path, count=5) -> str:
@@ -493,40 +460,6 @@ def test_questions_of_a_file_are_drawn_by_the_seed_and_zero_takes_all(tmp_path):
     assert ids(questions=0) == ids(questions=60) == list(range(50))
 
 
-@pytest.mark.parametrize(
-    "retriever, text", [("bm25", "a city"), ("empty", "None"), ("oracle", "x")]
-)
-def test_retrieved_references_replace_the_given_ones(retriever, text, tmp_path):
-    references = {"supporting": [1], "references": [{"id": "1", "title": "t", "text": "x"}]}
-    question = {"id": "0", "question": "ana bell", "answers": ["a"]}
-    corpus = [{"id": str(i), "title": "t", "text": "y"} for i in range(3)]
-    corpus.append({"id": "9", "title": "Ana Bell", "text": "a city"})
-    files = {"data": write(tmp_path / "q.jsonl", [question | references])}
-    files["corpus"] = write(tmp_path / "c.jsonl", corpus)
-    settings = Settings(protocol="arena", documents_per_search=1, retriever=retriever, **files)
-    options = dataclasses.replace(OPTIONS, references="retrieved")
-    (evaluated,) = evaluation_questions(settings, options)[0]["q"]
-    assert [document.text for document in evaluated.references] == [text]
-    # It is unknown which of the retrieved references are gold.
-    assert evaluated.supporting == () and {"relevance", "all_correct"}.isdisjoint(
-        prediction_metrics(arena(evaluated))
-    )
-
-
-@pytest.mark.parametrize("outcome", [{"return_value": [None]}, {"side_effect": Fault("down")}])
-def test_a_failed_search_for_references_is_a_one_line_error(monkeypatch, outcome):
-    monkeypatch.setattr("retrievers.controls.EmptyRetriever.search", Mock(**outcome))
-    settings = Settings(protocol="arena", retriever="empty")
-    error = message(with_retrieved, [Question("q", "?", ["a"])], [], settings)
-    assert "a search failed, or the server rejected the question: try the same command" in error
-
-
-def arena(question):
-    """Returns an arena trajectory that cites reference 1 and answers a."""
-    text = "<relevance>[1]</relevance><analysis> a </analysis>" + ANSWER.format("a")
-    return trajectory_from_text(question, text, "arena")
-
-
 def test_predictions_are_always_written_below_the_runs_folder():
     for model in ("/", "/m", "../m", "a/b c/checkpoint-000001", "C:/x/y", ""):
         out = evaluation.default_out(Settings(model=model), OPTIONS)
@@ -538,8 +471,8 @@ def test_predictions_of_two_recipes_or_variants_on_one_model_get_two_files():
         settings = Settings(model="qwen", data="hotpot.json", **changes)
         return evaluation.default_out(settings, OPTIONS).name
 
-    assert name() == "qwen-ur2-hotpot-t1-bm25.jsonl"
-    assert name(recipe="arena", variant="code") == "qwen-arena-code-hotpot-t1-bm25.jsonl"
+    assert name() == "qwen-ur2-hotpot.json-t1-bm25.jsonl"
+    assert name(recipe="arena", variant="code") == "qwen-arena-code-hotpot.json-t1-bm25.jsonl"
 
 
 # ------------------------------------------------------------- repeated and interrupted evaluations
@@ -582,11 +515,10 @@ def test_an_interrupted_evaluation_leaves_its_finished_batches_and_a_repeated_on
         return generate(policy, environment, questions, seed, *more)
 
     monkeypatch.setattr(evaluation, "rollout", interrupted_in_the_third_call)
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(KeyboardInterrupt):
         few("p.jsonl")
     printed = capsys.readouterr().out
-    assert end.value.code == 130
-    assert printed.splitlines()[-1] == f"interrupted; finished predictions are in {out}"
+    assert f"retriever bm25; predictions: {out}" in printed
     assert calls == [(0, 0), (4, 4), (8, 8)]  # a batch is written before the next one starts
     assert out.read_bytes() == b"".join(whole.splitlines(keepends=True)[:8])
     assert f"the file that was {out} is kept as p.jsonl.old1" in printed
@@ -631,11 +563,10 @@ REAL = """--corpus from-data --run_name real --questions_per_step 4 --steps 2 --
 
 
 def test_real_hotpotqa_records_run_through_both_stages_and_an_evaluation(model, tmp_path, capsys):
-    published = HOTPOTQA / "official_train_distractor_20.json"
-    runs, data = tmp_path / "runs", tmp_path / "hotpot.jsonl"
-    if not published.exists():
+    data = HOTPOTQA / "official_train_distractor_20.json"
+    runs = tmp_path / "runs"
+    if not data.exists():
         pytest.skip(f"no HotpotQA records in {HOTPOTQA}")
-    write_records(data, convert("hotpotqa", published))
     for stage in (1, 2):  # each stage rolls out, searches, rewards and updates the weights
         start = f"--data {data} --output_dir {runs} --stage {stage}"
         start += f" --model {model}" * (stage == 1)
@@ -653,4 +584,4 @@ def test_real_hotpotqa_records_run_through_both_stages_and_an_evaluation(model, 
     # At most 60 tokens of documents are shown, plus the tags around them.
     shown = [numbers for numbers in metrics if numbers["successful"]]
     assert shown and all(0 < numbers["shown"] < 70 < numbers["retrieved"] for numbers in shown)
-    assert [record["hops"] for record in predictions] == [2] * 80 and "compression: " in output
+    assert len(predictions) == 80

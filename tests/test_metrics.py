@@ -1,18 +1,12 @@
 """Tests metrics.py with numbers that are worked out in comments, and with recorded scores."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
 
 import metrics
-from errors import InputError
+from errors import say_once
 from metrics import (
     choice_letter,
     cover_exact_match,
@@ -26,7 +20,6 @@ from metrics import (
     tokenize,
 )
 
-FOLDER = Path(metrics.__file__).parent
 SHARED = Path(__file__).parents[2] / "shared"
 METRICS = {"em": exact_match, "f1": f1_score, "cem": cover_exact_match}
 needs_math_verify = pytest.mark.skipif(
@@ -44,7 +37,7 @@ def shared(path):
 def without_math_verify(monkeypatch):
     monkeypatch.setattr(metrics, "has_math_verify", lambda: False)
     metrics._math_verify.cache_clear()
-    metrics._print_once.cache_clear()
+    say_once.cache_clear()
     yield
     metrics._math_verify.cache_clear()  # forgets what it returned without the library
 
@@ -127,31 +120,29 @@ def test_every_golden_row_is_reproduced_in_both_styles():
 # -------------------------------------------------------------------------------- summaries
 
 
+@pytest.fixture
+def rouge_score():
+    pytest.importorskip("rouge_score", reason="the extra rouge is not installed")
+
+
+@pytest.mark.usefixtures("rouge_score")
 @pytest.mark.parametrize(
     ("prediction", "gold", "expected"),
     [
         # All 6 words are common; of 5 pairs, "the cat", "on the" and "the mat" are. The longest
         # common subsequence is "the cat on the mat": 5 of 6 words.
         ("the cat sat on the mat", "the cat on the mat sat", (1.0, 3 / 5, 5 / 6)),
-        # The gold's "the" is matched once: 2 · 1 / (3 + 1). The gold has no pair.
-        ("the the the", "the", (1 / 2, 0.0, 1 / 2)),
-        # The same words backwards: all words, no pair, and a common subsequence of 1 of 3 words.
-        ("c b a", "a b c", (1.0, 0.0, 1 / 3)),
-        ("The U.S. Senate!", "the u s senate", (1.0, 1.0, 1.0)),
-        ("...", "Norland", (0.0, 0.0, 0.0)),
+        (None, "Norland", (0.0, 0.0, 0.0)),
     ],
 )
 def test_rouge_by_hand(prediction, gold, expected):
     scores = (*expected, sum(expected) / 3)
-    # F1 is symmetric.
-    for one, other in ((prediction, gold), (gold, prediction)):
-        assert tuple(summary_scores(one, other).values()) == pytest.approx(scores)
+    assert tuple(summary_scores(prediction, gold).values()) == pytest.approx(scores)
 
 
-def test_each_rouge_takes_its_best_gold_and_an_empty_text_scores_zero():
+@pytest.mark.usefixtures("rouge_score")
+def test_each_rouge_takes_its_best_gold():
     scores = summary_scores("a b c d", ["a b x y", "d c b a"])
-    for empty_case in ((None, "gold"), ("", ["gold"]), ("text", [])):
-        assert set(summary_scores(*empty_case).values()) == {0.0}
     # First gold: words 2/4, pairs 1/3, subsequence 2/4. Second gold: 4/4, 0 and 1/4.
     expected = {"rouge1": 1.0, "rouge2": 1 / 3, "rougeL": 1 / 2, "rouge": 11 / 18}
     assert scores == pytest.approx(expected)
@@ -202,6 +193,10 @@ def test_each_task_has_its_metric():
     assert score_answer("spiderman", ["Spider-Man"], punctuation="delete")["em"] == 1.0
     assert score_answer("0.5", [r"\frac12"], "math") == {"em": 1.0, "f1": 1.0, "cem": 1.0}
     assert score_answer("B.", ["oak"], "choice", ["elm", "oak"])["f1"] == 1.0
+
+
+@pytest.mark.usefixtures("rouge_score")
+def test_a_summary_is_scored_by_its_mean_rouge():
     summary = "The cat sat down.", ["the cat lay down"]
     assert score_answer(*summary, "summary")["em"] == summary_scores(*summary)["rouge"]
 
@@ -278,77 +273,18 @@ def test_different_answers_are_not_equal_and_never_raise(prediction, gold, libra
 
 
 def test_without_the_library_one_line_says_what_to_install(without_math_verify, capsys):
-    assert not math_equal("five", "5") and not math_equal("2^{10}", "1024")
-    assert capsys.readouterr().err == ""  # for a number as gold the library changes little
+    assert not math_equal("five", "5") and capsys.readouterr().err == ""  # it has no digit
     assert not math_equal("x^2 - 1", "(x-1)(x+1)") and not math_equal("1+x", "x+1")
     warning = capsys.readouterr().err
     assert warning.count("\n") == 1 and "pip install math-verify" in warning
 
 
-ENDLESS = "9^{9^{9^{9}}}"
-
-
 @needs_math_verify
-def test_an_endless_comparison_is_stopped_in_any_thread_and_later_ones_work():
-    verdicts = []
-
-    def ask():  # outside the main thread the library's own time limit would raise
-        verdicts.append(metrics.ask_worker("x+y", "y+x"))
-        verdicts.append(metrics.ask_worker(ENDLESS, "5", 0.3))
-        verdicts.append(metrics.ask_worker("2x", "x+x"))  # a new process answers
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(60)
-    assert verdicts == [True, False, True]
-
-
-def ended(pid, seconds=60):
-    """Returns whether the process ends within this many seconds; a zombie (Z) has ended."""
-    for _ in range(10 * seconds):
-        stat = Path(f"/proc/{pid}/stat")
-        if not stat.exists() or ") Z " in stat.read_text():
-            return True
-        time.sleep(0.1)
-    return False
-
-
-ASKS = f"""
-import metrics
-import signal
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-print(metrics.math_equal("x+y", "y+x"), metrics._IDLE[0].pid, flush=True)
-class Slow:
-    read = metrics._IDLE[0].stdout.readline
-
-    def readline(self):
-        print("asked", flush=True)
-        return self.read()
-metrics._IDLE[0].stdout = Slow()
-try:
-    metrics.ask_worker("{ENDLESS}", "5", 2.0)
-except KeyboardInterrupt:
-    print(metrics.math_equal("2x", "x+x"))
-"""
-
-
-@pytest.mark.parametrize(("sent", "last_output"), [(signal.SIGINT, "True\n"), (signal.SIGKILL, "")])
-def test_the_worker_is_quiet_at_ctrl_c_and_ends_with_its_parent(sent, last_output):
-    command = [sys.executable, "-c", ASKS]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    parent = subprocess.Popen(command, cwd=FOLDER, start_new_session=True, **pipes)
-    verdict, worker = parent.stdout.readline().split()
-    assert verdict == "True" and "torch" not in Path(f"/proc/{worker}/maps").read_text()
-    assert parent.stdout.readline() == "asked\n"  # the endless comparison
-    os.killpg(parent.pid, sent)
-    assert parent.communicate(timeout=60) == (last_output, "")  # no late reply is taken for another
-    assert ended(worker)
-
-
-def test_a_broken_installation_is_an_error_of_one_line(monkeypatch):
-    monkeypatch.setattr(metrics.sys, "executable", "false")  # a program that always fails
-    with pytest.raises(InputError, match="math-verify does not start: try python"):
-        metrics.start_worker()
+def test_an_endless_comparison_is_given_up_and_later_ones_work(monkeypatch):
+    monkeypatch.setattr(metrics, "MATH_SECONDS", 1)
+    for text in ("9^{9^{9^{9}}}", "(10^{10})!"):
+        assert not math_equal(text, "5+x")
+    assert math_equal("2x", "x+x")
 
 
 @pytest.mark.parametrize("library", [pytest.param(True, marks=needs_math_verify), False])

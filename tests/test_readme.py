@@ -46,12 +46,8 @@ def run_command(monkeypatch, capsys):
 
     def run(name: str, *arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", [name, *arguments])
-        module_globals = {}
         with contextlib.suppress(SystemExit):  # --help exits
-            module_globals = runpy.run_module(name, run_name="__main__", alter_sys=True)
-        # Ends the workers of the copy of metrics that has just run.
-        for worker in module_globals.get("_IDLE", ()):
-            worker.communicate()
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
         return capsys.readouterr().out
 
     return run

@@ -753,9 +753,9 @@ def test_arenas_format_is_three_sections_and_white_space(text, good):
 
 def test_arena_scores_show_how_exact_the_cited_set_is():
     for cited, scores in (
-        ("[1, 4]", (1, 1, 1)),
-        ("[1, 2, 3, 4, 5]", (0.5, 0, 4 / 7)),  # 2 · 2 / (5 + 2)
-        ("none", (0, 0, 0)),
+        ("[1, 4]", (1, 1)),
+        ("[1, 2, 3, 4, 5]", (0.5, 0)),
+        ("none", (0, 0)),
     ):
         row = ar(sections(cited))
         assert tuple(trajectory_metrics.arena_scores(row).values()) == pytest.approx(scores)
@@ -765,6 +765,8 @@ def test_arena_scores_show_how_exact_the_cited_set_is():
 
 
 def test_a_summary_earns_its_mean_rouge_and_from_one_fifth_also_the_bonus():
+    pytest.importorskip("rouge_score", reason="the extra rouge is not installed")
+
     def terms_of(text, **cited):
         summary = sections(**cited, answer=text).replace("answer>", "summary>")
         return list(arena(ar(summary, gold="the cat lay down", task="summary")).values())

@@ -8,14 +8,14 @@ would take hours to check, and metrics that are not numbers.
 import copy
 import json
 import random
-import subprocess
 import sys
 import time
 from itertools import groupby
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT, chat_server, of_fault, rows_of, settings_for
+from conftest import chat_server, of_fault, rows_of, settings_for
 from hypothesis import Phase, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -58,6 +58,8 @@ needs_math_verify = pytest.mark.skipif(not has_math_verify(), reason="needs math
 @pytest.fixture
 def no_algebra(monkeypatch):
     monkeypatch.setattr(metrics, "has_math_verify", lambda: False)
+    no_scores = SimpleNamespace(score_multi=lambda *_: {})
+    monkeypatch.setattr(metrics, "_rouge_scorer", lambda: no_scores)  # it need not be installed
 
 
 def faulty(*rows):
@@ -340,37 +342,9 @@ def test_no_question_page_or_request_adds_a_tag_or_a_control_token(
 @needs_math_verify
 @pytest.mark.parametrize("evil", faulty((158, "9^9^9^{}"), (159, "(x+1)^{{500{}}}")))
 def test_checking_a_slow_answer_is_given_up_and_honest_answers_stay_right(evil, monkeypatch):
-    monkeypatch.setattr(metrics.ask_worker, "__defaults__", (0.3,))
-    metrics._math_verify.cache_clear()
-    assert not any(math_equal(evil.format(n), "x^2+1") for n in range(6))
-    monkeypatch.setattr(metrics.ask_worker, "__defaults__", (5.0,))
+    monkeypatch.setattr(metrics, "MATH_SECONDS", 1)
+    assert not any(math_equal(evil.format(n), "x^2+1") for n in range(2))
     assert math_equal("x^2 - 1", "(x-1)(x+1)")
-
-
-# The stand-in for the math worker starts at once, so this test is quick. The child is forked while
-# the parent holds the lock.
-FORKS = """
-import metrics, os, signal, subprocess
-pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-answers = ["sh", "-c", "while read line; do echo True; done"]
-metrics.start_worker = lambda: subprocess.Popen(answers, **pipes)
-metrics.ask_worker("a", "b")
-metrics._LOCK.acquire()
-if not (child := os.fork()):
-    signal.alarm(20)
-    print(metrics.ask_worker("a", "b"), metrics._IDLE[0].pid, flush=True)
-    os._exit(0)
-metrics._LOCK.release()
-os.waitpid(child, 0)
-print(metrics.ask_worker("a", "b"), metrics._IDLE[0].pid)
-"""
-
-
-def test_a_forked_process_starts_its_own_math_worker():
-    command = [sys.executable, "-c", FORKS]
-    output = subprocess.check_output(command, cwd=ROOT, text=True, timeout=100).split()
-    verdicts, workers = output[::2], output[1::2]
-    assert verdicts == ["True", "True"] and workers[0] != workers[1]
 
 
 LONG = "\\boxed{1} the correct answer is: 1\n <answer>2</answer>" * 10_000

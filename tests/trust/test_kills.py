@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, flags, rows_of, same_end
-from processes import as_command, command, exit_code, exit_codes, start_ranks, wait_for
+from processes import as_command, command, ended, exit_code, exit_codes, start_ranks, wait_for
 from test_launch import start as launched
-from test_metrics import ended
 
 import eval as evaluation
 import train

@@ -1,6 +1,5 @@
 """Processes that wait for each other, for a locked file, for other models or for searches."""
 
-import fcntl
 import os
 import runpy
 import signal
@@ -19,7 +18,6 @@ from processes import in_two_processes, wait_for
 import train
 from engines.slots import pick
 from errors import LOST, InputError, run_main
-from eval import Evaluation, Options
 from plumbing import build
 from plumbing.files import checkpoints
 from settings import Settings
@@ -169,19 +167,6 @@ def test_an_evaluation_under_a_launcher_of_several_processes_is_refused(monkeypa
     output = capsys.readouterr()
     assert ended.value.code == 2 and output.out == ""
     assert output.err == "error: eval.py works in one process: start it as `python eval.py`\n"
-
-
-@fault(311)
-def test_a_second_evaluation_does_not_write_the_file_of_a_running_one(tmp_path, monkeypatch):
-    out = tmp_path / "predictions.jsonl"
-    monkeypatch.setattr(Evaluation, "load", lambda _: pytest.fail("a model was loaded"))
-    evaluation = Evaluation(Settings(), Options(questions=1, out=str(out)))
-    with open(tmp_path / ".predictions.jsonl.lock", "w") as holder:  # as another process locks it
-        print(4242, file=holder, flush=True)
-        fcntl.flock(holder, fcntl.LOCK_SH)
-        expected = f"process 4242 writes {out}: wait for it, or name another with --out"
-        assert message(evaluation.run) == expected
-    assert not out.exists()
 
 
 # ------------------------------------------------------------------------ other models and searches
