@@ -2,7 +2,7 @@
 
     model       SmolLM2-135M-Instruct, out of a package of the package index (or --model)
     data        2WikiMultihopQA: Wikipedia passages, questions with their hops (--data)
-    cold start  200 traces by rule                     coldstart.py
+    cold start  500 traces by rule                     coldstart.py
     stage 1, 2  UR²: search, then be right             train.py
     exams       before, between and after them         eval.py, lab.baselines
     table       exam × (untrained, plain RAG, cold start, stage 1, stage 2, greedy, ceiling)
@@ -66,12 +66,12 @@ EXAMS = {"film": "test_film", "one hop": "test_onehop", "real": "test"}
 LIMITS = {"documents_per_search": 1, "document_tokens": 96, "title_boost": 4}
 LIMITS |= {"max_turn_tokens": 64, "max_context": 1536}
 # More second hops among the traces would leave RL less to find.
-COLD = {"traces": 200, "hops": "1=0.75,2=0.25", "epochs": 1, "held_out": 0, "exam": 0}
-STEP = {"questions_per_step": 4, "group_size": 8, "trajectories_per_update": 32}
+COLD = {"traces": 500, "hops": "1=0.8,2=0.2", "epochs": 1, "held_out": 0, "exam": 0}
+STEP = {"questions_per_step": 4, "group_size": 8, "trajectories_per_update": 16}
 STEP |= {"tokens_per_micro_batch": 4096, "task_mixing": False}
 STAGES = {
-    1: {"steps": 4, "lr": 2e-5, "mix": "one=2,made=1,published=1"},
-    2: {"steps": 32, "lr": 4e-5, "lr_schedule": "linear", "mix": "one=1,made=1,published=2"},
+    1: {"steps": 3, "lr": 2e-5, "mix": "one=2,made=1,published=1"},
+    2: {"steps": 30, "lr": 5e-5, "lr_schedule": "linear", "mix": "one=1,made=2,published=1"},
 }
 
 
