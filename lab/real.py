@@ -39,10 +39,9 @@ from data import Question, draw_some, load_corpus, load_questions
 from errors import InputError, run_main, setting
 from formats.records import finished_records, read_whole, write_records, write_text
 from lab import parse_flags
-from plumbing.build import build_search
+from plumbing.build import build_environment, build_search
 from plumbing.report import summarise, table
 from policy import load_tokenizer, loading
-from prompts import PROTOCOLS
 from rollout import Environment
 from settings import resolve
 
@@ -62,7 +61,7 @@ SOURCES = {  # file -> its address at a fixed commit, the beginning of its sha25
     ),
 }
 EXAMS = {"film": "test_film", "one hop": "test_onehop", "real": "test"}
-# One passage of at most 96 tokens a search: about what two cores can read in an hour.
+# One passage of at most 96 tokens a search: RL on two cores takes the longest by reading.
 LIMITS = {"documents_per_search": 1, "document_tokens": 96, "title_boost": 4}
 LIMITS |= {"max_turn_tokens": 64, "max_context": 1536}
 # More second hops among the traces would leave RL less to find.
@@ -214,9 +213,9 @@ def prepare(data: Path, folder: Path, environment: Environment) -> None:
     for family, questions in families.items():
         order = evenly(questions, 0)[:800]
         quarter = len(order) // 4
-        found = possible(order, environment)
         cold += order[:quarter]
-        rl += [replace(q, source=family) for q in order[quarter:] if q.id in found]
+        found = possible(order[quarter:], environment)
+        rl += [replace(question, source=family) for question in found]
     for name, questions in (("cold", cold), ("rl", rl)):
         records = [asdict(q) | {"decomposition": list(map(asdict, q.hops))} for q in questions]
         write_records(folder / f"{name}.jsonl", records)
@@ -256,15 +255,16 @@ def environment_of(data: Path, model: Path | str) -> Environment:
     """Returns what questions are answered in: the tokenizer, the passages and the limits."""
     recipe = resolve("ur2", 2, False, LIMITS)
     search = build_search(recipe, load_corpus(data / "corpus.jsonl"))
-    return Environment(load_tokenizer(str(model)), PROTOCOLS["ur2"], search, recipe)
+    return build_environment(recipe, load_tokenizer(str(model)), search, None)
 
 
-def possible(questions: list[Question], environment: Environment) -> set[str]:
-    """Returns the ids of the questions for which a trace can be written by rule: the query of each
-    hop finds its answer.
+def possible(questions: list[Question], environment: Environment) -> list[Question]:
+    """Returns the questions for which a trace can be written by rule: the query of each hop finds
+    its answer.
     """
-    scripts = [(q, script(q, environment, random)) for q in questions]
-    return {row.question.id for row in write_traces(scripts, environment)[0]}
+    rng = random.Random(0)  # the wording decides whether a turn is too long
+    scripts = [(q, script(q, environment, rng)) for q in questions]
+    return [row.question for row in write_traces(scripts, environment)[0]]
 
 
 def ceilings(data: Path, environment: Environment, questions: int, seed: int) -> list[dict]:
@@ -275,7 +275,7 @@ def ceilings(data: Path, environment: Environment, questions: int, seed: int) ->
         asked = draw_some(every, questions, f"{questions} questions {seed}")  # as eval.py draws
         found = possible(asked, environment)
         records += [
-            {"id": q.id, "dataset": file, "metrics": {"em": q.id in found, "searches": len(q.hops)}}
+            {"id": q.id, "dataset": file, "metrics": {"em": q in found, "searches": len(q.hops)}}
             for q in asked
         ]
     return records
@@ -300,7 +300,8 @@ def main(arguments: list[str] | None = None) -> None:
     model = settings.model or model_from_package(MODEL)
     data = Path(settings.data) if settings.data else download(folder / "data")
     environment = environment_of(data, model)
-    prepare(data, folder, environment)
+    if not (folder / "rl.jsonl").exists():  # the file that `prepare` writes last
+        prepare(data, folder, environment)
     run = Run(folder)
     exams = {}
     common = {"recipe": "ur2", "corpus": data / "corpus.jsonl", "seed": settings.seed} | LIMITS
