@@ -2,7 +2,7 @@
 
     model       SmolLM2-135M-Instruct, out of a package of the package index (or --model)
     data        2WikiMultihopQA: Wikipedia passages, questions with their hops (--data)
-    cold start  200 traces by rule                     coldstart.py
+    cold start  500 traces by rule                     coldstart.py
     stage 1, 2  UR²: search, then be right             train.py
     exams       before, between and after them         eval.py, lab.baselines
     table       exam × (untrained, plain RAG, cold start, stage 1, stage 2, greedy, ceiling)
@@ -40,8 +40,7 @@ from errors import InputError, run_main
 from flags import resolve
 from formats.records import finished_records, read_whole, write_records, write_text
 from lab import parse_flags
-from papers import PROTOCOLS
-from plumbing.build import build_search
+from plumbing.build import build_environment, build_search
 from plumbing.report import summarise, table
 from policy import load_tokenizer, loading
 from rollout import Environment
@@ -63,16 +62,16 @@ SOURCES = {  # file -> its address at a fixed commit, the beginning of its sha25
     ),
 }
 EXAMS = {"film": "test_film", "one hop": "test_onehop", "real": "test"}
-# One passage of at most 96 tokens a search: about what two cores can read in an hour.
+# One passage of at most 96 tokens a search: RL on two cores takes the longest by reading.
 LIMITS = {"documents_per_search": 1, "document_tokens": 96, "title_boost": 4}
 LIMITS |= {"max_turn_tokens": 64, "max_context": 1536}
 # More second hops among the traces would leave RL less to find.
-COLD = {"traces": 200, "hops": "1=0.75,2=0.25", "epochs": 1}
-STEP = {"questions_per_step": 4, "group_size": 8, "trajectories_per_update": 32}
+COLD = {"traces": 500, "hops": "1=0.8,2=0.2", "epochs": 1, "held_out": 0, "exam": 0}
+STEP = {"questions_per_step": 4, "group_size": 8, "trajectories_per_update": 16}
 STEP |= {"tokens_per_micro_batch": 4096, "task_mixing": False}
 STAGES = {
-    1: {"steps": 4, "lr": 2e-5, "mix": "one=2,made=1,published=1"},
-    2: {"steps": 32, "lr": 4e-5, "lr_schedule": "linear", "mix": "one=1,made=1,published=2"},
+    1: {"steps": 3, "lr": 2e-5, "mix": "one=2,made=1,published=1"},
+    2: {"steps": 30, "lr": 5e-5, "lr_schedule": "linear", "mix": "one=1,made=2,published=1"},
 }
 
 
@@ -215,9 +214,9 @@ def prepare(data: Path, folder: Path, environment: Environment) -> None:
     for family, questions in families.items():
         order = evenly(questions, 0)[:800]
         quarter = len(order) // 4
-        found = possible(order, environment)
         cold += order[:quarter]
-        rl += [replace(q, source=family) for q in order[quarter:] if q.id in found]
+        found = possible(order[quarter:], environment)
+        rl += [replace(question, source=family) for question in found]
     for name, questions in (("cold", cold), ("rl", rl)):
         records = [asdict(q) | {"decomposition": list(map(asdict, q.hops))} for q in questions]
         write_records(folder / f"{name}.jsonl", records)
@@ -257,15 +256,16 @@ def environment_of(data: Path, model: Path | str) -> Environment:
     """Returns what questions are answered in: the tokenizer, the passages and the limits."""
     recipe = resolve("ur2", 2, False, LIMITS)
     search = build_search(recipe, load_corpus(data / "corpus.jsonl"))
-    return Environment(load_tokenizer(str(model)), PROTOCOLS["ur2"], search, recipe)
+    return build_environment(recipe, load_tokenizer(str(model)), search, None)
 
 
-def possible(questions: list[Question], environment: Environment) -> set[str]:
-    """Returns the ids of the questions for which a trace can be written by rule: the query of each
-    hop finds its answer.
+def possible(questions: list[Question], environment: Environment) -> list[Question]:
+    """Returns the questions for which a trace can be written by rule: the query of each hop finds
+    its answer.
     """
-    scripts = [(q, script(q, environment, random)) for q in questions]
-    return {row.question.id for row in write_traces(scripts, environment)[0]}
+    rng = random.Random(0)  # the wording decides whether a turn is too long
+    scripts = [(q, script(q, environment, rng)) for q in questions]
+    return [row.question for row in write_traces(scripts, environment)[0]]
 
 
 def ceilings(data: Path, environment: Environment, questions: int, seed: int) -> list[dict]:
@@ -276,7 +276,7 @@ def ceilings(data: Path, environment: Environment, questions: int, seed: int) ->
         asked = draw_some(every, questions, f"{questions} questions {seed}")  # as eval.py draws
         found = possible(asked, environment)
         records += [
-            {"id": q.id, "dataset": file, "metrics": {"em": q.id in found, "searches": len(q.hops)}}
+            {"id": q.id, "dataset": file, "metrics": {"em": q in found, "searches": len(q.hops)}}
             for q in asked
         ]
     return records
@@ -301,7 +301,8 @@ def main(arguments: list[str] | None = None) -> None:
     model = settings.model or model_from_package(MODEL)
     data = Path(settings.data) if settings.data else download(folder / "data")
     environment = environment_of(data, model)
-    prepare(data, folder, environment)
+    if not (folder / "rl.jsonl").exists():  # the file that `prepare` writes last
+        prepare(data, folder, environment)
     run = Run(folder)
     exams = {}
     common = {"recipe": "ur2", "corpus": data / "corpus.jsonl", "seed": settings.seed} | LIMITS
