@@ -83,7 +83,7 @@ class SynthesizeSettings:
     max_tokens: int = setting(4096, "maximum tokens of a reply", least=1)
     seed: int = setting(0, "seed of the choice of examples and the order of options")
     timeout: float = setting(60.0, "seconds that a server may take for one try", above=0)
-    in_8bit: ClassVar[str] = ""  # load_llm reads this
+    load_in_8bit: ClassVar[bool] = False  # load_llm reads this
 
 
 # --------------------------------------------------------------------------------------- the drafts

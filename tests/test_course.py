@@ -8,7 +8,7 @@ from test_page import CONTRAST, browser, pytestmark
 
 import kl
 from lab import golden
-from rewards import REWARDS, Extras, example
+from rewards import REWARDS, example, reward_terms
 from settings import Settings
 from trajectory import trajectory_from_text
 
@@ -80,9 +80,9 @@ def test_the_rewards_belong_to_the_transcript_on_the_page(viewer, seed):
         text = viewer.run(f"pieces_at('{protocol}').join(' ')")
         fallbacks = [0] * viewer.run("positions.fallback")  # only the rewards of UR² read them
         trajectory = trajectory_from_text(QUESTION, text, protocol, fallbacks)
-        extras = Extras(reader_answer=trajectory.evidence)
+        outside = {"step": 0, "reader_answer": trajectory.evidence}
         for name in (name for name in REWARDS if name.startswith(protocol)):
-            terms = REWARDS[name](trajectory, Settings(), 0, extras)
+            terms = reward_terms(name, trajectory, outside)
             assert viewer.run(f"looked_up('{name}')") == pytest.approx(terms), name
     assert set(viewer.run("Object.keys(DATA.rewards)")) == set(REWARDS)
 

@@ -157,7 +157,7 @@ CHANGES = [
     ("2.4, 0.0]", "-9.0, 0.0]"),
     ("categorical(0.5)", "categorical(4.0)"),
     ("0.2, 0.28)", "0.2, 0.4)"),
-    ("--fallback_penalty 0.5", "--fallback_penalty 8"),
+    ("fallback_penalty=0.5", "fallback_penalty=8"),
 ]
 
 

@@ -17,7 +17,7 @@ import update as update_file
 from data import SearchResult
 from errors import InputError
 from plumbing.files import checkpoints
-from rewards import REWARDS, Extras, example
+from rewards import REWARDS, example
 from settings import Settings
 from train import Rollouts, prepare, shuffled_updates
 from trajectory import Search
@@ -94,7 +94,7 @@ def test_no_reward_counts_a_failed_search():
     def reward(name, answer="Sudria"):
         t = example(name.rpartition("_stage")[0], answer)
         t.searches[1] = FAILED  # one of two searches
-        return REWARDS[name](t, Settings(), 0, Extras())
+        return REWARDS[name](t)
 
     assert reward("ur2_stage1") == {"format": 1, "retrieval": 3, "fallback": 0}  # one search counts
     assert reward("when_to_search_stage1")["answer"] == pytest.approx(-1 + 0.3)

@@ -67,7 +67,9 @@ def asker(server, timeout=60.0, **options) -> ServerLLM:
 
 def settings_with(**fields):
     """Returns the settings that load_llm reads, changed by these fields."""
-    return SimpleNamespace(**{"timeout": 60.0, "in_8bit": "", "output_dir": "runs", **fields})
+    return SimpleNamespace(
+        **{"timeout": 60.0, "load_in_8bit": False, "output_dir": "runs", **fields}
+    )
 
 
 def requests(*texts):
@@ -413,9 +415,9 @@ def test_a_folder_without_a_model_is_a_one_line_error(saved, tmp_path):
 
 
 def test_an_8_bit_model_answers_and_without_the_library_it_is_an_error(saved, monkeypatch):
-    local = load_llm(str(saved), settings_with(in_8bit="others"), max_tokens=4)
+    local = load_llm(str(saved), settings_with(load_in_8bit=True), max_tokens=4)
     assert local.policy.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
     assert len(local.ask([("", "where ?")])) == 1
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     match = "8-bit weights need bitsandbytes: pip install bitsandbytes"
-    assert_error(match, load_llm, str(saved), settings_with(in_8bit="others"))
+    assert_error(match, load_llm, str(saved), settings_with(load_in_8bit=True))

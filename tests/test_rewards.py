@@ -20,14 +20,17 @@ from papers import PROTOCOLS
 from prompts import Protocol, tag_pair
 from rewards import (
     REWARDS,
-    Extras,
+    OtherModels,
     arena,
     check_reward,
+    compute_rewards,
     count_valid_searches,
     example,
+    needs,
     r1_searcher_stage1,
     r1_searcher_stage2,
     r_search,
+    reward_terms,
     search_r1,
     tfidf_embedder,
     ur2_choice,
@@ -174,7 +177,10 @@ def test_ur2_stage2_pays_twice_the_score_of_each_task():
     # "Kelmouth, Norland" for "Norland": P = 1/2, R = 1, F1 = 2/3; the reward is 4/3 + 1.
     partly = ur2("\\boxed{Kelmouth, Norland}")
     assert total(ur2_stage2(partly)) == 7 / 3
-    assert total(ur2_stage2(partly, "em")) == 1 and total(ur2_stage2(partly, "cem")) == 3
+    assert (
+        total(ur2_stage2(partly, answer_metric="em")) == 1
+        and total(ur2_stage2(partly, answer_metric="cem")) == 3
+    )
     assert total(ur2_stage2(ur2("\\boxed{\\frac{1}{2}}", MATH))) == 3
     assert total(ur2_stage2(ur2("The correct answer is: B", CHOICE))) == 3
 
@@ -189,27 +195,29 @@ def test_a_math_judge_grades_answers_that_are_not_plainly_equal():
     # Eq. 2 has only right and wrong, so a grade of 1 (partly right) leaves the 1 for the format.
     # With partly=1.0, as in the released code, it earns 1 more.
     approximate = ur2("\\boxed{about a half}", MATH)
-    assert total(ur2_stage2(approximate, judge=judge)) == 1
-    assert total(ur2_stage2(approximate, judge=judge, partly=1.0)) == 2
-    assert total(ur2_stage2(approximate, judge=lambda question, answer: 2)) == 3
+    assert total(ur2_stage2(approximate, grade=judge)) == 1
+    assert total(ur2_stage2(approximate, grade=judge, partly=1.0)) == 2
+    assert total(ur2_stage2(approximate, grade=lambda question, answer: 2)) == 3
     # The judge is not asked if the answer is equal, if there is none, or if it is not math.
-    assert total(ur2_stage2(ur2("\\boxed{1/2}", MATH), judge=judge)) == 3
-    assert total(ur2_stage2(ur2("no box", MATH), judge=judge)) == 0
-    assert total(ur2_stage2(ur2("\\boxed{Sudria}"), judge=judge)) == 1
+    assert total(ur2_stage2(ur2("\\boxed{1/2}", MATH), grade=judge)) == 3
+    assert total(ur2_stage2(ur2("no box", MATH), grade=judge)) == 0
+    assert total(ur2_stage2(ur2("\\boxed{Sudria}"), grade=judge)) == 1
     assert graded == ["about a half"] * 2
 
 
 def test_each_fallback_costs_half_and_is_counted_by_its_flag_not_by_its_text():
     trajectory = ur2(search() * 3 + BOX, fallbacks=[0, 2])
     for reward in ("ur2_stage1", "ur2_stage2", "ur2_choice", "ur2_weak"):
-        assert score(trajectory, reward)["fallback"] == -1.0
+        assert reward_terms(reward, trajectory, {"step": 0})["fallback"] == -1.0
     quoted = search(document=PROTOCOLS["ur2"].fallback_notice) + PROTOCOLS["ur2"].fallback_notice
     assert ur2_stage1(ur2(quoted + BOX))["fallback"] == 0  # the text alone costs nothing
 
 
 def test_the_search_bonus_for_choice_ends_after_the_first_steps():
     def choice(n, step, *variant):
-        return ur2_choice(ur2(search() * n + "The correct answer is: B", CHOICE), step, *variant)
+        return ur2_choice(
+            ur2(search() * n + "The correct answer is: B", CHOICE), step, None, *variant
+        )
 
     assert [choice(n, 9)["retrieval"] for n in range(4)] == [0.0, 0.5, 1.0, 1.0]
     for variant, steps in {"qwen_7b": 10, "qwen_3b": 15, "llama_8b": 10}.items():
@@ -230,23 +238,23 @@ def test_the_3b_model_has_format_minus_one_for_a_choice_without_a_search():
         (search(LONG) + right, 2),  # it is a search, but not a valid one
         (search(".") + right, 1),  # a query without a word is not a search
     ):
-        assert total(ur2_choice(ur2(text, CHOICE), 14, "qwen_3b")) == reward
+        assert total(ur2_choice(ur2(text, CHOICE), 14, variant="qwen_3b")) == reward
     # The format term of eq. 2 holds from step 15 on, for other models, and on a prompt without
     # retrieval.
-    assert total(ur2_choice(ur2(right, CHOICE), 15, "qwen_3b")) == 3
-    assert total(ur2_choice(ur2(right, CHOICE), 0, "qwen_7b")) == 3
-    assert total(ur2_choice(ur2(right, CHOICE, may_search=False), 0, "qwen_3b")) == 3
+    assert total(ur2_choice(ur2(right, CHOICE), 15, variant="qwen_3b")) == 3
+    assert total(ur2_choice(ur2(right, CHOICE), 0, variant="qwen_7b")) == 3
+    assert total(ur2_choice(ur2(right, CHOICE, may_search=False), 0, variant="qwen_3b")) == 3
 
 
 def test_the_weak_first_stage_scores_any_task():
     # One search earns 0.5. The judge grades math; open questions get F1, which is 2/3 for
     # "Kelmouth, Norland".
-    judged = Extras(grade=lambda question, answer: 2.0)
-    half = score(ur2(search() + "\\boxed{about a half}", MATH), "ur2_weak", extras=judged)
+    judged = {"step": 0, "grade": lambda question, answer: 2.0}
+    half = reward_terms("ur2_weak", ur2(search() + "\\boxed{about a half}", MATH), judged)
     assert half == {"answer": 2.0, "format": 1.0, "fallback": 0.0, "retrieval": 0.5}
     partly = ur2(search() * 2 + "\\boxed{Kelmouth, Norland}")
-    assert total(score(partly, "ur2_weak")) == 4 / 3 + 1 + 1
-    assert total(score(partly, "ur2_weak", 10)) == 4 / 3 + 1
+    assert total(ur2_choice(partly, 0)) == 4 / 3 + 1 + 1
+    assert total(ur2_choice(partly, 10)) == 4 / 3 + 1
 
 
 LOOSE = {"format_check": "loose"}
@@ -273,7 +281,7 @@ def test_the_loose_format_check_looks_at_the_end_only(text, question, accepted):
     # The loose check does not require a search either.
     assert ur2_stage1(trajectory, **LOOSE)["format"] == (1 if accepted else -1)
     for reward in ("ur2_stage2", "ur2_choice"):
-        assert score(trajectory, reward, **LOOSE)["format"] == accepted
+        assert reward_terms(reward, trajectory, {"step": 0}, **LOOSE)["format"] == accepted
 
 
 POLYNOMIAL = "+".join(f"{n}x^{n}" for n in range(12, 0, -1))  # 12x^12+11x^11+...+1x^1
@@ -481,7 +489,7 @@ def test_r_search_and_when_to_search_remove_punctuation_and_arena_all_but_unders
     assert when_to_search_stage1(when(THINK + answer, spider))["answer"] == 1.0
     for answer, paper, code in (("spider man", 0, 1), ("spiderman", 1, 0), ("Spider_Man", 0, 1)):
         trajectory = ar(sections(answer=answer), gold="Spider-Man")
-        result = [score(trajectory, reward)["answer"] for reward in ("arena", "arena_code")]
+        result = [REWARDS[name](trajectory)["answer"] for name in ("arena", "arena_code")]
         assert result == [paper, code]
 
 
@@ -557,7 +565,8 @@ def test_each_search_softens_a_wrong_answer_and_costs_a_right_one(n):
 @pytest.mark.parametrize("left_out", ["retrieval", "answer"])
 @pytest.mark.parametrize("reward", ["stage1", "stage2", "unified"])
 def test_one_term_of_eq_12_can_be_left_out(reward, left_out):  # Table 4: w/o r_s, w/o r_a
-    terms = score(example("when_to_search"), f"when_to_search_{reward}", left_out=left_out)
+    settings = settings_for(f"when_to_search_{reward}", left_out=left_out)
+    ((terms,), _) = compute_rewards([example("when_to_search")], settings, 0, OtherModels())
     assert terms.keys() == {"format", "retrieval", "answer"} - {left_out}
 
 
@@ -703,11 +712,11 @@ def test_every_sum_of_arenas_terms_by_hand(answer, cited, in_format, number, met
     trajectory = ar(sections(cited, answer=answer) + ("" if in_format else " done"))
     terms = [in_format, ANSWERS[answer][number], CITATIONS[cited]]
     expected = sum(terms) + 10 * (terms == [1, 1, 1])
-    assert total(score(trajectory, "arena", answer_metric=metric)) == expected
+    assert total(arena(trajectory, answer_metric=metric)) == expected
     for verdict in (True, False):  # a judge's verdict replaces the metric
         terms[1] = verdict
         expected = sum(terms) + 10 * (terms == [1, 1, 1])
-        assert total(score(trajectory, "arena", extras=Extras(correct=verdict))) == expected
+        assert total(arena(trajectory, verdict)) == expected
 
 
 @pytest.mark.parametrize(
@@ -782,10 +791,11 @@ def test_a_summary_earns_its_mean_rouge_and_from_one_fifth_also_the_bonus():
 # ------------------------------------------------------------------------------------------ by name
 
 
-def make_settings(**changes):
-    """Returns settings that hold the fields of several records, as the command line makes them."""
-    settings = {**vars(Settings()), "protocol": "ur2", "max_searches": 4, **changes}
-    return SimpleNamespace(**settings)
+def settings_for(reward, protocol="", max_searches=4, left_out="", **reward_args):
+    """Returns the settings of a run with this reward."""
+    settings = {"reward": reward, "protocol": protocol or protocol_of(reward)}
+    settings |= {"max_searches": max_searches, "left_out": left_out, "reward_args": reward_args}
+    return Settings(**settings)
 
 
 def protocol_of(reward):
@@ -793,64 +803,57 @@ def protocol_of(reward):
     return next(name for name in names if reward.startswith(name))
 
 
-def score(trajectory, reward, step=0, extras=None, **changes):
-    return REWARDS[reward](trajectory, make_settings(**changes), step, extras or Extras())
-
-
 @pytest.mark.parametrize("reward", REWARDS)
 def test_every_reward_by_name_scores_a_trajectory_of_its_protocol(reward):
-    reward_terms = score(example(protocol_of(reward)), reward)
-    assert reward_terms and all(isinstance(value, float) for value in reward_terms.values())
-    check_reward(make_settings(reward=reward, protocol=protocol_of(reward)))
+    terms = reward_terms(reward, example(protocol_of(reward)), {"step": 0})
+    assert terms and all(isinstance(value, float) for value in terms.values())
+    check_reward(settings_for(reward))
 
 
-JUDGED = Extras(correct=False, embed=lambda texts: [[3, 4], [1, 0]])
+JUDGED = {"correct": False, "embed": lambda texts: [[3, 4], [1, 0]]}
 
 
 @pytest.mark.parametrize(
-    ("reward", "answer", "term", "expected", "changes"),
+    ("reward", "answer", "term", "expected", "given"),
     [
         # "Kelmouth, Norland" for "Norland" has cover-EM 1, and eq. 2 doubles it.
         ("ur2_stage2", "Kelmouth, Norland", "answer", 2, {"answer_metric": "cem"}),
-        ("ur2_stage1", "Norland", "retrieval", 7, {"reward_variant": "qwen_3b"}),
+        ("ur2_stage1", "Norland", "retrieval", 7, {"variant": "qwen_3b"}),
         ("ur2_stage1", "Norland", "fallback", -0.25, {"fallback_penalty": 0.25}),
         # The released Llama code subtracts 1 for the format, not 2; the released stage 1 adds ±1 by
         # cover-EM.
         ("r1_searcher_stage2_llama", "<think> Norland", "format", -1, {}),
         ("r1_searcher_stage1_code", "Norland", "answer", 1, {}),
         ("r1_searcher_stage1_code", "Sudria", "answer", -1, {}),
-        ("r_search", "Sudria", "evidence", 1, {"extras": Extras(reader_answer="Norland")}),
         ("when_to_search_stage2", "Norland", "answer", 0.8, {"beta": 0.1}),
-        ("when_to_search_stage1", "Norland", "answer", -0.4, {"extras": JUDGED}),
-        ("when_to_search_stage1", "Norland", "retrieval", -0.6, {"extras": JUDGED}),
         ("arena", "Norland", "bonus", 3, {"bonus": 3.0}),
     ],
 )
-def test_the_settings_and_the_extras_reach_the_reward(reward, answer, term, expected, changes):
-    terms = score(example(protocol_of(reward), answer), reward, **changes)
+def test_the_arguments_reach_the_reward(reward, answer, term, expected, given):
+    terms = reward_terms(reward, example(protocol_of(reward), answer), {"step": 0}, **given)
     assert terms[term] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("reward", REWARDS)
-def test_the_table_names_the_settings_that_each_reward_reads(reward):
-    names_read = set()
-    settings = make_settings()
+@pytest.mark.parametrize(
+    ("reward", "answer", "term", "expected", "outside"),
+    [
+        ("r_search", "Sudria", "evidence", 1, {"reader_answer": "Norland"}),
+        ("when_to_search_stage1", "Norland", "answer", -0.4, JUDGED),
+        ("when_to_search_stage1", "Norland", "retrieval", -0.6, JUDGED),
+    ],
+)
+def test_what_other_models_say_reaches_the_reward(reward, answer, term, expected, outside):
+    terms = reward_terms(reward, example(protocol_of(reward), answer), outside)
+    assert terms[term] == pytest.approx(expected)
 
-    class Recorder:
-        def __getattr__(self, name):
-            names_read.add(name)
-            return getattr(settings, name)
 
-    REWARDS[reward](example(protocol_of(reward)), Recorder(), 0, Extras())
-    assert names_read == {*rewards.READS.get(reward, "").split()}
-
-
-def test_a_setting_can_switch_off_a_need_of_a_reward():
-    needs = rewards.needs
-    assert needs(make_settings(reward="r_search")) == {"reader", "open"}
-    assert needs(make_settings(reward="r_search", evidence_reward=False)) == {"open"}
-    assert needs(make_settings(reward="arena")) == {"supporting", "verdict"}
-    assert needs(make_settings(reward="arena", relevance_reward=False)) == {"verdict"}
+def test_an_argument_can_switch_off_a_need_of_a_reward():
+    assert needs(settings_for("r_search")) == {"reader_answer"}
+    assert needs(settings_for("r_search", evidence_reward=False)) == set()
+    assert needs(settings_for("arena")) == {"correct"}
+    assert needs(settings_for("when_to_search_stage1")) == {"correct", "embed"}
+    assert needs(settings_for("when_to_search_stage1", left_out="answer")) == {"embed"}
+    assert needs(settings_for("when_to_search_stage1", left_out="retrieval")) == {"correct"}
 
 
 @pytest.mark.parametrize(
@@ -865,17 +868,23 @@ def test_a_setting_can_switch_off_a_need_of_a_reward():
 def test_a_reward_that_does_not_fit_the_protocol_is_an_error_of_one_line(reward, protocol):
     pattern = f"protocol {protocol} has no <.*> section, which --reward, "
     with pytest.raises(InputError, match=pattern) as error:
-        check_reward(make_settings(reward=reward, protocol=protocol))
+        check_reward(settings_for(reward, protocol))
     assert "\n" not in str(error.value)
 
 
 def test_a_search_price_that_lets_a_wrong_answer_win_is_an_error():
-    check_reward(make_settings(beta=1.0, max_searches=9))  # UR² has no price per search
-    searching = {"reward": "when_to_search_stage2", "protocol": "when_to_search"}
-    check_reward(make_settings(**searching, beta=0.3, max_searches=6))  # 0.3 · 6 = 1.8
-    pattern = "--beta 0.5 times --max_searches 4 is 2: it must stay below 2"
+    check_reward(settings_for("ur2_stage2", max_searches=9))  # UR² has no price per search
+    check_reward(settings_for("when_to_search_stage2", max_searches=6, beta=0.3))  # 0.3 · 6 = 1.8
+    pattern = "beta times --max_searches 4 is 2: it must stay below 2"
     with pytest.raises(InputError, match=pattern):
-        check_reward(make_settings(**searching, beta=0.5, max_searches=4))
+        check_reward(settings_for("when_to_search_stage2", beta=0.5))
+
+
+@pytest.mark.parametrize("given", [{"fallback": 0.0}, {"variant": "qwen_9b"}])
+def test_a_wrong_argument_of_a_reward_is_an_error(given):
+    pattern = "arguments of --reward ur2_stage1 are fallback_penalty"
+    with pytest.raises(InputError, match=pattern):
+        check_reward(settings_for("ur2_stage1", **given))
 
 
 def test_the_example_can_be_written_in_the_protocol_of_a_sixth_paper(monkeypatch):
@@ -885,7 +894,7 @@ def test_the_example_can_be_written_in_the_protocol_of_a_sixth_paper(monkeypatch
     for protocol in PROTOCOLS:
         assert example(protocol).answer == "Norland"
     assert [search.fallback for search in example("sixth").searches] == [False, True]
-    check_reward(make_settings(protocol="sixth"))
+    check_reward(settings_for("ur2_stage1", "sixth"))
 
 
 REFERENCES = (Document("1", "Ana", "born in Kelmouth"),)
@@ -902,13 +911,13 @@ LETTERED = {"task": "choice", "options": ("elm", "oak")}
     ],
 )
 def test_a_question_that_lacks_a_field_the_reward_reads_is_an_error(reward, question, message):
-    settings = make_settings(reward=reward, protocol=protocol_of(reward))
+    settings = settings_for(reward)
     complete = LETTERED if reward == "ur2_choice" else {}
     complete = Question("q6", "?", ["a"], references=REFERENCES, supporting=(1,), **complete)
     with pytest.raises(InputError, match=f"question q7 {message}"):
         rewards.check_questions([complete, Question("q7", "?", ["a"], **question)], settings)
     assert rewards.check_questions([complete], settings) == [complete]
-    no_relevance = make_settings(reward="arena", protocol="arena", relevance_reward=False)
+    no_relevance = settings_for("arena", relevance_reward=False)
     assert rewards.check_questions([dataclasses.replace(complete, supporting=())], no_relevance)
 
 
@@ -1095,10 +1104,10 @@ def golden_ur2(index, row):
     if settings["stage"] == 1:
         return ur2_stage1(trajectory, variant)
     if settings["stage"] == "mcq":
-        return ur2_choice(trajectory, settings.get("step", 0), variant)
+        return ur2_choice(trajectory, settings.get("step", 0), variant=variant)
     verdict = settings.get("judge_says")
     return ur2_stage2(
-        trajectory, judge=(lambda question, answer: VERDICTS[verdict]) if verdict else None
+        trajectory, grade=(lambda question, answer: VERDICTS[verdict]) if verdict else None
     )
 
 

@@ -321,7 +321,7 @@ def test_a_run_prints_and_saves_its_settings_its_steps_and_a_sample(model, tmp_p
 # ------------------------------------------------------------------------------ an interrupted run
 
 RUNS = {  # most have a KL to the stage's first model, also after a resume
-    "grpo": "--algorithm grpo --kl_coef 0.05 --in_8bit reference --eval_every 1",
+    "grpo": "--algorithm grpo --kl_coef 0.05 --load_in_8bit --eval_every 1",
     "reinforce_pp": "--algorithm reinforce_pp --kl_coef 0.05 --kl_estimator k1 --warmup_ratio 0.5",
     "reinforce_pp_baseline": "--optimizer adamw8bit",
     "dapo": "--algorithm dapo --clip_high 0.28",
