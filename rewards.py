@@ -666,8 +666,8 @@ def cited(trajectory: Trajectory) -> set[int]:
 
 
 # ------------------------------------------------------------------------------------------ by name
-# The beginning of a protocol's name -> whether a trajectory has the format of its paper. Those of
-# lab/baselines.py follow no paper's format: each with an answer counts.
+# The beginning of a protocol name -> whether a trajectory has the format of its paper. Under other
+# protocols each trajectory with an answer counts.
 FORMATS: dict[str, Callable[[Trajectory], bool]] = {
     "ur2": lambda trajectory: not ur2_violations(trajectory),
     "r1_searcher": lambda trajectory: not r1_searcher_format(trajectory),
@@ -675,14 +675,15 @@ FORMATS: dict[str, Callable[[Trajectory], bool]] = {
     "search_r1": r_search_format,  # here it only checks for one answer box
     "when_to_search": when_to_search_format,
     "arena": arena_format,
-    "baseline": lambda trajectory: trajectory.answer is not None,
 }
 
 
 def good_format(trajectory: Trajectory) -> bool:
     """Tells whether a trajectory has its paper's format; evaluations report how many have."""
-    name = trajectory.protocol.name
-    return next(check(trajectory) for prefix, check in FORMATS.items() if name.startswith(prefix))
+    for prefix, check in FORMATS.items():
+        if trajectory.protocol.name.startswith(prefix):
+            return check(trajectory)
+    return trajectory.answer is not None
 
 
 # What a reward gets, besides --reward_args, if it has a parameter of this name:

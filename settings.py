@@ -17,10 +17,6 @@ from operator import ge, gt, le, lt
 from errors import InputError, nearest
 
 # Names that flags accept. Tests compare them with the tables of the files that use them.
-RECIPES = (
-    *("ur2", "ur2_choice", "vanilla_rl", "r1_searcher", "r_search", "search_r1"),
-    *("when_to_search", "arena"),
-)
 ALGORITHMS = ("reinforce_pp", "reinforce_pp_baseline", "grpo", "dapo", "ppo")  # update.py
 RETRIEVERS = ("bm25", "dense", "http", "random", "empty", "oracle", "given")  # retriever.py
 BOUNDS = {"least": (ge, "at least"), "above": (gt, "above")}  # the comparison and its words
@@ -40,7 +36,7 @@ def setting(default, help: str, **limits):
 @dataclass(frozen=True)
 class Settings:
     # ---------------------------------------------------------------------------- what is trained
-    recipe: str = setting("ur2", "the paper to reproduce", one_of=RECIPES)
+    recipe: str = setting("ur2", "the paper to reproduce; `python -m papers` lists them")
     variant: str = setting(
         "", "name of a variant of the recipe: another backbone, other data or an ablation"
     )

@@ -1,7 +1,7 @@
 """The papers, each in a file of its own: tags and instruction, stages and numbers, variants.
 
-To add a paper, write such a file, name it here and in settings.RECIPES, and add its rewards to
-rewards.py; every command then knows it. `python -m papers` prints the settings of all.
+To add a paper, write such a file, name it here, and add its rewards to rewards.py; every command
+then knows it. `python -m papers` prints the settings of all.
 """
 
 from errors import InputError

@@ -12,16 +12,16 @@ from conftest import message
 from data import Document, Question, SearchRequest
 from errors import InputError
 from flags import resolve, stage_folder
-from papers import PROTOCOLS
+from papers import PAPERS, PROTOCOLS
 from plumbing import build
 from plumbing import questions as questions_file
 from plumbing.files import checkpoints, prompt_sections, settings_text
 from rewards import check_questions
-from settings import RECIPES, Settings
+from settings import Settings
 from summarizer import FALLBACK_TEXT
 from world.world import LOOK_UPS
 
-STAGES = [(name, stage) for name in RECIPES for stage in RECIPES[name]]
+STAGES = [(name, stage) for name in PAPERS for stage in PAPERS[name].stages]
 REFERENCES = (Document("1", "Ana", "Born in Kelmouth."),)
 
 

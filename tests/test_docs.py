@@ -5,7 +5,8 @@ A row of papers.md is | element | place in the paper | here | answer |. The answ
 Text in backticks under "here" has one of these forms:
 
     file.function              exists; with " = value" it is a constant of this value
-    recipe/stage name = value  a value of papers.py, or else the default of the setting
+    recipe/stage name = value  a value in papers/, or else the default of the setting, or an
+                               argument of the stage's reward
     recipe:variant/stage ...   the same for a variant
     --flag ...                 a flag of some command; also "python -m lab.file --flag"
 """
@@ -14,6 +15,7 @@ import doctest
 import math
 import re
 import runpy
+from inspect import signature
 from itertools import product
 from pathlib import Path
 from pkgutil import resolve_name
@@ -25,6 +27,7 @@ from law import python_files
 from papers import PAPERS, record_of
 from papers.paper import Paper
 from plumbing.alarms import ADVICE
+from rewards import REWARDS
 from settings import Settings
 
 ROOT = Path(__file__).parents[1]
@@ -62,7 +65,11 @@ def value_of(recipe: str, variant: str, stage: int, name: str, key: str = ""):
     record = record_of(recipe, variant or "", stage)
     if name in Paper.__dataclass_fields__:
         return getattr(record, name)[key] if key else getattr(record, name)
-    return record.stages[stage].get(name, getattr(Settings(), name))
+    settings = record.stages[stage]
+    if name in Settings.__dataclass_fields__:
+        return settings.get(name, getattr(Settings(), name))
+    reward = signature(REWARDS[settings["reward"]])  # an argument of the stage's reward
+    return settings.get("reward_args", {}).get(name, reward.parameters[name].default)
 
 
 @pytest.mark.parametrize("name", NAMED)

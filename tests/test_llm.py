@@ -67,9 +67,8 @@ def asker(server, timeout=60.0, **options) -> ServerLLM:
 
 def settings_with(**fields):
     """Returns the settings that load_llm reads, changed by these fields."""
-    return SimpleNamespace(
-        **{"timeout": 60.0, "load_in_8bit": False, "output_dir": "runs", **fields}
-    )
+    fields = {"timeout": 60.0, "load_in_8bit": False, "output_dir": "runs"} | fields
+    return SimpleNamespace(**fields)
 
 
 def requests(*texts):

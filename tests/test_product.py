@@ -95,7 +95,7 @@ def world(tmp_path_factory):
 PRODUCT = {}
 for case, algorithm in product(STAGES, ALGORITHMS):
     record = vars(settings_of(case, True)) | dict.fromkeys(("recipe", "variant", "stage", "steps"))
-    PRODUCT.setdefault((algorithm, *record.values()), (*case, algorithm))
+    PRODUCT.setdefault((algorithm, str(record)), (*case, algorithm))
 # Each recipe once, with the algorithms in turn, so that every recipe and algorithm occurs.
 QUICK = [
     (*case, algorithm) for case, algorithm in zip(FIRST_STAGES, cycle(ALGORITHMS), strict=False)

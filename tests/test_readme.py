@@ -10,8 +10,8 @@ from pathlib import Path
 import law
 import pytest
 
+import flags
 import papers
-import settings
 import train
 from plumbing import report
 
@@ -71,11 +71,11 @@ def test_every_function_of_the_equation_map_exists():
 
 
 def test_the_docs_have_a_valid_command_for_every_recipe(monkeypatch):
-    monkeypatch.setattr(settings, "stage_before", lambda _: None)  # as if stage 1 were finished
+    monkeypatch.setattr(flags, "stage_before", lambda _: None)  # as if stage 1 were finished
     commands = [arguments.split() for name, arguments in COMMANDS if name == "train"]
     commands = [words for words in commands if words not in (["..."], ["--help"])]
-    stages = [stage for words in commands for stage in settings.parse_stages(words)]
-    assert {stage.recipe for stage in stages} == set(papers.RECIPES)
+    stages = [stage for words in commands for stage in flags.parse_stages(words)]
+    assert {stage.recipe for stage in stages} == set(papers.PAPERS)
     assert {stage.algorithm for stage in stages} >= {"ppo", "grpo", "dapo", "reinforce_pp"}
 
 
@@ -92,7 +92,7 @@ def test_commands_in_the_docs_have_only_flags_that_exist(name, run_command):
             assert {word for word in words if word.startswith("--")} <= set(known), arguments
 
 
-@pytest.mark.parametrize("recipe", papers.RECIPES)
+@pytest.mark.parametrize("recipe", papers.PAPERS)
 def test_the_readme_s_command_for_eight_gpus_fits_for_every_recipe(recipe, capsys):
     (line,) = (line for line in README.splitlines() if line.startswith("| 8 GPUs"))
     ((module, words),) = [(name, words) for name, words in commands_in(line) if "plan" in name]
@@ -112,7 +112,7 @@ def test_every_file_is_in_the_readme_and_the_path_comes_first():
 
 def test_every_recipe_is_in_the_list_of_papers():
     listed = README.split("## The papers")[1].split("## ")[0]
-    assert set(re.findall(r"`(\w+)`", listed)) >= set(papers.RECIPES)
+    assert set(re.findall(r"`(\w+)`", listed)) >= set(papers.PAPERS)
 
 
 def test_every_metric_that_is_logged_or_drawn_has_a_row():

@@ -26,15 +26,12 @@ WORDS = "who was born in which country the town of city and a is year company pe
 PLAYS = {"hf": generate_by_turns, "slots": generate_in_slots}
 
 
-@dataclass(frozen=True)
-class Settings(Settings, Settings):
-    group_size: int = 1
-    max_turn_tokens: int = 12
+SMALL = {"group_size": 1, "max_turn_tokens": 12}
 
 
 def play(policy, tokenizer, questions=(QA,), search=None, protocol=UR2, seed=0, **settings):
     """Returns a rollout with these settings."""
-    settings = Settings(**settings)
+    settings = Settings(**SMALL | settings)
     context = settings.max_context or context_of(policy)
     environment = Environment(tokenizer, protocol, search or library(0), settings, context)
     rows = rollout(policy, environment, questions, seed, PLAYS[settings.engine])
@@ -350,7 +347,7 @@ def test_a_slot_has_room_for_the_longest_trajectory_of_its_task(
     bpe, task, may_search, turn, searches
 ):
     limits = {"max_turn_tokens": 3, "turn_tokens": "math=10", "max_searches": 2}
-    settings = Settings(**limits, document_tokens=20, max_context=1000)
+    settings = Settings(**SMALL | limits, document_tokens=20, max_context=1000)
     environment = Environment(bpe, UR2, library(0), settings)
     row = Trajectory(dataclasses.replace(QA, task=task, may_search=may_search), UR2, [0] * 7)
     # Each search adds a block of documents and a fallback notice. Two queries may be rejected: they
