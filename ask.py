@@ -118,7 +118,7 @@ def answer(policy, environment: Environment, question: Question) -> None:
 def main(arguments: list[str] | None = None) -> None:
     given, text = read_flags(arguments)
     settings = dataclasses.replace(settings_of(given), group_size=1)
-    check_settings(settings, False, given)
+    check_settings(settings, training=False)
     known = {question.question: question for question in known_questions(settings)}
     policy, environment = load(settings, [*known.values()])
     words = {word for question in known for word in tokenize(question)}

@@ -90,7 +90,8 @@ def read_flags(
     add_flags(parser, Settings, named_in(arguments), "eval")
     add_flags(parser, kind, kind(), "eval")
     given = vars(parser.parse_args(arguments))
-    options = kind(**{f.name: given.pop(f.name, f.default) for f in fields(kind)})
+    names = given.keys() & {f.name for f in fields(kind)}
+    options = kind(**{name: given.pop(name) for name in names})
     check_limits(options)
     return given, options
 
@@ -314,7 +315,7 @@ def run(settings: Settings, options: Options) -> None:
     evaluation = Evaluation(settings, options)
     records = evaluate(evaluation, reader, judge, sampling)
     report(records, others, options)
-    hint_at_cold_start(records, evaluation)
+    hint_at_cold_start(records, evaluation.settings)
     print(f"predictions: {evaluation.out}")
 
 

@@ -105,6 +105,11 @@ def check_settings(settings: Settings, training=True) -> Settings:
 def check_training(settings: Settings) -> None:
     if settings.temperature == 0:
         raise InputError("--temperature 0 is greedy: a group's trajectories would all be the same")
+    if settings.mismatch not in ("auto", "none") and not settings.mask_documents:
+        raise InputError(
+            "--mismatch: --mask_documents false trains on documents, which have no log-probs of a "
+            "sampler: leave it out"
+        )
     if settings.group_size == 1 and settings.algorithm not in ("reinforce_pp", "ppo"):
         raise InputError(
             f"--group_size 1: {settings.algorithm} compares the trajectories of one question; it "

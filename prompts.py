@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from data import Document, Question, clean, control_tokens, strip_tags
-from errors import InputError, say_once
+from errors import InputError, run_main, say_once
 from metrics import Span, find_boxed
 from templates import chat_text
 
@@ -351,3 +351,20 @@ def without_control(text: str, tokenizer, tags: tuple[str, ...] = ()) -> str:
         if not special and not any(map(tokenizer.decode(ids).count, tags)):
             return candidate
     return ""
+
+
+def main() -> None:
+    """Shows an invented protocol: what the model is told, where it stops, what is read."""
+    tags = map(tag_pair, ("ask", "found", "answer"))
+    told = "If a fact is missing, write <ask> your query </ask>. End with <answer> it </answer>."
+    protocol = Protocol("invented", *tags, told, "End with <answer> it </answer>.")
+    turn = "Who was she? <ask> Ana Bell birthplace </ask>"
+    text = "<answer> Kelmouth </answer> No: <answer> Norland </answer>"
+    print("the model is told:", protocol.fill_instruction(Question("", "", [])))
+    print("its turn ends at:", *protocol.stop_tags)
+    print(f"the query in {turn!r}:", parse_query(protocol, turn))
+    print(f"the answers in {text!r}:", *(answer.content for answer in find_answers(protocol, text)))
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from functools import partial, wraps
 from inspect import signature
 from itertools import product
+from numbers import Real
 
 import numpy as np
 
@@ -769,13 +770,17 @@ def check_reward(settings) -> None:
         REWARDS[settings.reward] = own_reward(settings.reward)
     check_value("reward", settings.reward, {"one_of": REWARDS})
     try:
-        compute_rewards([example(settings.protocol)], settings, 0, OtherModels())
+        ((terms,), _) = compute_rewards([example(settings.protocol)], settings, 0, OtherModels())
     except (TypeError, KeyError) as error:
+        if ":" in settings.reward:
+            raise  # an error of the user's own function
         known = [*signature(REWARDS[settings.reward]).parameters.keys() - {*OUTSIDE, "trajectory"}]
         raise InputError(
             f"--reward_args {settings.reward_args}: {error}; arguments of --reward "
             f"{settings.reward} are {', '.join(sorted(known)) or 'none'}"
         ) from None
+    if settings.algorithm == "dapo" and settings.filter_by == "answer" and "answer" not in terms:
+        raise InputError(f"--reward {settings.reward}: the recipe compares its term `answer`")
     staged = settings.reward in ("when_to_search_stage1", "when_to_search_stage2")
     # Searches change the answer term by at most the price. In stage 1 a wrong answer gets up to
     # −1 + price and a right one 1; in stage 2 a right answer at least 1 − price and a wrong one −1.
@@ -821,7 +826,9 @@ def is_reward(terms: object) -> bool:
     if not isinstance(terms, dict) or not terms:
         return False
     pairs = terms.items()
-    return all(isinstance(k, str) and abs(x) <= LARGEST_TERM for k, x in pairs)
+    return all(
+        isinstance(k, str) and isinstance(x, Real) and abs(x) <= LARGEST_TERM for k, x in pairs
+    )
 
 
 # Reward -> what a question must have.

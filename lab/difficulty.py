@@ -65,16 +65,15 @@ class DifficultySettings:
 def scores_of_answers(path: str, metric: str) -> dict[str, list]:
     """Returns {id of a question: scores of its published answers}."""
     scores = {}
-    for attempt in load_attempts(path):
-        q = attempt.question
-        graded = [score_answer(text, q.answers, q.task, q.options) for text in attempt.predictions]
+    for q, predictions in load_attempts(path):
+        graded = [score_answer(text, q.answers, q.task, q.options) for text in predictions]
         scores[q.id] = [score[metric] for score in graded]
     return scores
 
 
 def scores_of_model(given: dict, options: DifficultySettings, metric: str) -> dict[str, list]:
     """Returns {id of a question: scores of the model's rollouts}."""
-    settings = check_settings(settings_of({"temperature": 1.0} | given), False, given)
+    settings = check_settings(settings_of({"temperature": 1.0} | given), training=False)
     if settings.temperature == 0:
         raise InputError("--temperature 0 is greedy: all rollouts would be the same; leave it at 1")
     scores = defaultdict(list)

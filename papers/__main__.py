@@ -17,8 +17,7 @@ def main() -> None:
                 usual = paper.stages.get(stage, {}) if variant else {}
                 changed = [key for key in usual | settings if settings.get(key) != usual.get(key)]
                 shown = ", ".join(f"{key} {settings.get(key, 'by default')}" for key in changed)
-                if shown:
-                    stages[shown].append(str(stage))
+                stages[shown or "the same"].append(str(stage))
             for shown, numbers in stages.items():
                 named = f"{name}:{variant}".strip(":")
                 print(named, ", ".join(numbers), shown, own.source, sep=" | ")

@@ -131,7 +131,6 @@ def test_a_question_file_supplies_questions_answers_and_passages(
     "words, error",
     [
         (["a ?", "--samples", "3"], "ask.py: unknown flag --samples"),
-        (["a ?", "--engine", "hf"], "unknown flag --engine"),
         (["--model", "./nowhere"], "no such directory"),
         ([KNOWN, "--max_context", "99999"], "the model has"),
     ],

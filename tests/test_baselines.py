@@ -601,7 +601,6 @@ def test_all_references_of_a_record_are_read_in_order_and_arena_s_judge_grades_i
         ("--decoding both", "--decoding both: unknown; one of greedy, paper"),
         ("--samples 2", "--samples, --against, --json: a table of methods does not use them"),
         ("--retriver bm25", "did you mean --retriever"),
-        (f"--out {__file__}", "cannot be written there"),
     ],
 )
 def test_options_that_make_no_sense_are_an_error_of_one_line(arguments, complaint, tmp_path):

@@ -29,6 +29,7 @@ from formats.records import write_records
 from papers import PAPERS, PROTOCOLS, paper_of
 from policy import Policy, save_policy
 from retriever import BM25, make_search
+from rewards import good_format
 from rollout import Environment, decode
 from settings import Settings
 
@@ -137,7 +138,7 @@ def test_a_trace_of_two_hops_by_hand(bpe, protocol, turns):
 def test_every_trace_passes_the_format_check_of_its_paper(bpe, protocol, question, guess):
     row = trace_of(question, bpe, protocol, guess)
     if protocol.startswith("r_search_") or not isinstance(row, str):
-        assert paper_of(protocol).good_format(row)
+        assert good_format(row)
         assert row.answer == guess or row.answer in question.answers
         assert len(row.searches) == len(hops_of(question)) * (not guess and question.may_search)
     else:  # When to Search does not let a question that may not search be answered in one section
@@ -213,7 +214,7 @@ def test_questions_are_drawn_evenly_from_their_kinds():
 def test_shares_of_hops_and_a_shortage_are_told(bpe, capsys):
     questions = [replace(q, id=f"{q.id}{n}") for q in (TWO, OWN) for n in range(6)]
     questions.append(replace(OWN, id="lost", answers=["Zed"]))
-    options = ColdStart(traces=8, hops="1:0.75,2:0.25")
+    options = ColdStart(traces=8, hops={"1": 0.75, "2": 0.25})
     rows = draw_traces(questions, environment(bpe), options, 0)
     assert sorted(len(row.searches) for row in rows) == [1] * 6 + [2, 2]
     rows = draw_traces(questions, environment(bpe), replace(options, traces=400), 0)

@@ -81,7 +81,9 @@ def test_a_reasoning_trace_earns_the_full_reward_of_arena(bpe, write):
     assert text.endswith("</answer><|im_end|>")
     reward = arena(trajectory_from_text(QUESTION, text, "arena"))
     assert sum(reward.values()) == 13  # 1 + 1 + 1 + 10
-    assert imitated(asked, bpe, mask=0) == decode(bpe, build_prompt("arena", QUESTION, bpe))
+    assert imitated(asked, bpe, mask=0) == decode(
+        bpe, build_prompt(PROTOCOLS["arena"], QUESTION, bpe)
+    )
 
 
 def test_tags_in_a_reference_open_neither_a_section_nor_a_turn(bpe, write):

@@ -69,7 +69,7 @@ else:
         ("train.py --help", ""),
         ("eval.py --help", ""),
         ("eval.py --predictions={}/p.jsonl", ""),
-        ("papers.py", ""),
+        ("-m papers", ""),
     ],
 )
 def test_errors_help_and_scoring_import_neither_torch_nor_transformers(start, error, tmp_path):

@@ -358,10 +358,10 @@ def test_decoding_paper_sets_the_papers_temperature_and_top_p(tmp_path):
 
 def test_a_token_limit_that_is_given_applies_to_every_task(tmp_path):
     """UR² C.4 allows 3,072 tokens for mathematics and 1,536 for multiple choice."""
-    model = save_settings(tmp_path, turn_tokens="math=3072,choice=1536", model="m")
+    model = save_settings(tmp_path, turn_tokens={"math": 3072, "choice": 1536}, model="m")
     for flag, limit, task_limits in (
-        ("", 512, "math=3072,choice=1536"),
-        ("--max_turn_tokens 9", 9, ""),
+        ("", 512, {"math": 3072, "choice": 1536}),
+        ("--max_turn_tokens 9", 9, {}),
     ):
         settings, _ = evaluation.parse(f"--model {model} {flag}".split())
         assert (settings.max_turn_tokens, settings.turn_tokens) == (limit, task_limits)
@@ -370,7 +370,7 @@ def test_a_token_limit_that_is_given_applies_to_every_task(tmp_path):
 def test_a_search_limit_that_is_given_applies_to_every_task():
     """UR² D.2's prompt allows five queries for open questions."""
     flags = {"recipe": "ur2", "variant": "five_queries", "model": "m", "data": "d"}
-    for more, limit, task_limits in (({}, 4, "qa=5"), ({"max_searches": 2}, 2, "")):
+    for more, limit, task_limits in (({}, 4, {"qa": 5}), ({"max_searches": 2}, 2, {})):
         settings = settings_of(flags | more)
         assert (settings.max_searches, settings.task_searches) == (limit, task_limits)
 
@@ -399,7 +399,6 @@ def test_retriever_given_returns_all_references_of_the_question_that_searches():
         ("--run_name typo", "no checkpoint for these flags"),
         ("--lr 3", "unknown flag --lr"),
         ("--split all", "one of train, dev, test"),
-        ("--reader m", "protocol ur2 has none"),
         ("--recipe r_search --reader built-in --model m --data f --corpus c", "only its own world"),
         ("--against none.jsonl", "no such file"),
         ("--judge http://127.0.0.1:9/v1#m", "127.0.0.1:9"),
@@ -425,9 +424,8 @@ def test_help_has_its_sections_and_does_not_look_for_a_model(capsys):
     with pytest.raises(SystemExit):
         run("--recipe r1_searcher --model none --help all")
     output = capsys.readouterr().out
-    assert "\nretriever.py:\n" in output and "\neval.py:\n" in output
     assert "--top_p" in output and "--lr" not in output
-    assert "(8; default 4)" in output  # R1-Searcher's number of searches
+    assert "(8)" in output  # R1-Searcher's number of searches
 
 
 # ------------------------------------------------------------------- the questions of an evaluation

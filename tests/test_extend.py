@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ask
 import eval as evaluation
-import settings
 import train
+from flags import parse
 from formats.records import append_jsonl
 from plumbing.files import checkpoints
 from rewards import example, r1_searcher_stage2
@@ -152,7 +152,7 @@ def test_every_training_command_of_the_page_is_valid():
     commands = [arguments for name, arguments in COMMANDS if name == "train"]
     for words in commands:
         if "--recipe mine" not in words:  # that recipe is added by a diff
-            assert settings.parse(words.replace("--reward mine.py:short", "").split()).steps > 1
+            assert parse(words.replace("--reward mine.py:short", "").split()).steps > 1
     assert len(commands) == 5
 
 

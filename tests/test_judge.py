@@ -164,5 +164,5 @@ def test_math_answers_that_are_not_plainly_equal_are_graded_in_one_batch():
     # An equal answer earns 2 by the metric; "partly" 0 by eq. 2 and 1 in the released code;
     # "correct" 2; an unreadable grade or a missing answer 0.
     for partly in (0.0, 1.0):
-        rewards = [ur2_stage2(t, judge=grade, partly=partly)["answer"] for t in trajectories]
+        rewards = [ur2_stage2(t, grade, partly=partly)["answer"] for t in trajectories]
         assert rewards == [2.0, partly, 2.0, partly, 0.0, 0.0]

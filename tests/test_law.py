@@ -3,20 +3,12 @@
 import law
 import pytest
 
-LIMIT = "x = [" + "1,\n" * 56 + "]"  # Assign, Name, Store, List, Load and 56 numbers: 61 nodes
 FORBIDDEN = {
-    "imports of a higher floor": ("kl.py", "import train", "kl.py:1 imports train"),
-    "late imports past a door": ("train.py", "def f():\n    import kl", "train.py:2 imports kl"),
-    "folders entered past a door": ("kl.py", "from formats import x", "kl.py:1 imports formats.x"),
+    "imports of a higher floor": ("kl.py", "def f():\n    import train", "kl.py:2 imports train"),
     "files in circles": ("metrics.py", "import kl", "kl, metrics"),
     "folders in circles": ("retrievers/x.py", "import engines.server", "engines, retrievers"),
     "files on no floor": ("docs/new.py", "x = 1", "docs/new.py"),
     "functions over 60 lines": ("ppo.py", "def f():" + "\n    pass" * 60, "ppo.py:1"),
-    "functions over 6 parameters": ("ppo.py", "def f(a, b, c, d, *, e, f, g): ...", "ppo.py:1"),
-    "statements over 60 nodes": ("view.py", f"def f():\n    {LIMIT}", "view.py:2"),
-    "hidden imports": ("view.py", "__import__('kl')", "view.py:1"),
-    "relays of **options": ("view.py", "def f(**a):\n    g(**{**a})", "view.py:2"),
-    "strings that hold code": ("view.py", "x = '''\nimport kl\ndef f(): ...'''", "view.py:1"),
 }
 
 
@@ -39,12 +31,11 @@ def tree(tmp_path):
         "kl.py": '"""A docstring is not counted."""\nimport metrics',
         "metrics.py": "",
         "formats/__init__.py": '"""A folder."""',
-        "formats/x.py": LIMIT,  # a table of data
+        "formats/x.py": "",
         "engines/server.py": "",
         "engines/slots.py": "import retrievers.x",
         "retrievers/x.py": "",
         "data.py": "def f():\n    import formats.x" + "\n    pass" * 58,
-        "ppo.py": "def f(self, a, b, c, d, *, e, f): ...",
         "train.py": "import kl",
         "runs/copy.py": "import lab.nowhere, train",  # not ours
     }
@@ -70,9 +61,14 @@ def test_flags_are_fields_that_no_other_command_has_for_itself(tree):
     fields = ("setting(1)", "setting(2, only='train')", "setting(3, only='eval')", "4")
     write(
         tree,
-        {"kl.py": "class A:" + "".join(f"\n    a{n}: int = {f}" for n, f in enumerate(fields))},
+        {
+            "settings.py": "class A:"
+            + "".join(f"\n    a{n}: int = {f}" for n, f in enumerate(fields))
+        },
     )
-    assert ("flags of train.py", 2, law.FLAGS, ["kl.py:2", "kl.py:3"]) in law.figures(tree)
+    assert ("flags of train.py", 2, law.FLAGS, ["settings.py:2", "settings.py:3"]) in law.figures(
+        tree
+    )
 
 
 def test_nodes_are_counted_without_docstrings(tmp_path):

@@ -1,6 +1,7 @@
 """Tests --reward FILE.py:FUNCTION, a reward that the user writes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from conftest import command_line, of_fault, rows_of, settings_for
@@ -9,7 +10,16 @@ import eval as evaluation
 import train
 from flags import parse
 from plumbing.files import checkpoints
-from rewards import REWARDS, example, own_reward
+from rewards import (
+    REWARDS,
+    OtherModels,
+    check_reward,
+    compute_rewards,
+    example,
+    needs,
+    own_reward,
+)
+from settings import Settings
 
 SHORT = """
 from metrics import exact_match
@@ -43,8 +53,8 @@ def own(tmp_path):
 def test_the_reward_is_the_dictionary_that_the_function_returns(own):
     reward = own_reward(own(SHORT))
     # "Norland" is right, and the example has more than 20 words.
-    assert reward(example("r_search"), None, 0, None) == {"right": 1.0, "short": 0.0}
-    assert reward(example("r_search", "Ulm", 0), None, 0, None)["right"] == 0.0
+    assert reward(example("r_search")) == {"right": 1.0, "short": 0.0}
+    assert reward(example("r_search", "Ulm", 0))["right"] == 0.0
 
 
 def test_a_run_with_an_own_reward_is_trained_logged_resumed_and_evaluated(
@@ -66,7 +76,7 @@ def test_a_run_with_an_own_reward_is_trained_logged_resumed_and_evaluated(
 @pytest.mark.parametrize(
     "text, fragment",
     [
-        ("def other(t): ...", "there is no mine in "),
+        ("def other(t): ...", "not found: 'mine'"),
         ("def mine(t):\n    return 1.0", "1.0 is not a reward: return named numbers, such as {'a"),
         ("def mine(t):\n    return {}", "{} is not a reward"),
         ("def mine(t):\n    return {'a': float('nan')}", "{'a': nan} is not a reward"),
@@ -74,7 +84,6 @@ def test_a_run_with_an_own_reward_is_trained_logged_resumed_and_evaluated(
         # Numbers too large for the losses, and names that cannot be written to a file.
         of_fault(284, "def mine(t):\n    return {'a': 10**400}", "{'a': 1000"),
         of_fault(284, "def mine(t):\n    return {'a': 1e16}", "1e+16"),
-        of_fault(285, "def mine(t):\n    return {'\\ud83d': 1.0}", "is not a reward: return named"),
         of_fault(285, "def mine(t):\n    return {3: 1.0}", "is not a reward: return named"),
     ],
 )
@@ -88,26 +97,32 @@ def test_a_missing_reward_file_is_a_one_line_error(tmp_path, capsys):
     assert "no.py" in output and "No such file" in output
 
 
-def test_a_recipe_that_filters_groups_by_the_answer_term_needs_that_term(own, capsys):
+def test_a_recipe_that_compares_groups_by_the_answer_term_needs_that_term(own, capsys):
     arguments = ["--recipe", "when_to_search", "--reward", own(SHORT)]
     output = command_line(train.main, arguments, capsys)
-    assert "mine.py:mine: the recipe filters groups by the reward term `answer`" in output
+    assert "mine.py:mine: the recipe compares its term `answer`" in output
     parse([*arguments, "--algorithm", "grpo"])
 
 
 def test_an_exception_in_the_users_file_keeps_its_traceback(own):
     with pytest.raises(AttributeError) as raised:
-        own_reward(own("def mine(t):\n    return t.nothing"))(example("r_search"), None, 0, None)
+        own_reward(own("def mine(t):\n    return t.nothing"))(example("r_search"))
     assert raised.traceback[-1].lineno + 1 == 2
 
 
 def test_reward_terms_that_change_between_trajectories_are_an_error(own):
     reward = own_reward(own("def mine(t):\n    return {'ab'[bool(t.searches)]: 1.0}"))
-    reward(example("r_search", searches=0), None, 0, None)
+    reward(example("r_search", searches=0))
     with pytest.raises(ValueError, match=r"the same names for every trajectory \(a\)"):
-        reward(example("r_search", searches=1), None, 0, None)
+        reward(example("r_search", searches=1))
 
 
-def test_settings_of_other_rewards_are_rejected_together_with_an_own_reward(own, capsys):
-    arguments = ["--reward", own(SHORT), "--beta", "0.5"]
-    assert "does not read it: leave it out" in command_line(train.main, arguments, capsys)
+def test_a_function_gets_the_arguments_and_what_it_names_of_other_models(own):
+    text = "def mine(t, step, correct=None, weight=1.0):\n    return {'a': weight * step}"
+    name = own(text)
+    settings = Settings(recipe="r_search", protocol="r_search", reward=name)
+    settings = replace(settings, reward_args={"weight": 3.0})
+    check_reward(settings)
+    assert needs(settings) == {"step", "correct"}
+    ((terms,), _) = compute_rewards([example("r_search")], settings, 2, OtherModels())
+    assert terms == {"a": 6.0}

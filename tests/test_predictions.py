@@ -8,6 +8,8 @@ import pytest
 from conftest import message
 
 import eval as evaluation
+from convert import convert
+from formats.records import write_records
 from plumbing import build, predictions
 from plumbing.predictions import read_predictions
 from plumbing.report import summarise
@@ -145,8 +147,8 @@ def test_the_file_of_data_that_holds_a_question_is_its_data_set(write):
 def test_files_with_the_same_name_and_line_numbers_as_ids_stay_two_data_sets(write):
     files = [write({**R1, "pred_ans": "no"}, name="y/nq.jsonl"), write(R1, name="x/nq.jsonl")]
     records = score_files(",".join(files))
-    assert {r["dataset"]: r["metrics"]["em"] for r in records} == {"x/nq": 1, "y/nq": 0}
-    assert [r["id"] for r in records] == ["y/nq:1", "x/nq:1"]
+    assert {r["dataset"]: r["metrics"]["em"] for r in records} == {files[1]: 1, files[0]: 0}
+    assert [r["id"] for r in records] == [f"{file}:1" for file in files]
 
 
 # ---------------------------------------------------------------------------------------- bad input
@@ -157,7 +159,7 @@ A = {"id": "1", "prediction": "a"}
 @pytest.mark.parametrize(
     "records, fragment",
     [
-        ([], "the file is empty"),
+        ([], "no record to use"),
         ([[1]], "record 1: expected an object"),
         ([{"id": "1"}], "line 1: no prediction in it: it has the fields"),
         ([A, {**OWN, "prediction": ["a"]}], "line 2: the prediction is ['a']: expected a text"),
@@ -189,13 +191,15 @@ def test_bad_records_are_skipped_and_counted(write, capsys):
     ],
 )
 def test_r1_searchers_published_predictions_give_its_papers_numbers_to_the_digit(
-    name, data, published
+    name, data, published, tmp_path
 ):
     path = SHARED / "predictions" / f"r1_searcher_{name}_qwen_scores.jsonl"
     if not path.exists():
         pytest.skip("the published predictions are missing")
     # The file of questions has the same gold answers as the predictions.
-    for questions in ("", str(SHARED / "qa_eval" / f"{data}.jsonl")):
+    asked = tmp_path / "q.jsonl"
+    write_records(asked, convert("r1_searcher", SHARED / "qa_eval" / f"{data}.jsonl"))
+    for questions in ("", str(asked)):
         row = summarise(score_files(str(path), questions))["all"]
         assert tuple(round(100 * row[c][0], 1) for c in ("em", "cem", "f1", "judged")) == published
 

@@ -165,7 +165,7 @@ def test_every_stage_takes_two_steps_on_real_records(
     more += f" --data {','.join(map(str, files))}"
     if PROTOCOLS[settings.protocol].query_tags:
         more += f" --corpus {corpus if corpus == 'from-data' else DATA / corpus}"
-    more += f" --reader {real_model}" * ("reader" in needs(settings))
+    more += f" --reader {real_model}" * ("reader_answer" in needs(settings))
     # Small models replace those of the paper.
     more += f" --judge {real_model}" * bool(settings.judge)
     more += f" --summarizer {real_model}" * bool(models_in(settings.summarizer))

@@ -21,7 +21,7 @@ README, USE, SCALE, EXTEND, RESULTS, METRICS = (
     for name in ("README.md", *(f"docs/{n}.md" for n in "use scale extend results metrics".split()))
 )
 NO_SCREEN = {"train", "eval", "update"}  # these files train or evaluate; update is a step of train
-SCREENS = {*law.PATH, "papers", "data"} - NO_SCREEN
+SCREENS = {*law.PATH, "data"} - NO_SCREEN
 
 
 def commands_in(text: str) -> list[tuple[str, str]]:

@@ -31,6 +31,7 @@ from papers import PAPERS, PROTOCOLS, paper_of
 from policy import Policy, collate, load_policy, load_tokenizer, save_policy
 from prompts import Protocol, build_prompt
 from retriever import BM25, make_search
+from rewards import good_format
 from rollout import Environment, StopRule, decode, encode, generate_by_turns, rollout
 from settings import Settings
 from world.world import World
@@ -158,7 +159,7 @@ def test_a_stop_tag_is_found_in_100_contexts(name, tokenizer):
 def test_traces_of_one_and_two_hops_have_the_format_of_their_paper(name, tokenizer):
     for row in traces(environment(tokenizer, PROTOCOLS[name]), asked(name)):
         hops = len(row.question.supporting) * bool(row.protocol.query_tags)
-        assert paper_of(name).good_format(row) and len(row.searches) == hops
+        assert good_format(row) and len(row.searches) == hops
 
 
 def test_logprobs_equal_those_of_transformers(load, tokenizer):

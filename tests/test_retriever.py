@@ -186,11 +186,6 @@ def test_an_unknown_name_and_a_missing_setting_are_errors_of_one_line(name, frag
     assert fragment in message(make, name, documents("a"))
 
 
-def test_training_searches_the_web_only_through_a_server():
-    error_line = message(check_settings, Settings(retriever="web"))
-    assert "serve --retriever web" in error_line and "--retriever http" in error_line
-
-
 def test_bm25_and_http_load_no_torch():
     code = (
         "import sys; from retriever import Settings as S, make_retriever as m, INVENTED\n"

@@ -22,7 +22,7 @@ from errors import InputError
 from papers import PROTOCOLS, paper_of
 from policy import Policy, collate
 from prompts import build_prompt, frame_documents
-from rewards import ur2_violations
+from rewards import good_format, ur2_violations
 from rollout import (
     MIN_DOCUMENT_TOKENS,
     Environment,
@@ -196,7 +196,7 @@ def test_sampled_ids_are_kept_although_their_text_would_encode_differently(bpe):
     assert encode(bpe, decode(bpe, turn)) != turn  # so decoding and encoding again would show
     _, policy, _ = play(bpe, [turn, ANSWER])
     # in its second turn the model read exactly these ids after the prompt
-    prompt = build_prompt("ur2", QA, bpe)
+    prompt = build_prompt(PROTOCOLS["ur2"], QA, bpe)
     assert policy.contexts == [[prompt, prompt + turn + block_ids(bpe, "(1) about Ana Bell")]]
 
 
@@ -238,7 +238,7 @@ def test_a_template_that_opens_the_think_tag_keeps_the_format_valid(name, rest, 
         script = [f"Who? </think>\n\n{rest}"]
         (t,), _, _ = play(tokenizer, script, protocol=name, questions=questions)
         assert decode(tokenizer, t.prompt_ids).count("assistant\n<think>") == bool(opened)
-        assert (t.opened, paper_of(name).good_format(t)) == (opened, bool(opened))
+        assert (t.opened, good_format(t)) == (opened, bool(opened))
 
 
 def test_a_fallback_is_flagged_and_gets_a_notice_after_the_documents(bpe):
@@ -414,7 +414,7 @@ def tokens_before_documents(tokenizer):
     """
     texts = ASK, UR2.fallback_notice
     added = sum(len(encode(tokenizer, text)) for text in texts) + frame_tokens(tokenizer)
-    return len(build_prompt("ur2", QA, tokenizer)) + added
+    return len(build_prompt(PROTOCOLS["ur2"], QA, tokenizer)) + added
 
 
 # a search needs room for 16 tokens of documents, or for document_tokens if that is less
@@ -430,7 +430,7 @@ def test_a_search_that_would_leave_no_room_for_an_answer_is_not_run(bpe, limit, 
 
 
 def test_no_trajectory_exceeds_the_context_or_loses_its_first_tokens(bpe):
-    prompt = build_prompt("ur2", QA, bpe)
+    prompt = build_prompt(PROTOCOLS["ur2"], QA, bpe)
     turns = [ASK, END, f"{BEGIN}again{END}", "word " * 300]
     pages = fixed_search(SearchResult(text="Kelmouth " * 400, fallback=True))
     reasons = set()
@@ -450,7 +450,7 @@ def test_no_trajectory_exceeds_the_context_or_loses_its_first_tokens(bpe):
 
 def test_a_notice_that_would_leave_no_room_for_an_answer_is_not_written(bpe):
     added = len(encode(bpe, END)) + len(encode(bpe, UR2.malformed_notice))
-    needed = len(build_prompt("ur2", QA, bpe)) + added + 32
+    needed = len(build_prompt(PROTOCOLS["ur2"], QA, bpe)) + added + 32
     t, _ = play_one(bpe, [END, ANSWER], max_context=needed)
     assert (t.stop_reason, t.answer) == ("eos", "Norland")
     t, _ = play_one(bpe, [END, ANSWER], max_context=needed - 1)
@@ -470,7 +470,7 @@ def surroundings(tokenizer, max_context):
 
 def test_a_prompt_longer_than_the_context_is_an_input_error_that_names_the_question(bpe):
     question = dataclasses.replace(QA, id="q-17", question="Who? " * 100)
-    length = len(build_prompt("ur2", question, bpe))
+    length = len(build_prompt(PROTOCOLS["ur2"], question, bpe))
     policy = ScriptedPolicy(bpe, [["no"]])
     error_line = rf"question q-17: its prompt has {length} tokens .* context is {length + 31},"
     with pytest.raises(InputError, match=error_line):  # 32 tokens are kept for the answer
@@ -483,7 +483,10 @@ def test_a_prompt_longer_than_the_context_is_an_input_error_that_names_the_quest
 
 def test_with_skip_bad_questions_with_too_long_a_prompt_are_left_out_and_counted(bpe, capsys):
     long = dataclasses.replace(QA, id="long", question="Who? " * 100)
-    place = surroundings(bpe, len(build_prompt("ur2", QA, bpe)) + 64), ScriptedPolicy(bpe, [])
+    place = (
+        surroundings(bpe, len(build_prompt(PROTOCOLS["ur2"], QA, bpe)) + 64),
+        ScriptedPolicy(bpe, []),
+    )
     counted = "2 of 3 prompts do not fit: --skip_bad leaves them out"
     error = message(check_prompts, [long, QA, long], *place)
     assert error.startswith("question long: its prompt has ") and error.endswith(f"; {counted}")
@@ -539,7 +542,7 @@ def test_texts_of_the_environment_are_encoded_without_special_tokens():
 
 def test_the_context_limit_of_the_model_is_the_default(bpe):
     policy = ScriptedPolicy(bpe, [["word " * 300]])
-    policy.config.max_position_embeddings = len(build_prompt("ur2", QA, bpe)) + 50
+    policy.config.max_position_embeddings = len(build_prompt(PROTOCOLS["ur2"], QA, bpe)) + 50
     (t,) = roll(policy, bpe, QA, Searcher(), "ur2", temperature=0.0)
     assert len(t.response_ids) == 50 and t.stop_reason == "length"
 

@@ -195,7 +195,7 @@ def test_greedy_rollouts_in_slots_equal_those_of_generate(seeds, toy_tokenizer, 
 
 def scripted_policy(bpe, text: str) -> Policy:
     """Returns a policy whose first turn is `text`."""
-    start = len(build_prompt("ur2", QA, bpe)) - 1
+    start = len(build_prompt(PROTOCOLS["ur2"], QA, bpe)) - 1
     script = dict(enumerate(encode(bpe, text)))
     policy = random_policy(len(bpe) + 5, random.Random(1))
 
@@ -346,7 +346,7 @@ def test_with_little_memory_there_are_fewer_slots_but_at_least_one(
 def test_a_slot_has_room_for_the_longest_trajectory_of_its_task(
     bpe, task, may_search, turn, searches
 ):
-    limits = {"max_turn_tokens": 3, "turn_tokens": "math=10", "max_searches": 2}
+    limits = {"max_turn_tokens": 3, "turn_tokens": {"math": 10}, "max_searches": 2}
     settings = Settings(**SMALL | limits, document_tokens=20, max_context=1000)
     environment = Environment(bpe, UR2, library(0), settings)
     row = Trajectory(dataclasses.replace(QA, task=task, may_search=may_search), UR2, [0] * 7)

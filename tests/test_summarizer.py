@@ -350,7 +350,7 @@ def test_the_summariser_is_not_asked_about_a_failed_search():
 def test_a_summariser_is_none_or_extractive_or_a_loaded_model():
     none = make_summarizer(Settings(), UR2, {})
     assert none(requests("1 + 1"), [[ANA]]) == [SearchResult([ANA])]
-    settings = Settings("http://x/v1#m", fallback=True)
+    settings = Settings(summarizer="http://x/v1#m", fallback=True)
     summarize = make_summarizer(
         settings, UR2, {"http://x/v1#m": ScriptedModel(a="on a", b=NO_FACT)}
     )
@@ -367,7 +367,7 @@ def test_each_task_may_have_its_own_summariser_and_results_keep_their_order():
         "http://b/v1#m": ScriptedModel(x="of qa", y="on y"),
     }
     assert models_in(names) == llms.keys()
-    summarize = make_summarizer(Settings(names), UR2, llms)
+    summarize = make_summarizer(Settings(summarizer=names), UR2, llms)
     batch = [replace(of_task(task), query="x") for task in ("qa", "math", "choice", "summary")]
     batch.append(replace(of_task("qa"), query="y"))
     texts = [result.text for result in summarize(batch, [[ANA]] * 5)]

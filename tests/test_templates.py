@@ -45,7 +45,7 @@ def load(bpe, tmp_path):
 @pytest.mark.parametrize("template", [ONLY_USER, ONLY_PARTS, LAST])
 def test_an_instruction_that_the_template_leaves_out_goes_into_the_users_message(template, bpe):
     tokenizer = Template(bpe, template)
-    assert prompt_text("ur2", QA, tokenizer) == f"<user>{INSTRUCTION}\n\n{QA.question}"
+    assert prompt_text(UR2, QA, tokenizer) == f"<user>{INSTRUCTION}\n\n{QA.question}"
     # a judge's, reader's or summariser's prompt
     text = bpe.decode(prompt_ids(tokenizer, ("Is it right?", "Norland")))
     assert text == "<user>Is it right?\n\nNorland"
@@ -67,27 +67,30 @@ def test_a_bos_that_the_tokenizer_would_add_is_in_every_prompt_exactly_once(bpe)
     adding = copy.deepcopy(bpe)
     adding.bos_token = bos
     number = bpe.convert_tokens_to_ids(bos)
-    assert number not in build_prompt("ur2", QA, adding)  # it has a BOS and does not yet add it
+    assert number not in build_prompt(UR2, QA, adding)  # it has a BOS and does not yet add it
     first = processors.TemplateProcessing(f"{bos} $0", special_tokens=[(bos, number)])
     adding.backend_tokenizer.post_processor = first
     for template in (CHAT_TEMPLATE, "{{ bos_token }}" + CHAT_TEMPLATE, None):
         adding.chat_template = template
-        for ids in (build_prompt("ur2", QA, adding), prompt_ids(adding, ("Judge.", "x"))):
+        for ids in (
+            build_prompt(UR2, QA, adding),
+            prompt_ids(adding, ("Judge.", "x")),
+        ):
             assert ids[0] == number and ids.count(number) == 1
 
 
 def test_chat_template_none_gives_a_base_model_a_layout_that_ends_where_it_reasons(load, tmp_path):
     tokenizer = load(CHAT_TEMPLATE, "none")
     plain = f"{INSTRUCTION}\n\nQuestion: {QA.question}\nResponse:"
-    assert prompt_text("ur2", QA, tokenizer) == plain
+    assert prompt_text(UR2, QA, tokenizer) == plain
     (tmp_path / "chat_template.jinja").unlink()
     tokenizer.save_pretrained(tmp_path)  # a checkpoint remembers it
-    assert prompt_text("ur2", QA, load_tokenizer(str(tmp_path))) == plain
+    assert prompt_text(UR2, QA, load_tokenizer(str(tmp_path))) == plain
 
 
 def test_variables_of_the_template_can_be_set(load):
     for flag, end in {"": "assistant\n", '{"thinking": false}': "assistant\n<no thoughts>"}.items():
-        assert prompt_text("ur2", QA, load(SWITCH, flag)).endswith(end)
+        assert prompt_text(UR2, QA, load(SWITCH, flag)).endswith(end)
 
 
 @pytest.mark.parametrize("flag", ["nome", "{'thinking': False}", '["thinking"]', "3"])

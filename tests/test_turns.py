@@ -6,6 +6,7 @@ from transformers import ByT5Tokenizer
 from data import Question
 from papers import PROTOCOLS, paper_of
 from plumbing.record import to_record
+from rewards import good_format
 from rollout import Environment, StopRule, encode
 from settings import Settings
 from trajectory import Segment, Trajectory
@@ -67,5 +68,5 @@ def test_what_follows_a_stop_tag_inside_its_own_token_is_not_text_of_the_model()
     environment = Environment(letters, protocol, None, Settings(max_context=4096))
     environment.end_turn(row, ids, [-0.1] * len(ids), "answer")
     assert row.response_ids == ids and row.text == text
-    assert paper_of(protocol.name).good_format(row)
+    assert good_format(row)
     assert len(to_record(row, letters)["tokens"]) == len(ids)

@@ -197,7 +197,7 @@ def test_every_text_of_the_world_has_known_tokens_and_decodes_to_itself(layout, 
     for split in ("train", "test"):
         for kind in KINDS:
             for question in world.questions(split, kind, 40):
-                ids = build_prompt("ur2", question, toy_tokenizer)
+                ids = build_prompt(PROTOCOLS["ur2"], question, toy_tokenizer)
                 assert toy_tokenizer.decode(ids) == f" {question.question} answer :<may_search>"
     for document in world.documents:
         ids = toy_tokenizer(f" {document.text}")["input_ids"]

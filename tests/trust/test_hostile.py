@@ -332,7 +332,9 @@ def test_no_question_page_or_request_adds_a_tag_or_a_control_token(
     for name in PROTOCOLS:
         check_written(name, tokenizer, (text, "x", text), tmp_path / "rows.jsonl")
     questions = question_with(text), question_with("Who Varen")
-    hostile, plain = [decode(tokenizer, build_prompt("arena", q, tokenizer)) for q in questions]
+    hostile, plain = [
+        decode(tokenizer, build_prompt(PROTOCOLS["arena"], q, tokenizer)) for q in questions
+    ]
     assert all(hostile.count(tag) == plain.count(tag) for tag in PROTOCOLS["arena"].tags)
     assert hostile.lower().count("varen") == plain.lower().count("varen")
     ids = [prompt_ids(tokenizer, ("Judge.", content)) for content in (text, "x")]

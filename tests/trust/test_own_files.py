@@ -29,7 +29,7 @@ fault = pytest.mark.fault
 
 def pay(name: str, trajectory=None) -> dict:
     """Returns the reward terms that the named function of a reward file gives."""
-    return own_reward(name)(trajectory or example("r_search"), None, 0, None)
+    return own_reward(name)(trajectory or example("r_search"))
 
 
 # ----------------------------------------------------------------------------------- a reward file
@@ -155,19 +155,9 @@ def test_a_file_name_of_thousands_of_characters_is_a_one_line_error(capsys, monk
 
 
 # ------------------------------------------------------------------------------------------- flags
-@pytest.mark.parametrize(
-    "flag, value, fragment",
-    [
-        of_fault(293, "--timeout", "1e12", "at most 86400"),
-        of_fault(293, "--max_searches", "9" * 12, "at most 10000"),
-        of_fault(294, "--questions_per_step", "100000000", "at most 65,536 traj"),
-        of_fault(295, "--run_name", "a" * 300, "without a slash, in at most 200 char"),
-        of_fault(296, "--output_dir", "a" * 300, "File name too long"),
-        of_fault(297, "--run_name", "a\0b", "the character NUL"),
-    ],
-)
-def test_a_value_beyond_the_limits_is_a_one_line_error(flag, value, fragment, capsys):
-    assert fragment in command_line(train.main, [flag, value], capsys)
+@fault(296)
+def test_a_name_that_no_folder_can_have_is_a_one_line_error(capsys):
+    assert "File name too long" in command_line(train.main, ["--output_dir", "a" * 300], capsys)
 
 
 @fault(298)
