@@ -43,8 +43,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.logging import disable_progress_bar
 
 from errors import InputError
-from formats.manifest import NAME as MANIFEST
-from formats.manifest import written_whole, wrong_with
+from formats.records import written_whole
 from retrievers.net import without_hub
 from scale.lora import add_lora, save_merged
 from scale.packing import hidden_states, lengths_of, obstacle, packed_attention
@@ -377,19 +376,14 @@ def without_dropout(config):
 
 
 def check_model_path(path: str, flag: str = "--model") -> None:
-    """Raises an InputError if `path` is local but not a saved model, or differs from its manifest.
-    A path is local if it exists, or if it cannot be a hub name.
+    """Raises an InputError if `path` is local but not a saved model. A path is local if it exists,
+    or if it cannot be a hub name.
     """
     exists = Path(path).exists()
     local = exists or path.startswith((".", "/", "~")) or path.count("/") > 1
     if local and not Path(path, "config.json").exists():
         wrong = "there is no config.json in this directory" if exists else "no such directory"
         raise InputError(f"{flag} {path}: {wrong}; give a saved HF model or a hub name")
-    if Path(path, MANIFEST).exists() and (wrong := wrong_with(Path(path))):
-        raise InputError(
-            f"{flag} {path}: {wrong}: use another model, or remove {MANIFEST} from this folder if "
-            "you changed the files yourself"
-        )
 
 
 def load_tokenizer(path: str, chat_template: str = ""):
@@ -427,8 +421,7 @@ def save_policy(policy, tokenizer, path: Path | str, trainer=None, settings="", 
     """Saves a folder that `from_pretrained` can load. If the policy is sharded, `weights` are the
     gathered weights.
     """
-    step = (trainer or {}).get("step")
-    with written_whole(Path(path), step) as folder:
+    with written_whole(Path(path)) as folder:
         save_merged(policy.language_model, folder, weights)
         tokenizer.save_pretrained(folder)
         if trainer is not None:  # the state that a run resumes from

@@ -125,8 +125,6 @@ class LLMSummarizer:
         self.llm, self.protocol, self.log = llm, protocol, log
         self.fallback = settings.fallback
         self.sampling = settings.summary_sampling
-        if log:
-            append_jsonl(log, [])  # fails now if the file cannot be written
 
     def __call__(self, requests: Requests, documents: Found) -> Results:
         results = [SearchResult(retrieved) for retrieved in documents]

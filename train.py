@@ -166,7 +166,7 @@ def collect(state: TrainState, step: int) -> Rollouts:
         scored = [None, None]
         if state.other_models is not None:
             scored = [*compute_rewards(trajectories, settings, step, state.other_models)]
-        wait_for_all(state, "still scores the answers")
+        wait_for_all(state)
         reward_terms, correct = broadcast_object_list(scored)
         rollouts.seconds += scored_from - start
         rollouts.reward_seconds += time.perf_counter() - scored_from
@@ -203,7 +203,7 @@ def shared_rollout(state: TrainState, environment, questions: list, seed: int) -
     end = len(questions) * (rank + 1) // processes
     with evaluating(state.policy), state.sampler() as policy:
         trajectories = rollout(policy, environment, questions[first:end], seed, state.generate)
-    wait_for_all(state, "still samples and searches")
+    wait_for_all(state)
     return gather_object(trajectories)
 
 

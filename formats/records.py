@@ -11,20 +11,19 @@ Left out: other compressions, CSV, fields over several lines.
 
 import contextlib
 import csv
-import fcntl
-import functools
 import gzip
 import itertools
 import json
 import os
 import re
 import reprlib
+import shutil
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from errors import InputError, rank_of
+from errors import InputError
 
 LONGEST_LINE = 64_000_000  # bytes
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -190,22 +189,25 @@ def finished_records(path: str | Path, cut: bool = True, needs: str = "") -> lis
 
 
 @contextlib.contextmanager
-def writing(path: str | Path) -> Iterator[None]:
-    """Turns a full disk, or a place that cannot be written, into an InputError."""
+def written_whole(path: Path) -> Iterator[Path]:
+    """Yields a folder to write into, which gets the name `path` at the end: a folder of this name
+    is complete, whatever ended the process. After an error it is removed.
+    """
+    aside = path.with_name(path.name + ".partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
     try:
-        yield
-    except OSError as error:
-        raise InputError(
-            f"{path}: cannot be written ({error.strerror}): make room, or name another place"
-        ) from None
+        yield aside
+        aside.rename(path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:
     """Replaces the file atomically: after a kill it holds the old or the new text, never a part."""
     partial = path.with_name(path.name + ".partial")
-    with writing(path):
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
 
 
 def json_lines(records: Iterable[dict]) -> str:
@@ -216,40 +218,15 @@ def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
     """Appends a JSON line per record. Without records it tests that the file is writable, and makes
     it if it is missing.
     """
-    with writing(path):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab") as file:
-            file.write(json_lines(records).encode())  # at once: another run may append too
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab") as file:
+        file.write(json_lines(records).encode())
 
 
 def write_records(path: Path, records: list[dict]) -> None:
     """Writes all records as JSON lines; replaces the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json_lines(records))
-
-
-@functools.cache
-def tell(line: str) -> None:
-    """Prints a line to stderr, in process 0 only, and the same line only once."""
-    if not rank_of("RANK"):
-        print(line, file=sys.stderr)
-
-
-def lock(file, operation: int) -> None:
-    """Locks an open file until the file is closed or this process ends, even if it is killed. If
-    another process has the lock, this function waits, or with LOCK_NB raises BlockingIOError; but
-    several processes can have the lock if all use LOCK_SH. Some network file systems have no locks;
-    then a warning is printed, and the work goes on.
-    """
-    try:
-        fcntl.flock(file, operation)
-    except BlockingIOError:
-        raise
-    except OSError as error:
-        tell(
-            f"{file.name}: cannot be locked ({error.strerror}): two processes could write to the"
-            " same place at once"
-        )
 
 
 def free_name(path: Path) -> Path:

@@ -2,11 +2,9 @@
 
 import contextlib
 import copy
-import ctypes
 import dataclasses
 import math
 import os
-import signal
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,7 +16,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
-from torch.distributed.distributed_c10d import _get_default_store
 
 import ppo
 from curriculum import QuestionStream
@@ -48,10 +45,8 @@ from trajectory import Trajectory
 from update import TrainState, updates_of
 from world.toy import load_reader, load_toy
 
-PR_SET_PDEATHSIG = 1  # option of prctl(2): signal when the parent ends
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # CPU microseconds allowed in a period, and its length
-PATIENCE = 60  # seconds after which a process names the one that it waits for
-LAUNCHERS = (b"accelerate", b"torchrun", b"torch.distributed")
+PATIENCE = 60  # seconds that a process waits for the others after a signal
 
 
 def build_protocol(settings: Settings) -> Protocol:
@@ -206,9 +201,8 @@ def make_accelerator(settings: Settings) -> Accelerator:
     return Accelerator(kwargs_handlers=[limit, views], **tracker)
 
 
-def wait_for_all(state: TrainState, doing: str) -> None:
-    """Waits until all processes have called this function. After PATIENCE seconds, a waiting
-    process prints a line if the process before it (by rank; for rank 0, the last) is missing.
+def wait_for_all(state: TrainState) -> None:
+    """Waits until all processes have called this function.
 
     Trap: torch waits for other processes in C++, where Python runs no signal handler. So a thread
     waits there, and the main thread waits for that thread. After a signal a process still waits up
@@ -217,31 +211,10 @@ def wait_for_all(state: TrainState, doing: str) -> None:
     """
     if state.accelerator.num_processes == 1:
         return
-    store = _get_default_store()
-    rank = state.accelerator.process_index
-    neighbour = (rank or state.accelerator.num_processes) - 1
-    errors = []
-
-    def arrive() -> None:
-        store.add(f"meetings of {rank}", 1)
-        state.accelerator.wait_for_everyone()
-
-    def name_missing() -> None:  # each process checks only the one before it
-        if store.add(f"meetings of {neighbour}", 0) < store.add(f"meetings of {rank}", 0):
-            print(
-                f"waiting for process {neighbour}, which {doing} or does not answer ({PATIENCE} "
-                "s so far)",
-                file=sys.stderr,
-            )
-
-    thread = start_thread(arrive, errors.append)
-    seconds, seconds_since_signal = 0, 0
+    errors, seconds_since_signal = [], 0
+    thread = start_thread(state.accelerator.wait_for_everyone, errors.append)
     while thread.join(1) or thread.is_alive():  # Python runs signal handlers during this `join`
-        seconds += 1
         seconds_since_signal += bool(state.run and state.run.signals)
-        if seconds == PATIENCE:
-            # In a thread, because the store hangs if the process that serves it is stopped.
-            start_thread(name_missing, [].append)
         if seconds_since_signal > PATIENCE:
             raise_terminated(*state.run.signals)
     for error in filter(None, errors):
@@ -289,25 +262,13 @@ def usable_cores() -> int:
 
 
 def prepare_process(settings: Settings) -> None:
-    """Sets the number of threads, and lets this process end when its launcher ends. With
-    --deterministic a GPU's numbers are reproducible too, except those of operations about which
-    torch prints a warning; a CPU's numbers always are.
+    """Sets the number of threads. With --deterministic a GPU's numbers are reproducible too, except
+    those of operations about which torch prints a warning; a CPU's numbers always are.
     """
-    end_with_launcher()
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
     set_threads()
-
-
-def end_with_launcher() -> None:
-    """Makes the kernel end this process when its launcher ends (Linux only). Otherwise the process
-    would go on training unseen after a kill -9 of the launcher.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        started_by = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
-        if any(name in started_by for name in LAUNCHERS):
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def check_before_models(settings: Settings, accelerator: Accelerator) -> tuple:

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from accelerate.utils import gather_object
 
 from errors import InputError, Terminated, check_output, raise_terminated
@@ -24,9 +23,9 @@ from plumbing.files import (
     best_checkpoint,
     checkpoints,
     prune,
+    read_state,
     settings_text,
     starting_model,
-    step_of,
 )
 from policy import save_policy
 from scale.lora import load_lora, lora_state
@@ -159,7 +158,7 @@ def resume(run: Run, state: TrainState) -> int:
     """
     settings, path = run.settings, starting_model(run.settings)[0]
     hint = "leave --resume out to start again"
-    trainer_state, saved = read_state(path), saved_settings(path)
+    trainer_state, saved = read_state(Path(path)), saved_settings(path)
     for name in ("lora_rank", "optimizer"):  # paged_adamw8bit has the same moments as adamw8bit
         ours, theirs = (str(getattr(s, name)).removeprefix("paged_") for s in (settings, saved))
         if ours != theirs:
@@ -185,22 +184,3 @@ def resume(run: Run, state: TrainState) -> int:
     if changes:
         run.accelerator.print(f"resumed with other settings: {', '.join(changes)}")
     return trainer_state["step"]
-
-
-def read_state(path: str) -> dict:
-    """Reads trainer.pt. The moments of a 7B model are 57 GiB; with mmap, the processes of a machine
-    share one copy of the file in memory. weights_only is set because a pickle could run any code.
-    """
-    try:
-        trainer_state = torch.load(
-            f"{path}/trainer.pt", map_location="cpu", weights_only=True, mmap=True
-        )
-        if "optimizer" not in trainer_state or trainer_state["step"] != step_of(Path(path)):
-            raise ValueError("it lacks the optimizer's moments, or is of another step")
-        return trainer_state
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(
-            f"--resume: {path}/trainer.pt cannot be read ({reason}): remove {path} to "
-            "resume from the checkpoint before it"
-        ) from None

@@ -14,27 +14,23 @@ import os
 import re
 import shutil
 import signal
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 
 import torch
+from safetensors import safe_open
 from tqdm import tqdm
 
-from errors import InputError, raise_terminated, slow_step
+from errors import InputError, raise_terminated, say_once, slow_step
 from flags import stage_folder
-from formats.manifest import wrong_with
 from formats.records import (
     append_jsonl,
     finished_records,
     free_name,
-    lock,
     read_whole,
-    tell,
     write_records,
     write_text,
-    writing,
 )
 from formats.trajectories import append_trajectories, cut_trajectories
 from papers import PROTOCOLS
@@ -42,16 +38,11 @@ from plumbing.alarms import alarms
 from plumbing.dry_run import report
 from plumbing.record import step_records
 from policy import Batch, check_model_path
-from prompts import NEEDED, OPTIONAL, SECTIONS, gaps_of
+from prompts import NEEDED, SECTIONS, gaps_of
 from settings import Settings
 from trajectory import Trajectory, show
 
 SHOW_EVERY = 5  # steps between decoded trajectories on the console
-TRAINING_HOLDS_IT = "trains in {}: wait for it, end it, or give this run its own --run_name"
-EVALUATION_HOLDS_IT = "writes {}: wait for it, or name another with --out"
-# The locks that this process holds, by path. The process number in a lock file does not show
-# whether this process holds it: in two containers, two processes may both have the number 1.
-HELD_LOCKS = weakref.WeakValueDictionary()
 
 
 def flags_of_run(settings: Settings) -> list[str]:
@@ -72,20 +63,41 @@ def step_of(path: Path) -> int:
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """Returns the last undamaged checkpoint, or None if the folder has no checkpoint. Prints a line
-    about each damaged checkpoint after it. Raises an InputError if all are damaged.
+    """Returns the last checkpoint that can be read, or None if the folder has no checkpoint. Prints
+    a line about each later one. Raises an InputError if none can be read.
     """
     paths = checkpoints(folder)
     for path in reversed(paths):
-        if not (damage := wrong_with(path, step_of(path))):
+        if not (damage := unreadable(path)):
             return path
-        tell(f"{path} is passed over: {damage}")
+        say_once(f"{path} is passed over: {damage}")
     if paths:
-        raise InputError(
-            f"{folder}: no whole checkpoint is there: train that stage again, or try --model "
-            f"{paths[-1]} (the weights of the last, damaged one), both without --resume"
-        )
+        raise InputError(f"{folder}: none of its checkpoints can be read: train that stage again")
     return None
+
+
+def unreadable(checkpoint: Path) -> str:
+    """Returns why a checkpoint cannot be loaded, or "". The headers of large files are read, which
+    say how long the files are: this finds files that are missing or cut off, not changed bytes.
+    """
+    try:
+        for name in ("settings.json", "config.json", "tokenizer.json"):
+            json.loads((checkpoint / name).read_text(encoding="utf-8"))
+        read_state(checkpoint)
+        for file in [*checkpoint.glob("model*.safetensors")] or [checkpoint / "model.safetensors"]:
+            with safe_open(file, "numpy"):
+                pass
+    except Exception as error:  # each library has its own
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return ""
+
+
+def read_state(checkpoint: Path) -> dict:
+    """Reads trainer.pt. The moments of a 7B model are 57 GiB; with mmap, the processes of a machine
+    share one copy of the file in memory. weights_only is set because a pickle could run any code.
+    """
+    file = checkpoint / "trainer.pt"
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
 
 
 def best_checkpoint(folder: Path) -> Path:
@@ -135,76 +147,46 @@ def prompt_sections(settings: Settings) -> dict[str, str]:
     """
     if not settings.prompt_file:
         return {}
-    try:
-        whole = read_whole(Path(settings.prompt_file))
-    except InputError as error:
-        raise InputError(f"--prompt_file {error}") from None
+    whole = read_whole(Path(settings.prompt_file))
     before, *rest = re.split(r"^\[([a-z:]+)\][ \t]*$", whole, flags=re.MULTILINE)
     texts = {"policy": before} if before.strip() or not rest else {}
     texts |= zip(rest[::2], rest[1::2], strict=True)
     for name, text in texts.items():
         texts[name] = text.strip()
-        if problem := prompt_problem(name, texts[name], settings):
-            raise InputError(f"--prompt_file {settings.prompt_file}, section {name}: {problem}")
+        if name not in SECTIONS or (lacking := what_lacks(name, text, settings)):
+            fault = f"it lacks {lacking}" if name in SECTIONS else f"one of {', '.join(SECTIONS)}"
+            raise InputError(f"--prompt_file {settings.prompt_file}, section {name}: {fault}")
     return texts
 
 
-def prompt_problem(name: str, text: str, settings: Settings) -> str:
-    """Returns the first fault of a section, or "". The faults are: an unknown name; no text; an
-    unknown placeholder; a missing placeholder, such as {question}, in a text that has others; and,
-    in a text for the policy, a missing query tag or answer tag (UR² has \\boxed or "correct answer
-    is" instead of an answer tag).
+def what_lacks(name: str, text: str, settings: Settings) -> str:
+    """Returns the first placeholder that a text with placeholders lacks, or the first tag that a
+    text for the policy does not show although the protocol reads it; else "".
     """
-    if name not in SECTIONS:
-        return f"unknown; one of {', '.join(SECTIONS)}"
-    if not text:
-        return "it is empty"
     protocol, model, gaps = PROTOCOLS[settings.protocol], name.partition(":")[0], gaps_of(text)
-    needed, others = NEEDED.get(model, "").split(), OPTIONAL.get(model, "").split()
-    if protocol.references_in_prompt and model == "policy":
-        needed.append("references")
-    if wrong := gaps.difference(needed, others) or (gaps and {*needed} - gaps):
-        return (
-            f"placeholder {{{min(wrong)}}} is unknown or missing: {needed} are needed, and "
-            f"{others} are optional"
-        )
-    answer = (protocol.answer_tags or ["\\boxed"])[0]
-    if not protocol.answer_tags and name.endswith(":choice"):
-        answer = "correct answer is"
-    searches = protocol.query_tags and settings.retrieval and "direct" not in name
-    for tag in (answer, protocol.query_tags[0] if searches else answer):
-        if model == "policy" and tag not in text:
-            return f"protocol {protocol.name} is parsed by its tags: the text must show {tag}"
-    return ""
+    needed = NEEDED.get(model, "").split()
+    needed += ["references"] * (protocol.references_in_prompt and model == "policy")
+    shown = [f"{{{gap}}}" for gap in needed if gaps and gap not in gaps]
+    if model == "policy":
+        searches = settings.retrieval and "direct" not in name
+        pairs = (protocol.answer_tags, protocol.query_tags if searches else None)
+        shown += [pair[0] for pair in pairs if pair and pair[0] not in text]
+    return next(iter(shown), "")
 
 
 def settings_text(settings: Settings) -> str:
     return json.dumps(dataclasses.asdict(settings), indent=1) + "\n"
 
 
-def locked(folder: Path, kind: int = fcntl.LOCK_EX, holder: str = TRAINING_HOLDS_IT):
-    """Locks a folder until the returned file is garbage-collected. Two runs in one folder would mix
-    their lines and prune each other's checkpoints. The main process first takes the lock for
-    itself (LOCK_EX), which fails while a process of another run holds it. Then all processes of
-    this run share the lock (LOCK_SH). An evaluation locks its predictions file in the same way. The
-    error message is "process", the number of the process that holds the lock, and `holder`.
+def taken(folder: Path):
+    """Locks a folder against other runs, which would mix their lines with ours, and returns the
+    open file that holds the lock.
     """
-    path = folder.with_name(f".{folder.name}.lock")
-    if file := HELD_LOCKS.get(path):  # this command, or an earlier run in this process, holds it
-        return file
-    with writing(path):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
-        try:
-            lock(file, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise InputError(f"process {file.read().strip()} {holder.format(folder)}") from None
-        if kind == fcntl.LOCK_EX:
-            file.truncate(0)
-            print(os.getpid(), file=file, flush=True)
-            lock(file, fcntl.LOCK_SH)
-    HELD_LOCKS[path] = file
+    file = open(folder / "lock", "w", encoding="utf-8")  # noqa: SIM115
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(f"{folder}: another process trains there: give a --run_name") from None
     return file
 
 
@@ -216,20 +198,14 @@ class Run:
         self.accelerator, self.main = accelerator, accelerator.is_main_process
         self.records = []  # the metrics of all steps so far
         self.may_stop_now = True  # whether a signal may end the run at once
+        self.lock = None  # the open file that shows others that this run uses the folder
         self.signals = []  # numbers of the signals that this process has received
 
     def open(self, first_step: int) -> None:
-        """Locks and prepares the folder, unless it is a dry run. All processes hold the lock as
-        long as their `Run` exists.
-        """
-        if self.settings.dry_run:
-            return
-        if self.main:
-            self.lock = locked(self.folder)
+        """Prepares the folder, unless it is a dry run."""
+        if self.main and not self.settings.dry_run:
             self.make_folder(first_step)
         self.accelerator.wait_for_everyone()
-        if not self.main:
-            self.lock = locked(self.folder, fcntl.LOCK_SH)
 
     def make_folder(self, first_step: int) -> None:
         """Renames an earlier run's folder. With --resume, the folder keeps its name: the steps from
@@ -238,9 +214,8 @@ class Run:
         """
         # Later stages are renamed too, because they started from the run that is replaced.
         stages = sorted(self.folder.parent.glob("stage?")) if not self.settings.resume else []
-        stages = [stage for stage in stages if stage.name >= self.folder.name]
-        _held = list(map(locked, stages))  # all are locked before one is renamed
-        for folder in stages:
+        for folder in [stage for stage in stages if stage.name >= self.folder.name]:
+            taken(folder).close()
             old = free_name(folder)
             folder.rename(old)
             print(
@@ -248,6 +223,7 @@ class Run:
                 "instead)"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock = taken(self.folder)  # until this process ends, or the run is over
         if self.settings.resume:
             metrics = self.folder / "metrics.jsonl"
             rows = finished_records(metrics, needs="step")
@@ -275,6 +251,8 @@ class Run:
             print(learned(self.records))
         for tracker in self.accelerator.trackers:
             tracker.finish()
+        if self.lock:
+            self.lock.close()
 
     def log(self, record: dict, rollouts, batch: Batch | None, environment) -> None:
         with contextlib.suppress(OSError):  # the terminal was closed, or Ctrl-C ended `tee`

@@ -26,7 +26,6 @@ from tqdm import tqdm
 
 from data import Document, clean
 from errors import InputError, rank_of
-from formats.manifest import sync
 from retrievers.net import shown, without_hub
 
 SHARD = 16_384  # documents per file, and rows of one matrix product
@@ -155,7 +154,6 @@ def passage_vectors(documents: list[Document], encoder, runs="runs") -> list[tor
             texts = [passage_text(document) for document in documents[i * SHARD :][:SHARD]]
             aside = folder / f"{os.getpid()}.part.npy"
             np.save(aside, encoder(texts, "passage").astype(np.float16))
-            sync(aside)  # otherwise a power cut may leave a renamed but empty file
             aside.rename(path)
     try:
         # Mode "c" (copy on write), because torch warns of read-only memory. Nothing is written.

@@ -27,8 +27,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from data import Document, Question
-from formats.manifest import wrong_with
-from formats.records import lock
 from other_models.reader import INSTRUCTION as READER_INSTRUCTION
 from other_models.reader import reader_text
 from policy import Policy, load_policy, save_policy
@@ -657,15 +655,15 @@ def load_reader(world_seed: int = 0, runs: str = "runs") -> Loaded:
 
 
 def made_once(path: Path, recipe: str, make: Callable[[], Loaded]) -> Loaded:
-    """Returns the model in the folder `path`. If it is missing, damaged, or made by another
-    `recipe`, it is made first, while other processes that need it wait.
+    """Returns the model in the folder `path`. If it is missing, or made by another `recipe`, it is
+    made first, while other processes that need it wait.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_name(f".{path.name}.lock"), "a") as file:
-        lock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX)
         note = path / NOTE
         made_so = note.is_file() and note.read_text(errors="replace") == f"{recipe}\n"
-        if not made_so or wrong_with(path):
+        if not made_so:
             print(f"making the built-in model {path.name} (kept in {path})", file=sys.stderr)
             shutil.rmtree(path, ignore_errors=True)
             save_policy(*make(), path)

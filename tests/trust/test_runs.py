@@ -1,14 +1,11 @@
 """A run survives a second run in its folder, a kill and odd lines of metrics."""
 
-import os
-
 import pytest
 from conftest import command_line, flags, rows_of, settings_for
 from processes import command, kill, wait_for
 
 import train
 from formats.records import write_records, write_text
-from plumbing.files import locked
 
 fault = pytest.mark.fault
 
@@ -18,7 +15,7 @@ def test_a_second_run_in_a_folder_names_the_first_and_leaves_it_alone(model, tmp
     first = command(tmp_path / "log", train.main, flags(model, tmp_path, "--steps 500"))
     wait_for(tmp_path / "t" / "stage1" / "metrics.jsonl", "\n", first)
     error_line = command_line(train.main, flags(model, tmp_path, "--steps 1"), capsys)
-    assert f"process {first.pid} trains in {tmp_path}/t/stage1: wait for it" in error_line
+    assert f"{tmp_path}/t/stage1: another process trains there: give a --run_name" in error_line
     assert not (tmp_path / "t" / "stage1.old1").exists()
     kill(first)
     train.train(settings_for(model, tmp_path, "--steps 1"))  # a killed run holds no lock
@@ -50,10 +47,3 @@ def test_a_file_stays_as_it_was_if_rewriting_it_is_interrupted(tmp_path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         write_records(path, [{"new": 1}])
     assert path.read_text() == "old"
-
-
-def test_a_process_can_lock_its_own_folder_again(tmp_path):
-    file, again = locked(tmp_path / "stage1"), locked(tmp_path / "stage1")
-    file.close()
-    again.close()
-    assert (tmp_path / ".stage1.lock").read_text().strip() == str(os.getpid())

@@ -29,38 +29,12 @@ fault = pytest.mark.fault
 # --------------------------------------------------------------------------- waiting for a process
 
 
-def comes_late(log: Path, late: int) -> None:
-    """Process `late` arrives at the second meeting after the other has printed that it waits."""
-    sys.stderr = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
-    state = SimpleNamespace(accelerator=Accelerator(), run=None)
-    build.wait_for_all(state, "still begins")
-    build.PATIENCE = 1
-    if state.accelerator.process_index == late:
-        wait_for(log, "waiting for")
-    build.wait_for_all(state, "still samples")
-    build.PATIENCE = 60
-    build.wait_for_all(state, "still scores")
-
-
-@fault(306)
-@pytest.mark.parametrize("late", [0, 1])
-def test_a_process_that_is_late_is_named_once_and_waited_for(late, tmp_path):
-    in_two_processes(comes_late, tmp_path / "log", late)
-    (line,) = (tmp_path / "log").read_text().splitlines()
-    assert line == (
-        f"waiting for process {late}, which still samples or does not answer (1 s so far)"
-    )
-
-
 def trains_until_one_stops(folder: Path, arguments: list[str], stopped: int) -> None:
     """Trains. Process `stopped` stops when it should sample step 3, and the other one then sends
-    itself SIGTERM: process 0 when it has printed that it waits, process 1 as soon as process 0 has
-    stopped, because without a launcher process 0 keeps the store that process 1 would ask.
+    itself SIGTERM.
     """
     build.PATIENCE, build.set_threads = 1, lambda: None
-    log, pid_file, real = folder / "log", folder / "process", train.sample_draw
-    sys.stderr = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
-    cue = (log, "waiting for process 1, which still samples") if stopped else (pid_file, "stops")
+    pid_file, real = folder / "process", train.sample_draw
 
     def stops(state, step, draw):
         if step == 3:
@@ -70,7 +44,7 @@ def trains_until_one_stops(folder: Path, arguments: list[str], stopped: int) -> 
         return real(state, step, draw)
 
     def end_when_the_other_stops() -> None:
-        wait_for(*cue)
+        wait_for(pid_file, "stops")
         os.kill(os.getpid(), signal.SIGTERM)
 
     if os.environ["RANK"] == str(stopped):
