@@ -37,7 +37,6 @@ import train
 from data import Question
 from errors import InputError, run_main, say_once
 from flags import parse
-from formats.manifest import seal
 from papers import PROTOCOLS, as_protocol, paper_of
 from plumbing import build
 from policy import Policy, save_policy
@@ -247,7 +246,6 @@ def trained(model, tmp_path_factory):
     runs = tmp_path_factory.mktemp("trained")
     kept = shutil.copytree(model, runs / "toy" / "ur2-world0")  # so no built-in model is warmed up
     (kept / NOTE).write_text(f"{paper_of('ur2').world}\n")
-    seal(kept, None)
     small = SMALL.replace("--run_name t", "").replace("12", "16").split()
     for stage in ("1", "2"):  # the path is added after replace(): it may contain "12"
         train.main([*small, "--stage", stage, "--output_dir", str(runs)])

@@ -409,7 +409,6 @@ def test_a_folder_without_a_model_is_a_one_line_error(saved, tmp_path):
         "/no/model: no such directory"
     )
     next(saved.glob("*.safetensors")).write_bytes(b"junk")
-    (saved / "manifest.json").unlink()  # a model without a manifest, as from others
     assert_error("no causal LM could be loaded from there", load_llm, str(saved), settings_with())
 
 

@@ -29,7 +29,6 @@ import train
 from convert import convert
 from errors import InputError
 from flags import in_built_in_world, parse, parse_stages, saved_settings
-from formats.manifest import seal
 from formats.records import write_records
 from plumbing import build
 from plumbing.build import build_state, check_processes
@@ -92,7 +91,6 @@ def test_a_resume_cuts_the_metrics_at_its_checkpoint_and_prints_changed_settings
 ):
     saved = json.loads((copy / "settings.json").read_text()) | {"output_dir": str(tmp_path)}
     (checkpoints(copy)[-1] / "settings.json").write_text(json.dumps(saved))
-    seal(checkpoints(copy)[-1], 1)
     with open(copy / "metrics.jsonl", "a") as file:
         file.write('{"step": 1, "reward": 1.0}\n{"step": 2, "rew')
     train.train(settings_for(model, tmp_path, "--steps 2 --resume --lr 0.002"))
@@ -169,15 +167,6 @@ def test_saved_settings_are_read_back_unchanged_and_other_models_have_none(
     older = dataclasses.asdict(settings) | {"index": "i"}  # a flag that has gone
     (tmp_path / "settings.json").write_text(json.dumps(older))
     assert saved_settings(str(tmp_path)) == settings
-
-
-def test_a_checkpoint_without_a_manifest_cannot_be_resumed_but_started_from(copy, model, tmp_path):
-    last = checkpoints(copy)[-1]
-    (last / "manifest.json").unlink()
-    with pytest.raises(InputError, match=f"no whole checkpoint.*--model {last} "):
-        train.train(settings_for(model, tmp_path, "--resume"))
-    state = build_state(settings_for(last, tmp_path))
-    assert same(state.policy.parameters(), load_policy(str(last))[0].parameters())
 
 
 # -------------------------------------------------------------------- errors before training starts

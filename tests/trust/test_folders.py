@@ -19,11 +19,10 @@ from processes import command, exit_code, heed_signals
 from safetensors.torch import load_file, save_file
 from test_checkpoints import FOUR, RUN, run, whole
 
+import policy
 import train
-from formats import manifest
-from formats.manifest import seal, wrong_with
 from plumbing import checkpoint, files
-from plumbing.files import checkpoints
+from plumbing.files import checkpoints, taken, unreadable
 from policy import load_policy
 
 fault = pytest.mark.fault
@@ -47,48 +46,17 @@ def resumed(run, model, tmp_path):
 
 
 # --------------------------------------------------------------------------- two runs in one folder
-@contextlib.contextmanager
-def other_run(folder):
-    """Locks a folder as another run would. The lock names our own process number: in two containers
-    both processes may have the number 1.
-    """
-    folder.mkdir()
-    with open(folder.with_name(f".{folder.name}.lock"), "w") as file:
-        print(os.getpid(), file=file, flush=True)
-        fcntl.flock(file, fcntl.LOCK_SH)
-        yield
-
-
 @fault(236)
 @pytest.mark.parametrize("stages", ["1", "1,2"])
 def test_a_start_does_not_move_a_stage_that_another_run_writes(
     stages, run, model, tmp_path, capsys
 ):
     second = run.with_name("stage2")
-    with other_run(second):
+    second.mkdir()
+    with taken(second):
         error_line = command_line(train.main, flags(model, tmp_path, f"--stage {stages}"), capsys)
-    assert f"process {os.getpid()} trains in {second}: wait for it" in error_line
+    assert f"{second}: another process trains there" in error_line
     assert {path.name for path in run.parent.glob("stage*")} == {"stage1", "stage2"}
-
-
-@fault(260)
-def test_a_file_system_without_locks_is_reported_once_and_training_goes_on(
-    model, tmp_path, monkeypatch, capsys
-):
-    def no_locks(*_):
-        raise OSError(errno.ENOLCK, "no locks")
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    train.main(flags(model, tmp_path, "--steps 1"))
-    warning = "cannot be locked (no locks): two processes could write to the same place at once"
-    assert capsys.readouterr().err.count(warning) == 1
-
-
-@fault(255)
-def test_a_folder_in_the_place_of_the_lock_is_a_one_line_error(model, tmp_path, capsys):
-    (tmp_path / "t" / ".stage1.lock").mkdir(parents=True)
-    error_line = command_line(train.main, flags(model, tmp_path), capsys)
-    assert ".stage1.lock: cannot be written (Is a directory): " in error_line
 
 
 # ---------------------------------------------------------------------------------------- signals
@@ -129,7 +97,7 @@ def test_each_signal_saves_what_was_learned(
     monkeypatch.setattr(train, where, raising(getattr(train, where), 3, number))
     ends_with(128 + number, flags(model, tmp_path, LONG))
     (path,), (out, err) = checkpoints(tmp_path / "t" / "stage1"), capfd.readouterr()
-    assert path.name[-1] == saved and not wrong_with(path)
+    assert path.name[-1] == saved and not unreadable(path)
     assert out.splitlines()[-1] == f"{ending}; last checkpoint: {path} (go on with --resume)"
     assert err.count("Ctrl-C again ends at once") == (number == signal.SIGINT)
 
@@ -169,7 +137,7 @@ def test_no_step_is_lost_if_ctrl_c_also_ends_the_tee_that_reads_the_output(
 )
 def test_only_a_second_ctrl_c_ends_the_saving(first, code, saved, model, tmp_path, monkeypatch):
     more = [signal.SIGTERM, signal.SIGINT]
-    monkeypatch.setattr(manifest, "seal", raising(seal, 1, *more))
+    monkeypatch.setattr(policy, "save_merged", raising(policy.save_merged, 1, *more))
     monkeypatch.setattr(train, "collect", raising(train.collect, 3, getattr(signal, first)))
     ends_with(code, flags(model, tmp_path, LONG))
     assert len([*(tmp_path / "t" / "stage1").glob("checkpoint*")]) == saved
@@ -177,7 +145,8 @@ def test_only_a_second_ctrl_c_ends_the_saving(first, code, saved, model, tmp_pat
 
 @fault(21)
 def test_a_signal_during_a_save_ends_the_run_before_another_step(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest, "seal", raising(seal, 1, signal.SIGTERM))
+    save = raising(policy.save_merged, 1, signal.SIGTERM)
+    monkeypatch.setattr(policy, "save_merged", save)
     ends_with(143, flags(model, tmp_path, "--steps 4 --save_every 2"))
     assert len(rows_of(tmp_path / "t" / "stage1")) == 2
 
@@ -225,40 +194,11 @@ def test_a_half_written_checkpoint_that_is_a_file_is_removed(run, resumed):
     assert not [*run.glob("*.partial")]
 
 
-@fault(254)
-def test_a_folder_in_the_place_of_the_metrics_is_a_one_line_error(run, resumed):
-    (run / "metrics.jsonl").unlink()
-    (run / "metrics.jsonl").mkdir()
-    assert "metrics.jsonl: cannot be written (Is a directory): " in message(resumed)
-
-
-@fault(256)
-@pytest.mark.parametrize(
-    "state", [{"step": 4}, [4], {"step": "four", "optimizer": {}}, {"step": -4, "optimizer": {}}]
-)
-def test_a_wrong_trainer_state_with_a_valid_manifest_is_a_one_line_error(state, run, resumed):
-    torch.save(state, run / FOUR / "trainer.pt")
-    seal(run / FOUR, 4)
-    error_line = message(resumed)
-    assert f"{FOUR}/trainer.pt cannot be read (" in error_line
-    assert f"remove {run / FOUR} to resume from the checkpoint before it" in error_line
-
-
 @fault(249)
 def test_another_optimizer_at_resume_is_a_one_line_error(run, resumed):
     settings = json.loads((run / FOUR / "settings.json").read_text())
     (run / FOUR / "settings.json").write_text(json.dumps(settings | {"optimizer": "adamw8bit"}))
-    seal(run / FOUR, 4)
     assert "was made with --optimizer adamw8bit: do the same, or leave" in message(resumed)
-
-
-@fault(258)
-def test_a_folder_removed_during_a_save_is_not_reported_as_a_full_disk(
-    model, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(manifest, "seal", lambda *_: shutil.rmtree(tmp_path / "t"))
-    error_line = message(train.train, settings_for(model, tmp_path, "--steps 1"))
-    assert error_line.endswith("its folder was removed meanwhile")
 
 
 def test_a_folder_removed_during_a_step_is_not_created_again(model, tmp_path, monkeypatch):
@@ -275,7 +215,6 @@ def change(path, part: str, changed) -> None:
     weights |= {name: changed(weight) for name, weight in weights.items() if part in name}
     remaining = {name: weight for name, weight in weights.items() if weight is not None}
     save_file(remaining, path / "model.safetensors", {"format": "pt"})
-    seal(path, 4)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from test_launch import start as launched
 import eval as evaluation
 import train
 from flags import DAPO
-from formats import manifest, trajectories
+from formats import trajectories
 from formats.trajectories import read_trajectories
 from papers import PROTOCOLS, paper_of
 from plumbing import checkpoint, files
@@ -88,15 +88,6 @@ def kill_half_deleted() -> None:
 POINTS = {
     "before trainer.pt": (6, kill_before, torch, "save", 2),
     "half of trainer.pt": (7, kill_half_written, torch, "save", lambda state, path: path, 2),
-    "before the manifest": (6, kill_before, manifest, "seal", 2),
-    "half of the manifest": (
-        7,
-        kill_half_written,
-        manifest,
-        "seal",
-        lambda folder, step: folder / manifest.NAME,
-        2,
-    ),
     "before the rename": (8, kill_before, Path, "rename", 2),
     "after the rename": (9, kill_before, checkpoint, "prune", 2),
     "an old checkpoint half deleted": (10, kill_half_deleted),
@@ -309,32 +300,6 @@ def failing_other(arguments: list[str]) -> None:
 def processes_of(launcher: int) -> list[int]:
     """Returns the numbers of the child processes, the first rank first."""
     return list(map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()))
-
-
-@fault(18)
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not Path("/proc").is_dir(), reason="only Linux signals a process whose parent died"
-)
-def test_processes_end_when_their_launcher_is_gone(model, tmp_path):
-    folder = tmp_path / "t" / "stage1"
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    launch += ["configs/ddp.yaml", "--num_processes", "2", "--main_process_port", "0", "train.py"]
-    with open(tmp_path / "log", "w") as log:
-        options = {"cwd": ROOT, "env": os.environ | {"ACCELERATE_USE_CPU": "true"}}
-        command = [*launch, *flags(model, tmp_path, LONG)]
-        launcher = subprocess.Popen(command, stdout=log, stderr=log, **options)
-    try:
-        wait_for(folder / "metrics.jsonl", '"step": 2')
-        children = processes_of(launcher.pid)
-    finally:
-        launcher.kill()
-        launcher.wait()
-    assert len(children) == 2 and all(ended(child) for child in children)
-    rows = rows_of(folder)
-    assert checkpoints(folder) and files.step_of(checkpoints(folder)[-1]) >= len(rows) - 1
-    text = (tmp_path / "log").read_text()
-    assert "ended by SIGTERM; last checkpoint:" in text and "Traceback" not in text
 
 
 @fault(20)

@@ -32,7 +32,6 @@ def changed(model, tmp_path, monkeypatch):
 
     def change(file: str, fields: dict) -> Path:
         path = shutil.copytree(model, tmp_path / "model")
-        (path / "manifest.json").unlink()  # a downloaded model has none
         (path / "own.py").write_text(f"open('{tmp_path}/ran', 'w')\nConfig = Model = Words = int")
         (path / file).write_text(json.dumps(json.loads((path / file).read_text()) | fields))
         return path

@@ -18,9 +18,7 @@ NAN = float("nan")
 INF = float("inf")
 EQUAL = (1, 1, 1, 1)  # two groups of two
 GRPO = "--algorithm grpo"
-DAPO = "--algorithm dapo"
 PPO = "--algorithm ppo"
-EACH = ("", GRPO, DAPO, PPO)
 
 
 def fault(number: int, *values):
@@ -93,15 +91,11 @@ def critic(state, patch):
 
 
 STOPS = [
-    *(
-        fault(number, paid(NAN, 1, 0, 1), more)
-        for number, more in zip((110, 112, 113, 114), EACH, strict=True)
-    ),
+    of_fault(110, paid(NAN, 1, 0, 1), ""),
+    fault(114, paid(NAN, 1, 0, 1), PPO),
     fault(111, paid(INF, 1, 0, 1), ""),
     of_fault(115, old(NAN), ""),
-    fault(116, old(-INF), ""),
     fault(117, old(-1000.0), ""),
-    fault(118, old(-1000.0), "--kl_coef 0.1 --kl_estimator k3"),
     of_fault(119, gradient, ""),
     of_fault(120, weight, ""),
     of_fault(121, paid(1, 0, 0, 1), "--lr 1e9"),
@@ -125,20 +119,11 @@ def test_a_number_that_is_not_finite_stops_the_run_with_a_one_line_error(change,
 # (fault, change, flags, the alarm that is raised or "", whether the weights stay the same)
 GOES_ON = [
     of_fault(122, paid(1e38, 0, 0, 1), "", "", False),
-    fault(122, paid(1e38, 0, 0, 1), GRPO, "", False),
-    *(
-        fault(123 + n, paid(*EQUAL), flags, "equal_groups", True)
-        for n, flags in enumerate(EACH[:3])
-    ),
+    of_fault(124, paid(*EQUAL), GRPO, "equal_groups", True),
     fault(126, paid(*EQUAL), PPO, "", False),
-    fault(127, paid(*EQUAL), "--algorithm reinforce_pp", "", True),
     of_fault(128, masked(slice(None)), "", "", True),
-    fault(129, masked(slice(None)), PPO, "", True),
-    fault(130, masked(slice(1)), "", "", False),
     fault(131, None, "--max_turn_tokens 1", "truncated", False),
-    fault(132, None, "--max_context 75", "", False),
     fault(133, None, "--max_context 60", "truncated", False),
-    fault(134, None, "--temperature 1e-30", "equal_groups", True),
 ]
 
 

@@ -62,39 +62,16 @@ def get(path: str, method: str = "GET") -> bytes:
 
 ODD = [
     (164, post(b'{"queries": ["a"'), "400 not JSON"),
-    (165, post(["ana"]), "400 'queries' must"),
     (166, post(b"[" * 200_000), "400 not JSON"),
-    (167, post(b'{"queries": ["a"], "topk": ' + b"9" * 6000 + b"}"), 400),
     (168, ask(topk=1.5), "400 'topk' must"),
-    (168, ask(topk=True), "400 'topk' must"),
-    (169, post(b'{"queries": ["a"], "topk": NaN}'), 400),
-    (170, ask(topk=1001), "400 'topk' must"),
     (171, ask(topk=0), "400 'topk' must be a whole number from 1 to 1000"),
     (172, post(b'{"queries": ["half \\ud83d of one"]}'), 200),
-    (173, post(b'{"queries": ["a\\u0000b"]}'), 200),
     (174, post(b"", Content_Length=2**24 + 1), "413 send at most 16,777,216 bytes, and their"),
-    (175, ask(queries=["a", None]), "400 'queries' must"),
-    (177, post(b'{"queries": ["\xff\xfe"]}'), 400),
     (178, get("/retrieve"), 404),
-    (179, get("/retrieve", "PUT"), 501),
-    (180, get("/retrieve", "DELETE"), 501),
     (181, get("/../../etc/passwd"), 404),
-    (181, get("/%2e%2e/%2e%2e/etc/passwd"), 404),
     (182, get("/a%0d%0aX-Injected:%20yes"), 404),
-    (183, b"POST /\x1b[2J HTTP/1.1\r\nHost: x\r\n\r\n", 404),
-    (183, get("/search", "POST"), "404 this server has POST /retrieve and GET /health"),
-    (184, post(b"", Content_Length=-5), 413),
-    (184, post(b"", Content_Length="ten"), 413),
-    (185, b"POST /retrieve HTTP/1.1\r\nContent-Length: 2\r\nContent-Length: 9\r\n\r\n{}", 400),
     (186, post(b"2\r\n{}\r\n0\r\n\r\n", Content_Length=None, Transfer_Encoding="chunked"), 413),
-    (187, post(b"{}", Transfer_Encoding="chunked"), 400),
     (188, bytes(range(1, 256)) + b"\r\n\r\n", 400),
-    (189, get("/" + "a" * 100_000), 414),
-    (
-        190,
-        get("/health").replace(b"Host", b"".join(b"X%d: 1\r\n" % n for n in range(500)) + b"Host"),
-        431,
-    ),
 ]
 
 
@@ -147,19 +124,3 @@ def test_two_hundred_clients_at_once_are_all_answered(url):
             pool.map(lambda _: exchange(url, {"queries": ["ana"], "topk": 1})[0], range(400))
         )
     assert codes == [200] * 400
-
-
-@fault(195)
-def test_six_hundred_slow_clients_do_not_hold_up_another_one(url, many_files, monkeypatch):
-    monkeypatch.setattr(serve.Handler, "timeout", 600)
-    with contextlib.ExitStack() as stack:
-        slow_clients = [
-            stack.enter_context(socket.create_connection(address(url), timeout=60))
-            for _ in range(600)
-        ]
-        for client in slow_clients:
-            client.sendall(b"POST /retrieve HTTP/1.1\r\n")
-        assert exchange(url, {"queries": ["ana"]})[0] == 200
-        slow_clients[0].setblocking(False)
-        with pytest.raises(BlockingIOError):  # the server still waits for the rest
-            slow_clients[0].recv(1)
