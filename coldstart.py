@@ -285,16 +285,17 @@ def draw_traces(questions, environment: Environment, options: ColdStart, seed: i
     return kept
 
 
-def evenly(questions: Sequence[Question], seed: int) -> list[Question]:
-    """Shuffles the questions, then takes them in turns: one of each kind, another of each, ...
+def evenly(questions: Sequence[Question], seed: int, weights: Counter = ()) -> list[Question]:
+    """Shuffles the questions, then takes them in turns: one of each kind, another of each, ... A
+    kind of weight 2 comes twice as often as one of weight 1, as long as it has questions.
 
-    Worked: kinds a a a b -> a b a a.
+    Worked: kinds a a a b -> a b a a; with the weights a: 2, b: 1 -> a a b a.
     """
     turns = Counter()
 
-    def turn(question: Question) -> int:
+    def turn(question: Question) -> float:
         turns[question.kind] += 1
-        return turns[question.kind]
+        return turns[question.kind] / (weights[question.kind] if weights else 1)
 
     return sorted(random.Random(f"{seed} order").sample(questions, len(questions)), key=turn)
 

@@ -33,7 +33,7 @@ from transformers import AttentionInterface, Cache, TopPLogitsWarper
 
 from policy import evaluating, unrounded_logits
 from rollout import Environment, StopRule, Turn, end_ids, generate_by_turns
-from scale.packing import obstacle
+from scale.packing import LEAST, beginning, obstacle
 from trajectory import Trajectory
 
 # (block, chunk): a pass reads a multiple of `block` places per slot. To limit memory, a prefill
@@ -175,19 +175,19 @@ class Engine:
         return [row for row in self.rows if row.state == state]
 
     def add(self, owner, ids: list[int], max_new_tokens: int) -> None:
-        """Puts a new row into a free slot. If some slot, perhaps this one, holds the keys of all
-        the row's tokens but the last, the new row gets these keys. Usually that slot holds another
-        sample of the same prompt; it need not be free.
+        """Puts a new row into a free slot. It gets the keys of its beginning from the slot, perhaps
+        this one, that holds most of them. Usually that slot holds another sample of the same
+        prompt, or at least the same instruction; it need not be free.
         """
         row = Row(owner, list(ids), Turn(max_new_tokens))
-        need = row.missing
         slot = next(slot for slot, old in enumerate(self.rows) if old.state == "free")
-        for donor, other in enumerate(self.rows):
-            if other.cached >= need and other.ids[:need] == row.ids[:need]:
-                if donor != slot:
-                    self.cache.copy([donor], [slot], need)
-                row.cached = need
-                break
+        need, held = row.missing, [other.ids[: other.cached] for other in self.rows]
+        donors = [len(beginning([keys, row.ids[:need]])) for keys in held]
+        row.cached = max(donors)
+        if row.cached < min(LEAST, need):
+            row.cached = 0
+        elif (donor := donors.index(row.cached)) != slot:
+            self.cache.copy([donor], [slot], row.cached)
         self.rows[slot] = row
 
     def resume(self, row: Row, ids: list[int], max_new_tokens: int) -> None:
@@ -206,11 +206,28 @@ class Engine:
         for slot, row in enumerate(self.in_state("live")):
             if row.missing:
                 slots_of[tuple(row.ids)].append(slot)
-        self.prefill([self.rows[first] for first, *_ in slots_of.values()])
+        firsts = [self.rows[first] for first, *_ in slots_of.values()]
+        self.share_beginning([row for row in firsts if not row.cached])
+        self.prefill(firsts)
         for text, (first, *others) in slots_of.items():
             self.cache.copy([first], others, len(text) - 1)
             for slot in others:
                 self.rows[slot].cached = len(text) - 1
+
+    def share_beginning(self, rows: list[Row]) -> None:
+        """Computes the keys of what all these rows begin with, such as the instruction, only once.
+        None of the rows has keys.
+        """
+        length = len(beginning([row.ids[:-1] for row in rows]))
+        if len(rows) < 2 or length < LEAST:
+            return
+        first, *others = (self.rows.index(row) for row in rows)
+        whole, rows[0].ids = rows[0].ids, rows[0].ids[: length + 1]
+        self.prefill(rows[:1])
+        rows[0].ids = whole
+        self.cache.copy([first], others, length)
+        for row in rows[1:]:
+            row.cached = length
 
     def prefill(self, rows: list[Row]) -> None:
         """Computes missing keys in passes of at most `chunk` tokens, padding included. Each pass

@@ -30,12 +30,12 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from coldstart import evenly, script, write_traces
-from data import Question, draw_some, load_corpus, load_questions
+from data import Hop, Question, draw_some, load_corpus, load_questions
 from errors import InputError, run_main
 from flags import resolve
 from formats.records import finished_records, read_whole, write_records, write_text
@@ -62,16 +62,18 @@ SOURCES = {  # file -> its address at a fixed commit, the beginning of its sha25
     ),
 }
 EXAMS = {"film": "test_film", "one hop": "test_onehop", "real": "test"}
-# One passage of at most 96 tokens a search: RL on two cores takes the longest by reading.
-LIMITS = {"documents_per_search": 1, "document_tokens": 96, "title_boost": 4}
-LIMITS |= {"max_turn_tokens": 64, "max_context": 1536}
+# One passage of at most 128 tokens a search: RL on two cores takes the longest by reading. No
+# question has more than two hops, so a third search may repair one.
+LIMITS = {"documents_per_search": 1, "document_tokens": 128, "title_boost": 4}
+LIMITS |= {"max_searches": 3, "max_turn_tokens": 64, "max_context": 1536}
+MOST = {"one": 600, "made": 400, "published": 400}  # questions drawn; half for the cold start
 # More second hops among the traces would leave RL less to find.
 COLD = {"traces": 500, "hops": "1=0.8,2=0.2", "epochs": 1, "held_out": 0, "exam": 0}
 STEP = {"questions_per_step": 4, "group_size": 8, "trajectories_per_update": 16}
 STEP |= {"tokens_per_micro_batch": 4096, "task_mixing": False}
 STAGES = {
-    1: {"steps": 3, "lr": 2e-5, "mix": "one=2,made=1,published=1"},
-    2: {"steps": 30, "lr": 5e-5, "lr_schedule": "linear", "mix": "one=1,made=2,published=1"},
+    1: {"steps": 3, "lr": 2e-5, "mix": "made=3,published=1"},
+    2: {"steps": 16, "lr": 3e-5, "lr_schedule": "linear", "mix": "one=2,made=1,published=1"},
 }
 
 
@@ -199,27 +201,37 @@ def record_of(question: str, triples: Triples, source: str) -> dict:
 
 
 def prepare(data: Path, folder: Path, environment: Environment) -> None:
-    """Writes cold.jsonl and rl.jsonl, with different questions of train.jsonl, drawn evenly by
-    their relations: otherwise two of three would ask for a date. rl.jsonl has only questions whose
-    facts can be found: the others would give groups of equal rewards.
+    """Writes cold.jsonl and rl.jsonl, each with half of the questions drawn from train.jsonl: those
+    of one hop as often by relation as the published questions need it (of all, two of three ask for
+    a date), those of two hops evenly. rl.jsonl has only questions whose facts can be found: the
+    others would give groups of equal rewards.
     """
     families = defaultdict(list)
     for question in load_questions(data / "train.jsonl"):
         if len(question.hops) <= 2 and "comparison" not in question.source:
             published = question.source in ("compositional", "inference")
             family = "one" if len(question.hops) == 1 else "published" if published else "made"
-            relations = " > ".join(hop.query.partition(" of ")[0] for hop in question.hops)
+            relations = " > ".join(map(relation, question.hops))
             families[family].append(replace(question, source=relations))
+    needed = Counter(relation(hop) for q in families["published"] for hop in q.hops)
     cold, rl = [], []
     for family, questions in families.items():
-        order = evenly(questions, 0)[:800]
-        quarter = len(order) // 4
-        cold += order[:quarter]
-        found = possible(order[quarter:], environment)
-        rl += [replace(question, source=family) for question in found]
+        if family == "one":
+            asked = [question for question in questions if needed[question.source]]
+            drawn = [replace(q, source=family) for q in evenly(asked, 0, needed)[: MOST[family]]]
+        else:
+            drawn = evenly(questions, 0)[: MOST[family]]
+        random.Random(0).shuffle(drawn)
+        half = len(drawn) // 2
+        cold += drawn[:half]
+        rl += [replace(q, source=family) for q in possible(drawn[half:], environment)]
     for name, questions in (("cold", cold), ("rl", rl)):
         records = [asdict(q) | {"decomposition": list(map(asdict, q.hops))} for q in questions]
         write_records(folder / f"{name}.jsonl", records)
+
+
+def relation(hop: Hop) -> str:
+    return hop.query.partition(" of ")[0]
 
 
 # ------------------------------------------------------------------------------------------ the run

@@ -102,11 +102,20 @@ def prompts_of(tokens: torch.Tensor, wanted: torch.Tensor) -> list[tuple[int, ..
     rows = zip(tokens.tolist(), fronts, strict=True)
     texts = [tuple(ids[:front]) if front + 1 >= LEAST else () for ids, front in rows]
     count = Counter(texts)
-    alone = sorted(text for text in texts if text and count[text] == 1)
-    pairs = zip(*alone[:1], *alone[1:][-1:], strict=False)  # the first and the last in order
-    begin = tuple(pair[0] for pair in takewhile(lambda pair: len({*pair}) == 1, pairs))
+    alone = [text for text in texts if text and count[text] == 1]
+    begin = tuple(beginning(alone))
     begin = begin if len(alone) > 1 and len(begin) >= LEAST else ()
     return [text if not text or count[text] > 1 else begin for text in texts]
+
+
+def beginning(texts: list) -> list[int]:
+    """Returns what all these texts (sequences of ids) begin with; [] if there are none.
+
+    >>> beginning([[1, 2, 3], [1, 2], [1, 2, 4]])
+    [1, 2]
+    """
+    pairs = zip(min(texts, default=()), max(texts, default=()), strict=False)
+    return [id for id, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
 
 def pack(tokens: torch.Tensor, lengths: list[int], prompts: list[tuple]) -> tuple:

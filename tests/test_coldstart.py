@@ -209,6 +209,8 @@ def test_questions_are_drawn_evenly_from_their_kinds():
     kinds = [replace(OWN, id=str(n), source="ab"[n % 4 == 3]) for n in range(8)]  # 6 a, 2 b
     order = [question.kind for question in evenly(kinds, 0)]
     assert sorted(order[:2]) == sorted(order[2:4]) == ["a", "b"] and order[4:] == ["a"] * 4
+    order = [question.kind for question in evenly(kinds, 0, {"a": 2, "b": 1})]
+    assert sorted(order[:3]) == sorted(order[3:6]) == ["a", "a", "b"]
 
 
 def test_shares_of_hops_and_a_shortage_are_told(bpe, capsys):

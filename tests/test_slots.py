@@ -17,6 +17,7 @@ from papers import PROTOCOLS
 from policy import Policy
 from prompts import build_prompt
 from rollout import Environment, context_of, encode, generate_by_turns, rollout
+from scale.packing import beginning
 from settings import Settings
 from trajectory import Trajectory
 
@@ -253,7 +254,11 @@ def test_a_prompt_is_computed_once_per_group_and_each_sampled_token_once(qwen2, 
     questions = [dataclasses.replace(QA, id=str(i), question="who " * i) for i in range(1, 4)]
     rows = play(qwen2, bpe, questions, group_size=4, max_num_seqs=slots)
     assert not any(t.searches or t.rejected_queries for t in rows)  # a random model does not search
-    assert work["filled"] == sum(len(t.prompt_ids) - 1 for t in rows[::4])
+    prompts = [t.prompt_ids for t in rows[::4]]
+    shared = len(beginning(prompts))  # the instruction
+    expected = shared + sum(len(ids) - 1 - shared for ids in prompts)
+    # In fewer slots a prompt may also find the beginning of its question in a slot.
+    assert expected - 3 <= work["filled"] <= expected and (slots or work["filled"] == expected)
     assert sum(work["steps"]) == sum(len(t.response_ids) for t in rows)
     assert max(work["steps"]) == (slots or 12)
     assert {cache.slots for cache in work["caches"]} == {slots or 12}
