@@ -113,6 +113,7 @@ def right_in(values: np.ndarray) -> dict[str, int]:
     """
     here, there = values.T >= 0.5
     ways = {"both": here & there, "only here": here & ~there, "only there": there & ~here}
+    ways |= {"neither": ~here & ~there}
     return {way: int(chosen.sum()) for way, chosen in ways.items()}
 
 

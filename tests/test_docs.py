@@ -67,8 +67,10 @@ def value_of(recipe: str, variant: str, stage: int, name: str, key: str = ""):
         return getattr(record, name)[key] if key else getattr(record, name)
     settings = record.stages[stage]
     if name == "reward_args":
-        reward = signature(REWARDS[settings["reward"]])
-        return settings.get(name, {}).get(key, reward.parameters[key].default)
+        given = settings.get(name, {})
+        if key in given:
+            return given[key]
+        return signature(REWARDS[settings["reward"]]).parameters[key].default
     return settings.get(name, getattr(Settings(), name))
 
 

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from conftest import ROOT, command_line, message
@@ -442,6 +443,33 @@ def question_file(path, count=5) -> str:
     """Writes a file of `count` questions with a reference each and returns the path."""
     fields = {"references": [{"id": "1", "title": "t", "text": "x"}], "answers": ["a"]}
     return write(path, [{"id": str(i), "question": f"{i} ?"} | fields for i in range(count)])
+
+
+@pytest.mark.parametrize(
+    "retriever, text", [("bm25", "a city"), ("empty", "None"), ("oracle", "x")]
+)
+def test_retrieved_references_replace_the_given_ones(retriever, text, tmp_path):
+    references = {"supporting": [1], "references": [{"id": "1", "title": "t", "text": "x"}]}
+    question = {"id": "0", "question": "ana bell", "answers": ["a"]}
+    corpus = [{"id": str(i), "title": "t", "text": "y"} for i in range(3)]
+    corpus.append({"id": "9", "title": "Ana Bell", "text": "a city"})
+    files = {"data": write(tmp_path / "q.jsonl", [question | references])}
+    files["corpus"] = write(tmp_path / "c.jsonl", corpus)
+    settings = Settings(protocol="arena", documents_per_search=1, retriever=retriever, **files)
+    options = dataclasses.replace(OPTIONS, references="retrieved")
+    (evaluated,) = evaluation_questions(settings, options)[0]["q"]
+    assert [document.text for document in evaluated.references] == [text]
+    # It is unknown which of the retrieved references are gold.
+    cites = "<relevance>[1]</relevance><analysis> a </analysis><answer> a </answer>"
+    numbers = prediction_metrics(trajectory_from_text(evaluated, cites, "arena"))
+    assert evaluated.supporting == () and {"relevance", "all_correct"}.isdisjoint(numbers)
+
+
+def test_a_failed_search_for_references_is_a_one_line_error(monkeypatch):
+    monkeypatch.setattr("retrievers.controls.EmptyRetriever.search", Mock(return_value=[None]))
+    settings = Settings(protocol="arena", retriever="empty")
+    error = message(with_retrieved, [Question("q", "?", ["a"])], [], settings)
+    assert "--references retrieved: a search failed" in error
 
 
 def test_questions_of_a_file_are_drawn_by_the_seed_and_zero_takes_all(tmp_path):

@@ -95,7 +95,7 @@ def run_in(tree, *words) -> str:
 
 
 def test_rewards_protocols_papers_and_retrievers_are_added_by_their_diffs(tree, output):
-    assert len(DIFFS) == 6 and max(len(diff.splitlines()) for diff in DIFFS) <= 36
+    assert len(DIFFS) == 8 and max(len(diff.splitlines()) for diff in DIFFS) <= 24
     for name, terms in (("own", {"answer", "price"}), ("short", {"right", "short"})):
         rows = rows_of(tree / "runs" / name / "stage1")
         assert len(rows) == 2

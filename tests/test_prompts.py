@@ -188,7 +188,7 @@ def test_arenas_question_and_references_are_in_tags_and_numbered_from_one(bpe):
 def test_arenas_prompt_shows_literal_brackets_and_a_summary_has_its_own_tag(bpe):
     for name, tag in (("arena", "answer"), ("arena_summary", "summary")):
         task = "summary" if tag == "summary" else "qa"
-        prompt = prompt_text(name, dataclasses.replace(READ, task=task), bpe)
+        prompt = prompt_text(PROTOCOLS[name], dataclasses.replace(READ, task=task), bpe)
         assert "<relevance>[2, 5]</relevance>" in prompt and f"</{tag}>" in prompt
         assert PROTOCOLS[name].stop_tags == {f"</{tag}>": "answer"}
         for words in ("<answer>", "Answer from the references", "as short as"):

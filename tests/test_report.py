@@ -186,3 +186,10 @@ def test_a_report_has_a_comparison_unreadable_verdicts_and_a_file_of_all_numbers
     assert json.loads((tmp_path / "new" / "t.json").read_text())["comparison"]["both"] == 9
     report.report(here[:2], there[:2], options)  # of two equal differences p is 1/2
     assert ": may be chance" in capsys.readouterr().out
+
+
+def test_questions_are_counted_as_right_in_both_runs_in_one_or_in_neither():
+    # Right in both, here, here, there, nowhere.
+    here, there = two_runs([(1, 1), (1, 0), (1, 0), (0, 1), (0, 0)])
+    right = report.compare(here, there)["em"]["right"]
+    assert right == {"both": 1, "only here": 2, "only there": 1, "neither": 1}

@@ -1,4 +1,4 @@
-"""Describes the tiny model's warm-up for one paper; papers.py has the values. Needs no torch."""
+"""Describes the tiny model's warm-up for one paper; papers/ has the values. Needs no torch."""
 
 from dataclasses import dataclass, field
 
@@ -59,7 +59,7 @@ class Tiny:
     wrong_evidence: float = 0.3
     right_citation: float = 0.35  # of traces that cite and answer; the others cite wrongly
     no_analysis: float = 0.15  # of traces that cite and answer: there is no analysis
-    # Flaws of the weaker warm-ups in papers.py. A flaw with share 0 draws no random number.
+    # Flaws of the weaker warm-ups in papers/. A flaw with share 0 draws no random number.
     raw: float = 0.0  # of searches: they show three numbered passages instead of the summary
     stray: float = 0.0  # of summaries when nothing relevant was found: they are a random passage
     twice: float = 0.0  # of needless searches: the same search follows again
