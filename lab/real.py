@@ -71,8 +71,8 @@ COLD = {"traces": 500, "hops": "1=0.8,2=0.2", "epochs": 1, "held_out": 0, "exam"
 STEP = {"questions_per_step": 4, "group_size": 8, "trajectories_per_update": 16}
 STEP |= {"tokens_per_micro_batch": 4096, "task_mixing": False}
 STAGES = {
-    1: {"steps": 3, "lr": 2e-5, "mix": "made=3,published=1"},
-    2: {"steps": 16, "lr": 3e-5, "lr_schedule": "linear", "mix": "one=2,made=1,published=1"},
+    1: {"steps": 3, "lr": 2e-5, "mix": "one=2,made=1,published=1"},
+    2: {"steps": 8, "lr": 3e-5, "mix": "one=2,made=1,published=1"},
 }
 
 
