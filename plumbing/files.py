@@ -48,7 +48,6 @@ from trajectory import Trajectory, show
 
 SHOW_EVERY = 5  # steps between decoded trajectories on the console
 TRAINING_HOLDS_IT = "trains in {}: wait for it, end it, or give this run its own --run_name"
-EVALUATION_HOLDS_IT = "writes {}: wait for it, or name another with --out"
 # The locks that this process holds, by path. The process number in a lock file does not show
 # whether this process holds it: in two containers, two processes may both have the number 1.
 HELD_LOCKS = weakref.WeakValueDictionary()
