@@ -208,7 +208,6 @@ def words_of(text: str) -> list[str]:
 
 
 WITHOUT_MODEL = ("none", "extractive")
-SUMMARIZED = {"qa", "math", "choice", "other"}  # the names of tasks in --summarizer
 
 
 def by_task(text: str) -> dict[str, str]:

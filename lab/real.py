@@ -66,14 +66,14 @@ EXAMS = {"film": "test_film", "one hop": "test_onehop", "real": "test"}
 # question has more than two hops, so a third search may repair one.
 LIMITS = {"documents_per_search": 1, "document_tokens": 128, "title_boost": 4}
 LIMITS |= {"max_searches": 3, "max_turn_tokens": 64, "max_context": 1536}
-MOST = {"one": 600, "made": 400, "published": 400}  # questions drawn; half for the cold start
+MOST = {"cold": 200, "rl": 400}  # questions of each family: one hop, two hops made, published
 # More second hops among the traces would leave RL less to find.
 COLD = {"traces": 500, "hops": "1=0.8,2=0.2", "epochs": 1, "held_out": 0, "exam": 0}
 STEP = {"questions_per_step": 4, "group_size": 8, "trajectories_per_update": 16}
 STEP |= {"tokens_per_micro_batch": 4096, "task_mixing": False}
 STAGES = {
-    1: {"steps": 3, "lr": 2e-5, "mix": "made=3,published=1"},
-    2: {"steps": 16, "lr": 3e-5, "lr_schedule": "linear", "mix": "one=2,made=1,published=1"},
+    1: {"steps": 3, "lr": 2e-5, "mix": "one=2,made=1,published=1"},
+    2: {"steps": 8, "lr": 3e-5, "mix": "one=2,made=1,published=1"},
 }
 
 
@@ -201,10 +201,10 @@ def record_of(question: str, triples: Triples, source: str) -> dict:
 
 
 def prepare(data: Path, folder: Path, environment: Environment) -> None:
-    """Writes cold.jsonl and rl.jsonl, each with half of the questions drawn from train.jsonl: those
-    of one hop as often by relation as the published questions need it (of all, two of three ask for
-    a date), those of two hops evenly. rl.jsonl has only questions whose facts can be found: the
-    others would give groups of equal rewards.
+    """Writes cold.jsonl and rl.jsonl, with different questions of train.jsonl. Those of the cold
+    start are drawn evenly by their relations: of all, two of three ask for a date. RL asks for the
+    relations of one hop as often as the published questions need them, and only what can be found:
+    other questions would give groups of equal rewards.
     """
     families = defaultdict(list)
     for question in load_questions(data / "train.jsonl"):
@@ -216,15 +216,13 @@ def prepare(data: Path, folder: Path, environment: Environment) -> None:
     needed = Counter(relation(hop) for q in families["published"] for hop in q.hops)
     cold, rl = [], []
     for family, questions in families.items():
+        order = evenly(questions, 0)
+        count = min(MOST["cold"], len(order) // 4)
+        cold += order[:count]
+        rest = order[count:]
         if family == "one":
-            asked = [question for question in questions if needed[question.source]]
-            drawn = [replace(q, source=family) for q in evenly(asked, 0, needed)[: MOST[family]]]
-        else:
-            drawn = evenly(questions, 0)[: MOST[family]]
-        random.Random(0).shuffle(drawn)
-        half = len(drawn) // 2
-        cold += drawn[:half]
-        rl += [replace(q, source=family) for q in possible(drawn[half:], environment)]
+            rest = evenly([q for q in rest if needed[q.source]], 0, needed)
+        rl += [replace(q, source=family) for q in possible(rest[: MOST["rl"]], environment)]
     for name, questions in (("cold", cold), ("rl", rl)):
         records = [asdict(q) | {"decomposition": list(map(asdict, q.hops))} for q in questions]
         write_records(folder / f"{name}.jsonl", records)
