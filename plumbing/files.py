@@ -214,8 +214,10 @@ class Run:
         """
         # Later stages are renamed too, because they started from the run that is replaced.
         stages = sorted(self.folder.parent.glob("stage?")) if not self.settings.resume else []
-        for folder in [stage for stage in stages if stage.name >= self.folder.name]:
-            taken(folder).close()
+        stages = [stage for stage in stages if stage.name >= self.folder.name]
+        for held in [*map(taken, stages)]:  # none is renamed while another run trains in one
+            held.close()
+        for folder in stages:
             old = free_name(folder)
             folder.rename(old)
             print(
