@@ -69,7 +69,9 @@ class ColdStart:
     out: str = setting("", "folder to save the model in")
     traces: int = setting(200, "traces to train on", least=1)
     hops: dict = setting(  # noqa: RUF009, it returns a field
-        {}, "share of traces by number of hops: 1=0.9,2=0.1; default: as the questions have them"
+        {},
+        "share of traces by number of hops: 1=0.9,2=0.1; default: as the questions have them",
+        shares=True,
     )
     guesses: float = setting(0.0, "share of traces that guess without a search", least=0, most=1)
     epochs: float = setting(1.5, "passes over the traces; at least 20 updates are made", above=0)

@@ -25,7 +25,8 @@ BOUNDS |= {"most": (le, "at most"), "below": (lt, "below")}
 
 def setting(default, help: str, **limits):
     """Declares a field. `limits` may have the bounds least, above, most and below; `one_of`, the
-    names that are allowed; `only`, as above; and `needed`, True if the flag must be given.
+    names that are allowed; `shares`, True if a dict has weights; `only`, as above; and `needed`,
+    True if the flag must be given.
     """
     metadata = {"help": help, **limits}
     if isinstance(default, dict):
@@ -112,6 +113,7 @@ class Settings:
         'share of each kind in every step: kind=weight,...; "hotpotqa" means all kinds that begin'
         ' with "hotpotqa_"; without it, as in the data',
         only="train",
+        shares=True,
     )
     difficulty: str = setting(
         "",
@@ -122,6 +124,7 @@ class Settings:
         {},
         "share of each bucket: hard=7,easy=1; for one task or kind: math:hard=1,...",
         only="papers",
+        shares=True,
     )
     task_mixing: bool = setting(
         False,
@@ -133,6 +136,7 @@ class Settings:
         {"hard": 1, "dropped": 1},
         "task mixing: what share of the math questions in each bucket may search",
         only="papers",
+        shares=True,
     )
 
     # ------------------------------------------------------------------------------------ prompts
@@ -401,6 +405,12 @@ def check_value(name: str, value, limits) -> None:
     for limit, (holds, words) in BOUNDS.items():
         if limit in limits and not holds(value, limits[limit]):
             raise InputError(f"--{name} {value}: must be {words} {limits[limit]}")
+    if limits.get("shares") and value:
+        numbers = [x for x in value.values() if isinstance(x, int | float) and x >= 0]
+        if len(numbers) < len(value) or not 0 < sum(numbers) < math.inf:
+            raise InputError(
+                f"--{name} {value}: weights are numbers of at least 0, one of them above 0"
+            )
 
 
 def check_limits(record) -> None:

@@ -181,14 +181,21 @@ class Engine:
         """
         row = Row(owner, list(ids), Turn(max_new_tokens))
         slot = next(slot for slot, old in enumerate(self.rows) if old.state == "free")
-        need, held = row.missing, [other.ids[: other.cached] for other in self.rows]
-        donors = [len(beginning([keys, row.ids[:need]])) for keys in held]
-        row.cached = max(donors)
-        if row.cached < min(LEAST, need):
-            row.cached = 0
-        elif (donor := donors.index(row.cached)) != slot:
+        donor, row.cached = self.donor_of(row.ids[:-1])
+        if row.cached and donor != slot:
             self.cache.copy([donor], [slot], row.cached)
         self.rows[slot] = row
+
+    def donor_of(self, ids: list[int]) -> tuple[int, int]:
+        """Returns the slot with the keys of most of the first of these tokens, and their number; 0
+        if they are fewer than LEAST and not all.
+        """
+        for slot, other in enumerate(self.rows):  # mostly there is one: comparing lists is fast
+            if other.cached >= len(ids) and other.ids[: len(ids)] == ids:
+                return slot, len(ids)
+        shared = [len(beginning([row.ids[: row.cached], ids])) for row in self.rows]
+        most = max(shared)
+        return shared.index(most), most if most >= LEAST else 0
 
     def resume(self, row: Row, ids: list[int], max_new_tokens: int) -> None:
         """Begins the next turn of a waiting row. `ids` are all tokens of the row, which now end in

@@ -206,6 +206,13 @@ BAD += """
 --data q --model m --retriever dense --encoder e5  --data needs --corpus
 --reward r1_searcher_stage1      protocol ur2 has no <answer> section, which --reward
 --recipe when_to_search --max_searches 7  beta times --max_searches 7 is 2.1: it must stay
+--mix a=-1                       --mix {'a': -1}: weights are numbers of at least 0
+--mix a=0,b=0                    weights are numbers of at least 0, one of them above 0
+--mix a=x                        weights are numbers of at least 0
+--mix a=1=2                      weights are numbers of at least 0
+--mix a=nan                      weights are numbers of at least 0
+--mix a=1e999                    weights are numbers of at least 0
+--mix one_hop                    write it as name=value
 --reward_args fallback=0         arguments of --reward ur2_stage1 are fallback_penalty, format_check
 --reward_args variant=13b        --reward_args
 --reward x                       --reward x
