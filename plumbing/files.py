@@ -161,16 +161,18 @@ def prompt_sections(settings: Settings) -> dict[str, str]:
 
 def what_lacks(name: str, text: str, settings: Settings) -> str:
     """Returns the first placeholder that a text with placeholders lacks, or the first tag that a
-    text for the policy does not show although the protocol reads it; else "".
+    text for the policy does not show although the protocol reads it; else "". UR²'s answer has
+    \\boxed, or "correct answer is", in place of a tag.
     """
     protocol, model, gaps = PROTOCOLS[settings.protocol], name.partition(":")[0], gaps_of(text)
     needed = NEEDED.get(model, "").split()
     needed += ["references"] * (protocol.references_in_prompt and model == "policy")
     shown = [f"{{{gap}}}" for gap in needed if gaps and gap not in gaps]
     if model == "policy":
-        searches = settings.retrieval and "direct" not in name
-        pairs = (protocol.answer_tags, protocol.query_tags if searches else None)
-        shown += [pair[0] for pair in pairs if pair and pair[0] not in text]
+        boxed = "correct answer is" if name.endswith(":choice") else "\\boxed"
+        searches = protocol.query_tags and settings.retrieval and "direct" not in name
+        tags = [*(protocol.query_tags[:1] if searches else ()), (protocol.answer_tags or [boxed])[0]]
+        shown += [tag for tag in tags if tag not in text]
     return next(iter(shown), "")
 
 

@@ -180,7 +180,7 @@ def test_messages_that_end_a_run_are_quoted_from_the_code():
     block = TROUBLE.partition("## It stops")[2].partition("## It is slow")[0]
     quoted = re.findall(r"^\| `([^`]+)`", block, re.MULTILINE)
     plain = re.sub(r"\"\s*f?\"", "", re.sub(r"\{[^}]*\}", "", SOURCES))
-    assert len(quoted) == 7
+    assert len(quoted) == 6
     for words in quoted:
         assert words in plain, words
 
@@ -192,7 +192,7 @@ def test_every_flag_of_the_page_exists():
 def test_every_fault_of_the_table_is_injected_by_a_test(request):
     cells = re.findall(r"^\| (\d+) \|", TRUST.read_text(encoding="utf-8"), re.MULTILINE)
     numbers = list(map(int, cells))
-    assert numbers == sorted(set(numbers)) and len(numbers) > 200
+    assert numbers == sorted(set(numbers)) and len(numbers) > 150
     if "tests" not in request.config.args:
         pytest.skip("only some of the tests were collected")
     assert set(numbers) <= injected.keys()

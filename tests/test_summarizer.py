@@ -297,12 +297,6 @@ def test_the_log_has_each_request_and_its_reply_once(tmp_path):
     assert logged == [("on who\nü", False), (NO_FACT, True)]
 
 
-def test_a_log_that_cannot_be_written_is_an_error_before_the_first_search(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"pairs\.jsonl: cannot be written"):
-        LLMSummarizer(ScriptedModel(), Settings(), UR2, tmp_path / "file" / "pairs.jsonl")
-
-
 # -------------------------------------------------------------------------------------- make_search
 
 
