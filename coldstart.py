@@ -48,18 +48,19 @@ from eval import read_flags
 from flags import check_settings, last_stage, resolve
 from metrics import normalize_answer
 from papers import PROTOCOLS
-from plumbing.build import build_environment, build_search, set_threads
-from plumbing.exam import Exam, set_aside
+from plumbing.build import build_environment, build_search, choose_generate, set_threads
 from plumbing.files import settings_text
 from plumbing.questions import as_asked, load_documents
+from plumbing.report import summarise, table
 from policy import best_device, load_policy, save_policy
 from prompts import Protocol, build_prompt, tag_pair
 from retriever import BM25, INVENTED, make_search
 from rewards import good_format
-from rollout import Environment, check_prompts, encode
+from rollout import Environment, check_prompts, encode, rollout
 from settings import Settings, check_limits
 from sft import Example, SFTSettings, citing, sentences, train_sft
 from trajectory import Trajectory, show
+from trajectory_metrics import prediction_record
 
 
 @dataclass(frozen=True)
@@ -314,6 +315,28 @@ def report_traces(kept: list[Trajectory], lost: dict[str, str], wanted: int) -> 
 
 
 # -------------------------------------------------------------------------------- train and compare
+def set_aside(questions: list[Question], share: float, seed: int) -> tuple[list, list]:
+    """Returns the questions to train on, and a random share of them that is kept for the exam."""
+    count = int(share * len(questions))
+    aside = draw_some(questions, count, f"{seed} aside") if count else []
+    kept = {question.id for question in aside}
+    return [question for question in questions if question.id not in kept], aside
+
+
+def take_exam(policy, environment: Environment, questions: list[Question], name: str) -> list[dict]:
+    """Answers questions as a rollout does, and returns the records. Prints the mean −log π of the
+    sampled tokens: near 0, all trajectories of a group would be the same.
+    """
+    settings = environment.settings
+    rows = rollout(policy, environment, questions, settings.seed, choose_generate(settings))
+    surprise = -sum(sum(row.logprobs) for row in rows)
+    if rows:
+        tokens = sum(sum(row.response_mask) for row in rows)
+        print(f"{name}: entropy {surprise / tokens:.2f} per token")
+    records = [prediction_record(row, 0) for row in rows]
+    return [record | {"kind": name, "id": f"{name} {record['id']}"} for record in records]
+
+
 def train(policy, rows: list[Trajectory], options: ColdStart, seed: int) -> None:
     """Trains on the model's part of the traces. Few traces are shown several times."""
     examples = [Example(row.ids, [0] * len(row.prompt_ids) + row.response_mask) for row in rows]
@@ -389,12 +412,15 @@ def main(arguments: list[str] | None = None) -> None:
     rows = draw_traces(trained_on, environment, options, seed)
     if options.show:
         return print("\n\n".join(map(show, rows[: options.show])))
-    exam = Exam(policy, environment, draw_some(aside, options.exam, f"{seed} exam")[: options.exam])
-    exam.before()
+    asked = draw_some(aside, options.exam, f"{seed} exam")[: options.exam]
+    records = take_exam(policy, environment, asked, "before")
     train(policy, rows, options, seed)
     save_policy(policy, tokenizer, options.out, settings=settings_text(settings))
     print(f"saved: {options.out}")
-    exam.after("cold start")
+    records += take_exam(policy, environment, asked, "cold start")
+    if records:
+        columns = ("em", "f1", "cem", "searches", "format")
+        print(table(summarise(records), head="model", columns=columns))
     print(f"go on with:\n{next_commands(settings.stage, options.out, given)}")
 
 
