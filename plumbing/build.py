@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -21,7 +22,7 @@ import ppo
 from curriculum import QuestionStream
 from data import Document
 from engines.sampling import to_sample_with, wants_copy
-from engines.server import Fleet, generate_on_server, start_thread, to_serve
+from engines.server import Fleet, generate_on_server, to_serve
 from engines.slots import generate_in_slots
 from errors import InputError, raise_terminated, rank_of
 from flags import in_built_in_world, on_servers, stage_folder
@@ -212,12 +213,20 @@ def wait_for_all(state: TrainState) -> None:
     if state.accelerator.num_processes == 1:
         return
     errors, seconds_since_signal = [], 0
-    thread = start_thread(state.accelerator.wait_for_everyone, errors.append)
+
+    def wait() -> None:
+        try:
+            state.accelerator.wait_for_everyone()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
     while thread.join(1) or thread.is_alive():  # Python runs signal handlers during this `join`
         seconds_since_signal += bool(state.run and state.run.signals)
         if seconds_since_signal > PATIENCE:
             raise_terminated(*state.run.signals)
-    for error in filter(None, errors):
+    for error in errors:
         raise error
 
 

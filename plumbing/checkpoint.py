@@ -145,6 +145,8 @@ def saved_on_error(run: Run, state: TrainState, step: int) -> Iterator[None]:
         run.may_stop_now = False  # another signal must not break the saving
         if step and saves:
             save(run, state, step)
+        if run.lock:
+            run.lock.close()  # the traceback may keep the run in memory
         if run.signals:  # the signal may have ended another process, which caused this error
             raise_terminated(*run.signals)
         raise

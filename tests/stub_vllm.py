@@ -1,14 +1,12 @@
 """A stub of vLLM 0.32: it answers the routes that engines/server.py uses, with a tiny model."""
 
 import copy
-import hashlib
 import json
 import threading
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from torch.nn.functional import pad
 
 from engines.server import BODY, ROUTES
 from engines.slots import Engine
@@ -23,6 +21,7 @@ class StubVLLM:
 
     def __init__(self, folder: str):
         policy, self.tokenizer = load_policy(folder, frozen=True)
+        self.folder = folder
         self.model, self.version = policy.language_model, "default"
         # keys: the first tokens of a prompt -> the model whose keys are cached for them
         self.keys, self.lock = {}, threading.Lock()
@@ -39,7 +38,7 @@ class StubVLLM:
         return {"paths": {f"/{name}": {} for name in ROUTES.split()}}
 
     def models(self, _):
-        return {"data": [{"id": "policy", "max_model_len": 256}]}
+        return {"data": [{"id": "policy", "max_model_len": 256, "root": self.folder}]}
 
     def tokenize(self, payload):
         return {"tokens": encode(self.tokenizer, payload["prompt"])}
@@ -66,17 +65,6 @@ class StubVLLM:
             state |= load_file(file)
         self.model.load_state_dict(state)
         return {"results": [None]}
-
-    def weight_checker(self, _):
-        """Pads embeddings and head to a multiple of 64 rows, as vLLM does, and leaves out a tied
-        head.
-        """
-        checksums = {}
-        for name, weight in self.model.named_parameters():
-            padded = pad(weight, (0, 0, 0, -len(weight) % 64)) if weight.ndim == 2 else weight
-            content = padded.detach().contiguous().view(torch.uint8).numpy().tobytes()
-            checksums[f"dp0:pp0:pcp0:tp0:{name}"] = hashlib.sha256(content).hexdigest()
-        return {"checksums": checksums}
 
     @torch.no_grad()
     def completions(self, payload):

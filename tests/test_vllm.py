@@ -37,8 +37,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import train
 from engines import server
-from engines.server import Fleet, Server, Turns, generate_on_server, to_serve
+from engines.server import Fleet, Server, generate_on_server, to_serve
 from engines.slots import generate_in_slots
+from errors import InputError
 from flags import check_settings, parse, resolve
 from papers import PROTOCOLS, paper_of
 from plumbing.build import build_environment, build_search
@@ -46,7 +47,7 @@ from plumbing.files import checkpoints
 from plumbing.questions import built_in_world, world_questions
 from policy import Policy, collate, load_policy, save_policy
 from rewards import REWARDS
-from rollout import rollout
+from rollout import StopRule, rollout
 from sft import SFTSettings, train_sft
 from world.toy import load_toy, make_tokenizer, shape
 from world.world import World
@@ -332,7 +333,7 @@ def test_stage_1_learns_on_a_server_as_in_slots(served, model, tmp_path):
 # Replies of a server that claims to have read the weights, and to have done as it was asked.
 READ, SUCCESS = (200, b'{"results": [null]}'), (200, b'{"success": true}')
 UNCLEARED = lambda path, payload, healthy: healthy(f"{path}&clear_cache=false", payload)  # noqa: E731
-WRONG_PROBE, WRONG_VERSION = "a probe's log-probs are", "does not report the version"
+WRONG_PROBE, WRONG_VERSION = "a probe's log-probs are", "does not have the weights"
 STALE = {
     "weights are not read": ({"collective_rpc": READ}, WRONG_PROBE),
     "keys not dropped": ({"pause": UNCLEARED, "reset_prefix_cache": SUCCESS}, WRONG_PROBE),
@@ -368,14 +369,6 @@ def test_a_fault_after_a_step_is_one_line_and_the_step_is_saved(
     assert len(run(model, tmp_path, sampler.base, f"{options} --resume")) == 2
 
 
-def test_checksums_of_the_first_weights_are_compared(served, model):
-    policy, _ = fleet_of(model, served(collective_rpc=READ))
-    with torch.no_grad():
-        # Log-probs of a probe would not show a change as small as this.
-        policy.language_model.model.norm.weight += 1e-6
-    assert "is not the policy's: is it another model" in message(policy.fleet.refresh, 0)
-
-
 def test_a_restarted_server_gets_weights_again_and_sharing_it_with_a_run_is_an_error(served, model):
     policy, _ = fleet_of(model, sampler := served())
     for name, sent in (("", 1), ("", 1), ("default", 2)):
@@ -383,7 +376,10 @@ def test_a_restarted_server_gets_weights_again_and_sharing_it_with_a_run_is_an_e
             sampler.healthy("/update_weight_version", {"new_version": name})
         policy.fleet.refresh(4)
         paths = [path for path, _ in sampler.posts]
-        assert paths.count("/collective_rpc") == paths.count("/weight_checker") == sent
+        assert paths.count("/collective_rpc") == sent
+    with pytest.raises(InputError, match="was it restarted"), to_serve(policy, 4):
+        sampler.healthy("/update_weight_version", {"new_version": "default"})
+    policy.fleet.refresh(4)
     sampler.healthy("/update_weight_version", {"new_version": "theirs.4"})
     assert "another run has sent it weights (theirs.4)" in message(policy.fleet.refresh, 4)
 
@@ -394,7 +390,6 @@ UNSUITABLE = {
     "no dev mode": ({"openapi": (200, b'{"paths": ["/completions"]}')}, "no route /tokenize"),
     "a short context": ({"models": (200, b'{"data": [{"max_model_len": 9}]}')}, "has 9 tokens"),
     "no vLLM": ({"models": (200, b'{"data": []}')}, "a reply without 0"),
-    "no checksums": ({"weight_checker": (200, b'{"checksums": [1]}')}, "are not a table"),
     "another vocabulary": ({"tokenize": (200, b'{"tokens": [1]}')}, "are not those of the policy"),
 }
 
@@ -413,7 +408,7 @@ def test_a_port_without_a_server_is_one_line(model, tmp_path, closed_port):
 
 def test_a_server_with_a_tied_head_is_refused_since_a_reload_would_not_change_it(model, started):
     policy, _ = fleet_of(model, started(ScriptedServer(StubVLLM(model))))
-    assert "is its head tied to the embeddings?" in message(policy.fleet.refresh, 0)
+    assert "its head is tied to the embeddings" in message(policy.fleet.check)
 
 
 def test_a_full_disk_is_one_line_and_leaves_no_files(model, served, tmp_path, monkeypatch):
@@ -448,54 +443,33 @@ BROKEN["drips"] = drip
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_the_rows_of_a_broken_server_go_to_the_other_servers(
-    name, served, model, capsys, monkeypatch
-):
+def test_a_request_that_fails_ends_the_rollout_in_one_line(name, served, model, monkeypatch):
     monkeypatch.setattr(server, "SLOWEST", 0.01)
-    broken = served()
-    working = served()
-    policy, environment = fleet_of(model, broken, working)
+    policy, environment = fleet_of(model, broken := served(), served())
     policy.fleet.refresh(0)
     policy.fleet.servers = [replace(sampler, timeout=1.0) for sampler in policy.fleet.servers]
-    policy.fleet.alive = policy.fleet.servers
     broken.faults["completions"] = BROKEN[name]
-    actual, expected = (
-        rows(policy, environment, 6, *generate) for generate in ((), (generate_in_slots,))
-    )
+    line = message(rows, policy, environment, 6)
+    assert line.startswith(f"--engine {broken.base}: ") and START in line
+
+
+def test_the_rows_of_two_servers_are_those_of_slots(served, model):
+    policy, environment = fleet_of(model, *(samplers := [served(), served()]))
+    with to_serve(policy, 0):
+        actual = rows(policy, environment, 6)
+    expected = rows(policy, environment, 6, generate_in_slots)
     assert [row.ids for row in actual] == [row.ids for row in expected]
-    warning = f"warning: {broken.base} is left out of this rollout"
-    assert capsys.readouterr().err.count(warning) == 1
-    policy.fleet.find_stale(0)
-    assert len(policy.fleet.alive) == 2  # the next rollout uses both again
-    working.faults["completions"] = BROKEN[name]
-    assert START in message(rows, policy, environment, 6)
-
-
-def test_a_failed_request_is_repeated_twice_but_not_on_a_restarted_server(served, model):
-    policy, environment = fleet_of(model, sampler := served())
-    statuses = [503, 503]
-    sampler.faults["completions"] = lambda path, payload, healthy: (
-        (statuses.pop(), b"busy") if statuses else healthy(path, payload)
-    )
-    policy.fleet.refresh(0)  # this also samples a probe
-    statuses += [503, 503]
-    assert rows(policy, environment, 1)[0].stop_reason and not statuses
-    statuses.append(503)
-    sampler.healthy("/update_weight_version", {"new_version": "default"})
-    assert "HTTP 503 busy" in message(rows, policy, environment, 1)
+    turns = [[path for path, body in s.posts if "stop" in (body or {})] for s in samplers]
+    assert all(turns)  # both have sampled
 
 
 def test_a_turn_is_cut_where_our_stop_rule_ends_it(model):
-    policy, environment = fleet_of(model, SimpleNamespace(base="http://a:1"))
-    turns = Turns(policy.fleet, environment, {1})
+    _, environment = fleet_of(model, SimpleNamespace(base="http://a:1"))
     end = environment.tokenizer.eos_token_id
+    rule = StopRule(environment.tokenizer, {}, {end})
     for sampled, expected in (([5, end, 6], ([5, end], "eos")), ([5, 6], ([5, 6], "length"))):
-        stub = SimpleNamespace(
-            sample=lambda body, new_ids=sampled: (new_ids, [-1.0] * len(new_ids))
-        )
-        ids, logprobs, reason = turns.sample(stub, [3, 4], 9)
+        ids, logprobs, reason = server.cut_turn(rule, sampled, [-1.0] * len(sampled), 9)
         assert (ids, reason) == expected and len(logprobs) == len(ids)
-    assert turns.disagreed == 2
 
 
 # ------------------------------------------------------------ servers that a test starts for itself
@@ -548,7 +522,6 @@ def test_new_weights_are_sent_and_the_seconds_per_gib_printed(wide, tmp_path):
             Server(vllm_server.base, 60.0).reload(folder, version)
             read = time.perf_counter() - written
             print(f"{gib:.2f} GiB: {(written - start) / gib:.2f}, {read / gib:.2f} s/GiB")
-        Server(vllm_server.base, 60.0).check_weights(Path(folder))
 
 
 # ------------------------------------------------------------------------------------ two processes
