@@ -14,7 +14,7 @@ from pathlib import Path
 
 from accelerate.utils import gather_object
 
-from errors import InputError, Terminated, check_output, raise_terminated
+from errors import InputError, Terminated, raise_terminated
 from flags import saved_settings, shown_settings, stage_folder
 from plumbing.alarms import MOST_FAILED
 from plumbing.build import make_accelerator
@@ -45,7 +45,6 @@ def as_command(settings: Settings) -> Iterator[None]:
     # The accelerator prints in one process of each machine. Trap: PartialState().print would too,
     # but an accelerator that is made after it ignores ACCELERATE_USE_CPU.
     print_once, folder = make_accelerator(settings).print, stage_folder(settings)
-    check_output(folder / "settings.json", "--output_dir")
     files = "" if settings.dry_run else f"\n  (all of them: {folder}/settings.json)"
     print_once(shown_settings(settings) + files)
     # A signal that is ignored stays ignored, such as SIGHUP under nohup.
@@ -157,30 +156,18 @@ def resume(run: Run, state: TrainState) -> int:
     from it. Returns its step.
     """
     settings, path = run.settings, starting_model(run.settings)[0]
-    hint = "leave --resume out to start again"
     trainer_state, saved = read_state(Path(path)), saved_settings(path)
     for name in ("lora_rank", "optimizer"):  # paged_adamw8bit has the same moments as adamw8bit
         ours, theirs = (str(getattr(s, name)).removeprefix("paged_") for s in (settings, saved))
         if ours != theirs:
             raise InputError(
-                f"--resume: {path} was made with --{name} {theirs}: do the same, or {hint}"
+                f"--resume: {path} was made with --{name} {theirs}: do the same, or leave --resume "
+                "out to start again"
             )
-    if state.critic is not None and "critic" not in trainer_state:
-        raise InputError(f"--resume: {path} was not made by PPO and has no critic: {hint}")
-    if trainer_state["step"] >= settings.steps:
-        raise InputError(
-            f"--resume: {trainer_state['step']} of --steps {settings.steps} steps are done; "
-            "raise --steps to go on"
-        )
     if settings.lora_rank:
         load_lora(state.policy, trainer_state["lora"])
     load_moments(state.policy, state.optimizer, trainer_state["optimizer"])
     if state.critic is not None:
         load_weights(state.critic, trainer_state["critic"])
         load_moments(state.critic, state.critic_optimizer, trainer_state["critic_optimizer"])
-    now, before = vars(settings), vars(saved)
-    changed = [name for name in now if now[name] != before[name]]
-    changes = [f"{n}={now[n]} (was {before[n]})" for n in changed if n not in ("resume", "dry_run")]
-    if changes:
-        run.accelerator.print(f"resumed with other settings: {', '.join(changes)}")
     return trainer_state["step"]

@@ -515,8 +515,8 @@ def test_two_stages_behind_one_start_are_those_of_two_starts(model, tmp_path, ca
 @pytest.mark.parametrize(
     "more, fragment",
     [
-        ("--stage 1,2 --resume", "--stage 1,2: --resume and --dry_run take one stage: give one"),
-        ("--stage 1,x", "argument --stage: invalid int value: 'x'"),
+        ("--stage 1,2 --resume", "--stage: --resume and --dry_run take one stage: give one"),
+        ("--stage 1,x", "argument --stage: invalid numbers value: '1,x'"),
         (
             "--evaluate --data q.jsonl --corpus from-data",
             "--evaluate asks about the built-in world",
