@@ -227,7 +227,7 @@ def document_of(record: dict, number: int) -> Document:
 
 
 # ----------------------------------------------------------------------------------------- loading
-def load_all(records, path: Path, make: Callable, skip_bad: bool = False) -> list:
+def load_all(path: str | Path, make: Callable, skip_bad: bool = False) -> list:
     """Returns make(record, number) of each record of a file, whose ids must differ: difficulties
     and predictions are found by the id.
     """
@@ -240,7 +240,7 @@ def load_all(records, path: Path, make: Callable, skip_bad: bool = False) -> lis
         seen.add(name)
         return item
 
-    return list(convert_records(path, records, made, skip_bad))
+    return list(convert_records(path, read_records(Path(path)), made, skip_bad))
 
 
 def load_questions(path: str | Path, skip_bad: bool = False, seed=0) -> list[Question]:
@@ -257,7 +257,7 @@ def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> dict[str, list
     datasets = {}
     for file, name in zip(files, dataset_names(files), strict=True):
         place, _, count = str(file).partition(":")
-        questions = load_all(read_records(Path(place)), place, question_of, skip_bad)
+        questions = load_all(place, question_of, skip_bad)
         datasets[name] = draw_some(questions, int(count or 0), f"{seed} {name}")
     uses = Counter(question.id for question in chain.from_iterable(datasets.values()))
     for name, questions in datasets.items():
@@ -294,7 +294,7 @@ def load_attempts(path: str | Path, skip_bad: bool = False) -> list[tuple[Questi
     def attempts_of(record: dict, number: int) -> tuple[Question, list[str]]:
         return question_of(record, number), field(record, "predictions", list)
 
-    return load_all(read_records(Path(path)), path, attempts_of, skip_bad)
+    return load_all(path, attempts_of, skip_bad)
 
 
 BUCKETS = ("hard", "medium", "easy", "dropped")
@@ -308,7 +308,7 @@ def load_difficulty(path: str | Path) -> list[dict]:
     def difficulty_of(record: dict, number: int) -> dict:
         return record | {"id": id_of(record), "scores": field(record, "scores", list)}
 
-    return load_all(read_records(Path(path)), path, difficulty_of)
+    return load_all(path, difficulty_of)
 
 
 def load_corpus(path: str | Path, skip_bad: bool = False) -> list[Document]:
@@ -319,7 +319,7 @@ def load_corpus(path: str | Path, skip_bad: bool = False) -> list[Document]:
         if not documents:
             raise InputError(f"{path}: no words in a .txt or .md file: name a folder of texts")
         return documents
-    return load_all(read_records(path), path, document_of, skip_bad)
+    return load_all(path, document_of, skip_bad)
 
 
 def corpus_from_questions(questions: list[Question]) -> list[Document]:

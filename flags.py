@@ -126,10 +126,9 @@ def check_training(settings: Settings) -> None:
 
 # ------------------------------------------------------------------------------- the command line
 def boolean(text: str) -> bool:
-    known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-    if text.lower() not in known:
+    if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
-    return known[text.lower()]
+    return text.lower() == "true"
 
 
 def add_flags(parser: argparse.ArgumentParser, record: type, command: str) -> None:

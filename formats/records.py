@@ -94,16 +94,12 @@ def convert_records(
 
 
 # ------------------------------------------------------------ files of a run
-def finished_records(path: str | Path, cut: bool = True) -> list[dict]:
+def finished_records(path: str | Path) -> list[dict]:
     """Reads a JSONL file to which a run appends; a file that does not exist yet has no records. A
-    last line without its line break is what a kill left: it is ignored, and with `cut` removed.
+    last line without its line break is what a kill left, and is ignored.
     """
-    path = Path(path)
-    text = path.read_bytes() if path.is_file() else b""
-    whole = text[: text.rfind(b"\n") + 1]
-    if cut and whole != text:
-        os.truncate(path, len(whole))
-    return list(map(json.loads, whole.splitlines()))
+    text = Path(path).read_bytes() if Path(path).is_file() else b""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 @contextlib.contextmanager

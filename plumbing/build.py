@@ -43,6 +43,7 @@ from trajectory import Trajectory
 from update import TrainState, updates_of
 from world.toy import load_reader, load_toy
 
+PATIENCE = timedelta(hours=6)  # longer than a step takes, even if its servers hardly answer
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # CPU microseconds allowed in a period, and its length
 
 
@@ -184,14 +185,10 @@ def choose_generate(settings: Settings):
 
 
 def make_accelerator(settings: Settings) -> Accelerator:
-    """Returns the accelerator. A process that waits for others gives up after half an hour, and for
-    each turn of a rollout 60 times --timeout and a second per token that a server may sample: much
-    longer than a step takes, unless its servers answer at the last moment.
-    """
-    searching = (settings.max_searches + 1) * (60 * settings.timeout + settings.max_turn_tokens)
+    """Returns the accelerator. A process that waits for another gives up after PATIENCE."""
     if settings.report_to and settings.report_to not in map(str, get_available_trackers()):
         raise InputError(f"--report_to {settings.report_to}: pip install {settings.report_to}")
-    limit = InitProcessGroupKwargs(timeout=timedelta(minutes=30, seconds=searching))
+    limit = InitProcessGroupKwargs(timeout=PATIENCE)
     # Without bucket views DDP keeps a second copy of all gradients.
     views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     tracker = {"log_with": settings.report_to or None, "project_dir": stage_folder(settings)}
@@ -253,7 +250,6 @@ def check_before_models(settings: Settings, accelerator: Accelerator) -> tuple:
     if sharding != "ddp":
         check_shardable(settings.optimizer, settings.lora_rank)
     start, message = starting_model(settings)
-    prompt_sections(settings)
     if settings.lora_rank:
         check_peft(settings.lora_rank)
     questions = check_questions(training_questions(settings), settings)

@@ -39,14 +39,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 @contextlib.contextmanager
 def as_command(settings: Settings) -> Iterator[None]:
     """Surrounds the training of one stage in a command. Prints the stage's settings before it, and
-    after it the stage's folder (not in a dry run). If a signal ends the training, prints the path
-    of the last checkpoint instead, and exits with 128 + the signal's number.
+    after it the stage's folder (not in a dry run). If a signal ends the training, prints whether
+    there is a checkpoint instead, and exits with 128 + the signal's number.
     """
     # The accelerator prints in one process of each machine. Trap: PartialState().print would too,
     # but an accelerator that is made after it ignores ACCELERATE_USE_CPU.
     print_once, folder = make_accelerator(settings).print, stage_folder(settings)
-    files = "" if settings.dry_run else f"\n  (all of them: {folder}/settings.json)"
-    print_once(shown_settings(settings) + files)
+    print_once(f"{shown_settings(settings)}\nfolder: {folder}")
     # A signal that is ignored stays ignored, such as SIGHUP under nohup.
     handled = [n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
     before = [signal.signal(number, raise_terminated) for number in handled]
@@ -54,21 +53,22 @@ def as_command(settings: Settings) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         number = signal.Signals(*error.args or (signal.SIGINT,))
-        end = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
-        saved = checkpoints(folder)
-        last = f"last checkpoint: {saved[-1]} (go on with --resume)" if saved else "no checkpoint"
         with contextlib.suppress(OSError):  # the terminal may be closed
-            print_once(f"\n{end}; {last}")
+            print_once(f"\nended by {number.name}; {saved_last(folder)}")
         sys.exit(128 + number)
     finally:
         list(map(signal.signal, handled, before))
     # FSDP2's modules are in reference cycles; the next stage or evaluation needs their memory.
     gc.collect()
     if not settings.dry_run:
-        held_out = " --data HELD_OUT_FILE" if settings.data else ""
-        if settings.corpus:  # with --data, eval.py does not take the corpus of the checkpoint
-            held_out += f" --corpus {shlex.quote(settings.corpus)}"
-        print_once(f"done: {folder} (python eval.py --model {best_checkpoint(folder)}{held_out})")
+        more = " --data HELD_OUT_FILE" if settings.data else ""
+        more += f" --corpus {shlex.quote(settings.corpus)}" if settings.corpus else ""
+        print_once(f"done: {folder} (python eval.py --model {best_checkpoint(folder)}{more})")
+
+
+def saved_last(folder: Path) -> str:
+    saved = checkpoints(folder)
+    return f"last checkpoint: {saved[-1]} (go on with --resume)" if saved else "no checkpoint"
 
 
 def open_run(run: Run, state: TrainState) -> int:
@@ -117,8 +117,7 @@ def save_if_due(run: Run, state: TrainState, record: dict) -> None:
             save(run, state, step)
         raise InputError(
             f"step {step}: a search failed in {record['failed_rows']:.0%} of the trajectories: look"
-            " at the retriever, the summariser and --timeout, then "
-            + ("go on with --resume" if step else "start again")
+            " at the retriever, the summariser and --timeout, then start again (--resume goes on)"
         )
     ended = max(gather_object([run.signals]))
     done, s = step + 1, run.settings

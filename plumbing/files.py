@@ -103,7 +103,7 @@ def best_checkpoint(folder: Path) -> Path:
     """Returns the first of the checkpoints with the best eval/em, or the last checkpoint if no step
     was evaluated.
     """
-    rows = finished_records(folder / "metrics.jsonl", cut=False)
+    rows = finished_records(folder / "metrics.jsonl")
     scores = {row["step"] + 1: row["eval/em"] for row in rows if "eval/em" in row}
     if not scores:
         # Another machine may have saved the checkpoints: without one here, return the folder.

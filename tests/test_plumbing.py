@@ -184,7 +184,6 @@ def test_a_bad_file_is_a_one_line_error_before_training_starts(
         ("", "", "no config.json"),
         (None, "--mix nothing=1", "questions of nothing, and the data has 0"),
         (None, "--resume", "no checkpoint in"),
-        (None, "--prompt_file none.txt", "No such file or directory: 'none.txt'"),
     ],
 )
 def test_errors_that_are_quick_to_find_come_before_the_corpus_is_read(

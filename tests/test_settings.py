@@ -73,7 +73,7 @@ def test_pairs_that_make_no_sense_are_an_error_of_one_line(text):
 def test_a_bool_flag_may_have_a_value_or_none():
     assert parse(["--skip_bad"]).skip_bad is True
     assert parse(["--skip_bad", "--seed", "3"]).seed == 3
-    for words in (["--retrieval", "false"], ["--retrieval=no"]):
+    for words in (["--retrieval", "false"], ["--retrieval=False"]):
         assert parse(words).retrieval is False
     assert "neither true nor false" in message(parse, ["--retrieval", "maybe"])
 

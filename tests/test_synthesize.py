@@ -291,7 +291,6 @@ def test_the_command_writes_a_file_with_a_real_server(flags, capsys):
     "change, expected",
     [
         (["--llm", ""], "--llm is missing"),
-        (["--data", "nowhere.jsonl"], "No such file or directory: 'nowhere.jsonl'"),
         (["--timeout", "1"], "no answer"),
     ],
 )

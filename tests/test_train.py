@@ -430,7 +430,7 @@ def test_ctrl_c_in_the_first_step_says_that_there_is_no_checkpoint(
     monkeypatch.setattr(train, "collect", interrupted)
     with pytest.raises(SystemExit, match="130"):
         train.main(flags(model, tmp_path))
-    assert capsys.readouterr().out.splitlines()[-1] == "interrupted; no checkpoint"
+    assert capsys.readouterr().out.splitlines()[-1] == "ended by SIGINT; no checkpoint"
 
 
 # ------------------------------------------------------------------------------------ two processes

@@ -29,16 +29,6 @@ fault = pytest.mark.fault
 # --------------------------------------------------------------------------- waiting for a process
 
 
-@fault(308)
-def test_the_wait_between_processes_grows_with_turns_and_timeout(monkeypatch):
-    handlers = []
-    monkeypatch.setattr(
-        build, "Accelerator", lambda kwargs_handlers, **_: handlers.extend(kwargs_handlers)
-    )
-    build.make_accelerator(Settings(max_searches=3, timeout=10.0, max_turn_tokens=90))
-    assert handlers[0].timeout == timedelta(minutes=30 + 4 * (10 + 1.5))
-
-
 # ------------------------------------------------------------------------- one evaluation at a time
 
 
