@@ -260,11 +260,10 @@ def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> dict[str, list
         questions = load_all(place, question_of, skip_bad)
         datasets[name] = draw_some(questions, int(count or 0), f"{seed} {name}")
     uses = Counter(question.id for question in chain.from_iterable(datasets.values()))
-    for name, questions in datasets.items():
-        for row, question in enumerate(questions):
-            if uses[question.id] > 1:
-                questions[row] = replace(question, id=f"{name}:{question.id}")
-    return datasets
+    return {
+        name: [replace(q, id=f"{name}:{q.id}") if uses[q.id] > 1 else q for q in questions]
+        for name, questions in datasets.items()
+    }
 
 
 def named_files(path: str | Path) -> list[Path]:
@@ -326,7 +325,7 @@ def corpus_from_questions(questions: list[Question]) -> list[Document]:
     """Returns the references of all questions as a corpus, each once, numbered from 1. References
     without a text are left out.
     """
-    references = [document for question in questions for document in question.references]
+    references = chain.from_iterable(question.references for question in questions)
     texts = dict.fromkeys((document.title, document.text) for document in references)
     documents = [Document(str(n), *text) for n, text in enumerate(texts, 1) if text[1]]
     if not documents:

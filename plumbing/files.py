@@ -134,10 +134,7 @@ def starting_model(settings: Settings) -> tuple[str, str]:
         model = str(path)  # `model` or `before` is a stage's folder: take its last checkpoint
     elif model:
         check_model_path(model)
-    message = f"stage {stage} starts from {model or 'the built-in model'}"
-    if stage > 1 and not model:
-        message += f": there is no stage {stage - 1} checkpoint in {before}"
-    return model, message
+    return model, f"stage {stage} starts from {model or 'the built-in model'}"
 
 
 def prompt_sections(settings: Settings) -> dict[str, str]:
@@ -268,14 +265,14 @@ class Run:
         rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in record.items()}
         self.records.append(rounded)
         raised = alarms(self.records, self.settings)
-        self.accelerator.log(rounded, record["step"])
-        if raised:
-            rounded["alarms"] = raised  # so that no later step raises them again
-        append_jsonl(self.folder / "metrics.jsonl", [rounded])
+        if raised:  # they are in the record, so that no later step raises them again
+            self.records[-1] = rounded | {"alarms": raised}
+        append_jsonl(self.folder / "metrics.jsonl", self.records[-1:])
         trajectories = step_records(
             record["step"], rollouts, batch, environment.tokenizer, self.settings
         )
         append_trajectories(self.folder, trajectories)
+        self.accelerator.log(rounded, record["step"])
         with contextlib.suppress(OSError):  # the terminal was closed, or Ctrl-C ended `tee`
             self.progress.update()
             self.progress.write("\n".join(self.lines_of(record, raised, rollouts)))
