@@ -21,7 +21,7 @@ if __name__ == "__main__":
 import sys
 
 from data import clean
-from flags import MORE_HELP, MOST_USED, add_flags, check_settings, in_built_in_world, named_in
+from flags import MORE_HELP, MOST_USED, add_flags, check_settings, in_built_in_world
 from settings import Settings
 
 
@@ -35,7 +35,7 @@ def read_flags(arguments: list[str] | None = None) -> tuple[dict, str]:
     used = "question retriever retriever_url max_searches temperature run_name".split()
     parser.most_used = [*MOST_USED, *used]
     parser.add_argument("question", nargs="*", help="the question (default: read lines)")
-    add_flags(parser, Settings, named_in(arguments), "eval")
+    add_flags(parser, Settings, "eval")
     given = vars(parser.parse_args(arguments))
     return given, clean(" ".join(given.pop("question")))  # argv may contain invalid UTF-8
 

@@ -20,19 +20,18 @@ names the file, the line and the field. Left out: corpora larger than memory.
 """
 
 import dataclasses
-import json
 import random
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
-from errors import FlagParser, InputError, run_main
+from errors import InputError
 from formats.fields import field, gold_answers, id_of, task_of
-from formats.records import convert_records, read_records, read_table, short, titled
+from formats.records import convert_records, read_records, short, titled
 from formats.text_folder import is_text, read_texts
 
 
@@ -189,22 +188,19 @@ def question_of(record: dict, number: int) -> Question:
         )
     documents = enumerate(field(record, "references", list, []), 1)
     steps = field(record, "decomposition", list, [])
-    hops = tuple(Hop(step["query"], step.get("answer", "")) for step in steps)
-    links = {
-        "references": tuple(document_of(document, place) for place, document in documents),
-        "supporting": tuple(field(record, "supporting", list, [])),
-        "hops": hops,
-    }
-    labels = {
-        "source": field(record, "source", str, ""),
-        "level": str(record.get("level") or ""),  # a number in MATH, a word in UR²'s files
-        "may_search": field(record, "may_search", bool, True),
-    }
-    asked = field(record, "question")
-    golds = [*map(clean, gold_answers(record, answers))]
-    options = tuple(map(clean, field(record, "options", list, [])))
-    name, task = id_of(record, number), task_of(record)
-    question = Question(name, asked, golds, task, options, **labels, **links)
+    question = Question(
+        id=id_of(record, number),
+        question=field(record, "question"),
+        answers=[*map(clean, gold_answers(record, answers))],
+        task=task_of(record),
+        options=tuple(map(clean, field(record, "options", list, []))),
+        references=tuple(document_of(document, place) for place, document in documents),
+        supporting=tuple(field(record, "supporting", list, [])),
+        source=field(record, "source", str, ""),
+        level=str(record.get("level") or ""),  # a number in MATH, a word in UR²'s files
+        may_search=field(record, "may_search", bool, True),
+        hops=tuple(Hop(step["query"], step.get("answer", "")) for step in steps),
+    )
     check(question)
     return question
 
@@ -231,7 +227,7 @@ def document_of(record: dict, number: int) -> Document:
 
 
 # ----------------------------------------------------------------------------------------- loading
-def load_all(records, path: Path, make: Callable, skip_bad: bool = False) -> list:
+def load_all(path: str | Path, make: Callable, skip_bad: bool = False) -> list:
     """Returns make(record, number) of each record of a file, whose ids must differ: difficulties
     and predictions are found by the id.
     """
@@ -244,11 +240,11 @@ def load_all(records, path: Path, make: Callable, skip_bad: bool = False) -> lis
         seen.add(name)
         return item
 
-    return list(convert_records(path, records, made, skip_bad))
+    return list(convert_records(path, read_records(Path(path)), made, skip_bad))
 
 
-def load_questions(path: str | Path | list, skip_bad: bool = False, seed=0) -> list[Question]:
-    """Loads the questions of one or several files (a list, or comma-separated), with unique ids."""
+def load_questions(path: str | Path, skip_bad: bool = False, seed=0) -> list[Question]:
+    """Loads the questions of one or several files (comma-separated), with unique ids."""
     return [*chain.from_iterable(load_datasets(path, skip_bad, seed).values())]
 
 
@@ -261,19 +257,17 @@ def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> dict[str, list
     datasets = {}
     for file, name in zip(files, dataset_names(files), strict=True):
         place, _, count = str(file).partition(":")
-        questions = load_all(read_records(Path(place)), place, question_of, skip_bad)
+        questions = load_all(place, question_of, skip_bad)
         datasets[name] = draw_some(questions, int(count or 0), f"{seed} {name}")
     uses = Counter(question.id for question in chain.from_iterable(datasets.values()))
-    for name, questions in datasets.items():
-        for row, question in enumerate(questions):
-            if uses[question.id] > 1:
-                questions[row] = replace(question, id=f"{name}:{question.id}")
-    return datasets
+    return {
+        name: [replace(q, id=f"{name}:{q.id}") if uses[q.id] > 1 else q for q in questions]
+        for name, questions in datasets.items()
+    }
 
 
-def named_files(path: str | Path | list) -> list[Path]:
-    names = ",".join(map(str, path)) if isinstance(path, list | tuple) else str(path)
-    return [Path(name.strip()) for name in names.split(",")]
+def named_files(path: str | Path) -> list[Path]:
+    return [Path(name.strip()) for name in str(path).split(",")]
 
 
 def dataset_names(files: list[Path]) -> list[str]:
@@ -299,7 +293,7 @@ def load_attempts(path: str | Path, skip_bad: bool = False) -> list[tuple[Questi
     def attempts_of(record: dict, number: int) -> tuple[Question, list[str]]:
         return question_of(record, number), field(record, "predictions", list)
 
-    return load_all(read_records(Path(path)), path, attempts_of, skip_bad)
+    return load_all(path, attempts_of, skip_bad)
 
 
 BUCKETS = ("hard", "medium", "easy", "dropped")
@@ -311,30 +305,27 @@ def load_difficulty(path: str | Path) -> list[dict]:
     """
 
     def difficulty_of(record: dict, number: int) -> dict:
-        scores = field(record, "scores", list)
-        if not scores or not all(0 <= score <= 1 for score in scores):
-            raise InputError("field 'scores': expected numbers from 0 to 1: run lab.difficulty")
-        if record.get("bucket", "hard") not in BUCKETS:
-            raise InputError(f"field 'bucket': expected one of {', '.join(BUCKETS)}")
-        return record | {"id": id_of(record)}
+        return record | {"id": id_of(record), "scores": field(record, "scores", list)}
 
-    return load_all(read_records(Path(path)), path, difficulty_of)
+    return load_all(path, difficulty_of)
 
 
 def load_corpus(path: str | Path, skip_bad: bool = False) -> list[Document]:
     """Loads documents from a file of records, a text or a folder of texts."""
     path = Path(path)
     if is_text(path):
-        return [Document(*passage) for passage in read_texts(path)]
-    records = read_table(path) if ".tsv" in path.suffixes else read_records(path)
-    return load_all(records, path, document_of, skip_bad)
+        documents = [Document(*passage) for passage in read_texts(path)]
+        if not documents:
+            raise InputError(f"{path}: no words in a .txt or .md file: name a folder of texts")
+        return documents
+    return load_all(path, document_of, skip_bad)
 
 
 def corpus_from_questions(questions: list[Question]) -> list[Document]:
     """Returns the references of all questions as a corpus, each once, numbered from 1. References
     without a text are left out.
     """
-    references = [document for question in questions for document in question.references]
+    references = chain.from_iterable(question.references for question in questions)
     texts = dict.fromkeys((document.title, document.text) for document in references)
     documents = [Document(str(n), *text) for n, text in enumerate(texts, 1) if text[1]]
     if not documents:
@@ -342,21 +333,5 @@ def corpus_from_questions(questions: list[Question]) -> list[Document]:
     return documents
 
 
-# ------------------------------------------------------------------------------ python data.py FILE
-def main() -> None:
-    parser = FlagParser(description="Show what is read from a file.")
-    words = "questions; with --corpus, documents or a folder of texts"
-    parser.add_argument("file", nargs="?", help=words)
-    parser.add_argument("--corpus", action="store_true", help="the file holds documents")
-    parser.add_argument("--skip_bad", action="store_true", help="skip malformed records")
-    args = parser.parse_args()
-    if args.file is None:
-        return print(__doc__.strip())
-    read = (load_corpus if args.corpus else load_questions)(args.file, args.skip_bad)
-    kinds = Counter(getattr(item, "kind", "document") for item in read)
-    print(f"{len(read):,} read: {dict(kinds)}; the first:")
-    print(harmless(json.dumps(asdict(read[0]), ensure_ascii=False, indent=1)))
-
-
 if __name__ == "__main__":
-    run_main(main)
+    print(__doc__.strip())

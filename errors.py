@@ -1,38 +1,25 @@
-"""Reports errors of the user's input in one line (what, where, what to do), not as a traceback."""
+"""Reports an error in one line, not as a traceback, and reads the flags of the commands."""
 
 import argparse
 import difflib
-import errno
 import functools
 import io
 import os
-import re
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from statistics import median
-
-# Matches an error of gloo, through which processes on CPUs exchange tensors. The message begins
-# with [source file:line], perhaps after "Gloo ... failed with".
-GLOO = re.compile(r"(Gloo \w+ failed with )?\[\S*/gloo/\S+:\d+\]")
-LOST = "another process or machine of this run is gone: its output says why; go on with --resume"
-ADVICE = {errno.ENOSPC: "make room on its disk", errno.ENAMETOOLONG: "give a shorter name"}
-# No argument may contain the character NUL, begin with "user:password@", or have "user@" or
-# "user:password@" after "://".
-FORBIDDEN = re.compile(r"\0|(?<=://)[^/?#\s]*@|^[^:/?#\s]+:[^/?#\s]*@")
 
 SPINS = "10000"  # iterations that a waiting thread of torch spins before it sleeps
 
 
 @functools.cache
-def prepare_command() -> None:
-    """Prepares the process of a command. train.py, eval.py, ask.py and lab/ call this before they
-    import torch; for the other commands, only `run_main` calls it.
-
-    Ctrl-C during later imports prints one line. Progress bars get no lock between processes,
-    because a process that is killed while it holds the lock would stop all others.
+def prepare_command() -> bool:
+    """Prepares the process of a command, and returns whether its flags have --traceback, which it
+    removes. train.py, eval.py, ask.py and lab/ call this before they import torch; for the other
+    commands, only `run_main` calls it.
 
     Torch's threads wait for each other at the end of every operation. By default they spin for
     milliseconds while they wait. If as many other programs are busy as there are cores, a run then
@@ -41,23 +28,18 @@ def prepare_command() -> None:
     loses nothing, and a run beside busy programs keeps a third of its speed. The results do not
     depend on SPINS. If the user has set OMP_WAIT_POLICY or GOMP_SPINCOUNT, that value is used.
     """
-    sys.excepthook = report_interrupt
     if not sys.stderr.isatty():  # in a file each update is a line, so two a minute suffice
         os.environ.setdefault("TQDM_MININTERVAL", "30")
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     from tqdm import tqdm  # not earlier, because it reads the environment when it is imported
 
+    # A process that is killed while it holds tqdm's lock between processes would stop all others.
     tqdm.set_lock(threading.RLock())
     tqdm.monitor_interval = 0
-
-
-def report_interrupt(kind: type, error: BaseException, trace) -> None:
-    """Reports a Ctrl-C during the imports of a command; `run_main` reports one that comes later."""
-    if not issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, trace)
-    elif os.environ.get("LOCAL_RANK", "0") == "0":  # one process of each machine prints
-        print("\ninterrupted", file=sys.stderr)
+    wanted = "--traceback" in sys.argv
+    sys.argv = [word for word in sys.argv if word != "--traceback"]
+    return wanted
 
 
 class InputError(ValueError):
@@ -76,49 +58,42 @@ def raise_terminated(number: int, *_) -> None:
 
 
 def rank_of(name: str, default: int = 0) -> int:
-    """Returns the number that a launcher wrote into this environment variable, or the default. The
-    default is also the minimum: 0 for the rank of a process, 1 for the number of processes.
-    """
-    text = os.environ.get(name, str(default))
-    if text.isdecimal() and int(text) >= default:
-        return int(text)
-    raise InputError(f"{name}={text} in the environment: unset it, or give {default} or more")
+    """Returns the number that a launcher wrote into this environment variable, or the default."""
+    return int(os.environ.get(name, default))
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Runs a file's `main`. After an InputError, a full disk, a file name that is too long or the
-    loss of another process, it prints one line and ends the process with exit code 2. After Ctrl-C
-    the exit code is 130.
+    """Runs a file's `main`. An error is printed in one line, and the exit code is 2; --traceback
+    shows where the error was raised. After Ctrl-C the exit code is 130.
     """
-    prepare_command()
+    traceback_wanted = prepare_command()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # its encoding may lack ⟦, which we print
             stream.reconfigure(errors="backslashreplace")
     try:
-        rank_of("LOCAL_RANK")
-        try:
-            main()
-        finally:  # flush here: at exit, Python would report a full disk in two obscure lines
-            print(end="", flush=True)
+        main()
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:  # `python data.py FILE | head` is not an error
+    except BrokenPipeError:  # `python -m papers | head` is not an error
         sys.stderr.close()
     except Exception as error:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
+        if traceback_wanted:
+            raise
+        if rank_of("LOCAL_RANK"):
             # If the first process has this error too, it reports it now, and torchrun ends all.
             time.sleep(5)
-        if advice := ADVICE.get(getattr(error, "errno", None)):
-            error = InputError(f"{error}: {advice}")
-            sys.stdout = None  # at exit Python would try to write the rest of the buffer again
-        kind = type(error)  # compared by module name, so that this file need not import torch
-        gloo = kind is RuntimeError and GLOO.match(str(error))
-        lost = gloo or kind.__module__ == "torch.distributed"
-        if not lost and not isinstance(error, InputError):
-            raise
-        print(f"error: {LOST if lost else error}", file=sys.stderr)
+        print(f"error: {in_one_line(error)}", file=sys.stderr)
         sys.exit(2)
+
+
+def in_one_line(error: Exception) -> str:
+    """Returns an InputError's or the system's message; of other errors also the type and place."""
+    if isinstance(error, InputError | OSError):
+        return str(error)
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    text = traceback.format_exception_only(error)[-1].strip()
+    return f"{text} ({place.filename}, line {place.lineno}; --traceback shows the calls)"
 
 
 @functools.cache
@@ -136,20 +111,6 @@ def bar(parts, title: str):
     from tqdm import tqdm  # not earlier, as in `prepare_command`
 
     return tqdm(parts, title, leave=False, delay=5, disable=rank_of("RANK") > 0 or None)
-
-
-def slow_step(seconds: list[float]) -> str | None:
-    """Returns a warning if the newest step is the first after step 4 to take more than five times
-    the median of steps 0 to 4. Worked: slow_step([1, 1, 1, 1, 1, 6]) warns of step 5.
-    """
-    usual = median(seconds[:5])
-    slow = [step for step, taken in enumerate(seconds) if step >= 5 and taken > 5 * usual]
-    if slow != [len(seconds) - 1]:
-        return None
-    return (
-        f"step {slow[0]} took {seconds[-1]:.2g} s, the first five {usual:.2g} s (median): is "
-        "something else using this machine?"
-    )
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -183,12 +144,6 @@ class FlagParser(argparse.ArgumentParser):
             name = rest[0].split("=")[0]
             hint = nearest(name, self._option_string_actions)
             self.error(f"unknown flag {name}{hint}; --help all lists every flag")
-        for text in map(str, vars(known).values()):
-            if (shown := FORBIDDEN.sub("", text)) != text:
-                self.error(
-                    f"{shown!r}: a user name or password in an address, or the character NUL, is "
-                    "not accepted: leave it out"
-                )
         return known
 
 
@@ -196,8 +151,7 @@ def check_output(path: str | Path, flag: str) -> None:
     """Raises an InputError if this file cannot be written. It creates nothing, so a command can
     call it before its work.
     """
-    path = Path(path)
-    place = path if path.exists() else next(p for p in path.absolute().parents if p.exists())
-    if place.is_dir() == path.exists() or not os.access(place, os.W_OK):
-        reason = "that is a folder" if path.is_dir() else "cannot be written there"
-        raise InputError(f"{flag} {path}: {reason}: give another path")
+    path = Path(path).absolute()
+    place = next(place for place in (path, *path.parents) if place.exists())
+    if path.is_dir() or not os.access(place, os.W_OK):
+        raise InputError(f"{flag} {path}: cannot be written there: give another path")

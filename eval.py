@@ -30,7 +30,7 @@ from errors import (
     rank_of,
     run_main,
 )
-from flags import MORE_HELP, MOST_USED, add_flags, named_in
+from flags import MORE_HELP, MOST_USED, add_flags
 from metrics import PUNCTUATION
 from plumbing.predictions import ask_others, score_files, score_predictions
 from plumbing.report import report
@@ -87,8 +87,8 @@ def read_flags(
         parser.description = "Evaluates a checkpoint; --predictions FILE scores a file." + MORE_HELP
         parser.epilog = "example: python eval.py --stage 1 --questions 20 --decoding both"
         parser.most_used = [*MOST_USED, *"questions decoding against predictions all".split()]
-    add_flags(parser, Settings, named_in(arguments), "eval")
-    add_flags(parser, kind, kind(), "eval")
+    add_flags(parser, Settings, "eval")
+    add_flags(parser, kind, "eval")
     given = vars(parser.parse_args(arguments))
     names = given.keys() & {f.name for f in fields(kind)}
     options = kind(**{name: given.pop(name) for name in names})

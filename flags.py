@@ -9,8 +9,6 @@ Left out: whatever the code that reads a setting reports by itself.
 
 import argparse
 import json
-import sys
-import textwrap
 import typing
 from dataclasses import fields
 from pathlib import Path
@@ -29,6 +27,9 @@ DAPO = {"clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "token", "kl_coe
 
 def on_servers(settings: Settings) -> bool:
     return settings.engine not in LOCAL
+
+
+DEFAULTS = Settings()
 
 
 # -------------------------------------------------------------------------------------- the recipe
@@ -125,25 +126,24 @@ def check_training(settings: Settings) -> None:
 
 # ------------------------------------------------------------------------------- the command line
 def boolean(text: str) -> bool:
-    known = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-    if text.lower() not in known:
+    if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
-    return known[text.lower()]
+    return text.lower() == "true"
 
 
-def add_flags(parser: argparse.ArgumentParser, record: type, shown, command: str) -> None:
+def add_flags(parser: argparse.ArgumentParser, record: type, command: str) -> None:
     """Adds a --flag for every field of a record, if the field's `only` is not set or is `command`
-    ("train" or "eval"). --help shows the values of `shown`. argparse gets no defaults, so it
-    returns only the flags that the user gave.
+    ("train" or "eval"). --help shows the default. argparse gets none, so it returns only the flags
+    that the user gave.
     """
-    types = typing.get_type_hints(record)
+    types, defaults = typing.get_type_hints(record), record()
     for f in fields(record):
         if f.metadata.get("only", command) != command:
             continue
         kind = types[f.name]
         names = f.metadata.get("one_of")
         text = f.metadata["help"] + (f"; one of {', '.join(names)}" if names else "")
-        text = f"{text} ({getattr(shown, f.name)!r})".replace("%", "%%")
+        text = f"{text} ({getattr(defaults, f.name)!r})".replace("%", "%%")
         options = {"help": text, "default": argparse.SUPPRESS, "metavar": kind.__name__.upper()}
         if kind is bool:
             options |= {"nargs": "?", "const": True}
@@ -152,57 +152,60 @@ def add_flags(parser: argparse.ArgumentParser, record: type, shown, command: str
 
 
 MOST_USED = ("help", "recipe", "stage", "model", "data", "corpus")
-MORE_HELP = " These are the most used flags; --help all lists every flag."
+MORE_HELP = (
+    " These are the most used flags; --help all lists every flag. In brackets: the default, which a"
+    " recipe may change."
+)
 
 
-def named_in(arguments: list[str] | None) -> Settings:
-    """Returns the settings of the recipe, variant and stage that a command line names. --help shows
-    these values.
-    """
-    parser = FlagParser(add_help=False, allow_abbrev=False)
-    for name in ("recipe", "stage", "model", "variant"):
-        default = getattr(Settings, name)
-        parser.add_argument(f"--{name}", type=type(default), default=default)
-    args, _ = parser.parse_known_args(arguments)
-    return resolve(args.recipe, args.stage or 1, not args.model, {"variant": args.variant})
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
-def parse(arguments: list[str] | None = None, before: Settings | None = None) -> Settings:
-    """Parses train.py's command line. `before` has the settings of the stage that the same command
+def given_flags(arguments: list[str] | None) -> tuple[list[int], dict]:
+    """Parses train.py's command line. Returns (the stages, the other flags that were given)."""
+    example = "example: python train.py --recipe r_search --steps 20 --run_name mine"
+    description = f"Trains stages of a paper; --stage may list several.{MORE_HELP}"
+    parser = FlagParser(
+        "train.py", description=description, epilog=example, conflict_handler="resolve"
+    )
+    parser.most_used = [*MOST_USED, "steps", "reward", "evaluate", "resume", "dry_run"]
+    add_flags(parser, Settings, "train")
+    parser.add_argument("--stage", type=numbers, default=[1], help="stages to train, as 1,2")
+    given = vars(parser.parse_args(arguments))
+    return given.pop("stage"), given
+
+
+def parse_stages(arguments: list[str] | None = None) -> list[Settings]:
+    """Parses train.py's command line. Returns the settings of each stage, in order."""
+    stages, given = given_flags(arguments)
+    runs = []
+    for stage in stages:
+        runs.append(stage_settings(stage, given, *runs[-1:]))
+    if len(runs) > 1 and (runs[0].resume or runs[0].dry_run):
+        raise InputError("--stage: --resume and --dry_run take one stage: give one")
+    return runs
+
+
+def parse(arguments: list[str] | None = None) -> Settings:
+    """Returns the settings of the last stage that train.py's command line names."""
+    return parse_stages(arguments)[-1]
+
+
+def stage_settings(stage: int, given: dict, before: Settings | None = None) -> Settings:
+    """Returns the settings of a stage. `before` has the settings of the stage that the same command
     trains just before this one. If it is None, stage 2 without --model continues from the stage 1
     that was saved earlier.
     """
-    description = "Trains stages of a paper. In brackets: the value for --recipe and --stage."
-    example = "example: python train.py --recipe r_search --steps 20 --run_name mine"
-    parser = FlagParser("train.py", description=description + MORE_HELP, epilog=example)
-    parser.most_used = [*MOST_USED, "steps", "reward", "evaluate", "resume", "dry_run"]
-    add_flags(parser, Settings, named_in(arguments), "train")
-    given = vars(parser.parse_args(arguments))
-    recipe, stage = given.get("recipe", "ur2"), given.get("stage", 1)
+    recipe = given.get("recipe", "ur2")
     settings = resolve(recipe, stage, True, given)
     if stage > 1 and not (before or settings.model):
         before = stage_before(settings)
     if before and before.model:
         # The last checkpoint in this folder is loaded.
-        given["model"] = str(stage_folder(settings, stage - 1))
+        given = given | {"model": str(stage_folder(settings, stage - 1))}
     tiny = in_built_in_world(before or settings)
     return check_settings(resolve(recipe, stage, tiny, given))
-
-
-def parse_stages(arguments: list[str] | None = None) -> list[Settings]:
-    """Parses train.py's command line, where --stage may list several stages. Returns the settings
-    of each stage, in order.
-    """
-    arguments = sys.argv[1:] if arguments is None else arguments
-    parser = FlagParser("train.py", add_help=False, allow_abbrev=False)
-    parser.add_argument("--stage", default="1")
-    args, rest = parser.parse_known_args(arguments)
-    runs = []
-    for stage in args.stage.split(","):
-        runs.append(parse([*rest, "--stage", stage], *runs[-1:]))
-    if len(runs) > 1 and (runs[0].resume or runs[0].dry_run):
-        raise InputError(f"--stage {args.stage}: --resume and --dry_run take one stage: give one")
-    return runs
 
 
 # ---------------------------------------------------------------------------------- saved settings
@@ -250,11 +253,7 @@ def in_built_in_world(settings: Settings) -> bool:
 
 
 def shown_settings(settings: Settings) -> str:
-    """Returns a text for the console: recipe, stage, and settings that differ from the defaults."""
-    text, defaults = "settings:", Settings()
-    for f in fields(Settings):
-        value = getattr(settings, f.name)
-        if value != getattr(defaults, f.name) or f.name in ("recipe", "stage"):
-            text += f" {f.name}={value}"
-    unbroken = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.fill(text, 100, subsequent_indent="  ", **unbroken)
+    """Returns a line for the console: recipe, stage, and settings that differ from the defaults."""
+    changed = {"recipe": settings.recipe, "stage": settings.stage}
+    changed |= {k: v for k, v in vars(settings).items() if v != getattr(DEFAULTS, k)}
+    return "settings: " + " ".join(f"{name}={value}" for name, value in changed.items())

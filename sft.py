@@ -17,8 +17,6 @@ processes.
 
 import math
 import re
-import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +26,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data import Question
-from errors import slow_step
 from policy import Policy, last_column, padded
 from prompts import Protocol, number_documents, without_control
 from rollout import encode
@@ -196,10 +193,8 @@ def train_sft(
     """Makes `settings.steps` updates, each on `next_examples(step)`, and returns the losses."""
     optimizers = optimizers_of(policy, settings)
     losses = []
-    seconds = []
     with tqdm(total=settings.steps, desc=description, dynamic_ncols=True) as bar:
         for step in range(settings.steps):
-            start = time.perf_counter()
             for optimizer, lr in optimizers.items():
                 optimizer.param_groups[0]["lr"] = lr * sft_lr_factor(step, settings)
             losses.append(backward(policy, next_examples(step), settings.tokens_per_micro_batch))
@@ -210,9 +205,6 @@ def train_sft(
             # With refresh=True a log file would get a line for every step.
             bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
             bar.update()
-            seconds.append(time.perf_counter() - start)
-            if line := slow_step(seconds):
-                bar.write(line, file=sys.stderr)
     return losses
 
 

@@ -43,7 +43,7 @@ import grpo
 import ppo
 from plumbing import checkpoint
 from plumbing.alarms import MOST_FAILED
-from plumbing.build import build_state, make_accelerator, wait_for_all
+from plumbing.build import build_state, make_accelerator
 from plumbing.dry_run import try_out
 from plumbing.files import Run, flags_of_run
 from plumbing.record import keep_numbers
@@ -166,7 +166,7 @@ def collect(state: TrainState, step: int) -> Rollouts:
         scored = [None, None]
         if state.other_models is not None:
             scored = [*compute_rewards(trajectories, settings, step, state.other_models)]
-        wait_for_all(state)
+        state.accelerator.wait_for_everyone()
         reward_terms, correct = broadcast_object_list(scored)
         rollouts.seconds += scored_from - start
         rollouts.reward_seconds += time.perf_counter() - scored_from
@@ -203,7 +203,7 @@ def shared_rollout(state: TrainState, environment, questions: list, seed: int) -
     end = len(questions) * (rank + 1) // processes
     with evaluating(state.policy), state.sampler() as policy:
         trajectories = rollout(policy, environment, questions[first:end], seed, state.generate)
-    wait_for_all(state)
+    state.accelerator.wait_for_everyone()
     return gather_object(trajectories)
 
 

@@ -11,7 +11,7 @@ from settings import check_value
 
 if sys.argv[0] == "-m":  # true while python -m lab.NAME imports this package
     prepare_command()
-from flags import add_flags, named_in
+from flags import add_flags
 from settings import Settings, check_limits
 
 
@@ -25,9 +25,9 @@ def parse_flags(
     parser = FlagParser(command, description=record.__doc__)
     if methods:
         parser.add_argument("method", choices=methods)
-    add_flags(parser, record, record(), only)
+    add_flags(parser, record, only)
     if with_settings:
-        add_flags(parser, Settings, named_in(arguments), only)
+        add_flags(parser, Settings, only)
     given = vars(parser.parse_args(arguments))
     names = given.keys() & {f.name for f in fields(record)}
     options = replace(record(), **{name: given.pop(name) for name in names})

@@ -38,7 +38,7 @@ from coldstart import evenly, script, write_traces
 from data import Hop, Question, draw_some, load_corpus, load_questions
 from errors import InputError, run_main
 from flags import resolve
-from formats.records import finished_records, read_whole, write_records, write_text
+from formats.records import finished_records, write_records, write_text
 from lab import parse_flags
 from plumbing.build import build_environment, build_search
 from plumbing.report import summarise, table
@@ -133,7 +133,7 @@ def download(folder: Path) -> Path:
             ) from None
         if not hashlib.sha256(file.read_bytes()).hexdigest().startswith(sha256):
             raise InputError(f"{file} is not the file that was published: remove it")
-        contents[name] = json.loads(read_whole(file))
+        contents[name] = json.loads(file.read_text("utf-8"))
     write_records(folder / "corpus.jsonl", contents["corpus.json"])
     for name, records in convert(contents["questions.json"]).items():
         write_records(folder / f"{name}.jsonl", records)
@@ -239,7 +239,7 @@ class Run:
     def __init__(self, folder: Path):
         self.folder = folder
         self.file = folder / "minutes.json"
-        self.minutes = json.loads(read_whole(self.file)) if self.file.exists() else {}
+        self.minutes = json.loads(self.file.read_text("utf-8")) if self.file.exists() else {}
 
     def part(self, name: str, command: str, flags: dict, result: str) -> Path:
         """Runs a command of this repository, unless its result exists. A command with a flag --out

@@ -5,14 +5,11 @@ import copy
 import dataclasses
 import math
 import os
-import sys
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
@@ -24,7 +21,7 @@ from data import Document
 from engines.sampling import to_sample_with, wants_copy
 from engines.server import Fleet, generate_on_server, to_serve
 from engines.slots import generate_in_slots
-from errors import InputError, raise_terminated, rank_of
+from errors import InputError, rank_of
 from flags import in_built_in_world, on_servers, stage_folder
 from other_models.judge import Judge, math_grader
 from other_models.llm import LLM, LocalLLM, load_llm
@@ -46,8 +43,8 @@ from trajectory import Trajectory
 from update import TrainState, updates_of
 from world.toy import load_reader, load_toy
 
+PATIENCE = timedelta(hours=6)  # longer than a step takes, even if its servers hardly answer
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # CPU microseconds allowed in a period, and its length
-PATIENCE = 60  # seconds that a process waits for the others after a signal
 
 
 def build_protocol(settings: Settings) -> Protocol:
@@ -188,46 +185,14 @@ def choose_generate(settings: Settings):
 
 
 def make_accelerator(settings: Settings) -> Accelerator:
-    """Returns the accelerator. A process that waits for others gives up after half an hour, and for
-    each turn of a rollout 60 times --timeout and a second per token that a server may sample: much
-    longer than a step takes, unless its servers answer at the last moment.
-    """
-    searching = (settings.max_searches + 1) * (60 * settings.timeout + settings.max_turn_tokens)
+    """Returns the accelerator. A process that waits for another gives up after PATIENCE."""
     if settings.report_to and settings.report_to not in map(str, get_available_trackers()):
         raise InputError(f"--report_to {settings.report_to}: pip install {settings.report_to}")
-    limit = InitProcessGroupKwargs(timeout=timedelta(minutes=30, seconds=searching))
+    limit = InitProcessGroupKwargs(timeout=PATIENCE)
     # Without bucket views DDP keeps a second copy of all gradients.
     views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     tracker = {"log_with": settings.report_to or None, "project_dir": stage_folder(settings)}
     return Accelerator(kwargs_handlers=[limit, views], **tracker)
-
-
-def wait_for_all(state: TrainState) -> None:
-    """Waits until all processes have called this function.
-
-    Trap: torch waits for other processes in C++, where Python runs no signal handler. So a thread
-    waits there, and the main thread waits for that thread. After a signal a process still waits up
-    to PATIENCE seconds, because the step can be finished and saved if all processes arrive by then.
-    But if the main process can save alone, it does so and ends at once (`saved_on_error`).
-    """
-    if state.accelerator.num_processes == 1:
-        return
-    errors, seconds_since_signal = [], 0
-
-    def wait() -> None:
-        try:
-            state.accelerator.wait_for_everyone()
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    while thread.join(1) or thread.is_alive():  # Python runs signal handlers during this `join`
-        seconds_since_signal += bool(state.run and state.run.signals)
-        if seconds_since_signal > PATIENCE:
-            raise_terminated(*state.run.signals)
-    for error in errors:
-        raise error
 
 
 def check_processes(processes: int) -> None:
@@ -244,19 +209,14 @@ def check_processes(processes: int) -> None:
 
 def set_threads() -> None:
     """Shares the cores among the processes of this machine. The number of threads changes the last
-    digits of the results, so it does not depend on the machine's load. A user's own
-    OMP_NUM_THREADS wins, unless a launcher might have set the same value.
+    digits of the results, so it does not depend on the machine's load.
 
-    Trap: launchers set that variable too, and their values are ignored. `torchrun` sets 1, so a CPU
-    run would use one core. `accelerate launch` sets 1, or divides all of the machine's cores among
-    the processes even if a container may use only some of them.
+    Trap: `torchrun` and `accelerate launch` set OMP_NUM_THREADS too, often to 1, so only a process
+    that was started without them takes the user's own number.
     """
-    processes = rank_of("LOCAL_WORLD_SIZE", 1)
-    asked = os.environ.get("OMP_NUM_THREADS")
     launched = {"LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys()
-    launchers = ("1", str((psutil.cpu_count(logical=False) or 1) // processes))
-    if not asked or (launched and asked in launchers):
-        torch.set_num_threads(max(1, usable_cores() // processes))
+    if launched or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, usable_cores() // rank_of("LOCAL_WORLD_SIZE", 1)))
 
 
 def usable_cores() -> int:
@@ -290,19 +250,12 @@ def check_before_models(settings: Settings, accelerator: Accelerator) -> tuple:
     if sharding != "ddp":
         check_shardable(settings.optimizer, settings.lora_rank)
     start, message = starting_model(settings)
-    prompt_sections(settings)
     if settings.lora_rank:
         check_peft(settings.lora_rank)
     questions = check_questions(training_questions(settings), settings)
     check_shares(settings, processes)
     accelerator.print(message)
     trained_on, held_out = hold_out(questions, settings)
-    if settings.questions_per_step > (known := len(trained_on)):
-        accelerator.print(
-            f"a step asks each of the {known} questions "
-            f"{settings.questions_per_step / known:.1f} times: --questions_per_step {known} or "
-            "less asks each at most once"
-        )
     return sharding, start, questions, trained_on, held_out
 
 
@@ -331,8 +284,6 @@ def build_state(settings: Settings) -> TrainState:
     held_out = check_prompts(held_out, environment, policy, settings.skip_bad)
     trained_on = check_prompts(trained_on, environment, policy, settings.skip_bad)
     stream = QuestionStream(trained_on, settings, attempts)
-    if main:
-        hint_at_summaries(settings)
     if served:
         policy.fleet = Fleet(policy, environment)
         if main:
@@ -365,17 +316,6 @@ def make_critic(settings: Settings, policy: Policy) -> ppo.Critic | None:
     """
     if settings.algorithm == "ppo":
         return ppo.Critic(copy.deepcopy(policy.language_model.base_model))
-
-
-def hint_at_summaries(settings: Settings) -> None:
-    """Warns if UR² trains on a user's data without a summariser (UR² Table 6 and section 6.1)."""
-    if settings.data and settings.reward.startswith("ur2") and settings.summarizer == "none":
-        print(
-            "--summarizer none: documents are shown as they are, even for a query that asks for no "
-            "fact. In UR²'s paper this cost up to 2 points of F1, and the model stopped searching "
-            "for multiple-choice questions",
-            file=sys.stderr,
-        )
 
 
 def check_shares(settings: Settings, processes: int) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from accelerate.utils import gather_object
 
-from errors import InputError, Terminated, check_output, raise_terminated
+from errors import InputError, Terminated, raise_terminated
 from flags import saved_settings, shown_settings, stage_folder
 from plumbing.alarms import MOST_FAILED
 from plumbing.build import make_accelerator
@@ -39,15 +39,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 @contextlib.contextmanager
 def as_command(settings: Settings) -> Iterator[None]:
     """Surrounds the training of one stage in a command. Prints the stage's settings before it, and
-    after it the stage's folder (not in a dry run). If a signal ends the training, prints the path
-    of the last checkpoint instead, and exits with 128 + the signal's number.
+    after it the stage's folder (not in a dry run). If a signal ends the training, prints whether
+    there is a checkpoint instead, and exits with 128 + the signal's number.
     """
     # The accelerator prints in one process of each machine. Trap: PartialState().print would too,
     # but an accelerator that is made after it ignores ACCELERATE_USE_CPU.
     print_once, folder = make_accelerator(settings).print, stage_folder(settings)
-    check_output(folder / "settings.json", "--output_dir")
-    files = "" if settings.dry_run else f"\n  (all of them: {folder}/settings.json)"
-    print_once(shown_settings(settings) + files)
+    print_once(f"{shown_settings(settings)}\nfolder: {folder}")
     # A signal that is ignored stays ignored, such as SIGHUP under nohup.
     handled = [n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
     before = [signal.signal(number, raise_terminated) for number in handled]
@@ -55,21 +53,22 @@ def as_command(settings: Settings) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         number = signal.Signals(*error.args or (signal.SIGINT,))
-        end = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
-        saved = checkpoints(folder)
-        last = f"last checkpoint: {saved[-1]} (go on with --resume)" if saved else "no checkpoint"
         with contextlib.suppress(OSError):  # the terminal may be closed
-            print_once(f"\n{end}; {last}")
+            print_once(f"\nended by {number.name}; {saved_last(folder)}")
         sys.exit(128 + number)
     finally:
         list(map(signal.signal, handled, before))
     # FSDP2's modules are in reference cycles; the next stage or evaluation needs their memory.
     gc.collect()
     if not settings.dry_run:
-        held_out = " --data HELD_OUT_FILE" if settings.data else ""
-        if settings.corpus:  # with --data, eval.py does not take the corpus of the checkpoint
-            held_out += f" --corpus {shlex.quote(settings.corpus)}"
-        print_once(f"done: {folder} (python eval.py --model {best_checkpoint(folder)}{held_out})")
+        more = " --data HELD_OUT_FILE" if settings.data else ""
+        more += f" --corpus {shlex.quote(settings.corpus)}" if settings.corpus else ""
+        print_once(f"done: {folder} (python eval.py --model {best_checkpoint(folder)}{more})")
+
+
+def saved_last(folder: Path) -> str:
+    saved = checkpoints(folder)
+    return f"last checkpoint: {saved[-1]} (go on with --resume)" if saved else "no checkpoint"
 
 
 def open_run(run: Run, state: TrainState) -> int:
@@ -118,8 +117,7 @@ def save_if_due(run: Run, state: TrainState, record: dict) -> None:
             save(run, state, step)
         raise InputError(
             f"step {step}: a search failed in {record['failed_rows']:.0%} of the trajectories: look"
-            " at the retriever, the summariser and --timeout, then "
-            + ("go on with --resume" if step else "start again")
+            " at the retriever, the summariser and --timeout, then start again (--resume goes on)"
         )
     ended = max(gather_object([run.signals]))
     done, s = step + 1, run.settings
@@ -159,30 +157,18 @@ def resume(run: Run, state: TrainState) -> int:
     from it. Returns its step.
     """
     settings, path = run.settings, starting_model(run.settings)[0]
-    hint = "leave --resume out to start again"
     trainer_state, saved = read_state(Path(path)), saved_settings(path)
     for name in ("lora_rank", "optimizer"):  # paged_adamw8bit has the same moments as adamw8bit
         ours, theirs = (str(getattr(s, name)).removeprefix("paged_") for s in (settings, saved))
         if ours != theirs:
             raise InputError(
-                f"--resume: {path} was made with --{name} {theirs}: do the same, or {hint}"
+                f"--resume: {path} was made with --{name} {theirs}: do the same, or leave --resume "
+                "out to start again"
             )
-    if state.critic is not None and "critic" not in trainer_state:
-        raise InputError(f"--resume: {path} was not made by PPO and has no critic: {hint}")
-    if trainer_state["step"] >= settings.steps:
-        raise InputError(
-            f"--resume: {trainer_state['step']} of --steps {settings.steps} steps are done; "
-            "raise --steps to go on"
-        )
     if settings.lora_rank:
         load_lora(state.policy, trainer_state["lora"])
     load_moments(state.policy, state.optimizer, trainer_state["optimizer"])
     if state.critic is not None:
         load_weights(state.critic, trainer_state["critic"])
         load_moments(state.critic, state.critic_optimizer, trainer_state["critic_optimizer"])
-    now, before = vars(settings), vars(saved)
-    changed = [name for name in now if now[name] != before[name]]
-    changes = [f"{n}={now[n]} (was {before[n]})" for n in changed if n not in ("resume", "dry_run")]
-    if changes:
-        run.accelerator.print(f"resumed with other settings: {', '.join(changes)}")
     return trainer_state["step"]

@@ -22,13 +22,12 @@ import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
-from errors import InputError, raise_terminated, say_once, slow_step
+from errors import InputError, raise_terminated, say_once
 from flags import stage_folder
 from formats.records import (
     append_jsonl,
     finished_records,
     free_name,
-    read_whole,
     write_records,
     write_text,
 )
@@ -104,7 +103,7 @@ def best_checkpoint(folder: Path) -> Path:
     """Returns the first of the checkpoints with the best eval/em, or the last checkpoint if no step
     was evaluated.
     """
-    rows = finished_records(folder / "metrics.jsonl", cut=False, needs="step")
+    rows = finished_records(folder / "metrics.jsonl")
     scores = {row["step"] + 1: row["eval/em"] for row in rows if "eval/em" in row}
     if not scores:
         # Another machine may have saved the checkpoints: without one here, return the folder.
@@ -135,10 +134,7 @@ def starting_model(settings: Settings) -> tuple[str, str]:
         model = str(path)  # `model` or `before` is a stage's folder: take its last checkpoint
     elif model:
         check_model_path(model)
-    message = f"stage {stage} starts from {model or 'the built-in model'}"
-    if stage > 1 and not model:
-        message += f": there is no stage {stage - 1} checkpoint in {before}"
-    return model, message
+    return model, f"stage {stage} starts from {model or 'the built-in model'}"
 
 
 def prompt_sections(settings: Settings) -> dict[str, str]:
@@ -147,7 +143,7 @@ def prompt_sections(settings: Settings) -> dict[str, str]:
     """
     if not settings.prompt_file:
         return {}
-    whole = read_whole(Path(settings.prompt_file))
+    whole = Path(settings.prompt_file).read_text(encoding="utf-8-sig")
     before, *rest = re.split(r"^\[([a-z:]+)\][ \t]*$", whole, flags=re.MULTILINE)
     texts = {"policy": before} if before.strip() or not rest else {}
     texts |= zip(rest[::2], rest[1::2], strict=True)
@@ -184,9 +180,10 @@ def settings_text(settings: Settings) -> str:
 
 
 def taken(folder: Path):
-    """Locks a folder against other runs, which would mix their lines with ours, and returns the
-    open file that holds the lock.
+    """Locks the folder of all stages of a run against other runs, which would mix their lines with
+    ours, and returns the open file that holds the lock.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / "lock", "w", encoding="utf-8")  # noqa: SIM115
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -213,41 +210,40 @@ class Run:
         self.accelerator.wait_for_everyone()
 
     def make_folder(self, first_step: int) -> None:
-        """Renames an earlier run's folder. With --resume, the folder keeps its name: the steps from
-        `first_step` on are removed from its logs, and later checkpoints are renamed. Then writes
-        settings.json and starts the tracker of --report_to.
-        """
-        # Later stages are renamed too, because they started from the run that is replaced.
-        stages = sorted(self.folder.parent.glob("stage?")) if not self.settings.resume else []
-        stages = [stage for stage in stages if stage.name >= self.folder.name]
-        for held in [*map(taken, stages)]:  # none is renamed while another run trains in one
-            held.close()
-        for folder in stages:
-            old = free_name(folder)
-            folder.rename(old)
-            print(
-                f"{folder} held an earlier run: moved to {old.name} (--resume continues a run "
-                "instead)"
-            )
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.lock = taken(self.folder)  # until this process ends, or the run is over
+        """Prepares the folder of this stage, writes settings.json and starts the tracker."""
+        self.lock = taken(self.folder.parent)  # until this process ends, or the run is over
         if self.settings.resume:
-            metrics = self.folder / "metrics.jsonl"
-            rows = finished_records(metrics, needs="step")
-            self.records = [row for row in rows if row["step"] < first_step]
-            write_records(metrics, self.records)
-            cut_trajectories(self.folder, first_step)
-            for path in self.folder.glob("checkpoint-*"):
-                if path.suffix == ".partial":  # left by a kill
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-                elif step_of(path) > first_step:
-                    path.rename(free_name(path))
+            self.cut_back(first_step)
+        else:
+            self.move_earlier_run()
         write_text(self.folder / "settings.json", settings_text(self.settings))
         if self.settings.report_to:
             name = "-".join(self.folder.parts[-2:])
             self.accelerator.init_trackers(name, dataclasses.asdict(self.settings))
             if self.settings.report_to == "tensorboard":
                 print(f"curves: tensorboard --logdir {self.folder}")
+
+    def move_earlier_run(self) -> None:
+        """Renames the folders that an earlier run left of this stage, and of the later stages,
+        because they started from it.
+        """
+        for folder in sorted(self.folder.parent.glob("stage?")):
+            if folder.name >= self.folder.name:
+                old = folder.rename(free_name(folder))
+                print(f"{folder} held an earlier run: moved to {old.name} (--resume continues one)")
+        self.folder.mkdir()
+
+    def cut_back(self, first_step: int) -> None:
+        """Removes the steps from `first_step` on from the logs, and renames later checkpoints."""
+        metrics = self.folder / "metrics.jsonl"
+        self.records = [row for row in finished_records(metrics) if row["step"] < first_step]
+        write_records(metrics, self.records)
+        cut_trajectories(self.folder, first_step)
+        for path in self.folder.glob("checkpoint-*"):
+            if path.suffix == ".partial":  # left by a kill
+                shutil.rmtree(path)
+            elif step_of(path) > first_step:
+                path.rename(free_name(path))
 
     def steps_to_do(self, first_step: int) -> Iterator[int]:
         s, title = self.settings, f"{self.settings.recipe} stage {self.settings.stage}"
@@ -262,31 +258,33 @@ class Run:
             self.lock.close()
 
     def log(self, record: dict, rollouts, batch: Batch | None, environment) -> None:
-        with contextlib.suppress(OSError):  # the terminal was closed, or Ctrl-C ended `tee`
-            self.progress.update()
         if not self.main:
             return
         if self.settings.dry_run:
             return self.progress.write("\n".join(report(record, rollouts, environment)))
         rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in record.items()}
         self.records.append(rounded)
-        if raised := alarms(self.records, self.settings):
-            rounded["alarms"] = raised
-        if not self.folder.is_dir():
-            raise InputError(f"{self.folder}: this folder was removed or renamed during training")
-        append_jsonl(self.folder / "metrics.jsonl", [rounded])
-        numbers = {name: value for name, value in rounded.items() if name != "alarms"}
-        self.accelerator.log(numbers, record["step"])
-        lines, step = [console_line(record)], record["step"]
-        lines += [f"alarm: {cause} (python view.py shows the steps)" for cause in raised.values()]
-        lines += filter(None, [slow_step([*map(seconds_of, self.records)])])
+        raised = alarms(self.records, self.settings)
+        if raised:  # they are in the record, so that no later step raises them again
+            self.records[-1] = rounded | {"alarms": raised}
+        append_jsonl(self.folder / "metrics.jsonl", self.records[-1:])
+        trajectories = step_records(
+            record["step"], rollouts, batch, environment.tokenizer, self.settings
+        )
+        append_trajectories(self.folder, trajectories)
+        self.accelerator.log(rounded, record["step"])
+        with contextlib.suppress(OSError):  # the terminal was closed, or Ctrl-C ended `tee`
+            self.progress.update()
+            self.progress.write("\n".join(self.lines_of(record, raised, rollouts)))
+
+    def lines_of(self, record: dict, raised: dict, rollouts) -> Iterator[str]:
+        """Yields the lines of a step on the console, with a trajectory every SHOW_EVERY steps."""
+        step = record["step"]
+        yield console_line(record)
+        yield from (f"alarm: {cause} (python view.py shows the steps)" for cause in raised.values())
         if step % SHOW_EVERY == 0 or step + 1 == self.settings.steps:
             row = (step * 37) % len(rollouts.trajectories)
-            lines += ["", show(rollouts.trajectories[row], rollouts.reward_terms[row]), ""]
-        with contextlib.suppress(OSError):
-            self.progress.write("\n".join(lines))
-        trajectories = step_records(step, rollouts, batch, environment.tokenizer, self.settings)
-        append_trajectories(self.folder, trajectories)
+            yield from ("", show(rollouts.trajectories[row], rollouts.reward_terms[row]), "")
 
     def terminate(self, number: int, *_) -> None:
         """Handles a signal. A dry run, or a run before its first step, ends at once. While the main
@@ -317,12 +315,6 @@ class Run:
             f"step {step}: {', '.join(bad)}; stopped; this gradient was not applied.{where} "
             f"questions: {', '.join(dict.fromkeys(row.question.id for row in rows))}"
         )
-
-
-def seconds_of(record: dict) -> float:
-    """Returns the seconds that a step took, without evaluation and saving."""
-    parts = ("rollout_seconds", "reward_seconds", "update_seconds")
-    return sum(record.get(part, 0.0) for part in parts)
 
 
 LEARNED = "searched {:.2f} -> {:.2f}, em {:.2f} -> {:.2f} over {} steps, training questions"

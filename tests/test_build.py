@@ -152,12 +152,6 @@ def test_judge_and_reader_get_their_sections_of_the_prompt_file(tmp_path, monkey
         assert llm.instruction == instruction
 
 
-def test_a_prompt_file_that_is_a_pipe_is_an_error_instead_of_a_wait(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(InputError, match="pipe: a pipe or a device"):
-        build.build_protocol(Settings(prompt_file=str(tmp_path / "pipe")))
-
-
 def test_a_prompt_without_the_protocols_tags_is_a_one_line_error(tmp_path):
     settings = settings_with_prompt(tmp_path, "Be brief: \\boxed{} answer.")
     error = message(build.build_protocol, settings)

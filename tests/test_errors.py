@@ -1,4 +1,4 @@
-"""Tests errors.py: the preparation of a command before its imports, and the line of a slow step."""
+"""Tests errors.py: the preparation of a command before its imports, and the line of an error."""
 
 import json
 import os
@@ -6,17 +6,15 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, rows_of, settings_for
+from conftest import ROOT, command_line
 
-import train
-from errors import SPINS, slow_step
-from plumbing import files
+from errors import SPINS, InputError, run_main
 
 REPORT = """
 from tqdm import tqdm
 bar = tqdm(file=open(os.devnull, "w"))
 print(type(tqdm.get_lock()).__module__, tqdm.monitor_interval, bar.mininterval)
-print(sys.excepthook.__name__, os.environ.get("GOMP_SPINCOUNT"))
+print(os.environ.get("GOMP_SPINCOUNT"))
 """
 
 
@@ -36,7 +34,7 @@ def report(code: str, **environment) -> list[str]:
 
 
 def test_importing_errors_py_changes_nothing():
-    assert report("import errors")[1:] == ["10", "0.1", "excepthook", "None"]
+    assert report("import errors")[1:] == ["10", "0.1", "None"]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +43,7 @@ def test_importing_errors_py_changes_nothing():
 )
 def test_prepare_command_sets_tqdm_and_the_spin_count_unless_the_user_set_it(environment, spins):
     prepared = report("import errors; errors.prepare_command()", **environment)
-    assert prepared == ["_thread", "0", "30.0", "report_interrupt", spins]
+    assert prepared == ["_thread", "0", "30.0", spins]
 
 
 STOPPED_AT_TORCH = """
@@ -102,27 +100,31 @@ def test_each_long_command_is_prepared_before_torch_is_imported(start):
     run = f'runpy.run_path("{start}", run_name="__main__")'
     if start.startswith("python -m"):
         run = 'sys.argv[0] = "-m"; import lab.plan'
-    assert report(STOPPED_AT_TORCH.format(start=run))[3:] == ["report_interrupt", SPINS]
+    assert report(STOPPED_AT_TORCH.format(start=run))[3:] == [SPINS]
 
 
 @pytest.mark.parametrize(
-    "seconds, expected",
+    "error, expected",
     [
-        ([1, 2, 3, 4, 5, 15], None),  # the median is 3
-        ([1, 2, 3, 4, 5, 15.1], "step 5 took 15 s, the first five 3 s (median)"),
-        ([1, 1, 1, 1, 1, 6, 1], None),
-        ([1, 1, 1, 1, 1, 6, 7], None),  # only the first slow step gets a line
-        ([9, 1, 1], None),
-        ([0.1, 1], None),
+        (InputError("--lr 0: must be above 0"), "error: --lr 0: must be above 0"),
+        (
+            FileNotFoundError(2, "No such file", "q.jsonl"),
+            "error: [Errno 2] No such file: 'q.jsonl'",
+        ),
+        (
+            KeyError("x"),
+            f"error: KeyError: 'x' ({__file__}, line N; --traceback shows the calls)",
+        ),
     ],
 )
-def test_the_first_step_above_five_times_the_median_of_the_first_five_is_slow(seconds, expected):
-    actual = slow_step(seconds)
-    assert actual is None if expected is None else actual.startswith(expected)
+def test_an_error_is_one_line_and_other_libraries_errors_have_type_and_place(
+    error, expected, capsys, monkeypatch
+):
+    def fails(_=None):
+        raise error
 
-
-def test_only_the_first_slow_step_of_a_run_prints_a_line(model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(files, "seconds_of", lambda record: 9 if record["step"] in (5, 6) else 1)
-    assert len(rows_of(train.train(settings_for(model, tmp_path, "--steps 8")))) == 8
-    printed = capsys.readouterr()
-    assert (printed.out + printed.err).count("is something else using this machine?") == 1
+    line = fails.__code__.co_firstlineno + 1
+    assert command_line(fails, [], capsys) == expected.replace("line N", f"line {line}")
+    monkeypatch.setattr("errors.prepare_command", lambda: True)  # as with --traceback
+    with pytest.raises(type(error)):
+        run_main(fails)

@@ -25,24 +25,12 @@ def test_the_warm_up_writes_at_most_a_line_in_thirty_seconds_to_a_log_file(monke
         "tqdm": partial(tqdm, mininterval=30),
         "backward": lambda *_: 1.0,
         "optimizers_of": lambda *_: {},
-        "slow_step": lambda _: None,
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(sft, name, fake)
     sft.train_sft(torch.nn.Linear(1, 1), lambda step: [], sft.SFTSettings(200, 0.1))
     output = capsys.readouterr().err
     assert "loss=1.000" in output and output.count("\r") <= 3
-
-
-def test_a_step_with_more_questions_than_the_data_has_prints_a_notice(model, tmp_path, capsys):
-    file = tmp_path / "q.jsonl"
-    file.write_text('{"question": "who?", "answers": ["Ana"]}\n' * 2)
-    more = f"--data {file} --retriever empty --questions_per_step"
-    for count, expected in ((5, "a step asks each of the 2 questions 2.5 times: "), (2, "")):
-        settings = settings_for(model, tmp_path, f"{more} {count}")
-        build.check_before_models(settings, build.make_accelerator(settings))
-        output = capsys.readouterr().out
-        assert expected in output and ("a step asks" in output) == bool(expected)
 
 
 def records_of(values: list[float]) -> list[dict]:

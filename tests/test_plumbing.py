@@ -86,36 +86,16 @@ def test_a_new_stage_1_moves_the_old_stage_2_aside(copy, model, tmp_path):
     assert second.with_name("stage2.old1").exists() and not second.exists()
 
 
-def test_a_resume_cuts_the_metrics_at_its_checkpoint_and_prints_changed_settings(
-    copy, model, tmp_path, capsys
-):
-    saved = json.loads((copy / "settings.json").read_text()) | {"output_dir": str(tmp_path)}
-    (checkpoints(copy)[-1] / "settings.json").write_text(json.dumps(saved))
+def test_a_resume_cuts_the_metrics_at_its_checkpoint(copy, model, tmp_path):
     with open(copy / "metrics.jsonl", "a") as file:
         file.write('{"step": 1, "reward": 1.0}\n{"step": 2, "rew')
-    train.train(settings_for(model, tmp_path, "--steps 2 --resume --lr 0.002"))
+    train.train(settings_for(model, tmp_path, "--steps 2 --resume"))
     assert [row["step"] for row in rows_of(copy)] == [0, 1] and "loss" in rows_of(copy)[1]
-    out = capsys.readouterr().out
-    (changes,) = re.findall("^resumed with other settings: (.*)", out, re.MULTILINE)
-    assert (
-        changes.count("=") == 2
-        and "steps=2 (was 1)" in changes
-        and "lr=0.002 (was 0.001)" in changes
-    )
 
 
-def test_a_run_that_cannot_be_resumed_is_a_one_line_error(copy, model, tmp_path):
-    for more, error in (
-        ("--resume --steps 1", "1 of --steps 1 steps are done; raise --steps"),
-        ("--resume --algorithm ppo", "was not made by PPO and has no critic"),
-        (
-            "--resume --run_name nowhere",
-            "--resume: no checkpoint in .*nowhere/stage1; leave --resume out",
-        ),
-    ):
-        with pytest.raises(InputError, match=error):
-            train.train(settings_for(model, tmp_path, more))
-    assert len(rows_of(copy)) == 1  # the run is unchanged
+def test_a_resume_without_a_checkpoint_is_a_one_line_error(model, tmp_path):
+    error = message(train.train, settings_for(model, tmp_path, "--resume --run_name nowhere"))
+    assert re.search("--resume: no checkpoint in .*nowhere/stage1; leave --resume out", error)
 
 
 @needs_peft
@@ -138,7 +118,7 @@ def test_stage_two_starts_from_stage_ones_last_checkpoint(copy, model, tmp_path,
     assert (one.model, two.model) == (model, str(copy)) and two.lr == 1e-3
     assert build.starting_model(two)[0] == last
     _, origin = build.starting_model(Settings(stage=2, output_dir=str(tmp_path / "nowhere")))
-    assert "from the built-in model: there is no stage 1 checkpoint in" in origin
+    assert origin == "stage 2 starts from the built-in model"
 
 
 def test_a_run_that_starts_from_the_built_in_model_has_its_settings(tmp_path):
@@ -204,7 +184,6 @@ def test_a_bad_file_is_a_one_line_error_before_training_starts(
         ("", "", "no config.json"),
         (None, "--mix nothing=1", "questions of nothing, and the data has 0"),
         (None, "--resume", "no checkpoint in"),
-        (None, "--prompt_file none.txt", "none.txt: no such file"),
     ],
 )
 def test_errors_that_are_quick_to_find_come_before_the_corpus_is_read(
@@ -238,11 +217,10 @@ def test_processes_that_are_not_connected_or_get_no_rows_are_a_one_line_error(mo
 
 @pytest.fixture
 def eight_cores(monkeypatch, tmp_path):
-    """Simulates 8 logical and 4 physical cores without a launcher; returns the quota's file."""
+    """Simulates 8 cores without a launcher; returns the quota's file."""
     for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8), raising=False)
-    monkeypatch.setattr("psutil.cpu_count", lambda logical: 8 if logical else 4)
     quota = tmp_path / "cpu.max"
     quota.write_text("max 100000\n")
     monkeypatch.setattr(build, "QUOTA", quota)
@@ -264,9 +242,7 @@ def threads_after_set_threads() -> int:
         ({"LOCAL_WORLD_SIZE": "16", "OMP_NUM_THREADS": "1"}, 1),
         # `accelerate launch` sets the number of physical cores.
         ({"ACCELERATE_MIXED_PRECISION": "no", "OMP_NUM_THREADS": "4"}, 8),
-        ({"ACCELERATE_MIXED_PRECISION": "no", "OMP_NUM_THREADS": "3"}, 7),  # the user's value stays
-        ({"OMP_NUM_THREADS": "1"}, 7),
-        ({"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "3"}, 7),
+        ({"OMP_NUM_THREADS": "1"}, 7),  # the user's value stays
     ],
 )
 def test_the_cores_of_a_machine_are_shared_by_its_processes(
@@ -318,12 +294,6 @@ def test_data_that_ur2_cannot_use_is_a_one_line_error_before_a_model_is_loaded(
     write_records(tmp_path / "q.jsonl", convert(kind, SLICES / path))
     words = flags(model, tmp_path, f"--data {tmp_path}/q.jsonl --corpus {corpus} {more}")
     assert fragment in command_line(train.main, words, capsys)
-
-
-def test_ur2_without_a_summarizer_on_own_data_prints_a_warning(capsys):
-    for data, warned in (("d", 1), ("", 0)):
-        build.hint_at_summaries(Settings(data=data))
-        assert capsys.readouterr().err.count("--summarizer none: documents are shown") == warned
 
 
 # ---------------------------------------------------------------------------------------- trackers

@@ -16,7 +16,7 @@ from transformers import Qwen2Config
 import train
 from convert import convert
 from errors import InputError
-from flags import parse, resolve
+from flags import given_flags, resolve, stage_settings
 from formats.records import write_records
 from papers import PAPERS, PROTOCOLS, paper_of, record_of
 from policy import Policy, save_policy
@@ -57,7 +57,8 @@ def two_steps(case: tuple, more: str, capsys) -> list[dict] | str:
     before = None if stage == 1 or "--model" in more else settings_of((recipe, variant, 1), True)
     try:
         variants = ["--variant", variant] if variant else []
-        folder = train.train(parse([*arguments, *variants], before))
+        _, given = given_flags([*arguments, *variants])
+        folder = train.train(stage_settings(stage, given, before))
     except InputError as error:
         message = str(error)
         assert "--" in message and "\n" not in message and len(message) < 400, message

@@ -271,8 +271,8 @@ def corpus(tmp_path):
 
 def test_the_file_searches_its_own_documents_or_a_corpus(tmp_path):
     assert "1.   5.974  [1] Ana Bell" in run().stdout
-    path = tmp_path / "c.tsv"
-    path.write_text("7\tthe cat sat\n8\tthe dogs ran\n9\tbirds sang\n10\tbells rang\n")
+    path, texts = tmp_path / "c.jsonl", ("the cat sat", "the dogs ran", "birds sang", "bells rang")
+    append_jsonl(path, [{"id": i, "text": text} for i, text in enumerate(texts, 7)])
     output = run("a cat", "--corpus", path, "-k", 1).stdout
     assert "[7]" in output and "[8]" not in output
 
@@ -331,7 +331,7 @@ WEB = ["serve", "--retriever", "web", "--retriever_url"]
     [
         (["serve", "--output_dir", "r"], "--output_dir: only --retriever dense reads it"),
         (["serve"], "the corpus is empty: BM25 needs a --corpus"),
-        (["serve", "--corpus", "none.jsonl"], "none.jsonl: no such file"),
+        (["serve", "--corpus", "none.jsonl"], "No such file or directory: 'none.jsonl'"),
         (["serve", "--corpus", "c.jsonl", "--folder", "v"], "unknown flag --folder"),
         (["serve", "--corpus", "c.jsonl", "--port", "70000"], "cannot listen there"),
         (["check", "--retriever", "bing"], "unknown retriever 'bing'"),
@@ -339,7 +339,7 @@ WEB = ["serve", "--retriever", "web", "--retriever_url"]
         ([*WEB[:3]], "--retriever_url '' must have {query} after the host: give http"),
         ([*WEB, "ftp://h/{query}"], "not an address: give http://host/search"),
         (["cat", "--corpsu", "c"], "unknown flag --corpsu (did you mean --corpus?)"),
-        (["cat", "--corpus", "none.jsonl"], "no such file"),
+        (["cat", "--corpus", "none.jsonl"], "No such file"),
     ],
 )
 def test_wrong_flags_are_errors_of_one_line(corpus, monkeypatch, capsys, arguments, fragment):

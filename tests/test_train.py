@@ -430,7 +430,7 @@ def test_ctrl_c_in_the_first_step_says_that_there_is_no_checkpoint(
     monkeypatch.setattr(train, "collect", interrupted)
     with pytest.raises(SystemExit, match="130"):
         train.main(flags(model, tmp_path))
-    assert capsys.readouterr().out.splitlines()[-1] == "interrupted; no checkpoint"
+    assert capsys.readouterr().out.splitlines()[-1] == "ended by SIGINT; no checkpoint"
 
 
 # ------------------------------------------------------------------------------------ two processes
@@ -515,8 +515,8 @@ def test_two_stages_behind_one_start_are_those_of_two_starts(model, tmp_path, ca
 @pytest.mark.parametrize(
     "more, fragment",
     [
-        ("--stage 1,2 --resume", "--stage 1,2: --resume and --dry_run take one stage: give one"),
-        ("--stage 1,x", "argument --stage: invalid int value: 'x'"),
+        ("--stage 1,2 --resume", "--stage: --resume and --dry_run take one stage: give one"),
+        ("--stage 1,x", "argument --stage: invalid numbers value: '1,x'"),
         (
             "--evaluate --data q.jsonl --corpus from-data",
             "--evaluate asks about the built-in world",

@@ -63,15 +63,6 @@ def pickled(path):
     torch.save(Pickled(path.parents[2]), path)
 
 
-def emptied(path):
-    for file in path.iterdir():
-        file.unlink()
-
-
-def stray_file(path):
-    path.touch()
-
-
 def stray_folder(path):
     path.mkdir()
 
@@ -81,18 +72,10 @@ WEIGHTS, STATE = f"{FOUR}/model.safetensors", f"{FOUR}/trainer.pt"
 # (fault, damage, damaged path, step of the newest whole checkpoint)
 MATRIX = [
     (22, cut, WEIGHTS, 2),
-    (23, empty, WEIGHTS, 2),
     (27, cut, STATE, 2),
-    (28, empty, STATE, 2),
-    (29, os.unlink, STATE, 2),
     (33, pickled, STATE, 2),
     (34, cut, f"{FOUR}/settings.json", 2),
-    (35, os.unlink, f"{FOUR}/settings.json", 2),
-    (36, cut, f"{FOUR}/config.json", 2),
     (37, os.unlink, f"{FOUR}/config.json", 2),
-    (38, cut, f"{FOUR}/tokenizer.json", 2),
-    (39, emptied, FOUR, 2),
-    (40, stray_file, "checkpoint-000009", 4),
     (40, stray_folder, "checkpoint-000009", 4),
     (44, shutil.rmtree, FOUR, 2),
 ]
@@ -102,7 +85,7 @@ MATRIX = [
 def test_damaged_checkpoints_are_passed_over_and_named(damage, damaged, step, run, capsys):
     damage(run / damaged)
     assert newest_whole(run) == run / f"checkpoint-00000{step}"
-    err, silent = capsys.readouterr().err, damage in (stray_file, shutil.rmtree)
+    err, silent = capsys.readouterr().err, damage is shutil.rmtree
     assert silent or f"{run / damaged.split('/')[0]} is passed over: " in err
     assert err.count("\n") == (not silent)
     assert not [*run.parents[1].rglob(RUN_BY_A_PICKLE)]
@@ -128,12 +111,6 @@ def test_a_resume_without_a_whole_checkpoint_is_an_error_and_deletes_nothing(
         "--model"
     )
     assert len(checkpoints(run)) == 2 and len(rows_of(run)) == 6
-
-
-def test_a_stage_starts_from_a_whole_checkpoint(run, model, tmp_path):
-    cut(run / STATE)
-    start, _ = files.starting_model(settings_for("", tmp_path, "--stage 2"))
-    assert start == f"{run}/checkpoint-000002"
 
 
 @fault(10)
@@ -171,10 +148,9 @@ def limited(size: int, arguments: list[str]) -> None:
 
 
 @fault(48)
-@pytest.mark.parametrize("size", [1500, 150_000])
-def test_after_a_file_size_limit_a_resume_goes_on(size, run, model, whole, tmp_path):
+def test_after_a_file_size_limit_a_resume_goes_on(run, model, whole, tmp_path):
     arguments, log = flags(model, tmp_path, f"{RUN} 6 --resume"), tmp_path / "log"
-    assert exit_code(command(log, limited, size, arguments)) != 0
+    assert exit_code(command(log, limited, 150_000, arguments)) != 0
     assert sorted(run.glob("checkpoint*")) == [run / "checkpoint-000002", run / FOUR]
     train.train(settings_for(model, tmp_path, f"{RUN} 6 --resume"))
     assert same_end(run, whole / "t" / "stage1")

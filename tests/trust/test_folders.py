@@ -53,9 +53,9 @@ def test_a_start_does_not_move_a_stage_that_another_run_writes(
 ):
     second = run.with_name("stage2")
     second.mkdir()
-    with taken(second):
+    with taken(run.parent):
         error_line = command_line(train.main, flags(model, tmp_path, f"--stage {stages}"), capsys)
-    assert f"{second}: another process trains there" in error_line
+    assert f"{run.parent}: another process trains there" in error_line
     assert {path.name for path in run.parent.glob("stage*")} == {"stage1", "stage2"}
 
 
@@ -81,24 +81,24 @@ def ends_with(code: int, arguments: list[str]) -> None:
     assert [*map(signal.getsignal, checkpoint.SIGNALS)] == before
 
 
-@pytest.mark.parametrize("where, saved", [("collect", "2"), ("prepare", "3")])
+@fault(21)
 @pytest.mark.parametrize(
-    "number, ending",
+    "number, where, saved",
     [
-        of_fault(240, signal.SIGHUP, "ended by SIGHUP"),
-        of_fault(241, signal.SIGUSR1, "ended by SIGUSR1"),
-        of_fault(243, signal.SIGINT, "interrupted"),
-        of_fault(21, signal.SIGTERM, "ended by SIGTERM"),
+        (signal.SIGTERM, "collect", "2"),
+        (signal.SIGTERM, "prepare", "3"),
+        (signal.SIGINT, "prepare", "3"),
     ],
 )
-def test_each_signal_saves_what_was_learned(
-    number, ending, where, saved, model, tmp_path, monkeypatch, capfd
-):
+def test_a_signal_saves_what_was_learned(number, where, saved, model, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(train, where, raising(getattr(train, where), 3, number))
     ends_with(128 + number, flags(model, tmp_path, LONG))
     (path,), (out, err) = checkpoints(tmp_path / "t" / "stage1"), capfd.readouterr()
     assert path.name[-1] == saved and not unreadable(path)
-    assert out.splitlines()[-1] == f"{ending}; last checkpoint: {path} (go on with --resume)"
+    assert (
+        out.splitlines()[-1]
+        == f"ended by {number.name}; last checkpoint: {path} (go on with --resume)"
+    )
     assert err.count("Ctrl-C again ends at once") == (number == signal.SIGINT)
 
 
@@ -159,53 +159,12 @@ def test_a_dry_run_that_a_signal_ends_leaves_no_files(where, model, tmp_path, mo
     assert not (tmp_path / "t").exists()
 
 
-def at_terminal(arguments: list[str]) -> None:
-    """Trains in a new terminal, which is closed when it shows the second step."""
-    os.setsid()
-    controller, terminal = os.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
-
-    def watch():
-        output = b""
-        while b"step    1" not in output:
-            output += os.read(controller, 2**16)
-        os.close(controller)
-
-    threading.Thread(target=watch, daemon=True).start()
-    sys.stdout = sys.stderr = os.fdopen(terminal, "w", buffering=1)
-    train.main(arguments)
-
-
-@fault(240)
-def test_no_step_is_lost_if_the_terminal_is_closed(model, tmp_path):
-    arguments = flags(model, tmp_path, "--steps 5000 --save_every 5000")
-    assert exit_code(
-        command(tmp_path / "log", at_terminal, arguments)
-    )  # which error code it is, nobody can see
-    (saved,) = checkpoints(tmp_path / "t" / "stage1")
-    assert files.step_of(saved) - len(rows_of(saved.parent)) in (0, -1)
-
-
 # ----------------------------------------------------------------------------- the files of a run
-@fault(253)
-def test_a_half_written_checkpoint_that_is_a_file_is_removed(run, resumed):
-    (run / "checkpoint-000007.partial").touch()
-    resumed()
-    assert not [*run.glob("*.partial")]
-
-
 @fault(249)
 def test_another_optimizer_at_resume_is_a_one_line_error(run, resumed):
     settings = json.loads((run / FOUR / "settings.json").read_text())
     (run / FOUR / "settings.json").write_text(json.dumps(settings | {"optimizer": "adamw8bit"}))
     assert "was made with --optimizer adamw8bit: do the same, or leave" in message(resumed)
-
-
-def test_a_folder_removed_during_a_step_is_not_created_again(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("plumbing.files.alarms", lambda *_: shutil.rmtree(tmp_path / "t"))
-    error_line = message(train.train, settings_for(model, tmp_path, "--steps 1"))
-    assert error_line.endswith("was removed or renamed during training")
-    assert not (tmp_path / "t").exists()
 
 
 # ---------------------------------------------------------------------------- weights in the files
@@ -219,10 +178,7 @@ def change(path, part: str, changed) -> None:
 
 @pytest.mark.parametrize(
     "part, changed, count, first",
-    [
-        of_fault(246, "layers.1.", lambda _: None, 12, "model.layers.1.input_layernorm"),
-        of_fault(248, "", torch.Tensor.int, 26, "model.embed_tokens.weight"),
-    ],
+    [of_fault(246, "layers.1.", lambda _: None, 12, "model.layers.1.input_layernorm")],
 )
 def test_a_model_that_lacks_weights_or_has_integers_is_not_loaded(
     part, changed, count, first, model, tmp_path
@@ -231,9 +187,3 @@ def test_a_model_that_lacks_weights_or_has_integers_is_not_loaded(
     change(path, part, changed)
     error_line = message(load_policy, str(path))
     assert f"{count} weights are missing, or not floating point: {first}" in error_line
-
-
-@fault(247)
-def test_a_checkpoint_that_lacks_a_norm_is_not_resumed(run, resumed):
-    change(run / FOUR, "model.norm", lambda _: None)
-    assert "1 weights are missing, or not floating point: model.norm" in message(resumed)

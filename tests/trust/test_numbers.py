@@ -15,7 +15,6 @@ from plumbing.alarms import ADVICE
 from plumbing.build import build_state
 
 NAN = float("nan")
-INF = float("inf")
 EQUAL = (1, 1, 1, 1)  # two groups of two
 GRPO = "--algorithm grpo"
 PPO = "--algorithm ppo"
@@ -93,9 +92,7 @@ def critic(state, patch):
 STOPS = [
     of_fault(110, paid(NAN, 1, 0, 1), ""),
     fault(114, paid(NAN, 1, 0, 1), PPO),
-    fault(111, paid(INF, 1, 0, 1), ""),
     of_fault(115, old(NAN), ""),
-    fault(117, old(-1000.0), ""),
     of_fault(119, gradient, ""),
     of_fault(120, weight, ""),
     of_fault(121, paid(1, 0, 0, 1), "--lr 1e9"),
@@ -120,9 +117,7 @@ def test_a_number_that_is_not_finite_stops_the_run_with_a_one_line_error(change,
 GOES_ON = [
     of_fault(122, paid(1e38, 0, 0, 1), "", "", False),
     of_fault(124, paid(*EQUAL), GRPO, "equal_groups", True),
-    fault(126, paid(*EQUAL), PPO, "", False),
     of_fault(128, masked(slice(None)), "", "", True),
-    fault(131, None, "--max_turn_tokens 1", "truncated", False),
     fault(133, None, "--max_context 60", "truncated", False),
 ]
 
