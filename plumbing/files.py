@@ -171,7 +171,10 @@ def what_lacks(name: str, text: str, settings: Settings) -> str:
     if model == "policy":
         boxed = "correct answer is" if name.endswith(":choice") else "\\boxed"
         searches = protocol.query_tags and settings.retrieval and "direct" not in name
-        tags = [*(protocol.query_tags[:1] if searches else ()), (protocol.answer_tags or [boxed])[0]]
+        tags = [
+            *(protocol.query_tags[:1] if searches else ()),
+            (protocol.answer_tags or [boxed])[0],
+        ]
         shown += [tag for tag in tags if tag not in text]
     return next(iter(shown), "")
 

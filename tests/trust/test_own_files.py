@@ -16,12 +16,11 @@ from test_own_reward import own
 
 import data
 import eval as evaluation
+import retriever
 import train
 from data import Question, load_questions, named_files
 from errors import InputError, Terminated, raise_terminated, rank_of
 from plumbing.checkpoint import checkpoints
-from retriever import make_retriever
-from retrievers.serve import command
 from rewards import example, own_reward
 
 fault = pytest.mark.fault
@@ -197,7 +196,7 @@ WEB = ["serve", "--retriever", "web", "--retriever_url", f"{SECRET}/?q={{query}}
         (train.main, ["--judge", "user:secretpw@h/v1#m"]),
         (train.main, [f"--retriever-url={SECRET}"]),
         (evaluation.main, ["--retriever", "http", "--retriever_url", SECRET]),
-        (lambda arguments: command(arguments, make_retriever), WEB),
+        (retriever.main, WEB),
     ],
 )
 def test_a_password_in_an_address_is_refused_and_not_repeated(
