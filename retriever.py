@@ -227,10 +227,8 @@ FLAGS = {  # name -> (default, help)
     "k": (3, "number of documents to print"),
     "host": ("127.0.0.1", "serve: address to listen on; 0.0.0.0 accepts every machine"),
     "port": (8000, "serve: port to listen on; 0 takes a free one"),
-}
-SWITCHES = {
-    "skip_bad": "leave out malformed records",
-    "allow_private": "web: also read addresses of the private network",
+    "skip_bad": (False, "leave out malformed records"),
+    "allow_private": (False, "web: also read addresses of the private network"),
 }
 
 
@@ -241,9 +239,8 @@ def read_flags(arguments: list[str] | None = None):
     )
     parser.add_argument("--retriever", default="bm25", choices=["bm25", "dense", "http", "web"])
     for name, (default, text) in FLAGS.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
-    for name, text in SWITCHES.items():
-        parser.add_argument(f"--{name}", action="store_true", help=text)
+        kind = {"action": "store_true"} if default is False else {"type": type(default)}
+        parser.add_argument(f"--{name}", default=default, help=text, **kind)
     return parser.parse_args(arguments)
 
 

@@ -129,14 +129,14 @@ def add_verdicts(records: list[dict], judge: Judge) -> list[dict]:
     the verdict is unreadable. UR² appendix D.1 does not mention the ½, but its Table 1 has 80.9 %
     for MATH500: of 500 questions this is 404.5, which is only possible with halves.
     """
-    pairs, judged = [], list(records)
+    pairs, judged = [], []
     for r in records:
         task, options = r.get("task", "qa"), tuple(r.get("options", ()))
         pairs.append((Question("", r["question"], r["golds"], task, options), r["prediction"]))
-    for ask, highest in ((judge.grades, 2), (judge.verdicts, 1)):
-        rows = [i for i, (q, _) in enumerate(pairs) if (q.task == "math") == (highest == 2)]
-        for i, mark in zip(rows, ask([pairs[i] for i in rows]), strict=True):
-            share = None if mark is None else mark / highest
-            metrics = records[i]["metrics"] | {"judged": share}
-            judged[i] = records[i] | {"metrics": metrics, "judge_sees": judge.sees}
+    grades = iter(judge.grades([pair for pair in pairs if pair[0].task == "math"]))
+    verdicts = iter(judge.verdicts([pair for pair in pairs if pair[0].task != "math"]))
+    for record, (question, _) in zip(records, pairs, strict=True):
+        mark, highest = (next(grades), 2) if question.task == "math" else (next(verdicts), 1)
+        metrics = record["metrics"] | {"judged": None if mark is None else mark / highest}
+        judged.append(record | {"metrics": metrics, "judge_sees": judge.sees})
     return judged

@@ -7,10 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from data import Document, Question, SearchRequest, SearchResult
-from errors import InputError
 from papers import PAPERS, PROTOCOLS
 from retriever import make_search, show_all
-from retrievers.controls import OracleRetriever
 from settings import Settings
 from summarizer import (
     FALLBACK_TEXT,
@@ -304,14 +302,6 @@ def test_all_requests_are_searched_in_one_call():
     assert [r.documents[0].id for r in results] == ["a", "b", "a"]
 
 
-def test_the_oracle_keeps_equal_queries_of_two_questions_apart():
-    other = Question("r", "?", ["x"], references=(KELMOUTH,), supporting=(1,))
-    gold = Question("q", "?", ["x"], references=(KELMOUTH, ANA), supporting=(2,))
-    batch = requests("who", "who", question=gold) + requests("who", question=other)
-    actual = [result.documents for result in make_search(OracleRetriever())(batch)]
-    assert actual == [[ANA], [ANA], [KELMOUTH]]
-
-
 def test_a_retriever_that_drops_a_query_is_an_error_and_shifts_no_result():
     dropping = SimpleNamespace(search=lambda queries, k: [[ANA]])
     with pytest.raises(ValueError):
@@ -335,18 +325,6 @@ def test_the_summariser_is_not_asked_about_a_failed_search():
     assert results == [(None, ["a"]), ("search failed", []), (None, ["b"])]
     search(requests("bad"))
     assert queries == [["a", "b"]]
-
-
-def test_a_summariser_is_none_or_extractive_or_a_loaded_model():
-    none = make_summarizer(Settings(), UR2, {})
-    assert none(requests("1 + 1"), [[ANA]]) == [SearchResult([ANA])]
-    settings = Settings(summarizer="http://x/v1#m", fallback=True)
-    summarize = make_summarizer(
-        settings, UR2, {"http://x/v1#m": ScriptedModel(a="on a", b=NO_FACT)}
-    )
-    results = make_search(Recorder(), summarize)(requests("a", "b"))
-    actual = [(result.text, result.fallback) for result in results]
-    assert actual == [("on a", False), (UR2.fallback_text, True)]
 
 
 def test_each_task_may_have_its_own_summariser_and_results_keep_their_order():

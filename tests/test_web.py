@@ -99,17 +99,6 @@ def test_a_page_becomes_a_document_with_its_address_and_the_title_of_the_result(
     assert documents_of(site, text_page("a")) == [Document(address, "Ana", "Text of a.")]
 
 
-def test_lists_keep_the_order_of_the_queries_and_pages_the_order_of_the_results(site):
-    def slow(sock):
-        time.sleep(0.15)
-        sock.sendall(text_page("a1"))
-
-    site.pages = {"/a1": slow, **{f"/{name}": text_page(name) for name in ("a2", "b1", "b2")}}
-    site.results = lambda query: [f"/{query}1", f"/{query}2"]
-    lists = searcher(site).search(["a", "b"], 2)
-    assert texts(lists) == [["Text of a1.", "Text of a2."], ["Text of b1.", "Text of b2."]]
-
-
 def test_candidates_are_tried_in_order_until_k_are_read_and_at_most_3k(site):
     # k = 2: /0 is read, /1 is missing, /2 is read. The search then has 2 pages and does not visit
     # /3. The same address is visited once.
@@ -169,14 +158,6 @@ def test_a_failed_api_request_is_a_fault_and_the_replies_to_other_queries_are_ca
     assert site.queries == ["bad"]
 
 
-def test_there_is_a_pause_between_requests_to_the_api(site, monkeypatch):
-    retriever = searcher(site)
-    monkeypatch.setattr(module, "PAUSE", 0.05)
-    start = time.monotonic()
-    retriever.search([f"q{i}" for i in range(6)], 1)  # the queries are sent in threads
-    assert time.monotonic() - start >= 6 * 0.05 and len(site.queries) == 6
-
-
 @pytest.mark.fault(200)
 @pytest.mark.parametrize(
     "page",
@@ -194,13 +175,6 @@ def test_there_is_a_pause_between_requests_to_the_api(site, monkeypatch):
 def test_a_page_that_fails_is_left_out(site, page, monkeypatch):
     monkeypatch.setattr(module, "PAGE_SECONDS", 0.6)
     assert documents_of(site, page) == [] and len(site.visits) in (1, 5)
-
-
-def test_a_page_is_left_out_if_it_refuses_has_no_address_or_no_certificate(site, closed_port):
-    closed, tls = f"http://127.0.0.1:{closed_port}/", f"https://127.0.0.1:{site.port}/page"
-    urls = [closed, "http://no-such-host.invalid/", tls]
-    site.results = lambda query: [{"url": url} for url in urls]
-    assert searcher(site).search(["q"], 3) == [[]]
 
 
 def test_redirects_are_followed_up_to_their_limit_and_the_document_keeps_its_address(site):
