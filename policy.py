@@ -44,7 +44,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from errors import InputError
 from formats.records import written_whole
-from retrievers.net import without_hub
 from scale.lora import add_lora, save_merged
 from scale.packing import hidden_states, lengths_of, obstacle, packed_attention
 from settings import Settings
@@ -389,7 +388,6 @@ def check_model_path(path: str, flag: str = "--model") -> None:
 def load_tokenizer(path: str, chat_template: str = ""):
     """Loads the tokenizer of a folder or a hub name, with its template as --chat_template says."""
     check_model_path(path)
-    without_hub(path)
     with loading("tokenizer", path):
         # Trap: AutoTokenizer may choose the class of the model's family (such as Qwen2's), which
         # splits text differently from the plain class that the tokenizer's files declare.

@@ -18,19 +18,17 @@ summand of every (term, document) pair that occurs, sorted by term, and a query 
 of its terms.
 
 Other retrievers: retrievers/dense.py (an encoder), retrievers/remote.py (another machine's
-retriever), retrievers/controls.py (`random`, `empty`, `oracle`, `given`), and, only for `serve` and
-`check`, retrievers/web.py (a search API of the web).
+retriever), retrievers/controls.py (`random`, `empty`, `oracle`, `given`), and, only for the
+commands below, retrievers/web.py (a search API of the web).
 
-    python retriever.py "a query" --corpus FILE                  search
-    python retriever.py serve --corpus FILE                      offer a corpus to other machines
-    python retriever.py check --corpus FILE, --url URL, or both  does a retriever answer sensibly?
+    python retriever.py "a query" --corpus FILE       search; with --retriever http: ask a server
+    python retriever.py serve --corpus FILE           offer a corpus to other machines
 
 Left out: stemming, stop words, an index on disk (`serve` keeps it in the memory of one process).
 """
 
-import sys
 from array import array
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -39,7 +37,7 @@ from tqdm import tqdm
 from data import Document, SearchRequest, SearchResult, harmless, load_corpus
 from errors import FlagParser, InputError, run_main
 from metrics import tokenize
-from settings import RETRIEVERS, Settings
+from settings import Settings
 
 SHOW_PROGRESS_FROM = 20_000  # documents; a smaller index is built in a few seconds
 Array = np.ndarray
@@ -77,11 +75,9 @@ def make_retriever(
         from retrievers.dense import DenseRetriever  # here, because it loads torch
 
         return DenseRetriever(documents, settings.encoder, device, runs)
-    if name in RETRIEVERS:
-        from retrievers.controls import make_control  # only needed here
+    from retrievers.controls import make_control  # only needed here
 
-        return make_control(name, documents, seed)
-    raise InputError(f"unknown retriever {name!r}: one of {', '.join(RETRIEVERS)}")
+    return make_control(name, documents, seed)
 
 
 # ---------------------------------------------------------------------------------- the search
@@ -97,10 +93,14 @@ def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> Calla
 
     def search(requests: Requests) -> Results:
         answers = retrieve(retriever, requests, k) if requests else []
-        results = [SearchResult(error=SEARCH_FAILED, rejected=a is False) for a in answers]
-        rows = [i for i, answer in enumerate(answers) if isinstance(answer, list)]
+        # strict=True: if a retriever drops a query, the other queries must not get wrong documents
+        results = [
+            SearchResult(error=SEARCH_FAILED, rejected=answer is False)
+            for _, answer in zip(requests, answers, strict=True)
+        ]
+        rows = [i for i, answer in enumerate(answers) if answer not in (None, False)]
         if rows:
-            summaries = summarize([requests[i] for i in rows], [answers[i] for i in rows])
+            summaries = summarize([requests[i] for i in rows], [list(answers[i]) for i in rows])
             for i, summary in zip(rows, summaries, strict=True):
                 results[i] = summary
         return results
@@ -110,18 +110,12 @@ def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> Calla
 
 def retrieve(retriever, requests: Requests, k: int) -> list[list[Document] | bool | None]:
     """Returns for each request its documents, None if its search failed, or False if its query was
-    rejected. A query that several requests share is searched once; `oracle` and `given` search it
-    once per question.
+    rejected.
     """
-    oracle = getattr(retriever, "needs_questions", False)
-    # `oracle` and `given` find documents by the question, and two questions may share a query.
-    keys = [(request.query, request.question.id if oracle else "") for request in requests]
-    unique = dict(zip(keys, requests, strict=True))
-    questions = [[request.question for request in unique.values()]] if oracle else []
-    answers = retriever.search([query for query, _ in unique], k, *questions)
-    # strict=True: if a retriever drops a query, the other queries must not get wrong documents
-    by_key = dict(zip(unique, answers, strict=True))
-    return [by_key[key] if by_key[key] in (None, False) else list(by_key[key]) for key in keys]
+    queries = [request.query for request in requests]
+    if getattr(retriever, "needs_questions", False):
+        return retriever.search(queries, k, [request.question for request in requests])
+    return retriever.search(queries, k)
 
 
 # --------------------------------------------------------------------------------------------- BM25
@@ -134,22 +128,23 @@ class BM25:
     def __init__(self, documents: list[Document], k1=1.5, b=0.75, epsilon=0.25, title_boost=1):
         """title_boost: how often the title is put before the text."""
         if not documents:
-            raise InputError("the corpus is empty: BM25 needs a --corpus with a document in it")
-        self.documents = documents
-        n = len(documents)
+            raise InputError("the corpus is empty: give a --corpus with a document in it")
+        self.documents, n = documents, len(documents)
         texts = (f"{d.title} " * title_boost + d.text for d in documents)
         texts = tqdm(texts, "BM25 index", n, unit=" documents", disable=n < SHOW_PROGRESS_FROM)
         self.vocabulary, tokens, lengths = count_words(texts)
-        terms, self.postings, frequencies = invert(tokens, lengths)
+        # Each token becomes term · n + document, so that sorting puts equal pairs side by side.
+        pairs = tokens * n + np.repeat(np.arange(n), lengths)
+        pairs, frequencies = np.unique(pairs, return_counts=True)  # sorted by term, then document
+        terms, self.postings = np.divmod(pairs, n)
         document_counts = np.bincount(terms, minlength=len(self.vocabulary))  # n_t of each word
         self.start = np.concatenate([[0], np.cumsum(document_counts)])
-        idf = inverse_document_frequencies(document_counts, n, epsilon)
         mean = max(lengths.mean(), 1e-12)  # not 0, even if no document has a word
         norm = k1 * (1 - b + b * lengths / mean)  # [N]
         # In fp64, because in fp32 scores would differ from rank-bm25's in the seventh digit, and
         # documents with nearly equal scores could change places.
         gain = frequencies * (k1 + 1) / (frequencies + norm[self.postings])  # [pairs]
-        self.weights = idf[terms] * gain
+        self.weights = inverse_document_frequencies(document_counts, n, epsilon)[terms] * gain
         common = np.flatnonzero(document_counts > COMMON * n)
         self.rows = {term: self.add(np.zeros(n), term, 1) for term in common}
 
@@ -163,12 +158,10 @@ class BM25:
     def scores(self, query: str) -> Array:
         """Returns the score of every document, [N]."""
         scores = np.zeros(len(self.documents))
-        counts = Counter(tokenize(query))  # a repeated word counts each time
-        for word, count in counts.items():
+        for word, count in Counter(tokenize(query)).items():  # a repeated word counts each time
             term = self.vocabulary.get(word)
             if term in self.rows:
-                # A product allocates another array [N], so for count 1 the row itself is added.
-                scores += self.rows[term] if count == 1 else count * self.rows[term]
+                scores += count * self.rows[term]
             elif term is not None:
                 self.add(scores, term, count)
         return scores
@@ -177,38 +170,17 @@ class BM25:
         """Returns min(k, N) documents per query, best first. If fewer documents share a word with
         the query, others with score 0 fill up the list, as in rank-bm25.
         """
-        return [self.best(query, k) for query in queries]
-
-    def best(self, query: str, k: int) -> list[Document]:
-        return [self.documents[i] for i in top(self.scores(query), k)]
+        return [[self.documents[i] for i in top(self.scores(query), k)] for query in queries]
 
 
 def count_words(texts: Iterable[str]) -> tuple[dict[str, int], Array, Array]:
     """Returns (word -> term number, all term numbers in reading order, words per document)."""
-    vocabulary = defaultdict()
-    vocabulary.default_factory = vocabulary.__len__  # a new word gets the next number
-    tokens, lengths = array("i"), array("i")
+    vocabulary, tokens, lengths = {}, array("i"), array("i")
     for text in texts:
         words = tokenize(text)
-        tokens.extend([vocabulary[word] for word in words])
+        tokens.extend([vocabulary.setdefault(word, len(vocabulary)) for word in words])
         lengths.append(len(words))
-    # A plain dict, because in a defaultdict vocabulary[word] would add an unknown word as a term.
-    return dict(vocabulary), np.array(tokens, np.int64), np.array(lengths, np.int64)
-
-
-def invert(tokens: Array, lengths: Array) -> tuple[Array, Array, Array]:
-    """Returns arrays (terms, documents, frequencies) with one entry per (term, document) pair that
-    occurs, sorted by term, then by document.
-    """
-    n = len(lengths)
-    # Each token becomes term · n + document, so that sorting orders the tokens by term, then by
-    # document. `tokens` is changed in place, because it is the largest array.
-    tokens *= n
-    tokens += np.repeat(np.arange(n), lengths)
-    tokens.sort()
-    first = np.flatnonzero(np.diff(tokens, prepend=-1))
-    frequencies, pairs = np.diff(first, append=len(tokens)), tokens[first]
-    return (pairs // n).astype(np.int32), (pairs % n).astype(np.int32), frequencies
+    return vocabulary, np.array(tokens, np.int64), np.array(lengths, np.int64)
 
 
 def inverse_document_frequencies(document_counts: Array, n: int, epsilon: float) -> Array:
@@ -226,19 +198,12 @@ def inverse_document_frequencies(document_counts: Array, n: int, epsilon: float)
 def top(scores: Array, k: int) -> Array:
     """Returns the indices of the k largest scores, best first, ties in document order."""
     k = min(k, len(scores))
-    if k <= 0:
-        return np.zeros(0, int)
-    # `bound` is the k-th largest of the maxima of groups of scores. So at least k scores are
-    # `bound` or more, and the lower ones need not be sorted. For 100,000 scores, sorting the maxima
-    # takes 0.03 ms; np.partition of all scores would take 1 ms.
-    rows = min(64, len(scores) // k)
-    groups = len(scores) // rows
-    bound = np.sort(scores[: rows * groups].reshape(rows, groups).max(0))[-k]
-    above = np.flatnonzero(scores > bound)
-    best = above[np.argsort(-scores[above], kind="stable")][:k]
-    # If fewer than k scores are above `bound`, then `bound` is the k-th largest score, and the
-    # first documents with exactly this score fill up the list.
-    return np.concatenate([best, np.flatnonzero(scores == bound)[: k - len(best)]])
+    # The k-th largest maximum of groups of scores is a bound that at least k scores reach, so only
+    # those need sorting. For 100,000 scores np.partition would take ten times as long.
+    groups = np.arange(0, len(scores), max(1, min(64, len(scores) // k)))
+    bound = np.sort(np.maximum.reduceat(scores, groups))[-k]
+    best = np.flatnonzero(scores >= bound)
+    return best[np.argsort(-scores[best], kind="stable")][:k]
 
 
 # ------------------------------------------------------------------------------ python retriever.py
@@ -252,26 +217,53 @@ INVENTED = [
 ]
 
 
-def main() -> None:
-    if sys.argv[1:2] in (["serve"], ["check"]):
-        from retrievers.serve import command  # only needed here
+FLAGS = {  # name -> (default, help)
+    "corpus": ("", "file or folder of documents (default: six invented ones)"),
+    "retriever_url": ("", "http: address of the server; web: of the search API, with {query}"),
+    "encoder": ("", "dense: hub name or directory of the encoder"),
+    "output_dir": ("runs", "dense: the vectors are kept in its subfolder vectors"),
+    "title_boost": (1, "bm25: how often a title is counted"),
+    "page_words": (150, "web: limit of words per page; give 2000 if a model summarises it"),
+    "k": (3, "number of documents to print"),
+    "host": ("127.0.0.1", "serve: address to listen on; 0.0.0.0 accepts every machine"),
+    "port": (8000, "serve: port to listen on; 0 takes a free one"),
+    "skip_bad": (False, "leave out malformed records"),
+    "allow_private": (False, "web: also read addresses of the private network"),
+}
 
-        return command(sys.argv[1:], make_retriever)
-    parser = FlagParser(
-        description="Searches a corpus with BM25.",
-        epilog="`serve` and `check` are commands with their own --help, not queries.",
+
+def read_flags(arguments: list[str] | None = None):
+    parser = FlagParser(description="Searches, or offers a retriever to other machines.")
+    parser.add_argument(
+        "query", nargs="?", default="where was Ana Bell born", help="a query, or the word serve"
     )
-    parser.add_argument("query", nargs="?", default="where was Ana Bell born")
-    parser.add_argument("--corpus", help="a corpus file (default: six invented documents)")
-    parser.add_argument("-k", type=int, default=3, help="the number of documents to print")
-    parser.add_argument("--skip_bad", action="store_true", help="leave out malformed records")
-    args = parser.parse_args()
-    bm25 = BM25(load_corpus(args.corpus, args.skip_bad) if args.corpus else INVENTED)
-    scores = bm25.scores(args.query)
-    for rank, i in enumerate(top(scores, args.k), 1):
-        document = bm25.documents[i]
-        text = f"[{document.id}] {document.title}: {document.text}"
-        print(harmless(f"{rank}. {scores[i]:7.3f}  {text}"))
+    parser.add_argument("--retriever", default="bm25", choices=["bm25", "dense", "http", "web"])
+    for name, (default, text) in FLAGS.items():
+        kind = {"action": "store_true"} if default is False else {"type": type(default)}
+        parser.add_argument(f"--{name}", default=default, help=text, **kind)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    flags = read_flags(arguments)
+    documents = [] if flags.query == "serve" else INVENTED
+    if flags.corpus:
+        documents = load_corpus(flags.corpus, flags.skip_bad)
+    if flags.retriever == "web":
+        from retrievers.web import WebRetriever  # a training run asks a server of it
+
+        retriever = WebRetriever(flags.retriever_url, flags.allow_private, flags.page_words)
+    else:
+        retriever = make_retriever(documents, flags, runs=flags.output_dir)
+    if flags.query == "serve":
+        from retrievers.serve import RetrievalServer
+
+        with RetrievalServer(retriever, flags.host, flags.port) as server:
+            address = f"http://{flags.host}:{server.server_port}"
+            print(f"{flags.retriever} at {address}; Ctrl-C ends it", flush=True)
+            server.serve_forever()
+    for rank, document in enumerate(retriever.search([flags.query], flags.k)[0] or (), 1):
+        print(harmless(f"{rank}. [{document.id}] {document.title}: {document.text}"))
 
 
 if __name__ == "__main__":

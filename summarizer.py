@@ -23,7 +23,6 @@ from prompts import (
     make_messages,
     number_documents,
     question_values,
-    without_thinking,
 )
 from retriever import Found, Requests, Results, Summarize, show_all
 from settings import Settings
@@ -82,6 +81,7 @@ SUMMARY_LOG = "summaries.jsonl"
 # Temperature, top_p, limit of new tokens (thinking included). The policy reads at most
 # `document_tokens` of the notes.
 GREEDY = (0.0, 1.0, 8192)
+MAX_REASONING = 16_000  # characters
 LAYOUT = "Reasoning so far: {reasoning}\nQuery: {query}\nPassages:\n{documents}"
 TASKS = {
     "math": ("solves a mathematical problem", "the definitions, formulas, theorems and values"),
@@ -131,14 +131,12 @@ class LLMSummarizer:
         # Without documents the model is not called: it would invent facts.
         rows = [i for i, retrieved in enumerate(documents) if retrieved]
         prompts = [self.prompt(requests[i], documents[i]) for i in rows]
-        replies = self.llm.ask(prompts) if rows else []
         pairs = {}  # keyed by prompt, so that a prompt is logged once per call
-        for i, prompt, reply in zip(rows, prompts, replies, strict=True):
-            notes = without_thinking(reply or "")
-            fallback = self.fallback_text(requests[i], documents[i])
-            results[i] = as_result(documents[i], notes, fallback, prompt in self.llm.rejected)
-            if notes and not requests[i].held_out:
-                pair = {"instruction": prompt[0], "text": prompt[1], "summary": notes}
+        for i, prompt, reply in zip(rows, prompts, self.llm.ask(prompts), strict=True):
+            fallback, rejected = self.fallback_text(requests[i], documents[i]), self.llm.rejected
+            results[i] = as_result(documents[i], reply or "", fallback, prompt in rejected)
+            if reply and not requests[i].held_out:
+                pair = {"instruction": prompt[0], "text": prompt[1], "summary": reply}
                 pairs[prompt] = pair | {"fallback": results[i].fallback}
         if self.log:
             append_jsonl(self.log, pairs.values())
@@ -151,29 +149,24 @@ class LLMSummarizer:
         return self.protocol.fallback_text if may_reject else ""
 
     def prompt(self, request: SearchRequest, documents: list[Document]) -> tuple:
-        """Returns a request for `ask`: instruction, text, temperature, top_p, token limit. Of
-        reasoning that is too long for the model's context, the text contains only the end.
-        """
+        """Returns a request for `ask`: instruction, text, temperature, top_p, token limit."""
         task, may_reject = request.question.task, bool(self.fallback_text(request, documents))
         custom = self.protocol.custom_prompt("summarizer", task)
         if may_reject:
             custom = self.protocol.custom_prompt("summarizer:fallback", task) or custom
         sampling = self.sampling.get(task, self.sampling.get("other", GREEDY))
-        rest = "".join(summary_prompt(request, documents, "", may_reject, custom))
-        reasoning = self.llm.tail(request.reasoning.strip(), rest, sampling[2])
-        return *summary_prompt(request, documents, reasoning, may_reject, custom), *sampling
+        return *summary_prompt(request, documents, may_reject, custom), *sampling
 
 
 def summary_prompt(
-    request: SearchRequest,
-    documents: list[Document],
-    reasoning: str,
-    may_reject: bool,
-    custom: str = "",
+    request: SearchRequest, documents: list[Document], may_reject: bool, custom: str = ""
 ) -> tuple[str, str]:
-    """Returns (instruction, text). `custom` is the summariser's section of --prompt_file, or ""."""
-    values = question_values(request.question, custom) | {"reasoning": reasoning}
-    values |= {"query": request.query, "documents": "\n".join(number_documents(documents))}
+    """Returns (instruction, text). `custom` is the summariser's section of --prompt_file, or "". Of
+    longer reasoning the text has only the end.
+    """
+    values = question_values(request.question, custom) | {"query": request.query}
+    values["reasoning"] = request.reasoning.strip()[-MAX_REASONING:]
+    values["documents"] = "\n".join(number_documents(documents))
     kind = "math" if request.question.task == "math" else "other"
     instruction = instruction_for(kind, may_reject)
     return make_messages(custom, instruction, fill(LAYOUT, values), values)

@@ -61,12 +61,12 @@ _LABEL = re.compile(r"^(?:final )?(?:verdict|judge?ment|grade|answer)\s*[:=-]\s*
 
 
 class Judge:
-    """Judges answers. Counts the pairs that it asked the model about (`asked`), the verdicts that
-    could not be read (`unreadable`), and those of them for which there was no reply (`silent`).
+    """Judges answers. Counts the pairs that it asked the model about (`asked`), and the verdicts
+    that are missing or could not be read (`unreadable`).
     """
 
     def __init__(self, llm, sees: str = "question"):
-        self.llm, self.sees, self.asked, self.unreadable, self.silent = llm, sees, 0, 0, 0
+        self.llm, self.sees, self.asked, self.unreadable = llm, sees, 0, 0
 
     def verdicts(self, pairs: list[Pair]) -> list[bool | None]:
         """Returns a verdict per pair. An empty answer is wrong; the model is not asked about it."""
@@ -77,15 +77,14 @@ class Judge:
 
     def _ask(self, pairs: list[Pair], instruction: str, words: dict) -> list:
         instruction = self.llm.instruction or instruction
-        given = [pair for pair in pairs if (pair[1] or "").strip()]
-        requests = [(instruction, pair_text(*pair, self.sees)) for pair in given]
-        replies = self.llm.ask(requests) if requests else []
-        marks = (read_verdict(reply, words) for reply in replies)
-        verdicts = [next(marks) if (a or "").strip() else words["wrong"] for _, a in pairs]
+        given = {i: pair for i, pair in enumerate(pairs) if (pair[1] or "").strip()}
+        replies = self.llm.ask([(instruction, pair_text(*p, self.sees)) for p in given.values()])
+        marks = [words["wrong"]] * len(pairs)
+        for i, reply in zip(given, replies, strict=True):
+            marks[i] = read_verdict(reply, words)
         self.asked += len(given)
-        self.unreadable += verdicts.count(None)
-        self.silent += replies.count(None)
-        return verdicts
+        self.unreadable += marks.count(None)
+        return marks
 
 
 def pair_text(question: Question, answer: str, sees: str = "question") -> str:
@@ -130,16 +129,14 @@ def add_verdicts(records: list[dict], judge: Judge) -> list[dict]:
     the verdict is unreadable. UR² appendix D.1 does not mention the ½, but its Table 1 has 80.9 %
     for MATH500: of 500 questions this is 404.5, which is only possible with halves.
     """
-    pairs, judged = [], list(records)
+    pairs, judged = [], []
     for r in records:
         task, options = r.get("task", "qa"), tuple(r.get("options", ()))
         pairs.append((Question("", r["question"], r["golds"], task, options), r["prediction"]))
-    for ask, highest in ((judge.grades, 2), (judge.verdicts, 1)):
-        rows = [i for i, (q, _) in enumerate(pairs) if (q.task == "math") == (highest == 2)]
-        for i, mark in zip(rows, ask([pairs[i] for i in rows]), strict=True):
-            metrics = records[i]["metrics"]
-            # If any request so far had no reply, an earlier evaluation's verdict replaces a None.
-            earlier = metrics.get("judged") if judge.silent else None
-            metrics = metrics | {"judged": earlier if mark is None else mark / highest}
-            judged[i] = records[i] | {"metrics": metrics, "judge_sees": judge.sees}
+    grades = iter(judge.grades([pair for pair in pairs if pair[0].task == "math"]))
+    verdicts = iter(judge.verdicts([pair for pair in pairs if pair[0].task != "math"]))
+    for record, (question, _) in zip(records, pairs, strict=True):
+        mark, highest = (next(grades), 2) if question.task == "math" else (next(verdicts), 1)
+        metrics = record["metrics"] | {"judged": None if mark is None else mark / highest}
+        judged.append(record | {"metrics": metrics, "judge_sees": judge.sees})
     return judged

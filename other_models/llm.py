@@ -7,19 +7,15 @@ LM that runs in this process. Both decode greedily unless the request gives a te
 (`Request`). `ask` removes <think> ... </think> from a reply.
 
     the server is down at the start   InputError (PROBE is sent first)
-    a request fails                   RETRIES more tries if they may help, then None
-    GIVE_UP requests in a row find    the rest of the batch is not sent
+    a request fails                   one more try, then None; `failures` counts these
+    GIVE_UP requests in a row find    InputError, which ends the run
     the server down
-    DEAD_BATCHES batches in a row     InputError, which ends the run
-    find it down at every request
 
 Left out: streaming, servers that want `max_completion_tokens`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 import json
 import os
@@ -27,7 +23,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.pool import ThreadPool
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -44,13 +39,8 @@ from templates import chat_text, messages_of
 
 ADDRESS = "http://host:port/v1#model"
 THREADS = 16  # requests sent at the same time
-RETRIES = 2  # how often a failed request is sent again, at most
-BACKOFF = 0.5  # seconds before the first retry, doubled each time
-REPLY_TOKEN = 64  # a server's reply is cut to this many characters times its token limit
-CONTEXT = 32_768  # context length in tokens if the server does not report it
-SPARE = 128  # tokens kept free for the chat template
-GIVE_UP = 16  # with the server down for so many requests in a row, the rest of a batch is not sent
-DEAD_BATCHES = 3  # a run ends if in so many batches in a row every request found the server down
+RETRIES, BACKOFF = 1, 2.0  # retries of a failed request; seconds before the first one
+GIVE_UP = 64
 PROBE = ("You are asked once whether you are there.", "Reply with the word yes.")
 
 
@@ -64,68 +54,49 @@ class Request(NamedTuple):
     max_tokens: int = 0  # limit of the reply; 0: max_tokens of the LLM
 
 
+Replies = Iterator[tuple[Request, str | None]]
+
+
 def load_llm(spec: str, settings, *, max_tokens=256, device="cpu") -> LLM:
     """Loads the model that `spec` names. Each try of a request to a server may take
     `settings.timeout` seconds.
     """
     if spec.startswith(("http://", "https://")):
         return ServerLLM(spec, max_tokens, settings.timeout)
-    if not spec or (":" in spec and not Path(spec).exists()):
-        raise InputError(
-            f"{spec!r} names no language model: give {ADDRESS}, a HF directory or a hub name"
-        )
     try:
         tokenizer = load_tokenizer(spec, getattr(settings, "chat_template", ""))
         # `load_policy` would reject model families that cannot be trained here.
         with loading("causal LM", spec):
             model = load_whole(spec, frozen_options(device, settings.load_in_8bit))
-        model.eval().requires_grad_(False)
     except InputError as error:
         raise InputError(str(error).removeprefix("--model ")) from None  # --model is not at fault
-    return LocalLLM(model, tokenizer, max_tokens, name=spec)
+    return LocalLLM(model.eval().requires_grad_(False), tokenizer, max_tokens, name=spec)
 
 
 class LLM:
-    """The base class. A subclass adds `tokenizer`, `positions` (the context length), and
-    `replies(requests)`, which yields pairs of a request and its reply or None.
+    """The base class. A subclass adds `tokenizer` and `replies(requests)`, which yields pairs of a
+    request and its reply.
     """
 
     instruction = ""  # from --prompt_file; it replaces the judge's or reader's own
-    at_once = THREADS  # requests sent at the same time
 
     def __init__(self, name: str, max_tokens: int):
-        self.name = name
-        self.max_tokens = max_tokens
+        self.name, self.max_tokens = name, max_tokens
         self.failures = 0  # requests without an answer
         self.rejected = set()  # requests that the server rejected, for example for their length
 
     def ask(self, requests: list[Request]) -> list[str | None]:
-        """Returns the replies without the text of their <think> blocks."""
-        return [reply and without_thinking(reply) for reply in self.ask_whole(requests)]
-
-    def ask_whole(self, requests: list[Request]) -> list[str | None]:
-        """Returns the replies with their <think> blocks. Equal requests are sent once."""
+        """Returns the replies without the text of their <think> blocks. Equal requests are sent
+        once.
+        """
         requests = [Request(*request) for request in requests]
         replies = dict.fromkeys(requests)
-        fresh = self.replies([*replies]) if replies else ()
-        replies |= tqdm(
-            fresh, f"asking {self.name[-40:]}", len(replies), leave=False, delay=3, disable=None
-        )
+        if replies:
+            title, total = f"asking {self.name[-40:]}", len(replies)
+            fresh = self.replies([*replies])
+            replies |= tqdm(fresh, title, total, leave=False, delay=3, disable=None)
         self.failures += [*replies.values()].count(None)
-        return list(map(replies.get, requests))
-
-    def prompt(self, request: Request) -> list[int]:
-        return prompt_ids(self.tokenizer, request)
-
-    def tail(self, text: str, rest: str, most: int) -> str:
-        """Returns as much of the end of `text` as fits into the context beside `rest` and a reply.
-        The reply gets `most` tokens, but at most a quarter of the context. A token is counted for
-        every two bytes; hardly any text has more tokens than that.
-        """
-        tokens = self.positions - SPARE - min(most, self.positions // 4)
-        data = text.encode()
-        start = len(data) + len(rest.encode()) - 2 * tokens
-        return data[max(0, start) :].decode(errors="ignore")
+        return [reply and without_thinking(reply) for reply in map(replies.get, requests)]
 
 
 def guessed_tokens(text: str, **_) -> dict:
@@ -139,97 +110,67 @@ guessed_tokens.bos_token_id = None
 
 
 class ServerLLM(LLM):
-    """An OpenAI-compatible server. Without "#model" the first model that it lists is used. If
-    OPENAI_API_KEY is set, the key is sent.
-    """
+    """An OpenAI-compatible server. If OPENAI_API_KEY is set, the key is sent."""
 
     tokenizer = staticmethod(guessed_tokens)
-    dead_batches = 0  # consecutive batches in which every request found the server down
-    fault = ""  # the last error message
+    in_a_row = 0  # requests that found the server down
 
     def __init__(self, spec: str, max_tokens=256, timeout=60.0):
-        base, _, self.model = spec.partition("#")
+        super().__init__(spec, max_tokens)
         host_of(spec, ADDRESS)  # raises an InputError if it is not an address
-        self.base = base.rstrip("/")
-        self.timeout = timeout
-        self.max_tokens = max_tokens
+        base, _, self.model = spec.partition("#")
+        self.url, self.timeout = f"{base.rstrip('/')}/chat/completions", timeout
         key = os.environ.get("OPENAI_API_KEY", "").strip()
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:  # checks at the start that the server works and accepts chat requests
-            self.model = self.model or self.fetch("models")["data"][0]["id"]
             self.complete(Request(*PROBE))
-        except (Fault, LookupError, TypeError) as error:
-            reason = error if isinstance(error, Fault) else "it lists no model"
+        except Fault as fault:
             raise InputError(
-                f"{spec}: no answer ({reason}): start the server, or correct the address and the"
+                f"{spec}: no answer ({fault}): start the server, or correct the address and the"
                 f" model ({ADDRESS})"
             ) from None
-        super().__init__(f"{self.base}#{self.model}", max_tokens)
-
-    def fetch(self, path: str, payload: dict | None = None):
-        return fetch_json(f"{self.base}/{path}", payload, self.timeout, self.headers)
-
-    @functools.cached_property
-    def positions(self) -> int:
-        """The context length in tokens. Only some servers report it, for example vLLM."""
-        with contextlib.suppress(Fault, LookupError, TypeError, StopIteration):
-            listed = self.fetch("models")["data"]
-            return next(entry["max_model_len"] for entry in listed if entry["id"] == self.model)
-        return CONTEXT
 
     def complete(self, request: Request) -> str | None:
-        """Sends the request once. Returns the reply (""/None if it has no text and no thinking).
-        Some servers return the thinking in a separate field; it is then put before the text, in
-        <think> tags. If the model reached the token limit while thinking, there is no text, and no
-        end tag.
+        """Sends the request once. The reply is None if it has no text: if the model reached the
+        token limit while thinking, some servers send only the thoughts, in another field.
         """
-        most = request.max_tokens or self.max_tokens
         payload = {
             "model": self.model,
             "temperature": request.temperature,
             "top_p": request.top_p,
-            "max_tokens": most,
+            "max_tokens": request.max_tokens or self.max_tokens,
             "messages": messages_of(*request[:2]),
         }
-        reply = self.fetch("chat/completions", payload)
+        reply = fetch_json(self.url, payload, self.timeout, self.headers)
         try:
-            message = reply["choices"][0]["message"]
-            content = message["content"]
-            thought = message.get("reasoning_content") or message.get("reasoning")
-        except (AttributeError, LookupError, TypeError):
+            content = reply["choices"][0]["message"]["content"]
+        except (LookupError, TypeError):
             raise Fault(f"a reply without choices: {shown(json.dumps(reply))}") from None
-        if isinstance(thought, str):
-            content = f"<think>{thought}" + (f"</think>{content}" if content else "")
-        return clean(content[: REPLY_TOKEN * most]) if isinstance(content, str) else None
+        return clean(content) if isinstance(content, str) else None
 
-    def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:
-        in_a_row = 0
-        working = False
+    def replies(self, requests: list[Request]) -> Replies:
         # Trap: at exit, Python would wait for threads of concurrent.futures. ThreadPool has daemon
         # threads.
         with ThreadPool(min(THREADS, len(requests))) as pool:
-            for request, reply, down in pool.imap_unordered(self.tried, requests):
-                in_a_row = in_a_row + 1 if down else 0
-                working |= not down
-                yield request, reply
-                if in_a_row >= GIVE_UP:
-                    break
-        self.dead_batches = 0 if working else self.dead_batches + 1
-        if self.dead_batches >= DEAD_BATCHES:
-            raise InputError(
-                f"{self.name}: {self.dead_batches} batches in a row without an answer"
-                f" ({self.fault}): start the server again"
-            )
+            yield from pool.imap_unordered(self.tried, requests)
 
-    def tried(self, request: Request) -> tuple[Request, str | None, bool]:
-        """Returns the request, its reply, and whether the server seems to be down."""
+    def tried(self, request: Request) -> tuple[Request, str | None]:
         try:
-            return request, retrying(partial(self.complete, request), RETRIES, BACKOFF), False
+            reply = retrying(partial(self.complete, request), RETRIES, BACKOFF)
         except Fault as fault:
-            self.fault = str(fault)
+            reply = None
             if isinstance(fault, RejectedRequest):
                 self.rejected.add(request)
-            return request, None, fault.down
+            elif self.in_a_row >= GIVE_UP - 1:
+                raise InputError(
+                    f"{self.name}: {GIVE_UP} requests in a row without an answer ({fault}): start"
+                    " the server again"
+                ) from None
+            else:
+                self.in_a_row += 1
+                return request, None
+        self.in_a_row = 0
+        return request, reply
 
 
 def prompt_ids(tokenizer, request: Request) -> list[int]:
@@ -262,28 +203,20 @@ class LocalLLM(LLM):
 
     def __init__(self, policy, tokenizer, max_tokens=256, batch_size=16, name="local"):
         super().__init__(name, max_tokens)
-        self.policy = policy
-        self.tokenizer = tokenizer
-        self.at_once = batch_size
+        self.policy, self.tokenizer, self.batch_size = policy, tokenizer, batch_size
         self.positions = context_of(policy)
-        self.longest_prompt = self.positions - max_tokens
-        if self.longest_prompt < 1:
-            raise InputError(
-                f"{name}: {max_tokens} new tokens leave no room for a prompt in its "
-                f"{self.positions} positions"
-            )
 
-    def replies(self, requests: list[Request]) -> Iterator[tuple[Request, str | None]]:
-        prompts = {request: self.prompt(request) for request in requests}
+    def replies(self, requests: list[Request]) -> Replies:
+        prompts = {request: prompt_ids(self.tokenizer, request) for request in requests}
         # Requests with the same sampling form a group, whose longest prompts come first: a batch
-        # then has prompts of similar length, and running out of memory shows early.
-        rows = sorted(requests, key=lambda r: (r[2:], len(prompts[r])), reverse=True)
-        for sampling, group in itertools.groupby(rows, key=lambda r: r[2:]):
-            fit = list(group)
-            while fit and len(prompts[fit[0]]) > self.longest_prompt:
-                yield fit.pop(0), None  # a truncated prompt would ask something else
-            for start in range(0, len(fit), self.at_once):
-                batch = fit[start : start + self.at_once]
+        # then has prompts of similar length, and running out of memory shows early. A prompt that
+        # is too long gets no reply: truncated, it would ask something else.
+        fit = [r for r in requests if len(prompts[r]) <= self.positions - self.max_tokens]
+        fit.sort(key=lambda r: (r[2:], len(prompts[r])), reverse=True)
+        for sampling, group in itertools.groupby(fit, key=lambda r: r[2:]):
+            group = list(group)
+            for start in range(0, len(group), self.batch_size):
+                batch = group[start : start + self.batch_size]
                 texts = self.generate([prompts[request] for request in batch], *sampling)
                 for request, text in zip(batch, texts, strict=True):
                     end = decode(self.tokenizer, prompts[request][-16:]).rstrip()

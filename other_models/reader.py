@@ -61,7 +61,7 @@ def reader_answers(
     custom = llm.instruction  # from --prompt_file; with placeholders it is the whole message
     layout, instruction = (custom, "") if gaps_of(custom) else (LAYOUT, custom or INSTRUCTION)
     requests = [(instruction, reader_text(*pair, layout), *sampling) for pair in given.values()]
-    replies = dict(zip(given, llm.ask(requests) if requests else [], strict=True))
+    replies = dict(zip(given, llm.ask(requests), strict=True))
     return [read_answer(replies.get(i), whole) for i in range(len(pairs))]
 
 

@@ -174,6 +174,6 @@ def ask_others(records: list[dict], reader, judge: Judge | None, sampling=()) ->
             print(f"reader: no answer to {reader.failures} of its requests; they count as wrong")
     if judge:
         records = add_verdicts(records, judge)
-        if judge.silent:
-            print(f"judge: no reply about {judge.silent} answers; run the command again for these")
+        if judge.unreadable:
+            print(f"judge: no verdict on {judge.unreadable} answers; they are left out")
     return records

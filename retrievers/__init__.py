@@ -1,1 +1,1 @@
-"""Retrievers other than BM25; BM25's index on disk; retrieval from another machine over HTTP."""
+"""Retrievers other than BM25, among them one that asks another machine, and its server."""

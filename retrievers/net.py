@@ -1,7 +1,7 @@
 """Makes one HTTP exchange with a time limit, a size limit and one kind of error.
 
     reply  = fetch_json(url, payload, timeout)      or a `Fault`
-    result = retrying(lambda: ..., retries=2)       tries again if the Fault allows it
+    result = retrying(lambda: ..., retries=2)       tries again after a Fault
 
 Each wait for the reply has only the time that is left of the limit. A socket's own limit holds for
 each single wait, so a server that sends a byte now and then would never reach it. Each step before
@@ -15,87 +15,49 @@ import contextlib
 import functools
 import http.client
 import json
-import os
 import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.pool import ThreadPool
 from urllib.parse import quote, urlsplit
 
 from data import harmless
 from errors import InputError
 
 MAX_BYTES = 64 * 2**20
-HUB_SECONDS = 4  # within which the hub of Hugging Face must answer
-MAX_BACKOFF = 8.0  # seconds between two tries, at most
 PORTS = {"http": 80, "https": 443}
 REQUEST_AT_FAULT = (400, 413, 414, 422)  # HTTP status: the request is at fault, the server works
 
 
 class Fault(Exception):
-    """The reason why a request failed.
-
-    retry   whether another try may help (not after a 404)
-    down    whether the server itself seems to be broken
-    """
-
-    down = True
-
-    def __init__(self, text: str, retry: bool = True):
-        super().__init__(text)
-        self.retry = retry
+    """The reason why a request failed."""
 
 
 class RejectedRequest(Fault):
     """The server works and rejects this request; another request may succeed."""
 
-    down = False
-
-
-def without_hub(path: str) -> None:
-    """Makes this process load hub models from the cache alone if `path` is none on this disk and
-    the hub does not answer. Otherwise the hub's client would try again, half a minute for each
-    file. The pool's limit counts too: a look-up of the host, or several addresses, may take longer.
-    """
-    from huggingface_hub import constants, get_session  # slow to import
-
-    if os.path.exists(path) or constants.HF_HUB_OFFLINE:
-        return
-    try:
-        with ThreadPool(1) as pool:
-            pool.apply_async(get_session().head, [constants.ENDPOINT]).get(HUB_SECONDS)
-    except Exception:
-        constants.HF_HUB_OFFLINE = True
-
 
 def fetch_json(url: str, payload=None, timeout: float = 60.0, headers=None) -> object:
-    """Returns the JSON value in the reply to one GET, or to one POST of `payload`. For an address
-    that `host_of` accepts it raises only Fault.
+    """Returns the JSON value in the reply to one GET, or to one POST of `payload`. For an http(s)
+    address it raises only Fault.
     """
     data = None if payload is None else json.dumps(payload).encode()
     headers = {"Content-Type": "application/json"} | (headers or {})
     try:
         with exchange(url, time.monotonic() + timeout, data, headers) as response:
-            body = response.read(MAX_BYTES + 1)
+            status, body = response.status, response.read(MAX_BYTES)
     except TimeoutError:
         raise Fault(f"nothing within {timeout:g} s") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise Fault(
-            getattr(error, "strerror", None) or f"{type(error).__name__}: {shown(str(error))}"
-        ) from None
-    if len(body) > MAX_BYTES:
-        raise Fault(f"more than {MAX_BYTES:,} bytes", retry=False)
-    code, text = response.status, body.decode(errors="replace")
-    if code < 300:
-        try:
-            return json.loads(body)
-        except (ValueError, RecursionError):
-            raise Fault(f"a reply that is not JSON, or half of one: {shown(text)}") from None
-    # Where it redirects to; what follows "?" may have an API key.
-    message = shown(response.headers.get("Location", "").partition("?")[0] or text)
-    kind = RejectedRequest if code in REQUEST_AT_FAULT else Fault
-    raise kind(f"HTTP {code} {message}".strip(), code in (408, 425, 429) or code >= 500)
+        raise Fault(shown(f"{type(error).__name__}: {error}")) from None
+    text = shown(body[:1000].decode(errors="replace"))
+    if status >= 300:
+        kind = RejectedRequest if status in REQUEST_AT_FAULT else Fault
+        raise kind(f"HTTP {status} {text}")
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise Fault(f"a reply that is not JSON, or a part of one: {text}") from None
 
 
 @contextlib.contextmanager
@@ -111,10 +73,9 @@ def exchange(url: str, deadline: float, data, headers: dict, address=None) -> It
         if parts.scheme == "https":
             connection.default_port = 443
             connection.sock = tls().wrap_socket(connection.sock, server_hostname=parts.hostname)
-        path = f"{parts.path or '/'}?{parts.query}".removesuffix("?")
-        path = quote(path, safe="%/:=&?~+!$,;'@()*[]")
+        path = quote(f"{parts.path or '/'}?{parts.query}", safe="%/:=&?~+!$,;'@()*[]")
         method, close = "GET" if data is None else "POST", {"Connection": "close"}
-        connection.request(method, path, data, close | headers)
+        connection.request(method, path.removesuffix("?"), data, close | headers)
         with http.client.HTTPResponse(connection.sock, method=method) as response:
             stream, sock = response.fp.raw, connection.sock  # the response is read from `stream`
             receive = stream.readinto
@@ -138,28 +99,24 @@ def left(deadline: float) -> float:
     return seconds
 
 
-def host_of(url: str, example: str = "http://host:port") -> str:
-    """Returns the host of an http(s) address. If `url` is not one, raises an InputError that shows
-    `example`.
-    """
-    with contextlib.suppress(ValueError):  # raised by urlsplit, or by reading an invalid port
+def host_of(url: str, example: str) -> str:
+    """Returns the host of an http(s) address; the error of any other text shows `example`."""
+    with contextlib.suppress(ValueError):  # from an impossible host or port
         parts = urlsplit(url)
-        # Trap: urlsplit removes line breaks and so accepts a url that has one, but the line break
-        # would appear in later messages. `isprintable` rejects such a url.
-        if url.isprintable() and parts.scheme in PORTS and parts.hostname and parts.port != 0:
+        if parts.scheme in PORTS and parts.hostname and parts.port != 0:
             return parts.hostname
     raise InputError(f"{url!r}: not an address: give {example}")
 
 
 def retrying(call: Callable, retries: int, backoff: float = 0.5, wait: Callable = time.sleep):
-    """Returns `call()`. After a Fault that allows another try, waits and tries again, at most
-    `retries` times. If `wait(seconds)` returns True, raises the Fault without another try.
+    """Returns `call()`. After a Fault it waits and tries again, at most `retries` times, unless the
+    request was rejected or `wait(seconds)` returns True.
     """
     for attempt in range(retries):
         try:
             return call()
         except Fault as fault:
-            if not fault.retry or wait(min(backoff * 2**attempt, MAX_BACKOFF)):
+            if isinstance(fault, RejectedRequest) or wait(backoff * 2**attempt):
                 raise
     return call()
 

@@ -14,7 +14,6 @@ counted: if a server dropped one, all later queries would get the documents of a
 out: passwords.
 """
 
-import hashlib
 import json
 import time
 from functools import partial
@@ -22,18 +21,11 @@ from functools import partial
 from data import Document
 from errors import InputError
 from formats.records import titled
-from retrievers.net import (
-    Fault,
-    RejectedRequest,
-    fetch_json,
-    host_of,
-    left,
-    retrying,
-    shown,
-)
+from retrievers.net import Fault, RejectedRequest, fetch_json, host_of, left, retrying, shown
 
 BATCH = 256  # queries per request
 RETRIES, BACKOFF = 1, 0.5  # retries of a batch; seconds before the first one
+Answers = dict[str, list[Document] | bool]  # of each query; False if it was rejected
 
 
 class HttpRetriever:
@@ -42,7 +34,7 @@ class HttpRetriever:
     """
 
     def __init__(self, url: str, timeout: float = 60.0):
-        host_of(url, "--retriever_url http://host:port (for a check: --url)")
+        host_of(url, "--retriever_url http://host:port")
         self.url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
         self.timeout = timeout
         try:
@@ -53,71 +45,63 @@ class HttpRetriever:
             ) from None
 
     def search(self, queries: list[str], k: int) -> list[list[Document] | bool | None]:
-        """Returns for each query a list of at most k documents, False if the server rejects it, or
-        None if it has no answer. A query has no answer if it failed even when it was sent alone, or
-        was no longer sent because earlier ones failed or took too long. Raises a Fault if no query
-        was answered or rejected.
+        """Returns for each query at most k documents, False if the server rejects it, or None if it
+        has no answer even when it is sent alone. After a batch without any answer no other is sent;
+        without any answer at all, the Fault is raised.
         """
-        documents, fault = {}, None
+        answers: Answers = {}
+        fault = None
         for start in range(0, len(queries), BATCH):
             batch = queries[start : start + BATCH]
             try:
                 answered = retrying(partial(self.ask, batch, k, self.timeout), RETRIES, BACKOFF)
             except Fault as error:
                 fault, answered = error, self.ask_one_by_one(batch, k)
-            if not answered:  # the next batch would fail, too
+            answers |= answered
+            if not answered:
                 break
-            documents |= answered
-        if fault and not documents:
+        if fault and not answers:
             raise fault
-        return [documents.get(query) for query in queries]
+        return [answers.get(query) for query in queries]
 
-    def ask_one_by_one(self, batch: list[str], k: int) -> dict:
+    def ask_one_by_one(self, batch: list[str], k: int) -> Answers:
         """Sends each query alone. All queries together may take `timeout` seconds, and each of them
         at most a quarter of this.
         """
-        documents, deadline = {}, time.monotonic() + self.timeout
+        answers, deadline = {}, time.monotonic() + self.timeout
         for query in batch:
             try:
-                documents |= self.ask([query], k, min(left(deadline), self.timeout / 4))
+                answers |= self.ask([query], k, min(left(deadline), self.timeout / 4))
             except RejectedRequest:
-                documents[query] = False
+                answers[query] = False
             except (Fault, TimeoutError):
                 pass
-        return documents
+        return answers
 
-    def ask(self, queries: list[str], k: int, timeout: float) -> dict[str, list[Document]]:
-        """Sends one batch once; returns query -> documents. Raises a Fault if the request fails or
-        the reply has an unexpected shape.
+    def ask(self, queries: list[str], k: int, timeout: float) -> Answers:
+        """Sends one batch once. Raises a Fault if the request fails or the reply has another shape
+        than it should.
         """
         payload = {"queries": queries, "topk": k, "return_scores": True}
         reply = fetch_json(self.url, payload, timeout)
-        lists = reply.get("result") if isinstance(reply, dict) else None
-        good = isinstance(lists, list) and all(isinstance(items, list) for items in lists)
-        if not good or len(lists) != len(queries):
+        try:
+            lists = [read_documents(items)[:k] for items in reply["result"]]
+            return dict(zip(queries, lists, strict=True))
+        except (AttributeError, KeyError, TypeError, ValueError):
             raise Fault(
-                f"wrong shape: 'result' is not a list of {len(queries)} lists: "
-                f"{shown(json.dumps(reply))}"
-            )
-        documents = [list(filter(None, map(read_document, items)))[:k] for items in lists]
-        return dict(zip(queries, documents, strict=True))
+                f"not {len(queries)} lists of documents: {shown(json.dumps(reply))}"
+            ) from None
 
 
-def read_document(item: object) -> Document | None:
-    """Returns the document of one item of a reply; None if the item or its document is null, or if
-    title and text are both empty.
+def read_documents(items: list[dict | None]) -> list[Document]:
+    """Reads one list of a reply; null is a place without a document.
 
-    >>> read_document({"document": {"id": 7, "contents": '"Varen"\\nBy the Ost.'}, "score": 1.5})
-    Document(id='7', title='Varen', text='By the Ost.')
+    >>> read_documents([{"document": {"id": 7, "contents": '"Varen"\\nBy the Ost.'}}, None])
+    [Document(id='7', title='Varen', text='By the Ost.')]
     """
-    record = item.get("document", item) if isinstance(item, dict) else item
-    if record is None:
-        return None
-    try:
-        title, text = map(str.strip, titled(record["contents"]))
-    except (AttributeError, KeyError, TypeError):
-        raise Fault(f"wrong shape: no passage: {shown(json.dumps(item))}") from None
-    document_id = record.get("id")
-    if document_id in (None, ""):  # a hash of title and text, the same in every search
-        document_id = hashlib.sha256(repr((title, text)).encode()).hexdigest()[:20]
-    return Document(str(document_id), title, text) if title or text else None
+    documents = []
+    for item in items:
+        if record := item and item.get("document", item):
+            title, text = map(str.strip, titled(record["contents"]))
+            documents.append(Document(str(record.get("id") or title), title, text))
+    return documents

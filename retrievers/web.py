@@ -1,5 +1,5 @@
 """Web search: query -> pages -> documents, through the address of a search API (UR² appendix C.4).
-Only `serve` and `check` of retriever.py use this file; a training run queries a running `serve`.
+Only the commands of retriever.py use this file; a training run queries a running `serve`.
 
     query -> search API (one GET) -> addresses, in the API's order
           -> pages: HTML -> text
@@ -13,7 +13,8 @@ http and https over IPv4 are allowed. Unless `allow_private` is set, the port mu
 all IP addresses of the host must be public. A host name is looked up once, and the connection goes
 to the IP address that was checked, because a second look-up may give a private one (DNS rebinding).
 Redirects are checked in the same way. There is no proxy, because it would look the name up itself.
-Left out: JavaScript, PDF, cookies, robots.txt, compressed pages, a second page of results.
+Left out: JavaScript, PDF, cookies, robots.txt, compressed pages, charsets other than UTF-8, a
+second page of results.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import cache
 from http.client import HTTPException, HTTPResponse
 from itertools import repeat
 from urllib.parse import quote, urljoin, urlsplit
@@ -41,10 +42,7 @@ PAUSE = 0.2  # seconds between two calls of the API; many APIs reject faster cal
 API_SECONDS = 8.0
 PAGE_SECONDS = 3.0
 MAX_PAGE = 2**20  # bytes read of a page
-MAX_TEXT = 100_000  # characters kept of a page's text
 WINDOW = 150  # words shown of a page
-# Any other charset is read as UTF-8: Python has codecs that no page uses, some of them very slow.
-CHARSETS = "iso-8859-1 windows-1251 windows-1252 shift_jis euc-jp euc-kr gbk gb18030 big5".split()
 SILENT = "title|script|style|noscript|svg|template|iframe|select|nav|header|footer|aside"
 # No page takes quadratic time, because a tag ends at the latest before the next "<", and an element
 # of SILENT without its end tag reaches to the end of the page.
@@ -66,22 +64,11 @@ class WebRetriever:
     def __init__(self, template: str, allow_private=False, words=WINDOW):
         # {query} must not be in the host, because the policy must not choose the host.
         if "{query}" not in template or "{" in host_of(template, EXAMPLE):
-            raise InputError(
-                f"--retriever_url {template!r} must have {{query}} after the host: give {EXAMPLE}"
-            )
-        self.template = template
-        self.allow_private = allow_private
-        self.words = words
+            raise InputError(f"--retriever_url {template!r}: give {EXAMPLE}")
+        self.template, self.allow_private, self.words = template, allow_private, words
         self.lock = threading.Lock()
         # Cached, because a client sends all queries of a batch again if one of them fails.
-        self.answer = lru_cache(4096)(self.answer)
-        try:
-            self.ask("encyclopedia", 1)
-        except Fault as fault:  # `template` is cut at "?": the rest may have an API key
-            raise InputError(
-                f"{template.partition('?')[0]}: no search results ({fault}): start the search API"
-                " or correct the address"
-            ) from None
+        self.answer = cache(self.answer)
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """Returns at most k documents per query; raises a Fault if the API fails for a query."""
@@ -90,7 +77,7 @@ class WebRetriever:
 
     def answer(self, query: str, k: int) -> list[Document]:
         documents = []
-        for hit in self.ask(query, k) if query.strip() else []:
+        for hit in self.ask(query)[: CANDIDATES * k]:
             text = hit.text
             with contextlib.suppress(OSError, ValueError, HTTPException):
                 text = window(fetch_page(hit.id, self.allow_private), query, self.words) or text
@@ -100,28 +87,22 @@ class WebRetriever:
                 break
         return documents
 
-    def ask(self, query: str, k: int) -> list[Document]:
+    def ask(self, query: str) -> list[Document]:
+        """Returns the results for a query in SearXNG's layout, {"results": [{"url", "title",
+        "content"}, ...]}. A document's id is its address; an address that occurs again is left out.
+        """
         with self.lock:
             time.sleep(PAUSE)
-        query = quote(one_line(query), safe="", errors="replace")
-        url = self.template.replace("{query}", query)
-        return hits_of(fetch_json(url, None, API_SECONDS, HEADERS))[: CANDIDATES * k]
-
-
-def hits_of(reply: object) -> list[Document]:
-    """Reads SearXNG's {"results": [{"url", "title", "content"}, ...]}. A document's id is its
-    address; an address that occurs again is left out.
-    """
-    names = ("url", "title", "content")
-    hits = {}
-    try:
-        rows = [[one_line(row.get(name) or "") for name in names] for row in reply["results"]]
-    except (AttributeError, KeyError, TypeError):
-        raise Fault("a reply without results") from None
-    for url, title, text in rows:
-        address = url.partition("#")[0]
-        hits.setdefault(address, Document(address, title, text))
-    return list(hits.values())
+        url = self.template.replace("{query}", quote(one_line(query), safe="", errors="replace"))
+        reply, hits = fetch_json(url, None, API_SECONDS, HEADERS), {}
+        try:
+            for row in reply["results"]:
+                address = row["url"].partition("#")[0]
+                title, text = (one_line(row.get(name) or "") for name in ("title", "content"))
+                hits.setdefault(address, Document(address, title, text))
+        except (AttributeError, KeyError, TypeError):
+            raise Fault("a reply without results") from None
+        return list(hits.values())
 
 
 def check_address(url: str, allow_private: bool) -> tuple[str, int]:
@@ -130,7 +111,7 @@ def check_address(url: str, allow_private: bool) -> tuple[str, int]:
     """
     parts = urlsplit(url)
     port = parts.port or PORTS.get(parts.scheme, 0)
-    usual = port in (80, 443) or allow_private  # private services may use any port
+    usual = port in PORTS.values() or allow_private  # private services may use any port
     if parts.scheme not in PORTS or not parts.hostname or not usual:
         raise ValueError("refused")
     # The IP address is checked, not the name, because the system also reads 2130706433 and 0x7f.1
@@ -148,25 +129,19 @@ def fetch_page(url: str, allow_private: bool) -> str:
     deadline = time.monotonic() + PAGE_SECONDS
     for _ in range(REDIRECTS + 1):
         with exchange(url, deadline, None, HEADERS, check_address(url, allow_private)) as response:
-            onward = response.headers.get("Location")
-            if response.status // 100 != 3 or not onward:
+            if response.status // 100 != 3:
                 return text_of(response)
-        url = urljoin(url, onward)
+            url = urljoin(url, response.headers.get("Location", ""))
     raise ValueError("too many redirects")
 
 
 def text_of(response: HTTPResponse) -> str:
-    """Returns the first MAX_TEXT characters of the text in the first MAX_PAGE bytes of a response;
-    raises ValueError if its status is not 200, or if it is compressed, or neither HTML nor plain
-    text.
-    """
+    """Returns the text in the first MAX_PAGE bytes of a page of HTML or plain text, on one line."""
     kind = response.headers.get_content_type()
-    packed = response.headers.get("Content-Encoding", "identity") != "identity"
-    if response.status != 200 or kind not in ("text/html", "text/plain") or packed:
+    if response.status != 200 or kind not in ("text/html", "text/plain"):
         raise ValueError("not a page of text")
-    charset = response.headers.get_content_charset()
-    text = response.read(MAX_PAGE).decode(charset if charset in CHARSETS else "utf-8", "replace")
-    return (html_to_text(text) if kind == "text/html" else text)[:MAX_TEXT]
+    text = response.read(MAX_PAGE).decode(errors="replace")
+    return html_to_text(text) if kind == "text/html" else one_line(text)
 
 
 def html_to_text(page: str) -> str:
@@ -179,14 +154,12 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def window(text: str, query: str, words: int = WINDOW) -> str:
+def window(text: str, query: str, words: int) -> str:
     """Returns the window of `words` words that has the most distinct words of the query; in a tie,
     the first. The windows begin words // 5 words apart.
     """
-    page = text.split()
-    wanted = {*tokenize(query)}
+    page, wanted = text.split(), {*tokenize(query)}
     starts = range(0, len(page), max(words // 5, 1))
-    windows = [page[start : start + words] for start in starts]
-    best = max(windows, key=lambda part: len(wanted & {*tokenize(" ".join(part))}), default=[])
-    # The limit in characters is for languages without spaces, where a whole text is one word.
-    return " ".join(best)[: 10 * words]
+    windows = [" ".join(page[start : start + words]) for start in starts]
+    best = max(windows, key=lambda part: len(wanted & {*tokenize(part)}), default="")
+    return best[: 10 * words]  # in languages without spaces a whole text is one word

@@ -579,7 +579,7 @@ def test_all_references_of_a_record_are_read_in_order_and_arena_s_judge_grades_i
         Scripted(ALWAYS),
         Scripted([]),
     )
-    model.at_once, judge.instruction = 1, ""
+    judge.instruction = ""
     judge.ask = lambda requests: judge.prompts.extend(requests) or ["yes"] * len(requests)
     monkeypatch.setattr(baselines, "load_llm", lambda *_, **__: model)
     monkeypatch.setattr(build, "load_llm", lambda *_, **__: judge)

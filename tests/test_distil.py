@@ -16,7 +16,7 @@ from formats.records import append_jsonl
 from lab import distil
 from lab.baselines import DIRECT, READ
 from lab.distil import METHODS, DistilSettings, examples_of, read_traces, trace_pieces
-from other_models.llm import LocalLLM
+from other_models.llm import prompt_ids
 from papers import PAPERS, PROTOCOLS
 from plumbing.predictions import read_predictions
 from policy import Policy, save_policy
@@ -188,21 +188,21 @@ def log_of(path, *replies, documents=REFERENCES[:2]):
     path.
     """
     requests = [SearchRequest(PLAIN, query, "<|im_end|> So.") for query in "abc"[: len(replies)]]
-    llm = SimpleNamespace(ask=lambda requests: replies, tail=lambda text, *_: text, rejected=())
+    llm = SimpleNamespace(ask=lambda requests: replies, rejected=())
     settings = Settings(fallback=True)  # as in training
     LLMSummarizer(llm, settings, UR2, path)(requests, [list(documents) for _ in requests])
     return str(path)
 
 
 def prompt_of(query, documents=REFERENCES[:2]):
-    return summary_prompt(SearchRequest(PLAIN, query), documents, "<|im_end|> So.", True)
+    return summary_prompt(SearchRequest(PLAIN, query, "<|im_end|> So."), documents, True)
 
 
 def test_a_summary_is_imitated_after_the_same_prompt_that_a_summariser_gets(bpe, qwen2, tmp_path):
     path, reply = log_of(tmp_path / "pairs.jsonl", "Born in Kelmouth."), "Born in Kelmouth."
     asked = example("summarizer", path, bpe)
     assert imitated(asked, bpe) == f"{reply}<|im_end|>"
-    prompt = LocalLLM(qwen2, bpe, max_tokens=8).prompt(prompt_of("a"))
+    prompt = prompt_ids(bpe, prompt_of("a"))
     assert asked.ids[: asked.mask.index(1)] == prompt
 
 

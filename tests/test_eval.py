@@ -186,7 +186,7 @@ def test_reader_and_judge_are_called_after_all_predictions_are_written(
     assert [r["reader_prediction"] for r in records] == ["Norland", ""]
     assert [r["metrics"]["judged"] for r in records] == [None, 1]
     assert {r["judge_sees"] for r in records} == {"question"}
-    assert "1 verdicts are unreadable and left" in out and "judge: no reply about 1 answers" in out
+    assert "1 verdicts are unreadable and left" in out and "judge: no verdict on 1 answers" in out
     assert "reader_em" in out
     silent.failures = 1
     others(monkeypatch, R=silent)

@@ -118,7 +118,7 @@ def test_every_command_accepts_the_new_paper(tree, output):
     assert len(arm["curve"]) == 1 and {f"em/{kind}" for kind in KINDS} <= set(arm["eval"])
 
 
-def test_the_server_of_the_page_passes_the_check_of_retrievers(tree, tmp_path):
+def test_the_server_of_the_page_answers_the_search_command(tree, tmp_path):
     passages = tmp_path / "passages.jsonl"
     names = ("Ana", "Bo", "Cy")
     append_jsonl(passages, [{"title": n, "text": f"{n} was born in {n}town."} for n in names])
@@ -126,10 +126,8 @@ def test_the_server_of_the_page_passes_the_check_of_retrievers(tree, tmp_path):
     command = [sys.executable, "my_server.py", str(passages), "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, **options)
     try:
-        url = server.stdout.readline().split()[-1]
-        check = ["retriever.py", "check", "--url", url, "--corpus", passages]
-        report = run_in(tree, *check)
-        assert report.count("ok ") == 3 and "WRONG" not in report
+        url = ["--retriever", "http", "--retriever_url", server.stdout.readline().split()[-1]]
+        assert "Bo was born in Botown." in run_in(tree, "retriever.py", "where was Bo born", *url)
     finally:
         server.kill()
         server.communicate()

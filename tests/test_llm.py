@@ -2,8 +2,6 @@
 slow reference implementation.
 """
 
-import importlib.util
-import json
 import threading
 import time
 from types import SimpleNamespace
@@ -25,17 +23,15 @@ class Server(ScriptedServer):
     """Serves an OpenAI-compatible model.
 
     `script(text)` returns a reply, or what ScriptedServer takes: (status, body), bytes or None. The
-    client's first request, the probe, gets `probe`. A GET of /v1/models returns `models`.
+    client's first request, the probe, gets `probe`.
     """
 
-    def __init__(self, script=str.upper, models=None, probe="yes"):
+    def __init__(self, script=str.upper, probe="yes"):
         super().__init__(self.chat)
-        self.say, self.models, self.probe = script, models, probe
+        self.say, self.probe = script, probe
         self.base += "/v1"
 
     def chat(self, path, payload):
-        if payload is None:
-            return 200 if path == "/v1/models" else 404, json.dumps(self.models).encode()
         text = payload["messages"][-1]["content"]
         reply = self.probe if text == llm.PROBE[1] else self.say(text)
         return (200, said(reply)) if isinstance(reply, str) else reply
@@ -114,17 +110,6 @@ def test_requests_with_other_sampling_options_are_sent_separately(serve):
     assert sorted(sent) == [(0, 1, 7), (0.3, 0.5, 8192), (0.3, 0.7, 8192)]
 
 
-def test_tail_returns_the_end_of_a_text_that_fits_the_context(serve):
-    """Two bytes count as a token. Of 1,000 tokens 8 are for the reply, 128 are spare and 20 are for
-    the rest of the prompt. A longer reply gets at most a quarter of the context.
-    """
-    model = asker(serve(models={"data": [{"id": "n"}, {"id": "m", "max_model_len": 1000}]}))
-    assert model.tail("é" * 2000, "é" * 20, 8) == "é" * 844
-    assert model.tail("é" * 2000, "é" * 20, 400) == "é" * (1000 - 20 - 128 - 250)
-    assert model.tail("short", "", 8) == "short" and model.tail("text", "é" * 999, 8) == ""
-    assert asker(serve(models={"data": [{"id": "m"}]})).positions == llm.CONTEXT
-
-
 def test_equal_requests_are_sent_once_and_another_instruction_is_another_request(serve):
     server = serve()
     model = asker(server)
@@ -133,31 +118,7 @@ def test_equal_requests_are_sent_once_and_another_instruction_is_another_request
     assert sorted(server.texts()) == ["a", "a", "b"] and model.failures == 0
 
 
-def test_sixteen_requests_are_sent_at_once(serve, one_try):
-    together = threading.Barrier(16)
-
-    def wait_for_the_others(text):
-        together.wait(30)  # fewer than 16 at once break the barrier, and no reply comes
-        return "ok"
-
-    assert asker(serve(wait_for_the_others)).ask(requests(*map(str, range(16)))) == ["ok"] * 16
-
-
 # --------------------------------------------------------------- servers that cannot be used at all
-
-
-def test_an_address_without_a_model_means_the_servers_first_model(serve):
-    server = serve(models={"data": [{"id": "first"}, {"id": "second"}]})
-    model = load_llm(server.base, settings_with())
-    assert model.ask(requests("a")) == ["A"] and model.name == f"{server.base}#first"
-    assert [payload["model"] for _, payload in server.posts] == ["first", "first"]
-    for models in (None, [], {"data": []}):
-        assert_error(
-            "no answer (it lists no model): start",
-            load_llm,
-            serve(models=models).base,
-            settings_with(),
-        )
 
 
 @pytest.mark.parametrize(
@@ -173,18 +134,9 @@ def test_a_server_that_hangs_or_rejects_the_first_request_is_a_one_line_error(se
     assert_error(match, load_llm, serve(probe=probe).base + "#m", settings_with(timeout=timeout))
 
 
-@pytest.mark.parametrize(
-    ("spec", "match"),
-    [
-        ("http://", "not an address"),
-        ("http://host:port/v1#m", "not an address"),
-        ("http://#m", "not an address"),
-        ("", "names no language model: give http://host"),
-        ("localhost:8000/v1#m", "names no language model: give http://host"),
-    ],
-)
-def test_an_impossible_address_or_name_is_a_one_line_error(spec, match):
-    assert_error(match, load_llm, spec, settings_with())
+def test_an_impossible_address_is_a_one_line_error():
+    for spec in ("http://", "http://host:port/v1#m", "http://#m"):
+        assert_error("not an address", load_llm, spec, settings_with())
 
 
 # ------------------------------------------------------------------------------ requests that fail
@@ -203,21 +155,8 @@ def once(fault):
     return script
 
 
-@pytest.mark.parametrize(
-    ("fault", "fragment"),
-    [
-        ((503, b"oh no"), "HTTP 503 oh no"),
-        (None, "nothing within 1 s"),
-        (b"", "closed connection"),
-        ((200, b"<html>hello</html>"), "not JSON, or half of one: <html>"),
-        ((200, b"[]"), "without choices"),
-        ((200, b'{"choices": []}'), 'without choices: {"choices": []}'),
-    ],
-    ids=["503", "slow", "closed", "not-json", "list", "no-choice"],
-)
-def test_a_failed_request_is_retried_and_after_the_last_retry_the_reply_is_none(
-    serve, fault, fragment, monkeypatch
-):
+@pytest.mark.parametrize("fault", [(503, b"oh no"), None, b"", (200, b'{"choices": []}')])
+def test_a_failed_request_is_sent_once_more_and_then_the_reply_is_none(serve, fault, monkeypatch):
     server = serve(once(fault))
     model = asker(server)
     # Only the test of a slow server needs a short limit.
@@ -225,8 +164,7 @@ def test_a_failed_request_is_retried_and_after_the_last_retry_the_reply_is_none(
     assert model.ask(requests("a", "b")) == ["A", "B"] and model.failures == 0
     assert sorted(server.texts()) == ["a", "a", "b", "b"]
     monkeypatch.setattr(llm, "RETRIES", 0)
-    assert model.ask(requests("c")) == [None]
-    assert model.failures == 1 and fragment in model.fault
+    assert model.ask(requests("c")) == [None] and model.failures == 1
 
 
 @pytest.mark.parametrize("reply", [(400, b"too long"), (200, said(None))])
@@ -234,8 +172,8 @@ def test_a_rejected_request_and_a_reply_without_text_are_not_retried(serve, repl
     """Such replies do not mean that the server is down, however many there are."""
     server = serve(lambda text: reply)
     model = asker(server)
-    for text in "abcd":
-        assert model.ask(requests(text)) == [None]
+    model.in_a_row = llm.GIVE_UP - 1
+    assert model.ask(requests(*"abcd")) == [None] * 4
     assert len(server.texts()) == model.failures == 4
     assert model.rejected == {Request("do it", text) for text in "abcd" if reply[0] == 400}
 
@@ -243,55 +181,21 @@ def test_a_rejected_request_and_a_reply_without_text_are_not_retried(serve, repl
 # ------------------------------------------------------------------- servers and batches that fail
 
 
-def test_a_dead_server_costs_a_batch_one_round_of_tries_and_its_threads_end(serve, one_try):
-    server = serve(lambda text: None)
-    before = threading.enumerate()
+@pytest.mark.usefixtures("one_try")
+def test_a_server_that_stays_down_is_an_error_and_the_threads_end(serve, monkeypatch):
+    monkeypatch.setattr(llm, "GIVE_UP", 20)
+    server, before = (
+        serve(lambda text: "ok" if text == "a" else (500, b"ill")),
+        threading.enumerate(),
+    )
     model = asker(server)
-    model.timeout = 0.2
-    assert model.ask(requests(*map(str, range(2000)))) == [None] * 2000 and model.failures == 2000
+    for batch in ([*"bcdefghi"], ["a"], [*"bcdefghi"], [*"bcdefghi"]):  # 8, none, 8 and 8 in a row
+        assert model.ask(requests(*batch)) == [("ok" if text == "a" else None) for text in batch]
+    assert model.failures == 24
+    fragment = "20 requests in a row without an answer (HTTP 500 ill): start the server again"
+    assert_error(fragment, model.ask, requests(*map(str, range(2000))))
     wait_until(lambda: not any("(worker)" in thread.name for thread in threads_since(before)))
-    assert len(server.texts()) <= 16 * 4  # each thread may have started another request
-
-
-def test_only_three_failed_batches_in_a_row_are_an_error(serve):
-    server = serve(lambda text: "ok" if text in "ad" else (500, b""))
-    model = asker(server)
-    replies = [model.ask(requests(*texts)) for texts in ("a", "b", "c", "db", "e", "f")]
-    assert replies == [["ok"], [None], [None], ["ok", None], [None], [None]]
-    assert server.texts().count("c") == 1 + llm.RETRIES
-    assert model.failures == 5
-    assert_error(f"{model.name}: 3 batches in a row without an answer", model.ask, requests("g"))
-
-
-def test_an_exception_in_a_thread_ends_the_batch_instead_of_waiting_forever(serve, monkeypatch):
-    model = asker(serve())
-    monkeypatch.setattr(model, "complete", lambda request: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        model.ask(requests("a"))
-
-
-def test_an_interrupt_does_not_wait_for_the_other_replies(serve, monkeypatch):
-    released = threading.Event()
-    late = []
-
-    def script(text):
-        if text == "slow":
-            released.wait(30)
-            late.append(text)
-        return "ok"
-
-    model = asker(serve(script))
-    replies = model.replies
-
-    def interrupted(asked):
-        yield next(replies(asked))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(model, "replies", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        model.ask(requests("slow", "a"))
-    assert not late
-    released.set()
+    assert len(server.texts()) <= 25 + 16 * 4  # each thread may have started another request
 
 
 # ------------------------------------------------------------------------------------ a local model
@@ -385,20 +289,12 @@ def test_the_reply_to_a_prompt_longer_than_the_context_is_none(qwen2, bpe):
     model = LocalLLM(qwen2, bpe, max_tokens=8)  # 512 positions
     assert model.ask(requests("word " * 600, "who?"))[0] is None
     assert model.failures == 1
-    for _ in range(3):  # a local model never counts as down
-        assert model.ask(requests("word " * 600)) == [None]
-    assert_error("no room for a prompt in its 512 positions", LocalLLM, qwen2, bpe, 512)
 
 
 @pytest.fixture
 def saved(qwen2, bpe, tmp_path):
     save_policy(qwen2, bpe, tmp_path / "model")
     return tmp_path / "model"
-
-
-def test_a_saved_model_replies_as_the_one_in_memory(saved, qwen2, bpe):
-    replies = LocalLLM(qwen2, bpe, max_tokens=6).ask(requests(*TEXTS))
-    assert load_llm(str(saved), settings_with(), max_tokens=6).ask(requests(*TEXTS)) == replies
 
 
 def test_a_folder_without_a_model_is_a_one_line_error(saved, tmp_path):
@@ -412,10 +308,7 @@ def test_a_folder_without_a_model_is_a_one_line_error(saved, tmp_path):
     assert_error("no causal LM could be loaded from there", load_llm, str(saved), settings_with())
 
 
-def test_an_8_bit_model_answers_and_without_the_library_it_is_an_error(saved, monkeypatch):
+def test_an_8_bit_model_is_loaded_and_answers(saved):
     local = load_llm(str(saved), settings_with(load_in_8bit=True), max_tokens=4)
     assert local.policy.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
     assert len(local.ask([("", "where ?")])) == 1
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    match = "8-bit weights need bitsandbytes: pip install bitsandbytes"
-    assert_error(match, load_llm, str(saved), settings_with(load_in_8bit=True))

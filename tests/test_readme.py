@@ -36,7 +36,7 @@ def commands_in(text: str) -> list[tuple[str, str]]:
 
 COMMANDS = commands_in(README + USE + SCALE)
 ALL_COMMANDS = COMMANDS + commands_in(EXTEND)
-SUBCOMMANDS = ("direct", "reasoning", "traces", "summarizer", "serve", "check")
+SUBCOMMANDS = ("direct", "reasoning", "traces", "summarizer", "serve")
 SUBCOMMANDS += ("rollout", "update", "step", "retrieval")
 
 

@@ -3,20 +3,18 @@
 import contextlib
 import http.client
 import json
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import ScriptedServer, message, threads_since
-from processes import wait_until
+from conftest import ScriptedServer, message
 
 from data import Document
 from retriever import BM25
 from retrievers import remote
 from retrievers.net import Fault
-from retrievers.remote import HttpRetriever, read_document
+from retrievers.remote import HttpRetriever, read_documents
 from retrievers.serve import RetrievalServer
 
 TOWNS = [
@@ -78,8 +76,7 @@ def test_the_address_may_end_with_retrieve_or_not_and_scores_are_always_requeste
 
 def test_an_address_without_a_retriever_is_a_one_line_error(started, closed_port):
     url = f"http://127.0.0.1:{closed_port}"
-    error = "no retriever answers (Connection refused): start it, or correct the address"
-    assert message(HttpRetriever, url) == f"{url}/retrieve: {error}"
+    assert message(HttpRetriever, url).startswith(f"{url}/retrieve: no retriever answers (")
     other = started(ScriptedServer(lambda *_: (200, b"<html>\nWelcome\n</html>")))
     assert "no retriever answers (a reply that is not JSON" in message(HttpRetriever, other.base)
     silent = started(ScriptedServer(lambda *_: None))
@@ -93,39 +90,12 @@ def test_an_address_without_a_retriever_is_a_one_line_error(started, closed_port
         ({"document": {"contents": '"Ana "the map" Bell"\nborn'}}, ('Ana "the map" Bell', "born")),
         ({"id": 7, "contents": '"Ana"\nborn'}, ("Ana", "born")),
         ({"contents": "half a \ud800 sign"}, ("", "half a ? sign")),
-        (None, None),  # a place without a document
-        ({"document": None, "score": 0}, None),
-        ({"contents": ""}, None),
     ],
 )
 def test_a_document_is_read_with_and_without_a_score(item, expected):
-    document = read_document(item)
-    assert (document and (document.title, document.text)) == expected
-
-
-def test_ids_are_strings_and_a_missing_id_is_made_from_the_text():
-    def id_of(contents='"Ana"\nborn', **fields):
-        return read_document({"contents": contents, **fields}).id
-
-    assert [id_of(id=7), id_of(id="x"), id_of(id=0)] == ["7", "x", "0"]
-    assert id_of() == id_of(id=None) == id_of(id="") != id_of('"Ana"\nborn there')
-
-
-@pytest.mark.parametrize("item", ["born", [], {}, {"id": "1"}, {"document": [1]}, {"contents": 5}])
-def test_an_item_of_another_shape_is_a_fault_that_may_be_retried(item):
-    with pytest.raises(Fault, match="wrong shape: no passage") as fault:
-        read_document(item)
-    assert fault.value.retry and "\n" not in str(fault.value)
-
-
-def test_a_list_longer_than_k_is_cut_and_duplicates_in_a_list_stay(start):
-    duplicate = {"contents": "same"}
-    server = start(
-        lambda *_: with_lists([[None, duplicate, duplicate, {"contents": "b"}, {"contents": "c"}]])
-    )
-    retriever = HttpRetriever(server.base)
-    assert [d.text for d in retriever.search(["a"], 3)[0]] == ["same", "same", "b"]
-    assert len(retriever.search(["a"], 9)[0]) == 4
+    (document,) = read_documents([None, item, {"document": None, "score": 0}])
+    assert (document.title, document.text) == expected
+    assert document.id == ("7" if "id" in item else expected[0])
 
 
 def test_queries_are_sent_in_batches_and_answered_in_order(start, monkeypatch):
@@ -138,25 +108,23 @@ def test_queries_are_sent_in_batches_and_answered_in_order(start, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("reply", "fragment", "tries"),
+    ("reply", "fragment"),
     [
-        ((500, b"no memory"), "HTTP 500 no memory", 3),
-        ((404, b"gone"), "HTTP 404 gone", 1),
-        ((200, b"<p>"), "not JSON", 3),
-        (b"", "closed connection", 3),
-        (with_lists([[], [], []]), "wrong shape: ", 3),
-        ((200, b"[[], []]"), "wrong shape: ", 3),
-        (with_lists([{}]), "wrong shape: ", 3),
+        ((500, b"no memory"), "HTTP 500 no memory"),
+        (with_lists([[], [], []]), "not 1 lists of documents"),
+        ((200, b"[[], []]"), "not 1 lists of documents"),
+        (with_lists([["born"]]), "not 1 lists of documents"),
+        (with_lists([[{"contents": 5}]]), "not 1 lists of documents"),
     ],
 )
-def test_a_fault_is_raised_after_all_retries_that_may_help(
-    start, monkeypatch, reply, fragment, tries
+def test_a_fault_is_raised_after_a_retry_if_no_query_is_answered(
+    start, monkeypatch, reply, fragment
 ):
-    monkeypatch.setattr(remote, "RETRIES", 2)
+    monkeypatch.setattr(remote, "RETRIES", 1)
     server = start(lambda *_: reply)
     with pytest.raises(Fault, match=fragment):
         HttpRetriever(server.base).search(["a"], 3)
-    assert len(server.queries()) == tries + 1  # the last try sends the query alone
+    assert len(server.queries()) == 3  # the last try sends the query alone
 
 
 def poisoned(*bad, reply=(500, b"")):
@@ -166,9 +134,7 @@ def poisoned(*bad, reply=(500, b"")):
     )
 
 
-@pytest.mark.parametrize(
-    "reply", [(500, b""), (400, b"odd"), (200, b"<p>"), (200, b'{"result": []}'), b""]
-)
+@pytest.mark.parametrize("reply", [(500, b""), (400, b"odd"), (200, b'{"result": []}')])
 def test_a_bad_query_does_not_cost_other_queries_their_documents(start, monkeypatch, reply):
     """The batch is tried twice, unless the server rejects it; each query is then sent once."""
     server, queries = start(poisoned("poison", reply=reply)), ["ana", "poison", "bo"]
@@ -195,21 +161,6 @@ def test_no_batch_follows_a_batch_that_failed_and_earlier_results_are_kept(start
     lists = HttpRetriever(server.base).search(list("abcdef"), 1)
     assert titles(lists[:2]) == [["a 0"], ["b 0"]] and lists[2:] == [None] * 4
     assert server.queries() == [["a", "b"], ["c", "d"], ["c"], ["d"]]
-
-
-def test_a_hanging_batch_is_sent_twice_then_query_by_query_and_no_other_follows(start, monkeypatch):
-    monkeypatch.setattr(remote, "BATCH", 4)
-    server = start(lambda *_: None)
-    monkeypatch.setattr(remote, "RETRIES", 1)
-    retriever = HttpRetriever(server.base, timeout=60)
-    retriever.timeout = 0.4  # the probe had more time, because it must succeed
-    with pytest.raises(Fault, match=r"nothing within 0\.4 s"):
-        retriever.search(list("abcdefghi"), 5)
-    # One batch is sent twice. Then each of its 4 queries has at most 0.1 s, so at most 4 requests
-    # follow, and no other batch is sent.
-    wait_until(lambda: len(server.queries()) >= 2)
-    assert [len(queries) for queries in server.queries()[:2]] == [4, 4]
-    assert len(server.queries()) <= 6
 
 
 # ------------------------------------------------------------------------ our own server (serve.py)
@@ -253,17 +204,13 @@ def test_a_reply_has_the_format_of_the_protocol(towns):
     contents = '"The "Ost""\nThe Ost flows by Varen.\nIt is long.'
     assert status == 200 and list(map(len, reply["result"])) == [2, 2]
     assert reply["result"][1][0]["document"] == {"id": "3", "contents": contents}
+    assert exchange(towns, {"queries": []}) == (200, {"result": []})
+    assert [*map(len, exchange(towns, {"queries": [""]})[1]["result"])] == [5]  # the default
 
 
 def test_a_title_of_two_lines_becomes_one_line():
     with served(BM25([Document("1", "Ana\nBell", "born")])) as url:
         assert HttpRetriever(url).search(["born"], 1) == [[Document("1", "Ana Bell", "born")]]
-
-
-def test_a_list_of_queries_may_be_empty_and_the_default_is_five_documents(towns):
-    assert exchange(towns, {"queries": []}) == (200, {"result": []})
-    status, reply = exchange(towns, {"queries": ["", "ana"]})
-    assert status == 200 and [len(documents) for documents in reply["result"]] == [5, 5]
 
 
 class Broken:
@@ -278,24 +225,9 @@ class Broken:
 def test_a_retriever_that_raises_is_a_one_line_500_and_the_next_request_succeeds(capsys):
     line = "the retriever failed: RuntimeError: no memory left"
     with served(Broken()) as url:
-        assert exchange(url, {"queries": ["a", "boom"]}) == (500, {"error": {"message": line}})
+        assert exchange(url, {"queries": ["a", "boom"]}) == (500, {"error": line})
         assert exchange(url, {"queries": ["a"], "topk": 1})[0] == 200
     assert capsys.readouterr().err == f"{line}\n"
-
-
-def test_clients_that_disconnect_cause_no_traceback(towns, capfd):
-    (host, port), before = towns.removeprefix("http://").split(":"), threading.enumerate()
-    body = json.dumps({"queries": ["ana"] * 5000, "topk": 5}).encode()
-    head = b"POST /retrieve HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body)
-    for request in (b"", b"POST", head + body):
-        connection = socket.create_connection((host, int(port)))
-        # SO_LINGER 0: close() resets the connection at once.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        connection.sendall(request)
-        connection.close()
-    assert exchange(towns, {"queries": ["a"]})[0] == 200
-    wait_until(lambda: not threads_since(before))  # all threads have dropped their clients
-    assert capfd.readouterr().err == ""
 
 
 def test_only_one_thread_at_a_time_calls_the_retriever():
@@ -312,10 +244,3 @@ def test_only_one_thread_at_a_time_calls_the_retriever():
     with served(Watched()) as url, ThreadPoolExecutor(10) as pool:
         list(pool.map(lambda _: exchange(url, {"queries": ["a"]}), range(10)))
     assert counts == [1] * 10
-
-
-def test_a_port_in_use_and_an_impossible_port_are_one_line_errors(towns):
-    taken = int(towns.rpartition(":")[2])
-    for port, reason in ((taken, "Address already in use"), (70000, "0-65535")):
-        text = message(RetrievalServer, BM25(TOWNS), port=port)
-        assert f"127.0.0.1:{port}: cannot listen there (" in text and reason in text

@@ -7,10 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from data import Document, Question, SearchRequest, SearchResult
-from errors import InputError
 from papers import PAPERS, PROTOCOLS
 from retriever import make_search, show_all
-from retrievers.controls import OracleRetriever
 from settings import Settings
 from summarizer import (
     FALLBACK_TEXT,
@@ -109,16 +107,13 @@ def test_a_fallback_keeps_the_documents_for_the_log_but_the_policy_does_not_read
 
 
 class ScriptedModel:
-    """Replies by the query and records the batches; its context has room for 7 characters."""
+    """Replies by the query and records the batches."""
 
     def __init__(self, **replies):
         self.replies, self.batches, self.rejected = replies, [], set()
 
-    def tail(self, text, rest, most):
-        return text[-7:]
-
     def ask(self, requests):
-        self.batches.append(requests)
+        self.batches += [requests] if requests else []
         queries = [text.split("Query: ")[1].split("\n")[0] for _, text, *_ in requests]
         return [self.replies.get(query) for query in queries]
 
@@ -135,7 +130,8 @@ def of_task(task):
     return SearchRequest(Question("q", "?", ["5"], task), "")
 
 
-def test_the_model_reads_the_reasoning_the_query_and_the_numbered_documents():
+def test_the_model_reads_the_reasoning_the_query_and_the_numbered_documents(monkeypatch):
+    monkeypatch.setattr("summarizer.MAX_REASONING", 7)
     llm = ScriptedModel(who="notes")
     notes(llm, "who")
     text = (
@@ -199,7 +195,7 @@ def test_a_prompt_file_has_its_own_instruction_or_layout_by_task_and_mode():
     own |= {"summarizer:fallback": "Or NO FACT.", "summarizer:fallback:math": "Sum? NO FACT."}
     protocol = replace(UR2, prompts=own)
     choice = Question("q", "Which {query}?", ["A"], "choice", ("elm", "oak"))
-    filled = "who of Which {query}? with A. elm\nB. oak|painter|(1) ana bell: " + ANA.text
+    filled = "who of Which {query}? with A. elm\nB. oak|a painter|(1) ana bell: " + ANA.text
     for request, fallback, expected in (
         (of_task("qa"), False, "Be brief."),
         (of_task("qa"), True, "Or NO FACT."),
@@ -217,7 +213,6 @@ def test_a_prompt_file_has_its_own_instruction_or_layout_by_task_and_mode():
 @pytest.mark.parametrize(
     "reply",
     [
-        f"<think>a sum</think>\n{NO_FACT}",
         "**no fact**",
         "“No fact.”",
         "\n`'NO FACT!'` \n",
@@ -269,7 +264,7 @@ def test_the_heading_of_the_papers_prompts_is_removed_from_the_notes():
     assert notes(ScriptedModel(who="**Final Information**\n"), "who")[0].error
 
 
-@pytest.mark.parametrize("reply", [None, "", " \n", "<think>and so on"])
+@pytest.mark.parametrize("reply", [None, "", " \n"])
 def test_no_reply_or_an_empty_reply_is_an_error_of_that_search_only(reply):
     results = notes(ScriptedModel(a=reply, b="on b"), "a", "b")
     assert results[0] == SearchResult([ANA, KELMOUTH], error="summariser gave no answer")
@@ -300,20 +295,11 @@ def test_the_log_has_each_request_and_its_reply_once(tmp_path):
 # -------------------------------------------------------------------------------------- make_search
 
 
-def test_all_requests_are_searched_in_one_call_and_each_query_once():
+def test_all_requests_are_searched_in_one_call():
     recorder = Recorder()
     results = make_search(recorder, k=3)(requests("a", "b", "a"))
-    assert recorder.calls == [(["a", "b"], 3)]
+    assert recorder.calls == [(["a", "b", "a"], 3)] and make_search(recorder)([]) == []
     assert [r.documents[0].id for r in results] == ["a", "b", "a"]
-    assert results[0].documents is not results[2].documents and make_search(recorder)([]) == []
-
-
-def test_the_oracle_keeps_equal_queries_of_two_questions_apart():
-    other = Question("r", "?", ["x"], references=(KELMOUTH,), supporting=(1,))
-    gold = Question("q", "?", ["x"], references=(KELMOUTH, ANA), supporting=(2,))
-    batch = requests("who", "who", question=gold) + requests("who", question=other)
-    actual = [result.documents for result in make_search(OracleRetriever())(batch)]
-    assert actual == [[ANA], [ANA], [KELMOUTH]]
 
 
 def test_a_retriever_that_drops_a_query_is_an_error_and_shifts_no_result():
@@ -339,18 +325,6 @@ def test_the_summariser_is_not_asked_about_a_failed_search():
     assert results == [(None, ["a"]), ("search failed", []), (None, ["b"])]
     search(requests("bad"))
     assert queries == [["a", "b"]]
-
-
-def test_a_summariser_is_none_or_extractive_or_a_loaded_model():
-    none = make_summarizer(Settings(), UR2, {})
-    assert none(requests("1 + 1"), [[ANA]]) == [SearchResult([ANA])]
-    settings = Settings(summarizer="http://x/v1#m", fallback=True)
-    summarize = make_summarizer(
-        settings, UR2, {"http://x/v1#m": ScriptedModel(a="on a", b=NO_FACT)}
-    )
-    results = make_search(Recorder(), summarize)(requests("a", "b"))
-    actual = [(result.text, result.fallback) for result in results]
-    assert actual == [("on a", False), (UR2.fallback_text, True)]
 
 
 def test_each_task_may_have_its_own_summariser_and_results_keep_their_order():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from data import Question, SearchRequest
-from other_models.llm import LocalLLM
+from other_models.llm import prompt_ids
 from other_models.reader import INSTRUCTION, reader_text
 from papers import PROTOCOLS, paper_of
 from policy import Policy
@@ -322,9 +322,8 @@ def test_the_reader_is_trained_on_the_same_prompt_that_it_later_gets():
     prompt = [i for i, mask in zip(example.ids, example.mask, strict=True) if not mask]
     text = tokenizer.decode(prompt).strip().removesuffix("answer :").strip()
     evidence, question = text.split("\n")
-    llm = LocalLLM(Policy(make_model(500)), tokenizer, max_tokens=8)
     text = reader_text(Question("", question.strip(), []), evidence.strip())
-    assert llm.prompt((INSTRUCTION, text)) == prompt
+    assert prompt_ids(tokenizer, (INSTRUCTION, text)) == prompt
 
 
 def test_the_reader_chooses_among_facts_and_says_none_if_the_fact_is_not_stated():

@@ -12,15 +12,7 @@ from conftest import RawServer, message
 from data import Document
 from retrievers import web as module
 from retrievers.net import Fault
-from retrievers.web import (
-    MAX_TEXT,
-    WebRetriever,
-    check_address,
-    fetch_page,
-    hits_of,
-    html_to_text,
-    window,
-)
+from retrievers.web import WebRetriever, check_address, fetch_page, html_to_text, window
 
 
 def reply(body: bytes | str, kind="text/html", status="200 OK", **headers) -> bytes:
@@ -77,9 +69,7 @@ def site(started, monkeypatch):
 
 
 def searcher(site, allow_private=True, **options) -> WebRetriever:
-    retriever = WebRetriever(site.api, allow_private, **options)
-    site.queries.clear(), site.heads.clear()
-    return retriever
+    return WebRetriever(site.api, allow_private, **options)
 
 
 def documents_of(site, page, **options) -> list[Document]:
@@ -107,23 +97,6 @@ def drip_head(sock):
 def test_a_page_becomes_a_document_with_its_address_and_the_title_of_the_result(site):
     address = site.base + "/page"
     assert documents_of(site, text_page("a")) == [Document(address, "Ana", "Text of a.")]
-
-
-def test_lists_keep_the_order_of_the_queries_and_pages_the_order_of_the_results(site):
-    def slow(sock):
-        time.sleep(0.15)
-        sock.sendall(text_page("a1"))
-
-    site.pages = {"/a1": slow, **{f"/{name}": text_page(name) for name in ("a2", "b1", "b2")}}
-    site.results = lambda query: [f"/{query}1", f"/{query}2"]
-    lists = searcher(site).search(["a", "b"], 2)
-    assert texts(lists) == [["Text of a1.", "Text of a2."], ["Text of b1.", "Text of b2."]]
-
-
-def test_no_query_and_a_blank_query_send_no_request(site):
-    retriever = searcher(site)
-    assert retriever.search([], 5) == [] and retriever.search([" \n"], 5) == [[]]
-    assert site.heads == []
 
 
 def test_candidates_are_tried_in_order_until_k_are_read_and_at_most_3k(site):
@@ -154,15 +127,11 @@ def test_a_documents_text_is_a_window_of_the_page_or_the_whole_page(site):
     assert documents_of(site, reply(text, "text/plain"), words=2000)[0].text == text
 
 
-def test_results_are_read_and_a_reply_without_results_is_a_fault():
-    hit = {"url": "u", "title": " t\n", "content": "s"}
-    assert hits_of({"results": [hit, {"url": "v", "title": None}], "images": ["no"]}) == [
-        Document("u", "t", "s"),
-        Document("v", "", ""),
-    ]
-    for odd in (None, "x", {}, [], {"error": "quota"}, {"results": ["x"]}):
-        with pytest.raises(Fault, match="a reply without results"):
-            hits_of(odd)
+@pytest.mark.parametrize("odd", ["null", "[]", '{"error": "quota"}', '{"results": ["x"]}', "{"])
+def test_a_reply_without_results_is_a_fault(site, odd):
+    site.results = lambda query: reply(odd, "application/json")
+    with pytest.raises(Fault, match="a reply "):
+        searcher(site).search(["q"], 1)
 
 
 def test_the_query_is_quoted_and_cannot_reach_another_field(site):
@@ -178,35 +147,15 @@ def test_an_address_template_needs_a_place_for_the_query_outside_the_host(templa
     assert "give http://host/search?format=json&q={query}" in message(WebRetriever, template)
 
 
-def test_an_api_without_results_is_a_one_line_error_that_shows_no_key(site, closed_port):
-    closed = f"http://127.0.0.1:{closed_port}/find?key=secret&q={{query}}"
-    text = message(WebRetriever, closed)
-    assert "/find: no search results (Connection refused" in text and "secret" not in text
-    for raw in (reply("<html>"), reply("", status="401 X"), reply('{"error": 1}')):
-        site.results = lambda query, raw=raw: raw
-        assert "no search results" in message(searcher, site)
-
-
-@pytest.mark.parametrize("raw", [reply("{", "application/json"), reply("", status="429 X"), b""])
-def test_a_failed_api_request_is_a_fault_and_the_replies_to_other_queries_are_cached(site, raw):
+def test_a_failed_api_request_is_a_fault_and_the_replies_to_other_queries_are_cached(site):
     site.pages, retriever = {"/a": text_page("a")}, searcher(site)
-    site.results = lambda query: raw if query == "bad" else ["/a"]
+    site.results = lambda query: reply("", status="429 X") if query == "bad" else ["/a"]
     with pytest.raises(Fault):
         retriever.search(["good", "bad"], 1)
     site.queries.clear()
     site.results = lambda query: ["/a"]
     assert texts(retriever.search(["good", "bad"], 1)) == [["Text of a."]] * 2
     assert site.queries == ["bad"]
-    retriever.search(["good"], 2)
-    assert len(site.queries) == 2  # another k is another request
-
-
-def test_there_is_a_pause_between_requests_to_the_api(site, monkeypatch):
-    retriever = searcher(site)
-    monkeypatch.setattr(module, "PAUSE", 0.05)
-    start = time.monotonic()
-    retriever.search([f"q{i}" for i in range(6)], 1)  # the queries are sent in threads
-    assert time.monotonic() - start >= 6 * 0.05 and len(site.queries) == 6
 
 
 @pytest.mark.fault(200)
@@ -216,10 +165,8 @@ def test_there_is_a_pause_between_requests_to_the_api(site, monkeypatch):
         reply("gone", status="404 Not Found"),
         redirect("/page"),
         reply("%PDF", "application/pdf"),
-        reply("text", Content_Encoding="gzip"),
         reply("<script>var a = 1;</script><!-- nothing -->"),
         b"",
-        b"SSH-2.0-nothing of ours\r\n",
         drip,
         drip_head,
         redirect("ftp://127.0.0.1/x"),
@@ -228,13 +175,6 @@ def test_there_is_a_pause_between_requests_to_the_api(site, monkeypatch):
 def test_a_page_that_fails_is_left_out(site, page, monkeypatch):
     monkeypatch.setattr(module, "PAGE_SECONDS", 0.6)
     assert documents_of(site, page) == [] and len(site.visits) in (1, 5)
-
-
-def test_a_page_is_left_out_if_it_refuses_has_no_address_or_no_certificate(site, closed_port):
-    closed, tls = f"http://127.0.0.1:{closed_port}/", f"https://127.0.0.1:{site.port}/page"
-    urls = [closed, "http://no-such-host.invalid/", tls]
-    site.results = lambda query: [{"url": url} for url in urls]
-    assert searcher(site).search(["q"], 3) == [[]]
 
 
 def test_redirects_are_followed_up_to_their_limit_and_the_document_keeps_its_address(site):
@@ -353,21 +293,6 @@ def test_an_address_with_blanks_and_foreign_letters_is_quoted_and_injects_no_hea
     assert not any("\r\nX-Evil" in head for head in site.heads)
 
 
-@pytest.mark.parametrize(
-    "body, charset, text",
-    [
-        ("Kelmöuth".encode("latin-1"), "ISO-8859-1", "Kelmöuth"),
-        ("Kelmöuth".encode(), "utf-8", "Kelmöuth"),
-        (b"a\xff", "nonsense", "a\ufffd"),
-        (b"a-", "punycode", "a-"),  # Python has this codec, but it takes quadratic time
-    ],
-)
-def test_the_charset_of_the_header_is_used_and_a_bad_charset_raises_nothing(
-    site, body, charset, text
-):
-    assert documents_of(site, reply(body, f"text/plain; charset={charset}"))[0].text == text
-
-
 HEAD, MENU = "<head><title>A</title><style>p {}</style></head>", "<header>top<nav>x</nav></header>"
 
 
@@ -395,16 +320,11 @@ def test_hostile_html_is_read_in_linear_time(piece):
     assert time.thread_time() - start < 5
 
 
-def test_a_text_is_cut_at_the_limit(site):
-    page = reply("<p>" + "word " * MAX_TEXT)
-    assert len(documents_of(site, page, words=MAX_TEXT)[0].text) <= MAX_TEXT
-
-
 def test_the_window_has_the_most_words_of_the_query():
     text = "a b c d e Ana Bell was born here x y z"
     assert window(text, "where was Ana Bell born?", words=5) == "e Ana Bell was born"
     text = " ".join(map(str, range(1000)))
     assert window(text, "ana", words=10) == "0 1 2 3 4 5 6 7 8 9"
     assert "999" in window(text, "999", words=10).split()
-    assert window("a b c", "c", words=10) == "a b c" and window("", "c") == ""
+    assert window("a b c", "c", words=10) == "a b c" and window("", "c", 10) == ""
     assert len(window("海" * 50_000, "海", words=150)) == 1500  # a text without spaces is cut too

@@ -16,12 +16,11 @@ from test_own_reward import own
 
 import data
 import eval as evaluation
+import retriever
 import train
 from data import Question, load_questions, named_files
 from errors import InputError, Terminated, raise_terminated, rank_of
 from plumbing.checkpoint import checkpoints
-from retriever import make_retriever
-from retrievers.serve import command
 from rewards import example, own_reward
 
 fault = pytest.mark.fault
