@@ -8,7 +8,7 @@ from data import Document, load_corpus
 def test_a_folder_of_texts_is_a_corpus_of_passages_of_100_words(tmp_path):
     words = [f"w{number}" for number in range(150)]
     (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "bell.md").write_text("# Bells\nThe bell rings.")
+    (tmp_path / "b" / "bell.md").write_text("On bells.\n# Ringing #\nIt\nrings.")
     (tmp_path / "a notes.txt").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(words).encode())
     for name in ("b/table.csv", "README"):
         (tmp_path / name).write_text("Not this.")
@@ -17,8 +17,11 @@ def test_a_folder_of_texts_is_a_corpus_of_passages_of_100_words(tmp_path):
         Document("a notes.txt#1", "a notes", " ".join(words[:100])),
         Document("a notes.txt#2", "a notes", " ".join(words[100:])),
     ]
-    bells = Document("b/bell.md#1", "bell", "# Bells The bell rings.")
-    assert load_corpus(tmp_path) == [*notes, bells]
+    bells = [
+        Document("b/bell.md#1", "bell", "On bells."),
+        Document("b/bell.md#2", "bell > Ringing", "It rings."),
+    ]
+    assert load_corpus(tmp_path) == [*notes, *bells]
     assert load_corpus(tmp_path / "a notes.txt") == notes
 
 
