@@ -25,6 +25,7 @@ import hashlib
 import importlib.util
 import json
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -62,9 +63,9 @@ SOURCES = {  # file -> its address at a fixed commit, the beginning of its sha25
     ),
 }
 EXAMS = {"film": "test_film", "one hop": "test_onehop", "real": "test"}
-# One passage of at most 128 tokens a search: RL on two cores takes the longest by reading. No
+# One passage of at most 96 tokens a search: RL on two cores takes the longest by reading. No
 # question has more than two hops, so a third search may repair one.
-LIMITS = {"documents_per_search": 1, "document_tokens": 128, "title_boost": 4}
+LIMITS = {"documents_per_search": 1, "document_tokens": 96, "title_boost": 4}
 LIMITS |= {"max_searches": 3, "max_turn_tokens": 64, "max_context": 1536}
 MOST = {"cold": 200, "rl": 400}  # questions of each family: one hop, two hops made, published
 # More second hops among the traces would leave RL less to find.
@@ -73,7 +74,7 @@ STEP = {"questions_per_step": 4, "group_size": 8, "trajectories_per_update": 16}
 STEP |= {"tokens_per_micro_batch": 4096, "task_mixing": False}
 STAGES = {
     1: {"steps": 3, "lr": 2e-5, "mix": "one=2,made=1,published=1"},
-    2: {"steps": 8, "lr": 3e-5, "mix": "one=2,made=1,published=1"},
+    2: {"steps": 10, "lr": 3e-5, "mix": "one=2,made=1,published=1"},
 }
 
 
@@ -342,6 +343,8 @@ def main(arguments: list[str] | None = None) -> None:
     exams["ceiling"] = ceilings(data, environment, settings.questions, settings.seed)
     write_text(folder / "table.md", f"{results(exams, True)}\n")
     print(f"\n{results(exams)}\nminutes: {run.minutes}, {sum(run.minutes.values()):.0f} in all")
+    kilobytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    print(f"peak memory of a part that was run now: {kilobytes / 2**20:.1f} GiB")
     subprocess.run([sys.executable, "view.py", str(folder)])
 
 
