@@ -210,7 +210,9 @@ def test_r1_searchers_published_predictions_give_its_papers_numbers_to_the_digit
 def test_a_judge_gets_the_texts_that_the_protocol_names(write, tmp_path, monkeypatch):
     judged = []
     judge = SimpleNamespace(
-        ask=lambda requests: judged.extend(requests) or ["yes"], instruction="", failures=0
+        ask=lambda requests: judged.extend(requests) or ["yes"] * len(requests),
+        instruction="",
+        failures=0,
     )
     monkeypatch.setattr(build, "load_llm", lambda *_, **__: judge)
     blind = write({**R1, "pred_ans": "Here.", "judge_sees": "normalized"}, name="b.jsonl")

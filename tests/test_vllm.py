@@ -419,11 +419,6 @@ def test_a_full_disk_is_one_line_and_leaves_no_files(model, served, tmp_path, mo
     assert not list(tmp_path.iterdir())
 
 
-def test_an_address_with_a_password_is_refused_and_not_shown():
-    line = message(parse, "--engine http://me:secret@host:8000".split())
-    assert "password" in line and "secret" not in line
-
-
 # -------------------------------------------------------------------------- faults during a rollout
 HALF = lambda path, payload, healthy: (200, healthy(path, payload)[1][:-20])  # noqa: E731
 SILENT = lambda *_: None  # noqa: E731
