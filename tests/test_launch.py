@@ -93,7 +93,7 @@ def test_ctrl_c_ends_both_processes_and_resume_continues_the_run(config, model, 
     os.kill(process.pid, signal.SIGINT)
     assert exit_code(process) == 1  # the exit code of the launcher; that of train.py is 130
     main, other = outputs(tmp_path / "logs")
-    assert "interrupted; last checkpoint:" in main
+    assert "ended by SIGINT; last checkpoint:" in main
     assert "Error" not in main and "Traceback" not in main + other
     done = int(checkpoints(folder)[-1].name[-6:])
     again = flags(model, tmp_path, f"{more} {done + 1} --resume")

@@ -47,7 +47,7 @@ def scores(common, tmp_path_factory):
             train.main(f"--stage {stage} {common}".split())
         for name in (0.0, 1.0, "direct"):
             sampling = (
-                f"--temperature {name}" if name != "direct" else "--temperature 1 --retrieval=0"
+                f"--temperature {name}" if name != "direct" else "--temperature 1 --retrieval=false"
             )
             options = (
                 f"{sampling} --questions 40 --split dev --stage {stage} --out {out}/{stage}-{name}"
