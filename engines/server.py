@@ -34,6 +34,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -254,7 +255,7 @@ class Fleet:
                             f"{LIMITS[dtype]}: it has other weights, or samples from another"
                             " distribution"
                         )
-        run_in_first(lambda: self.check_version(current))
+            run_in_first(lambda: self.check_version(current))
         self.sent = current
 
     def check_version(self, current: str) -> None:
@@ -339,21 +340,21 @@ def generate_on_server(policy, environment, trajectories, progress=None) -> None
         return cut_turn(rule, new, logprobs, most)
 
     at_once = settings.max_num_seqs or AT_ONCE * len(fleet.servers)
+    waiting, under_way = deque(trajectories), {}  # future of a turn -> its row
     with ThreadPoolExecutor(at_once) as threads:
-        under_way = {threads.submit(turn, row): row for row in trajectories}
-        try:
-            while under_way:
-                ended = wait(under_way, return_when=FIRST_COMPLETED).done
-                rows = [under_way.pop(future) for future in ended]
-                for row, future in zip(rows, ended, strict=True):
-                    environment.end_turn(row, *future.result())
-                environment.run_searches([row for row in rows if not row.stop_reason])
-                asking = [row for row in rows if not row.stop_reason]
-                under_way |= {threads.submit(turn, row): row for row in asking}
-                if progress:
-                    progress(len(rows) - len(asking))
-        finally:  # if a request has failed, those that have not begun are not sent
-            threads.shutdown(wait=False, cancel_futures=True)
+        while waiting or under_way:
+            while waiting and len(under_way) < at_once:
+                row = waiting.popleft()
+                under_way[threads.submit(turn, row)] = row
+            ended = wait(under_way, return_when=FIRST_COMPLETED).done
+            rows = [under_way.pop(future) for future in ended]
+            for row, future in zip(rows, ended, strict=True):
+                environment.end_turn(row, *future.result())
+            environment.run_searches([row for row in rows if not row.stop_reason])
+            asking = [row for row in rows if not row.stop_reason]
+            waiting.extendleft(asking)  # first, because the servers still have their keys
+            if progress:
+                progress(len(rows) - len(asking))
 
 
 # -------------------------------------------------------------------------------------- the command
