@@ -93,11 +93,7 @@ def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> Calla
 
     def search(requests: Requests) -> Results:
         answers = retrieve(retriever, requests, k) if requests else []
-        # strict=True: if a retriever drops a query, the other queries must not get wrong documents
-        results = [
-            SearchResult(error=SEARCH_FAILED, rejected=answer is False)
-            for _, answer in zip(requests, answers, strict=True)
-        ]
+        results = [SearchResult(error=SEARCH_FAILED, rejected=a is False) for a in answers]
         rows = [i for i, answer in enumerate(answers) if answer not in (None, False)]
         if rows:
             summaries = summarize([requests[i] for i in rows], [list(answers[i]) for i in rows])
@@ -110,12 +106,17 @@ def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> Calla
 
 def retrieve(retriever, requests: Requests, k: int) -> list[list[Document] | bool | None]:
     """Returns for each request its documents, None if its search failed, or False if its query was
-    rejected.
+    rejected. A query that several requests share, as the rows of a group often do, is searched
+    once; `oracle` and `given`, which find documents by the question, search it once per question.
     """
-    queries = [request.query for request in requests]
-    if getattr(retriever, "needs_questions", False):
-        return retriever.search(queries, k, [request.question for request in requests])
-    return retriever.search(queries, k)
+    by_question = getattr(retriever, "needs_questions", False)
+    keys = [(request.query, by_question and request.question.id) for request in requests]
+    unique = dict(zip(keys, requests, strict=True))
+    questions = [[request.question for request in unique.values()]] if by_question else []
+    answers = retriever.search([query for query, _ in unique], k, *questions)
+    # strict=True: if a retriever drops a query, the other queries must not get wrong documents
+    found = dict(zip(unique, answers, strict=True))
+    return [found[key] for key in keys]
 
 
 # --------------------------------------------------------------------------------------------- BM25

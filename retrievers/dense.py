@@ -3,7 +3,7 @@
     v_i = encoder(passage i)      score(q, i) = <encoder(q), v_i>      the k largest
 
     passages -> vectors, once, shard by shard -> RUNS/vectors/<hash of encoder and texts>.npy, ...
-    queries -> one product per shard -> torch.topk of all scores [B, N]
+    queries -> one product per shard, its k best -> the k best of these
 
 The encoder comes from sentence-transformers (extra `dense`), which pools a text's token vectors as
 the model's files say. If they do not say how, the last token's vector is taken for a causal model
@@ -99,10 +99,14 @@ class DenseRetriever:
     @torch.inference_mode()
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         vectors = torch.from_numpy(self.encoder(queries)).to(self.device)  # [B, d]
-        scores = [vectors @ shard.to(self.device).float().T for shard in self.shards]
-        scores = torch.cat(scores, 1)  # [B, N]
-        best = scores.topk(min(k, len(self.documents))).indices  # [B, k]
-        return [[self.documents[row] for row in rows] for rows in best.tolist()]
+        scores, rows = [], []  # of the best documents of each shard: all scores may need 20 GB
+        for number, shard in enumerate(self.shards):
+            best = (vectors @ shard.to(self.device).float().T).topk(min(k, len(shard)))
+            scores.append(best.values)
+            rows.append(best.indices + number * SHARD)
+        best = torch.cat(scores, 1).topk(min(k, len(self.documents))).indices  # [B, k]
+        best = torch.cat(rows, 1).gather(1, best)
+        return [[self.documents[row] for row in found] for found in best.tolist()]
 
 
 def passage_vectors(documents: list[Document], encoder, runs="runs") -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ import pytest
 from data import Document, Question, SearchRequest, SearchResult
 from papers import PAPERS, PROTOCOLS
 from retriever import make_search, show_all
+from retrievers.controls import OracleRetriever
 from settings import Settings
 from summarizer import (
     FALLBACK_TEXT,
@@ -295,11 +296,20 @@ def test_the_log_has_each_request_and_its_reply_once(tmp_path):
 # -------------------------------------------------------------------------------------- make_search
 
 
-def test_all_requests_are_searched_in_one_call():
+def test_all_requests_are_searched_in_one_call_and_each_query_once():
     recorder = Recorder()
     results = make_search(recorder, k=3)(requests("a", "b", "a"))
-    assert recorder.calls == [(["a", "b", "a"], 3)] and make_search(recorder)([]) == []
+    assert recorder.calls == [(["a", "b"], 3)] and make_search(recorder)([]) == []
     assert [r.documents[0].id for r in results] == ["a", "b", "a"]
+    assert results[0].documents is not results[2].documents
+
+
+def test_the_oracle_keeps_equal_queries_of_two_questions_apart():
+    other = Question("r", "?", ["x"], references=(KELMOUTH,), supporting=(1,))
+    gold = Question("q", "?", ["x"], references=(KELMOUTH, ANA), supporting=(2,))
+    batch = requests("who", "who", question=gold) + requests("who", question=other)
+    actual = [result.documents for result in make_search(OracleRetriever())(batch)]
+    assert actual == [[ANA], [ANA], [KELMOUTH]]
 
 
 def test_a_retriever_that_drops_a_query_is_an_error_and_shifts_no_result():
