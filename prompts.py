@@ -35,11 +35,8 @@ JUDGE_SEES = ("question", "answers", "normalized")
 BY_TASK = ("policy", "policy:direct", "summarizer", "summarizer:fallback")
 TASKS = ("qa", "math", "choice", "summary")
 SECTIONS = ("judge", "reader", *BY_TASK, *(f"{name}:{task}" for name in BY_TASK for task in TASKS))
-# The placeholders that a layout must have (NEEDED), and those that it may have (OPTIONAL).
+# The placeholders that a layout must have; under ARENA that of the policy also {references}.
 NEEDED = {"policy": "question", "reader": "question evidence", "summarizer": "query documents"}
-# Under ARENA a layout of the policy must also have {references}.
-OPTIONAL = {"policy": "options", "reader": "options"}
-OPTIONAL["summarizer"] = "question options reasoning"
 # LaTeX braces are not placeholders: \boxed{answer}, x^{n}. Nor is {max_searches}, which
 # `fill_instruction` replaces in the policy's texts; the check of --prompt_file lets it pass.
 _GAP = re.compile(r"(?:\\\w+|[\^_])(?:\{[^{}]*\})+|\{(?!max_searches\})([a-z_]+)\}")

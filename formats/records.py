@@ -129,9 +129,7 @@ def json_lines(records: Iterable[dict]) -> str:
 
 
 def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
-    """Appends a JSON line per record. Without records it tests that the file is writable, and makes
-    it if it is missing.
-    """
+    """Appends a JSON line per record."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as file:
         file.write(json_lines(records).encode())

@@ -1,7 +1,7 @@
 """Makes one HTTP exchange with a time limit, a size limit and one kind of error.
 
     reply  = fetch_json(url, payload, timeout)      or a `Fault`
-    result = retrying(lambda: ..., retries=2)       tries again after a Fault
+    result = retrying(lambda: ..., 2, backoff=1.0)  tries again after a Fault
 
 Each wait for the reply has only the time that is left of the limit. A socket's own limit holds for
 each single wait, so a server that sends a byte now and then would never reach it. Each step before
@@ -108,16 +108,17 @@ def host_of(url: str, example: str) -> str:
     raise InputError(f"{url!r}: not an address: give {example}")
 
 
-def retrying(call: Callable, retries: int, backoff: float = 0.5, wait: Callable = time.sleep):
+def retrying(call: Callable, retries: int, backoff: float):
     """Returns `call()`. After a Fault it waits and tries again, at most `retries` times, unless the
-    request was rejected or `wait(seconds)` returns True.
+    request was rejected.
     """
     for attempt in range(retries):
         try:
             return call()
-        except Fault as fault:
-            if isinstance(fault, RejectedRequest) or wait(backoff * 2**attempt):
-                raise
+        except RejectedRequest:
+            raise
+        except Fault:
+            time.sleep(backoff * 2**attempt)
     return call()
 
 
