@@ -305,7 +305,12 @@ def load_difficulty(path: str | Path) -> list[dict]:
     """
 
     def difficulty_of(record: dict, number: int) -> dict:
-        return record | {"id": id_of(record), "scores": field(record, "scores", list)}
+        scores = field(record, "scores", list)
+        if not scores or not all(0 <= score <= 1 for score in scores):
+            raise InputError("field 'scores': expected numbers from 0 to 1: run lab.difficulty")
+        if record.get("bucket", "hard") not in BUCKETS:
+            raise InputError(f"field 'bucket': expected one of {', '.join(BUCKETS)}")
+        return record | {"id": id_of(record)}
 
     return load_all(path, difficulty_of)
 

@@ -153,5 +153,5 @@ def check_output(path: str | Path, flag: str) -> None:
     """
     path = Path(path).absolute()
     place = next(place for place in (path, *path.parents) if place.exists())
-    if path.is_dir() or not os.access(place, os.W_OK):
+    if place.is_dir() == path.exists() or not os.access(place, os.W_OK):
         raise InputError(f"{flag} {path}: cannot be written there: give another path")

@@ -29,9 +29,11 @@ def sections(file: Path) -> Iterator[tuple[str, str]]:
 def read_texts(path: Path) -> Iterator[tuple[str, str, str]]:
     """Yields (id, title, passage) of a text file, or of all in a folder. An id is "file#2"."""
     for file in sorted(path.rglob("*.*")) if path.is_dir() else [path]:
-        if not is_text(file) or not file.is_file():
+        name = file.relative_to(path if path.is_dir() else path.parent).as_posix()
+        hidden = "/." in f"/{name}"  # such as .git, or the packages of an environment
+        if hidden or not is_text(file) or not file.is_file():
             continue
-        number, name = 0, file.relative_to(path if path.is_dir() else path.parent).as_posix()
+        number = 0
         for title, section in sections(file):
             words = section.split()
             for start in range(0, len(words), WORDS):

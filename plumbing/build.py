@@ -250,6 +250,7 @@ def check_before_models(settings: Settings, accelerator: Accelerator) -> tuple:
     if sharding != "ddp":
         check_shardable(settings.optimizer, settings.lora_rank)
     start, message = starting_model(settings)
+    prompt_sections(settings)  # a fault in the file is found before models are loaded
     if settings.lora_rank:
         check_peft(settings.lora_rank)
     questions = check_questions(training_questions(settings), settings)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from accelerate.utils import gather_object
 
-from errors import InputError, Terminated, raise_terminated
+from errors import InputError, Terminated, check_output, raise_terminated
 from flags import saved_settings, shown_settings, stage_folder
 from plumbing.alarms import MOST_FAILED
 from plumbing.build import make_accelerator
@@ -45,6 +45,7 @@ def as_command(settings: Settings) -> Iterator[None]:
     # The accelerator prints in one process of each machine. Trap: PartialState().print would too,
     # but an accelerator that is made after it ignores ACCELERATE_USE_CPU.
     print_once, folder = make_accelerator(settings).print, stage_folder(settings)
+    check_output(folder / "settings.json", "--output_dir")  # before models are loaded
     print_once(f"{shown_settings(settings)}\nfolder: {folder}")
     # A signal that is ignored stays ignored, such as SIGHUP under nohup.
     handled = [n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN]

@@ -416,7 +416,10 @@ def test_a_file_gives_buckets_and_a_line_without_one_is_sorted_by_its_mean_score
 
 
 BROKEN = """
+215 {"id": "q0", "scores": [1], "bucket": "hardest"}
 217 {"id": "q0", "score": 0.5}
+217 {"id": "q0", "scores": []}
+219 {"id": "q0", "scores": [NaN], "bucket": "hard"}
 221 {"scores": [1.0], "bucket": "hard"}
 222 {"id": "q0", "scores": [1.
 """.strip().splitlines()

@@ -154,9 +154,13 @@ def test_a_missing_file_and_a_file_without_records_are_errors(write, tmp_path, l
 
 @pytest.mark.parametrize(
     ("more", "expected"),
-    [({}, "'scores' is missing"), ({"scores": 2}, "'scores': expected list")],
+    [
+        ({}, "'scores' is missing"),
+        ({"scores": 2}, "'scores': expected list"),
+        ({"scores": [0.5, 2]}, "'scores': expected numbers from 0 to 1"),
+    ],
 )
-def test_a_difficulty_file_needs_scores(write, more, expected):
+def test_a_difficulty_file_needs_scores_from_0_to_1(write, more, expected):
     assert expected in message(load_difficulty, write({"id": "q1"} | more))
 
 

@@ -184,6 +184,8 @@ def test_a_bad_file_is_a_one_line_error_before_training_starts(
         ("", "", "no config.json"),
         (None, "--mix nothing=1", "questions of nothing, and the data has 0"),
         (None, "--resume", "no checkpoint in"),
+        (None, "--prompt_file none.txt", "none.txt"),
+        (None, "--output_dir /dev/null/runs", "--output_dir /dev/null/runs"),
     ],
 )
 def test_errors_that_are_quick_to_find_come_before_the_corpus_is_read(

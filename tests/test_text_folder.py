@@ -10,7 +10,8 @@ def test_a_folder_of_texts_is_a_corpus_of_passages_of_100_words(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "bell.md").write_text("On bells.\n# Ringing #\nIt\nrings.")
     (tmp_path / "a notes.txt").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(words).encode())
-    for name in ("b/table.csv", "README"):
+    (tmp_path / ".git").mkdir()
+    for name in ("b/table.csv", "README", ".git/notes.md", "b/.hidden.txt"):
         (tmp_path / name).write_text("Not this.")
     (tmp_path / "empty.txt").write_text("")
     notes = [
