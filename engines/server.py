@@ -1,11 +1,12 @@
 """Samples with vLLM servers: separate processes that read the policy's weights from a folder.
 
-    a rollout begins   Each server without the policy's present weights reads them from a folder of
+    a rollout begins   If the policy's weights have changed, each server reads them from a folder of
                        safetensors and drops its cached keys. A probe, the log-probs of 16 tokens
                        that the server samples, shows that it did both.
     a turn             POST /v1/completions: a row's token ids -> the new ids and their log-probs
     between turns      one batch of searches for rows whose turn is over; other rows go on sampling
-    a rollout ends     Each server must still have the weights that the rollout began with.
+    a rollout ends     Each server must still have the weights that the rollout began with: one that
+                       was restarted has others, and so has one that two runs share.
 
     python -m engines.server --model DIR                       starts a server with the right flags
     python -m engines.server --model DIR -- --tensor-parallel-size 4       adds flags of vLLM's own
@@ -32,12 +33,10 @@ import re
 import secrets
 import shlex
 import shutil
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -62,10 +61,6 @@ SAMPLED = 16  # tokens that a probe samples
 # Limits of a probe's mean |server's − trainer's log-prob|. In fp32 this mean is about 1e-6; in bf16
 # it is larger, because a bf16 number has only 8 significant bits.
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-ROUTES = (
-    "completions tokenize pause resume collective_rpc reset_prefix_cache weight_info"
-    " update_weight_version"
-)
 # If a request lacks a sampling parameter, a server without `--generation-config vllm` takes it from
 # generation_config.json. So each request has them all.
 BODY = {
@@ -78,85 +73,6 @@ BODY = {
 
 
 # -------------------------------------------------------------------------------------- the servers
-@dataclass(frozen=True)
-class Server:
-    """A vLLM server. Each method raises Fault if the server fails or a reply lacks a field."""
-
-    url: str
-    timeout: float  # seconds for a request, unless `ask` is given another timeout
-
-    def ask(self, route: str, *keys, payload=None, timeout=None):
-        """Sends a GET, or a POST of `payload`; returns reply[keys[0]][keys[1]]..."""
-        reply = fetch_json(self.url + route, payload, timeout or self.timeout)
-        try:
-            for key in keys:
-                reply = reply[key]
-            return reply
-        except (LookupError, TypeError):
-            raise Fault(f"a reply without {key!r}") from None
-
-    def version(self) -> str:
-        """Returns the version name of the server's weights."""
-        return str(self.ask("/weight_info", "weight_version"))
-
-    def check(self, context: int, text: str, ids: list[int]) -> None:
-        """Raises a Fault if the server lacks a route or room for `context` tokens, if it encodes
-        `text` as other tokens than `ids`, or if its model has a tied head.
-        """
-        routes = str(self.ask("/openapi.json", "paths"))
-        for name in ROUTES.split():
-            if f"/{name}'" not in routes:
-                raise Fault(
-                    f"it has no route /{name}; use vLLM 0.32 or newer, with VLLM_SERVER_DEV_MODE=1"
-                )
-        model = self.ask("/v1/models", "data", 0)
-        if model["max_model_len"] < context:
-            raise Fault(
-                f"its context has {model['max_model_len']} tokens, fewer than --max_context"
-            )
-        question = {"prompt": text, "add_special_tokens": False}
-        if self.ask("/tokenize", "tokens", payload=question) != ids:
-            raise Fault("its tokens are not those of the policy's tokenizer")
-        config = Path(str(model.get("root")), "config.json")
-        if config.exists() and json.loads(config.read_text()).get("tie_word_embeddings"):
-            raise Fault("its head is tied to the embeddings: a reload would not change it")
-
-    def reload(self, folder: Path, version: str) -> None:
-        """Makes the server read the weights in `folder`. Sampling is paused meanwhile, and all
-        cached keys are dropped.
-        """
-        reading = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        self.ask("/pause?mode=wait", payload={}, timeout=RELOADING)
-        try:
-            self.ask("/collective_rpc", payload=reading, timeout=RELOADING)
-            self.forget()
-            self.ask("/update_weight_version", payload={"new_version": version})
-        finally:
-            self.ask("/resume", payload={})
-
-    def forget(self) -> None:
-        """Empties the prefix cache. Just after a request has ended, the server may refuse this."""
-        for _ in range(3):
-            if self.ask("/reset_prefix_cache", "success", payload={}) is True:
-                return
-            time.sleep(0.5)
-        raise Fault("it keeps the keys of former weights in its prefix cache")
-
-    def sample(self, body: dict) -> tuple:
-        """Returns the new ids and their log-probs. The reply's `text` is not used, because it may
-        end inside a token.
-        """
-        limit = self.timeout + SLOWEST * body["max_tokens"]
-        choice = self.ask("/v1/completions", "choices", 0, payload=BODY | body, timeout=limit)
-        with contextlib.suppress(KeyError, TypeError):
-            new = choice["token_ids"]
-            logprobs = choice["logprobs"]["token_logprobs"]
-            complete = 0 < len(new) == len(logprobs) and choice["finish_reason"] != "abort"
-            if complete and math.isfinite(sum(logprobs + new)):
-                return new, logprobs
-        raise Fault("it returned an incomplete turn")
-
-
 def run_in_first(work: Callable):
     """Runs `work()` in the first process only; all processes get its result or its InputError."""
     box = [None, None]
@@ -172,97 +88,113 @@ def run_in_first(work: Callable):
 
 
 class Fleet:
-    """Holds the servers of a run and the version of the weights that were last sent to them."""
+    """The servers of a run. A request that fails raises the InputError that ends the run; it names
+    the command that starts a suitable server.
+
+    sent   the version of the weights that the servers were sent last
+    """
 
     def __init__(self, policy, environment):
         self.policy = policy
         self.settings = environment.settings
-        self.run = secrets.token_hex(4)
-        self.sent = ""
-        urls = self.settings.engine.split(",")
-        self.servers = [Server(url, self.settings.timeout) for url in urls]
         self.context = environment.max_context
-        self.text = "".join([environment.protocol.instruction, *environment.protocol.tags])
-        self.ids = encode(environment.tokenizer, self.text)
+        self.urls = self.settings.engine.split(",")
+        self.run = secrets.token_hex(4)  # so that two runs never give weights the same name
+        self.sent = -1
+        protocol = environment.protocol
+        text = "".join([protocol.instruction, *protocol.tags])
+        # Of a probe: the text fills at least a block of the cache.
+        ids = encode(environment.tokenizer, text) * PROBE
+        self.prompt = ids[: min(PROBE, self.context - SAMPLED)]
 
-    @contextlib.contextmanager
-    def named(self, server: Server):
-        """Turns a Fault inside the context into the error that ends the run, with the command that
-        starts a suitable server.
-        """
+    def error(self, url: str, problem) -> InputError:
+        return InputError(
+            f"--engine {url}: {problem}: start it by `{COMMAND} --model "
+            f"{self.settings.model or 'DIR'} --max_context {self.context}`"
+        )
+
+    def ask(self, url: str, route: str, *keys, payload=None, timeout=None):
+        """Sends a GET, or a POST of `payload`; returns reply[keys[0]][keys[1]]..."""
         try:
-            yield
+            reply = fetch_json(url + route, payload, timeout or self.settings.timeout)
+            for key in keys:
+                reply = reply[key]
+            return reply
         except Fault as fault:
-            raise InputError(
-                f"--engine {server.url}: {fault}: start it by `{COMMAND} --model "
-                f"{self.settings.model or 'DIR'} --max_context {self.context}`"
-            ) from None
-
-    def on_each(self, work: Callable, servers: list[Server] | None = None) -> list:
-        """Returns work(server) of each server; they work at the same time."""
-
-        def of(server: Server):
-            with self.named(server):
-                return work(server)
-
-        with ThreadPoolExecutor(len(self.servers)) as threads:
-            return [*threads.map(of, self.servers if servers is None else servers)]
+            raise self.error(url, fault) from None
+        except (LookupError, TypeError):
+            raise self.error(url, f"a reply without {key!r}") from None
 
     def check(self) -> None:
-        self.on_each(lambda server: server.check(self.context, self.text, self.ids))
+        """Raises an InputError if a server has no room for the context, or if its model has a tied
+        head.
+        """
+        for url in self.urls:
+            model = self.ask(url, "/v1/models", "data", 0)
+            room, config = model["max_model_len"], Path(str(model.get("root")), "config.json")
+            if room < self.context:
+                raise self.error(url, f"its context has {room} tokens, fewer than --max_context")
+            if config.exists() and json.loads(config.read_text()).get("tie_word_embeddings"):
+                raise self.error(
+                    url, "its head is tied to the embeddings: a reload would not change it"
+                )
 
     # ---------------------------------------------------------------------------------- the weights
-    def stale(self, current: str) -> list[Server]:
-        """Returns the servers with other weights than `current`. Once this run has sent weights, a
-        server that has another run's weights is an error; a restarted server has none.
-        """
-        names = self.on_each(Server.version)
-        for server, name in zip(self.servers, names, strict=True):
-            with self.named(server):
-                if self.sent and "." in name and not name.startswith(self.run):
-                    raise Fault(f"another run has sent it weights ({name})")
-        return [s for s, name in zip(self.servers, names, strict=True) if name != current]
-
     def refresh(self, version: int) -> None:
-        """Sends the weights, named after `version`, to each server that has other weights, and then
-        compares a probe's log-probs with the policy's. All processes must call this.
+        """Sends the weights to every server, unless this version was sent last, and then compares a
+        probe's log-probs with the policy's. All processes must call this.
         """
-        current = f"{self.run}.{version}"
-        stale = run_in_first(lambda: self.stale(current))
-        if stale:
-            dtype = torch.float32 if self.policy.device.type == "cpu" else torch.bfloat16
-            name = re.sub(r"\W+", "-", f"policy-of-{self.settings.engine}")
-            folder = Path(self.settings.served, name).absolute()
-            prompt = (self.ids * PROBE)[: min(PROBE, self.context - SAMPLED)]
-            probe = {"temperature": self.settings.temperature, "prompt": prompt}
-            probe["max_tokens"] = SAMPLED
+        if version == self.sent:
+            return
+        dtype = torch.float32 if self.policy.device.type == "cpu" else torch.bfloat16
+        name = re.sub(r"\W+", "-", f"policy-of-{self.settings.engine}")
+        folder = Path(self.settings.served, name).absolute()
+        probe = {"prompt": self.prompt, "max_tokens": SAMPLED}
+        probe["temperature"] = self.settings.temperature
 
-            def renew(server: Server) -> tuple:
-                server.reload(folder, current)
-                return server.sample(probe)
+        def renew(url: str) -> tuple:
+            self.reload(url, folder, f"{self.run}.{version}")
+            return self.sample(url, probe)
 
-            try:
-                write_weights(self.policy.language_model, folder, dtype)
-                probes = run_in_first(lambda: self.on_each(renew, stale))
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
-            for server, (ids, logprobs) in zip(stale, probes, strict=True):
-                gap = self.logprob_gap(prompt + ids, logprobs)
-                with self.named(server):
-                    if not gap <= LIMITS[dtype]:
-                        raise Fault(
-                            f"a probe's log-probs are on average {gap:.2g} from the policy's, over "
-                            f"{LIMITS[dtype]}: it has other weights, or samples from another"
-                            " distribution"
-                        )
-            run_in_first(lambda: self.check_version(current))
-        self.sent = current
+        def renew_all() -> list[tuple]:
+            with ThreadPoolExecutor(len(self.urls)) as threads:
+                return [*threads.map(renew, self.urls)]
 
-    def check_version(self, current: str) -> None:
-        """Raises an InputError if a server has other weights than `current`."""
-        for server in self.stale(current):
-            with self.named(server):
-                raise Fault("it does not have the weights that it was sent: was it restarted?")
+        try:
+            write_weights(self.policy.language_model, folder, dtype)
+            probes = run_in_first(renew_all)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        for url, (ids, logprobs) in zip(self.urls, probes, strict=True):
+            gap = self.logprob_gap(self.prompt + ids, logprobs)
+            if not gap <= LIMITS[dtype]:
+                raise self.error(
+                    url,
+                    f"a probe's log-probs are on average {gap:.2g} from the policy's, over "
+                    f"{LIMITS[dtype]}: it has other weights, or samples from another distribution",
+                )
+        self.sent = version
+
+    def reload(self, url: str, folder: Path, version: str) -> None:
+        """Makes a server read the weights in `folder`. Sampling is paused meanwhile, and all cached
+        keys are dropped.
+        """
+        reading = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        self.ask(url, "/pause?mode=wait", payload={}, timeout=RELOADING)
+        try:
+            self.ask(url, "/collective_rpc", payload=reading, timeout=RELOADING)
+            self.forget(url)
+            self.ask(url, "/update_weight_version", payload={"new_version": version})
+        finally:
+            self.ask(url, "/resume", payload={})
+
+    def forget(self, url: str) -> None:
+        """Empties the prefix cache. Just after a request has ended, the server may refuse this."""
+        for _ in range(3):
+            if self.ask(url, "/reset_prefix_cache", "success", payload={}) is True:
+                return
+            time.sleep(0.5)
+        raise self.error(url, "it keeps the keys of former weights in its prefix cache")
 
     @torch.no_grad()
     def logprob_gap(self, ids: list, logprobs: list) -> float:
@@ -273,6 +205,31 @@ class Fleet:
         scored = self.policy(tokens, self.settings.temperature)[0].cpu()  # [T]
         cut(self.policy)
         return (scored[-len(logprobs) :] - torch.tensor(logprobs)).abs().mean().item()
+
+    def check_versions(self) -> None:
+        """Raises an InputError if a server has other weights than those that were sent last."""
+        for url in self.urls:
+            if self.ask(url, "/weight_info", "weight_version") != f"{self.run}.{self.sent}":
+                raise self.error(
+                    url,
+                    "it does not have the weights that it was sent: was it restarted, or does"
+                    " another run use it?",
+                )
+
+    # ------------------------------------------------------------------------------------- sampling
+    def sample(self, url: str, body: dict) -> tuple:
+        """Returns the new ids and their log-probs. The reply's `text` is not used, because it may
+        end inside a token.
+        """
+        limit = self.settings.timeout + SLOWEST * body["max_tokens"]
+        reply = self.ask(url, "/v1/completions", "choices", 0, payload=BODY | body, timeout=limit)
+        with contextlib.suppress(KeyError, TypeError):
+            new = reply["token_ids"]
+            logprobs = reply["logprobs"]["token_logprobs"]
+            complete = 0 < len(new) == len(logprobs) and reply["finish_reason"] != "abort"
+            if complete and math.isfinite(sum(logprobs + new)):
+                return new, logprobs
+        raise self.error(url, "it returned an incomplete turn")
 
 
 @torch.no_grad()
@@ -301,13 +258,12 @@ def write_weights(model, folder: Path, dtype: torch.dtype) -> None:
 # ------------------------------------------------------------------------------------ the rollout
 @contextlib.contextmanager
 def to_serve(policy, version: int):
-    """Sends the policy's weights to each server that has other weights, then yields the policy. A
-    server that has other weights afterwards may have sampled with them. All processes must enter
-    this context together.
+    """Sends the policy's weights to the servers, then yields the policy. A server that has other
+    weights afterwards may have sampled with them. All processes must enter this context together.
     """
     policy.fleet.refresh(version)
     yield policy
-    run_in_first(lambda: policy.fleet.check_version(policy.fleet.sent))
+    run_in_first(policy.fleet.check_versions)
 
 
 def cut_turn(rule: StopRule, new: list, logprobs: list, max_new_tokens: int) -> tuple:
@@ -333,13 +289,12 @@ def generate_on_server(policy, environment, trajectories, progress=None) -> None
     number = {prompt: first + n for n, prompt in enumerate(prompts)}
 
     def turn(row) -> tuple:
-        server = fleet.servers[number[tuple(row.prompt_ids)] % len(fleet.servers)]
+        url = fleet.urls[number[tuple(row.prompt_ids)] % len(fleet.urls)]
         most = environment.turn_tokens_left(row)
-        with fleet.named(server):
-            new, logprobs = server.sample(body | {"prompt": row.ids, "max_tokens": most})
+        new, logprobs = fleet.sample(url, body | {"prompt": row.ids, "max_tokens": most})
         return cut_turn(rule, new, logprobs, most)
 
-    at_once = settings.max_num_seqs or AT_ONCE * len(fleet.servers)
+    at_once = settings.max_num_seqs or AT_ONCE * len(fleet.urls)
     waiting, under_way = deque(trajectories), {}  # future of a turn -> its row
     with ThreadPoolExecutor(at_once) as threads:
         while waiting or under_way:
@@ -368,12 +323,11 @@ FLAGS = (
 
 def main(arguments=None) -> None:
     """Writes a copy of the model with an untied head, then replaces this process by the server."""
-    ours, _, theirs = shlex.join(arguments or sys.argv[1:]).partition(" -- ")
-    parser = FlagParser(COMMAND)
+    parser = FlagParser(COMMAND, allow_abbrev=False)
     parser.add_argument("--model", required=True)
     parser.add_argument("--port", default="8000")
     parser.add_argument("--max_context")
-    options = parser.parse_args(shlex.split(ours))
+    options, theirs = parser.parse_known_args(arguments)
     vllm = shutil.which("vllm") or shutil.which("vllm", path=VENV)
     if vllm is None:
         raise InputError("vllm is not installed: `make vllm` (for CPUs), or put it on the PATH")
@@ -393,7 +347,8 @@ def main(arguments=None) -> None:
     policy.config.update({"tie_word_embeddings": False, "dtype": dtype})
     policy.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    command = [vllm, "serve", str(folder), *flags.split(), *shlex.split(theirs)]
+    theirs = [word for word in theirs if word != "--"]
+    command = [vllm, "serve", str(folder), *flags.split(), *theirs]
     print(variables, shlex.join(command), flush=True)
     os.execve(vllm, command, os.environ | variables)
 

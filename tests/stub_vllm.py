@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from engines.server import BODY, ROUTES
+from engines.server import BODY
 from engines.slots import Engine
 from policy import evaluating, load_policy
-from rollout import StopRule, encode
+from rollout import StopRule
 
 BLOCK = 16  # tokens of a cached prefix
 
@@ -34,14 +34,8 @@ class StubVLLM:
             self.keys.clear()
         return 200, json.dumps(reply).encode()
 
-    def openapi(self, _):
-        return {"paths": {f"/{name}": {} for name in ROUTES.split()}}
-
     def models(self, _):
         return {"data": [{"id": "policy", "max_model_len": 256, "root": self.folder}]}
-
-    def tokenize(self, payload):
-        return {"tokens": encode(self.tokenizer, payload["prompt"])}
 
     def weight_info(self, _):
         return {"weight_version": self.version}

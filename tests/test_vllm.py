@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import train
 from engines import server
-from engines.server import Fleet, Server, generate_on_server, to_serve
+from engines.server import Fleet, generate_on_server, to_serve
 from engines.slots import generate_in_slots
 from errors import InputError
 from flags import check_settings, parse, resolve
@@ -369,28 +369,22 @@ def test_a_fault_after_a_step_is_one_line_and_the_step_is_saved(
     assert len(run(model, tmp_path, sampler.base, f"{options} --resume")) == 2
 
 
-def test_a_restarted_server_gets_weights_again_and_sharing_it_with_a_run_is_an_error(served, model):
+def test_weights_are_sent_once_and_a_server_that_has_others_afterwards_is_an_error(served, model):
     policy, _ = fleet_of(model, sampler := served())
-    for name, sent in (("", 1), ("", 1), ("default", 2)):
-        if name:
+    for _ in range(2):
+        with to_serve(policy, 4):
+            pass
+    assert [path for path, _ in sampler.posts].count("/collective_rpc") == 1
+    for name in ("default", "theirs.4"):  # of a restarted server; of one that another run uses too
+        with pytest.raises(InputError, match="was it restarted, or does"), to_serve(policy, 4):
             sampler.healthy("/update_weight_version", {"new_version": name})
-        policy.fleet.refresh(4)
-        paths = [path for path, _ in sampler.posts]
-        assert paths.count("/collective_rpc") == sent
-    with pytest.raises(InputError, match="was it restarted"), to_serve(policy, 4):
-        sampler.healthy("/update_weight_version", {"new_version": "default"})
-    policy.fleet.refresh(4)
-    sampler.healthy("/update_weight_version", {"new_version": "theirs.4"})
-    assert "another run has sent it weights (theirs.4)" in message(policy.fleet.refresh, 4)
 
 
 # --------------------------------------------------------------------- faults before the first step
 UNSUITABLE = {
-    "another server": ({"openapi": (404, b"Not Found")}, "HTTP 404 Not Found"),
-    "no dev mode": ({"openapi": (200, b'{"paths": ["/completions"]}')}, "no route /tokenize"),
+    "another server": ({"models": (404, b"Not Found")}, "HTTP 404 Not Found"),
     "a short context": ({"models": (200, b'{"data": [{"max_model_len": 9}]}')}, "has 9 tokens"),
     "no vLLM": ({"models": (200, b'{"data": []}')}, "a reply without 0"),
-    "another vocabulary": ({"tokenize": (200, b'{"tokens": [1]}')}, "are not those of the policy"),
 }
 
 
@@ -424,17 +418,8 @@ HALF = lambda path, payload, healthy: (200, healthy(path, payload)[1][:-20])  # 
 SILENT = lambda *_: None  # noqa: E731
 
 
-def drip(path, payload, healthy):
-    """Yields ten bytes in half a second: a correct reply takes longer than all three tries may."""
-    yield b"HTTP/1.0 200 X\r\n\r\n"
-    for number in healthy(path, payload)[1]:
-        time.sleep(0.05)
-        yield bytes([number])
-
-
 EMPTY = (200, b'{"choices": [{"token_ids": [], "logprobs": {"token_logprobs": []}}]}')
-BROKEN = {"400": (400, b"too long"), "half a reply": HALF, "no tokens": EMPTY, "silence": SILENT}
-BROKEN["drips"] = drip
+BROKEN = {"half a reply": HALF, "no tokens": EMPTY, "silence": SILENT}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -442,7 +427,7 @@ def test_a_request_that_fails_ends_the_rollout_in_one_line(name, served, model, 
     monkeypatch.setattr(server, "SLOWEST", 0.01)
     policy, environment = fleet_of(model, broken := served(), served())
     policy.fleet.refresh(0)
-    policy.fleet.servers = [replace(sampler, timeout=1.0) for sampler in policy.fleet.servers]
+    policy.fleet.settings = replace(policy.fleet.settings, timeout=1.0)
     broken.faults["completions"] = BROKEN[name]
     line = message(rows, policy, environment, 6)
     assert line.startswith(f"--engine {broken.base}: ") and START in line
@@ -472,18 +457,18 @@ def train_and_kill(group: int, words: list) -> None:
     """Trains, and kills the server's processes at the first turn with new weights. The rewards
     differ, because equal rewards give no step and no new weights.
     """
-    original_sample = Server.sample
+    original_sample = Fleet.sample
 
-    def sample(self, body):
-        if "stop" in body and self.version().endswith(".1"):  # a turn, not a probe
+    def sample(self, url, body):
+        if "stop" in body and self.sent == 1:  # a turn, not a probe
             os.killpg(group, signal.SIGKILL)
-        return original_sample(self, body)
+        return original_sample(self, url, body)
 
     def rewards_by_index(trajectories, *_):
         count = len(trajectories)
         return [{"place": float(index)} for index in range(count)], [True] * count
 
-    Server.sample, train.compute_rewards = sample, rewards_by_index
+    Fleet.sample, train.compute_rewards = sample, rewards_by_index
     train.main(words)
 
 
@@ -510,11 +495,12 @@ def test_new_weights_are_sent_and_the_seconds_per_gib_printed(wide, tmp_path):
     save_policy(Policy(model), tokenizer, path)
     gib, temporary = model.num_parameters() / 2**28, tempfile.TemporaryDirectory(dir="/dev/shm")
     with temporary as folder, real_server(path, tmp_path) as vllm_server:
+        fleet = fleet_of(wide, vllm_server)[0].fleet
         for version in "123":
             start = time.perf_counter()
             server.write_weights(model, Path(folder), torch.float32)
             written = time.perf_counter()
-            Server(vllm_server.base, 60.0).reload(folder, version)
+            fleet.reload(vllm_server.base, folder, version)
             read = time.perf_counter() - written
             print(f"{gib:.2f} GiB: {(written - start) / gib:.2f}, {read / gib:.2f} s/GiB")
 
