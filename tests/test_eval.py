@@ -465,7 +465,7 @@ def test_retrieved_references_replace_the_given_ones(retriever, text, tmp_path):
 
 
 def test_a_failed_search_for_references_is_a_one_line_error(monkeypatch):
-    monkeypatch.setattr("retrievers.controls.EmptyRetriever.search", Mock(return_value=[None]))
+    monkeypatch.setattr("retrievers.controls.Control.search", Mock(return_value=[None]))
     settings = Settings(protocol="arena", retriever="empty")
     error = message(with_retrieved, [Question("q", "?", ["a"])], [], settings)
     assert "--references retrieved: a search failed" in error
