@@ -5,16 +5,16 @@ Only the commands of retriever.py use this file; a training run queries a runnin
           -> pages: HTML -> text
           -> the window of 150 words with the most words of the query (--page_words; if a model
              summarises the pages, give 2000: most pages then stay whole); if a page cannot be read
-             or has no text, the API's own snippet instead
+             or has no text, the API's own snippet instead, and a result without one is left out
           -> Document(id = address, title in the API's reply, text)
 
 Strangers choose these addresses, and this program visits them from inside your network. So only
-http and https over IPv4 are allowed. Unless `allow_private` is set, the port must be 80 or 443, and
-all IP addresses of the host must be public. A host name is looked up once, and the connection goes
+http and https over IPv4 are allowed, the port must be 80 or 443, and all IP addresses of the host
+must be public. A host name is looked up once, and the connection goes
 to the IP address that was checked, because a second look-up may give a private one (DNS rebinding).
-Redirects are checked in the same way. There is no proxy, because it would look the name up itself.
-Left out: JavaScript, PDF, cookies, robots.txt, compressed pages, charsets other than UTF-8, a
-second page of results.
+No redirect is followed, and there is no proxy, because it would look the name up itself.
+Left out: redirects, JavaScript, PDF, plain text, cookies, robots.txt, compressed pages, charsets
+other than UTF-8, a second page of results.
 """
 
 import contextlib
@@ -26,18 +26,16 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPException
 from itertools import repeat
-from urllib.parse import quote, urljoin, urlsplit
+from urllib.parse import quote, urlsplit
 
 from data import Document
 from errors import InputError
 from metrics import tokenize
-from retrievers.net import PORTS, Fault, exchange, fetch_json, host_of
+from retrievers.net import PORTS, Fault, exchange, fetch_json
 
-CANDIDATES = 3  # addresses tried per wanted page, at most
 THREADS = 32
-REDIRECTS = 4
 PAUSE = 0.2  # seconds between two calls of the API; many APIs reject faster calls
 API_SECONDS = 8.0
 PAGE_SECONDS = 3.0
@@ -61,11 +59,11 @@ class WebRetriever:
     words      limit of words per page
     """
 
-    def __init__(self, template: str, allow_private=False, words=WINDOW):
+    def __init__(self, template: str, words=WINDOW):
         # {query} must not be in the host, because the policy must not choose the host.
-        if "{query}" not in template or "{" in host_of(template, EXAMPLE):
+        if "{query}" not in template or "{" in urlsplit(template).netloc:
             raise InputError(f"--retriever_url {template!r}: give {EXAMPLE}")
-        self.template, self.allow_private, self.words = template, allow_private, words
+        self.template, self.words = template, words
         self.lock = threading.Lock()
         # Cached, because a client sends all queries of a batch again if one of them fails.
         self.answer = cache(self.answer)
@@ -76,16 +74,15 @@ class WebRetriever:
             return list(pool.map(self.answer, queries, repeat(k)))
 
     def answer(self, query: str, k: int) -> list[Document]:
-        documents = []
-        for hit in self.ask(query)[: CANDIDATES * k]:
-            text = hit.text
-            with contextlib.suppress(OSError, ValueError, HTTPException):
-                text = window(fetch_page(hit.id, self.allow_private), query, self.words) or text
-            if text:
-                documents.append(Document(hit.id, hit.title, text))
-            if len(documents) == k:
-                break
-        return documents
+        hits = [self.read(hit, query) for hit in self.ask(query)[:k]]
+        return [hit for hit in hits if hit.text]
+
+    def read(self, hit: Document, query: str) -> Document:
+        """Returns the hit with the text of its page instead of the snippet, if it can be read."""
+        with contextlib.suppress(OSError, ValueError, HTTPException):
+            text = window(fetch_page(hit.id), query, self.words) or hit.text
+            return Document(hit.id, hit.title, text)
+        return hit
 
     def ask(self, query: str) -> list[Document]:
         """Returns the results for a query in SearXNG's layout, {"results": [{"url", "title",
@@ -105,43 +102,33 @@ class WebRetriever:
         return list(hits.values())
 
 
-def check_address(url: str, allow_private: bool) -> tuple[str, int]:
+def check_address(url: str) -> tuple[str, int]:
     """Returns (IPv4 address, port) of a page. Raises ValueError if the page may not be visited, and
     OSError if the host has no IPv4 address.
     """
     parts = urlsplit(url)
     port = parts.port or PORTS.get(parts.scheme, 0)
-    usual = port in PORTS.values() or allow_private  # private services may use any port
-    if parts.scheme not in PORTS or not parts.hostname or not usual:
+    if parts.scheme not in PORTS or not parts.hostname or port not in PORTS.values():
         raise ValueError("refused")
     # The IP address is checked, not the name, because the system also reads 2130706433 and 0x7f.1
     # as 127.0.0.1. IPv6 is left out: it has too many notations for private IPv4 addresses.
     resolved = socket.getaddrinfo(parts.hostname, port, socket.AF_INET, socket.SOCK_STREAM)
     addresses = [ipaddress.ip_address(address) for *_, (address, _) in resolved]
     # All addresses must be public: a name that also has a private one may be an attack.
-    if not allow_private and not all(ip.is_global and not ip.is_multicast for ip in addresses):
+    if not all(ip.is_global and not ip.is_multicast for ip in addresses):
         raise ValueError("refused")
     return str(addresses[0]), port
 
 
-def fetch_page(url: str, allow_private: bool) -> str:
-    """Returns the text of a page; raises ValueError or a network error if it cannot be read."""
-    deadline = time.monotonic() + PAGE_SECONDS
-    for _ in range(REDIRECTS + 1):
-        with exchange(url, deadline, None, HEADERS, check_address(url, allow_private)) as response:
-            if response.status // 100 != 3:
-                return text_of(response)
-            url = urljoin(url, response.headers.get("Location", ""))
-    raise ValueError("too many redirects")
-
-
-def text_of(response: HTTPResponse) -> str:
-    """Returns the text in the first MAX_PAGE bytes of a page of HTML or plain text, on one line."""
-    kind = response.headers.get_content_type()
-    if response.status != 200 or kind not in ("text/html", "text/plain"):
-        raise ValueError("not a page of text")
-    text = response.read(MAX_PAGE).decode(errors="replace")
-    return html_to_text(text) if kind == "text/html" else one_line(text)
+def fetch_page(url: str) -> str:
+    """Returns the text in the first MAX_PAGE bytes of an HTML page; raises ValueError or a network
+    error if it cannot be read.
+    """
+    address, deadline = check_address(url), time.monotonic() + PAGE_SECONDS
+    with exchange(url, deadline, None, HEADERS, address) as page:
+        if page.status != 200 or page.headers.get_content_type() != "text/html":
+            raise ValueError("not a page of text")
+        return html_to_text(page.read(MAX_PAGE).decode(errors="replace"))
 
 
 def html_to_text(page: str) -> str:
