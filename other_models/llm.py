@@ -16,7 +16,6 @@ Left out: streaming, servers that want `max_completion_tokens`.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import zlib
@@ -33,7 +32,7 @@ from data import clean
 from errors import InputError
 from policy import evaluating, frozen_options, load_tokenizer, load_whole, loading
 from prompts import without_control, without_thinking
-from retrievers.net import Fault, RejectedRequest, fetch_json, host_of, retrying, shown
+from retrievers.net import Fault, RejectedRequest, fetch_json, retrying, shown
 from rollout import context_of, decode, encode, end_ids, left_padded, plain_generation
 from templates import chat_text, messages_of
 
@@ -117,7 +116,6 @@ class ServerLLM(LLM):
 
     def __init__(self, spec: str, max_tokens=256, timeout=60.0):
         super().__init__(spec, max_tokens)
-        host_of(spec, ADDRESS)  # raises an InputError if it is not an address
         base, _, self.model = spec.partition("#")
         self.url, self.timeout = f"{base.rstrip('/')}/chat/completions", timeout
         key = os.environ.get("OPENAI_API_KEY", "").strip()
@@ -155,21 +153,19 @@ class ServerLLM(LLM):
             yield from pool.imap_unordered(self.tried, requests)
 
     def tried(self, request: Request) -> tuple[Request, str | None]:
+        reply, down = None, 0
         try:
             reply = retrying(partial(self.complete, request), RETRIES, BACKOFF)
+        except RejectedRequest:
+            self.rejected.add(request)
         except Fault as fault:
-            reply = None
-            if isinstance(fault, RejectedRequest):
-                self.rejected.add(request)
-            elif self.in_a_row >= GIVE_UP - 1:
+            down = self.in_a_row + 1
+            if down >= GIVE_UP:
                 raise InputError(
                     f"{self.name}: {GIVE_UP} requests in a row without an answer ({fault}): start"
                     " the server again"
                 ) from None
-            else:
-                self.in_a_row += 1
-                return request, None
-        self.in_a_row = 0
+        self.in_a_row = down
         return request, reply
 
 
@@ -208,20 +204,20 @@ class LocalLLM(LLM):
 
     def replies(self, requests: list[Request]) -> Replies:
         prompts = {request: prompt_ids(self.tokenizer, request) for request in requests}
-        # Requests with the same sampling form a group, whose longest prompts come first: a batch
-        # then has prompts of similar length, and running out of memory shows early. A prompt that
-        # is too long gets no reply: truncated, it would ask something else.
+        # The longest prompts come first: a batch then has prompts of similar length, and running
+        # out of memory shows early. A prompt that is too long gets no reply: truncated, it would
+        # ask something else.
         fit = [r for r in requests if len(prompts[r]) <= self.positions - self.max_tokens]
         fit.sort(key=lambda r: (r[2:], len(prompts[r])), reverse=True)
-        for sampling, group in itertools.groupby(fit, key=lambda r: r[2:]):
-            group = list(group)
-            for start in range(0, len(group), self.batch_size):
-                batch = group[start : start + self.batch_size]
-                texts = self.generate([prompts[request] for request in batch], *sampling)
-                for request, text in zip(batch, texts, strict=True):
-                    end = decode(self.tokenizer, prompts[request][-16:]).rstrip()
-                    # Some chat templates end in <think>, so the reply lacks this tag.
-                    yield request, "<think>" * end.endswith("<think>") + text
+        while fit:
+            sampling = fit[0][2:]  # the same for a whole batch
+            batch = [request for request in fit[: self.batch_size] if request[2:] == sampling]
+            fit = fit[len(batch) :]
+            texts = self.generate([prompts[request] for request in batch], *sampling)
+            for request, text in zip(batch, texts, strict=True):
+                end = decode(self.tokenizer, prompts[request][-16:]).rstrip()
+                # Some chat templates end in <think>, so the reply lacks this tag.
+                yield request, "<think>" * end.endswith("<think>") + text
 
     def generate(self, prompts: Sequence[list[int]], temperature, top_p, max_tokens):
         ends = end_ids(self.policy, self.tokenizer)

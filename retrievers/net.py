@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from urllib.parse import quote, urlsplit
 
 from data import harmless
-from errors import InputError
 
 MAX_BYTES = 64 * 2**20
 PORTS = {"http": 80, "https": 443}
@@ -38,8 +37,8 @@ class RejectedRequest(Fault):
 
 
 def fetch_json(url: str, payload=None, timeout: float = 60.0, headers=None) -> object:
-    """Returns the JSON value in the reply to one GET, or to one POST of `payload`. For an http(s)
-    address it raises only Fault.
+    """Returns the JSON value in the reply to one GET, or to one POST of `payload`. It raises only
+    Fault, also if the address is none.
     """
     data = None if payload is None else json.dumps(payload).encode()
     headers = {"Content-Type": "application/json"} | (headers or {})
@@ -66,6 +65,8 @@ def exchange(url: str, deadline: float, data, headers: dict, address=None) -> It
     the check of the certificate still use the host of the url.
     """
     parts = urlsplit(url)
+    if parts.scheme not in PORTS or not parts.hostname:
+        raise ValueError("not an address of the form http://host:port")
     port = parts.port or PORTS[parts.scheme]
     with contextlib.closing(http.client.HTTPConnection(parts.hostname, port)) as connection:
         where = address or (parts.hostname, port)
@@ -97,15 +98,6 @@ def left(deadline: float) -> float:
     if seconds <= 0:
         raise TimeoutError
     return seconds
-
-
-def host_of(url: str, example: str) -> str:
-    """Returns the host of an http(s) address; the error of any other text shows `example`."""
-    with contextlib.suppress(ValueError):  # from an impossible host or port
-        parts = urlsplit(url)
-        if parts.scheme in PORTS and parts.hostname and parts.port != 0:
-            return parts.hostname
-    raise InputError(f"{url!r}: not an address: give {example}")
 
 
 def retrying(call: Callable, retries: int, backoff: float):

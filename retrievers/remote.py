@@ -21,7 +21,7 @@ from functools import partial
 from data import Document
 from errors import InputError
 from formats.records import titled
-from retrievers.net import Fault, RejectedRequest, fetch_json, host_of, left, retrying, shown
+from retrievers.net import Fault, RejectedRequest, fetch_json, left, retrying, shown
 
 BATCH = 256  # queries per request
 RETRIES, BACKOFF = 1, 0.5  # retries of a batch; seconds before the first one
@@ -34,14 +34,14 @@ class HttpRetriever:
     """
 
     def __init__(self, url: str, timeout: float = 60.0):
-        host_of(url, "--retriever_url http://host:port")
         self.url = url.rstrip("/").removesuffix("/retrieve") + "/retrieve"
         self.timeout = timeout
         try:
             self.ask(["Is anybody there?"], 1, timeout)
         except Fault as fault:
             raise InputError(
-                f"{self.url}: no retriever answers ({fault}): start it, or correct the address"
+                f"--retriever_url {url}: no retriever answers ({fault}): start it, or correct the"
+                " address"
             ) from None
 
     def search(self, queries: list[str], k: int) -> list[list[Document] | bool | None]:

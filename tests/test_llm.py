@@ -72,11 +72,6 @@ def requests(*texts):
     return [("do it", text) for text in texts]
 
 
-def assert_error(fragment, call, *arguments, **options):
-    """Asserts that the call is a one-line error with this fragment."""
-    assert fragment in message(call, *arguments, **options)
-
-
 # -------------------------------------------------------------------------- requests that succeed
 
 
@@ -102,20 +97,14 @@ def test_a_request_is_greedy_and_has_the_key_of_the_environment_if_there_is_one(
     assert sent == [None, None, "Bearer abc", "Bearer abc"]
 
 
-def test_requests_with_other_sampling_options_are_sent_separately(serve):
+def test_equal_requests_are_sent_once_and_others_with_their_own_sampling(serve):
     server = serve()
-    batch = [("i", "a"), ("i", "a", 0.3, 0.7, 8192), ("i", "a", 0.3, 0.5, 8192), ("i", "a")]
-    assert asker(server, max_tokens=7).ask(batch) == ["A"] * 4
-    sent = [(p["temperature"], p["top_p"], p["max_tokens"]) for _, p in server.posts[1:]]
-    assert sorted(sent) == [(0, 1, 7), (0.3, 0.5, 8192), (0.3, 0.7, 8192)]
-
-
-def test_equal_requests_are_sent_once_and_another_instruction_is_another_request(serve):
-    server = serve()
-    model = asker(server)
-    assert model.ask([*requests("a", "b", "a", "a"), ("else", "a")]) == ["A", "B", "A", "A", "A"]
-    assert model.ask([]) == []
-    assert sorted(server.texts()) == ["a", "a", "b"] and model.failures == 0
+    model = asker(server, max_tokens=7)
+    batch = [*requests("a", "b", "a"), ("else", "a"), ("do it", "a", 0.3, 0.7, 8192)]
+    assert model.ask(batch) == ["A", "B", "A", "A", "A"] and model.ask([]) == []
+    assert sorted(server.texts()) == ["a", "a", "a", "b"] and model.failures == 0
+    sent = {(p["temperature"], p["top_p"], p["max_tokens"]) for _, p in server.posts[1:]}
+    assert sent == {(0, 1, 7), (0.3, 0.7, 8192)}
 
 
 # --------------------------------------------------------------- servers that cannot be used at all
@@ -126,17 +115,12 @@ def test_equal_requests_are_sent_once_and_another_instruction_is_another_request
     [
         (None, "nothing within 0.5 s"),
         ((404, b'{"error": {"message": "There is no `m`."}}'), "There is no `m`."),
-        ((400, b"max_tokens too large"), "HTTP 400 max_tokens too large"),
     ],
 )
 def test_a_server_that_hangs_or_rejects_the_first_request_is_a_one_line_error(serve, probe, match):
     timeout = 60.0 if probe else 0.5
-    assert_error(match, load_llm, serve(probe=probe).base + "#m", settings_with(timeout=timeout))
-
-
-def test_an_impossible_address_is_a_one_line_error():
-    for spec in ("http://", "http://host:port/v1#m", "http://#m"):
-        assert_error("not an address", load_llm, spec, settings_with())
+    spec = serve(probe=probe).base + "#m"
+    assert match in message(load_llm, spec, settings_with(timeout=timeout))
 
 
 # ------------------------------------------------------------------------------ requests that fail
@@ -184,16 +168,14 @@ def test_a_rejected_request_and_a_reply_without_text_are_not_retried(serve, repl
 @pytest.mark.usefixtures("one_try")
 def test_a_server_that_stays_down_is_an_error_and_the_threads_end(serve, monkeypatch):
     monkeypatch.setattr(llm, "GIVE_UP", 20)
-    server, before = (
-        serve(lambda text: "ok" if text == "a" else (500, b"ill")),
-        threading.enumerate(),
-    )
+    server = serve(lambda text: "ok" if text == "a" else (500, b"ill"))
+    before = threading.enumerate()
     model = asker(server)
     for batch in ([*"bcdefghi"], ["a"], [*"bcdefghi"], [*"bcdefghi"]):  # 8, none, 8 and 8 in a row
         assert model.ask(requests(*batch)) == [("ok" if text == "a" else None) for text in batch]
     assert model.failures == 24
     fragment = "20 requests in a row without an answer (HTTP 500 ill): start the server again"
-    assert_error(fragment, model.ask, requests(*map(str, range(2000))))
+    assert fragment in message(model.ask, requests(*map(str, range(2000))))
     wait_until(lambda: not any("(worker)" in thread.name for thread in threads_since(before)))
     assert len(server.texts()) <= 25 + 16 * 4  # each thread may have started another request
 
@@ -274,7 +256,6 @@ def test_the_largest_of_the_noisy_logits_is_a_sample_of_the_nucleus():
     """For p = 0.5, 0.25, 0.15, 0.1 the nucleus of top_p 0.8 is the first three tokens."""
     count, p = 40_000, torch.tensor([0.5, 0.25, 0.15, 0.1])
     for temperature, top_p, expected in (
-        (1.0, 1.0, [0.5, 0.25, 0.15, 0.1]),
         (0.5, 1.0, [0.25 / 0.345, 0.0625 / 0.345, 0.0225 / 0.345, 0.01 / 0.345]),
         (1.0, 0.8, [0.5 / 0.9, 0.25 / 0.9, 0.15 / 0.9, 0.0]),
     ):
@@ -291,24 +272,8 @@ def test_the_reply_to_a_prompt_longer_than_the_context_is_none(qwen2, bpe):
     assert model.failures == 1
 
 
-@pytest.fixture
-def saved(qwen2, bpe, tmp_path):
-    save_policy(qwen2, bpe, tmp_path / "model")
-    return tmp_path / "model"
-
-
-def test_a_folder_without_a_model_is_a_one_line_error(saved, tmp_path):
-    assert message(load_llm, str(tmp_path), settings_with()).startswith(
-        f"{tmp_path}: there is no config"
-    )
-    assert message(load_llm, "/no/model", settings_with()).startswith(
-        "/no/model: no such directory"
-    )
-    next(saved.glob("*.safetensors")).write_bytes(b"junk")
-    assert_error("no causal LM could be loaded from there", load_llm, str(saved), settings_with())
-
-
-def test_an_8_bit_model_is_loaded_and_answers(saved):
-    local = load_llm(str(saved), settings_with(load_in_8bit=True), max_tokens=4)
+def test_an_8_bit_model_is_loaded_and_answers(qwen2, bpe, tmp_path):
+    save_policy(qwen2, bpe, tmp_path)
+    local = load_llm(str(tmp_path), settings_with(load_in_8bit=True), max_tokens=4)
     assert local.policy.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
     assert len(local.ask([("", "where ?")])) == 1

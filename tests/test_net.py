@@ -3,13 +3,12 @@
 import time
 
 import pytest
-from conftest import ScriptedServer, message
+from conftest import ScriptedServer
 
 from retrievers import net
-from retrievers.net import Fault, RejectedRequest, fetch_json, host_of, retrying
+from retrievers.net import Fault, RejectedRequest, fetch_json, retrying
 
 OK = b"HTTP/1.1 200 OK\r\n"
-CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 @pytest.fixture
@@ -40,19 +39,7 @@ def test_a_get_has_no_body_and_a_post_is_json(serve):
     assert headers["X-Key"] == "k" and headers["Content-Type"] == "application/json"
 
 
-@pytest.mark.parametrize("raw", [CHUNKED + b"3\r\n[1,\r\n2\r\n2]\r\n0\r\n\r\n", OK + b"\r\n[1, 2]"])
-def test_a_body_in_chunks_and_a_body_without_a_length_are_read_completely(serve, raw):
-    assert fetch_json(serve(raw).base) == [1, 2]
-
-
-def test_a_proxy_in_the_environment_is_not_used(serve, monkeypatch):
-    proxy, server = serve(reply(b'"proxy"')), serve(reply(b'"server"'))
-    monkeypatch.setenv("http_proxy", proxy.base)
-    monkeypatch.delenv("no_proxy", raising=False)
-    assert fetch_json(server.base) == "server"
-
-
-DRIPS = [OK + b"Content-Length: 1000\r\n\r\n", OK + b"X-Long: ", CHUNKED + b"ff\r\n"]
+DRIPS = [OK + b"Content-Length: 1000\r\n\r\n", OK + b"X-Long: "]
 
 
 @pytest.mark.parametrize("beginning", DRIPS)
@@ -85,11 +72,8 @@ def test_an_endless_body_is_read_up_to_the_limit(serve, monkeypatch):
     "raw, fragment",
     [
         (reply(b"<html>"), "not JSON, or a part of one: <html>"),
-        (reply(b"\xff\xfe\x00"), "not JSON"),
         (reply(b"[" * 100_000), "not JSON"),
         (reply(b"{", length=200_000), "not JSON"),
-        (CHUNKED + b"10\r\nabc", "IncompleteRead"),
-        (b"", "closed connection"),
         (b"no HTTP at all\r\n\r\n", "BadStatusLine"),
         (reply(b"so\nit is", "500 X"), "HTTP 500 so it is"),
     ],
@@ -106,9 +90,11 @@ def test_some_status_codes_reject_the_request(serve):
     assert [isinstance(fault, RejectedRequest) for fault in faults] == [True] * 4 + [False] * 4
 
 
-def test_a_refused_connection_and_an_unknown_name_are_faults(closed_port):
+def test_a_refused_connection_an_unknown_name_and_a_text_that_is_no_address_are_faults(closed_port):
     assert "Connection refused" in str(fault_of(f"http://127.0.0.1:{closed_port}/"))
     fault_of("http://no-such-host.invalid/")
+    for url in ("", "host:80", "ftp://h/", "http://", "http://h:port/"):
+        assert "ValueError: " in str(fault_of(url))
 
 
 def test_a_redirect_is_not_followed(serve):
@@ -118,11 +104,6 @@ def test_a_redirect_is_not_followed(serve):
     place = f"Location: {other.base}?key=secret"
     redirect = f"HTTP/1.1 302 X\r\n{place}\r\nContent-Length: 0\r\n\r\n".encode()
     assert "HTTP 302" in str(fault_of(serve(redirect).base)) and requests == []
-
-
-@pytest.mark.parametrize("url", ["", "host:80", "ftp://h/", "http://", "http://h:port/"])
-def test_the_error_of_a_bad_address_shows_a_good_one(url):
-    assert "not an address: give http://host/search" in message(host_of, url, "http://host/search")
 
 
 @pytest.mark.parametrize("kind, waits", [(Fault, [1, 2]), (RejectedRequest, [])])
