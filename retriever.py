@@ -39,7 +39,6 @@ from errors import FlagParser, InputError, run_main
 from metrics import tokenize
 from settings import Settings
 
-SHOW_PROGRESS_FROM = 20_000  # documents; a smaller index is built in a few seconds
 Array = np.ndarray
 SMALL_IDF = 0.05  # the smallest idf if epsilon · mean idf is not positive
 COMMON = 0.25  # a term in more than this share of the documents gets a dense array of summands
@@ -132,7 +131,7 @@ class BM25:
             raise InputError("the corpus is empty: give a --corpus with a document in it")
         self.documents, n = documents, len(documents)
         texts = (f"{d.title} " * title_boost + d.text for d in documents)
-        texts = tqdm(texts, "BM25 index", n, unit=" documents", disable=n < SHOW_PROGRESS_FROM)
+        texts = tqdm(texts, "BM25 index", n, unit=" documents", delay=2)
         self.vocabulary, tokens, lengths = count_words(texts)
         # Each token becomes term · n + document, so that sorting puts equal pairs side by side.
         pairs = tokens * n + np.repeat(np.arange(n), lengths)
@@ -229,7 +228,6 @@ FLAGS = {  # name -> (default, help)
     "host": ("127.0.0.1", "serve: address to listen on; 0.0.0.0 accepts every machine"),
     "port": (8000, "serve: port to listen on; 0 takes a free one"),
     "skip_bad": (False, "leave out malformed records"),
-    "allow_private": (False, "web: also read addresses of the private network"),
 }
 
 
@@ -253,7 +251,7 @@ def main(arguments: list[str] | None = None) -> None:
     if flags.retriever == "web":
         from retrievers.web import WebRetriever  # a training run asks a server of it
 
-        retriever = WebRetriever(flags.retriever_url, flags.allow_private, flags.page_words)
+        retriever = WebRetriever(flags.retriever_url, flags.page_words)
     else:
         retriever = make_retriever(documents, flags, runs=flags.output_dir)
     if flags.query == "serve":

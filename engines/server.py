@@ -64,11 +64,19 @@ LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 # If a request lacks a sampling parameter, a server without `--generation-config vllm` takes it from
 # generation_config.json. So each request has them all.
 BODY = {
-    **dict.fromkeys(("top_p", "repetition_penalty"), 1.0),
-    **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), 0.0),
-    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "return_token_ids"), True),
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), False),
-    **{"add_special_tokens": False, "top_k": -1, "logprobs": 0},
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "ignore_eos": True,  # the end tokens are in stop_token_ids
+    "include_stop_str_in_output": True,
+    "return_token_ids": True,
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "add_special_tokens": False,
+    "logprobs": 0,
 }
 
 
@@ -315,6 +323,9 @@ def generate_on_server(policy, environment, trajectories, progress=None) -> None
 # -------------------------------------------------------------------------------------- the command
 COMMAND = "python -m engines.server"
 VENV = Path(__file__).resolve().parent.parent / ".venv-vllm/bin"
+# vLLM has its routes for new weights only in dev mode.
+VARIABLES = {"VLLM_SERVER_DEV_MODE": "1"}
+ON_CPU = {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
 FLAGS = (
     "--generation-config vllm --logprobs-mode processed_logprobs --enable-prefix-caching"
     " --served-model-name policy --host 127.0.0.1"
@@ -334,13 +345,10 @@ def main(arguments=None) -> None:
     policy, tokenizer = load_policy(options.model, frozen=True)
     flags = f"{FLAGS} --port {options.port}"
     flags += f" --max-model-len {options.max_context or context_of(policy)}"
-    # vLLM has its routes for new weights only in dev mode.
-    dtype = torch.bfloat16
-    variables = {"VLLM_SERVER_DEV_MODE": "1"}
+    dtype, variables = torch.bfloat16, VARIABLES
     if not torch.cuda.is_available():
-        dtype = torch.float32
-        flags = f"{flags} --dtype float32 --enforce-eager"
-        variables |= {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
+        dtype, variables = torch.float32, VARIABLES | ON_CPU
+        flags += " --dtype float32 --enforce-eager"
     name = re.sub(r"\W+", "-", f"{options.model}-{options.port}")
     folder = Path("runs/served", name).absolute()
     write_weights(policy.language_model, folder, dtype)

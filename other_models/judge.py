@@ -24,6 +24,7 @@ field `judge_sees` of a prediction names the one for it:
 
 import re
 from collections.abc import Callable
+from itertools import compress
 
 from data import Question
 from metrics import normalize_answer
@@ -53,10 +54,23 @@ GRADE_INSTRUCTION = (
     " matches only some of them, as one of two roots; else it is wrong. End with a line that holds"
     " one word only: correct, partly or wrong."
 )
-VERDICTS = {"yes": True, "true": True, "correct": True}
-VERDICTS |= dict.fromkeys(("no", "false", "incorrect", "wrong"), False)
-GRADES = {"correct": 2.0, "partly": 1.0, "wrong": 0.0, "incorrect": 0.0}
-GRADES |= {"partly correct": 1.0, "partially correct": 1.0}
+VERDICTS = {
+    "yes": True,
+    "true": True,
+    "correct": True,
+    "no": False,
+    "false": False,
+    "incorrect": False,
+    "wrong": False,
+}
+GRADES = {
+    "correct": 2.0,
+    "partly": 1.0,
+    "partly correct": 1.0,
+    "partially correct": 1.0,
+    "wrong": 0.0,
+    "incorrect": 0.0,
+}
 _LABEL = re.compile(r"^(?:final )?(?:verdict|judge?ment|grade|answer)\s*[:=-]\s*")
 
 
@@ -77,12 +91,11 @@ class Judge:
 
     def _ask(self, pairs: list[Pair], instruction: str, words: dict) -> list:
         instruction = self.llm.instruction or instruction
-        given = {i: pair for i, pair in enumerate(pairs) if (pair[1] or "").strip()}
-        replies = self.llm.ask([(instruction, pair_text(*p, self.sees)) for p in given.values()])
-        marks = [words["wrong"]] * len(pairs)
-        for i, reply in zip(given, replies, strict=True):
-            marks[i] = read_verdict(reply, words)
-        self.asked += len(given)
+        given = [bool((answer or "").strip()) for _, answer in pairs]
+        texts = [pair_text(*pair, self.sees) for pair in compress(pairs, given)]
+        replies = iter(self.llm.ask([(instruction, text) for text in texts]))
+        marks = [read_verdict(next(replies), words) if g else words["wrong"] for g in given]
+        self.asked += len(texts)
         self.unreadable += marks.count(None)
         return marks
 
@@ -125,18 +138,20 @@ def math_grader(trajectories: list[Trajectory], judge: Judge) -> Callable[[Quest
 
 
 def add_verdicts(records: list[dict], judge: Judge) -> list[dict]:
-    """Adds the metric `judged`: 1 or 0, for mathematics also ½ for a partly correct answer; None if
-    the verdict is unreadable. UR² appendix D.1 does not mention the ½, but its Table 1 has 80.9 %
-    for MATH500: of 500 questions this is 404.5, which is only possible with halves.
+    """Adds to each record the metric `judged`: 1 or 0, for mathematics also ½ for a partly correct
+    answer; None if the verdict is unreadable. UR² appendix D.1 does not mention the ½, but its
+    Table 1 has 80.9 % for MATH500: of 500 questions this is 404.5, only possible with halves.
     """
-    pairs, judged = [], []
-    for r in records:
-        task, options = r.get("task", "qa"), tuple(r.get("options", ()))
-        pairs.append((Question("", r["question"], r["golds"], task, options), r["prediction"]))
-    grades = iter(judge.grades([pair for pair in pairs if pair[0].task == "math"]))
-    verdicts = iter(judge.verdicts([pair for pair in pairs if pair[0].task != "math"]))
-    for record, (question, _) in zip(records, pairs, strict=True):
-        mark, highest = (next(grades), 2) if question.task == "math" else (next(verdicts), 1)
-        metrics = record["metrics"] | {"judged": None if mark is None else mark / highest}
-        judged.append(record | {"metrics": metrics, "judge_sees": judge.sees})
-    return judged
+    for is_math, judge_all, highest in ((True, judge.grades, 2), (False, judge.verdicts, 1)):
+        rows = [r for r in records if (r.get("task") == "math") == is_math]
+        marks = judge_all([(question_of(r), r["prediction"]) for r in rows])
+        for record, mark in zip(rows, marks, strict=True):
+            record["metrics"]["judged"] = None if mark is None else mark / highest
+            record["judge_sees"] = judge.sees
+    return records
+
+
+def question_of(record: dict) -> Question:
+    """Returns the question of a prediction."""
+    task, options = record.get("task", "qa"), tuple(record.get("options", ()))
+    return Question("", record["question"], record["golds"], task, options)

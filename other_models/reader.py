@@ -10,6 +10,7 @@ The reader's answer is "" if there is no evidence (then it is not asked) or if i
 """
 
 import re
+from itertools import compress
 
 from data import Question
 from errors import InputError
@@ -57,12 +58,12 @@ def reader_answers(
     """Returns the reader's answer for each pair (question, evidence). A pair without evidence is
     not sent, and its answer is "". `whole`: see `read_answer`; `sampling`: see `add_reader`.
     """
-    given = {i: pair for i, pair in enumerate(pairs) if (pair[1] or "").strip()}
+    read = [bool((evidence or "").strip()) for _, evidence in pairs]
     custom = llm.instruction  # from --prompt_file; with placeholders it is the whole message
     layout, instruction = (custom, "") if gaps_of(custom) else (LAYOUT, custom or INSTRUCTION)
-    requests = [(instruction, reader_text(*pair, layout), *sampling) for pair in given.values()]
-    replies = dict(zip(given, llm.ask(requests), strict=True))
-    return [read_answer(replies.get(i), whole) for i in range(len(pairs))]
+    texts = [reader_text(*pair, layout) for pair in compress(pairs, read)]
+    replies = iter(llm.ask([(instruction, text, *sampling) for text in texts]))
+    return [read_answer(next(replies), whole) if given else "" for given in read]
 
 
 def readings_of(trajectories: list[Trajectory], reader, whole: bool) -> list[str]:

@@ -41,12 +41,8 @@ class Encoder:
     """
 
     def __init__(self, name: str, device: str = ""):
-        try:
-            from sentence_transformers import SentenceTransformer
-        except ImportError:
-            raise InputError(
-                "an encoder needs a package: pip install sentence-transformers"
-            ) from None
+        from sentence_transformers import SentenceTransformer  # an extra: pip install it
+
         model = SentenceTransformer(name, device=device or None, trust_remote_code=False)
         # A GPU uses fp16, which is more precise than bf16.
         self.model = model if model.device.type == "cpu" else model.half()

@@ -1,6 +1,5 @@
 """Tests dense.py: the nearest passages equal a full sort, and vectors are encoded once."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -74,17 +73,6 @@ def test_a_search_in_shards_equals_a_sort_of_all_scores(k):
     assert lists == [[documents[row] for row in rows] for rows in best]
 
 
-def test_a_passage_is_encoded_as_its_title_and_its_text():
-    encoder = Hashed()
-    DenseRetriever([Document("1", "Ana Bell", "draws."), Document("2", "", "no title")], encoder)
-    assert encoder.encoded == ["Ana Bell draws.", "no title"]
-
-
-@pytest.mark.parametrize("documents, encoder", [([], Hashed()), (invented(1), "")])
-def test_an_empty_corpus_and_a_missing_encoder_are_one_line_errors(documents, encoder):
-    assert "dense retrieval needs an --encoder" in message(DenseRetriever, documents, encoder)
-
-
 def test_a_second_retriever_of_the_same_corpus_encodes_nothing():
     documents, first, second = invented(37), Hashed(), Hashed()
     built, read = (DenseRetriever(documents, encoder, runs="mine") for encoder in (first, second))
@@ -121,19 +109,14 @@ def test_changed_texts_or_weights_are_encoded_again(version, encoded):
     corpus, encoder = invented(20), Hashed()
     vectors_of(corpus, Hashed())
     encoder.version = version
-    corpus[3] = Document("3", "Title 3", "changed")
+    corpus[3] = Document("3", "", "changed")
     assert np.array_equal(vectors_of(corpus, encoder), encoded_at_once(corpus))
-    assert len(encoder.encoded) == encoded
+    assert len(encoder.encoded) == encoded and "changed" in encoder.encoded
 
 
 # ------------------------------------------------- encoders of sentence-transformers (extra: dense)
 
 TEXTS = ["Ana Bell", "Kelmouth is a harbour town in the north", "a town", "Ana Bell draws maps"]
-
-
-def test_a_missing_sentence_transformers_is_a_one_line_error(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    assert "pip install sentence-transformers" in message(Encoder, "some/e5")
 
 
 @pytest.fixture
@@ -187,12 +170,9 @@ E5 = ("query: ", "passage: ")
     "name, prefixes",
     [
         ("intfloat/e5-base-v2", E5),
-        ("Multilingual_E5_small", E5),
         ("bge-base-en", ("Represent this sentence for searching relevant passages: ", "")),
         ("bge-m3", ("", "")),  # published as a model without an instruction
         ("e5s/tiny-bert", (None, None)),
-        # In the hub's cache the last part of a path is a hash.
-        ("models--x--e5-base/snapshots/0bge0", E5),
     ],
 )
 def test_the_name_of_the_encoder_decides_about_the_prefixes(name, prefixes):
@@ -215,15 +195,10 @@ def test_texts_without_words_and_broken_texts_are_encoded(make):
     assert np.allclose(lengths, 1, atol=1e-5)
 
 
-def test_the_version_changes_only_with_the_weights(make):
-    path = make()
-    version = Encoder(path, "cpu").version
-    assert Encoder(path, "cpu").version == version
-    make(seed=1)
-    assert Encoder(path, "cpu").version != version
-
-
-def test_weights_that_give_nan_are_an_error(make):
-    encoder = Encoder(make(), "cpu")
+def test_the_version_changes_with_the_weights_and_weights_that_give_nan_are_an_error(make):
+    version = Encoder(make(), "cpu").version
+    assert Encoder(make(), "cpu").version == version
+    encoder = Encoder(make(seed=1), "cpu")
+    assert encoder.version != version
     encoder.model[0].auto_model.embeddings.LayerNorm.weight.data[0] = float("nan")
     assert "vectors are not finite" in message(encoder, ["a"])

@@ -64,20 +64,14 @@ def test_add_reader_passes_the_sampling_settings_to_the_reader():
 @pytest.mark.parametrize(
     ("reply", "answer"),
     [
-        ("Norland", "Norland"),
         ("\n Norland \nbecause Kelmouth lies there", "Norland"),
-        ("", ""),
         (None, ""),
         ("I read:\n<answer> Norland </answer>", "Norland"),
         ("<answer>A</answer> no: <answer>B</answer>", "B"),
         ("<answer> Norland", "Norland"),
         ("Answer: Norland", "Norland"),
-        ("The answer is: Norland", "Norland"),
-        ("Answer:\nNorland", "Norland"),
         ("The final answer is:\n\nNorland", "Norland"),
         ("**Answer:**\nNorland\nIt lies there.", "Norland"),
-        ("**Answer**: Norland", "Norland"),
-        ("<answer>\nNorland", "Norland"),
         ("I read it.\n<answer>Answer: Norland", "Norland"),
         ("Final answer:", ""),
         ("<think>Kelmouth?\n</think>\nNorland", "Norland"),
@@ -99,13 +93,5 @@ def test_with_whole_the_whole_reply_is_the_answer_as_in_eq_4():
 
 
 def test_predictions_of_a_protocol_without_evidence_are_an_error():
-    incomplete = {
-        "id": "q",
-        "question": WHERE.question,
-        "golds": ["Norland"],
-        "prediction": "Ostland",
-    }
-    error_line = message(
-        add_reader, [incomplete | {"evidence": EVIDENCE}, incomplete], ScriptedModel("x")
-    )
+    error_line = message(add_reader, [{"evidence": EVIDENCE}, {}], ScriptedModel("x"))
     assert "record 2 has no 'evidence'" in error_line

@@ -14,7 +14,6 @@ import time
 from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -28,7 +27,7 @@ from conftest import (
     message,
     model_of,
     rows_of,
-    traces,
+    save_searching_model,
 )
 from processes import command, exit_code, in_two_processes, quiet_port, wait_until
 from safetensors.torch import load_file
@@ -59,16 +58,7 @@ JSON, START = "application/json", "start it by `python -m engines.server --model
 @pytest.fixture(scope="session")
 def small(tmp_path_factory) -> str:
     """Returns the path of a model that sometimes searches. Its head is tied to its embeddings."""
-    tokenizer = make_tokenizer(PROTOCOLS["ur2"])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        policy = Policy(model_of("llama", **shape(len(tokenizer), 64, 2, 64)))
-    questions = World(0).questions("train", "one_hop")
-    examples = traces(tokenizer, questions[:8])
-    train_sft(policy, lambda step: examples, SFTSettings(30, 1e-2))
-    path = tmp_path_factory.mktemp("served") / "model"
-    save_policy(policy, tokenizer, path)
-    return str(path)
+    return save_searching_model(tmp_path_factory.mktemp("served") / "model")
 
 
 def widened(model, to: int = 32):
@@ -443,13 +433,10 @@ def test_the_rows_of_two_servers_are_those_of_slots(served, model):
     assert all(turns)  # both have sampled
 
 
-def test_a_turn_is_cut_where_our_stop_rule_ends_it(model):
-    _, environment = fleet_of(model, SimpleNamespace(base="http://a:1"))
-    end = environment.tokenizer.eos_token_id
-    rule = StopRule(environment.tokenizer, {}, {end})
-    for sampled, expected in (([5, end, 6], ([5, end], "eos")), ([5, 6], ([5, 6], "length"))):
-        ids, logprobs, reason = server.cut_turn(rule, sampled, [-1.0] * len(sampled), 9)
-        assert (ids, reason) == expected and len(logprobs) == len(ids)
+def test_a_turn_is_cut_where_our_stop_rule_ends_it(toy_tokenizer):
+    rule = StopRule(toy_tokenizer, {}, {7})
+    assert server.cut_turn(rule, [5, 7, 6], [-1.0, -2.0, -3.0], 9) == ([5, 7], [-1.0, -2.0], "eos")
+    assert server.cut_turn(rule, [5, 6], [-1.0, -2.0], 9) == ([5, 6], [-1.0, -2.0], "length")
 
 
 # ------------------------------------------------------------ servers that a test starts for itself

@@ -12,6 +12,7 @@ import sys
 import time
 from itertools import groupby
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -251,45 +252,34 @@ def test_real_rows_hold_no_token_that_a_page_forged(count, kind, generate, reque
 
 
 # ---------------------------------------------------------------------------- texts written by hand
-MATH = "--stage 2 --task_mixing false --mix arithmetic=1"
-
-
 @pytest.mark.fault(94)
-@pytest.mark.parametrize(("role", "more"), faulty((104, "judge", MATH), (105, "summarizer", "")))
+@pytest.mark.fault(105)
 def test_a_run_goes_on_if_a_model_replies_with_half_a_character(
-    role, more, model, tmp_path, monkeypatch, no_algebra
+    model, tmp_path, monkeypatch, no_algebra
 ):
     monkeypatch.chdir(tmp_path)
     requests = []
     with chat_server(lambda *_: requests.append(1) or "no" + HALF * (len(requests) > 2)) as server:
-        folder = train.train(settings_for(model, tmp_path, f"--{role} {server} {more}"))
+        folder = train.train(settings_for(model, tmp_path, f"--summarizer {server}"))
     assert len(rows_of(folder)) == 2 and len(requests) > 2
 
 
 @pytest.mark.fault(144)
 @pytest.mark.parametrize(
     ("kind", "count", "text"),
-    [
-        ("bpe", 1, "town " * 800_000),
-        ("bpe", 50, "town " * 9999),
-        ("toy_tokenizer", 1, "東" * 10**6),
-    ],
+    [("bpe", 50, "town " * 80_000), ("toy_tokenizer", 1, "東" * 10**6)],
 )
-def test_megabytes_are_cut_before_they_are_tokenized(kind, count, text, request, monkeypatch):
-    tokenizer, lengths = request.getfixturevalue(kind), []
-    original_call = type(tokenizer).__call__
-
-    def call(self, text, *rest, **named):
-        lengths.append(len(text))
-        return original_call(self, text, *rest, **named)
-
-    monkeypatch.setattr(type(tokenizer), "__call__", call)
+def test_megabytes_are_cut_before_they_are_tokenized(kind, count, text, request):
+    tokenizer = request.getfixturevalue(kind)
     settings = Settings(max_context=4096, document_tokens=100)
     environment = Environment(tokenizer, PROTOCOLS["ur2"], None, settings)
     row = Trajectory(question_with("x"), environment.protocol)
-    environment.append_result(row, "q", SearchResult([Document("d", "", text)] * count))
+    original = type(tokenizer).__call__
+    with patch.object(type(tokenizer), "__call__", autospec=True, side_effect=original) as call:
+        environment.append_result(row, "q", SearchResult([Document("d", "", text)] * count))
     assert row.searches[0].cut and row.text.count(text[:4]) > 50
-    assert len(row.response_ids) <= 100 + environment.frame_tokens and sum(lengths) < 100_000
+    assert len(row.response_ids) <= 100 + environment.frame_tokens
+    assert sum(len(used.args[1]) for used in call.call_args_list) < 100_000
 
 
 EVIL = {
@@ -348,21 +338,6 @@ def test_checking_a_slow_answer_is_given_up_and_honest_answers_stay_right(evil, 
     monkeypatch.setattr(metrics, "MATH_SECONDS", 1)
     assert not any(math_equal(evil.format(n), "x^2+1") for n in range(2))
     assert math_equal("x^2 - 1", "(x-1)(x+1)")
-
-
-LONG = "\\boxed{1} the correct answer is: 1\n <answer>2</answer>" * 10_000
-
-
-@trust
-@pytest.mark.parametrize(
-    "text", faulty((160, "{" * 50_000 + "}" * 50_000), (161, "\\boxed{" * 20_000), (162, LONG))
-)
-@pytest.mark.parametrize("name", ["ur2", "r1_searcher", "r_search", "arena"])
-def test_every_reward_of_a_huge_answer_is_computed_quickly(text, name, no_algebra):
-    row, start = example(name, searches=0), time.thread_time()
-    row.segments.append(Segment("model", text))
-    check_rewards(row)
-    assert time.thread_time() - start < 20
 
 
 @needs_math_verify

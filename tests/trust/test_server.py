@@ -4,14 +4,12 @@ import contextlib
 import json
 import resource
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import of_fault
 from test_remote import TOWNS, exchange, served
 
-from data import Document
 from retriever import BM25
 from retrievers import serve
 
@@ -61,7 +59,6 @@ ODD = [
     (164, post(b'{"queries": ["a"'), 400),
     (166, post(b"[" * 200_000), 400),
     (168, ask(topk="many"), 400),
-    (172, post(b'{"queries": ["half \\ud83d of one"]}'), 200),
     (178, b"GET /../../etc/passwd HTTP/1.1\r\nHost: x\r\n\r\n", 501),
     (186, post(b"2\r\n{}\r\n0\r\n\r\n", Content_Length=None, Transfer_Encoding="chunked"), 400),
 ]
@@ -88,17 +85,6 @@ def test_half_a_request_is_closed_after_the_timeout(raw, url, monkeypatch, capfd
         patch.setattr(serve.Handler, "timeout", 0.2)
         send(url, raw)  # by default the server waits longer than this client
     assert exchange(url, {"queries": ["ana"]})[0] == 200 and capfd.readouterr().err == ""
-
-
-@fault(193)
-def test_a_query_of_a_megabyte_does_not_hold_up_the_server(url):
-    bm25 = BM25([Document(str(n), "", f"kelmouth town {n}") for n in range(2000)])
-    with served(bm25) as large_url:
-        for size, code in ((10_000, 200), (1_000_000, 200)):
-            start = time.process_time()  # the server is a thread of this process
-            query = ("kelmouth " * (size // 9 + 1))[:size]
-            status, _ = exchange(large_url, {"queries": [query], "topk": 1})
-            assert status == code and time.process_time() - start < 2
 
 
 @pytest.fixture
