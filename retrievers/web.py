@@ -5,7 +5,7 @@ Only the commands of retriever.py use this file; a training run queries a runnin
           -> pages: HTML -> text
           -> the window of 150 words with the most words of the query (--page_words; if a model
              summarises the pages, give 2000: most pages then stay whole); if a page cannot be read
-             or has no text, the API's own snippet instead, and a result without one is left out
+             or has no text, the API's own snippet instead
           -> Document(id = address, title in the API's reply, text)
 
 Strangers choose these addresses, and this program visits them from inside your network. So only
@@ -27,7 +27,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from http.client import HTTPException
-from itertools import repeat
+from itertools import islice, repeat
 from urllib.parse import quote, urlsplit
 
 from data import Document
@@ -35,6 +35,7 @@ from errors import InputError
 from metrics import tokenize
 from retrievers.net import PORTS, Fault, exchange, fetch_json
 
+CANDIDATES = 3  # addresses tried per wanted page, at most
 THREADS = 32
 PAUSE = 0.2  # seconds between two calls of the API; many APIs reject faster calls
 API_SECONDS = 8.0
@@ -74,8 +75,8 @@ class WebRetriever:
             return list(pool.map(self.answer, queries, repeat(k)))
 
     def answer(self, query: str, k: int) -> list[Document]:
-        hits = [self.read(hit, query) for hit in self.ask(query)[:k]]
-        return [hit for hit in hits if hit.text]
+        hits = (self.read(hit, query) for hit in self.ask(query)[: CANDIDATES * k])
+        return [*islice((hit for hit in hits if hit.text), k)]  # no page is read after the k-th
 
     def read(self, hit: Document, query: str) -> Document:
         """Returns the hit with the text of its page instead of the snippet, if it can be read."""

@@ -16,7 +16,7 @@ from other_models.judge import (
     read_verdict,
 )
 from papers import PROTOCOLS
-from rewards import is_right, matches, ur2_stage2
+from rewards import matches, ur2_stage2
 from trajectory import trajectory_from_text
 
 ISLES = Question("q", "Where was Ana Bell born?", ["Great Britain", "United Kingdom"])

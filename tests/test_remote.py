@@ -184,12 +184,10 @@ def test_a_search_over_http_finds_the_same_as_one_in_this_process(towns):
 
 
 def test_a_reply_has_the_format_of_the_protocol(towns):
-    status, reply = exchange(towns, {"queries": ["kelmouth city", "varen"], "topk": 2})
+    status, reply = exchange(towns, {"queries": ["varen", ""]})
     contents = '"The "Ost""\nThe Ost flows by Varen.\nIt is long.'
-    assert status == 200 and list(map(len, reply["result"])) == [2, 2]
-    assert reply["result"][1][0]["document"] == {"id": "3", "contents": contents}
-    assert exchange(towns, {"queries": []}) == (200, {"result": []})
-    assert [*map(len, exchange(towns, {"queries": [""]})[1]["result"])] == [5]  # the default
+    assert status == 200 and [*map(len, reply["result"])] == [5, 5]  # the default
+    assert reply["result"][0][0]["document"] == {"id": "3", "contents": contents}
 
 
 def test_a_title_of_two_lines_becomes_one_line():

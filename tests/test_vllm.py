@@ -47,9 +47,7 @@ from plumbing.questions import built_in_world, world_questions
 from policy import Policy, collate, load_policy, save_policy
 from rewards import REWARDS
 from rollout import StopRule, rollout
-from sft import SFTSettings, train_sft
-from world.toy import load_toy, make_tokenizer, shape
-from world.world import World
+from world.toy import load_toy, shape
 
 JSON, START = "application/json", "start it by `python -m engines.server --model"
 

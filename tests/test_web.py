@@ -105,10 +105,22 @@ def test_a_page_becomes_a_document_with_its_address_and_the_title_of_the_result(
 def test_a_page_that_cannot_be_read_is_replaced_by_its_snippet(site):
     site.pages = {"/b": text_page("b")}
     missing = {"url": site.base + "/a", "title": "A", "content": "what a says"}
-    site.results = lambda query: [missing, "/b", missing, "/c", "/b#part", "/d"]
-    lists = searcher(site).search(["q"], 3)  # /c has neither a page nor a snippet
+    site.results = lambda query: [missing, "/b"]
+    lists = searcher(site).search(["q"], 2)
     assert texts(lists) == [["what a says", "Text of b."]] and lists[0][0].title == "A"
-    assert sorted(site.visits) == ["/a", "/b", "/c"]
+
+
+def test_candidates_are_tried_in_order_until_k_are_read_and_at_most_3k(site):
+    # k = 2: /0 is read, /1 is missing, /2 is read. The search then has 2 pages and does not visit
+    # /3. The same address is visited once.
+    site.pages = {path: text_page(path[1:]) for path in ("/0", "/2", "/3")}
+    site.results = lambda query: ["/0", "/0#part", "/1", "/2", "/3"]
+    assert texts(searcher(site).search(["q"], 2)) == [["Text of 0.", "Text of 2."]]
+    assert site.visits == ["/0", "/1", "/2"]
+    site.visits.clear()
+    site.results = lambda query: [f"/x{i}" for i in range(9)]
+    assert searcher(site).search(["x"], 2) == [[]]
+    assert site.visits == [f"/x{i}" for i in range(6)]
 
 
 def test_a_documents_text_is_a_window_of_the_page_or_the_whole_page(site):

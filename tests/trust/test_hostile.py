@@ -7,9 +7,7 @@ would take hours to check, and metrics that are not numbers.
 
 import copy
 import json
-import random
 import sys
-import time
 from itertools import groupby
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -20,14 +18,12 @@ from conftest import chat_server, of_fault, rows_of, settings_for
 from hypothesis import Phase, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from test_slots import make_talkative, random_policy
 from tokenizers import AddedToken, normalizers
 
 import metrics
 import retriever
 import train
 from data import Document, Question, SearchResult, clean, harmless
-from engines.slots import generate_in_slots
 from errors import InputError
 from formats.records import append_jsonl
 from metrics import has_math_verify, math_equal
@@ -35,8 +31,8 @@ from other_models.llm import prompt_ids
 from papers import PROTOCOLS
 from plumbing.record import to_record
 from prompts import build_prompt
-from rewards import REWARDS, example, reward_terms, tfidf_embedder
-from rollout import Environment, decode, encode, generate_by_turns, rollout
+from rewards import REWARDS, reward_terms, tfidf_embedder
+from rollout import Environment, decode, encode
 from settings import Settings
 from trajectory import Segment, Trajectory, show, trajectory_from_text
 
@@ -207,48 +203,6 @@ def test_without_the_cleaning_the_same_texts_forge_something(
     monkeypatch.setattr(place, lambda text, *_: clean(text))
     with pytest.raises(AssertionError):
         fuzz(100, bpe, tmp_path / "rows.jsonl")
-
-
-def hostile_search(draw: random.Random):
-    """Returns a search function that returns hostile documents, summaries and errors at random."""
-
-    def text() -> str:
-        return HALF + "".join(draw.choices(PIECES, k=draw.randrange(30)))
-
-    def random_result(_):
-        documents = [Document(text(), text(), text()) for _ in range(draw.randrange(4))]
-        results = [SearchResult(documents)] * 3 + [SearchResult(text=text())]
-        return draw.choice(
-            [*results, SearchResult(error=text()), SearchResult(documents, "", True)]
-        )
-
-    return lambda requests: [random_result(request) for request in requests]
-
-
-@pytest.mark.fault(142, 143)
-@pytest.mark.parametrize("count", [1, pytest.param(45, marks=trust)])
-@pytest.mark.parametrize(
-    ("kind", "generate"), [("toy_tokenizer", generate_by_turns), ("tagged", generate_in_slots)]
-)
-def test_real_rows_hold_no_token_that_a_page_forged(count, kind, generate, request, no_algebra):
-    tokenizer, searches = request.getfixturevalue(kind), 0
-    for seed in range(count):
-        for name, protocol in PROTOCOLS.items():
-            if protocol.query_tags is None:
-                continue
-            draw = random.Random(f"{seed} {name}")
-            policy = random_policy(len(tokenizer) + 5, draw)
-            policy = make_talkative(policy, tokenizer, protocol, draw)
-            limits = {"max_turn_tokens": 20, "document_tokens": draw.choice([8, 60])}
-            settings = Settings(group_size=4, max_context=1024, max_searches=3, **limits)
-            environment = Environment(tokenizer, protocol, hostile_search(draw), settings)
-            question = question_with("".join(draw.choices(PIECES, k=5)))
-            for row in rollout(policy, environment, [question], seed, generate):
-                check_row(row, tokenizer, environment)
-                check_shown(row)
-                check_rewards(row)
-                searches += len(row.searches)
-    assert searches > 5 * count
 
 
 # ---------------------------------------------------------------------------- texts written by hand

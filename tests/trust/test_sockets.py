@@ -3,7 +3,6 @@
 import itertools
 import json
 import socket
-import time
 from contextlib import suppress
 
 import pytest
