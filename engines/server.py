@@ -292,27 +292,25 @@ def generate_on_server(policy, environment, trajectories, progress=None) -> None
     ends = end_ids(policy, environment.tokenizer)
     rule = StopRule(environment.tokenizer, tags, ends)
     body = {"temperature": settings.temperature, "stop": list(tags), "stop_token_ids": sorted(ends)}
-    first = PartialState().process_index
-    prompts = dict.fromkeys(tuple(row.prompt_ids) for row in trajectories)
-    number = {prompt: first + n for n, prompt in enumerate(prompts)}
+    number = {}  # of each prompt
+    for row in trajectories:
+        number.setdefault(tuple(row.prompt_ids), PartialState().process_index + len(number))
 
-    def turn(row) -> tuple:
+    def turn(row):
         url = fleet.urls[number[tuple(row.prompt_ids)] % len(fleet.urls)]
         most = environment.turn_tokens_left(row)
         new, logprobs = fleet.sample(url, body | {"prompt": row.ids, "max_tokens": most})
-        return cut_turn(rule, new, logprobs, most)
+        environment.end_turn(row, *cut_turn(rule, new, logprobs, most))
+        return row
 
     at_once = settings.max_num_seqs or AT_ONCE * len(fleet.urls)
-    waiting, under_way = deque(trajectories), {}  # future of a turn -> its row
+    waiting, under_way = deque(trajectories), set()  # rows; futures of turns
     with ThreadPoolExecutor(at_once) as threads:
         while waiting or under_way:
             while waiting and len(under_way) < at_once:
-                row = waiting.popleft()
-                under_way[threads.submit(turn, row)] = row
-            ended = wait(under_way, return_when=FIRST_COMPLETED).done
-            rows = [under_way.pop(future) for future in ended]
-            for row, future in zip(rows, ended, strict=True):
-                environment.end_turn(row, *future.result())
+                under_way.add(threads.submit(turn, waiting.popleft()))
+            ended, under_way = wait(under_way, return_when=FIRST_COMPLETED)
+            rows = [future.result() for future in ended]
             environment.run_searches([row for row in rows if not row.stop_reason])
             asking = [row for row in rows if not row.stop_reason]
             waiting.extendleft(asking)  # first, because the servers still have their keys

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT, command_line
+from conftest import ROOT, command_line, message
 from rank_bm25 import BM25Okapi
 
 from data import Document, Question, SearchRequest
@@ -64,6 +64,7 @@ def test_in_a_tiny_corpus_the_smallest_idf_is_positive():
     # 1.5 · (1/4 + 3/4 · 8/6).
     expected = [SMALL_IDF * 2.5 / (1 + 1.5 * (0.25 + 0.75 * n / 6)) for n in (4, 8)]
     np.testing.assert_allclose(bm25.scores("guide"), expected, rtol=1e-12)
+    assert list(BM25(documents("...", "!")).scores("cat")) == [0, 0]  # no document has a word
 
 
 # -------------------------------------------------------------------------------- against rank-bm25
@@ -116,6 +117,7 @@ def test_the_random_control_depends_only_on_the_query_and_the_seed():
     # The result is the same in every process, since no hash of a string is used.
     assert [document.id for document in first] == ["52", "45", "18", "98"] and other != first
     assert first != retrieve(make_control("random", corpus, 4), asked("q"), 4)[0]
+    assert "the corpus is empty" in message(make_control, "random", [], 0)
 
 
 def test_the_oracle_returns_the_gold_documents_and_counts_them_from_one():

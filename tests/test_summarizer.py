@@ -201,17 +201,20 @@ def test_a_prompt_file_has_its_own_instruction_or_layout_by_task_and_mode():
 
 
 @pytest.mark.parametrize(
-    "reply",
+    "reply, text",
     [
-        "**no fact**",
-        "“No fact.”",
-        "\n`'NO FACT!'` \n",
-        "__NO FACT__",
+        ("**no fact**", UR2.fallback_text),
+        ("\n`'NO FACT!'` \n", UR2.fallback_text),
+        (f"{NO_FACT} was found", f"{NO_FACT} was found"),  # only mentioned
+        ("NO FACTS", "NO FACTS"),
+        ("**Final Information**\nNorland", "Norland"),
+        ("It helps. ** final information: **Norland", "Norland"),
+        ("The final information is old.", "The final information is old."),
     ],
 )
-def test_the_sentinel_is_a_fallback_whatever_its_formatting(reply):
-    result = notes(ScriptedModel(sum=reply), "sum", fallback=True)[0]
-    assert result == SearchResult([ANA, KELMOUTH], UR2.fallback_text, fallback=True)
+def test_a_reply_is_the_sentinel_or_notes_without_the_heading_of_the_papers_prompts(reply, text):
+    result = notes(ScriptedModel(who=reply), "who", fallback=True)[0]
+    assert result == SearchResult([ANA, KELMOUTH], text, text == UR2.fallback_text)
 
 
 @pytest.mark.parametrize("protocol", ["ur2", "ur2_search"])
@@ -237,28 +240,16 @@ def test_the_sentence_that_the_papers_own_prompts_ask_for_is_a_fallback(reply, p
     assert not result.fallback and "requires design" in result.text
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [f"{NO_FACT} was found", f"He said: {NO_FACT}", "NO FACTS"],
-)
-def test_notes_that_only_mention_the_sentinel_are_notes(reply):
-    result = notes(ScriptedModel(who=reply), "who", fallback=True)[0]
-    assert result.text == reply and not result.fallback
-
-
-def test_the_heading_of_the_papers_prompts_is_removed_from_the_notes():
-    for reply in ("**Final Information**\nNorland", "It helps. ** final information: **Norland"):
-        assert notes(ScriptedModel(who=reply), "who")[0].text == "Norland"
-    plain = "The final information is old."
-    assert notes(ScriptedModel(who=plain), "who")[0].text == plain
-    assert notes(ScriptedModel(who="**Final Information**\n"), "who")[0].error
-
-
-@pytest.mark.parametrize("reply", [None, "", " \n"])
+@pytest.mark.parametrize("reply", [None, " \n", "**Final Information**\n"])
 def test_no_reply_or_an_empty_reply_is_an_error_of_that_search_only(reply):
     results = notes(ScriptedModel(a=reply, b="on b"), "a", "b")
     assert results[0] == SearchResult([ANA, KELMOUTH], error="summariser gave no answer")
     assert results[1].error is None and results[1].text == "on b"
+
+
+def test_without_documents_the_model_is_not_asked_and_it_is_not_a_fallback():
+    llm = ScriptedModel(who="made up")
+    assert notes(llm, "who", documents=[]) == [SearchResult()] and llm.batches == []
 
 
 # ----------------------------------------------- log of requests and replies, used for distillation
@@ -300,6 +291,11 @@ def test_a_retriever_that_drops_a_query_is_an_error_and_shifts_no_result():
     dropping = SimpleNamespace(search=lambda queries, k: [[ANA]])
     with pytest.raises(ValueError):
         make_search(dropping)(requests("a", "b"))
+
+
+def test_an_empty_list_of_documents_is_not_a_failed_search():
+    empty = SimpleNamespace(search=lambda queries, k: [[]])
+    assert make_search(empty)(requests("a")) == [SearchResult()]
 
 
 def test_the_summariser_is_not_asked_about_a_failed_search():
