@@ -10,9 +10,9 @@ Only the commands of retriever.py use this file; a training run queries a runnin
 
 Strangers choose these addresses, and this program visits them from inside your network. So only
 http and https over IPv4 are allowed, the port must be 80 or 443, and all IP addresses of the host
-must be public. A host name is looked up once, and the connection goes
-to the IP address that was checked, because a second look-up may give a private one (DNS rebinding).
-No redirect is followed, and there is no proxy, because it would look the name up itself.
+must be public. A host name is looked up once, and the connection goes to the IP address that was
+checked, because a second look-up may give a private one (DNS rebinding). No redirect is followed,
+and there is no proxy, because it would look the name up itself.
 Left out: redirects, JavaScript, PDF, plain text, cookies, robots.txt, compressed pages, charsets
 other than UTF-8, a second page of results.
 """
