@@ -111,8 +111,7 @@ class Fleet:
         self.sent = -1
         protocol = environment.protocol
         text = "".join([protocol.instruction, *protocol.tags])
-        # Of a probe: the text fills at least a block of the cache.
-        ids = encode(environment.tokenizer, text) * PROBE
+        ids = encode(environment.tokenizer, text) * PROBE  # so that the probe fills a cache block
         self.prompt = ids[: min(PROBE, self.context - SAMPLED)]
 
     def error(self, url: str, problem) -> InputError:
@@ -139,7 +138,8 @@ class Fleet:
         """
         for url in self.urls:
             model = self.ask(url, "/v1/models", "data", 0)
-            room, config = model["max_model_len"], Path(str(model.get("root")), "config.json")
+            room = model.get("max_model_len", 0)
+            config = Path(str(model.get("root")), "config.json")
             if room < self.context:
                 raise self.error(url, f"its context has {room} tokens, fewer than --max_context")
             if config.exists() and json.loads(config.read_text()).get("tie_word_embeddings"):

@@ -4,7 +4,6 @@ slow reference implementation.
 
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from other_models.llm import LocalLLM, Request, ServerLLM, load_llm
 from policy import save_policy
 from prompts import chat_text
 from rollout import encode
+from settings import Settings
 
 
 class Server(ScriptedServer):
@@ -59,12 +59,6 @@ def one_try(monkeypatch):
 
 def asker(server, timeout=60.0, **options) -> ServerLLM:
     return ServerLLM(f"{server.base}#m", timeout=timeout, **options)
-
-
-def settings_with(**fields):
-    """Returns the settings that load_llm reads, changed by these fields."""
-    fields = {"timeout": 60.0, "load_in_8bit": False, "output_dir": "runs"} | fields
-    return SimpleNamespace(**fields)
 
 
 def requests(*texts):
@@ -120,7 +114,7 @@ def test_equal_requests_are_sent_once_and_others_with_their_own_sampling(serve):
 def test_a_server_that_hangs_or_rejects_the_first_request_is_a_one_line_error(serve, probe, match):
     timeout = 60.0 if probe else 0.5
     spec = serve(probe=probe).base + "#m"
-    assert match in message(load_llm, spec, settings_with(timeout=timeout))
+    assert match in message(load_llm, spec, Settings(timeout=timeout))
 
 
 # ------------------------------------------------------------------------------ requests that fail
@@ -274,6 +268,6 @@ def test_the_reply_to_a_prompt_longer_than_the_context_is_none(qwen2, bpe):
 
 def test_an_8_bit_model_is_loaded_and_answers(qwen2, bpe, tmp_path):
     save_policy(qwen2, bpe, tmp_path)
-    local = load_llm(str(tmp_path), settings_with(load_in_8bit=True), max_tokens=4)
+    local = load_llm(str(tmp_path), Settings(load_in_8bit=True), max_tokens=4)
     assert local.policy.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
     assert len(local.ask([("", "where ?")])) == 1
