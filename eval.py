@@ -75,7 +75,6 @@ class Options:
     )
     all: bool = setting(False, "print every metric; by default the most important ones")
     markdown: bool = setting(False, "print tables as Markdown")
-    json: str = setting("", "file to write the numbers to, as JSON")
 
 
 def read_flags(
@@ -172,12 +171,14 @@ class Evaluation:
 
         return generate
 
-    def run(self) -> list[dict]:
-        """Returns prediction records of the model's rollouts. Those of a batch are appended to the
-        file `out` as soon as the batch is finished.
+    def run(self, generate: Callable | None = None, reader=None, judge=None) -> list[dict]:
+        """Returns prediction records of the model's rollouts, with the reader's answers and the
+        judge's verdicts. Those of a batch are appended to the file `out` as soon as the batch is
+        finished. If reader or judge fails later, --predictions with --reader and --judge goes on.
+        `generate` answers a batch of questions; by default it is that of `load`.
         """
         check_output(self.out, "--out")
-        generate = self.load()
+        generate = generate or self.load()
         self.announce()
         keep_old(self.out)
         records = []
@@ -189,6 +190,12 @@ class Evaluation:
                 append_jsonl(self.out, batch)
                 records += batch
         self.report_failures(records, bar.total)
+        if reader or judge:
+            # With the paper's decoding the reader samples too (R-Search appendix A.3).
+            paper = self.options.decoding == "paper"
+            sampling = (self.settings.temperature, self.settings.top_p) if paper else ()
+            records = ask_others(records, reader, judge, sampling)
+            write_records(self.out, records)
         return records
 
     def record(self, trajectory: Trajectory, row: int) -> dict:
@@ -309,26 +316,11 @@ def run(settings: Settings, options: Options) -> None:
     # Reader and judge are built first, so that a wrong address fails before the long rollouts.
     reader = build_reader(settings, best_device()) if settings.reader else None
     judge = build_judge(settings, best_device())
-    # With the paper's decoding the reader samples too (R-Search appendix A.3).
-    paper = options.decoding == "paper"
-    sampling = (settings.temperature, settings.top_p) if paper else ()
     evaluation = Evaluation(settings, options)
-    records = evaluate(evaluation, reader, judge, sampling)
+    records = evaluation.run(None, reader, judge)
     report(records, others, options)
     hint_at_cold_start(records, evaluation.settings)
     print(f"predictions: {evaluation.out}")
-
-
-def evaluate(evaluation: Evaluation, reader, judge, sampling: tuple = ()) -> list[dict]:
-    """Returns prediction records with the reader's answers and the judge's verdicts. The reader
-    samples with `sampling` = (temperature, top_p); with () it is greedy. If reader or judge fails,
-    the predictions are written already, and --predictions with --reader and --judge goes on.
-    """
-    records = evaluation.run()
-    if reader or judge:
-        records = ask_others(records, reader, judge, sampling)
-        write_records(evaluation.out, records)
-    return records
 
 
 def main(arguments: list[str] | None = None) -> None:

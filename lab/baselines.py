@@ -38,13 +38,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from data import Question, SearchResult, strip_tags
 from errors import InputError, run_main
-from eval import Evaluation, Options, evaluate, parse
+from eval import Evaluation, Options, parse
 from lab import names_in
 from metrics import last_boxed
 from other_models.llm import LLM, Request, load_llm
@@ -410,7 +410,9 @@ class Run:
         self.send(text)
 
 
-def run_method(name: str, questions: list, llm: LLM, search, settings: Settings, progress=None):
+def run_method(
+    name: str, questions: list, seed=0, progress=None, *, llm: LLM, search, settings: Settings
+) -> list[Trajectory]:
     """Returns a trajectory for each question to which the model replied; its token ids only serve
     to count tokens. With max_searches 0 each method has its own limit.
     """
@@ -465,13 +467,6 @@ def load(settings: Settings, documents: list) -> tuple:
     return llm, build_search(settings, documents, device, protocol=protocol)
 
 
-def answering(name: str, llm: LLM, search, settings: Settings) -> Callable:
-    """Returns the function that answers a batch of questions, as `Evaluation.load` does."""
-    return lambda questions, _, progress: run_method(
-        name, questions, llm, search, settings, progress
-    )
-
-
 def parse_baselines(arguments: list[str]) -> tuple[Settings, BaselineOptions]:
     # The methods have their own prompts; ur2 is set because it searches and has a fallback text.
     arguments = ["--protocol=ur2", "--max_searches=0", "--documents_per_search=5", *arguments]
@@ -481,8 +476,8 @@ def parse_baselines(arguments: list[str]) -> tuple[Settings, BaselineOptions]:
 def main(arguments: list[str] | None = None) -> None:
     settings, options = parse_baselines(sys.argv[1:] if arguments is None else arguments)
     methods = names_in("method", options.method.removeprefix("all"), METHODS)
-    if options.samples > 1 or options.against or options.json:
-        raise InputError("--samples, --against, --json: a table of methods does not use them")
+    if options.samples > 1 or options.against:
+        raise InputError("--samples, --against: a table of methods does not use them")
     judge = build_judge(settings, best_device(), recipe_protocol(settings).judge_sees)
     whole, rows = Evaluation(settings, options), {}
     llm, search = load(settings, whole.documents)
@@ -490,8 +485,8 @@ def main(arguments: list[str] | None = None) -> None:
     folder = whole.out if options.out else whole.out.with_suffix("")
     for name in methods:
         whole.out = folder / f"{name}.jsonl"
-        whole.load = partial(answering, name, llm, search, settings)
-        if records := evaluate(whole, None, judge):
+        generate = partial(run_method, name, llm=llm, search=search, settings=settings)
+        if records := whole.run(generate, judge=judge):
             rows[name] = summarise(records)["all"]
     print(table(rows, options.markdown, "method", COLUMNS if options.all else BRIEF))
     print(f"predictions: {folder}/METHOD.jsonl")
