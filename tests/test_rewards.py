@@ -681,35 +681,36 @@ def test_invented_words_do_not_make_a_repeated_query_a_new_one():
 
 # ------------------------------------------------------------------------------------ ARENA by hand
 
-DATED = replace(QA, answers=["June 16, 1874"])
-
 
 def sections(ids="[1, 4]", answer="June 16, 1874"):
     return f"<relevance>{ids}</relevance><analysis>It says so.</analysis><answer>{answer}</answer>"
 
 
-# Relevance: the gold numbers are 1 and 4; exactly these earn 1, some in common 0.5, none 0.
-CITATIONS = {"[2]": 0, "[1, 2, 3, 4]": 0.5, "[4, 1]": 1}
-# EM, F1 and cover-EM. "June 16" has 2 of 3 words: P = 1 and R = 2/3, so F1 = 0.8; cover-EM needs
-# all three words.
-ANSWERS = {"June 16": (0, 0.8, 0), "June 16, 1874": (1, 1, 1), "on June 16, 1874": (0, 6 / 7, 1)}
-
-
-@pytest.mark.parametrize("number, metric", enumerate(("em", "f1", "cem")))
-@pytest.mark.parametrize("in_format", [True, False])
-@pytest.mark.parametrize("cited", CITATIONS)
-@pytest.mark.parametrize("answer", ANSWERS)
-def test_every_sum_of_arenas_terms_by_hand(answer, cited, in_format, number, metric):
-    # R = R_format + R_accuracy + R_relevance + R_bonus (3.3); 13 only if all three terms are 1.
-    # A judge's verdict replaces the metric. Without the relevance term the bonus needs the others.
-    text = sections(cited, answer) + " done" * (not in_format)
-    for verdict, right in ((None, ANSWERS[answer][number]), (True, 1), (False, 0)):
-        parts = [in_format, right, CITATIONS[cited]]
-        for args, count in ({"answer_metric": metric}, 3), ({"relevance_reward": False}, 2):
-            if verdict is None and count == 2:
-                parts[1] = ANSWERS[answer][0]
-            expected = sum(parts[:count]) + 10 * all(part == 1 for part in parts[:count])
-            assert paid("arena", text, DATED, (), {"correct": verdict}, **args) == expected
+@pytest.mark.parametrize(
+    "ids, answer, args, expected",
+    [
+        # R = R_format + R_accuracy + R_relevance + R_bonus (3.3); the bonus only if all three are
+        # 1. Relevance: the gold numbers are 1 and 4; exactly these earn 1, some in common 0.5.
+        ("[4, 1]", "June 16, 1874", {}, 1 + 1 + 1 + 10),
+        ("[1, 2, 3, 4]", "June 16, 1874", {}, 1 + 1 + 0.5),
+        ("[2]", "June 16, 1874", {}, 1 + 1 + 0),
+        ("[4, 1]", "June 16", {}, 1 + 0 + 1),
+        ("[4, 1]", "June 16, 1874 </answer> done", {}, 0 + 1 + 1),
+        ("[2]", "June 16, 1874 </answer> done", {}, 0 + 1 + 0),
+        # F1 of "June 16": P = 1 and R = 2/3, so 0.8. Cover-EM needs all three words.
+        ("[4, 1]", "June 16", {"answer_metric": "f1"}, 1 + 0.8 + 1),
+        ("[4, 1]", "on June 16, 1874", {"answer_metric": "cem"}, 1 + 1 + 1 + 10),
+        # A judge's verdict replaces the metric.
+        ("[4, 1]", "June 16", {"correct": True}, 1 + 1 + 1 + 10),
+        ("[4, 1]", "June 16, 1874", {"correct": False}, 1 + 0 + 1),
+        # Without relevance the bonus needs the other two; Naive-GRPO (4.3) has no bonus.
+        ("[2]", "June 16, 1874", {"relevance_reward": False}, 1 + 1 + 10),
+        ("[2]", "June 16, 1874", {"relevance_reward": False, "bonus": 0.0}, 1 + 1),
+    ],
+)
+def test_every_sum_of_arenas_terms_by_hand(ids, answer, args, expected):
+    trajectory = written(sections(ids, answer), "arena", asking("June 16, 1874"))
+    assert sum(rewards.arena(trajectory, **args).values()) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -844,16 +845,6 @@ def test_a_reward_that_does_not_fit_is_an_error_of_one_line(settings, message):
 def test_only_a_price_of_searches_of_two_or_more_is_too_high():
     check_reward(settings_for("ur2_stage2", max_searches=9))  # UR² has no price per search
     check_reward(settings_for("when_to_search_stage2", max_searches=6, beta=0.3))  # 0.3 · 6 = 1.8
-
-
-def test_the_example_can_be_written_in_the_protocol_of_a_sixth_paper(monkeypatch):
-    tags = map(tag_pair, ("ask", "page", "end"))
-    sixth = Protocol("sixth", *tags, "Ask.", "Answer.", other_tags=(tag_pair("plan"),))
-    monkeypatch.setitem(PROTOCOLS, "sixth", sixth)
-    for protocol in PROTOCOLS:
-        assert example(protocol).answer == "Norland"
-    assert [search.fallback for search in example("sixth").searches] == [False, True]
-    check_reward(settings_for("ur2_stage1", "sixth"))
 
 
 UNCITED = replace(QA, supporting=())
@@ -1029,36 +1020,36 @@ ON_PURPOSE = {
 }
 FALLBACKS = {6: 1, 7: 2, 26: 1, 27: 2}  # row: number of searches, all answered by the fallback
 TASKS = {"rag": "qa", "math": "math", "history": "choice", "medicine": "choice"}
-VERDICTS = {"Judgment: Correct": 2, "Judgment: Partially correct": 1}
+GRADES = {"Judgment: Correct": lambda *_: 2, "Judgment: Partially correct": lambda *_: 1}
+VARIANTS = {"llama": "llama_8b", "qwen_3b": "qwen_3b"}
+RELEASED = {  # (paper, stage of the released code) -> our reward
+    ("ur2", 1): "ur2_stage1",
+    ("ur2", 2): "ur2_stage2",
+    ("ur2", "mcq"): "ur2_choice",
+    ("r1_searcher", "llama1"): "r1_searcher_stage1_code",
+    ("r1_searcher", "llama2"): "r1_searcher_stage2_llama",
+    ("r1_searcher", "qwen_zero"): "r1_searcher_stage2",
+    ("r_search", None): "r_search",
+    ("arena", None): "arena_code",
+}
 
 
 def golden(index, row):
     """Returns our reward of a transcript, with the settings of the released code."""
-    text, golds, settings = row["response"], row["gold"], row["settings"]
-    golds = [golds] if isinstance(golds, str) else golds
+    settings = row["settings"]
+    reward = RELEASED[row["system"], settings.get("stage")]
+    golds = [row["gold"]] if isinstance(row["gold"], str) else row["gold"]
     question = Question(str(index), settings.get("question", "?"), golds)
-    if row["system"] == "r_search":
-        row = trajectory_from_text(question, text, "r_search")
-        return rewards.r_search(row, settings["cross_model_answer"])
-    if row["system"] == "arena":
-        question = replace(question, supporting=tuple(settings["supporting"]))
-        return REWARDS["arena_code"](trajectory_from_text(question, text, "arena"))
-    if row["system"] == "r1_searcher":
-        row = trajectory_from_text(question, text, "r1_searcher")
-        if settings["stage"] == "llama1":
-            return rewards.r1_searcher_stage1(row, answer_metric="cem")
-        penalty = {"llama2": 1.0, "qwen_zero": 2.0}[settings["stage"]]
-        return rewards.r1_searcher_stage2(row, format_penalty=penalty)
-    may_search = settings.get("retrieve_prompt", True)
-    question = replace(question, task=TASKS[settings["kind"]], may_search=may_search)
-    row = trajectory_from_text(question, text, "ur2", range(FALLBACKS.get(index, 0)))
-    variant = settings.get("variant", "qwen_7b").replace("llama", "llama_8b")
-    if settings["stage"] == 1:
-        return rewards.ur2_stage1(row, variant)
-    if settings["stage"] == "mcq":
-        return rewards.ur2_choice(row, settings.get("step", 0), variant=variant)
-    verdict = VERDICTS.get(settings.get("judge_says"))
-    return rewards.ur2_stage2(row, None if verdict is None else lambda *_: verdict)
+    task, cited = TASKS.get(settings.get("kind"), "qa"), tuple(settings.get("supporting", ()))
+    direct = settings.get("retrieve_prompt") is False
+    question = replace(question, task=task, supporting=cited, may_search=not direct)
+    fallbacks = range(FALLBACKS.get(index, 0))
+    trajectory = trajectory_from_text(question, row["response"], protocol_of(reward), fallbacks)
+    outside = {"step": settings.get("step", 0)}
+    outside["reader_answer"] = settings.get("cross_model_answer", "")
+    outside["grade"] = GRADES.get(settings.get("judge_says"))
+    variant = {"variant": VARIANTS[settings["variant"]]} if "variant" in settings else {}
+    return reward_terms(reward, trajectory, outside, **variant)
 
 
 def test_every_golden_row_is_equal_or_differs_for_a_named_reason():
@@ -1084,19 +1075,6 @@ def test_published_transcripts_of_the_trained_model_have_no_format_fault(name):
         assert rewards.r1_searcher_format(trajectory) == []
         # F1 ignores the order of words: one date is published in another order.
         assert f1_score(trajectory.answer, record["pred_ans"]) == 1.0
-
-
-@pytest.mark.parametrize(
-    "name, long", [("train/r1_searcher_stage2_100", 2), ("qa_eval/musique_500", 5)]
-)
-def test_every_gold_of_r1_searchers_data_earns_the_full_reward_as_an_answer(name, long):
-    records = map(json.loads, shared(f"data/{name}.jsonl").splitlines())
-    questions = [Question(str(r["idx"]), r["question"], [r["answer"]]) for r in records]
-    golds = [(question, answer) for question in questions for answer in question.answers]
-    assert sum(len(answer.split()) > rewards.MAX_ANSWER_WORDS for _, answer in golds) == long
-    for question, answer in golds:  # F1 = 1 and no format fault
-        row = trajectory_from_text(question, f"</think><answer>{answer}</answer>", "r1_searcher")
-        assert sum(rewards.r1_searcher_stage2(row).values()) == pytest.approx(1.0)
 
 
 def test_a_published_transcript_of_search_r1_is_parsed_and_rewarded():
