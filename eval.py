@@ -19,27 +19,26 @@ from the beginning. An earlier file is renamed and not overwritten.
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from errors import (
-    FlagParser,
     InputError,
     check_output,
     prepare_command,
     rank_of,
     run_main,
 )
-from flags import MORE_HELP, MOST_USED, add_flags
+from flags import MOST_USED, parse_flags
 from metrics import PUNCTUATION
 from plumbing.predictions import ask_others, score_files, score_predictions
 from plumbing.report import report
-from settings import Settings, check_limits, setting
+from settings import Settings, setting
 
 
 @dataclass(frozen=True)
 class Options:
-    """Holds the options of an evaluation that are not settings of a run."""
+    """Evaluates a checkpoint; --predictions FILE scores a file."""
 
     split: str = setting("test", "split of the built-in world", one_of=("train", "dev", "test"))
     questions: int = setting(
@@ -77,27 +76,10 @@ class Options:
     markdown: bool = setting(False, "print tables as Markdown")
 
 
-def read_flags(
-    arguments: list[str], kind: type[Options] = Options, command: str = "eval.py"
-) -> tuple[dict, Options]:
-    """Parses the command line into (the settings that were given, the options)."""
-    parser = FlagParser(command, description=kind.__doc__)
-    if kind is Options:
-        parser.description = "Evaluates a checkpoint; --predictions FILE scores a file." + MORE_HELP
-        parser.epilog = "example: python eval.py --stage 1 --questions 20 --decoding both"
-        parser.most_used = [*MOST_USED, *"questions decoding against predictions all".split()]
-    add_flags(parser, Settings, "eval")
-    add_flags(parser, kind, "eval")
-    given = vars(parser.parse_args(arguments))
-    names = given.keys() & {f.name for f in fields(kind)}
-    options = kind(**{name: given.pop(name) for name in names})
-    check_limits(options)
-    return given, options
-
-
 def score_only(arguments: list[str]) -> bool:
     """Reads the flags. With --predictions it scores the files, without torch, and returns True."""
-    given, options = read_flags(arguments)
+    most_used = [*MOST_USED, "questions", "decoding", "against", "predictions", "all"]
+    options, given = parse_flags("eval.py", Options, arguments, True, most_used=most_used)
     if options.predictions:
         score_predictions(Settings(**given), options)
     return bool(options.predictions)
@@ -291,7 +273,7 @@ def last_checkpoint(given: dict) -> str:
 def parse(
     arguments: list[str], kind: type[Options] = Options, command: str = "eval.py"
 ) -> tuple[Settings, Options]:
-    given, options = read_flags(arguments, kind, command)
+    options, given = parse_flags(command, kind, arguments, with_settings=True)
     settings = settings_of(given)
     if options.decoding == "paper":  # greedy, if the paper does not say how it samples
         settings = settings_of(record_of(settings.recipe, settings.variant).decoding | given)
