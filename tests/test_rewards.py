@@ -233,15 +233,6 @@ def test_the_3b_model_has_format_minus_one_for_a_choice_without_a_search(
     assert paid("ur2_choice", text, CHOICE, (), {"step": step}, variant=variant) == expected
 
 
-def test_the_weak_first_stage_scores_any_task():
-    # One search earns 0.5, the judge's grade 2; open questions get F1, which is 2/3.
-    judged = {"grade": lambda question, answer: 2.0}
-    assert paid("ur2_weak", "$search\\boxed{about a half}", MATH, (), judged) == 3.5
-    partly = "$search$search\\boxed{Kelmouth, Norland}"
-    assert paid("ur2_weak", partly) == 4 / 3 + 1 + 1
-    assert paid("ur2_weak", partly, outside={"step": 10}) == 4 / 3 + 1
-
-
 @pytest.mark.parametrize(
     ("text", "question", "accepted"),
     [
