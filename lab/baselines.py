@@ -370,44 +370,36 @@ def next_question(reply: str) -> str:
 _TURN = rf"(?s).*?(?:</search>|</answer>|{TOLD}|\Z)"
 
 
-class Run:
-    """One question: the method that answers it, what it waits for, and the trajectory so far."""
-
-    def __init__(self, steps: Steps, row: Trajectory):
-        self.steps, self.row = steps, row
-        self.send(None)
-
-    def send(self, received) -> None:
-        """Sends a reply or passages to the method; `wanted` is then its next request or query, or
-        None at the end. The answer is in <answer> tags, where the metrics look for it.
-        """
+def answer(steps: Steps, row: Trajectory, environment: Environment) -> Generator:
+    """Runs a method on one question and writes its trajectory. Yields a query that is to be
+    searched, or a request, whose reply it receives; at the end None.
+    """
+    s, tokenizer, received = environment.settings, environment.tokenizer, None
+    while True:
         try:
-            self.wanted = self.steps.send(received)
+            wanted = steps.send(received)
         except StopIteration as end:
-            self.wanted, self.row.stop_reason = None, "answer"
-            self.row.append_model([], [], f"<answer> {plain(end.value)} </answer>")
-
-    def query(self) -> str:
-        """Returns the query without tags, or the question if nothing is left of it."""
-        query = " ".join(plain(self.wanted).split()) or self.row.question.question
-        self.row.append_environment([], f"<search> {query} </search>", "notice")
-        return query
-
-    def request(self, environment: Environment) -> Request:
-        question = self.wanted.question or question_text(self.row.question)
-        s, most = environment.settings, environment.turn_limit(self.row)
-        return self.wanted.as_request(question, (s.temperature, s.top_p, most))
-
-    def read(self, reply: str | None, tokenizer) -> None:
+            row.stop_reason = "answer"
+            # The metrics look for the answer in these tags.
+            row.append_model([], [], f"<answer> {plain(end.value)} </answer>")
+            return (yield None)
+        if isinstance(wanted, str):
+            query = " ".join(plain(wanted).split()) or row.question.question
+            row.append_environment([], f"<search> {query} </search>", "notice")
+            yield query
+            received = row.searches[-1].text.split("\n")
+            continue
+        question = wanted.question or question_text(row.question)
+        decoding = s.temperature, s.top_p, environment.turn_limit(row)
+        reply = yield wanted.as_request(question, decoding)
         if reply is None:
-            self.wanted, self.row.stop_reason = None, NO_REPLY
-            return
+            row.stop_reason = NO_REPLY
+            return (yield None)
         # Chat models often repeat the beginning of their reply before they go on.
-        text = re.match(_TURN, reply.strip().removeprefix(self.wanted.so_far.strip())).group()
+        received = re.match(_TURN, reply.strip().removeprefix(wanted.so_far.strip())).group()
         # Tags are removed: a transcript has them only around the queries that are searched, around
         # the documents and around the final answer.
-        self.row.append_model(encode(tokenizer, reply), [], f"{plain(text)}\n\n")
-        self.send(text)
+        row.append_model(encode(tokenizer, reply), [], f"{plain(received)}\n\n")
 
 
 def run_method(
@@ -426,20 +418,23 @@ def run_method(
     environment.reject = lambda row, query, _: environment.append_result(
         row, query.query, SearchResult()
     )
-    runs = [Run(METHODS[name](q, *limit), Trajectory(q, protocol)) for q in questions]
-    while waiting := [run for run in runs if run.wanted]:
+    rows = [Trajectory(question, protocol) for question in questions]
+    runs = [answer(METHODS[name](t.question, *limit), t, environment) for t in rows]
+    wanted = [next(run) for run in runs]
+    while any(wanted):
         # All searches of a round are one call, and so are all requests.
-        if searching := [run for run in waiting if isinstance(run.wanted, str)]:
-            environment.execute([(run.row, run.query()) for run in searching])
-            for run in searching:
-                run.send(run.row.searches[-1].text.split("\n"))
-            continue
-        replies = llm.ask([run.request(environment) for run in waiting])
-        for run, reply in zip(waiting, replies, strict=True):
-            run.read(reply, llm.tokenizer)
+        asked = [n for n, query in enumerate(wanted) if isinstance(query, str)]
+        if asked:
+            environment.execute([(rows[n], wanted[n]) for n in asked])
+            replies = [None] * len(asked)
+        else:
+            asked = [n for n, request in enumerate(wanted) if request]
+            replies = llm.ask([wanted[n] for n in asked])
+        for n, reply in zip(asked, replies, strict=True):
+            wanted[n] = runs[n].send(reply)
     if progress:
-        progress(len(runs))
-    return [run.row for run in runs if run.row.stop_reason != NO_REPLY]
+        progress(len(rows))
+    return [row for row in rows if row.stop_reason != NO_REPLY]
 
 
 # --------------------------------------------------------------------------------- the command line
