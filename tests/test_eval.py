@@ -359,12 +359,6 @@ def test_the_built_in_world_gives_the_same_number_of_test_questions_per_kind():
     assert all(q.id.startswith("test/") for q in questions if q.kind == "one_hop")
 
 
-def question_file(path, count=5) -> str:
-    """Writes a file of `count` questions with a reference each and returns the path."""
-    fields = {"references": [{"id": "1", "title": "t", "text": "x"}], "answers": ["a"]}
-    return write(path, [{"id": str(i), "question": f"{i} ?"} | fields for i in range(count)])
-
-
 @pytest.mark.parametrize("retriever, text", [("bm25", "a city"), ("empty", "None")])
 def test_retrieved_references_replace_the_given_ones(retriever, text, tmp_path):
     question = {"id": "0", "question": "ana bell", "answers": ["a"], "supporting": [1]}
@@ -381,25 +375,26 @@ def test_retrieved_references_replace_the_given_ones(retriever, text, tmp_path):
 
 
 def test_a_failed_search_for_references_is_a_one_line_error(monkeypatch):
-    monkeypatch.setattr("retrievers.controls.EmptyRetriever.search", Mock(return_value=[None]))
+    monkeypatch.setattr("retrievers.controls.EmptyRetriever.search", lambda *_: [None])
     settings = Settings(protocol="arena", retriever="empty")
     error = message(with_retrieved, [Question("q", "?", ["a"])], [], settings)
     assert "--references retrieved: a search failed" in error
 
 
 def test_questions_of_a_file_are_drawn_by_the_seed_and_zero_takes_all(tmp_path):
-    def ids(count, seed=0, suffix=""):
-        data = question_file(tmp_path / "q.jsonl", 50) + suffix
-        settings = Settings(data=data, model="m", retriever="empty", seed=seed)
-        datasets, _ = evaluation_questions(settings, dataclasses.replace(OPTIONS, questions=count))
-        if suffix:  # an evaluation of FILE:N draws the same questions as training
-            assert datasets == {"q": training_questions(settings)}
-        return [int(q.id) for q in datasets["q"]]
+    records = [{"id": str(i), "question": f"{i} ?", "answers": ["a"]} for i in range(50)]
+    path = write(tmp_path / "q.jsonl", records)
 
-    drawn = ids(20)
-    assert drawn == ids(20) == sorted(set(drawn)) != list(range(20))
-    assert len(drawn) == 20 and ids(20, seed=1) != drawn
-    assert ids(0) == ids(60) == list(range(50)) and len(ids(0, suffix=":7")) == 7
+    def drawn(count, seed=0, suffix=""):
+        settings = Settings(data=path + suffix, model="m", retriever="empty", seed=seed)
+        datasets, _ = evaluation_questions(settings, dataclasses.replace(OPTIONS, questions=count))
+        return datasets["q"]
+
+    chosen = drawn(20)
+    assert len({q.id for q in chosen}) == 20 and chosen == drawn(20) != drawn(20, seed=1)
+    assert chosen == sorted(chosen, key=lambda q: int(q.id)) and len(drawn(0)) == 50
+    # An evaluation of FILE:N draws the same questions as training.
+    assert drawn(0, suffix=":7") == training_questions(Settings(data=f"{path}:7", model="m"))
 
 
 def test_predictions_of_each_model_and_variant_get_a_file_of_their_own_below_the_runs():
@@ -478,5 +473,3 @@ def test_the_table_has_a_row_per_kind_and_decoding_both_runs_two_evaluations(
         assert f"temperature {temperature}, retriever bm25" in table
         assert [line.split()[0] for line in table.splitlines()[1:8]] == ["kind", *KINDS, "all"]
         assert len(records_in(re.search("predictions: (.*)", table)[1])) == 10
-    run(f"--output_dir {runs} --questions 2 --stage 0")
-    assert capsys.readouterr().out.startswith("the built-in model, before RL: 10 questions")

@@ -129,23 +129,29 @@ def test_a_prompt_without_retrieval_pays_the_format_only(reward, text, expected)
     assert paid(reward, text, DIRECT) == expected
 
 
-def test_each_rejected_query_on_a_question_without_search_is_a_violation():
-    trajectory = written("$right", question=DIRECT)
-    queries = ("Ana Bell birthplace", LONG)
-    trajectory.rejected_queries = [RejectedQuery("direct", query) for query in queries]
-    assert ur2_violations(trajectory) == ["long_query"] + ["searched_directly"] * 2
-    # A malformed query is not counted; if it leaves tags without a partner, those are.
-    trajectory.rejected_queries = [RejectedQuery("malformed", "")]
-    assert ur2_violations(trajectory) == []
+@pytest.mark.parametrize(
+    "question, searches, rejected, faults",
+    [
+        (DIRECT, 0, [("direct", "Ana")] * 2, ["searched_directly"] * 2),
+        (DIRECT, 0, [("direct", LONG)], ["long_query", "searched_directly"]),
+        # A malformed query is not counted; if it leaves tags without a partner, those are.
+        (DIRECT, 0, [("malformed", "")], []),
+        # A query beyond the limit of four.
+        (QA, 4, [("limit", "one more")], ["too_many_queries"]),
+    ],
+)
+def test_each_rejected_query_is_a_violation(question, searches, rejected, faults):
+    trajectory = written("$search " * searches + "$right", question=question)
+    trajectory.rejected_queries = [RejectedQuery(*query) for query in rejected]
+    assert ur2_violations(trajectory) == faults
+    assert count_valid_searches(trajectory) == searches
 
 
-@pytest.mark.parametrize("junk", [".", "- -"])
-def test_a_query_without_a_word_earns_nothing_and_is_a_violation(junk):
+def test_a_query_without_a_word_earns_nothing_and_is_a_violation():
     # Two such queries are two violations: −2. They must not earn 1 + 4, as two searches do.
     trajectory = written("$right")
-    trajectory.searches += [Search(junk, [], "None")] * 2
-    assert ur2_violations(trajectory, True) == ["wordless_query"] * 2
-    assert rewards.ur2_stage1(trajectory)["retrieval"] == count_valid_searches(trajectory) == 0
+    trajectory.searches += [Search("- -", [], "None")] * 2
+    assert rewards.ur2_stage1(trajectory) == {"format": -2, "retrieval": 0, "fallback": 0}
     assert sum(rewards.ur2_choice(trajectory, 0).values()) == 2  # no format, no bonus
 
 
@@ -198,15 +204,23 @@ def test_each_fallback_costs_half_and_is_counted_by_its_flag_not_by_its_text():
     )
 
 
-def test_the_search_bonus_for_choice_ends_after_the_first_steps():
-    def choice(n, step, variant="qwen_7b"):
-        text = "$search " * n + "The correct answer is: B"
-        return terms("ur2_choice", text, CHOICE, outside={"step": step}, variant=variant)
-
-    assert [choice(n, 9)["retrieval"] for n in range(4)] == [0.0, 0.5, 1.0, 1.0]
-    for variant, steps in {"qwen_7b": 10, "qwen_3b": 15, "llama_8b": 10}.items():
-        assert choice(2, steps - 1, variant)["retrieval"] == 1.0
-        assert choice(2, steps, variant)["retrieval"] == 0.0
+@pytest.mark.parametrize(
+    "searches, step, variant, bonus",
+    [
+        (0, 9, "qwen_7b", 0.0),
+        (1, 9, "qwen_7b", 0.5),
+        (2, 9, "qwen_7b", 1.0),
+        (3, 9, "qwen_7b", 1.0),
+        (2, 10, "qwen_7b", 0.0),
+        (2, 14, "qwen_3b", 1.0),
+        (2, 15, "qwen_3b", 0.0),
+        (2, 10, "llama_8b", 0.0),
+    ],
+)
+def test_the_search_bonus_for_choice_ends_after_the_first_steps(searches, step, variant, bonus):
+    text = "$search " * searches + "The correct answer is: B"
+    result = terms("ur2_choice", text, CHOICE, (), {"step": step}, variant=variant)
+    assert result["retrieval"] == bonus
 
 
 RIGHT = "The correct answer is: B"
@@ -297,13 +311,6 @@ def test_violations_of_ur2s_format(text, question, faults):
     expected = [name] * int(times) if times else faults.split()
     found = ur2_violations(written(text, question=question))
     assert [fault.replace(" ", "_") for fault in found] == expected
-
-
-def test_queries_rejected_beyond_the_limit_count_as_too_many_queries():
-    trajectory = written("$search$search$search$search$right")
-    trajectory.rejected_queries.append(RejectedQuery("limit", "one more"))
-    assert ur2_violations(trajectory) == ["too_many_queries"]
-    assert count_valid_searches(trajectory) == 4
 
 
 # ------------------------------------------------------------------------------ R1-Searcher by hand
@@ -489,8 +496,10 @@ def test_evidence_support_is_the_share_of_evidence_words_in_the_documents():
     assert support("$search$evidence") == 1.0
     made_up = "<original_evidence> The Bell was queen </original_evidence>"
     assert support(f"$search{made_up}") == pytest.approx(2 / 3)
-    # Without a document or without evidence it is 0.
+    # Without a document or without evidence it is 0; R-Search's reward does not look at it.
     assert support(made_up) == support("$search$right") == 0.0
+    read = {"reader_answer": "Norland"}
+    assert terms("r_search", f"$search{made_up}$right", QA, (), read)["evidence"] == 1.0
 
 
 # --------------------------------------------------------------------------- When to Search by hand
@@ -885,11 +894,8 @@ def test_text_that_imitates_a_search_earns_no_search_reward(hack):
 
 def test_a_query_over_twenty_words_is_run_but_is_not_a_valid_search():
     text = "<|begin_of_query|> {} <|end_of_query|>$faked$right"
-    for query, valid in ((LONG, 0), (LONG.removesuffix(" word"), 1)):  # 21 words, 20 words
-        trajectory = written(text.format(query))
-        assert (len(trajectory.searches), count_valid_searches(trajectory)) == (1, valid)
-    expected = {"format": -1.0, "retrieval": 0.0, "fallback": 0.0}
-    assert terms("ur2_stage1", text.format(LONG)) == expected
+    for query, retrieval in ((LONG, 0.0), (LONG.removesuffix(" word"), 3.0)):  # 21 and 20 words
+        assert terms("ur2_stage1", text.format(query))["retrieval"] == retrieval
     # Under When to Search it costs as much as any search.
     long = f"{searching(LONG)}$right"
     assert terms("when_to_search_stage2", long)["answer"] == pytest.approx(0.7)
@@ -950,14 +956,6 @@ def test_a_list_of_guesses_is_too_long_however_it_is_joined(joint):
     assert "long_answer" in rewards.r1_searcher_format(guesses)
     # It earns at most what a plain wrong answer earns, −1 by cover-EM in the released stage 1.
     assert rewards.r1_searcher_stage1(guesses, "cem")["answer"] == -1
-
-
-def test_evidence_that_is_in_no_document_is_a_hack_that_r_searchs_formula_rewards():
-    """R-Search eq. 4 rewards the reader's answer; only the metric evidence_support shows it."""
-    text = "$search<original_evidence> Zed lies in Ostland. </original_evidence>$right"
-    read = {"reader_answer": "Norland"}
-    assert terms("r_search", text, outside=read)["evidence"] == 1.0
-    assert trajectory_metrics.evidence_support(written(text, "r_search")) == 0.25  # "in"
 
 
 # -------------------------------------------------------------------------------- the released code
