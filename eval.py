@@ -73,7 +73,6 @@ class Options:
         one_of=("", *PUNCTUATION),
     )
     all: bool = setting(False, "print every metric; by default the most important ones")
-    markdown: bool = setting(False, "print tables as Markdown")
 
 
 def score_only(arguments: list[str]) -> bool:

@@ -483,7 +483,7 @@ def main(arguments: list[str] | None = None) -> None:
         generate = partial(run_method, name, llm=llm, search=search, settings=settings)
         if records := whole.run(generate, judge=judge):
             rows[name] = summarise(records)["all"]
-    print(table(rows, options.markdown, "method", COLUMNS if options.all else BRIEF))
+    print(table(rows, "method", COLUMNS if options.all else BRIEF))
     print(f"predictions: {folder}/METHOD.jsonl")
 
 

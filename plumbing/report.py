@@ -26,7 +26,7 @@ rejected failed_rows repeated fallbacks documents_cut format evidence support re
 all_correct written retrieved shown
 """.split()
 BRIEF = "em judged reader_em rouge searches format".split()  # the columns without --all
-COLUMNS_PER_BLOCK = 6  # of a table in a terminal
+COLUMNS_PER_BLOCK = 6
 DRAWS, FLIPS = 1000, 10_000
 MEAN_OF_DATASETS = "mean of datasets"  # row in which data sets of any size count the same
 Summary = dict[str, dict]  # row -> column -> (mean, low, high); "questions" is their number
@@ -146,41 +146,35 @@ def right_in(pairs: np.ndarray) -> str:
 # ---------------------------------------------------------------------------------------- printing
 def report(records: list[dict], others: list[dict], options) -> None:
     """Prints the table and, if `others` has the records of another run, the comparison. Reads these
-    fields of eval.Options: all (every column), markdown.
+    field of eval.Options: all (every column).
     """
     columns = COLUMNS if options.all else BRIEF
-    print(table(summarise(records), options.markdown, columns=columns))
+    print(table(summarise(records), columns=columns))
     if unread := sum(record["metrics"].get("judged", 0) is None for record in records):
         print(f"{unread} verdicts are unreadable and left out of `judged`")
     if others:
         print(*comparison(records, others, columns), sep="\n")
 
 
-def table(
-    summary: Summary,
-    as_markdown: bool = False,
-    head: str = "kind",
-    columns: Sequence[str] = tuple(COLUMNS),
-) -> str:
-    """Formats those of the columns that have a value. With one row, "all" would repeat it."""
+def table(summary: Summary, head: str = "kind", columns: Sequence[str] = tuple(COLUMNS)) -> str:
+    """Formats those of the columns that have a value, some at a time, so that a line fits into a
+    terminal. With one row, "all" would repeat it.
+    """
     rows = {row: summary[row] for row in summary if row != "all" or len(summary) != 2}
     columns = [column for column in columns if any(column in row for row in rows.values())]
-    width = len(COLUMNS) if as_markdown else COLUMNS_PER_BLOCK
     blocks = []
-    for start in range(0, len(columns), width):
-        shown = columns[start : start + width]
+    for start in range(0, len(columns), COLUMNS_PER_BLOCK):
+        shown = columns[start : start + COLUMNS_PER_BLOCK]
         lines = [[head, "n", *shown]]
         for name, row in rows.items():
             cells = ["{:.3f} [{:.2f}, {:.2f}]".format(*row[c]) if c in row else "-" for c in shown]
             lines.append([harmless(name), str(row["questions"]), *cells])
-        blocks.append(format_table(lines, as_markdown))
+        blocks.append(format_table(lines))
     return "\n\n".join(blocks)
 
 
-def format_table(lines: list[list[str]], as_markdown: bool) -> str:
-    """Formats lines of cells as Markdown or for the terminal; the first line is the header."""
-    if as_markdown:
-        lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def format_table(lines: list[list[str]]) -> str:
+    """Formats lines of cells as Markdown with aligned columns; the first line is the header."""
     sizes = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, sizes)).rstrip() for line in lines)
+    lines = [lines[0], ["-" * size for size in sizes], *lines[1:]]
+    return "\n".join(f"| {' | '.join(map(str.ljust, line, sizes))} |" for line in lines)

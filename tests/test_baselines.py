@@ -419,7 +419,7 @@ def test_all_methods_run_on_a_random_chat_model(bpe, tmp_path, capsys, monkeypat
     save_policy(random_policy(Qwen2Config(vocab_size=len(bpe) + 8, **sizes), 3), bpe, "model")
     options = "--corpus from-data --questions 2 --max_turn_tokens 8 --max_searches 2 --out out"
     main(["--model", "model", "--data", write_records(tmp_path / "five.jsonl"), *options.split()])
-    assert re.findall(r"^(\w+) +2 +\d", capsys.readouterr().out, re.MULTILINE) == list(METHODS)
+    assert re.findall(r"\| (\w+) +\| 2 ", capsys.readouterr().out) == list(METHODS)
     for record in finished_records(tmp_path / "out" / "rag.jsonl"):
         assert len(record["searches"]) == 1 and "<information>" in record["transcript"]
         # The model wrote 8 tokens; encoded again, their text may have more.
@@ -558,5 +558,5 @@ def test_a_question_that_a_server_does_not_answer_is_left_out(tmp_path, capsys, 
     with chat_server(lambda _, text: None if "town 3" in text else NORLAND) as server:
         main(f"--method direct --model {server} --data {data} --corpus from-data".split())
     printed = capsys.readouterr().out
-    assert re.search(r"^direct +4 +1", printed, re.MULTILINE)
+    assert "| direct | 4 | 1" in printed
     assert "1 predictions are missing: the model gave no reply" in printed

@@ -206,7 +206,7 @@ def test_several_data_sets_are_evaluated_together_and_printed_in_one_table(
     monkeypatch.setattr(evaluation, "evaluation_questions", lambda *_: (datasets, []))
     monkeypatch.setattr(evaluation, "QUESTIONS_AT_ONCE", 2)
     run("--out", written)
-    rows = re.findall(r"^([a-z ]+?) +\d +(\d\.\d+) ", capsys.readouterr().out, re.MULTILINE)
+    rows = re.findall(r"\| ([a-z ]+?) +\| \d \| (\d\.\d+) ", capsys.readouterr().out)
     assert rows == [
         ("nq", "0.500"),
         ("wiki", "0.000"),
@@ -471,5 +471,5 @@ def test_the_table_has_a_row_per_kind_and_decoding_both_runs_two_evaluations(
     tables = capsys.readouterr().out.split("questions of the built-in world")[1:]
     for temperature, table in zip("10", tables, strict=True):
         assert f"temperature {temperature}, retriever bm25" in table
-        assert [line.split()[0] for line in table.splitlines()[1:8]] == ["kind", *KINDS, "all"]
+        assert re.findall(r"\n\| (\w+)", table) == ["kind", *KINDS, "all"]
         assert len(records_in(re.search("predictions: (.*)", table)[1])) == 10

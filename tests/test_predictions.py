@@ -197,8 +197,8 @@ def test_the_command_prints_a_table_and_a_comparison_and_writes_the_scores(write
     path = write(R1, {**R1, "question": "Who ?"})
     other = write(R1, {**R1, "question": "Who ?", "pred_ans": "no"}, name="o.jsonl")
     out = tmp_path / "out.jsonl"
-    evaluation.main(f"--predictions {path} --against {other} --out {out} --markdown".split())
+    evaluation.main(f"--predictions {path} --against {other} --out {out}".split())
     printed = capsys.readouterr().out
-    assert "| qa | 2 | 1.000 [1.00, 1.00] |" in printed
+    assert "| qa   | 2 | 1.000 [1.00, 1.00] |" in printed
     assert "paired: 2 questions of both runs" in printed and "difference +0.500 [" in printed
     assert summarise(read_predictions(out)) == summarise(score_files(path))
