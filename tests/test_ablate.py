@@ -71,14 +71,12 @@ def steps_of(name: str) -> int:
     return settings_of(name, 20, "r").steps + (steps_of(before) if before else 0)
 
 
-@pytest.mark.parametrize("name", ARMS)
-def test_every_arm_has_valid_settings_and_starts_from_a_model_of_its_kind(name):
-    arm, settings = ARMS[name], settings_of(name, 20, "r")  # settings_of checks them
-    assert "options" not in needs(settings)  # no question of the built-in world has options
-    if arm.start:
-        before = settings_of(arm.start, 20, "r")
-        assert not ARMS[arm.start].start and before.stage == arm.stage - 1
-        assert (before.protocol, before.toy_init) == (settings.protocol, settings.toy_init)
+@pytest.mark.parametrize("name", [name for name in ARMS if ARMS[name].start])
+def test_every_arm_starts_from_a_model_of_its_kind(name):
+    arm, settings = ARMS[name], settings_of(name, 20, "r")
+    before = settings_of(arm.start, 20, "r")
+    assert not ARMS[arm.start].start and before.stage == arm.stage - 1
+    assert (before.protocol, before.toy_init) == (settings.protocol, settings.toy_init)
 
 
 EQUAL = "toy_init questions_per_step group_size temperature documents_per_search mix lr".split()

@@ -331,12 +331,6 @@ def test_the_transcript_has_one_answer_and_every_search_and_can_be_read_back():
     assert read_back.answers == trajectory.answers == ["b"]
 
 
-def test_a_choice_question_shows_options_but_the_query_has_none():
-    _, (request,), library = go("rag", ["<answer> B </answer>"], question=CHOICE)
-    assert library.queries == [CHOICE.question]
-    assert "A. Sudria\nB. Norland" in user_text(request)
-
-
 # -------------------------------------------------------------------------------------- in lockstep
 
 ANSWERED = "So the answer is: x."

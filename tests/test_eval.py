@@ -360,24 +360,22 @@ def test_the_built_in_world_gives_the_same_number_of_test_questions_per_kind():
 
 
 @pytest.mark.parametrize("retriever, text", [("bm25", "a city"), ("empty", "None")])
-def test_retrieved_references_replace_the_given_ones(retriever, text, tmp_path):
-    question = {"id": "0", "question": "ana bell", "answers": ["a"], "supporting": [1]}
-    references = [{"id": "1", "title": "t", "text": "x"}]
-    files = {"data": write(tmp_path / "q.jsonl", [question | {"references": references}])}
-    corpus = [*references, {"id": "9", "title": "Ana Bell", "text": "a city"}, *references]
-    corpus = [document | {"id": str(i)} for i, document in enumerate(corpus)]
-    files["corpus"] = write(tmp_path / "c.jsonl", corpus)
-    settings = Settings(protocol="arena", documents_per_search=1, retriever=retriever, **files)
-    options = dataclasses.replace(OPTIONS, references="retrieved")
-    (evaluated,) = evaluation_questions(settings, options)[0]["q"]
-    assert [document.text for document in evaluated.references] == [text]
-    assert evaluated.supporting == ()  # it is unknown which of the retrieved references are gold
+def test_retrieved_references_replace_the_given_ones(retriever, text):
+    corpus = [Document(str(i), title, "a city") for i, title in enumerate(["t", "Ana Bell", "u"])]
+    question = Question("q", "ana bell", ["a"], references=tuple(corpus[:1]), supporting=(1,))
+    settings = Settings(protocol="arena", documents_per_search=1, retriever=retriever)
+    (changed,) = with_retrieved([question], corpus, settings)
+    assert [document.text for document in changed.references] == [text]
+    assert changed.supporting == ()  # it is unknown which of the retrieved references are gold
 
 
 def test_a_failed_search_for_references_is_a_one_line_error(monkeypatch):
-    monkeypatch.setattr("retrievers.controls.EmptyRetriever.search", lambda *_: [None])
+    monkeypatch.setattr(
+        "retrievers.controls.EmptyRetriever.search", lambda _, queries, k: [None] * len(queries)
+    )
     settings = Settings(protocol="arena", retriever="empty")
-    error = message(with_retrieved, [Question("q", "?", ["a"])], [], settings)
+    options = dataclasses.replace(OPTIONS, references="retrieved")
+    error = message(evaluation_questions, settings, options)
     assert "--references retrieved: a search failed" in error
 
 
@@ -397,18 +395,18 @@ def test_questions_of_a_file_are_drawn_by_the_seed_and_zero_takes_all(tmp_path):
     assert drawn(0, suffix=":7") == training_questions(Settings(data=f"{path}:7", model="m"))
 
 
-def test_predictions_of_each_model_and_variant_get_a_file_of_their_own_below_the_runs():
-    names = {
-        "/": "ur2-hotpot.json-t1-bm25.jsonl",
-        "../m": "m-ur2-hotpot.json-t1-bm25.jsonl",
-        "a/b c/checkpoint-000001": "a-b-c-checkpoint-000001-ur2-hotpot.json-t1-bm25.jsonl",
-        "": "built-in-ur2-hotpot.json-t1-bm25.jsonl",
-    }
-    for model, name in names.items():
-        out = evaluation.default_out(Settings(model=model, data="hotpot.json"), OPTIONS)
-        assert out == Path("runs/predictions", name)
-    settings = Settings(model="m", data="q", recipe="arena", variant="code")
-    assert evaluation.default_out(settings, OPTIONS).name == "m-arena-code-q-t1-bm25.jsonl"
+@pytest.mark.parametrize(
+    "model, variant, name",
+    [
+        ("/", "", "arena-hotpot.json-t1-bm25.jsonl"),
+        ("../m", "code", "m-arena-code-hotpot.json-t1-bm25.jsonl"),
+        ("a/b c/checkpoint-000001", "", "a-b-c-checkpoint-000001-arena-hotpot.json-t1-bm25.jsonl"),
+        ("", "", "built-in-arena-hotpot.json-t1-bm25.jsonl"),
+    ],
+)
+def test_predictions_of_each_model_and_variant_get_a_file_of_their_own(model, variant, name):
+    settings = Settings(model=model, data="hotpot.json", recipe="arena", variant=variant)
+    assert evaluation.default_out(settings, OPTIONS) == Path("runs/predictions", name)
 
 
 # ------------------------------------------------------------- repeated and interrupted evaluations

@@ -92,15 +92,6 @@ def test_the_p_value_is_the_share_of_sign_flips_at_least_as_far_from_zero(differ
     assert report.sign_flip_p(np.array(differences)) == pytest.approx(p, abs=0.01)
 
 
-def test_pairing_detects_a_difference_that_two_overlapping_intervals_hide():
-    # The questions differ widely (0 or 1). The runs differ in a tenth of them, and always in the
-    # same direction.
-    here, there = two_runs([(1, 0)] * 20 + [(0, 0)] * 80 + [(1, 1)] * 100)
-    assert summarise(there)["a"]["em"][2] > summarise(here)["a"]["em"][1]  # they overlap
-    mean, low, high = interval([np.subtract(*paired(here, there, "em").T)])
-    assert mean == pytest.approx(0.1) and 0.05 < low < high < 0.15
-
-
 def test_questions_of_two_runs_are_matched_by_their_texts_not_their_ids():
     def run(**texts):
         return [
