@@ -29,7 +29,7 @@ from errors import (
     rank_of,
     run_main,
 )
-from flags import MOST_USED, parse_flags
+from flags import parse_flags
 from metrics import PUNCTUATION
 from plumbing.predictions import ask_others, score_files, score_predictions
 from plumbing.report import report
@@ -77,8 +77,7 @@ class Options:
 
 def score_only(arguments: list[str]) -> bool:
     """Reads the flags. With --predictions it scores the files, without torch, and returns True."""
-    most_used = [*MOST_USED, "questions", "decoding", "against", "predictions", "all"]
-    options, given = parse_flags("eval.py", Options, arguments, True, most_used=most_used)
+    options, given = parse_flags("eval.py", Options, arguments, with_settings=True)
     if options.predictions:
         score_predictions(Settings(**given), options)
     return bool(options.predictions)

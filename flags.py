@@ -159,21 +159,13 @@ MORE_HELP = (
 
 
 def parse_flags(
-    command: str,
-    record: type,
-    arguments: list | None,
-    with_settings=False,
-    methods=(),
-    only="eval",
-    most_used=(),
+    command: str, record: type, arguments: list | None, with_settings=False, methods=(), only="eval"
 ) -> tuple:
     """Returns (an instance of `record`, a dict of the other arguments that were given). The flags
     are the fields of `record` and, `with_settings`, those of Settings that `only` ("eval" or
     "train") names. If there are `methods`, the positional argument `method` must be one of them.
-    `most_used` are the flags that --help shows; by default it shows all.
     """
-    parser = FlagParser(command, description=record.__doc__ + MORE_HELP * bool(most_used))
-    parser.most_used = most_used
+    parser = FlagParser(command, description=record.__doc__)
     if methods:
         parser.add_argument("method", choices=methods)
     add_flags(parser, record, only)

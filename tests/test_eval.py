@@ -370,12 +370,10 @@ def test_retrieved_references_replace_the_given_ones(retriever, text):
 
 
 def test_a_failed_search_for_references_is_a_one_line_error(monkeypatch):
-    monkeypatch.setattr(
-        "retrievers.controls.EmptyRetriever.search", lambda _, queries, k: [None] * len(queries)
-    )
-    settings = Settings(protocol="arena", retriever="empty")
+    failed = lambda _, requests, k: [None] * len(requests)  # noqa: E731
+    monkeypatch.setattr("plumbing.questions.retrieve", failed)
     options = dataclasses.replace(OPTIONS, references="retrieved")
-    error = message(evaluation_questions, settings, options)
+    error = message(evaluation_questions, Settings(protocol="arena", retriever="empty"), options)
     assert "--references retrieved: a search failed" in error
 
 
