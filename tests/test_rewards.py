@@ -195,13 +195,11 @@ def test_a_math_judge_grades_answers_that_are_not_plainly_equal(
     assert paid("ur2_stage2", text, question, outside=outside, partly=partly) == expected
 
 
-def test_each_fallback_costs_half_and_is_counted_by_its_flag_not_by_its_text():
-    for reward in ("ur2_stage1", "ur2_stage2", "ur2_choice"):
-        assert terms(reward, "$search$search$search$right", QA, [0, 2])["fallback"] == -1.0
-    notice = PROTOCOLS["ur2"].fallback_notice
-    assert (
-        terms("ur2_stage1", f"{search(PROTOCOLS['ur2'], 'Ana', notice)}{notice}")["fallback"] == 0
-    )
+@pytest.mark.parametrize("reward", ["ur2_stage1", "ur2_stage2", "ur2_choice"])
+def test_each_fallback_costs_half_and_is_counted_by_its_flag_not_by_its_text(reward):
+    text = f"$search$search$search {PROTOCOLS['ur2'].fallback_notice} $right"
+    assert terms(reward, text, fallbacks=[0, 2])["fallback"] == -1.0
+    assert terms(reward, text)["fallback"] == 0  # the text alone costs nothing
 
 
 @pytest.mark.parametrize(
@@ -754,12 +752,6 @@ def test_arenas_format_is_three_sections_and_white_space(text, good):
     # Under arena_thinking the model may think before the sections.
     apart = written(text, "arena_thinking")
     assert rewards.arena_format(apart) == (good or text.startswith("<think>"))
-
-
-def test_arena_scores_show_how_exact_the_cited_set_is():
-    for cited, scores in (("[1, 4]", [1, 1]), ("[1, 2, 3, 4, 5]", [0.5, 0]), ("none", [0, 0])):
-        row = written(sections(cited), "arena")
-        assert list(trajectory_metrics.arena_scores(row).values()) == scores
 
 
 def test_a_summary_earns_its_mean_rouge_and_from_one_fifth_also_the_bonus():
