@@ -44,8 +44,7 @@ from transformers import ByT5Tokenizer
 
 from curriculum import exact_counts
 from data import Hop, Question, draw_some, load_questions
-from eval import read_flags
-from flags import check_settings, last_stage, resolve
+from flags import check_settings, last_stage, parse_flags, resolve
 from metrics import normalize_answer
 from papers import PROTOCOLS
 from plumbing.build import build_environment, build_search, choose_generate, set_threads
@@ -57,7 +56,7 @@ from prompts import Protocol, build_prompt, tag_pair
 from retriever import BM25, INVENTED, make_search
 from rewards import good_format
 from rollout import Environment, check_prompts, encode, rollout
-from settings import Settings, check_limits
+from settings import Settings
 from sft import Example, SFTSettings, citing, sentences, train_sft
 from trajectory import Trajectory, show
 from trajectory_metrics import prediction_record
@@ -371,8 +370,7 @@ def next_commands(stage: int, out: str, given: dict) -> str:
 
 def parse(arguments: list[str]) -> tuple[Settings, ColdStart, dict]:
     """Returns (the recipe's settings, the options, the settings that were given)."""
-    given, options = read_flags(arguments, ColdStart, "coldstart.py")
-    check_limits(options)
+    options, given = parse_flags("coldstart.py", ColdStart, arguments, with_settings=True)
     values = given | {"out": options.out or options.show}
     for name in ("model", "data", "out"):
         if not values.get(name):

@@ -19,27 +19,26 @@ from the beginning. An earlier file is renamed and not overwritten.
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from errors import (
-    FlagParser,
     InputError,
     check_output,
     prepare_command,
     rank_of,
     run_main,
 )
-from flags import MORE_HELP, MOST_USED, add_flags
+from flags import parse_flags
 from metrics import PUNCTUATION
 from plumbing.predictions import ask_others, score_files, score_predictions
 from plumbing.report import report
-from settings import Settings, check_limits, setting
+from settings import Settings, setting
 
 
 @dataclass(frozen=True)
 class Options:
-    """Holds the options of an evaluation that are not settings of a run."""
+    """Evaluates a checkpoint; --predictions FILE scores a file."""
 
     split: str = setting("test", "split of the built-in world", one_of=("train", "dev", "test"))
     questions: int = setting(
@@ -74,31 +73,11 @@ class Options:
         one_of=("", *PUNCTUATION),
     )
     all: bool = setting(False, "print every metric; by default the most important ones")
-    markdown: bool = setting(False, "print tables as Markdown")
-    json: str = setting("", "file to write the numbers to, as JSON")
-
-
-def read_flags(
-    arguments: list[str], kind: type[Options] = Options, command: str = "eval.py"
-) -> tuple[dict, Options]:
-    """Parses the command line into (the settings that were given, the options)."""
-    parser = FlagParser(command, description=kind.__doc__)
-    if kind is Options:
-        parser.description = "Evaluates a checkpoint; --predictions FILE scores a file." + MORE_HELP
-        parser.epilog = "example: python eval.py --stage 1 --questions 20 --decoding both"
-        parser.most_used = [*MOST_USED, *"questions decoding against predictions all".split()]
-    add_flags(parser, Settings, "eval")
-    add_flags(parser, kind, "eval")
-    given = vars(parser.parse_args(arguments))
-    names = given.keys() & {f.name for f in fields(kind)}
-    options = kind(**{name: given.pop(name) for name in names})
-    check_limits(options)
-    return given, options
 
 
 def score_only(arguments: list[str]) -> bool:
     """Reads the flags. With --predictions it scores the files, without torch, and returns True."""
-    given, options = read_flags(arguments)
+    options, given = parse_flags("eval.py", Options, arguments, with_settings=True)
     if options.predictions:
         score_predictions(Settings(**given), options)
     return bool(options.predictions)
@@ -172,12 +151,14 @@ class Evaluation:
 
         return generate
 
-    def run(self) -> list[dict]:
-        """Returns prediction records of the model's rollouts. Those of a batch are appended to the
-        file `out` as soon as the batch is finished.
+    def run(self, generate: Callable | None = None, reader=None, judge=None) -> list[dict]:
+        """Returns prediction records of the model's rollouts, with the reader's answers and the
+        judge's verdicts. Those of a batch are appended to the file `out` as soon as the batch is
+        finished. If reader or judge fails later, --predictions with --reader and --judge goes on.
+        `generate` answers a batch of questions; by default it is that of `load`.
         """
         check_output(self.out, "--out")
-        generate = self.load()
+        generate = generate or self.load()
         self.announce()
         keep_old(self.out)
         records = []
@@ -189,6 +170,12 @@ class Evaluation:
                 append_jsonl(self.out, batch)
                 records += batch
         self.report_failures(records, bar.total)
+        if reader or judge:
+            # With the paper's decoding the reader samples too (R-Search appendix A.3).
+            paper = self.options.decoding == "paper"
+            sampling = (self.settings.temperature, self.settings.top_p) if paper else ()
+            records = ask_others(records, reader, judge, sampling)
+            write_records(self.out, records)
         return records
 
     def record(self, trajectory: Trajectory, row: int) -> dict:
@@ -284,7 +271,7 @@ def last_checkpoint(given: dict) -> str:
 def parse(
     arguments: list[str], kind: type[Options] = Options, command: str = "eval.py"
 ) -> tuple[Settings, Options]:
-    given, options = read_flags(arguments, kind, command)
+    options, given = parse_flags(command, kind, arguments, with_settings=True)
     settings = settings_of(given)
     if options.decoding == "paper":  # greedy, if the paper does not say how it samples
         settings = settings_of(record_of(settings.recipe, settings.variant).decoding | given)
@@ -309,26 +296,11 @@ def run(settings: Settings, options: Options) -> None:
     # Reader and judge are built first, so that a wrong address fails before the long rollouts.
     reader = build_reader(settings, best_device()) if settings.reader else None
     judge = build_judge(settings, best_device())
-    # With the paper's decoding the reader samples too (R-Search appendix A.3).
-    paper = options.decoding == "paper"
-    sampling = (settings.temperature, settings.top_p) if paper else ()
     evaluation = Evaluation(settings, options)
-    records = evaluate(evaluation, reader, judge, sampling)
+    records = evaluation.run(None, reader, judge)
     report(records, others, options)
     hint_at_cold_start(records, evaluation.settings)
     print(f"predictions: {evaluation.out}")
-
-
-def evaluate(evaluation: Evaluation, reader, judge, sampling: tuple = ()) -> list[dict]:
-    """Returns prediction records with the reader's answers and the judge's verdicts. The reader
-    samples with `sampling` = (temperature, top_p); with () it is greedy. If reader or judge fails,
-    the predictions are written already, and --predictions with --reader and --judge goes on.
-    """
-    records = evaluation.run()
-    if reader or judge:
-        records = ask_others(records, reader, judge, sampling)
-        write_records(evaluation.out, records)
-    return records
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -10,7 +10,7 @@ Left out: whatever the code that reads a setting reports by itself.
 import argparse
 import json
 import typing
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from errors import FlagParser, InputError, nearest
@@ -156,6 +156,29 @@ MORE_HELP = (
     " These are the most used flags; --help all lists every flag. In brackets: the default, which a"
     " recipe may change."
 )
+
+
+def parse_flags(
+    command: str, record: type, arguments: list | None, with_settings=False, methods=(), only="eval"
+) -> tuple:
+    """Returns (an instance of `record`, a dict of the other arguments that were given). The flags
+    are the fields of `record` and, `with_settings`, those of Settings that `only` ("eval" or
+    "train") names. If there are `methods`, the positional argument `method` must be one of them.
+    """
+    parser = FlagParser(command, description=record.__doc__)
+    if methods:
+        parser.add_argument("method", choices=methods)
+    add_flags(parser, record, only)
+    if with_settings:
+        add_flags(parser, Settings, only)
+    given = vars(parser.parse_args(arguments))
+    names = given.keys() & {f.name for f in fields(record)}
+    options = replace(record(), **{name: given.pop(name) for name in names})
+    for f in fields(record):
+        if f.metadata.get("needed") and not getattr(options, f.name):
+            parser.error(f"--{f.name} is missing")
+    check_limits(options)
+    return options, given
 
 
 def numbers(text: str) -> list[int]:

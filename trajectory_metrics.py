@@ -153,18 +153,6 @@ def token_metrics(t: Trajectory, tokenizer) -> dict[str, float]:
     return numbers
 
 
-def split_thought(text: str) -> tuple[str, str]:
-    """Splits a reply into (thoughts, the rest). All text before the last </think> belongs to the
-    thoughts, and so does all text from a later <think> on.
-
-    >>> split_thought("<think>Kelmouth?</think> Norland")
-    ('<think>Kelmouth?</think>', ' Norland')
-    """
-    thought, end, text = text.rpartition("</think>")
-    text, begin, unfinished = text.partition("<think>")
-    return thought + end + begin + unfinished, text
-
-
 # --------------------------------------------------------------------------------- a training step
 def step_searches(trajectories: Sequence[Trajectory], processes: int) -> dict[str, float]:
     """Returns the metrics of all searches of a step; `processes` processes ran them in parallel."""

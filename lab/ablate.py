@@ -25,6 +25,7 @@ from lab import names_in, parse_flags
 from lab.claims import ARMS, CLAIMS, NUMBERS, Claim, interval, measure, verdict
 from papers import paper_of
 from plumbing.files import checkpoints
+from plumbing.report import format_table
 from settings import Settings, setting
 from train import train
 
@@ -132,8 +133,7 @@ def main(arguments: list[str] | None = None) -> None:
     worlds = range(options.first_world, options.first_world + options.worlds)
     names = names_in("only", options.only, CLAIMS)
     rows = [row_of(CLAIMS[name], worlds, options.output_dir) for name in names]
-    for cells in [HEAD.split("; "), ["---"] * 10, *rows]:
-        print(f"| {' | '.join(cells)} |")
+    print(format_table([HEAD.split("; "), *rows]))
 
 
 if __name__ == "__main__":

@@ -38,13 +38,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from data import Question, SearchResult, strip_tags
 from errors import InputError, run_main
-from eval import Evaluation, Options, evaluate, parse
+from eval import Evaluation, Options, parse
 from lab import names_in
 from metrics import last_boxed
 from other_models.llm import LLM, Request, load_llm
@@ -370,47 +370,41 @@ def next_question(reply: str) -> str:
 _TURN = rf"(?s).*?(?:</search>|</answer>|{TOLD}|\Z)"
 
 
-class Run:
-    """One question: the method that answers it, what it waits for, and the trajectory so far."""
-
-    def __init__(self, steps: Steps, row: Trajectory):
-        self.steps, self.row = steps, row
-        self.send(None)
-
-    def send(self, received) -> None:
-        """Sends a reply or passages to the method; `wanted` is then its next request or query, or
-        None at the end. The answer is in <answer> tags, where the metrics look for it.
-        """
+def answer(steps: Steps, row: Trajectory, environment: Environment) -> Generator:
+    """Runs a method on one question and writes its trajectory. Yields a query that is to be
+    searched, or a request, whose reply it receives; at the end None.
+    """
+    s, tokenizer, received = environment.settings, environment.tokenizer, None
+    while True:
         try:
-            self.wanted = self.steps.send(received)
+            wanted = steps.send(received)
         except StopIteration as end:
-            self.wanted, self.row.stop_reason = None, "answer"
-            self.row.append_model([], [], f"<answer> {plain(end.value)} </answer>")
-
-    def query(self) -> str:
-        """Returns the query without tags, or the question if nothing is left of it."""
-        query = " ".join(plain(self.wanted).split()) or self.row.question.question
-        self.row.append_environment([], f"<search> {query} </search>", "notice")
-        return query
-
-    def request(self, environment: Environment) -> Request:
-        question = self.wanted.question or question_text(self.row.question)
-        s, most = environment.settings, environment.turn_limit(self.row)
-        return self.wanted.as_request(question, (s.temperature, s.top_p, most))
-
-    def read(self, reply: str | None, tokenizer) -> None:
+            row.stop_reason = "answer"
+            # The metrics look for the answer in these tags.
+            row.append_model([], [], f"<answer> {plain(end.value)} </answer>")
+            return (yield None)
+        if isinstance(wanted, str):
+            query = " ".join(plain(wanted).split()) or row.question.question
+            row.append_environment([], f"<search> {query} </search>", "notice")
+            yield query
+            received = row.searches[-1].text.split("\n")
+            continue
+        question = wanted.question or question_text(row.question)
+        decoding = s.temperature, s.top_p, environment.turn_limit(row)
+        reply = yield wanted.as_request(question, decoding)
         if reply is None:
-            self.wanted, self.row.stop_reason = None, NO_REPLY
-            return
+            row.stop_reason = NO_REPLY
+            return (yield None)
         # Chat models often repeat the beginning of their reply before they go on.
-        text = re.match(_TURN, reply.strip().removeprefix(self.wanted.so_far.strip())).group()
+        received = re.match(_TURN, reply.strip().removeprefix(wanted.so_far.strip())).group()
         # Tags are removed: a transcript has them only around the queries that are searched, around
         # the documents and around the final answer.
-        self.row.append_model(encode(tokenizer, reply), [], f"{plain(text)}\n\n")
-        self.send(text)
+        row.append_model(encode(tokenizer, reply), [], f"{plain(received)}\n\n")
 
 
-def run_method(name: str, questions: list, llm: LLM, search, settings: Settings, progress=None):
+def run_method(
+    name: str, questions: list, seed=0, progress=None, *, llm: LLM, search, settings: Settings
+) -> list[Trajectory]:
     """Returns a trajectory for each question to which the model replied; its token ids only serve
     to count tokens. With max_searches 0 each method has its own limit.
     """
@@ -424,20 +418,23 @@ def run_method(name: str, questions: list, llm: LLM, search, settings: Settings,
     environment.reject = lambda row, query, _: environment.append_result(
         row, query.query, SearchResult()
     )
-    runs = [Run(METHODS[name](q, *limit), Trajectory(q, protocol)) for q in questions]
-    while waiting := [run for run in runs if run.wanted]:
+    rows = [Trajectory(question, protocol) for question in questions]
+    runs = [answer(METHODS[name](t.question, *limit), t, environment) for t in rows]
+    wanted = [next(run) for run in runs]
+    while any(wanted):
         # All searches of a round are one call, and so are all requests.
-        if searching := [run for run in waiting if isinstance(run.wanted, str)]:
-            environment.execute([(run.row, run.query()) for run in searching])
-            for run in searching:
-                run.send(run.row.searches[-1].text.split("\n"))
-            continue
-        replies = llm.ask([run.request(environment) for run in waiting])
-        for run, reply in zip(waiting, replies, strict=True):
-            run.read(reply, llm.tokenizer)
+        asked = [n for n, query in enumerate(wanted) if isinstance(query, str)]
+        if asked:
+            environment.execute([(rows[n], wanted[n]) for n in asked])
+            replies = [None] * len(asked)
+        else:
+            asked = [n for n, request in enumerate(wanted) if request]
+            replies = llm.ask([wanted[n] for n in asked])
+        for n, reply in zip(asked, replies, strict=True):
+            wanted[n] = runs[n].send(reply)
     if progress:
-        progress(len(runs))
-    return [run.row for run in runs if run.row.stop_reason != NO_REPLY]
+        progress(len(rows))
+    return [row for row in rows if row.stop_reason != NO_REPLY]
 
 
 # --------------------------------------------------------------------------------- the command line
@@ -465,13 +462,6 @@ def load(settings: Settings, documents: list) -> tuple:
     return llm, build_search(settings, documents, device, protocol=protocol)
 
 
-def answering(name: str, llm: LLM, search, settings: Settings) -> Callable:
-    """Returns the function that answers a batch of questions, as `Evaluation.load` does."""
-    return lambda questions, _, progress: run_method(
-        name, questions, llm, search, settings, progress
-    )
-
-
 def parse_baselines(arguments: list[str]) -> tuple[Settings, BaselineOptions]:
     # The methods have their own prompts; ur2 is set because it searches and has a fallback text.
     arguments = ["--protocol=ur2", "--max_searches=0", "--documents_per_search=5", *arguments]
@@ -481,8 +471,8 @@ def parse_baselines(arguments: list[str]) -> tuple[Settings, BaselineOptions]:
 def main(arguments: list[str] | None = None) -> None:
     settings, options = parse_baselines(sys.argv[1:] if arguments is None else arguments)
     methods = names_in("method", options.method.removeprefix("all"), METHODS)
-    if options.samples > 1 or options.against or options.json:
-        raise InputError("--samples, --against, --json: a table of methods does not use them")
+    if options.samples > 1 or options.against:
+        raise InputError("--samples, --against: a table of methods does not use them")
     judge = build_judge(settings, best_device(), recipe_protocol(settings).judge_sees)
     whole, rows = Evaluation(settings, options), {}
     llm, search = load(settings, whole.documents)
@@ -490,10 +480,10 @@ def main(arguments: list[str] | None = None) -> None:
     folder = whole.out if options.out else whole.out.with_suffix("")
     for name in methods:
         whole.out = folder / f"{name}.jsonl"
-        whole.load = partial(answering, name, llm, search, settings)
-        if records := evaluate(whole, None, judge):
+        generate = partial(run_method, name, llm=llm, search=search, settings=settings)
+        if records := whole.run(generate, judge=judge):
             rows[name] = summarise(records)["all"]
-    print(table(rows, options.markdown, "method", COLUMNS if options.all else BRIEF))
+    print(table(rows, "method", COLUMNS if options.all else BRIEF))
     print(f"predictions: {folder}/METHOD.jsonl")
 
 

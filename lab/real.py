@@ -293,7 +293,7 @@ def ceilings(data: Path, environment: Environment, questions: int, seed: int) ->
     return records
 
 
-def results(exams: dict[str, list[dict]], as_markdown: bool = False) -> str:
+def results(exams: dict[str, list[dict]]) -> str:
     """Returns the table: a row for each exam and model, with 95 % intervals."""
     rows = []
     for exam, file in EXAMS.items():
@@ -302,7 +302,7 @@ def results(exams: dict[str, list[dict]], as_markdown: bool = False) -> str:
             mine = [record for record in records if record["dataset"] == file]
             rows += [r | {"kind": title, "dataset": "", "id": f"{title} {r['id']}"} for r in mine]
     columns = ("em", "f1", "searches", "format")
-    return table(summarise(rows), as_markdown, "exam: model", columns)
+    return table(summarise(rows), "exam: model", columns)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -341,7 +341,7 @@ def main(arguments: list[str] | None = None) -> None:
         exam(f"after stage {stage}", model)
     exam("greedy", model, 0)
     exams["ceiling"] = ceilings(data, environment, settings.questions, settings.seed)
-    write_text(folder / "table.md", f"{results(exams, True)}\n")
+    write_text(folder / "table.md", f"{results(exams)}\n")
     print(f"\n{results(exams)}\nminutes: {run.minutes}, {sum(run.minutes.values()):.0f} in all")
     kilobytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     print(f"peak memory of a part that was run now: {kilobytes / 2**20:.1f} GiB")

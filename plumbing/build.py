@@ -105,15 +105,20 @@ def build_other_models(settings: Settings, documents: list[Document], device) ->
     if judge := build_judge(settings, device):
         others.stats["judge_unreadable"] = lambda: judge.unreadable / max(1, judge.asked)
         if "correct" in needed:
-            others.verdicts = lambda rows: judge.verdicts([(t.question, t.answer) for t in rows])
+            others.ask["correct"] = lambda rows: judge.verdicts(
+                [(t.question, t.answer) for t in rows]
+            )
         if "grade" in needed:
-            others.grader = partial(math_grader, judge=judge)
+            others.ask["grade"] = lambda rows: [math_grader(rows, judge)] * len(rows)
     if "reader_answer" in needed:
         reader = build_reader(settings, device)
         others.stats["reader_failures"] = lambda: reader.failures
-        others.readings = partial(readings_of, reader=reader, whole=settings.whole_reply)
+        others.ask["reader_answer"] = partial(
+            readings_of, reader=reader, whole=settings.whole_reply
+        )
     if "embed" in needed:
-        others.embedder = build_embedder(settings, documents, device)
+        embedder = build_embedder(settings, documents, device)
+        others.ask["embed"] = lambda rows: [embedder(rows)] * len(rows)
     return others
 
 

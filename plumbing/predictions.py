@@ -29,39 +29,27 @@ from settings import Settings
 # -------------------------------------------------------------------------------- the three layouts
 def our_record(record: dict, number: int, place: str) -> dict:
     """Converts a record of one of the three layouts to our fields; its other fields are kept."""
-    fields = {"id": str(record.get("id", number))}
-    output = record.get("output")
-    if "prediction" in record:
-        pass  # ours, also what --out wrote about a record of another program
-    elif "pred_ans" in record:
-        fields |= r1_searcher_fields(record)
-    elif isinstance(output, dict) and "pred" in output:
-        fields |= {"prediction": output["pred"], "golds": record.get("golden_answers")}
-    record = {"question": "", "task": "qa", "metrics": {}} | record | fields
-    check_record(record)
+    if "pred_ans" in record:
+        record = r1_searcher_record(record)
+    elif "prediction" not in record and "output" in record:
+        golds = record.get("golden_answers")
+        record = record | {"prediction": record["output"]["pred"], "golds": golds}
+    if not isinstance(record["prediction"], str | None):
+        raise InputError(f"the prediction is {short(record['prediction'])}: expected a text")
+    record = {"id": number, "question": "", "task": "qa", "metrics": {}} | record
     golds = record.get("golds") or []
     kind = record.get("kind") or record.get("source") or record["task"]
-    return record | {"golds": [golds] if isinstance(golds, str) else golds, "kind": kind}
+    golds = [golds] if isinstance(golds, str) else golds
+    return record | {"id": str(record["id"]), "golds": golds, "kind": kind}
 
 
-def r1_searcher_fields(record: dict) -> dict:
+def r1_searcher_record(record: dict) -> dict:
     """Keeps the transcript and the published verdict, which is None if it is unreadable."""
     fields = {"prediction": record["pred_ans"], "golds": record.get("answer")}
     if "gpt4o_output" in record:
         verdict = str(record["gpt4o_output"]).strip(" .").lower()
         fields["metrics"] = {"judged": {"true": 1.0, "false": 0.0}.get(verdict)}
-    return fields | {"transcript": record.get("gen_text_store")}
-
-
-def check_record(record: dict) -> None:
-    """Raises an InputError about a record that would be scored wrongly."""
-    if "prediction" not in record:
-        raise InputError(
-            f"no prediction in it: it has the fields {short(list(record))}; a prediction is in "
-            "prediction, pred_ans (R1-Searcher) or output (FlashRAG)"
-        )
-    if not isinstance(record["prediction"], str | None):
-        raise InputError(f"the prediction is {short(record['prediction'])}: expected a text")
+    return {"transcript": record.get("gen_text_store")} | fields | record
 
 
 def read_predictions(path: str | Path, skip_bad: bool = False) -> list[dict]:
@@ -70,12 +58,12 @@ def read_predictions(path: str | Path, skip_bad: bool = False) -> list[dict]:
 
 
 # ------------------------------------------------------------------------------------------- scores
-def scored(record: dict, punctuation: str = "") -> dict:
+def scored(record: dict, punctuation: str, again: bool) -> dict:
     """Adds em, f1 and cem, or ROUGE for a summary. If the record has em already, the metrics are
-    computed again only if `punctuation` is given.
+    computed again only if `again`, or if `punctuation` is given.
     """
     prediction, golds, task = record["prediction"], record["golds"], record["task"]
-    if "em" in record["metrics"] and not punctuation:
+    if "em" in record["metrics"] and not (again or punctuation):
         return record
     if task == "summary":
         scores = summary_scores(prediction, golds)
@@ -92,53 +80,47 @@ def score_files(paths: str, settings: Settings, punctuation: str = "") -> list[d
     if not paths:
         return []
     files = named_files(paths)
-    datasets = {}
-    if settings.data:
-        datasets = load_datasets(settings.data, settings.skip_bad, settings.seed)
+    asked = settings.data and load_datasets(settings.data, settings.skip_bad, settings.seed)
     records = []
     for path, name in zip(files, dataset_names(files), strict=True):
         own = read_predictions(path, settings.skip_bad)
-        if datasets:
-            own = with_questions(path, own, datasets)
+        if asked:
+            own = with_questions(path, own, asked)
         if without := sum(not record["golds"] for record in own):
             raise InputError(f"{path}: {without} predictions have no gold answer: give --data")
         for record in own:
             place = {"dataset": record.get("dataset", name)}
             if len(files) > 1:  # two files may count their questions from 1
                 place["id"] = f"{name}:{record['id']}"
-            records.append(scored(record, punctuation) | place)
+            records.append(scored(record, punctuation, again=bool(asked)) | place)
     return records
 
 
-def with_questions(path: Path, records: list[dict], datasets: dict) -> list[dict]:
+def with_questions(path: Path, records: list[dict], asked: dict) -> list[dict]:
     """Adds each question's fields, such as golds and options, to its predictions. Prints how many
-    questions and predictions have no counterpart: these are left out.
+    questions and predictions have no counterpart: these are left out. asked: data set -> questions.
     """
     known = {}
-    for dataset, questions in datasets.items():
+    for dataset, questions in asked.items():
         for q in questions:
-            text = " ".join(q.question.split())
-            known[q.id] = known[text] = known[q.id, text] = dataset, q
+            fields = {"id": q.id, "question": q.question, "golds": q.answers, "kind": q.kind}
+            fields |= {"task": q.task, "options": q.options, "dataset": dataset}
+            text = same_text(fields)
+            known[q.id] = known[text] = known[q.id, text] = fields
     answered = []
     for record in records:
         text = same_text(record)
         # Two questions may have the same text: then the id decides.
-        dataset, q = known.get((record["id"], text)) or known.get(text, ("", None))
-        if q:  # em is removed, so that `scored` computes it again: golds may have changed
-            metrics = {name: value for name, value in record["metrics"].items() if name != "em"}
-            fields = {"id": q.id, "question": q.question, "golds": q.answers, "metrics": metrics}
-            fields |= {"kind": q.kind, "task": q.task, "options": q.options}
-            if len(datasets) > 1:
-                fields["dataset"] = dataset
+        if fields := known.get((record["id"], text)) or known.get(text):
             answered.append(record | fields)
     if not answered:
         raise InputError(f"{path}: none of its predictions is of a question in --data")
-    asked = sum(map(len, datasets.values()))
-    missing = asked - len({record["id"] for record in answered})
+    count = sum(map(len, asked.values()))
+    missing = count - len({record["id"] for record in answered})
     foreign = len(records) - len(answered)
     if missing or foreign:
         print(
-            f"{path}: {missing} of {asked} questions have no prediction and are left out; "
+            f"{path}: {missing} of {count} questions have no prediction and are left out; "
             f"{foreign} predictions are of no question in --data",
             file=sys.stderr,
         )

@@ -2,7 +2,7 @@
 
     interval      draws the questions 1,000 times with replacement; the interval contains the middle
                   95 % of the 1,000 means
-    compare       computes d_i = a_i - b_i for each question that both runs answered, the interval
+    comparison    computes d_i = a_i - b_i for each question that both runs answered, the interval
                   of the mean of d, and p (`sign_flip_p`): each d_i gets a random sign, 10,000
                   times; p is the share of draws whose mean is at least as far from 0 as the real
                   one, which counts as one more draw
@@ -12,10 +12,8 @@ intervals of two runs may overlap although their paired difference is clear, bec
 differ more than runs do. Left out: corrections for many comparisons.
 """
 
-import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -28,7 +26,7 @@ rejected failed_rows repeated fallbacks documents_cut format evidence support re
 all_correct written retrieved shown
 """.split()
 BRIEF = "em judged reader_em rouge searches format".split()  # the columns without --all
-COLUMNS_PER_BLOCK = 6  # of a table in a terminal
+COLUMNS_PER_BLOCK = 6
 DRAWS, FLIPS = 1000, 10_000
 MEAN_OF_DATASETS = "mean of datasets"  # row in which data sets of any size count the same
 Summary = dict[str, dict]  # row -> column -> (mean, low, high); "questions" is their number
@@ -62,59 +60,34 @@ def summarise(records: list[dict]) -> Summary:
 
 def row_of(parts: list[list[dict]]) -> dict:
     """Returns a row of a table. A mean needs the metric in every part (data set)."""
-    tables = [np.array([*question_means(part).values()]) for part in parts]  # [questions, COLUMNS]
-    row = {"questions": sum(map(len, tables))}
-    for i, column in enumerate(COLUMNS):
-        values = [numbers[~np.isnan(numbers[:, i]), i] for numbers in tables]
+    row = {"questions": sum(len({record["id"] for record in part}) for part in parts)}
+    for column in COLUMNS:
+        values = [np.array([*question_means(part, column).values()]) for part in parts]
         if all(map(len, values)):
             row[column] = interval(values)
     return row
 
 
 def question_means(
-    records: list[dict], key: Callable = lambda record: record["id"]
-) -> dict[str, np.ndarray]:
-    """Returns {question: metrics [COLUMNS]}, means over its samples, NaN for a missing metric."""
+    records: list[dict], column: str, key: Callable = lambda record: record["id"]
+) -> dict[str, float]:
+    """Returns {question: mean over its samples that have the metric}; a question without it is left
+    out.
+    """
     samples = defaultdict(list)
     for record in records:
-        samples[key(record)].append([record["metrics"].get(column) for column in COLUMNS])
-    arrays = {question: np.array(rows, float) for question, rows in samples.items()}
-    return {q: np.ma.masked_invalid(rows).mean(0).filled(np.nan) for q, rows in arrays.items()}
+        value = record["metrics"].get(column)
+        if value is not None:
+            samples[key(record)].append(value)
+    return {question: float(np.mean(values)) for question, values in samples.items()}
 
 
 # ---------------------------------------------------------------------------------------- two runs
-def compare(records: list[dict], others: list[dict], columns: Sequence[str] = COLUMNS) -> dict:
-    """Returns the numbers of questions, and for each of the columns that both runs have a dict:
-    the means of this run and the other, their difference with its interval, and p.
-    """
-    here, there = question_means(records, same_text), question_means(others, same_text)
-    both = [question for question in here if question in there]
-    if not both:
-        raise InputError("the two runs have no question in common: there is nothing to compare")
-    pairs = np.array([[here[question], there[question]] for question in both])
-    comparison = {"both": len(both), "here": len(here) - len(both), "there": len(there) - len(both)}
-    for column in columns:
-        values = pairs[:, :, COLUMNS.index(column)]  # [questions, 2]
-        values = values[~np.isnan(values).any(1)]
-        if len(values):
-            differences = values[:, 0] - values[:, 1]
-            comparison[column] = {
-                "means": values.mean(0).tolist(),
-                "difference": interval([differences]),
-                "p": sign_flip_p(differences),
-                "right": right_in(values),
-            }
-    return comparison
-
-
-def right_in(values: np.ndarray) -> dict[str, int]:
-    """Counts the questions that are right in both runs, in only one, or in neither (When to Search
-    Figure 4). A question is right if at least half of its samples are. values: [questions, 2].
-    """
-    here, there = values.T >= 0.5
-    ways = {"both": here & there, "only here": here & ~there, "only there": there & ~here}
-    ways |= {"neither": ~here & ~there}
-    return {way: int(chosen.sum()) for way, chosen in ways.items()}
+def paired(records: list[dict], others: list[dict], column: str) -> np.ndarray:
+    """Returns the metric of each question that has it in both runs: [questions, 2]."""
+    here, there = (question_means(run, column, same_text) for run in (records, others))
+    pairs = [(value, there[question]) for question, value in here.items() if question in there]
+    return np.array(pairs).reshape(-1, 2)
 
 
 def same_text(record: dict) -> str:
@@ -137,67 +110,71 @@ def sign_flip_p(differences: np.ndarray) -> float:
     return as_far / (FLIPS + 1)
 
 
+def comparison(records: list[dict], others: list[dict], columns: Sequence[str]) -> Iterator[str]:
+    """Yields a line per metric that both runs have. It says which run is higher if the 95 %
+    interval of the difference does not contain 0 and random signs give p ≤ 0.05.
+    """
+    here, there = ({*map(same_text, run)} for run in (records, others))
+    if not here & there:
+        raise InputError("the two runs have no question in common: there is nothing to compare")
+    alone = f"{len(here - there)} only here, {len(there - here)} only there"
+    yield f"\npaired: {len(here & there)} questions of both runs ({alone})"
+    for column in columns:
+        pairs = paired(records, others, column)
+        if len(pairs):
+            differences = pairs[:, 0] - pairs[:, 1]
+            mean, low, high = interval([differences])
+            p = sign_flip_p(differences)
+            clear = not low <= 0 <= high and p <= 0.05
+            higher = ("higher here" if low > 0 else "higher there") if clear else "may be chance"
+            means = "{:.3f} here, {:.3f} there".format(*pairs.mean(0))
+            difference = f"difference {mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+            yield f"{column}: {means}, {difference}, p={p:.3g}: {higher}"
+            if column == "em":
+                yield right_in(pairs)
+
+
+def right_in(pairs: np.ndarray) -> str:
+    """Counts the questions that are right in both runs, in only one, or in neither (When to Search
+    Figure 4). A question is right if at least half of its samples are. pairs: [questions, 2].
+    """
+    counts = Counter(map(tuple, (pairs >= 0.5).tolist()))
+    one = f"only here: {counts[True, False]}, only there: {counts[False, True]}"
+    return f"right in both: {counts[True, True]}, {one}, neither: {counts[False, False]}"
+
+
 # ---------------------------------------------------------------------------------------- printing
 def report(records: list[dict], others: list[dict], options) -> None:
     """Prints the table and, if `others` has the records of another run, the comparison. Reads these
-    fields of eval.Options: all (every column), markdown, json (a file to write all numbers to).
+    field of eval.Options: all (every column).
     """
-    whole = summarise(records)
     columns = COLUMNS if options.all else BRIEF
-    print(table(whole, options.markdown, columns=columns))
+    print(table(summarise(records), columns=columns))
     if unread := sum(record["metrics"].get("judged", 0) is None for record in records):
         print(f"{unread} verdicts are unreadable and left out of `judged`")
     if others:
-        whole["comparison"] = compare(records, others, columns)
-        print(*comparison_lines(whole["comparison"]), sep="\n")
-    if options.json:
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        print(*comparison(records, others, columns), sep="\n")
 
 
-def comparison_lines(comparison: dict) -> Iterator[str]:
-    """Yields a line per metric. It says which run is higher if the 95 % interval of the difference
-    does not contain 0 and random signs give p ≤ 0.05.
+def table(summary: Summary, head: str = "kind", columns: Sequence[str] = tuple(COLUMNS)) -> str:
+    """Formats those of the columns that have a value, some at a time, so that a line fits into a
+    terminal. With one row, "all" would repeat it.
     """
-    counts = "{both} questions of both runs ({here} only here, {there} only there)"
-    yield f"\npaired: {counts.format(**comparison)}"
-    for column in [column for column in COLUMNS if column in comparison]:
-        cell = comparison[column]
-        _, low, high = cell["difference"]
-        clear = not low <= 0 <= high and cell["p"] <= 0.05
-        means = "{:.3f} here, {:.3f} there".format(*cell["means"])
-        difference = "{:+.3f} [{:+.3f}, {:+.3f}]".format(*cell["difference"])
-        higher = ("higher here" if low > 0 else "higher there") if clear else "may be chance"
-        yield f"{column}: {means}, difference {difference}, p={cell['p']:.3g}: {higher}"
-        if column == "em":
-            yield "right in " + ", ".join(f"{way}: {n}" for way, n in cell["right"].items())
-
-
-def table(
-    summary: Summary,
-    as_markdown: bool = False,
-    head: str = "kind",
-    columns: Sequence[str] = tuple(COLUMNS),
-) -> str:
-    """Formats those of the columns that have a value. With one row, "all" would repeat it."""
     rows = {row: summary[row] for row in summary if row != "all" or len(summary) != 2}
     columns = [column for column in columns if any(column in row for row in rows.values())]
-    width = len(COLUMNS) if as_markdown else COLUMNS_PER_BLOCK
     blocks = []
-    for start in range(0, len(columns), width):
-        shown = columns[start : start + width]
+    for start in range(0, len(columns), COLUMNS_PER_BLOCK):
+        shown = columns[start : start + COLUMNS_PER_BLOCK]
         lines = [[head, "n", *shown]]
         for name, row in rows.items():
             cells = ["{:.3f} [{:.2f}, {:.2f}]".format(*row[c]) if c in row else "-" for c in shown]
             lines.append([harmless(name), str(row["questions"]), *cells])
-        blocks.append(format_table(lines, as_markdown))
+        blocks.append(format_table(lines))
     return "\n\n".join(blocks)
 
 
-def format_table(lines: list[list[str]], as_markdown: bool) -> str:
-    """Formats lines of cells as Markdown or for the terminal; the first line is the header."""
-    if as_markdown:
-        lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def format_table(lines: list[list[str]]) -> str:
+    """Formats lines of cells as Markdown with aligned columns; the first line is the header."""
     sizes = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, sizes)).rstrip() for line in lines)
+    lines = [lines[0], ["-" * size for size in sizes], *lines[1:]]
+    return "\n".join(f"| {' | '.join(map(str.ljust, line, sizes))} |" for line in lines)

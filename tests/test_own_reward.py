@@ -1,10 +1,9 @@
 """Tests --reward FILE.py:FUNCTION, a reward that the user writes."""
 
 import json
-from dataclasses import replace
 
 import pytest
-from conftest import command_line, of_fault, rows_of, settings_for
+from conftest import command_line, rows_of, settings_for
 
 import eval as evaluation
 import train
@@ -50,13 +49,6 @@ def own(tmp_path):
         del REWARDS[name]
 
 
-def test_the_reward_is_the_dictionary_that_the_function_returns(own):
-    reward = own_reward(own(SHORT))
-    # "Norland" is right, and the example has more than 20 words.
-    assert reward(example("r_search")) == {"right": 1.0, "short": 0.0}
-    assert reward(example("r_search", "Ulm", 0))["right"] == 0.0
-
-
 def test_a_run_with_an_own_reward_is_trained_logged_resumed_and_evaluated(
     own, model, tmp_path, capsys
 ):
@@ -78,13 +70,7 @@ def test_a_run_with_an_own_reward_is_trained_logged_resumed_and_evaluated(
     [
         ("def other(t): ...", "not found: 'mine'"),
         ("def mine(t):\n    return 1.0", "1.0 is not a reward: return named numbers, such as {'a"),
-        ("def mine(t):\n    return {}", "{} is not a reward"),
-        ("def mine(t):\n    return {'a': float('nan')}", "{'a': nan} is not a reward"),
         ("def mine(t):\n    return {'a': '1'}", "{'a': '1'} is not a reward"),
-        # Numbers too large for the losses, and names that cannot be written to a file.
-        of_fault(284, "def mine(t):\n    return {'a': 10**400}", "{'a': 1000"),
-        of_fault(284, "def mine(t):\n    return {'a': 1e16}", "1e+16"),
-        of_fault(285, "def mine(t):\n    return {3: 1.0}", "is not a reward: return named"),
     ],
 )
 def test_a_bad_reward_is_a_one_line_error_before_a_model_is_loaded(own, text, fragment, capsys):
@@ -110,18 +96,11 @@ def test_an_exception_in_the_users_file_keeps_its_traceback(own):
     assert raised.traceback[-1].lineno + 1 == 2
 
 
-def test_reward_terms_that_change_between_trajectories_are_an_error(own):
-    reward = own_reward(own("def mine(t):\n    return {'ab'[bool(t.searches)]: 1.0}"))
-    reward(example("r_search", searches=0))
-    with pytest.raises(ValueError, match=r"the same names for every trajectory \(a\)"):
-        reward(example("r_search", searches=1))
-
-
 def test_a_function_gets_the_arguments_and_what_it_names_of_other_models(own):
     text = "def mine(t, step, correct=None, weight=1.0):\n    return {'a': weight * step}"
     name = own(text)
-    settings = Settings(recipe="r_search", protocol="r_search", reward=name)
-    settings = replace(settings, reward_args={"weight": 3.0})
+    args = {"weight": 3.0}
+    settings = Settings(recipe="r_search", protocol="r_search", reward=name, reward_args=args)
     check_reward(settings)
     assert needs(settings) == {"step", "correct"}
     ((terms,), _) = compute_rewards([example("r_search")], settings, 2, OtherModels())

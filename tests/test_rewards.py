@@ -1,15 +1,17 @@
 """Tests rewards.py: every formula with numbers worked out by hand, the orderings that the papers
 rely on, and hacks that must earn nothing.
+
+A transcript is a template: $search, $right, $evidence and so on stand for these parts in the
+protocol's own tags (`written`).
 """
 
-import dataclasses
 import json
 import math
-from functools import partial
-from types import SimpleNamespace
+from dataclasses import replace
+from string import Template
 
 import pytest
-from test_metrics import SHARED, shared
+from test_metrics import shared
 
 import rewards
 import trajectory_metrics
@@ -21,97 +23,69 @@ from prompts import Protocol, tag_pair
 from rewards import (
     REWARDS,
     OtherModels,
-    arena,
     check_reward,
     compute_rewards,
     count_valid_searches,
     example,
     needs,
-    r1_searcher_stage1,
-    r1_searcher_stage2,
-    r_search,
     reward_terms,
-    search_r1,
     tfidf_embedder,
-    ur2_choice,
-    ur2_stage1,
-    ur2_stage2,
     ur2_violations,
-    when_to_search_stage1,
-    when_to_search_stage2,
-    when_to_search_unified,
 )
 from settings import Settings
 from trajectory import RejectedQuery, Search, Segment, trajectory_from_text
 
-QA = Question("1", "In which country was Ana Bell born?", ["Norland"])
+QA = Question("1", "In which country was Ana Bell born?", ["Norland"], supporting=(1, 4))
 MATH = Question("2", "Half of one?", ["0.5"], task="math")
 CHOICE = Question("3", "Which tree?", ["B"], task="choice", options=("elm", "oak", "ash"))
+DIRECT = replace(QA, may_search=False)
 LONG = " ".join(["word"] * 21)
+BORN = "Ana Bell was born in Kelmouth, Norland."
+PARTS = {
+    "think": "<think> Where was she born? </think>\n",
+    "reflect": "<reflect> It helps. </reflect>\n",
+    "evidence": f"<original_evidence> {BORN} </original_evidence>",
+    "cites": "<relevance>[1, 4]</relevance><analysis>Reference 4 says so.</analysis>",
+    "long": LONG,
+}
 
 
-def trajectory_of(text, question=QA, protocol="r1_searcher"):
-    return trajectory_from_text(question, text, protocol)
+def search(protocol, query="Ana Bell birthplace", document=BORN) -> str:
+    """Returns a query and the documents that it found, in the protocol's tags."""
+    (ask, asked), (begin, end) = protocol.query_tags, protocol.documents_tags
+    return f"{ask} {query} {asked}\n\n{begin}\n{document}\n{end}\n\n"
 
 
-r1 = trajectory_of
-rs = partial(trajectory_of, protocol="r_search")
-when = partial(trajectory_of, protocol="when_to_search")
+def written(text, protocol="ur2", question=QA, fallbacks=()):
+    """Returns the trajectory of a template under this protocol."""
+    protocol = PROTOCOLS[protocol]
+    box, end = protocol.answer_tags or ("So \\boxed{", "}")
+    parts = PARTS | {"right": f"{box}Norland{end}", "wrong": f"{box}Sudria{end}"}
+    if protocol.query_tags:
+        parts["search"] = search(protocol)
+        parts["faked"] = search(protocol).partition(protocol.query_tags[1])[2].lstrip()
+    text = Template(text).substitute(parts)
+    return trajectory_from_text(question, text, protocol, fallbacks)
 
 
-def ur2(text, question=QA, fallbacks=(), may_search=True):
-    question = dataclasses.replace(question, may_search=may_search)
-    return trajectory_from_text(question, text, "ur2", fallbacks)
+def protocol_of(reward: str) -> str:
+    """Returns the first protocol that has this reward."""
+    return next(name for name in PROTOCOLS if reward.startswith(name))
 
 
-def ar(text, supporting=(1, 4), gold="June 16, 1874", **fields):
-    question = Question("1", "When?", [gold], supporting=supporting, **fields)
-    protocol = "arena_summary" if question.task == "summary" else "arena"
-    return trajectory_from_text(question, text, protocol)
+def terms(reward, text, question=QA, fallbacks=(), outside=None, **args) -> dict:
+    """Returns the reward terms of a template. `outside`: values of OUTSIDE; args: --reward_args."""
+    trajectory = written(text, protocol_of(reward), question, fallbacks)
+    return reward_terms(reward, trajectory, {"step": 0} | (outside or {}), **args)
 
 
-def search(query="Ana Bell birthplace", document="Ana Bell was born in Kelmouth, Norland."):
-    query = f"<|begin_of_query|> {query} <|end_of_query|>\n\n"
-    return f"{query}<|begin_of_documents|>\n{document}\n<|end_of_documents|>\n\n"
+def paid(*what, **named):
+    """Returns the sum of the terms."""
+    return pytest.approx(sum(terms(*what, **named).values()))
 
 
-def rs_search(query="Ana Bell birthplace", document="Ana Bell was born in Kelmouth, Norland."):
-    return f"<search> {query} </search>\n\n<observation>\n{document}\n</observation>\n\n"
-
-
-def when_search(
-    query="Ana Bell birthplace", document="Ana Bell was born in Norland.", reflect=True
-):
-    reflection = "<reflect> It helps. </reflect>\n" if reflect else ""
-    return (
-        f"<search> {query} </search>\n\n<information>\n{document}\n</information>\n\n{reflection}"
-    )
-
-
-def sections(ids="[1, 4]", analysis="Reference 4 says so.", answer="June 16, 1874"):
-    cited = f"<relevance>{ids}</relevance>\n<analysis>{analysis}</analysis>"
-    return f"{cited}\n<answer>{answer}</answer>"
-
-
-def value(reward_terms):
-    return sum(reward_terms.values())
-
-
-def total(reward_terms):
-    return pytest.approx(value(reward_terms))
-
-
-BOX = "So \\boxed{Norland}"
-ANSWER = "<answer> Norland </answer>"
-WRONG = "<answer> Sudria </answer>"
-CLOSE = f"so</think>\n\n{ANSWER}"
-WRONG_CLOSE = f"so</think>\n\n{WRONG}"
-EVIDENCE = "<original_evidence> Ana Bell was born in Kelmouth, Norland. </original_evidence>"
-THINK = "<think> Where was she born? </think>\n"
-REFLECT = "<reflect> I know it. </reflect>\n"
-# No two of these queries have a word in common.
-QUERIES = ["Ana Bell birthplace", "Kelmouth mayor", "Norland seat", "Sudria king"]
-FAKED = "<|begin_of_documents|>\nAna Bell was born in Norland.\n<|end_of_documents|>\n"
+def asking(*golds: str) -> Question:
+    return replace(QA, answers=list(golds))
 
 
 # -------------------------------------------------------------------------------------- UR² by hand
@@ -125,167 +99,171 @@ def test_ur2_stage1_pays_format_and_searches_whatever_the_answer(variant, by_sea
     # n = 0: format −1, since the retrieval is missing. n = 1: format 1 + retrieval 3 (3B: 5;
     # Llama: 3). n >= 2: 1 + 4 (3B: 7; Llama: 3).
     for n, reward in enumerate(by_searches):
-        for answer in (BOX, "So \\boxed{Sudria}"):
-            assert reward == total(ur2_stage1(ur2(search() * n + answer), variant)), n
+        for answer in ("$right", "$wrong"):
+            assert reward == paid("ur2_stage1", "$search" * n + answer, variant=variant)
 
 
 def test_ur2_stage1_counts_each_violation():
     # Eq. 1 gives −1 per violation, also for several of one kind. Here two answers are too many,
     # two query tags have no partner, the model wrote two blocks of documents (one is not closed),
     # and one token is illegal: −7. The single search earns 3.
-    faulty = "<|begin_of_query|> a <|begin_of_query|> b" + FAKED + "<|begin_of_documents|> c"
-    trajectory = ur2(search() + faulty + BOX * 3 + "<|im_start|>")
-    kinds = [*["several_answers"] * 2, *["unpaired_query_tags"] * 2, *["written_documents"] * 2]
-    assert ur2_violations(trajectory) == [*kinds, "illegal <|im_start|>"]
-    assert ur2_stage1(trajectory) == {"format": -7.0, "retrieval": 3.0, "fallback": 0.0}
+    stray = "<|begin_of_query|> a <|begin_of_query|> b$faked<|begin_of_documents|> c"
+    faulty = f"$search{stray}$right$right$right<|im_start|>"
+    assert terms("ur2_stage1", faulty) == {"format": -7.0, "retrieval": 3.0, "fallback": 0.0}
 
 
-def test_a_prompt_without_retrieval_pays_the_format_only():
-    # Eq. 1 gives −1 per violation, and not searching is not a violation here: 1. Each of two
-    # queries is a violation: −2. A missing answer and an illegal token are two violations: −2.
-    for text, reward in ((BOX, 1), (search() * 2 + BOX, -2), ("no box <|im_start|>", -2)):
-        assert reward == total(ur2_stage1(ur2(text, may_search=False)))
-    # Eq. 2: 2 for the answer; the query costs the 1 for the format.
-    assert total(ur2_stage2(ur2(search() + BOX, may_search=False))) == 2
-    assert ur2_choice(ur2(search() * 2 + BOX, may_search=False), 0)["retrieval"] == 0
+@pytest.mark.parametrize(
+    "reward, text, expected",
+    [
+        # Eq. 1: not searching is not a violation here. Each of two queries is one: −2. A missing
+        # answer and an illegal token are two: −2. Eq. 2: 2 for the answer; a query costs the 1 for
+        # the format, and earns no bonus.
+        ("ur2_stage1", "$right", 1),
+        ("ur2_stage1", "$search$search$right", -2),
+        ("ur2_stage1", "no box <|im_start|>", -2),
+        ("ur2_stage2", "$search$right", 2),
+        ("ur2_choice", "$search$search$right", 2),
+    ],
+)
+def test_a_prompt_without_retrieval_pays_the_format_only(reward, text, expected):
+    assert paid(reward, text, DIRECT) == expected
 
 
-def test_each_rejected_query_on_a_question_without_search_is_a_violation():
-    trajectory = ur2(BOX, may_search=False)
-    queries = ("Ana Bell birthplace", LONG)
-    trajectory.rejected_queries = [RejectedQuery("direct", query) for query in queries]
-    assert ur2_violations(trajectory) == ["long_query"] + ["searched_directly"] * 2
-    assert total(ur2_stage1(trajectory)) == -3 and total(ur2_stage2(trajectory)) == 2
-    # A malformed query is not counted; if it leaves tags without a partner, those are.
-    trajectory.rejected_queries = [RejectedQuery("malformed", "")]
-    assert ur2_violations(trajectory) == []
+@pytest.mark.parametrize(
+    "question, searches, rejected, faults",
+    [
+        (DIRECT, 0, [("direct", "Ana")] * 2, ["searched_directly"] * 2),
+        (DIRECT, 0, [("direct", LONG)], ["long_query", "searched_directly"]),
+        # A malformed query is not counted; if it leaves tags without a partner, those are.
+        (DIRECT, 0, [("malformed", "")], []),
+        # A query beyond the limit of four.
+        (QA, 4, [("limit", "one more")], ["too_many_queries"]),
+    ],
+)
+def test_each_rejected_query_is_a_violation(question, searches, rejected, faults):
+    trajectory = written("$search " * searches + "$right", question=question)
+    trajectory.rejected_queries = [RejectedQuery(*query) for query in rejected]
+    assert ur2_violations(trajectory) == faults
+    assert count_valid_searches(trajectory) == searches
 
 
-@pytest.mark.parametrize("junk", [".", "…", "- -"])
-def test_a_query_without_a_word_earns_nothing_and_is_a_violation(junk):
+def test_a_query_without_a_word_earns_nothing_and_is_a_violation():
     # Two such queries are two violations: −2. They must not earn 1 + 4, as two searches do.
-    trajectory = ur2(BOX)
-    trajectory.searches += [Search(junk, [], "None")] * 2
-    assert ur2_violations(trajectory, True) == ["wordless_query"] * 2
-    assert total(ur2_stage1(trajectory)) == -2 and count_valid_searches(trajectory) == 0
-    assert total(ur2_choice(trajectory, 0)) == 2  # 2 for the right answer, no format, no bonus
-    assert r1_searcher_stage1(r1(search(junk) + CLOSE))["retrieval"] == 0
+    trajectory = written("$right")
+    trajectory.searches += [Search("- -", [], "None")] * 2
+    assert rewards.ur2_stage1(trajectory) == {"format": -2, "retrieval": 0, "fallback": 0}
+    assert sum(rewards.ur2_choice(trajectory, 0).values()) == 2  # no format, no bonus
 
 
-def test_ur2_stage2_pays_twice_the_score_of_each_task():
-    assert total(ur2_stage2(ur2(BOX))) == 3  # 2 · 1 + 1
-    # "Kelmouth, Norland" for "Norland": P = 1/2, R = 1, F1 = 2/3; the reward is 4/3 + 1.
-    partly = ur2("\\boxed{Kelmouth, Norland}")
-    assert total(ur2_stage2(partly)) == 7 / 3
-    assert (
-        total(ur2_stage2(partly, answer_metric="em")) == 1
-        and total(ur2_stage2(partly, answer_metric="cem")) == 3
-    )
-    assert total(ur2_stage2(ur2("\\boxed{\\frac{1}{2}}", MATH))) == 3
-    assert total(ur2_stage2(ur2("The correct answer is: B", CHOICE))) == 3
+@pytest.mark.parametrize(
+    "text, question, metric, expected",
+    [
+        ("$right", QA, "f1", 3),  # 2 · 1 + 1
+        # P = 1/2, R = 1, F1 = 2/3; the reward is 4/3 + 1.
+        ("\\boxed{Kelmouth, Norland}", QA, "f1", 7 / 3),
+        ("\\boxed{Kelmouth, Norland}", QA, "em", 1),
+        ("\\boxed{Kelmouth, Norland}", QA, "cem", 3),
+        ("\\boxed{\\frac{1}{2}}", MATH, "f1", 3),
+        ("The correct answer is: B", CHOICE, "f1", 3),
+        # The last answer is scored, and two cost the format term.
+        ("$right $wrong", QA, "f1", 0),
+        ("$wrong $right", QA, "f1", 2),
+    ],
+)
+def test_ur2_stage2_pays_twice_the_score_of_each_task(text, question, metric, expected):
+    assert paid("ur2_stage2", text, question, answer_metric=metric) == expected
 
 
-def test_a_math_judge_grades_answers_that_are_not_plainly_equal():
-    graded = []
-
-    def judge(question, answer):
-        graded.append(answer)
-        return 1
-
-    # Eq. 2 has only right and wrong, so a grade of 1 (partly right) leaves the 1 for the format.
-    # With partly=1.0, as in the released code, it earns 1 more.
-    approximate = ur2("\\boxed{about a half}", MATH)
-    assert total(ur2_stage2(approximate, grade=judge)) == 1
-    assert total(ur2_stage2(approximate, grade=judge, partly=1.0)) == 2
-    assert total(ur2_stage2(approximate, grade=lambda question, answer: 2)) == 3
-    # The judge is not asked if the answer is equal, if there is none, or if it is not math.
-    assert total(ur2_stage2(ur2("\\boxed{1/2}", MATH), grade=judge)) == 3
-    assert total(ur2_stage2(ur2("no box", MATH), grade=judge)) == 0
-    assert total(ur2_stage2(ur2("\\boxed{Sudria}"), grade=judge)) == 1
-    assert graded == ["about a half"] * 2
-
-
-def test_each_fallback_costs_half_and_is_counted_by_its_flag_not_by_its_text():
-    trajectory = ur2(search() * 3 + BOX, fallbacks=[0, 2])
-    for reward in ("ur2_stage1", "ur2_stage2", "ur2_choice", "ur2_weak"):
-        assert reward_terms(reward, trajectory, {"step": 0})["fallback"] == -1.0
-    quoted = search(document=PROTOCOLS["ur2"].fallback_notice) + PROTOCOLS["ur2"].fallback_notice
-    assert ur2_stage1(ur2(quoted + BOX))["fallback"] == 0  # the text alone costs nothing
+@pytest.mark.parametrize(
+    "text, question, grade, partly, expected",
+    [
+        # Eq. 2 has only right and wrong, so a grade of 1 (partly right) leaves the 1 for the
+        # format. With partly=1.0, as in the released code, it earns 1 more.
+        ("\\boxed{about a half}", MATH, 1, 0.0, 1),
+        ("\\boxed{about a half}", MATH, 1, 1.0, 2),
+        ("\\boxed{about a half}", MATH, 2, 0.0, 3),
+        # The judge is not asked if the answer is equal, if there is none, or if it is not math.
+        ("\\boxed{1/2}", MATH, 0, 0.0, 3),
+        ("no box", MATH, 2, 0.0, 0),
+        ("$wrong", QA, 2, 0.0, 1),
+    ],
+)
+def test_a_math_judge_grades_answers_that_are_not_plainly_equal(
+    text, question, grade, partly, expected
+):
+    outside = {"grade": lambda question, answer: grade}
+    assert paid("ur2_stage2", text, question, outside=outside, partly=partly) == expected
 
 
-def test_the_search_bonus_for_choice_ends_after_the_first_steps():
-    def choice(n, step, *variant):
-        return ur2_choice(
-            ur2(search() * n + "The correct answer is: B", CHOICE), step, None, *variant
-        )
-
-    assert [choice(n, 9)["retrieval"] for n in range(4)] == [0.0, 0.5, 1.0, 1.0]
-    for variant, steps in {"qwen_7b": 10, "qwen_3b": 15, "llama_8b": 10}.items():
-        assert total(choice(2, steps - 1, variant)) == 4  # 2 + 1, and a bonus of 1
-        assert total(choice(2, steps, variant)) == 3
+@pytest.mark.parametrize("reward", ["ur2_stage1", "ur2_stage2", "ur2_choice"])
+def test_each_fallback_costs_half_and_is_counted_by_its_flag_not_by_its_text(reward):
+    text = f"$search$search$search {PROTOCOLS['ur2'].fallback_notice} $right"
+    assert terms(reward, text, fallbacks=[0, 2])["fallback"] == -1.0
+    assert terms(reward, text)["fallback"] == 0  # the text alone costs nothing
 
 
-def test_the_3b_model_has_format_minus_one_for_a_choice_without_a_search():
-    # Appendix C.7, "non-accumulative": the format term is exactly −1, for a right answer (2 − 1) as
-    # for a text with three faults (0 − 1).
-    right = "The correct answer is: B"
-    worst = "北 <|im_start|> I do not know"
-    for text, reward in (
-        (right, 1),
-        (worst, -1),
-        (search() + right, 3.5),
-        (search() + worst, 0.5),
-        (search(LONG) + right, 2),  # it is a search, but not a valid one
-        (search(".") + right, 1),  # a query without a word is not a search
-    ):
-        assert total(ur2_choice(ur2(text, CHOICE), 14, variant="qwen_3b")) == reward
-    # The format term of eq. 2 holds from step 15 on, for other models, and on a prompt without
-    # retrieval.
-    assert total(ur2_choice(ur2(right, CHOICE), 15, variant="qwen_3b")) == 3
-    assert total(ur2_choice(ur2(right, CHOICE), 0, variant="qwen_7b")) == 3
-    assert total(ur2_choice(ur2(right, CHOICE, may_search=False), 0, variant="qwen_3b")) == 3
+@pytest.mark.parametrize(
+    "searches, step, variant, bonus",
+    [
+        (0, 9, "qwen_7b", 0.0),
+        (1, 9, "qwen_7b", 0.5),
+        (2, 9, "qwen_7b", 1.0),
+        (3, 9, "qwen_7b", 1.0),
+        (2, 10, "qwen_7b", 0.0),
+        (2, 14, "qwen_3b", 1.0),
+        (2, 15, "qwen_3b", 0.0),
+        (2, 10, "llama_8b", 0.0),
+    ],
+)
+def test_the_search_bonus_for_choice_ends_after_the_first_steps(searches, step, variant, bonus):
+    text = "$search " * searches + "The correct answer is: B"
+    result = terms("ur2_choice", text, CHOICE, (), {"step": step}, variant=variant)
+    assert result["retrieval"] == bonus
 
 
-def test_the_weak_first_stage_scores_any_task():
-    # One search earns 0.5. The judge grades math; open questions get F1, which is 2/3 for
-    # "Kelmouth, Norland".
-    judged = {"step": 0, "grade": lambda question, answer: 2.0}
-    half = reward_terms("ur2_weak", ur2(search() + "\\boxed{about a half}", MATH), judged)
-    assert half == {"answer": 2.0, "format": 1.0, "fallback": 0.0, "retrieval": 0.5}
-    partly = ur2(search() * 2 + "\\boxed{Kelmouth, Norland}")
-    assert total(ur2_choice(partly, 0)) == 4 / 3 + 1 + 1
-    assert total(ur2_choice(partly, 10)) == 4 / 3 + 1
+RIGHT = "The correct answer is: B"
+WORST = "北 <|im_start|> I do not know"
 
 
-LOOSE = {"format_check": "loose"}
+@pytest.mark.parametrize(
+    "text, step, variant, expected",
+    [
+        # Appendix C.7, "non-accumulative": the format term is exactly −1, for a right answer
+        # (2 − 1) as for a text with three faults (0 − 1).
+        (RIGHT, 14, "qwen_3b", 1),
+        (WORST, 14, "qwen_3b", -1),
+        (f"${{search}}{RIGHT}", 14, "qwen_3b", 3.5),
+        (f"<|begin_of_query|> . <|end_of_query|>${{faked}}{RIGHT}", 14, "qwen_3b", 1),  # no word
+        # The format term of eq. 2 holds from step 15 on, and for other models.
+        (RIGHT, 15, "qwen_3b", 3),
+        (RIGHT, 0, "qwen_7b", 3),
+    ],
+)
+def test_the_3b_model_has_format_minus_one_for_a_choice_without_a_search(
+    text, step, variant, expected
+):
+    assert paid("ur2_choice", text, CHOICE, (), {"step": step}, variant=variant) == expected
 
 
 @pytest.mark.parametrize(
     ("text", "question", "accepted"),
     [
-        ("So it is $\\boxed{Norland}$.<|im_end|>", QA, True),
-        ("\\boxed{Norland}\n<eos>", QA, True),
+        ("So it is $$\\boxed{Norland}$$.<|im_end|>", QA, True),
         ("The correct answer is: B", CHOICE, True),
         ("\\boxed{Norland} it is", QA, False),
         # The strict check finds many faults in this text.
-        (
-            FAKED + "北 <tool_call> \\boxed{Sudria} <|begin_of_query|> " + search(LONG) + BOX,
-            QA,
-            True,
-        ),
+        ("$faked 北 <tool_call> \\boxed{Sudria} <|begin_of_query|> $right", QA, True),
     ],
 )
 def test_the_loose_format_check_looks_at_the_end_only(text, question, accepted):
-    trajectory = ur2(text, question)
-    assert ur2_violations(trajectory, **LOOSE) == ["no_answer_at_end"] * (not accepted)
     # The loose check does not require a search either.
-    assert ur2_stage1(trajectory, **LOOSE)["format"] == (1 if accepted else -1)
-    for reward in ("ur2_stage2", "ur2_choice"):
-        assert reward_terms(reward, trajectory, {"step": 0}, **LOOSE)["format"] == accepted
+    form = terms("ur2_stage1", text, question, format_check="loose")["format"]
+    assert form == (1 if accepted else -1)
+    assert terms("ur2_choice", text, question, format_check="loose")["format"] == accepted
 
 
 POLYNOMIAL = "+".join(f"{n}x^{n}" for n in range(12, 0, -1))  # 12x^12+11x^11+...+1x^1
-TWELVE = Question("1", "Which words?", ["word " * 12])
+TWELVE = asking("word " * 12)
 IN_CHINESE = Question("1", "北?", ["x"])
 SHOWS_CHINESE = Question("1", "?", ["x"], references=(Document("1", "北", ""),))
 
@@ -293,103 +271,131 @@ SHOWS_CHINESE = Question("1", "?", ["x"], references=(Document("1", "北", ""),)
 @pytest.mark.parametrize(
     ("text", "question", "faults"),
     [
-        (BOX, QA, []),
-        ("no box", QA, ["no_answer"]),
-        ("\\boxed{}", QA, ["no_answer"]),
-        ("<|begin_of_query|> where " + BOX, QA, ["unpaired_query_tags"]),
-        ("<|begin_of_query|> " * 2 + "<|end_of_query|> " + BOX, QA, ["unpaired_query_tags"]),
-        ("x <|end_of_query|> " * 2 + BOX, QA, ["unpaired_query_tags"] * 2),
-        (FAKED + FAKED + BOX, QA, ["written_documents"] * 2),
-        ("\\boxed{x} \\boxed{a b c d e f g h i j k}", QA, ["several_answers", "long_answer"]),
-        (search(LONG) + search(LONG) + BOX, QA, ["long_query", "long_query"]),
-        (search() * 4 + BOX, QA, []),
-        (search() * 6 + BOX, QA, ["too_many_queries"] * 2),
-        ("x\nuser: \nagain\nassistant" + "\n" + BOX, QA, ["illegal assistant", "illegal user"]),
-        ("x\nuser accounts\nassistant: he helps " + BOX, QA, []),  # more follows the word
+        ("$right", QA, ""),
+        ("no box", QA, "no_answer"),
+        ("\\boxed{}", QA, "no_answer"),
+        ("<|begin_of_query|> where $right", QA, "unpaired_query_tags"),
+        ("x <|end_of_query|> x <|end_of_query|> $right", QA, "unpaired_query_tags*2"),
+        ("$faked$faked$right", QA, "written_documents*2"),
+        ("\\boxed{x} \\boxed{a b c d e f g h i j k}", QA, "several_answers long_answer"),
+        ("<|begin_of_query|> $long <|end_of_query|>$faked$right", QA, "long_query"),
+        ("$search$search$search$search$right", QA, ""),
+        ("$search$search$search$search$search$search$right", QA, "too_many_queries*2"),
+        ("x\nuser: \nagain\nassistant\n$right", QA, "illegal_assistant illegal_user"),
+        ("x\nuser accounts\nassistant: he helps $right", QA, ""),  # more follows the word
         # The environment wrote the newline before "assistant".
-        (search() + "assistant\n" + BOX, QA, ["illegal assistant"]),
-        ("<tool_call>" * 100 + BOX + "<|im_end|>", QA, ["illegal <tool_call>"]),  # once per kind
-        ("北 " + BOX, QA, ["garbled_text"]),
-        ("\ufffd " + BOX, QA, ["garbled_text"]),
-        ("<information> Norland " + BOX, QA, []),  # a tag of another protocol
-        ("π r², x ∈ ℝ, ℵ₀ < 2^ℵ₀, Māori, naïve " + BOX, QA, []),
-        (search(document="北 is north") + "北 " + BOX, QA, []),
-        ("北 \\boxed{x}", IN_CHINESE, []),
-        ("北 \\boxed{x}", SHOWS_CHINESE, []),
-        ("север \\boxed{x}", IN_CHINESE, ["garbled_text"]),
-        ("\\boxed{a b c d e f g h i j}", QA, []),  # 10 words
-        ("\\boxed{" + "word " * 12 + "}", TWELVE, []),  # as many words as the gold
-        ("\\boxed{" + "word " * 13 + "}", TWELVE, ["long_answer"]),
-        ("\\boxed{" + POLYNOMIAL + "}", MATH, []),
-        ("\\boxed{" + POLYNOMIAL.replace("+", " + ") + "}", MATH, ["long_answer"]),
-        ("\\boxed{" + "+".join(map(str, range(1900, 1911))) + "}", QA, ["long_answer"]),  # guesses
-        ("\\boxed{Norland <|begin_of_query|> x <|end_of_query|>}", QA, ["tag_in_answer"]),
-        ("The correct answer is: (B).<eos><|im_end|>", CHOICE, []),
-        ("The correct answer is not A, but the correct answer is: **B**", CHOICE, []),
-        ("The correct answer is: B, as oaks are hard", CHOICE, ["not_a_letter"]),
-        ("The correct answer is: both of them", CHOICE, ["no_answer"]),
+        ("${search}assistant\n$right", QA, "illegal_assistant"),
+        ("<tool_call> <tool_call>$right<|im_end|>", QA, "illegal_<tool_call>"),  # once per kind
+        ("北 $right", QA, "garbled_text"),
+        ("\ufffd $right", QA, "garbled_text"),
+        ("<information> Norland $right", QA, ""),  # a tag of another protocol
+        ("π r², x ∈ ℝ, ℵ₀ < 2^ℵ₀, Māori, naïve $right", QA, ""),
+        ("北 \\boxed{x}", IN_CHINESE, ""),
+        ("北 \\boxed{x}", SHOWS_CHINESE, ""),
+        ("север \\boxed{x}", IN_CHINESE, "garbled_text"),
+        ("\\boxed{a b c d e f g h i j}", QA, ""),  # 10 words
+        ("\\boxed{" + "word " * 12 + "}", TWELVE, ""),  # as many words as the gold
+        ("\\boxed{" + "word " * 13 + "}", TWELVE, "long_answer"),
+        ("\\boxed{" + POLYNOMIAL + "}", MATH, ""),
+        ("\\boxed{" + POLYNOMIAL.replace("+", " + ") + "}", MATH, "long_answer"),
+        ("\\boxed{Norland <|begin_of_query|> x <|end_of_query|>}", QA, "tag_in_answer"),
+        ("The correct answer is: (B).<eos><|im_end|>", CHOICE, ""),
+        ("The correct answer is: B, as oaks are hard", CHOICE, "not_a_letter"),
+        ("The correct answer is: both of them", CHOICE, "no_answer"),
     ],
 )
 def test_violations_of_ur2s_format(text, question, faults):
-    assert ur2_violations(ur2(text, question)) == faults
-
-
-def test_queries_rejected_beyond_the_limit_count_as_too_many_queries():
-    trajectory = ur2(search() * 4 + BOX)
-    trajectory.rejected_queries.append(RejectedQuery("limit", "one more"))
-    assert ur2_violations(trajectory) == ["too_many_queries"]
-    assert count_valid_searches(trajectory) == 4
+    name, _, times = faults.partition("*")
+    expected = [name] * int(times) if times else faults.split()
+    found = ur2_violations(written(text, question=question))
+    assert [fault.replace(" ", "_") for fault in found] == expected
 
 
 # ------------------------------------------------------------------------------ R1-Searcher by hand
+TEN = "Sudria Ostland Westland Kaldor Belmark Corsia Dravia Ellenia Fioria Norland"
+ELEVEN = "one two three four five six seven eight nine ten eleven"
+YES = "so</think><answer>yes they are</answer>"
 
 
-def test_r1_searcher_stage1_is_a_half_for_searching_and_a_half_for_the_format():
-    assert total(r1_searcher_stage1(r1(search() + WRONG_CLOSE))) == 1.0
-    assert total(r1_searcher_stage1(r1(CLOSE))) == 0.5
-    assert total(r1_searcher_stage1(r1(search() + "Norland"))) == 0.5
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("$search so</think> $wrong", {"retrieval": 0.5, "format": 0.5}),
+        ("so</think> $right", {"retrieval": 0.0, "format": 0.5}),
+        ("$search Norland", {"retrieval": 0.5, "format": 0.0}),
+    ],
+)
+def test_r1_searcher_stage1_is_a_half_for_searching_and_a_half_for_the_format(text, expected):
+    assert terms("r1_searcher_stage1", text) == expected
 
 
-def test_r1_searcher_stage2_is_f1_minus_two_for_a_fault():
-    # F1 of "Kelmouth, Norland" is 2/3. A second </think> is a fault: 2/3 − 2 = −4/3.
-    partly = CLOSE.replace("Norland", "Kelmouth, Norland")
-    assert total(r1_searcher_stage2(r1(partly))) == 2 / 3
-    assert total(r1_searcher_stage2(r1("</think>" + partly))) == -4 / 3
-    assert total(r1_searcher_stage2(r1("so</think> Norland"))) == -2.0  # no answer tags: F1 = 0
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        # F1 of "Kelmouth, Norland" is 2/3. A second </think> is a fault: 2/3 − 2 = −4/3.
+        ("so</think><answer>Kelmouth, Norland</answer>", 2 / 3),
+        ("</think>so</think><answer>Kelmouth, Norland</answer>", -4 / 3),
+        ("so</think> Norland", -2),  # no answer tags: F1 = 0
+        ("so</think>$right$wrong", -2),
+        (f"so</think><answer>{LONG}</answer>", -2),
+    ],
+)
+def test_r1_searcher_stage2_is_f1_minus_two_for_a_fault(text, expected):
+    assert paid("r1_searcher_stage2", text) == expected
 
 
-def test_an_r1_searcher_answer_may_be_as_long_as_the_gold_but_not_longer():
-    words = "one two three four five six seven eight nine ten eleven twelve".split()
-    gold = Question("1", "?", [" ".join(words[:11])])
-    exact, longer = (r1(CLOSE.replace("Norland", " ".join(words[:n])), gold) for n in (11, 12))
-    assert total(r1_searcher_stage2(exact)) == 1.0
-    assert total(r1_searcher_stage2(longer)) == 22 / 23 - 2  # F1 = 2 · 11 / (12 + 11)
+@pytest.mark.parametrize(
+    "text, gold, args, expected",
+    [
+        # Eq. 3 and 4 have no rule for yes and no: IN = 1, PN = 3, RN = 1 give 2 / (3 + 1) = 0.5.
+        (YES, "yes", {}, 0.5),
+        (f"{YES} Sure.", "yes", {}, 0.5 - 2),
+        # Eq. 5: the answer fails exact match (−1) and passes cover-EM (+1).
+        (YES, "yes", {"answer_metric": "em"}, -1),
+        (YES, "yes", {"answer_metric": "cem"}, 1),
+        # "true" and "yes" have no word in common: IN = 0. The released code treats them as equal,
+        # as UR²'s does (row 30 of the released rewards).
+        ("so</think><answer>True</answer>", "yes", {}, 0),
+        # An answer may be as long as the gold, but not longer: F1 = 2 · 11 / (12 + 11), less 2.
+        (f"so</think><answer>{ELEVEN}</answer>", ELEVEN, {}, 1),
+        (f"so</think><answer>{ELEVEN} twelve</answer>", ELEVEN, {}, 22 / 23 - 2),
+        # Eq. 5 rewards a list of ten guesses, which covers the gold (section 4.2 reports such
+        # answers); a longer list loses 2.
+        (f"so</think><answer>{TEN}</answer>", "Norland", {"answer_metric": "cem"}, 1),
+    ],
+)
+def test_r1_searchers_equations_with_numbers(text, gold, args, expected):
+    assert paid("r1_searcher_stage2", text, asking(gold), **args) == expected
+
+
+def test_r1_searcher_counts_a_search_with_any_number_of_words():
+    # Eq. 1 asks for n ≥ 1 retrievals, and one with 21 words counts; UR² (C.7, D.2) limits queries
+    # to 20 words. A query without a word does not count.
+    for query, earned in (("$long", 0.5), (".", 0.0)):
+        text = f"<|begin_of_query|> {query} <|end_of_query|>$faked so</think>$right"
+        assert terms("r1_searcher_stage1", text)["retrieval"] == earned
 
 
 @pytest.mark.parametrize(
     ("text", "faults"),
     [
-        (CLOSE, []),
-        (search() + CLOSE + "<|im_end|>", []),
-        ("so <answer> Norland </answer>", ["thinking_not_closed_once"]),
-        ("<think>" + CLOSE, ["thinking_not_closed_once"]),
-        ("<answer> Norland </answer> so</think>", ["answer_in_thinking"]),
-        ("so</think> Norland", ["no_answer"]),
-        (CLOSE + ANSWER, ["several_answers"]),
-        ("so</think> It is <answer> Norland </answer>", ["text_beside_answer"]),
-        (CLOSE + " I am sure.", ["text_beside_answer"]),
-        (f"so</think><answer>{LONG}</answer>", ["long_answer"]),
-        (
-            "so</think><answer><|begin_of_documents|></answer>",
-            ["written_documents", "tag_in_answer"],
-        ),
-        ("user\nℵ₀" + CLOSE, []),
-        ("北" + CLOSE, ["garbled_text"]),
-        ("<|begin_of_query|> where" + CLOSE, ["unpaired_query_tags"]),
+        ("$search so</think>$right<|im_end|>", ""),
+        ("so $right", "thinking_not_closed_once"),
+        ("<think>so</think>$right", "thinking_not_closed_once"),
+        ("$right so</think>", "answer_in_thinking"),
+        ("so</think> Norland", "no_answer"),
+        ("so</think>$right$right", "several_answers"),
+        ("so</think> It is $right", "text_beside_answer"),
+        ("so</think>$right I am sure.", "text_beside_answer"),
+        ("so</think><answer>$long</answer>", "long_answer"),
+        ("</think><answer><|begin_of_documents|></answer>", "written_documents tag_in_answer"),
+        ("user\nℵ₀</think>$right", ""),
+        ("北</think>$right", "garbled_text"),
+        ("<|begin_of_query|> where</think>$right", "unpaired_query_tags"),
     ],
 )
 def test_r1_searcher_names_each_format_fault(text, faults):
-    assert rewards.r1_searcher_format(r1(text)) == faults
+    assert rewards.r1_searcher_format(written(text, "r1_searcher")) == faults.split()
 
 
 # --------------------------------------------------------------------------------- R-Search by hand
@@ -398,76 +404,57 @@ def test_r1_searcher_names_each_format_fault(text, faults):
 @pytest.mark.parametrize(
     ("text", "reward"),
     [
-        (ANSWER, 0.4),  # no search: γ_e is paid anyway, and γ_α for the answer
+        ("$right", 0.4),  # no search: γ_e is paid anyway, and γ_α for the answer
         ("Norland", 0.2),
-        (rs_search() + "Norland", 0.0),
+        ("$search Norland", 0.0),
         # An empty box does not count.
-        (rs_search() + "<original_evidence> </original_evidence>" + ANSWER, 0.2),
+        ("$search<original_evidence> </original_evidence>$right", 0.2),
         # There are two answer boxes, though one is empty.
-        (rs_search() + EVIDENCE + "<answer> </answer>" + ANSWER, 0.2),
-        (rs_search() + EVIDENCE + ANSWER, 0.4),
+        ("$search$evidence<answer> </answer>$right", 0.2),
+        ("$search$evidence$right", 0.4),
         # A pair of tags and a stray tag are not exactly one box.
-        ("<answer> so " + ANSWER, 0.2),
-        (rs_search() + "</original_evidence>" + EVIDENCE + ANSWER, 0.2),
+        ("<answer> so $right", 0.2),
+        ("$search</original_evidence>$evidence$right", 0.2),
     ],
 )
 def test_r_searchs_format_by_hand(text, reward):
-    assert r_search(rs(text))["format"] == pytest.approx(reward)
-    assert rewards.r_search_format(rs(text)) == (reward == 0.4)  # 0.4 is the whole r_f
+    assert terms("r_search", text)["format"] == pytest.approx(reward)
+    assert rewards.r_search_format(written(text, "r_search")) == (reward == 0.4)  # the whole r_f
 
 
 def test_r_search_without_evidence_pays_only_the_answer_and_the_answer_box():
     """Without the evidence reward and the evidence box (section 5.2) the reward is r_α + γ_α · A,
     whether or not the model searched.
     """
-    plain = partial(trajectory_of, protocol="r_search_plain")
-    partly = ANSWER.replace("Norland", "Kelmouth, Norland")  # F1 = 2/3
-    for text in (rs_search() + partly, partly):
-        result = r_search(plain(text), "Norland", evidence_reward=False)
+    for text in ("$search<answer>Kelmouth, Norland</answer>", "<answer>Kelmouth, Norland</answer>"):
+        plain = written(text, "r_search_plain")
+        result = rewards.r_search(plain, "Norland", evidence_reward=False)
         assert result == pytest.approx({"answer": 2 / 3, "evidence": 0.0, "format": 0.2})
-        assert rewards.r_search_format(plain(text))
-    assert total(r_search(plain("Norland"), evidence_reward=False)) == 0.0  # γ_e is not paid
+        assert rewards.r_search_format(plain)
     # If the protocol keeps the evidence box and only the reader is off, γ_e · E is still paid.
-    with_box = r_search(rs(rs_search() + EVIDENCE + ANSWER), evidence_reward=False)
-    assert with_box == pytest.approx({"answer": 1.0, "evidence": 0.0, "format": 0.4})
+    assert paid("r_search", "$search$evidence$right", evidence_reward=False) == 1.4
 
 
-def test_r_searchs_equations_with_numbers():
-    # Eq. 3, "Ana Maria Bell" for "Ana Bell": 2 · 2 / (3 + 2) = 0.8. Eq. 4, the reader answers
-    # "Bell": 2 · 1 / (1 + 2) = 2/3. Eq. 5, after a search with E = 1 and A = 1: 0.4. Eq. 6 adds
-    # these up.
-    who = Question("1", "Who?", ["Ana Bell"])
-    answer = "<answer> Ana Maria Bell </answer>"
-    result = r_search(rs(rs_search() + EVIDENCE + answer, who), "Bell")
-    assert result == pytest.approx({"answer": 0.8, "evidence": 2 / 3, "format": 0.4})
-    # The answer is wrong and so is the reader's: only the format is paid.
-    assert total(r_search(rs(rs_search() + EVIDENCE + WRONG), "y")) == 0.4
-    # The last of two evidence boxes is read, but E = 0: answer 1 + evidence 1 + format 0.2.
-    assert total(r_search(rs(rs_search() + EVIDENCE * 2 + ANSWER), "Norland")) == 2.2
-    # Eq. 3 has no rule for yes and no: "yes they are" for "yes" is 2 · 1 / (3 + 1).
-    yes = rs("<answer> yes they are </answer>", Question("1", "?", ["yes"]))
-    assert r_search(yes)["answer"] == 0.5
-
-
-def test_r1_searchers_equations_with_numbers():
-    # Eq. 3 and 4 have no rule for yes and no: IN = 1, PN = 3, RN = 1 give 2 · 1 / (3 + 1) = 0.5.
-    yes = Question("1", "?", ["yes"])
-    text = CLOSE.replace("Norland", "yes they are")
-    assert total(r1_searcher_stage2(r1(text, yes))) == 0.5
-    assert total(r1_searcher_stage2(r1(text + " Sure.", yes))) == 0.5 - 2
-    # Eq. 5: the answer fails exact match (−1) and passes cover-EM (+1).
-    assert total(r1_searcher_stage2(r1(text, yes), "em")) == -1
-    assert total(r1_searcher_stage2(r1(text, yes), "cem")) == 1
-    # "true" and "yes" have no word in common: IN = 0. The released code treats them as equal, as
-    # UR²'s does (row 30 of the released rewards).
-    assert total(r1_searcher_stage2(r1(CLOSE.replace("Norland", "True"), yes))) == 0
-    assert total(ur2_stage2(ur2("\\boxed{True}", yes))) == 3
-
-
-def test_r1_searcher_counts_a_search_with_any_number_of_words():
-    # Eq. 1 asks for n ≥ 1 retrievals, and one with 21 words counts; UR² (C.7, D.2) limits queries
-    # to 20 words.
-    assert r1_searcher_stage1(r1(search(LONG) + CLOSE)) == {"retrieval": 0.5, "format": 0.5}
+@pytest.mark.parametrize(
+    "text, gold, reader, expected",
+    [
+        # Eq. 3, "Ana Maria Bell" for "Ana Bell": 2 · 2 / (3 + 2) = 0.8. Eq. 4, the reader answers
+        # "Bell": 2 · 1 / (1 + 2) = 2/3. Eq. 5, after a search with E = 1 and A = 1: 0.4. Eq. 6 adds
+        # these up.
+        ("$search$evidence<answer>Ana Maria Bell</answer>", "Ana Bell", "Bell", 0.8 + 2 / 3 + 0.4),
+        # The answer is wrong and so is the reader's: only the format is paid.
+        ("$search$evidence$wrong", "Norland", "y", 0.4),
+        # The last of two evidence boxes is read, but E = 0: answer 1 + evidence 1 + format 0.2.
+        ("$search$evidence$evidence$right", "Norland", "Norland", 2.2),
+        # Eq. 3 has no rule for yes and no: "yes they are" for "yes" is 2 · 1 / (3 + 1).
+        ("<answer> yes they are </answer>", "yes", "", 0.5 + 0.4),
+        # The last of two answers is scored, and A = 0.
+        ("$right$wrong", "Norland", "", 0.2),
+        ("$wrong$right", "Norland", "", 1.2),
+    ],
+)
+def test_r_searchs_equations_with_numbers(text, gold, reader, expected):
+    assert paid("r_search", text, asking(gold), (), {"reader_answer": reader}) == expected
 
 
 def test_search_r1_pays_exact_match_and_nothing_else():
@@ -476,32 +463,41 @@ def test_search_r1_pays_exact_match_and_nothing_else():
         ("Kelmouth, Norland", 0),
         ("Norland </answer><answer> Sudria", 0),  # the last of two answers counts
     ):
-        assert search_r1(example("search_r1", answer)) == {"answer": reward}
-    assert search_r1(example("search_r1", searches=0)) == {"answer": 1}
+        assert terms("search_r1", f"<answer>{answer}</answer>") == {"answer": reward}
 
 
-def test_r_search_and_when_to_search_remove_punctuation_and_arena_all_but_underscores():
-    # "Spider-Man" becomes "spiderman" if the hyphen is removed, "spider man" if it becomes a blank.
-    spider = Question("1", "?", ["Spider-Man"])
-    answer = "<answer> spiderman </answer>"
-    result = r_search(rs(rs_search() + EVIDENCE + answer, spider), "SpiderMan")
-    assert (result["answer"], result["evidence"]) == (1.0, 1.0)
-    assert when_to_search_stage1(when(THINK + answer, spider))["answer"] == 1.0
-    for answer, paper, code in (("spider man", 0, 1), ("spiderman", 1, 0), ("Spider_Man", 0, 1)):
-        trajectory = ar(sections(answer=answer), gold="Spider-Man")
-        result = [REWARDS[name](trajectory)["answer"] for name in ("arena", "arena_code")]
-        assert result == [paper, code]
+@pytest.mark.parametrize(
+    "reward, answers",
+    [
+        # "Spider-Man" becomes "spiderman" if the hyphen is removed, "spider man" if it becomes a
+        # blank.
+        ("r_search", (0, 1, 1)),
+        ("when_to_search_stage1", (-1, 1, 1)),
+        ("arena", (0, 1, 0)),
+        ("arena_code", (1, 0, 1)),
+    ],
+)
+def test_r_search_and_when_to_search_remove_punctuation_and_arena_all_but_underscores(
+    reward, answers
+):
+    for answer, expected in zip(("spider man", "spiderman", "Spider_Man"), answers, strict=True):
+        text = f"<answer>{answer}</answer>"
+        assert terms(reward, text, asking("Spider-Man"))["answer"] == expected
 
 
 def test_evidence_support_is_the_share_of_evidence_words_in_the_documents():
-    support = trajectory_metrics.evidence_support
-    # All 7 words of "ana bell was born in kelmouth norland" are in the document.
-    assert support(rs(rs_search() + EVIDENCE)) == 1.0
-    # Of "bell was queen", the words "bell" and "was" are in the document.
+    def support(text):
+        return trajectory_metrics.evidence_support(written(text, "r_search"))
+
+    # All 7 words of "ana bell was born in kelmouth norland" are in the document. Of "bell was
+    # queen", the words "bell" and "was" are.
+    assert support("$search$evidence") == 1.0
     made_up = "<original_evidence> The Bell was queen </original_evidence>"
-    assert support(rs(rs_search() + made_up)) == pytest.approx(2 / 3)
-    # Without a document or without evidence it is 0.
-    assert support(rs(made_up)) == support(rs(rs_search() + ANSWER)) == 0.0
+    assert support(f"$search{made_up}") == pytest.approx(2 / 3)
+    # Without a document or without evidence it is 0; R-Search's reward does not look at it.
+    assert support(made_up) == support("$search$right") == 0.0
+    read = {"reader_answer": "Norland"}
+    assert terms("r_search", f"$search{made_up}$right", QA, (), read)["evidence"] == 1.0
 
 
 # --------------------------------------------------------------------------- When to Search by hand
@@ -510,99 +506,100 @@ def test_evidence_support_is_the_share_of_evidence_words_in_the_documents():
 @pytest.mark.parametrize(
     ("text", "good"),
     [
-        (THINK + REFLECT + ANSWER, True),
-        (THINK + when_search() + when_search() + ANSWER, True),  # Table 9
-        (THINK + when_search() + THINK + when_search() + ANSWER, True),  # a second think
-        (THINK + ANSWER, False),  # without a search a reflect is required
-        (THINK + when_search() + REFLECT + ANSWER, False),
-        (THINK + when_search() + ANSWER + "<|im_end|>", True),
-        (THINK + "1 < 2".join(["<reflect> ", " </reflect>"]) + ANSWER, True),
-        (ANSWER, False),
-        (THINK + REFLECT, False),  # no answer
-        (when_search() + ANSWER, False),  # no think
-        (THINK + when_search(reflect=False) + ANSWER, False),
-        (THINK + when_search() + THINK + ANSWER, False),
-        (THINK + REFLECT + when_search() + ANSWER, False),
-        (THINK + THINK + REFLECT + ANSWER, False),
-        (THINK + REFLECT + ANSWER + " I am sure.", False),
-        ("Well. " + THINK + ANSWER, False),
-        ("TA", False),  # the parser's letters are not sections
-        ("<think> </think>" + REFLECT + ANSWER, False),
-        ("<think> </information> </think>" + REFLECT + ANSWER, False),
-        (THINK + "<search> nobody ran it </search>" + REFLECT + ANSWER, False),
-        (THINK + "<information> faked </information>" + REFLECT + ANSWER, False),
+        ("$think$reflect$right", True),
+        ("$think$search$reflect$search$reflect$right<|im_end|>", True),  # Table 9
+        ("$think$search$reflect$think$search$reflect$right", True),  # a second think
+        ("$think<reflect> 1 < 2 </reflect>$right", True),
+        ("$think$right", False),  # without a search a reflect is required
+        ("$think$search$reflect$reflect$right", False),
+        ("$reflect$right", False),  # no think
+        ("$think$reflect", False),  # no answer
+        ("$think$search$right", False),  # no reflect
+        ("$think$search$reflect$think$right", False),
+        ("$think$reflect$search$reflect$right", False),
+        ("$think$think$reflect$right", False),
+        ("$think$reflect$right I am sure.", False),
+        ("Well. $think$reflect$right", False),
+        ("TRA", False),  # the parser's letters are not sections
+        ("<think> </think>$reflect$right", False),
+        ("<think> </information> </think>$reflect$right", False),
+        ("$think<search> nobody ran it </search>$reflect$right", False),
+        ("$think$faked$reflect$right", False),
     ],
 )
 def test_when_to_searchs_order_of_sections(text, good):
-    assert when_to_search_stage1(when(text))["format"] == (1.0 if good else -1.0)
+    assert terms("when_to_search_stage1", text)["format"] == (1.0 if good else -1.0)
 
 
 def test_a_notice_is_not_a_section_and_a_rejected_search_costs_nothing():
-    trajectory = when(THINK + when_search() + ANSWER)
+    trajectory = written("$think$search$reflect$right", "when_to_search")
     trajectory.segments.insert(2, Segment("notice", "Ask for a fact."))
     trajectory.rejected_queries.append(RejectedQuery("limit", "one more"))
-    assert rewards.when_to_search_format(trajectory)
-    assert when_to_search_stage2(trajectory)["answer"] == pytest.approx(1 - 0.3)
+    result = rewards.when_to_search_stage2(trajectory)
+    assert (result["format"], result["answer"]) == (1.0, pytest.approx(1 - 0.3))
+
+
+WHEN = PROTOCOLS["when_to_search"]
+# No two of these queries have a word in common.
+QUERIES = ["Ana Bell birthplace", "Kelmouth mayor", "Norland seat", "Sudria king"]
+
+
+def searching(*queries: str) -> str:
+    """Returns a thought and these searches, with their reflections."""
+    return "$think" + "".join(f"{search(WHEN, query)}$reflect" for query in queries)
 
 
 @pytest.mark.parametrize("n", range(5))
 def test_each_search_softens_a_wrong_answer_and_costs_a_right_one(n):
     # With β = 0.3, stage 1 pays 1 if right and −1 + 0.3 n if wrong; stage 2 pays 1 − 0.3 n if right
-    # and −1 if wrong.
-    text = THINK + "".join(map(when_search, QUERIES[:n])) + ("" if n else REFLECT)
-    right = when(text + ANSWER)
-    wrong = when(text + WRONG)
-    assert when_to_search_stage1(right) == {"format": 1.0, "retrieval": 0.0, "answer": 1.0}
-    assert when_to_search_stage1(wrong)["answer"] == pytest.approx(-1 + 0.3 * n)
-    assert when_to_search_stage2(right)["answer"] == pytest.approx(1 - 0.3 * n)
-    assert when_to_search_stage2(wrong)["answer"] == -1.0
-    # Table 2 uses both signs. At RC = 4 a right answer earns −0.2 and a wrong one 0.2.
-    unified = when_to_search_unified(right)["answer"], when_to_search_unified(wrong)["answer"]
-    assert unified == pytest.approx((1 - 0.3 * n, -1 + 0.3 * n))
-    assert (unified[0] < unified[1]) is (n == 4)
+    # and −1 if wrong. Table 2's unified reward uses both signs: at RC = 4 a right answer earns −0.2
+    # and a wrong one 0.2.
+    softened, priced = -1 + 0.3 * n, 1 - 0.3 * n
+    by_stage = {"stage1": (1, softened), "stage2": (priced, -1), "unified": (priced, softened)}
+    text = searching(*QUERIES[:n]) + "$reflect" * (n == 0)
+    for stage, expected in by_stage.items():
+        for answer, reward in zip(("$right", "$wrong"), expected, strict=True):
+            result = terms(f"when_to_search_{stage}", text + answer)
+            assert result == pytest.approx({"format": 1.0, "retrieval": 0.0, "answer": reward})
 
 
 @pytest.mark.parametrize("left_out", ["retrieval", "answer"])
-@pytest.mark.parametrize("reward", ["stage1", "stage2", "unified"])
-def test_one_term_of_eq_12_can_be_left_out(reward, left_out):  # Table 4: w/o r_s, w/o r_a
-    settings = settings_for(f"when_to_search_{reward}", left_out=left_out)
-    ((terms,), _) = compute_rewards([example("when_to_search")], settings, 0, OtherModels())
-    assert terms.keys() == {"format", "retrieval", "answer"} - {left_out}
+def test_one_term_of_eq_12_can_be_left_out(left_out):  # Table 4: w/o r_s, w/o r_a
+    settings = settings_for("when_to_search_stage2", left_out=left_out)
+    ((rest,), _) = compute_rewards([example("when_to_search")], settings, 0, OtherModels())
+    assert rest.keys() == {"format", "retrieval", "answer"} - {left_out}
 
 
 def test_eq_12_is_the_sum_of_three_terms():
     # Two queries have one of three words in common: cosine 1/3. Stage 1, wrong answer:
     # 1 − 1/3 − 1 + 0.6. Stage 2, right answer: 1 − 1/3 + 1 − 0.6.
-    text = THINK + when_search("ana bell birthplace") + when_search("ana town seat")
-    assert total(when_to_search_stage1(when(text + WRONG))) == 1 - 1 / 3 - 1 + 0.6
-    assert total(when_to_search_stage2(when(text + ANSWER))) == 1 - 1 / 3 + 1 - 0.6
+    text = searching("ana bell birthplace", "ana town seat")
+    assert paid("when_to_search_stage1", f"{text}$wrong") == 1 - 1 / 3 - 1 + 0.6
+    assert paid("when_to_search_stage2", f"{text}$right") == 1 - 1 / 3 + 1 - 0.6
     # With sections out of order only the format term changes, from 1 to −1 (eq. 6).
-    assert total(when_to_search_stage2(when(THINK + text + ANSWER))) == -1 - 1 / 3 + 1 - 0.6
+    assert paid("when_to_search_stage2", f"$think{text}$right") == -1 - 1 / 3 + 1 - 0.6
 
 
-@pytest.mark.parametrize("tags", [when, ar])
-def test_thinking_that_the_chat_template_opened_is_a_section(tags):
-    text = "Where was she born? </think>\n" + (REFLECT + ANSWER if tags is when else sections())
-    good = rewards.when_to_search_format if tags is when else rewards.arena_format
-    trajectory = tags(text)
-    assert not good(trajectory)
-    trajectory.opened = "<think>"
-    assert good(trajectory)
-    again = tags("<think>" + text)
-    endless = tags(text.replace("</think>", ""))
-    again.opened = endless.opened = "<think>"
-    assert not good(endless) and good(again) is (tags is ar)  # ARENA skips the thinking
+@pytest.mark.parametrize("protocol, rest", [("when_to_search", "$reflect"), ("arena", "$cites")])
+def test_thinking_that_the_chat_template_opened_is_a_section(protocol, rest):
+    def good(text, opened="<think>"):
+        trajectory = written(f"{text}{rest}$right", protocol)
+        trajectory.opened = opened
+        return rewards.good_format(trajectory)
+
+    assert good("Where? </think>\n") and not good("Where? </think>\n", opened="")
+    assert not good("Where?")  # never closed
+    assert good("<think>Where? </think>") is (protocol == "arena")  # ARENA skips the thinking
 
 
 def retrieval(*queries, embed=None):
-    text = THINK + "".join(map(when_search, queries)) + ANSWER
-    return when_to_search_stage1(when(text), embed=embed)["retrieval"]
+    text = f"{searching(*queries)}$right"
+    return terms("when_to_search_stage1", text, outside={"embed": embed})["retrieval"]
 
 
 def test_one_search_must_be_concise_and_several_must_differ():
     assert retrieval() == retrieval("Ana Bell birthplace") == 0.0
-    assert retrieval("where was Ana Bell born") == -1.0
-    assert retrieval("Ana Bell", "Ana Bell") == pytest.approx(-1.0)  # equal queries: cosine 1
+    assert retrieval("where was Ana Bell born") == retrieval(LONG) == -1.0
     # The pairs have cosines 1, 1/2 and 1/2 (two words each, one in common): mean 2/3.
     assert retrieval("ana bell", "ana bell", "ana town") == pytest.approx(-2 / 3)
     # If there are several searches, none needs to be concise.
@@ -629,26 +626,21 @@ def test_concise_queries(query, concise):
     assert rewards.is_concise(query) is concise
 
 
-def test_the_judges_verdict_decides_or_exact_match_if_there_is_none():
-    exact = when(THINK + REFLECT + "<answer> The Norland! </answer>")
-    assert when_to_search_stage1(exact)["answer"] == 1.0
-    assert when_to_search_stage1(exact, correct=False)["answer"] == -1.0
-    # A missing answer is wrong, even if the judge's verdict is "correct".
-    assert when_to_search_stage1(when(THINK), correct=True)["answer"] == -1.0
-
-
 @pytest.mark.parametrize(
-    ("golds", "hack"),
+    "text, gold, correct, answer",
     [
-        (["yes"], "yes no"),
-        (["Ana Bell"], "Ana Bell and Bo Cole"),  # it names two people
-        (["Norland"], "Sudria/Ostland/Norland"),
+        ("<answer> The Norland! </answer>", "Norland", None, 1),
+        ("<answer> The Norland! </answer>", "Norland", False, -1),
+        # A missing answer is wrong, even if the judge's verdict is "correct".
+        ("$think", "Norland", True, -1),
+        # Answers that merely contain the gold earn nothing.
+        ("<answer>yes no</answer>", "yes", None, -1),
+        ("<answer>Sudria/Ostland/Norland</answer>", "Norland", None, -1),
     ],
 )
-def test_answers_that_merely_contain_the_gold_earn_nothing(golds, hack):
-    trajectory = when(THINK + f"<answer> {hack} </answer>", Question("1", "?", golds))
-    assert when_to_search_stage1(trajectory)["answer"] == -1.0
-    assert not rewards.is_right(trajectory, None)  # DAPO filters groups by this
+def test_the_judges_verdict_decides_or_exact_match_if_there_is_none(text, gold, correct, answer):
+    result = terms("when_to_search_stage1", text, asking(gold), (), {"correct": correct})
+    assert result["answer"] == answer
 
 
 # ----------------------------------------------------------------------------------- TF-IDF by hand
@@ -663,7 +655,6 @@ def similarity(embed, *texts):
 def test_without_a_corpus_every_word_weighs_the_same():
     # The counts are (1, 1, 0) and (1, 0, 1): 1 / (√2 · √2).
     assert similarity(tfidf_embedder(), "ana birthplace", "Ana: employer") == pytest.approx(1 / 2)
-    assert similarity(tfidf_embedder(), "ana", "bo") == 0.0
     # The counts are (2, 1) and (1, 1): 3 / (√5 · √2).
     twice = similarity(tfidf_embedder(), "ana ana town", "ana town")
     assert twice == pytest.approx(3 / math.sqrt(10))
@@ -689,34 +680,35 @@ def test_invented_words_do_not_make_a_repeated_query_a_new_one():
 # ------------------------------------------------------------------------------------ ARENA by hand
 
 
-def test_arena_without_relevance_pays_the_bonus_for_the_other_two_terms():
-    terms = {"format": 1.0, "answer": 1.0, "bonus": 10.0}
-    assert arena(ar(sections("[2]")), relevance_reward=False) == terms
-    # The baseline Naive-GRPO (4.3) has format and accuracy, and no bonus.
-    assert total(arena(ar(sections("[2]")), bonus=0.0, relevance_reward=False)) == 2
+def sections(ids="[1, 4]", answer="June 16, 1874"):
+    return f"<relevance>{ids}</relevance><analysis>It says so.</analysis><answer>{answer}</answer>"
 
 
-# Relevance: the gold numbers are 1 and 4; exactly these earn 1, some in common 0.5, none 0.
-CITATIONS = {"[2]": 0, "[1, 2, 3, 4]": 0.5, "[4, 1]": 1}
-# EM, F1 and cover-EM. "June 16" has 2 of 3 words: P = 1 and R = 2/3, so F1 = 0.8; cover-EM needs
-# all three words.
-ANSWERS = {"June 16": (0, 0.8, 0), "June 16, 1874": (1, 1, 1), "on June 16, 1874": (0, 6 / 7, 1)}
-
-
-@pytest.mark.parametrize("number, metric", enumerate(("em", "f1", "cem")))
-@pytest.mark.parametrize("in_format", [True, False])
-@pytest.mark.parametrize("cited", CITATIONS)
-@pytest.mark.parametrize("answer", ANSWERS)
-def test_every_sum_of_arenas_terms_by_hand(answer, cited, in_format, number, metric):
-    # R = R_format + R_accuracy + R_relevance + R_bonus (3.3); 13 only if all three terms are 1.
-    trajectory = ar(sections(cited, answer=answer) + ("" if in_format else " done"))
-    terms = [in_format, ANSWERS[answer][number], CITATIONS[cited]]
-    expected = sum(terms) + 10 * (terms == [1, 1, 1])
-    assert total(arena(trajectory, answer_metric=metric)) == expected
-    for verdict in (True, False):  # a judge's verdict replaces the metric
-        terms[1] = verdict
-        expected = sum(terms) + 10 * (terms == [1, 1, 1])
-        assert total(arena(trajectory, verdict)) == expected
+@pytest.mark.parametrize(
+    "ids, answer, args, expected",
+    [
+        # R = R_format + R_accuracy + R_relevance + R_bonus (3.3); the bonus only if all three are
+        # 1. Relevance: the gold numbers are 1 and 4; exactly these earn 1, some in common 0.5.
+        ("[4, 1]", "June 16, 1874", {}, 1 + 1 + 1 + 10),
+        ("[1, 2, 3, 4]", "June 16, 1874", {}, 1 + 1 + 0.5),
+        ("[2]", "June 16, 1874", {}, 1 + 1 + 0),
+        ("[4, 1]", "June 16", {}, 1 + 0 + 1),
+        ("[4, 1]", "June 16, 1874 </answer> done", {}, 0 + 1 + 1),
+        ("[2]", "June 16, 1874 </answer> done", {}, 0 + 1 + 0),
+        # F1 of "June 16": P = 1 and R = 2/3, so 0.8. Cover-EM needs all three words.
+        ("[4, 1]", "June 16", {"answer_metric": "f1"}, 1 + 0.8 + 1),
+        ("[4, 1]", "on June 16, 1874", {"answer_metric": "cem"}, 1 + 1 + 1 + 10),
+        # A judge's verdict replaces the metric.
+        ("[4, 1]", "June 16", {"correct": True}, 1 + 1 + 1 + 10),
+        ("[4, 1]", "June 16, 1874", {"correct": False}, 1 + 0 + 1),
+        # Without relevance the bonus needs the other two; Naive-GRPO (4.3) has no bonus.
+        ("[2]", "June 16, 1874", {"relevance_reward": False}, 1 + 1 + 10),
+        ("[2]", "June 16, 1874", {"relevance_reward": False, "bonus": 0.0}, 1 + 1),
+    ],
+)
+def test_every_sum_of_arenas_terms_by_hand(ids, answer, args, expected):
+    trajectory = written(sections(ids, answer), "arena", asking("June 16, 1874"))
+    assert sum(rewards.arena(trajectory, **args).values()) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -725,6 +717,7 @@ def test_every_sum_of_arenas_terms_by_hand(answer, cited, in_format, number, met
         ("[1, 4]", {1, 4}, 1.0),
         ("[4,1,4]", {1, 4}, 1.0),
         ("[1]", {1}, 0.5),
+        ("[1, 4]</relevance> <relevance>[2]", {2}, 0.0),  # the last section counts
         ("[]", set(), 0.0),
         ("1,4", set(), 0.0),
         ("[true, 4]", set(), 0.0),
@@ -733,59 +726,46 @@ def test_every_sum_of_arenas_terms_by_hand(answer, cited, in_format, number, met
     ],
 )
 def test_cited_numbers_are_a_set_in_brackets(ids, numbers, relevance):
-    trajectory = ar(sections(ids))
-    assert rewards.cited(trajectory) == numbers and arena(trajectory)["relevance"] == relevance
+    trajectory = written(sections(ids), "arena")
+    assert rewards.cited(trajectory) == numbers
+    assert rewards.arena(trajectory)["relevance"] == relevance
 
 
 @pytest.mark.parametrize(
     ("text", "good"),
     [
-        ("\n " + sections() + " \n<|im_end|>", True),
-        (sections(analysis="1803 < 1833 and a <b>"), True),
-        (sections(ids="1,4"), True),  # not a list, but a section
-        (sections() + " done", False),
-        ("<think>hm</think>" + sections(), False),
-        (sections(analysis="x</analysis> <analysis>y"), False),
-        (sections(analysis="<answer>x"), False),
-        (sections(analysis=" "), False),
+        ("\n $cites$right \n<|im_end|>", True),
+        ("<relevance>1,4</relevance><analysis>1 < 2, a <b></analysis>$right", True),  # no list
+        ("$cites$right done", False),
+        ("<think>hm</think>$cites$right", False),
+        ("$cites<analysis>y</analysis>$right", False),
+        ("<relevance>[1]</relevance><analysis><answer>x</analysis>$right", False),
+        ("<relevance>[1]</relevance><analysis> </analysis>$right", False),
+        ("$cites$right<answer>1873</answer>", False),
         # The three sections are complete, but there is an empty one more.
-        ("<relevance></relevance>" + sections(), False),
-        ("<analysis>x</analysis><relevance>[1]</relevance><answer>June 16, 1874</answer>", False),
+        ("<relevance></relevance>$cites$right", False),
+        ("<analysis>x</analysis><relevance>[1]</relevance>$right", False),
     ],
 )
 def test_arenas_format_is_three_sections_and_white_space(text, good):
-    assert arena(ar(text))["format"] == float(good)
+    assert terms("arena", text)["format"] == float(good)
     # Under arena_thinking the model may think before the sections.
-    apart = trajectory_of(text, protocol="arena_thinking")
+    apart = written(text, "arena_thinking")
     assert rewards.arena_format(apart) == (good or text.startswith("<think>"))
-
-
-def test_arena_scores_show_how_exact_the_cited_set_is():
-    for cited, scores in (
-        ("[1, 4]", (1, 1)),
-        ("[1, 2, 3, 4, 5]", (0.5, 0)),
-        ("none", (0, 0)),
-    ):
-        row = ar(sections(cited))
-        assert tuple(trajectory_metrics.arena_scores(row).values()) == pytest.approx(scores)
-    assert set(trajectory_metrics.arena_scores(ar(sections("none"), supporting=())).values()) == {
-        0.0
-    }
 
 
 def test_a_summary_earns_its_mean_rouge_and_from_one_fifth_also_the_bonus():
     pytest.importorskip("rouge_score", reason="the extra rouge is not installed")
+    question = replace(QA, answers=["the cat lay down"], task="summary")
 
-    def terms_of(text, **cited):
-        summary = sections(**cited, answer=text).replace("answer>", "summary>")
-        return list(arena(ar(summary, gold="the cat lay down", task="summary")).values())
+    def terms_of(text):
+        summary = written(f"$cites<summary>{text}</summary>", "arena_summary", question)
+        return list(rewards.arena(summary).values())
 
     # Words 3/4, pairs 1/3, longest common subsequence 3/4: (0.75 + 0.3333 + 0.75) / 3 = 0.6111.
     assert terms_of("The cat sat down.") == pytest.approx([1, 11 / 18, 1, 10])
     # One common word of 5 and 4: words 2/9, pairs 0, subsequence 2/9: mean 0.1481, below one fifth.
     assert terms_of("A fox ran the mile.") == pytest.approx([1, 4 / 27, 1, 0])
-    assert terms_of("The cat sat down.", ids="[1]") == pytest.approx([1, 11 / 18, 0.5, 0])
-    assert value(arena(ar(sections(), task="summary"))) == 1  # a summary needs the tag <summary>
 
 
 # ------------------------------------------------------------------------------------------ by name
@@ -798,27 +778,16 @@ def settings_for(reward, protocol="", max_searches=4, left_out="", **reward_args
     return Settings(**settings)
 
 
-def protocol_of(reward):
-    names = ("r1_searcher", "r_search", "search_r1", "when_to_search", "arena", "ur2")
-    return next(name for name in names if reward.startswith(name))
-
-
 @pytest.mark.parametrize("reward", REWARDS)
 def test_every_reward_by_name_scores_a_trajectory_of_its_protocol(reward):
-    terms = reward_terms(reward, example(protocol_of(reward)), {"step": 0})
-    assert terms and all(isinstance(value, float) for value in terms.values())
+    numbers = reward_terms(reward, example(protocol_of(reward)), {"step": 0})
+    assert numbers and all(isinstance(number, float) for number in numbers.values())
     check_reward(settings_for(reward))
 
 
-JUDGED = {"correct": False, "embed": lambda texts: [[3, 4], [1, 0]]}
-
-
 @pytest.mark.parametrize(
-    ("reward", "answer", "term", "expected", "given"),
+    ("reward", "answer", "term", "expected", "args"),
     [
-        # "Kelmouth, Norland" for "Norland" has cover-EM 1, and eq. 2 doubles it.
-        ("ur2_stage2", "Kelmouth, Norland", "answer", 2, {"answer_metric": "cem"}),
-        ("ur2_stage1", "Norland", "retrieval", 7, {"variant": "qwen_3b"}),
         ("ur2_stage1", "Norland", "fallback", -0.25, {"fallback_penalty": 0.25}),
         # The released Llama code subtracts 1 for the format, not 2; the released stage 1 adds ±1 by
         # cover-EM.
@@ -829,96 +798,66 @@ JUDGED = {"correct": False, "embed": lambda texts: [[3, 4], [1, 0]]}
         ("arena", "Norland", "bonus", 3, {"bonus": 3.0}),
     ],
 )
-def test_the_arguments_reach_the_reward(reward, answer, term, expected, given):
-    terms = reward_terms(reward, example(protocol_of(reward), answer), {"step": 0}, **given)
-    assert terms[term] == pytest.approx(expected)
+def test_the_arguments_reach_the_reward(reward, answer, term, expected, args):
+    row = example(protocol_of(reward), answer)
+    assert reward_terms(reward, row, {"step": 0}, **args)[term] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
-    ("reward", "answer", "term", "expected", "outside"),
+    "reward, args, expected",
     [
-        ("r_search", "Sudria", "evidence", 1, {"reader_answer": "Norland"}),
-        ("when_to_search_stage1", "Norland", "answer", -0.4, JUDGED),
-        ("when_to_search_stage1", "Norland", "retrieval", -0.6, JUDGED),
+        ("r_search", {}, {"reader_answer"}),
+        ("r_search", {"evidence_reward": False}, set()),
+        ("arena", {}, {"correct"}),
+        ("when_to_search_stage1", {}, {"correct", "embed"}),
+        ("when_to_search_stage1", {"left_out": "answer"}, {"embed"}),
+        ("when_to_search_stage1", {"left_out": "retrieval"}, {"correct"}),
     ],
 )
-def test_what_other_models_say_reaches_the_reward(reward, answer, term, expected, outside):
-    terms = reward_terms(reward, example(protocol_of(reward), answer), outside)
-    assert terms[term] == pytest.approx(expected)
-
-
-def test_an_argument_can_switch_off_a_need_of_a_reward():
-    assert needs(settings_for("r_search")) == {"reader_answer"}
-    assert needs(settings_for("r_search", evidence_reward=False)) == set()
-    assert needs(settings_for("arena")) == {"correct"}
-    assert needs(settings_for("when_to_search_stage1")) == {"correct", "embed"}
-    assert needs(settings_for("when_to_search_stage1", left_out="answer")) == {"embed"}
-    assert needs(settings_for("when_to_search_stage1", left_out="retrieval")) == {"correct"}
+def test_an_argument_can_switch_off_a_need_of_a_reward(reward, args, expected):
+    assert needs(settings_for(reward, **args)) == expected
 
 
 @pytest.mark.parametrize(
-    ("reward", "protocol"),
+    "settings, message",
     [
-        ("r1_searcher_stage1", "ur2"),
-        ("r_search", "r_search_plain"),
-        ("when_to_search_stage1", "r_search"),
-        ("arena", "ur2"),
+        (settings_for("arena", "ur2"), "protocol ur2 has no <.*> section, which --reward, "),
+        (settings_for("ur2_stage1", fallback=0.0), "unexpected keyword argument 'fallback'"),
+        (settings_for("ur2_stage1", variant="qwen_9b"), "--reward_args .*qwen_9b"),
+        # A search price that lets a wrong answer win.
+        (settings_for("when_to_search_stage2", beta=0.5), "beta times --max_searches 4 is 2: it"),
     ],
 )
-def test_a_reward_that_does_not_fit_the_protocol_is_an_error_of_one_line(reward, protocol):
-    pattern = f"protocol {protocol} has no <.*> section, which --reward, "
-    with pytest.raises(InputError, match=pattern) as error:
-        check_reward(settings_for(reward, protocol))
+def test_a_reward_that_does_not_fit_is_an_error_of_one_line(settings, message):
+    with pytest.raises(InputError, match=message) as error:
+        check_reward(settings)
     assert "\n" not in str(error.value)
 
 
-def test_a_search_price_that_lets_a_wrong_answer_win_is_an_error():
+def test_only_a_price_of_searches_of_two_or_more_is_too_high():
     check_reward(settings_for("ur2_stage2", max_searches=9))  # UR² has no price per search
     check_reward(settings_for("when_to_search_stage2", max_searches=6, beta=0.3))  # 0.3 · 6 = 1.8
-    pattern = "beta times --max_searches 4 is 2: it must stay below 2"
-    with pytest.raises(InputError, match=pattern):
-        check_reward(settings_for("when_to_search_stage2", beta=0.5))
 
 
-@pytest.mark.parametrize("given", [{"fallback": 0.0}, {"variant": "qwen_9b"}])
-def test_a_wrong_argument_of_a_reward_is_an_error(given):
-    pattern = "arguments of --reward ur2_stage1 are fallback_penalty"
-    with pytest.raises(InputError, match=pattern):
-        check_reward(settings_for("ur2_stage1", **given))
-
-
-def test_the_example_can_be_written_in_the_protocol_of_a_sixth_paper(monkeypatch):
-    tags = map(tag_pair, ("ask", "page", "end"))
-    sixth = Protocol("sixth", *tags, "Ask.", "Answer.", other_tags=(tag_pair("plan"),))
-    monkeypatch.setitem(PROTOCOLS, "sixth", sixth)
-    for protocol in PROTOCOLS:
-        assert example(protocol).answer == "Norland"
-    assert [search.fallback for search in example("sixth").searches] == [False, True]
-    check_reward(settings_for("ur2_stage1", "sixth"))
-
-
-REFERENCES = (Document("1", "Ana", "born in Kelmouth"),)
-LETTERED = {"task": "choice", "options": ("elm", "oak")}
+UNCITED = replace(QA, supporting=())
 
 
 @pytest.mark.parametrize(
     ("reward", "question", "message"),
     [
-        ("arena", {"references": REFERENCES}, "names no supporting reference.*`supporting`"),
-        ("arena_code", {}, "names no supporting reference.*--variant no_relevance"),
-        ("ur2_choice", {"task": "choice"}, "has no options"),
-        ("when_to_search_stage1", LETTERED, "is multiple choice"),
+        ("arena", UNCITED, "names no supporting reference.*--variant no_relevance"),
+        ("arena_code", UNCITED, "names no supporting reference"),
+        ("ur2_choice", replace(CHOICE, options=()), "has no options"),
+        ("when_to_search_stage1", CHOICE, "is multiple choice"),
     ],
 )
 def test_a_question_that_lacks_a_field_the_reward_reads_is_an_error(reward, question, message):
     settings = settings_for(reward)
-    complete = LETTERED if reward == "ur2_choice" else {}
-    complete = Question("q6", "?", ["a"], references=REFERENCES, supporting=(1,), **complete)
-    with pytest.raises(InputError, match=f"question q7 {message}"):
-        rewards.check_questions([complete, Question("q7", "?", ["a"], **question)], settings)
-    assert rewards.check_questions([complete], settings) == [complete]
-    no_relevance = settings_for("arena", relevance_reward=False)
-    assert rewards.check_questions([dataclasses.replace(complete, supporting=())], no_relevance)
+    good = CHOICE if reward == "ur2_choice" else QA
+    with pytest.raises(InputError, match=f"question {question.id} {message}"):
+        rewards.check_questions([good, question], settings)
+    assert rewards.check_questions([good], settings) == [good]
+    assert rewards.check_questions([UNCITED], settings_for("arena", relevance_reward=False))
 
 
 # -------------------------------------------------------------------------- hacks that earn nothing
@@ -926,118 +865,89 @@ def test_a_question_that_lacks_a_field_the_reward_reads_is_an_error(reward, ques
 NO_SEARCH = {
     "bare begin tags": "<|begin_of_query|> <|begin_of_query|> ",
     "a query that nobody ran": "<|begin_of_query|> Ana Bell <|end_of_query|> ",
-    "an empty query": "<|begin_of_query|> <|end_of_query|>\n\n" + FAKED,
-    "documents without a query": FAKED,
-    "a malformed query": "Ana Bell <|end_of_query|>\n\n" + FAKED,
+    "an empty query": "<|begin_of_query|> <|end_of_query|>\n\n$faked",
+    "documents without a query": "$faked",
+    "a malformed query": "Ana Bell <|end_of_query|>\n\n$faked",
 }
 
 
 @pytest.mark.parametrize("hack", NO_SEARCH.values(), ids=NO_SEARCH.keys())
 def test_text_that_imitates_a_search_earns_no_search_reward(hack):
-    assert ur2_stage1(ur2(hack + BOX))["retrieval"] == 0.0
-    assert value(ur2_stage1(ur2(hack + BOX))) <= value(ur2_stage1(ur2(BOX)))
-    assert ur2_choice(ur2(hack + BOX), 0)["retrieval"] == 0.0
-    assert r1_searcher_stage1(r1(hack + CLOSE))["retrieval"] == 0.0
-
-
-@pytest.mark.parametrize("hack", NO_SEARCH.values(), ids=NO_SEARCH.keys())
-def test_evidence_without_a_search_earns_nothing(hack):
-    for ours, tag in zip(PROTOCOLS["ur2"].tags, PROTOCOLS["r_search"].tags, strict=False):
-        hack = hack.replace(ours, tag)
-    assert r_search(rs(hack + EVIDENCE + ANSWER), "Norland") == r_search(rs(ANSWER))
-    informed = THINK + hack.replace("observation", "information")
-    # An imitated search does not soften the penalty of a wrong answer.
-    assert when_to_search_stage1(when(informed + WRONG))["answer"] == -1.0
+    for reward in ("ur2_stage1", "ur2_choice", "r1_searcher_stage1"):
+        assert terms(reward, f"{hack} so</think>$right")["retrieval"] == 0.0
+    assert sum(terms("ur2_stage1", f"{hack}$right").values()) <= -1  # as without the hack, or less
+    for ours, theirs in zip(PROTOCOLS["ur2"].tags, PROTOCOLS["r_search"].tags, strict=False):
+        hack = hack.replace(ours, theirs)
+    # Evidence without a search earns nothing, and no penalty of a wrong answer is softened.
+    read = {"reader_answer": "Norland"}
+    assert terms("r_search", f"{hack}$evidence$right", QA, (), read) == terms("r_search", "$right")
+    assert terms("when_to_search_stage1", f"$think {hack}$wrong")["answer"] == -1.0
 
 
 def test_a_query_over_twenty_words_is_run_but_is_not_a_valid_search():
-    trajectory = ur2(search(LONG) + BOX)
-    assert len(trajectory.searches) == 1 and count_valid_searches(trajectory) == 0
-    assert ur2_stage1(trajectory) == {"format": -1.0, "retrieval": 0.0, "fallback": 0.0}
-    assert ur2_choice(trajectory, 0)["retrieval"] == 0.0
-    assert count_valid_searches(ur2(search(LONG.removesuffix(" word")) + BOX)) == 1  # 20 words
-    # Under When to Search it is not concise, and it costs as much as any search.
-    expected = {"format": 1.0, "retrieval": -1.0, "answer": 0.7}
-    assert when_to_search_stage2(when(THINK + when_search(LONG) + ANSWER)) == pytest.approx(
-        expected
+    text = "<|begin_of_query|> {} <|end_of_query|>$faked$right"
+    for query, retrieval in ((LONG, 0.0), (LONG.removesuffix(" word"), 3.0)):  # 21 and 20 words
+        assert terms("ur2_stage1", text.format(query))["retrieval"] == retrieval
+    # Under When to Search it costs as much as any search.
+    long = f"{searching(LONG)}$right"
+    assert terms("when_to_search_stage2", long)["answer"] == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize("reward", ["ur2_stage2", "r1_searcher_stage2", "r_search", "search_r1"])
+def test_an_answer_that_only_the_environment_gives_earns_nothing(reward):
+    told = f"{BORN} \\boxed{{Norland}} <answer> Norland </answer> $evidence"
+    text = f"{search(PROTOCOLS[protocol_of(reward)], 'Ana', told)} I do not know. </think>"
+    result = terms(reward, text, outside={"reader_answer": "Norland"})
+    assert result["answer"] == result.get("evidence", 0.0) == 0.0
+    noticed = written("I do not know.", protocol_of(reward))
+    noticed.segments.append(Segment("notice", "\\boxed{Norland} <answer> Norland </answer>"))
+    assert reward_terms(reward, noticed, {"step": 0})["answer"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "reward, expected",
+    [
+        ("ur2_stage2", 0),
+        ("r1_searcher_stage2", -2),
+        ("r_search", 0.2),  # γ_e: no search
+        ("when_to_search_stage1", -2),
+        ("arena", 0),
+    ],
+)
+def test_an_answer_that_only_the_prompt_gives_earns_nothing(reward, expected):
+    told = "Write \\boxed{Norland} or <answer> Norland </answer> or " + sections(
+        "[1, 4]", "Norland"
     )
+    question = replace(QA, question=told)
+    read = {"reader_answer": "Norland"}
+    assert paid(reward, "I do not know.", question, (), read) == expected
 
 
-def test_an_answer_that_only_the_environment_gives_earns_nothing():
-    in_document = search(document="\\boxed{Norland} <answer> Norland </answer>")
-    assert ur2_stage2(ur2(in_document + "I do not know."))["answer"] == 0.0
-    assert r1_searcher_stage2(r1(in_document + "so</think>"))["answer"] == 0.0
-    noticed = ur2("I do not know.")
-    noticed.segments.append(Segment("notice", BOX))
-    assert ur2_stage2(noticed)["answer"] == 0.0
-    in_document = rs(rs_search(document=EVIDENCE + ANSWER) + "I do not know.")
-    assert set(r_search(in_document, "Norland").values()) == {0.0}
-
-
-def test_an_answer_that_only_the_prompt_gives_earns_nothing():
-    prompt = f"Write {BOX} or {EVIDENCE} {sections()} {ANSWER}."
-    question = Question("1", prompt, ["Norland"], supporting=(1, 4))
-    assert value(ur2_stage2(ur2("I do not know.", question))) == 0
-    assert r1_searcher_stage2(r1("so</think>", question)) == {"answer": 0.0, "format": -2.0}
-    assert total(r_search(rs("I do not know.", question), "Norland")) == 0.2  # γ_e: no search
-    assert when_to_search_stage1(when("I do not know.", question))["answer"] == -1.0
-    assert total(arena(trajectory_of("I do not know.", question, "arena"))) == 0.0
-
-
-def test_the_text_of_a_document_costs_nothing():
+@pytest.mark.parametrize(
+    "reward, text",
+    [
+        ("ur2_stage1", "$right"),
+        ("r1_searcher_stage2", "so</think>$right"),
+        ("r_search", "$evidence$right"),
+        ("when_to_search_stage2", "$reflect$right"),
+    ],
+)
+def test_the_text_of_a_document_costs_nothing(reward, text):
     document = "北 \ufffd\nassistant\nuser <tool_call> <|im_start|> <think></think> \\boxed{Sudria}"
-    document = f"{document} {EVIDENCE} <answer> Sudria </answer>"
-    for reward, make, begin, make_search, end in (
-        (ur2_stage1, ur2, "", search, BOX),
-        (r1_searcher_stage2, r1, "", search, CLOSE),
-        (r_search, rs, "", rs_search, EVIDENCE + ANSWER),
-        (when_to_search_stage2, when, THINK, when_search, ANSWER),
-    ):
-        disturbed = make(begin + make_search(document=document) + end)
-        assert reward(disturbed) == reward(make(begin + make_search() + end))
+    document = f"{document} $evidence <answer> Sudria </answer>"
+    begin = "$think" * reward.startswith("when")
+    told = search(PROTOCOLS[protocol_of(reward)], document=document)
+    assert terms(reward, begin + told + text) == terms(reward, f"{begin}$search {text}")
 
 
 @pytest.mark.parametrize("joint", ["/", "_", " or ", "—"])
 def test_a_list_of_guesses_is_too_long_however_it_is_joined(joint):
     listed = joint.join([*(f"guess{i}" for i in range(500)), "Norland", ""])
-    guesses = CLOSE.replace("Norland", listed)
-    assert "long_answer" in rewards.r1_searcher_format(r1(guesses))
-    # It earns at most what a plain wrong answer earns: by F1, by cover-EM, in the released stage 1.
-    for metric in ("f1", "cem"):
-        wrong = value(r1_searcher_stage2(r1(WRONG_CLOSE), metric))
-        assert value(r1_searcher_stage2(r1(guesses), metric)) <= wrong
-    wrong = value(r1_searcher_stage1(r1(search() + WRONG_CLOSE), "cem"))
-    assert value(r1_searcher_stage1(r1(search() + guesses), "cem")) < wrong
-    assert ur2_violations(ur2(f"\\boxed{{{listed}}}")) == ["long_answer"]
-
-
-def test_hacks_that_the_papers_formulas_reward():
-    # R1-Searcher eq. 5: a list of ten guesses covers the gold and earns 1. A longer list loses 2;
-    # section 4.2 reports such answers.
-    ten = "Sudria Ostland Westland Kaldor Belmark Corsia Dravia Ellenia Fioria Norland"
-    assert value(r1_searcher_stage2(r1(CLOSE.replace("Norland", ten)), "cem")) == 1
-    # R-Search eq. 4 rewards the reader's answer even if the evidence is in no document; only the
-    # metric evidence_support shows that.
-    made_up = "<original_evidence> Zed lies in Norland. </original_evidence>"
-    row = rs(rs_search(document="nothing") + made_up + ANSWER)
-    assert (
-        r_search(row, "Norland")["evidence"] == 1.0
-        and trajectory_metrics.evidence_support(row) == 0.0
-    )
-
-
-def test_writing_several_answers_earns_less_than_writing_the_right_one():
-    # The last answer is scored and the format term is lost: 0 or 2 instead of 3.
-    assert total(ur2_stage2(ur2("\\boxed{Norland} \\boxed{Sudria}"))) == 0
-    assert total(ur2_stage2(ur2("\\boxed{Sudria} \\boxed{Norland}"))) == 2
-    both = ANSWER + WRONG
-    assert total(r1_searcher_stage2(r1("so</think>" + both))) == -2
-    assert total(r_search(rs(both))) == 0.2 and total(r_search(rs(WRONG + ANSWER))) == 1.2
-    assert total(when_to_search_stage1(when(THINK + both))) == -2
-    tried = sections().replace("</answer>", "</answer><answer>1873</answer>")
-    assert total(arena(ar(tried))) == 1  # the relevance term only
-    twice = "<relevance>[1, 4]</relevance>" + sections("[2]")
-    assert arena(ar(twice)) == {"format": 0.0, "answer": 1.0, "relevance": 0.0, "bonus": 0.0}
+    assert ur2_violations(written(f"\\boxed{{{listed}}}")) == ["long_answer"]
+    guesses = written(f"so</think><answer>{listed}</answer>", "r1_searcher")
+    assert "long_answer" in rewards.r1_searcher_format(guesses)
+    # It earns at most what a plain wrong answer earns, −1 by cover-EM in the released stage 1.
+    assert rewards.r1_searcher_stage1(guesses, "cem")["answer"] == -1
 
 
 # -------------------------------------------------------------------------------- the released code
@@ -1091,49 +1001,43 @@ ON_PURPOSE = {
 }
 FALLBACKS = {6: 1, 7: 2, 26: 1, 27: 2}  # row: number of searches, all answered by the fallback
 TASKS = {"rag": "qa", "math": "math", "history": "choice", "medicine": "choice"}
-VERDICTS = {"Judgment: Correct": 2, "Judgment: Partially correct": 1}
-
-
-def golden_ur2(index, row):
-    settings = row["settings"]
-    fallbacks = range(FALLBACKS.get(index, 0))
-    question = Question(str(index), "?", [row["gold"]], task=TASKS[settings["kind"]])
-    may_search = settings.get("retrieve_prompt", True)
-    trajectory = ur2(row["response"], question, list(fallbacks), may_search=may_search)
-    variant = settings.get("variant", "qwen_7b").replace("llama", "llama_8b")
-    if settings["stage"] == 1:
-        return ur2_stage1(trajectory, variant)
-    if settings["stage"] == "mcq":
-        return ur2_choice(trajectory, settings.get("step", 0), variant=variant)
-    verdict = settings.get("judge_says")
-    return ur2_stage2(
-        trajectory, grade=(lambda question, answer: VERDICTS[verdict]) if verdict else None
-    )
+GRADES = {"Judgment: Correct": lambda *_: 2, "Judgment: Partially correct": lambda *_: 1}
+VARIANTS = {"llama": "llama_8b", "qwen_3b": "qwen_3b"}
+RELEASED = {  # (paper, stage of the released code) -> our reward
+    ("ur2", 1): "ur2_stage1",
+    ("ur2", 2): "ur2_stage2",
+    ("ur2", "mcq"): "ur2_choice",
+    ("r1_searcher", "llama1"): "r1_searcher_stage1_code",
+    ("r1_searcher", "llama2"): "r1_searcher_stage2_llama",
+    ("r1_searcher", "qwen_zero"): "r1_searcher_stage2",
+    ("r_search", None): "r_search",
+    ("arena", None): "arena_code",
+}
 
 
 def golden(index, row):
-    text = row["response"]
-    golds = row["gold"]
+    """Returns our reward of a transcript, with the settings of the released code."""
     settings = row["settings"]
-    if row["system"] == "ur2":
-        return golden_ur2(index, row)
-    if row["system"] == "r_search":
-        question = Question(str(index), settings["question"], golds)
-        return r_search(rs(text, question), settings["cross_model_answer"])
-    if row["system"] == "arena":
-        return arena(ar(text, tuple(settings["supporting"]), golds[0]), punctuation="space")
-    trajectory = r1(text, Question(str(index), "?", [golds]))
-    if settings["stage"] == "llama1":
-        return r1_searcher_stage1(trajectory, answer_metric="cem")
-    penalty = {"llama2": 1.0, "qwen_zero": 2.0}[settings["stage"]]
-    return r1_searcher_stage2(trajectory, format_penalty=penalty)
+    reward = RELEASED[row["system"], settings.get("stage")]
+    golds = [row["gold"]] if isinstance(row["gold"], str) else row["gold"]
+    question = Question(str(index), settings.get("question", "?"), golds)
+    task, cited = TASKS.get(settings.get("kind"), "qa"), tuple(settings.get("supporting", ()))
+    direct = settings.get("retrieve_prompt") is False
+    question = replace(question, task=task, supporting=cited, may_search=not direct)
+    fallbacks = range(FALLBACKS.get(index, 0))
+    trajectory = trajectory_from_text(question, row["response"], protocol_of(reward), fallbacks)
+    outside = {"step": settings.get("step", 0)}
+    outside["reader_answer"] = settings.get("cross_model_answer", "")
+    outside["grade"] = GRADES.get(settings.get("judge_says"))
+    variant = {"variant": VARIANTS[settings["variant"]]} if "variant" in settings else {}
+    return reward_terms(reward, trajectory, outside, **variant)
 
 
 def test_every_golden_row_is_equal_or_differs_for_a_named_reason():
     rows = json.loads(shared("golden/released_code_rewards.json"))
     assert len(rows) == 119
     for index, row in enumerate(rows):
-        ours = value(golden(index, row))
+        ours = sum(golden(index, row).values())
         released = row["released_code_reward"]  # a string if the code raises an error
         expected, reason = ON_PURPOSE.get(index, (released, "equal"))
         assert ours == pytest.approx(expected, abs=1e-4), (index, reason)
@@ -1147,26 +1051,15 @@ def test_every_golden_row_is_equal_or_differs_for_a_named_reason():
 def test_published_transcripts_of_the_trained_model_have_no_format_fault(name):
     for record in map(json.loads, shared(f"data/predictions/{name}.jsonl").splitlines()):
         response = record["gen_text_store"].split("<think>")[-1]  # the prompt ends in it
-        trajectory = r1(response, Question("1", record["question"], [record["answer"]]))
+        question = Question("1", record["question"], [record["answer"]])
+        trajectory = trajectory_from_text(question, response, "r1_searcher")
         assert rewards.r1_searcher_format(trajectory) == []
         # F1 ignores the order of words: one date is published in another order.
         assert f1_score(trajectory.answer, record["pred_ans"]) == 1.0
 
 
-@pytest.mark.parametrize(
-    "name, long", [("train/r1_searcher_stage2_100", 2), ("qa_eval/musique_500", 5)]
-)
-def test_every_gold_of_r1_searchers_data_earns_the_full_reward_as_an_answer(name, long):
-    records = map(json.loads, shared(f"data/{name}.jsonl").splitlines())
-    questions = [Question(str(r["idx"]), r["question"], [r["answer"]]) for r in records]
-    golds = [(question, answer) for question in questions for answer in question.answers]
-    assert sum(len(answer.split()) > rewards.MAX_ANSWER_WORDS for _, answer in golds) == long
-    for question, answer in golds:  # F1 = 1 and no format fault
-        assert total(r1_searcher_stage2(r1(CLOSE.replace("Norland", answer), question))) == 1.0
-
-
 def test_a_published_transcript_of_search_r1_is_parsed_and_rewarded():
     text = shared("data/predictions/search_r1_case.txt").rpartition("<|im_start|>assistant\n")[2]
-    row = trajectory_of(text, Question("1", "?", ["SA node", "Sinoatrial SA Node"]), "search_r1")
+    row = trajectory_from_text(asking("SA node", "Sinoatrial SA Node"), text, "search_r1")
     assert [search.query for search in row.searches] == ["origin of heart's electrical impulses"]
-    assert search_r1(row) == {"answer": 1.0}  # "sinoatrial (SA) node" without brackets
+    assert rewards.search_r1(row) == {"answer": 1.0}  # "sinoatrial (SA) node" without brackets

@@ -201,7 +201,7 @@ BAD += """
 --mix a=nan                      weights are numbers of at least 0
 --mix a=1e999                    weights are numbers of at least 0
 --mix one_hop                    write it as name=value
---reward_args fallback=0         arguments of --reward ur2_stage1 are fallback_penalty, format_check
+--reward_args fallback=0         --reward_args {'fallback': 0
 --reward_args variant=13b        --reward_args
 --reward x                       --reward x
 --recipe r_search --max_resample 2  unknown flag --max_resample
