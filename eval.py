@@ -30,7 +30,7 @@ from errors import (
     rank_of,
     run_main,
 )
-from flags import MORE_HELP, MOST_USED, add_flags
+from flags import add_flags
 from metrics import PUNCTUATION
 from plumbing.predictions import ask_others, score_files, score_predictions
 from plumbing.report import report
@@ -84,9 +84,8 @@ def read_flags(
     """Parses the command line into (the settings that were given, the options)."""
     parser = FlagParser(command, description=kind.__doc__)
     if kind is Options:
-        parser.description = "Evaluates a checkpoint; --predictions FILE scores a file." + MORE_HELP
+        parser.description = "Evaluates a checkpoint; --predictions FILE scores a file."
         parser.epilog = "example: python eval.py --stage 1 --questions 20 --decoding both"
-        parser.most_used = [*MOST_USED, *"questions decoding against predictions all".split()]
     add_flags(parser, Settings, "eval")
     add_flags(parser, kind, "eval")
     given = vars(parser.parse_args(arguments))

@@ -8,9 +8,9 @@ commands that its `only` names: "train" (train.py and lab.plan), "eval" (all com
 settings files, because a shell script with the flags does the same.
 """
 
-import argparse
 import ast
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from operator import ge, gt, le, lt
 
@@ -84,9 +84,6 @@ class Settings:
         "tracker that also receives the metrics; each needs its own package",
         one_of=("", "tensorboard", "wandb", "trackio"),
         only="train",
-    )
-    deterministic: bool = setting(
-        False, "make a GPU's results reproducible, at lower speed; a CPU's always are", only="train"
     )
     seed: int = setting(0, "random seed of questions and sampling", least=0, most=2**31 - 1)
     world_seed: int = setting(0, "random seed of the built-in world and its models")
@@ -283,7 +280,7 @@ class Settings:
     mask_documents: bool = setting(
         True,
         "train on the policy's own tokens only; False (an ablation): on inserted text too",
-        only="train",
+        only="papers",
     )
     clip_low: float = setting(
         0.2, "the ratio is clipped below at 1 − clip_low", least=0, most=1, only="train"
@@ -304,8 +301,8 @@ class Settings:
         "corrects for a sampler whose log-probs differ from the policy's; ρ of a token is the "
         "policy's probability divided by the sampler's. token: multiply its loss by min(ρ, 2); "
         "sequence_mask: by Π, the product of ρ over the trajectory, but drop trajectories with Π "
-        "above 3; auto: token on a GPU, and on a CPU with vLLM servers or a bf16 copy; otherwise, "
-        "and with --mask_documents false, none",
+        "above 3; auto: token on a GPU, and on a CPU with vLLM servers or a bf16 copy; otherwise "
+        "none",
         one_of=("auto", "none", "token", "sequence_mask"),
         only="train",
     )
@@ -383,14 +380,10 @@ def pairs(text: str) -> dict:
     """
     values = {}
     for part in filter(None, text.split(",")):
-        name, found, value = (word.strip() for word in part.partition("="))
-        if not (name and found and value) or name in values:
-            message = f"{text!r}: write it as name=value,name=value, each name once"
-            raise argparse.ArgumentTypeError(message)
-        try:
-            values[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            values[name] = value
+        name, value = map(str.strip, part.split("=", 1))  # argparse reports a ValueError
+        with suppress(ValueError, SyntaxError):  # it is a word
+            value = ast.literal_eval(value)
+        values[name] = value
     return values
 
 

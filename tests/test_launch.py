@@ -109,7 +109,7 @@ def test_ctrl_c_ends_both_processes_and_resume_continues_the_run(config, model, 
     [
         (
             "--lrr 1",
-            "error: train.py: unknown flag --lrr (did you mean --lr?); --help all lists every flag",
+            "error: train.py: unknown flag --lrr (did you mean --lr?); --help lists every flag",
         ),
         ("--recipe r_search --reader /nowhere", "error: /nowhere: no such directory; give a saved"),
     ],
