@@ -35,11 +35,8 @@ JUDGE_SEES = ("question", "answers", "normalized")
 BY_TASK = ("policy", "policy:direct", "summarizer", "summarizer:fallback")
 TASKS = ("qa", "math", "choice", "summary")
 SECTIONS = ("judge", "reader", *BY_TASK, *(f"{name}:{task}" for name in BY_TASK for task in TASKS))
-# The placeholders that a layout must have; under ARENA that of the policy also {references}.
-NEEDED = {"policy": "question", "reader": "question evidence", "summarizer": "query documents"}
-# LaTeX braces are not placeholders: \boxed{answer}, x^{n}. Nor is {max_searches}, which
-# `fill_instruction` replaces in the policy's texts; the check of --prompt_file lets it pass.
-_GAP = re.compile(r"(?:\\\w+|[\^_])(?:\{[^{}]*\})+|\{(?!max_searches\})([a-z_]+)\}")
+# The placeholders of layouts. {max_searches} is none: `fill_instruction` replaces it.
+_GAP = re.compile(r"\{(question|options|references|query|documents|reasoning|evidence)\}")
 
 
 @dataclass(frozen=True)
@@ -138,18 +135,13 @@ def lettered(question: Question) -> list[str]:
     return [f"{chr(65 + i)}. {option}" for i, option in enumerate(question.options)]
 
 
-def gaps_of(text: str) -> set[str]:
-    """Returns the names of a layout's placeholders.
-
-    >>> sorted(gaps_of("{question}, in a \\\\boxed{box}: {options}"))
-    ['options', 'question']
-    """
-    return {gap[1] for gap in _GAP.finditer(text) if gap[1]}
+def is_layout(text: str) -> bool:
+    return bool(_GAP.search(text))
 
 
 def fill(layout: str, values: dict[str, str]) -> str:
     """Fills a layout in one pass, so a value that looks like a placeholder stays as it is."""
-    return _GAP.sub(lambda gap: values[gap[1]] if gap[1] else gap[0], layout)
+    return _GAP.sub(lambda gap: values.get(gap[1], gap[0]), layout)
 
 
 def question_values(question: Question, layout: str) -> dict[str, str]:
@@ -169,7 +161,7 @@ def make_messages(
     """Returns (system message, user message). `custom`, from --prompt_file, is "", a layout
     that `values` fill, or an instruction that replaces `instruction`.
     """
-    if gaps_of(custom):
+    if is_layout(custom):
         return "", fill(custom, values)
     return custom or instruction, text
 
@@ -190,14 +182,13 @@ def check_references(protocol: Protocol, question: Question) -> None:
     if it has no references, or if its task does not fit the answer tags: <summary> is for the task
     "summary", and <answer> for all other tasks.
     """
-    if not protocol.references_in_prompt:
-        return
-    if not question.references:
+    shown = protocol.references_in_prompt
+    if shown and not question.references:
         raise InputError(
             f"question {question.id} has no references, and protocol {protocol.name} answers from"
             " them: give the record a `references` list, or choose a protocol that searches"
         )
-    if (protocol.answer_tags == tag_pair("summary")) != (question.task == "summary"):
+    if shown and (protocol.answer_tags == tag_pair("summary")) != (question.task == "summary"):
         raise InputError(
             f"question {question.id} is of task {question.task}: --recipe arena needs --variant "
             "summaries for questions of task summary, and only for these"

@@ -14,7 +14,7 @@ import re
 from data import Question
 from errors import InputError
 from metrics import exact_match, f1_score, last_boxed
-from prompts import fill, find_blocks, gaps_of, question_values, without_thinking
+from prompts import fill, find_blocks, is_layout, question_values, without_thinking
 from trajectory import Trajectory
 
 INSTRUCTION = (
@@ -59,7 +59,7 @@ def reader_answers(
     """
     given = {i: pair for i, pair in enumerate(pairs) if (pair[1] or "").strip()}
     custom = llm.instruction  # from --prompt_file; with placeholders it is the whole message
-    layout, instruction = (custom, "") if gaps_of(custom) else (LAYOUT, custom or INSTRUCTION)
+    layout, instruction = (custom, "") if is_layout(custom) else (LAYOUT, custom or INSTRUCTION)
     requests = [(instruction, reader_text(*pair, layout), *sampling) for pair in given.values()]
     replies = dict(zip(given, llm.ask(requests), strict=True))
     return [read_answer(replies.get(i), whole) for i in range(len(pairs))]
