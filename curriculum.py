@@ -83,8 +83,7 @@ def with_buckets(questions: Questions, path: str, dropped: bool) -> Questions:
     remaining = [question for question in measured if dropped or question.level != "dropped"]
     if not remaining:
         raise InputError(
-            '--difficulty: every question is in the bucket "dropped": ask easier questions, or '
-            "measure with a --model that learned to search"
+            '--difficulty: every question is in the bucket "dropped": ask easier questions'
         )
     if left_out := len(measured) - len(remaining):
         say_once(
@@ -298,9 +297,8 @@ def main() -> None:
     print("mean score of 20 rollouts -> bucket; may a math question in this bucket search?")
     for score in (0.95, 0.8, 0.75, 0.5, 0.45, 0.35, 0.1):
         question = Question("q", "?", ["!"], "math", level=bucket(score))
-        searches = may_search(question, frozenset(), {"hard": 1, "dropped": 1})
-        allowed = "yes" if searches else "no: asked directly"
-        print(f"  {score:.2f}   {question.level:10} {allowed}")
+        allowed = may_search(question, frozenset(), {"hard": 1, "dropped": 1})
+        print(f"  {score:.2f}   {question.level:10} {'yes' if allowed else 'no: asked directly'}")
     print("\n64 questions at 7 : 2 : 1  ", exact_counts(64, {"hard": 7, "medium": 2, "easy": 1}))
 
 

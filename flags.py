@@ -122,17 +122,18 @@ def add_flags(parser: argparse.ArgumentParser, record: type, command: str) -> No
     """
     types, defaults = typing.get_type_hints(record), record()
     for f in fields(record):
-        if f.metadata.get("only", command) != command:
-            continue
-        kind = types[f.name]
-        names = f.metadata.get("one_of")
-        text = f.metadata["help"] + (f"; one of {', '.join(names)}" if names else "")
-        text = f"{text} ({getattr(defaults, f.name)!r})".replace("%", "%%")
-        options = {"help": text, "default": argparse.SUPPRESS, "metavar": kind.__name__.upper()}
-        if kind is bool:
-            options |= {"nargs": "?", "const": True}
-        convert = {bool: boolean, dict: pairs}.get(kind, kind)
-        parser.add_argument(f"--{f.name}", type=convert, **options)
+        if f.metadata.get("only", command) == command:
+            kind = types[f.name]
+            names = f.metadata.get("one_of")
+            text = f.metadata["help"] + (f"; one of {', '.join(names)}" if names else "")
+            parser.add_argument(
+                f"--{f.name}",
+                type={bool: boolean, dict: pairs}.get(kind, kind),
+                metavar=kind.__name__.upper(),
+                default=argparse.SUPPRESS,
+                help=f"{text} ({getattr(defaults, f.name)!r})".replace("%", "%%"),
+                **({"nargs": "?", "const": True} if kind is bool else {}),
+            )
 
 
 def numbers(text: str) -> list[int]:
@@ -232,6 +233,6 @@ def in_built_in_world(settings: Settings) -> bool:
 
 def shown_settings(settings: Settings) -> str:
     """Returns a line for the console: recipe, stage, and settings that differ from the defaults."""
-    changed = {"recipe": settings.recipe, "stage": settings.stage}
-    changed |= {k: v for k, v in vars(settings).items() if v != getattr(DEFAULTS, k)}
-    return "settings: " + " ".join(f"{name}={value}" for name, value in changed.items())
+    always = ("recipe", "stage")
+    changed = [k for k, v in vars(settings).items() if k in always or v != getattr(DEFAULTS, k)]
+    return "settings: " + " ".join(f"{name}={getattr(settings, name)}" for name in changed)

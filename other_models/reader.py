@@ -14,7 +14,7 @@ import re
 from data import Question
 from errors import InputError
 from metrics import exact_match, f1_score, last_boxed
-from prompts import fill, find_blocks, is_layout, question_values, without_thinking
+from prompts import fill, find_blocks, message_parts, question_values, without_thinking
 from trajectory import Trajectory
 
 INSTRUCTION = (
@@ -58,8 +58,7 @@ def reader_answers(
     not sent, and its answer is "". `whole`: see `read_answer`; `sampling`: see `add_reader`.
     """
     given = {i: pair for i, pair in enumerate(pairs) if (pair[1] or "").strip()}
-    custom = llm.instruction  # from --prompt_file; with placeholders it is the whole message
-    layout, instruction = (custom, "") if is_layout(custom) else (LAYOUT, custom or INSTRUCTION)
+    instruction, layout = message_parts(llm.instruction, INSTRUCTION, LAYOUT)
     requests = [(instruction, reader_text(*pair, layout), *sampling) for pair in given.values()]
     replies = dict(zip(given, llm.ask(requests), strict=True))
     return [read_answer(replies.get(i), whole) for i in range(len(pairs))]

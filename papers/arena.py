@@ -25,7 +25,7 @@ PROTOCOLS["arena"] = Protocol(
     _ARENA,
     _ARENA,
     other_tags=(tag_pair("relevance"), tag_pair("analysis")),
-    references_in_prompt=True,
+    layout="<question>{question}</question>\n<references>\n{references}\n</references>",
     judge_sees="answers",  # appendix D.3
 )
 PROTOCOLS["arena_thinking"] = replace(

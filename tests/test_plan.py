@@ -61,6 +61,6 @@ def test_the_command_takes_ddp_if_that_fits_and_else_fsdp2(capsys):
     assert "on each of 8 GPUs, weights in 8 parts" in capsys.readouterr().out
     plan.main([*flags, "0.5B"])
     output = capsys.readouterr().out
-    assert "weights in 1 parts" in output and ": fits in 73.6\nWhat saves memory" in output
+    assert "weights in 1 parts" in output and ": fits in 73.6" in output
     plan.main(["--gpu_memory", "20"])
     assert ": does not fit in 18.4" in capsys.readouterr().out

@@ -185,15 +185,15 @@ def test_arenas_question_and_references_are_in_tags_and_numbered_from_one(bpe):
     assert [user.count(tag) for tag in ("<question>", "</references>", "<answer>")] == [1, 1, 0]
 
 
-def test_arenas_prompt_shows_literal_brackets_and_a_summary_has_its_own_tag(bpe):
-    for name, tag in (("arena", "answer"), ("arena_summary", "summary")):
-        task = "summary" if tag == "summary" else "qa"
-        prompt = prompt_text(PROTOCOLS[name], dataclasses.replace(READ, task=task), bpe)
-        assert "<relevance>[2, 5]</relevance>" in prompt and f"</{tag}>" in prompt
+def test_arenas_prompt_shows_literal_brackets_and_a_summary_has_its_own_tag():
+    for name, tag, words in (
+        ("arena", "answer", "as short as the question allows"),
+        ("arena_summary", "summary", "in whole sentences"),
+    ):
+        prompt = PROTOCOLS[name].instruction
+        assert "<relevance>[2, 5]</relevance>" in prompt and words in prompt
+        assert [f"<{other}>" in prompt for other in ("answer", "summary")].count(True) == 1
         assert PROTOCOLS[name].stop_tags == {f"</{tag}>": "answer"}
-        for words in ("<answer>", "Answer from the references", "as short as"):
-            assert (words in prompt) is (tag == "answer")
-        assert ("in whole sentences" in prompt) is (tag == "summary")
 
 
 def test_a_question_without_references_is_an_error_under_arena(bpe):
