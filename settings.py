@@ -354,21 +354,21 @@ def pairs(text: str) -> dict:
 
 def check_value(name: str, value, limits) -> None:
     """Raises an InputError if a setting breaks one of its limits, or is infinite or NaN."""
+    fault = ""
     names = limits.get("one_of", [value])
     if value not in names:
-        known = ", ".join(names) + nearest(value, names)
-        raise InputError(f"--{name} {value}: unknown; one of {known}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise InputError(f"--{name} {value}: must be a finite number")
+        fault = f"unknown; one of {', '.join(names)}{nearest(value, names)}"
     for limit, (holds, words) in BOUNDS.items():
         if limit in limits and not holds(value, limits[limit]):
-            raise InputError(f"--{name} {value}: must be {words} {limits[limit]}")
+            fault = f"must be {words} {limits[limit]}"
+    if isinstance(value, float) and not math.isfinite(value):
+        fault = "must be a finite number"
     if limits.get("shares") and value:
         numbers = [x for x in value.values() if isinstance(x, int | float) and x >= 0]
         if len(numbers) < len(value) or not 0 < sum(numbers) < math.inf:
-            raise InputError(
-                f"--{name} {value}: weights are numbers of at least 0, one of them above 0"
-            )
+            fault = "weights are numbers of at least 0, one of them above 0"
+    if fault:
+        raise InputError(f"--{name} {value}: {fault}")
 
 
 def check_limits(record) -> None:

@@ -79,9 +79,6 @@ def test_each_file_with_accelerate_launch_takes_the_steps_of_one_process(config,
     assert max((one[name] - begin[name]).abs().max() for name in one) > 1e-3
     # Adam divides by the gradient's size, which amplifies rounding errors.
     assert max((one[name] - two[name]).abs().max() for name in one) < 2e-4
-    moments = torch.load(paths[2] / "trainer.pt")["optimizer"]["state"]
-    kind = int if config == "ddp" else str  # moments of sharded weights are saved by name
-    assert all(isinstance(name, kind) for name in moments)
 
 
 @pytest.mark.slow

@@ -47,28 +47,21 @@ def test_the_choices_of_the_flags_are_the_names_that_the_files_define():
     assert names["mismatch"] == {"auto", "none", *ppo.MISMATCH}
 
 
-@pytest.mark.parametrize("name", TRAIN)
-def test_every_field_is_a_flag_of_its_own_type(name, monkeypatch):
-    monkeypatch.setattr(flags, "check_settings", lambda checked: checked)
-    kind = typing.get_type_hints(Settings)[name]
-    text, value = {
-        int: ("2", 2),
-        float: ("0.5", 0.5),
-        bool: ("false", False),
-        str: ("x", "x"),
-        dict: ("a=1,b=loose", {"a": 1, "b": "loose"}),
-    }[kind]
-    text = {"recipe": "arena", "stage": "1", "variant": ""}.get(name, text)
-    value = {"recipe": "arena", "stage": 1, "variant": ""}.get(name, value)
-    assert getattr(parse([f"--{name}={text}"]), name) == value
-    assert type(value) is kind is type(getattr(Settings(), name))
-
-
-def test_a_bool_flag_may_have_a_value_or_none():
-    assert parse(["--skip_bad"]).skip_bad is True
-    assert parse(["--skip_bad", "--seed", "3"]).seed == 3
-    for words in (["--retrieval", "false"], ["--retrieval=False"]):
-        assert parse(words).retrieval is False
+@pytest.mark.parametrize(
+    "words, name, value",
+    [
+        ("--seed 2", "seed", 2),
+        ("--lr=1", "lr", 1.0),
+        ("--model x", "model", "x"),
+        ("--mix a=1,b=0.5", "mix", {"a": 1, "b": 0.5}),
+        ("--retrieval false", "retrieval", False),
+        ("--retrieval=True", "retrieval", True),
+        ("--skip_bad --seed 3", "skip_bad", True),  # a bool needs no value
+    ],
+)
+def test_a_flag_has_the_type_of_its_field(words, name, value):
+    given = getattr(parse(words.split()), name)
+    assert given == value and type(given) is typing.get_type_hints(Settings)[name]
 
 
 def test_help_shows_every_flag_with_its_choices_and_default_and_an_example(capsys):
