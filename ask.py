@@ -21,7 +21,7 @@ if __name__ == "__main__":
 import sys
 
 from data import clean
-from flags import MORE_HELP, MOST_USED, add_flags, check_settings, in_built_in_world
+from flags import add_flags, check_settings, in_built_in_world
 from settings import Settings
 
 
@@ -29,11 +29,9 @@ def read_flags(arguments: list[str] | None = None) -> tuple[dict, str]:
     """Returns (the flags that were given, the question)."""
     parser = FlagParser(
         "ask.py",
-        description=f"Asks a model one question, or one for each line that is typed.{MORE_HELP}",
+        description="Asks a model one question, or one for each line that is typed.",
         epilog='example: python ask.py "who draws maps?" --model DIR --corpus my_documents/',
     )
-    used = "question retriever retriever_url max_searches temperature run_name".split()
-    parser.most_used = [*MOST_USED, *used]
     parser.add_argument("question", nargs="*", help="the question (default: read lines)")
     add_flags(parser, Settings, "eval")
     given = vars(parser.parse_args(arguments))

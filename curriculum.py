@@ -36,7 +36,6 @@ Counts = dict[str, int]
 EDGES = {"easy": 0.8, "medium": 0.5, "hard": 0.2}  # lowest mean score of each bucket
 # `level` in UR²'s data files -> bucket
 LEVELS = {"easy": "easy", "medium": "medium", "hard": "hard", "very_hard": "dropped"}
-TASKS = {"", "qa", "math", "choice", "summary"}
 HARDEST_FIRST = {"medium": 1, "easy": 2}  # ranks; hard, dropped or not measured: 0
 
 
@@ -61,10 +60,6 @@ def read_difficulty(path: str | Path, questions: Questions) -> dict[str, str]:
     """Returns {id: bucket} from the file `path`; if `path` is "level", from `level` in the data."""
     if str(path) == "level":
         buckets = {q.id: LEVELS[q.level] for q in questions if q.level in LEVELS}
-    elif not Path(path).exists():
-        raise InputError(
-            f"--difficulty {path}: no such file: `python -m lab.difficulty --out {path}` writes it"
-        )
     else:
         buckets = {
             record["id"]: record.get("bucket") or bucket_of_mean(record["scores"])
@@ -88,8 +83,7 @@ def with_buckets(questions: Questions, path: str, dropped: bool) -> Questions:
     remaining = [question for question in measured if dropped or question.level != "dropped"]
     if not remaining:
         raise InputError(
-            '--difficulty: every question is in the bucket "dropped": ask easier questions, or '
-            "measure with a --model that learned to search"
+            '--difficulty: every question is in the bucket "dropped": ask easier questions'
         )
     if left_out := len(measured) - len(remaining):
         say_once(
@@ -135,36 +129,30 @@ def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[dic
     for name, share in (buckets or {"": 1.0}).items():
         scope, _, level = name.rpartition(":")
         scopes[scope][level] = share
-    kinds = {question.kind for question in questions}
-    for scope in scopes.keys() - kinds - {*map(family, kinds)} - TASKS:
-        raise InputError(
-            f"the recipe's buckets name {scope}, which is not a task or kind of the data: leave"
-            " --difficulty out"
-        )
     pools = defaultdict(list)
     sizes = Counter()  # group (kind, family, task or "") -> number of its questions
     splits = {kind: {"": 1.0} for kind in mix}  # group -> bucket -> share
     for question in questions:
         kind = question.kind
-        for scope in (kind, family(kind), question.task, ""):
-            if scope in scopes:
-                break
-        group = scope
+        group = scope = first_in(scopes, [kind, family(kind), question.task, ""])
         if mix:
-            group = family(kind) if kind not in mix and family(kind) in mix else kind
+            group = first_in(mix, [kind, family(kind), kind])
         sizes[group] += 1
-        if scopes[scope]:
-            splits[group] = scopes[scope]
+        splits[group] = scopes.get(scope) or splits.get(group, {})
         level = question.level if buckets else ""
         pools[f"{group}:{level}".strip(":")].append(question)
     weights = {}
     for group, split in splits.items():
         group_weight = (mix or sizes).get(group, 0.0)
         for level, share in split.items():
-            name = f"{group}:{level}".strip(":")
             part = share / max(sum(split.values()), 1e-9)
-            weights[name] = group_weight * part
+            weights[f"{group}:{level}".strip(":")] = group_weight * part
     return pools, weights
+
+
+def first_in(known: dict, names: list[str]) -> str:
+    """Returns the first of the names that is known, or the last one."""
+    return next((name for name in names if name in known), names[-1])
 
 
 def family(kind: str) -> str:
@@ -247,16 +235,10 @@ def draw_choices(pools: dict[str, Questions], counts: Counts, seed: int) -> froz
 def mix_tasks(pools: dict[str, Questions], counts: Counts, settings) -> None:
     """Decides by --task_mixing which questions in the pools may search; sets `may_search`."""
     drawn = draw_choices(pools, counts, settings.seed)
-    if drawn and not settings.difficulty:
-        say_once(
-            "curriculum: no --difficulty: half of the multiple-choice questions may search, hard "
-            "levels first"
-        )
-    of_math = settings.math_searches
     for pool in pools.values():
         for place, q in enumerate(pool):
-            allowed = q.may_search and may_search(q, drawn, of_math, settings.seed)
-            pool[place] = replace(q, may_search=allowed)
+            allowed = may_search(q, drawn, settings.math_searches, settings.seed)
+            pool[place] = replace(q, may_search=q.may_search and allowed)
 
 
 # -------------------------------------------------------------------------------------- the stream
@@ -275,10 +257,10 @@ class QuestionStream:
         if not questions:
             raise InputError("there are no questions to train on")
         math_mixed = settings.task_mixing and any(q.task == "math" for q in questions)
-        if (buckets or math_mixed) and not settings.difficulty:
+        if math_mixed and not settings.difficulty:
             raise InputError(
-                "--task_mixing of math questions, and shares in `buckets`, go by difficulty: give"
-                " --difficulty FILE, or --task_mixing false, which restricts no question"
+                "--task_mixing of math questions goes by difficulty: give --difficulty FILE, or "
+                "--task_mixing false, which restricts no question"
             )
         if settings.difficulty:
             dropped = any(name.endswith("dropped") for name in buckets)
@@ -315,9 +297,8 @@ def main() -> None:
     print("mean score of 20 rollouts -> bucket; may a math question in this bucket search?")
     for score in (0.95, 0.8, 0.75, 0.5, 0.45, 0.35, 0.1):
         question = Question("q", "?", ["!"], "math", level=bucket(score))
-        searches = may_search(question, frozenset(), {"hard": 1, "dropped": 1})
-        allowed = "yes" if searches else "no: asked directly"
-        print(f"  {score:.2f}   {question.level:10} {allowed}")
+        allowed = may_search(question, frozenset(), {"hard": 1, "dropped": 1})
+        print(f"  {score:.2f}   {question.level:10} {'yes' if allowed else 'no: asked directly'}")
     print("\n64 questions at 7 : 2 : 1  ", exact_counts(64, {"hard": 7, "medium": 2, "easy": 1}))
 
 

@@ -120,30 +120,18 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An argparse parser that raises InputError and suggests a flag for an unknown one. --help
-    shows the flags in `most_used`; --help all, and a parser without such a list, shows every flag.
-    """
-
-    most_used = ()
-    show_all = False
-
-    def format_help(self) -> str:
-        for action in self._actions:
-            if self.most_used and not self.show_all and action.dest not in self.most_used:
-                action.help = argparse.SUPPRESS
-        return super().format_help()
+    """An argparse parser that raises InputError and suggests a flag for an unknown one."""
 
     def error(self, message: str):
         raise InputError(f"{self.prog}: {message}")
 
     def parse_args(self, args=None, namespace=None):
         self.allow_abbrev = False  # a new flag could make an abbreviation ambiguous
-        self.show_all = "all" in (sys.argv if args is None else args)
         known, rest = self.parse_known_args(args, namespace)
         if rest:
             name = rest[0].split("=")[0]
             hint = nearest(name, self._option_string_actions)
-            self.error(f"unknown flag {name}{hint}; --help all lists every flag")
+            self.error(f"unknown flag {name}{hint}; --help lists every flag")
         return known
 
 

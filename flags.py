@@ -13,11 +13,10 @@ import typing
 from dataclasses import fields, replace
 from pathlib import Path
 
-from errors import FlagParser, InputError, nearest
+from errors import FlagParser, InputError
 from papers import PROTOCOLS, paper_of, record_of
 from rewards import check_reward
 from settings import Settings, check_limits, check_value, pairs
-from summarizer import WITHOUT_MODEL, models_in
 from templates import variables_of
 
 LOCAL = ("slots", "hf")  # engines that sample in this process
@@ -46,27 +45,22 @@ def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> S
     given = given or {}
     paper = record_of(recipe, given.get("variant", ""), stage)
     built_in = paper.tiny[stage] if tiny else {}
-    chosen = paper.stages[stage] | built_in
-    # For the tiny model, `buckets` loses the shares of a single task or data set (such as
-    # "math:hard"), because the built-in world has too few questions of each.
-    buckets = chosen.get("buckets", {})
-    chosen = chosen | {"buckets": {k: v for k, v in buckets.items() if not (tiny and ":" in k)}}
-    # Without --difficulty the recipe's `buckets` and the paper's `mix` are not used; the tiny
-    # model's `mix` is.
-    if not given.get("difficulty"):
-        chosen = chosen | {"buckets": {}, "mix": built_in.get("mix", {})}
-    # Buckets in `given`, or any left for the tiny model, replace the recipe's `mix`.
-    if given.get("buckets", tiny and chosen["buckets"]):
-        chosen = chosen | {"mix": {}}
-    # These two flags, if given, apply to every task: the recipe's limits for single tasks are
-    # dropped.
+    chosen = {"recipe": recipe, "stage": stage} | paper.stages[stage] | built_in
+    if not given.get("difficulty"):  # without it, only the tiny model's `mix` is used
+        chosen |= {"buckets": {}, "mix": built_in.get("mix", {})}
+    elif tiny and "buckets" in chosen:
+        # The built-in world has too few questions for shares of a single task or data set, such as
+        # "math:hard". The other shares replace `mix`.
+        chosen["buckets"] = {k: v for k, v in chosen["buckets"].items() if ":" not in k}
+        chosen["mix"] = {} if chosen["buckets"] else chosen["mix"]
+    # These two flags apply to every task: the recipe's limits for single tasks are dropped.
     if "max_turn_tokens" in given:
-        given = {"turn_tokens": {}} | given
+        chosen["turn_tokens"] = {}
     if "max_searches" in given:
-        given = {"task_searches": {}} | given
+        chosen["task_searches"] = {}
     if given.get("algorithm") == "dapo" != chosen["algorithm"]:
-        chosen = chosen | DAPO
-    return Settings(**{"recipe": recipe, "stage": stage} | chosen | given)
+        chosen |= DAPO
+    return Settings(**chosen | given)
 
 
 # ------------------------------------------------------------------------------------------ checks
@@ -81,9 +75,6 @@ def check_settings(settings: Settings, training=True) -> Settings:
     check_limits(settings)
     check_value("protocol", settings.protocol, {"one_of": PROTOCOLS})
     variables_of(settings.chat_template)
-    for name in models_in(settings.summarizer):
-        if like := nearest(name, WITHOUT_MODEL):  # a typo would be looked up on the hub
-            raise InputError(f"--summarizer {name}: none, extractive, or a model's name{like}")
     if settings.data and not settings.model:
         raise InputError("--data needs --model: the built-in model knows only its own world")
     if settings.toy_init:
@@ -106,11 +97,6 @@ def check_settings(settings: Settings, training=True) -> Settings:
 def check_training(settings: Settings) -> None:
     if settings.temperature == 0:
         raise InputError("--temperature 0 is greedy: a group's trajectories would all be the same")
-    if settings.mismatch not in ("auto", "none") and not settings.mask_documents:
-        raise InputError(
-            "--mismatch: --mask_documents false trains on documents, which have no log-probs of a "
-            "sampler: leave it out"
-        )
     if settings.group_size == 1 and settings.algorithm not in ("reinforce_pp", "ppo"):
         raise InputError(
             f"--group_size 1: {settings.algorithm} compares the trajectories of one question; it "
@@ -126,36 +112,28 @@ def check_training(settings: Settings) -> None:
 
 # ------------------------------------------------------------------------------- the command line
 def boolean(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
-    return text.lower() == "true"
+    return bool(("false", "true").index(text.lower()))  # a ValueError is argparse's one-line error
 
 
 def add_flags(parser: argparse.ArgumentParser, record: type, command: str) -> None:
     """Adds a --flag for every field of a record, if the field's `only` is not set or is `command`
-    ("train" or "eval"). --help shows the default. argparse gets none, so it returns only the flags
-    that the user gave.
+    ("train" or "eval"). --help shows the default, which a recipe may change. argparse gets none, so
+    it returns only the flags that the user gave.
     """
     types, defaults = typing.get_type_hints(record), record()
     for f in fields(record):
-        if f.metadata.get("only", command) != command:
-            continue
-        kind = types[f.name]
-        names = f.metadata.get("one_of")
-        text = f.metadata["help"] + (f"; one of {', '.join(names)}" if names else "")
-        text = f"{text} ({getattr(defaults, f.name)!r})".replace("%", "%%")
-        options = {"help": text, "default": argparse.SUPPRESS, "metavar": kind.__name__.upper()}
-        if kind is bool:
-            options |= {"nargs": "?", "const": True}
-        convert = {bool: boolean, dict: pairs}.get(kind, kind)
-        parser.add_argument(f"--{f.name}", type=convert, **options)
-
-
-MOST_USED = ("help", "recipe", "stage", "model", "data", "corpus")
-MORE_HELP = (
-    " These are the most used flags; --help all lists every flag. In brackets: the default, which a"
-    " recipe may change."
-)
+        if f.metadata.get("only", command) == command:
+            kind = types[f.name]
+            names = f.metadata.get("one_of")
+            text = f.metadata["help"] + (f"; one of {', '.join(names)}" if names else "")
+            parser.add_argument(
+                f"--{f.name}",
+                type={bool: boolean, dict: pairs}.get(kind, kind),
+                metavar=kind.__name__.upper(),
+                default=argparse.SUPPRESS,
+                help=f"{text} ({getattr(defaults, f.name)!r})".replace("%", "%%"),
+                **({"nargs": "?", "const": True} if kind is bool else {}),
+            )
 
 
 def parse_flags(
@@ -188,11 +166,12 @@ def numbers(text: str) -> list[int]:
 def given_flags(arguments: list[str] | None) -> tuple[list[int], dict]:
     """Parses train.py's command line. Returns (the stages, the other flags that were given)."""
     example = "example: python train.py --recipe r_search --steps 20 --run_name mine"
-    description = f"Trains stages of a paper; --stage may list several.{MORE_HELP}"
     parser = FlagParser(
-        "train.py", description=description, epilog=example, conflict_handler="resolve"
+        "train.py",
+        description="Trains stages of a paper; --stage may list several.",
+        epilog=example,
+        conflict_handler="resolve",
     )
-    parser.most_used = [*MOST_USED, "steps", "reward", "evaluate", "resume", "dry_run"]
     add_flags(parser, Settings, "train")
     parser.add_argument("--stage", type=numbers, default=[1], help="stages to train, as 1,2")
     given = vars(parser.parse_args(arguments))
@@ -277,6 +256,6 @@ def in_built_in_world(settings: Settings) -> bool:
 
 def shown_settings(settings: Settings) -> str:
     """Returns a line for the console: recipe, stage, and settings that differ from the defaults."""
-    changed = {"recipe": settings.recipe, "stage": settings.stage}
-    changed |= {k: v for k, v in vars(settings).items() if v != getattr(DEFAULTS, k)}
-    return "settings: " + " ".join(f"{name}={value}" for name, value in changed.items())
+    always = ("recipe", "stage")
+    changed = [k for k, v in vars(settings).items() if k in always or v != getattr(DEFAULTS, k)]
+    return "settings: " + " ".join(f"{name}={getattr(settings, name)}" for name in changed)

@@ -435,7 +435,7 @@ class Batch:
     `group_size` rows per question, question by question.
 
     Column t of a [B, T] tensor belongs to tokens[:, t + 1]. response_mask is 1 where the policy
-    sampled that token, and 0 on the prompt, on the environment's text (unless --mask_documents is
+    sampled that token, and 0 on the prompt, on the environment's text (unless `mask_documents` is
     False), and on padding. A row with a failed search has the reward NaN and, after
     `train.prepare`, a mask of zeros; it only keeps its group complete.
     """

@@ -159,7 +159,7 @@ def token_weights(response_mask: Tensor) -> Tensor:
 
 def model_only(values: Tensor, response_mask: Tensor) -> Tensor:
     """Returns values, or 0 on masked tokens. Worked: values [2, inf], mask [1, 0] -> [2, 0]."""
-    # Are the environment's tokens really masked? Yes (unless --mask_documents is False): here, and
+    # Are the environment's tokens really masked? Yes (unless `mask_documents` is False): here, and
     # before any exp is taken. `where` is used, because a product with the mask could give
     # 0 · inf = NaN, forward and backward.
     return torch.where(response_mask.bool(), values, 0)

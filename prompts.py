@@ -14,9 +14,9 @@ few-shot examples.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from data import Document, Question, clean, control_tokens, strip_tags
 from errors import InputError, run_main, say_once
@@ -35,11 +35,8 @@ JUDGE_SEES = ("question", "answers", "normalized")
 BY_TASK = ("policy", "policy:direct", "summarizer", "summarizer:fallback")
 TASKS = ("qa", "math", "choice", "summary")
 SECTIONS = ("judge", "reader", *BY_TASK, *(f"{name}:{task}" for name in BY_TASK for task in TASKS))
-# The placeholders that a layout must have; under ARENA that of the policy also {references}.
-NEEDED = {"policy": "question", "reader": "question evidence", "summarizer": "query documents"}
-# LaTeX braces are not placeholders: \boxed{answer}, x^{n}. Nor is {max_searches}, which
-# `fill_instruction` replaces in the policy's texts; the check of --prompt_file lets it pass.
-_GAP = re.compile(r"(?:\\\w+|[\^_])(?:\{[^{}]*\})+|\{(?!max_searches\})([a-z_]+)\}")
+# The placeholders of layouts. {max_searches} is none: `fill_instruction` replaces it.
+_GAP = re.compile(r"\{(question|options|references|query|documents|reasoning|evidence)\}")
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class Protocol:
     prompt_suffix: str = ""  # begins the model's turn, such as "<think>"
     evidence_tags: Tags | None = None  # R-Search: another model answers from this section
     other_tags: tuple[Tags, ...] = ()  # thinking, reflection, relevance, analysis
-    references_in_prompt: bool = False  # the user message holds the question's own references
+    layout: str = "{question}"  # of the user message
     stop_at_answer: bool = True  # False: a turn goes on after the answer's end tag, until EOS
     thinking_apart: bool = False  # ARENA: True lets <think> precede <relevance>
     # task -> how many searches a question may run; "" is for all other tasks. Set by Environment.
@@ -73,6 +70,10 @@ class Protocol:
     fallback_text: str = ""
     # Name of a section of --prompt_file -> its text.
     prompts: dict[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def references_in_prompt(self) -> bool:
+        return "{references}" in self.layout
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -138,18 +139,13 @@ def lettered(question: Question) -> list[str]:
     return [f"{chr(65 + i)}. {option}" for i, option in enumerate(question.options)]
 
 
-def gaps_of(text: str) -> set[str]:
-    """Returns the names of a layout's placeholders.
-
-    >>> sorted(gaps_of("{question}, in a \\\\boxed{box}: {options}"))
-    ['options', 'question']
-    """
-    return {gap[1] for gap in _GAP.finditer(text) if gap[1]}
+def is_layout(text: str) -> bool:
+    return bool(_GAP.search(text))
 
 
-def fill(layout: str, values: dict[str, str]) -> str:
+def fill(layout: str, values: dict[str, str], clean: Callable = str) -> str:
     """Fills a layout in one pass, so a value that looks like a placeholder stays as it is."""
-    return _GAP.sub(lambda gap: values[gap[1]] if gap[1] else gap[0], layout)
+    return _GAP.sub(lambda gap: clean(values.get(gap[1], gap[0])), layout)
 
 
 def question_values(question: Question, layout: str) -> dict[str, str]:
@@ -163,26 +159,11 @@ def question_values(question: Question, layout: str) -> dict[str, str]:
     }
 
 
-def make_messages(
-    custom: str, instruction: str, text: str, values: dict[str, str]
-) -> tuple[str, str]:
-    """Returns (system message, user message). `custom`, from --prompt_file, is "", a layout
-    that `values` fill, or an instruction that replaces `instruction`.
+def message_parts(custom: str, instruction: str, layout: str) -> tuple[str, str]:
+    """Returns (system message, layout of the user message). `custom`, from --prompt_file, is "", a
+    layout that is the whole message, or an instruction that replaces `instruction`.
     """
-    if gaps_of(custom):
-        return "", fill(custom, values)
-    return custom or instruction, text
-
-
-def user_text(protocol: Protocol, question: Question, tokenizer) -> str:
-    """Returns the user message. Under ARENA it holds question and numbered references in tags."""
-    if not protocol.references_in_prompt:
-        return without_control(question_text(question), tokenizer, protocol.tags)
-    check_references(protocol, question)
-    parts = [question_text(question), "\n".join(number_documents(question.references))]
-    tags = (*protocol.tags, "<question>", "</question>", "<references>", "</references>")
-    asked, references = (without_control(part, tokenizer, tags) for part in parts)
-    return f"<question>{asked}</question>\n<references>\n{references}\n</references>"
+    return ("", custom) if is_layout(custom) else (custom or instruction, layout)
 
 
 def check_references(protocol: Protocol, question: Question) -> None:
@@ -190,14 +171,13 @@ def check_references(protocol: Protocol, question: Question) -> None:
     if it has no references, or if its task does not fit the answer tags: <summary> is for the task
     "summary", and <answer> for all other tasks.
     """
-    if not protocol.references_in_prompt:
-        return
-    if not question.references:
+    shown = protocol.references_in_prompt
+    if shown and not question.references:
         raise InputError(
             f"question {question.id} has no references, and protocol {protocol.name} answers from"
             " them: give the record a `references` list, or choose a protocol that searches"
         )
-    if (protocol.answer_tags == tag_pair("summary")) != (question.task == "summary"):
+    if shown and (protocol.answer_tags == tag_pair("summary")) != (question.task == "summary"):
         raise InputError(
             f"question {question.id} is of task {question.task}: --recipe arena needs --variant "
             "summaries for questions of task summary, and only for these"
@@ -205,17 +185,17 @@ def check_references(protocol: Protocol, question: Question) -> None:
 
 
 def prompt_text(protocol: Protocol, question: Question, tokenizer) -> str:
+    check_references(protocol, question)
     custom = protocol.custom_prompt("policy", question.task)
     if not question.may_search:
         if protocol.query_tags and protocol.query_tags[0] in custom:  # `custom` explains searching
             custom = ""
         custom = protocol.custom_prompt("policy:direct", question.task) or custom
     instruction = protocol.fill_instruction(question, custom)
-    user = user_text(protocol, question, tokenizer)
-    if custom:
-        values = question_values(question, custom)
-        values = {k: without_control(v, tokenizer, protocol.tags) for k, v in values.items()}
-        instruction, user = make_messages(instruction, "", user, values)
+    instruction, layout = message_parts(instruction, "", protocol.layout)
+    tags = (*protocol.tags, *re.findall(r"</?\w+>", protocol.layout))
+    clean = partial(without_control, tokenizer=tokenizer, tags=tags)
+    user = fill(layout, question_values(question, layout), clean)
     text = chat_text(tokenizer, instruction, user, "Question: {}\nResponse:")
     # Some templates open the turn with "<think>\n" already.
     if not text.rstrip().endswith(protocol.prompt_suffix):

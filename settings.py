@@ -2,16 +2,17 @@
 
     defaults  <  the paper's stage  <  its values for the tiny model  <  the command line
 
-papers/ has the papers' values, and flags.py reads the command line. A field is a flag of the
-commands that its `only` names: "train" (train.py and lab.plan), "eval" (all commands but train.py),
-"papers" (none: only papers/ and lab/claims.py set it), or of all commands if it has none. Left out:
-settings files, because a shell script with the flags does the same.
+papers/ has the papers' values, and flags.py reads the command line. A field is a flag of train.py
+and lab.plan (`train_only`), of all commands but train.py (`eval_only`), of none, because only
+papers/ and lab/claims.py set it (`papers_only`), or of all commands (`setting`). Left out: settings
+files, because a shell script with the flags does the same.
 """
 
-import argparse
 import ast
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from functools import partial
 from operator import ge, gt, le, lt
 
 from errors import InputError, nearest
@@ -34,6 +35,11 @@ def setting(default, help: str, **limits):
     return field(default=default, metadata=metadata)
 
 
+train_only = partial(setting, only="train")
+eval_only = partial(setting, only="eval")
+papers_only = partial(setting, only="papers")
+
+
 @dataclass(frozen=True)
 class Settings:
     # ---------------------------------------------------------------------------- what is trained
@@ -54,39 +60,31 @@ class Settings:
     )
     run_name: str = setting("", "the run's files are written to OUTPUT_DIR/NAME/stageN")
     output_dir: str = setting("runs", "folder for all runs and the built-in models")
-    resume: bool = setting(False, "continue from this run's last checkpoint", only="train")
-    dry_run: bool = setting(False, "try a small step, report problems, save no run", only="train")
-    evaluate: bool = setting(
+    resume: bool = train_only(False, "continue from this run's last checkpoint")
+    dry_run: bool = train_only(False, "try a small step, report problems, save no run")
+    evaluate: bool = train_only(
         False,
         "after training, evaluate in the built-in world, at temperature 1 and greedily",
-        only="train",
     )
-    save_every: int = setting(
-        10, "steps between checkpoints; the last step is always saved", least=1, only="train"
+    save_every: int = train_only(
+        10, "steps between checkpoints; the last step is always saved", least=1
     )
-    keep_checkpoints: int = setting(
-        2, "last checkpoints to keep, besides the best evaluated; 0: all", least=0, only="train"
+    keep_checkpoints: int = train_only(
+        2, "last checkpoints to keep, besides the best evaluated; 0: all", least=0
     )
-    eval_every: int = setting(
-        0, "steps between greedy evaluations; 0: never", least=0, only="train"
-    )
-    eval_questions: int = setting(
+    eval_every: int = train_only(0, "steps between greedy evaluations; 0: never", least=0)
+    eval_questions: int = papers_only(
         100,
         "questions in an evaluation of --eval_every; in the built-in world: per kind of question",
         least=1,
-        only="papers",
     )
-    groups_kept: int = setting(
-        4, "groups of trajectories saved per step for view.py; -1: all", least=-1, only="train"
+    groups_kept: int = train_only(
+        4, "groups of trajectories saved per step for view.py; -1: all", least=-1
     )
-    report_to: str = setting(
+    report_to: str = train_only(
         "",
         "tracker that also receives the metrics; each needs its own package",
         one_of=("", "tensorboard", "wandb", "trackio"),
-        only="train",
-    )
-    deterministic: bool = setting(
-        False, "make a GPU's results reproducible, at lower speed; a CPU's always are", only="train"
     )
     seed: int = setting(0, "random seed of questions and sampling", least=0, most=2**31 - 1)
     world_seed: int = setting(0, "random seed of the built-in world and its models")
@@ -99,48 +97,42 @@ class Settings:
         "", 'file or folder of documents; "from-data" = the references of the questions in --data'
     )
     skip_bad: bool = setting(False, "skip malformed records and count them")
-    reworded: float = setting(
+    reworded: float = papers_only(
         0.0,
         "built-in world: share of look-up training questions whose gold answers get an extra word",
         least=0,
-        only="papers",
     )
-    questions_per_step: int = setting(
-        64, "questions per step, and per extra draw of DAPO", least=1, only="train"
+    questions_per_step: int = train_only(
+        64, "questions per step, and per extra draw of DAPO", least=1
     )
-    mix: dict = setting(
+    mix: dict = train_only(
         {},
         'share of each kind in every step: kind=weight,...; "hotpotqa" means all kinds that begin'
         ' with "hotpotqa_"; without it, as in the data',
-        only="train",
         shares=True,
     )
-    difficulty: str = setting(
+    difficulty: str = train_only(
         "",
         'file of lab.difficulty that sorts questions into buckets; "level" = the level in --data',
-        only="train",
     )
-    buckets: dict = setting(
+    buckets: dict = papers_only(
         {},
         "share of each bucket: hard=7,easy=1; for one task or kind: math:hard=1,...",
-        only="papers",
         shares=True,
     )
-    task_mixing: bool = setting(
+    task_mixing: bool = train_only(
         False,
         "let only half of the multiple-choice questions search, and of the math questions only "
         "some buckets of --difficulty (in most recipes: hard and dropped)",
-        only="train",
     )
-    math_searches: dict = setting(
+    math_searches: dict = papers_only(
         {"hard": 1, "dropped": 1},
         "task mixing: what share of the math questions in each bucket may search",
-        only="papers",
         shares=True,
     )
 
     # ------------------------------------------------------------------------------------ prompts
-    protocol: str = setting("ur2", "the paper's tags and prompt", only="eval")
+    protocol: str = eval_only("ur2", "the paper's tags and prompt")
     prompt_file: str = setting(
         "",
         "your own prompts: a file with a line such as [policy:math] above each prompt (without "
@@ -155,10 +147,9 @@ class Settings:
         "the chat template (for base models that have one); or variables of the template, as JSON: "
         '{"enable_thinking": false}',
     )
-    direct_tasks: str = setting(
+    direct_tasks: str = papers_only(
         "",
         "tasks whose questions may not search (prompt without retrieval), such as math,choice",
-        only="papers",
     )
 
     # ------------------------------------------------------------------------------------ rollout
@@ -167,30 +158,26 @@ class Settings:
         "how rollouts are sampled: slots (continuous batching in this process), hf (generate), or "
         "the addresses of vLLM servers: http://host:port[,http://...]",
     )
-    served: str = setting(
-        "/dev/shm", "folder through which vLLM servers receive the weights", only="train"
-    )
-    sampling_copy: str = setting(
+    served: str = train_only("/dev/shm", "folder through which vLLM servers receive the weights")
+    sampling_copy: str = papers_only(
         "auto",
         "copy of the weights to sample with: bf16, none; auto: bf16 on a GPU, none on a CPU or for "
         "int8 weights",
-        only="papers",
     )
-    group_size: int = setting(16, "trajectories per question, G", least=1, only="train")
+    group_size: int = train_only(16, "trajectories per question, G", least=1)
     temperature: float = setting(
         1.0, "divides the logits when sampling and when computing log-probs; 0: greedy", least=0
     )
-    top_p: float = setting(
+    top_p: float = eval_only(
         1.0,
         "sample from the smallest set of likeliest tokens with at least this total probability",
         above=0,
         most=1,
-        only="eval",
     )
     max_searches: int = setting(4, "maximum searches per trajectory", least=0)
-    task_searches: dict = setting({}, "max_searches of single tasks", only="papers")
+    task_searches: dict = papers_only({}, "max_searches of single tasks")
     max_turn_tokens: int = setting(512, "maximum number of new tokens per turn", least=1)
-    turn_tokens: dict = setting({}, "max_turn_tokens of single tasks", only="papers")
+    turn_tokens: dict = papers_only({}, "max_turn_tokens of single tasks")
     max_context: int = setting(
         0, "maximum tokens of prompt and response; 0: the model's limit", least=0
     )
@@ -217,11 +204,11 @@ class Settings:
         " documents (http://host:port/v1#model, a HF directory or hub name);"
         " math=MODEL,other=MODEL = a model per task",
     )
-    fallback: bool = setting(
-        False, "let the model that writes notes reject queries, as in training", only="eval"
+    fallback: bool = eval_only(
+        False, "let the model that writes notes reject queries, as in training"
     )
-    summary_sampling: dict = setting(
-        {}, "sampling of the notes: task -> [temperature, top_p, tokens]", only="papers"
+    summary_sampling: dict = papers_only(
+        {}, "sampling of the notes: task -> [temperature, top_p, tokens]"
     )
     timeout: float = setting(
         60.0,
@@ -231,25 +218,20 @@ class Settings:
     )
 
     # ------------------------------------------------------------------------------------- reward
-    reward: str = setting(
+    reward: str = train_only(
         "ur2_stage1",
         "name of the reward (python rewards.py lists them), or FILE.py:FUNCTION for your own; those"
         " ending in _code or _llama follow a paper's released code",
-        only="train",
     )
-    reward_args: dict = setting(
+    reward_args: dict = train_only(
         {},
         "arguments of the reward, such as fallback_penalty=0.0,format_check=loose; its function in "
         "rewards.py explains them",
-        only="train",
     )
-    left_out: str = setting(
-        "", "reward term to leave out, as in When to Search's Table 4", only="papers"
-    )
-    whole_reply: bool = setting(
+    left_out: str = papers_only("", "reward term to leave out, as in When to Search's Table 4")
+    whole_reply: bool = papers_only(
         False,
         "R-Search: score the reader's whole reply (eq. 4), not only its answer",
-        only="papers",
     )
     judge: str = setting(
         "", "model that judges answers: URL#model or a HF model; without it, a metric decides"
@@ -257,118 +239,98 @@ class Settings:
     reader: str = setting(
         "", "R-Search's frozen model that answers from the evidence: URL#model or a HF model"
     )
-    embedder: str = setting(
-        "tfidf", "what embeds the queries (When to Search): tfidf or a HF encoder", only="train"
+    embedder: str = train_only(
+        "tfidf", "what embeds the queries (When to Search): tfidf or a HF encoder"
     )
 
     # ------------------------------------------------------------------------------------- update
-    algorithm: str = setting(
-        "reinforce_pp_baseline", "the RL algorithm", one_of=ALGORITHMS, only="train"
-    )
-    steps: int = setting(
-        100, "training steps; each is a rollout and the updates on it", least=1, only="train"
-    )
-    trajectories_per_update: int = setting(
+    algorithm: str = train_only("reinforce_pp_baseline", "the RL algorithm", one_of=ALGORITHMS)
+    steps: int = train_only(100, "training steps; each is a rollout and the updates on it", least=1)
+    trajectories_per_update: int = train_only(
         256,
         "maximum trajectories in an update; 0: all trajectories of a step",
         least=0,
-        only="train",
     )
-    tokens_per_micro_batch: int = setting(
+    tokens_per_micro_batch: int = train_only(
         16384,
         "maximum tokens per micro-batch, padding included; a longer trajectory gets its own",
         least=1,
-        only="train",
     )
-    mask_documents: bool = setting(
+    mask_documents: bool = papers_only(
         True,
         "train on the policy's own tokens only; False (an ablation): on inserted text too",
-        only="train",
     )
-    clip_low: float = setting(
-        0.2, "the ratio is clipped below at 1 − clip_low", least=0, most=1, only="train"
-    )
-    clip_high: float = setting(
-        0.2, "the ratio is clipped above at 1 + clip_high", least=0, only="train"
-    )
-    loss_aggregation: str = setting(
+    clip_low: float = train_only(0.2, "the ratio is clipped below at 1 − clip_low", least=0, most=1)
+    clip_high: float = train_only(0.2, "the ratio is clipped above at 1 + clip_high", least=0)
+    loss_aggregation: str = train_only(
         "sequence",
         "how the token losses are averaged: sequence = within each trajectory, then over all "
         "trajectories; token = over all tokens; question = within each question's group, then over "
         "all questions",
         one_of=("sequence", "token", "question"),
-        only="train",
     )
-    mismatch: str = setting(
+    mismatch: str = train_only(
         "auto",
         "corrects for a sampler whose log-probs differ from the policy's; ρ of a token is the "
         "policy's probability divided by the sampler's. token: multiply its loss by min(ρ, 2); "
         "sequence_mask: by Π, the product of ρ over the trajectory, but drop trajectories with Π "
-        "above 3; auto: token on a GPU, and on a CPU with vLLM servers or a bf16 copy; otherwise, "
-        "and with --mask_documents false, none",
+        "above 3; auto: token on a GPU, and on a CPU with vLLM servers or a bf16 copy; otherwise "
+        "none",
         one_of=("auto", "none", "token", "sequence_mask"),
-        only="train",
     )
-    kl_coef: float = setting(
+    kl_coef: float = train_only(
         0.0,
         "weight of the KL to the model that the stage started from; 0: no reference is loaded",
         least=0,
-        only="train",
     )
-    kl_estimator: str = setting(
+    kl_estimator: str = train_only(
         "k2",
         "k1 is subtracted from the reward, k2 and k3 are added to the loss; log: only measured",
         one_of=("k1", "k2", "k3", "log"),
-        only="train",
     )
-    group_std: bool = setting(
+    group_std: bool = papers_only(
         True,
         "reinforce_pp_baseline: divide advantages by the group's std (UR² eq. 5)",
-        only="papers",
     )
-    whiten_tokens: bool = setting(
-        False, "reinforce_pp_baseline: whiten over tokens, not trajectories", only="papers"
+    whiten_tokens: bool = papers_only(
+        False, "reinforce_pp_baseline: whiten over tokens, not trajectories"
     )
-    gae_lambda: float = setting(1.0, "PPO: GAE's λ", only="papers", least=0, most=1)
-    critic_lr: float = setting(1e-5, "PPO: learning rate of the critic", above=0, only="train")
-    critic_warmup_ratio: float = setting(
-        0.0, "PPO: like --warmup_ratio, for critic_lr", only="papers", least=0, below=1
+    gae_lambda: float = papers_only(1.0, "PPO: GAE's λ", least=0, most=1)
+    critic_lr: float = train_only(1e-5, "PPO: learning rate of the critic", above=0)
+    critic_warmup_ratio: float = papers_only(
+        0.0, "PPO: like --warmup_ratio, for critic_lr", least=0, below=1
     )
-    max_resample: int = setting(
+    max_resample: int = papers_only(
         3,
         "DAPO: maximum extra draws per step, each of --questions_per_step questions",
-        only="papers",
         least=0,
     )
-    filter_by: str = setting(
+    filter_by: str = papers_only(
         "correct",
         "DAPO: keep groups whose trajectories differ in: correct (right or wrong), answer (the "
         "reward term of this name), total (the reward)",
-        only="papers",
     )
 
     # ----------------------------------------------------------------------- optimizer and memory
-    optimizer: str = setting(
+    optimizer: str = train_only(
         "adamw",
         "8bit: Adam's moments in 8 bits; paged: they move to the CPU when the GPU is full",
         one_of=("adamw", "adamw8bit", "paged_adamw8bit"),
-        only="train",
     )
-    lr: float = setting(2e-6, "learning rate", above=0, only="train")
-    warmup_ratio: float = setting(
-        0.0, "share of all updates with linear warm-up", least=0, below=1, only="train"
+    lr: float = train_only(2e-6, "learning rate", above=0)
+    warmup_ratio: float = train_only(
+        0.0, "share of all updates with linear warm-up", least=0, below=1
     )
-    lr_schedule: str = setting(
+    lr_schedule: str = train_only(
         "constant",
         "learning rate after the warm-up; linear and cosine fall towards 0",
         one_of=("constant", "linear", "cosine"),
-        only="train",
     )
-    gradient_checkpointing: bool = setting(
-        False, "recompute activations in the backward pass: slower, with less memory", only="train"
+    gradient_checkpointing: bool = train_only(
+        False, "recompute activations in the backward pass: slower, with less memory"
     )
-    lora_rank: int = setting(
-        0, "rank of LoRA adapters (needs peft); 0: train all weights", least=0, only="train"
+    lora_rank: int = train_only(
+        0, "rank of LoRA adapters (needs peft); 0: train all weights", least=0
     )
     load_in_8bit: bool = setting(
         False, "load frozen models (LoRA's base, the reference, judge, reader, ...) in int8"
@@ -383,34 +345,30 @@ def pairs(text: str) -> dict:
     """
     values = {}
     for part in filter(None, text.split(",")):
-        name, found, value = (word.strip() for word in part.partition("="))
-        if not (name and found and value) or name in values:
-            message = f"{text!r}: write it as name=value,name=value, each name once"
-            raise argparse.ArgumentTypeError(message)
-        try:
-            values[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            values[name] = value
+        name, value = map(str.strip, part.split("=", 1))  # argparse reports a ValueError
+        with suppress(ValueError, SyntaxError):  # it is a word
+            value = ast.literal_eval(value)
+        values[name] = value
     return values
 
 
 def check_value(name: str, value, limits) -> None:
     """Raises an InputError if a setting breaks one of its limits, or is infinite or NaN."""
+    fault = ""
     names = limits.get("one_of", [value])
     if value not in names:
-        known = ", ".join(names) + nearest(value, names)
-        raise InputError(f"--{name} {value}: unknown; one of {known}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise InputError(f"--{name} {value}: must be a finite number")
+        fault = f"unknown; one of {', '.join(names)}{nearest(value, names)}"
     for limit, (holds, words) in BOUNDS.items():
         if limit in limits and not holds(value, limits[limit]):
-            raise InputError(f"--{name} {value}: must be {words} {limits[limit]}")
+            fault = f"must be {words} {limits[limit]}"
+    if isinstance(value, float) and not math.isfinite(value):
+        fault = "must be a finite number"
     if limits.get("shares") and value:
         numbers = [x for x in value.values() if isinstance(x, int | float) and x >= 0]
         if len(numbers) < len(value) or not 0 < sum(numbers) < math.inf:
-            raise InputError(
-                f"--{name} {value}: weights are numbers of at least 0, one of them above 0"
-            )
+            fault = "weights are numbers of at least 0, one of them above 0"
+    if fault:
+        raise InputError(f"--{name} {value}: {fault}")
 
 
 def check_limits(record) -> None:

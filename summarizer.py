@@ -20,7 +20,7 @@ from formats.records import append_jsonl
 from prompts import (
     Protocol,
     fill,
-    make_messages,
+    message_parts,
     number_documents,
     question_values,
 )
@@ -164,12 +164,12 @@ def summary_prompt(
     """Returns (instruction, text). `custom` is the summariser's section of --prompt_file, or "". Of
     longer reasoning the text has only the end.
     """
-    values = question_values(request.question, custom) | {"query": request.query}
+    kind = "math" if request.question.task == "math" else "other"
+    instruction, layout = message_parts(custom, instruction_for(kind, may_reject), LAYOUT)
+    values = question_values(request.question, layout) | {"query": request.query}
     values["reasoning"] = request.reasoning.strip()[-MAX_REASONING:]
     values["documents"] = "\n".join(number_documents(documents))
-    kind = "math" if request.question.task == "math" else "other"
-    instruction = instruction_for(kind, may_reject)
-    return make_messages(custom, instruction, fill(LAYOUT, values), values)
+    return instruction, fill(layout, values)
 
 
 # UR²'s own prompts ask for this heading before the notes; the text above it is dropped.

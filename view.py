@@ -10,7 +10,7 @@ k is the estimate of the KL (0 if the loss has no KL term):
     r = exp(new − old)      loss = w · (kl_coef · k − min(r A, clip(r, 1 − ε_low, 1 + ε_high) A))
 
 viewer/page.js computes it (`lossOf`). Tokens that the environment wrote have no loss; if
---mask_documents is False they have one, which is not shown. The page opens from disk: its data are
+`mask_documents` is False they have one, which is not shown. The page opens from disk: its data are
 classic scripts, which a browser also loads from file://. To see it from another machine, run
 `python -m http.server --bind 127.0.0.1 --directory runs/NAME/view 8000` and forward the port.
 

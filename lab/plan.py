@@ -20,6 +20,8 @@ and GiB for 7B:
 On several GPUs ddp keeps everything on each GPU; fsdp2 shards weights, moments and gradients, and
 gathers the weights of the layers that it computes. LoRA and 8-bit moments cannot be sharded. The
 plan uses ddp if that fits, otherwise fsdp2. tests/test_ghost.py compares it with simulated steps.
+What saves memory, the cheapest first: --gradient_checkpointing, --tokens_per_micro_batch 4096,
+--optimizer adamw8bit, --lora_rank 16, more --gpus.
 Left out: zero2, summarisers, judges and readers (2 bytes per weight), dense retrieval, and other
 models than those built as Llama is.
 """
@@ -80,9 +82,7 @@ def estimate(s: Settings, config, gpus: int, parts: int) -> dict[str, dict]:
     row = longest_row(s, config)
     tokens = max(s.tokens_per_micro_batch, row)
     act = 32 * width + 4 * keys + 8 * wide - 14 * width * lora  # bytes of a token in a layer
-    again = (
-        act + 4 * wide + 4 * width
-    ) * tokens  # a layer that is computed again, and its gradient
+    again = (act + 4 * wide + 4 * width) * tokens  # a layer computed again, and its gradient
     head = 12 * width * tokens + 10 * min(tokens, chunk_rows(vocab, "cuda")) * vocab
     thin = s.gradient_checkpointing
     always = {"weights": own + 2 * weights * lora, "moments": moments}
@@ -131,10 +131,6 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{kind}:", *(f"{name} {size / GIB:.1f}" for name, size in sizes.items()), sep="  ")
     fits = "fits" if peak(**kinds) <= room else "does not fit"
     print(f"peak {peak(**kinds) / GIB:.1f}: {fits} in {room / GIB:.1f}")
-    print(
-        "What saves memory, the cheapest first: --gradient_checkpointing,"
-        " --tokens_per_micro_batch 4096, --optimizer adamw8bit, --lora_rank 16, more --gpus"
-    )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from itertools import compress
 from data import Question
 from errors import InputError
 from metrics import exact_match, f1_score, last_boxed
-from prompts import fill, find_blocks, gaps_of, question_values, without_thinking
+from prompts import fill, find_blocks, message_parts, question_values, without_thinking
 from trajectory import Trajectory
 
 INSTRUCTION = (
@@ -59,8 +59,7 @@ def reader_answers(
     not sent, and its answer is "". `whole`: see `read_answer`; `sampling`: see `add_reader`.
     """
     read = [bool((evidence or "").strip()) for _, evidence in pairs]
-    custom = llm.instruction  # from --prompt_file; with placeholders it is the whole message
-    layout, instruction = (custom, "") if gaps_of(custom) else (LAYOUT, custom or INSTRUCTION)
+    instruction, layout = message_parts(llm.instruction, INSTRUCTION, LAYOUT)
     texts = [reader_text(*pair, layout) for pair in compress(pairs, read)]
     replies = iter(llm.ask([(instruction, text, *sampling) for text in texts]))
     return [read_answer(next(replies), whole) if given else "" for given in read]

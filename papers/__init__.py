@@ -40,10 +40,7 @@ def paper_of(protocol: str) -> Paper:
     "baseline_", before the paper's own.
     """
     name = protocol.removeprefix("baseline_")
-    for paper in PAPERS.values():
-        if name in paper.protocols:
-            return paper
-    raise InputError(f"protocol {protocol}: no file of papers/ has it: add it there")
+    return next(paper for paper in PAPERS.values() if name in paper.protocols)
 
 
 def record_of(recipe: str, variant: str = "", stage: int | None = None) -> Paper:

@@ -6,7 +6,7 @@ from papers.paper import EVERYTHING, HALVES, TWO_FACTS, Paper, rewarded, varied
 from prompts import Protocol, tag_pair
 from world.tiny import Tiny
 
-PROTOCOLS: dict[str, Protocol] = {}
+PROTOCOLS = {}
 _ARENA = (
     "You get a question between <question> and </question> and numbered references between"
     " <references> and </references>. Answer from the references; only some of them matter. Write"
@@ -25,7 +25,7 @@ PROTOCOLS["arena"] = Protocol(
     _ARENA,
     _ARENA,
     other_tags=(tag_pair("relevance"), tag_pair("analysis")),
-    references_in_prompt=True,
+    layout="<question>{question}</question>\n<references>\n{references}\n</references>",
     judge_sees="answers",  # appendix D.3
 )
 PROTOCOLS["arena_thinking"] = replace(
@@ -53,14 +53,23 @@ PROTOCOLS["arena_summary"] = replace(  # appendix H.2
 # clip range are missing from appendix F, so we use the defaults of ARENA's training library. The
 # names of the two KL estimators are missing from 3.2. They must be k3 (GRPO's own) and k2, because
 # 3.2 and appendix B prove properties that these two have.
-_arena = (
-    {"protocol": "arena", "algorithm": "grpo", "reward": "arena"}
-    | {"group_size": 7, "questions_per_step": 256, "trajectories_per_update": 1792}
-    | {"lr": 3e-6, "kl_estimator": "k2", "kl_coef": 0.04, "clip_low": 0.2, "clip_high": 0.2}
-    | {"temperature": 0.9, "max_searches": 0}
-    | {"max_turn_tokens": 256}  # default of ARENA's library
-    | {"steps": 95}  # table 10; 95 · 256 is about one epoch over the 25,000 questions
-)
+_arena = {
+    "protocol": "arena",
+    "algorithm": "grpo",
+    "reward": "arena",
+    "group_size": 7,
+    "questions_per_step": 256,
+    "trajectories_per_update": 1792,
+    "lr": 3e-6,
+    "kl_estimator": "k2",
+    "kl_coef": 0.04,
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+    "temperature": 0.9,
+    "max_searches": 0,
+    "max_turn_tokens": 256,  # default of ARENA's library
+    "steps": 95,  # table 10; 95 · 256 is about one epoch over the 25,000 questions
+}
 ARENA = Paper(
     source="ARENA section 4.4, app. F",
     protocols=PROTOCOLS,

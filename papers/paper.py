@@ -47,18 +47,33 @@ def rewarded(paper: Paper, **reward_args) -> Paper:
 
 # The tiny model has only 0.48M weights (0.20M in `make train`) and no training but its warm-up, so
 # its learning rate is at least 150 times UR²'s 2e-6. Its texts are short, hence the low limits.
-TINY = (
-    {"lr": 3e-4, "group_size": 8, "questions_per_step": 16, "trajectories_per_update": 64}
-    | {"max_turn_tokens": 24, "turn_tokens": {}, "max_searches": 4}
-    | {"save_every": 10, "keep_checkpoints": 2}
-    | {"documents_per_search": 1, "document_tokens": 48, "title_boost": 4, "groups_kept": -1}
-)
+TINY = {
+    "lr": 3e-4,
+    "group_size": 8,
+    "questions_per_step": 16,
+    "trajectories_per_update": 64,
+    "max_turn_tokens": 24,
+    "turn_tokens": {},
+    "max_searches": 4,
+    "save_every": 10,
+    "keep_checkpoints": 2,
+    "documents_per_search": 1,
+    "document_tokens": 48,
+    "title_boost": 4,
+    "groups_kept": -1,
+}
 LOOK_UPS = TINY | {"steps": 12, "mix": {"one_hop": 3, "two_hop": 4, "unit": 1}}
-EVERYTHING = (
-    TINY
-    | {"steps": 60, "trajectories_per_update": 32, "lr": 5e-4, "lr_schedule": "linear"}
-    | {"mix": {"one_hop": 4, "two_hop": 4, "unit": 1, "arithmetic": 2, "known": 2}}
-)
-TWO_FACTS = {"mix": {"one_hop": 1, "two_hop": 1}, "max_turn_tokens": 40}
-TWO_FACTS |= {"documents_per_search": 2, "document_tokens": 64}
+EVERYTHING = TINY | {
+    "steps": 60,
+    "trajectories_per_update": 32,
+    "lr": 5e-4,
+    "lr_schedule": "linear",
+    "mix": {"one_hop": 4, "two_hop": 4, "unit": 1, "arithmetic": 2, "known": 2},
+}
+TWO_FACTS = {
+    "mix": {"one_hop": 1, "two_hop": 1},
+    "max_turn_tokens": 40,
+    "documents_per_search": 2,
+    "document_tokens": 64,
+}
 HALVES = {"one_hop": 0.5, "two_hop": 0.5}

@@ -6,7 +6,7 @@ from papers.paper import EVERYTHING, LOOK_UPS, Paper, rewarded, varied
 from prompts import Protocol, tag_pair
 from world.tiny import Tiny
 
-PROTOCOLS: dict[str, Protocol] = {}
+PROTOCOLS = {}
 PROTOCOLS["r1_searcher"] = Protocol(
     "r1_searcher",
     ("<|begin_of_query|>", "<|end_of_query|>"),
@@ -27,13 +27,20 @@ PROTOCOLS["r1_searcher"] = Protocol(
 # -------------------------------------------------------------------------------------------------
 # Section 3.3. The paper's retriever is --retriever dense --encoder BAAI/bge-large-en-v1.5, and
 # GPT-4o-mini judges its evaluations (3.1).
-_r1_searcher = (
-    {"protocol": "r1_searcher", "algorithm": "reinforce_pp"}
-    | {"group_size": 16, "questions_per_step": 64, "trajectories_per_update": 256}
-    | {"lr": 2e-6, "kl_coef": 0.0, "kl_estimator": "k1"}  # k1: for the variant llama_8b
-    | {"temperature": 1.0, "max_searches": 8, "max_turn_tokens": 512}
-    | {"documents_per_search": 5}  # ours; the paper gives no number, its code has 3
-)
+_r1_searcher = {
+    "protocol": "r1_searcher",
+    "algorithm": "reinforce_pp",
+    "group_size": 16,
+    "questions_per_step": 64,
+    "trajectories_per_update": 256,
+    "lr": 2e-6,
+    "kl_coef": 0.0,
+    "kl_estimator": "k1",  # for the variant llama_8b
+    "temperature": 1.0,
+    "max_searches": 8,
+    "max_turn_tokens": 512,
+    "documents_per_search": 5,  # ours; the paper gives no number, its code has 3
+}
 R1_SEARCHER = Paper(
     source="R1-Searcher section 3.3",
     protocols=PROTOCOLS,
@@ -41,17 +48,23 @@ R1_SEARCHER = Paper(
     # per data set (`mix`) and per difficulty (`buckets`) are used only with --difficulty.
     stages={
         1: _r1_searcher
-        | {"reward": "r1_searcher_stage1", "steps": 6, "mix": {"hotpotqa": 200, "2wiki": 150}}
-        | {"buckets": {"medium": 1}},
-        2: _r1_searcher
-        | {"reward": "r1_searcher_stage2", "steps": 128, "mix": {"hotpotqa": 4561, "2wiki": 3587}}
         | {
+            "reward": "r1_searcher_stage1",
+            "steps": 6,
+            "mix": {"hotpotqa": 200, "2wiki": 150},
+            "buckets": {"medium": 1},
+        },
+        2: _r1_searcher
+        | {
+            "reward": "r1_searcher_stage2",
+            "steps": 128,
+            "mix": {"hotpotqa": 4561, "2wiki": 3587},
             "buckets": {
                 "hotpotqa:medium": 2561,
                 "hotpotqa:hard": 2000,
                 "2wiki:medium": 1087,
                 "2wiki:hard": 2500,
-            }
+            },
         },
     },
     # The built-in world is one data set, so its buckets have the sums of the numbers above.

@@ -7,7 +7,7 @@ from papers.paper import EVERYTHING, HALVES, TWO_FACTS, Paper, rewarded, varied
 from prompts import Protocol, tag_pair
 from world.tiny import Tiny
 
-PROTOCOLS: dict[str, Protocol] = {}
+PROTOCOLS = {}
 PROTOCOLS["r_search"] = Protocol(
     "r_search",
     *map(tag_pair, ("search", "observation", "answer")),
@@ -31,14 +31,25 @@ PROTOCOLS["r_search_plain"] = replace(
 )
 
 # -------------------------------------------------------------------------------------------------
-_r_search = (  # section 4.3
-    {"protocol": "r_search", "algorithm": "grpo", "reward": "r_search", "steps": 195}
-    | {"group_size": 5, "questions_per_step": 256, "trajectories_per_update": 1280}
-    | {"lr": 1e-6, "warmup_ratio": 0.95}
-    | {"kl_coef": 1e-3, "kl_estimator": "k3", "temperature": 1.0}  # the temperature is ours
-    | {"max_searches": 4, "max_turn_tokens": 500}  # not in the paper; as in Search-R1's code
-    | {"documents_per_search": 3}  # 5 with --decoding paper
-)
+# Section 4.3
+_r_search = {
+    "protocol": "r_search",
+    "algorithm": "grpo",
+    "reward": "r_search",
+    "steps": 195,
+    "group_size": 5,
+    "questions_per_step": 256,
+    "trajectories_per_update": 1280,
+    "lr": 1e-6,
+    "warmup_ratio": 0.95,
+    "kl_coef": 1e-3,
+    "kl_estimator": "k3",
+    "temperature": 1.0,  # ours
+    # Not in the paper; as in Search-R1's code
+    "max_searches": 4,
+    "max_turn_tokens": 500,
+    "documents_per_search": 3,  # 5 with --decoding paper
+}
 R_SEARCH = Paper(
     source="R-Search section 4.3",
     protocols=PROTOCOLS,

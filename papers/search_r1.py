@@ -7,7 +7,7 @@ from papers.r_search import R_SEARCH
 from prompts import Protocol, tag_pair
 from world.tiny import Tiny
 
-PROTOCOLS: dict[str, Protocol] = {}
+PROTOCOLS = {}
 PROTOCOLS["search_r1"] = Protocol(
     "search_r1",
     *map(tag_pair, ("search", "information", "answer")),
@@ -21,21 +21,40 @@ PROTOCOLS["search_r1"] = Protocol(
 )
 
 # -------------------------------------------------------------------------------------------------
-_search_r1 = (  # appendix B of arXiv 2503.09516
-    {"protocol": "search_r1", "algorithm": "ppo", "reward": "search_r1", "steps": 500}
-    | {"group_size": 1, "questions_per_step": 512, "trajectories_per_update": 256}
-    | {"lr": 1e-6, "warmup_ratio": 0.285, "critic_lr": 1e-5, "critic_warmup_ratio": 0.015}
-    | {"kl_coef": 1e-3, "kl_estimator": "k1", "temperature": 1.0}
-    | {"max_searches": 4, "max_turn_tokens": 500, "documents_per_search": 3, "document_tokens": 500}
-)
+# Appendix B of arXiv 2503.09516
+_search_r1 = {
+    "protocol": "search_r1",
+    "algorithm": "ppo",
+    "reward": "search_r1",
+    "steps": 500,
+    "group_size": 1,
+    "questions_per_step": 512,
+    "trajectories_per_update": 256,
+    "lr": 1e-6,
+    "warmup_ratio": 0.285,
+    "critic_lr": 1e-5,
+    "critic_warmup_ratio": 0.015,
+    "kl_coef": 1e-3,
+    "kl_estimator": "k1",
+    "temperature": 1.0,
+    "max_searches": 4,
+    "max_turn_tokens": 500,
+    "documents_per_search": 3,
+    "document_tokens": 500,
+}
 SEARCH_R1 = Paper(
     source="Search-R1 app. B",
     protocols=PROTOCOLS,
     stages={1: _search_r1},
     tiny={
         1: EVERYTHING
-        | {"warmup_ratio": 0.0, "critic_lr": 1e-3, "critic_warmup_ratio": 0.0}
-        | {"kl_coef": 0.0, "steps": 40}
+        | {
+            "warmup_ratio": 0.0,
+            "critic_lr": 1e-3,
+            "critic_warmup_ratio": 0.0,
+            "kl_coef": 0.0,
+            "steps": 40,
+        }
     },
     world=Tiny(
         "<think>{thought}</think><answer> {answer}</answer>", between="<think>{note}</think>"

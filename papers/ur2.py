@@ -9,7 +9,7 @@ from papers.paper import EVERYTHING, LOOK_UPS, Paper, rewarded, varied
 from prompts import Protocol, Tags, tag_pair
 from world.tiny import Tiny
 
-PROTOCOLS: dict[str, Protocol] = {}
+PROTOCOLS = {}
 _UR2_TAGS = (
     ("<|begin_of_query|>", "<|end_of_query|>"),
     ("<|begin_of_documents|>", "<|end_of_documents|>"),
@@ -46,32 +46,40 @@ PROTOCOLS["ur2"] = _ur2("ur2", *_UR2_TAGS)
 PROTOCOLS["ur2_search"] = _ur2("ur2_search", tag_pair("search"), tag_pair("information"))
 
 # -------------------------------------------------------------------------------------------------
-_ur2 = (  # section 4.4, appendix C.2 and C.4
-    {"protocol": "ur2", "algorithm": "reinforce_pp_baseline"}
-    | {"group_size": 16, "questions_per_step": 64, "trajectories_per_update": 256}
-    | {"lr": 2e-6, "clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0}
+# Section 4.4, appendix C.2 and C.4
+_ur2 = {
+    "protocol": "ur2",
+    "algorithm": "reinforce_pp_baseline",
+    "group_size": 16,
+    "questions_per_step": 64,
+    "trajectories_per_update": 256,
+    "lr": 2e-6,
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+    "kl_coef": 0.0,
     # top_p is 1, not the paper's 0.9, because log-probs are computed under the full distribution.
-    | {"temperature": 1.0, "max_searches": 4}
-    | {"max_turn_tokens": 512, "turn_tokens": {"math": 3072, "choice": 1536}}
+    "temperature": 1.0,
+    "max_searches": 4,
+    "max_turn_tokens": 512,
+    "turn_tokens": {"math": 3072, "choice": 1536},
     # Summaries for math are sampled as in C.4's evaluations (our reading), others greedily (ours).
     # For training the paper gives only Qwen-3-8B's sampling (C.2).
-    | {"summary_sampling": {"math": [0.3, 0.7, 8192]}}
+    "summary_sampling": {"math": [0.3, 0.7, 8192]},
     # Ten documents have 1,291 tokens on average (B.6).
-    | {"documents_per_search": 10, "document_tokens": 1536}
+    "documents_per_search": 10,
+    "document_tokens": 1536,
     # Used only with --difficulty. The ratio hard : medium : easy is 1 : 1 : 1 for math (C.5) and
     # 7 : 2 : 1 for other tasks (3.3).
-    | {
-        "buckets": {
-            "math:hard": 1,
-            "math:medium": 1,
-            "math:easy": 1,
-            "hard": 7,
-            "medium": 2,
-            "easy": 1,
-        }
-    }
-    | {"keep_checkpoints": 0}  # all: the paper chooses the best checkpoint afterwards (C.2)
-)
+    "buckets": {
+        "math:hard": 1,
+        "math:medium": 1,
+        "math:easy": 1,
+        "hard": 7,
+        "medium": 2,
+        "easy": 1,
+    },
+    "keep_checkpoints": 0,  # all: the paper chooses the best checkpoint afterwards (C.2)
+}
 _summarised = {"summarizer": "extractive", "task_mixing": False}
 UR2 = Paper(
     source="UR² section 4.4, app. C",
@@ -86,9 +94,17 @@ UR2 = Paper(
         1: LOOK_UPS | _summarised,
         2: EVERYTHING
         | _summarised
-        | {"questions_per_step": 24, "steps": 72}
         | {
-            "mix": {"one_hop": 3, "two_hop": 4, "unit": 2, "arithmetic": 6, "known": 3, "direct": 6}
+            "questions_per_step": 24,
+            "steps": 72,
+            "mix": {
+                "one_hop": 3,
+                "two_hop": 4,
+                "unit": 2,
+                "arithmetic": 6,
+                "known": 3,
+                "direct": 6,
+            },
         },
     },
     # In the warm-up's traces a search shows a summary, or "None" if it finds nothing or the query
@@ -105,8 +121,11 @@ UR2 = Paper(
         decay_from=0.4,
     ),
     # Appendix C.4. The summariser's sampling is written as temperature/top_p/tokens.
-    decoding={"temperature": 0.3, "top_p": 0.5}
-    | {"summary_sampling": {"math": [0.3, 0.7, 8192], "other": [0.3, 0.5, 2048]}},
+    decoding={
+        "temperature": 0.3,
+        "top_p": 0.5,
+        "summary_sampling": {"math": [0.3, 0.7, 8192], "other": [0.3, 0.5, 2048]},
+    },
 )
 # After this warm-up the model hardly ever searches before RL. It has bad habits that the reward
 # must break: it gives two answers and invents passages; if it searches, it does so even for sums
@@ -145,8 +164,12 @@ VANILLA_RL = replace(
     source="UR² section 4.3, app. C.3",
     stages={
         1: _ur2
-        | {"reward": "ur2_stage2", "steps": 25, "direct_tasks": "math,choice"}
-        | {"save_every": 5}  # for single tasks and for 3B models; otherwise 10 (C.2)
+        | {
+            "reward": "ur2_stage2",
+            "steps": 25,
+            "direct_tasks": "math,choice",
+            "save_every": 5,  # for single tasks and for 3B models; otherwise 10 (C.2)
+        }
     },
     tiny={1: EVERYTHING | _summarised | {"steps": 72}},
 )

@@ -8,7 +8,7 @@ from papers.paper import EVERYTHING, TINY, Paper, varied
 from prompts import Protocol, tag_pair
 from world.tiny import Tiny
 
-PROTOCOLS: dict[str, Protocol] = {}
+PROTOCOLS = {}
 PROTOCOLS["when_to_search"] = Protocol(
     "when_to_search",
     *map(tag_pair, ("search", "information", "answer")),
@@ -35,25 +35,39 @@ PROTOCOLS["when_to_search_eos"] = replace(
 )
 
 # -------------------------------------------------------------------------------------------------
-_when_to_search = (  # Table 5; each stage has half of its 500 steps (our choice)
-    {"protocol": "when_to_search", "algorithm": "dapo", "steps": 250}
-    | {"group_size": 32, "questions_per_step": 32, "trajectories_per_update": 1024}
+# Table 5; each stage has half of its 500 steps (our choice)
+_when_to_search = {
+    "protocol": "when_to_search",
+    "algorithm": "dapo",
+    "steps": 250,
+    "group_size": 32,
+    "questions_per_step": 32,
+    "trajectories_per_update": 1024,
+    "lr": 1e-6,
     # The paper gives no clip range; this one is the DAPO paper's.
-    | {"lr": 1e-6, "clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "token"}
-    | {"kl_coef": 0.0}  # as section 3.2 says; Table 5 has 1e-4
-    | {"temperature": 1.0, "documents_per_search": 5, "document_tokens": 4096}
-    | {"max_searches": 5, "max_turn_tokens": 8192}  # we read Table 5's five turns as searches
-    | {"max_context": 18432}  # prompt 2048 + response 16384
+    "clip_low": 0.2,
+    "clip_high": 0.28,
+    "loss_aggregation": "token",
+    "kl_coef": 0.0,  # as section 3.2 says; Table 5 has 1e-4
+    "temperature": 1.0,
+    "documents_per_search": 5,
+    "document_tokens": 4096,
+    "max_searches": 5,  # we read Table 5's five turns as searches
+    "max_turn_tokens": 8192,
+    "max_context": 18432,  # prompt 2048 + response 16384
     # The filter `correct` would drop groups that are all wrong or all right. But the rewards in
     # such a group may differ by the number of searches: in stage 1 those of wrong answers (eq. 10),
     # in stage 2 those of right answers (eq. 11).
-    | {"filter_by": "answer"}
-    | {"save_every": 30}  # appendix B.3
-)
+    "filter_by": "answer",
+    "save_every": 30,  # appendix B.3
+}
 _when_stage1 = _when_to_search | {"reward": "when_to_search_stage1"}
 _when_stage2 = _when_to_search | {"reward": "when_to_search_stage2"}
-WHEN_TINY = {"mix": {"one_hop": 4, "two_hop": 4, "unit": 1, "arithmetic": 2, "known": 3}}
-WHEN_TINY |= {"max_resample": 1, "max_context": 0}
+WHEN_TINY = {
+    "mix": {"one_hop": 4, "two_hop": 4, "unit": 1, "arithmetic": 2, "known": 3},
+    "max_resample": 1,
+    "max_context": 0,
+}
 WHEN_TO_SEARCH = Paper(
     source="When to Search section 4, Table 5",
     protocols=PROTOCOLS,

@@ -235,16 +235,6 @@ def usable_cores() -> int:
     return cores
 
 
-def prepare_process(settings: Settings) -> None:
-    """Sets the number of threads. With --deterministic a GPU's numbers are reproducible too, except
-    those of operations about which torch prints a warning; a CPU's numbers always are.
-    """
-    if settings.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-    set_threads()
-
-
 def check_before_models(settings: Settings, accelerator: Accelerator) -> tuple:
     """Makes checks that need no model. Returns how weights are spread over the processes, the path
     of the weights to start from, all questions, those to train on, and those held out.
@@ -269,7 +259,7 @@ def build_state(settings: Settings) -> TrainState:
     """Builds everything that a stage needs. Quick checks come before a model is loaded."""
     accelerator = make_accelerator(settings)
     device, main = accelerator.device, accelerator.is_main_process
-    prepare_process(settings)
+    set_threads()
     sharding, start, questions, trained_on, held_out = check_before_models(settings, accelerator)
     attempts = 1 + settings.max_resample * (settings.algorithm == "dapo")
     if not settings.skip_bad:  # a wrong --mix or --difficulty is an error before a model is loaded

@@ -19,16 +19,6 @@ from update import TrainState
 
 SOME = 4
 SHORT = 32  # tokens of a turn in the trajectories of the estimate
-LINES = {  # a metric -> what the report says if the step has it
-    "queries": "queries: {queries:.2f} a trajectory; {searched:.0%} of the trajectories searched",
-    "searches": "searches: {searches:.2f} a trajectory, of which {successful:.2f} found something; "
-    "{search_seconds:.2g} s in all, at most {slowest_search_seconds:.2g} s each",
-    "gold_recall": "questions whose documents contain an answer: {gold_recall:.0%}",
-    "reward": "groups: {frac_reward_zero_std:.0%} have equal rewards; mean reward {reward:.2f}",
-    "logprob_gap": "log-probs: the sampler's and the trainer's differ by {logprob_gap:.1e}",
-    "update_seconds": "this step: {rollout_seconds:.1f} s of sampling and searching, "
-    "{reward_seconds:.1f} s of computing rewards, {update_seconds:.1f} s of updating",
-}
 
 
 def try_out(state: TrainState, sample) -> None:
@@ -45,9 +35,8 @@ def try_out(state: TrainState, sample) -> None:
     each = 2 * (time.perf_counter() - start) / len(rows)
     step = each * whole.questions_per_step * whole.group_size
     state.accelerator.print(
-        f"time: about {step:.0f} s ({step / 60:.1f} minutes) for each of the {whole.steps} steps; "
-        f"with --questions_per_step 4 --group_size 4: {each * 16:.0f} s (rough: from four "
-        f"trajectories with turns of at most {SHORT} tokens)"
+        f"time: about {step:.0f} s, {each:.2g} s a trajectory, for each of the {whole.steps} steps "
+        f"(rough: from four trajectories with turns of at most {SHORT} tokens)"
     )
     state.settings = state.environment.settings = replace(
         whole,
@@ -65,7 +54,6 @@ def report(record: dict, sampled, environment: Environment) -> Iterator[str]:
         f"prompts: {min(prompts)} to {max(prompts)} tokens; trajectories at most {longest} of "
         f"{environment.max_context} tokens of context"
     )
-    yield from (line.format(**record) for name, line in LINES.items() if name in record)
     if torch.cuda.is_available():
         yield f"GPU memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at its peak"
     raised = alarms([record], environment.settings, patience=1).values()

@@ -37,7 +37,7 @@ from plumbing.alarms import alarms
 from plumbing.dry_run import report
 from plumbing.record import step_records
 from policy import Batch, check_model_path
-from prompts import NEEDED, SECTIONS, gaps_of
+from prompts import SECTIONS, is_layout
 from settings import Settings
 from trajectory import Trajectory, show
 
@@ -155,24 +155,30 @@ def prompt_sections(settings: Settings) -> dict[str, str]:
     return texts
 
 
+# The placeholders that a text for a model must have if it has any; under ARENA that for the policy
+# also {references}.
+NEEDED = {
+    "policy": ["{question}"],
+    "reader": ["{question}", "{evidence}"],
+    "summarizer": ["{query}", "{documents}"],
+}
+
+
 def what_lacks(name: str, text: str, settings: Settings) -> str:
     """Returns the first placeholder that a text with placeholders lacks, or the first tag that a
     text for the policy does not show although the protocol reads it; else "". UR²'s answer has
     \\boxed, or "correct answer is", in place of a tag.
     """
-    protocol, model, gaps = PROTOCOLS[settings.protocol], name.partition(":")[0], gaps_of(text)
-    needed = NEEDED.get(model, "").split()
-    needed += ["references"] * (protocol.references_in_prompt and model == "policy")
-    shown = [f"{{{gap}}}" for gap in needed if gaps and gap not in gaps]
+    protocol, model = PROTOCOLS[settings.protocol], name.partition(":")[0]
+    needed = [*NEEDED.get(model, ())] if is_layout(text) else []
     if model == "policy":
+        if needed and protocol.references_in_prompt:
+            needed.append("{references}")
+        if protocol.query_tags and settings.retrieval and "direct" not in name:
+            needed.append(protocol.query_tags[0])
         boxed = "correct answer is" if name.endswith(":choice") else "\\boxed"
-        searches = protocol.query_tags and settings.retrieval and "direct" not in name
-        tags = [
-            *(protocol.query_tags[:1] if searches else ()),
-            (protocol.answer_tags or [boxed])[0],
-        ]
-        shown += [tag for tag in tags if tag not in text]
-    return next(iter(shown), "")
+        needed.append(protocol.answer_tags[0] if protocol.answer_tags else boxed)
+    return next((word for word in needed if word not in text), "")
 
 
 def settings_text(settings: Settings) -> str:
@@ -261,7 +267,8 @@ class Run:
         if not self.main:
             return
         if self.settings.dry_run:
-            return self.progress.write("\n".join(report(record, rollouts, environment)))
+            lines = [console_line(record), *report(record, rollouts, environment)]
+            return self.progress.write("\n".join(lines))
         rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in record.items()}
         self.records.append(rounded)
         raised = alarms(self.records, self.settings)

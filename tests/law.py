@@ -28,7 +28,7 @@ FLOORS = """
     · plumbing · eval · train coldstart · view ask convert · lab
 """
 FLOOR = {name: n for n, names in enumerate(FLOORS.split("·")) for name in names.split()}
-FLAG = re.compile(r"\w+: .+ = setting\((?!.*\bonly='(?!train'))")
+FLAG = re.compile(r"\w+: .+ = (setting|train_only)\(")
 SKIPPED = re.compile(r"\.|venv|(runs|exercises|build|dist|node_modules)$")  # folders
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 

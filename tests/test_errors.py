@@ -33,10 +33,6 @@ def report(code: str, **environment) -> list[str]:
     return subprocess.run(words, check=True, **options).stdout.split()
 
 
-def test_importing_errors_py_changes_nothing():
-    assert report("import errors")[1:] == ["10", "0.1", "None"]
-
-
 @pytest.mark.parametrize(
     "environment, spins",
     [({}, SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],

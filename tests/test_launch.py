@@ -79,46 +79,18 @@ def test_each_file_with_accelerate_launch_takes_the_steps_of_one_process(config,
     assert max((one[name] - begin[name]).abs().max() for name in one) > 1e-3
     # Adam divides by the gradient's size, which amplifies rounding errors.
     assert max((one[name] - two[name]).abs().max() for name in one) < 2e-4
-    moments = torch.load(paths[2] / "trainer.pt")["optimizer"]["state"]
-    kind = int if config == "ddp" else str  # moments of sharded weights are saved by name
-    assert all(isinstance(name, kind) for name in moments)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["ddp", "zero2", "fsdp2"])
-def test_ctrl_c_ends_both_processes_and_resume_continues_the_run(config, model, tmp_path):
-    folder, more = tmp_path / "t" / "stage1", "--save_every 2 --steps"
-    process = start(config, tmp_path / "logs", flags(model, tmp_path, f"{more} 5000"))
+def test_ctrl_c_ends_both_processes_after_a_checkpoint(model, tmp_path):
+    folder, more = tmp_path / "t" / "stage1", "--save_every 2 --steps 5000"
+    process = start("ddp", tmp_path / "logs", flags(model, tmp_path, more))
     wait_until(lambda: checkpoints(folder), process)
     os.kill(process.pid, signal.SIGINT)
     assert exit_code(process) == 1  # the exit code of the launcher; that of train.py is 130
     main, other = outputs(tmp_path / "logs")
     assert "ended by SIGINT; last checkpoint:" in main
     assert "Error" not in main and "Traceback" not in main + other
-    done = int(checkpoints(folder)[-1].name[-6:])
-    again = flags(model, tmp_path, f"{more} {done + 1} --resume")
-    assert exit_code(start(config, tmp_path / "more", again)) == 0
-    assert "going on from" in outputs(tmp_path / "more")[0]
-    assert [row["step"] for row in rows_of(folder)] == list(range(done + 1))
-    assert checkpoints(folder)[-1].name == f"checkpoint-{done + 1:06d}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "wrong_flags, error_line",
-    [
-        (
-            "--lrr 1",
-            "error: train.py: unknown flag --lrr (did you mean --lr?); --help all lists every flag",
-        ),
-        ("--recipe r_search --reader /nowhere", "error: /nowhere: no such directory; give a saved"),
-    ],
-)
-def test_an_error_is_one_line_from_one_process(wrong_flags, error_line, model, tmp_path):
-    # Both processes notice a wrong flag; only the main process looks for the reader.
-    assert exit_code(start("ddp", tmp_path / "logs", flags(model, tmp_path, wrong_flags))) == 1
-    main, other = outputs(tmp_path / "logs")
-    assert error_line in main and "Traceback" not in main and not other.strip()
 
 
 @pytest.mark.parametrize("rank, seconds", [("0", []), ("1", [5])])

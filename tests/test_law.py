@@ -58,7 +58,7 @@ def test_what_breaks_a_law_is_named_with_its_place(name, tree, capsys):
 
 
 def test_flags_are_fields_that_no_other_command_has_for_itself(tree):
-    fields = ("setting(1)", "setting(2, only='train')", "setting(3, only='eval')", "4")
+    fields = ("setting(1)", "train_only(2)", "eval_only(3)", "4")
     write(
         tree,
         {

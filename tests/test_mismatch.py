@@ -129,13 +129,10 @@ def test_without_a_bound_sequence_weights_are_unbiased_but_token_weights_are_not
 
 
 def test_a_run_corrects_only_if_another_distribution_samples(model, tmp_path):
-    modes = {("", "auto"): "none", ("", "bf16"): "token"}
-    modes |= {("--mask_documents false", "bf16"): "none"}
-    for (more, copy), mode in modes.items():
-        settings = settings_for(model, tmp_path, more, sampling_copy=copy)
-        assert build_state(settings).mismatch == mode
-    output = message(parse, "--mismatch token --mask_documents false".split())
-    assert output.startswith("--mismatch: --mask_documents false trains on documents")
+    modes = {(True, "auto"): "none", (True, "bf16"): "token", (False, "bf16"): "none"}
+    for (masked, copy), mode in modes.items():
+        changes = {"sampling_copy": copy, "mask_documents": masked}
+        assert build_state(settings_for(model, tmp_path, "", **changes)).mismatch == mode
 
 
 def test_all_rows_are_weighted_before_the_first_update_and_the_shares_are_logged(

@@ -55,31 +55,12 @@ def test_sharding_divides_weights_moments_and_gradients_and_ddp_keeps_buckets():
     assert gib(parts_of(algorithm="ppo")[0]["critic"]) == 85.1  # 12 bytes per weight
 
 
-def test_the_longest_row_of_a_recipe():
-    """A prompt of 1024 tokens, five turns of 3072 (the limit of math, the largest), and four blocks
-    of documents of 1536.
-    """
-    assert longest_row(resolve("ur2", 1, False), SEVEN) == 1024 + 5 * 3072 + 4 * 1536
-    limited = resolve("ur2", 1, False, {"max_context": 18432})
-    assert longest_row(limited, SEVEN) == 18432
-
-
-def test_the_weights_of_a_folder_s_model_are_counted(tmp_path):
-    sizes = dict(zip(plan.FIELDS, (256, 4, 4, 2, 704, 2000, 512, False), strict=True))
-    config = LlamaConfig(**sizes)
-    config.save_pretrained(tmp_path)
-    with torch.device("meta"):
-        weights = AutoModelForCausalLM.from_config(config).num_parameters()
-    always = estimate(Settings(**PLAIN), config_of(str(tmp_path)), 1, 1)["always"]
-    assert always["weights"] == pytest.approx(4 * weights, rel=1e-3)
-
-
 def test_the_command_takes_ddp_if_that_fits_and_else_fsdp2(capsys):
     flags = ["--gpus", "8", "--gradient_checkpointing", "--model"]
     plan.main([*flags, "7B"])
     assert "on each of 8 GPUs, weights in 8 parts" in capsys.readouterr().out
     plan.main([*flags, "0.5B"])
     output = capsys.readouterr().out
-    assert "weights in 1 parts" in output and ": fits in 73.6\nWhat saves memory" in output
+    assert "weights in 1 parts" in output and ": fits in 73.6" in output
     plan.main(["--gpu_memory", "20"])
     assert ": does not fit in 18.4" in capsys.readouterr().out

@@ -47,51 +47,30 @@ def test_the_choices_of_the_flags_are_the_names_that_the_files_define():
     assert names["mismatch"] == {"auto", "none", *ppo.MISMATCH}
 
 
-@pytest.mark.parametrize("name", TRAIN)
-def test_every_field_is_a_flag_of_its_own_type(name, monkeypatch):
-    monkeypatch.setattr(flags, "check_settings", lambda checked: checked)
-    kind = typing.get_type_hints(Settings)[name]
-    text, value = {
-        int: ("2", 2),
-        float: ("0.5", 0.5),
-        bool: ("false", False),
-        str: ("x", "x"),
-        dict: ("a=1,b=loose", {"a": 1, "b": "loose"}),
-    }[kind]
-    text = {"recipe": "arena", "stage": "1", "variant": ""}.get(name, text)
-    value = {"recipe": "arena", "stage": 1, "variant": ""}.get(name, value)
-    assert getattr(parse([f"--{name}={text}"]), name) == value
-    assert type(value) is kind is type(getattr(Settings(), name))
+@pytest.mark.parametrize(
+    "words, name, value",
+    [
+        ("--seed 2", "seed", 2),
+        ("--lr=1", "lr", 1.0),
+        ("--model x", "model", "x"),
+        ("--mix a=1,b=0.5", "mix", {"a": 1, "b": 0.5}),
+        ("--retrieval false", "retrieval", False),
+        ("--retrieval=True", "retrieval", True),
+        ("--skip_bad --seed 3", "skip_bad", True),  # a bool needs no value
+    ],
+)
+def test_a_flag_has_the_type_of_its_field(words, name, value):
+    given = getattr(parse(words.split()), name)
+    assert given == value and type(given) is typing.get_type_hints(Settings)[name]
 
 
-@pytest.mark.parametrize("text", ["one_hop", "a=1=2", "a=1,a=2", "=3", "a="])
-def test_pairs_that_make_no_sense_are_an_error_of_one_line(text):
-    if text != "a=1=2":  # a value may hold "="
-        assert "write it as name=value" in message(parse, ["--mix", text])
-
-
-def test_a_bool_flag_may_have_a_value_or_none():
-    assert parse(["--skip_bad"]).skip_bad is True
-    assert parse(["--skip_bad", "--seed", "3"]).seed == 3
-    for words in (["--retrieval", "false"], ["--retrieval=False"]):
-        assert parse(words).retrieval is False
-    assert "neither true nor false" in message(parse, ["--retrieval", "maybe"])
-
-
-def test_help_all_shows_every_flag_with_its_choices_and_default(capsys):
+def test_help_shows_every_flag_with_its_choices_and_default_and_an_example(capsys):
     with pytest.raises(SystemExit):
-        parse(["--help", "all"])
+        parse(["--help"])
     output = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert all(f"--{name} " in output for name in TRAIN)
     assert "one of constant, linear, cosine ('constant')" in output
-
-
-def test_help_without_all_shows_ten_flags_and_an_example(capsys):
-    with pytest.raises(SystemExit):
-        parse(["--help"])
-    output = capsys.readouterr().out
-    assert len(set(re.findall(r"^  (--\w+)", output, re.MULTILINE))) == 10
-    assert "example: python train.py" in output and "--help all" in output
+    assert "example: python train.py" in output
 
 
 def test_a_second_stage_needs_a_first_stage_or_a_model(tmp_path):
@@ -101,14 +80,6 @@ def test_a_second_stage_needs_a_first_stage_or_a_model(tmp_path):
     parse([*words, "--model", "m"])
     (tmp_path / "r" / "stage1" / "checkpoint-000002").mkdir(parents=True)
     parse(words)
-
-
-def test_every_number_has_a_limit_or_is_listed_as_unlimited():
-    # A new number must get a limit, or it would not be checked.
-    free = {"stage", "world_seed"}
-    limited = {n for n, f in FIELDS.items() if set(f.metadata) & {"least", "above", "one_of"}}
-    numbers = {n for n, kind in typing.get_type_hints(Settings).items() if kind in (int, float)}
-    assert numbers - limited == free
 
 
 STAGES = [
@@ -127,14 +98,12 @@ def test_every_arm_of_the_lab_can_be_trained(name):
     check_settings(arm_settings(name, 0, "r"))
 
 
-@pytest.mark.parametrize("recipe, variant, stage", STAGES)
-def test_dapo_has_the_same_settings_in_every_recipe(recipe, variant, stage):
-    run = resolve(recipe, stage, False, {"variant": variant, "algorithm": "dapo"})
-    values = (run.clip_low, run.clip_high, run.loss_aggregation, run.kl_coef)
-    assert values == (0.2, 0.28, "token", 0.0)
-    flags = {"algorithm": "dapo", "clip_high": 0.3, "kl_coef": 0.01}
-    run = resolve("r_search", 1, False, flags)
-    assert (run.clip_high, run.kl_coef, run.clip_low) == (0.3, 0.01, 0.2)
+def test_dapo_has_the_same_settings_in_every_recipe_unless_a_flag_changes_them():
+    for given in ({}, {"clip_high": 0.3, "kl_coef": 0.01}):
+        run = resolve("r_search", 1, False, {"algorithm": "dapo"} | given)
+        assert (run.clip_low, run.loss_aggregation) == (0.2, "token")
+        expected = {"clip_high": 0.28, "kl_coef": 0.0} | given
+        assert {name: getattr(run, name) for name in expected} == expected
 
 
 # ------------------------------------------------------------------- values that no run can use
@@ -157,9 +126,8 @@ def test_the_error_of_a_typo_names_the_nearest_flag_or_value(arguments, nearest)
     )
 
 
-@pytest.mark.parametrize("word", ["--group", "--stag", "--rec", "--mod"])
-def test_flags_are_not_abbreviated(word):
-    assert f"unknown flag {word} " in message(parse, [word, "4"])
+def test_flags_are_not_abbreviated():
+    assert "unknown flag --group " in message(parse, ["--group", "4"])
 
 
 LIMITS = [  # (fragment of the error, bad value, flags)
@@ -200,16 +168,15 @@ BAD += """
 --mix a=1=2                      weights are numbers of at least 0
 --mix a=nan                      weights are numbers of at least 0
 --mix a=1e999                    weights are numbers of at least 0
---mix one_hop                    write it as name=value
---reward_args fallback=0         --reward_args {'fallback': 0
+--mix one_hop                    argument --mix: invalid pairs value: 'one_hop'
+--retrieval maybe                argument --retrieval: invalid boolean value: 'maybe'
+--reward_args fallback=0         arguments of --reward ur2_stage1 are fallback_penalty, format_check
 --reward_args variant=13b        --reward_args
 --reward x                       --reward x
 --recipe r_search --max_resample 2  unknown flag --max_resample
 --top_p 0.5                      unknown flag --top_p
 --toy_init verbos                 --toy_init verbos: unknown; one of weak
 --recipe arena --toy_init weak    --toy_init weak: unknown
---summarizer extractiv           a model's name (did you mean extractive?)
---summarizer math=extractiv,other=none  --summarizer extractiv: none, extractive, or a model
 """.strip().splitlines()
 
 
@@ -237,10 +204,6 @@ def test_a_bad_value_is_a_one_line_error_before_anything_is_loaded(
         "--load_in_8bit --model m --kl_coef 0.1",
         "--data q --model m --retriever oracle",  # this retriever needs no corpus
         "--data q --model m --retriever http --retriever_url http://x",
-        "--summarizer http://host:8000/v1#model",
-        "--summarizer some/model",
-        "--summarizer math=some/model,other=http://host:8000/v1#model",
-        "--summarizer choice=some/model,other=extractive",
     ],
 )
 def test_settings_close_to_rejected_ones_are_accepted(words):
@@ -249,16 +212,5 @@ def test_settings_close_to_rejected_ones_are_accepted(words):
 
 def test_an_evaluation_may_be_greedy_with_one_trajectory_per_question():
     check_settings(Settings(temperature=0.0, group_size=1), training=False)
-
-
-@pytest.mark.parametrize(
-    "changes, fragment",
-    [
-        ({"retriever": "x"}, "--retriever"),
-        ({"top_p": 0.0}, "--top_p 0.0: must be above 0"),
-        ({"top_p": 1.5}, "--top_p 1.5: must be at most 1"),
-    ],
-)
-def test_settings_that_no_evaluation_can_use_are_a_one_line_error(changes, fragment):
-    with pytest.raises(InputError, match=fragment):
-        check_settings(Settings(**changes), training=False)
+    error = message(check_settings, Settings(top_p=0.0), False)
+    assert error == "--top_p 0.0: must be above 0"

@@ -242,7 +242,8 @@ def test_mask_documents_false_trains_on_every_token_after_the_prompt():
 def test_a_kl_in_the_reward_uses_recomputed_logprobs_for_document_tokens(built):
     # The rollout records 0 as the log-prob of a document token. In step 0 the reference equals the
     # policy, so every k1 is 0; computed from the recorded zeros it would be −log π_ref.
-    state = built("--mask_documents false --kl_coef 0.1 --kl_estimator k1 --algorithm reinforce_pp")
+    flags = "--kl_coef 0.1 --kl_estimator k1 --algorithm reinforce_pp"
+    state = built(flags, mask_documents=False)
     batch = prepare(state, collect(state, 0), 0)
     assert (batch.old_logprobs - batch.ref_logprobs).abs().max() < 1e-4
     assert batch.ref_logprobs.min() < -1

@@ -25,11 +25,8 @@ def three_segments() -> Trajectory:
 
 def test_the_mask_is_one_only_on_tokens_of_the_model():
     # The model sampled three tokens; the environment wrote two; the model sampled one more.
-    assert three_segments().response_mask == [1, 1, 1, 0, 0, 1]
-
-
-def test_ids_log_probs_and_segments_are_appended_in_order():
     t = three_segments()
+    assert t.response_mask == [1, 1, 1, 0, 0, 1]
     assert t.response_ids == [1, 2, 3, 4, 5, 6]
     assert t.logprobs == [-0.1, -0.2, -0.3, 0.0, 0.0, -0.4]
     expected = [("model", "ask"), ("documents", "[]"), ("model", "!")]

@@ -251,7 +251,7 @@ def test_an_update_in_which_no_row_teaches_makes_no_step_and_logs_skipped():
         assert rows_that_teach(other).tolist() == [0, 1, 2, 3]
 
 
-UNMASKED = {"sampled_logprobs": None}  # what --mask_documents false sets
+UNMASKED = {"sampled_logprobs": None}  # what `mask_documents` = False sets
 
 
 def test_old_logprobs_are_recomputed_only_for_rows_whose_logprobs_are_used():

@@ -215,7 +215,7 @@ def test_a_kill_at_a_chosen_point(point, algorithm, processes, model, unbroken, 
 
 @pytest.mark.parametrize("_, algorithm, processes", cases({0: ()}, quick=(0,)))
 def test_the_same_seed_gives_the_same_run(_, algorithm, processes, model, unbroken, tmp_path):
-    arguments = flags(model, tmp_path, f"{ALGORITHMS[algorithm]} {STEPS} --deterministic")
+    arguments = flags(model, tmp_path, f"{ALGORITHMS[algorithm]} {STEPS}")
     exit_codes(start(processes, tmp_path / "log", train_run, arguments))
     assert same_end(tmp_path / "t" / "stage1", unbroken(algorithm, processes)[0])
 
