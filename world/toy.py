@@ -550,21 +550,16 @@ def prompt_texts(questions: list[Question], protocol: Protocol, tokenizer) -> li
 
 
 def encode_traces(traces: list[Trace], protocol: Protocol, tokenizer) -> list[Example]:
-    """Returns the traces as token ids and masks. As in a rollout, no token spans two pieces. All
-    pieces are encoded in one call of the tokenizer's Rust code, which is faster.
+    """Returns the traces as token ids and masks. As in a rollout, no token spans two pieces. The
+    backend is used because it encodes a short text faster than the tokenizer itself.
     """
+    backend = tokenizer.backend_tokenizer
     prompts = prompt_texts([question for question, _ in traces], protocol, tokenizer)
-    whole = [
-        [(prompt, "given"), *pieces] for prompt, (_, pieces) in zip(prompts, traces, strict=True)
-    ]
-    texts = [text for pieces in whole for text, _ in pieces]
-    encoded = iter(tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False))
     examples = []
-    for pieces in whole:
-        ids = []
-        mask = []
-        for _, kind in pieces:
-            piece = next(encoded).ids
+    for prompt, (_, pieces) in zip(prompts, traces, strict=True):
+        ids, mask = [], []
+        for text, kind in [(prompt, "given"), *pieces]:
+            piece = backend.encode(text, add_special_tokens=False).ids
             ids += piece
             mask += [int(kind == "model")] + [int(kind != "given")] * (len(piece) - 1)
         examples.append(Example(ids, mask))
@@ -625,15 +620,12 @@ def train_reader(world_seed: int, settings: SFTSettings = READER) -> Loaded:
     return reader, tokenizer
 
 
-def toy_path(world_seed: int, protocol: str, which: str = "", runs: str = "runs") -> Path:
-    """Returns the folder of a warmed-up model. `which` names the warm-up ("": the usual one)."""
-    return Path(runs, "toy", "-".join(filter(None, (protocol, which, f"world{world_seed}"))))
-
-
 def load_toy(
     world_seed: int, protocol: Protocol, tiny: Tiny, runs: str = "runs", which: str = ""
 ) -> Loaded:
-    """Returns the warmed-up tiny model and its tokenizer; the first use trains and saves them."""
+    """Returns the warmed-up tiny model and its tokenizer; the first use trains and saves them.
+    `which` names the warm-up ("": the usual one).
+    """
 
     def make() -> Loaded:
         tokenizer = make_tokenizer(protocol)
@@ -641,16 +633,16 @@ def load_toy(
         warm_up(policy, tokenizer, protocol, tiny, world_seed)
         return policy, tokenizer
 
-    return made_once(toy_path(world_seed, protocol.name, which, runs), str(tiny), make)
+    name = "-".join(filter(None, (protocol.name, which, f"world{world_seed}")))
+    return made_once(Path(runs, "toy", name), str(tiny), make)
 
 
 def load_reader(world_seed: int = 0, runs: str = "runs") -> Loaded:
     """Returns the frozen second model, which answers from evidence, and its tokenizer; the first
     use trains and saves them.
     """
-    reader, tokenizer = made_once(
-        toy_path(world_seed, "reader", runs=runs), str(READER), lambda: train_reader(world_seed)
-    )
+    path = Path(runs, "toy", f"reader-world{world_seed}")
+    reader, tokenizer = made_once(path, str(READER), lambda: train_reader(world_seed))
     return reader.eval().requires_grad_(False), tokenizer
 
 
@@ -659,11 +651,10 @@ def made_once(path: Path, recipe: str, make: Callable[[], Loaded]) -> Loaded:
     made first, while other processes that need it wait.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    note = path / NOTE
     with open(path.with_name(f".{path.name}.lock"), "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        note = path / NOTE
-        made_so = note.is_file() and note.read_text(errors="replace") == f"{recipe}\n"
-        if not made_so:
+        if not note.is_file() or note.read_text(encoding="utf-8") != f"{recipe}\n":
             print(f"making the built-in model {path.name} (kept in {path})", file=sys.stderr)
             shutil.rmtree(path, ignore_errors=True)
             save_policy(*make(), path)
