@@ -435,23 +435,20 @@ def test_labels_neither_cover_each_other_nor_leave_the_picture(viewer):
     assert viewer.run("document.querySelectorAll('#curves .label').length") == 11
 
 
-CURVES = """[...document.querySelectorAll('#curves figure')].map((figure) => ({
-  title: figure.firstChild.firstChild.data,
-  ticks: [...figure.querySelectorAll('.tick')].map((tick) => [Number(tick.lastChild.textContent),
-    Number(tick.firstChild.getAttribute('y1'))]),
-  steps: [...figure.querySelectorAll('text.x')].map((text) => [Number(text.textContent),
-    Number(text.getAttribute('x'))]),
-  stages: [...figure.querySelectorAll('.stage text')].map((text) => text.textContent),
-  metrics: figure.drawn.map((line) => line.name),
-  raw: [...figure.querySelectorAll('.raw')].map((path) => path.getAttribute('d').slice(1).split('L')
-    .map((point) => point.split(',').map(Number))),
-}))"""
-
-
-def value_at(position: float, ticks: list) -> float:
-    """Returns the value at a position on the screen; a tick is (value, position on the screen)."""
-    (low, start), (high, end) = ticks[0], ticks[-1]
-    return low + (high - low) * (position - start) / (end - start)
+# The values of each curve, read from the positions of its points and of the axes' labels.
+CURVES = """[...document.querySelectorAll('#curves figure')].map((figure) => {
+  const axis = (texts, x) => texts.map((text) => [Number(text.textContent), Number(x(text))]);
+  const ticks = axis([...figure.querySelectorAll('.tick')].map((tick) => tick.lastChild),
+    (text) => text.parentElement.firstChild.getAttribute('y1'));
+  const steps = axis([...figure.querySelectorAll('text.x')], (text) => text.getAttribute('x'));
+  const value = (at, [[low, start]], [high, end]) =>
+    low + (high - low) * (at - start) / (end - start);
+  const lines = [...figure.querySelectorAll('.raw')].map((path, i) => [figure.drawn[i].name,
+    path.getAttribute('d').slice(1).split('L').map((point) => point.split(',').map(Number))
+      .map(([x, y]) => [value(x, steps, steps.at(-1)), value(y, ticks, ticks.at(-1))])]);
+  return { title: figure.firstChild.firstChild.data, lines,
+    stages: [...figure.querySelectorAll('.stage text')].map((text) => text.textContent) };
+})"""
 
 
 def test_four_curves_have_the_values_of_the_metrics_on_their_axes(viewer):
@@ -460,13 +457,10 @@ def test_four_curves_have_the_values_of_the_metrics_on_their_axes(viewer):
     assert [curve["title"] for curve in curves] == titles
     expected = [metrics_of(step, begin) for begin in (0, 3) for step in range(3)]
     for curve in curves:
-        assert curve["stages"] == ["stage1", "stage2"]
-        height = abs(curve["ticks"][-1][0] - curve["ticks"][0][0])
-        for name, points in zip(curve["metrics"], curve["raw"], strict=True):
-            steps = [value_at(x, curve["steps"]) for x, _ in points]
-            values = [value_at(y, curve["ticks"]) for _, y in points]
-            assert steps == pytest.approx(list(range(6)), abs=0.02)
-            assert values == pytest.approx([row[name] for row in expected], abs=0.003 * height)
+        assert curve["stages"] == ["stage1", "stage2"] and curve["lines"]
+        for name, points in curve["lines"]:
+            for step, point in enumerate(points):
+                assert point == pytest.approx([step, expected[step][name]], abs=0.02)
 
 
 def test_the_tooltip_of_a_metric_is_its_description(viewer):
