@@ -79,8 +79,8 @@ class PrintingEnvironment(Environment):
 
 def load(settings: Settings, questions: list[Question]) -> tuple:
     """Returns the policy and its environment. `questions` may bring the documents to search."""
-    searches = PROTOCOLS[settings.protocol].query_tags is not None
-    needs_corpus = searches and settings.retriever not in ("http", "empty", "oracle", "given")
+    local = settings.retriever not in ("http", "empty", "oracle", "given")
+    needs_corpus = local and PROTOCOLS[settings.protocol].query_tags
     if needs_corpus and not (settings.corpus or in_built_in_world(settings)):
         raise InputError(
             f"{settings.model} was not trained from the built-in model, so it needs something"
@@ -103,8 +103,7 @@ def load(settings: Settings, questions: list[Question]) -> tuple:
 def answer(policy, environment: Environment, question: Question) -> None:
     """Answers a question and prints the trajectory while it is sampled."""
     settings = environment.settings
-    questions = as_asked([question], settings)
-    check_prompts(questions, environment, policy)
+    questions = check_prompts(as_asked([question], settings), environment, policy)
     print(describe_question(question))
     # Another progress than the bar of `rollout`, which would be drawn into the text.
     (row,) = rollout(policy, environment, questions, settings.seed, progress=int)
@@ -119,7 +118,7 @@ def main(arguments: list[str] | None = None) -> None:
     check_settings(settings, training=False)
     known = {question.question: question for question in known_questions(settings)}
     policy, environment = load(settings, [*known.values()])
-    words = {word for question in known for word in tokenize(question)}
+    words = {*tokenize(" ".join(known))}
     if not text:
         examples = {question.kind: question.question for question in known.values()}
         print("type a question, such as these; Ctrl-D ends", *examples.values(), sep="\n    ")

@@ -34,6 +34,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from errors import FlagParser, InputError, run_main
+from formats.records import finished_records
 from formats.trajectories import read_trajectories
 
 VIEWER = Path(__file__).resolve().parent / "viewer"
@@ -108,30 +109,17 @@ def write_stage(folder: Path, key: str, out: Path) -> dict:
         "key": key,
         "name": folder.name,
         "settings": {name: settings[name] for name in ABOUT if name in settings},
-        "metrics": read_metrics(folder),
+        "metrics": finished_records(folder / "metrics.jsonl"),
         "steps": steps,
         "asked": asked,
     }
 
 
-def read_metrics(folder: Path) -> list[dict]:
-    """Returns the rows of all finished steps. An incomplete last line is left out, because a run
-    may still be writing it.
-    """
-    path = folder / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
-
-
 def of_step(records: Iterable[dict]) -> tuple[list[dict], list[str]]:
     """Returns a summary of each trajectory, and for each group its trajectories as JSON."""
-    rows = []
-    groups = []
-    for number, (_, group) in enumerate(itertools.groupby(records, itemgetter("group"))):
-        group = list(group)
-        rows += [summary(record) | {"group": number} for record in group]
-        groups.append(dumped(group))
-    return rows, groups
+    groups = [list(group) for _, group in itertools.groupby(records, itemgetter("group"))]
+    rows = [summary(t) | {"group": n} for n, group in enumerate(groups) for t in group]
+    return rows, [dumped(group) for group in groups]
 
 
 def summary(record: dict) -> dict:

@@ -1,10 +1,9 @@
 """Times parts of a training step beside other implementations of the same work.
 
-    python -m lab.bench rollout      ours (slots); plain `generate` on unfinished rows; on all rows
+    python -m lab.bench rollout      ours (slots); plain `generate` on the unfinished rows
     python -m lab.bench update       an optimizer step: ours; with every row padded to the longest
     python -m lab.bench step         a whole step: its rollout with rewards, then its update
-    python -m lab.bench retrieval    100 queries to 5,000 passages (--passages N): our BM25,
-                                     rank-bm25 and, if installed, bm25s
+    python -m lab.bench retrieval    100 queries to 5,000 passages: our BM25 and rank-bm25
 
 The first three take the flags of train.py and work on the questions of that run's first step;
 rollouts are greedy, so that all variants sample the same tokens. The variants take turns. Printed
@@ -17,7 +16,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from statistics import median
 
 import numpy as np
@@ -32,11 +30,12 @@ from flags import parse
 from metrics import tokenize
 from plumbing.build import build_state
 from retriever import BM25, top
-from rollout import generate_by_turns, sample_turns
+from rollout import generate_by_turns
 from train import collect, prepare, shared_rollout
 from update import TrainState, update
 
 REPEATS = 5
+PASSAGES = 5_000
 Variants = dict[str, Callable[[], object]]
 
 
@@ -59,17 +58,6 @@ def compare(variants: Variants) -> None:
 
 
 # ---------------------------------------------------------------------------- rollout, update, step
-def generate_for_all(policy, environment, rows, progress) -> None:
-    """Calls `generate` at every turn for all rows, even finished ones. Each call computes the whole
-    context again.
-    """
-    while live := [row for row in rows if not row.stop_reason]:
-        for row, turn in zip(rows, sample_turns(policy, environment, rows), strict=True):
-            if not row.stop_reason:
-                environment.end_turn(row, turn.ids, turn.logprobs, turn.reason)
-        environment.run_searches([row for row in live if not row.stop_reason])
-
-
 def rollouts(state: TrainState) -> Variants:
     state.environment.settings = replace(state.settings, temperature=0.0)
 
@@ -77,7 +65,7 @@ def rollouts(state: TrainState) -> Variants:
         state.generate = generate
         return shared_rollout(state, state.environment, state.stream.take(0), 0)
 
-    ways = {"slots": generate_in_slots, "by_turns": generate_by_turns, "for_all": generate_for_all}
+    ways = {"slots": generate_in_slots, "by_turns": generate_by_turns}
     return {name: partial(sample, way) for name, way in ways.items()}
 
 
@@ -109,7 +97,7 @@ def steps(state: TrainState) -> Variants:
 
 
 # ---------------------------------------------------------------------------------------- retrieval
-def searches(passages: int) -> Variants:
+def searches() -> Variants:
     """Searches passages of 90 words with queries of 3 to 10 words. Word frequencies are skewed, as
     in natural text.
     """
@@ -118,19 +106,13 @@ def searches(passages: int) -> Variants:
     def text(words: int) -> str:
         return " ".join(f"w{int(word)}" for word in 20_000 ** draw.random(words))
 
-    texts = [text(90) for _ in range(passages)]
+    texts = [text(90) for _ in range(PASSAGES)]
     ours = BM25([Document("", "", text) for text in texts])
     other = BM25Okapi([*map(tokenize, texts)])
     find = {
         "ours": lambda query: top(ours.scores(query), 5),
         "rank-bm25": lambda query: top(other.get_scores(tokenize(query)), 5),
     }
-    if find_spec("bm25s"):
-        from bm25s import BM25 as Index
-
-        index = Index(k1=1.5, b=0.75)
-        index.index([*map(tokenize, texts)], show_progress=False)
-        find["bm25s"] = lambda query: index.retrieve([tokenize(query)], k=5, show_progress=False)
     queries = [text(draw.integers(3, 11)) for _ in range(100)]
     return {name: lambda one=one: [*map(one, queries)] for name, one in find.items()}
 
@@ -141,10 +123,9 @@ PARTS = {"rollout": rollouts, "update": updates, "step": steps}
 def main(arguments: list[str] | None = None) -> None:
     parser = FlagParser("lab.bench", description=__doc__, add_help=False)
     parser.add_argument("part", choices=[*PARTS, "retrieval"])
-    parser.add_argument("--passages", type=int, default=5_000)
     given, flags = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
     if given.part == "retrieval":
-        compare(searches(given.passages))
+        compare(searches())
     else:
         compare(PARTS[given.part](build_state(parse([*flags, "--dry_run"]))))
 

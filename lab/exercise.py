@@ -11,11 +11,13 @@ exits with 1. After 20 seconds it gives up.
 """
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 
 from errors import FlagParser, InputError, run_main
@@ -79,16 +81,14 @@ def holes() -> list[SimpleNamespace]:
 
 def originals(hole: SimpleNamespace) -> list[tuple[str, str]]:
     """Returns (signature with docstring, whole source) of each function of a hole."""
-    text = (ROOT / f"{hole.module}.py").read_text(encoding="utf-8")
     pairs = []
     for path in hole.functions.split():
-        node = ast.parse(text)
-        for name in path.split("."):
-            node = next(n for n in node.body if getattr(n, "name", "") == name)
-        lines = textwrap.dedent(ast.get_source_segment(text, node, padded=True)).splitlines()
+        function = resolve_name(f"{hole.module}:{path}")
+        text = textwrap.dedent(inspect.getsource(function)).rstrip()
+        node = ast.parse(text).body[0]
         first = node.body[0]
-        end = first.end_lineno + 1 if ast.get_docstring(node) else first.lineno
-        pairs.append(("\n".join(lines[: end - node.lineno]), "\n".join(lines)))
+        end = first.end_lineno if ast.get_docstring(node) else first.lineno - 1
+        pairs.append(("\n".join(text.splitlines()[:end]), text))
     return pairs
 
 

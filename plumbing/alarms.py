@@ -9,7 +9,6 @@ for values that a user may want, such as a low entropy.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
 from statistics import fmean, median, variance
 
 from flags import in_built_in_world
@@ -50,33 +49,29 @@ TRENDS = ("length", "reward_hacked", "kl_spike")  # compared with earlier steps:
 def alarms(records: list[dict], settings: Settings, patience: int = PATIENCE) -> dict[str, str]:
     """Returns the alarms that the newest record raises and no earlier record raised."""
     raised = {name for record in records for name in record.get("alarms", ())}
-    due = {*trends(records)}
+    due = trends(records)
     if len(records) >= patience:
-        due |= set.intersection(*({*signs(r, records, settings)} for r in records[-patience:]))
+        due |= set.intersection(*(signs(r, records, settings) for r in records[-patience:]))
     return {name: sentence for name, sentence in ADVICE.items() if name in due - raised}
 
 
-def signs(record: dict, records: list[dict], s: Settings) -> Iterator[str]:
-    """Yields the alarms whose condition holds in one record. A metric that the record lacks raises
+def signs(record: dict, records: list[dict], s: Settings) -> set[str]:
+    """Returns the alarms whose condition holds in one record. A metric that the record lacks raises
     no alarm.
     """
     r = defaultdict(float, record)
     grouped = s.algorithm not in ("reinforce_pp", "ppo")
     may_search = s.retrieval and not s.direct_tasks and s.max_searches > 0
-    if r["skipped"] == 1 or (grouped and r["frac_reward_zero_std"] == 1):
-        yield "equal_groups"
-    if may_search and r["searched"] == 0:
-        yield "no_search"
-    if r["malformed_tags"] > 0.5:
-        yield "malformed_tags"
-    if r["truncated"] > 0.5:
-        yield "truncated"
-    if r["search_errors"] >= 0.1:
-        yield "retriever_down"
-    if r.get("gold_recall", 1.0) < 0.2:
-        yield "gold_recall"
-    if r["logprob_gap"] > largest_gap(records, "mismatch_ess" in r):
-        yield "logprob_gap"
+    holds = {
+        "equal_groups": r["skipped"] == 1 or (grouped and r["frac_reward_zero_std"] == 1),
+        "no_search": may_search and r["searched"] == 0,
+        "malformed_tags": r["malformed_tags"] > 0.5,
+        "truncated": r["truncated"] > 0.5,
+        "retriever_down": r["search_errors"] >= 0.1,
+        "gold_recall": r.get("gold_recall", 1.0) < 0.2,
+        "logprob_gap": r["logprob_gap"] > largest_gap(records, "mismatch_ess" in record),
+    }
+    return {name for name in holds if holds[name]}
 
 
 def largest_gap(records: list[dict], corrected: bool) -> float:
@@ -88,17 +83,18 @@ def largest_gap(records: list[dict], corrected: bool) -> float:
     return median([1e-3, 3 * records[0].get("logprob_gap", 1.0), 0.1]) if corrected else 1e-3
 
 
-def trends(records: list[dict]) -> Iterator[str]:
-    """Yields the alarms about the newest record in comparison with earlier ones. `reward_hacked`
+def trends(records: list[dict]) -> set[str]:
+    """Returns the alarms about the newest record in comparison with earlier ones. `reward_hacked`
     needs a reward term `answer`, which the reward of a stage 1 may lack.
     """
-    (growth, significance), (_, em_change) = shift(records, "thinking_words"), shift(records, "em")
-    if growth > 1.5 and significance > 3 and em_change <= 0:
-        yield "length"
-    if "reward/answer" in records[-1] and shift(records, "reward")[1] > 3 and em_change < -3:
-        yield "reward_hacked"
-    if kl_jumps(records, "k3") or kl_jumps(records, "approx_kl"):
-        yield "kl_spike"
+    growth, longer = shift(records, "thinking_words")
+    better, paid = shift(records, "em")[1], shift(records, "reward")[1]
+    holds = {
+        "length": growth > 1.5 and longer > 3 and better <= 0,
+        "reward_hacked": "reward/answer" in records[-1] and paid > 3 and better < -3,
+        "kl_spike": kl_jumps(records, "k3") or kl_jumps(records, "approx_kl"),
+    }
+    return {name for name in holds if holds[name]}
 
 
 def shift(records: list[dict], name: str) -> tuple[float, float]:

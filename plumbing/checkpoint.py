@@ -99,7 +99,7 @@ def save(run: Run, state: TrainState, step: int) -> None:
         trainer_state["critic_optimizer"] = whole_moments(state.critic, state.critic_optimizer)
     weights = whole_weights(state.policy.language_model) if in_parts(state.policy) else None
     path = run.folder / f"checkpoint-{step:06d}"
-    if not run.main or path.exists():
+    if not run.writes or path.exists():
         return
     text, tokenizer = settings_text(run.settings), state.environment.tokenizer
     save_policy(state.policy, tokenizer, path, trainer_state, text, weights)
@@ -134,7 +134,7 @@ def saved_on_error(run: Run, state: TrainState, step: int) -> Iterator[None]:
     These change no weights, so the state is still that after the last update. Of several processes
     only the main one saves; if weights are sharded, none does, because all would have to take part.
     """
-    saves = run.main and (state.accelerator.num_processes == 1 or not in_parts(state.policy))
+    saves = run.writes and (state.accelerator.num_processes == 1 or not in_parts(state.policy))
     try:
         run.may_stop_now = saves
         if saves and run.signals:  # a signal came during the update, or during a save
@@ -144,8 +144,6 @@ def saved_on_error(run: Run, state: TrainState, step: int) -> Iterator[None]:
         run.may_stop_now = False  # another signal must not break the saving
         if step and saves:
             save(run, state, step)
-        if run.lock:
-            run.lock.close()  # the traceback may keep the run in memory
         if run.signals:  # the signal may have ended another process, which caused this error
             raise_terminated(*run.signals)
         raise

@@ -8,6 +8,7 @@ overwritten.
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import json
 import math
 import os
@@ -52,13 +53,11 @@ def flags_of_run(settings: Settings) -> list[str]:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Returns the complete checkpoints, oldest first. Names of incomplete ones end in .partial."""
-    return sorted(path for path in folder.glob("checkpoint-*") if step_of(path) and path.is_dir())
+    return sorted(path for path in folder.glob("checkpoint-" + 6 * "[0-9]") if path.is_dir())
 
 
-def step_of(path: Path) -> int:
-    """Returns the step of a checkpoint folder, or 0 if the name is not a checkpoint's."""
-    match = re.fullmatch(r"checkpoint-(\d+)", path.name)
-    return int(match[1]) if match else 0
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name[-6:])
 
 
 def newest_whole(folder: Path) -> Path | None:
@@ -185,9 +184,10 @@ def settings_text(settings: Settings) -> str:
     return json.dumps(dataclasses.asdict(settings), indent=1) + "\n"
 
 
-def taken(folder: Path):
-    """Locks the folder of all stages of a run against other runs, which would mix their lines with
-    ours, and returns the open file that holds the lock.
+@functools.cache
+def take(folder: Path):
+    """Locks the folder of all stages of a run against other processes, which would mix their lines
+    with ours. The cache keeps the returned file open, and so the lock, until this process ends.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = open(folder / "lock", "w", encoding="utf-8")  # noqa: SIM115
@@ -202,32 +202,26 @@ class Run:
     """Writes the folder of one stage and prints to the console."""
 
     def __init__(self, settings: Settings, accelerator):
-        self.folder, self.settings = stage_folder(settings), settings
-        self.accelerator, self.main = accelerator, accelerator.is_main_process
+        self.folder, self.settings, self.accelerator = stage_folder(settings), settings, accelerator
+        # whether this process writes files and shows the progress
+        self.writes = accelerator.is_main_process and not settings.dry_run
         self.records = []  # the metrics of all steps so far
         self.may_stop_now = True  # whether a signal may end the run at once
-        self.lock = None  # the open file that shows others that this run uses the folder
         self.signals = []  # numbers of the signals that this process has received
 
     def open(self, first_step: int) -> None:
-        """Prepares the folder, unless it is a dry run."""
-        if self.main and not self.settings.dry_run:
-            self.make_folder(first_step)
-        self.accelerator.wait_for_everyone()
-
-    def make_folder(self, first_step: int) -> None:
         """Prepares the folder of this stage, writes settings.json and starts the tracker."""
-        self.lock = taken(self.folder.parent)  # until this process ends, or the run is over
-        if self.settings.resume:
-            self.cut_back(first_step)
-        else:
-            self.move_earlier_run()
-        write_text(self.folder / "settings.json", settings_text(self.settings))
-        if self.settings.report_to:
-            name = "-".join(self.folder.parts[-2:])
-            self.accelerator.init_trackers(name, dataclasses.asdict(self.settings))
-            if self.settings.report_to == "tensorboard":
-                print(f"curves: tensorboard --logdir {self.folder}")
+        if self.writes:
+            take(self.folder.parent)
+            if self.settings.resume:
+                self.cut_back(first_step)
+            else:
+                self.move_earlier_run()
+            write_text(self.folder / "settings.json", settings_text(self.settings))
+            if self.settings.report_to:
+                name = "-".join(self.folder.parts[-2:])
+                self.accelerator.init_trackers(name, dataclasses.asdict(self.settings))
+        self.accelerator.wait_for_everyone()
 
     def move_earlier_run(self) -> None:
         """Renames the folders that an earlier run left of this stage, and of the later stages,
@@ -245,41 +239,40 @@ class Run:
         self.records = [row for row in finished_records(metrics) if row["step"] < first_step]
         write_records(metrics, self.records)
         cut_trajectories(self.folder, first_step)
-        for path in self.folder.glob("checkpoint-*"):
-            if path.suffix == ".partial":  # left by a kill
-                shutil.rmtree(path)
-            elif step_of(path) > first_step:
+        for path in self.folder.glob("checkpoint-*.partial"):  # left by a kill
+            shutil.rmtree(path)
+        for path in checkpoints(self.folder):
+            if step_of(path) > first_step:
                 path.rename(free_name(path))
 
     def steps_to_do(self, first_step: int) -> Iterator[int]:
         s, title = self.settings, f"{self.settings.recipe} stage {self.settings.stage}"
-        shown = {"desc": title, "dynamic_ncols": True, "disable": not self.main or s.dry_run}
+        shown = {"desc": title, "dynamic_ncols": True, "disable": not self.writes}
         with tqdm(total=s.steps, initial=first_step, **shown) as self.progress:
             yield from range(first_step, first_step + 1 if s.dry_run else s.steps)
         if self.records[1:]:
             print(learned(self.records))
         for tracker in self.accelerator.trackers:
             tracker.finish()
-        if self.lock:
-            self.lock.close()
 
     def log(self, record: dict, rollouts, batch: Batch | None, environment) -> None:
-        if not self.main:
-            return
         if self.settings.dry_run:
             lines = [console_line(record), *report(record, rollouts, environment)]
-            return self.progress.write("\n".join(lines))
+            self.accelerator.print(*lines, sep="
+")
+        if not self.writes:
+            return
         rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in record.items()}
         self.records.append(rounded)
         raised = alarms(self.records, self.settings)
         if raised:  # they are in the record, so that no later step raises them again
-            self.records[-1] = rounded | {"alarms": raised}
-        append_jsonl(self.folder / "metrics.jsonl", self.records[-1:])
-        trajectories = step_records(
-            record["step"], rollouts, batch, environment.tokenizer, self.settings
+            rounded["alarms"] = raised
+        append_jsonl(self.folder / "metrics.jsonl", [rounded])
+        step, tokenizer = record["step"], environment.tokenizer
+        append_trajectories(
+            self.folder, step_records(step, rollouts, batch, tokenizer, self.settings)
         )
-        append_trajectories(self.folder, trajectories)
-        self.accelerator.log(rounded, record["step"])
+        self.accelerator.log(record, step)
         with contextlib.suppress(OSError):  # the terminal was closed, or Ctrl-C ended `tee`
             self.progress.update()
             self.progress.write("\n".join(self.lines_of(record, raised, rollouts)))
@@ -302,7 +295,7 @@ class Run:
         self.signals.append(number)
         if self.signals.count(signal.SIGINT) > 1:
             raise KeyboardInterrupt
-        if number == signal.SIGINT and self.main and not self.settings.dry_run:
+        if number == signal.SIGINT and self.writes:
             with contextlib.suppress(OSError):  # not print(): the signal may have interrupted one
                 os.write(2, b"\nsaving a checkpoint first; Ctrl-C again ends at once\n")
         if self.may_stop_now or self.settings.dry_run:
@@ -314,10 +307,11 @@ class Run:
         bad = [f"{n} {result[n]}" for n in names if not math.isfinite(result.get(n, 0.0))]
         if not bad:
             return
-        path = self.folder / f"non_finite_step{step}.pt"
-        where = "" if self.settings.dry_run else f" The batch is in {path};"
-        if self.main and where:
+        where = ""
+        if self.writes:
+            path = self.folder / f"non_finite_step{step}.pt"
             torch.save(dataclasses.asdict(part), path)
+            where = f" The batch is in {path};"
         raise InputError(
             f"step {step}: {', '.join(bad)}; stopped; this gradient was not applied.{where} "
             f"questions: {', '.join(dict.fromkeys(row.question.id for row in rows))}"

@@ -23,7 +23,7 @@ os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("PYTEST_XDIST_WORKER_CO
 
 import pytest
 import torch
-from processes import SESSION, nothing_goes_on, nothing_is_left
+from processes import nothing_goes_on
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoConfig,
@@ -51,10 +51,6 @@ from world.world import World
 # processes.
 set_threads, build.set_threads = build.set_threads, lambda: None
 torch.set_num_threads(1)
-
-
-def pytest_configure():
-    os.environ[SESSION] = str(os.getpid())
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,4 +1,4 @@
-"""Starts, waits for and ends the processes of tests: every wait has a limit, and none is left over.
+"""Starts, waits for and ends the processes of tests: every wait has a limit.
 
 A test process has threads (servers, searches that hang). A fork copies the locks that they hold,
 and a process that waits for such a lock waits for ever. So tests fork their processes from one
@@ -14,7 +14,7 @@ import socket
 import sys
 import tempfile
 import time
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver
 from pathlib import Path
 
 import psutil
@@ -25,7 +25,6 @@ from accelerate.state import AcceleratorState
 from errors import run_main
 
 TESTS = Path(__file__).resolve().parent
-SESSION = "SEARCH_RL_TEST_SESSION"  # an environment variable that all processes inherit
 FORKS = multiprocessing.get_context("forkserver")
 STARTED = []  # by the running test
 PATIENCE = 100  # seconds; less than the time limit of a test, so that the error shows the log
@@ -194,7 +193,6 @@ def quiet_port() -> int:
     pytest.fail("no port is free")
 
 
-# --------------------------------------------------------------------- processes that are left over
 @pytest.fixture(autouse=True)
 def nothing_goes_on():
     """Kills the processes that a test has started and not ended."""
@@ -211,27 +209,3 @@ def ended(pid, seconds=60):
             return True
         time.sleep(0.1)
     return False
-
-
-@pytest.fixture(autouse=True, scope="module")
-def nothing_is_left():
-    """Fails after a test file that leaves a process running."""
-    yield
-    limit = time.monotonic() + 20  # a killed process may take a moment to end
-    while left := [*processes_left()]:
-        if time.monotonic() > limit:
-            for process in left:
-                process.kill()  # otherwise the next file would fail too
-            pytest.fail(f"left over: {left}")
-        time.sleep(0.05)
-
-
-def processes_left():
-    """Yields the processes of this session, whatever their parents, except those for all tests."""
-    known = {os.getpid(), forkserver._forkserver._forkserver_pid}
-    known |= {resource_tracker._resource_tracker._pid}
-    for process in psutil.process_iter(["cmdline"]):
-        with contextlib.suppress(psutil.Error):
-            own = process.pid not in known and process.status() != psutil.STATUS_ZOMBIE
-            if own and process.environ().get(SESSION) == str(os.getpid()):
-                yield process

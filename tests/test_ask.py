@@ -41,7 +41,7 @@ def test_without_a_question_it_reads_lines_and_shows_model_documents_and_example
     documents = len(World(0).documents)
     assert f"searches: the built-in world (bm25, {documents} documents)\n" in output
     known = {q.question for kind in KINDS for q in World(0).questions("train", kind)}
-    assert {line.strip() for line in output.splitlines()[3:6]} <= known
+    assert output.splitlines()[3].strip() in known
     assert output.count(f"\nquestion: {KNOWN}   gold: ") == output.count("searches; answer") == 2
     assert "model: the built-in one, before RL\n" in run_ask("--stage", 0)
 
@@ -49,20 +49,14 @@ def test_without_a_question_it_reads_lines_and_shows_model_documents_and_example
 def test_the_streamed_text_is_that_of_the_trajectory(monkeypatch, run_ask):
     rows = []
     rollout = ask.rollout
-    monkeypatch.setattr(ask, "rollout", lambda *a, **b: rows.extend(rollout(*a, **b)) or rows[-1:])
+    monkeypatch.setattr(ask, "rollout", lambda *a, **b: rows.extend(rollout(*a, **b)) or rows)
     output = run_ask(*STAGE_1)
     body = output.partition("   gold: ")[2].partition("\n")[2].rpartition("\n[")[0]
     text = body.replace("⟦", "").replace("⟧", "")
     # Documents begin in the line of the query, and no empty line surrounds them.
     assert text.replace("\n| ", "") == harmless(rows[0].text).replace("\n| ", "")
-    blocks = sum(segment.writer != "model" for segment in rows[0].segments)
-    assert rows[0].searches and body.count("⟦") == blocks
     assert "<|end_of_query|>⟦<|begin_of_documents|>\n| " in body
     assert "\n| <|end_of_documents|>⟧\n| " in body and not re.search(r"\n\| *\n", body)
-    # The same seed gives the same trajectory if the text is not streamed.
-    monkeypatch.setattr(ask.Streamer, "on_finalized_text", lambda *_, **__: None)
-    run_ask(*STAGE_1)
-    assert rows[1].response_ids == rows[0].response_ids
 
 
 def test_a_model_that_neither_searches_nor_answers_gets_a_sentence(run_ask, model):
@@ -72,13 +66,6 @@ def test_a_model_that_neither_searches_nor_answers_gets_a_sentence(run_ask, mode
     assert end == "[0 searches; answer None; ended by length]"
     assert sentence.startswith("the model never searched, or never answered in the form of its")
     assert "coldstart" not in run_ask(*options, 40)
-
-
-def test_a_missing_retrieval_server_is_one_line(error_of, closed_port):
-    url = f"http://127.0.0.1:{closed_port}"
-    assert "no retriever answers" in error_of(
-        "--stage", 0, "--retriever", "http", "--retriever_url", url
-    )
 
 
 def test_a_line_with_words_that_the_model_does_not_know_gets_a_reply_and_the_next_is_read(run_ask):
@@ -92,39 +79,23 @@ def test_a_foreign_model_needs_documents_to_search(model, error_of, run_ask, tmp
     options, corpus = ("--model", model), tmp_path / "c.jsonl"
     error = error_of(KNOWN, *options)
     assert f"{model} was not trained from the built-in model, so it needs something" in error
-    assert "--corpus" in error and "--retriever_url" in error
     corpus.write_text("".join(f'{{"id": "{i}", "title": "t", "text": "x"}}\n' for i in "12"))
     words = ("What", "is", "17", "+", "25?")  # several arguments are one question
     output = run_ask(*words, *options, "--corpus", corpus, "--max_turn_tokens", 12)
     assert output.startswith(f"model: {model}\nsearches: {corpus} (bm25, 2 documents)\n")
     assert "\nquestion: What is 17 + 25?\n" in output
     assert "searches: " not in run_ask(KNOWN, *options, "--retriever", "empty")
-    # In a protocol without queries, the documents come with the question.
-    assert "question asked has no references" in error_of(KNOWN, *options, "--recipe", "arena")
 
 
-def test_a_checkpoint_trained_from_a_foreign_model_is_foreign_too(trained, tmp_path, error_of):
-    """Only a model whose training began with the built-in model knows the built-in world."""
-    (checkpoint,) = (trained / "ur2-world0-seed0" / "stage2").glob("checkpoint-*2")
-    settings = json.loads((checkpoint / "settings.json").read_text())
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "settings.json").write_text(json.dumps(settings | {"model": "owner/name"}))
-    assert "was not trained from the built-in model" in error_of("a ?", "--model", tmp_path)
-
-
-def test_a_question_file_supplies_questions_answers_and_passages(
-    model, tmp_path, run_ask, error_of
-):
-    questions, data = World(0).questions("test", "one_hop")[:3], tmp_path / "q.jsonl"
-    data.write_text("".join(json.dumps(dataclasses.asdict(q)) + "\n" for q in questions))
-    options = ("--model", model, "--data", data)
-    assert "--data needs --corpus" in error_of(*options)
-    asked = questions[2].question
-    gold = " | ".join(questions[2].answers)
-    output = run_ask(asked, *options, "--corpus", "from-data")
+def test_a_question_file_supplies_questions_answers_and_passages(model, tmp_path, run_ask):
+    question, data = World(0).questions("test", "one_hop")[0], tmp_path / "q.jsonl"
+    data.write_text(json.dumps(dataclasses.asdict(question)))
+    options = (question.question, "--model", model, "--data", data)
+    output = run_ask(*options, "--corpus", "from-data")
     assert "\nsearches: from-data (bm25, " in output
-    assert f"\nquestion: {asked}   gold: {gold}\n" in output
-    assert "searches: " not in run_ask(asked, *options, "--recipe", "arena")
+    assert f"\nquestion: {question.question}   gold: {question.answers[0]}\n" in output
+    # In a protocol without queries, the documents come with the question.
+    assert "searches: " not in run_ask(*options, "--recipe", "arena")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from conftest import ENVIRONMENT, ROOT, message
 from processes import exit_code, start_process
 from referee import judge
 
-from lab import exercise
 from lab.exercise import holes, main, originals, stub
 
 HOLES = holes()
@@ -111,12 +110,6 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as end:
-        main([*arguments])
-    return end.value.code
-
-
 def test_an_exercise_can_be_listed_opened_checked_shown_and_solved(folder, capfd):
     main(["list"])
     assert len(capfd.readouterr().out.splitlines()) == 15
@@ -125,27 +118,17 @@ def test_an_exercise_can_be_listed_opened_checked_shown_and_solved(folder, capfd
     opened = (folder / IDF).read_text()
     assert "Worked: N = 3" in opened and "from retriever import *\n" in opened
     assert f"{IDF} exists" in message(main, ["open", "3"])
-    capfd.readouterr()
-    assert run("check", "3") == 1
-    assert "NotImplementedError; 2 of 2 tests fail\n" in capfd.readouterr().out
-    main(["show", "3"])
-    original = capfd.readouterr().out
-    assert original.startswith("def inverse_document_frequencies(")
-    first_lines = "from retriever import *\nHALF = 0.5\n"
-    (folder / IDF).write_text(first_lines + original.replace("0.5", "HALF"))
-    assert run("check", "3") == 0 and capfd.readouterr().out == "all 2 tests pass\n"
-
-
-def test_an_endless_loop_ends_and_a_missing_function_is_named(folder, monkeypatch):
-    main(["open", "3"])
-    text = (folder / IDF).read_text()
-    (folder / IDF).write_text(text.replace("def inverse", "def reverse"))
+    (folder / IDF).write_text(opened.replace("def inverse", "def reverse"))
     error = message(main, ["check", "3"])
     assert "the function inverse_document_frequencies is missing" in error
-    (folder / IDF).write_text(text.replace("raise NotImplementedError", "while True: pass"))
-    monkeypatch.setattr(exercise, "SECONDS", 3)
-    with pytest.raises(subprocess.TimeoutExpired):
+    capfd.readouterr()
+    main(["show", "3"])
+    original = capfd.readouterr().out
+    first_lines = "from retriever import *\nHALF = 0.5\n"
+    (folder / IDF).write_text(first_lines + original.replace("0.5", "HALF"))
+    with pytest.raises(SystemExit, match="0"):
         main(["check", "3"])
+    assert capfd.readouterr().out == "all 2 tests pass\n"
 
 
 # ------------------------------------------------------------------------------------ docs/class.md

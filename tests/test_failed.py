@@ -18,7 +18,6 @@ from data import SearchResult
 from errors import InputError
 from plumbing.files import checkpoints
 from rewards import REWARDS, example
-from settings import Settings
 from train import Rollouts, prepare, shuffled_updates
 from trajectory import Search
 from trajectory_metrics import trajectory_metrics

@@ -3,7 +3,6 @@
 import json
 import re
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ import sft
 from eval import Options
 from plumbing import build
 from plumbing.alarms import ADVICE
-from plumbing.files import Run
 from plumbing.report import report
 
 
@@ -63,13 +61,6 @@ def test_a_comparison_says_of_each_metric_which_run_is_higher(here, there, expec
     report(records_of(here), records_of(there), Options())
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("em: "))
     assert line.endswith(f": {expected}")
-
-
-def test_report_to_tensorboard_prints_the_tensorboard_command(model, tmp_path, capsys):
-    settings = settings_for(model, tmp_path, "--report_to tensorboard")
-    run = Run(settings, SimpleNamespace(is_main_process=True, init_trackers=lambda *_: None))
-    run.make_folder(0)
-    assert f"tensorboard --logdir {tmp_path}" in capsys.readouterr().out
 
 
 def test_no_alarm_recommends_a_stage_that_the_recipe_may_not_have():

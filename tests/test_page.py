@@ -12,6 +12,7 @@ import pytest
 from test_trajectories import one
 
 import view
+from formats.records import append_jsonl
 from formats.trajectories import append_trajectories
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
@@ -123,16 +124,9 @@ def metrics_of(step: int, begin: int) -> dict:
     """
     progress = (begin + step) / 5  # 0 to 1 over two stages of three steps
     row = {"step": step, "reward": step / 10, "reward/answer": 0.5, "em": 0.1 + 0.8 * progress}
-    row |= {
-        "em/one_hop": 0.25 + progress / 2,
-        "em/arithmetic": 0.75,
-        "searches": 2 - abs(progress - 0.4),
-    }
-    row |= {
-        "searched/one_hop": progress,
-        "searched/arithmetic": 1 - progress,
-        "model_tokens": 30 + step,
-    }
+    row |= {"em/one_hop": 0.25 + progress / 2, "em/arithmetic": 0.75}
+    row |= {"searched/one_hop": progress, "searched/arithmetic": 1 - progress}
+    row |= {"searches": 2 - abs(progress - 0.4), "model_tokens": 30 + step}
     return row | {"grad_norm": 1.0, "k2": 0.1, "entropy_mc": 2.0 - progress, "repetition": 0.0}
 
 
@@ -140,12 +134,9 @@ def stage(folder, steps: int, begin: int = 0):
     folder.mkdir(parents=True)
     settings = {"recipe": "ur2", "algorithm": "grpo", "clip_low": 0.2, "clip_high": 0.2}
     settings |= {"model": "", "data": "", "corpus": "mine.jsonl", "world_seed": 3}
-    settings |= {"kl_coef": 0.1, "kl_estimator": "k2", "temperature": 1.0, "group_size": 4}
-    settings["questions_per_step"] = 8
+    settings |= {"kl_coef": 0.1, "kl_estimator": "k2", "group_size": 4, "questions_per_step": 8}
     (folder / "settings.json").write_text(json.dumps(settings))
-    with open(folder / "metrics.jsonl", "w") as file:
-        for step in range(steps):
-            file.write(json.dumps(metrics_of(step, begin)) + "\n")
+    append_jsonl(folder / "metrics.jsonl", [metrics_of(step, begin) for step in range(steps)])
     return folder
 
 
@@ -157,12 +148,7 @@ def searching(row: int, **more) -> dict:
         "query": "where is Ana ?", "text": "Ana lives in Rom", "fallback": row == 2, "error": None,
         "cut": False, "documents": [["Ana", "Ana lives in Rom"]], "seconds": 0.25,
     }  # fmt: skip
-    fields = {
-        "row": row,
-        "correct": row == 0,
-        "answer": "Rom" if row == 0 else "Ulm",
-        "golds": ["Rom"],
-    }
+    fields = {"row": row, "correct": row == 0, "answer": "Ulm" if row else "Rom", "golds": ["Rom"]}
     fields |= {"question": f"where does Ana {HOSTILE} live ?", "ref": [-0.7, 0.0, -1.1], **more}
     return one(**fields, searches=[search] if row else [])
 
@@ -222,16 +208,10 @@ def test_a_filter_leaves_only_its_own_trajectories(viewer, name, count):
 
 
 def test_words_filter_and_the_arrow_keys_move_among_the_remaining_trajectories(viewer):
-    viewer.press("/")
-    assert viewer.run("document.activeElement.name") == "text"
-    viewer.press("u", "l", "m")
+    viewer.press("/", "u", "l", "m")
     assert viewer.run(BUTTONS) == 6
     viewer.press("Escape", "ArrowDown")  # the first trajectory, which was chosen, does not match
-    viewer.run("document.getElementById('filters').reset(), showGroups(), choose(0, 0)")
     chosen = "document.querySelectorAll('#groups [aria-current=true]')[0].title"
-    before = viewer.run(chosen)
-    viewer.press("ArrowDown")
-    assert before != viewer.run(chosen)
     assert "answer Ulm" in viewer.run(chosen)
 
 
@@ -242,18 +222,11 @@ def test_keys_change_step_token_colour_and_theme(viewer):
     viewer.press("ArrowRight")
     viewer.wait(f"{step_text}.startsWith('stage2, step 2')")
     viewer.press(".", ".")
-    token_text = "document.getElementById('token').textContent"
-    assert "“ c”" in viewer.run(token_text) and "ratio r = exp(new − old)" in viewer.run(token_text)
-    colours = set()
-    for name in ("ratio", "probability", "surprise", "advantage"):
-        viewer.press("c")
-        assert viewer.run("document.getElementById('colour').value") == name
-        colours.add(
-            viewer.run("getComputedStyle(document.querySelector('[data-n]')).backgroundColor")
-        )
-    assert len(colours) == 4 and "rgba(0, 0, 0, 0)" not in colours
+    token_text = viewer.run("document.getElementById('token').textContent")
+    assert "“ c”" in token_text and "ratio r = exp(new − old)" in token_text
     before = viewer.run("document.documentElement.dataset.theme")
-    viewer.press("t")
+    viewer.press("c", "t")
+    assert viewer.run("document.getElementById('colour').value") == "ratio"
     assert viewer.run("document.documentElement.dataset.theme") != before
 
 
@@ -289,15 +262,6 @@ def test_a_click_on_a_curve_opens_that_step_also_in_an_earlier_stage(viewer):
     viewer.press("ArrowRight")  # the second of six steps
     width = viewer.run("document.querySelector('#curves figure').px(5)") - first
     assert viewer.run(marker_x) - first == pytest.approx(width / 5)
-
-
-def test_a_question_links_to_the_other_steps_in_which_it_was_asked(viewer):
-    links = "[...document.querySelectorAll('#one .rows button')]"
-    steps = ["stage1: 0", "stage1: 1", "stage1: 2", "stage2: 0", "stage2: 1"]
-    assert viewer.run(f"{links}.map((b) => b.textContent)") == steps
-    viewer.run(f"{links}[3].click()")
-    viewer.wait("document.getElementById('step-numbers').textContent.startsWith('stage2, step 0')")
-    assert "where does Ana" in viewer.run("document.querySelector('#one h2').textContent")
 
 
 CONTRAST = """(() => {
@@ -347,14 +311,8 @@ def test_several_runs_share_curves_and_a_run_without_trajectories_is_marked(
     browser, page, tmp_path
 ):
     stage(tmp_path / "bare" / "stage1", 5)
-    folder = tmp_path / "both"
-    view.write_page([page.parent.parent, tmp_path / "bare"], folder)
-    browser.open(folder / "index.html")
-    panels = "[...document.querySelectorAll('#curves figure')]"
-    labels_of_panels = browser.run(
-        f"{panels}.map((figure) => figure.drawn.map((line) => line.label))"
-    )
-    assert labels_of_panels and all(labels == ["ana", "bare"] for labels in labels_of_panels)
+    view.write_page([page.parent.parent, tmp_path / "bare"], tmp_path / "both")
+    browser.open(tmp_path / "both" / "index.html")
     assert browser.run("document.title") == "2 runs compared: ana, bare"
     listed = browser.run("document.getElementById('compared').textContent")
     assert listed.startswith("A anaOn training questions (n = 24)") and "B bare" in listed
@@ -379,13 +337,10 @@ def test_the_same_question_is_shown_at_three_moments_of_training(viewer):
     buttons = "[...document.querySelectorAll('#moments .moment')]"
     names = ["Before: stage1, step 0", "Most searches: stage1, step 2", "The end: stage2, step 2"]
     assert viewer.run(f"{buttons}.map((b) => b.textContent)") == names
+    viewer.run(f"{buttons}[1].click()")
+    viewer.wait("document.getElementById('step-numbers').textContent.startsWith('stage1, step 2')")
     question = viewer.run("document.querySelector('#moments em').textContent")
-    for index, name in enumerate(names):
-        viewer.run(f"{buttons}[{index}].click()")
-        step = name.split(": ")[1]
-        viewer.wait(f"document.getElementById('step-numbers').textContent.startsWith('{step}')")
-        assert viewer.run("document.querySelector('#one h2').textContent") == question
-        assert viewer.run(f"{buttons}[{index}].getAttribute('aria-current')") == "true"
+    assert viewer.run("document.querySelector('#one h2').textContent") == question
     stories = "[...document.querySelectorAll('#moments .story')].map((s) => s.textContent)"
     before, *later = viewer.run(stories)
     assert "⌕" not in before and all("⌕ where is Ana ?" in story for story in later)
@@ -400,9 +355,7 @@ def test_the_chain_of_a_group_leads_from_the_reward_to_the_loss(viewer):
     assert links[2] == "all rewards are equal: 0"  # in these records
     # The numbers are those of the token's formula: A = 2, r = e^−0.3, w = 0.01.
     assert links[3:] == ["+2", "0.7408, clipped to 0.8", "0.01", "-0.0148"]
-    strips = "document.querySelectorAll('#group .strip')"
-    assert viewer.run(f"{strips}.length") == 4
-    viewer.run(f"{strips}[3].click()")
+    viewer.run("document.querySelectorAll('#group .strip')[3].click()")
     assert viewer.run("state.row") == 3 and viewer.run("location.hash") == "#stage2-2-0-3"
 
 
@@ -482,23 +435,20 @@ def test_labels_neither_cover_each_other_nor_leave_the_picture(viewer):
     assert viewer.run("document.querySelectorAll('#curves .label').length") == 11
 
 
-CURVES = """[...document.querySelectorAll('#curves figure')].map((figure) => ({
-  title: figure.firstChild.firstChild.data,
-  ticks: [...figure.querySelectorAll('.tick')].map((tick) => [Number(tick.lastChild.textContent),
-    Number(tick.firstChild.getAttribute('y1'))]),
-  steps: [...figure.querySelectorAll('text.x')].map((text) => [Number(text.textContent),
-    Number(text.getAttribute('x'))]),
-  names: [...figure.querySelectorAll('svg > text:not(.x)')].map((text) => text.textContent),
-  stages: [...figure.querySelectorAll('.stage text')].map((text) => text.textContent),
-  metrics: figure.drawn.map((line) => line.name),
-  raw: [...figure.querySelectorAll('.raw')].map((path) => path.getAttribute('d')),
-}))"""
-
-
-def value_at(position: float, ticks: list) -> float:
-    """Returns the value at a position on the screen; a tick is (value, position on the screen)."""
-    (low, start), (high, end) = ticks[0], ticks[-1]
-    return low + (high - low) * (position - start) / (end - start)
+# The values of each curve, read from the positions of its points and of the axes' labels.
+CURVES = """[...document.querySelectorAll('#curves figure')].map((figure) => {
+  const axis = (texts, x) => texts.map((text) => [Number(text.textContent), Number(x(text))]);
+  const ticks = axis([...figure.querySelectorAll('.tick')].map((tick) => tick.lastChild),
+    (text) => text.parentElement.firstChild.getAttribute('y1'));
+  const steps = axis([...figure.querySelectorAll('text.x')], (text) => text.getAttribute('x'));
+  const value = (at, [[low, start]], [high, end]) =>
+    low + (high - low) * (at - start) / (end - start);
+  const lines = [...figure.querySelectorAll('.raw')].map((path, i) => [figure.drawn[i].name,
+    path.getAttribute('d').slice(1).split('L').map((point) => point.split(',').map(Number))
+      .map(([x, y]) => [value(x, steps, steps.at(-1)), value(y, ticks, ticks.at(-1))])]);
+  return { title: figure.firstChild.firstChild.data, lines,
+    stages: [...figure.querySelectorAll('.stage text')].map((text) => text.textContent) };
+})"""
 
 
 def test_four_curves_have_the_values_of_the_metrics_on_their_axes(viewer):
@@ -507,30 +457,15 @@ def test_four_curves_have_the_values_of_the_metrics_on_their_axes(viewer):
     assert [curve["title"] for curve in curves] == titles
     expected = [metrics_of(step, begin) for begin in (0, 3) for step in range(3)]
     for curve in curves:
-        assert curve["stages"] == ["stage1", "stage2"]
-        labels = {name.split("/")[-1].replace("_", " ") for name in curve["metrics"]}
-        assert set(curve["names"]) == labels
-        for name, path in zip(curve["metrics"], curve["raw"], strict=True):
-            points = [tuple(map(float, point.split(","))) for point in path[1:].split("L")]
-            steps = [value_at(x, curve["steps"]) for x, _ in points]
-            assert steps == pytest.approx(list(range(6)), abs=0.02)
-            values = [value_at(y, curve["ticks"]) for _, y in points]
-            tolerance = 0.003 * (curve["ticks"][-1][0] - curve["ticks"][0][0])
-            assert values == pytest.approx([row[name] for row in expected], abs=abs(tolerance))
+        assert curve["stages"] == ["stage1", "stage2"] and curve["lines"]
+        for name, points in curve["lines"]:
+            for step, point in enumerate(points):
+                assert point == pytest.approx([step, expected[step][name]], abs=0.02)
 
 
 def test_the_tooltip_of_a_metric_is_its_description(viewer):
     title = "document.querySelector('#curves figcaption').title"
     assert viewer.run(title) == "Mean reward."  # the same sentence as in docs/metrics.md
-
-
-def test_the_crosshair_shows_the_values_of_one_step_over_all_curves(viewer):
-    viewer.run("crosshair(1)")
-    outputs = "[...document.querySelectorAll('#curves output')].map((o) => o.textContent)"
-    assert viewer.run(outputs) == [
-        "reward 0.1", "arithmetic 0.75, one hop 0.35", "arithmetic 0.8, one hop 0.2",
-        "model tokens 31",
-    ]  # fmt: skip
 
 
 def test_health_curves_are_folded_and_all_zero_metrics_are_one_line(viewer):
@@ -539,19 +474,6 @@ def test_health_curves_are_folded_and_all_zero_metrics_are_one_line(viewer):
     assert (
         viewer.run("document.querySelector('#health .zero').textContent") == "All zero: repetition"
     )
-    flat = "[...document.querySelectorAll('#health figure')].find((f) => f.drawn[0].name === 'k2')"
-    ys = viewer.run(f"{flat}.querySelector('.raw').getAttribute('d').match(/,[\\d.]+/g)")
-    assert len(ys) == 6 and len(set(ys)) == 1
-    marks = "[...figures()].map((f) => f.querySelector('.here').getAttribute('x1'))"
-    assert len({*viewer.run(marks)}) == 1
-
-
-def test_a_link_opens_its_trajectory(browser, page):
-    browser.call("Page.navigate", url="about:blank")
-    browser.go(f"{page.as_uri()}#stage1-1-1-2")
-    browser.wait("document.getElementById('step-numbers').textContent.startsWith('stage1, step 1')")
-    assert browser.run("[state.group, state.row]") == [1, 2]
-    assert browser.complaints() == []
 
 
 ATTACK = """(() => {

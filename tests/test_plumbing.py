@@ -4,14 +4,12 @@ come before a model is loaded.
 
 import dataclasses
 import json
-import re
 import shutil
-from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
-from accelerate import tracking
-from accelerate.tracking import GeneralTracker
+from accelerate import Accelerator
 from accelerate.utils import LoggerType
 from conftest import (
     command_line,
@@ -26,10 +24,8 @@ from conftest import (
 from test_lora import needs_peft
 
 import train
-from convert import convert
 from errors import InputError
 from flags import in_built_in_world, parse, parse_stages, saved_settings
-from formats.records import write_records
 from plumbing import build
 from plumbing.build import build_state, check_processes
 from plumbing.files import checkpoints, console_line, settings_text
@@ -67,35 +63,25 @@ def copy(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "t" / "stage1")
 
 
-def test_an_earlier_run_is_moved_aside_and_not_overwritten(copy, model, tmp_path, capsys):
+def test_an_earlier_run_and_its_later_stages_are_moved_aside(copy, model, tmp_path, capsys):
     (copy / "note").write_text("")
+    copy.with_name("stage2").mkdir()
     settings = settings_for(model, tmp_path, "--steps 1")
     train.train(settings)
     assert "moved to stage1.old1" in capsys.readouterr().out
     assert copy.with_name("stage1.old1").joinpath("note").exists()
     assert not (copy / "note").exists() and len(rows_of(copy)) == 1
+    assert [*copy.parent.glob("stage2*")] == [copy.with_name("stage2.old1")]
     message(train.train, dataclasses.replace(settings, mix={"nothing": 1}))
     assert copy.exists()  # an error in the settings does not move the run
 
 
-def test_a_new_stage_1_moves_the_old_stage_2_aside(copy, model, tmp_path):
-    second = copy.with_name("stage2")
-    second.mkdir()
-    (second / "metrics.jsonl").write_text("")
-    train.train(settings_for(model, tmp_path, "--steps 1"))
-    assert second.with_name("stage2.old1").exists() and not second.exists()
-
-
+@pytest.mark.fault(11)
 def test_a_resume_cuts_the_metrics_at_its_checkpoint(copy, model, tmp_path):
     with open(copy / "metrics.jsonl", "a") as file:
         file.write('{"step": 1, "reward": 1.0}\n{"step": 2, "rew')
     train.train(settings_for(model, tmp_path, "--steps 2 --resume"))
     assert [row["step"] for row in rows_of(copy)] == [0, 1] and "loss" in rows_of(copy)[1]
-
-
-def test_a_resume_without_a_checkpoint_is_a_one_line_error(model, tmp_path):
-    error = message(train.train, settings_for(model, tmp_path, "--resume --run_name nowhere"))
-    assert re.search("--resume: no checkpoint in .*nowhere/stage1; leave --resume out", error)
 
 
 @needs_peft
@@ -111,14 +97,10 @@ def test_stage_two_starts_from_stage_ones_last_checkpoint(copy, model, tmp_path,
     last = f"{copy}/checkpoint-000001"
     assert f"stage 2 starts from {last}" in capsys.readouterr().out
     assert same(state.policy.parameters(), load_policy(last)[0].parameters())
-    assert state.settings.reward == "ur2_stage2"
     # --model has precedence; with --stage 1,2 it applies to stage 1 only.
     assert build.starting_model(settings_for(model, tmp_path, "--stage 2"))[0] == model
     one, two = parse_stages(flags(model, tmp_path, "--stage 1,2"))
-    assert (one.model, two.model) == (model, str(copy)) and two.lr == 1e-3
-    assert build.starting_model(two)[0] == last
-    _, origin = build.starting_model(Settings(stage=2, output_dir=str(tmp_path / "nowhere")))
-    assert origin == "stage 2 starts from the built-in model"
+    assert one.model == model and build.starting_model(two)[0] == last
 
 
 def test_a_run_that_starts_from_the_built_in_model_has_its_settings(tmp_path):
@@ -129,9 +111,8 @@ def test_a_run_that_starts_from_the_built_in_model_has_its_settings(tmp_path):
     tiny = settings_text(parse([*words, "1"]))
     for text, rates in ((tiny, [3e-4, 5e-4]), (json.dumps({"model": "m"}), [2e-6, 2e-6])):
         (first / "settings.json").write_text(text)
-        for more in ([], ["--model", str(first)]):
-            two = parse([*words, "2", *more])
-            assert two.lr == rates[1] and in_built_in_world(two) == (text == tiny)
+        two = parse([*words, "2"])
+        assert two.lr == rates[1] and in_built_in_world(two) == (text == tiny)
         assert [s.lr for s in parse_stages([*words, "1,2", "--model", str(first)])] == rates
 
 
@@ -152,19 +133,14 @@ def test_saved_settings_are_read_back_unchanged_and_other_models_have_none(
 # -------------------------------------------------------------------- errors before training starts
 
 GOOD = {"id": "1", "question": "who ?", "answers": ["me"]}
-WITH_REFERENCES = GOOD | {"references": [{"id": "1", "title": "t", "text": "x"}]}
+GOOD["references"] = [{"id": "1", "title": "t", "text": "x"}]
 
 
 @pytest.mark.parametrize(
     "records, fragment",
     [
-        (
-            [WITH_REFERENCES, GOOD | {"question": 5}],
-            "line 2: field 'question': expected str, found 5",
-        ),
-        ([GOOD], "have no references"),
-        ([WITH_REFERENCES | {"question": "ada " * 400}], "question 1: its prompt has"),
-        ([], "data.jsonl: no record to use"),
+        ([GOOD | {"question": 5}], "line 1: field 'question': expected str, found 5"),
+        ([GOOD | {"question": "ada " * 400}], "question 1: its prompt has"),
     ],
 )
 def test_a_bad_file_is_a_one_line_error_before_training_starts(
@@ -184,6 +160,7 @@ def test_a_bad_file_is_a_one_line_error_before_training_starts(
         ("", "", "no config.json"),
         (None, "--mix nothing=1", "questions of nothing, and the data has 0"),
         (None, "--resume", "no checkpoint in"),
+        (None, "--retrieval false", "no question is allowed to search"),
         (None, "--prompt_file none.txt", "none.txt"),
         (None, "--output_dir /dev/null/runs", "--output_dir /dev/null/runs"),
     ],
@@ -197,15 +174,6 @@ def test_errors_that_are_quick_to_find_come_before_the_corpus_is_read(
     assert fragment in command_line(train.main, flags(start, tmp_path, more), capsys)
 
 
-def test_lora_without_peft_is_a_one_line_error_before_the_questions_are_read(
-    tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr(build, "training_questions", lambda _: pytest.fail("questions were read"))
-    monkeypatch.setattr("scale.lora.importlib.util.find_spec", lambda name: None)
-    error = command_line(train.main, flags("owner/model", tmp_path, "--lora_rank 8"), capsys)
-    assert "--lora_rank 8 needs peft: pip install peft" in error
-
-
 def test_processes_that_are_not_connected_or_get_no_rows_are_a_one_line_error(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "2 processes were started and 1 take part: set ACC" in message(check_processes, 1)
@@ -217,117 +185,52 @@ def test_processes_that_are_not_connected_or_get_no_rows_are_a_one_line_error(mo
     assert "3 trajectories per update cannot be shared by 4" in error
 
 
-@pytest.fixture
-def eight_cores(monkeypatch, tmp_path):
-    """Simulates 8 cores without a launcher; returns the quota's file."""
-    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8), raising=False)
-    quota = tmp_path / "cpu.max"
-    quota.write_text("max 100000\n")
-    monkeypatch.setattr(build, "QUOTA", quota)
-    return quota
-
-
-def threads_after_set_threads() -> int:
-    """Returns the number of threads that set_threads leaves; 7 means that it changed nothing."""
-    torch.set_num_threads(7)
-    set_threads()
-    return torch.get_num_threads()
+LIMITED = "250000 100000"  # a container's quota of 2.5 cores
 
 
 @pytest.mark.parametrize(
-    "environment, threads",
+    "environment, quota, threads",
     [
-        ({}, 8),
-        ({"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}, 4),  # torchrun sets 1
-        ({"LOCAL_WORLD_SIZE": "16", "OMP_NUM_THREADS": "1"}, 1),
-        # `accelerate launch` sets the number of physical cores.
-        ({"ACCELERATE_MIXED_PRECISION": "no", "OMP_NUM_THREADS": "4"}, 8),
-        ({"OMP_NUM_THREADS": "1"}, 7),  # the user's value stays
+        ({}, "max 100000", 8),
+        ({}, LIMITED, 3),
+        ({}, "", 8),  # as outside Linux or a container
+        ({"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}, "", 4),  # torchrun sets 1
+        ({"OMP_NUM_THREADS": "1"}, "", 7),  # the user's value stays
     ],
 )
 def test_the_cores_of_a_machine_are_shared_by_its_processes(
-    environment, threads, eight_cores, monkeypatch
+    environment, quota, threads, monkeypatch, tmp_path
 ):
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert threads_after_set_threads() == threads
-
-
-@pytest.mark.parametrize("quota, threads", [("250000 100000", 3), ("900000 100000", 8)])
-def test_a_container_has_no_more_threads_than_its_quota_of_cores(quota, threads, eight_cores):
-    eight_cores.write_text(quota)
-    assert threads_after_set_threads() == threads
-    eight_cores.unlink()  # as outside Linux or a container
-    assert threads_after_set_threads() == 8
-
-
-# -------------------------------------------------------------------- UR²'s recipes on real records
-
-SLICES = Path(__file__).parents[2] / "shared" / "data"
-MATH, STAGE2 = "math=math/math500_60.jsonl", "ur2=train/ur2_stage2_150.jsonl"
-LEVELS = "--difficulty level --stage"
-
-
-@pytest.mark.parametrize(
-    "data, more, fragment",
-    [
-        (MATH, "--recipe ur2_choice", "has no options, and the --reward is for"),
-        (
-            MATH,
-            "--retrieval false",
-            "no question is allowed to search: change --retrieval, --recipe or --data, or take "
-            "stage 2",
-        ),
-        (MATH, "--stage 2", "go by difficulty: give --difficulty FILE, or --task_mixing"),
-        (STAGE2, f"{LEVELS} 1", "of math:dropped, and the data has 0 (there are hard, math:hard"),
-        (STAGE2, f"{LEVELS} 2", "a step takes 0 questions of medium, and the data has 13"),
-    ],
-)
-def test_data_that_ur2_cannot_use_is_a_one_line_error_before_a_model_is_loaded(
-    data, more, fragment, model, tmp_path, capsys, monkeypatch
-):
-    corpus = SLICES / "corpus" / "flashrag_wiki_sample_500.jsonl"
-    if not corpus.exists():
-        pytest.skip(f"the real slices are not in {SLICES}")
-    monkeypatch.setattr(build, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
-    kind, path = data.split("=")
-    write_records(tmp_path / "q.jsonl", convert(kind, SLICES / path))
-    words = flags(model, tmp_path, f"--data {tmp_path}/q.jsonl --corpus {corpus} {more}")
-    assert fragment in command_line(train.main, words, capsys)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8), raising=False)
+    monkeypatch.setattr(build, "QUOTA", tmp_path / "cpu.max")
+    (tmp_path / "cpu.max").write_text(quota)
+    torch.set_num_threads(7)
+    set_threads()
+    assert torch.get_num_threads() == threads
 
 
 # ---------------------------------------------------------------------------------------- trackers
 def test_a_tracker_gets_the_settings_and_every_step(model, tmp_path, monkeypatch):
     calls = []
+    tracker = Mock(log=lambda values, step, **_: calls.append((step, values["reward"])))
 
-    class Fake(GeneralTracker):
-        name, requires_logging_directory = "trackio", False
+    def init_trackers(accelerator, name, values):
+        calls.extend([name, values["recipe"]])
+        accelerator.trackers = [tracker]
 
-        def __init__(self, run_name, **_):
-            calls.append(run_name)
-
-        def store_init_configuration(self, values):
-            calls.append(values["recipe"])
-
-        def log(self, values, step, **_):
-            calls.append((step, values["reward"]))
-
-        def finish(self):
-            calls.append("finished")
-
-    for module in (tracking, build):
-        monkeypatch.setattr(module, "get_available_trackers", lambda: [LoggerType.TRACKIO])
-    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "trackio", Fake)
+    monkeypatch.setattr(build, "get_available_trackers", lambda: [LoggerType.TRACKIO])
+    monkeypatch.setattr(Accelerator, "init_trackers", init_trackers)
     folder = train.train(settings_for(model, tmp_path, "--steps 2 --report_to trackio"))
     steps = [(row["step"], row["reward"]) for row in rows_of(folder)]
-    assert calls == [f"{folder.parent.name}-stage1", "ur2", *steps, "finished"]
+    assert calls == [f"{folder.parent.name}-stage1", "ur2", *steps]
+    tracker.finish.assert_called_once()
 
 
 def test_a_tracker_that_is_not_installed_is_a_one_line_error(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "get_available_trackers", lambda: [])
     error = command_line(train.main, ["--report_to", "wandb", "--output_dir", tmp_path], capsys)
     assert error == "error: --report_to wandb: pip install wandb"
-    error = command_line(train.main, ["--report_to", "wandbb"], capsys)
-    assert "did you mean wandb?" in error

@@ -1,15 +1,12 @@
 """Tests of tests/processes.py: a process that fails or hangs fails the test that started it."""
 
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
 from processes import (
     exit_codes,
     in_two_processes,
-    processes_left,
     start_process,
     wait_for,
     wait_until,
@@ -42,10 +39,3 @@ def test_a_process_that_hangs_is_killed_and_its_log_is_shown(tmp_path, monkeypat
     assert process.exitcode == -9
     with pytest.raises(pytest.fail.Exception, match="exit code -9"):
         wait_until(lambda: False, process)
-
-
-def test_a_process_that_a_test_leaves_running_is_found():
-    assert not [*processes_left()]
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert [left.pid for left in processes_left()] == [process.pid]
-    process.communicate()

@@ -5,7 +5,7 @@ and the reader of evidence.
 import re
 from collections import Counter
 from dataclasses import replace
-from itertools import chain, compress, pairwise
+from itertools import compress
 
 import pytest
 import torch
@@ -65,15 +65,6 @@ def near(share: float, count: int):
 # ------------------------------------------------------------------------------------ the tokenizer
 
 
-def test_a_new_name_is_two_tokens_that_also_occur_in_training_names(world, toy_tokenizer):
-    trained, unseen = (
-        toy_tokenizer([f" {name}" for name in world.entities[split]["city"]])["input_ids"]
-        for split in ("train", "test")
-    )
-    for ids in unseen:
-        assert len(ids) == 2 and {*ids} <= {*chain(*trained)}
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_tags_and_notices_are_one_token_each(name):
     p = PROTOCOLS[name]
@@ -85,9 +76,6 @@ def test_a_tokenizer_has_only_the_tags_of_its_own_protocol():
     ids = make_tokenizer(PROTOCOLS["ur2"]).get_vocab()
     assert "<search>" not in ids and len(make_tokenizer()) == len(word_pieces())
     assert "<may_search>" not in make_tokenizer(PROTOCOLS["arena"]).get_vocab()
-    renamed = PROTOCOLS["ur2_search"]  # this ablation renames the tags: the token ids are the same
-    same_ids = [ids[tag] for tag in PROTOCOLS["ur2"].tags]
-    assert make_tokenizer(renamed).convert_tokens_to_ids(renamed.tags) == same_ids
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -97,12 +85,10 @@ def test_one_token_at_the_end_of_the_prompt_says_whether_searching_is_allowed(na
     question = World(0, layout="facts").questions("test", "one_hop", 1)[0]
     searching = build_prompt(protocol, question, tokenizer)
     direct = build_prompt(protocol, replace(question, may_search=False), tokenizer)
-    # An instruction of --prompt_file changes nothing here.
-    own = build_prompt(replace(protocol, instruction="mine"), question, tokenizer)
     position = -2 if protocol.prompt_suffix else -1
     ends = [tokenizer.convert_ids_to_tokens(ids[position]) for ids in (searching, direct)]
     assert ends == (["<may_search>", "<direct>"] if protocol.query_tags else [" :", " :"])
-    assert own == searching and searching[:position] == direct[:position]
+    assert searching[:position] == direct[:position]
 
 
 def test_a_number_in_a_citation_is_the_same_token_at_every_position(toy_tokenizer):
@@ -112,13 +98,6 @@ def test_a_number_in_a_citation_is_the_same_token_at_every_position(toy_tokenize
 
 
 # ---------------------------------------------------------------------------------------- the model
-
-
-def test_the_model_has_about_half_a_million_parameters():
-    # A layer has attention 4 · 128² with 3 biases of 128, an MLP 3 · 128 · 384, and two norms; the
-    # embeddings are tied.
-    layer = 4 * 128**2 + 3 * 128 + 3 * 128 * 384 + 2 * 128
-    assert sum(p.numel() for p in make_model(500).parameters()) == 500 * 128 + 2 * layer + 128
 
 
 def test_the_first_heads_initially_attend_one_and_two_tokens_back():
@@ -179,43 +158,33 @@ def test_when_to_search_has_the_same_thought_before_a_search_and_before_an_answe
     assert thoughts[True] == thoughts[False] and len(thoughts[True]) == 3
 
 
-def test_facts_change_from_trace_to_trace_except_those_of_known_people(world):
-    writer = writer_of("ur2")
-    assert len({tuple(writer.tasks.facts("person").items()) for _ in range(20)}) > 15
-    answers = {q.question: q.answers[0] for q in world.questions("train", "known")}
-    for question, pieces in traces_of(50, "ur2", practice=0.0, kinds={"known": 1.0}):
-        assert f"{{ {answers[question.question]}}}" in pieces[-1][0]
-
-
 @pytest.mark.parametrize("name", ALL)
-def test_a_trace_with_the_token_for_a_direct_answer_never_searches(world, name):
-    traces = traces_of(2000, name, practice=0.0)
-    direct = [(q.question, pieces) for q, pieces in traces if not q.may_search]
-    assert len(direct) / 2000 == near(0.2 if PROTOCOLS[name].query_tags else 0.0, 2000)
+def test_a_trace_with_the_token_for_a_direct_answer_never_searches(name):
+    traces = traces_of(1000, name, practice=0.0)
+    direct = [pieces for question, pieces in traces if not question.may_search]
+    assert len(direct) / 1000 == near(0.2 if PROTOCOLS[name].query_tags else 0.0, 1000)
+    learned = [text for pieces in direct for text, kind in pieces if kind != "given"]
+    assert not direct or PROTOCOLS[name].query_tags[0] not in "".join(learned)
+
+
+def test_known_people_and_sums_are_answered_correctly_without_a_search(world):
     right = {q.question: q.answers[0] for q in world.questions("train", "known")}
     right |= {f"what is {a} + {b} ?": str(a + b) for a, b in SUMS}
-    for question, pieces in direct:
-        learned = "".join(text for text, kind in pieces if kind != "given")
-        assert PROTOCOLS[name].query_tags[0] not in learned
-        assert question not in right or f" {right[question]}" in pieces[-1][0]
+    kinds = {"known": 0.5, "arithmetic": 0.5}
+    for question, pieces in traces_of(100, "ur2", practice=0.0, direct=1.0, kinds=kinds):
+        assert f" {right[question.question]}" in pieces[-1][0]
 
 
 def test_a_trace_with_a_spoiled_query_shows_the_environment_s_reply(world):
     search = make_search(BM25(world.documents, title_boost=4), extract, 1)
-    cases = Counter()
-    protocol = PROTOCOLS["ur2"]
-    for question, pieces in traces_of(900, "ur2", practice=0.0, bad_query=0.5):
-        for (text, _), (inserted, kind) in pairwise(pieces):
-            if kind == "given" and f"\n{protocol.empty_text}\n" in inserted:
-                query = text.partition(protocol.query_tags[0])[2].partition("<|end")[0].strip()
-                if query.partition(" of ")[2] in world.facts:  # by chance a real name
-                    continue
-                (result,) = search([SearchRequest(question, query)])
-                assert result.text == "None"
-                assert inserted.endswith(protocol.fallback_notice) == result.fallback
-                cases[result.fallback, "+" in query] += 1
-    # The cases: a sum, a single word, and an unknown name, which is not a faulty query.
-    assert len(cases) == 3 and min(cases.values()) > 20
+    writer, question = writer_of("ur2"), Question("", "?", [])
+    # A sum, a single word, and a name that the world does not have, which is not a faulty query.
+    for query, fallback in (("3 + 4", True), ("birthplace", True), ("mayor of oslo", False)):
+        (_, (inserted, _)) = writer.search(query, None)
+        (result,) = search([SearchRequest(question, query)])
+        assert (result.text, result.fallback) == ("None", fallback)
+        assert "\nNone\n" in inserted
+        assert inserted.endswith(PROTOCOLS["ur2"].fallback_notice) == fallback
 
 
 def test_citations_are_right_with_the_probability_in_the_options():
@@ -225,31 +194,6 @@ def test_citations_are_right_with_the_probability_in_the_options():
         assert draws.count(numbers) / 2000 == near(0.35, 2000)  # the option right_citation
         assert all(draw == sorted(set(draw)) for draw in draws)
         assert set().union(*draws) == set(range(1, REFERENCES + 1))
-
-
-def test_the_right_queries_find_the_right_passages_and_arithmetic_falls_back(world):
-    search = make_search(BM25(world.documents, title_boost=4), extract, 1)
-    question = world.questions("test", "one_hop")[0]
-    name = question.references[0].title
-    relation = next(r for r in RELATIONS if r in question.references[0].text)
-    queries = (f"{relation} of {name}", "3 + 4", f"{relation} of", f"{relation} of alma vogel")
-    lookup, *faults, unknown_name = search([SearchRequest(question, q) for q in queries])
-    assert lookup.text == question.references[0].text and not lookup.fallback
-    assert all(fault.fallback for fault in faults)
-    assert "alma vogel" not in world.facts and (unknown_name.text, unknown_name.fallback) == (
-        "None",
-        False,
-    )
-
-
-def test_with_one_passage_per_fact_the_first_two_results_include_the_right_fact():
-    world = World(0, layout="facts")
-    retriever = BM25(world.documents, title_boost=4)
-    for question in world.questions("test", "one_hop", 40):
-        gold = question.references[question.supporting[0] - 1]
-        relation = gold.text.split()[0]
-        name = gold.text.partition(" of ")[2].removesuffix(" .")
-        assert gold in retriever.search([f"{relation} of {name}"], 2)[0]
 
 
 def test_a_short_warm_up_lowers_the_loss_and_is_reproducible(toy_tokenizer):
@@ -282,28 +226,28 @@ def test_traces_have_known_tokens_fit_the_context_and_have_no_loss_on_documents(
 
 
 def test_a_weak_warm_up_has_bad_habits_with_the_probabilities_in_its_options():
-    plain = {"practice": 0.0, "direct": 0.0, "bad_query": 0.0}
-    protocol = PROTOCOLS["ur2"]
-    query_tag = protocol.query_tags[0]
-    sums = {"kinds": {"arithmetic": 1.0}, "stray": 1.0, "raw": 0.0}
+    protocol, plain = PROTOCOLS["ur2"], {"practice": 0.0, "direct": 0.0, "bad_query": 0.0}
+    sums = plain | {"kinds": {"arithmetic": 1.0}, "stray": 1.0, "raw": 0.0}
     counts = Counter()
-    for _, pieces in traces_of(1000, "ur2", "weak", **sums, **plain):
-        assert not any(protocol.fallback_notice in text for text, _ in pieces)
-        choices = [kind for text, kind in pieces if query_tag in text]
+    for _, pieces in traces_of(1000, "ur2", "weak", **sums):
+        choices = [kind for text, kind in pieces if protocol.query_tags[0] in text]
         assert set(choices[1:]) <= {"choice"}  # nothing after the first search is taught
         counts[len(choices)] += 1
     # No search 0.4; one 0.6 · 0.7; two 0.6 · 0.3 · 0.7; at most four.
-    assert counts[0] / 1000 == near(0.4, 1000) and counts[1] / 1000 == near(0.42, 1000)
-    assert counts[2] / 1000 == near(0.126, 1000) and max(counts) == 4
+    for searches, share in enumerate((0.4, 0.42, 0.126)):
+        assert counts[searches] / 1000 == near(share, 1000)
+    assert max(counts) == 4
 
-    lookups = {"kinds": {"one_hop": 1.0}, "guess_at_once": (0.0, 0.0)}
-    traces = [pieces for _, pieces in traces_of(1000, "ur2", "weak", **lookups, **plain)]
-    assert sum("\n(2) " in pieces[1][0] for pieces in traces) / 1000 == near(0.3, 1000)
+    lookups = plain | {"kinds": {"one_hop": 1.0}, "guess_at_once": (0.0, 0.0)}
+    traces = [pieces for _, pieces in traces_of(1000, "ur2", "weak", **lookups)]
     ends = [pieces[-1][0] for pieces in traces]
     # Each of the two kinds of sloppy end has half of 0.25.
-    assert sum(text.count("boxed") == 2 for text in ends) / 1000 == near(0.125, 1000)
-    assert sum(protocol.documents_tags[0] in text for text in ends) / 1000 == near(0.125, 1000)
-    assert {text.count("<eos>") for text in ends} == {1}
+    for seen, share in (
+        (["\n(2) " in pieces[1][0] for pieces in traces], 0.3),
+        ([text.count("boxed") == 2 for text in ends], 0.125),
+        ([protocol.documents_tags[0] in text for text in ends], 0.125),
+    ):
+        assert sum(seen) / 1000 == near(share, 1000)
 
 
 def test_a_verbose_warm_up_repeats_the_relation_in_most_answers():
@@ -327,9 +271,7 @@ def test_the_reader_is_trained_on_the_same_prompt_that_it_later_gets():
 
 
 def test_the_reader_chooses_among_facts_and_says_none_if_the_fact_is_not_stated():
-    tokenizer = make_tokenizer()
-    tasks = toy.Tasks(World(0, layout="facts"), 5)
-    seen = Counter()
+    tokenizer, tasks, seen = make_tokenizer(), toy.Tasks(World(0, layout="facts"), 5), Counter()
     for example in (toy.reader_example(tasks, tokenizer) for _ in range(1000)):
         text = tokenizer.decode(example.ids)
         if "where was" not in text or " born ?" not in text:
@@ -339,10 +281,3 @@ def test_the_reader_chooses_among_facts_and_says_none_if_the_fact_is_not_stated(
         assert answer == facts.get("birthplace", "none")
         seen[len(facts), answer == "none"] += 1
     assert min(seen[1, False], seen[2, False], seen[1, True]) > 3
-
-
-def test_the_reader_has_another_architecture_and_size():
-    reader, _ = toy.train_reader(0, replace(toy.READER, steps=1))
-    policy = make_model(500)
-    assert reader.config.model_type == "llama" != policy.config.model_type
-    assert reader.config.hidden_size != policy.config.hidden_size

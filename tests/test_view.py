@@ -16,11 +16,6 @@ def write_run(folder: Path) -> Path:
     return folder
 
 
-def test_an_unfinished_last_line_is_left_out(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "rew')
-    assert view.read_metrics(tmp_path) == [{"step": 0}]
-
-
 def test_the_newest_run_is_shown_by_default_and_two_runs_get_another_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert message(view.main, []).startswith("there is no run in runs/: name one")

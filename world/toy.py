@@ -325,14 +325,14 @@ class TraceWriter:
         self.rng = self.tasks.rng  # shared, so that there is one sequence of random draws
 
     def write(self) -> Trace:
-        if self.rng.random() < self.tiny.practice:
+        if self.happens(self.tiny.practice):
             return self.practice()
         kinds = self.tiny.kinds
         (kind,) = self.rng.choices(list(kinds), list(kinds.values()))
         task = self.tasks.draw(kind)
         if self.protocol.references_in_prompt:
             return self.cite(task)
-        direct = self.rng.random() < self.tiny.direct
+        direct = self.happens(self.tiny.direct)
         if direct:
             pieces = self.rejection(task) + self.at_once(task)
         else:
@@ -347,7 +347,7 @@ class TraceWriter:
         the protocol cites, 60% of these traces practise citing instead.
         """
         cites = self.protocol.references_in_prompt
-        if cites and self.rng.random() < 0.6:
+        if cites and self.happens(0.6):
             return self.practise_citing()
         facts, shown = self.tasks.nonsense(REFERENCES if cites else 2)
         pieces = [] if cites else [(self.frame(shown), "given")]
@@ -357,33 +357,32 @@ class TraceWriter:
 
     def look_up(self, task: Task) -> Pieces:
         """Searches along the hops, with the flaws of `tiny`, or guesses immediately."""
-        rng = self.rng
         tiny = self.tiny
-        if rng.random() < tiny.guess_at_once[len(task.hops) - 1]:
+        if self.happens(tiny.guess_at_once[len(task.hops) - 1]):
             return self.at_once(task)
         pieces = []
         found = []
         note = None
         answer = task.answer
         for number, hop in enumerate(task.hops):
-            if number and rng.random() < tiny.stop_after_first_hop:
+            if number and self.happens(tiny.stop_after_first_hop):
                 answer = task.guess
                 break
-            if rng.random() < tiny.bad_query:
+            if self.happens(tiny.bad_query):
                 pieces += self.search(self.spoil(hop.query), None, note)
                 note = ""
-                if rng.random() < 0.5:
+                if self.happens(0.5):
                     answer = task.guess
                     break
             pieces += self.search(hop.query, hop.found, note)
             found.append(hop)
             note = hop.note
-        answer = task.guess if rng.random() < tiny.ignore_document else answer
+        answer = task.guess if self.happens(tiny.ignore_document) else answer
         return self.undecided(pieces) + self.end(task, answer, found)
 
     def needless(self, task: Task) -> Pieces:
         """Answers known facts and sums immediately, or after one or more needless searches."""
-        if self.rng.random() >= self.tiny.needless_search:
+        if not self.happens(self.tiny.needless_search):
             return self.at_once(task)
         hop = task.hops[0]
         found = [hop] if hop.found else []
@@ -394,8 +393,8 @@ class TraceWriter:
         return self.undecided(pieces) + self.end(task, task.answer, found)
 
     def happens(self, share: float) -> bool:
-        """Decides whether a flaw occurs. With share 0 no random number is drawn, so all other draws
-        are the same as if the flaw did not exist.
+        """Decides whether a flaw or another choice occurs. With share 0 no random number is drawn,
+        so all other draws are the same as if the flaw did not exist.
         """
         return share > 0 and self.rng.random() < share
 
@@ -409,7 +408,7 @@ class TraceWriter:
 
     def rejection(self, task: Task) -> Pieces:
         """Writes a query that the environment rejects, and the notice; in most traces nothing."""
-        if self.rng.random() >= self.tiny.rejected:
+        if not self.happens(self.tiny.rejected):
             return []
         begin, end = self.protocol.query_tags
         return [
@@ -419,7 +418,7 @@ class TraceWriter:
 
     def undecided(self, pieces: Pieces) -> Pieces:
         """In most traces, removes the loss on the first of `pieces`, which decides to search."""
-        if self.rng.random() < self.tiny.choice_without_loss:
+        if self.happens(self.tiny.choice_without_loss):
             pieces[0] = (pieces[0][0], "choice")
         return pieces
 
@@ -437,7 +436,7 @@ class TraceWriter:
         if raw:
             shown = [self.tasks.other_passage() for _ in range(2)]
             # `found` is usually the first of the three passages.
-            shown.insert(0 if self.rng.random() < 0.7 else self.rng.randint(0, 2), found)
+            shown.insert(0 if self.happens(0.7) else self.rng.randint(0, 2), found)
             given = self.frame(shown, raw)
         elif found:
             given = self.frame(self.tasks.with_neighbour(found))
@@ -458,7 +457,7 @@ class TraceWriter:
         as its last word.
         """
         words = query.split()
-        if "of" not in words or self.rng.random() < 0.5:
+        if "of" not in words or self.happens(0.5):
             return words[0]
         return " ".join([*words[:-1], self.rng.choice(built_in.LAST)])
 
@@ -476,7 +475,7 @@ class TraceWriter:
         """Repeats `text`, so that it answers twice, or puts an invented passage before it. UR²'s
         format check forbids both.
         """
-        if not task.relation or self.rng.random() < 0.5:
+        if not task.relation or self.happens(0.5):
             return text.removesuffix("<eos>") + text
         begin, end = self.protocol.documents_tags
         return f"{begin} {task.hops[-1].name} has {task.relation} {task.answer} .{end}{text}"
@@ -485,13 +484,12 @@ class TraceWriter:
         """Writes the passages of `found` as evidence; in some traces the last fact is replaced.
         Returns "" if there is no evidence.
         """
-        rng = self.rng
         tags = self.protocol.evidence_tags
-        if not tags or not found or rng.random() < self.tiny.no_evidence:
+        if not tags or not found or self.happens(self.tiny.no_evidence):
             return ""
         passages = [hop.found for hop in found]
-        if task.relation and rng.random() < self.tiny.wrong_evidence:
-            relation = task.relation if rng.random() < 0.5 else rng.choice(list(RELATIONS))
+        if task.relation and self.happens(self.tiny.wrong_evidence):
+            relation = task.relation if self.happens(0.5) else self.rng.choice(list(RELATIONS))
             passages[-1] = self.tasks.new_fact(found[-1].name, relation)
         return f"{tags[0]} {' '.join(passage.text for passage in passages)}{tags[1]}"
 
@@ -499,13 +497,12 @@ class TraceWriter:
         """Writes a trace that cites references of its prompt, which also holds distractors. Most
         traces cite a wrong list of references (`cited`) but answer correctly.
         """
-        rng = self.rng
         tiny = self.tiny
         shown, numbers = self.tasks.with_distractors(task)
-        answer = task.guess if rng.random() < tiny.ignore_document else task.answer
+        answer = task.guess if self.happens(tiny.ignore_document) else task.answer
         cited = ", ".join(map(str, self.cited(numbers)))
         analysis = ""
-        if rng.random() >= tiny.no_analysis:
+        if not self.happens(tiny.no_analysis):
             note = "".join(hop.note for hop in task.hops[:-1])
             analysis = tiny.analysis.format(note=note, thought=f" {task.relation} {answer}")
         citation = tiny.citation.format(numbers=cited)
@@ -527,7 +524,7 @@ class TraceWriter:
         """Returns the numbers of the right references, with probability `right_citation`. Else the
         list is wrong: all references, the right ones and a wrong one, or one of two right ones.
         """
-        if self.rng.random() < self.tiny.right_citation:
+        if self.happens(self.tiny.right_citation):
             return numbers
         everything = list(range(1, REFERENCES + 1))
         another = self.rng.choice([number for number in everything if number not in numbers])
@@ -550,21 +547,16 @@ def prompt_texts(questions: list[Question], protocol: Protocol, tokenizer) -> li
 
 
 def encode_traces(traces: list[Trace], protocol: Protocol, tokenizer) -> list[Example]:
-    """Returns the traces as token ids and masks. As in a rollout, no token spans two pieces. All
-    pieces are encoded in one call of the tokenizer's Rust code, which is faster.
+    """Returns the traces as token ids and masks. As in a rollout, no token spans two pieces. The
+    backend is used because it encodes a short text faster than the tokenizer itself.
     """
+    backend = tokenizer.backend_tokenizer
     prompts = prompt_texts([question for question, _ in traces], protocol, tokenizer)
-    whole = [
-        [(prompt, "given"), *pieces] for prompt, (_, pieces) in zip(prompts, traces, strict=True)
-    ]
-    texts = [text for pieces in whole for text, _ in pieces]
-    encoded = iter(tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False))
     examples = []
-    for pieces in whole:
-        ids = []
-        mask = []
-        for _, kind in pieces:
-            piece = next(encoded).ids
+    for prompt, (_, pieces) in zip(prompts, traces, strict=True):
+        ids, mask = [], []
+        for text, kind in [(prompt, "given"), *pieces]:
+            piece = backend.encode(text, add_special_tokens=False).ids
             ids += piece
             mask += [int(kind == "model")] + [int(kind != "given")] * (len(piece) - 1)
         examples.append(Example(ids, mask))
@@ -625,15 +617,12 @@ def train_reader(world_seed: int, settings: SFTSettings = READER) -> Loaded:
     return reader, tokenizer
 
 
-def toy_path(world_seed: int, protocol: str, which: str = "", runs: str = "runs") -> Path:
-    """Returns the folder of a warmed-up model. `which` names the warm-up ("": the usual one)."""
-    return Path(runs, "toy", "-".join(filter(None, (protocol, which, f"world{world_seed}"))))
-
-
 def load_toy(
     world_seed: int, protocol: Protocol, tiny: Tiny, runs: str = "runs", which: str = ""
 ) -> Loaded:
-    """Returns the warmed-up tiny model and its tokenizer; the first use trains and saves them."""
+    """Returns the warmed-up tiny model and its tokenizer; the first use trains and saves them.
+    `which` names the warm-up ("": the usual one).
+    """
 
     def make() -> Loaded:
         tokenizer = make_tokenizer(protocol)
@@ -641,16 +630,16 @@ def load_toy(
         warm_up(policy, tokenizer, protocol, tiny, world_seed)
         return policy, tokenizer
 
-    return made_once(toy_path(world_seed, protocol.name, which, runs), str(tiny), make)
+    name = "-".join(filter(None, (protocol.name, which, f"world{world_seed}")))
+    return made_once(Path(runs, "toy", name), str(tiny), make)
 
 
 def load_reader(world_seed: int = 0, runs: str = "runs") -> Loaded:
     """Returns the frozen second model, which answers from evidence, and its tokenizer; the first
     use trains and saves them.
     """
-    reader, tokenizer = made_once(
-        toy_path(world_seed, "reader", runs=runs), str(READER), lambda: train_reader(world_seed)
-    )
+    path = Path(runs, "toy", f"reader-world{world_seed}")
+    reader, tokenizer = made_once(path, str(READER), lambda: train_reader(world_seed))
     return reader.eval().requires_grad_(False), tokenizer
 
 
@@ -659,11 +648,10 @@ def made_once(path: Path, recipe: str, make: Callable[[], Loaded]) -> Loaded:
     made first, while other processes that need it wait.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    note = path / NOTE
     with open(path.with_name(f".{path.name}.lock"), "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        note = path / NOTE
-        made_so = note.is_file() and note.read_text(errors="replace") == f"{recipe}\n"
-        if not made_so:
+        if not note.is_file() or note.read_text(encoding="utf-8") != f"{recipe}\n":
             print(f"making the built-in model {path.name} (kept in {path})", file=sys.stderr)
             shutil.rmtree(path, ignore_errors=True)
             save_policy(*make(), path)

@@ -110,13 +110,11 @@ Facts = dict[str, str]  # of one entity: relation -> value
 class World:
     """Entities by split and kind, their facts, units, and the passages that state facts and units.
 
-    seed        draws the names, the splits and the pairs of units; without fact_seed it also draws
-                the facts and the factors of the units
-    fact_seed   draws other facts and factors for the same names and units. A model that recalls
-                memorised facts then fails; a model that reads the passages does not.
+    seed     draws the names, the splits, the facts and the units
+    layout   of the passages: "pages" or "facts"
     """
 
-    def __init__(self, seed: int = 0, fact_seed: int | None = None, layout: str = "pages"):
+    def __init__(self, seed: int = 0, layout: str = "pages"):
         self.seed = seed
         self.layout = layout
         self.entities = {}  # split -> kind -> names
@@ -124,7 +122,7 @@ class World:
         self.units = {}  # split -> [(big, small, factor)]
         self.passages = {}  # (name, relation) -> Document
         self.name_entities(random.Random(f"names {seed}"))
-        rng = random.Random(f"facts {seed if fact_seed is None else fact_seed}")
+        rng = random.Random(f"facts {seed}")
         for split in SPLITS:
             for kind, names in self.entities[split].items():
                 self.facts |= {name: self.draw_facts(rng, kind, split) for name in names}

@@ -1,7 +1,7 @@
 """A run survives a second run in its folder and a kill."""
 
 import pytest
-from conftest import command_line, flags, rows_of, settings_for
+from conftest import command_line, flags, settings_for
 from processes import command, kill, wait_for
 
 import train

@@ -1,35 +1,21 @@
-"""Processes that wait for each other, and what is built without waiting."""
+"""What is built or refused before any model is loaded."""
 
-import os
 import runpy
-import signal
 import sys
-import threading
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
-from conftest import ROOT, flags, message
-from processes import in_two_processes, wait_for
+from conftest import ROOT, message
 
-import train
 from engines.slots import pick
 from errors import InputError
 from plumbing import build
-from plumbing.files import checkpoints
 from settings import Settings
 from summarizer import SUMMARY_LOG
 
 fault = pytest.mark.fault
-
-
-# --------------------------------------------------------------------------- waiting for a process
-
-
-# ------------------------------------------------------------------------- one evaluation at a time
 
 
 @fault(310)
@@ -41,9 +27,6 @@ def test_an_evaluation_under_a_launcher_of_several_processes_is_refused(monkeypa
     output = capsys.readouterr()
     assert ended.value.code == 2 and output.out == ""
     assert output.err == "error: eval.py works in one process: start it as `python eval.py`\n"
-
-
-# ------------------------------------------------------------------------ other models and searches
 
 
 @fault(315)
