@@ -18,7 +18,7 @@ from pathlib import Path
 
 from data import dataset_names, load_datasets, named_files
 from errors import InputError
-from formats.records import convert_records, read_records, short, write_records
+from formats.records import read_records, short, write_records
 from metrics import score_answer, summary_scores
 from other_models.judge import Judge, add_verdicts
 from other_models.reader import add_reader
@@ -27,7 +27,7 @@ from settings import Settings
 
 
 # -------------------------------------------------------------------------------- the three layouts
-def our_record(record: dict, number: int, place: str) -> dict:
+def our_record(record: dict, number: int) -> dict:
     """Converts a record of one of the three layouts to our fields; its other fields are kept."""
     fields = {"id": str(record.get("id", number))}
     output = record.get("output")
@@ -65,8 +65,7 @@ def check_record(record: dict) -> None:
 
 
 def read_predictions(path: str | Path, skip_bad: bool = False) -> list[dict]:
-    path = Path(path)
-    return list(convert_records(path, read_records(path), our_record, skip_bad))
+    return read_records(Path(path), our_record, skip_bad)
 
 
 # ------------------------------------------------------------------------------------------- scores

@@ -162,7 +162,7 @@ WITH_REFERENCES = GOOD | {"references": [{"id": "1", "title": "t", "text": "x"}]
             [WITH_REFERENCES, GOOD | {"question": 5}],
             "line 2: field 'question': expected str, found 5",
         ),
-        ([GOOD], "have no references"),
+        ([GOOD], "the corpus is empty"),
         ([WITH_REFERENCES | {"question": "ada " * 400}], "question 1: its prompt has"),
         ([], "data.jsonl: no record to use"),
     ],
