@@ -70,7 +70,7 @@ def rows_of(path: Path) -> Iterator[bytes | dict]:
 
 
 def titled(passage: str) -> tuple[str, str]:
-    """Returns (title, text): '"Ana"\\nborn' -> ("Ana", "born"); without a line break all is text."""
+    """Returns (title, text): '"Ana"\\nborn' -> ("Ana", "born"); one line is all text."""
     title, separator, text = passage.partition("\n")
     if not separator:
         return "", passage
