@@ -84,9 +84,8 @@ def medqa(r: dict) -> dict:
 
 def math(r: dict) -> dict:
     """MATH, MATH-500 and Minerva: the answer is a field, or the last \\boxed of `solution`."""
-    question = r["problem"] if "problem" in r else r["question"]
-    answer = r["answer"] if "answer" in r else last_boxed(r["solution"])
-    return {"task": "math", "question": question, "answers": [answer]}
+    answer = r.get("answer") or last_boxed(r["solution"])
+    return {"task": "math", "question": r.get("problem") or r["question"], "answers": [answer]}
 
 
 def gsm8k(r: dict) -> dict:
@@ -116,9 +115,18 @@ def verl(r: dict) -> dict:
     }
 
 
-KINDS = {"hotpotqa": hotpotqa, "2wiki": two_wiki, "musique": musique, "mmlu_pro": mmlu_pro}
-KINDS |= {"medqa": medqa, "math": math, "gsm8k": gsm8k, "ur2": ur2, "r1_searcher": ur2}
-KINDS |= {"verl": verl}
+KINDS = {
+    "hotpotqa": hotpotqa,
+    "2wiki": two_wiki,
+    "musique": musique,
+    "mmlu_pro": mmlu_pro,
+    "medqa": medqa,
+    "math": math,
+    "gsm8k": gsm8k,
+    "ur2": ur2,
+    "r1_searcher": ur2,
+    "verl": verl,
+}
 ID_FIELDS = ("id", "_id", "idx", "question_id", "unique_id")
 
 

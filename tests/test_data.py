@@ -27,11 +27,11 @@ FLASHRAG = {"id": "test_0", "question": "Who?", "golden_answers": ["Ana", "Ana B
 @pytest.fixture
 def write(tmp_path):
     def write(*records, name="questions.jsonl"):
-        """Writes the records as JSON lines (str and bytes unchanged) and returns the path."""
-        texts = [r if isinstance(r, str | bytes) else json.dumps(r) for r in records]
+        """Writes the records as JSON lines (bytes unchanged) and returns the path."""
         path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"\n".join(t if isinstance(t, bytes) else t.encode() for t in texts))
+        path.parent.mkdir(exist_ok=True)
+        lines = [r if isinstance(r, bytes) else json.dumps(r).encode() for r in records]
+        path.write_bytes(b"\n".join(lines))
         return path
 
     return write
@@ -80,30 +80,30 @@ def test_gzipped_files_are_read_and_a_broken_one_is_an_error(tmp_path):
         load_questions(path)
 
 
-def test_a_json_list_is_read_like_json_lines(write, one):
-    path = write(json.dumps([OWN, OWN | {"id": "q2"}], indent=1), name="dev.json")
+def test_a_json_list_is_read_like_json_lines(write):
+    path = write(json.dumps([OWN, OWN | {"id": "q2"}], indent=1).encode(), name="dev.json")
     assert [q.id for q in load_questions(path)] == ["q1", "q2"]
 
 
 def test_blank_lines_a_byte_order_mark_and_line_separators_in_texts_are_read(write):
     first, second = b"\xef\xbb\xbf" + json.dumps(OWN).encode(), {"question": "a\u2028b"}
-    second = json.dumps(second | {"answers": ["x"]}, ensure_ascii=False) + "\r"
-    questions = load_questions(write(first, "", second, ""))
+    second = json.dumps(second | {"answers": ["x"]}, ensure_ascii=False).encode() + b"\r"
+    questions = load_questions(write(first, b"", second, b""))
     assert [q.question for q in questions] == ["Who?", "a\u2028b"]
     assert questions[1].id == "3"  # a record without an id gets its line number
 
 
 @pytest.mark.fault(224)
 def test_half_a_character_is_read_as_a_question_mark(one):
-    question = one(r'{"id": "q", "question": "\ud83d\ude00 \ud83d", "answers": ["a\ud83d"]}')
+    question = one({"id": "q", "question": "😀 \ud83d", "answers": ["a\ud83d"]})
     assert (question.question, question.answers) == ("😀 ?", ["a?"])
 
 
 # ---------------------------------------------------------------------------- bad question files
 Q2 = OWN | {"id": "q2"}
 BAD_SECOND_LINES = [
-    ('{"id": "q2", "question"', "Expecting ':' delimiter"),
-    ("[1]", "expected an object {...}, found [1]"),
+    (b'{"id": "q2", "question"', "Expecting ':' delimiter"),
+    (b"[1]", "expected an object {...}, found [1]"),
     (Q2 | {"question": ["Who?"]}, "field 'question': expected str, found ['Who?']"),
     (Q2 | {"answers": ["Ana", ""]}, "field 'answers': expected texts that are not blank"),
     ({"question": "Who?", "answer": "Ana"}, "field 'answers' is missing or empty: convert.py"),
@@ -115,7 +115,7 @@ BAD_SECOND_LINES = [
     (Q2 | {"decomposition": [{}]}, "field 'query' is missing"),
     (OWN, "field 'id': an earlier record has the id 'q1' too"),
     of_fault(225, b'{"id": "q2", "question": "caf\xe9", "answers": ["a"]}', "'utf-8' codec"),
-    of_fault(230, '{"id": NaN, "question": "Who?", "answers": ["a"]}', "field 'id'"),
+    of_fault(230, b'{"id": NaN, "question": "Who?", "answers": ["a"]}', "field 'id'"),
 ]
 
 
@@ -132,11 +132,11 @@ def test_the_error_of_a_malformed_record_names_file_line_and_field(write, capsys
 @pytest.mark.fault(228)
 @pytest.mark.parametrize("load", [load_questions, load_corpus])
 def test_a_missing_file_and_a_file_without_records_are_errors(write, tmp_path, load):
-    for content in (" \n\n", "[]"):
+    for content in (b" \n\n", b"[]"):
         assert "no record to use" in message(load, write(content))
     with pytest.raises(FileNotFoundError, match="nowhere"):
         load(tmp_path / "nowhere.jsonl")
-    assert "no record to use" in message(load, write("{x"), skip_bad=True)
+    assert "no record to use" in message(load, write(b"{x"), skip_bad=True)
 
 
 @pytest.mark.parametrize(
