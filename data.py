@@ -284,9 +284,8 @@ def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> dict[str, list
     several files gets the file's name as a prefix. "FILE:N" draws N questions with the seed: ARENA
     (appendix C), for example, has 10,000 of HotpotQA, 10,000 of 2Wiki and 5,000 of MuSiQue.
     """
-    files = named_files(path)
     datasets = {}
-    for file, name in zip(files, dataset_names(files), strict=True):
+    for name, file in named_files(path).items():
         place, _, count = str(file).partition(":")
         questions = load_all(place, question_of, skip_bad)
         datasets[name] = draw_some(questions, int(count or 0), f"{seed} {name}")
@@ -297,14 +296,13 @@ def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> dict[str, list
     }
 
 
-def named_files(path: str | Path) -> list[Path]:
-    return [Path(name.strip()) for name in str(path).split(",")]
-
-
-def dataset_names(files: list[Path]) -> list[str]:
-    """Names each file by its stem ("test"), or all by their paths if two have the same stem."""
-    stems = [file.name.partition(".")[0] for file in files]
-    return stems if len({*stems}) == len(stems) else [str(file) for file in files]
+def named_files(path: str | Path) -> dict[str, Path]:
+    """Splits comma-separated files. Each is named by its stem ("test"), or all by their paths if
+    two have the same stem.
+    """
+    files = [Path(name.strip()) for name in str(path).split(",")]
+    by_stem = {file.name.partition(".")[0]: file for file in files}
+    return by_stem if len(by_stem) == len(files) else {str(file): file for file in files}
 
 
 def draw_some(questions: list[Question], count: int, seed: str) -> list[Question]:

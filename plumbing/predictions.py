@@ -16,7 +16,7 @@ ids. Trap: papers treat punctuation differently (metrics.py).
 import sys
 from pathlib import Path
 
-from data import dataset_names, load_datasets, named_files
+from data import load_datasets, named_files
 from errors import InputError
 from formats.records import read_records, short, write_records
 from metrics import score_answer, summary_scores
@@ -95,7 +95,7 @@ def score_files(paths: str, settings: Settings, punctuation: str = "") -> list[d
     if settings.data:
         datasets = load_datasets(settings.data, settings.skip_bad, settings.seed)
     records = []
-    for path, name in zip(files, dataset_names(files), strict=True):
+    for name, path in files.items():
         own = read_predictions(path, settings.skip_bad)
         if datasets:
             own = with_questions(path, own, datasets)

@@ -59,7 +59,6 @@ def test_without_retrieval_no_question_may_search_and_data_alone_gives_no_corpus
 @pytest.mark.parametrize(
     "protocol, fields, fragment",
     [
-        ("arena", {}, "has no references"),
         ("arena", {"references": REFERENCES, "task": "summary"}, "needs --variant summaries"),
         ("arena_summary", {"references": REFERENCES}, "is of task qa"),
     ],
@@ -67,8 +66,6 @@ def test_without_retrieval_no_question_may_search_and_data_alone_gives_no_corpus
 def test_a_question_that_arenas_prompt_cannot_show_is_a_one_line_error(protocol, fields, fragment):
     arguments = [Question("q", "?", ["a"], **fields)], Settings(protocol=protocol)
     assert re.search(f"question q .*{fragment}", message(questions_file.as_asked, *arguments))
-    # Other protocols need no references.
-    assert questions_file.as_asked([Question("q", "?", ["a"])], Settings())
 
 
 def test_held_out_questions_are_drawn_by_the_seed_and_not_trained_on():

@@ -8,7 +8,6 @@ import pytest
 from data import Document, Question
 from errors import InputError
 from flags import parse, resolve
-from other_models.judge import Judge, add_verdicts
 from other_models.reader import add_reader
 from plumbing import build
 from rewards import compute_rewards, example
@@ -200,15 +199,6 @@ def test_the_reader_s_scores_are_added_beside_the_policy_s():
     scores = [(r["metrics"]["reader_em"], r["metrics"]["reader_f1"]) for r in read]
     assert scores == [(0, pytest.approx(2 / 3)), (0, 0)]
     assert [r["metrics"]["em"] for r in read] == [0, 1]
-
-
-def test_an_unreadable_verdict_is_none():
-    replies = {"Norland": "The same.\nyes", "Sudria": "no", "Kelmouth": "Hard to say."}
-    judge = Judge(Model(lambda text: replies[text.rpartition("answer: ")[2]]))
-    records = add_verdicts([record(answer) for answer in (*replies, "")], judge)
-    # An empty answer is wrong without asking the judge.
-    assert [r["metrics"]["judged"] for r in records] == [1, 0, None, 0]
-    assert (judge.asked, judge.unreadable) == (3, 1)
 
 
 def test_searches_and_their_tokens_are_counted():
