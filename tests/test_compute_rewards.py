@@ -24,9 +24,10 @@ class Model:
     failures, instruction = 0, ""
 
     def __init__(self, answer):
-        self.answer, self.batches = answer, []
+        self.answer, self.batches, self.requests = answer, [], []
 
     def ask(self, requests):
+        self.requests += requests
         texts = [text for _, text, *_ in requests]
         self.batches += [texts] if texts else []
         return [self.answer(text) for text in texts]
