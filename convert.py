@@ -13,8 +13,7 @@ from pathlib import Path
 
 from data import question_of
 from errors import FlagParser, run_main
-from formats.fields import id_of
-from formats.records import convert_records, read_records, write_records
+from formats.records import read_records, write_records
 from metrics import last_boxed
 
 
@@ -85,9 +84,8 @@ def medqa(r: dict) -> dict:
 
 def math(r: dict) -> dict:
     """MATH, MATH-500 and Minerva: the answer is a field, or the last \\boxed of `solution`."""
-    question = r["problem"] if "problem" in r else r["question"]
-    answer = r["answer"] if "answer" in r else last_boxed(r["solution"])
-    return {"task": "math", "question": question, "answers": [answer]}
+    answer = r.get("answer") or last_boxed(r["solution"])
+    return {"task": "math", "question": r.get("problem") or r["question"], "answers": [answer]}
 
 
 def gsm8k(r: dict) -> dict:
@@ -96,11 +94,8 @@ def gsm8k(r: dict) -> dict:
 
 
 def ur2(r: dict) -> dict:
-    """The files of UR² and of R1-Searcher. One of the latter has the answers of rollouts, which
-    `lab.difficulty --from_rollouts` scores.
-    """
-    task = "math" if r.get("source") == "math" else "qa"
-    return {"task": task, "predictions": r.get("pred_anses")}
+    """The files of UR² and of R1-Searcher."""
+    return {"task": "math" if r.get("source") == "math" else "qa"}
 
 
 def verl(r: dict) -> dict:
@@ -120,20 +115,32 @@ def verl(r: dict) -> dict:
     }
 
 
-KINDS = {"hotpotqa": hotpotqa, "2wiki": two_wiki, "musique": musique, "mmlu_pro": mmlu_pro}
-KINDS |= {"medqa": medqa, "math": math, "gsm8k": gsm8k, "ur2": ur2, "r1_searcher": ur2}
-KINDS |= {"verl": verl}
+KINDS = {
+    "hotpotqa": hotpotqa,
+    "2wiki": two_wiki,
+    "musique": musique,
+    "mmlu_pro": mmlu_pro,
+    "medqa": medqa,
+    "math": math,
+    "gsm8k": gsm8k,
+    "ur2": ur2,
+    "r1_searcher": ur2,
+    "verl": verl,
+}
+ID_FIELDS = ("id", "_id", "idx", "question_id", "unique_id")
 
 
 def convert(kind: str, path: Path, skip_bad: bool = False) -> list[dict]:
-    def converted(record: dict, number: int, place: str) -> dict:
-        common = {name: record[name] for name in ("question", "source", "level") if name in record}
-        common |= {"id": id_of(record, number), "answers": [record.get("answer")]}
-        fields = {name: x for name, x in (common | KINDS[kind](record)).items() if x is not None}
+    def converted(record: dict, number: int) -> dict:
+        ids = [record[name] for name in ID_FIELDS if name in record]
+        fields = {"id": str([*ids, number][0]), "answers": [record.get("answer")]}
+        known = ("question", "source", "level")
+        fields |= {name: record[name] for name in known if record.get(name) is not None}
+        fields |= KINDS[kind](record)
         question_of(fields, number)  # what training would reject is an error now
         return fields
 
-    return list(convert_records(path, read_records(path), converted, skip_bad))
+    return read_records(path, converted, skip_bad)
 
 
 def main() -> None:

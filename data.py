@@ -30,8 +30,7 @@ from itertools import chain
 from pathlib import Path
 
 from errors import InputError
-from formats.fields import field, gold_answers, id_of, task_of
-from formats.records import convert_records, read_records, short, titled
+from formats.records import read_records, short, titled
 from formats.text_folder import is_text, read_texts
 
 
@@ -177,22 +176,52 @@ def control_tokens(tokenizer) -> dict[int, str]:
 
 
 # ------------------------------------------------------------------------------------- records
+TASKS = ("qa", "math", "choice", "summary")
+
+
+def field(record: dict, name: str, kind: type = str, default=None):
+    """Returns record[name], which must be of type `kind`. If it is missing or blank, returns
+    `default`, or raises an InputError if there is no default.
+    """
+    value = record.get(name)
+    if value is None or (isinstance(value, str) and not value.strip()):
+        value = default
+    if value is None:
+        raise InputError(f"field {name!r} is missing or empty")
+    if not isinstance(value, kind):
+        raise InputError(f"field {name!r}: expected {kind.__name__}, found {short(value)}")
+    return value
+
+
+def id_of(record: dict, number: int | None = None) -> str:
+    """Returns the id; `number`, the record's place in the file, is the id of one without."""
+    value = record.get("id", number)
+    if type(value) not in (int, str) or value == "":
+        raise InputError(f"field 'id': expected a text or a whole number, found {short(value)}")
+    return str(value)
+
+
 def question_of(record: dict, number: int) -> Question:
     """Reads our fields, which are those of Question, except that `hops` is `decomposition`; or
     FlashRAG's. A record without an id gets its number in the file.
     """
     answers = "golden_answers" if "golden_answers" in record else "answers"
-    if answers not in record:
+    if not record.get(answers):
         raise InputError(
-            "field 'answers' is missing: convert.py makes our layout of other data sets' files"
+            f"field {answers!r} is missing or empty: convert.py makes our layout of other data "
+            "sets' files"
         )
+    golds = field(record, answers, list)
+    # cover-EM finds "" in every prediction
+    if not all(isinstance(gold, str) and gold.strip() for gold in golds):
+        raise InputError(f"field {answers!r}: expected texts that are not blank")
     documents = enumerate(field(record, "references", list, []), 1)
     steps = field(record, "decomposition", list, [])
     question = Question(
         id=id_of(record, number),
         question=field(record, "question"),
-        answers=[*map(clean, gold_answers(record, answers))],
-        task=task_of(record),
+        answers=[*map(clean, golds)],
+        task=field(record, "task", str, "qa"),
         options=tuple(map(clean, field(record, "options", list, []))),
         references=tuple(document_of(document, place) for place, document in documents),
         supporting=tuple(field(record, "supporting", list, [])),
@@ -206,7 +235,9 @@ def question_of(record: dict, number: int) -> Question:
 
 
 def check(question: Question) -> None:
-    """Checks what several fields say together."""
+    """Checks what the types of the fields do not say."""
+    if question.task not in TASKS:
+        raise InputError(f"field 'task': {short(question.task)} is none of {', '.join(TASKS)}")
     count = len(question.references)
     if not all(number in range(1, count + 1) for number in question.supporting):
         raise InputError(f"field 'supporting': expected numbers from 1 to {count}, the references")
@@ -233,14 +264,14 @@ def load_all(path: str | Path, make: Callable, skip_bad: bool = False) -> list:
     """
     seen = set()
 
-    def made(record: dict, number: int, place: str):
+    def made(record: dict, number: int):
         item, name = make(record, number), id_of(record, number)
         if name in seen:
             raise InputError(f"field 'id': an earlier record has the id {short(name)} too")
         seen.add(name)
         return item
 
-    return list(convert_records(path, read_records(Path(path)), made, skip_bad))
+    return read_records(Path(path), made, skip_bad)
 
 
 def load_questions(path: str | Path, skip_bad: bool = False, seed=0) -> list[Question]:
@@ -253,9 +284,8 @@ def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> dict[str, list
     several files gets the file's name as a prefix. "FILE:N" draws N questions with the seed: ARENA
     (appendix C), for example, has 10,000 of HotpotQA, 10,000 of 2Wiki and 5,000 of MuSiQue.
     """
-    files = named_files(path)
     datasets = {}
-    for file, name in zip(files, dataset_names(files), strict=True):
+    for name, file in named_files(path).items():
         place, _, count = str(file).partition(":")
         questions = load_all(place, question_of, skip_bad)
         datasets[name] = draw_some(questions, int(count or 0), f"{seed} {name}")
@@ -266,15 +296,13 @@ def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> dict[str, list
     }
 
 
-def named_files(path: str | Path) -> list[Path]:
-    return [Path(name.strip()) for name in str(path).split(",")]
-
-
-def dataset_names(files: list[Path]) -> list[str]:
-    """Names each file by its stem ("test"), or by its path if two have the same stem."""
-    stems = [file.name.partition(".")[0] for file in files]
-    pairs = zip(stems, files, strict=True)
-    return [stem if stems.count(stem) == 1 else str(file) for stem, file in pairs]
+def named_files(path: str | Path) -> dict[str, Path]:
+    """Splits comma-separated files. Each is named by its stem ("test"), or all by their paths if
+    two have the same stem.
+    """
+    files = [Path(name.strip()) for name in str(path).split(",")]
+    by_stem = {file.name.partition(".")[0]: file for file in files}
+    return by_stem if len(by_stem) == len(files) else {str(file): file for file in files}
 
 
 def draw_some(questions: list[Question], count: int, seed: str) -> list[Question]:
@@ -283,17 +311,6 @@ def draw_some(questions: list[Question], count: int, seed: str) -> list[Question
         return questions
     rows = random.Random(seed).sample(range(len(questions)), count)
     return [questions[row] for row in sorted(rows)]
-
-
-def load_attempts(path: str | Path, skip_bad: bool = False) -> list[tuple[Question, list[str]]]:
-    """Loads questions with the answers of a model's rollouts, the field `predictions`; convert.py
-    writes it for R1-Searcher's published ones. An answer "" means none.
-    """
-
-    def attempts_of(record: dict, number: int) -> tuple[Question, list[str]]:
-        return question_of(record, number), field(record, "predictions", list)
-
-    return load_all(path, attempts_of, skip_bad)
 
 
 BUCKETS = ("hard", "medium", "easy", "dropped")
@@ -317,12 +334,8 @@ def load_difficulty(path: str | Path) -> list[dict]:
 
 def load_corpus(path: str | Path, skip_bad: bool = False) -> list[Document]:
     """Loads documents from a file of records, a text or a folder of texts."""
-    path = Path(path)
-    if is_text(path):
-        documents = [Document(*passage) for passage in read_texts(path)]
-        if not documents:
-            raise InputError(f"{path}: no words in a .txt or .md file: name a folder of texts")
-        return documents
+    if is_text(Path(path)):
+        return [Document(*passage) for passage in read_texts(Path(path))]
     return load_all(path, document_of, skip_bad)
 
 
@@ -332,10 +345,7 @@ def corpus_from_questions(questions: list[Question]) -> list[Document]:
     """
     references = chain.from_iterable(question.references for question in questions)
     texts = dict.fromkeys((document.title, document.text) for document in references)
-    documents = [Document(str(n), *text) for n, text in enumerate(texts, 1) if text[1]]
-    if not documents:
-        raise InputError("these questions have no references: name a corpus file, not from-data")
-    return documents
+    return [Document(str(n), *text) for n, text in enumerate(texts, 1) if text[1]]
 
 
 if __name__ == "__main__":

@@ -22,34 +22,56 @@ from pathlib import Path
 from errors import InputError
 
 
-def read_records(path: Path) -> Iterator[tuple[int, str, object]]:
-    """Yields (number, "line 3" or "record 3", line or record); `convert_records` parses lines."""
+def read_records(path: Path, convert: Callable, skip_bad: bool = False) -> list:
+    """Returns convert(record, number) for each record of a file. `number` counts the lines, blank
+    ones too, or the records of a list. Raises an InputError at a bad record; with `skip_bad` bad
+    records are skipped, and a line on stderr says how many. If there is no good record, it always
+    raises an InputError.
+    """
+    converted, faults = [], []
+    for number, record in enumerate(rows_of(path), 1):
+        place = f"record {number}"
+        try:
+            if isinstance(record, bytes):
+                if not record.strip():
+                    continue
+                place = f"line {number}"
+                record = json.loads(record)
+            if not isinstance(record, dict):
+                raise InputError(f"expected an object {{...}}, found {short(record)}")
+            converted.append(convert(record, number))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            reason = f"field {error} is missing" if isinstance(error, KeyError) else error
+            faults.append(f"{path}, {place}: {reason}")
+            if not skip_bad:
+                advice = "correct or delete it, or leave it out with --skip_bad"
+                raise InputError(f"{faults[0]}: {advice}") from None
+    first = f"; the first: {faults[0]}" if faults else ""
+    if not converted:
+        raise InputError(f"{path}: no record to use: name another file{first}")
+    if faults:
+        total = len(faults) + len(converted)
+        print(f"{path}: {len(faults)} of {total} records skipped{first}", file=sys.stderr)
+    return converted
+
+
+def rows_of(path: Path) -> Iterator[bytes | dict]:
+    """Yields the lines of a file as bytes, or the records of a JSON list or a parquet file."""
     if path.suffix == ".parquet":
-        yield from numbered("record", read_parquet(path))
+        from pyarrow.parquet import ParquetFile  # optional: the extra "data"
+
+        for batch in ParquetFile(path).iter_batches():
+            yield from batch.to_pylist()
         return
     with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
         # "[" begins a file that is one list; utf-8-sig removes a byte-order mark.
-        if file.peek(1).decode("utf-8-sig", "replace").lstrip().startswith("["):
-            yield from numbered("record", json.load(file))
-        else:
-            yield from (found for found in numbered("line", file) if found[2].strip())
+        listed = file.peek(1).decode("utf-8-sig", "replace").lstrip().startswith("[")
+        yield from json.load(file) if listed else file
 
 
-def numbered(word: str, values: Iterable) -> Iterator[tuple[int, str, object]]:
-    for number, value in enumerate(values, 1):
-        yield number, f"{word} {number}", value
-
-
-def read_parquet(path: Path) -> Iterator[dict]:
-    from pyarrow.parquet import ParquetFile  # optional: the extra "data"
-
-    for batch in ParquetFile(path).iter_batches():
-        yield from batch.to_pylist()
-
-
-def titled(passage: str, mark: str = "\n") -> tuple[str, str]:
-    """Returns (title, text): '"Ana"\\nborn' -> ("Ana", "born"); without a mark all is text."""
-    title, separator, text = passage.partition(mark)
+def titled(passage: str) -> tuple[str, str]:
+    """Returns (title, text): '"Ana"\\nborn' -> ("Ana", "born"); one line is all text."""
+    title, separator, text = passage.partition("\n")
     if not separator:
         return "", passage
     return re.sub(r'^"(.*)"$', r"\1", title.strip()), text  # the title itself may contain quotes
@@ -58,39 +80,6 @@ def titled(passage: str, mark: str = "\n") -> tuple[str, str]:
 def short(value: object) -> str:
     """Returns at most 60 characters of a value, which may be long or nested, for a message."""
     return reprlib.repr(value)[:60]
-
-
-def convert_records(
-    path: Path, records: Iterable[tuple], convert: Callable, skip_bad: bool
-) -> Iterator:
-    """Yields convert(record, number, place) for each (number, place, line or record). Raises an
-    InputError at a bad record; with `skip_bad` bad records are skipped, and a line on stderr says
-    how many. If there is no good record, it always raises an InputError.
-    """
-    good = bad = 0
-    first = ""
-    for number, place, record in records:
-        try:
-            if isinstance(record, bytes):
-                record = json.loads(record)
-            if not isinstance(record, dict):
-                raise InputError(f"expected an object {{...}}, found {short(record)}")
-            converted = convert(record, number, place)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            reason = f"field {error} is missing" if isinstance(error, KeyError) else error
-            problem = f"{path}, {place}: {reason}"
-            if not skip_bad:
-                advice = "correct or delete it, or leave it out with --skip_bad"
-                raise InputError(f"{problem}: {advice}") from None
-            bad += 1
-            first = first or f"; the first: {problem}"
-        else:
-            good += 1
-            yield converted
-    if not good:
-        raise InputError(f"{path}: no record to use: name another file{first}")
-    if bad:
-        print(f"{path}: {bad} of {bad + good} records skipped{first}", file=sys.stderr)
 
 
 # ------------------------------------------------------------ files of a run

@@ -17,13 +17,16 @@ def is_text(path: Path) -> bool:
     return path.suffix in (".txt", ".md") or path.is_dir()
 
 
-def sections(file: Path) -> Iterator[tuple[str, str]]:
-    """Yields (title, text) of each section of a Markdown file; another file is one section."""
-    text = file.read_text(encoding="utf-8-sig")
-    first, *parts = HEADING.split(text) if file.suffix == ".md" else [text]
-    yield file.stem, first
-    for heading, section in zip(parts[::2], parts[1::2], strict=True):
-        yield f"{file.stem} > {heading.strip(' #')}", section
+def passages_of(file: Path) -> Iterator[tuple[str, str]]:
+    """Yields (title, passage) of a file. In Markdown every second part is a heading."""
+    title, text = file.stem, file.read_text(encoding="utf-8-sig")
+    for number, part in enumerate(HEADING.split(text) if file.suffix == ".md" else [text]):
+        if number % 2:
+            title = f"{file.stem} > {part.strip(' #')}"
+            continue
+        words = part.split()
+        for start in range(0, len(words), WORDS):
+            yield title, " ".join(words[start : start + WORDS])
 
 
 def read_texts(path: Path) -> Iterator[tuple[str, str, str]]:
@@ -31,11 +34,6 @@ def read_texts(path: Path) -> Iterator[tuple[str, str, str]]:
     for file in sorted(path.rglob("*.*")) if path.is_dir() else [path]:
         name = file.relative_to(path if path.is_dir() else path.parent).as_posix()
         hidden = "/." in f"/{name}"  # such as .git, or the packages of an environment
-        if hidden or not is_text(file) or not file.is_file():
-            continue
-        number = 0
-        for title, section in sections(file):
-            words = section.split()
-            for start in range(0, len(words), WORDS):
-                number += 1
-                yield f"{name}#{number}", title, " ".join(words[start : start + WORDS])
+        if is_text(file) and file.is_file() and not hidden:
+            for number, passage in enumerate(passages_of(file), 1):
+                yield f"{name}#{number}", *passage

@@ -1,10 +1,9 @@
 """Measures how hard each question is for a model before training (UR² appendix C.2).
 
-    score of a question     mean score of K rollouts (--samples), or of published rollouts
+    score of a question     mean score of K rollouts (--samples)
     line of the output      {"id", "scores", "score", "bucket"}, JSON, one per question
 
     python -m lab.difficulty --model DIR --data FILE --corpus FILE --out difficulty.jsonl
-    python -m lab.difficulty --from_rollouts FILE --out difficulty.jsonl     published rollouts
 
 --scheme chooses the rule for buckets: curriculum.py defines that of UR², `bucket_of_first_success`
 that of R1-Searcher. The flags for settings of a run are those of eval.py, with the same defaults,
@@ -17,13 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from curriculum import bucket_of_mean
-from data import BUCKETS, load_attempts
+from data import BUCKETS
 from errors import InputError, check_output, run_main
 from eval import Evaluation, Options, settings_of
 from flags import check_settings
 from formats.records import append_jsonl, keep_old
 from lab import parse_flags
-from metrics import score_answer
 from settings import setting
 from trajectory_metrics import mean
 
@@ -54,21 +52,11 @@ class DifficultySettings:
     metric: str = setting(
         "", "score of open answers (default: the scheme's)", one_of=("", "em", "f1", "cem")
     )
-    from_rollouts: str = setting("", "score all `predictions` of this file, without a model")
     questions: int = setting(
         0,
         "number of questions: per kind of the built-in world, or per file of --data; 0 = all",
         least=0,
     )
-
-
-def scores_of_answers(path: str, metric: str) -> dict[str, list]:
-    """Returns {id of a question: scores of its published answers}."""
-    scores = {}
-    for q, predictions in load_attempts(path):
-        graded = [score_answer(text, q.answers, q.task, q.options) for text in predictions]
-        scores[q.id] = [score[metric] for score in graded]
-    return scores
 
 
 def scores_of_model(given: dict, options: DifficultySettings, metric: str) -> dict[str, list]:
@@ -88,19 +76,13 @@ def main(arguments: list[str] | None = None) -> None:
     if options.scheme == "r1_searcher" and options.samples < 20:
         raise InputError(f"--samples {options.samples}: r1_searcher tells medium from hard by 20")
     bucket_of, metric = SCHEMES[options.scheme]
-    metric = options.metric or metric
-    if options.from_rollouts:
-        scores = scores_of_answers(options.from_rollouts, metric)
-    else:
-        scores = scores_of_model(given, options, metric)
+    lines = []
+    for name, scores in scores_of_model(given, options, options.metric or metric).items():
+        line = {"id": name, "scores": scores, "score": mean(scores), "bucket": bucket_of(scores)}
+        lines.append(line)
     keep_old(Path(options.out))
-    buckets = {name: bucket_of(row) for name, row in scores.items()}
-    lines = [
-        {"id": name, "scores": row, "score": mean(row), "bucket": buckets[name]}
-        for name, row in scores.items()
-    ]
     append_jsonl(Path(options.out), lines)
-    counts = Counter(buckets.values())
+    counts = Counter(line["bucket"] for line in lines)
     print(f"{len(lines)} questions:", ", ".join(f"{name} {counts[name]}" for name in BUCKETS))
     print(f"use: python train.py --difficulty {options.out}")
 

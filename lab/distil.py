@@ -145,11 +145,12 @@ def distil(method: str, s: DistilSettings) -> None:
     losses = train_sft(policy, batches.__getitem__, training, method)
     if not math.isfinite(sum(losses)):
         raise InputError(f"the loss was not finite: nothing was saved; lower --lr {s.lr:g}")
-    name = s.protocol if method == "traces" else "arena"
-    recipe = max(PAPERS, key=name.startswith)  # a protocol's name begins with its paper's
-    known = settings_of({"model": s.model, "recipe": recipe, "protocol": name})
-    # From these settings eval.py and ask.py know the protocol. A summariser has none.
-    saved = "" if method == "summarizer" else settings_text(known)
+    saved = ""
+    if method != "summarizer":  # from these settings eval.py and ask.py know the protocol
+        name = s.protocol if method == "traces" else "arena"
+        recipe = next(recipe for recipe in PAPERS if name in PAPERS[recipe].protocols)
+        known = settings_of({"model": s.model, "recipe": recipe, "protocol": name})
+        saved = settings_text(known)
     save_policy(policy, tokenizer, s.out, settings=saved)
     print(f"{len(batches)} updates, loss {losses[0]:.3f} -> {losses[-1]:.3f}; saved: {s.out}")
 

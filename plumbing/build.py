@@ -29,7 +29,7 @@ from other_models.reader import readings_of
 from papers import PROTOCOLS, paper_of
 from plumbing.files import prompt_sections, starting_model
 from plumbing.questions import hold_out, load_documents, training_questions
-from policy import Policy, load_policy, make_optimizer
+from policy import load_policy, make_optimizer
 from prompts import Protocol
 from retriever import make_retriever, make_search
 from retrievers.dense import Encoder
@@ -48,17 +48,16 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")  # CPU microseconds allowed in a period, 
 
 
 def build_protocol(settings: Settings) -> Protocol:
-    """Returns the protocol with the sections of --prompt_file for the policy and the summariser.
-    Without --data, the built-in world's fallback text replaces the protocol's (if it has one) in
-    two cases: if there is neither --corpus nor --retriever http, or if the model is the built-in
-    one or was trained from it. The tiny models know no other fallback text.
+    """Returns the protocol with the sections of --prompt_file for the policy and the summariser. In
+    the built-in world the protocol's fallback text, if it has one, is the only one that the tiny
+    models know.
     """
     protocol = PROTOCOLS[settings.protocol]
     sections = prompt_sections(settings)
     prompts = {k: text for k, text in sections.items() if k.startswith(("policy", "summarizer"))}
-    elsewhere = settings.data or settings.corpus or settings.retriever == "http"
-    tiny = not elsewhere or in_built_in_world(settings)
-    fallback_text = protocol.fallback_text and (FALLBACK_TEXT if tiny else protocol.fallback_text)
+    fallback_text = protocol.fallback_text
+    if fallback_text and in_built_in_world(settings):
+        fallback_text = FALLBACK_TEXT
     return dataclasses.replace(protocol, prompts=prompts, fallback_text=fallback_text)
 
 
@@ -129,28 +128,19 @@ def build_embedder(settings: Settings, documents: list[Document], device) -> Cal
     `documents`, for example if --retriever http searches a corpus on another machine, the questions
     and search results of the draw are counted. A word that occurs in none of them has no weight.
     """
-    embed = None
     if settings.embedder != "tfidf":
-        embed = Encoder(settings.embedder, str(device))
-    elif documents:
-        embed = tfidf_embedder(documents)
+        encoder = Encoder(settings.embedder, str(device))
+        return lambda rows: encoder
+    if documents:
+        of_corpus = tfidf_embedder(documents)
+        return lambda rows: of_corpus
 
-    def embedder(rows: list[Trajectory]):
-        if embed:
-            return embed
+    def of_draw(rows: list[Trajectory]):
         texts = {t.question.question for t in rows}
         texts |= {search.text for t in rows for search in t.searches}
         return tfidf_embedder([Document("", "", text) for text in texts])
 
-    return embedder
-
-
-def load_other(settings: Settings, name: str, device="cpu") -> LLM:
-    """Returns the model of --judge or --reader, with its section of --prompt_file."""
-    instruction = prompt_sections(settings).get(name, "")  # before loading, because this may raise
-    llm = load_llm(getattr(settings, name), settings, device=device)
-    llm.instruction = instruction
-    return llm
+    return of_draw
 
 
 def build_judge(settings: Settings, device="cpu", sees: str = "") -> Judge | None:
@@ -163,7 +153,7 @@ def build_judge(settings: Settings, device="cpu", sees: str = "") -> Judge | Non
 
 def build_reader(settings: Settings, device="cpu") -> LLM:
     """Returns R-Search's frozen reader: --reader, or the built-in world's second tiny model."""
-    if settings.reader and settings.reader != "built-in":
+    if settings.reader not in ("", "built-in"):
         return load_other(settings, "reader", device)
     if settings.data:
         raise InputError(
@@ -173,6 +163,14 @@ def build_reader(settings: Settings, device="cpu") -> LLM:
     policy, tokenizer = load_reader(settings.world_seed, settings.output_dir)
     name = f"reader-world{settings.world_seed}"
     return LocalLLM(policy.to(device), tokenizer, max_tokens=8, batch_size=256, name=name)
+
+
+def load_other(settings: Settings, name: str, device) -> LLM:
+    """Returns the model of --judge or --reader, with its section of --prompt_file."""
+    instruction = prompt_sections(settings).get(name, "")  # before loading, because this may raise
+    llm = load_llm(getattr(settings, name), settings, device=device)
+    llm.instruction = instruction
+    return llm
 
 
 def build_environment(
@@ -200,15 +198,23 @@ def make_accelerator(settings: Settings) -> Accelerator:
     return Accelerator(kwargs_handlers=[limit, views], **tracker)
 
 
-def check_processes(processes: int) -> None:
+# ------------------------------------------------------------------------------------- processes
+def check_processes(settings: Settings, processes: int) -> None:
     """Raises an InputError if the processes have not found each other: on CPUs, each process that
-    torchrun starts would otherwise train alone.
+    torchrun starts would otherwise train alone. Also if an update has too few trajectories.
     """
     started = rank_of("WORLD_SIZE", 1)
     if started != processes:
         raise InputError(
             f"{started} processes were started and {processes} take part: set "
             "ACCELERATE_USE_CPU=true, or start one"
+        )
+    per_step = settings.questions_per_step * settings.group_size
+    least = per_step // updates_of(per_step, settings)
+    if least < processes:
+        raise InputError(
+            f"{least} trajectories per update cannot be shared by {processes} processes: raise "
+            "--trajectories_per_update or --questions_per_step"
         )
 
 
@@ -235,95 +241,6 @@ def usable_cores() -> int:
     return cores
 
 
-def check_before_models(settings: Settings, accelerator: Accelerator) -> tuple:
-    """Makes checks that need no model. Returns how weights are spread over the processes, the path
-    of the weights to start from, all questions, those to train on, and those held out.
-    """
-    processes = accelerator.num_processes
-    check_processes(processes)
-    sharding = asked_for() if processes > 1 else "ddp"
-    if sharding != "ddp":
-        check_shardable(settings.optimizer, settings.lora_rank)
-    start, message = starting_model(settings)
-    prompt_sections(settings)  # a fault in the file is found before models are loaded
-    if settings.lora_rank:
-        check_peft(settings.lora_rank)
-    questions = check_questions(training_questions(settings), settings)
-    check_shares(settings, processes)
-    accelerator.print(message)
-    trained_on, held_out = hold_out(questions, settings)
-    return sharding, start, questions, trained_on, held_out
-
-
-def build_state(settings: Settings) -> TrainState:
-    """Builds everything that a stage needs. Quick checks come before a model is loaded."""
-    accelerator = make_accelerator(settings)
-    device, main = accelerator.device, accelerator.is_main_process
-    set_threads()
-    sharding, start, questions, trained_on, held_out = check_before_models(settings, accelerator)
-    attempts = 1 + settings.max_resample * (settings.algorithm == "dapo")
-    if not settings.skip_bad:  # a wrong --mix or --difficulty is an error before a model is loaded
-        QuestionStream(trained_on, settings, attempts)
-    documents = load_documents(settings, questions)
-    log = "" if settings.dry_run else str(Path(settings.output_dir, SUMMARY_LOG))
-    # This may encode for hours: in `local_main_process_first` the waiting processes would time out.
-    search = build_search(dataclasses.replace(settings, fallback=True), documents, device, log)
-    in_8bit = bool(settings.load_in_8bit and settings.lora_rank)
-    served = on_servers(settings)
-    # A resumed LoRA run loads the weights that it began with; trainer.pt has the trained adapters.
-    path = first_model(settings) if settings.lora_rank else start
-    with accelerator.local_main_process_first():  # the first process makes the built-in models
-        policy, tokenizer = load_model(settings, path, device, in_8bit=in_8bit)
-        others = build_other_models(settings, documents, device) if main else None
-    check_alike(policy, os.path.basename(start) if settings.resume else "")
-    environment = build_environment(settings, tokenizer, search, policy)
-    held_out = check_prompts(held_out, environment, policy, settings.skip_bad)
-    trained_on = check_prompts(trained_on, environment, policy, settings.skip_bad)
-    stream = QuestionStream(trained_on, settings, attempts)
-    if served:
-        policy.fleet = Fleet(policy, environment)
-        if main:
-            policy.fleet.check()
-    copies = wants_copy(settings.sampling_copy, device, in_8bit)
-    recompute = device.type != "cpu" or copies or served or not settings.mask_documents
-    # No mismatch correction if documents are trained on: they have no log-probs of the sampler.
-    auto = "token" if recompute and settings.mask_documents else "none"
-
-    def sampler():
-        return to_serve(policy, state.version) if served else to_sample_with(policy, copies)
-
-    reference = load_reference(settings, device)
-    spread = partial(spread_over, accelerator, sharding, settings.optimizer)
-    critic = make_critic(settings, policy)
-    critic_model, critic_optimizer = spread(critic, settings.critic_lr) if critic else (None, None)
-    model, optimizer = spread(policy, settings.lr)
-    state = TrainState(
-        settings, accelerator, policy, model, optimizer, recompute,
-        auto if settings.mismatch == "auto" else settings.mismatch, reference,
-        critic, critic_model, critic_optimizer, stream, held_out, environment,
-        choose_generate(settings), sampler, others,
-    )  # fmt: skip
-    return state
-
-
-def make_critic(settings: Settings, policy: Policy) -> ppo.Critic | None:
-    """Returns a new critic if the algorithm is PPO. A stage does not take over the critic of the
-    stage before, because a different reward has different values.
-    """
-    if settings.algorithm == "ppo":
-        return ppo.Critic(copy.deepcopy(policy.language_model.base_model))
-
-
-def check_shares(settings: Settings, processes: int) -> None:
-    per_step = settings.questions_per_step * settings.group_size
-    least = per_step // updates_of(per_step, settings)
-    if least < processes:
-        raise InputError(
-            f"{least} trajectories per update cannot be shared by {processes} processes: raise "
-            "--trajectories_per_update or --questions_per_step"
-        )
-
-
 def spread_over(accelerator: Accelerator, sharding: str, optimizer: str, module, lr: float):
     """Returns (the module that an update calls, its optimizer). With DDP every process holds all
     weights; with any other `sharding` each process holds a part.
@@ -339,17 +256,76 @@ def spread_over(accelerator: Accelerator, sharding: str, optimizer: str, module,
     return model, make_optimizer(module, optimizer, lr)
 
 
+# --------------------------------------------------------------------------------- the whole state
+def build_state(settings: Settings) -> TrainState:
+    """Builds everything that a stage needs. Checks that need no model come first."""
+    accelerator = make_accelerator(settings)
+    device, main = accelerator.device, accelerator.is_main_process
+    skip_bad = settings.skip_bad
+    set_threads()
+    check_processes(settings, accelerator.num_processes)
+    sharding = asked_for() if accelerator.num_processes > 1 else "ddp"
+    if sharding != "ddp":
+        check_shardable(settings.optimizer, settings.lora_rank)
+    start, message = starting_model(settings)
+    prompt_sections(settings)  # raises an error if the file has a fault
+    if settings.lora_rank:
+        check_peft(settings.lora_rank)
+    questions = check_questions(training_questions(settings), settings)
+    accelerator.print(message)
+    trained_on, held_out = hold_out(questions, settings)
+    attempts = 1 + settings.max_resample * (settings.algorithm == "dapo")
+    if not skip_bad:  # a wrong --mix or --difficulty is an error before a model is loaded
+        QuestionStream(trained_on, settings, attempts)
+
+    documents = load_documents(settings, questions)
+    log = "" if settings.dry_run else str(Path(settings.output_dir, SUMMARY_LOG))
+    # This may encode for hours: in `local_main_process_first` the waiting processes would time out.
+    search = build_search(dataclasses.replace(settings, fallback=True), documents, device, log)
+    in_8bit = bool(settings.load_in_8bit and settings.lora_rank)
+    # A resumed LoRA run loads the weights that it began with; trainer.pt has the trained adapters.
+    path = first_model(settings) if settings.lora_rank else start
+    with accelerator.local_main_process_first():  # the first process makes the built-in models
+        policy, tokenizer = load_model(settings, path, device, in_8bit=in_8bit)
+        others = build_other_models(settings, documents, device) if main else None
+    check_alike(policy, os.path.basename(start) if settings.resume else "")
+    environment = build_environment(settings, tokenizer, search, policy)
+    state = TrainState(settings, accelerator, policy, None, None, False)
+    state.environment, state.other_models = environment, others
+    state.held_out = check_prompts(held_out, environment, policy, skip_bad)
+    trained_on = check_prompts(trained_on, environment, policy, skip_bad)
+    state.stream = QuestionStream(trained_on, settings, attempts)
+    choose_sampler(state, in_8bit)
+    if settings.kl_coef and not settings.lora_rank:  # with LoRA π_ref is the policy without it
+        path = first_model(settings)
+        reference, _ = load_model(settings, path, device, True, settings.load_in_8bit)
+        state.reference = reference.eval().requires_grad_(False)
+    spread = partial(spread_over, accelerator, sharding, settings.optimizer)
+    if settings.algorithm == "ppo":  # a new critic in each stage: another reward has other values
+        state.critic = ppo.Critic(copy.deepcopy(policy.language_model.base_model))
+        state.critic_model, state.critic_optimizer = spread(state.critic, settings.critic_lr)
+    state.model, state.optimizer = spread(policy, settings.lr)
+    return state
+
+
 def first_model(settings: Settings) -> str:
     """Returns the path of the model that this stage began with, also in a resumed run."""
     return starting_model(dataclasses.replace(settings, resume=False))[0]
 
 
-def load_reference(settings: Settings, device) -> Policy | None:
-    """Returns π_ref, the frozen model that this stage began with. Returns None if --kl_coef is 0,
-    and with LoRA, because π_ref is then the policy without its adapters.
-    """
-    if not settings.kl_coef or settings.lora_rank:
-        return None
-    path = first_model(settings)
-    reference, _ = load_model(settings, path, device, True, settings.load_in_8bit)
-    return reference.eval().requires_grad_(False)
+def choose_sampler(state: TrainState, in_8bit: bool) -> None:
+    """Sets how trajectories are sampled, and whether π_old's log-probs must be computed again."""
+    settings, policy, device = state.settings, state.policy, state.accelerator.device
+    copies, served = wants_copy(settings.sampling_copy, device, in_8bit), on_servers(settings)
+    state.generate = choose_generate(settings)
+    state.sampler = lambda: to_sample_with(policy, copies)
+    if served:
+        policy.fleet = Fleet(policy, state.environment)
+        if state.accelerator.is_main_process:
+            policy.fleet.check()
+        state.sampler = lambda: to_serve(policy, state.version)
+    state.recompute = device.type != "cpu" or copies or served or not settings.mask_documents
+    state.mismatch = settings.mismatch
+    if state.mismatch == "auto":
+        # No correction if documents are trained on: they have no log-probs of the sampler.
+        state.mismatch = "token" if state.recompute and settings.mask_documents else "none"

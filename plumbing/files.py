@@ -258,8 +258,7 @@ class Run:
     def log(self, record: dict, rollouts, batch: Batch | None, environment) -> None:
         if self.settings.dry_run:
             lines = [console_line(record), *report(record, rollouts, environment)]
-            self.accelerator.print(*lines, sep="
-")
+            self.accelerator.print(*lines, sep="\n")
         if not self.writes:
             return
         rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in record.items()}

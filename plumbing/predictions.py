@@ -16,9 +16,9 @@ ids. Trap: papers treat punctuation differently (metrics.py).
 import sys
 from pathlib import Path
 
-from data import dataset_names, load_datasets, named_files
+from data import load_datasets, named_files
 from errors import InputError
-from formats.records import convert_records, read_records, short, write_records
+from formats.records import read_records, short, write_records
 from metrics import score_answer, summary_scores
 from other_models.judge import Judge, add_verdicts
 from other_models.reader import add_reader
@@ -27,7 +27,7 @@ from settings import Settings
 
 
 # -------------------------------------------------------------------------------- the three layouts
-def our_record(record: dict, number: int, place: str) -> dict:
+def our_record(record: dict, number: int) -> dict:
     """Converts a record of one of the three layouts to our fields; its other fields are kept."""
     if "pred_ans" in record:
         record = r1_searcher_record(record)
@@ -53,8 +53,7 @@ def r1_searcher_record(record: dict) -> dict:
 
 
 def read_predictions(path: str | Path, skip_bad: bool = False) -> list[dict]:
-    path = Path(path)
-    return list(convert_records(path, read_records(path), our_record, skip_bad))
+    return read_records(Path(path), our_record, skip_bad)
 
 
 # ------------------------------------------------------------------------------------------- scores
@@ -82,7 +81,7 @@ def score_files(paths: str, settings: Settings, punctuation: str = "") -> list[d
     files = named_files(paths)
     asked = settings.data and load_datasets(settings.data, settings.skip_bad, settings.seed)
     records = []
-    for path, name in zip(files, dataset_names(files), strict=True):
+    for name, path in files.items():
         own = read_predictions(path, settings.skip_bad)
         if asked:
             own = with_questions(path, own, asked)

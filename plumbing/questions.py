@@ -9,6 +9,7 @@ built-in world. Left out: the order in which training asks (curriculum.py), and 
 import dataclasses
 import functools
 import random
+from itertools import chain
 
 from data import (
     Document,
@@ -83,15 +84,14 @@ def with_retrieved(questions: list, documents: list[Document], settings: Setting
         documents, settings, settings.seed, settings.timeout, runs=settings.output_dir
     )
     requests = [SearchRequest(question, question.question) for question in questions]
-    changed = []
-    for question, found in zip(
-        questions, retrieve(retriever, requests, settings.documents_per_search), strict=True
-    ):
-        if found in (None, False):
-            raise InputError("--references retrieved: a search failed: repeat the command")
-        references = tuple(found) or (Document("", "", protocol.empty_text),)
-        changed.append(dataclasses.replace(question, references=references, supporting=()))
-    return changed
+    found = retrieve(retriever, requests, settings.documents_per_search)
+    if None in found or False in found:
+        raise InputError("--references retrieved: a search failed: repeat the command")
+    nothing = (Document("", "", protocol.empty_text),)
+    return [
+        dataclasses.replace(question, references=tuple(documents) or nothing, supporting=())
+        for question, documents in zip(questions, found, strict=True)
+    ]
 
 
 def as_asked(questions: list[Question], settings: Settings) -> list[Question]:
@@ -165,18 +165,17 @@ def evaluation_questions(
     count = options.questions
     if settings.data:
         datasets = load_datasets(settings.data, settings.skip_bad, settings.seed)
-        every = [question for questions in datasets.values() for question in questions]
-        documents = load_documents(settings, every)
-        for name, questions in datasets.items():
-            datasets[name] = draw_some(questions, count, f"{count} questions {settings.seed}")
     else:
         questions = world_questions(settings, options.split, count or None)
-        documents = load_documents(settings, questions)
         datasets = {"the built-in world": questions}
-    if options.references == "retrieved":
-        datasets = {n: with_retrieved(qs, documents, settings) for n, qs in datasets.items()}
-    asked = {name: as_asked(questions, settings) for name, questions in datasets.items()}
-    return asked, documents
+    documents = load_documents(settings, [*chain.from_iterable(datasets.values())])
+    for name, questions in datasets.items():
+        if settings.data:
+            questions = draw_some(questions, count, f"{count} questions {settings.seed}")
+        if options.references == "retrieved":
+            questions = with_retrieved(questions, documents, settings)
+        datasets[name] = as_asked(questions, settings)
+    return datasets, documents
 
 
 def known_questions(settings: Settings) -> list[Question]:

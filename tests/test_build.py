@@ -40,12 +40,11 @@ def test_the_built_in_questions_of_every_stage_have_the_fields_that_its_reward_r
 
 def test_a_share_of_the_training_answers_is_reworded_and_no_test_answer():
     settings = resolve("r1_searcher", 2, True, {"reworded": 0.7})
-    reworded = questions_file.training_questions(settings)
-    plain = questions_file.training_questions(dataclasses.replace(settings, reworded=0.0))
-    changed = [(q, p) for q, p in zip(reworded, plain, strict=True) if q != p]
-    assert all(q.answers == [f"{p.answers[0]} proper"] for q, p in changed)
-    assert {q.kind for q, _ in changed} == {*LOOK_UPS}
-    assert len(changed) / sum(q.kind in LOOK_UPS for q in reworded) == pytest.approx(0.7, abs=0.05)
+    questions = questions_file.training_questions(settings)
+    changed = [question for question in questions if question.answers[0].endswith(" proper")]
+    assert {question.kind for question in changed} == {*LOOK_UPS}
+    share = len(changed) / sum(question.kind in LOOK_UPS for question in questions)
+    assert share == pytest.approx(0.7, abs=0.05)
     held_out = questions_file.world_questions(settings, "test")
     assert all(" proper" not in question.answers[0] for question in held_out)
 
@@ -60,7 +59,6 @@ def test_without_retrieval_no_question_may_search_and_data_alone_gives_no_corpus
 @pytest.mark.parametrize(
     "protocol, fields, fragment",
     [
-        ("arena", {}, "has no references"),
         ("arena", {"references": REFERENCES, "task": "summary"}, "needs --variant summaries"),
         ("arena_summary", {"references": REFERENCES}, "is of task qa"),
     ],
@@ -68,23 +66,21 @@ def test_without_retrieval_no_question_may_search_and_data_alone_gives_no_corpus
 def test_a_question_that_arenas_prompt_cannot_show_is_a_one_line_error(protocol, fields, fragment):
     arguments = [Question("q", "?", ["a"], **fields)], Settings(protocol=protocol)
     assert re.search(f"question q .*{fragment}", message(questions_file.as_asked, *arguments))
-    # Other protocols need no references.
-    assert questions_file.as_asked([Question("q", "?", ["a"])], Settings())
 
 
 def test_held_out_questions_are_drawn_by_the_seed_and_not_trained_on():
     questions = [Question(str(i), "?", ["a"]) for i in range(50)]
-    own = Settings(data="q", model="m", eval_every=2, eval_questions=10)
+    own = {"data": "q", "model": "m", "eval_every": 2, "eval_questions": 10}
 
     def hold_out(**changes):
-        return questions_file.hold_out(questions, dataclasses.replace(own, **changes))
+        return questions_file.hold_out(questions, Settings(**own | changes))
 
     trained_on, held_out = hold_out()
     assert (trained_on, held_out) == hold_out() != hold_out(seed=1)
     assert len(held_out) == 10 and {*map(id, trained_on + held_out)} == {*map(id, questions)}
     assert hold_out(eval_every=0) == (questions, [])
-    error = message(questions_file.hold_out, questions[:10], own)
-    assert re.search(r"--eval_every: 10 questions are held out, .* has 10", error)
+    error = message(hold_out, eval_questions=50)
+    assert "--eval_every: 50 questions are held out, and --data has 50" in error
     # The built-in world has a split for this. These questions are prepared like those of training.
     trained_on, held_out = hold_out(data="", retrieval=False)
     assert trained_on == questions and len(held_out) == 50
@@ -108,26 +104,12 @@ def test_a_prompt_file_without_sections_is_the_policys_instruction(tmp_path):
 
 
 def test_only_the_tiny_models_get_the_short_fallback_text(tmp_path):
-    def fallback_text(**fields) -> str:
-        return build.build_protocol(Settings(**fields)).fallback_text
-
-    text_of_paper = PROTOCOLS["ur2"].fallback_text
     (tmp_path / "settings.json").write_text(settings_text(Settings()))
-    trained = str(tmp_path)
-    assert (
-        fallback_text()
-        == fallback_text(retriever="http")
-        == fallback_text(model=trained, corpus="c")
-        == FALLBACK_TEXT
-    )
-    # The questions and documents are those of the built-in world.
-    assert fallback_text(model="m") == FALLBACK_TEXT
-    assert (
-        fallback_text(model="m", retriever="http")
-        == fallback_text(model="m", corpus="c")
-        == text_of_paper
-    )
-    assert fallback_text(model="m", data="d") == text_of_paper != FALLBACK_TEXT
+    trained, of_paper = {"model": str(tmp_path)}, PROTOCOLS["ur2"].fallback_text
+    for fields in ({}, {"retriever": "http"}, trained | {"corpus": "c"}):
+        assert build.build_protocol(Settings(**fields)).fallback_text == FALLBACK_TEXT
+    for fields in ({"model": "m"}, trained | {"data": "d"}):
+        assert build.build_protocol(Settings(**fields)).fallback_text == of_paper
 
 
 def test_a_prompt_file_is_cut_into_its_sections(tmp_path):
@@ -142,69 +124,39 @@ def test_a_prompt_file_is_cut_into_its_sections(tmp_path):
 def test_judge_and_reader_get_their_sections_of_the_prompt_file(tmp_path, monkeypatch):
     text = "[judge]\nBe just.\n[reader]\nRead {evidence}: {question}"
     settings = settings_with_prompt(tmp_path, text, judge="m", reader="m")
-    llm = SimpleNamespace()
-    monkeypatch.setattr(build, "load_llm", lambda *_, **__: llm)
-    for build_model, instruction in (
-        (build.build_judge, "Be just."),
-        (build.build_reader, "Read {evidence}: {question}"),
-    ):
-        build_model(settings)
-        assert llm.instruction == instruction
+    monkeypatch.setattr(build, "load_llm", lambda *_, **__: SimpleNamespace())
+    assert build.build_judge(settings).llm.instruction == "Be just."
+    assert build.build_reader(settings).instruction == "Read {evidence}: {question}"
 
 
-def test_a_prompt_without_the_protocols_tags_is_a_one_line_error(tmp_path):
-    settings = settings_with_prompt(tmp_path, "Be brief: \\boxed{} answer.")
-    error = message(build.build_protocol, settings)
-    assert "section policy: it lacks <|begin_of_query|>" in error
-    # Without searches no query tag is needed.
-    build.build_protocol(dataclasses.replace(settings, retrieval=False))
+def test_without_searches_a_prompt_needs_no_query_tag(tmp_path):
+    prompt_sections(settings_with_prompt(tmp_path, "End with \\boxed{}.", retrieval=False))
 
 
 @pytest.mark.parametrize(
-    "text, fragment",
+    "text, fragment, protocol",
     [
-        (" \n", "p.txt, section policy: it lacks <.begin_of_query.>"),
-        ("[juge]\nBe just.", "section juge: one of judge, reader, policy, policy:direct,"),
-        ("[policy:maths]\nAdd.", "section policy:maths: one of"),
-        ("[policy:direct]\nAdd.", "section policy:direct: it lacks .boxed"),
-        ("[policy:choice]\n<|begin_of_query|>", "it lacks correct answer is"),
-        ("[reader]\nRead {evidence}.", "it lacks {question}"),
-        ("[policy:math]\n{options} \\boxed{}", "it lacks {question}"),
-        ("[summarizer:math]\n{query}", "section summarizer:math: it lacks {documents}"),
+        (" \n", "p.txt, section policy: it lacks <|begin_of_query|>", "ur2"),
+        ("[juge]\nBe just.", "section juge: one of judge, reader, policy, policy:direct,", "ur2"),
+        ("[policy:direct]\nAdd.", "section policy:direct: it lacks \\boxed", "ur2"),
+        ("[policy:choice]\n<|begin_of_query|>", "it lacks correct answer is", "ur2"),
+        ("[reader]\nRead {evidence}.", "it lacks {question}", "ur2"),
+        ("[summarizer:math]\n{query}", "section summarizer:math: it lacks {documents}", "ur2"),
+        ("<answer> a </answer> {question}", "section policy: it lacks {references}", "arena"),
     ],
 )
-def test_the_error_of_a_bad_prompt_file_names_the_section(text, fragment, tmp_path):
-    with pytest.raises(InputError, match=fragment) as error:
-        prompt_sections(settings_with_prompt(tmp_path, text))
-    assert "\n" not in str(error.value)
-
-
-def test_a_prompt_of_arena_needs_references(tmp_path):
-    tags = "<answer> a </answer> {question}"
-    error = message(prompt_sections, settings_with_prompt(tmp_path, tags, protocol="arena"))
-    assert "section policy: it lacks {references}" in error
+def test_the_error_of_a_bad_prompt_file_names_the_section(text, fragment, protocol, tmp_path):
+    settings = settings_with_prompt(tmp_path, text, protocol=protocol)
+    assert fragment in message(prompt_sections, settings)
 
 
 # ----------------------------------------------------------------------------------------- searches
 
 
-def test_a_search_uses_the_title_boost_and_the_number_of_documents():
-    settings = resolve("ur2", 1, True, {"documents_per_search": 3, "summarizer": "none"})
-    documents = questions_file.load_documents(settings, [])
-    request = SearchRequest(Question("q", "?", []), f"about {documents[5].title}")
-    (result,) = build.build_search(settings, documents)([request])
-    assert (
-        len(result.documents) == 3 and result.documents[0] == documents[5] and not result.fallback
-    )
-
-
 def test_a_protocol_that_never_searches_gets_an_empty_retriever(monkeypatch):
-    retrievers = []
-    monkeypatch.setattr(
-        build, "make_retriever", lambda _, settings, *__: retrievers.append(settings.retriever)
-    )
-    build.build_search(resolve("arena", 1, True, {"retriever": "dense", "encoder": "e5"}), [])
-    assert retrievers == ["empty"]
+    monkeypatch.setattr(build, "make_search", lambda retriever, *_: retriever)
+    settings = resolve("arena", 1, True, {"retriever": "dense", "encoder": "e5"})
+    assert type(build.build_search(settings, [])).__name__ == "EmptyRetriever"
 
 
 def test_the_notes_of_a_summarising_model_are_in_the_log(monkeypatch, tmp_path):

@@ -8,7 +8,6 @@ import pytest
 from data import Document, Question
 from errors import InputError
 from flags import parse, resolve
-from other_models.judge import Judge, add_verdicts
 from other_models.reader import add_reader
 from plumbing import build
 from rewards import compute_rewards, example
@@ -63,13 +62,6 @@ def test_the_reader_is_asked_once_for_all_trajectories_that_searched(monkeypatch
     assert correct == [True, True, False] and stats == {"reader_failures": 0}
 
 
-def test_with_whole_reply_the_readers_whole_reply_is_scored(monkeypatch):
-    # The reply has three words, the gold one: 2 · 1 / (3 + 1).
-    monkeypatch.setattr(build, "build_reader", lambda *_: Model(lambda text: "Norland\nit is"))
-    reward_terms, *_ = compute([example("r_search")], "r_search", whole_reply=True)
-    assert reward_terms[0]["evidence"] == 0.5
-
-
 def test_without_the_evidence_reward_no_reader_is_loaded(monkeypatch):
     monkeypatch.setattr(build, "build_reader", lambda *_: pytest.fail("a reader was loaded"))
     for name in ("r_search", "ur2"):
@@ -92,7 +84,6 @@ def compute_with_judge(monkeypatch, reply, rows, name="when_to_search", **change
 @pytest.mark.parametrize(
     "reply, rewards, correct, unreadable",
     [
-        ("no", [-0.4, -0.4], [False, False], 0),
         ("yes", [1, 1], [True, True], 0),
         ("I cannot say", [1, -0.4], [True, False], 1),  # the metric decides
     ],
@@ -119,16 +110,14 @@ def test_the_judge_is_asked_only_if_something_reads_its_verdict(monkeypatch):
     assert reward_terms[0]["answer"] == 0  # UR²'s reward uses its own metric
 
 
-@pytest.mark.parametrize(
-    "reply, answers", [("yes", [1, 1]), ("no", [0, 0]), ("I cannot say", [1, 2 / 3])]
-)
-def test_arena_s_accuracy_is_the_judge_s_verdict_or_else_the_metric(reply, answers, monkeypatch):
+def test_arena_s_accuracy_is_the_judge_s_verdict_or_else_the_metric(monkeypatch):
     # If the verdict is unreadable, the metric decides: F1 with P = 1/2 and R = 1 for "Norland,
     # Kelmouth".
     rows = [example("arena"), example("arena", "Norland, Kelmouth")]
-    reward_terms, *_ = compute_with_judge(monkeypatch, reply, rows, "arena", variant="f1")
-    assert [terms["answer"] for terms in reward_terms] == pytest.approx(answers)
-    assert [terms["bonus"] for terms in reward_terms] == [10 * (answer == 1) for answer in answers]
+    for reply, second in (("yes", 1), ("I cannot say", 2 / 3)):
+        terms, *_ = compute_with_judge(monkeypatch, reply, rows, "arena", variant="f1")
+        assert [row["answer"] for row in terms] == pytest.approx([1, second])
+        assert [row["bonus"] for row in terms] == [10, 10 * (second == 1)]
 
 
 def retrieval(second: str, documents=()) -> float:
@@ -162,7 +151,6 @@ def test_without_a_corpus_only_words_of_this_step_s_questions_and_results_count(
     [
         ("\\boxed{The Norland!}", {"answers": ["Norland"]}, 1, 1, 1),
         ("\\boxed{Kelmouth, Norland}", {"answers": ["Norland"]}, 0, 2 / 3, 1),  # P = 1/2, R = 1
-        ("no box", {"answers": ["Norland"]}, 0, 0, 0),
         ("\\boxed{0.50}", {"answers": ["\\frac12", "x"], "task": "math"}, 1, 1, 1),
         ("The correct answer is: B.", {"answers": ["B"], **OPTIONS}, 1, 1, 1),
         ("The correct answer is: A.", {"answers": ["B"], **OPTIONS}, 0, 0, 0),
@@ -196,34 +184,23 @@ def test_punctuation_is_treated_as_in_the_paper_s_scorer(protocol, same):
 # ------------------------------------------------------------------------- records of an evaluation
 
 
-def record(answer, gold="Norland", evidence=None, **question):
+def record(answer, evidence=None):
     """Returns a record as in a predictions file: question, answer, evidence and exact match."""
-    fields = {"id": "q", "question": "where ?", "golds": [gold], "task": "qa"} | question
-    metrics = {"em": float(answer == gold)}
+    fields = {"id": "q", "question": "where ?", "golds": ["Norland"], "task": "qa"}
+    metrics = {"em": float(answer == "Norland")}
     return fields | {"prediction": answer, "evidence": evidence, "metrics": metrics}
 
 
 def test_the_reader_s_scores_are_added_beside_the_policy_s():
     reader = Model(lambda text: "the far Norland")
-    records = [record("Sudria", evidence="Ana was born in Norland."), record("Norland")]
+    records = [record("Sudria", "Ana was born in Norland."), record("Norland")]
     read = add_reader(records, reader)
     # Only the record with evidence is sent.
     assert reader.batches == [["Ana was born in Norland.\nwhere ?"]]
-    assert [r["reader_prediction"] for r in read] == ["the far Norland", ""]
     # "far norland" for "norland" has P = 1/2, R = 1 and F1 = 2/3.
     scores = [(r["metrics"]["reader_em"], r["metrics"]["reader_f1"]) for r in read]
     assert scores == [(0, pytest.approx(2 / 3)), (0, 0)]
     assert [r["metrics"]["em"] for r in read] == [0, 1]
-    assert [set(r["metrics"]) for r in records] == [{"em"}, {"em"}]  # the inputs are not changed
-
-
-def test_an_unreadable_verdict_is_none():
-    replies = {"Norland": "The same.\nyes", "Sudria": "no", "Kelmouth": "Hard to say."}
-    judge = Judge(Model(lambda text: replies[text.rpartition("answer: ")[2]]))
-    records = add_verdicts([record(answer, "Norway") for answer in (*replies, "")], judge)
-    # An empty answer is wrong without asking the judge.
-    assert [r["metrics"]["judged"] for r in records] == [1, 0, None, 0]
-    assert (judge.asked, judge.unreadable) == (3, 1)
 
 
 def test_searches_and_their_tokens_are_counted():
@@ -235,16 +212,14 @@ def test_searches_and_their_tokens_are_counted():
     t.append_environment([8] * 9, "None", "documents")
     t.rejected_queries = [RejectedQuery("direct", "x")]
     # The documents "(1) t: w w ..." have 10 and 90 words, of which 5 and 10 are shown.
-    documents = [[Document("1", "t", "w " * count)] for count in (8, 88)]
+    short, long = ([Document("1", "t", "w " * count)] for count in (8, 88))
     t.searches = [
-        Search("Ana Bell", documents[0], "w " * 5),
-        Search("Roth", documents[1], "w " * 10),
-    ]
-    t.searches += [
-        Search("ana bell?", documents[0], "None", fallback=True),
+        Search("Ana Bell", short, "w " * 5),
+        Search("Roth", long, "w " * 10),
+        Search("ana bell?", short, "None", fallback=True),
         Search("z", [], "None"),
+        Search("x", [], "Search is unavailable.", error="down"),
     ]
-    t.searches += [Search("x", [], "Search is unavailable.", error="down")]
     expected = {"searched": 1, "searches": 5, "successful": 2, "repeated": 1}
     expected |= {"queries": 1, "rejected": 1, "failed_rows": 1}
     assert search_metrics(t) == expected | {"fallbacks": 1, "documents_cut": 0}

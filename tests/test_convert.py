@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT, message
 
 import convert
-from data import Document, Hop, Question, load_attempts, load_questions
+from data import Document, Hop, Question, load_questions
 
 SLICES = ROOT.parent / "shared" / "data"
 HOTPOT = {
@@ -99,6 +99,7 @@ def test_musiques_gold_paragraphs_are_numbered_by_place_and_aliases_are_answers(
     assert question.hops == steps
 
 
+ANA_OF_VERL = Question("nq:3", "Who?", ["Ana", "Ana Bell"], source="nq")
 MEDQA_ONE = Question("1", "Which?", ["B"], "choice", ("red", "green"))
 
 
@@ -120,28 +121,21 @@ MEDQA_ONE = Question("1", "Which?", ["B"], "choice", ("red", "green"))
             {"question": "How much?", "answer": "9 * 2 = <<9*2=18>>18 #### no\n#### 18"},
             Question("1", "How much?", ["18"], "math"),
         ),
-        ("r1_searcher", R1, Question("7", "Who?", ["Ana"])),
         (
             "ur2",
             R1 | {"source": "math", "level": "hard"},
             Question("7", "Who?", ["Ana"], "math", source="math", level="hard"),
         ),
-        ("verl", VERL, Question("nq:3", "Who?", ["Ana", "Ana Bell"], source="nq")),
+        ("verl", VERL, ANA_OF_VERL),
         (
             "verl",
             VERL | {"reward_model": {"ground_truth": "Ana<|answer_split|>Ana Bell"}},
-            Question("nq:3", "Who?", ["Ana", "Ana Bell"], source="nq"),
+            ANA_OF_VERL,
         ),
     ],
 )
 def test_a_published_record_becomes_a_question(kind, record, expected, one):
     assert one(kind, record) == expected
-
-
-def test_published_answers_of_rollouts_are_kept_with_their_question(one, tmp_path):
-    one("r1_searcher", R1 | {"pred_anses": ["", " Ana "]})
-    ana = Question("7", "Who?", ["Ana"])
-    assert load_attempts(tmp_path / "ours.jsonl") == [(ana, ["", " Ana "])]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +145,6 @@ def test_published_answers_of_rollouts_are_kept_with_their_question(one, tmp_pat
         ("musique", MUSIQUE | {"answerable": False}, "field 'answers'"),
         ("mmlu_pro", MMLU | {"category": "law", "answer": "C"}, "letters of the 2 options"),
         ("math", MINERVA | {"solution": "no box"}, "field 'answers'"),
-        ("gsm8k", {"question": "How much?", "answer": "so #### "}, "field 'answers'"),
         ("verl", VERL | {"prompt": [{"role": "system", "content": "x"}]}, "line 1: list index"),
     ],
 )
@@ -169,29 +162,21 @@ def test_parquet_files_are_read_with_pyarrow(tmp_path):
 
 
 # -------------------------------------------------------------------------------------- real slices
-HOPS = "musique_2hop musique_3hop musique_4hop"
-KINDS = "hotpotqa_bridge hotpotqa_comparison"
-
-
 @pytest.mark.parametrize(
-    ("kind", "name", "count", "kinds"),
+    ("kind", "name", "count"),
     [
-        ("r1_searcher", "qa_eval/2wiki_500.jsonl", 500, "qa"),
-        ("r1_searcher", "train/r1_searcher_stage1_80.jsonl", 80, "qa"),
-        ("ur2", "train/ur2_stage2_150.jsonl", 150, "math rag"),
-        ("hotpotqa", "hotpotqa/official_train_distractor_20.json", 20, KINDS),
-        ("hotpotqa", "hotpotqa/hf_layout_dev_distractor_20.jsonl", 20, KINDS),
-        ("math", "math/math500_60.jsonl", 60, "math"),
-        ("gsm8k", "math/gsm8k_test_20.jsonl", 20, "math"),
-        ("medqa", "mcq/medqa_5options_50.jsonl", 50, "choice"),
-        ("mmlu_pro", "mcq/mmlupro_health_30.jsonl", 30, "health"),
-        ("musique", "musique/official_train_15.jsonl", 15, HOPS),
+        ("r1_searcher", "train/r1_searcher_stage1_80.jsonl", 80),
+        ("ur2", "train/ur2_stage2_150.jsonl", 150),
+        ("hotpotqa", "hotpotqa/official_train_distractor_20.json", 20),
+        ("hotpotqa", "hotpotqa/hf_layout_dev_distractor_20.jsonl", 20),
+        ("math", "math/math500_60.jsonl", 60),
+        ("gsm8k", "math/gsm8k_test_20.jsonl", 20),
+        ("medqa", "mcq/medqa_5options_50.jsonl", 50),
+        ("mmlu_pro", "mcq/mmlupro_health_30.jsonl", 30),
+        ("musique", "musique/official_train_15.jsonl", 15),
     ],
 )
-def test_real_files_are_converted_completely(kind, name, count, kinds, tmp_path):
+def test_real_files_are_converted_completely(kind, name, count):
     if not (SLICES / name).exists():
         pytest.skip(f"the real slice {SLICES / name} is missing")
-    out = tmp_path / "ours.jsonl"
-    convert.write_records(out, convert.convert(kind, SLICES / name))
-    questions = load_questions(out)
-    assert len(questions) == count and {q.kind for q in questions} == set(kinds.split())
+    assert len(convert.convert(kind, SLICES / name)) == count

@@ -1,7 +1,5 @@
 """Tests lab/difficulty.py: scores of rollouts, buckets, and wrong flags."""
 
-import json
-
 import pytest
 from conftest import message
 
@@ -32,24 +30,6 @@ def test_each_question_gets_scores_their_mean_and_a_bucket(out, monkeypatch, cap
     # By the first success; what is never right is hard.
     main(["--out", str(out), "--scheme", "r1_searcher"])
     assert "easy 9" in capsys.readouterr().out and out.with_name("d.jsonl.old1").exists()
-
-
-# --------------------------------------------------------------------------------- the command line
-
-
-def test_published_rollout_answers_become_difficulties(out, tmp_path, capsys):
-    # F1 with "Ana Bell" is 1, 2/3 (precision 1, recall 1/2), 0 and 0: mean 5/12 = 0.417, hard. By
-    # cover-EM the first answer is right: easy.
-    answers = ["Ana Bell", "Ana", "", "Carl"]
-    record = {"id": 7, "question": "Who?", "answers": ["Ana Bell"], "predictions": answers}
-    (tmp_path / "r.jsonl").write_text(json.dumps(record) + "\n")
-    flags = ["--from_rollouts", str(tmp_path / "r.jsonl"), "--out", str(out)]
-    main(flags)
-    (line,) = finished_records(out)
-    assert line["score"] == pytest.approx(5 / 12) and line["bucket"] == "hard"
-    assert "hard 1, medium 0" in capsys.readouterr().out
-    main([*flags, "--scheme", "r1_searcher"])
-    assert finished_records(out)[0]["bucket"] == "easy"
 
 
 @pytest.fixture

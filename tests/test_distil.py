@@ -99,35 +99,21 @@ QUERY, END = UR2.query_tags
 DOCUMENTS = frame_documents(UR2, "Ana Bell was born in Kelmouth.")
 
 
-def rolled_out(tokenizer, protocol, pieces) -> Trajectory:
-    """Builds a trajectory as a rollout does: each (writer, text) piece is encoded separately."""
-    trajectory = Trajectory(PLAIN, protocol, build_prompt(protocol, PLAIN, tokenizer))
-    for writer, text in pieces:
-        ids = encode(tokenizer, text)
-        if writer == "model":
-            trajectory.append_model(ids, [0.0] * len(ids), text)
-        else:
-            trajectory.append_environment(ids, text, writer)
-    return trajectory
-
-
 SEARCH = ("model", f"First.{QUERY} Ana Bell {END}")
 FIVE = ("model", "So \\boxed{5}.<|im_end|>")
 BLOCK, NONE_FOUND = ("documents", DOCUMENTS), ("documents", frame_documents(UR2, "None"))
 FALLBACK, MALFORMED = ("notice", UR2.fallback_notice), ("notice", UR2.malformed_notice)
-ROLLOUTS = {
-    "a search": (UR2, [SEARCH, BLOCK, FIVE]),
-    "a fallback and its notice": (UR2, [SEARCH, NONE_FOUND, FALLBACK, FIVE]),
-    "an empty query": (UR2, [("model", f"{QUERY} {END}\n\n"), MALFORMED, FIVE]),
-    "the limit": (R1, [SEARCH, BLOCK, SEARCH, ("notice", R1.limit_notice), FIVE]),
-}
+ROLLOUTS = [
+    (UR2, [SEARCH, NONE_FOUND, FALLBACK, SEARCH, BLOCK, FIVE]),
+    (UR2, [("model", f"{QUERY} {END}\n\n"), MALFORMED, FIVE]),
+    (R1, [SEARCH, BLOCK, SEARCH, ("notice", R1.limit_notice), FIVE]),
+]
 
 
-@pytest.mark.parametrize("name", ROLLOUTS)
-def test_a_transcript_is_masked_as_in_the_rollout(bpe, name):
-    protocol, pieces = ROLLOUTS[name]
-    trajectory = rolled_out(bpe, protocol, pieces)
-    parsed = trajectory_from_text(PLAIN, trajectory.text, protocol)
+@pytest.mark.parametrize("protocol, pieces", ROLLOUTS)
+def test_a_transcript_is_masked_as_in_the_rollout(protocol, pieces):
+    text = "".join(text for _, text in pieces)
+    parsed = trajectory_from_text(PLAIN, text, protocol)
     expected = [(text.strip(), writer == "model") for writer, text in pieces]
     assert [(text.strip(), own) for text, own in trace_pieces(parsed) if text.strip()] == expected
 
@@ -151,33 +137,14 @@ def write(tmp_path):
 
 
 def test_the_first_right_and_well_formed_trajectory_of_each_question_is_used(write):
-    path = write(*[record(sample=i, em=i > 0, form=i > 1) for i in range(4)], record("q2"))
-    used = [(t.question.id, t.text[0]) for t in read_traces(read_predictions(path), R1)]
-    assert used == [("q1", "2"), ("q2", "0")]
-
-
-def test_a_published_transcript_is_a_trace_if_its_answer_and_format_are_right(write):
-    """R1-Searcher's files have the transcript in another field, and neither em nor format."""
+    records = [record(sample=i, em=i > 0, form=i > 1) for i in range(4)]
+    # R1-Searcher's files have the transcript in another field, and neither em nor format.
     right = record()["transcript"]
-    texts = [right.replace("Norland", "Sudria"), right.replace("</think>", ""), right]
     fields = {"question": "who?", "answer": "Norland", "pred_ans": " Norland "}
-    path = write(*(fields | {"gen_text_store": text} for text in texts))
-    (trace,) = read_traces(read_predictions(path), R1)
-    assert trace.text == right and trace.searches[0].query == "Ana Bell"
-
-
-def test_documents_in_real_published_transcripts_have_no_loss(bpe):
-    path = SLICES / "predictions" / "r1_searcher_bamboogle_qwen_full_20.jsonl"
-    if not path.exists():
-        pytest.skip(f"the real slice {path} is not here")
-    for line in path.read_text(encoding="utf-8").splitlines():
-        transcript = json.loads(line)["gen_text_store"]
-        trajectory = trajectory_from_text(PLAIN, transcript, "r1_searcher")
-        pieces = trace_pieces(trajectory)
-        assert "".join(text for text, _ in pieces) == transcript
-        blocks = [text for text, imitate in pieces if not imitate]
-        assert len(blocks) == len(trajectory.searches)
-        assert all("<|begin_of_documents|>" in block for block in blocks)
+    published = [{"gen_text_store": text} | fields for text in (right.replace("<", "["), right)]
+    used = read_traces(read_predictions(write(*records, *published)), R1)
+    assert [trace.text[0] for trace in used] == ["2", "0"] and used[1].text == right
+    assert used[1].searches[0].query == "Ana Bell"
 
 
 # ----------------------------------------------------------------------------------- the summariser
@@ -194,24 +161,15 @@ def log_of(path, *replies, documents=REFERENCES[:2]):
     return str(path)
 
 
-def prompt_of(query, documents=REFERENCES[:2]):
-    return summary_prompt(SearchRequest(PLAIN, query, "<|im_end|> So."), documents, True)
-
-
-def test_a_summary_is_imitated_after_the_same_prompt_that_a_summariser_gets(bpe, qwen2, tmp_path):
-    path, reply = log_of(tmp_path / "pairs.jsonl", "Born in Kelmouth."), "Born in Kelmouth."
-    asked = example("summarizer", path, bpe)
-    assert imitated(asked, bpe) == f"{reply}<|im_end|>"
-    prompt = prompt_ids(bpe, prompt_of("a"))
-    assert asked.ids[: asked.mask.index(1)] == prompt
-
-
-def test_the_latest_summary_of_a_prompt_is_imitated(tmp_path, bpe):
+def test_the_latest_summary_is_imitated_after_the_prompt_that_a_summariser_gets(bpe, tmp_path):
     path = log_of(tmp_path / "pairs.jsonl", "old", NO_FACT)
     log_of(path, "new\nü")
     examples = examples_of("summarizer", DistilSettings(data=path), bpe, 10_000)
     texts = [imitated(one, bpe) for one in examples]
     assert texts == ["new\nü<|im_end|>", f"{NO_FACT}<|im_end|>"]
+    request = SearchRequest(PLAIN, "a", "<|im_end|> So.")
+    prompt = prompt_ids(bpe, summary_prompt(request, REFERENCES[:2], True))
+    assert examples[0].ids[: examples[0].mask.index(1)] == prompt
 
 
 # --------------------------------------------------------------------------------- the command line
@@ -266,11 +224,6 @@ def test_eval_and_ask_take_the_protocol_that_a_folder_was_trained_on(tmp_path, m
     assert (found.protocol, found.recipe) == ("r_search_plain", "r_search")
 
 
-def test_the_name_of_a_protocol_begins_with_the_recipe_of_its_paper():
-    for name in PROTOCOLS:
-        assert name in PAPERS[max(PAPERS, key=name.startswith)].protocols
-
-
 @pytest.mark.parametrize(
     "method, factors", [("summarizer", [1, 1, 1, 1]), ("direct", [1, 0.75, 0.5, 0.25])]
 )
@@ -283,15 +236,6 @@ def test_the_rate_of_a_summariser_is_constant_and_that_of_a_baseline_falls(
     run(method, model, files[method], tmp_path / "out", "--epochs", "4")
     assert [sft_lr_factor(step, settings[0]) for step in range(4)] == factors
     assert settings[0].lr == 1e-5
-
-
-def test_equal_seeds_give_equal_weights_and_other_seeds_give_others(tmp_path, model, files):
-    def weights(out, seed):
-        return run("direct", model, files["direct"], out, "--batch_size", "1", "--seed", seed)
-
-    first, repeated, *others = [weights(tmp_path / f"{i}", s) for i, s in enumerate("00123")]
-    assert all(first[name].equal(repeated[name]) for name in first)
-    assert any(not first[name].equal(other[name]) for other in others for name in first)
 
 
 def test_examples_longer_than_the_context_are_left_out_and_counted(
@@ -316,8 +260,6 @@ def test_a_model_whose_loss_became_nan_is_not_saved(tmp_path, model, files, monk
         ("distil", "invalid choice: 'distil' (choose from"),
         ("direct --data x --out y", "--model is missing"),
         ("direct --model m --data x --out .", "--out . already exists"),
-        ("direct --model m --data x --out y --protocol ur3", "--protocol ur3: unknown; one of"),
-        ("direct --model /nowhere --data x --out y", "--model /nowhere"),
     ],
 )
 def test_wrong_flags_are_an_error_of_one_line(flags, expected):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import ENVIRONMENT, ROOT, SMALL, flags, rows_of
 from test_readme import commands_in
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import ask
 import eval as evaluation
@@ -21,7 +21,6 @@ from flags import parse
 from formats.records import append_jsonl
 from plumbing.files import checkpoints
 from rewards import example, r1_searcher_stage2
-from world.world import KINDS
 
 TEXT = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
 DIFFS = re.findall(r"```diff\n(.*?)```", TEXT, re.DOTALL)
@@ -115,7 +114,7 @@ def test_every_command_accepts_the_new_paper(tree, output):
     assert output.count(f"{folder}/checkpoint-000003") >= 2  # both evaluations
     assert "model: runs/mine-world0-seed0" in output  # ask
     arm = json.loads((tree / "runs" / "new-world0" / "result.json").read_text())
-    assert len(arm["curve"]) == 1 and {f"em/{kind}" for kind in KINDS} <= set(arm["eval"])
+    assert len(arm["curve"]) == 1 and "em/one_hop" in arm["eval"]
 
 
 def test_the_server_of_the_page_answers_the_search_command(tree, tmp_path):
@@ -171,10 +170,7 @@ def test_a_model_is_trained_and_evaluated_on_a_folder_of_texts(
     small = f"{SMALL} --run_name mine --trajectories_per_update 4".split()
     train.main([*common, *small, "--model", model, "--data", "train.jsonl", "--group_size", "2"])
     checkpoint = checkpoints(tmp_path / "runs/mine/stage1")[-1]
-    evaluation_options = [*common, "--data", "held_out.jsonl", "--questions", "0"]
-    evaluation.main([*evaluation_options, "--run_name", "mine"])
-    evaluation.main([*evaluation_options, "--run_name", "mine", "--retriever", "empty"])
+    evaluation.main([*common, "--data", "held_out.jsonl", "--questions", "0", "--run_name", "mine"])
     ask.main(["which country was jana dorn born in ?", *common, "--model", str(checkpoint)])
     assert "searches: texts (bm25, 7 documents)" in capsys.readouterr().out
     AutoModelForCausalLM.from_pretrained(checkpoint)  # as a server loads it
-    AutoTokenizer.from_pretrained(checkpoint)

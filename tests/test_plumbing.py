@@ -139,8 +139,11 @@ GOOD["references"] = [{"id": "1", "title": "t", "text": "x"}]
 @pytest.mark.parametrize(
     "records, fragment",
     [
-        ([GOOD | {"question": 5}], "line 1: field 'question': expected str, found 5"),
-        ([GOOD | {"question": "ada " * 400}], "question 1: its prompt has"),
+        (
+            [WITH_REFERENCES, GOOD | {"question": 5}],
+            "line 2: field 'question': expected str, found 5",
+        ),
+        ([WITH_REFERENCES | {"question": "ada " * 400}], "question 1: its prompt has"),
     ],
 )
 def test_a_bad_file_is_a_one_line_error_before_training_starts(
@@ -175,13 +178,15 @@ def test_errors_that_are_quick_to_find_come_before_the_corpus_is_read(
 
 
 def test_processes_that_are_not_connected_or_get_no_rows_are_a_one_line_error(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "2 processes were started and 1 take part: set ACC" in message(check_processes, 1)
-    check_processes(2)
     # 3 questions with 2 trajectories each, 4 rows per update at most: two updates of 3 rows.
     settings = Settings(questions_per_step=3, group_size=2, trajectories_per_update=4)
-    build.check_shares(settings, 3)
-    error = message(build.check_shares, settings, 4)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    check_processes(settings, 3)
+    assert "3 processes were started and 1 take part: set ACC" in message(
+        check_processes, settings, 1
+    )
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    error = message(check_processes, settings, 4)
     assert "3 trajectories per update cannot be shared by 4" in error
 
 

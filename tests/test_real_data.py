@@ -16,13 +16,9 @@ from retriever import BM25, make_search
 from rollout import Environment
 from settings import Settings
 
-# Film n has director n, who was born in city n; all directors but one have a father.
+# Film n has director n, who was born in city n.
 FILMS = [
-    [
-        [f"Film {n}", "director", f"Director {n}"],
-        [f"Director {n}", "place of birth", f"City {n}"],
-        [f"Director {n}", "father", f"Father {n}"],
-    ]
+    [[f"Film {n}", "director", f"Director {n}"], [f"Director {n}", "place of birth", f"City {n}"]]
     for n in range(40)
 ]
 PUBLISHED = [
@@ -31,7 +27,7 @@ PUBLISHED = [
         "question": f"Where was the director of film Film {n} born?",
         "question_type": "comparison" if n % 4 == 3 else "compositional",
         "answer": f"City {n}",
-        "evidence_relations": film[:2],
+        "evidence_relations": film,
     }
     for n, film in enumerate(FILMS)
 ]
@@ -76,7 +72,6 @@ def test_training_questions_are_drawn_as_published_ones_need_them_and_can_be_ans
     rows = [record(n, "onehop", name) for name in ("date", "father", "employer") for n in range(9)]
     # The published questions need a father three times, a date once, an employer never.
     rows += [record(90, "inference", "father", "father"), record(91, "inference", "father", "date")]
-    rows.append(record(92, "bridge_comparison", "father", "date"))
     write_records(tmp_path / "train.jsonl", rows)
     # The query "father of S4" finds nothing that says "x".
     texts = {n: "somebody" if n == 4 else "x" for n in (*range(9), 90, 91)}
@@ -86,13 +81,12 @@ def test_training_questions_are_drawn_as_published_ones_need_them_and_can_be_ans
     monkeypatch.setitem(real.MOST, "rl", 8)
     real.prepare(tmp_path, tmp_path, place)
     cold, rl = (load_questions(tmp_path / f"{name}.jsonl") for name in ("cold", "rl"))
-    relations = Counter(q.source for q in cold)
-    assert relations == {"date": 2, "father": 2, "employer": 2}  # a quarter of 27, evenly
+    # A quarter of 27, evenly.
+    assert Counter(q.source for q in cold) == {"date": 2, "father": 2, "employer": 2}
     asked = Counter(q.hops[0].query.split()[0] for q in rl if q.source == "one")
     assert asked["father"] >= 5 and asked["date"] <= 2 and not asked["employer"]
     assert "4" not in {q.id[-1] for q in rl} and "published" in {q.source for q in rl}
     assert not {q.id for q in cold} & {q.id for q in rl}
-    assert cold[0].hops[0].query.startswith(cold[0].source)
 
 
 def test_what_is_missing_is_told_in_one_line(tmp_path, monkeypatch):
@@ -127,23 +121,21 @@ class Commands:
         self.done, self.fails_at = [], ""
 
     def run(self, command, **_):
-        words = [word for word in command[1:] if not word.startswith("--")]
         flags = dict(word[2:].split("=", 1) for word in command if word.startswith("--"))
-        self.done.append(" ".join(words))
+        self.done.append(command[1] if command[1] != "-m" else command[2])
         if self.done[-1] == self.fails_at:
             return SimpleNamespace(returncode=1)
-        if "train.py" in words:
+        if command[1] == "train.py":
             place = real.Path(flags["output_dir"], flags["run_name"], f"stage{flags['stage']}")
             (place / f"checkpoint-{int(flags['steps']):06d}").mkdir(parents=True)
-        elif words[0] == "coldstart.py":
+        elif command[1] == "coldstart.py":
             real.Path(flags["out"]).mkdir()
-        elif words[0] != "view.py":
-            out = real.Path(flags["out"], "rag.jsonl" if "-m" in command else "")
+        elif command[1] != "view.py":
             records = [
                 {"id": "1", "question": "q?", "dataset": name, "metrics": {"em": 1.0}}
                 for name in real.EXAMS.values()
             ]
-            write_records(out, records)
+            write_records(real.Path(flags["out"], "rag.jsonl" if "-m" in command else ""), records)
         return SimpleNamespace(returncode=0)
 
 
@@ -156,16 +148,14 @@ def test_the_command_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, cap
     flags = ["--model", "m", "--data", "d", "--out", str(tmp_path / "real")]
     commands.fails_at = "coldstart.py"
     assert "cold start ended with code 1" in message(real.main, flags)
-    assert commands.done == ["eval.py", "-m lab.baselines", "coldstart.py"]
+    assert commands.done == ["eval.py", "lab.baselines", "coldstart.py"]
     commands.done, commands.fails_at = [], ""
-    real.main(flags)
-    parts = "coldstart.py eval.py train.py eval.py train.py eval.py eval.py view.py".split()
-    assert [
-        words.split()[0] for words in commands.done
-    ] == parts  # what was done before is not repeated
+    real.main(flags)  # what was done before is not repeated
+    parts = "coldstart.py eval.py train.py eval.py train.py eval.py eval.py view.py"
+    assert " ".join(commands.done) == parts
     commands.done = []
     real.main(flags)
-    assert len(commands.done) == 1  # the page is drawn again
+    assert commands.done == ["view.py"]  # the page is drawn again
     assert "film: after stage 2" in capsys.readouterr().out
     minutes = json.loads((tmp_path / "real-seed0" / "minutes.json").read_text())
     assert "cold start" in minutes and "stage 2" in minutes

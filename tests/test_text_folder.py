@@ -1,7 +1,5 @@
 """Tests text_folder.py: the passages of texts, and the files of a folder."""
 
-from conftest import message
-
 from data import Document, load_corpus
 
 
@@ -24,8 +22,3 @@ def test_a_folder_of_texts_is_a_corpus_of_passages_of_100_words(tmp_path):
     ]
     assert load_corpus(tmp_path) == [*notes, *bells]
     assert load_corpus(tmp_path / "a notes.txt") == notes
-
-
-def test_a_text_without_words_is_an_error(tmp_path):
-    (tmp_path / "b.txt").write_text(" ")
-    assert "no words in a .txt or .md file" in message(load_corpus, tmp_path)
