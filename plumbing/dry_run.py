@@ -36,7 +36,8 @@ def try_out(state: TrainState, sample) -> None:
     step = each * whole.questions_per_step * whole.group_size
     state.accelerator.print(
         f"time: about {step:.0f} s ({step / 60:.1f} minutes) for each of the {whole.steps} steps, "
-        f"{each:.2g} s a trajectory (rough: from four trajectories with turns of at most {SHORT} tokens)"
+        f"{each:.2g} s a trajectory (rough: from four trajectories with turns of at most {SHORT} "
+        "tokens)"
     )
     state.settings = state.environment.settings = replace(
         whole,
