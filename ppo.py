@@ -100,18 +100,14 @@ def trained_tokens(batch) -> Tensor:
     return model_only(batch.response_mask, batch.mismatch_weights > 0)
 
 
-def mismatch_stats(batch, mode: str) -> dict[str, float]:
-    """Returns two metrics over the n model tokens. mismatch_ess is the effective sample size as a
-    share of n, (Σ w)² / (n Σ w²), which is 1 if all weights are equal (but 0 if all are 0).
-    mismatch_cut is the share of tokens that have the weight which MISMATCH sets above the bound.
+def effective_share(batch) -> float:
+    """Returns the effective sample size as a share of the n model tokens, (Σ w)² / (n Σ w²): 1 if
+    all weights are equal, but 0 if all are 0.
 
-    Worked, mode token: w [2, 1, 0.5] on three model tokens: mismatch_ess = 3.5² / (3 · 5.25) =
-    0.7778; mismatch_cut = 1/3, because only the first token has w = C.
+    Worked: w [2, 1, 0.5] on three model tokens: 3.5² / (3 · 5.25) = 0.7778.
     """
     weights = batch.mismatch_weights[batch.response_mask.bool()]  # [n]
-    share = weights.mean().square() / weights.square().mean().clamp(min=EPSILON)
-    cut = (weights == MISMATCH[mode][-1]).float().mean()
-    return {"mismatch_ess": share.item(), "mismatch_cut": cut.item()}
+    return (weights.mean().square() / weights.square().mean().clamp(min=EPSILON)).item()
 
 
 # -------------------------------------------------------------------------------------- aggregation
