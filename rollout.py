@@ -43,7 +43,6 @@ from prompts import (
     number_documents,
     parse_query,
     question_text,
-    question_values,
     without_control,
 )
 from settings import Settings
@@ -149,24 +148,17 @@ def check_prompts(
             "of them"
         )
     protocol = environment.protocol
-    # A prompt in `protocol.prompts` may insert the references too, and each text several times: at
-    # most as often as the prompt contains "{".
-    copies = max([1, *(text.count("{") for text in protocol.prompts.values())])
-    shows_all = protocol.references_in_prompt or copies > 1
+    only_question = not (protocol.references_in_prompt or protocol.prompts)
     of_kind = {}  # (task, may_search) -> tokens of the first fitting prompt built of this kind
     fitting, errors = [], []
     for question in questions:
-        text = question_text(question)
-        if shows_all:
-            text = "".join(question_values(question, "").values())
         kind = question.task, question.may_search
-        # Building every prompt would take long. `most` is an upper bound on this prompt's tokens:
-        # those of the first prompt of its kind, and one for each byte of this question's `text`,
-        # `copies` times. The prompt is built only if `most` is too large, or if it is the first of
-        # its kind.
-        most = of_kind.get(kind, context) + copies * len(text.encode(errors="replace"))
+        # Building every prompt would take long. If a prompt shows no more than the question, `most`
+        # is an upper bound on its tokens: those of the first prompt of its kind, and one for each
+        # byte of the question.
+        most = of_kind.get(kind, context) + len(question_text(question).encode(errors="replace"))
         try:
-            if most + ANSWER_TOKENS > context:
+            if most + ANSWER_TOKENS > context or not only_question:
                 prompt = build_prompt(protocol, question, environment.tokenizer)
                 check_prompt(question, prompt, context)
                 of_kind.setdefault(kind, len(prompt))

@@ -19,10 +19,8 @@ long as the longest row may become), models that `obstacle` (scale/packing.py) r
 """
 
 import contextlib
-import functools
 import math
 import mmap
-import sys
 from collections import defaultdict, deque
 from dataclasses import dataclass
 
@@ -31,6 +29,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache, TopPLogitsWarper
 
+from errors import say_once
 from policy import evaluating, unrounded_logits
 from rollout import Environment, StopRule, Turn, end_ids, generate_by_turns
 from scale.packing import LEAST, beginning, obstacle
@@ -373,7 +372,7 @@ def generate_in_slots(
     model = policy.language_model
     settings = environment.settings
     if problem := obstacle(model):
-        warn_once(f'engine "{settings.engine}": {problem}; plain generate is used instead')
+        say_once(f'warning: engine "{settings.engine}": {problem}; plain generate is used instead')
         generate_by_turns(policy, environment, live, progress)
     elif live:
         size = max(environment.max_trajectory_tokens(t) for t in live)
@@ -407,11 +406,6 @@ def generate_queue(engine: Engine, environment: Environment, queue: deque, progr
             row.state = "free"
         if progress and ended:
             progress(len(ended))
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr)
 
 
 def affordable(model, size: int) -> int:
