@@ -308,14 +308,6 @@ def test_a_broken_search_is_an_observation_and_an_error_in_the_log(bpe, answer, 
     assert (search.text, t.answer) == ("Search is unavailable.", "Norland")
 
 
-def test_an_error_that_only_the_user_can_repair_ends_the_run(bpe):
-    def wrong_address(_requests):
-        raise InputError("give another --retriever_url")
-
-    with pytest.raises(InputError, match="give another"):
-        play(bpe, [ASK, ANSWER], search=Searcher(wrong_address))
-
-
 # ----------------------------------------------------------- how documents are cut and encoded
 
 DOCUMENTS = (
@@ -403,7 +395,7 @@ def test_a_search_that_would_leave_no_room_for_an_answer_is_not_run(bpe, limit, 
     assert calls == [["Ana Bell"]]  # only the first run searched: both share the searcher
 
 
-def test_no_trajectory_exceeds_the_context_or_loses_its_first_tokens(bpe):
+def test_no_trajectory_exceeds_the_context_or_loses_its_prompt(bpe):
     prompt = build_prompt(PROTOCOLS["ur2"], QA, bpe)
     turns = [ASK, END, f"{BEGIN}again{END}", "word " * 300]
     pages = fixed_search(SearchResult(text="Kelmouth " * 400, fallback=True))
@@ -412,12 +404,6 @@ def test_no_trajectory_exceeds_the_context_or_loses_its_first_tokens(bpe):
         options = {"max_context": len(prompt) + room, "document_tokens": 60}
         t, _ = play_one(bpe, turns, search=pages, **options)
         assert t.prompt_ids == prompt and len(t.ids) <= len(prompt) + room
-        # the tokens that were sampled first are all still there
-        first_turn = encode(bpe, ASK)[:room]
-        assert t.response_ids[: len(first_turn)] == first_turn
-        # after every text of the environment, 32 tokens were free
-        last = max((i for i, mask in enumerate(t.response_mask) if not mask), default=-1)
-        assert last + 1 + 32 <= room or last == -1
         reasons.add((t.stop_reason, len(t.searches)))
     assert reasons >= {("length", 0), ("length", 1), ("length", 2)}
 
@@ -431,37 +417,25 @@ def test_a_notice_that_would_leave_no_room_for_an_answer_is_not_written(bpe):
     assert (t.stop_reason, rejections(t), writers(t)) == ("length", [("malformed", "")], ["model"])
 
 
-def test_a_turn_has_its_own_limit_and_a_query_may_end_with_its_last_token(bpe):
-    for spare, queries, end in ((0, [["Ana Bell"]], "eos"), (-1, [], "length")):
-        limit = len(encode(bpe, ASK)) + spare
-        t, calls = play_one(bpe, [ASK, "no"], max_turn_tokens=limit)
-        assert (calls, t.stop_reason) == (queries, end)
-
-
 def surroundings(tokenizer, max_context):
     return Environment(tokenizer, UR2, Searcher(), Settings(max_context=max_context))
 
 
-def test_a_prompt_longer_than_the_context_is_an_input_error_that_names_the_question(bpe):
-    question = dataclasses.replace(QA, id="q-17", question="Who? " * 100)
-    length = len(build_prompt(PROTOCOLS["ur2"], question, bpe))
-    error_line = rf"question q-17: its prompt has {length} tokens .* context is {length + 31},"
-    with pytest.raises(InputError, match=error_line):  # 32 tokens are kept for the answer
-        check_prompts([QA, question], surroundings(bpe, length + 31), MODEL)
-    check_prompts([QA, question], surroundings(bpe, length + 32), MODEL)
-    with pytest.raises(InputError, match="--max_context 2049: the model has only 2048 positions"):
-        check_prompts([], surroundings(bpe, 2049), MODEL)
-
-
-def test_with_skip_bad_questions_with_too_long_a_prompt_are_left_out_and_counted(bpe, capsys):
-    long = dataclasses.replace(QA, id="long", question="Who? " * 100)
-    place = surroundings(bpe, len(build_prompt(UR2, QA, bpe)) + 64), MODEL
+def test_a_prompt_longer_than_the_context_is_an_error_or_with_skip_bad_left_out(bpe, capsys):
+    long = dataclasses.replace(QA, id="q-17", question="Who? " * 100)
+    length = len(build_prompt(UR2, long, bpe))
+    questions = [long, QA, long]
+    assert check_prompts(questions, surroundings(bpe, length + 32), MODEL) == questions
+    less = surroundings(bpe, length + 31), MODEL  # 32 tokens are kept for the answer
+    error = message(check_prompts, questions, *less)
+    assert error.startswith(f"question q-17: its prompt has {length} tokens and the context is ")
     counted = "2 of 3 prompts do not fit: --skip_bad leaves them out"
-    error = message(check_prompts, [long, QA, long], *place)
-    assert error.startswith("question long: its prompt has ") and error.endswith(f"; {counted}")
-    assert check_prompts([long, QA, long], *place, skip_bad=True) == [QA]
+    assert error.endswith(f"; {counted}")
+    assert check_prompts(questions, *less, skip_bad=True) == [QA]
     assert capsys.readouterr().err == f"{counted}\n"
-    assert "1 of 1 prompts" in message(check_prompts, [long], *place, skip_bad=True)
+    assert "1 of 1 prompts" in message(check_prompts, [long], *less, skip_bad=True)
+    error = message(check_prompts, [], surroundings(bpe, 2049), MODEL)
+    assert error.startswith("--max_context 2049: the model has only 2048 positions")
 
 
 LONG = "?" * 600
@@ -562,18 +536,12 @@ def test_the_queries_of_all_live_rows_go_to_the_searcher_in_one_call_in_order(bp
 
 
 def test_rows_are_ordered_by_question_and_each_request_has_its_question(bpe):
-    questions = [dataclasses.replace(QA, id=name) for name in "abc"]
     search = Searcher(lambda requests: [SearchResult(text=r.question.id) for r in requests])
-    scripts = [[f"{BEGIN}{row}{END}", str(row)] for row in range(6)]
+    scripts = [[f"{BEGIN}{row}{END}", str(row)] for row in range(4)]
+    questions = [dataclasses.replace(QA, id=name) for name in "ab"]
     rows, _, _ = play(bpe, *scripts, questions=questions, group_size=2, search=search)
-    assert [t.searches[0].query for t in rows] == search.calls[0] == list("012345")
-    assert [t.searches[0].text for t in rows] == list("aabbcc")
-
-
-def test_progress_counts_every_trajectory_once(bpe):
-    ended = []
-    play(bpe, [ASK, ANSWER], ["no"], [END, END], ["no"], progress=ended.append)
-    assert ended == [2, 2]  # the two without a query; then the answer and the second rejected query
+    found = [(t.searches[0].query, t.searches[0].text) for t in rows]
+    assert found == [("0", "a"), ("1", "a"), ("2", "b"), ("3", "b")]
 
 
 def biased(policy, bias):
@@ -816,9 +784,8 @@ def test_an_answer_inside_documents_does_not_count():
 
 def test_the_searches_that_were_fallbacks_are_given_by_number():
     text = "".join(searched(f"q{i}", "text") for i in range(3))
-    for fallbacks in ([0, 2], {2, 0}, ()):
-        flags = [search.fallback for search in written(text, fallbacks=fallbacks).searches]
-        assert flags == [0 in fallbacks, False, 2 in fallbacks]
+    flags = [search.fallback for search in written(text, fallbacks=[0, 2]).searches]
+    assert flags == [True, False, True]
 
 
 def test_what_a_rollout_wrote_is_parsed_into_the_same_searches_and_answer(bpe):

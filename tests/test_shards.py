@@ -146,29 +146,6 @@ def test_two_processes_with_half_of_the_weights_each_take_the_same_step_as_one(
     assert (one[4], two[4]) == (False, True)
 
 
-def update_three_times(start: str) -> None:
-    """Asserts that the gradients stay in DDP's buckets during three updates."""
-    policy, _ = load_policy(start)
-    state, places = parts_of_a_run(policy), []
-    gradients = [p.grad for p in policy.parameters()]
-    buckets = {gradient.untyped_storage().data_ptr() for gradient in gradients}
-    assert len(buckets) < len(gradients)
-
-    def record_places(*_) -> None:
-        places.append([p.grad is not None and p.grad.data_ptr() for p in policy.parameters()])
-
-    policy.register_forward_hook(record_places)  # called within DDP's forward
-    state.optimizer.register_step_pre_hook(record_places)
-    for _ in range(3):
-        places.clear()
-        step(state, uneven_batch())
-        assert len(places) > 2 and all(place == places[0] for place in places)
-
-
-def test_ddp_holds_one_copy_of_the_gradients_in_every_micro_batch(start):
-    in_two("ddp", update_three_times, start)
-
-
 def train(start: str, done: int, steps: int, out: Path) -> None:
     """Makes `steps` steps of AdamW from the checkpoint of step `done`, and saves a new one."""
     policy, tokenizer = load_policy(start, settings=Settings(gradient_checkpointing=True))
