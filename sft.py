@@ -182,11 +182,11 @@ def train_sft(
 ) -> list[float]:
     """Makes `settings.steps` updates, each on `next_examples(step)`, and returns the losses."""
     optimizers = optimizers_of(policy, settings)
-    warmup_ratio = settings.warmup_steps / settings.steps
     losses = []
     with tqdm(total=settings.steps, desc=description, dynamic_ncols=True) as bar:
         for step in range(settings.steps):
-            factor = lr_factor(step, settings.steps, warmup_ratio, "linear", settings.decay_from)
+            warmup = settings.warmup_steps / settings.steps
+            factor = lr_factor(step, settings.steps, warmup, "linear", settings.decay_from)
             for optimizer, lr in optimizers.items():
                 optimizer.param_groups[0]["lr"] = lr * factor
             losses.append(backward(policy, next_examples(step), settings.tokens_per_micro_batch))
