@@ -196,28 +196,18 @@ def test_the_mask_is_one_on_sampled_tokens_and_zero_on_the_block_around_the_docu
     assert t.logprobs == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "name, rest",
-    [
-        ("when_to_search", "<reflect> I know it. </reflect><answer> Norland </answer>"),
-        ("arena", "<relevance>[1]</relevance><analysis> It says so. </analysis>" + NORLAND),
-        ("r1_searcher", NORLAND),
-    ],
-)
-def test_a_template_that_opens_the_think_tag_keeps_the_format_valid(name, rest, bpe):
+def test_a_template_that_opens_the_think_tag_keeps_the_format_valid(bpe):
     thinks = copy.deepcopy(bpe)
     thinks.chat_template = bpe.chat_template.replace(
         "assistant\n{% endif", "assistant\n<think>\n{% endif"
     )
-    questions = [dataclasses.replace(QA, references=(Document("1", "Ana", "of Norland"),))]
-    for tokenizer, opened in (
-        (thinks, "<think>"),
-        (bpe, "<think>" if name == "r1_searcher" else ""),
-    ):
-        script = [f"Who? </think>\n\n{rest}"]
-        (t,), _, _ = play(tokenizer, script, protocol=name, questions=questions)
-        assert decode(tokenizer, t.prompt_ids).count("assistant\n<think>") == bool(opened)
+    reflected = ["Who? </think>\n\n<reflect> I know it. </reflect>" + NORLAND]
+    for tokenizer, opened in ((thinks, "<think>"), (bpe, "")):
+        t, _ = play_one(tokenizer, reflected, protocol="when_to_search")
         assert (t.opened, good_format(t)) == (opened, bool(opened))
+    for tokenizer in (thinks, bpe):  # this protocol's prompt ends in the tag, but not twice
+        t, _ = play_one(tokenizer, ["Who? </think>\n\n" + NORLAND], protocol="r1_searcher")
+        assert decode(tokenizer, t.prompt_ids).count("assistant\n<think>") == 1 and good_format(t)
 
 
 def test_a_fallback_is_flagged_and_gets_a_notice_after_the_documents(bpe):
