@@ -114,11 +114,11 @@ def kl_in_reward(batch, settings) -> Tensor:
 Loss = Callable[[Tensor], Tensor]  # log-probs [V] -> [V]
 
 
-def categorical(epsilon: float, seed: int = 0) -> tuple[Tensor, Tensor]:
+def categorical(epsilon: float) -> tuple[Tensor, Tensor]:
     """Returns (logits of π [V], log-probs of ref [V]). The logits of ref are standard normal, and
     those of π are ref's logits plus ε · standard normal noise.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     draws = torch.randn(2, 16, generator=generator, dtype=torch.float64)
     reference, noise = draws  # [V], [V]
     return reference + epsilon * noise, reference.log_softmax(-1)

@@ -360,7 +360,7 @@ def without_dropout(config):
     return config
 
 
-def check_model_path(path: str, flag: str = "--model") -> None:
+def check_model_path(path: str) -> None:
     """Raises an InputError if `path` is local but not a saved model. A path is local if it exists,
     or if it cannot be a hub name.
     """
@@ -368,7 +368,7 @@ def check_model_path(path: str, flag: str = "--model") -> None:
     local = exists or path.startswith((".", "/", "~")) or path.count("/") > 1
     if local and not Path(path, "config.json").exists():
         wrong = "there is no config.json in this directory" if exists else "no such directory"
-        raise InputError(f"{flag} {path}: {wrong}; give a saved HF model or a hub name")
+        raise InputError(f"--model {path}: {wrong}; give a saved HF model or a hub name")
 
 
 def load_tokenizer(path: str, chat_template: str = ""):

@@ -254,16 +254,16 @@ class Critic(nn.Module):
         return values.masked_scatter(mask.bool(), masked_values)  # [B, T]
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float = VALUE_CLIP):
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (loss, clipped), [B, T] each. The loss is half the larger of two squared errors: that
-    of V, and that of V clipped to V_old ± clip. If the second is larger, `clipped` is True.
+    of V, and that of V clipped to V_old ± 0.2. If the second is larger, `clipped` is True.
 
-    Worked, clip 0.2, returns 1, V_old 0.5. V 0.6 -> ½ · 0.4² = 0.08. V 0.9 is clipped to 0.7, whose
+    Worked, returns 1, V_old 0.5. V 0.6 -> ½ · 0.4² = 0.08. V 0.9 is clipped to 0.7, whose
     error is larger -> ½ · 0.3² = 0.045. V 0.1 is clipped to 0.3, but the unclipped error is
     larger -> ½ · 0.9² = 0.405.
     """
     error = (values - returns).square() / 2  # [B, T]
-    near_old = old_values + (values - old_values).clamp(-clip, clip)  # [B, T]
+    near_old = old_values + (values - old_values).clamp(-VALUE_CLIP, VALUE_CLIP)  # [B, T]
     clipped_error = (near_old - returns).square() / 2  # [B, T]
     return torch.maximum(error, clipped_error), clipped_error > error  # [B, T], [B, T]
 

@@ -49,7 +49,7 @@ from settings import Settings
 from trajectory import RejectedQuery, Search, Trajectory, show
 
 SearchFunction = Callable[[list[SearchRequest]], list[SearchResult]]
-Progress = Callable[[int], None] | None
+Progress = Callable[[int], None]  # is called with the number of trajectories that have just ended
 # A search is not run if the context has room for fewer document tokens than this, or than
 # --document_tokens if that is less.
 MIN_DOCUMENT_TOKENS = 16
@@ -61,7 +61,7 @@ MAX_REJECTED_QUERIES = 2  # this many rejected queries end a trajectory
 
 # ---------------------------------------------------------------------------------------- the loop
 def generate_by_turns(
-    policy, environment: Environment, live: list[Trajectory], progress: Progress = None
+    policy, environment: Environment, live: list[Trajectory], progress: Progress
 ) -> None:
     """Samples a turn of every live trajectory, then runs their searches, until all have ended."""
     while live:
@@ -73,8 +73,7 @@ def generate_by_turns(
         environment.run_searches([row for row in live if not row.stop_reason])
         before = len(live)
         live = [row for row in live if not row.stop_reason]
-        if progress:
-            progress(before - len(live))
+        progress(before - len(live))
 
 
 @torch.no_grad()
@@ -84,15 +83,14 @@ def rollout(
     questions: list[Question],
     seed: int | None = None,
     generate: Callable = generate_by_turns,
-    progress: Progress = None,
+    progress: Progress | None = None,
 ) -> list[Trajectory]:
     """Returns `group_size` trajectories per question: item b belongs to question b // group_size.
 
     seed       makes sampling reproducible on one machine (but not on vLLM servers); the global
                random state is restored
     generate   samples the trajectories: `generate_by_turns`, or a function of engines/
-    progress   is called with the number of trajectories that ended since the last call; by default
-               a bar shows it if sampling takes long
+    progress   by default a bar shows the progress if sampling takes long
     """
     rows = []
     for question in questions:
