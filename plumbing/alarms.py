@@ -80,8 +80,8 @@ def signs(record: dict, records: list[dict], s: Settings) -> Iterator[str]:
 
 
 def largest_gap(records: list[dict], corrected: bool) -> float:
-    """Returns the limit of `logprob_gap`: 1e-3. With a --mismatch correction (the default on a GPU,
-    and on a CPU with servers or a bf16 copy) it is three times the gap of step 0, but at least 1e-3
+    """Returns the limit of `logprob_gap`: 1e-3. With a --mismatch correction (the default on a GPU
+    and with servers) it is three times the gap of step 0, but at least 1e-3
     and at most 0.1. The gap reveals that sampler and trainer compute differently; it would hardly
     grow if a server sampled with outdated weights.
     """

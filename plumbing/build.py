@@ -289,7 +289,7 @@ def build_state(settings: Settings) -> TrainState:
         policy.fleet = Fleet(policy, environment)
         if main:
             policy.fleet.check()
-    copies = wants_copy(settings.sampling_copy, device, in_8bit)
+    copies = wants_copy(device, in_8bit)
     recompute = device.type != "cpu" or copies or served or not settings.mask_documents
     # No mismatch correction if documents are trained on: they have no log-probs of the sampler.
     auto = "token" if recompute and settings.mask_documents else "none"

@@ -67,8 +67,6 @@ def test_the_copy_of_a_lora_policy_is_merged():
     torch.testing.assert_close(copy(tokens), policy(tokens), atol=1e-5, rtol=1e-5)
 
 
-def test_auto_copies_on_a_gpu_but_not_int8_weights():
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert [wants_copy("auto", device, False) for device in (cpu, gpu)] == [False, True]
-    assert wants_copy("bf16", cpu, False)
-    assert not wants_copy("auto", gpu, True) and not wants_copy("none", gpu, False)
+def test_a_gpu_samples_with_a_copy_but_not_of_int8_weights():
+    assert wants_copy(torch.device("cuda"), False) and not wants_copy(torch.device("cuda"), True)
+    assert not wants_copy(torch.device("cpu"), False)
