@@ -15,7 +15,6 @@ Frozen weights may be bf16 or int8, and Adam's moments may have 8 bits.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -303,13 +302,6 @@ def load_policy(
     with loading("causal LM", path):
         config = without_dropout(AutoConfig.from_pretrained(path, trust_remote_code=False))
         model = load_whole(path, options | {"config": config})
-    count = len(tokenizer)
-    rows = model.get_input_embeddings().num_embeddings
-    if count > rows:
-        raise InputError(
-            f"--model {path}: the tokenizer has {count} tokens, the model only {rows}: they do not"
-            " belong together"
-        )
     if settings.gradient_checkpointing:
         checkpoint_activations(model)
     policy = Policy(model).requires_grad_(trained)
@@ -351,16 +343,10 @@ def frozen_options(device: torch.device | str, in_8bit: bool) -> dict:
     options |= {"trust_remote_code": False, "use_safetensors": True}
     options["device_map"] = {"": device}  # processes load straight to their GPUs, not into RAM
     if in_8bit:
-        check_bitsandbytes("8-bit weights")
         # bitsandbytes would log a line for every matrix product.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         options["quantization_config"] = BitsAndBytesConfig(load_in_8bit=True)
     return options
-
-
-def check_bitsandbytes(feature: str) -> None:
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise InputError(f"{feature} need bitsandbytes: pip install bitsandbytes, or do without")
 
 
 def without_dropout(config):
@@ -374,7 +360,7 @@ def without_dropout(config):
     return config
 
 
-def check_model_path(path: str, flag: str = "--model") -> None:
+def check_model_path(path: str) -> None:
     """Raises an InputError if `path` is local but not a saved model. A path is local if it exists,
     or if it cannot be a hub name.
     """
@@ -382,7 +368,7 @@ def check_model_path(path: str, flag: str = "--model") -> None:
     local = exists or path.startswith((".", "/", "~")) or path.count("/") > 1
     if local and not Path(path, "config.json").exists():
         wrong = "there is no config.json in this directory" if exists else "no such directory"
-        raise InputError(f"{flag} {path}: {wrong}; give a saved HF model or a hub name")
+        raise InputError(f"--model {path}: {wrong}; give a saved HF model or a hub name")
 
 
 def load_tokenizer(path: str, chat_template: str = ""):
@@ -516,24 +502,28 @@ def make_optimizer(module: nn.Module, name: str, lr: float):
     if name == "adamw":
         # fused: on a GPU the default needs a second copy of all weights during the step
         return torch.optim.AdamW(parameters, lr, weight_decay=0.0, fused=True)
-    check_bitsandbytes("8-bit moments")
     from bitsandbytes import optim  # slow to import, and only needed here
 
     kind = {"adamw8bit": optim.AdamW8bit, "paged_adamw8bit": optim.PagedAdamW8bit}[name]
     return kind(parameters, lr, weight_decay=0.0)
 
 
-def lr_factor(step: int, steps: int, warmup_ratio: float, schedule: str) -> float:
+def lr_factor(
+    step: int, steps: int, warmup_ratio: float, schedule: str, decay_from: float = 0.0
+) -> float:
     """Returns the factor of the learning rate in optimizer step number `step` (from 0) of `steps`:
-    it rises linearly in the warm-up, then follows `schedule`.
+    it rises linearly in the warm-up, is 1 until the share `decay_from` of the steps is done, and
+    then follows `schedule`.
 
     Worked: lr_factor(0, 10, 0.2, "linear"): the warm-up has 0.2 · 10 = 2 steps, so 1/2.
     lr_factor(6, 10, 0.2, "linear"): 4 of the other 8 steps are done, so 1 − 4/8 = 0.5.
     lr_factor(18, 40, 0.95, "constant"): the warm-up has 0.95 · 40 = 38 steps, so 19/38.
+    10 steps, warmup_ratio 0.2, "linear" from 0.6 on: 1/2 1 1 1 1 1, then 1 3/4 1/2 1/4.
     """
     warmup = round(warmup_ratio * steps)
     if step < warmup:
         return (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - warmup)
+    start = max(warmup, int(decay_from * steps))
+    progress = max(0, step - start) / max(1, steps - start)
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     return {"constant": 1.0, "linear": 1 - progress, "cosine": cosine}[schedule]

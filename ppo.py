@@ -100,18 +100,14 @@ def trained_tokens(batch) -> Tensor:
     return model_only(batch.response_mask, batch.mismatch_weights > 0)
 
 
-def mismatch_stats(batch, mode: str) -> dict[str, float]:
-    """Returns two metrics over the n model tokens. mismatch_ess is the effective sample size as a
-    share of n, (Σ w)² / (n Σ w²), which is 1 if all weights are equal (but 0 if all are 0).
-    mismatch_cut is the share of tokens that have the weight which MISMATCH sets above the bound.
+def effective_share(batch) -> float:
+    """Returns the effective sample size as a share of the n model tokens, (Σ w)² / (n Σ w²): 1 if
+    all weights are equal, but 0 if all are 0.
 
-    Worked, mode token: w [2, 1, 0.5] on three model tokens: mismatch_ess = 3.5² / (3 · 5.25) =
-    0.7778; mismatch_cut = 1/3, because only the first token has w = C.
+    Worked: w [2, 1, 0.5] on three model tokens: 3.5² / (3 · 5.25) = 0.7778.
     """
     weights = batch.mismatch_weights[batch.response_mask.bool()]  # [n]
-    share = weights.mean().square() / weights.square().mean().clamp(min=EPSILON)
-    cut = (weights == MISMATCH[mode][-1]).float().mean()
-    return {"mismatch_ess": share.item(), "mismatch_cut": cut.item()}
+    return (weights.mean().square() / weights.square().mean().clamp(min=EPSILON)).item()
 
 
 # -------------------------------------------------------------------------------------- aggregation
@@ -258,16 +254,16 @@ class Critic(nn.Module):
         return values.masked_scatter(mask.bool(), masked_values)  # [B, T]
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float = VALUE_CLIP):
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (loss, clipped), [B, T] each. The loss is half the larger of two squared errors: that
-    of V, and that of V clipped to V_old ± clip. If the second is larger, `clipped` is True.
+    of V, and that of V clipped to V_old ± 0.2. If the second is larger, `clipped` is True.
 
-    Worked, clip 0.2, returns 1, V_old 0.5. V 0.6 -> ½ · 0.4² = 0.08. V 0.9 is clipped to 0.7, whose
+    Worked, returns 1, V_old 0.5. V 0.6 -> ½ · 0.4² = 0.08. V 0.9 is clipped to 0.7, whose
     error is larger -> ½ · 0.3² = 0.045. V 0.1 is clipped to 0.3, but the unclipped error is
     larger -> ½ · 0.9² = 0.405.
     """
     error = (values - returns).square() / 2  # [B, T]
-    near_old = old_values + (values - old_values).clamp(-clip, clip)  # [B, T]
+    near_old = old_values + (values - old_values).clamp(-VALUE_CLIP, VALUE_CLIP)  # [B, T]
     clipped_error = (near_old - returns).square() / 2  # [B, T]
     return torch.maximum(error, clipped_error), clipped_error > error  # [B, T], [B, T]
 

@@ -48,19 +48,14 @@ def baseline_advantages(rewards: Tensor, group_size: int, group_std: bool = True
 
 
 def returns_to_go(token_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """Returns G_t = r_t + γ G_{t'}, [B, T], 0 on masked tokens; t' is the next model token.
+    """Returns G_t = r_t + γ G_{t'}, [B, T], 0 on masked tokens; t' is the next model token. These
+    are GAE's advantages for V = 0 and λ = 1.
 
     Worked: rewards [1, 9, 2, 0], mask [1, 0, 1, 0], γ 0.5 -> [1 + 0.5 · 2, 0, 2, 0] = [2, 0, 2, 0].
     """
-    mask = response_mask.bool()  # [B, T]
-    returns = torch.zeros_like(token_rewards)  # [B, T]
-    later = token_rewards.new_zeros(len(token_rewards))  # [B]
-    for t in reversed(range(token_rewards.shape[1])):
-        # A document's tokens are not actions of the policy: they add no reward and no discount.
-        current = token_rewards[:, t] + gamma * later  # [B]
-        later = torch.where(mask[:, t], current, later)  # [B]
-        returns[:, t] = later
-    return ppo.model_only(returns, mask)  # [B, T]
+    # A document's tokens are not actions of the policy: they add no reward and no discount.
+    values = torch.zeros_like(token_rewards)  # [B, T]
+    return ppo.gae(token_rewards, values, response_mask, gamma)[0]  # [B, T]
 
 
 # ------------------------------------------------------------------------------------ the interface

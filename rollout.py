@@ -43,14 +43,13 @@ from prompts import (
     number_documents,
     parse_query,
     question_text,
-    question_values,
     without_control,
 )
 from settings import Settings
 from trajectory import RejectedQuery, Search, Trajectory, show
 
 SearchFunction = Callable[[list[SearchRequest]], list[SearchResult]]
-Progress = Callable[[int], None] | None
+Progress = Callable[[int], None]  # is called with the number of trajectories that have just ended
 # A search is not run if the context has room for fewer document tokens than this, or than
 # --document_tokens if that is less.
 MIN_DOCUMENT_TOKENS = 16
@@ -62,7 +61,7 @@ MAX_REJECTED_QUERIES = 2  # this many rejected queries end a trajectory
 
 # ---------------------------------------------------------------------------------------- the loop
 def generate_by_turns(
-    policy, environment: Environment, live: list[Trajectory], progress: Progress = None
+    policy, environment: Environment, live: list[Trajectory], progress: Progress
 ) -> None:
     """Samples a turn of every live trajectory, then runs their searches, until all have ended."""
     while live:
@@ -74,8 +73,7 @@ def generate_by_turns(
         environment.run_searches([row for row in live if not row.stop_reason])
         before = len(live)
         live = [row for row in live if not row.stop_reason]
-        if progress:
-            progress(before - len(live))
+        progress(before - len(live))
 
 
 @torch.no_grad()
@@ -85,15 +83,14 @@ def rollout(
     questions: list[Question],
     seed: int | None = None,
     generate: Callable = generate_by_turns,
-    progress: Progress = None,
+    progress: Progress | None = None,
 ) -> list[Trajectory]:
     """Returns `group_size` trajectories per question: item b belongs to question b // group_size.
 
     seed       makes sampling reproducible on one machine (but not on vLLM servers); the global
                random state is restored
     generate   samples the trajectories: `generate_by_turns`, or a function of engines/
-    progress   is called with the number of trajectories that ended since the last call; by default
-               a bar shows it if sampling takes long
+    progress   by default a bar shows the progress if sampling takes long
     """
     rows = []
     for question in questions:
@@ -149,24 +146,17 @@ def check_prompts(
             "of them"
         )
     protocol = environment.protocol
-    # A prompt in `protocol.prompts` may insert the references too, and each text several times: at
-    # most as often as the prompt contains "{".
-    copies = max([1, *(text.count("{") for text in protocol.prompts.values())])
-    shows_all = protocol.references_in_prompt or copies > 1
+    only_question = not (protocol.references_in_prompt or protocol.prompts)
     of_kind = {}  # (task, may_search) -> tokens of the first fitting prompt built of this kind
     fitting, errors = [], []
     for question in questions:
-        text = question_text(question)
-        if shows_all:
-            text = "".join(question_values(question, "").values())
         kind = question.task, question.may_search
-        # Building every prompt would take long. `most` is an upper bound on this prompt's tokens:
-        # those of the first prompt of its kind, and one for each byte of this question's `text`,
-        # `copies` times. The prompt is built only if `most` is too large, or if it is the first of
-        # its kind.
-        most = of_kind.get(kind, context) + copies * len(text.encode(errors="replace"))
+        # Building every prompt would take long. If a prompt shows no more than the question, `most`
+        # is an upper bound on its tokens: those of the first prompt of its kind, and one for each
+        # byte of the question.
+        most = of_kind.get(kind, context) + len(question_text(question).encode(errors="replace"))
         try:
-            if most + ANSWER_TOKENS > context:
+            if most + ANSWER_TOKENS > context or not only_question:
                 prompt = build_prompt(protocol, question, environment.tokenizer)
                 check_prompt(question, prompt, context)
                 of_kind.setdefault(kind, len(prompt))

@@ -159,11 +159,6 @@ class Settings:
         "the addresses of vLLM servers: http://host:port[,http://...]",
     )
     served: str = train_only("/dev/shm", "folder through which vLLM servers receive the weights")
-    sampling_copy: str = papers_only(
-        "auto",
-        "copy of the weights to sample with: bf16, none; auto: bf16 on a GPU, none on a CPU or for "
-        "int8 weights",
-    )
     group_size: int = train_only(16, "trajectories per question, G", least=1)
     temperature: float = setting(
         1.0, "divides the logits when sampling and when computing log-probs; 0: greedy", least=0
@@ -274,8 +269,7 @@ class Settings:
         "corrects for a sampler whose log-probs differ from the policy's; ρ of a token is the "
         "policy's probability divided by the sampler's. token: multiply its loss by min(ρ, 2); "
         "sequence_mask: by Π, the product of ρ over the trajectory, but drop trajectories with Π "
-        "above 3; auto: token on a GPU, and on a CPU with vLLM servers or a bf16 copy; otherwise "
-        "none",
+        "above 3; auto: token on a GPU or with vLLM servers; otherwise none",
         one_of=("auto", "none", "token", "sequence_mask"),
     )
     kl_coef: float = train_only(

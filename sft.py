@@ -26,7 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data import Question
-from policy import Policy, last_column, padded
+from policy import Policy, last_column, lr_factor, padded
 from prompts import Protocol, number_documents, without_control
 from rollout import encode
 from scale.packing import micro_batches
@@ -112,16 +112,6 @@ def sft_loss(policy: Policy, tokens: Tensor, mask: Tensor) -> Tensor:
     return -(logprobs * mask).sum() / mask.sum().clamp(min=1)
 
 
-def sft_lr_factor(step: int, settings: SFTSettings) -> float:
-    """Returns the factor of the learning rate: linear warm-up, constant, linear decay towards 0.
-    Worked: 10 steps, warmup_steps 2, decay_from 0.6: 1/2 1 1 1 1 1, then 1 3/4 1/2 1/4.
-    """
-    if step < settings.warmup_steps:
-        return (step + 1) / settings.warmup_steps
-    start = max(settings.warmup_steps, int(settings.decay_from * settings.steps))
-    return 1.0 if step < start else 1 - (step - start) / (settings.steps - start)
-
-
 class Muon(torch.optim.Optimizer):
     """Muon (Jordan 2024): all singular values of a matrix's momentum are made about equal.
 
@@ -195,8 +185,10 @@ def train_sft(
     losses = []
     with tqdm(total=settings.steps, desc=description, dynamic_ncols=True) as bar:
         for step in range(settings.steps):
+            warmup = settings.warmup_steps / settings.steps
+            factor = lr_factor(step, settings.steps, warmup, "linear", settings.decay_from)
             for optimizer, lr in optimizers.items():
-                optimizer.param_groups[0]["lr"] = lr * sft_lr_factor(step, settings)
+                optimizer.param_groups[0]["lr"] = lr * factor
             losses.append(backward(policy, next_examples(step), settings.tokens_per_micro_batch))
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             for optimizer in optimizers:

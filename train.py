@@ -385,7 +385,7 @@ def sampler_stats(batch: Batch, first: Tensor, mismatch: str) -> Record:
     """Returns the mean (by the token weights) and the largest |log π − log μ| of the step's first
     update, rows `first` [n], before which the policy has not changed: the difference is the
     sampler's. Rows without a gradient are left out, because most of them are not recomputed. With a
-    mismatch correction, also returns `ppo.mismatch_stats` of all updates.
+    mismatch correction, also returns the effective share of the tokens of all updates.
     """
     part = batch.rows(first)
     part = part.rows(rows_that_teach(part))
@@ -396,7 +396,7 @@ def sampler_stats(batch: Batch, first: Tensor, mismatch: str) -> Record:
     mean_gap = (part.token_weights * gap).sum() / part.token_weights.sum()
     record = {"logprob_gap": mean_gap.item(), "logprob_gap_max": gap.max().item()}
     if mismatch != "none":
-        record |= ppo.mismatch_stats(batch.rows(rows_that_teach(batch)), mismatch)
+        record["mismatch_ess"] = ppo.effective_share(batch.rows(rows_that_teach(batch)))
     return record
 
 

@@ -13,7 +13,7 @@ at every step, which takes time. The copy exists during one rollout; the update 
   * The tokens are sampled from the copy, whose distribution differs slightly from the policy's, so
     π_old's log-probs must be computed again.
 
-Left out: fp8, and by default copies of int8 weights (bf16 would take the memory that int8 saves).
+Left out: fp8, and copies of int8 weights (bf16 would take the memory that int8 saves).
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from scale.lora import empty_twin, merged_weights
 from scale.shards import full, in_parts
 
 
-def wants_copy(choice: str, device: torch.device, in_8bit: bool) -> bool:
-    """Tells whether to copy: "bf16" yes, "none" no, "auto" on a GPU unless weights are int8."""
-    return choice == "bf16" or (choice == "auto" and device.type != "cpu" and not in_8bit)
+def wants_copy(device: torch.device, in_8bit: bool) -> bool:
+    """Tells whether to sample with a bf16 copy: on a GPU, unless weights are int8."""
+    return device.type != "cpu" and not in_8bit
 
 
 @contextlib.contextmanager

@@ -19,10 +19,8 @@ long as the longest row may become), models that `obstacle` (scale/packing.py) r
 """
 
 import contextlib
-import functools
 import math
 import mmap
-import sys
 from collections import defaultdict, deque
 from dataclasses import dataclass
 
@@ -31,8 +29,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache, TopPLogitsWarper
 
+from errors import say_once
 from policy import evaluating, unrounded_logits
-from rollout import Environment, StopRule, Turn, end_ids, generate_by_turns
+from rollout import Environment, Progress, StopRule, Turn, end_ids, generate_by_turns
 from scale.packing import LEAST, beginning, obstacle
 from trajectory import Trajectory
 
@@ -365,7 +364,7 @@ def pick(probabilities: torch.Tensor) -> torch.Tensor:
 
 # -------------------------------------------------------------------------------------- the rollout
 def generate_in_slots(
-    policy, environment: Environment, live: list[Trajectory], progress=None
+    policy, environment: Environment, live: list[Trajectory], progress: Progress
 ) -> None:
     """Samples the trajectories in slots. If the model cannot be run in slots, warns once and calls
     `rollout.generate_by_turns`, which does the same more slowly.
@@ -373,7 +372,7 @@ def generate_in_slots(
     model = policy.language_model
     settings = environment.settings
     if problem := obstacle(model):
-        warn_once(f'engine "{settings.engine}": {problem}; plain generate is used instead')
+        say_once(f'warning: engine "{settings.engine}": {problem}; plain generate is used instead')
         generate_by_turns(policy, environment, live, progress)
     elif live:
         size = max(environment.max_trajectory_tokens(t) for t in live)
@@ -385,7 +384,9 @@ def generate_in_slots(
             generate_queue(engine, environment, deque(live), progress)
 
 
-def generate_queue(engine: Engine, environment: Environment, queue: deque, progress=None) -> None:
+def generate_queue(
+    engine: Engine, environment: Environment, queue: deque, progress: Progress
+) -> None:
     """Runs all queued trajectories; when one ends, the next gets its slot. Searches are delayed
     until at least half of the unfinished rows wait for one, so that they run in large batches.
     """
@@ -405,13 +406,7 @@ def generate_queue(engine: Engine, environment: Environment, queue: deque, progr
         ended = [row for row in engine.in_state("waiting") if row.owner.stop_reason]
         for row in ended:
             row.state = "free"
-        if progress and ended:
-            progress(len(ended))
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr)
+        progress(len(ended))
 
 
 def affordable(model, size: int) -> int:

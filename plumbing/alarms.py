@@ -75,10 +75,10 @@ def signs(record: dict, records: list[dict], s: Settings) -> set[str]:
 
 
 def largest_gap(records: list[dict], corrected: bool) -> float:
-    """Returns the limit of `logprob_gap`: 1e-3. With a --mismatch correction (the default on a GPU,
-    and on a CPU with servers or a bf16 copy) it is three times the gap of step 0, but at least 1e-3
-    and at most 0.1. The gap reveals that sampler and trainer compute differently; it would hardly
-    grow if a server sampled with outdated weights.
+    """Returns the limit of `logprob_gap`: 1e-3. With a --mismatch correction (the default on a GPU
+    and with servers) it is three times the gap of step 0, but at least 1e-3 and at most 0.1. The
+    gap reveals that sampler and trainer compute differently; it would hardly grow if a server
+    sampled with outdated weights.
     """
     return median([1e-3, 3 * records[0].get("logprob_gap", 1.0), 0.1]) if corrected else 1e-3
 

@@ -316,7 +316,7 @@ def first_model(settings: Settings) -> str:
 def choose_sampler(state: TrainState, in_8bit: bool) -> None:
     """Sets how trajectories are sampled, and whether π_old's log-probs must be computed again."""
     settings, policy, device = state.settings, state.policy, state.accelerator.device
-    copies, served = wants_copy(settings.sampling_copy, device, in_8bit), on_servers(settings)
+    copies, served = wants_copy(device, in_8bit), on_servers(settings)
     state.generate = choose_generate(settings)
     state.sampler = lambda: to_sample_with(policy, copies)
     if served:

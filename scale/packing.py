@@ -64,9 +64,7 @@ def last_layer_at(backbone, places: torch.Tensor):
     follows.
     """
     layer = backbone.layers[-1]
-    attributes = vars(layer.mlp)
     whole = layer.mlp.forward
-    original = dict(attributes)  # `forward` may be overridden in the instance already
 
     def at_places(hidden: torch.Tensor) -> torch.Tensor:
         computed = whole(hidden.index_select(1, places))  # [1, n, H]
@@ -75,12 +73,11 @@ def last_layer_at(backbone, places: torch.Tensor):
     # Gradient checkpointing computes the layer again in the backward pass, after `forward` has been
     # restored. With it, the layer is therefore not changed here.
     if not getattr(layer, "gradient_checkpointing", False):
-        layer.mlp.forward = at_places
+        layer.mlp.forward = at_places  # only for this instance
     try:
         yield
     finally:
-        attributes.pop("forward", None)
-        attributes.update(original)
+        vars(layer.mlp).pop("forward", None)
 
 
 def lengths_of(wanted: torch.Tensor) -> list[int]:

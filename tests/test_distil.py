@@ -19,12 +19,12 @@ from lab.distil import METHODS, DistilSettings, examples_of, read_traces, trace_
 from other_models.llm import prompt_ids
 from papers import PAPERS, PROTOCOLS
 from plumbing.predictions import read_predictions
-from policy import Policy, save_policy
+from policy import Policy, lr_factor, save_policy
 from prompts import build_prompt, frame_documents
 from rewards import arena
 from rollout import decode, encode
 from settings import Settings
-from sft import Example, analysis_of, sft_lr_factor
+from sft import Example, analysis_of
 from summarizer import NO_FACT, LLMSummarizer, summary_prompt
 from trajectory import Trajectory, trajectory_from_text
 from world.toy import make_model
@@ -234,7 +234,7 @@ def test_the_rate_of_a_summariser_is_constant_and_that_of_a_baseline_falls(
     settings = []
     monkeypatch.setattr(distil, "train_sft", lambda _, __, s, ___: settings.append(s) or [1.0])
     run(method, model, files[method], tmp_path / "out", "--epochs", "4")
-    assert [sft_lr_factor(step, settings[0]) for step in range(4)] == factors
+    assert [lr_factor(i, 4, 0, "linear", settings[0].decay_from) for i in range(4)] == factors
     assert settings[0].lr == 1e-5
 
 

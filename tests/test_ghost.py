@@ -109,33 +109,12 @@ def test_the_plan_of_a_whole_model_is_within_8_percent_of_the_simulated_step(shi
 
 FAULTS = {  # fault -> (file, correct code, code that fails on a GPU)
     "log-probs that stay on the GPU": ("update.py", "micro.logprobs.cpu()", "micro.logprobs"),
-    "a result on the CPU": (
-        "policy.py",
-        "(targets.shape, device=tokens.device)",
-        "(targets.shape)",
-    ),
-    "tokens on the CPU": (
-        "engines/slots.py",
-        "torch.tensor([[row.ids[-1]] for row in rows], device=self.device)",
-        "torch.tensor([[row.ids[-1]] for row in rows])",
-    ),
-    "a table on the CPU": ("engines/slots.py", "(alarm, device=self.device)", "(alarm)"),
     "a mask in fp32": (
         "engines/slots.py",
         "(hidden.shape, dtype=self.model.dtype, ",
         "(hidden.shape, ",
     ),
-    "an index on the CPU": (
-        "scale/packing.py",
-        "torch.arange(wanted.shape[1], device=tokens.device)",
-        "torch.arange(wanted.shape[1])",
-    ),
     "a query that is not cast": ("scale/packing.py", "x[0].to(value.dtype).split", "x[0].split"),
-    "scores on the CPU": (
-        "update.py",
-        "(batch.response_mask, device=state.accelerator.device)",
-        "(batch.response_mask)",
-    ),
 }
 
 

@@ -135,16 +135,3 @@ def test_kl_in_the_loss_is_added_with_its_coefficient(estimator):
     value, slope = {"k2": (0.600567, 1.732868), "k3": (0.386294, 1.0)}[estimator]
     assert total == pytest.approx(value, rel=1e-4)
     assert gradient.sum().item() == pytest.approx(slope, rel=1e-4)
-
-
-def test_every_estimator_is_logged_even_when_none_is_optimised():
-    # With π_old = π = e^-1 and ref = e^-2 on all tokens, d is 1, so k1 = 1, k2 = 0.5,
-    # k3 = e^-1 − 1 + 1 = 0.367879 and |d| = 1.
-    batch = make_batch()
-    settings = choose()
-    batch.old_logprobs = torch.full((4, 4), -1.0)
-    batch.ref_logprobs = torch.full((4, 4), -2.0)
-    prepare(batch, settings)
-    _, stats = grpo.compute_loss(batch.old_logprobs, batch, settings)
-    for name, value in {"k1": 1.0, "k2": 0.5, "k3": 0.367879, "k_abs": 1.0}.items():
-        torch.testing.assert_close(stats[name], MASK * value, rtol=1e-5, atol=0)

@@ -144,54 +144,32 @@ def test_the_reward_contains_k1_on_model_tokens_and_nothing_on_documents():
 
 # ---------------------------------------------------------------------------------------- the table
 
-# epsilon: (KL, bias of k2, error of k3's gradient against ∇KL(π‖ref), norm of k3's gradient divided
-# by that of ∇KL(π‖ref))
+# epsilon: (KL, bias of k2, error of k3's gradient against ∇KL(π‖ref))
 PUBLISHED = {
-    0.05: (5.05e-4, 0.0063, 0.012, 1.01),
-    0.5: (0.057, 0.109, 0.196, 1.07),
-    2.0: (1.5, 0.89, 0.626, 0.60),
-    4.0: (3.83, 1.14, 1.48, 2.2),
+    0.05: (5.05e-4, 0.0063, 0.012),
+    0.5: (0.057, 0.109, 0.196),
+    2.0: (1.5, 0.89, 0.626),
+    4.0: (3.83, 1.14, 1.48),
 }
 
 
-def row(distance, name):
-    return SimpleNamespace(**kl.estimator_row(*distance, name))
-
-
-def norm(distance, estimator):
-    """Returns |expected gradient as a loss| / |∇KL(π‖ref)|."""
-    logits, ref = distance
-    gradient = kl.expected_gradient(logits, lambda logprobs: estimator(logprobs, ref))
-    return (gradient.norm() / kl.kl_gradient(logits, ref).norm()).item()
+def row(epsilon, name):
+    return kl.estimator_row(*kl.categorical(epsilon), name)
 
 
 @pytest.mark.parametrize("epsilon", DISTANCES)
 def test_the_table_has_the_published_figures(epsilon):
-    distance, bias, error, ratio = PUBLISHED[epsilon]
-    logits = kl.categorical(epsilon)
-    k1, k2, k3 = (row(logits, name) for name in ("k1", "k2", "k3"))
-    assert k1.value == pytest.approx(distance, rel=0.02)
-    assert k3.value == pytest.approx(k1.value, rel=1e-9)
-    assert (k1.bias, k3.bias) == (0.0, 0.0)
-    assert k2.bias == pytest.approx(bias, rel=0.06)
-    assert max(norm(logits, kl.k1), k2.error, k3.reverse_error) < 1e-9
-    assert k3.error == pytest.approx(error, rel=0.01)
-    assert norm(logits, kl.k3) == pytest.approx(ratio, rel=0.03)
-
-
-def test_one_collapsed_logit_makes_k3s_gradient_a_thousand_times_too_large():
-    logits, ref = kl.collapsed(10.0)
-    assert 1000 < norm((logits, ref), kl.k3) < 2000
+    distance, bias, error = PUBLISHED[epsilon]
+    k1, k2, k3 = (row(epsilon, name) for name in ("k1", "k2", "k3"))
+    assert k1["value"] == pytest.approx(distance, rel=0.02)
+    assert k3["value"] == pytest.approx(k1["value"], rel=1e-9)
+    assert (k1["bias"], k3["bias"]) == (0.0, 0.0)
+    assert k2["bias"] == pytest.approx(bias, rel=0.06)
+    assert max(k2["error"], k3["reverse_error"]) < 1e-9
+    assert [k1["error"], k3["error"]] == pytest.approx([1.0, error], rel=0.01)
 
 
 def test_k2_varies_less_than_k3_far_from_the_reference_and_more_near_it():
-    near, far = ([row(kl.categorical(e), k) for k in ("k2", "k3")] for e in (0.5, 4.0))
-    assert [k.std for k in near] == pytest.approx([0.121, 0.092], abs=5e-4)
-    assert far[0].std < far[1].std
-    # Far from the reference, the spread of k3 over batches is also much larger.
-    assert 1.3 <= far[0].spread <= 3.4 and 49 <= far[1].spread <= 196
-
-
-def test_the_file_prints_the_table(capsys):
-    kl.main()
-    assert re.search("k3 .* 147.8%", capsys.readouterr().out)
+    near, far = ([row(e, name)["std"] for name in ("k2", "k3")] for e in (0.5, 4.0))
+    assert near == pytest.approx([0.121, 0.092], abs=5e-4)
+    assert far[0] < far[1]

@@ -61,17 +61,6 @@ def test_packed_log_probs_and_gradients_equal_the_padded_ones(family, slack, mon
     torch.testing.assert_close(gradients, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_rows_are_grouped_by_length_and_read_up_to_the_last_wanted_place(monkeypatch):
-    groups = pack(torch.arange(90).view(6, 15), LENGTHS, [()] * 6)[2]
-    assert groups == [(1, 14, None), (2, 9, None), (3, 3, None)]
-    wanted = torch.tensor([[0, 1, 0, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
-    assert lengths_of(wanted) == [4, 1, 1]
-    monkeypatch.setattr(packing, "SLACK", 0)
-    ids, positions, groups, starts = pack(torch.arange(15).view(3, 5), [4, 1, 1], [()] * 3)
-    assert ids.tolist() == [[0, 1, 2, 3, 5, 10]] and positions.tolist() == [[0, 1, 2, 3, 0, 0]]
-    assert groups == [(1, 4, None), (2, 1, None)] and starts.tolist() == [0, 4, 5]
-
-
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 
 
@@ -180,13 +169,12 @@ def test_values_and_gradients_of_the_critic_equal_those_of_whole_rows(monkeypatc
 
 def test_only_rows_with_exactly_equal_prompt_ids_share_a_prompt():
     tokens, mask = prompted()
-    before = [len(prompt) for prompt in prompts_of(tokens, mask)]
-    tokens[2, 68] = (tokens[2, 68] + 1) % 50  # row 2 no longer has prompt A
-    after = [len(prompt) for prompt in prompts_of(tokens, mask)]
     # A shared prompt has at least 64 tokens, and its last token is left out.
-    assert before == [69, 63, 69, 0, 69, 63, 0, 0, 0, 69, 69, 69]
-    assert after == [69, 63, 0, 0, 69, 63, 0, 0, 0, 69, 69, 69]
-    assert prompts_of(tokens, torch.ones_like(mask)) == [()] * 12
+    expected = [69, 63, 69, 0, 69, 63, 0, 0, 0, 69, 69, 69]
+    assert [len(prompt) for prompt in prompts_of(tokens, mask)] == expected
+    tokens[2, 68] = (tokens[2, 68] + 1) % 50  # row 2 no longer has prompt A
+    expected[2] = 0
+    assert [len(prompt) for prompt in prompts_of(tokens, mask)] == expected
 
 
 def test_prompts_that_begin_alike_share_their_beginning(monkeypatch):
@@ -217,14 +205,11 @@ def computed(tokens, mask) -> int:
     return pack(tokens, lengths_of(mask), prompts_of(tokens, mask))[0].numel()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_micro_batches_put_rows_of_one_prompt_together_within_the_same_budget(rank):
-    responses = [10 + 5 * n for n in (draw(6, 16) % 9).tolist()]
-    tokens, mask = prompted("AAGG" * 4, responses)
+def test_micro_batches_put_rows_of_one_prompt_together_within_the_same_budget():
+    tokens, mask = prompted("AAGG" * 4, [10 + 5 * n for n in (draw(6, 16) % 9).tolist()])
     mask = mask.bool()
-    by_length = micro_batches(mask, 480, 2, rank)
-    by_prompt = micro_batches(mask, 480, 2, rank, tokens)
-    assert sorted(torch.cat(by_prompt).tolist()) == sorted(torch.cat(by_length).tolist())
+    by_length, by_prompt = micro_batches(mask, 480), micro_batches(mask, 480, tokens=tokens)
+    assert sorted(torch.cat(by_prompt).tolist()) == list(range(16))
     assert all(len(rows) * max(lengths_of(mask[rows])) <= 480 for rows in by_prompt)
     fewer, more = (
         sum(computed(tokens[rows], mask[rows]) for rows in cuts) for cuts in (by_prompt, by_length)

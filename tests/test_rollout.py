@@ -1,15 +1,15 @@
 """Tests of rollout.py: tokens are kept as sampled, masks are right, and no failure ends the run.
 
-Most tests use a scripted policy. It is a real model sampled with the real `generate`, but a hook
-replaces its logits, so that each row samples the tokens of its script.
+Most tests script what the policy samples: `Script` takes the place of `sample_turns`. Sampling
+itself is tested at the end, with random models.
 """
 
 import copy
 import dataclasses
 import math
 import re
-from itertools import takewhile
-from operator import eq
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -26,9 +26,12 @@ from rewards import good_format, ur2_violations
 from rollout import (
     MIN_DOCUMENT_TOKENS,
     Environment,
+    StopRule,
+    Turn,
     check_prompts,
     decode,
     encode,
+    end_ids,
     generate_by_turns,
 )
 from settings import Settings
@@ -40,72 +43,47 @@ SEARCHING = [protocol for protocol in PROTOCOLS.values() if protocol.query_tags]
 each_searching = pytest.mark.parametrize("protocol", SEARCHING, ids=lambda p: p.name)
 BEGIN, END = UR2.query_tags
 QA = Question("1", "In which country was Ana Bell born?", ["Norland"])
-REFERENCES = Document("a", "Ana Bell", "born in Kelmouth"), Document("b", "Kelmouth", "in Norland")
-READ = dataclasses.replace(QA, references=REFERENCES)
+READ = dataclasses.replace(QA, references=(Document("a", "Ana Bell", "born in Norland"),))
 ASK = f"I look it up. {BEGIN} Ana Bell {END}"
 NORLAND = "<answer> Norland </answer>"
 ANSWER = "So it is \\boxed{Norland}."
 P_SCRIPT = 0.9  # the probability of a scripted token
 
 
-class ScriptedPolicy(Policy):
-    """Row r samples scripts[r], turn by turn, and EOS after each turn. A turn is a text or a list
-    of ids.
+MODEL = SimpleNamespace(device=torch.device("cpu"), generation_config=GenerationConfig())
+MODEL.config = SimpleNamespace(max_position_embeddings=2048)
 
-    The scripted token has probability 0.9, and all other tokens share the rest. `generate` finds a
-    context's row by the tokens that the row sampled before, so a rollout that loses or changes a
-    sampled token gets the wrong script.
+
+class Script:
+    """Samples scripts[r] for row r, turn by turn, and EOS after each turn. A turn is a text or a
+    list of ids; each token has the probability 0.9.
     """
 
     def __init__(self, tokenizer, scripts):
-        sizes = small(hidden_size=8, num_hidden_layers=1, max_position_embeddings=2048)
-        super().__init__(model_of("qwen2", vocab_size=len(tokenizer), **sizes))
-        self.eos = tokenizer.eos_token_id
         self.turns = [
             [turn if isinstance(turn, list) else encode(tokenizer, turn) for turn in row]
             for row in scripts
         ]
-        # per row: the length of the last context, and that context with the turn sampled after it
-        self.last_turns = [(-1, []) for _ in scripts]
+        self.numbers = {}  # id of a trajectory -> r
         self.contexts = [[] for _ in scripts]  # per row: the context of each turn
-        self.batches: list[int] = []  # rows per call of `generate`
-        self.language_model.register_forward_hook(self.force_logits)
-        self.scripted = None
+        self.batches: list[int] = []  # rows per call
 
-    def generate(self, **arguments):
-        padded = zip(arguments["input_ids"], arguments["attention_mask"], strict=True)
-        self.scripted = []
-        taken_rows = []
-        for ids, attended in padded:
-            context = ids[attended.bool()].tolist()
-            row = self.recognise(context, taken_rows)
-            taken_rows.append(row)
-            self.contexts[row].append(context)
-            turn = self.turns[row].pop(0)
-            self.last_turns[row] = len(context), context + turn
-            self.scripted.append(iter(turn))
-        self.batches.append(len(taken_rows))
-        return super().generate(**arguments)
+    def __call__(self, policy, environment, rows):
+        eos_ids = end_ids(policy, environment.tokenizer)
+        rule = StopRule(environment.tokenizer, environment.protocol.stop_tags, eos_ids)
+        self.batches.append(len(rows))
+        return [self.sample(row, environment, rule) for row in rows]
 
-    def recognise(self, context: list[int], taken_rows: list[int]) -> int:
-        def agreement(row):
-            before, known = self.last_turns[row]
-            same = sum(takewhile(bool, map(eq, context, known)))
-            return same if same > before else -1
-
-        rows = range(len(self.turns))
-        return max((r for r in rows if r not in taken_rows and self.turns[r]), key=agreement)
-
-    def force_logits(self, _model, _arguments, output):
-        if self.scripted is None:  # Policy.__init__ runs the model once to check the output head
-            return output
-        vocabulary = output.logits.shape[-1]
-        logits = torch.zeros(len(self.scripted), 1, vocabulary)
-        for row, tokens in enumerate(self.scripted):
-            # e^x / (e^x + V − 1) = 0.9 where e^x = 9 (V − 1)
-            logits[row, 0, next(tokens, self.eos)] = math.log(9 * (vocabulary - 1))
-        output.logits = logits
-        return output
+    def sample(self, row, environment, rule):
+        number = self.numbers.setdefault(id(row), len(self.numbers))
+        self.contexts[number].append(row.ids)
+        turn = Turn(environment.turn_tokens_left(row))
+        tokens = iter([*self.turns[number].pop(0), environment.tokenizer.eos_token_id])
+        while not turn.reason:
+            turn.ids.append(next(tokens))
+            turn.logprobs.append(math.log(P_SCRIPT))
+            turn.reason = rule.reason(turn.ids, turn.max_new_tokens)
+        return turn
 
 
 class Searcher:
@@ -130,16 +108,17 @@ def fixed_search(*results):
 
 
 def play(tokenizer, *scripts, search=None, questions=None, exact=True, **settings):
-    """Returns (trajectories, policy, searcher) of scripted rows. Row r answers question r unless
+    """Returns (trajectories, script, searcher) of scripted rows. Row r answers question r unless
     `questions` are passed. exact: decoding the tokenizer's ids of a text gives the same text.
     """
-    policy = ScriptedPolicy(tokenizer, scripts)
+    script = Script(tokenizer, scripts)
     search = search or Searcher()
     questions = questions or [dataclasses.replace(QA, id=str(row)) for row in range(len(scripts))]
-    trajectories = roll(policy, tokenizer, questions, search, **{"temperature": 0.0, **settings})
+    with mock.patch("rollout.sample_turns", script):
+        trajectories = roll(MODEL, tokenizer, questions, search, **settings)
     for trajectory in trajectories if exact else ():
         check_bookkeeping(trajectory, tokenizer)
-    return trajectories, policy, search
+    return trajectories, script, search
 
 
 def play_one(tokenizer, script, **settings):
@@ -194,10 +173,10 @@ def spelled(tokenizer, text):
 def test_sampled_ids_are_kept_although_their_text_would_encode_differently(bpe):
     turn = spelled(bpe, ASK)
     assert encode(bpe, decode(bpe, turn)) != turn  # so decoding and encoding again would show
-    _, policy, _ = play(bpe, [turn, ANSWER])
+    _, script, _ = play(bpe, [turn, ANSWER])
     # in its second turn the model read exactly these ids after the prompt
     prompt = build_prompt(PROTOCOLS["ur2"], QA, bpe)
-    assert policy.contexts == [[prompt, prompt + turn + block_ids(bpe, "(1) about Ana Bell")]]
+    assert script.contexts == [[prompt, prompt + turn + block_ids(bpe, "(1) about Ana Bell")]]
 
 
 # ------------------------------------------------ the mask, think tags of a template, and fallbacks
@@ -217,28 +196,18 @@ def test_the_mask_is_one_on_sampled_tokens_and_zero_on_the_block_around_the_docu
     assert t.logprobs == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "name, rest",
-    [
-        ("when_to_search", "<reflect> I know it. </reflect><answer> Norland </answer>"),
-        ("arena", "<relevance>[1]</relevance><analysis> It says so. </analysis>" + NORLAND),
-        ("r1_searcher", NORLAND),
-    ],
-)
-def test_a_template_that_opens_the_think_tag_keeps_the_format_valid(name, rest, bpe):
+def test_a_template_that_opens_the_think_tag_keeps_the_format_valid(bpe):
     thinks = copy.deepcopy(bpe)
     thinks.chat_template = bpe.chat_template.replace(
         "assistant\n{% endif", "assistant\n<think>\n{% endif"
     )
-    questions = [dataclasses.replace(QA, references=(Document("1", "Ana", "of Norland"),))]
-    for tokenizer, opened in (
-        (thinks, "<think>"),
-        (bpe, "<think>" if name == "r1_searcher" else ""),
-    ):
-        script = [f"Who? </think>\n\n{rest}"]
-        (t,), _, _ = play(tokenizer, script, protocol=name, questions=questions)
-        assert decode(tokenizer, t.prompt_ids).count("assistant\n<think>") == bool(opened)
+    reflected = ["Who? </think>\n\n<reflect> I know it. </reflect>" + NORLAND]
+    for tokenizer, opened in ((thinks, "<think>"), (bpe, "")):
+        t, _ = play_one(tokenizer, reflected, protocol="when_to_search")
         assert (t.opened, good_format(t)) == (opened, bool(opened))
+    for tokenizer in (thinks, bpe):  # this protocol's prompt ends in the tag, but not twice
+        t, _ = play_one(tokenizer, ["Who? </think>\n\n" + NORLAND], protocol="r1_searcher")
+        assert decode(tokenizer, t.prompt_ids).count("assistant\n<think>") == 1 and good_format(t)
 
 
 def test_a_fallback_is_flagged_and_gets_a_notice_after_the_documents(bpe):
@@ -260,8 +229,6 @@ def test_a_fallback_is_flagged_and_gets_a_notice_after_the_documents(bpe):
     "turns, max_searches, calls, rejected",
     [
         ([f"{BEGIN}{END}"], 4, [], ("empty", "")),
-        ([f"{BEGIN} \n {END}"], 4, [], ("empty", "")),
-        ([f"Ana Bell {END}"], 4, [], ("malformed", "")),
         ([END], 4, [], ("malformed", "")),
         # a begin tag inside a document does not open a query
         ([ASK, f"and then? {END}"], 4, ["Ana Bell"], ("malformed", "")),
@@ -301,9 +268,6 @@ def test_the_second_rejected_query_ends_the_trajectory_without_a_notice(bpe):
     assert rejections(t) == [("malformed", ""), ("empty", "")] and calls == [["Ana Bell"]]
     assert writers(t) == ["model", "notice", "model", "documents", "model"]
     assert t.stop_reason == "rejected"
-    # if tags were matched across turns, the first turn's begin tag would be open in the second
-    t, calls = play_one(bpe, [f"{BEGIN} one {BEGIN}{END}", f"two {END}", ANSWER])
-    assert calls == [] and rejections(t) == [("empty", ""), ("malformed", "")]
 
 
 # ------------------------------------------------------------------------------- a broken retriever
@@ -334,14 +298,6 @@ def test_a_broken_search_is_an_observation_and_an_error_in_the_log(bpe, answer, 
     assert (search.text, t.answer) == ("Search is unavailable.", "Norland")
 
 
-def test_an_error_that_only_the_user_can_repair_ends_the_run(bpe):
-    def wrong_address(_requests):
-        raise InputError("give another --retriever_url")
-
-    with pytest.raises(InputError, match="give another"):
-        play(bpe, [ASK, ANSWER], search=Searcher(wrong_address))
-
-
 # ----------------------------------------------------------- how documents are cut and encoded
 
 DOCUMENTS = (
@@ -360,7 +316,7 @@ def frame_tokens(tokenizer):
 
 @pytest.mark.parametrize(
     "fitting, spare, shown",  # if one token is missing, the whole last document is left out
-    [(1, 0, 1), (1, 1, 1), (2, -1, 1), (2, 0, 2), (3, -1, 2), (3, 0, 3)],
+    [(1, 1, 1), (2, 0, 2), (3, -1, 2)],
 )
 def test_whole_documents_are_left_out_and_the_closing_tag_stays(bpe, fitting, spare, shown):
     tokens = len(block_ids(bpe, "\n".join(NUMBERED[:fitting]))) - frame_tokens(bpe) + spare
@@ -429,7 +385,7 @@ def test_a_search_that_would_leave_no_room_for_an_answer_is_not_run(bpe, limit, 
     assert calls == [["Ana Bell"]]  # only the first run searched: both share the searcher
 
 
-def test_no_trajectory_exceeds_the_context_or_loses_its_first_tokens(bpe):
+def test_no_trajectory_exceeds_the_context_or_loses_its_prompt(bpe):
     prompt = build_prompt(PROTOCOLS["ur2"], QA, bpe)
     turns = [ASK, END, f"{BEGIN}again{END}", "word " * 300]
     pages = fixed_search(SearchResult(text="Kelmouth " * 400, fallback=True))
@@ -438,12 +394,6 @@ def test_no_trajectory_exceeds_the_context_or_loses_its_first_tokens(bpe):
         options = {"max_context": len(prompt) + room, "document_tokens": 60}
         t, _ = play_one(bpe, turns, search=pages, **options)
         assert t.prompt_ids == prompt and len(t.ids) <= len(prompt) + room
-        # the tokens that were sampled first are all still there
-        first_turn = encode(bpe, ASK)[:room]
-        assert t.response_ids[: len(first_turn)] == first_turn
-        # after every text of the environment, 32 tokens were free
-        last = max((i for i, mask in enumerate(t.response_mask) if not mask), default=-1)
-        assert last + 1 + 32 <= room or last == -1
         reasons.add((t.stop_reason, len(t.searches)))
     assert reasons >= {("length", 0), ("length", 1), ("length", 2)}
 
@@ -457,94 +407,58 @@ def test_a_notice_that_would_leave_no_room_for_an_answer_is_not_written(bpe):
     assert (t.stop_reason, rejections(t), writers(t)) == ("length", [("malformed", "")], ["model"])
 
 
-def test_a_turn_has_its_own_limit_and_a_query_may_end_with_its_last_token(bpe):
-    for spare, queries, end in ((0, [["Ana Bell"]], "eos"), (-1, [], "length")):
-        limit = len(encode(bpe, ASK)) + spare
-        t, calls = play_one(bpe, [ASK, "no"], max_turn_tokens=limit)
-        assert (calls, t.stop_reason) == (queries, end)
-
-
 def surroundings(tokenizer, max_context):
     return Environment(tokenizer, UR2, Searcher(), Settings(max_context=max_context))
 
 
-def test_a_prompt_longer_than_the_context_is_an_input_error_that_names_the_question(bpe):
-    question = dataclasses.replace(QA, id="q-17", question="Who? " * 100)
-    length = len(build_prompt(PROTOCOLS["ur2"], question, bpe))
-    policy = ScriptedPolicy(bpe, [["no"]])
-    error_line = rf"question q-17: its prompt has {length} tokens .* context is {length + 31},"
-    with pytest.raises(InputError, match=error_line):  # 32 tokens are kept for the answer
-        check_prompts([QA, question], surroundings(bpe, length + 31), policy)
-    check_prompts([QA, question], surroundings(bpe, length + 32), policy)
-    with pytest.raises(InputError, match="--max_context 2049: the model has only 2048 positions"):
-        check_prompts([], surroundings(bpe, 2049), policy)
-    check_prompts([], surroundings(bpe, 2048), policy)
-
-
-def test_with_skip_bad_questions_with_too_long_a_prompt_are_left_out_and_counted(bpe, capsys):
-    long = dataclasses.replace(QA, id="long", question="Who? " * 100)
-    place = (
-        surroundings(bpe, len(build_prompt(PROTOCOLS["ur2"], QA, bpe)) + 64),
-        ScriptedPolicy(bpe, []),
-    )
+def test_a_prompt_longer_than_the_context_is_an_error_or_with_skip_bad_left_out(bpe, capsys):
+    long = dataclasses.replace(QA, id="q-17", question="Who? " * 100)
+    length = len(build_prompt(UR2, long, bpe))
+    questions = [long, QA, long]
+    assert check_prompts(questions, surroundings(bpe, length + 32), MODEL) == questions
+    less = surroundings(bpe, length + 31), MODEL  # 32 tokens are kept for the answer
+    error = message(check_prompts, questions, *less)
+    assert error.startswith(f"question q-17: its prompt has {length} tokens and the context is ")
     counted = "2 of 3 prompts do not fit: --skip_bad leaves them out"
-    error = message(check_prompts, [long, QA, long], *place)
-    assert error.startswith("question long: its prompt has ") and error.endswith(f"; {counted}")
-    assert check_prompts([long, QA, long], *place, skip_bad=True) == [QA]
+    assert error.endswith(f"; {counted}")
+    assert check_prompts(questions, *less, skip_bad=True) == [QA]
     assert capsys.readouterr().err == f"{counted}\n"
-    assert "1 of 1 prompts" in message(check_prompts, [long], *place, skip_bad=True)
+    assert "1 of 1 prompts" in message(check_prompts, [long], *less, skip_bad=True)
+    error = message(check_prompts, [], surroundings(bpe, 2049), MODEL)
+    assert error.startswith("--max_context 2049: the model has only 2048 positions")
 
 
 LONG = "?" * 600
-PAGES = (Document("a", "Ana Bell", LONG),)
 
 
 @pytest.mark.parametrize(
-    "name, layout, changes",
+    "layout, changes, built",
     [
-        ("ur2", "", {"question": LONG}),
-        ("ur2", "", {"options": (LONG,)}),
-        ("ur2", "", {"question": LONG, "may_search": False}),
-        ("ur2", "{question} {references}", {"references": PAGES}),
-        ("ur2", "{question} {question}", {"question": LONG}),
-        ("arena", "", {"references": PAGES}),
+        ("", {"question": LONG}, 2),
+        ("", {"options": (LONG,), "may_search": False}, 2),
+        ("{question} {references}", {"references": (Document("a", "Ana Bell", LONG),)}, 10),
     ],
 )
-def test_only_prompts_that_may_be_too_long_are_built(name, layout, changes, monkeypatch):
+def test_only_prompts_that_may_be_too_long_are_built(layout, changes, built):
     """With a byte tokenizer the upper bound of a question's tokens, its bytes, is exact."""
     tokenizer = ByT5Tokenizer()
-    built = []
-    protocol = dataclasses.replace(PROTOCOLS[name], prompts={"policy": layout} if layout else {})
+    protocol = dataclasses.replace(UR2, prompts={"policy": layout} if layout else {})
     short = [dataclasses.replace(READ, id=str(i)) for i in range(9)]
     longer = dataclasses.replace(READ, id="long", **changes)
-
-    def build(*arguments):
-        built.append(arguments[1].id)
-        return build_prompt(*arguments)
-
-    def check(context):
-        environment = Environment(tokenizer, protocol, Searcher(), Settings(max_context=context))
-        check_prompts([*short, longer], environment, ScriptedPolicy(tokenizer, [["no"]]))
-
-    monkeypatch.setattr("rollout.build_prompt", build)
     context = len(build_prompt(protocol, longer, tokenizer)) + 32
-    check(context)
-    with pytest.raises(InputError, match="question long: its prompt has"):
-        check(context - 1)
-    assert built == ["0", "long"] * 2
+    environment = Environment(tokenizer, protocol, Searcher(), Settings(max_context=context))
+    with mock.patch("rollout.build_prompt", side_effect=build_prompt) as build:
+        check_prompts([*short, longer], environment, MODEL)
+    assert build.call_count == built
+    environment.max_context -= 1
+    error = message(check_prompts, [*short, longer], environment, MODEL)
+    assert error.startswith("question long: its prompt has")
 
 
 def test_texts_of_the_environment_are_encoded_without_special_tokens():
     llama = ByT5Tokenizer()  # it appends </s> to each text, as Llama's prepends <s>
     assert llama("Norland")["input_ids"][-1] == llama.eos_token_id
     assert llama.eos_token_id not in encode(llama, "Norland")
-
-
-def test_the_context_limit_of_the_model_is_the_default(bpe):
-    policy = ScriptedPolicy(bpe, [["word " * 300]])
-    policy.config.max_position_embeddings = len(build_prompt(PROTOCOLS["ur2"], QA, bpe)) + 50
-    (t,) = roll(policy, bpe, QA, Searcher(), "ur2", temperature=0.0)
-    assert len(t.response_ids) == 50 and t.stop_reason == "length"
 
 
 # -------------------------------------------------------------------------------- where a turn ends
@@ -577,11 +491,11 @@ def test_a_token_that_the_tokenizer_does_not_know_does_not_stop_the_run(bpe, qwe
     assert t.response_ids == [len(bpe) + 3] * 5 and t.stop_reason == "length"
 
 
-def test_every_eos_token_of_the_checkpoint_ends_the_trajectory(bpe):
+def test_every_eos_token_of_the_checkpoint_ends_the_trajectory(bpe, monkeypatch):
     eot = bpe.convert_tokens_to_ids("<|eot_id|>")
-    policy = ScriptedPolicy(bpe, [[[*encode(bpe, "no"), eot, eot]]])
-    policy.language_model.generation_config.eos_token_id = [eot, bpe.eos_token_id]
-    (t,) = roll(policy, bpe, QA, Searcher(), "ur2", temperature=0.0)
+    both = GenerationConfig(eos_token_id=[eot, bpe.eos_token_id])
+    monkeypatch.setattr(MODEL, "generation_config", both)
+    t, _ = play_one(bpe, [[*encode(bpe, "no"), eot, eot]])
     assert t.response_ids == [*encode(bpe, "no"), eot] and t.stop_reason == "eos"
 
 
@@ -606,24 +520,18 @@ def test_the_queries_of_all_live_rows_go_to_the_searcher_in_one_call_in_order(bp
     scripts = [[*turns_of(*queries), "no"] for queries in rows]
     scripts[2].insert(0, END)
     for size, batches in ((0, [4, 3, 3, 1]), (3, [3, 1, 3, 3, 1]), (1, [1] * 11)):
-        _, policy, search = play(bpe, *scripts, max_num_seqs=size)
+        _, script, search = play(bpe, *scripts, max_num_seqs=size)
         assert search.calls == [["a1", "d1"], ["a2", "c2", "d2"], ["d3"]]
-        assert policy.batches == batches  # sampled together: 4 live rows, then 3, 3 and 1
+        assert script.batches == batches  # sampled together: 4 live rows, then 3, 3 and 1
 
 
 def test_rows_are_ordered_by_question_and_each_request_has_its_question(bpe):
-    questions = [dataclasses.replace(QA, id=name) for name in "abc"]
     search = Searcher(lambda requests: [SearchResult(text=r.question.id) for r in requests])
-    scripts = [[f"{BEGIN}{row}{END}", str(row)] for row in range(6)]
+    scripts = [[f"{BEGIN}{row}{END}", str(row)] for row in range(4)]
+    questions = [dataclasses.replace(QA, id=name) for name in "ab"]
     rows, _, _ = play(bpe, *scripts, questions=questions, group_size=2, search=search)
-    assert [t.searches[0].query for t in rows] == search.calls[0] == list("012345")
-    assert [t.searches[0].text for t in rows] == list("aabbcc")
-
-
-def test_progress_counts_every_trajectory_once(bpe):
-    ended = []
-    play(bpe, [ASK, ANSWER], ["no"], [END, END], ["no"], progress=ended.append)
-    assert ended == [2, 2]  # the two without a query; then the answer and the second rejected query
+    found = [(t.searches[0].query, t.searches[0].text) for t in rows]
+    assert found == [("0", "a"), ("1", "a"), ("2", "b"), ("3", "b")]
 
 
 def biased(policy, bias):
@@ -649,9 +557,9 @@ MIXED = [
 ]
 
 
-def make_talkative(policy, tokenizer, tags, ask=7.0, end=4.0):
+def make_talkative(policy, tokenizer, tags):
     begin, close = (tokenizer.convert_tokens_to_ids(tag) for tag in tags)
-    return biased(policy, {begin: ask, close: ask, tokenizer.eos_token_id: end})
+    return biased(policy, {begin: 7.0, close: 7.0, tokenizer.eos_token_id: 4.0})
 
 
 def by_length(requests):
@@ -659,42 +567,29 @@ def by_length(requests):
     return [SearchResult(text=" kelmouth" * (1 + len(request.query) % 7)) for request in requests]
 
 
-@pytest.fixture(params=["qwen2, pad=eos", "toy"])
-def speaker(request, bpe, qwen2, toy_tokenizer, toy_policy):
+@pytest.fixture
+def speaker(bpe, qwen2):
     """Returns speaker(questions, ...), a rollout of a random model that searches, answers and ends
-    without a script. It has the attributes .policy, .tokenizer and .questions.
+    without a script. It has the attributes .policy and .tokenizer, whose padding is EOS.
     """
     tokenizer = copy.deepcopy(bpe)
-    protocol = SHORT_TAGS
-    questions = MIXED
-    if request.param == "toy":  # decoding the ids of these texts gives the same text
-        tokenizer = toy_tokenizer
-        protocol = UR2
-        questions = [dataclasses.replace(q, question=q.question.lower()) for q in MIXED]
-        policy = make_talkative(toy_policy, tokenizer, UR2.query_tags, 3.0, 1.5)
-        with torch.no_grad():
-            for weight in policy.parameters():  # larger weights: the output depends on the context
-                weight.mul_(3 if weight.ndim > 1 else 1)
-    else:
-        tokenizer.pad_token = tokenizer.eos_token  # the prompt has EOS too
-        policy = make_talkative(qwen2, tokenizer, SHORT_TAGS.query_tags)
+    tokenizer.pad_token = tokenizer.eos_token  # the prompt has EOS too
+    policy = make_talkative(qwen2, tokenizer, SHORT_TAGS.query_tags)
 
     def speak(questions, group_size=1, **settings):
         options = {"max_turn_tokens": 24, **settings}
         return roll(
-            policy, tokenizer, questions, Searcher(by_length), protocol, group_size, **options
+            policy, tokenizer, questions, Searcher(by_length), SHORT_TAGS, group_size, **options
         )
 
-    speak.policy = policy
-    speak.tokenizer = tokenizer
-    speak.questions = questions
+    speak.policy, speak.tokenizer = policy, tokenizer
     return speak
 
 
 def test_rows_sampled_in_a_batch_equal_the_same_rows_sampled_alone(speaker):
-    options = {"temperature": 0.0, "max_context": 256 if speaker.questions is not MIXED else 336}
-    together = speaker(speaker.questions, **options)
-    alone = [speaker(question, **options)[0] for question in speaker.questions]
+    options = {"temperature": 0.0, "max_context": 336}
+    together = speaker(MIXED, **options)
+    alone = [speaker(question, **options)[0] for question in MIXED]
     for a, b in zip(together, alone, strict=True):
         check_bookkeeping(a, speaker.tokenizer)
         assert (a.response_ids, a.response_mask) == (b.response_ids, b.response_mask)
@@ -708,12 +603,11 @@ def test_rows_sampled_in_a_batch_equal_the_same_rows_sampled_alone(speaker):
 # ----------------------------------------------------------------------------------------- sampling
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_recorded_log_probs_equal_those_of_a_forward_pass_over_the_same_ids(speaker, temperature):
-    rows = speaker(speaker.questions, 2, temperature=temperature, seed=1)
+def test_recorded_log_probs_equal_those_of_a_forward_pass_over_the_same_ids(speaker):
+    rows = speaker(MIXED, 2, temperature=0.7, seed=1)
     batch = collate(rows, [0.0] * len(rows), 2, speaker.tokenizer.pad_token_id)
     with torch.no_grad():
-        recomputed = speaker.policy(batch.tokens, temperature, batch.response_mask)
+        recomputed = speaker.policy(batch.tokens, 0.7, batch.response_mask)
     assert (recomputed - batch.old_logprobs).abs().max() < 1e-4
     assert any(t.searches for t in rows) and any(t.stop_reason == "eos" for t in rows)
 
@@ -735,8 +629,8 @@ def test_a_seed_determines_the_rollout_and_the_global_random_state_is_restored(q
     assert first[0] != first[1]  # rows of one question differ
 
 
-def test_a_failed_rollout_restores_the_random_state_and_generation_defaults(bpe):
-    policy = ScriptedPolicy(bpe, [["no"]])
+def test_a_failed_rollout_restores_the_random_state_and_generation_defaults(bpe, qwen2):
+    policy = copy.deepcopy(qwen2)
     state = torch.get_rng_state()
     defaults = policy.language_model.generation_config
     policy.language_model.register_forward_pre_hook(lambda *_: 1 / 0)
@@ -880,9 +774,8 @@ def test_an_answer_inside_documents_does_not_count():
 
 def test_the_searches_that_were_fallbacks_are_given_by_number():
     text = "".join(searched(f"q{i}", "text") for i in range(3))
-    for fallbacks in ([0, 2], {2, 0}, ()):
-        flags = [search.fallback for search in written(text, fallbacks=fallbacks).searches]
-        assert flags == [0 in fallbacks, False, 2 in fallbacks]
+    flags = [search.fallback for search in written(text, fallbacks=[0, 2]).searches]
+    assert flags == [True, False, True]
 
 
 def test_what_a_rollout_wrote_is_parsed_into_the_same_searches_and_answer(bpe):

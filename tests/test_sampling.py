@@ -38,16 +38,13 @@ def test_a_copy_has_the_rounded_weights_and_its_own_memory(tied):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_fp32_copy_equals_the_policy_exactly(tied):
-    # Rotary frequencies must stay fp32: rounded to bf16 they would change every position.
     policy, tokens = make_policy(tied).eval(), torch.randint(0, 60, (2, 30))
     copy = Policy(copy_of(policy.language_model, torch.float32)).eval()
     with torch.no_grad():
         assert torch.equal(copy(tokens), policy(tokens))
-    with torch.no_grad(), to_sample_with(policy, True) as copy:
-        buffers = [b.dtype for b in copy.buffers() if b.is_floating_point()]
-        gap = (copy(tokens) - policy(tokens)).abs()
-    assert set(buffers) == {torch.float32}
-    assert 0 < gap.mean() < 0.3  # random weights this large give logits of 10 and more
+    # Rotary frequencies stay fp32: rounded to bf16 they would change every position.
+    buffers = copy_of(policy.language_model, torch.bfloat16).buffers()
+    assert {b.dtype for b in buffers if b.is_floating_point()} == {torch.float32}
 
 
 def test_the_copy_is_freed_after_the_block():
@@ -70,8 +67,6 @@ def test_the_copy_of_a_lora_policy_is_merged():
     torch.testing.assert_close(copy(tokens), policy(tokens), atol=1e-5, rtol=1e-5)
 
 
-def test_auto_copies_on_a_gpu_but_not_int8_weights():
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert [wants_copy("auto", device, False) for device in (cpu, gpu)] == [False, True]
-    assert wants_copy("bf16", cpu, False)
-    assert not wants_copy("auto", gpu, True) and not wants_copy("none", gpu, False)
+def test_a_gpu_samples_with_a_copy_but_not_of_int8_weights():
+    assert wants_copy(torch.device("cuda"), False) and not wants_copy(torch.device("cuda"), True)
+    assert not wants_copy(torch.device("cpu"), False)

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import model_of
 
 import sft
 from policy import Policy
@@ -15,7 +14,6 @@ from sft import (
     collate_examples,
     example_of,
     sft_loss,
-    sft_lr_factor,
     train_sft,
 )
 from world.toy import make_model
@@ -84,20 +82,6 @@ def test_training_learns_the_imitated_tokens_and_not_the_masked_ones(policy):
     assert after[2] < max(0.1, 3 * before[2])
 
 
-@pytest.mark.parametrize(
-    "settings, rates",
-    [
-        # 10 steps with 2 of warm-up and a decay from 60 % on: 1/2, 1, 1, 1, 1, 1, then 1 − k/4 for
-        # k = 0 .. 3.
-        (SFTSettings(10, 1.0, 2, 0.6), [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]),
-        # A decay that would begin within the warm-up begins after it: 1/2, 1, then 1 − k/2.
-        (SFTSettings(4, 1.0, 2), [0.5, 1, 1, 0.5]),
-    ],
-)
-def test_the_learning_rate_warms_up_then_stays_then_falls_to_zero(settings, rates):
-    assert [sft_lr_factor(step, settings) for step in range(settings.steps)] == rates
-
-
 def test_a_step_uses_the_learning_rate_of_that_step(policy):
     """Adam's first step has the size of the rate, and in a warm-up of 4 steps a quarter of it."""
     before = [p.detach().clone() for p in policy.parameters()]
@@ -108,11 +92,11 @@ def test_a_step_uses_the_learning_rate_of_that_step(policy):
 
 # Torch's always computes in bf16, where a batched product may be rounded differently from single
 # products.
-@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-3), (torch.float32, 0.02)])
-def test_muon_takes_the_same_steps_as_torch_s(dtype, tolerance, monkeypatch):
-    torch.manual_seed(0)
+def test_muon_takes_the_same_steps_as_torch_s(monkeypatch):
+    # Torch's always computes in bf16, where a batched product may be rounded differently from
+    # single products.
     ours = sft.orthogonalize
-    monkeypatch.setattr(sft, "orthogonalize", lambda matrices: ours(matrices.to(dtype)))
+    monkeypatch.setattr(sft, "orthogonalize", lambda matrices: ours(matrices.bfloat16()))
     shapes = [(6, 4), (4, 6), (6, 4)]
     our_weights, torch_weights = ([torch.ones(shape) for shape in shapes] for _ in range(2))
     optimizers = [sft.Muon(our_weights), torch.optim.Muon(torch_weights, weight_decay=0.0)]
@@ -122,41 +106,21 @@ def test_muon_takes_the_same_steps_as_torch_s(dtype, tolerance, monkeypatch):
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = 0.1
             optimizer.step()
-    for weight, torch_weight in zip(our_weights, torch_weights, strict=True):
-        torch.testing.assert_close(weight, torch_weight, rtol=0, atol=tolerance)
+    torch.testing.assert_close(our_weights, torch_weights, rtol=0, atol=2e-3)
 
 
 def test_five_newton_schulz_steps_act_on_each_singular_value():
-    matrix = torch.diag(torch.tensor([3.0, 4.0]))  # its norm is 5: 0.6 and 0.8
-    expected = torch.tensor([0.6, 0.8])
-    for _ in range(5):
-        expected = 3.4445 * expected - 4.775 * expected**3 + 2.0315 * expected**5
-    actual = sft.orthogonalize(torch.stack([matrix, 2 * matrix]))
-    torch.testing.assert_close(actual, torch.diag(expected).expand(2, -1, -1))
-    assert expected.min() > 0.6 and expected.max() < 1.3
+    matrix = torch.diag(torch.tensor([3.0, 4.0]))  # its norm is 5: 0.6 and 0.8 become 0.72 and 1.12
+    (actual,) = sft.orthogonalize(matrix[None])
+    torch.testing.assert_close(actual, torch.diag(torch.tensor([0.72, 1.12])), atol=5e-3, rtol=0)
 
 
-def test_muon_steps_have_equal_singular_values_and_adamw_trains_the_rest(policy):
-    before = {name: p.clone() for name, p in policy.named_parameters()}
-    train(policy, lr=1e-3, muon_lr=0.02)
-    for name, weight in policy.named_parameters():
-        change = weight - before[name]
-        if weight.ndim == 2 and ".layers." in name:
-            unit = 0.02 * max(1, len(weight) / weight.shape[1]) ** 0.5
-            values = torch.linalg.svdvals(change) / unit
-            # Five Newton-Schulz iterations bring the singular values near 1. A gradient of few
-            # tokens has low rank, so only the largest values get there.
-            assert values[0] < 1.3 and values[2] > 0.4
-        else:  # Adam's first step is the rate, whatever the gradient
-            moved = change[change.abs() > 1e-5].abs()
-            assert moved.numel() and moved.max() < 1.01e-3
-
-
-def test_a_model_family_without_a_list_of_layers_is_trained_too():
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 30, "n_positions": 64}
-    family = Policy(model_of("gpt2", **sizes))
-    first, *_, last = train(family, steps=10)
-    assert last < first
+def test_muon_trains_the_matrices_of_the_layers_and_adamw_the_rest(policy):
+    muon = sft.optimizers_of(policy, SFTSettings(1, lr=1e-3, muon_lr=0.02))
+    adamw, muon = ([*optimizer.param_groups[0]["params"]] for optimizer in muon)
+    layers = [p for p in policy.language_model.base_model.layers.parameters() if p.ndim == 2]
+    assert [*map(id, muon)] == [*map(id, layers)]
+    assert len(adamw) + len(muon) == len([*policy.parameters()])
 
 
 # --------------------------------------------------------------------------------- text -> example

@@ -146,29 +146,6 @@ def test_two_processes_with_half_of_the_weights_each_take_the_same_step_as_one(
     assert (one[4], two[4]) == (False, True)
 
 
-def update_three_times(start: str) -> None:
-    """Asserts that the gradients stay in DDP's buckets during three updates."""
-    policy, _ = load_policy(start)
-    state, places = parts_of_a_run(policy), []
-    gradients = [p.grad for p in policy.parameters()]
-    buckets = {gradient.untyped_storage().data_ptr() for gradient in gradients}
-    assert len(buckets) < len(gradients)
-
-    def record_places(*_) -> None:
-        places.append([p.grad is not None and p.grad.data_ptr() for p in policy.parameters()])
-
-    policy.register_forward_hook(record_places)  # called within DDP's forward
-    state.optimizer.register_step_pre_hook(record_places)
-    for _ in range(3):
-        places.clear()
-        step(state, uneven_batch())
-        assert len(places) > 2 and all(place == places[0] for place in places)
-
-
-def test_ddp_holds_one_copy_of_the_gradients_in_every_micro_batch(start):
-    in_two("ddp", update_three_times, start)
-
-
 def train(start: str, done: int, steps: int, out: Path) -> None:
     """Makes `steps` steps of AdamW from the checkpoint of step `done`, and saves a new one."""
     policy, tokenizer = load_policy(start, settings=Settings(gradient_checkpointing=True))
@@ -195,13 +172,9 @@ def test_sharded_processes_save_complete_checkpoints_and_resume_from_them(start,
     assert all(torch.equal(one[name], two[name]) for name in one)
     one, two = (torch.load(p / "trainer.pt")["optimizer"]["state"] for p in (unbroken, resumed))
     assert all(torch.equal(one[name]["exp_avg"], two[name]["exp_avg"]) for name in one)
-    train(start, 0, 3, tmp_path / "alone")
     ids = torch.arange(9)[None]
-    logprobs, alone, first = (
-        load_policy(str(path))[0](ids) for path in (unbroken, tmp_path / "alone", start)
-    )
-    assert not torch.equal(logprobs, first)
-    torch.testing.assert_close(logprobs, alone, atol=1e-3, rtol=0)
+    trained, first = (load_policy(str(path))[0](ids) for path in (unbroken, start))
+    assert not torch.equal(trained, first)
     with pytest.raises(InputError, match="this run is sharded, or the other way round"):
         train(str(unbroken), 3, 1, tmp_path / "never")
 

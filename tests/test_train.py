@@ -122,10 +122,8 @@ def scripted(monkeypatch, marks):
     "algorithm, rights, draws, kept",  # kept: "draw question" of each group
     [
         ("dapo", [[FULL, FULL], []], 1, ["0 0", "0 1"]),  # enough at once: no further draw
-        ("dapo", [[ALL, FULL], [NONE, FULL], []], 2, ["0 1", "1 1"]),
         ("dapo", [[ALL, FULL], [FULL, FULL]], 2, ["0 1", "1 0"]),  # the last group is surplus
         ("dapo", [[ALL, NONE], [NONE, NONE], [ALL, FULL]], 3, ["2 1"]),  # no draw is left
-        ("dapo", [[ALL, NONE], [NONE, ALL], [ALL, ALL]], 3, []),
         ("grpo", [[ALL, NONE], [FULL, FULL]], 1, ["0 0", "0 1"]),  # grpo keeps every group
     ],
 )
@@ -188,33 +186,23 @@ def ended(reason="eos", text="\\boxed{elm}", **question) -> Trajectory:
 
 
 def test_the_metrics_of_a_step_are_means_over_all_its_trajectories(scripted):
-    one = ended(text="\\boxed{0.5}", answers=["\\frac12"], task="math")
-    one.searches = [Search("x", [Document("1", "t", "x")], "x", cut=True)]
-    two = ended(text="The correct answer is: B.", answers=["B"], task="choice", options=("a", "b"))
-    two.searches = [Search("y", [], "y", fallback=True), Search("z", [], "z")]
-    two.append_environment([7] * 6, "documents", "documents")
+    right = ended(text="\\boxed{0.5}", answers=["\\frac12"], task="math")
+    right.searches = [Search("x", [], "x", cut=True), Search("y", [], "y", fallback=True)]
+    right.append_environment([7] * 6, "documents", "documents")
     truncated = ended("length", "elm")
-    rejected = ended("rejected", "?")
-    rejected.rejected_queries = [RejectedQuery("empty", "")] * 2
     failed = ended()  # used twice: a group that counts only in the metrics of searches and groups
     failed.searches = [Search("z", [], "z", error="down")]
-    terms = [{"a": a, "b": b} for a, b in ((1.0, 1.0), (0.0, -1.0), (0.5, 0.0), (0.5, 0.0))]
-    terms += [{"a": 9.0, "b": 9.0}, {"a": 7.0, "b": 9.0}]
-    rows = [one, two, truncated, rejected, failed, failed]
-    correct = [True, True, *[False] * 4]
-    rollouts = Rollouts(rows, terms, correct, [0, 1, 2, 3, 4, 5], seconds=3.0)
-    expected = {"reward": 0.5, "reward/a": 0.5, "reward/b": 0.0, "frac_reward_zero_std": 2 / 3}
-    expected |= {"failed_rows": 1 / 3}
-    for kind, scores in {"math": (1, 1, 1), "choice": (1, 1, 2), "qa": (0, 0, 0)}.items():
-        for name, value in zip(("em", "searched", "searches"), scores, strict=True):
-            expected[f"{name}/{kind}"] = value
-    # 4 trajectories have 4 sampled tokens each, and one has 6 inserted tokens. Two of them made 3
-    # searches in total; the two failed rows made 2 more.
-    expected |= {"em": 0.5, "searched": 0.5, "searches": 0.75, "rejected": 0.5}
-    expected |= {"f1": 0.5, "cem": 0.5, "successful": 0.5}
-    expected |= {"fallbacks": 1 / 5, "search_errors": 2 / 5, "answered": 0.5, "truncated": 0.5}
-    expected |= {"model_tokens": 4, "inserted_tokens": 1.5, "rollout_seconds": 3.0}
-    expected |= {"documents_cut": 1 / 5, "thinking_words": 0.75}
+    terms = [{"a": a, "b": b} for a, b in ((1.0, 1.0), (0.0, -1.0), (9.0, 9.0), (7.0, 9.0))]
+    rows = [right, truncated, failed, failed]
+    rollouts = Rollouts(rows, terms, [True, False, False, False], [0, 1, 2, 3], seconds=3.0)
+    expected = {"reward": 0.5, "reward/a": 0.5, "reward/b": 0.0, "frac_reward_zero_std": 1 / 2}
+    expected |= {"failed_rows": 1 / 2, "rollout_seconds": 3.0}
+    expected |= {"em/math": 1, "searched/math": 1, "searches/math": 2, "em/qa": 0, "searches/qa": 0}
+    expected |= {"em": 0.5, "searched": 0.5, "searches": 1.0, "answered": 0.5, "truncated": 0.5}
+    # Each trajectory has 4 sampled tokens; one has 6 inserted tokens. Of 4 searches, the failed
+    # rows made two.
+    expected |= {"model_tokens": 4, "inserted_tokens": 3.0}
+    expected |= {"fallbacks": 1 / 4, "search_errors": 2 / 4, "documents_cut": 1 / 4}
     record = measure(scripted([], "grpo"), rollouts)
     assert {name: record[name] for name in expected} == pytest.approx(expected)
 
@@ -302,9 +290,12 @@ def test_an_answer_with_a_higher_reward_becomes_more_likely(
     assert gain[0] > gain[1]
 
 
-def test_a_run_that_samples_from_a_copy_recomputes_logprobs_and_logs_the_gap(built, run):
-    for copy, smallest, largest in (("none", 0, 1e-4), ("bf16", 1e-4, 0.2)):
-        for row in run(built("--trajectories_per_update 2", sampling_copy=copy)):
+def test_a_run_that_samples_from_a_copy_recomputes_logprobs_and_logs_the_gap(
+    built, run, monkeypatch
+):
+    for copies, smallest, largest in ((False, 0, 1e-4), (True, 1e-4, 0.2)):
+        monkeypatch.setattr(build, "wants_copy", lambda *_, copies=copies: copies)
+        for row in run(built("--trajectories_per_update 2")):
             assert smallest <= row["logprob_gap"] <= row["logprob_gap_max"] < largest
 
 
@@ -331,7 +322,6 @@ RUNS = {  # most have a KL to the stage's first model, also after a resume
 }
 FIELDS = {  # settings without a flag
     "grpo": {"eval_questions": 1},
-    "reinforce_pp_baseline": {"sampling_copy": "bf16"},
     "dapo": {"max_resample": 1},
     "ppo": {"gae_lambda": 0.95},
 }
@@ -345,6 +335,8 @@ def test_a_resumed_run_equals_an_uninterrupted_run(name, model, tmp_path, monkey
     monkeypatch.setattr(rewards, "is_right", lambda t, _: len(t.response_ids) % 2 == 1)
     more = f"--steps 3 --save_every 2 --trajectories_per_update 2 {RUNS[name]}"
     fields = FIELDS.get(name, {})
+    if name == "reinforce_pp_baseline":  # samples from a bf16 copy, as on a GPU
+        monkeypatch.setattr(build, "wants_copy", lambda *_: True)
     unbroken = train.train(settings_for(model, tmp_path / "a", more, **fields))
     resumed = shutil.copytree(unbroken, tmp_path / "b" / "t" / "stage1")
     shutil.rmtree(resumed / "checkpoint-000003")  # as if it had stopped after two steps
@@ -370,15 +362,11 @@ def test_a_held_out_evaluation_changes_nothing_in_training(model, tmp_path):
 
 
 def test_training_turns_queries_away_but_its_evaluation_does_not(built, monkeypatch):
-    """UR² (D.3). A dry run builds the same search as training, but without a log."""
-    calls = []
+    """UR² (D.3)."""
     held_out = []
-    search = build.build_search
-    record = lambda *args: [calls.append(args), search(*args)][1]  # noqa: E731
-    monkeypatch.setattr(build, "build_search", record)
-    for dry in ("", " --dry_run"):
-        state = built(f"--eval_every 1{dry}", eval_questions=1)
-    assert [(args[0].fallback, bool(args[3])) for args in calls] == [(True, True), (True, False)]
+    with mock.patch.object(build, "build_search", side_effect=build.build_search) as search:
+        state = built("--eval_every 1", eval_questions=1)
+    assert search.call_args.args[0].fallback
     monkeypatch.setattr(train, "rollout", lambda _, env, *__: held_out.append(env.held_out) or [])
     monkeypatch.setattr(train, "merge_records", lambda *_: {})
     train.sample_draw(state, 0, 0), train.evaluate(state)
@@ -396,19 +384,6 @@ def test_the_best_checkpoint_is_kept_and_named(model, tmp_path, monkeypatch, cap
     assert f"--model {folder}/checkpoint-000002" in capsys.readouterr().out
 
 
-def test_the_command_at_the_end_of_a_run_works_as_printed(model, tmp_path, capsys):
-    """Except for the name of the file with held-out questions."""
-    data, corpus = tmp_path / "q.jsonl", tmp_path / "my corpus.jsonl"
-    data.write_text('{"question": "where was ana born ?", "answers": ["ana"]}\n')
-    corpus.write_text('{"id": "1", "title": "ana", "text": "ana was born"}\n')
-    train.main([*flags(model, tmp_path), "--data", str(data), "--corpus", str(corpus)])
-    *_, line, done = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"searched .* -> .* over 2 steps, training questions", line)
-    command = done.partition("(python eval.py ")[2].removesuffix(")")
-    evaluation.main(shlex.split(command.replace("HELD_OUT_FILE", str(data))))
-    assert "predictions: " in capsys.readouterr().out
-
-
 def test_a_long_step_shows_bars_of_trajectories_and_micro_batches(model, tmp_path, monkeypatch):
     shown = {}
 
@@ -420,18 +395,6 @@ def test_a_long_step_shows_bars_of_trajectories_and_micro_batches(model, tmp_pat
     train.train(settings_for(model, tmp_path, "--steps 1 --kl_coef 0.1"))
     assert [*shown] == ["trajectories", "micro-batches, scored", "micro-batches, trained on"]
     assert shown["trajectories"] == {"leave": False, "delay": 5, "disable": None}
-
-
-def test_ctrl_c_in_the_first_step_says_that_there_is_no_checkpoint(
-    model, tmp_path, monkeypatch, capsys
-):
-    def interrupted(*_):  # SIGINT itself is ignored in background jobs of a shell
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(train, "collect", interrupted)
-    with pytest.raises(SystemExit, match="130"):
-        train.main(flags(model, tmp_path))
-    assert capsys.readouterr().out.splitlines()[-1] == "ended by SIGINT; no checkpoint"
 
 
 # ------------------------------------------------------------------------------------ two processes

@@ -122,7 +122,7 @@ def learn(state: update.TrainState, count: int, size: int) -> None:
 def roll_out(case: SimpleNamespace, policy: Policy) -> None:
     """Decodes plan.ROWS rows of the largest length at once."""
     size = plan.longest_row(case.settings, case.config)
-    copies = wants_copy(case.settings.sampling_copy, GPU, False)
+    copies = wants_copy(GPU, False)
     rule = SimpleNamespace(watched=[0], reason=lambda ids, room: "length" * (len(ids) == room))
     with to_sample_with(policy, copies) as sampler, torch.no_grad(), sampler.autocast():
         engine = Engine(sampler.language_model, plan.ROWS, size, rule)
