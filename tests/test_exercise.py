@@ -93,7 +93,7 @@ def test_the_stub_fails_our_code_passes_and_each_wrong_body_has_a_wrong_number(h
     code, line = result(hole, tmp_path / "opened.py", stub(hole))
     assert code == 1 and "fails: NotImplementedError" in line
     code, line = result(hole, tmp_path / "ours.py", body_of(hole))
-    assert code == 0 and re.fullmatch(r"all ([2-9]|\d\d) tests pass\n", line)
+    assert code == 0 and re.fullmatch(r"all \d+ tests pass\n", line)
     bodies = wrong_bodies(hole)
     assert len(bodies) == 3
     for number, text in enumerate(bodies):

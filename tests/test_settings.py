@@ -170,7 +170,7 @@ BAD += """
 --mix a=1e999                    weights are numbers of at least 0
 --mix one_hop                    argument --mix: invalid pairs value: 'one_hop'
 --retrieval maybe                argument --retrieval: invalid boolean value: 'maybe'
---reward_args fallback=0         arguments of --reward ur2_stage1 are fallback_penalty, format_check
+--reward_args fallback=0         --reward_args {'fallback': 0
 --reward_args variant=13b        --reward_args
 --reward x                       --reward x
 --recipe r_search --max_resample 2  unknown flag --max_resample
