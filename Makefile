@@ -62,7 +62,7 @@ slow: install
 # (errors.prepare_command).
 real-test: export GOMP_SPINCOUNT = 10000
 real-test: real-models
-	$(BIN)/python -m pytest -q $(LONG) $(REMOVED) -o timeout=600 -m real
+	$(BIN)/python -m pytest -q $(LONG) $(REMOVED) -o timeout=600 -m "real and not vllm"
 
 # Injects every fault, those of tests/trust/faults.md and newer ones, and prints how each ended. About an hour.
 trust: install
@@ -79,8 +79,8 @@ trust: install
 
 vllm: .venv-vllm/installed
 
-# Rows, weights and faults on a real server. A test that is skipped would show nothing.
-vllm-test: install
+# Rows, weights and faults on a real server, also with SmolLM2. A test that is skipped would show nothing.
+vllm-test: real-models
 	$(BIN)/python -m pytest -q $(LONG) $(REMOVED) -o timeout=600 -m vllm
 
 # Which of the papers' claims hold in the built-in world. Goes on where it was interrupted.

@@ -20,11 +20,13 @@ import pytest
 import torch
 from conftest import chat_server, rows_of, set_threads
 from test_slots import assert_same
+from test_vllm import fleet_of, real_server, rows
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import coldstart
 import train
+from engines.server import to_serve
 from engines.slots import generate_in_slots
 from lab.real import model_from_package
 from papers import PAPERS, PROTOCOLS, paper_of
@@ -190,6 +192,19 @@ def test_greedy_rows_in_slots_equal_those_of_generate(cold):
     # A row is compared up to the first place where the two best logits are equal up to 1e-4.
     ties = assert_same(policy, *rows, 1e-4)
     assert ties <= 3 and sum(len(row.searches) for row in rows[0]) >= 32
+
+
+@pytest.mark.vllm
+def test_smollm2_on_a_real_server_plays_the_trajectories_of_slots(cold, tmp_path, monkeypatch):
+    monkeypatch.setitem(PROTOCOLS, "ur2", brief("ur2"))
+    with real_server(cold, tmp_path) as server:
+        policy, place = fleet_of(cold, server, max_turn_tokens=40, timeout=100.0)
+        expected = rows(policy, place, 32, generate_in_slots)
+        with to_serve(policy, 0):
+            greedy = rows(policy, place, 32)
+    # Of 30 layers the rounding errors are larger than those of the built-in model.
+    ties = assert_same(policy, greedy, expected, 1e-3)
+    assert ties <= 3 and any(row.searches for row in greedy)
 
 
 LIMITS = """--run_name t --steps 2 --questions_per_step 2 --group_size 2 --trajectories_per_update 0
