@@ -42,7 +42,7 @@ ALGORITHMS = {
     "dapo": dapo,
     "ppo": ppo,
 }
-MAX_GRAD_NORM = 1.0  # as in the code of all five papers
+MAX_GRAD_NORM = 1.0  # ours: no paper gives one; the default of OpenRLHF, verl and TRL
 Record = dict[str, float]  # metrics to be logged
 
 

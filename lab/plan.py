@@ -22,8 +22,8 @@ gathers the weights of the layers that it computes. LoRA and 8-bit moments canno
 plan uses ddp if that fits, otherwise fsdp2. tests/test_ghost.py compares it with simulated steps.
 What saves memory, the cheapest first: --gradient_checkpointing, --tokens_per_micro_batch 4096,
 --optimizer adamw8bit, --lora_rank 16, more --gpus.
-Left out: zero2, summarisers, judges and readers (2 bytes per weight), dense retrieval, and other
-models than those built as Llama is.
+Left out: zero2, summarisers, judges, readers and the encoders of dense retrieval (2 bytes per
+weight, or none here if a server runs them), and models that are not built as Llama is.
 """
 
 from dataclasses import dataclass
@@ -130,7 +130,8 @@ def main(arguments: list[str] | None = None) -> None:
     for kind, sizes in kinds.items():
         print(f"{kind}:", *(f"{name} {size / GIB:.1f}" for name, size in sizes.items()), sep="  ")
     fits = "fits" if peak(**kinds) <= room else "does not fit"
-    print(f"peak {peak(**kinds) / GIB:.1f}: {fits} in {room / GIB:.1f}")
+    alone = "without summariser, judge, reader, encoder"
+    print(f"peak {peak(**kinds) / GIB:.1f}: {fits} in {room / GIB:.1f}, {alone}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Prints a Markdown table of the settings of each paper and stage: `python -m papers`."""
+"""Prints a Markdown table of the settings of each recipe and stage: `python -m papers`. The source
+is that of the paper's own values; docs/papers.md says which values are ours.
+"""
 
 from papers import PAPERS
 

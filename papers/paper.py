@@ -1,7 +1,8 @@
 """What the file of a paper holds, and the tiny model's settings that several papers share.
 
 protocols    {name: Protocol}: the paper's own first, then those of its variants
-stages       {stage: the paper's settings}; all other settings have their defaults
+stages       {stage: the paper's settings, and ours where it gives none (docs/papers.md says
+             which)}; all other settings have their defaults
 tiny         {stage: settings that replace these for the tiny model on the built-in world}
 world        the tiny model's supervised warm-up: the form and flaws of its traces, its steps
 warm_ups     weaker warm-ups by name (--toy_init), on which the paper's claims can be tested
