@@ -49,7 +49,7 @@ real: $(if $(MODEL),install,model)
 # Empty: compiled files are written, and the many processes of the tests share them.
 test slow trust real-test vllm-test: export PYTHONDONTWRITEBYTECODE =
 
-# The law, and everything but the long learning runs; `make slow` runs those.
+# The law, the formulas and the commands; `make slow` runs what learns, starts processes or takes long.
 test: install
 	$(BIN)/ruff check .
 	$(BIN)/python tests/law.py

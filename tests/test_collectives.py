@@ -50,16 +50,9 @@ def train_and_record(settings: Settings, folder: Path) -> None:
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(calls))
 
 
-@pytest.mark.parametrize(
-    "count, sharding",
-    [
-        (4, "fsdp2"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((4, "ddp"), (8, "fsdp2"), (8, "ddp"))
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [4, 8])
+@pytest.mark.parametrize("sharding", ["fsdp2", "ddp"])
 def test_all_processes_call_the_same_collectives_with_fewer_questions_than_processes(
     count, sharding, model, tmp_path
 ):

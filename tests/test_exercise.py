@@ -88,6 +88,7 @@ def result(hole, path: Path, text: str) -> tuple[int, str]:
     return exit_code(start_process(judge, str(path), *arguments, log=log)), log.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hole", HOLES, ids=lambda hole: hole.name)
 def test_the_stub_fails_our_code_passes_and_each_wrong_body_has_a_wrong_number(hole, tmp_path):
     code, line = result(hole, tmp_path / "opened.py", stub(hole))

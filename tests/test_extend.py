@@ -93,6 +93,7 @@ def run_in(tree, *words) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_rewards_protocols_papers_and_retrievers_are_added_by_their_diffs(tree, output):
     assert len(DIFFS) == 8 and max(len(diff.splitlines()) for diff in DIFFS) <= 24
     for name, terms in (("own", {"answer", "price"}), ("short", {"right", "short"})):

@@ -114,6 +114,7 @@ def train_and_stop(settings) -> None:
         train.train(settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
 def test_a_step_of_failed_rows_ends_all_processes_after_a_checkpoint(sharding, model, tmp_path):
     in_two(sharding, train_and_stop, settings_for(model, tmp_path, "--steps 4 --save_every 9"))

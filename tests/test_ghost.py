@@ -70,6 +70,7 @@ def check(shim: Path, cases: list[str], tolerance: float, parts: list[str]) -> l
     return [record["ghost"] for record in records]
 
 
+@pytest.mark.slow
 def test_a_step_has_no_fault_of_device_or_type(shim, small):
     weights = 151_936 * 896 + 2 * 14_912_384 + 896
     # LoRA: for two layers, rank · (in + out) of their seven matrices.

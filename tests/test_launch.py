@@ -61,9 +61,8 @@ def certain(tmp_path_factory):
     pytest.fail("every model wavers")
 
 
-@pytest.mark.parametrize(
-    "config", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "zero2")), "fsdp2"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["ddp", "zero2", "fsdp2"])
 def test_each_file_with_accelerate_launch_takes_the_steps_of_one_process(config, certain, tmp_path):
     model, alone = certain
     assert exit_code(start(config, tmp_path / "logs", flags(model, tmp_path, SAME_TEXTS))) == 0

@@ -332,6 +332,7 @@ STALE = {
 STALE["the server is lost in an evaluation"] = STALE["the server is lost"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STALE)
 def test_a_fault_after_a_step_is_one_line_and_the_step_is_saved(
     name, served, model, tmp_path, monkeypatch

@@ -163,6 +163,7 @@ def test_a_kill_at_a_random_moment(moment, algorithm, processes, model, unbroken
     assert_resumes_alike(model, tmp_path, algorithm, processes, unbroken)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "point, algorithm, processes", cases({name: point[:1] for name, point in POINTS.items()}, QUICK)
 )
