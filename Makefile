@@ -56,7 +56,7 @@ test: install
 	$(BIN)/python -m pytest -q -n 2 $(if $(SHUFFLE),$(SHUFFLED)) -m "not slow and not trust and not real and not vllm"
 
 slow: install
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(LONG) -m slow
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(LONG) -m "slow and not vllm"
 
 # Real tokenizers, templates and weights: about seven minutes on two cores. Threads wait as in commands
 # (errors.prepare_command).
