@@ -84,8 +84,9 @@ def medqa(r: dict) -> dict:
 
 def math(r: dict) -> dict:
     """MATH, MATH-500 and Minerva: the answer is a field, or the last \\boxed of `solution`."""
-    answer = r.get("answer") or last_boxed(r["solution"])
-    return {"task": "math", "question": r.get("problem") or r["question"], "answers": [answer]}
+    question = r["problem"] if "problem" in r else r["question"]
+    answer = r["answer"] if "answer" in r else last_boxed(r["solution"])
+    return {"task": "math", "question": question, "answers": [answer]}
 
 
 def gsm8k(r: dict) -> dict:

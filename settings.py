@@ -340,6 +340,8 @@ def pairs(text: str) -> dict:
     values = {}
     for part in filter(None, text.split(",")):
         name, value = map(str.strip, part.split("=", 1))  # argparse reports a ValueError
+        if name in values:
+            raise ValueError(f"{name} is given twice")
         with suppress(ValueError, SyntaxError):  # it is a word
             value = ast.literal_eval(value)
         values[name] = value

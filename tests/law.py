@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-SUMS = {"nodes of the product": 102_700, "nodes of the path": 31_500, "nodes of the tests": 149_700}
+SUMS = {"nodes of the product": 102_750, "nodes of the path": 31_500, "nodes of the tests": 149_700}
 FLAGS = 66  # of train.py
 PATH = "prompts trajectory rollout retriever summarizer rewards kl ppo grpo reinforce_pp dapo"
 PATH = {*PATH.split(), "curriculum", "coldstart", "update", "train", "eval"}
