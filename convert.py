@@ -11,7 +11,7 @@ Left out: downloads; the order of a data set (FILE:N draws).
 
 from pathlib import Path
 
-from data import question_of
+from data import named_after, question_of
 from errors import FlagParser, run_main
 from formats.records import read_records, write_records
 from metrics import last_boxed
@@ -138,6 +138,8 @@ def convert(kind: str, path: Path, skip_bad: bool = False) -> list[dict]:
         known = ("question", "source", "level")
         fields |= {name: record[name] for name in known if record.get(name) is not None}
         fields |= KINDS[kind](record)
+        if name := named_after(path):
+            fields = {"source": name} | fields
         question_of(fields, number)  # what training would reject is an error now
         return fields
 

@@ -1,6 +1,6 @@
 """Chooses the questions of each step, and which of them may search (UR² section 3.3, app. C.2).
 
-A stream gives each step a fixed share of questions per kind (`mix`), per difficulty (`buckets`) or
+A stream gives the steps fixed shares of questions per kind (`mix`), per difficulty (`buckets`) or
 per both. The questions of one share (a pool) come in a shuffled order, epoch after epoch. The
 questions of step s depend only on s and the seed, so a resumed run sees the same questions as an
 uninterrupted one.
@@ -94,22 +94,20 @@ def with_buckets(questions: Questions, path: str, dropped: bool) -> Questions:
 
 
 # ------------------------------------------------------------------------------------------ shares
-def exact_counts(total: int, weights: Weights) -> Counts:
-    """Returns integers that add up to `total` in the ratio of the weights. Each share is rounded
-    down; then the shares with the largest remainders get one more.
+def exact_counts(total: int, weights: Weights, dealt: Counts | None = None) -> Counts:
+    """Returns integers that add up to `total` in the ratio of the weights. Questions are dealt one
+    by one, each to the name with the lowest (count + ½) / weight.
+    With `dealt`, `total` more are dealt after these counts: what one call rounds down, a later one
+    makes up for.
 
     >>> exact_counts(16, {"a": 3, "b": 4, "c": 1})
     {'a': 6, 'b': 8, 'c': 2}
+    >>> exact_counts(2, {"a": 2, "b": 1}), exact_counts(2, {"a": 2, "b": 1}, {"a": 1, "b": 1})
+    ({'a': 1, 'b': 1}, {'a': 3, 'b': 1})
     """
-    shares = {}
-    counts = {}
-    weight_sum = sum(weights.values()) or 1.0
-    for name, weight in weights.items():
-        shares[name] = round(total * weight / weight_sum, 9)
-        counts[name] = int(shares[name])
-    left = total - sum(counts.values())
-    for name in sorted(shares, key=lambda name: counts[name] - shares[name])[:left]:
-        counts[name] += 1
+    counts = dict(dealt or dict.fromkeys(weights, 0))
+    for _ in range(total if weights else 0):
+        counts[min(counts, key=lambda name: (counts[name] + 0.5) / max(weights[name], 1e-99))] += 1
     return counts
 
 
@@ -246,10 +244,16 @@ class QuestionStream:
     """Holds the pools; `take` returns the questions of one draw, mixed by kind, bucket or both.
 
     attempts   largest number of draws in a step. Only DAPO makes more than one: it draws more
-               questions in place of groups that teach nothing. Draw number a of step s takes
-               `count` questions of a pool. In the endless list of the pool's epochs, they have the
-               numbers (s · attempts + a) · count + i for i = 0 ... count − 1, which do not depend
-               on how many draws earlier steps made
+               questions in place of groups that teach nothing. Draw number a of step s is the
+               draw n = s · attempts + a, which does not depend on how many draws earlier steps made
+    totals     totals[n]: how many questions of each pool the draws before draw n take. Draw n takes
+               the questions with the numbers totals[n] ... totals[n + 1] − 1 in the endless list of
+               the pool's epochs
+
+    A draw rarely has a whole number of questions of each pool. The remainders are spread over the
+    draws: if the shares are in the ratio of the sizes of the pools, each question of the data is
+    asked once before any is asked again. In R1-Searcher's stage 2 a step has 20, 16, 8, 20 of the
+    four pools or one more or less, and the first 8,148 questions are the 8,148 of Table 1.
     """
 
     def __init__(self, questions: Questions, settings, attempts: int = 1):
@@ -265,9 +269,11 @@ class QuestionStream:
         if settings.difficulty:
             dropped = any(name.endswith("dropped") for name in buckets)
             questions = with_buckets(questions, settings.difficulty, dropped)
-        self.pools, shares = share_out(questions, mix, buckets)
-        self.counts = exact_counts(settings.questions_per_step, shares)
-        check_pools(self.pools, shares, self.counts, "--difficulty" if buckets else "--mix")
+        self.pools, self.shares = share_out(questions, mix, buckets)
+        self.size = settings.questions_per_step
+        self.counts = exact_counts(self.size, self.shares)  # of the first draw
+        check_pools(self.pools, self.shares, self.counts, "--difficulty" if buckets else "--mix")
+        self.totals = [dict.fromkeys(self.shares, 0), self.counts]
         if settings.task_mixing:
             mix_tasks(self.pools, self.counts, settings)
         self.seed = settings.seed
@@ -276,11 +282,12 @@ class QuestionStream:
     def take(self, step: int, attempt: int = 0) -> Questions:
         """Returns the questions of one draw of a step."""
         turn = step * self.attempts + attempt
+        while len(self.totals) < turn + 2:
+            self.totals.append(exact_counts(self.size, self.shares, self.totals[-1]))
         dealt = []
-        for name, count in self.counts.items():
-            pool = self.pools[name]
-            # The numbers count the questions in the endless list of all epochs of this pool.
-            for number in range(turn * count, (turn + 1) * count):
+        for name, start in self.totals[turn].items():
+            for number in range(start, self.totals[turn + 1][name]):
+                pool = self.pools[name]
                 epoch, place = divmod(number, len(pool))
                 order = shuffled(len(pool), f"{self.seed} {name} {epoch}")
                 dealt.append(pool[order[place]])

@@ -25,7 +25,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 
@@ -201,9 +201,23 @@ def id_of(record: dict, number: int | None = None) -> str:
     return str(value)
 
 
-def question_of(record: dict, number: int) -> Question:
+def named_after(path: str | Path) -> str:
+    """Returns the data set of R1-Searcher's Table 1 that a file or its folder is named after, or ""
+    if there is none or both. FlashRAG's and R1-Searcher's own files do not name it in their
+    records.
+
+    >>> named_after("2wikimultihopqa/train.jsonl"), named_after("hotpotqa_500.jsonl")
+    ('2wiki', 'hotpotqa')
+    """
+    last = "/".join(Path(path).parts[-2:]).lower()
+    names = {*re.findall("hotpotqa|2wiki", last)}
+    return names.pop() if len(names) == 1 else ""
+
+
+def question_of(record: dict, number: int, dataset: str = "") -> Question:
     """Reads our fields, which are those of Question, except that `hops` is `decomposition`; or
-    FlashRAG's. A record without an id gets its number in the file.
+    FlashRAG's. A record without an id gets its number in the file, and one without `source` is of
+    the kind `dataset`.
     """
     answers = "golden_answers" if "golden_answers" in record else "answers"
     if not record.get(answers):
@@ -225,7 +239,7 @@ def question_of(record: dict, number: int) -> Question:
         options=tuple(map(clean, field(record, "options", list, []))),
         references=tuple(document_of(document, place) for place, document in documents),
         supporting=tuple(field(record, "supporting", list, [])),
-        source=field(record, "source", str, ""),
+        source=field(record, "source", str, dataset),
         level=str(record.get("level") or ""),  # a number in MATH, a word in UR²'s files
         may_search=field(record, "may_search", bool, True),
         hops=tuple(Hop(step["query"], step.get("answer", "")) for step in steps),
@@ -287,7 +301,7 @@ def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> dict[str, list
     datasets = {}
     for name, file in named_files(path).items():
         place, _, count = str(file).partition(":")
-        questions = load_all(place, question_of, skip_bad)
+        questions = load_all(place, partial(question_of, dataset=named_after(place)), skip_bad)
         datasets[name] = draw_some(questions, int(count or 0), f"{seed} {name}")
     uses = Counter(question.id for question in chain.from_iterable(datasets.values()))
     return {

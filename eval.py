@@ -174,7 +174,8 @@ class Evaluation:
             # With the paper's decoding the reader samples too (R-Search appendix A.3).
             paper = self.options.decoding == "paper"
             sampling = (self.settings.temperature, self.settings.top_p) if paper else ()
-            records = ask_others(records, reader, judge, sampling)
+            whole = self.settings.whole_reply
+            records = ask_others(records, reader, judge, sampling, whole)
             write_records(self.out, records)
         return records
 

@@ -89,8 +89,9 @@ def scripts(text: str) -> set[str]:
 
 def is_garbled(trajectory: Trajectory) -> bool:
     """Returns whether the model wrote U+FFFD, a private-use character, or a letter of a foreign
-    script: neither Latin nor Greek nor a script of the question, its options, its references, the
-    environment's texts or the "thought" segments. These segments are not checked themselves.
+    script: neither Latin nor Greek nor a script of the question, its accepted answers, its options,
+    its references, the environment's texts or the "thought" segments. These segments are not
+    checked themselves.
     """
     question = trajectory.question
     text = trajectory.model_text
@@ -98,7 +99,8 @@ def is_garbled(trajectory: Trajectory) -> bool:
         return False
     if "\ufffd" in text or "Co" in map(unicodedata.category, text):
         return True
-    shown = [question.question, *question.options, *number_documents(question.references)]
+    shown = [question.question, *question.answers, *question.options]
+    shown += number_documents(question.references)
     shown += [segment.text for segment in trajectory.segments if segment.writer != "model"]
     return not scripts(text) <= scripts(" ".join(shown)) | {"LATIN", "GREEK"}
 

@@ -6,7 +6,7 @@
     rag           search the question, read, answer                        Lewis 2020          1
     sure          search, sum up for each of two answers, compare          Kim 2024            1
     ircot         search, one sentence, search that sentence, ...          Trivedi 2023  up to 8
-    iter_retgen   search question + last answer, answer again, T times     Shao 2023       T = 2
+    iter_retgen   search question + last answer, answer again, T times     Shao 2023       T = 3
     self_ask      follow-up question, its answer by search, ... or rag     Press 2023  up to 10 + 1
     rat           draft, then revise paragraph by paragraph                Wang 2024     up to 8
     search_o1     search inside the reasoning, insert digested notes       Li 2025      up to 10
@@ -238,7 +238,7 @@ def ircot(question, limit=8):
     return (yield from conclude(replace(request, so_far=chain), ""))
 
 
-def iter_retgen(question, limit=2):
+def iter_retgen(question, limit=3):
     """Iter-RetGen (Shao 2023): reply y_t = model(question, passages for question + y_{t−1})."""
     reply = ""
     for _ in range(limit):

@@ -6,8 +6,9 @@
     python -m lab.difficulty --model DIR --data FILE --corpus FILE --out difficulty.jsonl
 
 --scheme chooses the rule for buckets: curriculum.py defines that of UR², `bucket_of_first_success`
-that of R1-Searcher. The flags for settings of a run are those of eval.py, with the same defaults,
-except that --temperature is 1. The rollouts themselves are a predictions file, as of eval.py.
+that of R1-Searcher, which is the default of --recipe r1_searcher; all other recipes have UR²'s. The
+flags for settings of a run are those of eval.py, with the same defaults, except that --temperature
+is 1. The rollouts themselves are a predictions file, as of eval.py.
 """
 
 from collections import Counter, defaultdict
@@ -22,7 +23,7 @@ from eval import Evaluation, Options, settings_of
 from flags import check_settings
 from formats.records import append_jsonl, keep_old
 from lab import parse_flags
-from settings import setting
+from settings import Settings, setting
 from trajectory_metrics import mean
 
 
@@ -48,7 +49,9 @@ class DifficultySettings:
 
     out: str = setting("", "JSONL file to write", needed=True)
     samples: int = setting(20, "rollouts per question, K", least=1)
-    scheme: str = setting("ur2", "how scores become a bucket", one_of=SCHEMES)
+    scheme: str = setting(
+        "", "how scores become a bucket (default: the recipe's)", one_of=("", *SCHEMES)
+    )
     metric: str = setting(
         "", "score of open answers (default: the scheme's)", one_of=("", "em", "f1", "cem")
     )
@@ -59,9 +62,9 @@ class DifficultySettings:
     )
 
 
-def scores_of_model(given: dict, options: DifficultySettings, metric: str) -> dict[str, list]:
+def scores_of_model(settings: Settings, options: DifficultySettings, metric: str) -> dict:
     """Returns {id of a question: scores of the model's rollouts}."""
-    settings = check_settings(settings_of({"temperature": 1.0} | given), training=False)
+    check_settings(settings, training=False)
     if settings.temperature == 0:
         raise InputError("--temperature 0 is greedy: all rollouts would be the same; leave it at 1")
     scores = defaultdict(list)
@@ -73,18 +76,20 @@ def scores_of_model(given: dict, options: DifficultySettings, metric: str) -> di
 def main(arguments: list[str] | None = None) -> None:
     options, given = parse_flags("lab.difficulty", DifficultySettings, arguments, True)
     check_output(options.out, "--out")
-    if options.scheme == "r1_searcher" and options.samples < 20:
+    settings = settings_of({"temperature": 1.0} | given)
+    scheme = options.scheme or (settings.recipe if settings.recipe in SCHEMES else "ur2")
+    if scheme == "r1_searcher" and options.samples < 20:
         raise InputError(f"--samples {options.samples}: r1_searcher tells medium from hard by 20")
-    bucket_of, metric = SCHEMES[options.scheme]
+    bucket_of, metric = SCHEMES[scheme]
     lines = []
-    for name, scores in scores_of_model(given, options, options.metric or metric).items():
+    for name, scores in scores_of_model(settings, options, options.metric or metric).items():
         line = {"id": name, "scores": scores, "score": mean(scores), "bucket": bucket_of(scores)}
         lines.append(line)
     keep_old(Path(options.out))
     append_jsonl(Path(options.out), lines)
     counts = Counter(line["bucket"] for line in lines)
     print(f"{len(lines)} questions:", ", ".join(f"{name} {counts[name]}" for name in BUCKETS))
-    print(f"use: python train.py --difficulty {options.out}")
+    print(f"use: python train.py --difficulty {options.out}  (scheme: {scheme})")
 
 
 if __name__ == "__main__":

@@ -73,11 +73,12 @@ def readings_of(trajectories: list[Trajectory], reader, whole: bool) -> list[str
     return reader_answers(reader, pairs, whole)
 
 
-def add_reader(records: list[dict], llm, sampling=()) -> list[dict]:
+def add_reader(records: list[dict], llm, sampling=(), whole=False) -> list[dict]:
     """Adds to each record the reader's answer from the evidence alone, and the answer's EM and F1.
     R-Search evaluates the policy as a search tool in this way (section 5.1).
 
     sampling   (temperature, top_p) of the reader; () decodes greedily
+    whole      see `read_answer`
     """
     for number, record in enumerate(records, 1):
         if "evidence" not in record:
@@ -87,7 +88,7 @@ def add_reader(records: list[dict], llm, sampling=()) -> list[dict]:
             )
     pairs = [(Question("", r["question"], r["golds"]), r["evidence"]) for r in records]
     read = []
-    for record, answer in zip(records, reader_answers(llm, pairs, sampling=sampling), strict=True):
+    for record, answer in zip(records, reader_answers(llm, pairs, whole, sampling), strict=True):
         scores = {"reader_em": exact_match(answer, record["golds"], "delete")}  # as R-Search scores
         scores["reader_f1"] = f1_score(answer, record["golds"], "delete")
         read.append(record | {"metrics": record["metrics"] | scores, "reader_prediction": answer})

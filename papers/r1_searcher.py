@@ -23,6 +23,10 @@ PROTOCOLS["r1_searcher"] = Protocol(
     prompt_suffix="<think>",
     other_tags=(tag_pair("think"),),
 )
+# In section 2.2.2 only the end tag of a query pauses the model: it goes on after its answer.
+PROTOCOLS["r1_searcher_eos"] = replace(
+    PROTOCOLS["r1_searcher"], name="r1_searcher_eos", stop_at_answer=False
+)
 
 # -------------------------------------------------------------------------------------------------
 # Section 3.3. The paper's retriever is --retriever dense --encoder BAAI/bge-large-en-v1.5, and
@@ -83,6 +87,14 @@ R1_SEARCHER.variants.update(
         R1_SEARCHER, algorithm="reinforce_pp_baseline", group_std=False, whiten_tokens=True
     ),
 )
+R1_SEARCHER.variants["to_the_end"] = varied(R1_SEARCHER, protocol="r1_searcher_eos")  # 2.2.2
+
+# Section 4.3, table 7: one of the two data sets, with its numbers of Table 1 and, as our reading,
+# one epoch over them: 200 / 64 and 4,561 / 64 steps, or 150 / 64 and 3,587 / 64, rounded up.
+_stages = R1_SEARCHER.stages.items()
+for _name, _steps in (("hotpotqa", {1: 4, 2: 72}), ("2wiki", {1: 3, 2: 57})):
+    _own = {n: stage | {"mix": {_name: 1}, "steps": _steps[n]} for n, stage in _stages}
+    R1_SEARCHER.variants[f"{_name}_only"] = replace(R1_SEARCHER, stages=_own)
 
 # Section 4.3, table 6: medium questions replace the difficult ones.
 _medium = replace(R1_SEARCHER, tiny={1: LOOK_UPS, 2: EVERYTHING})

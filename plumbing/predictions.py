@@ -22,6 +22,7 @@ from formats.records import read_records, short, write_records
 from metrics import score_answer, summary_scores
 from other_models.judge import Judge, add_verdicts
 from other_models.reader import add_reader
+from papers import record_of
 from plumbing.report import report, same_text
 from settings import Settings
 
@@ -137,20 +138,25 @@ def score_predictions(settings: Settings, options) -> None:
 
         reader = build_reader(settings, best_device()) if settings.reader else None
         sees = records[0].get("judge_sees", "question")
-        records = ask_others(records, reader, build_judge(settings, best_device(), sees))
+        whole = "whole_reply" in record_of(settings.recipe, settings.variant).stages[1]
+        judge = build_judge(settings, best_device(), sees)
+        records = ask_others(records, reader, judge, whole=whole)
     if options.out:
         write_records(Path(options.out), records)
         print(f"predictions: {options.out}")
     report(records, others, options)
 
 
-def ask_others(records: list[dict], reader, judge: Judge | None, sampling=()) -> list[dict]:
+def ask_others(
+    records: list[dict], reader, judge: Judge | None, sampling=(), whole=False
+) -> list[dict]:
     """Adds the reader's answers and the judge's verdicts, if there is a reader or a judge.
 
     sampling   (temperature, top_p) of the reader; () decodes greedily
+    whole      whether the reader's whole reply is its answer, as in R-Search's eq. 4
     """
     if reader:
-        records = add_reader(records, reader, sampling)
+        records = add_reader(records, reader, sampling, whole)
         if reader.failures:
             print(f"reader: no answer to {reader.failures} of its requests; they count as wrong")
     if judge:

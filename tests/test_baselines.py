@@ -132,12 +132,14 @@ def test_ircot_searches_the_question_and_each_sentence_until_one_states_the_answ
 
 
 def test_iter_retgen_searches_question_and_last_answer_and_reads_only_the_new_passages():
-    replies = ["Born in Kelmouth. <answer> Kelmouth </answer>", NORLAND]
+    replies = ["Born in Kelmouth. <answer> Kelmouth </answer>", "<answer> East </answer>", NORLAND]
     trajectory, requests, library = go("iter_retgen", replies)
-    # There are two iterations; the query has the reply without its tags.
-    assert library.queries == [ANA.question, f"{ANA.question} Born in Kelmouth. Kelmouth"]
+    # There are three iterations, as in When to Search Table 3; the query has the reply without its
+    # tags.
+    said = ["", " Born in Kelmouth. Kelmouth", " East"]
+    assert library.queries == [f"{ANA.question}{reply}" for reply in said]
     assert trajectory.answer == "Norland" and requests[1].so_far == ""
-    assert [len(request.passages) for request in requests] == [2, 2]
+    assert [len(request.passages) for request in requests] == [2, 2, 2]
 
 
 def test_self_ask_asks_follow_ups_one_by_one_and_reads_each_answer_from_the_passages():
@@ -325,7 +327,8 @@ def test_tags_that_the_model_writes_in_notes_and_queries_have_no_effect():
 
 
 def test_the_transcript_has_one_answer_and_every_search_and_can_be_read_back():
-    trajectory, _, library = go("iter_retgen", ["<answer> a </answer>", "<answer> b </answer>"])
+    replies = [f"<answer> {name} </answer>" for name in "acb"]
+    trajectory, _, library = go("iter_retgen", replies)
     read_back = trajectory_from_text(ANA, trajectory.text, BASELINE)
     assert [search.query for search in read_back.searches] == library.queries
     assert read_back.answers == trajectory.answers == ["b"]

@@ -100,8 +100,9 @@ ENDED = f"The {DEATH} is Kelmouth."
             [
                 f"I need to look this up. <search> {HEAT} </search>",
                 f"{LEARNED} <search> {DEATH} </search>",
-                f"{ENDED}\n<original_evidence> It was directed by Ana Bell in 1934. (1) Ana Bell:"
-                " Ana Bell was a painter. She died in Kelmouth, Norland. </original_evidence>\n"
+                f"{ENDED}\n<original_evidence> It was directed by Ana Bell in 1934. (Title: "
+                '"Ana Bell") Ana Bell was a painter. She died in Kelmouth, Norland.'
+                " </original_evidence>\n"
                 "<answer> Kelmouth </answer>",
             ],
         ),

@@ -162,6 +162,15 @@ def test_parquet_files_are_read_with_pyarrow(tmp_path):
 
 
 # -------------------------------------------------------------------------------------- real slices
+@pytest.mark.parametrize("kind", ["r1_searcher", "ur2"])
+def test_a_record_without_a_source_is_of_the_data_set_that_its_file_is_named_after(kind, tmp_path):
+    path = tmp_path / "hotpotqa_500.jsonl"
+    path.write_text("\n".join(map(json.dumps, (R1, R1 | {"source": "math"}))))
+    assert [r.get("source") for r in convert.convert(kind, path)] == ["hotpotqa", "math"]
+    path = path.rename(tmp_path / "stage_2.jsonl")
+    assert "source" not in convert.convert(kind, path)[0]
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "count"),
     [

@@ -119,6 +119,41 @@ def test_all_attempts_of_all_steps_share_one_numbering():
     assert dealt == [ids(stream(pool(a=12), 2).take(turn)) for turn in range(6)]
 
 
+def test_remainders_are_spread_so_that_one_epoch_asks_each_question_once():
+    # R1-Searcher's stage 2: 8,148 questions of Table 1 at 64 a step. The 128th step has only the
+    # last 20 of them, so 44 of its questions begin the second epoch. With 20, 16, 8 and 20 in every
+    # step 64 questions would never be asked.
+    settings = resolve("r1_searcher", 2, False, {"difficulty": "level"})
+    data = []
+    for name, count in settings.buckets.items():
+        kind, level = name.split(":")
+        data += [Question(f"{name}{i}", "?", ["!"], source=kind, level=level) for i in range(count)]
+    dealer = by_level(data, 64, mix=settings.mix, buckets=settings.buckets)
+    steps = [ids(dealer.take(step)) for step in range(128)]
+    assert {len(step) for step in steps} == {64}
+    uses = Counter(name for step in steps for name in step)
+    assert len(uses) == 8148 and Counter(uses.values()) == {1: 8104, 2: 44}
+    assert set(Counter(name for step in steps[:127] for name in step).values()) == {1}
+    resumed = by_level(data, 64, mix=settings.mix, buckets=settings.buckets)
+    assert [ids(resumed.take(step)) for step in (100, 3)] == [steps[100], steps[3]]
+
+
+@pytest.mark.parametrize("mix, sizes", [("a=5,b=3,c=1", (5, 3, 1)), ("a=2,b=9", (4, 18))])
+def test_shares_in_the_ratio_of_the_data_ask_all_of_it_before_any_again(mix, sizes):
+    data = pool(**dict(zip("abc", sizes, strict=False)))
+    dealer = stream(data, 2, mix)
+    dealt = [name for step in range(len(data)) for name in ids(dealer.take(step))]
+    assert sorted(dealt[: len(data)]) == sorted(dealt[len(data) :]) == sorted(ids(data))
+
+
+def test_a_small_share_gets_its_questions_in_the_course_of_the_steps():
+    # 4 questions at 15 : 1: one of b in four steps. Rounded step by step it would never be asked.
+    dealer = stream(pool(a=15, b=1), 4, "a=15,b=1")
+    per_step = [Counter(q.kind for q in dealer.take(step)) for step in range(8)]
+    assert [counts["b"] for counts in per_step].count(1) == 2
+    assert all(counts.total() == 4 for counts in per_step)
+
+
 # ------------------------------------------------------------------------------------------ buckets
 
 
@@ -216,6 +251,28 @@ def test_r1_searchers_table_1(stage, expected):
     dealer = by_level(data, 64, mix=settings.mix, buckets=settings.buckets)
     dealt = Counter(f"{q.kind.split('_')[0]}:{q.level}" for q in dealer.take(0))
     assert dealt == dealer.counts == expected
+
+
+@pytest.mark.parametrize(
+    "variant, kind, steps, expected",
+    [
+        # Stage 2: 64 · 2561 / 4561 = 35.9 and 64 · 1087 / 3587 = 19.4.
+        ("hotpotqa_only", "hotpotqa", (4, 72), {"hotpotqa:medium": 36, "hotpotqa:hard": 28}),
+        ("2wiki_only", "2wiki", (3, 57), {"2wiki:medium": 19, "2wiki:hard": 45}),
+    ],
+)
+@pytest.mark.parametrize("others", [[], ["hotpotqa_bridge", "2wiki_inference"]])
+def test_r1_searchers_table_7_trains_on_one_data_set(variant, kind, steps, expected, others):
+    data = [
+        replace(question, source=source, id=f"{source} {question.id}")
+        for source in {kind, *others}
+        for question in pool_of_levels(easy=70, medium=70, hard=70)
+    ]
+    for stage, counts in ((1, {f"{kind}:medium": 64}), (2, expected)):
+        settings = resolve("r1_searcher", stage, False, {"variant": variant, "difficulty": "level"})
+        assert settings.steps == steps[stage - 1]
+        dealt = by_level(data, 64, mix=settings.mix, buckets=settings.buckets).take(0)
+        assert Counter(f"{q.kind.split('_')[0]}:{q.level}" for q in dealt) == counts
 
 
 def test_the_full_name_of_a_kind_has_precedence_over_its_first_part():

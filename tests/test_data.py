@@ -68,6 +68,22 @@ def test_flashrag_keeps_every_golden_answer(one):
     assert one(FLASHRAG) == Question("test_0", "Who?", ["Ana", "Ana Bell"])
 
 
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("hotpotqa/train.jsonl", "hotpotqa"),  # FlashRAG's
+        ("2wikimultihopqa/dev.jsonl", "2wiki"),
+        ("2wiki_500.jsonl", "2wiki"),  # R1-Searcher's
+        ("HotpotQA_500.jsonl", "hotpotqa"),
+        ("nq/test.jsonl", "qa"),
+        ("hotpotqa_2wiki.jsonl", "qa"),  # both
+    ],
+)
+def test_a_file_without_sources_counts_as_the_data_set_that_it_is_named_after(name, kind, write):
+    records = [FLASHRAG, OWN | {"source": "2wiki_inference"}]
+    assert [q.kind for q in load_questions(write(*records, name=name))] == [kind, "2wiki_inference"]
+
+
 @pytest.mark.fault(229)
 def test_gzipped_files_are_read_and_a_broken_one_is_an_error(tmp_path):
     path = tmp_path / "nq.jsonl.gz"

@@ -1,5 +1,7 @@
 """Tests lab/difficulty.py: scores of rollouts, buckets, and wrong flags."""
 
+import re
+
 import pytest
 from conftest import message
 
@@ -32,6 +34,36 @@ def test_each_question_gets_scores_their_mean_and_a_bucket(out, monkeypatch, cap
     assert "easy 9" in capsys.readouterr().out and out.with_name("d.jsonl.old1").exists()
 
 
+def test_the_scheme_and_its_metric_follow_the_recipe(out, monkeypatch, capsys):
+    # Right once in 20, at the 11th: under R1-Searcher medium; under UR² 0.05, which is dropped.
+    asked = []
+    scores = {"q0": [0.0] * 10 + [1.0] + [0.0] * 9, "q1": [0.0] * 20}
+
+    def measured(settings, _, metric):
+        asked.append((settings.recipe, settings.temperature, metric))
+        return scores
+
+    monkeypatch.setattr(difficulty, "scores_of_model", measured)
+    for flags in (
+        "--recipe r1_searcher",
+        "--recipe r1_searcher --variant 2wiki_only",
+        "--recipe r1_searcher --scheme ur2",
+        "--recipe r_search",
+        "",
+    ):
+        main(["--out", str(out), *flags.split()])
+    assert [line["bucket"] for line in finished_records(out.with_name("d.jsonl.old1"))] == [
+        "medium",
+        "hard",
+    ]
+    printed = capsys.readouterr().out
+    assert re.findall(r"scheme: (\w+)", printed) == ["r1_searcher"] * 2 + ["ur2"] * 3
+    assert re.findall(r"dropped (\d)", printed) == ["0", "0", "2", "2", "2"]
+    recipes = ["r1_searcher"] * 3 + ["r_search", "ur2"]
+    metrics = ["cem"] * 2 + ["f1"] * 3
+    assert asked == [(a, 1.0, b) for a, b in zip(recipes, metrics, strict=True)]
+
+
 @pytest.fixture
 def tiny(monkeypatch, toy_policy, toy_tokenizer, tmp_path, out):
     """Returns flags that measure the untrained tiny model on one question of each kind."""
@@ -54,6 +86,7 @@ def test_a_model_is_measured_by_sampling_with_seeds_of_the_questions(out, tiny):
         ("", "--out is missing"),
         ("--out x --metric bleu", "--metric bleu"),
         ("--out x --samples 10 --scheme r1_searcher", "--samples 10"),
+        ("--out x --samples 19 --recipe r1_searcher", "--samples 19"),
         ("--out x --temperature 0", "--temperature 0 is greedy"),
     ],
 )

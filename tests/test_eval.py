@@ -180,6 +180,24 @@ def test_reader_and_judge_are_called_after_all_predictions_are_written(
     assert "reader_em" in out and "reader: no answer to 1 of its requests" in out
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_readers_whole_reply_is_scored_in_evaluation_too_under_whole_reply(
+    whole, written, monkeypatch
+):
+    # R-Search eq. 4. The reply has three words, one of them right: F1 = 2 · 1 / (3 + 1).
+    others(monkeypatch, R=Model(lambda text: "Norland\nas told"))
+    given = evaluation.settings_of
+    monkeypatch.setattr(
+        evaluation, "settings_of", lambda flags: given({"whole_reply": whole} | flags)
+    )
+    run("--reader R --out", written)
+    again = Path(f"{written}.again")
+    variant = "--recipe r_search --variant whole_reply" if whole else ""
+    run(f"--predictions={written} --reader R {variant} --out {again}")
+    for path in (written, again):
+        assert records_in(path)[0]["metrics"]["reader_f1"] == (0.5 if whole else 1)
+
+
 def test_an_interrupt_of_the_reader_keeps_all_rollouts_and_it_can_be_asked_again(
     written, monkeypatch
 ):

@@ -92,6 +92,15 @@ def test_with_whole_the_whole_reply_is_the_answer_as_in_eq_4():
         assert f1_score(answer, "Rome", "delete") == pytest.approx(f1)
 
 
+def test_in_evaluation_a_reply_is_trimmed_unless_the_whole_reply_is_the_answer():
+    record = {"question": WHERE.question, "golds": ["Norland"], "metrics": {}, "evidence": EVIDENCE}
+    for whole, answer in ((False, "Norland"), (True, "Norland\nas told")):
+        (read,) = add_reader([record], ScriptedModel("Norland\nas told"), whole=whole)
+        # F1 of the three words is 2 · 1 / (3 + 1) = 0.5.
+        assert read["reader_prediction"] == answer
+        assert read["metrics"] == {"reader_em": 1.0 - whole, "reader_f1": 1.0 - whole / 2}
+
+
 def test_predictions_of_a_protocol_without_evidence_are_an_error():
     error_line = message(add_reader, [{"evidence": EVIDENCE}, {}], ScriptedModel("x"))
     assert "record 2 has no 'evidence'" in error_line

@@ -398,6 +398,28 @@ def test_r1_searcher_names_each_format_fault(text, faults):
     assert rewards.r1_searcher_format(written(text, "r1_searcher")) == faults.split()
 
 
+@pytest.mark.parametrize(
+    "gold, answer, faults",
+    [
+        ("北京", "北京", ""),
+        ("Москва", "Москва", ""),
+        ("Norland", "北京", "garbled_text"),
+        ("北京", "Москва", "garbled_text"),
+        ("北京", "Москва 北京", "garbled_text"),
+    ],
+)
+def test_an_answer_in_the_script_of_a_gold_answer_is_not_garbled(gold, answer, faults):
+    question = asking("Ostland", gold)
+    text = f"so</think><answer>{answer}</answer>"
+    row = trajectory_from_text(question, text, "r1_searcher")
+    assert rewards.r1_searcher_format(row) == faults.split()
+    reward = sum(rewards.r1_searcher_stage2(row).values())
+    assert (reward == 1) == (not faults)  # −2 if garbled
+    assert (
+        "garbled_text" in rewards.ur2_violations(replace(row, protocol=PROTOCOLS["ur2"]))
+    ) == bool(faults)
+
+
 # --------------------------------------------------------------------------------- R-Search by hand
 
 
