@@ -36,7 +36,6 @@ BY_TASK = ("policy", "policy:direct", "summarizer", "summarizer:fallback")
 TASKS = ("qa", "math", "choice", "summary")
 SECTIONS = ("judge", "reader", *BY_TASK, *(f"{name}:{task}" for name in BY_TASK for task in TASKS))
 # The placeholders of layouts. {max_searches} is none: `fill_instruction` replaces it.
-DOCUMENT_FORMAT = "({number}) {title}: {text}"
 _GAP = re.compile(r"\{(question|options|references|query|documents|reasoning|evidence)\}")
 
 
@@ -59,9 +58,6 @@ class Protocol:
     # task -> how many searches a question may run; "" is for all other tasks. Set by Environment.
     search_limits: dict[str, int] = field(default_factory=lambda: {"": 4}, hash=False)
     judge_sees: str = "question"  # one of JUDGE_SEES
-    # How a document is printed, with the gaps {number}, {title}, {text}; a document without a title
-    # loses {title} and the signs around it (`number_documents`). In the built-in world the default.
-    document_format: str = DOCUMENT_FORMAT
     # Texts that the environment inserts; their blank lines have mask 0 too.
     fallback_notice: str = "This query asks for no fact. Ask for a fact or reason on.\n\n"
     malformed_notice: str = "\n\nNo search was run: write the query between its two tags.\n\n"
@@ -152,14 +148,14 @@ def fill(layout: str, values: dict[str, str], clean: Callable = str) -> str:
     return _GAP.sub(lambda gap: clean(values.get(gap[1], gap[0])), layout)
 
 
-def question_values(question: Question, layout: str, form: str = DOCUMENT_FORMAT) -> dict[str, str]:
+def question_values(question: Question, layout: str) -> dict[str, str]:
     """Returns the values of {question}, {options} and {references}. Options follow the question if
     the layout has no {options}.
     """
     return {
         "question": question.question if "{options}" in layout else question_text(question),
         "options": "\n".join(lettered(question)),
-        "references": "\n".join(number_documents(question.references, form)),
+        "references": "\n".join(number_documents(question.references)),
     }
 
 
@@ -199,8 +195,7 @@ def prompt_text(protocol: Protocol, question: Question, tokenizer) -> str:
     instruction, layout = message_parts(instruction, "", protocol.layout)
     tags = (*protocol.tags, *re.findall(r"</?\w+>", protocol.layout))
     clean = partial(without_control, tokenizer=tokenizer, tags=tags)
-    values = question_values(question, layout, protocol.document_format)
-    user = fill(layout, values, clean)
+    user = fill(layout, question_values(question, layout), clean)
     text = chat_text(tokenizer, instruction, user, "Question: {}\nResponse:")
     # Some templates open the turn with "<think>\n" already.
     if not text.rstrip().endswith(protocol.prompt_suffix):
@@ -300,19 +295,12 @@ def without_thinking(reply: str) -> str:
 
 
 # ---------------------------------------------------------------------- what the environment writes
-def number_documents(documents: Sequence[Document], form: str = DOCUMENT_FORMAT) -> list[str]:
-    """Formats documents as the policy reads them without a summariser: "(1) Title: text", or in the
-    form of its protocol. A document without a title loses the bracket around {title}, or the colon.
-
-    >>> form = "{number} ({title}) {text}"
-    >>> number_documents([Document("", "Ana", "a"), Document("", "", "b")], form)
-    ['1 (Ana) a', '2 b']
-    """
-    untitled = re.sub(r"(\([^()]*\{title\}[^()]*\)|\{title\}:?) ?", "", form)
+def number_documents(documents: Sequence[Document]) -> list[str]:
+    """Formats documents as the policy reads them without a summariser: "(1) Title: text"."""
     lines = []
     for number, document in enumerate(documents, 1):
-        line = form if document.title else untitled
-        lines.append(line.format(number=number, title=document.title, text=document.text))
+        title = document.title and f"{document.title}: "
+        lines.append(f"({number}) {title}{document.text}")
     return lines
 
 

@@ -445,8 +445,7 @@ class Environment:
         protocol = self.protocol
         budget = self.frame_tokens + self.document_token_budget(row)
         shown = protocol.error_text if result.error else result.text
-        listed = number_documents(result.documents, protocol.document_format)
-        texts = [shown] if shown else listed or [protocol.empty_text]
+        texts = [shown] if shown else number_documents(result.documents) or [protocol.empty_text]
         short = truncate_texts(texts, budget * TOKEN_LENGTH)
         pieces = [without_control(text, self.tokenizer, self.forbidden) for text in short]
         body, ids = self.fit_documents(pieces, budget)

@@ -147,8 +147,7 @@ def token_metrics(t: Trajectory, tokenizer) -> dict[str, float]:
     if not t.protocol.query_tags:
         return numbers
     searches = successful(t)
-    form = t.protocol.document_format
-    documents = ("\n".join(number_documents(search.documents, form)) for search in searches)
+    documents = ("\n".join(number_documents(search.documents)) for search in searches)
     numbers["retrieved"] = float(sum(len(encode(tokenizer, text)) for text in documents))
     numbers["shown"] = float(sum(len(encode(tokenizer, search.text)) for search in searches))
     return numbers

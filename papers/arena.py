@@ -26,7 +26,7 @@ PROTOCOLS["arena"] = Protocol(
     other_tags=(tag_pair("relevance"), tag_pair("analysis")),
     layout="<question>{question}</question>\n<references>\n{references}\n</references>",
     judge_sees="answers",  # appendix D.3
-    document_format="({number}) {text}",  # released code: no titles
+    document_layouts=("({number}) {text}",) * 2,  # released code: no titles
 )
 _NAIVE = (
     _ARENA.partition(" exactly")[0] + " exactly two sections and nothing else: <think> how the"

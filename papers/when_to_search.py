@@ -28,7 +28,10 @@ PROTOCOLS["when_to_search"] = Protocol(
     " </answer>. Write nothing outside the sections.",
     other_tags=(tag_pair("think"), tag_pair("reflect")),
     judge_sees="normalized",  # appendix B.4
-    document_format='Doc {number} (Title: "{title}") {text}',  # Tables 7 and 9
+    document_layouts=(  # Tables 7 and 9
+        'Doc {number} (Title: "{title}") {text}',
+        "Doc {number} {text}",
+    ),
 )
 # In section 3.2 of When to Search, the model generates until EOS, also after its answer.
 PROTOCOLS["when_to_search_eos"] = replace(

@@ -30,7 +30,7 @@ from papers import PROTOCOLS, paper_of
 from plumbing.files import prompt_sections, starting_model
 from plumbing.questions import hold_out, load_documents, training_questions
 from policy import load_policy, make_optimizer
-from prompts import DOCUMENT_FORMAT, Protocol
+from prompts import Protocol
 from retriever import make_retriever, make_search
 from retrievers.dense import Encoder
 from rewards import OtherModels, check_questions, needs, tfidf_embedder
@@ -49,18 +49,16 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")  # CPU microseconds allowed in a period, 
 
 def build_protocol(settings: Settings) -> Protocol:
     """Returns the protocol with the sections of --prompt_file for the policy and the summariser. In
-    the built-in world documents are printed in one form, and the protocol's fallback text, if it
-    has one, is another: the tiny models know no others.
+    the built-in world the protocol's fallback text, if it has one, is the only one that the tiny
+    models know.
     """
     protocol = PROTOCOLS[settings.protocol]
     sections = prompt_sections(settings)
     prompts = {k: text for k, text in sections.items() if k.startswith(("policy", "summarizer"))}
-    if in_built_in_world(settings):
-        known = FALLBACK_TEXT if protocol.fallback_text else ""
-        protocol = dataclasses.replace(
-            protocol, fallback_text=known, document_format=DOCUMENT_FORMAT
-        )
-    return dataclasses.replace(protocol, prompts=prompts)
+    fallback_text = protocol.fallback_text
+    if fallback_text and in_built_in_world(settings):
+        fallback_text = FALLBACK_TEXT
+    return dataclasses.replace(protocol, prompts=prompts, fallback_text=fallback_text)
 
 
 def build_search(

@@ -215,8 +215,8 @@ def test_naive_grpo_s_prompt_asks_for_a_thought_and_an_answer_only():
 )
 def test_each_paper_prints_documents_in_its_own_form(protocol, printed):
     documents = [Document("a", "Ana {title}", "born"), Document("b", "", "a town")]
-    form = PROTOCOLS[protocol].document_format
-    assert prompts.number_documents(documents, form) == printed
+    layouts = PROTOCOLS[protocol].document_layouts
+    assert prompts.number_documents(documents, layouts) == printed
 
 
 def test_a_question_without_references_is_an_error_under_arena(bpe):
