@@ -35,6 +35,8 @@ JUDGE_SEES = ("question", "answers", "normalized")
 BY_TASK = ("policy", "policy:direct", "summarizer", "summarizer:fallback")
 TASKS = ("qa", "math", "choice", "summary")
 SECTIONS = ("judge", "reader", *BY_TASK, *(f"{name}:{task}" for name in BY_TASK for task in TASKS))
+# How a document is printed, if it has a title and if it has none. The numbers begin with 1.
+NUMBERED = ("({number}) {title}: {text}", "({number}) {text}")
 # The placeholders of layouts. {max_searches} is none: `fill_instruction` replaces it.
 _GAP = re.compile(r"\{(question|options|references|query|documents|reasoning|evidence)\}")
 
@@ -53,6 +55,9 @@ class Protocol:
     evidence_tags: Tags | None = None  # R-Search: another model answers from this section
     other_tags: tuple[Tags, ...] = ()  # thinking, reflection, relevance, analysis
     layout: str = "{question}"  # of the user message
+    # How the policy reads a document of a search result or of the prompt: see NUMBERED. With a
+    # summariser, it reads the summariser's notes instead.
+    document_layouts: tuple[str, str] = NUMBERED
     stop_at_answer: bool = True  # False: a turn goes on after the answer's end tag, until EOS
     thinking_apart: bool = False  # ARENA: True lets <think> precede <relevance>
     # task -> how many searches a question may run; "" is for all other tasks. Set by Environment.
@@ -195,7 +200,9 @@ def prompt_text(protocol: Protocol, question: Question, tokenizer) -> str:
     instruction, layout = message_parts(instruction, "", protocol.layout)
     tags = (*protocol.tags, *re.findall(r"</?\w+>", protocol.layout))
     clean = partial(without_control, tokenizer=tokenizer, tags=tags)
-    user = fill(layout, question_values(question, layout), clean)
+    references = number_documents(question.references, protocol.document_layouts)
+    values = question_values(question, layout) | {"references": "\n".join(references)}
+    user = fill(layout, values, clean)
     text = chat_text(tokenizer, instruction, user, "Question: {}\nResponse:")
     # Some templates open the turn with "<think>\n" already.
     if not text.rstrip().endswith(protocol.prompt_suffix):
@@ -295,13 +302,17 @@ def without_thinking(reply: str) -> str:
 
 
 # ---------------------------------------------------------------------- what the environment writes
-def number_documents(documents: Sequence[Document]) -> list[str]:
-    """Formats documents as the policy reads them without a summariser: "(1) Title: text"."""
-    lines = []
-    for number, document in enumerate(documents, 1):
-        title = document.title and f"{document.title}: "
-        lines.append(f"({number}) {title}{document.text}")
-    return lines
+def number_documents(documents: Sequence[Document], layouts=NUMBERED) -> list[str]:
+    """Formats documents: as a protocol's policy reads them, with its `document_layouts`; by
+    default, as all other models read them.
+
+    >>> number_documents([Document("d", "Ana Bell", "a painter"), Document("e", "", "untitled")])
+    ['(1) Ana Bell: a painter', '(2) untitled']
+    """
+    return [
+        layouts[not document.title].format(number=number, **vars(document))
+        for number, document in enumerate(documents, 1)
+    ]
 
 
 def frame_documents(protocol: Protocol, body: str) -> str:

@@ -445,7 +445,8 @@ class Environment:
         protocol = self.protocol
         budget = self.frame_tokens + self.document_token_budget(row)
         shown = protocol.error_text if result.error else result.text
-        texts = [shown] if shown else number_documents(result.documents) or [protocol.empty_text]
+        found = number_documents(result.documents, protocol.document_layouts)
+        texts = [shown] if shown else found or [protocol.empty_text]
         short = truncate_texts(texts, budget * TOKEN_LENGTH)
         pieces = [without_control(text, self.tokenizer, self.forbidden) for text in short]
         body, ids = self.fit_documents(pieces, budget)

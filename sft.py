@@ -76,14 +76,14 @@ def citing(question: Question, protocol: Protocol, tokenizer) -> str:
     """
     protocol.section_tags("relevance")  # raises an error if the protocol has no such section
     begin, end = protocol.answer_tags
-    analysis = without_control(analysis_of(question), tokenizer, protocol.tags).strip()
+    analysis = without_control(analysis_of(question, protocol), tokenizer, protocol.tags).strip()
     return (
         f"<relevance>{list(question.supporting)}</relevance>\n<analysis> {analysis} </analysis>\n"
         + f"{begin} {question.answers[0]} {end}"
     )
 
 
-def analysis_of(question: Question) -> str:
+def analysis_of(question: Question, protocol: Protocol) -> str:
     """Quotes one sentence of each gold reference (the first that contains an answer, else its
     first), then states the first gold answer.
     """
@@ -92,7 +92,8 @@ def analysis_of(question: Question) -> str:
         return any(answer.lower() in sentence.lower() for answer in question.answers)
 
     quotes = [replace(r, text=max(sentences(r.text), key=answers)) for r in question.references]
-    quoted = [number_documents(quotes)[number - 1] for number in question.supporting]
+    lines = number_documents(quotes, protocol.document_layouts)
+    quoted = [lines[number - 1] for number in question.supporting]
     return " ".join([*quoted, f"So the answer is {question.answers[0]}."])
 
 

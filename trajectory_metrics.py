@@ -147,7 +147,8 @@ def token_metrics(t: Trajectory, tokenizer) -> dict[str, float]:
     if not t.protocol.query_tags:
         return numbers
     searches = successful(t)
-    documents = ("\n".join(number_documents(search.documents)) for search in searches)
+    layouts = t.protocol.document_layouts
+    documents = ("\n".join(number_documents(search.documents, layouts)) for search in searches)
     numbers["retrieved"] = float(sum(len(encode(tokenizer, text)) for text in documents))
     numbers["shown"] = float(sum(len(encode(tokenizer, search.text)) for search in searches))
     return numbers

@@ -21,6 +21,7 @@ PROTOCOLS["r_search"] = Protocol(
     "Answer the question, reasoning step by step. End with the answer in a few words as <answer>"
     " your answer </answer>.",
     evidence_tags=tag_pair("original_evidence"),
+    document_layouts=('(Title: "{title}") {text}', "{text}"),  # tables 8, 9
 )
 # R-Search's ablation without the evidence section.
 PROTOCOLS["r_search_plain"] = replace(
@@ -63,13 +64,13 @@ R_SEARCH = Paper(
 # PPO (5.3) has the settings of 4.3 too. The paper does not say whether PPO's KL is in the reward
 # (as k1 is) or in the loss, nor the critic's learning rate and warm-up; these come from the paper's
 # script.
-_with_critic = {"algorithm": "ppo", "kl_estimator": "k1", "critic_lr": 1e-5}
-_with_critic["critic_warmup_ratio"] = 0.05
+WITH_CRITIC = {"algorithm": "ppo", "kl_estimator": "k1", "critic_lr": 1e-5}
+WITH_CRITIC["critic_warmup_ratio"] = 0.05
 _tiny_critic = {
     stage: settings | {"critic_lr": 1e-3, "critic_warmup_ratio": 0.0}
     for stage, settings in R_SEARCH.tiny.items()
 }
-_r_search_ppo = varied(replace(R_SEARCH, tiny=_tiny_critic), **_with_critic)
+_r_search_ppo = varied(replace(R_SEARCH, tiny=_tiny_critic), **WITH_CRITIC)
 _without_evidence = varied(rewarded(R_SEARCH, evidence_reward=False), protocol="r_search_plain")
 R_SEARCH.variants.update(
     without_evidence=_without_evidence,  # table 3

@@ -219,6 +219,11 @@ def test_each_paper_prints_documents_in_its_own_form(protocol, printed):
     assert prompts.number_documents(documents, layouts) == printed
 
 
+def test_references_are_printed_as_the_protocol_prints_documents(bpe):
+    bare = dataclasses.replace(PROTOCOLS["arena"], document_layouts=("[{number}] {text}",) * 2)
+    assert "[1] born in Kelmouth\n[2] a town in Norland\n<" in prompt_text(bare, READ, bpe)
+
+
 def test_a_question_without_references_is_an_error_under_arena(bpe):
     error_line = r"question 1 has no references, .* arena .*: give the record a `references` list"
     with pytest.raises(InputError, match=error_line):
@@ -365,5 +370,13 @@ def test_a_query_is_the_text_between_the_last_two_query_tags_of_a_turn(turn, que
 
 def test_documents_are_numbered_from_one_and_framed_by_tags_on_their_own_lines():
     assert number_documents([ANA, Document("b", "", "no title")])[1] == "(2) no title"
+    own = PROTOCOLS["r_search"].document_layouts
+    braces = Document("c", "{text}", "{title} {0}")  # a placeholder in a document stays as it is
+    documents = [ANA, Document("b", "", "no title"), braces]
+    assert number_documents(documents, own) == [
+        f'(Title: "{ANA.title}") {ANA.text}',
+        "no title",
+        '(Title: "{text}") {title} {0}',
+    ]
     framed = frame_documents(PROTOCOLS["ur2_search"], "text")
     assert framed == "\n\n<information>\ntext\n</information>\n\n"

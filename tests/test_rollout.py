@@ -36,6 +36,7 @@ from rollout import (
 )
 from settings import Settings
 from trajectory import Segment, Trajectory, show, trajectory_from_text
+from trajectory_metrics import token_metrics
 
 UR2 = PROTOCOLS["ur2"]
 R1 = PROTOCOLS["r1_searcher"]
@@ -177,6 +178,22 @@ def test_sampled_ids_are_kept_although_their_text_would_encode_differently(bpe):
     # in its second turn the model read exactly these ids after the prompt
     prompt = build_prompt(PROTOCOLS["ur2"], QA, bpe)
     assert script.contexts == [[prompt, prompt + turn + block_ids(bpe, "(1) about Ana Bell")]]
+
+
+def test_r_search_reads_documents_with_titles_and_without_numbers(bpe):
+    turn = "<search> Ana Bell </search>"
+    found = [Document("1", "Ana Bell", "a painter"), Document("2", "", "untitled")]
+    protocol = PROTOCOLS["r_search"]
+    environment = Environment(bpe, protocol, None, Settings(max_context=0), 4096)
+    row = Trajectory(QA, protocol)
+    row.append_model([], [], turn)
+    environment.append_result(row, "Ana Bell", SearchResult(found))
+    shown = '(Title: "Ana Bell") a painter\nuntitled'
+    assert row.searches[0].text == shown
+    assert row.segments[1].text == f"\n\n<observation>\n{shown}\n</observation>\n\n"
+    # As many tokens were retrieved as shown.
+    numbers = token_metrics(row, bpe)
+    assert numbers["retrieved"] == numbers["shown"] > 0
 
 
 # ------------------------------------------------ the mask, think tags of a template, and fallbacks

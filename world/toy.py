@@ -79,7 +79,10 @@ def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.Unigram(scored, unk_id=2))
     # A word at the start of a line gets the leading space that its piece has everywhere else.
     line_start = normalizers.Replace(Regex(r"(?<=\n)(?=[a-z0-9(])"), " ")
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), line_start])
+    # It reads the titles of all layouts of documents alike: (Title: "Ana Bell") as Ana Bell:
+    title = normalizers.Replace(Regex(r'(doc \d+ )?\(title: "'), " ")
+    steps = [normalizers.Lowercase(), title, normalizers.Replace('")', ":"), line_start]
+    tokenizer.normalizer = normalizers.Sequence(steps)
     tokenizer.decoder = decoders.Fuse()
     signs = [x for p in protocols for x in (*p.tags, p.fallback_notice, *p.rejection_notices)]
     direct = [p.direct_instruction for p in protocols if p.query_tags]
@@ -451,7 +454,8 @@ class TraceWriter:
         """Returns the text that a search shows: numbered passages, or the first as the summary."""
         if self.tiny.summarised and not raw:
             return frame_documents(self.protocol, shown[0].text)
-        return frame_documents(self.protocol, "\n".join(number_documents(shown)))
+        lines = number_documents(shown, self.protocol.document_layouts)
+        return frame_documents(self.protocol, "\n".join(lines))
 
     def spoil(self, query: str) -> str:
         """Returns a bad query: only the first word of `query`, or `query` with a random last name
