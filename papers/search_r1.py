@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from papers.paper import EVERYTHING, Paper, varied
-from papers.r_search import R_SEARCH, WITH_CRITIC
+from papers.r_search import R_SEARCH
 from prompts import Protocol, tag_pair
 from world.tiny import Tiny
 
@@ -61,13 +61,11 @@ SEARCH_R1 = Paper(
     ),
     punctuation="delete",
 )
-_aligned = replace(  # R-Search section 4.2: trained with R-Search's parameters
-    SEARCH_R1,
-    stages={1: R_SEARCH.stages[1] | {"protocol": "search_r1", "reward": "search_r1"}},
-    decoding=R_SEARCH.decoding,
-)
 SEARCH_R1.variants.update(
     grpo=varied(SEARCH_R1, algorithm="grpo", group_size=5, kl_estimator="k3"),
-    aligned=_aligned,
-    aligned_ppo=varied(_aligned, **WITH_CRITIC),
+    aligned=replace(  # R-Search section 4.2: trained with R-Search's parameters
+        SEARCH_R1,
+        stages={1: R_SEARCH.stages[1] | {"protocol": "search_r1", "reward": "search_r1"}},
+        decoding=R_SEARCH.decoding,
+    ),
 )
