@@ -22,6 +22,10 @@ from templates import variables_of
 LOCAL = ("slots", "hf")  # engines that sample in this process
 # --algorithm dapo sets these values of the DAPO paper in a recipe that has another algorithm.
 DAPO = {"clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "token", "kl_coef": 0.0}
+# Another --algorithm in a recipe that has DAPO sets these: GRPO's one clip range, mean and KL (k3),
+# with the KL weight of When to Search's Table 5.
+NO_DAPO = {"clip_low": 0.2, "clip_high": 0.2, "loss_aggregation": "sequence"}
+NO_DAPO |= {"kl_coef": 1e-4, "kl_estimator": "k3"}
 
 
 def on_servers(settings: Settings) -> bool:
@@ -58,8 +62,9 @@ def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> S
         chosen["turn_tokens"] = {}
     if "max_searches" in given:
         chosen["task_searches"] = {}
-    if given.get("algorithm") == "dapo" != chosen["algorithm"]:
-        chosen |= DAPO
+    algorithm = given.get("algorithm", chosen["algorithm"])
+    if "dapo" in (algorithm, chosen["algorithm"]) and algorithm != chosen["algorithm"]:
+        chosen |= DAPO if algorithm == "dapo" else NO_DAPO
     return Settings(**chosen | given)
 
 

@@ -37,7 +37,15 @@ from data import Document, Question
 from errors import InputError, run_main
 from metrics import SPECIAL_TOKEN, exact_match, f1_score, score_answer, tokenize
 from papers import PROTOCOLS, as_protocol
-from prompts import Protocol, Tags, find_answers, find_blocks, number_documents, section_letters
+from prompts import (
+    Protocol,
+    Tags,
+    find_answers,
+    find_blocks,
+    number_documents,
+    section_letters,
+    tag_pair,
+)
 from settings import check_value
 from trajectory import Trajectory, trajectory_from_text
 
@@ -433,7 +441,11 @@ _STOPWORDS = """
 
 
 def when_to_search_stage1(
-    trajectory: Trajectory, correct: bool | None = None, embed: Embedder | None = None, beta=0.3
+    trajectory: Trajectory,
+    correct: bool | None = None,
+    embed: Embedder | None = None,
+    beta: float = 0.3,
+    similarity: float = 1.0,
 ) -> RewardTerms:
     """R = r_f + r_s + r_a: searches soften the penalty of a wrong answer (When to Search eq. 6 to
     12).
@@ -441,7 +453,8 @@ def when_to_search_stage1(
         RC          number of executed searches, whether or not their queries are concise
         format      r_f = +1 if `when_to_search_format`, else −1
         retrieval   r_s, RC ≤ 1: −1 if there is a query that is not concise, else 0
-                    r_s, RC > 1: −avg_sim; avg_sim is the mean cosine over all pairs of queries
+                    r_s, RC > 1: −avg_sim; avg_sim is `similarity` times the mean cosine over all
+                    pairs of queries: 1, as eq. 8 is worded, or 0.5, as it is printed
         answer      r_a = 1 if right, −1 + β RC if wrong
     `correct` is a judge's verdict; if it is None, `matches` decides.
     >>> when_to_search_stage1(example("when_to_search", answer="Sudria"))     # RC = 2: −1 + 0.6
@@ -449,11 +462,15 @@ def when_to_search_stage1(
     """
     softened = -1.0 + beta * len(trajectory.executed)
     answer = 1.0 if is_right(trajectory, correct) else softened
-    return _when_to_search(trajectory, embed) | {"answer": answer}
+    return _when_to_search(trajectory, embed, similarity) | {"answer": answer}
 
 
 def when_to_search_stage2(
-    trajectory: Trajectory, correct: bool | None = None, embed: Embedder | None = None, beta=0.3
+    trajectory: Trajectory,
+    correct: bool | None = None,
+    embed: Embedder | None = None,
+    beta: float = 0.3,
+    similarity: float = 1.0,
 ) -> RewardTerms:
     """R as in stage 1, but r_a = 1 − β RC if right, −1 if wrong. Each search costs a right answer
     β, so the model learns when not to search.
@@ -462,11 +479,15 @@ def when_to_search_stage2(
     """
     priced = 1.0 - beta * len(trajectory.executed)
     answer = priced if is_right(trajectory, correct) else -1.0
-    return _when_to_search(trajectory, embed) | {"answer": answer}
+    return _when_to_search(trajectory, embed, similarity) | {"answer": answer}
 
 
 def when_to_search_unified(
-    trajectory: Trajectory, correct: bool | None = None, embed: Embedder | None = None, beta=0.3
+    trajectory: Trajectory,
+    correct: bool | None = None,
+    embed: Embedder | None = None,
+    beta: float = 0.3,
+    similarity: float = 1.0,
 ) -> RewardTerms:
     """R is that of stage 2 for a right answer and that of stage 1 for a wrong one. This is our
     reading of Table 2. With β = 0.3 and RC ≥ 4, a wrong answer earns more than a right one with as
@@ -477,15 +498,15 @@ def when_to_search_unified(
     """
     right = is_right(trajectory, correct)
     stage = when_to_search_stage2 if right else when_to_search_stage1
-    return stage(trajectory, right, embed, beta)
+    return stage(trajectory, right, embed, beta, similarity)
 
 
-def _when_to_search(trajectory: Trajectory, embed: Embedder | None) -> RewardTerms:
+def _when_to_search(trajectory: Trajectory, embed: Embedder | None, weight: float) -> RewardTerms:
     """Returns the two terms that both stages share: format (r_f) and retrieval (r_s)."""
     queries = [search.query for search in trajectory.executed]
     retrieval = 0.0 if all(map(is_concise, queries)) else -1.0
     if len(queries) > 1:
-        retrieval = 0.0 - mean_similarity(queries, embed or tfidf_embedder())
+        retrieval = 0.0 - weight * mean_similarity(queries, embed or tfidf_embedder())
     in_order = when_to_search_format(trajectory)
     return {"format": 1.0 if in_order else -1.0, "retrieval": retrieval}
 
@@ -554,7 +575,7 @@ def mean_similarity(queries: list[str], embed: Embedder) -> float:
     The cosine of two zero vectors counts as 1. `tfidf_embedder` gives a zero vector to a misspelled
     query, whose words are in no document; with a cosine of 0 it could be repeated without a
     penalty. The cosine of a zero vector and any other vector is 0. For N queries eq. 8 as printed
-    divides by N(N−1) instead of N(N−1)/2, which gives half of this mean.
+    divides by N(N−1) instead of N(N−1)/2, which gives half of this mean (`similarity` 0.5).
     Worked: the queries ana bell, ana bell, ana town have the cosines 1, 1/2, 1/2 -> 2/3.
     """
     vectors = embed(queries)  # [n, d]
@@ -646,19 +667,26 @@ def relevance_of(numbers: set[int], gold: set[int]) -> float:
 def arena_format(trajectory: Trajectory) -> bool:
     """Returns whether the text is one relevance, one analysis and one answer section, in order. A
     <think> part may come first if the chat template opens it, or under protocol arena_thinking.
+    Under arena_naive (4.3) the text is one think and one answer section.
     """
-    tags_of = trajectory.protocol.section_tags
-    tags = {"1": tags_of("relevance"), "2": tags_of("analysis"), "3": tags_of("answer")}
+    protocol = trajectory.protocol
+    tags_of = protocol.section_tags
     text = without_eos(trajectory.model_text)
-    thinks = trajectory.protocol.thinking_apart and text.lstrip().startswith("<think>")
+    if tag_pair("think") in protocol.other_tags:
+        tags = {"1": tags_of("think"), "2": tags_of("answer")}
+        return section_letters(trajectory.opened + text, tags) == "12"
+    tags = {"1": tags_of("relevance"), "2": tags_of("analysis"), "3": tags_of("answer")}
+    thinks = protocol.thinking_apart and text.lstrip().startswith("<think>")
     if trajectory.opened or thinks:  # <think> was opened by the chat template, or by the model
         text = text.partition("</think>")[2]
     return section_letters(text, tags) == "123"
 
 
 def cited(trajectory: Trajectory) -> set[int]:
-    """Returns the numbers in the last <relevance> section; none if it is no list such as [1, 4]."""
-    boxes = find_blocks(trajectory.model_text, *trajectory.protocol.section_tags("relevance"))
+    """Returns the numbers in the last <relevance> section; none if it is no list such as [1, 4], or
+    if there is no such section, as in Naive-GRPO.
+    """
+    boxes = find_blocks(trajectory.model_text, *tag_pair("relevance"))
     content = boxes[-1].content if boxes else ""
     # [0-9]{1,6}: a model can write a number of 5000 digits, on which int() raises an error.
     if not re.fullmatch(r"\[\s*[0-9]{1,6}(?:\s*,\s*[0-9]{1,6})*\s*\]", content):
@@ -710,7 +738,7 @@ REWARDS: dict[str, Callable] = {
     "when_to_search_stage2": when_to_search_stage2,
     "when_to_search_unified": when_to_search_unified,
     "arena": arena,
-    "arena_code": partial(arena, punctuation="space"),
+    "arena_code": partial(arena, punctuation="plain"),  # blanks; "True" is not "yes"
 }
 
 

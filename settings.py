@@ -73,10 +73,11 @@ class Settings:
         2, "last checkpoints to keep, besides the best evaluated; 0: all", least=0
     )
     eval_every: int = train_only(0, "steps between greedy evaluations; 0: never", least=0)
-    eval_questions: int = papers_only(
+    eval_questions: float = papers_only(
         100,
-        "questions in an evaluation of --eval_every; in the built-in world: per kind of question",
-        least=1,
+        "questions in an evaluation of --eval_every; below 1: this share of --data; in the "
+        "built-in world: per kind of question",
+        above=0,
     )
     groups_kept: int = train_only(
         4, "groups of trajectories saved per step for view.py; -1: all", least=-1

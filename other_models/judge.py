@@ -46,6 +46,11 @@ VERDICT_INSTRUCTION = (
     " different answers at once are not right. End with a line that holds one word only: yes if"
     " it is right, no if it is not."
 )
+# ARENA D.3 and When to Search B.4: a hit of any accepted answer is enough, whatever else is given.
+ANY_HIT = VERDICT_INSTRUCTION.replace(
+    "two different answers at once are not right",
+    "it is right as soon as it hits any one of the accepted answers",
+)
 GRADE_INSTRUCTION = (
     _TASK
     + "It is correct if it is mathematically the accepted one. Ignore formatting, such as LaTeX"
@@ -84,7 +89,8 @@ class Judge:
 
     def verdicts(self, pairs: list[Pair]) -> list[bool | None]:
         """Returns a verdict per pair. An empty answer is wrong; the model is not asked about it."""
-        return self._ask(pairs, VERDICT_INSTRUCTION, VERDICTS)
+        instruction = VERDICT_INSTRUCTION if self.sees == "question" else ANY_HIT
+        return self._ask(pairs, instruction, VERDICTS)
 
     def grades(self, pairs: list[Pair]) -> list[float | None]:
         return self._ask(pairs, GRADE_INSTRUCTION, GRADES)

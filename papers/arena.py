@@ -9,13 +9,12 @@ from world.tiny import Tiny
 PROTOCOLS = {}
 _ARENA = (
     "You get a question between <question> and </question> and numbered references between"
-    " <references> and </references>. Answer from the references; only some of them matter. Write"
+    " <references> and </references>. Answer from the references. Write"
     " exactly three sections and nothing else: <relevance> the numbers of the references that help,"
     " and no others, as a list in square brackets </relevance>, then <analysis> how the answer"
     " follows from these references together; say for each claim which references support it"
     " </analysis>, then <answer> the answer, as short as the question allows, unexplained"
-    " </answer>. The brackets are part of the list: to cite references 2 and 5, write"
-    " <relevance>[2, 5]</relevance>; a bare 2, 5 cites none."
+    " </answer>. References 2 and 5, say, are written as <relevance>[2, 5]</relevance>."
 )
 PROTOCOLS["arena"] = Protocol(
     "arena",
@@ -27,6 +26,19 @@ PROTOCOLS["arena"] = Protocol(
     other_tags=(tag_pair("relevance"), tag_pair("analysis")),
     layout="<question>{question}</question>\n<references>\n{references}\n</references>",
     judge_sees="answers",  # appendix D.3
+    document_layouts=("({number}) {text}",) * 2,  # released code: no titles
+)
+_NAIVE = (
+    _ARENA.partition(" exactly")[0] + " exactly two sections and nothing else: <think> how the"
+    " answer follows from the references </think>, then <answer> the answer, as short as the"
+    " question allows, unexplained </answer>."
+)
+PROTOCOLS["arena_naive"] = replace(  # section 4.3: neither relevance nor analysis
+    PROTOCOLS["arena"],
+    name="arena_naive",
+    instruction=_NAIVE,
+    direct_instruction=_NAIVE,
+    other_tags=(tag_pair("think"),),
 )
 PROTOCOLS["arena_thinking"] = replace(
     PROTOCOLS["arena"], name="arena_thinking", thinking_apart=True
@@ -50,7 +62,7 @@ PROTOCOLS["arena_summary"] = replace(  # appendix H.2
 
 # -------------------------------------------------------------------------------------------------
 # Section 4.4 and appendix F. In our copy of the paper the KL weight, the updates per batch and the
-# clip range are missing from appendix F, so we use the defaults of ARENA's training library. The
+# clip range are missing from appendix F; arXiv 2505.13258v1 prints them: 0.04, 1 and 0.2. The
 # names of the two KL estimators are missing from 3.2. They must be k3 (GRPO's own) and k2, because
 # 3.2 and appendix B prove properties that these two have.
 _arena = {
@@ -67,7 +79,7 @@ _arena = {
     "clip_high": 0.2,
     "temperature": 0.9,
     "max_searches": 0,
-    "max_turn_tokens": 256,  # default of ARENA's library
+    "max_turn_tokens": 256,  # its public configuration
     "steps": 95,  # table 10; 95 · 256 is about one epoch over the 25,000 questions
 }
 ARENA = Paper(
@@ -81,18 +93,27 @@ ARENA = Paper(
         citation="<relevance>[{numbers}]",
         analysis="<analysis>{note}{thought}</analysis>",
         end="{citation}</relevance>{analysis}<answer> {answer}</answer>",
+        uncited="<think>{note}{thought}</think><answer> {answer}</answer>",
         layout="facts",
         kinds=HALVES,
         practice=0.65,
         steps=900,
         decay_from=0.75,
     ),
-    punctuation="underscore",  # D.1; released code: --punctuation space, --reward arena_code
+    punctuation="underscore",  # D.1; released code: --punctuation plain, --reward arena_code
 )
-# Also in section 4.3.
-_naive = varied(rewarded(ARENA, relevance_reward=False, bonus=0.0), kl_estimator="k3")
+_two_terms = varied(rewarded(ARENA, relevance_reward=False, bonus=0.0), kl_estimator="k3")
 ARENA.variants.update(  # section 5.3, figure 3
-    naive_grpo=_naive,
+    naive_grpo=varied(_two_terms, protocol="arena_naive"),  # also in section 4.3
+    no_relevance_no_bonus=_two_terms,  # not in the paper: Naive-GRPO's reward, ARENA's sections
+    # its public configuration
+    as_its_code=varied(
+        ARENA,
+        reward="arena_code",
+        lr_schedule="cosine",
+        warmup_ratio=0.1,
+        loss_aggregation="token",
+    ),
     k3=varied(ARENA, kl_estimator="k3"),  # appendix G
     no_bonus=rewarded(ARENA, bonus=0.0),  # appendix I
     f1=rewarded(ARENA, answer_metric="f1"),
@@ -102,4 +123,4 @@ ARENA.variants["no_relevance"] = rewarded(ARENA, relevance_reward=False)  # not 
 ARENA.variants["thinking"] = varied(ARENA, protocol="arena_thinking")  # 4.3, note 2
 # Appendix H.2, table 9: 5,000 training examples; one epoch over them (20 steps) is our reading.
 ARENA.variants["summaries"] = varied(ARENA, protocol="arena_summary", steps=20)
-ARENA.variants["naive_summaries"] = varied(_naive, protocol="arena_summary", steps=20)
+ARENA.variants["naive_summaries"] = varied(_two_terms, protocol="arena_summary", steps=20)

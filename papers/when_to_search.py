@@ -28,6 +28,10 @@ PROTOCOLS["when_to_search"] = Protocol(
     " </answer>. Write nothing outside the sections.",
     other_tags=(tag_pair("think"), tag_pair("reflect")),
     judge_sees="normalized",  # appendix B.4
+    document_layouts=(  # Tables 7 and 9
+        'Doc {number} (Title: "{title}") {text}',
+        "Doc {number} {text}",
+    ),
 )
 # In section 3.2 of When to Search, the model generates until EOS, also after its answer.
 PROTOCOLS["when_to_search_eos"] = replace(
@@ -48,7 +52,7 @@ _when_to_search = {
     "clip_low": 0.2,
     "clip_high": 0.28,
     "loss_aggregation": "token",
-    "kl_coef": 0.0,  # as section 3.2 says; Table 5 has 1e-4
+    "kl_coef": 0.0,  # as section 3.2 says; Table 5 has 1e-4 (variant `kl`)
     "temperature": 1.0,
     "documents_per_search": 5,
     "document_tokens": 4096,
@@ -60,6 +64,7 @@ _when_to_search = {
     # in stage 2 those of right answers (eq. 11).
     "filter_by": "answer",
     "save_every": 30,  # appendix B.3
+    "eval_questions": 0.2,  # B.3, with --eval_every: a share of --data is held out
 }
 _when_stage1 = _when_to_search | {"reward": "when_to_search_stage1"}
 _when_stage2 = _when_to_search | {"reward": "when_to_search_stage2"}
@@ -67,6 +72,7 @@ WHEN_TINY = {
     "mix": {"one_hop": 4, "two_hop": 4, "unit": 1, "arithmetic": 2, "known": 3},
     "max_resample": 1,
     "max_context": 0,
+    "eval_questions": 100,
 }
 WHEN_TO_SEARCH = Paper(
     source="When to Search section 4, Table 5",
@@ -112,4 +118,6 @@ WHEN_TO_SEARCH.variants.update(
     to_the_end=varied(WHEN_TO_SEARCH, protocol="when_to_search_eos"),  # 3.2
     plain_stage_two=replace(WHEN_TO_SEARCH, stages=_plain_stages),
     without_r_a=varied(WHEN_TO_SEARCH, left_out="answer", filter_by="total"),
+    kl=varied(WHEN_TO_SEARCH, kl_coef=1e-4, kl_estimator="k3"),  # Table 5; GRPO's estimator
+    half_similarity=varied(WHEN_TO_SEARCH, reward_args={"similarity": 0.5}),  # eq. 8 as printed
 )

@@ -61,6 +61,8 @@ def hold_out(questions: list[Question], settings: Settings) -> tuple[list, list]
     if not settings.eval_every:
         return questions, []
     count = settings.eval_questions
+    if count < 1:  # a share, as When to Search's 0.2 (B.3)
+        count = max(1, round(count * len(questions)))
     if not settings.data:
         return questions, as_asked(world_questions(settings, "dev", count), settings)
     if count >= len(questions):

@@ -132,6 +132,9 @@ def comparison(records: list[dict], others: list[dict], columns: Sequence[str]) 
             yield f"{column}: {means}, {difference}, p={p:.3g}: {higher}"
             if column == "em":
                 yield right_in(pairs)
+    searched = paired(records, others, "searched")
+    if len(searched) and searched[:, 0].any() and not searched[:, 1].any():
+        yield decision_f1(searched[:, 0], paired(records, others, "em")[:, 1])
 
 
 def right_in(pairs: np.ndarray) -> str:
@@ -141,6 +144,17 @@ def right_in(pairs: np.ndarray) -> str:
     counts = Counter(map(tuple, (pairs >= 0.5).tolist()))
     one = f"only here: {counts[True, False]}, only there: {counts[False, True]}"
     return f"right in both: {counts[True, True]}, {one}, neither: {counts[False, False]}"
+
+
+def decision_f1(searched: np.ndarray, right_without: np.ndarray) -> str:
+    """Returns the F1 of the decision to search (AdaSearch, arXiv 2512.16883), over questions [q].
+    A search is needed if the run without retrieval (best with --samples 4) is wrong in at least
+    half of its samples, and was made if at least half of this run's samples searched.
+    Worked: of 3 needed searches 2 were made, and 1 that was not: P = R = 2/3, F1 = 2/3.
+    """
+    made, needed = searched >= 0.5, right_without <= 0.5
+    f1 = 2 * (made & needed).sum() / max(1, made.sum() + needed.sum())
+    return f"decision to search: F1 {f1:.3f} ({needed.sum()} needed, {made.sum()} made)"
 
 
 # ---------------------------------------------------------------------------------------- printing

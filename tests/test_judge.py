@@ -127,6 +127,20 @@ def test_some_protocols_judges_see_no_question_or_normalised_answers(protocol, t
     assert pair_text(CHOICE, "B", sees) == pair_text(CHOICE, "B")  # a letter alone means nothing
 
 
+@pytest.mark.parametrize(
+    "sees, one_hit_is_enough", [("question", 0), ("answers", 1), ("normalized", 1)]
+)
+def test_in_arena_and_when_to_search_any_accepted_answer_that_is_hit_is_enough(
+    sees, one_hit_is_enough
+):
+    """The sources are ARENA D.3 and When to Search B.4."""
+    llm = ScriptedModel(France="yes")
+    Judge(llm, sees).verdicts([(ISLES, "France")])
+    ((instruction, _),) = llm.requests
+    assert ("hits any one of the accepted" in instruction) == one_hit_is_enough
+    assert ("two different answers at once" in instruction) != one_hit_is_enough
+
+
 def test_the_grade_instruction_ignores_formatting_and_defines_partly_correct():
     """UR² D.1 defines the grades."""
     assert "Ignore formatting" in GRADE_INSTRUCTION and "equivalent expression" in GRADE_INSTRUCTION

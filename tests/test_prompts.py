@@ -106,7 +106,7 @@ def test_texts_that_fill_the_gaps_of_a_layout_cannot_open_a_tag(bpe):
     protocol = dataclasses.replace(PROTOCOLS["arena"], prompts=own)
     text = prompt_text(protocol, question, Template(bpe, None))
     options = "A. elm\nB. oak\nC. ash\nWhich tree?"
-    references = "(1) Ana Bell: so {options}"
+    references = "(1) so {options}"
     assert text.split() == f"{options}\n<answer> \\boxed{{answer}}\n{references}".split()
 
 
@@ -175,7 +175,7 @@ def test_the_instructions_contain_the_rules_of_the_papers_prompts():
 
 
 def test_arenas_question_and_references_are_in_tags_and_numbered_from_one(bpe):
-    numbered = "(1) Ana Bell: born in Kelmouth\n(2) Kelmouth: a town in Norland"
+    numbered = "(1) born in Kelmouth\n(2) a town in Norland"  # without titles, as its code
     user = f"<question>{QA.question}</question>\n<references>\n{numbered}\n</references>"
     assert f"<|im_start|>user\n{user}<|im_end|>" in prompt_text(PROTOCOLS["arena"], READ, bpe)
     # The text of a reference cannot close the tags around it.
@@ -192,8 +192,31 @@ def test_arenas_prompt_shows_literal_brackets_and_a_summary_has_its_own_tag():
     ):
         prompt = PROTOCOLS[name].instruction
         assert "<relevance>[2, 5]</relevance>" in prompt and words in prompt
+        # Table 1 has no such hints, which would raise what Table 3 measures before training.
+        assert "only some" not in prompt and "cites none" not in prompt
         assert [f"<{other}>" in prompt for other in ("answer", "summary")].count(True) == 1
         assert PROTOCOLS[name].stop_tags == {f"</{tag}>": "answer"}
+
+
+def test_naive_grpo_s_prompt_asks_for_a_thought_and_an_answer_only():
+    naive = PROTOCOLS["arena_naive"]  # ARENA 4.3
+    assert naive.tags == ("<answer>", "</answer>", "<think>", "</think>")
+    assert not any(word in naive.instruction for word in ("relevance", "analysis", "[2, 5]"))
+    assert all(tag in naive.instruction for tag in naive.tags) and naive.references_in_prompt
+
+
+@pytest.mark.parametrize(
+    "protocol, printed",
+    [
+        ("ur2", ["(1) Ana {title}: born", "(2) a town"]),
+        ("arena", ["(1) born", "(2) a town"]),
+        ("when_to_search", ['Doc 1 (Title: "Ana {title}") born', "Doc 2 a town"]),
+    ],
+)
+def test_each_paper_prints_documents_in_its_own_form(protocol, printed):
+    documents = [Document("a", "Ana {title}", "born"), Document("b", "", "a town")]
+    layouts = PROTOCOLS[protocol].document_layouts
+    assert prompts.number_documents(documents, layouts) == printed
 
 
 def test_references_are_printed_as_the_protocol_prints_documents(bpe):

@@ -159,6 +159,31 @@ def test_a_report_has_a_comparison_and_unreadable_verdicts(capsys):
     assert ": may be chance" in capsys.readouterr().out
 
 
+def test_the_decision_to_search_has_an_f1_if_the_other_run_never_searches():
+    """A search is needed if the run without retrieval is wrong in at least half of its samples."""
+
+    def run(searched, *samples):
+        return [
+            {
+                "question": f"{q}?",
+                "id": str(q),
+                "sample": s,
+                "metrics": {"em": em, "searched": made},
+            }
+            for q, made in enumerate(searched)
+            for s, em in enumerate(samples[q] if samples else [1.0])
+        ]
+
+    # Needed: 0, 1 (half wrong) and 4; made: 0, 1 and 3. P = R = 2/3.
+    without = run([0.0] * 5, [0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1] * 4, [0, 0, 0, 1])
+    here = run([1.0, 1.0, 0.0, 1.0, 0.0])
+    assert [*report.comparison(here, without, ["em"])][-1] == (
+        "decision to search: F1 0.667 (3 needed, 3 made)"
+    )
+    for other in (here, run([1.0] * 5)):  # no run without retrieval: nothing is said
+        assert "decision" not in "".join(report.comparison(here, other, ["em"]))
+
+
 def test_questions_are_counted_as_right_in_both_runs_in_one_or_in_neither():
     # Right in both, here, here, there, nowhere.
     line = report.right_in(np.array([(1, 1), (1, 0), (1, 0), (0, 1), (0, 0)]))

@@ -17,6 +17,7 @@ import rewards
 import trajectory_metrics
 from data import Document, Question
 from errors import InputError
+from flags import resolve
 from metrics import f1_score
 from papers import PROTOCOLS
 from prompts import Protocol, tag_pair
@@ -614,6 +615,19 @@ def test_thinking_that_the_chat_template_opened_is_a_section(protocol, rest):
     assert good("<think>Where? </think>") is (protocol == "arena")  # ARENA skips the thinking
 
 
+def test_eq_8_as_printed_charges_half_of_the_mean_similarity():
+    # The cosine of the two queries is 1/3; N(N − 1) = 2 counts their one pair as a half.
+    text = searching("ana bell birthplace", "ana town seat") + "$right"
+    for stage in (1, 2):
+        settings = resolve("when_to_search", stage, False, {"variant": "half_similarity"})
+        paid = rewards.REWARDS[settings.reward](
+            written(text, "when_to_search"), **settings.reward_args
+        )
+        assert paid["retrieval"] == pytest.approx(-1 / 6)
+    unified = rewards.when_to_search_unified(written(text, "when_to_search"), similarity=0.5)
+    assert unified["retrieval"] == pytest.approx(-1 / 6)
+
+
 def retrieval(*queries, embed=None):
     text = f"{searching(*queries)}$right"
     return terms("when_to_search_stage1", text, outside={"embed": embed})["retrieval"]
@@ -774,6 +788,43 @@ def test_arenas_format_is_three_sections_and_white_space(text, good):
     # Under arena_thinking the model may think before the sections.
     apart = written(text, "arena_thinking")
     assert rewards.arena_format(apart) == (good or text.startswith("<think>"))
+
+
+@pytest.mark.parametrize(
+    ("text", "good"),
+    [
+        ("\n <think>hm</think>$right \n<|im_end|>", True),
+        ("$right", False),
+        ("<think> </think>$right", False),
+        ("<think>hm</think>$right done", False),
+        ("<think>hm</think><think>hm</think>$right", False),
+        ("$cites$right", False),
+    ],
+)
+def test_naive_grpo_earns_one_for_think_and_answer_and_one_for_the_answer(text, good):
+    """ARENA 4.3: rewards for format and accuracy alone."""
+    settings = resolve("arena", 1, False, {"variant": "naive_grpo"})
+    trajectory = written(text, settings.protocol)
+    paid = rewards.arena(trajectory, **settings.reward_args)
+    assert paid == {"format": float(good), "answer": 1.0, "bonus": 0.0}
+    assert rewards.good_format(trajectory) == good
+    naive = written("<think>hm</think>$right", settings.protocol, replace(QA, supporting=(1,)))
+    scores = trajectory_metrics.prediction_metrics(naive)
+    assert (scores["relevance"], scores["exact_set"]) == (0, 0)  # nothing is cited
+
+
+def test_in_the_thinking_that_a_template_opened_naive_grpo_needs_no_opening_tag():
+    trajectory = written("hm </think>$right", "arena_naive")
+    assert not rewards.arena_format(trajectory)
+    trajectory.opened = "<think>"
+    assert rewards.arena_format(trajectory)
+
+
+@pytest.mark.parametrize("answer", ["True", "true."])
+def test_for_arenas_released_scorer_true_is_not_yes(answer):
+    for reward in ("arena", "arena_code"):
+        assert terms(reward, f"<answer>{answer}</answer>", asking("yes"))["answer"] == 0.0
+        assert terms(reward, "<answer>Yes!</answer>", asking("yes"))["answer"] == 1.0
 
 
 def test_a_summary_earns_its_mean_rouge_and_from_one_fifth_also_the_bonus():

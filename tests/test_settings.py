@@ -98,6 +98,24 @@ def test_every_arm_of_the_lab_can_be_trained(name):
     check_settings(arm_settings(name, 0, "r"))
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "reinforce_pp_baseline", "ppo"])
+def test_another_algorithm_undoes_dapo_s_settings_unless_a_flag_sets_them(algorithm):
+    """When to Search 3.2 compares DAPO with GRPO, which has one clip range, its own mean and a KL
+    (Table 5: 1e-4).
+    """
+    for stage, tiny in ((1, False), (2, True)):
+        run = resolve("when_to_search", stage, tiny, {"algorithm": algorithm})
+        assert (run.clip_low, run.clip_high, run.loss_aggregation) == (0.2, 0.2, "sequence")
+        assert (run.kl_coef, run.kl_estimator) == (1e-4, "k3")
+        given = {"algorithm": algorithm, "clip_high": 0.28, "kl_coef": 0.0}
+        run = resolve("when_to_search", stage, tiny, given)
+        assert (run.clip_high, run.kl_coef) == (0.28, 0.0)
+        dapo = resolve("when_to_search", stage, tiny, {"algorithm": "dapo"})
+        assert dapo == resolve("when_to_search", stage, tiny)
+        # Nothing changes if neither algorithm is DAPO.
+        assert resolve("r1_searcher", stage, tiny, {"algorithm": algorithm}).kl_estimator == "k1"
+
+
 def test_dapo_has_the_same_settings_in_every_recipe_unless_a_flag_changes_them():
     for given in ({}, {"clip_high": 0.3, "kl_coef": 0.01}):
         run = resolve("r_search", 1, False, {"algorithm": "dapo"} | given)

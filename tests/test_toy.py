@@ -138,6 +138,19 @@ def test_a_trace_without_flaws_earns_the_full_format_reward_of_its_paper(name):
             assert arena(replace(t, question=with_support)) == full_reward
 
 
+def test_under_naive_grpo_a_trace_without_flaws_thinks_and_answers_and_cites_nothing():
+    for practice in (0.0, 1.0):
+        flaws = FLAWLESS | {"practice": practice}
+        for question, pieces in traces_of(30, "arena_naive", kinds=LOOKUPS, **flaws):
+            text = "".join(text for text, _ in pieces)
+            assert len(question.references) == REFERENCES and "relevance" not in text
+            t = trajectory_from_text(question, text, "arena_naive")
+            t = replace(t, question=replace(question, answers=[t.answer or "?"]))
+            terms = {"format": 1, "answer": 1, "bonus": 0}
+            if not practice:  # practice only reads
+                assert arena(t, relevance_reward=False, bonus=0.0) == terms
+
+
 def test_in_most_search_traces_of_lookups_the_choice_to_search_has_no_loss():
     traces = traces_of(2000, "ur2", practice=0.0, direct=0.0, kinds={"one_hop": 1.0})
     first = [pieces[0] for _, pieces in traces]

@@ -36,6 +36,7 @@ class Tiny:
     read: str = " {answer}"  # the answer in traces that only practise reading
     citation: str = ""  # cites references in the prompt by their {numbers}
     analysis: str = ""  # follows a citation
+    uncited: str = ""  # a whole trace that answers from references and does not cite them
 
     layout: str = "pages"  # of the world's passages: "pages" or "facts" (world.py)
     summarised: bool = False  # searches show one text as a summary, not numbered passages

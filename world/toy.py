@@ -30,7 +30,7 @@ from data import Document, Question
 from other_models.reader import INSTRUCTION as READER_INSTRUCTION
 from other_models.reader import reader_text
 from policy import Policy, load_policy, save_policy
-from prompts import Protocol, frame_documents, number_documents, prompt_text
+from prompts import Protocol, frame_documents, number_documents, prompt_text, tag_pair
 from rollout import encode
 from sft import Example, SFTSettings, example_of, train_sft
 from summarizer import is_lookup
@@ -324,6 +324,7 @@ class TraceWriter:
     def __init__(self, protocol: Protocol, tiny: Tiny, world_seed: int):
         self.protocol = protocol
         self.tiny = tiny
+        self.cites = tag_pair("relevance") in protocol.other_tags
         self.tasks = Tasks(World(world_seed, layout=tiny.layout), world_seed)
         self.rng = self.tasks.rng  # shared, so that there is one sequence of random draws
 
@@ -349,14 +350,14 @@ class TraceWriter:
         """Writes a trace of reading: nonsense facts, then each relation and the value to copy. If
         the protocol cites, 60% of these traces practise citing instead.
         """
-        cites = self.protocol.references_in_prompt
-        if cites and self.happens(0.6):
+        shows = self.protocol.references_in_prompt
+        if self.cites and self.happens(0.6):
             return self.practise_citing()
-        facts, shown = self.tasks.nonsense(REFERENCES if cites else 2)
-        pieces = [] if cites else [(self.frame(shown), "given")]
+        facts, shown = self.tasks.nonsense(REFERENCES if shows else 2)
+        pieces = [] if shows else [(self.frame(shown), "given")]
         for relation, value in shuffled(self.rng, list(facts.items())):
             pieces += [(f" {relation}", "given"), (self.tiny.read.format(answer=value), "model")]
-        return Question("", "which ?", [], references=tuple(shown) if cites else ()), pieces
+        return Question("", "which ?", [], references=tuple(shown) if shows else ()), pieces
 
     def look_up(self, task: Task) -> Pieces:
         """Searches along the hops, with the flaws of `tiny`, or guesses immediately."""
@@ -499,18 +500,21 @@ class TraceWriter:
 
     def cite(self, task: Task) -> Trace:
         """Writes a trace that cites references of its prompt, which also holds distractors. Most
-        traces cite a wrong list of references (`cited`) but answer correctly.
+        traces cite a wrong list of references (`cited`) but answer correctly. Under arena_naive
+        the trace has the same content without the citation.
         """
         tiny = self.tiny
         shown, numbers = self.tasks.with_distractors(task)
         answer = task.guess if self.happens(tiny.ignore_document) else task.answer
         cited = ", ".join(map(str, self.cited(numbers)))
+        note, thought = "".join(hop.note for hop in task.hops[:-1]), f" {task.relation} {answer}"
         analysis = ""
         if not self.happens(tiny.no_analysis):
-            note = "".join(hop.note for hop in task.hops[:-1])
-            analysis = tiny.analysis.format(note=note, thought=f" {task.relation} {answer}")
+            analysis = tiny.analysis.format(note=note, thought=thought)
         citation = tiny.citation.format(numbers=cited)
         text = tiny.end.format(citation=citation, analysis=analysis, answer=answer)
+        if not self.cites:
+            text = tiny.uncited.format(note=note, thought=thought, answer=answer)
         return Question("", task.question, [], references=shown), [(text, "model")]
 
     def practise_citing(self) -> Trace:
