@@ -106,8 +106,8 @@ def test_the_best_gold_answer_counts(metric):
 
 def test_every_golden_row_is_reproduced_in_both_styles():
     rows = json.loads(shared("golden/answer_metrics.json"))
-    # HotpotQA's scorer gives these answers F1 0, which is in no paper: here it is 2 / (3 + 1) and
-    # 2 / (4 + 1).
+    # HotpotQA's scorer gives these answers F1 0. Here only "hotpotqa" does; the formula gives
+    # 2 / (3 + 1) and 2 / (4 + 1).
     checked, added_by_formula = 0, {"yes it is": 0.5, "no, they are not": 0.4}
     for row in rows:
         # UR²'s scorer has HotpotQA's rule.
