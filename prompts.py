@@ -38,9 +38,9 @@ TASKS = ("qa", "math", "choice", "summary")
 SECTIONS = (
     "judge",
     "reader",
-    "notice",
     *BY_TASK,
     *(f"{name}:{task}" for name in BY_TASK for task in TASKS),
+    "notice",
 )
 # The placeholders of layouts. {max_searches} is none: `fill_instruction` replaces it.
 _GAP = re.compile(r"\{(question|options|references|query|documents|reasoning|evidence)\}")
