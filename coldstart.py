@@ -404,7 +404,7 @@ def main(arguments: list[str] | None = None) -> None:
     policy, tokenizer = load_policy(settings.model, device, settings)
     questions = as_asked(load_questions(settings.data, settings.skip_bad, seed), settings)
     search = build_search(settings, load_documents(settings, questions), device)
-    environment = build_environment(settings, tokenizer, search, policy)
+    environment = build_environment(settings, tokenizer, search, policy, training=True)
     questions = check_prompts(questions, environment, policy, settings.skip_bad)
     trained_on, aside = set_aside(questions, options.held_out, seed)
     rows = draw_traces(trained_on, environment, options, seed)

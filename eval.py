@@ -72,6 +72,15 @@ class Options:
         "--predictions: how metrics treat punctuation; default: as in the paper",
         one_of=("", *PUNCTUATION),
     )
+    kinds: str = setting(
+        "",
+        "only questions of these kinds, comma-separated, such as history,law of MMLU-Pro; "
+        "--questions is then the number of each",
+    )
+    log_summaries: bool = setting(
+        False,
+        "append the summariser's prompts and notes to OUTPUT_DIR/summaries.jsonl (lab.distil)",
+    )
     all: bool = setting(False, "print every metric; by default the most important ones")
 
 
@@ -115,6 +124,7 @@ from plumbing.questions import evaluation_questions
 from policy import best_device, check_model_path
 from rewards import needs
 from rollout import check_prompts, rollout
+from summarizer import SUMMARY_LOG
 from trajectory import Trajectory
 from trajectory_metrics import prediction_record, token_metrics
 
@@ -140,7 +150,8 @@ class Evaluation:
         """Loads the model. Returns a function (questions, seed, progress) -> trajectories."""
         settings = self.settings
         device = best_device()
-        search = build_search(settings, self.documents, device)
+        log = Path(settings.output_dir, SUMMARY_LOG) if self.options.log_summaries else ""
+        search = build_search(settings, self.documents, device, log)
         policy, self.tokenizer = load_model(settings, settings.model, device, frozen=True)
         environment = build_environment(settings, self.tokenizer, search, policy)
         self.questions = check_prompts(self.questions, environment, policy, settings.skip_bad)

@@ -9,10 +9,12 @@ r"""Answer metrics, one function for each.
     score_answer        em, f1 and cem of an answer, by the metric of its task
 
 `golds` is one gold answer or a list of them; the gold with the best score counts. A missing answer
-(None or "") scores 0. There are four normalisations; do not compare scores of different ones:
+(None or "") scores 0. There are five normalisations; do not compare scores of different ones:
     "plain"        punctuation becomes a blank: "Spider-Man" is "spider man" (R1-Searcher's eq. 4)
     "space"        as "plain", but the texts "True" and "False" become "yes" and "no" (code of
-                   R1-Searcher, UR², ARENA)
+                   R1-Searcher, ARENA)
+    "hotpotqa"     as "space", and F1 is 0 if one text is yes, no or noanswer and the other differs
+                   (UR²'s code and HotpotQA's scorer)
     "delete"       ASCII punctuation is removed: "Spider-Man" is "spiderman" (R-Search, Search-R1,
                    When to Search)
     "underscore"   as "delete", but "_" becomes a blank: "x_y-z" is "x yz" (ARENA appendix D.1)
@@ -34,6 +36,7 @@ from errors import say_once
 _BLANKS = str.maketrans(dict.fromkeys(string.punctuation + "‘’´`", " "))  # "_" becomes a blank too
 PUNCTUATION = {  # style -> translation table
     "space": _BLANKS,
+    "hotpotqa": _BLANKS,
     "plain": _BLANKS,
     "delete": str.maketrans("", "", string.punctuation),  # keeps ’: O’Hara and O'Hara differ
     "underscore": str.maketrans("_", " ", string.punctuation.replace("_", "")),
@@ -44,7 +47,7 @@ Golds = str | list[str]
 @lru_cache(maxsize=4096)  # the same golds and answers are compared again and again
 def normalize_answer(text: str, punctuation: str = "space") -> str:
     """Returns the text in lower case, without punctuation and articles, with single blanks. Under
-    "space" the text "True" becomes "yes" and the text "False" becomes "no".
+    "space" and "hotpotqa" the text "True" becomes "yes" and the text "False" becomes "no".
 
     >>> normalize_answer("The A.B. Smith"), normalize_answer("The A.B. Smith", "delete")
     ('b smith', 'ab smith')
@@ -52,7 +55,7 @@ def normalize_answer(text: str, punctuation: str = "space") -> str:
     lowered = text.lower()
     # "true" is replaced only if it is the whole text: otherwise the EM of R1-Searcher's published
     # predictions on HotpotQA would be 58.2, not 58.0 as in its paper.
-    if punctuation == "space":
+    if punctuation in ("space", "hotpotqa"):
         lowered = {"true": "yes", "false": "no"}.get(lowered, lowered)
     plain = lowered.translate(PUNCTUATION[punctuation])
     words = re.sub(r"\b(a|an|the)\b", " ", plain).split()
@@ -89,11 +92,14 @@ def exact_match(prediction: str | None, golds: Golds, punctuation="space") -> fl
 
 def f1_score(prediction: str | None, golds: Golds, punctuation="space") -> float:
     """Returns the F1 of two bags of tokens: f1_score("Paris, France", "Paris") is 0.6667 (P = 1/2,
-    R = 1). f1_score("yes it is", "yes") is 0.5. HotpotQA's own scorer would give 0, by a special
-    rule that none of the papers has.
+    R = 1). f1_score("yes it is", "yes") is 0.5, but 0 with "hotpotqa": there no text but itself
+    shares anything with yes, no or noanswer.
     """
 
     def f1(predicted: str, gold: str) -> float:
+        ruled = punctuation == "hotpotqa" and predicted != gold
+        if ruled and {predicted, gold} & {"yes", "no", "noanswer"}:
+            return 0.0
         predicted, gold = predicted.split(), gold.split()
         common = (Counter(predicted) & Counter(gold)).total()
         return 2 * common / max(1, len(predicted) + len(gold))

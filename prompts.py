@@ -20,7 +20,7 @@ from functools import lru_cache, partial
 
 from data import Document, Question, clean, control_tokens, strip_tags
 from errors import InputError, run_main, say_once
-from metrics import Span, find_boxed
+from metrics import Span, choice_letter, find_boxed, last_boxed
 from templates import chat_text
 
 Tags = tuple[str, str]  # begin, end
@@ -34,7 +34,14 @@ JUDGE_SEES = ("question", "answers", "normalized")
 # training rollouts, for web pages, or with --fallback.
 BY_TASK = ("policy", "policy:direct", "summarizer", "summarizer:fallback")
 TASKS = ("qa", "math", "choice", "summary")
-SECTIONS = ("judge", "reader", *BY_TASK, *(f"{name}:{task}" for name in BY_TASK for task in TASKS))
+# "notice" follows a fallback in training (UR² C.6).
+SECTIONS = (
+    "judge",
+    "reader",
+    *BY_TASK,
+    *(f"{name}:{task}" for name in BY_TASK for task in TASKS),
+    "notice",
+)
 # How a document is printed, if it has a title and if it has none. The numbers begin with 1.
 NUMBERED = ("({number}) {title}: {text}", "({number}) {text}")
 # The placeholders of layouts. {max_searches} is none: `fill_instruction` replaces it.
@@ -58,6 +65,8 @@ class Protocol:
     # How the policy reads a document of a search result or of the prompt: see NUMBERED. With a
     # summariser, it reads the summariser's notes instead.
     document_layouts: tuple[str, str] = NUMBERED
+    # task -> the sentence that replaces finish[""], the end of both instructions (UR² D.2)
+    finish: dict[str, str] = field(default_factory=dict, hash=False)
     stop_at_answer: bool = True  # False: a turn goes on after the answer's end tag, until EOS
     thinking_apart: bool = False  # ARENA: True lets <think> precede <relevance>
     # task -> how many searches a question may run; "" is for all other tasks. Set by Environment.
@@ -112,10 +121,12 @@ class Protocol:
         return self.prompts.get(f"{name}:{task}") or self.prompts.get(name, "")
 
     def fill_instruction(self, question: Question, custom: str = "") -> str:
-        """Returns `custom`, or the built-in instruction if it is "", with the question's limit on
-        searches filled in.
+        """Returns `custom`, or if it is "" the built-in instruction with the task's finish, with
+        the question's limit on searches filled in.
         """
         built_in = self.instruction if question.may_search else self.direct_instruction
+        if question.task in self.finish:
+            built_in = built_in.replace(self.finish[""], self.finish[question.task])
         limit = str(self.search_limit(question.task))
         return (custom or built_in).replace("{max_searches}", limit)
 
@@ -277,6 +288,26 @@ def find_answers(protocol: Protocol, text: str, task: str = "qa") -> tuple[Span,
     return tuple(map(to_span, _CHOICE.finditer(text)))
 
 
+# `\s*+` is possessive: with `\s*`, n blanks after "is" and no word behind them would take a time
+# that grows with n³.
+STATED = re.compile(r"(?i)answer is\s*+:?\s*+([^\n]*\w[^\n]*)")
+
+
+def stated_choice(reply: str, options: Sequence[str] = ()) -> str:
+    """Returns what a reply to a multiple-choice question chooses, as evaluations and lab/baselines
+    read it: the last "the correct answer is: X", else the last <answer> box, else the last
+    \\boxed{X}, else the last "answer is X"; each only if it names an option. Else "".
+
+    >>> stated_choice("So \\\\boxed{12} apples. I think the answer is **B**.")
+    '**B**.'
+    """
+    texts = [match[1].strip() for match in _CHOICE.finditer(reply)][-1:]
+    texts += [last_block(reply, tag_pair("answer")), last_boxed(reply)]
+    for stated in STATED.findall(reply)[-1:]:
+        texts += [stated, stated.partition(". ")[0]]  # "oak. It grows tall." means oak
+    return next((text for text in texts if text and choice_letter(text, options)), "")
+
+
 def parse_query(protocol: Protocol, turn: str) -> str | None:
     """Returns the query at the end of a model's turn, "" if it is empty, None if a tag is missing
     or the protocol has no searches. `turn` must be the text of this turn only, so that a begin tag
@@ -319,6 +350,18 @@ def frame_documents(protocol: Protocol, body: str) -> str:
     """Returns the text to insert: `body` with tags and blank lines. All of it has mask 0."""
     begin, end = protocol.documents_tags
     return f"\n\n{begin}\n{body}\n{end}\n\n"
+
+
+def words_of(text: str) -> list[str]:
+    return re.findall(r"[^\W_]+", text.lower())
+
+
+def quotes(text: str, fallback: str) -> bool:
+    """Returns whether a text has the first sentence of a fallback in it, case and punctuation
+    aside; never for a fallback that is no sentence, such as the built-in world's "None".
+    """
+    sentence = " ".join(words_of(fallback.partition(".")[0]))
+    return "." in fallback and f" {sentence} " in f" {' '.join(words_of(text))} "
 
 
 @lru_cache(maxsize=1024)

@@ -63,11 +63,15 @@ MAX_ANSWER_WORDS = 10
 has_word = re.compile(r"\w").search  # false for punctuation alone, such as a query "."
 
 
-def count_valid_searches(trajectory: Trajectory, max_words: float = MAX_QUERY_WORDS) -> int:
+def count_valid_searches(
+    trajectory: Trajectory, max_words: float = MAX_QUERY_WORDS, without_fallbacks: bool = False
+) -> int:
     """Returns n, the number of executed searches whose query has a word, and at most `max_words`
-    words. (The environment also runs longer queries, and queries without a word.)
+    words. (The environment also runs longer queries, and queries without a word.) A search that was
+    answered by the fallback counts, except `without_fallbacks`.
     """
-    queries = [search.query for search in trajectory.executed if has_word(search.query)]
+    searches = [s for s in trajectory.executed if not (without_fallbacks and s.fallback)]
+    queries = [search.query for search in searches if has_word(search.query)]
     return sum(len(query.split()) <= max_words for query in queries)
 
 
@@ -218,6 +222,7 @@ def ur2_stage1(
     variant: str = "qwen_7b",
     fallback_penalty: float = 0.5,
     format_check: str = "strict",
+    fallback_is_invalid: bool = False,
 ) -> RewardTerms:
     """R = format + retrieval + fallback. It trains the model to search (UR² eq. 1, appendix C.7).
 
@@ -226,13 +231,14 @@ def ur2_stage1(
         retrieval   0, 3, 4 for n = 0, 1, ≥ 2 (3B: 0, 5, 7; Llama: 0, 3, 3)
         fallback    −0.5 f; f counts the searches with `fallback` set, whatever text they returned
     If the question may not search, only the format term is paid: +1, or for example −1 if the model
-    wrote a query and then answered.
+    wrote a query and then answered. With `fallback_is_invalid` the searches of f are not in n
+    (the other reading of eq. 1: C.6 calls such a query invalid), so the example has 1 + 3 − 0.5.
     >>> ur2_stage1(example("ur2"))     # v = 0, n = 2, f = 1: 1 + 4 − 0.5 = 4.5
     {'format': 1.0, 'retrieval': 4.0, 'fallback': -0.5}
     """
     may_search = trajectory.question.may_search
     v = len(ur2_violations(trajectory, may_search, format_check))
-    n = count_valid_searches(trajectory) if may_search else 0
+    n = may_search * count_valid_searches(trajectory, without_fallbacks=fallback_is_invalid)
     return {
         "format": -float(v) if v else 1.0,
         "retrieval": float(UR2_RETRIEVAL[variant][min(n, 2)]),
@@ -251,7 +257,8 @@ def ur2_stage2(
     """R = 2 · score(answer) + [v = 0] − 0.5 f. It rewards right answers (UR² eq. 2, section 3.4).
 
     The score is 1 for the right letter (multiple choice) or an equal value (math). In open QA it is
-    `answer_metric`: the paper names no metric, and its code uses F1. If there is a judge, a math
+    `answer_metric`: the paper names no metric, and its code uses F1, with HotpotQA's rule: "yes it
+    is" for "yes" earns 0. If there is a judge, a math
     answer that equals no gold gets its `grade` (2, 1 or 0) instead of 2 · score. But the grade 1,
     partly right, earns `partly`, which is 0 in eq. 2 and 1 in the released code.
     >>> ur2_stage2(example("ur2", answer="Kelmouth, Norland"))     # F1 = 2/3, v = 0, f = 1
@@ -267,7 +274,7 @@ def ur2_stage2(
 def _ur2_answer(trajectory: Trajectory, metric: str, grade: Judge | None, partly: float) -> float:
     question = trajectory.question
     answer = trajectory.answer
-    scores = score_answer(answer, question.answers, question.task, question.options)
+    scores = score_answer(answer, question.answers, question.task, question.options, "hotpotqa")
     unequal = question.task == "math" and not scores["em"]
     if grade and answer and unequal:
         points = grade(question, answer)
@@ -284,6 +291,7 @@ def ur2_choice(
     step: int,
     grade: Judge | None = None,
     variant: str = "qwen_7b",
+    fallback_is_invalid: bool = False,
     **of_stage2,
 ) -> RewardTerms:
     """R = stage 2 + a search bonus in steps 0 to 9 (3B: 0 to 14): 0.5 for n = 1, 1 for n ≥ 2.
@@ -292,7 +300,7 @@ def ur2_choice(
     appendix C.7). The reward ur2_weak is this formula, but allowed for every task. In the steps
     with a bonus, the 3B model's format term is −1 if no search had a word in its query, however
     many other violations there are. The paper calls this "non-accumulative". On a question
-    that may not search there is neither a bonus nor this −1.
+    that may not search there is neither a bonus nor this −1. `fallback_is_invalid`: as in stage 1.
     >>> ur2_choice(example("ur2"), step=0)     # right, v = 0, f = 1, n = 2: 2 + 1 − 0.5 + 1 = 3.5
     {'answer': 2.0, 'format': 1.0, 'fallback': -0.5, 'retrieval': 1.0}
     """
@@ -302,7 +310,8 @@ def ur2_choice(
     searched = [search for search in trajectory.searches if has_word(search.query)]
     if variant == "qwen_3b" and not searched:
         terms = terms | {"format": -1.0}
-    return terms | {"retrieval": (0.0, 0.5, 1.0)[min(count_valid_searches(trajectory), 2)]}
+    n = count_valid_searches(trajectory, without_fallbacks=fallback_is_invalid)
+    return terms | {"retrieval": (0.0, 0.5, 1.0)[min(n, 2)]}
 
 
 # -------------------------------------------------------------------------------------- R1-Searcher

@@ -45,7 +45,7 @@ from prompts import (
     question_text,
     without_control,
 )
-from settings import Settings
+from settings import WITHOUT_MODEL, Settings, by_task
 from trajectory import RejectedQuery, Search, Trajectory, show
 
 SearchFunction = Callable[[list[SearchRequest]], list[SearchResult]]
@@ -53,6 +53,7 @@ Progress = Callable[[int], None]  # is called with the number of trajectories th
 # A search is not run if the context has room for fewer document tokens than this, or than
 # --document_tokens if that is less.
 MIN_DOCUMENT_TOKENS = 16
+NOTE_TOKENS = 2048  # of a summariser's notes, as in UR² C.4 for all tasks but math
 ANSWER_TOKENS = 32  # tokens of the context that prompt, documents and notices leave for the answer
 # Documents with more than 16 characters per token of their budget are cut before tokenization.
 TOKEN_LENGTH = 16
@@ -331,6 +332,7 @@ class Environment:
         self.settings = settings
         self.max_context = context or settings.max_context
         self.held_out = False  # True during an evaluation within training
+        self.training = True  # False: evaluations, which insert no notice after a fallback
         self.turn_tokens = settings.turn_tokens
         self.forbidden = protocol.tags  # tags to remove from documents
         # A search inserts documents, the tags around them (the frame) and perhaps a fallback
@@ -354,10 +356,19 @@ class Environment:
         """Returns how many tokens the next turn may sample."""
         return min(self.turn_limit(row), self.context_tokens_left(row))
 
-    def document_token_budget(self, row: Trajectory) -> int:
-        """Returns how many tokens the documents of the next search may have."""
+    def document_token_budget(self, row: Trajectory, notes: bool = False) -> int:
+        """Returns how many tokens the documents, or the `notes`, of the next search may have."""
         room = self.context_tokens_left(row) - self.search_overhead - ANSWER_TOKENS
-        return min(self.settings.document_tokens, room)
+        limit = self.note_limit(row) if notes else self.settings.document_tokens
+        return min(limit, room)
+
+    def note_limit(self, row: Trajectory) -> int:
+        """Returns how many tokens a summariser's notes may have: as many as `summary_sampling` lets
+        it write, else NOTE_TOKENS; or --document_tokens, which cuts raw documents, if that is more.
+        """
+        s, task = self.settings, row.question.task
+        *_, most = s.summary_sampling.get(task, s.summary_sampling.get("other", [NOTE_TOKENS]))
+        return max(s.document_tokens, most)
 
     def max_trajectory_tokens(self, row: Trajectory) -> int:
         """Returns an upper bound on the final length in tokens, from the limits of the task."""
@@ -366,7 +377,10 @@ class Environment:
         # Every turn except the last ends in a search or a rejected query, and the second rejected
         # query ends the trajectory. So there are at most searches + MAX_REJECTED_QUERIES turns.
         sampled = (searches + MAX_REJECTED_QUERIES) * self.turn_limit(row)
-        retrieved = searches * (self.settings.document_tokens + self.search_overhead)
+        names = by_task(self.settings.summarizer)
+        writes = names.get(row.question.task, names["other"]) not in WITHOUT_MODEL
+        shown = self.note_limit(row) if writes else self.settings.document_tokens
+        retrieved = searches * (shown + self.search_overhead)
         notices = (MAX_REJECTED_QUERIES - 1) * self.rejection_tokens
         return min(len(row.prompt_ids) + sampled + retrieved + notices, self.max_context)
 
@@ -438,12 +452,14 @@ class Environment:
     def append_result(
         self, row: Trajectory, query: str, result: SearchResult, seconds: float = 0.0
     ) -> None:
-        """Records a search and appends its result, cut to the token budget: documents, a summary,
+        """Records a search and appends its result, cut to its token budget: documents, a summary,
         the fallback text, or a text that says that nothing was found or that the search failed.
-        After the fallback text, also appends a notice.
+        In training it also appends a notice after the fallback text (UR² C.6).
         """
         protocol = self.protocol
-        budget = self.frame_tokens + self.document_token_budget(row)
+        # `extractive` shows a document as it is.
+        raw = result.fallback or result.text in ["", *(page.text for page in result.documents)]
+        budget = self.frame_tokens + self.document_token_budget(row, notes=not raw)
         shown = protocol.error_text if result.error else result.text
         found = number_documents(result.documents, protocol.document_layouts)
         texts = [shown] if shown else found or [protocol.empty_text]
@@ -455,7 +471,7 @@ class Environment:
             Search(query, result.documents, body, result.fallback, result.error, seconds, cut)
         )
         row.append_environment(ids, frame_documents(protocol, body), "documents")
-        if result.fallback:
+        if result.fallback and self.training and not self.held_out:
             notice = protocol.fallback_notice
             row.append_environment(encode(self.tokenizer, notice), notice, "notice")
 

@@ -10,6 +10,7 @@ files, because a shell script with the flags does the same.
 
 import ast
 import math
+import re
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -330,6 +331,18 @@ class Settings:
     load_in_8bit: bool = setting(
         False, "load frozen models (LoRA's base, the reference, judge, reader, ...) in int8"
     )
+
+
+WITHOUT_MODEL = ("none", "extractive")  # values of --summarizer that write no notes
+
+
+def by_task(text: str) -> dict[str, str]:
+    """Parses --summarizer into {task: summariser}. Task "other" is every task that is not named.
+
+    >>> by_task("math=http://a/v1#m,other=none"), by_task("extractive")
+    ({'math': 'http://a/v1#m', 'other': 'none'}, {'other': 'extractive'})
+    """
+    return dict(re.findall(r"(?:^|,)\s*(\w+)=([^,]+)", text)) or {"other": text}
 
 
 def pairs(text: str) -> dict:

@@ -23,9 +23,11 @@ from prompts import (
     message_parts,
     number_documents,
     question_values,
+    quotes,
+    words_of,
 )
 from retriever import Found, Requests, Results, Summarize, show_all
-from settings import Settings
+from settings import WITHOUT_MODEL, Settings, by_task
 
 # What the policy reads if `extract` gives neither a document nor the fallback. It is not "": for a
 # result with an empty text the policy is shown the documents. In the built-in world, whose models
@@ -78,10 +80,11 @@ def has_title(query: str, title: str) -> bool:
 NO_FACT = "NO FACT"
 # A file in --output_dir. lab/distil.py can train a small summariser on it.
 SUMMARY_LOG = "summaries.jsonl"
-# Temperature, top_p, limit of new tokens (thinking included). The policy reads at most
-# `document_tokens` of the notes.
+# Temperature, top_p, limit of new tokens (thinking included). rollout.NOTE_TOKENS says how many
+# tokens of the notes the policy reads.
 GREEDY = (0.0, 1.0, 8192)
 MAX_REASONING = 16_000  # characters
+MAX_REJECTION = 60  # words of a reply whose sentence is the fallback's
 LAYOUT = "Reasoning so far: {reasoning}\nQuery: {query}\nPassages:\n{documents}"
 TASKS = {
     "math": ("solves a mathematical problem", "the definitions, formulas, theorems and values"),
@@ -186,30 +189,23 @@ def as_result(
     rejected   whether the server rejected the prompt; only used if there are no notes
     """
     notes = _HEADING.split(reply)[-1].strip()
+    if fallback and (rejects(reply, fallback) or rejects(notes, fallback)):
+        return SearchResult(documents, fallback, fallback=True)
     if not notes:  # an error: without it the policy would read the documents
         return SearchResult(documents, error="summariser gave no answer", rejected=rejected)
-    # A reply rejects the query only if, case and punctuation aside, it is exactly one of these
-    # texts: real notes may quote one.
-    rejections = (NO_FACT, fallback, fallback.partition(".")[0])
-    if fallback and words_of(notes) in map(words_of, rejections):
-        return SearchResult(documents, fallback, fallback=True)
     return SearchResult(documents, notes)
 
 
-def words_of(text: str) -> list[str]:
-    return re.findall(r"[^\W_]+", text.lower())
-
-
-WITHOUT_MODEL = ("none", "extractive")
-
-
-def by_task(text: str) -> dict[str, str]:
-    """Parses --summarizer into {task: summariser}. Task "other" is every task that is not named.
-
-    >>> by_task("math=http://a/v1#m,other=none"), by_task("extractive")
-    ({'math': 'http://a/v1#m', 'other': 'none'}, {'other': 'extractive'})
+def rejects(reply: str, fallback: str) -> bool:
+    """Returns whether a reply of at most MAX_REJECTION words rejects the query: if it has the
+    fallback's sentence anywhere, or if a line of it, case and punctuation aside, is NO_FACT or the
+    fallback's text (UR² D.3: the query is classified first). Longer notes may quote the sentence;
+    the metric `quoted_fallbacks` counts these.
     """
-    return dict(re.findall(r"(?:^|,)\s*(\w+)=([^,]+)", text)) or {"other": text}
+    if len(reply.split()) > MAX_REJECTION:
+        return False
+    texts = [words_of(NO_FACT), words_of(fallback)]
+    return quotes(reply, fallback) or any(words_of(line) in texts for line in reply.splitlines())
 
 
 def models_in(text: str) -> set[str]:

@@ -1,8 +1,10 @@
 """How an instruction and a text become a prompt: the tokenizer's chat template, or a plain layout.
 
-Four things that templates and tokenizers do would go unnoticed, because none raises an error:
+Five things that templates and tokenizers do would go unnoticed, because none raises an error:
   * a template that has no system role may leave the instruction out: then it goes into the user's
     message;
+  * a template may write a system message of its own if it gets none, above a layout that is to be
+    the whole message: then it gets an empty one, if this makes the prompt shorter;
   * a template may render only contents that are lists of parts;
   * a template may write no BOS although the tokenizer alone would put one before every text;
   * a base model may have a chat template that it was never trained with: --chat_template none.
@@ -18,6 +20,7 @@ from functools import lru_cache, partial
 from errors import InputError
 
 PROBE = "⟦8417⟧"  # stands for the text while the layout is chosen
+EMPTY_SYSTEM = 3  # the layout of a text below an empty system message
 
 
 def messages_of(instruction: str, content: str | list) -> list[dict]:
@@ -40,19 +43,26 @@ def chat_text(tokenizer, instruction: str, text: str, plain: str = "{}\n\nAnswer
 @lru_cache(maxsize=64)
 def choose_layout(tokenizer, instruction: str, template: str) -> Callable[[str], str]:
     """Returns a function that renders the prompt for a text: by the first layout whose prompt has
-    the instruction and the text in it.
+    the instruction and the text in it. Without an instruction, an empty system message replaces the
+    template's own, if the template has one.
     """
 
     def render(layout: int, text: str) -> str:
         whole = f"{instruction}\n\n{text}".lstrip()
-        user = (text, whole, [{"type": "text", "text": whole}])[layout]
+        user = (text, whole, [{"type": "text", "text": whole}], text)[layout]
         messages = messages_of("" if layout else instruction, user)
+        if layout == EMPTY_SYSTEM:
+            messages = [{"role": "system", "content": ""}, *messages]
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
     # The built-in models know their protocol. To them most words of an instruction are <unk>, and
     # their template leaves it out.
     ids = tokenizer(instruction, add_special_tokens=False)["input_ids"]
     needed = "" if tokenizer.unk_token_id in ids else instruction.strip()
+    with suppress(Exception):
+        shorter = len(render(EMPTY_SYSTEM, PROBE)) < len(render(0, PROBE))
+        if not instruction and shorter and PROBE in render(EMPTY_SYSTEM, PROBE):
+            return partial(render, EMPTY_SYSTEM)
     for layout in range(3):
         with suppress(Exception):  # some templates without a system role raise their own error
             prompt = render(layout, PROBE)

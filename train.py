@@ -216,7 +216,7 @@ def evaluate(state: TrainState) -> Record:
     greedy.settings = replace(state.settings, temperature=0.0, group_size=1)
     greedy.held_out = True
     trajectories = shared_rollout(state, greedy, state.held_out, 0)
-    metrics = merge_records([logged_metrics(t) for t in trajectories], mean)
+    metrics = merge_records([logged_metrics(t, lenient=True) for t in trajectories], mean)
     return {f"eval/{name}": number for name, number in metrics.items()}
 
 
@@ -367,9 +367,9 @@ def measure(state: TrainState, rollouts: Rollouts) -> Record:
     return record
 
 
-def logged_metrics(t: Trajectory) -> Record:
+def logged_metrics(t: Trajectory, lenient: bool = False) -> Record:
     """Returns the trajectory's metrics that are logged; a metric that does not apply is 0."""
-    numbers = trajectory_metrics(t)
+    numbers = trajectory_metrics(t, lenient)
     return {name: numbers.get(name, 0.0) for name in LOGGED}
 
 

@@ -11,7 +11,7 @@ from itertools import compress
 from data import Document
 from metrics import normalize_answer, score_answer, summary_scores, tokenize
 from papers import paper_of
-from prompts import find_answers, find_blocks, number_documents
+from prompts import find_answers, find_blocks, number_documents, quotes, stated_choice
 from rewards import cited, good_format, relevance_of
 from rollout import encode
 from trajectory import Search, Trajectory
@@ -24,14 +24,25 @@ def mean(values: Iterable[float]) -> float:
 
 
 # ----------------------------------------------------------------------------------- one trajectory
-def trajectory_metrics(t: Trajectory) -> dict[str, float]:
-    """Returns the metrics that training and evaluation share. A metric that does not apply is
+def read_answer(t: Trajectory) -> str | None:
+    """Returns the answer as evaluations read it. Under UR² a choice may be stated in any of the
+    ways of `stated_choice`, as in lab/baselines (D.4); rewards take the form of its prompt only.
+    """
+    if t.question.task != "choice" or t.protocol.answer_tags:
+        return t.answer
+    return stated_choice(t.model_text, t.question.options) or t.answer
+
+
+def trajectory_metrics(t: Trajectory, lenient: bool = False) -> dict[str, float]:
+    """Returns the metrics that training and evaluation share; `lenient` reads choices as
+    `read_answer` does. A metric that does not apply is
     missing, not 0. In open questions em, f1 and cem treat punctuation as the paper's scorer does;
     in all other tasks the three are equal (`score_answer`).
     """
     question = t.question
     punctuation = paper_of(t.protocol.name).punctuation
-    scores = score_answer(t.answer, question.answers, question.task, question.options, punctuation)
+    answer = read_answer(t) if lenient else t.answer
+    scores = score_answer(answer, question.answers, question.task, question.options, punctuation)
     return scores | text_metrics(t) | (search_metrics(t) if t.protocol.query_tags else {})
 
 
@@ -40,7 +51,8 @@ def prediction_metrics(t: Trajectory) -> dict[str, float]:
     For a summary ROUGE replaces em, f1 and cem.
     """
     question, protocol = t.question, t.protocol
-    numbers = trajectory_metrics(t)
+    numbers = trajectory_metrics(t, lenient=True)
+    numbers["answered"] = read_answer(t) is not None
     numbers["format"] = float(good_format(t))
     if protocol.evidence_tags:
         numbers["evidence"] = float(bool(t.evidence))
@@ -64,7 +76,7 @@ def prediction_record(t: Trajectory, sample: int) -> dict:
     record |= {
         "sample": sample,
         "golds": question.answers,
-        "prediction": t.answer,
+        "prediction": read_answer(t),
         "judge_sees": t.protocol.judge_sees,
         "punctuation": paper_of(t.protocol.name).punctuation,
         "transcript": t.text,
@@ -99,7 +111,8 @@ def search_metrics(t: Trajectory) -> dict[str, float]:
     """Returns metrics of searching. `queries` counts the end tags of queries in the model's text,
     `searches` the queries that were run, `rejected` those that the environment or a server
     rejected. `successful` counts the searches that found something (#R in UR² Table 10), `repeated`
-    those with the same words as an earlier one. `failed_rows` is 1 if a search failed.
+    those with the same words as an earlier one, `quoted_fallbacks` the results that have the
+    fallback's sentence in them but count as notes. `failed_rows` is 1 if a search failed.
     """
     queries = [tuple(tokenize(search.query)) for search in t.searches]
     numbers = {"searched": bool(queries), "searches": len(queries), "failed_rows": t.failed}
@@ -109,6 +122,10 @@ def search_metrics(t: Trajectory) -> dict[str, float]:
         "queries": t.model_text.count(t.protocol.query_tags[1]),
         "fallbacks": sum(search.fallback for search in t.searches),
     }
+    sentence = t.protocol.fallback_text
+    numbers["quoted_fallbacks"] = sum(
+        quotes(s.text, sentence) and not s.fallback for s in t.searches
+    )
     if queries:
         numbers["documents_cut"] = mean(search.cut for search in t.searches)
     return {name: float(number) for name, number in numbers.items()}

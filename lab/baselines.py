@@ -53,7 +53,15 @@ from papers import PROTOCOLS, record_of
 from plumbing.build import build_judge, build_protocol, build_search
 from plumbing.report import BRIEF, COLUMNS, summarise, table
 from policy import best_device
-from prompts import Protocol, last_block, parse_query, question_text, tag_pair
+from prompts import (
+    STATED,
+    Protocol,
+    last_block,
+    parse_query,
+    question_text,
+    stated_choice,
+    tag_pair,
+)
 from rollout import Environment, encode
 from settings import Settings, setting
 from trajectory import Trajectory
@@ -179,14 +187,14 @@ def direct(question, limit=0):
 
 def cot(question, limit=0):
     """Chain of thought (Wei 2022): the model reasons before it answers, without a search."""
-    return reasoned(Write(by_step(question)))
+    return reasoned(Write(by_step(question)), question)
 
 
 def rag(question, limit=1):
     """Retrieval-augmented generation (Lewis 2020): searches the question once, then generates."""
     passages = yield question.question
     if question.task != "qa":
-        return (yield from reasoned(Write(READ + by_step(question), passages)))
+        return (yield from reasoned(Write(READ + by_step(question), passages), question))
     return any_answer((yield reading(question, passages)))
 
 
@@ -233,9 +241,9 @@ def ircot(question, limit=8):
         request = Write(ONE_SENTENCE, passages, so_far=chain)
         query = first_sentence((yield request))
         if not query or stated_answer(query):
-            return (yield from conclude(request, query))
+            return (yield from conclude(request, query, question))
         chain = f"{chain} {query}".strip()
-    return (yield from conclude(replace(request, so_far=chain), ""))
+    return (yield from conclude(replace(request, so_far=chain), "", question))
 
 
 def iter_retgen(question, limit=3):
@@ -244,7 +252,7 @@ def iter_retgen(question, limit=3):
     for _ in range(limit):
         request = Write(READ + by_step(question), (yield f"{question.question} {reply}"))
         reply = yield request
-    return (yield from conclude(request, reply))
+    return (yield from conclude(request, reply, question))
 
 
 def self_ask(question, limit=10):
@@ -275,7 +283,8 @@ def rat(question, limit=8):
         passages = yield line.partition("\n")[0].strip(" \"'") or paragraph
         draft[i] = (yield Write(REVISE, passages, notes)).strip() or paragraph
     *before, last = draft or [""]
-    return (yield from conclude(Write(DRAFT, so_far="\n\n".join([*before, ""])), last))
+    request = Write(DRAFT, so_far="\n\n".join([*before, ""]))
+    return (yield from conclude(request, last, question))
 
 
 def search_o1(question, limit=10):
@@ -291,7 +300,7 @@ def search_o1(question, limit=10):
         asked = f"Reasoning so far:\n{chain}\n\nQuery: {query}"
         notes = plain((yield Write(DIGEST, (yield query), asked)))
         chain += f"\n\n<information>\n{notes}\n</information>\n\n"
-    return (yield from conclude(request, reply))
+    return (yield from conclude(request, reply, question))
 
 
 METHODS = {
@@ -312,21 +321,21 @@ def plain(text: str) -> str:
     return strip_tags(text, BASELINE.tags).strip()
 
 
-def reasoned(request: Write) -> Steps:
-    return (yield from conclude(request, (yield request)))
+def reasoned(request: Write, question: Question | None = None) -> Steps:
+    return (yield from conclude(request, (yield request), question))
 
 
-def conclude(request: Write, reply: str) -> Steps:
-    """Returns the answer that the reply states; without one, the model goes on after FINAL."""
+def conclude(request: Write, reply: str, question: Question | None = None) -> Steps:
+    """Returns the answer that the reply states; without one, the model goes on after FINAL. But a
+    choice is read as eval.py reads UR²'s, and nothing is asked again.
+    """
+    if question and question.task == "choice":
+        whole = f"{request.so_far}\n{reply}"
+        return stated_choice(whole, question.options) or stated_answer(reply)
     if answer := stated_answer(reply):
         return answer
     parts = [request.so_far.strip(), plain(reply), FINAL]
     return any_answer((yield replace(request, so_far="\n".join(filter(None, parts)))))
-
-
-# `\s*+` is possessive: with `\s*`, n blanks after "is" and no word behind them would take a time
-# that grows with n³.
-_STATED = re.compile(r"(?i)answer is\s*+:?\s*+([^\n]*\w[^\n]*)")
 
 
 def stated_answer(reply: str) -> str:
@@ -336,7 +345,7 @@ def stated_answer(reply: str) -> str:
     >>> stated_answer("He was born in St. Ives. So the answer is: St. Ives. That is all.")
     'St. Ives'
     """
-    statements = _STATED.findall(plain(reply)) or [""]
+    statements = STATED.findall(plain(reply)) or [""]
     boxed = last_block(reply, BASELINE.answer_tags) or last_boxed(reply)
     return boxed or first_sentence(statements[-1]).rstrip(" .")
 
@@ -361,7 +370,7 @@ _FOLLOW_UP = rf"(?i)follow[- ]?up(?: question)?\s*+:(.*?)(?:{TOLD}|\n|\Z)"
 
 def next_question(reply: str) -> str:
     """Returns Self-Ask's next question; "" if the reply asks none before it states an answer."""
-    return (re.findall(_FOLLOW_UP, _STATED.split(reply)[0]) or [""])[0].strip()
+    return (re.findall(_FOLLOW_UP, STATED.split(reply)[0]) or [""])[0].strip()
 
 
 # ----------------------------------------------------------------------- many questions in lockstep

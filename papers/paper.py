@@ -7,6 +7,7 @@ tiny         {stage: settings that replace these for the tiny model on the built
 world        the tiny model's supervised warm-up: the form and flaws of its traces, its steps
 warm_ups     weaker warm-ups by name (--toy_init), on which the paper's claims can be tested
 punctuation  how the paper's scorer treats punctuation in answers, a key of metrics.PUNCTUATION
+best_by      the metric by which the best checkpoint is chosen, of those in eval/...
 decoding     settings of the paper's evaluations (--decoding paper); {} means greedy
 variants     other backbones, data and ablations by name (--variant), each a record of its own
 """
@@ -25,6 +26,7 @@ class Paper:
     tiny: dict[int, dict]
     world: Tiny
     punctuation: str = "space"
+    best_by: str = "em"
     decoding: dict = field(default_factory=dict)
     warm_ups: dict[str, Tiny] = field(default_factory=dict)
     # init=False: a copy that `replace` makes starts without variants.

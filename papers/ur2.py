@@ -33,12 +33,11 @@ def _ur2(name: str, query: Tags, documents: Tags) -> Protocol:
         " in at most 20 words, and write at most {max_searches} queries in all. Never ask the"
         " search engine to calculate or to reason."
     )
-    finish = (
-        " Finish with one short final answer inside \\boxed{}; for a multiple-choice question"
-        " finish with: the correct answer is: LETTER."
-    )
-    instructions = (begin + search + finish, begin + finish)
-    return Protocol(name, query, documents, None, *instructions, fallback_text=_NO_FACT_TO_FIND)
+    box = " Finish with one short final answer inside \\boxed{}."
+    finish = {"": box, "choice": " Finish with: the correct answer is: LETTER."}
+    instructions = (begin + search + box, begin + box)
+    texts = {"finish": finish, "fallback_text": _NO_FACT_TO_FIND}
+    return Protocol(name, query, documents, None, *instructions, **texts)
 
 
 PROTOCOLS["ur2"] = _ur2("ur2", *_UR2_TAGS)
@@ -120,6 +119,8 @@ UR2 = Paper(
         warmup_steps=20,
         decay_from=0.4,
     ),
+    punctuation="hotpotqa",  # as its released scorer and reward
+    best_by="f1",  # C.2: F1, EM of letters or a judge; of letters and of math all metrics are equal
     # Appendix C.4. The summariser's sampling is written as temperature/top_p/tokens.
     decoding={
         "temperature": 0.3,
@@ -207,12 +208,17 @@ _direct = _llama.stages[2] | {"direct_tasks": "math"}
 UR2.variants["llama_8b_direct"] = replace(_llama, stages=_llama.stages | {2: _direct})
 UR2.variants.update(
     weak_stage1=varied(UR2_CHOICE, reward="ur2_weak", steps=80),  # Table 6
+    fallback_is_invalid=replace(
+        UR2,
+        stages=UR2.stages | {1: UR2.stages[1] | {"reward_args": {"fallback_is_invalid": True}}},
+    ),
     judge_partly=rewarded(UR2, partly=1.0),  # as in UR²'s released code
     five_queries=varied(UR2, task_searches={"qa": 5}),  # as UR²'s prompt says
 )
 # Table 3. `without_stage1` pays no search bonus and uses other tags (C.2).
 _no_bonus = replace(UR2_CHOICE, tiny={1: EVERYTHING | _summarised})
 UR2_CHOICE.variants.update(
+    fallback_is_invalid=rewarded(UR2_CHOICE, fallback_is_invalid=True),
     without_stage1=varied(_no_bonus, reward="ur2_stage2", protocol="ur2_search", steps=110),
     without_penalty=varied(rewarded(UR2_CHOICE, fallback_penalty=0.0), steps=110),
     without_task_mixing=varied(UR2_CHOICE, task_mixing=False, steps=120),

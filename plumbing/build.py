@@ -58,7 +58,11 @@ def build_protocol(settings: Settings) -> Protocol:
     fallback_text = protocol.fallback_text
     if fallback_text and in_built_in_world(settings):
         fallback_text = FALLBACK_TEXT
-    return dataclasses.replace(protocol, prompts=prompts, fallback_text=fallback_text)
+    notice = protocol.fallback_notice
+    if "notice" in sections:
+        notice = sections["notice"] + "\n\n"
+    own = {"prompts": prompts, "fallback_text": fallback_text, "fallback_notice": notice}
+    return dataclasses.replace(protocol, **own)
 
 
 def build_search(
@@ -174,10 +178,17 @@ def load_other(settings: Settings, name: str, device) -> LLM:
 
 
 def build_environment(
-    settings: Settings, tokenizer, search: SearchFunction, policy, kind=Environment
+    settings: Settings,
+    tokenizer,
+    search: SearchFunction,
+    policy,
+    kind=Environment,
+    training: bool = False,
 ) -> Environment:
     context = settings.max_context or context_of(policy)
-    return kind(tokenizer, build_protocol(settings), search, settings, context)
+    environment = kind(tokenizer, build_protocol(settings), search, settings, context)
+    environment.training = training
+    return environment
 
 
 def choose_generate(settings: Settings):
@@ -289,7 +300,7 @@ def build_state(settings: Settings) -> TrainState:
         policy, tokenizer = load_model(settings, path, device, in_8bit=in_8bit)
         others = build_other_models(settings, documents, device) if main else None
     check_alike(policy, os.path.basename(start) if settings.resume else "")
-    environment = build_environment(settings, tokenizer, search, policy)
+    environment = build_environment(settings, tokenizer, search, policy, training=True)
     state = TrainState(settings, accelerator, policy, None, None, False)
     state.environment, state.other_models = environment, others
     state.held_out = check_prompts(held_out, environment, policy, skip_bad)

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from errors import InputError, raise_terminated, say_once
-from flags import stage_folder
+from flags import saved_settings, stage_folder
 from formats.records import (
     append_jsonl,
     finished_records,
@@ -33,7 +33,7 @@ from formats.records import (
     write_text,
 )
 from formats.trajectories import append_trajectories, cut_trajectories
-from papers import PROTOCOLS
+from papers import PAPERS, PROTOCOLS
 from plumbing.alarms import alarms
 from plumbing.dry_run import report
 from plumbing.record import step_records
@@ -99,11 +99,13 @@ def read_state(checkpoint: Path) -> dict:
 
 
 def best_checkpoint(folder: Path) -> Path:
-    """Returns the first of the checkpoints with the best eval/em, or the last checkpoint if no step
-    was evaluated.
+    """Returns the first of the checkpoints that are best by the recipe's metric (`best_by`, such as
+    UR²'s F1), or the last checkpoint if no step was evaluated.
     """
-    rows = finished_records(folder / "metrics.jsonl")
-    scores = {row["step"] + 1: row["eval/em"] for row in rows if "eval/em" in row}
+    settings = saved_settings(str(folder)) or Settings()
+    metric = f"eval/{PAPERS[settings.recipe].best_by}"
+    rows = [row for row in finished_records(folder / "metrics.jsonl") if "eval/em" in row]
+    scores = {row["step"] + 1: row.get(metric, row["eval/em"]) for row in rows}
     if not scores:
         # Another machine may have saved the checkpoints: without one here, return the folder.
         return (checkpoints(folder) or [folder])[-1]

@@ -155,6 +155,16 @@ def load_documents(settings: Settings, questions: list[Question]) -> list[Docume
     return [] if settings.data else built_in_world(settings).documents
 
 
+def of_kinds(questions: list[Question], kinds: str) -> list[list[Question]]:
+    """Returns the questions of each of these kinds, whatever the case of their names."""
+    names = [name.strip() for name in kinds.casefold().split(",")]
+    parts = [[q for q in questions if q.kind.casefold() == name] for name in names]
+    if not all(parts):
+        known = ", ".join(sorted({question.kind for question in questions}))
+        raise InputError(f"--kinds {kinds}: the kinds of these questions are {known}")
+    return parts
+
+
 def evaluation_questions(
     settings: Settings, options
 ) -> tuple[dict[str, list[Question]], list[Document]]:
@@ -162,6 +172,7 @@ def evaluation_questions(
 
     questions    number of questions per kind of the built-in world, or per file; 0 = all
     split        split of the built-in world
+    kinds        only questions of these kinds, and `questions` of each
     references   "retrieved": replace a question's own references by the documents of a search
     """
     count = options.questions
@@ -172,8 +183,10 @@ def evaluation_questions(
         datasets = {"the built-in world": questions}
     documents = load_documents(settings, [*chain.from_iterable(datasets.values())])
     for name, questions in datasets.items():
-        if settings.data:
-            questions = draw_some(questions, count, f"{count} questions {settings.seed}")
+        if settings.data or options.kinds:
+            parts = of_kinds(questions, options.kinds) if options.kinds else [questions]
+            seed = f"{count} questions {settings.seed}"
+            questions = [q for part in parts for q in draw_some(part, count, seed)]
         if options.references == "retrieved":
             questions = with_retrieved(questions, documents, settings)
         datasets[name] = as_asked(questions, settings)

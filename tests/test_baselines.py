@@ -557,3 +557,9 @@ def test_a_question_that_a_server_does_not_answer_is_left_out(tmp_path, capsys, 
     printed = capsys.readouterr().out
     assert "| direct | 4 | 1" in printed
     assert "1 predictions are missing: the model gave no reply" in printed
+
+
+def test_a_choice_is_read_as_eval_reads_it_and_nothing_is_asked_again():
+    for reply, chosen in (("So the correct answer is: B", "B"), ("I do not know.", "")):
+        trajectory, requests, _ = go("cot", [reply], None, CHOICE)
+        assert (trajectory.answer or "", len(requests)) == (chosen, 1)

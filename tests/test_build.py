@@ -109,6 +109,11 @@ def test_a_prompt_file_without_sections_is_the_policys_instruction(tmp_path):
     assert ours == dataclasses.replace(PROTOCOLS["ur2"], **changes)
 
 
+def test_the_notice_after_a_fallback_may_be_in_the_prompt_file(tmp_path):
+    settings = settings_with_prompt(tmp_path, "[notice]\nNo such fact.\n")
+    assert build.build_protocol(settings).fallback_notice == "No such fact.\n\n"
+
+
 def test_only_the_tiny_models_get_the_short_fallback_text(tmp_path):
     (tmp_path / "settings.json").write_text(settings_text(Settings()))
     trained, of_paper = {"model": str(tmp_path)}, PROTOCOLS["ur2"].fallback_text

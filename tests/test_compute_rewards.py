@@ -13,7 +13,12 @@ from plumbing import build
 from rewards import compute_rewards, example
 from settings import Settings
 from trajectory import RejectedQuery, Search, trajectory_from_text
-from trajectory_metrics import search_metrics, token_metrics, trajectory_metrics
+from trajectory_metrics import (
+    prediction_record,
+    search_metrics,
+    token_metrics,
+    trajectory_metrics,
+)
 
 OPTIONS = {"task": "choice", "options": ("elm", "oak")}
 
@@ -221,7 +226,7 @@ def test_searches_and_their_tokens_are_counted():
         Search("x", [], "Search is unavailable.", error="down"),
     ]
     expected = {"searched": 1, "searches": 5, "successful": 2, "repeated": 1}
-    expected |= {"queries": 1, "rejected": 1, "failed_rows": 1}
+    expected |= {"queries": 1, "rejected": 1, "failed_rows": 1, "quoted_fallbacks": 0}
     assert search_metrics(t) == expected | {"fallbacks": 1, "documents_cut": 0}
     counts = {"written": 4, "retrieved": 100, "shown": 15}
     assert token_metrics(t, words) == counts
@@ -239,3 +244,12 @@ def test_a_term_that_is_left_out_asks_no_other_model(monkeypatch):
     for variant, embeds in (("without_r_s", False), ("", True)):
         _, others = build_models("when_to_search", variant=variant)
         assert ("embed" in others.ask) is embeds
+
+
+def test_evaluations_read_a_choice_that_training_does_not():
+    """UR² D.4: it is scored as the baselines are."""
+    question = Question("c", "?", ["B"], "choice", ("elm", "oak"))
+    row = trajectory_from_text(question, "So it is \\boxed{B}.", "ur2")
+    assert row.answer is None and trajectory_metrics(row)["em"] == 0
+    record = prediction_record(row, 0)
+    assert (record["prediction"], record["metrics"]["em"]) == ("B", 1)

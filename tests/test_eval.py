@@ -487,3 +487,27 @@ def test_the_table_has_a_row_per_kind_and_decoding_both_runs_two_evaluations(
         assert f"temperature {temperature}, retriever bm25" in table
         assert re.findall(r"\n\| (\w+)", table) == ["kind", *KINDS, "all"]
         assert len(records_in(re.search("predictions: (.*)", table)[1])) == 10
+
+
+def test_questions_of_some_kinds_are_drawn_of_each(tmp_path):
+    """UR² 4.2: 500 questions each of History, Law and others of MMLU-Pro."""
+    kinds = ["history", "law", "health"] * 4
+    records = [{"question": f"{i} ?", "answers": ["a"], "source": k} for i, k in enumerate(kinds)]
+    settings = Settings(data=write(tmp_path / "q.jsonl", records), model="m", retriever="empty")
+    options = dataclasses.replace(OPTIONS, kinds="Law, history")
+    (chosen,) = evaluation_questions(settings, options)[0].values()
+    assert Counter(q.kind for q in chosen) == {"history": 3, "law": 3}
+    options = dataclasses.replace(OPTIONS, kinds="law,histroy")
+    assert "are health, history, law" in message(evaluation_questions, settings, options)
+
+
+def test_an_evaluation_logs_its_summaries_if_it_is_asked_to(tmp_path, monkeypatch):
+    logs = []
+    monkeypatch.setattr(evaluation, "build_search", lambda *given: logs.append(given[3]))
+    monkeypatch.setattr(evaluation, "load_model", lambda *_, **__: (None, None))
+    monkeypatch.setattr(evaluation, "build_environment", lambda *_: None)
+    monkeypatch.setattr(evaluation, "check_prompts", lambda questions, *_: questions)
+    for asked in (False, True):
+        options = dataclasses.replace(OPTIONS, log_summaries=asked)
+        Evaluation(Settings(output_dir=str(tmp_path)), options).load()
+    assert logs == ["", tmp_path / "summaries.jsonl"]

@@ -9,6 +9,7 @@ import pytest
 import prompts
 from data import Document, Question
 from errors import InputError
+from metrics import choice_letter
 from papers import PROTOCOLS
 from prompts import (
     build_prompt,
@@ -20,6 +21,7 @@ from prompts import (
     number_documents,
     parse_query,
     prompt_text,
+    stated_choice,
 )
 
 UR2, R1 = PROTOCOLS["ur2"], PROTOCOLS["r1_searcher"]
@@ -380,3 +382,27 @@ def test_documents_are_numbered_from_one_and_framed_by_tags_on_their_own_lines()
     ]
     framed = frame_documents(PROTOCOLS["ur2_search"], "text")
     assert framed == "\n\n<information>\ntext\n</information>\n\n"
+
+
+def test_ur2s_instruction_ends_as_the_questions_task_does():
+    """UR² D.2, D.4: a letter for a choice, a box for mathematics and open questions."""
+    for may_search in (True, False):
+        for task, ends in (("qa", "\\boxed{}."), ("math", "\\boxed{}."), ("choice", "is: LETTER.")):
+            told = UR2.fill_instruction(Question("q", "?", ["A"], task, may_search=may_search))
+            assert told.endswith(ends) and ("\\boxed" in told) == (task != "choice")
+
+
+@pytest.mark.parametrize(
+    "reply, chosen",
+    [
+        ("\\boxed{12} apples. The correct answer is: B", "B"),
+        ("So it is \\boxed{B}.", "B"),
+        ("The answer is **B**.", "B"),
+        ("I think the answer is oak. It grows tall.", "B"),
+        ("<answer> (B) </answer>", "B"),
+        ("The answer is unknown.", None),
+        ("B is tall, C is not.", None),
+    ],
+)
+def test_evaluations_read_a_choice_that_is_stated_in_another_form(reply, chosen):
+    assert choice_letter(stated_choice(reply, CHOICE.options), CHOICE.options) == chosen

@@ -817,3 +817,28 @@ def test_a_shown_trajectory_marks_what_the_environment_wrote(bpe):
     shown = show(t, {"answer": 1.0, "format": -0.25})
     assert "⟦<|begin_of_documents|>\n| (1) about Ana Bell\n| <|end_of_documents|>⟧" in shown
     assert "[1 searches; answer 'Norland'; ended by eos]" in shown and "reward +0.75" in shown
+
+
+@pytest.mark.parametrize(
+    "text, cut", [("Kelmouth " * 99, True), ("", True), ("notes " * 99, False)]
+)
+def test_document_tokens_cuts_raw_documents_but_no_notes(bpe, text, cut):
+    """UR² C.4: a summariser's notes have up to 2,048 tokens, for math 8,192."""
+    result = SearchResult([Document("d", "", "Kelmouth " * 99)], text)
+    t, _ = play_one(bpe, [ASK, ANSWER], search=fixed_search(result), document_tokens=20)
+    assert t.searches[0].cut == cut and (len(masked(t, 0)) > 99) != cut
+    sampling = {"other": [0.3, 0.5, 30]}  # notes have a limit too: what the summariser may write
+    options = {"document_tokens": 20, "summary_sampling": sampling}
+    t, _ = play_one(bpe, [ASK, ANSWER], search=fixed_search(result), **options)
+    assert t.searches[0].cut
+
+
+def test_the_notice_after_a_fallback_is_for_training_only(bpe):
+    """UR² C.6."""
+    for held_out, training in ((False, True), (True, True), (False, False)):
+        environment = Environment(bpe, UR2, None, Settings(max_context=4096))
+        environment.held_out, environment.training = held_out, training
+        row = Trajectory(QA, UR2, [1])
+        environment.append_result(row, "q", SearchResult(text="None", fallback=True))
+        noticed = training and not held_out
+        assert writers(row) == ["documents", "notice"][: 1 + noticed]

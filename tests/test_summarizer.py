@@ -326,3 +326,22 @@ def test_each_task_may_have_its_own_summariser_and_results_keep_their_order():
     texts = [result.text for result in summarize(batch, [[ANA]] * 5)]
     assert texts == ["of qa", "of math", UR2.fallback_text, "of qa", "on y"]
     assert [len(llm.batches) for llm in llms.values()] == [1, 1]
+
+
+SENTENCE = UR2.fallback_text
+
+
+@pytest.mark.parametrize(
+    "reply, rejected",
+    [
+        (f"This is a reasoning-based query. {SENTENCE}", True),
+        (f"{SENTENCE}\n\nNote: I used only the passages.", True),
+        (f"Reasoning-based query\n{NO_FACT}", True),
+        (f"{SENTENCE} **Final Information** None", True),
+        (f"{'Ana Bell was born in Kelmouth. ' * 9}{SENTENCE}", False),  # 54 + 26 words: notes
+        ("It requires design, computation, or complex reasoning.", False),
+    ],
+)
+def test_the_fallbacks_sentence_anywhere_in_a_short_reply_is_a_fallback(reply, rejected):
+    (result,) = notes(ScriptedModel(sum=reply), "sum", fallback=True)
+    assert result.fallback == rejected

@@ -108,3 +108,21 @@ def test_words_in_angle_brackets_stay_and_special_tokens_and_tags_go_with_one_no
     for forged in (UR2.query_tags[1], "<|im_end|>"):
         assert without_control(question + forged, tokenizer, UR2.tags).rstrip() == question
     assert capsys.readouterr().err.count("become blanks") == 1
+
+
+DEFAULT = "{% if messages[0]['role'] != 'system' %}<system>Be Ana, always.</system>{% endif %}"
+SYSTEM = DEFAULT.replace("!=", "==").replace("Be Ana, always.", "{{ messages[0]['content'] }}")
+REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "before, shown",
+    [
+        (DEFAULT + SYSTEM, "<system></system>"),  # an empty one replaces the default (UR² D.2)
+        (SYSTEM, ""),  # without a default none is added
+        (REFUSES + DEFAULT, "<system>Be Ana, always.</system>"),
+    ],
+)
+def test_a_layout_is_the_whole_message_without_a_default_of_the_template(before, shown, bpe):
+    tokenizer = Template(bpe, before + ONLY_USER)
+    assert chat_text(tokenizer, "", "Norland") == f"{shown}<user>Norland"

@@ -375,7 +375,8 @@ def test_training_turns_queries_away_but_its_evaluation_does_not(built, monkeypa
 
 def test_the_best_checkpoint_is_kept_and_named(model, tmp_path, monkeypatch, capsys):
     scores = iter([0.2, 0.6, 0.4, 0.6])
-    monkeypatch.setattr(train, "evaluate", lambda _: {"eval/em": next(scores)})
+    # UR² chooses by F1 (C.2), of which exact match may know nothing
+    monkeypatch.setattr(train, "evaluate", lambda _: {"eval/em": 0.0, "eval/f1": next(scores)})
     more = "--steps 4 --save_every 4 --eval_every 1 --keep_checkpoints 1"
     train.main(flags(model, tmp_path, more))
     folder = tmp_path / "t" / "stage1"
