@@ -84,9 +84,7 @@ NEITHER += ["The given answer is yes."]
 
 @pytest.mark.fault(85, 88, 89)
 @pytest.mark.parametrize("replies, verdict", [(YES, True), (NO, False), (NEITHER, None)])
-def test_a_verdict_is_the_last_line_or_begins_a_sentence_in_it_whatever_its_formatting(
-    replies, verdict
-):
+def test_only_a_last_line_with_a_verdict_is_read_whatever_its_formatting(replies, verdict):
     assert {reply: read_verdict(reply) for reply in replies} == dict.fromkeys(replies, verdict)
 
 
