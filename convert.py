@@ -6,9 +6,11 @@
 
 A file may be JSON lines, a JSON list, either of them gzipped, or parquet. A record that lacks a
 field, or whose fields training would reject, is an error with file, line and field.
-Left out: downloads; the order of a data set (FILE:N draws).
+Left out: downloads; TriviaQA's files outside the hub; the order of a data set (FILE:N draws).
 """
 
+import json
+import re
 from pathlib import Path
 
 from data import named_after, question_of
@@ -43,7 +45,7 @@ def pairs(value: list | dict, second: str) -> list:
 
 def two_wiki(r: dict) -> dict:
     """2WikiMultihopQA: HotpotQA's fields, and in `evidences` the facts as triples."""
-    hops = [{"query": f"{relation} of {x}", "answer": y} for x, relation, y in r["evidences"]]
+    hops = [{"query": f"{what} of {x}", "answer": str(y)} for x, what, y in r["evidences"]]
     return hotpotqa(r) | {"source": f"2wiki_{r['type']}", "decomposition": hops}
 
 
@@ -54,14 +56,14 @@ def musique(r: dict) -> dict:
         query = step["question"]
         for number, hop in enumerate(hops, 1):
             query = query.replace(f"#{number}", hop["answer"])
-        hops.append({"query": query, "answer": step["answer"]})
-    answers = filter(str.strip, [r["answer"], *r.get("answer_aliases", ())])
+        hops.append({"query": query, "answer": str(step["answer"])})
+    answers = [r["answer"], *r.get("answer_aliases", ())]
     if not r.get("answerable", True):
         answers = []  # a bad record
     paragraphs = r["paragraphs"]
     references = [{"title": p["title"], "text": p["paragraph_text"]} for p in paragraphs]
     return {
-        "answers": [*dict.fromkeys(answers)],
+        "answers": answers,
         "source": f"musique_{r['id'][:4]}",  # "2hop__1_2" has two hops
         "references": references,
         "supporting": [number for number, p in enumerate(paragraphs, 1) if p["is_supporting"]],
@@ -91,7 +93,19 @@ def math(r: dict) -> dict:
 
 def gsm8k(r: dict) -> dict:
     """GSM8K, whose answer follows "####" at the end of the solution."""
-    return {"task": "math", "answers": [r["answer"].rpartition("####")[2].strip()]}
+    return {"task": "math", "answers": [str(r["answer"]).rpartition("####")[2].strip()]}
+
+
+def popqa(r: dict) -> dict:
+    """PopQA, whose `possible_answers` is a list, or the JSON text of one."""
+    golds = r["possible_answers"]
+    return {"answers": json.loads(golds) if isinstance(golds, str) else golds, "source": "popqa"}
+
+
+def triviaqa(r: dict) -> dict:
+    """TriviaQA as on the HF hub, whose `answer` has a `value` and `aliases`."""
+    answer = r["answer"]
+    return {"answers": [answer["value"], *answer.get("aliases", ())], "source": "triviaqa"}
 
 
 def ur2(r: dict) -> dict:
@@ -99,19 +113,25 @@ def ur2(r: dict) -> dict:
     return {"task": "math" if r.get("source") == "math" else "qa"}
 
 
+# The text up to the first "Question:" at the start of a line, or else up to the first one.
+ASKED = re.compile(r"(?ms)\A(?:.*?^\s*|(?!.*^\s*Question:).*?)Question:")
+
+
 def verl(r: dict) -> dict:
     """verl. `ground_truth`, or its "target", is a list of answers or a text that joins them by
-    <|answer_split|>.
+    <|answer_split|>. Without a field `question`, the question follows the first "Question:" in the
+    prompt, one at the start of a line before any other.
     """
     golds = r["reward_model"]["ground_truth"]
     golds = golds["target"] if isinstance(golds, dict) else golds
-    golds = golds.split("<|answer_split|>") if isinstance(golds, str) else list(golds)
-    source = r["data_source"]
+    if isinstance(golds, str | int | float):
+        golds = str(golds).split("<|answer_split|>")
+    source, extra = r["data_source"], r["extra_info"]
     asked = [message["content"] for message in r["prompt"] if message["role"] == "user"]
     return {
-        "id": f"{source}:{r['extra_info']['index']}",
-        "question": asked[-1].rpartition("Question:")[2].strip(),
-        "answers": golds,
+        "id": f"{source}:{extra['index']}",
+        "question": r.get("question") or extra.get("question") or ASKED.sub("", asked[-1]).strip(),
+        "answers": list(golds),
         "source": source,
     }
 
@@ -124,6 +144,8 @@ KINDS = {
     "medqa": medqa,
     "math": math,
     "gsm8k": gsm8k,
+    "popqa": popqa,
+    "triviaqa": triviaqa,
     "ur2": ur2,
     "r1_searcher": ur2,
     "verl": verl,
@@ -140,8 +162,8 @@ def convert(kind: str, path: Path, skip_bad: bool = False) -> list[dict]:
         fields |= KINDS[kind](record)
         if name := named_after(path):
             fields = {"source": name} | fields
-        question_of(fields, number)  # what training would reject is an error now
-        return fields
+        question = question_of(fields, number)  # what training would reject is an error now
+        return fields | {"answers": question.answers}
 
     return read_records(path, converted, skip_bad)
 

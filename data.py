@@ -10,10 +10,14 @@ A file has a JSON object on each line. Questions have our fields, or FlashRAG's 
     {"id": "1", "question": "Where was Ana Bell born?", "answers": ["Kelmouth", "Port Kelmouth"]}
     {"id": "2", "question": "Where was Ana Bell born?", "golden_answers": ["Kelmouth"]}
 
-and so have documents; `contents` holds the title, a line break, and the text:
+and so have documents; `contents` holds the title, a line break, and the text, or the text alone if
+there is a `title`:
 
     {"id": "a", "title": "Ana Bell", "text": "Ana Bell was born in Kelmouth."}
     {"id": "b", "contents": "\"Kelmouth\"\nKelmouth is a town in Norland."}
+
+In a file that merges several data sets, as Search-R1's, `data_source` is the kind of a question and
+the beginning of its id.
 
 convert.py makes such files of other data sets. An error in a file becomes a one-line message that
 names the file, the line and the field. Left out: corpora larger than memory.
@@ -23,7 +27,7 @@ import dataclasses
 import random
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain
@@ -194,11 +198,27 @@ def field(record: dict, name: str, kind: type = str, default=None):
 
 
 def id_of(record: dict, number: int | None = None) -> str:
-    """Returns the id; `number`, the record's place in the file, is the id of one without."""
+    """Returns the id; `number`, the record's place in the file, is the id of one without. Each data
+    set in a merged file may have its own "test_0", so `data_source` comes before it: "nq:test_0".
+    """
     value = record.get("id", number)
     if type(value) not in (int, str) or value == "":
         raise InputError(f"field 'id': expected a text or a whole number, found {short(value)}")
-    return str(value)
+    source = field(record, "data_source", str, "")
+    return f"{source}:{value}" if source else str(value)
+
+
+def answers_of(values: list) -> list[str]:
+    """Returns the answers as texts, each once. Blank ones are dropped: cover-EM finds "" in every
+    prediction.
+
+    >>> answers_of(["Ana", 42, " ", None, "Ana"])
+    ['Ana', '42']
+    """
+    if {*map(type, values)} - {str, int, float, type(None)}:
+        raise InputError(f"expected answers that are texts or numbers, found {short(values)}")
+    texts = (clean(str(value)) for value in values if value is not None)
+    return [*dict.fromkeys(filter(str.strip, texts))]
 
 
 def named_after(path: str | Path) -> str:
@@ -225,21 +245,20 @@ def question_of(record: dict, number: int, dataset: str = "") -> Question:
             f"field {answers!r} is missing or empty: convert.py makes our layout of other data "
             "sets' files"
         )
-    golds = field(record, answers, list)
-    # cover-EM finds "" in every prediction
-    if not all(isinstance(gold, str) and gold.strip() for gold in golds):
+    golds = answers_of(field(record, answers, list))
+    if not golds:
         raise InputError(f"field {answers!r}: expected texts that are not blank")
     documents = enumerate(field(record, "references", list, []), 1)
     steps = field(record, "decomposition", list, [])
     question = Question(
         id=id_of(record, number),
         question=field(record, "question"),
-        answers=[*map(clean, golds)],
+        answers=golds,
         task=field(record, "task", str, "qa"),
-        options=tuple(map(clean, field(record, "options", list, []))),
+        options=tuple(map(clean, map(str, field(record, "options", list, [])))),
         references=tuple(document_of(document, place) for place, document in documents),
         supporting=tuple(field(record, "supporting", list, [])),
-        source=field(record, "source", str, dataset),
+        source=field(record, "source", str, field(record, "data_source", str, dataset)),
         level=str(record.get("level") or ""),  # a number in MATH, a word in UR²'s files
         may_search=field(record, "may_search", bool, True),
         hops=tuple(Hop(step["query"], step.get("answer", "")) for step in steps),
@@ -260,15 +279,38 @@ def check(question: Question) -> None:
         raise InputError(f"field 'answers': expected letters of the {len(letters)} options")
 
 
+def passage_of(record: dict) -> tuple[str, str]:
+    """Returns (title, text): of our fields, or of `contents` (FlashRAG, Search-R1) or `content`. A
+    record's own title is removed from the first line of its `contents`, if it is there.
+
+    >>> passage_of({"title": "Ana", "contents": "Born in Varen."})
+    ('Ana', 'Born in Varen.')
+    >>> passage_of({"title": "Ana", "content": "Ana\\nBorn."})
+    ('Ana', 'Born.')
+    """
+    names = ("title", "text", "content", "contents")
+    own, own_text, content, contents = (field(record, name, str, "").strip() for name in names)
+    title, text = titled(contents or content)
+    if (contents or content) and own.strip('"') in ("", title.strip('"')):
+        return title, text.strip()
+    return own, contents or content or own_text
+
+
 def document_of(record: dict, number: int) -> Document:
-    """Reads our fields, or FlashRAG's and Search-R1's `contents`."""
-    if "contents" in record:
-        title, text = titled(field(record, "contents"))
-    else:
-        title, text = (field(record, name, str, "") for name in ("title", "text"))
+    title, text = passage_of(record)
     if not title and not text:
         raise InputError("field 'text' is missing or empty, and so are 'title' and 'contents'")
-    return Document(id_of(record, number), title.strip(), text.strip())
+    return Document(id_of(record, number), title, text)
+
+
+def distinct(documents: Iterable[Document]) -> list[Document]:
+    """Returns the documents without those whose title and text an earlier one has: a corpus may
+    have one passage under several ids.
+    """
+    firsts = {}
+    for document in documents:
+        firsts.setdefault((document.title, document.text), document)
+    return [*firsts.values()]
 
 
 # ----------------------------------------------------------------------------------------- loading

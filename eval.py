@@ -81,6 +81,11 @@ class Options:
         False,
         "append the summariser's prompts and notes to OUTPUT_DIR/summaries.jsonl (lab.distil)",
     )
+    skip_missing: bool = setting(
+        False,
+        "--predictions: leave out questions of --data without a prediction; by default they count "
+        "as wrong",
+    )
     all: bool = setting(False, "print every metric; by default the most important ones")
 
 
@@ -304,7 +309,7 @@ def default_out(settings: Settings, options: Options) -> Path:
 def run(settings: Settings, options: Options) -> None:
     """Evaluates a model, compares it with the predictions of --against, and prints the tables."""
     # --against may name files of other programs. If they lack gold answers, --data provides them.
-    others = score_files(options.against, settings, options.punctuation)
+    others = score_files(options.against, settings, options.punctuation, skip_missing=True)
     # Reader and judge are built first, so that a wrong address fails before the long rollouts.
     reader = build_reader(settings, best_device()) if settings.reader else None
     judge = build_judge(settings, best_device())

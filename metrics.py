@@ -25,6 +25,7 @@ extras `math` and `rouge`).
 import importlib.util
 import re
 import string
+import unicodedata
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
@@ -64,9 +65,38 @@ def normalize_answer(text: str, punctuation: str = "space") -> str:
     return " ".join(words) or lowered.strip()
 
 
+# Scripts without blanks between words: Thai, Lao, Burmese, Khmer; Japanese and Chinese. Punctuation
+# is left out, vowel signs are not.
+_UNSPACED = (
+    r"\u0e01-\u0e3a\u0e40-\u0e4e\u0e50-\u0e59\u0e81-\u0edf\u1000-\u1049\u1050-\u109d"
+    r"\u1780-\u17d3\u17d7\u17e0-\u17e9\u3005-\u3007\u3041-\u3096\u309d-\u309f\u30a1-\u30fa"
+    r"\u30fc-\u312f\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f"
+    r"\U00020000-\U0003ffff"
+)
+_RUN = re.compile(f"[{_UNSPACED}]")
+# At each character U: the pair that begins there, or a single U; else a word of another script.
+_TERMS = r"(?=([U]{2}|(?<![U])[U]|[^\WU]+))(?:[U]|[^\WU]+)".replace("U", _UNSPACED)
+_PIECES = r"\s*(?:[U]{1,2}|[^\sU]+)".replace("U", _UNSPACED)
+
+
 def tokenize(text: str) -> list[str]:
-    """Splits a text into words for a search index: tokenize("Sao_1, x") is ["sao_1", "x"]."""
-    return re.findall(r"\w+", text.lower())
+    """Splits a text into words for a search index: tokenize("Sao_1, x") is ["sao_1", "x"]. Scripts
+    without blanks give the pairs of neighbouring characters: tokenize("東京都 x") is ["東京",
+    "京都", "x"]. A letter and its accent become one character (NFC).
+    """
+    text = text.lower()
+    if text.isascii() or not _RUN.search(text := unicodedata.normalize("NFC", text)):
+        return re.findall(r"\w+", text)
+    return re.findall(_TERMS, text)
+
+
+def stretches(text: str, words: int, step: int) -> list[str]:
+    """Returns the parts of `words` words that begin `step` words apart: stretches("a b c", 2, 1) is
+    ["a b", "b c", "c"]. In scripts without blanks, two characters count as a word.
+    """
+    pieces = re.findall(_PIECES, text)
+    parts = ("".join(pieces[n : n + words]) for n in range(0, len(pieces), step))
+    return [" ".join(part.split()) for part in parts]
 
 
 def _as_list(golds: Golds) -> list[str]:

@@ -13,6 +13,9 @@ BM25 as rank-bm25's BM25Okapi defines it, over N documents; f = count of term t 
                   idf; if this product is not positive (for example with two documents), every
                   idf below SMALL_IDF becomes SMALL_IDF, unlike in rank-bm25
 
+Terms are words in lower case, and pairs of characters in scripts without blanks (metrics.tokenize).
+A passage that the corpus has under several ids is found once.
+
 A summand depends only on term and document, not on the rest of the query. So the index holds the
 summand of every (term, document) pair that occurs, sorted by term, and a query adds up the slices
 of its terms.
@@ -34,13 +37,14 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from tqdm import tqdm
 
-from data import Document, SearchRequest, SearchResult, harmless, load_corpus
+from data import Document, SearchRequest, SearchResult, distinct, harmless, load_corpus
 from errors import FlagParser, InputError, run_main
 from metrics import tokenize
 from settings import Settings
 
 Array = np.ndarray
 SMALL_IDF = 0.05  # the smallest idf if epsilon · mean idf is not positive
+COPIES = 10  # of a passage with several ids: this many times k documents are looked at
 COMMON = 0.25  # a term in more than this share of the documents gets a dense array of summands
 Found = list[list[Document]]  # the documents of each query or request
 Requests = list[SearchRequest]
@@ -115,7 +119,7 @@ def retrieve(retriever, requests: Requests, k: int) -> list[list[Document] | boo
     answers = retriever.search([query for query, _ in unique], k, *questions)
     # strict=True: if a retriever drops a query, the other queries must not get wrong documents
     found = dict(zip(unique, answers, strict=True))
-    return [found[key] for key in keys]
+    return [found[key] and distinct(found[key]) for key in keys]
 
 
 # --------------------------------------------------------------------------------------------- BM25
@@ -167,10 +171,11 @@ class BM25:
         return scores
 
     def search(self, queries: list[str], k: int) -> Found:
-        """Returns min(k, N) documents per query, best first. If fewer documents share a word with
-        the query, others with score 0 fill up the list, as in rank-bm25.
+        """Returns k documents per query, best first, or all of a smaller corpus. If fewer documents
+        share a word with the query, others with score 0 fill up the list, as in rank-bm25.
         """
-        return [[self.documents[i] for i in top(self.scores(query), k)] for query in queries]
+        found = (top(self.scores(query), COPIES * k) for query in queries)
+        return [distinct(self.documents[i] for i in best)[:k] for best in found]
 
 
 def count_words(texts: Iterable[str]) -> tuple[dict[str, int], Array, Array]:

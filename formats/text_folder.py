@@ -1,4 +1,5 @@
-"""Splits a text file, or all texts in a folder, into documents of 100 words, as DPR's Wikipedia is.
+"""Splits a text file, or all texts in a folder, into documents of 100 words, as DPR's Wikipedia is
+(in scripts without blanks, such as Chinese, of 200 characters).
 
 The title of a document is the name of its file, in Markdown also the heading: "guide > Install".
 Left out: HTML and links (they stay as text); sentences, which a cut may divide; code blocks, in
@@ -8,6 +9,8 @@ which a line that begins with "# " is taken for a heading.
 import re
 from collections.abc import Iterator
 from pathlib import Path
+
+from metrics import stretches
 
 WORDS = 100
 HEADING = re.compile(r"^ {0,3}#{1,6} +(.+)$", re.MULTILINE)
@@ -24,9 +27,8 @@ def passages_of(file: Path) -> Iterator[tuple[str, str]]:
         if number % 2:
             title = f"{file.stem} > {part.strip(' #')}"
             continue
-        words = part.split()
-        for start in range(0, len(words), WORDS):
-            yield title, " ".join(words[start : start + WORDS])
+        for passage in stretches(part, WORDS, WORDS):
+            yield title, passage
 
 
 def read_texts(path: Path) -> Iterator[tuple[str, str, str]]:

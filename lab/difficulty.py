@@ -89,7 +89,14 @@ def main(arguments: list[str] | None = None) -> None:
     append_jsonl(Path(options.out), lines)
     counts = Counter(line["bucket"] for line in lines)
     print(f"{len(lines)} questions:", ", ".join(f"{name} {counts[name]}" for name in BUCKETS))
-    print(f"use: python train.py --difficulty {options.out}  (scheme: {scheme})")
+    if any(line["score"] and line["bucket"] != "dropped" for line in lines):
+        print(f"use: python train.py --difficulty {options.out}  (scheme: {scheme})")
+    else:
+        print(
+            f"{options.out} trains nothing: no question was right in enough rollouts, and equal "
+            "rewards teach nothing. Look at the predictions: do searches find the answers? If so, "
+            "ask easier questions, or give a better --model (coldstart.py)"
+        )
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ that "the UK" is "Great Britain".
     grades     correct, partly correct or wrong        for mathematics, in UR²'s reward and eval.py:
                (2, 1 or 0)
 
-The last line of the judge's reply must be the word for the verdict or the grade; only a label such
-as "Verdict:" may precede it. Any other reply is unreadable: the verdict is None, and
-`Judge.unreadable` counts it. Without a verdict, When to Search's reward and DAPO's filter use
-`rewards.matches`, and ARENA's reward its metric. UR²'s reward counts the answer as wrong, and
-eval.py leaves it out of `judged`. The policy that wrote the answer is rewarded for a "yes" and
-could try to instruct the judge. So the judge gets the answer as one line of limited length, and its
-instruction says that this line is text to judge.
+The last line of the judge's reply must be the word for the verdict or the grade, or a sentence that
+begins with it ("Yes, it is right."). A label such as "Verdict:" may precede it, and formatting is
+ignored; a JSON object with such a label is read too. Any other reply is unreadable, also one with
+"but" or with two verdicts: the verdict is None, and `Judge.unreadable` counts it. Without a
+verdict, When to Search's reward and DAPO's filter use `rewards.matches`, and ARENA's reward its
+metric. UR²'s reward counts the answer as wrong, and eval.py leaves it out of `judged`. The policy
+that wrote the answer is rewarded for a "yes" and could try to instruct the judge. So the judge gets
+the answer as one line of limited length, and its instruction says that this line is text to judge.
 
 The protocol decides which texts the judge of an open question sees. There are three choices; the
 field `judge_sees` of a prediction names the one for it:
@@ -63,10 +64,13 @@ VERDICTS = {
     "yes": True,
     "true": True,
     "correct": True,
+    "right": True,
     "no": False,
     "false": False,
     "incorrect": False,
     "wrong": False,
+    "partly": None,
+    "partially": None,
 }
 GRADES = {
     "correct": 2.0,
@@ -76,7 +80,17 @@ GRADES = {
     "wrong": 0.0,
     "incorrect": 0.0,
 }
-_LABEL = re.compile(r"^(?:final )?(?:verdict|judge?ment|grade|answer)\s*[:=-]\s*")
+_NAMES = r"(?:verdict|judge?ment|grade|result|decision|answer|correct|right)"
+_LABEL = re.compile(
+    rf"^(?:the |final |is )*{_NAMES}\s*[:=-]\s*"
+    r"|^(?:so |the |final )*(?:verdict|judge?ment|grade|it|this) is "
+    r"|^the (?:given )?answer is (?!yes|no)"  # this repeats the answer
+)
+_FIELD = re.compile(rf"[\"'](?:is_)?{_NAMES}[\"']\s*:\s*[\"']?(\w[\w ]*)")  # of a JSON object
+_MARKS = re.compile(r"</?\w+>|\\\w+|[*_`\"'“”„‘’«»#{}]")
+_UNSURE = re.compile(r"\b(?:but|however|although|though|unless|if|whether|maybe|perhaps|except)\b")
+# What follows a verdict at the start of a sentence. Trap: "wrong: no" may mean either.
+_AFTER = r"$| ?[,.;!]| [–—-] | (?:it|this|that|the)\b| ?: (?!yes|no|true|false)"
 
 
 class Judge:
@@ -121,15 +135,25 @@ def pair_text(question: Question, answer: str, sees: str = "question") -> str:
 
 
 def read_verdict(reply: str | None, words: dict = VERDICTS):
-    """Reads the last line, without its formatting and a label such as "Verdict:". Returns its value
-    in `words`, or None if it is not one of them.
+    """Reads the last line, or the JSON object at the end. Returns the value in `words` of the
+    verdict, or None if there is none or if there are several.
 
     >>> read_verdict("It names the same country.\\n**Verdict: Yes.**"), read_verdict("yes and no")
     (True, None)
+    >>> read_verdict('{"reason": "the same", "correct": "no"}'), read_verdict("Yes, it is right.")
+    (False, True)
     """
-    last = without_thinking(reply or "").split("\n")[-1]
-    plain = re.sub(r"[*_`\"'.!#]", "", last).strip().lower()
-    return words.get(_LABEL.sub("", plain, count=1))
+    text = without_thinking(reply or "").strip("`~ \n")
+    fields = _FIELD.findall(text) if text.endswith("}") else []
+    values = set()
+    for line in fields or re.findall(r".*\w.*", text)[-1:]:  # a line of a fence has no word
+        plain = " ".join(_MARKS.sub(" ", line).lower().split())
+        plain = re.sub(r"^[^\w?]+|[^\w?]+$", "", plain)
+        plain += f"; {_LABEL.sub('', plain, count=1)}"  # "correct: it is" has a verdict, no label
+        some = "|".join(sorted(words, key=len, reverse=True))  # "partly correct" before "partly"
+        found = re.findall(rf"(?:^|[.!?;,] |\b(?:so|only) )({some})(?={_AFTER})", plain)
+        values |= {None} if _UNSURE.search(plain) else {*map(words.get, found)}
+    return values.pop() if len(values) == 1 else None
 
 
 def math_grader(trajectories: list[Trajectory], judge: Judge) -> Callable[[Question, str], float]:

@@ -10,13 +10,15 @@ There are three layouts:
 
 A prediction belongs to the question of --data with the same text; a prediction without the text of
 its question, to the one with the same id. Texts come first because many files have line numbers as
-ids. Trap: papers treat punctuation differently (metrics.py).
+ids. A question of --data without a prediction counts as wrong, unless --skip_missing is given.
+Trap: papers treat punctuation differently (metrics.py).
 """
 
 import sys
+from itertools import chain
 from pathlib import Path
 
-from data import load_datasets, named_files
+from data import answers_of, id_of, load_datasets, named_files
 from errors import InputError
 from formats.records import read_records, short, write_records
 from metrics import score_answer, summary_scores
@@ -37,11 +39,12 @@ def our_record(record: dict, number: int) -> dict:
         record = record | {"prediction": record["output"]["pred"], "golds": golds}
     if not isinstance(record["prediction"], str | None):
         raise InputError(f"the prediction is {short(record['prediction'])}: expected a text")
-    record = {"id": number, "question": "", "task": "qa", "metrics": {}} | record
-    golds = record.get("golds") or []
-    kind = record.get("kind") or record.get("source") or record["task"]
-    golds = [golds] if isinstance(golds, str) else golds
-    return record | {"id": str(record["id"]), "golds": golds, "kind": kind}
+    record = {"question": "", "task": "qa", "metrics": {}} | record
+    golds = record.get("golds")
+    golds = answers_of(golds if isinstance(golds, list) else [golds])
+    kind = record.get("kind") or record.get("source") or record.get("data_source")
+    fields = {"id": id_of(record, number), "golds": golds, "kind": kind or record["task"]}
+    return record | fields
 
 
 def r1_searcher_record(record: dict) -> dict:
@@ -73,9 +76,12 @@ def scored(record: dict, punctuation: str, again: bool) -> dict:
     return record | {"metrics": record["metrics"] | scores}
 
 
-def score_files(paths: str, settings: Settings, punctuation: str = "") -> list[dict]:
+def score_files(
+    paths: str, settings: Settings, punctuation: str = "", skip_missing: bool = False
+) -> list[dict]:
     """Returns the records of all files, with their metrics. A record's data set is the file of
     --data that holds its question; without --data, its field `dataset` or the predictions file.
+    Questions of --data that no file answers get a record too, unless `skip_missing` is True.
     """
     if not paths:
         return []
@@ -93,12 +99,32 @@ def score_files(paths: str, settings: Settings, punctuation: str = "") -> list[d
             if len(files) > 1:  # two files may count their questions from 1
                 place["id"] = f"{name}:{record['id']}"
             records.append(scored(record, punctuation, again=bool(asked)) | place)
+    missing = unanswered(records, asked) if asked else []
+    if missing:
+        how = "are left out" if skip_missing else "count as wrong (--skip_missing leaves them out)"
+        count = sum(map(len, asked.values()))
+        note = f"{paths}: {len(missing)} of {count} questions have no prediction and {how}"
+        print(note, file=sys.stderr)
+    if missing and not skip_missing:
+        missing = with_questions(paths, missing, asked)
+        records += [scored(record, punctuation, again=True) for record in missing]
     return records
+
+
+def unanswered(records: list[dict], asked: dict) -> list[dict]:
+    """Returns a record without a prediction for each question that has none. If the predictions
+    have verdicts, its verdict is "wrong".
+    """
+    known = {*map(same_text, records)}
+    empty = {"prediction": None, "evidence": None}
+    empty["metrics"] = {name: 0.0 for name in records[0]["metrics"] if name == "judged"}
+    questions = ({"id": q.id, "question": q.question} for q in chain(*asked.values()))
+    return [empty | question for question in questions if same_text(question) not in known]
 
 
 def with_questions(path: Path, records: list[dict], asked: dict) -> list[dict]:
     """Adds each question's fields, such as golds and options, to its predictions. Prints how many
-    questions and predictions have no counterpart: these are left out. asked: data set -> questions.
+    predictions have no question: these are left out. asked: data set -> questions.
     """
     known = {}
     for dataset, questions in asked.items():
@@ -115,23 +141,17 @@ def with_questions(path: Path, records: list[dict], asked: dict) -> list[dict]:
             answered.append(record | fields)
     if not answered:
         raise InputError(f"{path}: none of its predictions is of a question in --data")
-    count = sum(map(len, asked.values()))
-    missing = count - len({record["id"] for record in answered})
-    foreign = len(records) - len(answered)
-    if missing or foreign:
-        print(
-            f"{path}: {missing} of {count} questions have no prediction and are left out; "
-            f"{foreign} predictions are of no question in --data",
-            file=sys.stderr,
-        )
+    if foreign := len(records) - len(answered):
+        print(f"{path}: {foreign} predictions are of no question in --data", file=sys.stderr)
     return answered
 
 
 # ------------------------------------------------------------------------------------- other models
 def score_predictions(settings: Settings, options) -> None:
     """Runs `eval.py --predictions`; `options` are an eval.Options."""
-    records = score_files(options.predictions, settings, options.punctuation)
-    others = score_files(options.against, settings, options.punctuation)
+    files = options.predictions, options.against
+    how = settings, options.punctuation, options.skip_missing
+    records, others = (score_files(paths, *how) for paths in files)
     if settings.judge or settings.reader:
         from plumbing.build import build_judge, build_reader
         from policy import best_device  # loads torch, which scoring alone does not need

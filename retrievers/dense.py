@@ -8,7 +8,8 @@
 The encoder comes from sentence-transformers (extra `dense`), which pools a text's token vectors as
 the model's files say. If they do not say how, the last token's vector is taken for a causal model
 whose architecture is called ...ForCausalLM, and the mean of all vectors for any other model.
-Each text gets the prefix that the model's family was trained with (PREFIXES), or the model's own.
+Each text gets the prefix among the model's own `prompts`, or else that of the model's family
+(PREFIXES); a line on stderr says which.
 Vectors are stored in fp16 (32 GB for 21M vectors of 768 numbers) and multiplied in fp32. Storing
 them in fp16 changes the score of two unit vectors by at most 2^-11. After an interrupt the complete
 shards are used again: a shard's file gets its name only when it is complete. Left out: approximate
@@ -24,20 +25,38 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from data import Document, clean
-from errors import InputError
+from data import Document, clean, distinct
+from errors import InputError, say_once
 
 SHARD = 16_384  # documents per file, and rows of one matrix product
-PREFIXES = {  # part of the model's name -> (query prefix, document prefix); the first match counts
+COPIES = 10  # of a passage with several ids: this many times k documents are looked at
+# Names of a model's own prompts for a search
+QUERY_PROMPTS = (
+    "query web_search_query search_query s2p_query retrieval.query retrieval_query".split()
+)
+PASSAGE_PROMPTS = "document passage corpus search_document retrieval.passage".split()
+PREFIXES = {  # words of the model's name -> prefixes of query and passage; the first match counts
+    "e5 instruct": (
+        "Instruct: Given a web search query, retrieve relevant passages that answer the query\n"
+        "Query: ",
+        "",
+    ),
     "e5": ("query: ", "passage: "),
-    "bge-m3": ("", ""),
+    "bge m3": ("", ""),
+    "bge noinstruct": ("", ""),
+    "bge gemma2": (
+        "<instruct>Given a web search query, retrieve relevant passages that answer the query.\n"
+        "<query>",
+        "",
+    ),
+    "bge zh": ("为这个句子生成表示以用于检索相关文章：", ""),
     "bge": ("Represent this sentence for searching relevant passages: ", ""),
 }
 
 
 class Encoder:
     """Maps (texts, kind) to unit vectors [n, d] in fp32; kind is "query" or "passage". `version`
-    identifies the model's layers and weights and the prefix for passages, if PREFIXES has one.
+    identifies the model's layers and weights and the prefix for passages.
     """
 
     def __init__(self, name: str, device: str = ""):
@@ -46,7 +65,8 @@ class Encoder:
         model = SentenceTransformer(name, device=device or None, trust_remote_code=False)
         # A GPU uses fp16, which is more precise than bf16.
         self.model = model if model.device.type == "cpu" else model.half()
-        query, passage = prefixes(name)
+        query, passage = prefixes(name, model.prompts)
+        say_once(f"encoder {name}: prefix of a query {query!r}, of a passage {passage!r}")
         self.prefix = {"query": query, "passage": passage}
         self.version = version_of(model, passage)
 
@@ -59,13 +79,20 @@ class Encoder:
         return vectors
 
 
-def prefixes(name: str) -> tuple[str | None, str | None]:
-    """Returns the prefixes of a query and of a document: those of the first key of PREFIXES that is
-    a word of the model's name or path. If none is, both are None, which means the model's own
-    prefix.
+def prefixes(name: str, prompts=()) -> tuple[str | None, str | None]:
+    """Returns the prefixes of a query and of a passage. They are the model's own `prompts`, if it
+    has some for a search; else those of the first key of PREFIXES whose words are all in the last
+    part of the model's name or path. If there is none, both are None.
+
+    >>> prefixes("e5/bge-m3"), prefixes("e5-base"), prefixes("e5-base", {"query": "ask: "})
+    (('', ''), ('query: ', 'passage: '), ('ask: ', ''))
     """
-    words = re.sub("[^a-z0-9]+", "-", f"-{name}-".lower())
-    return next((PREFIXES[part] for part in PREFIXES if f"-{part}-" in words), (None, None))
+    own, kinds = dict(prompts), (QUERY_PROMPTS, PASSAGE_PROMPTS)
+    query, passage = (next(filter(None, map(own.get, names)), "") for names in kinds)
+    if query or passage:
+        return query, passage
+    words = {*re.findall("[a-z0-9]+", Path(name).absolute().name.lower())}
+    return next((PREFIXES[key] for key in PREFIXES if {*key.split()} <= words), (None, None))
 
 
 def version_of(model, prefix: str | None) -> bytes:
@@ -95,6 +122,7 @@ class DenseRetriever:
     @torch.inference_mode()
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         vectors = torch.from_numpy(self.encoder(queries)).to(self.device)  # [B, d]
+        k, wanted = COPIES * k, k
         scores, rows = [], []  # of the best documents of each shard: all scores may need 20 GB
         for number, shard in enumerate(self.shards):
             best = (vectors @ shard.to(self.device).float().T).topk(min(k, len(shard)))
@@ -102,7 +130,7 @@ class DenseRetriever:
             rows.append(best.indices + number * SHARD)
         best = torch.cat(scores, 1).topk(min(k, len(self.documents))).indices  # [B, k]
         best = torch.cat(rows, 1).gather(1, best)
-        return [[self.documents[row] for row in found] for found in best.tolist()]
+        return [distinct(self.documents[row] for row in found)[:wanted] for found in best.tolist()]
 
 
 def passage_vectors(documents: list[Document], encoder, runs="runs") -> list[torch.Tensor]:

@@ -5,6 +5,8 @@ memory is. serve.py is the server.
                  -> {"result": [[{"document": {"id", "contents": "\\"Title\\"\\ntext"}, "score"},
                                  ...], ...]}
 
+A document may also have `title` and `text`, or `content`, as in a corpus (data.passage_of).
+
 Traps. One query that a server cannot handle fails its whole batch, so each query of a failed batch
 is then sent alone, once, while time is left. A query that the server rejects when it is sent alone
 (HTTP 400, 413, 414, 422) counts as rejected, not as a failed search: training leaves out
@@ -18,9 +20,8 @@ import json
 import time
 from functools import partial
 
-from data import Document
+from data import Document, passage_of
 from errors import InputError
-from formats.records import titled
 from retrievers.net import Fault, RejectedRequest, fetch_json, left, retrying, shown
 
 BATCH = 256  # queries per request
@@ -102,6 +103,8 @@ def read_documents(items: list[dict | None]) -> list[Document]:
     documents = []
     for item in items:
         if record := item and item.get("document", item):
-            title, text = map(str.strip, titled(record["contents"]))
-            documents.append(Document(str(record.get("id") or title), title, text))
+            if not record.keys() & {"contents", "content", "title", "text"}:
+                raise KeyError("contents")
+            title, text = passage_of(record)
+            documents.append(Document(str(record.get("id") or title or text), title, text))
     return documents

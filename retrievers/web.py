@@ -32,7 +32,7 @@ from urllib.parse import quote, urlsplit
 
 from data import Document
 from errors import InputError
-from metrics import tokenize
+from metrics import stretches, tokenize
 from retrievers.net import PORTS, Fault, exchange, fetch_json
 
 CANDIDATES = 3  # addresses tried per wanted page, at most
@@ -146,8 +146,6 @@ def window(text: str, query: str, words: int) -> str:
     """Returns the window of `words` words that has the most distinct words of the query; in a tie,
     the first. The windows begin words // 5 words apart.
     """
-    page, wanted = text.split(), {*tokenize(query)}
-    starts = range(0, len(page), max(words // 5, 1))
-    windows = [" ".join(page[start : start + words]) for start in starts]
+    wanted, windows = {*tokenize(query)}, stretches(text, words, max(words // 5, 1))
     best = max(windows, key=lambda part: len(wanted & {*tokenize(part)}), default="")
-    return best[: 10 * words]  # in languages without spaces a whole text is one word
+    return best[: 10 * words]  # a "word" may be an address of any length

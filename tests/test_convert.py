@@ -52,6 +52,8 @@ VERL = {
     "reward_model": {"ground_truth": {"target": ["Ana", "Ana Bell"]}, "style": "rule"},
     "extra_info": {"index": 3, "split": "train"},
 }
+POPQA = {"id": 4, "question": "Who?", "possible_answers": '["Ana", "Ana Bell"]', "s_pop": 3}
+TRIVIAQA = {"question": "Who?", "question_id": "tc_2", "answer": {"value": "Ana", "type": "x"}}
 R1 = {"idx": 7, "question": "Who?", "answer": "Ana"}
 
 
@@ -100,6 +102,7 @@ def test_musiques_gold_paragraphs_are_numbered_by_place_and_aliases_are_answers(
 
 
 ANA_OF_VERL = Question("nq:3", "Who?", ["Ana", "Ana Bell"], source="nq")
+ANA_OF_POPQA = Question("4", "Who?", ["Ana", "Ana Bell"], source="popqa")
 MEDQA_ONE = Question("1", "Which?", ["B"], "choice", ("red", "green"))
 
 
@@ -126,6 +129,21 @@ MEDQA_ONE = Question("1", "Which?", ["B"], "choice", ("red", "green"))
             R1 | {"source": "math", "level": "hard"},
             Question("7", "Who?", ["Ana"], "math", source="math", level="hard"),
         ),
+        ("popqa", POPQA, ANA_OF_POPQA),
+        ("popqa", POPQA | {"possible_answers": ["Ana", "Ana Bell"]}, ANA_OF_POPQA),
+        (
+            "triviaqa",
+            TRIVIAQA | {"answer": {"value": "Ana", "aliases": ["Bell", "Ana", ""]}},
+            Question("tc_2", "Who?", ["Ana", "Bell"], source="triviaqa"),
+        ),
+        ("triviaqa", TRIVIAQA, Question("tc_2", "Who?", ["Ana"], source="triviaqa")),
+        ("ur2", R1 | {"answer": 42}, Question("7", "Who?", ["42"])),
+        ("gsm8k", R1 | {"answer": 18}, Question("7", "Who?", ["18"], "math")),
+        (
+            "verl",
+            VERL | {"reward_model": {"ground_truth": {"target": 42}}},
+            Question("nq:3", "Who?", ["42"], source="nq"),
+        ),
         ("verl", VERL, ANA_OF_VERL),
         (
             "verl",
@@ -136,6 +154,23 @@ MEDQA_ONE = Question("1", "Which?", ["B"], "choice", ("red", "green"))
 )
 def test_a_published_record_becomes_a_question(kind, record, expected, one):
     assert one(kind, record) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt"),
+    [
+        ({"question": "Is 'Question: Who?' one?"}, "Answer. Question: no"),
+        ({"extra_info": {"index": 3, "question": "Is 'Question: Who?' one?"}}, "no"),
+        ({}, "Answer a Question: so.\n Question: Is 'Question: Who?' one?\n"),
+        ({}, "Answer it. Question: Is 'Question: Who?' one?\n"),
+        ({}, "Question: Is 'Question: Who?' one?"),
+        ({}, "Is it one?"),
+    ],
+)
+def test_verls_question_is_a_field_or_follows_the_first_marker(fields, prompt, one):
+    record = VERL | {"prompt": [{"role": "user", "content": prompt}]} | fields
+    expected = prompt if prompt == "Is it one?" else "Is 'Question: Who?' one?"
+    assert one("verl", record).question == expected
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,22 @@ def test_a_file_without_sources_counts_as_the_data_set_that_it_is_named_after(na
     assert [q.kind for q in load_questions(write(*records, name=name))] == [kind, "2wiki_inference"]
 
 
+def test_a_merged_file_has_the_data_set_in_kind_and_id(write):
+    """Search-R1's test.parquet begins each of its seven data sets with the id test_0."""
+    names = ["nq", "triviaqa", "popqa"]
+    questions = load_questions(write(*(FLASHRAG | {"data_source": name} for name in names)))
+    assert [(q.id, q.kind) for q in questions] == [(f"{name}:test_0", name) for name in names]
+    same = [FLASHRAG | {"data_source": "nq"}] * 2
+    assert "an earlier record has the id 'nq:test_0'" in message(load_questions, write(*same))
+
+
+def test_numbers_are_answers_and_blank_aliases_are_dropped(one):
+    assert one(OWN | {"answers": [42, "forty-two"]}).answers == ["42", "forty-two"]
+    assert one(FLASHRAG | {"golden_answers": [0, 0.5]}).answers == ["0", "0.5"]
+    assert one(OWN | {"answers": ["", "Ana", " ", None]}).answers == ["Ana"]
+    assert one(OWN | {"task": "choice", "options": [7, 8], "answers": ["B"]}).options == ("7", "8")
+
+
 @pytest.mark.fault(229)
 def test_gzipped_files_are_read_and_a_broken_one_is_an_error(tmp_path):
     path = tmp_path / "nq.jsonl.gz"
@@ -121,7 +137,9 @@ BAD_SECOND_LINES = [
     (b'{"id": "q2", "question"', "Expecting ':' delimiter"),
     (b"[1]", "expected an object {...}, found [1]"),
     (Q2 | {"question": ["Who?"]}, "field 'question': expected str, found ['Who?']"),
-    (Q2 | {"answers": ["Ana", ""]}, "field 'answers': expected texts that are not blank"),
+    (Q2 | {"answers": [" ", ""]}, "field 'answers': expected texts that are not blank"),
+    (Q2 | {"answers": [["Ana"]]}, "expected answers that are texts or numbers, found [['Ana']]"),
+    (Q2 | {"answers": [True]}, "expected answers that are texts or numbers, found [True]"),
     ({"question": "Who?", "answer": "Ana"}, "field 'answers' is missing or empty: convert.py"),
     of_fault(226, Q2 | {"answers": 5}, "field 'answers': expected list, found 5"),
     (Q2 | {"task": "poem"}, "field 'task': 'poem' is none of qa, math, choice"),
@@ -217,6 +235,21 @@ def test_contents_are_split_after_the_first_line_and_only_outer_quotes_are_remov
         Document("1", '"Heroes" (album)', "A record."),
         Document("2", "", "none"),
     ]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"title": "Ana", "contents": "Born.\nTwice."},
+        {"title": "Ana", "contents": '"Ana"\nBorn.\nTwice.'},
+        {"title": '"Ana"', "contents": "Ana\nBorn.\nTwice.", "text": "Born."},
+        {"title": "Ana", "content": "Born.\nTwice."},
+        {"content": "Ana\nBorn.\nTwice."},
+        {"title": "Ana", "text": "Born.\nTwice.", "contents": None},
+    ],
+)
+def test_a_title_beside_the_contents_is_kept_and_counts_once(write, record):
+    assert load_corpus(write(record)) == [Document("1", "Ana", "Born.\nTwice.")]
 
 
 def test_the_error_of_a_malformed_document_names_file_line_and_field(write):

@@ -64,6 +64,14 @@ def vectors_of(documents, encoder):
     return torch.cat(passage_vectors(documents, encoder)).numpy()
 
 
+def test_a_passage_with_several_ids_is_found_once():
+    documents = invented(5)
+    copies = [Document(f"{n}{d.id}", d.title, d.text) for n in "abc" for d in documents]
+    (found,) = DenseRetriever(documents + copies, Hashed(), "cpu").search(["ana"], 5)
+    (expected,) = DenseRetriever(documents, Hashed(), "cpu").search(["ana"], 5)
+    assert texts_of(found) == texts_of(expected)
+
+
 @pytest.mark.parametrize("k", [1, 5, 80])
 def test_a_search_in_shards_equals_a_sort_of_all_scores(k):
     documents, queries = invented(47), ["ana", "bell of varen"]
@@ -164,6 +172,22 @@ def test_a_vector_is_the_mean_or_in_a_causal_encoder_the_last_token(make, causal
 
 
 E5 = ("query: ", "passage: ")
+TASK = "Given a web search query, retrieve relevant passages that answer the query"
+E5_INSTRUCT = (f"Instruct: {TASK}\nQuery: ", "")
+
+
+@pytest.mark.parametrize(
+    "prompts, prefixes",
+    [
+        ({"sts_query": "sts: ", "web_search_query": "ask: "}, ("ask: ", "")),
+        ({"query": "q: ", "document": "d: ", "Clustering": "c: "}, ("q: ", "d: ")),
+        ({"query": "q: ", "passage": "p: "}, ("q: ", "p: ")),
+        ({"query": "", "document": ""}, E5),  # empty ones are sentence-transformers' own
+        ({"sts_query": "sts: "}, E5),
+    ],
+)
+def test_the_models_own_prompts_come_before_its_name(prompts, prefixes):
+    assert dense.prefixes("intfloat/e5-base-v2", prompts) == prefixes
 
 
 @pytest.mark.parametrize(
@@ -173,13 +197,19 @@ E5 = ("query: ", "passage: ")
         ("bge-base-en", ("Represent this sentence for searching relevant passages: ", "")),
         ("bge-m3", ("", "")),  # published as a model without an instruction
         ("e5s/tiny-bert", (None, None)),
+        ("models/bge-large-en/e5-base-v2/", E5),  # the last part counts
+        ("intfloat/multilingual-e5-large-instruct", E5_INSTRUCT),
+        ("intfloat/e5-mistral-7b-instruct", E5_INSTRUCT),
+        ("BAAI/bge-large-zh-v1.5", ("为这个句子生成表示以用于检索相关文章：", "")),
+        ("BAAI/bge-multilingual-gemma2", (f"<instruct>{TASK}.\n<query>", "")),
+        ("BAAI/bge-large-zh-noinstruct", ("", "")),
     ],
 )
 def test_the_name_of_the_encoder_decides_about_the_prefixes(name, prefixes):
     assert dense.prefixes(name) == prefixes
 
 
-def test_a_prefix_comes_from_the_model_or_from_its_name(make):
+def test_a_prefix_comes_from_the_model_or_from_its_name(make, capsys):
     path, bare = make(), Encoder(make("plain"), "cpu")
     other = Encoder(path, "cpu")
     other.model.prompts = {"query": "query: ", "document": "passage: "}
@@ -187,6 +217,7 @@ def test_a_prefix_comes_from_the_model_or_from_its_name(make):
     for encoder in (Encoder(path, "cpu"), Encoder(make("e5-base"), "cpu")):
         assert np.allclose(encoder(["Ana Bell"]), bare(["query: Ana Bell"]), atol=1e-6)
         assert np.allclose(encoder(["Ana"], "passage"), bare(["passage: Ana"]), atol=1e-6)
+    assert capsys.readouterr().err.count("query 'query: ', of a passage 'passage: '") == 2
 
 
 def test_texts_without_words_and_broken_texts_are_encoded(make):

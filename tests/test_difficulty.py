@@ -64,6 +64,17 @@ def test_the_scheme_and_its_metric_follow_the_recipe(out, monkeypatch, capsys):
     assert asked == [(a, 1.0, b) for a, b in zip(recipes, metrics, strict=True)]
 
 
+@pytest.mark.parametrize("scheme", ["ur2", "r1_searcher"])
+@pytest.mark.parametrize("right, useful", [(0, False), (8, True)])
+def test_a_file_that_trains_nothing_says_so(out, monkeypatch, capsys, scheme, right, useful):
+    scores = {name: [1.0] * right + [0.0] * (20 - right) for name in "abc"}
+    monkeypatch.setattr(difficulty, "scores_of_model", lambda *_: scores)
+    main(["--out", str(out), "--scheme", scheme])
+    printed = capsys.readouterr().out
+    assert ("use: python train.py --difficulty" in printed) == useful
+    assert (f"{out} trains nothing: no question was right in enough rollouts" in printed) != useful
+
+
 @pytest.fixture
 def tiny(monkeypatch, toy_policy, toy_tokenizer, tmp_path, out):
     """Returns flags that measure the untrained tiny model on one question of each kind."""

@@ -69,8 +69,7 @@ def test_an_analysis_quotes_the_sentence_with_the_answer_or_the_first_one():
     # Paragraph 1 does not have the answer, so its first sentence is quoted. Paragraph 3 has no
     # title, and its second sentence has the answer.
     assert analysis_of(QUESTION, PROTOCOLS["arena"]) == (
-        "(1) Ana Bell is a painter. (3) Kelmouth is a town in Norland! So the answer is"
-        " Norland."
+        "(1) Ana Bell is a painter. (3) Kelmouth is a town in Norland! So the answer is Norland."
     )
 
 

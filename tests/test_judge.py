@@ -49,21 +49,50 @@ def written(question, answer):
 YES = ["yes", "Yes.", "**Yes**", "correct", "It is the same.\nyes", "no\nno\nYES!\n\n"]
 YES += ["Verdict: yes", "**Final verdict:** Yes", "<think>no\nno</think>yes"]
 YES += ["no, wait</think>\nyes", "reason\r\nyes\r\n", "True"]  # UR² D.1 asks for True or False
+YES += [
+    "**Correct:** yes",
+    "```\nyes\n```",
+    "```yes```",
+    "“Yes.”",
+    "‘yes’",
+    "«Yes»",
+    "> yes",
+    "(yes)",
+]
+YES += ["Yes, it is right.", "Yes. The UK is Great Britain.", "Yes — the same", "Correct: it is."]
+YES += ["Both name it. Yes.", "Is it right? Yes.", "The answer is correct.", "<answer>yes</answer>"]
+YES += ['{"verdict": "yes"}', '{"correct": true}', "{'verdict': 'Yes'}", "\\boxed{yes}", "So yes."]
+YES += ['```json\n{"reason": "no, \\"partly\\"",\n "is_correct": "Yes, it is."\n}\n```']
 NO = ["no", "NO.", "False", "incorrect", "wrong", "yes\nno", "<think>yes</think>\nno"]
-NEITHER = [None, "", " \n ", "yes and no", "Yes, it is right", "not correct", "yes\nbut it is late"]
+NO += ["**Correct:** no", '{"verdict": "no"}', "Incorrect; the accepted answer is another one."]
+NO += ["No. The correct answer is Norland.", "No, it is not right.", "Wrong: it is another town."]
+NEITHER = [None, "", " \n ", "yes and no", "not correct", "yes\nbut it is late"]
 NEITHER += ["yesterday", "maybe", "yes/no", "<think>yes", "purple monkey"]
-NEITHER += ["the verdict is not verdict: yes"]
+NEITHER += ["the verdict is not verdict: yes", "Yes, but only the first.", "Yes. No.", "No-one is"]
+NEITHER += [
+    '{"incorrect": true}',
+    "Incorrect: no",
+    "Yes?",
+    "Given answer: yes",
+    "Yes, partly.",
+    "{}",
+]
+
+
+NEITHER += ["The given answer is yes."]
 
 
 @pytest.mark.fault(85, 88, 89)
 @pytest.mark.parametrize("replies, verdict", [(YES, True), (NO, False), (NEITHER, None)])
-def test_only_a_last_line_with_one_word_is_a_verdict_whatever_its_formatting(replies, verdict):
+def test_only_a_last_line_with_a_verdict_is_read_whatever_its_formatting(replies, verdict):
     assert {reply: read_verdict(reply) for reply in replies} == dict.fromkeys(replies, verdict)
 
 
 def test_grades_are_two_one_and_zero_and_yes_is_not_a_grade():
     grades = {"correct": 2, "partly": 1, "Partly correct.": 1, "partially correct": 1}
     grades |= {"Grade: wrong": 0, "incorrect": 0, "yes": None}
+    grades |= {"Partly correct: only one root.": 1, '{"grade": "partly"}': 1, "“Correct.”": 2}
+    grades |= {"Correct, both are halves.": 2, "Correct, but partly.": None}
     assert {word: read_verdict(word, GRADES) for word in grades} == grades
 
 

@@ -70,6 +70,16 @@ def test_the_four_normalisations_by_hand(text, style, expected):
 
 def test_a_search_index_keeps_articles_and_underscores():
     assert tokenize("The Sao_1, x-y!") == ["the", "sao_1", "x", "y"]
+    assert tokenize("東京都 Python言語・猫") == ["東京", "京都", "python", "言語", "猫"]
+    assert tokenize("Ünder – e\u0301 한국어 слово") == ["ünder", "é", "한국어", "слово"]
+
+
+@pytest.mark.parametrize(
+    "answer", ["“Kelmouth”", "Kel\u200bmouth", "Ｋｅｌｍｏｕｔｈ", "Port–Kelmouth"]
+)
+def test_other_characters_that_look_alike_are_not_equal(answer):
+    """docs/metrics.md says so; it is the rule of the papers' code."""
+    assert exact_match(answer, ["Kelmouth", "Port-Kelmouth"]) == 0
 
 
 @pytest.mark.parametrize("prediction", [None, "", "  \n"])

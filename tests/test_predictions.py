@@ -106,13 +106,40 @@ def test_a_prediction_is_joined_with_its_question_by_text_or_else_by_id(write, q
     path = write({"id": "b", "prediction": "Ana Bell"}, by_text, {"id": "z", "prediction": "?"})
     records = score_files(path, questions)
     joined = [(r["id"], *r["golds"], r["metrics"]["em"]) for r in records]
-    assert joined == [("b", "Ana Bell", 1), ("a", "Kelmouth", 1)]
-    assert (
-        "1 of 3 questions have no prediction and are left out; 1 predictions are of no"
-        in capsys.readouterr().err
-    )
+    assert joined == [("b", "Ana Bell", 1), ("a", "Kelmouth", 1), ("c", "B", 0)]
+    assert "1 predictions are of no question" in capsys.readouterr().err
     unknown = message(score_files, write({"id": "z", "prediction": "a"}), questions)
     assert "none of its predictions is of a question in --data" in unknown
+
+
+def test_a_missing_prediction_counts_as_wrong_unless_it_is_skipped(write, questions, capsys):
+    path = write(R1, {"id": "b", "prediction": "Ana Bell"})
+    command = f"--predictions {path} --data {questions}".split()
+    for more, row, how in (
+        ([], "| qa   | 3 | 0.667 [", "count as wrong (--skip_missing leaves them out)"),
+        (["--skip_missing"], "| qa   | 2 | 1.000 [", "are left out"),
+    ):
+        evaluation.main(command + more)
+        out, err = capsys.readouterr()
+        assert row in out and f"1 of 3 questions have no prediction and {how}" in err
+    # A published verdict is 0 too: a reader of the table must not see a mean over fewer questions.
+    assert [r["metrics"].get("judged") for r in score_files(path, questions)] == [1, None, 0]
+
+
+def test_a_question_is_missing_only_if_no_file_answers_it(write, questions, capsys):
+    files = [write(R1, name="x.jsonl"), write({"id": "b", "prediction": "no"}, name="y.jsonl")]
+    records = score_files(",".join(files), questions)
+    assert [r["metrics"]["em"] for r in records] == [1, 0, 0]
+    assert "1 of 3 questions have no prediction" in capsys.readouterr().err
+
+
+def test_golds_may_be_numbers_and_a_merged_file_repeats_its_ids(write):
+    merged = {"question": "?", "golden_answers": [42, " "], "output": {"pred": "42"}, "id": "0"}
+    records = score_files(write(*(merged | {"data_source": name} for name in ("nq", "wiki"))))
+    assert [(r["id"], r["kind"], r["metrics"]["cem"]) for r in records] == [
+        ("nq:0", "nq", 1),
+        ("wiki:0", "wiki", 1),
+    ]
 
 
 def test_the_file_of_data_that_holds_a_question_is_its_data_set(write):

@@ -99,6 +99,7 @@ def test_queries_are_sent_in_batches_and_answered_in_order(start, monkeypatch):
         ((500, b"no memory"), "HTTP 500 no memory"),
         (with_lists([[], [], []]), "not 1 lists of documents"),
         (with_lists([["born"]]), "not 1 lists of documents"),
+        (with_lists([[{"document": {"id": "1"}}]]), "not 1 lists of documents"),
     ],
 )
 def test_a_fault_is_raised_after_a_retry_if_no_query_is_answered(
@@ -109,6 +110,21 @@ def test_a_fault_is_raised_after_a_retry_if_no_query_is_answered(
     with pytest.raises(Fault, match=fragment):
         HttpRetriever(server.base).search(["a"], 3)
     assert len(server.queries()) == 3  # the last try sends the query alone
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"title": "Ana", "text": "Born."},
+        {"title": "Ana", "contents": "Born."},
+        {"title": "Ana", "content": '"Ana"\nBorn.'},
+        {"content": "Ana\nBorn."},
+    ],
+)
+def test_a_document_of_a_reply_may_have_each_layout_of_a_corpus(start, record, nested):
+    server = start(lambda *_: with_lists([[{"document": record} if nested else record]]))
+    assert HttpRetriever(server.base).search(["a"], 3) == [[Document("Ana", "Ana", "Born.")]]
 
 
 def poisoned(*bad, reply=(500, b"")):

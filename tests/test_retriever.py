@@ -108,6 +108,44 @@ def test_top_is_a_stable_sort_for_any_scores(size):
             assert top(scores, k).tolist() == expected
 
 
+@pytest.mark.parametrize(
+    ("passages", "queries"),
+    [
+        (
+            ["東京は日本の首都である。", "大阪は日本の都市である。", "京都は古い都である。"],
+            ["日本の首都はどこ？"],
+        ),
+        (["张伟出生于北京。", "李娜出生于武汉。", "上海是城市。"], ["谁出生于北京", "北京的张伟"]),
+        (["สมชายเกิดที่กรุงเทพ", "มานีเกิดที่เชียงใหม่", "ทะเลสีฟ้า"], ["ใครเกิดที่กรุงเทพ"]),
+        (["ສົມສັກເກີດທີ່ວຽງຈັນ", "ແມ່ນ້ຳຂອງ", "ພູເຂົາ"], ["ໃຜເກີດຢູ່ວຽງຈັນ"]),
+        (["Jose\u0301 was born in Kelmouth", "Jos is a town", "Ana Bell"], ["Jos\u00e9"]),
+        (["Jos\u00e9 was born in Kelmouth", "Jos is a town", "Ana Bell"], ["JOSE\u0301"]),
+    ],
+)
+def test_scripts_without_blanks_and_accents_in_two_parts_are_found(passages, queries):
+    bm25 = BM25(documents(*passages))
+    for query in queries:
+        scores = bm25.scores(query)
+        assert scores[0] > max(scores[1:]), query
+
+
+@pytest.mark.parametrize("copies", [3, 9])
+def test_a_passage_with_several_ids_is_found_once(copies):
+    passages = ["cat sat", *["cat cat"] * copies, "cat ran off", "a dog", "a bird"]
+    corpus = documents(*passages)
+    found = BM25(corpus).search(["cat"], 3)[0]
+    assert [d.text for d in found] == ["cat cat", "cat sat", "cat ran off"] and found[0].id == "1"
+    # An equal text under another title is another passage.
+    titled = [Document("a", "A", "cat"), Document("b", "B", "cat"), Document("c", "B", "cat")]
+    assert len(BM25(titled).search(["cat"], 3)[0]) == 2
+
+    class Server:
+        def search(self, queries, k):
+            return [corpus[1:4], None, False][: len(queries)]
+
+    assert retrieve(Server(), asked("cat", "x", "y"), 3) == [[corpus[1]], None, False]
+
+
 # ----------------------------------------------------------------------- controls, other retrievers
 
 

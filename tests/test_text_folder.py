@@ -22,3 +22,9 @@ def test_a_folder_of_texts_is_a_corpus_of_passages_of_100_words(tmp_path):
     ]
     assert load_corpus(tmp_path) == [*notes, *bells]
     assert load_corpus(tmp_path / "a notes.txt") == notes
+
+
+def test_a_text_without_blanks_is_split_after_200_characters(tmp_path):
+    (tmp_path / "海.txt").write_text("東京" * 150 + "。", encoding="utf-8")
+    texts = [document.text for document in load_corpus(tmp_path)]
+    assert texts == ["東京" * 100, "東京" * 50 + "。"]

@@ -297,4 +297,6 @@ def test_the_window_has_the_most_words_of_the_query():
     assert window(text, "ana", words=10) == "0 1 2 3 4 5 6 7 8 9"
     assert "999" in window(text, "999", words=10).split()
     assert window("a b c", "c", words=10) == "a b c" and window("", "c", 10) == ""
-    assert len(window("海" * 50_000, "海", words=150)) == 1500  # a text without spaces is cut too
+    assert len(window("海" * 50_000, "海", words=150)) == 300  # two characters count as a word
+    assert "東京" in window("海" * 5000 + "東京" + "山" * 5000, "東京都", words=150)
+    assert len(window("x" * 50_000, "x", words=150)) == 1500  # a word of any length is cut too
