@@ -59,7 +59,7 @@ slow: install
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(LONG) -m "slow and not vllm"
 
 # Real tokenizers, templates and weights: about seven minutes on two cores. Threads wait as in commands
-# (errors.prepare_command).
+# (errors.py).
 real-test: export GOMP_SPINCOUNT = 10000
 real-test: real-models
 	$(BIN)/python -m pytest -q $(LONG) $(REMOVED) -o timeout=600 -m "real and not vllm"

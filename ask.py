@@ -13,10 +13,8 @@ from it needs a corpus, or a retriever without one (such as http), from a flag o
 Left out: dialogues; the model answers each question without seeing the questions before it.
 """
 
-from errors import FlagParser, InputError, prepare_command, run_main
+from errors import FlagParser, InputError, run_main  # before torch
 
-if __name__ == "__main__":
-    prepare_command()
 # isort: split
 import sys
 

@@ -24,11 +24,9 @@ models of 3B and more. R-Search's and R1-Searcher's supervised baselines imitate
 (lab/distil.py). Left out: mathematics, several processes, going on after an interruption.
 """
 
-from errors import InputError, check_output, prepare_command, run_main
+from errors import InputError, check_output, run_main  # before torch
 from settings import setting
 
-if __name__ == "__main__":
-    prepare_command()
 # isort: split
 import itertools
 import math

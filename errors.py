@@ -12,34 +12,25 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-SPINS = "10000"  # iterations that a waiting thread of torch spins before it sleeps
+# This file is imported before torch, and so prepares the process of a command.
+#
+# Torch's threads wait for each other at the end of every operation. By default they spin for
+# milliseconds while they wait. If as many other programs are busy as there are cores, a run then
+# keeps only between a fourth and a twentieth of its speed. If the threads sleep at once instead, a
+# run on a quiet machine is a third slower. If they spin SPINS times, a run on a quiet machine loses
+# nothing, and a run beside busy programs keeps a third of its speed. The results do not depend on
+# SPINS. If the user has set OMP_WAIT_POLICY or GOMP_SPINCOUNT, that value is used.
+SPINS = "10000"
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+if not sys.stderr.isatty():  # in a file each update is a line, so two a minute suffice
+    os.environ.setdefault("TQDM_MININTERVAL", "30")
+# isort: split
+from tqdm import tqdm  # noqa: E402, it reads the environment when it is imported
 
-
-@functools.cache
-def prepare_command() -> bool:
-    """Prepares the process of a command, and returns whether its flags have --traceback, which it
-    removes. train.py, eval.py, ask.py and lab/ call this before they import torch; for the other
-    commands, only `run_main` calls it.
-
-    Torch's threads wait for each other at the end of every operation. By default they spin for
-    milliseconds while they wait. If as many other programs are busy as there are cores, a run then
-    keeps only between a fourth and a twentieth of its speed. If the threads sleep at once instead,
-    a run on a quiet machine is a third slower. If they spin SPINS times, a run on a quiet machine
-    loses nothing, and a run beside busy programs keeps a third of its speed. The results do not
-    depend on SPINS. If the user has set OMP_WAIT_POLICY or GOMP_SPINCOUNT, that value is used.
-    """
-    if not sys.stderr.isatty():  # in a file each update is a line, so two a minute suffice
-        os.environ.setdefault("TQDM_MININTERVAL", "30")
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
-    from tqdm import tqdm  # not earlier, because it reads the environment when it is imported
-
-    # A process that is killed while it holds tqdm's lock between processes would stop all others.
-    tqdm.set_lock(threading.RLock())
-    tqdm.monitor_interval = 0
-    wanted = "--traceback" in sys.argv
-    sys.argv = [word for word in sys.argv if word != "--traceback"]
-    return wanted
+# A process that is killed while it holds tqdm's lock between processes would stop all others.
+tqdm.set_lock(threading.RLock())
+tqdm.monitor_interval = 0
 
 
 class InputError(ValueError):
@@ -53,10 +44,6 @@ class Terminated(KeyboardInterrupt):
     """
 
 
-def raise_terminated(number: int, *_) -> None:
-    raise Terminated(number)
-
-
 def rank_of(name: str, default: int = 0) -> int:
     """Returns the number that a launcher wrote into this environment variable, or the default."""
     return int(os.environ.get(name, default))
@@ -66,7 +53,6 @@ def run_main(main: Callable[[], None]) -> None:
     """Runs a file's `main`. An error is printed in one line, and the exit code is 2; --traceback
     shows where the error was raised. After Ctrl-C the exit code is 130.
     """
-    traceback_wanted = prepare_command()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # its encoding may lack ⟦, which we print
             stream.reconfigure(errors="backslashreplace")
@@ -78,7 +64,7 @@ def run_main(main: Callable[[], None]) -> None:
     except BrokenPipeError:  # `python -m papers | head` is not an error
         sys.stderr.close()
     except Exception as error:
-        if traceback_wanted:
+        if "--traceback" in sys.argv:
             raise
         if rank_of("LOCAL_RANK"):
             # If the first process has this error too, it reports it now, and torchrun ends all.
@@ -99,7 +85,7 @@ def in_one_line(error: Exception) -> str:
 @functools.cache
 def say_once(note: str) -> None:
     """Prints a note on stderr: once, and only by the first of several processes."""
-    if os.environ.get("RANK", "0") == "0":
+    if rank_of("RANK") == 0:
         print(note, file=sys.stderr)
 
 
@@ -108,8 +94,6 @@ def bar(parts, title: str):
     of a step of ten seconds, sampling or the update takes at least five. It shows it only on a
     terminal: writing into a pipe whose reader has ended would stop the step.
     """
-    from tqdm import tqdm  # not earlier, as in `prepare_command`
-
     return tqdm(parts, title, leave=False, delay=5, disable=rank_of("RANK") > 0 or None)
 
 
@@ -125,9 +109,10 @@ class FlagParser(argparse.ArgumentParser):
     def error(self, message: str):
         raise InputError(f"{self.prog}: {message}")
 
-    def parse_args(self, args=None, namespace=None):
+    def parse_args(self, args=None):
         self.allow_abbrev = False  # a new flag could make an abbreviation ambiguous
-        known, rest = self.parse_known_args(args, namespace)
+        words = sys.argv[1:] if args is None else args
+        known, rest = self.parse_known_args([word for word in words if word != "--traceback"])
         if rest:
             name = rest[0].split("=")[0]
             hint = nearest(name, self._option_string_actions)

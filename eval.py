@@ -25,7 +25,6 @@ from pathlib import Path
 from errors import (
     InputError,
     check_output,
-    prepare_command,
     rank_of,
     run_main,
 )
@@ -104,7 +103,6 @@ def check_alone() -> None:
 
 
 if __name__ == "__main__":
-    prepare_command()
     run_main(check_alone)
     # A wrong flag is reported, or files are scored, before torch is loaded.
     run_main(lambda: score_only(sys.argv[1:]) and sys.exit())

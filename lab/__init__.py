@@ -2,15 +2,10 @@
 imported.
 """
 
-import sys
 from collections.abc import Collection
 
-from errors import prepare_command
+from flags import parse_flags as parse_flags  # imports errors, which must come before torch
 from settings import check_value
-
-if sys.argv[0] == "-m":  # true while python -m lab.NAME imports this package
-    prepare_command()
-from flags import parse_flags as parse_flags
 
 
 def names_in(flag: str, text: str, known: Collection[str]) -> Collection[str]:
