@@ -16,12 +16,10 @@ on every process, so advantages use the global batch.
 Files in runs/NAME/stageN: settings.json, metrics.jsonl, trajectories.jsonl.gz, checkpoints.
 """
 
-from errors import prepare_command, run_main
+from errors import rank_of, run_main  # before torch
 
-if __name__ == "__main__":
-    prepare_command()
 # isort: split
-from flags import parse_stages
+from flags import parse_stages, stage_folder
 from settings import Settings
 
 if __name__ == "__main__":
@@ -43,9 +41,9 @@ import grpo
 import ppo
 from plumbing import checkpoint
 from plumbing.alarms import MOST_FAILED
-from plumbing.build import build_state, make_accelerator
-from plumbing.dry_run import try_out
-from plumbing.files import Run, flags_of_run
+from plumbing.build import build_state
+from plumbing.dry_run import report, try_out
+from plumbing.files import Run
 from plumbing.record import keep_numbers
 from policy import Batch, collate, evaluating, lr_factor
 from rewards import compute_rewards
@@ -101,51 +99,55 @@ class Rollouts:
         rewards[rewards.isnan()] = torch.inf
         return rewards.masked_fill(self.failed, torch.nan)
 
-    def of(self, rows: Tensor) -> list[Trajectory]:
-        """Returns the trajectories of these rows of the batch."""
-        return [self.trajectories[self.kept[row]] for row in rows.tolist()]
-
 
 def train(settings: Settings) -> Path:
     """Trains one stage and returns its folder."""
     state = build_state(settings)
-    run = Run(settings, state.accelerator)
-    first_step = checkpoint.open_run(run, state)
+    first_step = checkpoint.resume(state) if settings.resume else 0
     if settings.dry_run:
         try_out(state, shared_rollout)
+        rollouts = collect(state, first_step)
+        report(state, learn(state, rollouts, first_step)[0], rollouts.trajectories)
+        return stage_folder(settings)
+    run = Run(settings, state.accelerator)
+    run.open(first_step)
     for step in run.steps_to_do(first_step):
         with checkpoint.saved_on_error(run, state, step):
             rollouts = collect(state, step)
-        # These metrics include the groups that DAPO drops.
-        record = {"step": step} | measure(state, rollouts)
-        start = time.perf_counter()
-        batch = None
-        if rollouts.kept:
-            batch = prepare(state, rollouts, step)  # [B, L]
-            results = []
-            updates = shuffled_updates(step, batch.rewards, settings)
-            for number, rows in enumerate(updates):
-                lr = set_lr(state, step, number)
-                part = batch.rows(rows)
-                result = update(state, part) | {"lr": lr}  # PPO also updates the critic
-                run.check_finite(result, step, part, rollouts.of(rows))
-                results.append(result)
-                keep_numbers(batch, rows, part)
-            record |= (
-                merge_records(results, mean)
-                | critic_metrics(batch)
-                | sampler_stats(batch, updates[0], state.mismatch)
-            )
-        record["update_seconds"] = time.perf_counter() - start
+        record, batch = learn(state, rollouts, step)
         try:
             if settings.eval_every and (step + 1) % settings.eval_every == 0:
                 with checkpoint.saved_on_error(run, state, step + 1):
                     record |= evaluate(state)
         finally:  # the step is logged even if the evaluation fails
-            run.log(record, rollouts, batch, state.environment)
+            run.log(record, rollouts, batch, state.environment.tokenizer)
         checkpoint.save_if_due(run, state, record)
     state.accelerator.wait_for_everyone()  # until the main process has saved
     return run.folder
+
+
+def learn(state: TrainState, rollouts: Rollouts, step: int) -> tuple[Record, Batch | None]:
+    """Makes the step's updates. Returns its metrics, and its batch, or None if it has none."""
+    # These metrics include the groups that DAPO drops.
+    record = {"step": step} | measure(state, rollouts)
+    start = time.perf_counter()
+    batch = None
+    if rollouts.kept:
+        batch = prepare(state, rollouts, step)  # [B, L]
+        results = []
+        updates = shuffled_updates(step, batch.rewards, state.settings)
+        for number, rows in enumerate(updates):
+            lr = set_lr(state, step, number)
+            part = batch.rows(rows)
+            results.append(update(state, part) | {"lr": lr})  # PPO also updates the critic
+            keep_numbers(batch, rows, part)
+        record |= (
+            merge_records(results, mean)
+            | critic_metrics(batch)
+            | sampler_stats(batch, updates[0], state.mismatch)
+        )
+    record["update_seconds"] = time.perf_counter() - start
+    return record, batch
 
 
 # ------------------------------------------------------------------------------------------ sample
@@ -403,9 +405,9 @@ def sampler_stats(batch: Batch, first: Tensor, mismatch: str) -> Record:
 def main(arguments: list[str] | None = None) -> None:
     for settings in parse_stages(arguments):
         with checkpoint.as_command(settings):
-            train(settings)
-    if settings.evaluate and make_accelerator(settings).is_main_process:
-        evaluation.main([*flags_of_run(settings), "--decoding", "both"])
+            folder = train(settings)
+    if settings.evaluate and rank_of("RANK") == 0:
+        evaluation.main(["--model", str(folder), "--decoding", "both"])
 
 
 if __name__ == "__main__":

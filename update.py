@@ -29,7 +29,7 @@ import dapo
 import grpo
 import ppo
 import reinforce_pp
-from errors import bar
+from errors import InputError, bar
 from policy import Batch, Policy, evaluating
 from scale.lora import without_lora
 from scale.packing import micro_batches
@@ -63,11 +63,11 @@ class TrainState:
     critic_optimizer: torch.optim.Optimizer | None = None
     stream: Any = None  # curriculum.QuestionStream
     held_out: Any = ()  # questions for the evaluations during training
+    start: str = ""  # the path of the weights that the policy began with, here or in a resume
     environment: Any = None  # rollout.Environment
     generate: Any = None  # rollout.generate_by_turns, or a function of engines/ in its place
     sampler: Any = None  # returns a context manager that gives the policy to sample with
     other_models: Any = None  # rewards.OtherModels, in the main process only
-    run: Any = None  # plumbing.files.Run, which knows the signals that have arrived
     version: int = 0  # number of the policy's optimizer steps since this object was made
 
 
@@ -166,7 +166,7 @@ def update(state: TrainState, batch: Batch) -> Record:
     state.version += 1  # not Tensor._version, which misses a fused optimizer's steps
     computed = state.accelerator.reduce(taught.logprobs.to(state.accelerator.device), "sum")
     put(rows, computed.cpu(), into=batch.logprobs)  # [n, t] into [B, T]
-    if state.critic is not None and math.isfinite(record["loss"] + record["grad_norm"]):
+    if state.critic is not None:
         record |= update_critic(state, batch)
     return record | {"skipped": 0.0} | entropy_of(batch)
 
@@ -195,8 +195,8 @@ def update_critic(state: TrainState, batch: Batch) -> Record:
 def accumulate_and_step(
     state: TrainState, model, optimizer, batch: Batch, loss_of: Callable
 ) -> Record:
-    """Runs the forward and backward pass of each micro-batch, then makes one optimizer step. If the
-    loss or the gradient is not finite, it makes no step, and `Run.check_finite` then stops the run.
+    """Runs the forward and backward pass of each micro-batch, then makes one optimizer step. Raises
+    an InputError, before that step, if the loss or the gradient is not finite.
     """
     accelerator = state.accelerator
     records = []
@@ -214,8 +214,13 @@ def accumulate_and_step(
     total = merge_records(gather_object([merge_records(records, sum)]), sum)  # over all processes
     norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
     total["grad_norm"] = full(norm).item()
-    if math.isfinite(total["loss"] + total["grad_norm"]):
-        optimizer.step()
+    if not math.isfinite(total["loss"] + total["grad_norm"]):
+        whose = "critic" if model is state.critic_model else "policy"
+        raise InputError(
+            f"{whose}: loss {total['loss']}, grad_norm {total['grad_norm']}; stopped; this "
+            "gradient was not applied"
+        )
+    optimizer.step()
     # With DDP, gradients are views of buckets that stay allocated. If they were set to None, the
     # next micro-batch would allocate a second copy. Without DDP, None frees memory for the rollout.
     optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))

@@ -27,7 +27,7 @@ from other_models.judge import Judge, math_grader
 from other_models.llm import LLM, LocalLLM, load_llm
 from other_models.reader import readings_of
 from papers import PROTOCOLS, paper_of
-from plumbing.files import prompt_sections, starting_model
+from plumbing.files import checkpoint_to_resume, prompt_sections, starting_model
 from plumbing.questions import hold_out, load_documents, training_questions
 from policy import load_policy, make_optimizer
 from prompts import Protocol
@@ -55,13 +55,11 @@ def build_protocol(settings: Settings) -> Protocol:
     protocol = PROTOCOLS[settings.protocol]
     sections = prompt_sections(settings)
     prompts = {k: text for k, text in sections.items() if k.startswith(("policy", "summarizer"))}
-    fallback_text = protocol.fallback_text
-    if fallback_text and in_built_in_world(settings):
-        fallback_text = FALLBACK_TEXT
-    notice = protocol.fallback_notice
+    own = {"prompts": prompts}
+    if protocol.fallback_text and in_built_in_world(settings):
+        own["fallback_text"] = FALLBACK_TEXT
     if "notice" in sections:
-        notice = sections["notice"] + "\n\n"
-    own = {"prompts": prompts, "fallback_text": fallback_text, "fallback_notice": notice}
+        own["fallback_notice"] = sections["notice"] + "\n\n"
     return dataclasses.replace(protocol, **own)
 
 
@@ -272,22 +270,21 @@ def build_state(settings: Settings) -> TrainState:
     """Builds everything that a stage needs. Checks that need no model come first."""
     accelerator = make_accelerator(settings)
     device, main = accelerator.device, accelerator.is_main_process
-    skip_bad = settings.skip_bad
     set_threads()
     check_processes(settings, accelerator.num_processes)
     sharding = asked_for() if accelerator.num_processes > 1 else "ddp"
     if sharding != "ddp":
         check_shardable(settings.optimizer, settings.lora_rank)
-    start, message = starting_model(settings)
+    start = checkpoint_to_resume(settings) if settings.resume else starting_model(settings)
     prompt_sections(settings)  # raises an error if the file has a fault
     if settings.lora_rank:
         check_peft(settings.lora_rank)
     questions = check_questions(training_questions(settings), settings)
-    accelerator.print(message)
+    begin = "going on from" if settings.resume else f"stage {settings.stage} starts from"
+    accelerator.print(begin, start or "the built-in model")
     trained_on, held_out = hold_out(questions, settings)
     attempts = 1 + settings.max_resample * (settings.algorithm == "dapo")
-    if not skip_bad:  # a wrong --mix or --difficulty is an error before a model is loaded
-        QuestionStream(trained_on, settings, attempts)
+    QuestionStream(trained_on, settings, attempts)  # a wrong --mix is an error before a model loads
 
     documents = load_documents(settings, questions)
     log = "" if settings.dry_run else str(Path(settings.output_dir, SUMMARY_LOG))
@@ -295,20 +292,20 @@ def build_state(settings: Settings) -> TrainState:
     search = build_search(dataclasses.replace(settings, fallback=True), documents, device, log)
     in_8bit = bool(settings.load_in_8bit and settings.lora_rank)
     # A resumed LoRA run loads the weights that it began with; trainer.pt has the trained adapters.
-    path = first_model(settings) if settings.lora_rank else start
+    path = starting_model(settings) if settings.lora_rank else start
     with accelerator.local_main_process_first():  # the first process makes the built-in models
         policy, tokenizer = load_model(settings, path, device, in_8bit=in_8bit)
         others = build_other_models(settings, documents, device) if main else None
     check_alike(policy, os.path.basename(start) if settings.resume else "")
     environment = build_environment(settings, tokenizer, search, policy, training=True)
     state = TrainState(settings, accelerator, policy, None, None, False)
-    state.environment, state.other_models = environment, others
-    state.held_out = check_prompts(held_out, environment, policy, skip_bad)
-    trained_on = check_prompts(trained_on, environment, policy, skip_bad)
+    state.start, state.environment, state.other_models = start, environment, others
+    state.held_out = check_prompts(held_out, environment, policy, settings.skip_bad)
+    trained_on = check_prompts(trained_on, environment, policy, settings.skip_bad)
     state.stream = QuestionStream(trained_on, settings, attempts)
     choose_sampler(state, in_8bit)
     if settings.kl_coef and not settings.lora_rank:  # with LoRA π_ref is the policy without it
-        path = first_model(settings)
+        path = starting_model(settings)
         reference, _ = load_model(settings, path, device, True, settings.load_in_8bit)
         state.reference = reference.eval().requires_grad_(False)
     spread = partial(spread_over, accelerator, sharding, settings.optimizer)
@@ -317,11 +314,6 @@ def build_state(settings: Settings) -> TrainState:
         state.critic_model, state.critic_optimizer = spread(state.critic, settings.critic_lr)
     state.model, state.optimizer = spread(policy, settings.lr)
     return state
-
-
-def first_model(settings: Settings) -> str:
-    """Returns the path of the model that this stage began with, also in a resumed run."""
-    return starting_model(dataclasses.replace(settings, resume=False))[0]
 
 
 def choose_sampler(state: TrainState, in_8bit: bool) -> None:

@@ -8,13 +8,13 @@ at most SOME questions with at most SOME trajectories each, whatever the recipe 
 
 import copy
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
 from plumbing.alarms import alarms
-from rollout import Environment
+from plumbing.files import console_line
+from trajectory import Trajectory
 from update import TrainState
 
 SOME = 4
@@ -47,17 +47,20 @@ def try_out(state: TrainState, sample) -> None:
     state.stream.attempts = 1
 
 
-def report(record: dict, sampled, environment: Environment) -> Iterator[str]:
-    """Yields what a dry run prints after its small step: what that step predicts about the run."""
-    prompts = [len(t.prompt_ids) for t in sampled.trajectories]
-    longest = max(map(environment.max_trajectory_tokens, sampled.trajectories))
-    yield (
+def report(state: TrainState, record: dict, trajectories: list[Trajectory]) -> None:
+    """Prints the line of the small step, and what that step predicts about the run."""
+    environment = state.environment
+    prompts = [len(t.prompt_ids) for t in trajectories]
+    longest = max(map(environment.max_trajectory_tokens, trajectories))
+    raised = alarms([record], environment.settings, patience=1).values()
+    lines = [console_line(record)]
+    lines.append(
         f"prompts: {min(prompts)} to {max(prompts)} tokens; trajectories at most {longest} of "
         f"{environment.max_context} tokens of context"
     )
     if torch.cuda.is_available():
-        yield f"GPU memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at its peak"
-    raised = alarms([record], environment.settings, patience=1).values()
-    yield from map("alarm: {}".format, raised)
+        lines.append(f"GPU memory: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at its peak")
+    lines += map("alarm: {}".format, raised)
     if not raised:
-        yield "nothing found that would keep the run from learning"
+        lines.append("nothing found that would keep the run from learning")
+    state.accelerator.print(*lines, sep="\n")

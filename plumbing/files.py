@@ -10,21 +10,17 @@ import dataclasses
 import fcntl
 import functools
 import json
-import math
-import os
 import re
 import shutil
-import signal
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import fmean
 
 import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
-from errors import InputError, raise_terminated, say_once
-from flags import saved_settings, stage_folder
+from errors import InputError, say_once
+from flags import stage_folder
 from formats.records import (
     append_jsonl,
     finished_records,
@@ -35,20 +31,13 @@ from formats.records import (
 from formats.trajectories import append_trajectories, cut_trajectories
 from papers import PAPERS, PROTOCOLS
 from plumbing.alarms import alarms
-from plumbing.dry_run import report
 from plumbing.record import step_records
 from policy import Batch, check_model_path
 from prompts import SECTIONS, is_layout
 from settings import Settings
-from trajectory import Trajectory, show
+from trajectory import show
 
 SHOW_EVERY = 5  # steps between decoded trajectories on the console
-
-
-def flags_of_run(settings: Settings) -> list[str]:
-    """Returns the flags with which another command finds this run."""
-    names = ("recipe", "variant", "run_name", "output_dir", "seed", "world_seed")
-    return [f"--{name}={getattr(settings, name)}" for name in names]
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -98,44 +87,48 @@ def read_state(checkpoint: Path) -> dict:
     return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
 
 
-def best_checkpoint(folder: Path) -> Path:
-    """Returns the first of the checkpoints that are best by the recipe's metric (`best_by`, such as
-    UR²'s F1), or the last checkpoint if no step was evaluated.
+def best_checkpoint(settings: Settings) -> Path:
+    """Returns the first of the stage's checkpoints that are best by the recipe's metric (`best_by`,
+    such as UR²'s F1), or the last checkpoint if no step was evaluated.
     """
-    settings = saved_settings(str(folder)) or Settings()
-    metric = f"eval/{PAPERS[settings.recipe].best_by}"
-    rows = [row for row in finished_records(folder / "metrics.jsonl") if "eval/em" in row]
-    scores = {row["step"] + 1: row.get(metric, row["eval/em"]) for row in rows}
+    folder, metric = stage_folder(settings), f"eval/{PAPERS[settings.recipe].best_by}"
+    rows = finished_records(folder / "metrics.jsonl")
+    scores = {row["step"] + 1: row[metric] for row in rows if metric in row}
     if not scores:
         # Another machine may have saved the checkpoints: without one here, return the folder.
         return (checkpoints(folder) or [folder])[-1]
     return folder / f"checkpoint-{max(scores, key=scores.get):06d}"
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Deletes all checkpoints except the last `keep` and the best one; keep = 0 deletes none."""
-    best = best_checkpoint(folder)
-    for old in checkpoints(folder)[:-keep] if keep else []:
+def prune(settings: Settings) -> None:
+    """Deletes the stage's checkpoints except the last `keep_checkpoints` (0: all) and the best."""
+    best, keep = best_checkpoint(settings), settings.keep_checkpoints
+    for old in checkpoints(best.parent)[:-keep] if keep else []:
         if old != best:  # renamed first, so that a kill leaves no half checkpoint under this name
             shutil.rmtree(old.rename(old.with_name(old.name + ".partial")))
 
 
-def starting_model(settings: Settings) -> tuple[str, str]:
-    """Returns (path of the weights to start from, message); the path "" is the built-in model."""
-    stage, folder = settings.stage, stage_folder(settings)
-    if settings.resume:
-        if not (path := newest_whole(folder)):
-            raise InputError(
-                f"--resume: no checkpoint in {folder}; leave --resume out to start again (all "
-                "machines of a run must see this folder)"
-            )
-        return str(path), f"going on from {path}"
-    before, model = stage_folder(settings, stage - 1), settings.model
-    if (model or stage > 1) and (path := newest_whole(Path(model or before))):
-        model = str(path)  # `model` or `before` is a stage's folder: take its last checkpoint
-    elif model:
+def starting_model(settings: Settings) -> str:
+    """Returns the path of the weights that a stage began with, also if the run was resumed later;
+    "" is the built-in model.
+    """
+    model = settings.model
+    before = model or (stage_folder(settings, settings.stage - 1) if settings.stage > 1 else "")
+    if before and (path := newest_whole(Path(before))):
+        return str(path)  # `before` is a stage's folder
+    if model:
         check_model_path(model)
-    return model, f"stage {stage} starts from {model or 'the built-in model'}"
+    return model
+
+
+def checkpoint_to_resume(settings: Settings) -> str:
+    folder = stage_folder(settings)
+    if path := newest_whole(folder):
+        return str(path)
+    raise InputError(
+        f"--resume: no checkpoint in {folder}; leave --resume out to start again (all machines of a"
+        " run must see this folder)"
+    )
 
 
 def prompt_sections(settings: Settings) -> dict[str, str]:
@@ -205,11 +198,8 @@ class Run:
 
     def __init__(self, settings: Settings, accelerator):
         self.folder, self.settings, self.accelerator = stage_folder(settings), settings, accelerator
-        # whether this process writes files and shows the progress
-        self.writes = accelerator.is_main_process and not settings.dry_run
+        self.writes = accelerator.is_main_process
         self.records = []  # the metrics of all steps so far
-        self.may_stop_now = True  # whether a signal may end the run at once
-        self.signals = []  # numbers of the signals that this process has received
 
     def open(self, first_step: int) -> None:
         """Prepares the folder of this stage, writes settings.json and starts the tracker."""
@@ -251,16 +241,11 @@ class Run:
         s, title = self.settings, f"{self.settings.recipe} stage {self.settings.stage}"
         shown = {"desc": title, "dynamic_ncols": True, "disable": not self.writes}
         with tqdm(total=s.steps, initial=first_step, **shown) as self.progress:
-            yield from range(first_step, first_step + 1 if s.dry_run else s.steps)
-        if self.records[1:]:
-            print(learned(self.records))
+            yield from range(first_step, s.steps)
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
-    def log(self, record: dict, rollouts, batch: Batch | None, environment) -> None:
-        if self.settings.dry_run:
-            lines = [console_line(record), *report(record, rollouts, environment)]
-            self.accelerator.print(*lines, sep="\n")
+    def log(self, record: dict, rollouts, batch: Batch | None, tokenizer) -> None:
         if not self.writes:
             return
         rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in record.items()}
@@ -269,11 +254,9 @@ class Run:
         if raised:  # they are in the record, so that no later step raises them again
             rounded["alarms"] = raised
         append_jsonl(self.folder / "metrics.jsonl", [rounded])
-        step, tokenizer = record["step"], environment.tokenizer
-        append_trajectories(
-            self.folder, step_records(step, rollouts, batch, tokenizer, self.settings)
-        )
-        self.accelerator.log(record, step)
+        saved = step_records(record["step"], rollouts, batch, tokenizer, self.settings)
+        append_trajectories(self.folder, saved)
+        self.accelerator.log(record, record["step"])
         with contextlib.suppress(OSError):  # the terminal was closed, or Ctrl-C ended `tee`
             self.progress.update()
             self.progress.write("\n".join(self.lines_of(record, raised, rollouts)))
@@ -287,56 +270,10 @@ class Run:
             row = (step * 37) % len(rollouts.trajectories)
             yield from ("", show(rollouts.trajectories[row], rollouts.reward_terms[row]), "")
 
-    def terminate(self, number: int, *_) -> None:
-        """Handles a signal. A dry run, or a run before its first step, ends at once. While the main
-        process samples, scores or evaluates with unsharded weights, it saves the finished steps and
-        ends at once. Otherwise the run ends after the step, with a checkpoint. A second Ctrl-C ends
-        the run without saving.
-        """
-        self.signals.append(number)
-        if self.signals.count(signal.SIGINT) > 1:
-            raise KeyboardInterrupt
-        if number == signal.SIGINT and self.writes:
-            with contextlib.suppress(OSError):  # not print(): the signal may have interrupted one
-                os.write(2, b"\nsaving a checkpoint first; Ctrl-C again ends at once\n")
-        if self.may_stop_now or self.settings.dry_run:
-            self.may_stop_now = False  # another signal must not interrupt the saving
-            raise_terminated(number)
 
-    def check_finite(self, result: dict, step: int, part: Batch, rows: list[Trajectory]) -> None:
-        names = ("loss", "grad_norm", "value_loss", "critic_grad_norm")
-        bad = [f"{n} {result[n]}" for n in names if not math.isfinite(result.get(n, 0.0))]
-        if not bad:
-            return
-        where = ""
-        if self.writes:
-            path = self.folder / f"non_finite_step{step}.pt"
-            torch.save(dataclasses.asdict(part), path)
-            where = f" The batch is in {path};"
-        raise InputError(
-            f"step {step}: {', '.join(bad)}; stopped; this gradient was not applied.{where} "
-            f"questions: {', '.join(dict.fromkeys(row.question.id for row in rows))}"
-        )
-
-
-LEARNED = "searched {:.2f} -> {:.2f}, em {:.2f} -> {:.2f} over {} steps, training questions"
 CONSOLE_METRICS = """
 reward em eval/em searched searches fallbacks model_tokens frac_reward_zero_std grad_norm
 """.split()
-
-
-def learned(records: list[dict]) -> str:
-    """Returns a line with the means of the first and of the last three steps.
-
-    >>> learned([{"searched": step / 10, "em": 1 - step / 10} for step in range(8)])
-    'searched 0.10 -> 0.60, em 0.90 -> 0.40 over 8 steps, training questions'
-    """
-    means = [
-        fmean(record[name] for record in ends)
-        for name in ("searched", "em")
-        for ends in (records[:3], records[-3:])
-    ]
-    return LEARNED.format(*means, len(records))
 
 
 def console_line(record: dict) -> str:

@@ -1,21 +1,17 @@
 """Tests plumbing/build.py and files.py: objects built from settings, and the paths of a run."""
 
-import dataclasses
-import json
-import os
 import re
 from types import SimpleNamespace
 
 import pytest
 from conftest import message
 
-from data import Document, Question, SearchRequest
-from errors import InputError
+from data import Document, Question
 from flags import resolve, stage_folder
 from papers import PAPERS, PROTOCOLS
 from plumbing import build
 from plumbing import questions as questions_file
-from plumbing.files import checkpoints, prompt_sections, settings_text
+from plumbing.files import prompt_sections, settings_text
 from rewards import check_questions
 from settings import Settings
 from summarizer import FALLBACK_TEXT
@@ -102,16 +98,23 @@ def settings_with_prompt(tmp_path, text, **fields) -> Settings:
     return Settings(prompt_file=str(tmp_path / "p.txt"), **fields)
 
 
-def test_a_prompt_file_without_sections_is_the_policys_instruction(tmp_path):
-    ours = build.build_protocol(settings_with_prompt(tmp_path, f"  {TAGGED}\n"))
-    # The tiny models of the built-in world know only one text for a fallback.
-    changes = {"prompts": {"policy": TAGGED}, "fallback_text": FALLBACK_TEXT}
-    assert ours == dataclasses.replace(PROTOCOLS["ur2"], **changes)
-
-
-def test_the_notice_after_a_fallback_may_be_in_the_prompt_file(tmp_path):
-    settings = settings_with_prompt(tmp_path, "[notice]\nNo such fact.\n")
-    assert build.build_protocol(settings).fallback_notice == "No such fact.\n\n"
+def test_a_prompt_file_is_cut_into_its_sections(tmp_path, monkeypatch):
+    others = {
+        "policy:direct:math": "A \\boxed{sum}.",
+        "notice": "No such fact.",
+        "judge": "Is [it]?\n[no 1]",
+        "reader": "Read {evidence}: {question}",
+    }
+    text = f"  {TAGGED}\n" + "".join(f"\n[{name}] \n{words}\n" for name, words in others.items())
+    settings = settings_with_prompt(tmp_path, text, judge="m", reader="m")
+    assert prompt_sections(settings) == {"policy": TAGGED} | others
+    protocol = build.build_protocol(settings)
+    # The judge's section is not a prompt of the policy and does not change the predictions.
+    assert protocol.prompts.keys() == {"policy", "policy:direct:math"}
+    assert protocol.fallback_notice == "No such fact.\n\n"
+    monkeypatch.setattr(build, "load_llm", lambda *_, **__: SimpleNamespace())
+    assert build.build_judge(settings).llm.instruction == others["judge"]
+    assert build.build_reader(settings).instruction == others["reader"]
 
 
 def test_only_the_tiny_models_get_the_short_fallback_text(tmp_path):
@@ -121,23 +124,6 @@ def test_only_the_tiny_models_get_the_short_fallback_text(tmp_path):
         assert build.build_protocol(Settings(**fields)).fallback_text == FALLBACK_TEXT
     for fields in ({"model": "m"}, trained | {"data": "d"}):
         assert build.build_protocol(Settings(**fields)).fallback_text == of_paper
-
-
-def test_a_prompt_file_is_cut_into_its_sections(tmp_path):
-    others = {"policy:direct:math": "A \\boxed{sum}.", "judge": "Is [it]?\n[no 1]"}
-    text = TAGGED + "".join(f"\n[{name}] \n{words}\n" for name, words in others.items())
-    settings = settings_with_prompt(tmp_path, text, judge="m")
-    assert prompt_sections(settings) == {"policy": TAGGED} | others
-    # The judge's section is not a prompt of the policy and does not change the predictions.
-    assert build.build_protocol(settings).prompts.keys() == {"policy", "policy:direct:math"}
-
-
-def test_judge_and_reader_get_their_sections_of_the_prompt_file(tmp_path, monkeypatch):
-    text = "[judge]\nBe just.\n[reader]\nRead {evidence}: {question}"
-    settings = settings_with_prompt(tmp_path, text, judge="m", reader="m")
-    monkeypatch.setattr(build, "load_llm", lambda *_, **__: SimpleNamespace())
-    assert build.build_judge(settings).llm.instruction == "Be just."
-    assert build.build_reader(settings).instruction == "Read {evidence}: {question}"
 
 
 def test_without_searches_a_prompt_needs_no_query_tag(tmp_path):
@@ -170,19 +156,6 @@ def test_a_protocol_that_never_searches_gets_an_empty_retriever(monkeypatch):
     assert build.build_search(settings, []).search(["q"], 1, [None]) == [[]]
 
 
-def test_the_notes_of_a_summarising_model_are_in_the_log(monkeypatch, tmp_path):
-    model = SimpleNamespace(
-        ask=lambda requests: ["Notes."], rejected=(), tail=lambda text, *_: text
-    )
-    monkeypatch.setattr(build, "load_llm", lambda *_, **__: model)
-    log = tmp_path / "log.jsonl"
-    question = Question("q", "?", [], references=REFERENCES, supporting=(1,))
-    settings = Settings(retriever="oracle", summarizer="m")
-    search = build.build_search(settings, [], log=str(log))
-    assert search([SearchRequest(question, "Ana")])[0].text == "Notes."
-    assert json.loads(log.read_text())["summary"] == "Notes."
-
-
 # ------------------------------------------------------------------------------ the folders of runs
 
 
@@ -191,11 +164,3 @@ def test_a_run_is_named_after_recipe_data_and_seed_unless_it_has_a_name():
     several = Settings(data="d/hotpot.json,x.json", stage=2)
     assert str(stage_folder(several, 1)) == "runs/ur2-hotpot-seed0/stage1"
     assert str(stage_folder(Settings(run_name="mine", output_dir="r"))) == "r/mine/stage1"
-
-
-def test_checkpoints_lists_only_finished_ones_the_oldest_first(tmp_path):
-    for name in ("000010", "000002", "000030.partial"):
-        (tmp_path / f"checkpoint-{name}").mkdir()
-    (tmp_path / "predictions").mkdir()
-    assert [p.name for p in checkpoints(tmp_path)] == ["checkpoint-000002", "checkpoint-000010"]
-    assert checkpoints(tmp_path / "nowhere") == []

@@ -44,13 +44,6 @@ def test_the_console_line_names_errors_and_skipped_updates():
 # -------------------------------------------------------------- the files of a run, and resuming it
 
 
-@pytest.mark.parametrize("keep, remaining", [(0, [1, 2, 3]), (2, [2, 3])])
-def test_older_checkpoints_are_removed_and_zero_keeps_all(keep, remaining, model, tmp_path):
-    more = f"--steps 3 --save_every 1 --keep_checkpoints {keep}"
-    folder = train.train(settings_for(model, tmp_path, more))
-    assert [int(path.name[-6:]) for path in checkpoints(folder)] == remaining
-
-
 @pytest.fixture(scope="module")
 def finished(model, tmp_path_factory):
     """Returns the folder of a finished run of one step."""
@@ -98,9 +91,9 @@ def test_stage_two_starts_from_stage_ones_last_checkpoint(copy, model, tmp_path,
     assert f"stage 2 starts from {last}" in capsys.readouterr().out
     assert same(state.policy.parameters(), load_policy(last)[0].parameters())
     # --model has precedence; with --stage 1,2 it applies to stage 1 only.
-    assert build.starting_model(settings_for(model, tmp_path, "--stage 2"))[0] == model
+    assert build.starting_model(settings_for(model, tmp_path, "--stage 2")) == model
     one, two = parse_stages(flags(model, tmp_path, "--stage 1,2"))
-    assert one.model == model and build.starting_model(two)[0] == last
+    assert one.model == model and build.starting_model(two) == last
 
 
 def test_a_run_that_starts_from_the_built_in_model_has_its_settings(tmp_path):

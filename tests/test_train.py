@@ -1,8 +1,6 @@
 """Tests of train.py: sampling, metrics and batch of a step; whole, resumed and two-process runs."""
 
-import json
 import re
-import shlex
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,12 +22,10 @@ from test_lora import needs_peft
 from test_update import trajectory, unequal_batch
 from tqdm import tqdm
 
-import errors
-import eval as evaluation
 import rewards
 import train
 import update as update_file
-from data import Document, Question
+from data import Question
 from plumbing import build
 from plumbing.build import build_state
 from plumbing.files import checkpoints
@@ -37,9 +33,8 @@ from policy import Batch
 from rewards import OtherModels
 from settings import Settings
 from train import Rollouts, collect, measure, prepare, shuffled_updates
-from trajectory import RejectedQuery, Search, Trajectory
+from trajectory import Search, Trajectory
 from update import TrainState, compute_logprobs, compute_values, update
-from world.world import World
 
 
 @pytest.fixture
@@ -392,7 +387,7 @@ def test_a_long_step_shows_bars_of_trajectories_and_micro_batches(model, tmp_pat
         shown[title] = options
         return tqdm(parts, title, disable=True)
 
-    monkeypatch.setattr("tqdm.tqdm", watched)
+    monkeypatch.setattr("errors.tqdm", watched)
     train.train(settings_for(model, tmp_path, "--steps 1 --kl_coef 0.1"))
     assert [*shown] == ["trajectories", "micro-batches, scored", "micro-batches, trained on"]
     assert shown["trajectories"] == {"leave": False, "delay": 5, "disable": None}

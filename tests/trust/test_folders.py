@@ -120,13 +120,6 @@ def test_a_signal_during_a_save_ends_the_run_before_another_step(model, tmp_path
     assert len(rows_of(tmp_path / "t" / "stage1")) == 2
 
 
-@fault(261)
-def test_a_dry_run_that_a_signal_ends_leaves_no_files(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "prepare", raising(train.prepare, 1, signal.SIGTERM))
-    ends_with(143, flags(model, tmp_path, "--dry_run"))
-    assert not (tmp_path / "t").exists()
-
-
 # ---------------------------------------------------------------------------- weights in the files
 @fault(246)
 def test_a_model_that_lacks_weights_is_not_loaded(model, tmp_path):

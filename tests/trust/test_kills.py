@@ -17,11 +17,9 @@ from conftest import flags, rows_of, same_end
 from processes import as_command, command, ended, exit_code, exit_codes, start_ranks, wait_for
 from test_launch import start as launched
 
-import eval as evaluation
 import train
 from flags import DAPO
 from formats.trajectories import read_trajectories
-from papers import PROTOCOLS, paper_of
 from plumbing import checkpoint, files
 from plumbing.files import checkpoints
 from world import toy
@@ -177,30 +175,7 @@ def test_a_kill_at_a_chosen_point(point, algorithm, processes, model, unbroken, 
     assert_resumes_alike(model, tmp_path, algorithm, processes, unbroken)
 
 
-@pytest.mark.parametrize("_, algorithm, processes", cases({0: ()}, quick=(0,)))
-def test_the_same_seed_gives_the_same_run(_, algorithm, processes, model, unbroken, tmp_path):
-    arguments = flags(model, tmp_path, f"{ALGORITHMS[algorithm]} {STEPS}")
-    exit_codes(start(processes, tmp_path / "log", train_run, arguments))
-    assert same_end(tmp_path / "t" / "stage1", unbroken(algorithm, processes)[0])
-
-
 # ------------------------------------------------------------------------------- the built-in model
-def save_toy(runs: Path, kill: bool) -> None:
-    """Saves the built-in model without the warm-up, or is killed before the rename."""
-    toy.warm_up = lambda *_: None
-    if kill:
-        kill_before(Path, "rename")
-    toy.load_toy(0, PROTOCOLS["ur2"], paper_of("ur2").warmed_up(""), str(runs))
-
-
-@fault(14)
-def test_a_kill_at_the_rename_of_the_warm_up(tmp_path):
-    for kill in (True, False):
-        code = exit_code(command(tmp_path / "log", save_toy, tmp_path, kill))
-        assert code == (-signal.SIGKILL if kill else 0), (tmp_path / "log").read_text()
-    assert not [*tmp_path.rglob("*.partial")]
-
-
 def slow_first_run(arguments: list[str]) -> None:
     """Runs the training command with a warm-up that takes a minute."""
 
@@ -254,32 +229,3 @@ def test_all_processes_end_when_one_of_them_is_killed(model, tmp_path):
     first, other = processes_of(launcher.pid)
     os.kill(other, signal.SIGKILL)
     assert exit_code(launcher) == 1 and ended(first)
-
-
-def killed_after_nine(arguments: list[str]) -> None:
-    """Evaluates, and is killed once nine predictions and a part of the next one are written."""
-    real = evaluation.append_jsonl
-
-    def append_and_die(path, rows):
-        real(path, rows)
-        lines = path.read_bytes().splitlines(keepends=True)
-        path.write_bytes(b"".join(lines[:9]) + lines[9][:40])
-        die()
-
-    evaluation.append_jsonl = append_and_die
-    evaluation.main(arguments)
-
-
-@fault(17)
-def test_a_killed_evaluation_leaves_a_part_and_starts_again_to_the_same_predictions(
-    trained, tmp_path
-):
-    whole, out, log = tmp_path / "whole.jsonl", tmp_path / "a.jsonl", tmp_path / "log"
-    arguments = f"--output_dir {trained} --questions 12 --out".split()
-    works = (evaluation.main, whole, 0), (killed_after_nine, out, -9), (evaluation.main, out, 0)
-    for work, path, code in works:
-        process = command(log, work, [*arguments, str(path)])
-        assert exit_code(process) == code, log.read_text()
-    part = out.with_name("a.jsonl.old1").read_bytes()
-    assert part.count(b"\n") == 9 and whole.read_bytes().startswith(part)
-    assert out.read_bytes() == whole.read_bytes()

@@ -44,7 +44,7 @@ def test_stored_vectors_lie_in_the_output_folder(tmp_path, monkeypatch):
         raise InputError(log)
 
     monkeypatch.setattr(build, "build_search", raise_log_path)
-    monkeypatch.setattr(build, "starting_model", lambda _: ("", ""))
+    monkeypatch.setattr(build, "starting_model", lambda _: "")
     assert message(build.build_state, settings) == str(Path("mine", SUMMARY_LOG))
     assert not [*tmp_path.iterdir()]
 
