@@ -42,7 +42,7 @@ import ppo
 from plumbing import checkpoint
 from plumbing.alarms import MOST_FAILED
 from plumbing.build import build_state
-from plumbing.dry_run import report, try_out
+from plumbing.dry_run import make_small, report
 from plumbing.files import Run
 from plumbing.record import keep_numbers
 from policy import Batch, collate, evaluating, lr_factor
@@ -105,9 +105,10 @@ def train(settings: Settings) -> Path:
     state = build_state(settings)
     first_step = checkpoint.resume(state) if settings.resume else 0
     if settings.dry_run:
-        try_out(state, shared_rollout)
+        make_small(state)
         rollouts = collect(state, first_step)
-        report(state, learn(state, rollouts, first_step)[0], rollouts.trajectories)
+        record, _ = learn(state, rollouts, first_step)
+        report(state, settings, record, rollouts.trajectories)
         return stage_folder(settings)
     run = Run(settings, state.accelerator)
     run.open(first_step)

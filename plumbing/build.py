@@ -40,7 +40,7 @@ from scale.shards import asked_for, check_alike, check_shardable, shard
 from settings import Settings
 from summarizer import FALLBACK_TEXT, SUMMARY_LOG, make_summarizer, models_in
 from trajectory import Trajectory
-from update import TrainState, updates_of
+from update import TrainState
 from world.toy import load_reader, load_toy
 
 PATIENCE = timedelta(hours=6)  # longer than a step takes, even if its servers hardly answer
@@ -208,22 +208,15 @@ def make_accelerator(settings: Settings) -> Accelerator:
 
 
 # ------------------------------------------------------------------------------------- processes
-def check_processes(settings: Settings, processes: int) -> None:
+def check_processes(processes: int) -> None:
     """Raises an InputError if the processes have not found each other: on CPUs, each process that
-    torchrun starts would otherwise train alone. Also if an update has too few trajectories.
+    torchrun starts would otherwise train alone.
     """
     started = rank_of("WORLD_SIZE", 1)
     if started != processes:
         raise InputError(
             f"{started} processes were started and {processes} take part: set "
             "ACCELERATE_USE_CPU=true, or start one"
-        )
-    per_step = settings.questions_per_step * settings.group_size
-    least = per_step // updates_of(per_step, settings)
-    if least < processes:
-        raise InputError(
-            f"{least} trajectories per update cannot be shared by {processes} processes: raise "
-            "--trajectories_per_update or --questions_per_step"
         )
 
 
@@ -271,7 +264,7 @@ def build_state(settings: Settings) -> TrainState:
     accelerator = make_accelerator(settings)
     device, main = accelerator.device, accelerator.is_main_process
     set_threads()
-    check_processes(settings, accelerator.num_processes)
+    check_processes(accelerator.num_processes)
     sharding = asked_for() if accelerator.num_processes > 1 else "ddp"
     if sharding != "ddp":
         check_shardable(settings.optimizer, settings.lora_rank)
