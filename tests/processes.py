@@ -199,13 +199,3 @@ def nothing_goes_on():
     yield
     while STARTED:
         kill(STARTED.pop())
-
-
-def ended(pid, seconds=60):
-    """Returns whether the process ends within this many seconds; a zombie (Z) has ended."""
-    for _ in range(10 * seconds):
-        stat = Path(f"/proc/{pid}/stat")
-        if not stat.exists() or ") Z " in stat.read_text():
-            return True
-        time.sleep(0.1)
-    return False

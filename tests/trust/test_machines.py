@@ -58,18 +58,6 @@ def test_if_one_machine_is_gone_the_other_ends_with_a_one_line_error(model, tmp_
     assert_one_error_line(tmp_path / "logs" / "1")
 
 
-@pytest.mark.slow
-@pytest.mark.fault(19)
-def test_a_process_without_launcher_and_peer_ends_with_a_one_line_error(model, tmp_path):
-    launcher = start("ddp", tmp_path / "logs", flags(model, tmp_path, "--steps 5000"))
-    wait_for(tmp_path / "t" / "stage1" / "metrics.jsonl", "\n", launcher)
-    first, second = psutil.Process(launcher.pid).children()
-    for process in (launcher, second):
-        process.kill()
-    first.wait(100)
-    assert_one_error_line(tmp_path / "logs")
-
-
 def assert_one_error_line(logs: Path) -> None:
     output = "".join(path.read_text() for path in logs.rglob("std*.log"))
     assert output.count("error: ") == 1 and "Traceback" not in output, output
