@@ -26,6 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data import Question
+from errors import InputError
 from policy import Policy, last_column, lr_factor, padded
 from prompts import Protocol, number_documents, without_control
 from rollout import encode
@@ -181,7 +182,9 @@ def train_sft(
     settings: SFTSettings,
     description: str = "supervised",
 ) -> list[float]:
-    """Makes `settings.steps` updates, each on `next_examples(step)`, and returns the losses."""
+    """Makes `settings.steps` updates, each on `next_examples(step)`, and returns the losses. Raises
+    an InputError if one of them is not finite: such a model must not be saved.
+    """
     optimizers = optimizers_of(policy, settings)
     losses = []
     with tqdm(total=settings.steps, desc=description, dynamic_ncols=True) as bar:
@@ -198,6 +201,8 @@ def train_sft(
             # With refresh=True a log file would get a line for every step.
             bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
             bar.update()
+    if not math.isfinite(sum(losses)):
+        raise InputError(f"the loss was not finite: nothing was saved; lower --lr {settings.lr:g}")
     return losses
 
 
