@@ -62,8 +62,8 @@ class First:
 
 def trace_of(question, tokenizer, protocol="ur2", guess="", **named):
     place = environment(tokenizer, protocol, **named)
-    (kept, dropped) = write_traces([(question, script(question, place, First(), guess))], place)
-    return kept[0] if kept else dropped[0][1]
+    kept, dropped = write_traces([(question, script(question, place, First(), guess))], place)
+    return kept[0] if kept else dropped[question.id]
 
 
 def spoken(row) -> list[str]:
@@ -191,7 +191,7 @@ def test_a_failed_search_drops_the_trace(bpe):
     place = environment(bpe)
     place.search = lambda requests: [SearchResult(error="down")] * len(requests)
     _, dropped = write_traces([(OWN, script(OWN, place, First()))], place)
-    assert "a search failed" in dropped[0][1]
+    assert "a search failed" in dropped["o"]
 
 
 def test_guesses_use_wordings_that_no_other_thought_has(bpe):
@@ -201,17 +201,12 @@ def test_guesses_use_wordings_that_no_other_thought_has(bpe):
     assert not any(words in everywhere for words in GUESS)
 
 
-def test_each_thought_has_at_least_four_wordings():
-    for wordings in (coldstart.FIRST, RELATION, coldstart.FOUND, NEXT, coldstart.CLOSE, GUESS):
-        assert len(set(wordings)) >= 4
-
-
 def test_questions_are_drawn_evenly_from_their_kinds():
-    kinds = [replace(OWN, id=str(n), source="ab"[n % 4 == 3]) for n in range(8)]  # 6 a, 2 b
-    order = [question.kind for question in evenly(kinds, 0)]
-    assert sorted(order[:2]) == sorted(order[2:4]) == ["a", "b"] and order[4:] == ["a"] * 4
-    order = [question.kind for question in evenly(kinds, 0, {"a": 2, "b": 1})]
-    assert sorted(order[:3]) == sorted(order[3:6]) == ["a", "a", "b"]
+    kinds = [replace(OWN, id=str(n), source=kind) for n, kind in enumerate("aaab")]
+    order = "".join(question.kind for question in evenly(kinds, 0))
+    assert order in ("abaa", "baaa")
+    order = "".join(question.kind for question in evenly(kinds, 0, {"a": 2, "b": 1}))
+    assert order in ("aaba", "abaa")
 
 
 def test_shares_of_hops_and_a_shortage_are_told(bpe, capsys):
@@ -221,14 +216,14 @@ def test_shares_of_hops_and_a_shortage_are_told(bpe, capsys):
     rows = draw_traces(questions, environment(bpe), options, 0)
     assert sorted(len(row.searches) for row in rows) == [1] * 6 + [2, 2]
     rows = draw_traces(questions, environment(bpe), replace(options, traces=400), 0)
-    told = capsys.readouterr().out.splitlines()[-1]
-    assert told.startswith("48 traces of 12 of 13 questions; 1 not, because no document with")
-    assert "the first: lost" in told and told.endswith("; --traces asks for 400")
-    assert (
-        len({row.text for row in rows if row.question.id == "o1"}) > 1
-    )  # not always in one wording
+    total, reason = capsys.readouterr().out.splitlines()[-2:]
+    assert total == "48 traces of 12 of 13 questions; --traces asks for 400"
+    assert reason.startswith("1 questions gave none, because no document with")
+    assert reason.endswith("(the first: lost)")
+    # Not always in one wording.
+    assert len({row.text for row in rows if row.question.id == "o1"}) > 1
     nothing = message(draw_traces, questions[-1:], environment(bpe), options, 0)
-    assert "no document with an answer" in nothing and "is --corpus the right one?" in nothing
+    assert "is --corpus the right one?" in nothing
 
 
 def test_the_same_seed_gives_the_same_traces(bpe):
@@ -308,10 +303,3 @@ def test_show_prints_traces_and_trains_nothing(files, capsys):
 )
 def test_wrong_flags_are_refused_in_one_line(flags, told):
     assert told in message(coldstart.main, flags.split())
-
-
-def test_only_the_models_part_of_a_trace_is_imitated(bpe, qwen2):
-    row = trace_of(TWO, bpe)
-    mask = [0] * len(row.prompt_ids) + row.response_mask
-    text = decode(bpe, [i for i, m in zip(row.ids, mask, strict=True) if m])
-    assert "Norland" not in text and text.count("query") == 4 and "boxed" in text
