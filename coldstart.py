@@ -332,8 +332,10 @@ def take_exam(policy, environment: Environment, questions: list[Question], name:
     if rows:
         tokens = sum(sum(row.response_mask) for row in rows)
         print(f"{name}: entropy {surprise / tokens:.2f} per token")
-    records = [prediction_record(row, 0) for row in rows]
-    return [record | {"kind": name, "id": f"{name} {record['id']}"} for record in records]
+    return [
+        prediction_record(row, 0) | {"kind": name, "id": f"{name} {row.question.id}"}
+        for row in rows
+    ]
 
 
 def train(policy, rows: list[Trajectory], options: ColdStart, seed: int) -> None:

@@ -18,7 +18,7 @@ processes.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -123,9 +123,6 @@ class Muon(torch.optim.Optimizer):
     without instructions for bf16, that takes eight times as long as fp32.
     """
 
-    def __init__(self, matrices: Iterable[Tensor]):
-        super().__init__(matrices, {"lr": 0.0})
-
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
@@ -172,7 +169,7 @@ def optimizers_of(policy: Policy, settings: SFTSettings) -> dict[torch.optim.Opt
     adamw = torch.optim.AdamW(rest, betas=settings.betas, weight_decay=0.0, fused=True)
     optimizers = {adamw: settings.lr}
     if matrices:
-        optimizers[Muon(matrices)] = settings.muon_lr
+        optimizers[Muon(matrices, {"lr": 0.0})] = settings.muon_lr
     return optimizers
 
 

@@ -23,7 +23,7 @@ from coldstart import (
     visible,
     write_traces,
 )
-from data import Document, Hop, Question, SearchResult, load_questions
+from data import Document, Hop, Question, load_questions
 from flags import saved_settings
 from formats.records import write_records
 from papers import PAPERS, PROTOCOLS, paper_of
@@ -138,12 +138,8 @@ def test_a_trace_of_two_hops_by_hand(bpe, protocol, turns):
 @pytest.mark.parametrize("guess", ["", "Varen"])
 def test_every_trace_passes_the_format_check_of_its_paper(bpe, protocol, question, guess):
     row = trace_of(question, bpe, protocol, guess)
-    if protocol.startswith("r_search_") or not isinstance(row, str):
-        assert good_format(row)
-        assert row.answer == guess or row.answer in question.answers
-        assert len(row.searches) == len(hops_of(question)) * (not guess and question.may_search)
-    else:  # When to Search does not let a question that may not search be answered in one section
-        pytest.fail(row)
+    assert good_format(row) and row.answer in (guess, *question.answers)
+    assert len(row.searches) == len(hops_of(question)) * (not guess and question.may_search)
 
 
 @pytest.mark.parametrize("protocol", ["arena", "arena_thinking"])
@@ -179,17 +175,15 @@ def test_an_answer_is_visible_as_whole_words_only():
         (replace(OWN, answers=["Zed"]), {}, "no document with an answer"),
         (TWO, {"max_searches": 1}, "the limits allow no more"),
         (TWO, {"max_turn_tokens": 5}, "longer than --max_turn_tokens"),
-        (replace(OWN, answers=["Ivo Marr founded Tidewerk"] * 2), {}, ""),
     ],
 )
 def test_a_trace_that_cannot_be_kept_is_dropped_with_its_reason(bpe, question, named, reason):
-    row = trace_of(question, bpe, **named)
-    assert reason in row if isinstance(row, str) else not reason
+    assert reason in trace_of(question, bpe, **named)
 
 
 def test_a_failed_search_drops_the_trace(bpe):
     place = environment(bpe)
-    place.search = lambda requests: [SearchResult(error="down")] * len(requests)
+    place.search = lambda requests: 1 / 0
     _, dropped = write_traces([(OWN, script(OWN, place, First()))], place)
     assert "a search failed" in dropped["o"]
 
@@ -197,8 +191,8 @@ def test_a_failed_search_drops_the_trace(bpe):
 def test_guesses_use_wordings_that_no_other_thought_has(bpe):
     row = trace_of(TWO, bpe, guess="Varen")
     assert row.text == f"{GUESS[0]} \\boxed{{Varen}}<|im_end|>" and not row.searches
-    everywhere = " ".join([*coldstart.FIRST, *RELATION, *coldstart.FOUND, *NEXT, *coldstart.CLOSE])
-    assert not any(words in everywhere for words in GUESS)
+    others = {*coldstart.FIRST, *RELATION, *coldstart.FOUND, *NEXT, *coldstart.CLOSE}
+    assert not others & {*GUESS}
 
 
 def test_questions_are_drawn_evenly_from_their_kinds():
@@ -270,17 +264,9 @@ def test_a_cold_start_lowers_the_loss_and_remembers_its_recipe(files, tmp_path, 
     saved = saved_settings(out)
     assert (saved.recipe, saved.protocol) == ("search_r1", "search_r1")
     assert saved.documents_per_search == 1 and saved.corpus == files[5]
-    assert (
-        "--stage 1 --" in told
-        and "--recipe search_r1" in told
-        and "python view.py runs/rl-cold" in told
-        and f"--data {files[3]}" in told
-    )
-    assert (
-        f"--model {out} --" in told
-        and "--run_name rl-cold" in told
-        and f'ask.py "..." --model {out}' in told
-    )
+    assert f'ask.py "..." --model {out}\n' in told and "python view.py runs/rl-cold" in told
+    for flag in (f"--data {files[3]}", "--recipe search_r1", "--stage 1", f"--model {out}"):
+        assert f"{flag} --" in told
     assert "already exists" in message(coldstart.main, flags)
 
 
@@ -294,7 +280,6 @@ def test_show_prints_traces_and_trains_nothing(files, capsys):
     "flags, told",
     [
         ("--data x --out y", "--model is missing"),
-        ("--model x --out y", "--data is missing"),
         ("--model x --data y", "--out is missing"),
         ("--model x --data y --out z --guesses 2", "--guesses 2.0: must be at most 1"),
         ("--model x --data y --out z", "--data needs --corpus"),
