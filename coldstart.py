@@ -303,8 +303,8 @@ def evenly(questions: Sequence[Question], seed: int, weights: Counter = ()) -> l
 
 
 def report_traces(kept: list[Trajectory], lost: dict[str, str], wanted: int) -> None:
-    used = len({row.question.id for row in kept})
-    total = f"{len(kept)} traces of {used} of {used + len(lost)} questions"
+    used = {row.question.id for row in kept}
+    total = f"{len(kept)} traces of {len(used)} of {len(used | lost.keys())} questions"
     print(f"{total}; --traces asks for {wanted}")
     for reason, count in Counter(lost.values()).items():
         first = next(name for name in lost if lost[name] == reason)

@@ -102,6 +102,12 @@ def test_what_is_missing_is_told_in_one_line(tmp_path, monkeypatch):
     assert "not the file that was published" in message(real.download, tmp_path)
 
 
+RECORDS = [
+    {"id": "1", "question": "q?", "dataset": name, "metrics": {"em": 1.0}}
+    for name in real.EXAMS.values()
+]
+
+
 class Commands:
     """Stands in for subprocess: a command leaves the file that the next part needs."""
 
@@ -119,19 +125,14 @@ class Commands:
         elif command[1] == "coldstart.py":
             real.Path(flags["out"]).mkdir()
         elif command[1] != "view.py":
-            records = [
-                {"id": "1", "question": "q?", "dataset": name, "metrics": {"em": 1.0}}
-                for name in real.EXAMS.values()
-            ]
-            write_records(real.Path(flags["out"], "rag.jsonl" if "-m" in command else ""), records)
+            write_records(real.Path(flags["out"], "rag.jsonl" if "-m" in command else ""), RECORDS)
         return SimpleNamespace(returncode=0)
 
 
 def test_the_command_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys):
     commands = Commands()
     monkeypatch.setattr(real.subprocess, "run", commands.run)
-    ceiling = [{"id": "1", "dataset": name, "metrics": {"em": 0}} for name in real.EXAMS.values()]
-    monkeypatch.setattr(real, "ceilings", lambda *_: ceiling)
+    monkeypatch.setattr(real, "ceilings", lambda *_: RECORDS)
     monkeypatch.setattr(real, "prepare", lambda *_: None)
     monkeypatch.setattr(real, "environment_of", lambda *_: None)
     flags = ["--model", "m", "--data", "d", "--out", str(tmp_path / "real")]
