@@ -10,7 +10,6 @@ tests pass. If one fails, it prints the error of the first such test, of an asse
 values of both sides, and exits with 1. After 20 seconds it gives up.
 """
 
-import ast
 import inspect
 import re
 import subprocess
@@ -85,10 +84,9 @@ def originals(hole: SimpleNamespace) -> list[tuple[str, str]]:
     for path in hole.functions.split():
         function = resolve_name(f"{hole.module}:{path}")
         text = textwrap.dedent(inspect.getsource(function)).rstrip()
-        node = ast.parse(text).body[0]
-        first = node.body[0]
-        end = first.end_lineno if ast.get_docstring(node) else first.lineno - 1
-        pairs.append(("\n".join(text.splitlines()[:end]), text))
+        # A signature ends in the first colon at the end of a line.
+        opening = re.match(r'(?s).*?:\n(\s+""".*?""")?', text).group().rstrip()
+        pairs.append((opening, text))
     return pairs
 
 
