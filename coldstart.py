@@ -213,11 +213,11 @@ def script(question: Question, environment: Environment, rng, guess: str = "") -
 
 
 # --------------------------------------------------------------------------------------- all traces
-def write_traces(scripts: list[tuple], environment: Environment) -> tuple[list, list]:
+def write_traces(scripts: list[tuple], environment: Environment) -> tuple[list, dict]:
     """Plays scripts in lockstep, given as pairs with their question: each round runs one search of
-    each. Returns (the traces that are kept, pairs of a question and the reason why it has none).
+    each. Returns (the traces that are kept, {id of a question without a trace: the reason}).
     """
-    protocol, kept, dropped, playing = environment.protocol, [], [], []
+    protocol, kept, dropped, playing = environment.protocol, [], {}, []
     for question, turns in scripts:
         prompt = build_prompt(protocol, question, environment.tokenizer)
         playing.append((Trajectory(question, protocol, prompt), turns))
@@ -230,7 +230,7 @@ def write_traces(scripts: list[tuple], environment: Environment) -> tuple[list, 
                 else:
                     kept.append(row)
             except Dropped as reason:
-                dropped.append((row.question, str(reason)))
+                dropped[row.question.id] = str(reason)
         environment.run_searches([row for row, _ in waiting])
         playing = waiting
     return kept, dropped
@@ -269,16 +269,16 @@ def draw_traces(questions, environment: Environment, options: ColdStart, seed: i
     sizes = options.hops or {hops: len(groups[hops]) for hops in sorted(groups)}
     kept, lost = [], {}  # the id of a question without a trace -> the reason
     for hops, count in exact_counts(options.traces, sizes).items():
-        queue = [(copy, question) for copy in range(COPIES) for question in groups[hops]]
-        while count and queue:
+        pairs = itertools.product(range(COPIES), groups[hops])
+        left = (pair for pair in pairs if pair[1].id not in lost)
+        while batch := [*itertools.islice(left, count)]:
             scripts = []
-            for copy, question in queue[:count]:
+            for copy, question in batch:
                 rng = random.Random(f"{seed} {copy} {question.id}")
                 guess = rng.choice(answers[question.kind]) if rng.random() < options.guesses else ""
                 scripts.append((question, script(question, environment, rng, guess)))
             rows, dropped = write_traces(scripts, environment)
-            lost |= {question.id: reason for question, reason in dropped}
-            queue = [pair for pair in queue[count:] if pair[1].id not in lost]
+            lost |= dropped
             count -= len(rows)
             kept += rows
     report_traces(kept, lost, options.traces)
@@ -301,21 +301,21 @@ def evenly(questions: Sequence[Question], seed: int, weights: Counter = ()) -> l
 
 
 def report_traces(kept: list[Trajectory], lost: dict[str, str], wanted: int) -> None:
-    used = len({row.question.id for row in kept})
-    text = f"{len(kept)} traces of {used} of {used + len(lost)} questions"
-    for reason in dict.fromkeys(lost.values()):
-        ids = [name for name in lost if lost[name] == reason]
-        text += f"; {len(ids)} not, because {reason} (the first: {ids[0]})"
+    used = {row.question.id for row in kept}
+    total = f"{len(kept)} traces of {len(used)} of {len(used | lost.keys())} questions"
+    print(f"{total}; --traces asks for {wanted}")
+    for reason, count in Counter(lost.values()).items():
+        first = next(name for name in lost if lost[name] == reason)
+        print(f"{count} questions gave none, because {reason} (the first: {first})")
     if not kept:
-        raise InputError(f"--data: {text}: is --corpus the right one?")
-    print(text + f"; --traces asks for {wanted}" * (len(kept) < wanted))
+        raise InputError("--data: no question gives a trace: is --corpus the right one?")
 
 
 # -------------------------------------------------------------------------------- train and compare
 def set_aside(questions: list[Question], share: float, seed: int) -> tuple[list, list]:
     """Returns the questions to train on, and a random share of them that is kept for the exam."""
     count = int(share * len(questions))
-    aside = draw_some(questions, count, f"{seed} aside") if count else []
+    aside = draw_some(questions, count, f"{seed} aside")[:count]
     kept = {question.id for question in aside}
     return [question for question in questions if question.id not in kept], aside
 
@@ -330,8 +330,10 @@ def take_exam(policy, environment: Environment, questions: list[Question], name:
     if rows:
         tokens = sum(sum(row.response_mask) for row in rows)
         print(f"{name}: entropy {surprise / tokens:.2f} per token")
-    records = [prediction_record(row, 0) for row in rows]
-    return [record | {"kind": name, "id": f"{name} {record['id']}"} for record in records]
+    return [
+        prediction_record(row, 0) | {"kind": name, "id": f"{name} {row.question.id}"}
+        for row in rows
+    ]
 
 
 def train(policy, rows: list[Trajectory], options: ColdStart, seed: int) -> None:
@@ -348,8 +350,6 @@ def train(policy, rows: list[Trajectory], options: ColdStart, seed: int) -> None
         ),
         "cold start",
     )
-    if not math.isfinite(sum(losses)):
-        raise InputError(f"the loss was not finite: nothing was saved; lower --lr {options.lr:g}")
     print(f"{steps} updates, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
 
 

@@ -18,7 +18,7 @@ processes.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data import Question
+from errors import InputError
 from policy import Policy, last_column, lr_factor, padded
 from prompts import Protocol, number_documents, without_control
 from rollout import encode
@@ -122,9 +123,6 @@ class Muon(torch.optim.Optimizer):
     without instructions for bf16, that takes eight times as long as fp32.
     """
 
-    def __init__(self, matrices: Iterable[Tensor]):
-        super().__init__(matrices, {"lr": 0.0})
-
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
@@ -171,7 +169,7 @@ def optimizers_of(policy: Policy, settings: SFTSettings) -> dict[torch.optim.Opt
     adamw = torch.optim.AdamW(rest, betas=settings.betas, weight_decay=0.0, fused=True)
     optimizers = {adamw: settings.lr}
     if matrices:
-        optimizers[Muon(matrices)] = settings.muon_lr
+        optimizers[Muon(matrices, {"lr": 0.0})] = settings.muon_lr
     return optimizers
 
 
@@ -181,7 +179,9 @@ def train_sft(
     settings: SFTSettings,
     description: str = "supervised",
 ) -> list[float]:
-    """Makes `settings.steps` updates, each on `next_examples(step)`, and returns the losses."""
+    """Makes `settings.steps` updates, each on `next_examples(step)`, and returns the losses. Raises
+    an InputError if one of them is not finite: such a model must not be saved.
+    """
     optimizers = optimizers_of(policy, settings)
     losses = []
     with tqdm(total=settings.steps, desc=description, dynamic_ncols=True) as bar:
@@ -198,6 +198,8 @@ def train_sft(
             # With refresh=True a log file would get a line for every step.
             bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
             bar.update()
+    if not math.isfinite(sum(losses)):
+        raise InputError(f"the loss was not finite: nothing was saved; lower --lr {settings.lr:g}")
     return losses
 
 

@@ -67,7 +67,7 @@ class Trajectory:
 
     stop_reason   "" while sampling continues; "eos"; "answer" (the answer's end tag); "length" (the
                   turn or the context is full); "rejected" (too many rejected queries); "written" (a
-                  transcript that was not sampled); "no reply" (the model of a baseline gave none)
+                  transcript that was not sampled)
     """
 
     question: Question

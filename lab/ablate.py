@@ -59,7 +59,7 @@ def settings_of(name: str, world: int, runs: str) -> Settings:
 
 def result_of(name: str, world: int, runs: str) -> dict:
     """Returns {settings, eval, curve} of an arm; trains and evaluates it if that was not done. The
-    curve has the records of its steps, after those of the arm that it starts from.
+    curve has the records of its steps.
     """
     settings = settings_of(name, world, runs)
     path = stage_folder(settings).with_name("result.json")
@@ -68,19 +68,19 @@ def result_of(name: str, world: int, runs: str) -> dict:
         if result["settings"] != vars(settings):
             raise InputError(f"{path} has other settings: remove it, or give another --output_dir")
         return result
-    model, curve = "", []
+    model = ""
     if start := ARMS[name].start:
-        curve = result_of(start, world, runs)["curve"]
+        result_of(start, world, runs)
         model = last_checkpoint(settings_of(start, world, runs))
     else:
         check_before_rl(settings)
     folder = train(replace(settings, model=model))
-    steps = finished_records(folder / "metrics.jsonl")
-    for step in steps:
+    curve = finished_records(folder / "metrics.jsonl")
+    for step in curve:
         if not step.get("searches"):  # without a search there is no rate of fallbacks
             step.pop("fallbacks", None)
-    result = {"settings": vars(settings), "curve": curve + steps}
-    result["eval"] = evaluate(replace(settings, model=last_checkpoint(settings)))
+    trained = evaluate(replace(settings, model=last_checkpoint(settings)))
+    result = {"settings": vars(settings), "curve": curve, "eval": trained}
     path.write_text(json.dumps(result))
     return result
 

@@ -38,9 +38,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from data import Question, SearchResult, strip_tags
 from errors import InputError, run_main
@@ -50,7 +49,7 @@ from metrics import last_boxed
 from other_models.llm import LLM, Request, load_llm
 from other_models.reader import read_answer
 from papers import PROTOCOLS, record_of
-from plumbing.build import build_judge, build_protocol, build_search
+from plumbing.build import build_judge, build_search
 from plumbing.report import BRIEF, COLUMNS, summarise, table
 from policy import best_device
 from prompts import (
@@ -62,13 +61,12 @@ from prompts import (
     stated_choice,
     tag_pair,
 )
-from rollout import Environment, encode
+from rollout import Environment, Progress, encode
 from settings import Settings, setting
 from trajectory import Trajectory
 
 BASELINE = Protocol("baseline", *map(tag_pair, ("search", "information", "answer")), "", "")
 LABELS = FOLLOW_UP, TOLD, FINAL = "Follow up:", "Intermediate answer:", "So the final answer is:"
-NO_REPLY = "no reply"  # stop reason of a trajectory for which the model gave no reply
 GO_ON = "This is your reply so far. Go on where it ends, and repeat nothing:"
 
 
@@ -401,8 +399,7 @@ def answer(steps: Steps, row: Trajectory, environment: Environment) -> Generator
         question = wanted.question or question_text(row.question)
         decoding = s.temperature, s.top_p, environment.turn_limit(row)
         reply = yield wanted.as_request(question, decoding)
-        if reply is None:
-            row.stop_reason = NO_REPLY
+        if reply is None:  # the row keeps no stop reason
             return (yield None)
         # Chat models often repeat the beginning of their reply before they go on.
         received = re.match(_TURN, reply.strip().removeprefix(wanted.so_far.strip())).group()
@@ -412,22 +409,14 @@ def answer(steps: Steps, row: Trajectory, environment: Environment) -> Generator
 
 
 def run_method(
-    name: str, questions: list, seed=0, progress=None, *, llm: LLM, search, settings: Settings
+    name: str, llm: LLM, environment: Environment, questions: list[Question], progress: Progress
 ) -> list[Trajectory]:
     """Returns a trajectory for each question to which the model replied; its token ids only serve
     to count tokens. With max_searches 0 each method has its own limit.
     """
-    limit = [settings.max_searches] if settings.max_searches else []
-    paper = recipe_protocol(settings)
-    protocol = replace(BASELINE, name=f"baseline_{paper.name}", judge_sees=paper.judge_sees)
-    # A trajectory here is a log and not the model's context, so its length has no limit.
-    environment = Environment(llm.tokenizer, protocol, search, settings, 2**31)
-    environment.forbidden += LABELS
-    # If a server rejects a query, for example for its length, the method gets an empty result.
-    environment.reject = lambda row, query, _: environment.append_result(
-        row, query.query, SearchResult()
-    )
-    rows = [Trajectory(question, protocol) for question in questions]
+    most = environment.settings.max_searches
+    limit = [most] if most else []
+    rows = [Trajectory(question, environment.protocol) for question in questions]
     runs = [answer(METHODS[name](t.question, *limit), t, environment) for t in rows]
     wanted = [next(run) for run in runs]
     while any(wanted):
@@ -441,9 +430,23 @@ def run_method(
             replies = llm.ask([wanted[n] for n in asked])
         for n, reply in zip(asked, replies, strict=True):
             wanted[n] = runs[n].send(reply)
-    if progress:
-        progress(len(rows))
-    return [row for row in rows if row.stop_reason != NO_REPLY]
+    progress(len(rows))
+    return [row for row in rows if row.stop_reason]
+
+
+def environment_of(settings: Settings, llm: LLM, search: Callable) -> Environment:
+    """Returns what searches and counts tokens. A trajectory here is a log and not the model's
+    context, so its length has no limit.
+    """
+    paper = recipe_protocol(settings)
+    protocol = replace(BASELINE, name=f"baseline_{paper.name}", judge_sees=paper.judge_sees)
+    environment = Environment(llm.tokenizer, protocol, search, settings, 2**31)
+    environment.forbidden += LABELS
+    # If a server rejects a query, for example for its length, the method gets an empty result.
+    environment.reject = lambda row, query, _: environment.append_result(
+        row, query.query, SearchResult()
+    )
+    return environment
 
 
 # --------------------------------------------------------------------------------- the command line
@@ -452,23 +455,11 @@ class BaselineOptions(Options):
     """Run the baselines of the papers."""
 
     method: str = setting("all", f"all, or some of {','.join(METHODS)}")
-    decoding: str = setting("greedy", "paper: as --recipe's paper does", one_of=("greedy", "paper"))
 
 
 def recipe_protocol(settings: Settings) -> Protocol:
     """Returns the first protocol of the paper that --recipe names."""
     return PROTOCOLS[next(iter(record_of(settings.recipe).protocols))]
-
-
-def load(settings: Settings, documents: list) -> tuple:
-    """Returns the model and the search function."""
-    device, most = best_device(), settings.max_turn_tokens
-    llm = load_llm(settings.model, settings, max_tokens=most, device=device)
-    protocol = build_protocol(settings)
-    # The summariser may answer with a fallback only if the recipe's paper has one.
-    if not recipe_protocol(settings).fallback_text:
-        protocol = replace(protocol, fallback_text="")
-    return llm, build_search(settings, documents, device, protocol=protocol)
 
 
 def parse_baselines(arguments: list[str]) -> tuple[Settings, BaselineOptions]:
@@ -480,16 +471,21 @@ def parse_baselines(arguments: list[str]) -> tuple[Settings, BaselineOptions]:
 def main(arguments: list[str] | None = None) -> None:
     settings, options = parse_baselines(sys.argv[1:] if arguments is None else arguments)
     methods = names_in("method", options.method.removeprefix("all"), METHODS)
-    if options.samples > 1 or options.against:
-        raise InputError("--samples, --against: a table of methods does not use them")
-    judge = build_judge(settings, best_device(), recipe_protocol(settings).judge_sees)
+    if options.samples > 1 or options.against or options.decoding == "both":
+        raise InputError("--samples, --against, --decoding both: not with a table of methods")
+    device, paper = best_device(), recipe_protocol(settings)
+    judge = build_judge(settings, device, paper.judge_sees)
     whole, rows = Evaluation(settings, options), {}
-    llm, search = load(settings, whole.documents)
+    llm = load_llm(settings.model, settings, max_tokens=settings.max_turn_tokens, device=device)
+    environment = environment_of(settings, llm, build_search(settings, whole.documents, device))
     whole.tokenizer = llm.tokenizer
     folder = whole.out if options.out else whole.out.with_suffix("")
     for name in methods:
         whole.out = folder / f"{name}.jsonl"
-        generate = partial(run_method, name, llm=llm, search=search, settings=settings)
+
+        def generate(questions: list[Question], _, progress: Progress, name=name) -> list:
+            return run_method(name, llm, environment, questions, progress)
+
         if records := whole.run(generate, judge=judge):
             rows[name] = summarise(records)["all"]
     print(table(rows, "method", COLUMNS if options.all else BRIEF))

@@ -154,7 +154,8 @@ NUMBERS = {
     "MORE": Number("look-up searches", SEARCHES, 0.1),
     "FEWER": Number("look-up searches", SEARCHES, -0.1),
     "KNOWN": Number("searches, known facts", "searches/known", -0.1),
-    "EARLY": Number("look-up searches, steps 16 to 29", SEARCHES, 0.1, slice(16, 30)),
+    # Of 46 steps, of which an arm in two stages makes the first 16 in its stage 1.
+    "EARLY": Number("look-up searches, steps 16 to 29", SEARCHES, 0.1, slice(-30, -16)),
     "SUMS": Number("EM of look-ups and sums", "em/one_hop em/two_hop em/arithmetic"),
     "REWARD": Number("reward, stage 2", "reward", 0.03, LAST),
     "LENGTH": Number("tokens per response, stage 2", "model_tokens", 1.0, LAST),
@@ -164,7 +165,7 @@ NUMBERS = {
 
 def measure(number: Number, result: dict) -> float:
     """Reads a number from an arm's result. A step that asked no question of a kind lacks its
-    metrics. If the arm starts from another one, that arm's steps come first.
+    metrics.
     """
     rows = result["curve"][number.steps] if number.steps else [result["eval"]]
     return np.mean([row[name] for row in rows for name in number.metrics.split() if name in row])

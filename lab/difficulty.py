@@ -5,8 +5,8 @@
 
     python -m lab.difficulty --model DIR --data FILE --corpus FILE --out difficulty.jsonl
 
---scheme chooses the rule for buckets: curriculum.py defines that of UR², `bucket_of_first_success`
-that of R1-Searcher, which is the default of --recipe r1_searcher; all other recipes have UR²'s. The
+The recipe chooses the rule for buckets and the score of open answers: R1-Searcher's are
+`bucket_of_first_success` and cover-EM, all others have UR²'s, the mean (curriculum.py) and F1. The
 flags for settings of a run are those of eval.py, with the same defaults, except that --temperature
 is 1. The rollouts themselves are a predictions file, as of eval.py.
 """
@@ -39,7 +39,7 @@ def bucket_of_first_success(scores: Sequence[float]) -> str:
     return "medium" if max(scores[:20]) >= 1 else "hard"
 
 
-# scheme -> (function from a question's scores to its bucket, default metric of open answers)
+# recipe -> (function from a question's scores to its bucket, metric of open answers)
 SCHEMES = {"ur2": (bucket_of_mean, "f1"), "r1_searcher": (bucket_of_first_success, "cem")}
 
 
@@ -49,12 +49,6 @@ class DifficultySettings:
 
     out: str = setting("", "JSONL file to write", needed=True)
     samples: int = setting(20, "rollouts per question, K", least=1)
-    scheme: str = setting(
-        "", "how scores become a bucket (default: the recipe's)", one_of=("", *SCHEMES)
-    )
-    metric: str = setting(
-        "", "score of open answers (default: the scheme's)", one_of=("", "em", "f1", "cem")
-    )
     questions: int = setting(
         0,
         "number of questions: per kind of the built-in world, or per file of --data; 0 = all",
@@ -77,20 +71,20 @@ def main(arguments: list[str] | None = None) -> None:
     options, given = parse_flags("lab.difficulty", DifficultySettings, arguments, True)
     check_output(options.out, "--out")
     settings = settings_of({"temperature": 1.0} | given)
-    scheme = options.scheme or (settings.recipe if settings.recipe in SCHEMES else "ur2")
-    if scheme == "r1_searcher" and options.samples < 20:
+    rule = settings.recipe if settings.recipe in SCHEMES else "ur2"
+    if rule == "r1_searcher" and options.samples < 20:
         raise InputError(f"--samples {options.samples}: r1_searcher tells medium from hard by 20")
-    bucket_of, metric = SCHEMES[scheme]
+    bucket_of, metric = SCHEMES[rule]
     lines = []
-    for name, scores in scores_of_model(settings, options, options.metric or metric).items():
+    for name, scores in scores_of_model(settings, options, metric).items():
         line = {"id": name, "scores": scores, "score": mean(scores), "bucket": bucket_of(scores)}
         lines.append(line)
     keep_old(Path(options.out))
-    append_jsonl(Path(options.out), lines)
+    append_jsonl(options.out, lines)
     counts = Counter(line["bucket"] for line in lines)
     print(f"{len(lines)} questions:", ", ".join(f"{name} {counts[name]}" for name in BUCKETS))
     if any(line["score"] and line["bucket"] != "dropped" for line in lines):
-        print(f"use: python train.py --difficulty {options.out}  (scheme: {scheme})")
+        print(f"use: python train.py --difficulty {options.out}  (buckets by the rule of {rule})")
     else:
         print(
             f"{options.out} trains nothing: no question was right in enough rollouts, and equal "

@@ -72,9 +72,10 @@ def estimate(s: Settings, config, gpus: int, parts: int) -> dict[str, dict]:
     of an update. Weights, gradients and moments are cut into `parts`: 1 under ddp.
     """
     width, layers, heads, kv_heads, wide, vocab, _, tied = attrgetter(*FIELDS)(config)
-    keys, lora = width // heads * kv_heads, s.lora_rank > 0
+    keys, lora, thin = width // heads * kv_heads, s.lora_rank > 0, s.gradient_checkpointing
     layer = 2 * width * width + 2 * width * keys + 3 * width * wide  # weights of a layer
     weights = layers * layer + vocab * width * (2 - tied)
+    copy = 2 * weights  # in bf16
     # LoRA trains rank · (in + out) weights of seven matrices; the rest is frozen, in bf16.
     trained = s.lora_rank * layers * (9 * width + 2 * keys + 3 * wide) or weights
     own, moments = 4 * trained / parts, MOMENTS[s.optimizer] * trained / parts
@@ -84,29 +85,32 @@ def estimate(s: Settings, config, gpus: int, parts: int) -> dict[str, dict]:
     act = 32 * width + 4 * keys + 8 * wide - 14 * width * lora  # bytes of a token in a layer
     again = (act + 4 * wide + 4 * width) * tokens  # a layer computed again, and its gradient
     head = 12 * width * tokens + 10 * min(tokens, chunk_rows(vocab, "cuda")) * vocab
-    thin = s.gradient_checkpointing
-    always = {"weights": own + 2 * weights * lora, "moments": moments}
-    if s.algorithm == "ppo":
-        always["critic"] = own + moments + buckets
-    if s.kl_coef and not lora:
-        always["reference"] = 2 * weights
-    rollout = {
-        "gradients (DDP's buckets)": buckets,
-        "copy of the weights": 2 * weights,
-        "keys and values": 4 * layers * keys * ROWS * row,
-        "logits": 16 * ROWS * vocab,
+    return {
+        "always": {
+            "weights": own + copy * lora,
+            "moments": moments,
+            "critic": (own + moments + buckets) * (s.algorithm == "ppo"),
+            "reference": copy * (s.kl_coef > 0 and not lora),
+        },
+        "rollout": {
+            "gradients (DDP's buckets)": buckets,
+            "copy of the weights": copy,
+            "keys and values": 4 * layers * keys * ROWS * row,
+            "logits": 16 * ROWS * vocab,
+        },
+        "update": {
+            "gradients": own,
+            "activations": (4 * width if thin else act) * layers * tokens,
+            "head, or a layer again": max(head, again * thin) + 6 * vocab * width,
+            "gathered weights": (8 * vocab * width + 12 * layer) * (parts > 1),
+            "bf16 copy of the weights": copy * (not lora and not thin),
+        },
     }
-    update = {"gradients": own, "activations": (4 * width if thin else act) * layers * tokens}
-    update["head, or a layer again"] = max(head, again * thin) + 6 * vocab * width
-    if parts > 1:
-        update["gathered weights"] = 4 * (2 * vocab * width + 3 * layer)
-    if not (lora or thin):
-        update["bf16 copy of the weights"] = 2 * weights
-    return {"always": always, "rollout": rollout, "update": update}
 
 
 def peak(always: dict, rollout: dict, update: dict) -> float:
-    return sum(always.values()) + max(sum(rollout.values()), sum(update.values()))
+    """Returns the GiB at the peak."""
+    return (sum(always.values()) + max(sum(rollout.values()), sum(update.values()))) / GIB
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ class PlanSettings:
 def main(arguments: list[str] | None = None) -> None:
     options, given = parse_flags("lab.plan", PlanSettings, arguments, True, only="train")
     s = resolve(given.get("recipe", "ur2"), given.get("stage", 1), False, given)
-    config, room = config_of(s.model or "7B"), USABLE * options.gpu_memory * GIB
+    config, room = config_of(s.model or "7B"), USABLE * options.gpu_memory
     sharded = options.gpus if s.optimizer == "adamw" and not s.lora_rank else 1
     for parts in (1, sharded):  # ddp if that fits, otherwise fsdp2
         kinds = estimate(s, config, options.gpus, parts)
@@ -131,7 +135,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{kind}:", *(f"{name} {size / GIB:.1f}" for name, size in sizes.items()), sep="  ")
     fits = "fits" if peak(**kinds) <= room else "does not fit"
     alone = "without summariser, judge, reader, encoder"
-    print(f"peak {peak(**kinds) / GIB:.1f}: {fits} in {room / GIB:.1f}, {alone}")
+    print(f"peak {peak(**kinds):.1f}: {fits} in {room:.1f}, {alone}")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ import hashlib
 import importlib.util
 import json
 import random
-import resource
 import shutil
 import subprocess
 import sys
@@ -39,7 +38,7 @@ from coldstart import evenly, script, write_traces
 from data import Hop, Question, draw_some, load_corpus, load_questions
 from errors import InputError, run_main
 from flags import resolve
-from formats.records import finished_records, write_records, write_text
+from formats.records import append_jsonl, finished_records, write_records, write_text
 from lab import parse_flags
 from plumbing.build import build_environment, build_search
 from plumbing.report import summarise, table
@@ -168,14 +167,16 @@ def convert(published: list[dict]) -> dict[str, list[dict]]:
     facts = {tuple(triple[:2]) for triples in real.values() for triple in triples}
     film = {q: t for q, t in made.items() if is_film(t) and not facts & facts_of(t)}
     subjects = {triple[0] for triples in film.values() for triple in triples}
-    rest = {q: t for q, t in (made | written).items() if not subjects & {x[0] for x in t}}
-    train = {q: t for q, t in rest.items() if not facts & facts_of(t)}
+    train = {
+        q: t
+        for q, t in (made | written).items()
+        if not (facts & facts_of(t) or subjects & {triple[0] for triple in t})
+    }
     one_hop = {q: t for q, t in made.items() if len(t) == 1 and facts & facts_of(t)}
-    exams = {"test": real, "test_film": film, "test_onehop": one_hop}
-    sources = dict.fromkeys(written, "compositional")
+    parts = {"test": real, "test_film": film, "test_onehop": one_hop, "train": train}
     return {
-        name: [record_of(q, t, sources.get(q, "made")) for q, t in part.items()]
-        for name, part in (exams | {"train": train}).items()
+        name: [record_of(*pair, pair[0] in written) for pair in part.items()]
+        for name, part in parts.items()
     }
 
 
@@ -195,8 +196,9 @@ def in_words(triples: Triples) -> str:
     return f"What is the {relations} of {triples[0][0]}?"
 
 
-def record_of(question: str, triples: Triples, source: str) -> dict:
+def record_of(question: str, triples: Triples, published: bool) -> dict:
     hops = [{"query": f"{r} of {s}", "answer": found} for s, r, found in triples]
+    source = "compositional" if published else "made"
     fields = {"question": question, "answers": [triples[-1][2]], "source": source}
     return fields | {"decomposition": hops}
 
@@ -234,33 +236,23 @@ def relation(hop: Hop) -> str:
 
 
 # ------------------------------------------------------------------------------------------ the run
-class Run:
-    """The folder of a run, and the minutes that each of its parts took."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.file = folder / "minutes.json"
-        self.minutes = json.loads(self.file.read_text("utf-8")) if self.file.exists() else {}
-
-    def part(self, name: str, command: str, flags: dict, result: str) -> Path:
-        """Runs a command of this repository, unless its result exists. A command with a flag --out
-        gets another name to write to, which becomes that of the result when it has ended.
-        """
-        path = self.folder / result
-        partial = self.folder / f"partial-{result}"
-        if path.exists():
-            return path
-        shutil.rmtree(partial, ignore_errors=True)
-        words = [f"--{flag}={partial if flag == 'out' else value}" for flag, value in flags.items()]
-        print(f"\n$ python {command} {' '.join(words)}", flush=True)
-        start = time.perf_counter()
-        code = subprocess.run([sys.executable, *command.split(), *words]).returncode
-        before = self.minutes.get(name, 0.0)
-        self.minutes[name] = round(before + (time.perf_counter() - start) / 60, 1)
-        write_text(self.file, json.dumps(self.minutes, indent=1) + "\n")
-        if code:
-            raise InputError(f"{name} ended with code {code}; the same command goes on from here")
-        return partial.rename(path) if "out" in flags else path
+def run_part(folder: Path, command: str, flags: dict, result: str) -> Path:
+    """Runs a command of this repository, unless its result exists. A command with a flag --out gets
+    another name to write to, which becomes that of the result when it has ended.
+    """
+    path, partial = folder / result, folder / f"partial-{result}"
+    if path.exists():
+        return path
+    shutil.rmtree(partial, ignore_errors=True)
+    words = [f"--{flag}={partial if flag == 'out' else value}" for flag, value in flags.items()]
+    print(f"\n$ python {command} {' '.join(words)}", flush=True)
+    start = time.perf_counter()
+    code = subprocess.run([sys.executable, *command.split(), *words]).returncode
+    minutes = round((time.perf_counter() - start) / 60, 1)
+    append_jsonl(folder / "minutes.jsonl", [{result: minutes}])
+    if code:
+        raise InputError(f"{command} ended with code {code}; the same command goes on from here")
+    return partial.rename(path) if "out" in flags else path
 
 
 def environment_of(data: Path, model: Path | str) -> Environment:
@@ -295,14 +287,42 @@ def ceilings(data: Path, environment: Environment, questions: int, seed: int) ->
 
 def results(exams: dict[str, list[dict]]) -> str:
     """Returns the table: a row for each exam and model, with 95 % intervals."""
-    rows = []
-    for exam, file in EXAMS.items():
-        for model, records in exams.items():
-            title = f"{exam}: {model}"
-            mine = [record for record in records if record["dataset"] == file]
-            rows += [r | {"kind": title, "dataset": "", "id": f"{title} {r['id']}"} for r in mine]
-    columns = ("em", "f1", "searches", "format")
-    return table(summarise(rows), "exam: model", columns)
+    models = {model: summarise(records) for model, records in exams.items()}
+    rows = {
+        f"{exam}: {model}": summary[file]
+        for exam, file in EXAMS.items()
+        for model, summary in models.items()
+    }
+    return table(rows, "exam: model", ("em", "f1", "searches", "format"))
+
+
+def run_all(settings: RealSettings, folder: Path, data: Path, model: str | Path) -> dict:
+    """Runs all parts. Returns the records of each exam."""
+    exams = {}
+    common = {"recipe": "ur2", "corpus": data / "corpus.jsonl", "seed": settings.seed} | LIMITS
+    files = ",".join(str(data / f"{file}.jsonl") for file in EXAMS.values())
+    asked = common | {"data": files, "questions": settings.questions, "out": ""}
+
+    def exam(name: str, temperature: int = 1) -> None:
+        flags = asked | {"model": model, "temperature": temperature}
+        exams[name] = finished_records(run_part(folder, "eval.py", flags, f"{name}.jsonl"))
+
+    exam("untrained")
+    rag = asked | {"model": model, "method": "rag"}
+    predictions = run_part(folder, "-m lab.baselines", rag, "rag") / "rag.jsonl"
+    exams["plain RAG"] = finished_records(predictions)
+    flags = common | COLD | {"model": model, "data": folder / "cold.jsonl", "out": ""}
+    model = run_part(folder, "coldstart.py", flags, "cold")
+    exam("cold start")
+    for stage, chosen in STAGES.items():
+        flags = common | STEP | chosen | {"stage": stage, "model": model}
+        flags |= {"data": folder / "rl.jsonl", "output_dir": folder.parent}
+        flags |= {"run_name": folder.name, "resume": any(folder.glob(f"stage{stage}/checkpoint-*"))}
+        result = f"stage{stage}/checkpoint-{chosen['steps']:06d}"
+        model = run_part(folder, "train.py", flags, result)
+        exam(f"after stage {stage}")
+    exam("greedy", 0)
+    return exams
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -314,37 +334,11 @@ def main(arguments: list[str] | None = None) -> None:
     environment = environment_of(data, model)
     if not (folder / "rl.jsonl").exists():  # the file that `prepare` writes last
         prepare(data, folder, environment)
-    run = Run(folder)
-    exams = {}
-    common = {"recipe": "ur2", "corpus": data / "corpus.jsonl", "seed": settings.seed} | LIMITS
-    asked = {"data": ",".join(str(data / f"{file}.jsonl") for file in EXAMS.values())}
-    asked = common | asked | {"questions": settings.questions, "out": ""}
-
-    def exam(name: str, model: Path | str, temperature: int = 1) -> None:
-        flags = asked | {"model": model, "temperature": temperature}
-        exams[name] = finished_records(run.part(f"exam {name}", "eval.py", flags, f"{name}.jsonl"))
-
-    exam("untrained", model)
-    rag = run.part(
-        "plain RAG", "-m lab.baselines", asked | {"model": model, "method": "rag"}, "rag"
-    )
-    exams["plain RAG"] = finished_records(rag / "rag.jsonl")
-    flags = common | COLD | {"model": model, "data": folder / "cold.jsonl", "out": ""}
-    model = run.part("cold start", "coldstart.py", flags, "cold")
-    exam("cold start", model)
-    for stage, chosen in STAGES.items():
-        flags = common | STEP | chosen | {"stage": stage, "model": model}
-        flags |= {"data": folder / "rl.jsonl", "output_dir": folder.parent}
-        flags |= {"run_name": folder.name, "resume": any(folder.glob(f"stage{stage}/checkpoint-*"))}
-        result = f"stage{stage}/checkpoint-{chosen['steps']:06d}"
-        model = run.part(f"stage {stage}", "train.py", flags, result)
-        exam(f"after stage {stage}", model)
-    exam("greedy", model, 0)
+    exams = run_all(settings, folder, data, model)
     exams["ceiling"] = ceilings(data, environment, settings.questions, settings.seed)
-    write_text(folder / "table.md", f"{results(exams)}\n")
-    print(f"\n{results(exams)}\nminutes: {run.minutes}, {sum(run.minutes.values()):.0f} in all")
-    kilobytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    print(f"peak memory of a part that was run now: {kilobytes / 2**20:.1f} GiB")
+    text = results(exams)
+    write_text(folder / "table.md", f"{text}\n")
+    print(f"\n{text}\nminutes:", *finished_records(folder / "minutes.jsonl"))
     subprocess.run([sys.executable, "view.py", str(folder)])
 
 

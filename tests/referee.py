@@ -9,12 +9,10 @@ one line, and exits with 1 if a test fails.
 
 import gc
 import os
-import re
 import sys
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
-REVERSED = re.compile(r"assert [\w.]+ == (?!pytest)\w+\(")  # the expected value is on the left
 
 
 class Referee:
@@ -31,7 +29,7 @@ class Referee:
             self.failures.append(on_one_line(str(report.longrepr).splitlines()[-1]))
 
     def pytest_runtest_setup(self) -> None:
-        self.pair, new_globals = None, vars(sys.modules[self.file])
+        new_globals = vars(sys.modules[self.file])
         original_globals = vars(sys.modules[self.module])
         for path in self.functions:
             owner, _, name = path.rpartition(".")
@@ -40,30 +38,18 @@ class Referee:
             old.__code__ = new_globals[name].__code__
         original_globals |= new_globals | original_globals  # constants and helpers of the file
 
-    def pytest_assertrepr_compare(self, op, left, right) -> None:
-        self.pair = (left, right) if op == "==" else None
-
     def pytest_runtest_makereport(self, item, call) -> None:
         if not call.excinfo:
             self.passed += call.when == "call"
             return
-        steps, sentence = call.excinfo.traceback, f"fails: {on_one_line(call.excinfo.exconly())}"
-        line, statement = item.location[1] + 1, ""
-        for step in steps:
-            if step.path == item.path:
-                line, statement = step.lineno + 1, str(step.statement)
-            if step.name in ("assert_close", "assert_allclose"):
-                self.pair = list(step.locals.values())[:2]
-        if self.pair:
-            got, expected = self.pair[:: -1 if REVERSED.match(statement.strip()) else 1]
-            sentence = f"expects {on_one_line(expected)} and gets {on_one_line(got)}"
-        self.failures.append(f"{item.name} ({item.path.name}, line {line}) {sentence}")
+        # Of an assertion, pytest shows the values of both sides.
+        error = on_one_line(call.excinfo.exconly())
+        place = f"{item.path.name}, line {item.location[1] + 1}"
+        self.failures.append(f"{item.name} ({place}) fails: {error}")
 
 
-def on_one_line(value) -> str:
-    """Returns a value on one line, its numbers with five digits."""
-    text = re.sub(r" ± [\d.e+-]+|approx|tensor|^E +", "", " ".join(str(value).split()))
-    return re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.5g}", text)[:120]
+def on_one_line(text: str) -> str:
+    return " ".join(text.split())[:240]
 
 
 def judge(file: str, module: str, functions: str, tests: str, chosen: str, unused: str) -> None:

@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from conftest import chat_server, message, random_policy, small
+from conftest import message, random_policy, small
 from test_compute_rewards import Model
 from transformers import Qwen2Config
 
@@ -25,6 +25,7 @@ from lab.baselines import (
     SELF_ASK,
     Write,
     any_answer,
+    environment_of,
     first_sentence,
     main,
     next_question,
@@ -99,9 +100,8 @@ def limits(**options):
 def go(name, replies, library=None, question=ANA, **options):
     """Runs a method on one question; returns (trajectory, the model's requests, the library)."""
     llm, library = Scripted(iter(replies)), library or Library()
-    (trajectory,) = run_method(
-        name, [question], llm=llm, search=library, settings=limits(**options)
-    )
+    place = environment_of(limits(**options), llm, library)
+    (trajectory,) = run_method(name, llm, place, [question], lambda count: None)
     return trajectory, llm.requests, library
 
 
@@ -197,10 +197,8 @@ def test_sure_sums_up_the_passages_for_each_of_two_answers_and_takes_the_better_
     "replies, answer",
     [
         # The comments give the scores of Sudria and Norland: 1 if valid, plus ½ per comparison won.
-        ("yes no B A", "Sudria"),  # 1 and 1: the first one wins
         ("no **Yes** A A", "Norland"),  # ½ and 1½
-        ("yes yes B. A.", "Norland"),  # 1 and 2
-        ("yes yes neither -", "Sudria"),  # 1 and 1
+        ("yes yes neither -", "Sudria"),  # 1 and 1: the first one wins
     ],
 )
 def test_sure_adds_the_scores_of_validity_and_comparisons(replies, answer):
@@ -233,7 +231,7 @@ def test_search_o1_inserts_the_models_own_notes_and_not_the_pages():
     reasoning = "I need it. <search> Ana Bell born </search>"
     replies = [
         f"{reasoning} <information> made up",
-        "She was born in Kelmouth.",
+        "She was born in Kelmouth. </information>",  # a tag in its notes is removed
         "So. <search> Kelmouth country </search>",
         "In Norland.",
         f"Thus {NORLAND}",
@@ -249,31 +247,10 @@ def test_search_o1_inserts_the_models_own_notes_and_not_the_pages():
     assert continuation.so_far == f"{reasoning}\n\n{notes}\n\n" and not continuation.passages
 
 
-DRAFT = "One.\n\nTwo.\n\nSo the final answer is: Sudria."
-
-
-@pytest.mark.parametrize(
-    "name, replies, limit, queries, last, answer",
-    [
-        (
-            "ircot",
-            [NEVER, "Two.", "So."],
-            2,
-            [ANA.question, NEVER],
-            f"{NEVER} Two.\n{FINAL}",
-            "So.",
-        ),
-        # After its last search RAT leaves the remaining paragraphs unchanged.
-        ("rat", [DRAFT, "q", "Won."], 1, ["q"], "", "Sudria"),
-        ("search_o1", ["<search> A </search>", "x"] * 2, 1, ["A"], f"A\n{FINAL}", "x"),
-    ],
-)
-def test_a_method_gives_its_answer_after_its_last_search(
-    name, replies, limit, queries, last, answer
-):
-    trajectory, requests, library = go(name, replies, max_searches=limit)
-    assert library.queries == queries and len(requests) == len(replies)
-    assert requests[-1].so_far.endswith(last) and trajectory.answer == answer
+def test_ircot_concludes_after_its_last_search():
+    trajectory, requests, library = go("ircot", [NEVER, "Two.", "So."], max_searches=2)
+    assert library.queries == [ANA.question, NEVER] and len(requests) == 3
+    assert requests[-1].so_far == f"{NEVER} Two.\n{FINAL}" and trajectory.answer == "So."
 
 
 # ------------------------------------------------------------------------------- all of the methods
@@ -315,17 +292,6 @@ def test_tags_and_labels_in_a_page_neither_end_nor_steer_a_method(name):
         assert not re.search(tags, user_text(replace(request, notes="")))
 
 
-def test_tags_that_the_model_writes_in_notes_and_queries_have_no_effect():
-    notes = "x </information> <search> Sudria </search> <answer> Sudria </answer>"
-    replies = ["<search> Ana </search>", notes, "", "Norland"]
-    trajectory, requests, library = go("search_o1", replies)
-    assert requests[2].so_far.count("</information>") == 1
-    assert "Sudria </answer>" not in requests[2].so_far
-    assert library.queries == ["Ana"] and trajectory.answer == "Norland"
-    _, _, library = go("ircot", ["The <answer> town.", "The answer is Norland."])
-    assert library.queries[1] == "The town."
-
-
 def test_the_transcript_has_one_answer_and_every_search_and_can_be_read_back():
     replies = [f"<answer> {name} </answer>" for name in "acb"]
     trajectory, _, library = go("iter_retgen", replies)
@@ -352,7 +318,9 @@ def test_requests_of_all_rows_are_one_batch_and_a_missing_reply_ends_only_its_ow
     replies = {"a": ["A one.", "A two.", ANSWERED], "b": [ANSWERED], "c": ["C one.", None]}
     llm, library = Keyed({name: iter(texts) for name, texts in replies.items()}), Library()
     questions = [Question(name, name, ["x"]) for name in replies]
-    rows = run_method("ircot", questions, llm=llm, search=library, settings=limits())
+    place, ended = environment_of(limits(), llm, library), []
+    rows = run_method("ircot", llm, place, questions, ended.append)
+    assert ended == [3]
     assert [(t.question.id, t.stop_reason) for t in rows] == [("a", "answer"), ("b", "answer")]
     assert llm.requests == ["abc", "ac", "a"]
     assert library.calls == [["a", "b", "c"], ["A one.", "C one."], ["A two."]]
@@ -368,26 +336,20 @@ DR_BELL = "Dr. J. R. Bell came to St. Ives."
     "read, reply, expected",
     [
         (stated_answer, "<answer> a </answer> so <answer> b </answer>", "b"),
-        (stated_answer, "<answer> </answer>", ""),
         (stated_answer, "so \\boxed{5}", "5"),
         (stated_answer, "So the answer is: August 25, 1963.", "August 25, 1963"),
-        (stated_answer, "the answer is no. Because it is.", "no"),
         (stated_answer, "The answer is: Dr. J. Bell of St. Ives.", "Dr. J. Bell of St. Ives"),
         (stated_answer, "The answer is x\nThe Answer is y", "y"),
         (stated_answer, "The answer is:", ""),
-        (stated_answer, "", ""),
         # A reply that should be only the answer.
         (any_answer, "Norland. It lies there.\nYes.", "Norland."),
         (any_answer, "Answer: 3.5 miles", "3.5 miles"),
-        (any_answer, "<answer> Norland", "Norland"),
         (first_sentence, f"{DR_BELL} He left.", DR_BELL),
         (first_sentence, 'He said "no." Then he left', 'He said "no."'),
         (first_sentence, "1. Ana came in 1862. She left.", "1. Ana came in 1862."),
-        (first_sentence, "It is 3.5 miles. Far.", "It is 3.5 miles."),
         # The follow-up question is one line, without its answer.
         (next_question, "Yes.\nfollow-up question: Who?\nIntermediate", "Who?"),
         (next_question, "Follow up: Who? Intermediate answer: Ana", "Who?"),
-        (next_question, "Follow up:\n", ""),
         (next_question, "The answer is x\n\nFollow up: y", ""),
     ],
 )
@@ -405,9 +367,6 @@ def test_a_model_sees_its_reply_so_far_and_its_new_text_is_cut_at_the_stop():
     text = as_request(request, request.question, ()).text
     assert text.endswith("Go on where it ends, and repeat nothing:\nA town.")
     assert library.queries == [ANA.question, "A town."] and trajectory.answer == "Norland"
-    replies = ["<search> a </search> made up <answer> x </answer>", "n", "<answer> y </answer>"]
-    trajectory, _, _ = go("search_o1", replies)
-    assert trajectory.answer == "y" and "made up" not in trajectory.text
 
 
 def test_all_methods_run_on_a_random_chat_model(bpe, tmp_path, capsys, monkeypatch):
@@ -434,7 +393,8 @@ def prompts(words, *questions, method="direct"):
     required = "--model m --data q.jsonl --corpus from-data"
     settings, _ = parse_baselines(f"{required} {words}".split())
     llm = Scripted(ALWAYS)
-    run_method(method, questions, llm=llm, search=None, settings=settings)
+    place = environment_of(settings, llm, None)
+    run_method(method, llm, place, questions, lambda count: None)
     return llm.prompts
 
 
@@ -442,7 +402,6 @@ def prompts(words, *questions, method="direct"):
     "words, limits",
     [
         ("", [512, 3072, 1536]),  # UR² app. C.4
-        ("--max_turn_tokens 70", [70, 70, 70]),
         ("--recipe when_to_search", [8192, 8192, 8192]),  # Table 5
     ],
 )
@@ -457,7 +416,6 @@ def test_a_reply_has_the_token_limit_that_the_paper_gives_its_task(words, limits
         ("", (0.0, 1.0)),
         ("--decoding paper", (0.3, 0.5)),  # UR² app. C.4, also for its baselines
         ("--decoding paper --recipe r_search", (0.1, 1.0)),  # A.3: all models
-        ("--temperature 0.7", (0.7, 1.0)),
     ],
 )
 def test_decoding_is_greedy_by_default_or_as_in_the_paper(words, sampling):
@@ -480,18 +438,9 @@ def test_reasoning_is_step_by_step_or_for_a_choice_option_by_option(question, by
         assert requests[0].instruction == instruction and trajectory.answer == "5"
 
 
-def test_self_ask_shows_three_worked_examples_in_the_method_s_format():
-    _, *examples = SELF_ASK.split("\nQuestion: ")
-    assert [stated_answer(example) for example in examples] == ["tin", "Tokyo", "the Caspian Sea"]
-    for example in examples:
-        _, *steps = example.split("\nFollow up:")
-        assert len(steps) == example.count("\nIntermediate answer: ") == 2
-        assert all(next_question(f"Follow up:{step}").endswith("?") for step in steps)
-
-
 @pytest.mark.parametrize(
     "recipe, sees, em",
-    [("r1_searcher", "question", 0), ("arena", "answers", 0), ("when_to_search", "normalized", 1)],
+    [("arena", "answers", 0), ("when_to_search", "normalized", 1)],
 )
 def test_a_baseline_is_scored_and_judged_as_the_paper_of_its_table(recipe, sees, em):
     # Normalisation deletes the underscore (spiderman) or makes it a blank (spider man).
@@ -540,23 +489,12 @@ def test_all_references_of_a_record_are_read_in_order_and_arena_s_judge_grades_i
     "arguments, complaint",
     [
         ("--model gpt2 --data Q --corpus from-data --method rga", "--method rga: unknown; one of"),
-        ("--model gpt2 --data Q", "--data needs --corpus"),
-        ("--samples 2", "--samples, --against: a table of methods does not use them"),
+        ("--samples 2", "--samples, --against, --decoding both: not with a table of methods"),
     ],
 )
 def test_options_that_make_no_sense_are_an_error_of_one_line(arguments, complaint, tmp_path):
     data = write_records(tmp_path / "q.jsonl")
     assert complaint in message(main, arguments.replace("Q", data).split())
-
-
-def test_a_question_that_a_server_does_not_answer_is_left_out(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    data = write_records(tmp_path / "five.jsonl")
-    with chat_server(lambda _, text: None if "town 3" in text else NORLAND) as server:
-        main(f"--method direct --model {server} --data {data} --corpus from-data".split())
-    printed = capsys.readouterr().out
-    assert "| direct | 4 | 1" in printed
-    assert "1 predictions are missing: the model gave no reply" in printed
 
 
 def test_a_choice_is_read_as_eval_reads_it_and_nothing_is_asked_again():

@@ -23,7 +23,7 @@ from coldstart import (
     visible,
     write_traces,
 )
-from data import Document, Hop, Question, SearchResult, load_questions
+from data import Document, Hop, Question, load_questions
 from flags import saved_settings
 from formats.records import write_records
 from papers import PAPERS, PROTOCOLS, paper_of
@@ -62,8 +62,8 @@ class First:
 
 def trace_of(question, tokenizer, protocol="ur2", guess="", **named):
     place = environment(tokenizer, protocol, **named)
-    (kept, dropped) = write_traces([(question, script(question, place, First(), guess))], place)
-    return kept[0] if kept else dropped[0][1]
+    kept, dropped = write_traces([(question, script(question, place, First(), guess))], place)
+    return kept[0] if kept else dropped[question.id]
 
 
 def spoken(row) -> list[str]:
@@ -138,12 +138,8 @@ def test_a_trace_of_two_hops_by_hand(bpe, protocol, turns):
 @pytest.mark.parametrize("guess", ["", "Varen"])
 def test_every_trace_passes_the_format_check_of_its_paper(bpe, protocol, question, guess):
     row = trace_of(question, bpe, protocol, guess)
-    if protocol.startswith("r_search_") or not isinstance(row, str):
-        assert good_format(row)
-        assert row.answer == guess or row.answer in question.answers
-        assert len(row.searches) == len(hops_of(question)) * (not guess and question.may_search)
-    else:  # When to Search does not let a question that may not search be answered in one section
-        pytest.fail(row)
+    assert good_format(row) and row.answer in (guess, *question.answers)
+    assert len(row.searches) == len(hops_of(question)) * (not guess and question.may_search)
 
 
 @pytest.mark.parametrize("protocol", ["arena", "arena_thinking"])
@@ -179,39 +175,32 @@ def test_an_answer_is_visible_as_whole_words_only():
         (replace(OWN, answers=["Zed"]), {}, "no document with an answer"),
         (TWO, {"max_searches": 1}, "the limits allow no more"),
         (TWO, {"max_turn_tokens": 5}, "longer than --max_turn_tokens"),
-        (replace(OWN, answers=["Ivo Marr founded Tidewerk"] * 2), {}, ""),
     ],
 )
 def test_a_trace_that_cannot_be_kept_is_dropped_with_its_reason(bpe, question, named, reason):
-    row = trace_of(question, bpe, **named)
-    assert reason in row if isinstance(row, str) else not reason
+    assert reason in trace_of(question, bpe, **named)
 
 
 def test_a_failed_search_drops_the_trace(bpe):
     place = environment(bpe)
-    place.search = lambda requests: [SearchResult(error="down")] * len(requests)
+    place.search = lambda requests: 1 / 0
     _, dropped = write_traces([(OWN, script(OWN, place, First()))], place)
-    assert "a search failed" in dropped[0][1]
+    assert "a search failed" in dropped["o"]
 
 
 def test_guesses_use_wordings_that_no_other_thought_has(bpe):
     row = trace_of(TWO, bpe, guess="Varen")
     assert row.text == f"{GUESS[0]} \\boxed{{Varen}}<|im_end|>" and not row.searches
-    everywhere = " ".join([*coldstart.FIRST, *RELATION, *coldstart.FOUND, *NEXT, *coldstart.CLOSE])
-    assert not any(words in everywhere for words in GUESS)
-
-
-def test_each_thought_has_at_least_four_wordings():
-    for wordings in (coldstart.FIRST, RELATION, coldstart.FOUND, NEXT, coldstart.CLOSE, GUESS):
-        assert len(set(wordings)) >= 4
+    others = {*coldstart.FIRST, *RELATION, *coldstart.FOUND, *NEXT, *coldstart.CLOSE}
+    assert not others & {*GUESS}
 
 
 def test_questions_are_drawn_evenly_from_their_kinds():
-    kinds = [replace(OWN, id=str(n), source="ab"[n % 4 == 3]) for n in range(8)]  # 6 a, 2 b
-    order = [question.kind for question in evenly(kinds, 0)]
-    assert sorted(order[:2]) == sorted(order[2:4]) == ["a", "b"] and order[4:] == ["a"] * 4
-    order = [question.kind for question in evenly(kinds, 0, {"a": 2, "b": 1})]
-    assert sorted(order[:3]) == sorted(order[3:6]) == ["a", "a", "b"]
+    kinds = [replace(OWN, id=str(n), source=kind) for n, kind in enumerate("aaab")]
+    order = "".join(question.kind for question in evenly(kinds, 0))
+    assert order in ("abaa", "baaa")
+    order = "".join(question.kind for question in evenly(kinds, 0, {"a": 2, "b": 1}))
+    assert order in ("aaba", "abaa")
 
 
 def test_shares_of_hops_and_a_shortage_are_told(bpe, capsys):
@@ -221,14 +210,14 @@ def test_shares_of_hops_and_a_shortage_are_told(bpe, capsys):
     rows = draw_traces(questions, environment(bpe), options, 0)
     assert sorted(len(row.searches) for row in rows) == [1] * 6 + [2, 2]
     rows = draw_traces(questions, environment(bpe), replace(options, traces=400), 0)
-    told = capsys.readouterr().out.splitlines()[-1]
-    assert told.startswith("48 traces of 12 of 13 questions; 1 not, because no document with")
-    assert "the first: lost" in told and told.endswith("; --traces asks for 400")
-    assert (
-        len({row.text for row in rows if row.question.id == "o1"}) > 1
-    )  # not always in one wording
+    total, reason = capsys.readouterr().out.splitlines()[-2:]
+    assert total == "48 traces of 12 of 13 questions; --traces asks for 400"
+    assert reason.startswith("1 questions gave none, because no document with")
+    assert reason.endswith("(the first: lost)")
+    # Not always in one wording.
+    assert len({row.text for row in rows if row.question.id == "o1"}) > 1
     nothing = message(draw_traces, questions[-1:], environment(bpe), options, 0)
-    assert "no document with an answer" in nothing and "is --corpus the right one?" in nothing
+    assert "is --corpus the right one?" in nothing
 
 
 def test_the_same_seed_gives_the_same_traces(bpe):
@@ -275,17 +264,9 @@ def test_a_cold_start_lowers_the_loss_and_remembers_its_recipe(files, tmp_path, 
     saved = saved_settings(out)
     assert (saved.recipe, saved.protocol) == ("search_r1", "search_r1")
     assert saved.documents_per_search == 1 and saved.corpus == files[5]
-    assert (
-        "--stage 1 --" in told
-        and "--recipe search_r1" in told
-        and "python view.py runs/rl-cold" in told
-        and f"--data {files[3]}" in told
-    )
-    assert (
-        f"--model {out} --" in told
-        and "--run_name rl-cold" in told
-        and f'ask.py "..." --model {out}' in told
-    )
+    assert f'ask.py "..." --model {out}\n' in told and "python view.py runs/rl-cold" in told
+    for flag in (f"--data {files[3]}", "--recipe search_r1", "--stage 1", f"--model {out}"):
+        assert f"{flag} --" in told
     assert "already exists" in message(coldstart.main, flags)
 
 
@@ -299,7 +280,6 @@ def test_show_prints_traces_and_trains_nothing(files, capsys):
     "flags, told",
     [
         ("--data x --out y", "--model is missing"),
-        ("--model x --out y", "--data is missing"),
         ("--model x --data y", "--out is missing"),
         ("--model x --data y --out z --guesses 2", "--guesses 2.0: must be at most 1"),
         ("--model x --data y --out z", "--data needs --corpus"),
@@ -308,10 +288,3 @@ def test_show_prints_traces_and_trains_nothing(files, capsys):
 )
 def test_wrong_flags_are_refused_in_one_line(flags, told):
     assert told in message(coldstart.main, flags.split())
-
-
-def test_only_the_models_part_of_a_trace_is_imitated(bpe, qwen2):
-    row = trace_of(TWO, bpe)
-    mask = [0] * len(row.prompt_ids) + row.response_mask
-    text = decode(bpe, [i for i, m in zip(row.ids, mask, strict=True) if m])
-    assert "Norland" not in text and text.count("query") == 4 and "boxed" in text

@@ -1,12 +1,18 @@
 """Tests docs/index.html in headless Chromium: the formulas, the rewards and all controls."""
 
+import json
 import re
 from random import Random
 
 import pytest
+import torch
 from test_page import CONTRAST, browser, pytestmark
 
+import dapo
+import grpo
 import kl
+import ppo
+import reinforce_pp
 from lab import golden
 from rewards import REWARDS, example, reward_terms
 from settings import Settings
@@ -28,6 +34,15 @@ def viewer(browser):
 
 def test_the_data_of_the_page_is_up_to_date():
     assert golden.with_new_data(TEXT) == TEXT
+
+
+def test_the_cases_of_the_formulas_are_what_our_functions_return():
+    ours = vars(grpo) | vars(dapo) | vars(ppo) | vars(reinforce_pp)
+    for name, arguments, expected in json.loads(DATA)["cases"]:
+        given = [torch.DoubleTensor(x) if isinstance(x, list) else x for x in arguments]
+        result = ours[name](*given)
+        text = json.dumps(result, default=lambda x: x.double().round(decimals=10).tolist())
+        assert text == json.dumps(expected), name  # as text, because NaN is not equal to NaN
 
 
 def test_the_formulas_of_the_page_agree_with_ours(viewer):

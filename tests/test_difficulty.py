@@ -30,7 +30,7 @@ def test_each_question_gets_scores_their_mean_and_a_bucket(out, monkeypatch, cap
     questions = [Question(name, "?", ["!"]) for name in scores]
     assert read_difficulty(out, questions)["q9"] == "easy"
     # By the first success; what is never right is hard.
-    main(["--out", str(out), "--scheme", "r1_searcher"])
+    main(["--out", str(out), "--recipe", "r1_searcher"])
     assert "easy 9" in capsys.readouterr().out and out.with_name("d.jsonl.old1").exists()
 
 
@@ -44,35 +44,13 @@ def test_the_scheme_and_its_metric_follow_the_recipe(out, monkeypatch, capsys):
         return scores
 
     monkeypatch.setattr(difficulty, "scores_of_model", measured)
-    for flags in (
-        "--recipe r1_searcher",
-        "--recipe r1_searcher --variant 2wiki_only",
-        "--recipe r1_searcher --scheme ur2",
-        "--recipe r_search",
-        "",
-    ):
+    for flags in ("--recipe r1_searcher --variant 2wiki_only", "--recipe r_search", ""):
         main(["--out", str(out), *flags.split()])
-    assert [line["bucket"] for line in finished_records(out.with_name("d.jsonl.old1"))] == [
-        "medium",
-        "hard",
-    ]
+    assert asked == [("r1_searcher", 1.0, "cem"), ("r_search", 1.0, "f1"), ("ur2", 1.0, "f1")]
     printed = capsys.readouterr().out
-    assert re.findall(r"scheme: (\w+)", printed) == ["r1_searcher"] * 2 + ["ur2"] * 3
-    assert re.findall(r"dropped (\d)", printed) == ["0", "0", "2", "2", "2"]
-    recipes = ["r1_searcher"] * 3 + ["r_search", "ur2"]
-    metrics = ["cem"] * 2 + ["f1"] * 3
-    assert asked == [(a, 1.0, b) for a, b in zip(recipes, metrics, strict=True)]
-
-
-@pytest.mark.parametrize("scheme", ["ur2", "r1_searcher"])
-@pytest.mark.parametrize("right, useful", [(0, False), (8, True)])
-def test_a_file_that_trains_nothing_says_so(out, monkeypatch, capsys, scheme, right, useful):
-    scores = {name: [1.0] * right + [0.0] * (20 - right) for name in "abc"}
-    monkeypatch.setattr(difficulty, "scores_of_model", lambda *_: scores)
-    main(["--out", str(out), "--scheme", scheme])
-    printed = capsys.readouterr().out
-    assert ("use: python train.py --difficulty" in printed) == useful
-    assert (f"{out} trains nothing: no question was right in enough rollouts" in printed) != useful
+    assert re.findall(r"dropped (\d)", printed) == ["0", "2", "2"] and "medium 1" in printed
+    assert "trains nothing: no question was right in enough rollouts" in printed
+    assert printed.count("use: python train.py --difficulty") == 1
 
 
 @pytest.fixture
@@ -95,8 +73,6 @@ def test_a_model_is_measured_by_sampling_with_seeds_of_the_questions(out, tiny):
     "arguments, expected",
     [
         ("", "--out is missing"),
-        ("--out x --metric bleu", "--metric bleu"),
-        ("--out x --samples 10 --scheme r1_searcher", "--samples 10"),
         ("--out x --samples 19 --recipe r1_searcher", "--samples 19"),
         ("--out x --temperature 0", "--temperature 0 is greedy"),
     ],
