@@ -43,7 +43,6 @@ def step(losses, budget):
     state = SimpleNamespace(
         accelerator=Accelerator(cpu=True),
         settings=SimpleNamespace(tokens_per_micro_batch=budget),
-        policy=SimpleNamespace(sharing=lambda _: None),
     )
     optimizer = GradientDescent(model.weight)
     total = accumulate_and_step(state, model, optimizer, batch, loss_of)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from policy import Policy, checkpoint_activations
 from ppo import Critic
 from scale import packing
-from scale.packing import lengths_of, micro_batches, pack, prompts_of
+from scale.packing import lengths_of, micro_batches, prompts_of
 
 SHAPE = small(vocab_size=50, initializer_range=0.3, sliding_window=None)
 FAMILIES = pytest.mark.parametrize("family", packing.FAMILIES)
@@ -53,7 +53,7 @@ def test_packed_log_probs_and_gradients_equal_the_padded_ones(family, slack, mon
     monkeypatch.setattr(packing, "SLACK", slack)
     (tokens, mask), policy = batch(), make(family)
     weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(2))
-    assert policy.config._attn_implementation == "packed" and policy.sharing(tokens) is tokens
+    assert policy.config._attn_implementation == "packed"
     packed, gradients = with_gradients(policy, tokens, mask, weights)
     policy.config._attn_implementation = "sdpa"
     padded, expected = with_gradients(policy, tokens, mask, weights)
@@ -70,7 +70,6 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 
         ("gpt2", {}),  # this family is not supported
         ("mistral", {"sliding_window": 4}),
         ("qwen2", WINDOW),
-        ("qwen2", {"attn_implementation": "eager"}),
     ],
 )
 def test_a_model_that_cannot_be_packed_gets_padded_rows(family, changes):
@@ -80,7 +79,7 @@ def test_a_model_that_cannot_be_packed_gets_padded_rows(family, changes):
         logprobs = model(input_ids=tokens).logits[:, :-1].log_softmax(-1)
         expected = logprobs.gather(2, tokens[:, 1:, None])[..., 0] * mask
         policy = Policy(model).eval()  # GPT-2 has dropout
-        assert policy.config._attn_implementation != "packed" and policy.sharing(tokens) is None
+        assert policy.config._attn_implementation != "packed"
         torch.testing.assert_close(policy(tokens, mask=mask), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -97,18 +96,18 @@ def test_packing_changes_neither_generate_nor_a_saved_checkpoint(tmp_path):
     assert expected.tolist() == loaded.generate(input_ids=tokens, **args).tolist()
 
 
-def test_only_wanted_places_are_computed_and_the_model_is_restored_afterwards():
-    (tokens, mask), policy, seen = batch(), make(), []
-    layers = policy.language_model.model.layers
-    for layer in layers:
-        layer.mlp.up_proj.register_forward_hook(
-            lambda module, inputs, output: seen.append(output.shape[1])
-        )
-    policy(tokens, mask=mask)  # with padding it would compute 6 * 15 = 90 tokens
-    assert seen == [PACKED, mask.sum()]  # the last layer computes only the wanted places
-    assert all("forward" not in vars(layer.mlp) for layer in layers)
-    policy.language_model(input_ids=tokens)
-    assert seen[2:] == [15, 15]  # called directly, the model computes all places
+def computed_by(policy, tokens, mask) -> int:
+    """Returns how many tokens the first layer computes in a pass over these rows."""
+    seen = []
+    layer = policy.language_model.model.layers[0]
+    hook = layer.mlp.register_forward_hook(lambda *given: seen.append(given[2].shape[1]))
+    policy(tokens, mask=mask)
+    hook.remove()
+    return sum(seen)
+
+
+def test_padding_and_tokens_after_the_last_wanted_one_are_not_computed():
+    assert computed_by(make(), *batch()) == PACKED  # with padding it would be 6 * 15 = 90
 
 
 # ---------------------------------------------------------------- a prompt that several rows share
@@ -191,27 +190,24 @@ def test_prompts_that_begin_alike_share_their_beginning(monkeypatch):
 
 
 def test_a_shared_prompt_is_computed_once(monkeypatch):
-    (tokens, mask), policy, seen = prompted(), make(), []
-    layer = policy.language_model.model.layers[0]
-    layer.mlp.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
     whole = [PROMPTS[n] + k - 1 for n, k in zip(GROUPS, RESPONSES, strict=True)]
     monkeypatch.setattr(packing, "SLACK", 0)
-    policy(tokens, mask=mask)
-    assert seen == [sum(whole) - 3 * 69 - 63 - 69]  # A has four rows; B and G have two
+    shared = 3 * 69 + 63 + 69  # A has four rows; B and G have two
+    assert computed_by(make(), *prompted()) == sum(whole) - shared
 
 
-def computed(tokens, mask) -> int:
-    """Returns how many tokens a pass over these rows computes; a shared prompt counts once."""
-    return pack(tokens, lengths_of(mask), prompts_of(tokens, mask))[0].numel()
-
-
-def test_micro_batches_put_rows_of_one_prompt_together_within_the_same_budget():
+def test_micro_batches_put_rows_of_one_prompt_together_within_the_same_budget(monkeypatch):
     tokens, mask = prompted("AAGG" * 4, [10 + 5 * n for n in (draw(6, 16) % 9).tolist()])
     mask = mask.bool()
-    by_length, by_prompt = micro_batches(mask, 480), micro_batches(mask, 480, tokens=tokens)
-    assert sorted(torch.cat(by_prompt).tolist()) == list(range(16))
-    assert all(len(rows) * max(lengths_of(mask[rows])) <= 480 for rows in by_prompt)
-    fewer, more = (
-        sum(computed(tokens[rows], mask[rows]) for rows in cuts) for cuts in (by_prompt, by_length)
-    )
-    assert fewer < 0.8 * more
+    policy = make()
+
+    def cost() -> int:
+        cuts = micro_batches(tokens, mask, 480)
+        assert sorted(torch.cat(cuts).tolist()) == list(range(16))
+        assert all(len(rows) * max(lengths_of(mask[rows])) <= 480 for rows in cuts)
+        monkeypatch.undo()  # whichever rows were put together, their prompts are shared
+        return sum(computed_by(policy, tokens[rows], mask[rows]) for rows in cuts)
+
+    by_prompt = cost()
+    monkeypatch.setattr(packing, "prompts_of", lambda tokens, _: [()] * len(tokens))
+    assert by_prompt < 0.8 * cost()
