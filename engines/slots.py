@@ -3,9 +3,9 @@
     slot 0  [prompt | sampled | documents | sampl>   ]  decodes
          1  [prompt | sam>                           ]  decodes; live rows fill the first n slots
          2  [prompt | sampled, a query>              ]  waits for its documents
-         3  [prompt | ...                            ]  free; its keys can be copied to other rows
+         3  [prompt | ...                            ]  free
 
-    add        a new row copies the keys of its beginning from the slot that holds most of them
+    add        a new row copies the keys of what it has in common with the row added before it
     prefill    computes the missing keys of all tokens of a row except the last, in forward passes
                over many tokens
     decode     last tokens [n, 1] -> logits [n, V] -> one token per row, until some turn is over
@@ -92,11 +92,10 @@ class SlotCache(Cache):
         ).view(shape)
 
     def copy(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copies the first `length` places of slots. One source is copied to all targets, several
-        each to its own. copy([a, b], [b, a], length) swaps two slots, because both are read before
-        either is written.
+        """Copies the first `length` places of slots, each to its own target. copy([a, b], [b, a],
+        length) swaps two slots, because both are read before either is written.
         """
-        if targets and length:  # else each layer would still build index tensors
+        if length:  # else each layer would build index tensors for nothing
             for stored in self.stored:
                 stored[:, targets, :length] = stored[:, sources, :length]
 
@@ -141,6 +140,7 @@ class Engine:
         size = -(-size // self.block) * self.block  # GPU kernels need an aligned mask width
         self.cache = SlotCache(slots, size)
         self.rows = [Row(None, [], Turn(0), state="free") for _ in range(slots)]  # row i: slot i
+        self.last = self.rows[0]  # the row that was added last
         self.slot_ids = torch.arange(slots, device=self.device)
         self.places = torch.arange(size, device=self.device)
 
@@ -148,27 +148,18 @@ class Engine:
         return [row for row in self.rows if row.state == state]
 
     def add(self, owner, ids: list[int], max_new_tokens: int) -> None:
-        """Puts a new row into a free slot and computes the keys of its prompt. Those of its
-        beginning are copied from the slot, perhaps this one, that holds most of them. Usually that
-        slot holds another sample of the same prompt, or at least the same instruction; it need not
-        be free.
+        """Puts a new row into a free slot and fills in the keys of its prompt. Those of its
+        beginning are copied from the row that was added before it, which usually has the same
+        prompt, or at least the same instruction. That row still has its keys, because only adding a
+        row overwrites another.
         """
         row = Row(owner, list(ids), Turn(max_new_tokens))
+        donor, self.last = self.last, row
+        row.cached = len(beginning([donor.ids[: donor.cached], row.ids[:-1]]))
         slot = next(slot for slot, old in enumerate(self.rows) if old.state == "free")
-        donor, row.cached = self.donor_of(row.ids[:-1])
-        if donor != slot:
-            self.cache.copy([donor], [slot], row.cached)
+        self.cache.copy([self.rows.index(donor)], [slot], row.cached)
         self.rows[slot] = row
         self.prefill(row)
-
-    def donor_of(self, ids: list[int]) -> tuple[int, int]:
-        """Returns the slot with the keys of most of the first of these tokens, and their number."""
-        for slot, other in enumerate(self.rows):  # mostly there is one: comparing lists is fast
-            if other.cached >= len(ids) and other.ids[: len(ids)] == ids:
-                return slot, len(ids)
-        shared = [len(beginning([row.ids[: row.cached], ids])) for row in self.rows]
-        most = max(shared)
-        return shared.index(most), most
 
     def resume(self, row: Row, ids: list[int], max_new_tokens: int) -> None:
         """Begins the next turn of a waiting row. `ids` are all tokens of the row, which now end in
@@ -207,11 +198,10 @@ class Engine:
         live = [row.state == "live" for row in self.rows]
         places = [slot for slot in range(count) if not live[slot]]
         strays = [slot for slot in range(count, len(live)) if live[slot]]
-        sources = strays + places
+        sources, targets = strays + places, places + strays
         rows = [self.rows[slot] for slot in sources]
-        length = max((row.cached for row in rows), default=0)
-        self.cache.copy(sources, places + strays, length)
-        for slot, row in zip(places + strays, rows, strict=True):
+        self.cache.copy(sources, targets, max((row.cached for row in rows), default=0))
+        for slot, row in zip(targets, rows, strict=True):
             self.rows[slot] = row
 
     def step(self, rows: list[Row]) -> list[Row]:
