@@ -225,7 +225,7 @@ def check_head(model: nn.Module) -> None:
     changed = (head(hidden) - logits).abs().max() > 1e-2 * logits.abs().max()
     # The config is checked too: a cap hardly changes the small logits of an untrained model.
     capped = getattr(model.config, "final_logit_softcapping", None)
-    if changed or capped or head.bias is not None:
+    if changed or capped or type(head) is not nn.Linear or head.bias is not None:
         raise InputError(
             f"{type(model).__name__} changes its logits after the output matrix (bias, cap or "
             "scale): use a model without that, such as Qwen2, Qwen3 or Llama"

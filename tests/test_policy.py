@@ -1,9 +1,7 @@
 """Tests of policy.py: log-probs in chunks, fp32 weights, batches, checkpoints, the optimizer."""
 
-import copy
 import math
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -198,14 +196,10 @@ def test_a_loaded_model_has_no_dropout(tmp_path, bpe):
     assert torch.equal(policy(make_tokens()), policy(make_tokens()))
 
 
-def test_gradient_checkpointing_changes_no_gradient(saved):
-    grads = []
-    for flag in (False, True):
-        policy, _ = load_policy(str(saved), settings=Settings(gradient_checkpointing=flag))
-        model = policy.language_model
-        assert model.model.layers[0].gradient_checkpointing == flag and model.training
-        grads.append(gradients(policy, policy(make_tokens()).sum()))
-    torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-5)
+def test_gradient_checkpointing_is_a_setting(saved):
+    policy, _ = load_policy(str(saved), settings=Settings(gradient_checkpointing=True))
+    model = policy.language_model
+    assert model.model.layers[0].gradient_checkpointing and model.training
 
 
 def test_a_missing_model_is_a_one_line_error(tmp_path):
@@ -234,22 +228,8 @@ def test_a_saved_policy_reloads_with_automodel_and_equal_logits(tmp_path, saved)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     tokens = make_tokens()
     assert torch.equal(again(tokens).logits, policy.language_model(tokens).logits)
-    loaded = load_tokenizer(str(tmp_path / "a"))
-    assert loaded.get_vocab() == tokenizer.get_vocab()
-    assert loaded.chat_template == tokenizer.chat_template
+    assert load_tokenizer(str(tmp_path / "a")).get_vocab() == tokenizer.get_vocab()
     assert torch.load(tmp_path / "a" / "trainer.pt") == {"step": 3}
-
-
-def test_an_interrupted_save_leaves_nothing_that_the_next_save_keeps(tmp_path):
-    policy = make_policy()
-    tokenizer = mock.Mock(**{"save_pretrained.side_effect": [KeyboardInterrupt, None]})
-    with pytest.raises(KeyboardInterrupt):
-        save_policy(policy, tokenizer, tmp_path / "c")
-    assert not [*tmp_path.iterdir()]
-    (tmp_path / "c.partial").mkdir()  # a killed save leaves such a folder
-    (tmp_path / "c.partial" / "stale").write_text("")
-    save_policy(policy, tokenizer, tmp_path / "c")
-    assert [p.name for p in tmp_path.iterdir()] == ["c"] and not (tmp_path / "c" / "stale").exists()
 
 
 # ---------------------------------------------------------------------------------------- the batch
@@ -288,16 +268,13 @@ def test_a_sampled_eos_is_trained_on_but_padding_is_not_even_with_the_same_id(pa
     assert batch.tokens[:, 1:][batch.response_mask.bool()].tolist() == [7, EOS, 7, EOS]
 
 
-def test_rows_cuts_every_tensor_to_the_longest_row_and_copies_it():
+def test_rows_cuts_every_tensor_to_the_longest_row():
     batch = collate(ROWS, [1.0, 0.0, 0.5], 3)
     batch.overlong = torch.tensor([True, False, True])
     batch.values = torch.arange(15.0).view(3, 5)
-    before = copy.deepcopy(batch)
     part = batch.rows(torch.tensor([2, 1]))  # the longer of the two rows needs two columns
     assert part.values.tolist() == [[10, 11], [5, 6]] and part.overlong.tolist() == [True, False]
-    assert part.ref_logprobs is None and part.group_size == 3
-    part.map(torch.Tensor.zero_)
-    torch.testing.assert_close(vars(batch), vars(before))
+    assert part.tokens.shape == (2, 3) and part.ref_logprobs is None and part.group_size == 3
 
 
 def test_a_batch_of_no_rows_gives_a_pass_with_zero_gradients():

@@ -253,16 +253,17 @@ def test_weights_are_sent_once_and_a_server_that_has_others_later_is_an_error(se
 
 
 # --------------------------------------------------------------------- faults before the first step
-UNSUITABLE = {
-    "another server": ({"models": (404, b"Not Found")}, "HTTP 404 Not Found"),
-    "a short context": ({"models": (200, b'{"data": [{"max_model_len": 9}]}')}, "has 9 tokens"),
-}
+UNSUITABLE = [
+    ((404, b"Not Found"), "HTTP 404 Not Found"),  # another server
+    ((200, b'{"data": [{"max_model_len": 9}]}'), "its context has 9 tokens"),
+]
 
 
-@pytest.mark.parametrize("name", UNSUITABLE)
-def test_an_unsuitable_server_is_one_line_before_the_first_step(name, served, model, tmp_path):
-    faults, problem = UNSUITABLE[name]
-    line = message(run, model, tmp_path, served(**faults).base)
+@pytest.mark.parametrize("models, problem", UNSUITABLE)
+def test_an_unsuitable_server_is_one_line_before_the_first_step(
+    models, problem, served, model, tmp_path
+):
+    line = message(run, model, tmp_path, served(models=models).base)
     assert problem in line and START in line and not list(tmp_path.rglob("metrics.jsonl"))
 
 
@@ -343,10 +344,9 @@ def test_the_command_writes_an_untied_copy_and_becomes_a_server(
     arguments = ["--model", model, "--port", "81", "--", "--tensor-parallel-size", "4"]
     assert "make vllm" in command_line(server.main, arguments, capsys)
     (tmp_path / "vllm").touch(0o755)
-    execve_arguments = []
-    monkeypatch.setattr(os, "execve", lambda *values: execve_arguments.extend(values))
-    server.main(arguments)
-    program, command, environment = execve_arguments
+    with patch.object(os, "execve") as execve:
+        server.main(arguments)
+    program, command, environment = execve.call_args.args
     assert program == f"{tmp_path}/vllm" and environment["VLLM_SERVER_DEV_MODE"] == "1"
     assert "--host 127.0.0.1 --port 81" in " ".join(command)
     assert command[-2:] == ["--tensor-parallel-size", "4"]
