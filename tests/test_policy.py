@@ -316,6 +316,12 @@ def test_the_learning_rate_by_hand(step, schedule, expected):
     assert lr_factor(step, 10, 0.2, schedule) == pytest.approx(expected)
 
 
+def test_a_warm_up_takes_a_share_of_all_updates():
+    # R-Search: 0.95 · 195 = 185.25
+    rates = [lr_factor(step, 195, 0.95, "constant") for step in range(195)]
+    assert rates == pytest.approx([(i + 1) / 185 for i in range(185)] + [1.0] * 10)
+
+
 def test_a_supervised_rate_warms_up_then_stays_then_falls_to_zero():
     # From 60 % of 10 steps on 1 − k/4. A decay that would begin within the warm-up begins after it.
     rates = [lr_factor(step, 10, 0.2, "linear", 0.6) for step in range(10)]
