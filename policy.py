@@ -100,8 +100,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         sums = torch.empty_like(chosen)  # [N]  ln Σ exp z
         for cut, logits in chunks_of_logits(hidden.to(dtype), weight.to(dtype), temperature):
             chosen[cut] = logits.gather(1, targets[cut, None])[:, 0]
-            largest = logits.amax(1, keepdim=True)  # [n, 1]
-            sums[cut] = (logits.sub_(largest).exp_().sum(1, keepdim=True).log_() + largest)[:, 0]
+            sums[cut] = logits.logsumexp(1)
         ctx.save_for_backward(hidden, weight, targets, sums)
         return chosen - sums
 
@@ -202,7 +201,7 @@ class Policy(nn.Module):
             head = self.language_model.get_output_embeddings()
             sampled = token_logprobs(hidden, head, targets[wanted], temperature)  # [N]
         logprobs = torch.zeros(targets.shape, device=tokens.device)  # [B, T]
-        return logprobs.masked_scatter(wanted, sampled.float())
+        return logprobs.masked_scatter(wanted, sampled)
 
     @torch.no_grad()
     def generate(self, **arguments):
