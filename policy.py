@@ -5,7 +5,7 @@
 The output head is the expensive part: logits [B, T, V] in fp32 take 9.9 GB at B = 8, T = 2048,
 V = 151k. So log-probs are computed only for tokens that the loss uses (by default those that the
 policy sampled), and in chunks: the logits of a chunk are discarded after use and recomputed in the
-backward pass. Only a head with a bias or in int8 is computed without chunks.
+backward pass.
 
 Trained weights are stored in fp32; on GPUs most arithmetic is in bf16. If the weights were bf16,
 rounding would undo steps of 1e-6: after 20 AdamW steps, 98 % of the weights would not have changed.
@@ -44,7 +44,7 @@ from transformers.utils.logging import disable_progress_bar
 from errors import InputError
 from formats.records import written_whole
 from scale.lora import add_lora, save_merged
-from scale.packing import hidden_states, lengths_of, obstacle, packed_attention
+from scale.packing import hidden_states, lengths_of, obstacle
 from settings import Settings
 from templates import chat_text, variables_of
 
@@ -67,35 +67,15 @@ def token_logprobs(
 
     Worked: logits (0, ln 3), target 1, τ = 1 -> ln 3 − ln 4 = −0.2877.
     """
-    if is_matrix(head):
-        kind = hidden.device.type
-        dtype = hidden.dtype
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-        return ChunkedLogprobs.apply(hidden, head.weight, targets, temperature, dtype)
-    logits = head(hidden).float() / temperature  # [N, V]
-    return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(-1)  # [N]
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    return ChunkedLogprobs.apply(hidden, head.weight, targets, temperature, dtype)
 
 
-def is_matrix(head: nn.Module) -> bool:
-    """Returns whether the head is a matrix without a bias, as in Qwen, Llama and Mistral."""
-    return type(head) is nn.Linear and head.bias is None
-
-
-@contextlib.contextmanager
-def unrounded_logits(model):
-    """Makes a bf16 head return fp32 logits inside the context, if it is a matrix without a bias."""
-    head = model.get_output_embeddings()
-
-    def forward(hidden: Tensor) -> Tensor:  # [..., H] -> [..., V]
-        return fp32_product(hidden.flatten(0, -2), head.weight.T).unflatten(0, hidden.shape[:-1])
-
-    if is_matrix(head) and head.weight.dtype == torch.bfloat16:
-        head.forward = forward  # only for this instance
-    try:
-        yield
-    finally:
-        vars(head).pop("forward", None)
+def head_logits(head: nn.Module, hidden: Tensor) -> Tensor:
+    """Maps hidden states [N, H] to logits [N, V], which a bf16 head does not round to bf16."""
+    exact = head.weight.dtype != torch.bfloat16
+    return head(hidden) if exact else fp32_product(hidden, head.weight.T)
 
 
 class ChunkedLogprobs(torch.autograd.Function):
@@ -104,9 +84,9 @@ class ChunkedLogprobs(torch.autograd.Function):
         ∂ log p_y / ∂z_v = 1[v = y] − p_v
         G = gradient · (onehot − p) / τ  [n, V],   ∂h = G W  [n, H],   ∂W = Σ_chunks Gᵀ h  [V, H]
 
-    A chunk has n tokens; if `dtype` is fp32, all chunks of a pass share one buffer. Without this
-    class, autograd would keep four tensors [n, V] of each chunk. Under autocast it would also sum
-    ∂W over the chunks in bf16, which is 1 % off after 64 chunks; here this sum is in fp32.
+    A chunk has n tokens. Without this class, autograd would keep four tensors [n, V] of each chunk.
+    Under autocast it would also sum ∂W over the chunks in bf16, which is 1 % off after 64 chunks;
+    here this sum is in fp32.
     """
 
     @staticmethod
@@ -120,8 +100,7 @@ class ChunkedLogprobs(torch.autograd.Function):
         sums = torch.empty_like(chosen)  # [N]  ln Σ exp z
         for cut, logits in chunks_of_logits(hidden.to(dtype), weight.to(dtype), temperature):
             chosen[cut] = logits.gather(1, targets[cut, None])[:, 0]
-            largest = logits.amax(1, keepdim=True)  # [n, 1]
-            sums[cut] = (logits.sub_(largest).exp_().sum(1, keepdim=True).log_() + largest)[:, 0]
+            sums[cut] = logits.logsumexp(1)
         ctx.save_for_backward(hidden, weight, targets, sums)
         return chosen - sums
 
@@ -149,20 +128,12 @@ def chunk_rows(vocab: int, device: str) -> int:
 
 
 def chunks_of_logits(hidden: Tensor, weight: Tensor, temperature: float):
-    """Yields (slice of the N rows of `hidden`, their fp32 logits / τ [n, V]) for each chunk. If
-    `hidden` [N, H] is fp32, the logits are in one buffer, which the next chunk overwrites.
-    """
+    """Yields (slice of the N rows of `hidden`, their fp32 logits / τ [n, V]) for each chunk."""
     rows = chunk_rows(len(weight), hidden.device.type)
-    exact = hidden.dtype == torch.float32
-    buffer = hidden.new_empty(min(rows, len(hidden)) * exact, len(weight))
     with torch.autocast(hidden.device.type, enabled=False):
         for start in range(0, len(hidden), rows):
-            cut = slice(start, min(start + rows, len(hidden)))
-            if exact:
-                logits = buffer[: cut.stop - start].zero_().addmm_(hidden[cut], weight.T)
-            else:
-                logits = fp32_product(hidden[cut], weight.T)
-            yield cut, logits.div_(temperature)
+            cut = slice(start, start + rows)
+            yield cut, fp32_product(hidden[cut], weight.T).div_(temperature)
 
 
 def fp32_product(a: Tensor, b: Tensor) -> Tensor:
@@ -196,9 +167,8 @@ class Policy(nn.Module):
         super().__init__()
         self.language_model = language_model
         check_head(language_model)
-        config = language_model.config
-        if config._attn_implementation == "sdpa" and not obstacle(language_model):
-            config._attn_implementation = "packed"  # stays set in `generate`, see `attention`
+        if not obstacle(language_model):
+            self.config._attn_implementation = "packed"  # stays set in `generate`, see `attention`
         self.train()  # gradient checkpointing needs it; dropout is 0, see `without_dropout`
 
     @property
@@ -208,12 +178,6 @@ class Policy(nn.Module):
     @property
     def config(self):
         return self.language_model.config
-
-    def sharing(self, tokens: Tensor) -> Tensor | None:
-        """Returns `tokens`, so that `micro_batches` can put rows with the same prompt together;
-        None if this model's texts are padded instead of packed.
-        """
-        return tokens if self.config._attn_implementation == "packed" else None
 
     def autocast(self, keep: bool = True):
         """Returns a context in which a GPU computes in bf16 although weights are fp32; keep=True
@@ -237,7 +201,7 @@ class Policy(nn.Module):
             head = self.language_model.get_output_embeddings()
             sampled = token_logprobs(hidden, head, targets[wanted], temperature)  # [N]
         logprobs = torch.zeros(targets.shape, device=tokens.device)  # [B, T]
-        return logprobs.masked_scatter(wanted, sampled.float())
+        return logprobs.masked_scatter(wanted, sampled)
 
     @torch.no_grad()
     def generate(self, **arguments):
@@ -249,30 +213,30 @@ class Policy(nn.Module):
 
 
 def check_head(model: nn.Module) -> None:
-    """Raises an InputError if a model scales or caps its logits, because this file computes
-    log-probs from head(hidden state).
+    """Raises an InputError if a model's head is not a matrix, or if the model scales or caps its
+    logits, because this file computes log-probs from matrix · hidden state.
     """
+    head = model.get_output_embeddings()
     with torch.no_grad(), evaluating(model):
         ids = torch.arange(3, device=model.device)[None]
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        ours = model.get_output_embeddings()(hidden)
         logits = model(input_ids=ids, use_cache=False).logits
-    differs = (ours - logits).abs().max() > 1e-2 * logits.abs().max()
+    changed = (head(hidden) - logits).abs().max() > 1e-2 * logits.abs().max()
     # The config is checked too: a cap hardly changes the small logits of an untrained model.
-    if differs or getattr(model.config, "final_logit_softcapping", None):
+    capped = getattr(model.config, "final_logit_softcapping", None)
+    if changed or capped or type(head) is not nn.Linear or head.bias is not None:
         raise InputError(
-            f"{type(model).__name__} changes its logits after the output head (cap or scale): use a"
-            " model without that, such as Qwen2, Qwen3 or Llama"
+            f"{type(model).__name__} changes its logits after the output matrix (bias, cap or "
+            "scale): use a model without that, such as Qwen2, Qwen3 or Llama"
         )
 
 
-def attention(module, query, key, value, mask, groups=None, **options):
-    """Computes packed attention if the `groups` of `pack` (scale/packing.py) are given. Otherwise,
-    for example in `generate`, it computes transformers' own SDPA attention.
+def attention(*inputs, attend=sdpa_attention_forward, **options):
+    """Computes attention by `attend`, a function of scale/packing.py or engines/slots.py, if it is
+    given to the model's forward pass. Otherwise, for example in `generate`, it computes
+    transformers' own SDPA attention.
     """
-    if groups is None:
-        return sdpa_attention_forward(module, query, key, value, mask, **options)
-    return packed_attention(query, key, value, groups, options.get("scaling")), None
+    return attend(*inputs, **options)
 
 
 AttentionInterface.register("packed", attention)
@@ -317,12 +281,12 @@ def load_whole(path: str, options: dict) -> nn.Module:
     missing.
     """
     model, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
-    wrong = [*report["missing_keys"]]
+    wrong = {*report["missing_keys"]}
     quantized = hasattr(model.config, "quantization_config")
     for file in [] if quantized else Path(path).glob("*.safetensors"):
         with safe_open(file, "pt") as weights:
-            for name in weights.keys():  # noqa: SIM118, it is not a dict
-                wrong += [name] * (weights.get_slice(name).get_dtype()[0] in "IU")
+            stored = {name: weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
+        wrong |= {name for name, dtype in stored.items() if dtype[0] in "IU"}
     if wrong := sorted(dict(model.named_parameters()).keys() & wrong):
         first = ", ".join(wrong[:3])
         raise InputError(f"{len(wrong)} weights are missing, or not floating point: {first}")
@@ -364,10 +328,9 @@ def check_model_path(path: str) -> None:
     """Raises an InputError if `path` is local but not a saved model. A path is local if it exists,
     or if it cannot be a hub name.
     """
-    exists = Path(path).exists()
-    local = exists or path.startswith((".", "/", "~")) or path.count("/") > 1
+    local = Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") > 1
     if local and not Path(path, "config.json").exists():
-        wrong = "there is no config.json in this directory" if exists else "no such directory"
+        wrong = "no such directory, or no config.json in it"
         raise InputError(f"--model {path}: {wrong}; give a saved HF model or a hub name")
 
 

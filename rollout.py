@@ -62,14 +62,17 @@ MAX_REJECTED_QUERIES = 2  # this many rejected queries end a trajectory
 
 # ---------------------------------------------------------------------------------------- the loop
 def generate_by_turns(
-    policy, environment: Environment, live: list[Trajectory], progress: Progress
+    policy, environment: Environment, live: list[Trajectory], progress: Progress, sample=None
 ) -> None:
-    """Samples a turn of every live trajectory, then runs their searches, until all have ended."""
+    """Samples a turn of every live trajectory, then runs their searches, until all have ended.
+    `sample` samples the turns in place of `sample_turns`.
+    """
+    sample = sample or sample_turns
     while live:
         size = environment.settings.max_num_seqs or len(live)
         for start in range(0, len(live), size):
             rows = live[start : start + size]
-            for row, turn in zip(rows, sample_turns(policy, environment, rows), strict=True):
+            for row, turn in zip(rows, sample(policy, environment, rows), strict=True):
                 environment.end_turn(row, turn.ids, turn.logprobs, turn.reason)
         environment.run_searches([row for row in live if not row.stop_reason])
         before = len(live)

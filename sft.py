@@ -211,7 +211,7 @@ def backward(policy: Policy, examples: Sequence[Example], tokens_per_micro_batch
     tokens, mask = collate_examples(examples)
     tokens, mask = tokens.to(policy.device), mask.to(policy.device)  # [B, L], [B, T]
     loss = 0.0
-    for rows in micro_batches(mask, tokens_per_micro_batch):
+    for rows in micro_batches(tokens, mask, tokens_per_micro_batch):
         width = last_column(mask[rows])  # nothing after the last imitated token is read
         share = mask[rows].sum() / mask.sum().clamp(min=1)
         part = share * sft_loss(policy, tokens[rows, : width + 1], mask[rows, :width])

@@ -107,11 +107,11 @@ def shares(state: TrainState, batch: Batch) -> list[Tensor]:
     the same number of micro-batches.
     """
     return micro_batches(
+        batch.tokens,
         batch.response_mask,
         state.settings.tokens_per_micro_batch,
         state.accelerator.num_processes,
         state.accelerator.process_index,
-        state.policy.sharing(batch.tokens),
     )
 
 

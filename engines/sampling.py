@@ -48,13 +48,10 @@ def to_sample_with(policy: Policy, copies: bool) -> Iterator[Policy]:
 def copy_of(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     copy = empty_twin(model, dtype).to_empty(device=model.device)
     copy.tie_weights()  # `to_empty` has untied the tied weights
-    parameters = dict(copy.named_parameters())  # of two tied weights only the first
+    copied = copy.state_dict()  # has the same memory
     for name, weight in merged_weights(model):
-        if name in parameters:
-            parameters[name].copy_(full(weight.to(dtype)))  # rounded before shards are gathered
+        copied[name].copy_(full(weight.to(dtype)))  # rounded before shards are gathered
     # Buffers keep their dtype: rotary frequencies in bf16 would encode wrong positions.
-    buffers = dict(model.named_buffers())
-    for module_name, module in copy.named_modules():
-        for name in module._buffers:
-            module._buffers[name] = buffers[f"{module_name}.{name}".lstrip(".")].clone()
+    for buffer, original in zip(copy.buffers(), model.buffers(), strict=True):
+        buffer.copy_(original)
     return copy

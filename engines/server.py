@@ -1,19 +1,18 @@
 """Samples with vLLM servers: separate processes that read the policy's weights from a folder.
 
     a rollout begins   If the policy's weights have changed, each server reads them from a folder of
-                       safetensors and drops its cached keys. A probe, the log-probs of 16 tokens
-                       that the server samples, shows that it did both.
+                       safetensors and drops its cached keys. Then each proves that it has them: the
+                       log-probs of 16 tokens that it samples are those of the policy.
     a turn             POST /v1/completions: a row's token ids -> the new ids and their log-probs
-    between turns      one batch of searches for rows whose turn is over; other rows go on sampling
-    a rollout ends     Each server must still have the weights that the rollout began with: one that
-                       was restarted has others, and so has one that two runs share.
+    between turns      one batch of searches for all rows
 
     python -m engines.server --model DIR                       starts a server with the right flags
     python -m engines.server --model DIR -- --tensor-parallel-size 4       adds flags of vLLM's own
 
-A row is a trajectory. Three errors would go unnoticed without the probe. (1) A server has not read
-the weights. (2) Its prefix cache still has keys that older weights computed. (3) It samples from
-another distribution, because generation_config.json supplies parameters that a request leaves out.
+A row is a trajectory. Four errors would go unnoticed without the proof. (1) A server has not read
+the weights. (2) Its prefix cache still has keys that older weights computed. (3) It was restarted,
+or another run uses it too. (4) It samples from another distribution, because generation_config.json
+supplies parameters that a request leaves out.
 
 A reload leaves old weights in an output head that is tied to the embeddings, so a served model must
 have an untied head (`python -m engines.server` unties it). The server's arithmetic differs from the
@@ -22,7 +21,8 @@ trainer's, so π_old's log-probs must be computed again.
 If training has several processes, each sends its own share of the rows to the servers. The first
 process writes the weights and lets the servers read them; all others help to gather sharded
 weights, tensor by tensor. A request that fails ends the run; its last steps are saved. vLLM is
-never imported. Left out: SGLang, sending weights by NCCL or IPC, a server on the trainer's own GPU.
+never imported. Left out: SGLang, sending weights by NCCL or IPC, a server on the trainer's own GPU,
+rows that go on sampling while others search.
 """
 
 import contextlib
@@ -30,29 +30,26 @@ import json
 import math
 import os
 import re
-import secrets
 import shlex
 import shutil
 import time
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from safetensors.torch import save_file
 
 from errors import FlagParser, InputError, run_main
 from policy import load_policy
 from retrievers.net import Fault, fetch_json
-from rollout import StopRule, context_of, encode, end_ids
+from rollout import StopRule, Turn, end_ids, generate_by_turns
 from scale.lora import merged_weights
 from scale.shards import cut, full
 
-# Limit of the requests that a process has under way, per server, if --max_num_seqs is 0. On a GPU
-# with less than 70 GiB this is also vLLM's default batch size.
+# Limit of the requests that a process has under way, per server; it is also vLLM's default batch
+# size on a GPU with less than 70 GiB.
 AT_ONCE = 256
 SLOWEST = 1.0  # seconds allowed per new token; a busy server needs 0.02 to 0.2, without queueing
 RELOADING = 600.0  # seconds allowed for a pause (it waits for running requests) and for a reload
@@ -81,20 +78,6 @@ BODY = {
 
 
 # -------------------------------------------------------------------------------------- the servers
-def run_in_first(work: Callable):
-    """Runs `work()` in the first process only; all processes get its result or its InputError."""
-    box = [None, None]
-    if PartialState().is_main_process:
-        try:
-            box[0] = work()
-        except InputError as error:
-            box[1] = str(error)
-    result, message = broadcast_object_list(box)
-    if message:
-        raise InputError(message)
-    return result
-
-
 class Fleet:
     """The servers of a run. A request that fails raises the InputError that ends the run; it names
     the command that starts a suitable server.
@@ -104,20 +87,18 @@ class Fleet:
 
     def __init__(self, policy, environment):
         self.policy = policy
+        self.dtype = torch.float32 if policy.device.type == "cpu" else torch.bfloat16
         self.settings = environment.settings
         self.context = environment.max_context
         self.urls = self.settings.engine.split(",")
-        self.run = secrets.token_hex(4)  # so that two runs never give weights the same name
         self.sent = -1
-        protocol = environment.protocol
-        text = "".join([protocol.instruction, *protocol.tags])
-        ids = encode(environment.tokenizer, text) * PROBE  # so that the probe fills a cache block
-        self.prompt = ids[: min(PROBE, self.context - SAMPLED)]
+        # Any ids can be the probe's prompt, if they fill a block of the prefix cache.
+        self.prompt = [*range(min(PROBE, self.context - SAMPLED))]
 
     def error(self, url: str, problem) -> InputError:
         return InputError(
             f"--engine {url}: {problem}: start it by `{COMMAND} --model "
-            f"{self.settings.model or 'DIR'} --max_context {self.context}`"
+            f"{self.settings.model or 'DIR'} -- --max-model-len {self.context}`"
         )
 
     def ask(self, url: str, route: str, *keys, payload=None, timeout=None):
@@ -149,41 +130,28 @@ class Fleet:
 
     # ---------------------------------------------------------------------------------- the weights
     def refresh(self, version: int) -> None:
-        """Sends the weights to every server, unless this version was sent last, and then compares a
-        probe's log-probs with the policy's. All processes must call this.
+        """Sends the weights to every server, unless this version was sent last, and lets each prove
+        that it has them. All processes must call this.
         """
-        if version == self.sent:
-            return
-        dtype = torch.float32 if self.policy.device.type == "cpu" else torch.bfloat16
+        if version != self.sent:
+            self.send()
+            self.sent = version
+        for url in self.urls:
+            self.check_fresh(url)
+
+    def send(self) -> None:
         name = re.sub(r"\W+", "-", f"policy-of-{self.settings.engine}")
         folder = Path(self.settings.served, name).absolute()
-        probe = {"prompt": self.prompt, "max_tokens": SAMPLED}
-        probe["temperature"] = self.settings.temperature
-
-        def renew(url: str) -> tuple:
-            self.reload(url, folder, f"{self.run}.{version}")
-            return self.sample(url, probe)
-
-        def renew_all() -> list[tuple]:
-            with ThreadPoolExecutor(len(self.urls)) as threads:
-                return [*threads.map(renew, self.urls)]
-
         try:
-            write_weights(self.policy.language_model, folder, dtype)
-            probes = run_in_first(renew_all)
+            write_weights(self.policy.language_model, folder, self.dtype)
+            if PartialState().is_main_process:
+                with ThreadPoolExecutor(len(self.urls)) as threads:
+                    [*threads.map(partial(self.reload, folder), self.urls)]  # raises their errors
+            PartialState().wait_for_everyone()
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        for url, (ids, logprobs) in zip(self.urls, probes, strict=True):
-            gap = self.logprob_gap(self.prompt + ids, logprobs)
-            if not gap <= LIMITS[dtype]:
-                raise self.error(
-                    url,
-                    f"a probe's log-probs are on average {gap:.2g} from the policy's, over "
-                    f"{LIMITS[dtype]}: it has other weights, or samples from another distribution",
-                )
-        self.sent = version
 
-    def reload(self, url: str, folder: Path, version: str) -> None:
+    def reload(self, folder: Path, url: str) -> None:
         """Makes a server read the weights in `folder`. Sampling is paused meanwhile, and all cached
         keys are dropped.
         """
@@ -192,7 +160,6 @@ class Fleet:
         try:
             self.ask(url, "/collective_rpc", payload=reading, timeout=RELOADING)
             self.forget(url)
-            self.ask(url, "/update_weight_version", payload={"new_version": version})
         finally:
             self.ask(url, "/resume", payload={})
 
@@ -205,24 +172,23 @@ class Fleet:
         raise self.error(url, "it keeps the keys of former weights in its prefix cache")
 
     @torch.no_grad()
-    def logprob_gap(self, ids: list, logprobs: list) -> float:
-        """Returns the mean |server's − policy's log-prob| of the last len(logprobs) `ids`. All
-        processes must call this, because a forward pass gathers sharded weights from all.
+    def check_fresh(self, url: str) -> None:
+        """Raises an InputError if the log-probs of tokens that a server samples are not those of
+        the policy. All processes must call this, because a forward pass gathers sharded weights.
         """
-        tokens = torch.tensor([ids], device=self.policy.device)  # [1, L]
-        scored = self.policy(tokens, self.settings.temperature)[0].cpu()  # [T]
+        temperature = self.settings.temperature
+        probe = {"prompt": self.prompt, "max_tokens": SAMPLED, "temperature": temperature}
+        ids, logprobs = self.sample(url, probe)
+        tokens = torch.tensor([self.prompt + ids], device=self.policy.device)  # [1, L]
+        scored = self.policy(tokens, temperature)[0].cpu()  # [T]
         cut(self.policy)
-        return (scored[-len(logprobs) :] - torch.tensor(logprobs)).abs().mean().item()
-
-    def check_versions(self) -> None:
-        """Raises an InputError if a server has other weights than those that were sent last."""
-        for url in self.urls:
-            if self.ask(url, "/weight_info", "weight_version") != f"{self.run}.{self.sent}":
-                raise self.error(
-                    url,
-                    "it does not have the weights that it was sent: was it restarted, or does"
-                    " another run use it?",
-                )
+        gap = (scored[-len(logprobs) :] - torch.tensor(logprobs)).abs().mean().item()
+        if not gap <= LIMITS[self.dtype]:
+            raise self.error(
+                url,
+                f"a probe's log-probs are on average {gap:.2g} from the policy's, over "
+                f"{LIMITS[self.dtype]}: it has other weights, or samples from another distribution",
+            )
 
     # ------------------------------------------------------------------------------------- sampling
     def sample(self, url: str, body: dict) -> tuple:
@@ -266,12 +232,11 @@ def write_weights(model, folder: Path, dtype: torch.dtype) -> None:
 # ------------------------------------------------------------------------------------ the rollout
 @contextlib.contextmanager
 def to_serve(policy, version: int):
-    """Sends the policy's weights to the servers, then yields the policy. A server that has other
-    weights afterwards may have sampled with them. All processes must enter this context together.
+    """Sends the policy's weights to the servers, then yields the policy. All processes must enter
+    this context together.
     """
     policy.fleet.refresh(version)
     yield policy
-    run_in_first(policy.fleet.check_versions)
 
 
 def cut_turn(rule: StopRule, new: list, logprobs: list, max_new_tokens: int) -> tuple:
@@ -284,38 +249,29 @@ def cut_turn(rule: StopRule, new: list, logprobs: list, max_new_tokens: int) -> 
     return new, logprobs, "length"
 
 
-def generate_on_server(policy, environment, trajectories, progress=None) -> None:
-    """Samples all trajectories on the servers of `policy.fleet`, and runs their searches. Rows with
-    the same prompt are sampled on the same server, which has the prompt's keys in its cache.
+def generate_on_server(policy, environment, live, progress) -> None:
+    """Samples all trajectories on the servers of `policy.fleet`, and runs their searches."""
+    generate_by_turns(policy, environment, live, progress, sample_on_servers)
+
+
+def sample_on_servers(policy, environment, rows) -> list[Turn]:
+    """Samples one turn of every trajectory. Rows with the same prompt are sampled on the same
+    server, which has the prompt's keys in its cache.
     """
-    fleet, settings, tags = policy.fleet, environment.settings, environment.protocol.stop_tags
+    fleet, tags = policy.fleet, environment.protocol.stop_tags
     ends = end_ids(policy, environment.tokenizer)
     rule = StopRule(environment.tokenizer, tags, ends)
-    body = {"temperature": settings.temperature, "stop": list(tags), "stop_token_ids": sorted(ends)}
-    number = {}  # of each prompt
-    for row in trajectories:
-        number.setdefault(tuple(row.prompt_ids), PartialState().process_index + len(number))
+    body = {"temperature": environment.settings.temperature, "stop": list(tags)}
+    body["stop_token_ids"] = sorted(ends)
 
-    def turn(row):
-        url = fleet.urls[number[tuple(row.prompt_ids)] % len(fleet.urls)]
+    def sample(row) -> Turn:
+        url = fleet.urls[hash(tuple(row.prompt_ids)) % len(fleet.urls)]
         most = environment.turn_tokens_left(row)
         new, logprobs = fleet.sample(url, body | {"prompt": row.ids, "max_tokens": most})
-        environment.end_turn(row, *cut_turn(rule, new, logprobs, most))
-        return row
+        return Turn(most, *cut_turn(rule, new, logprobs, most))
 
-    at_once = settings.max_num_seqs or AT_ONCE * len(fleet.urls)
-    waiting, under_way = deque(trajectories), set()  # rows; futures of turns
-    with ThreadPoolExecutor(at_once) as threads:
-        while waiting or under_way:
-            while waiting and len(under_way) < at_once:
-                under_way.add(threads.submit(turn, waiting.popleft()))
-            ended, under_way = wait(under_way, return_when=FIRST_COMPLETED)
-            rows = [future.result() for future in ended]
-            environment.run_searches([row for row in rows if not row.stop_reason])
-            asking = [row for row in rows if not row.stop_reason]
-            waiting.extendleft(asking)  # first, because the servers still have their keys
-            if progress:
-                progress(len(rows) - len(asking))
+    with ThreadPoolExecutor(AT_ONCE * len(fleet.urls)) as threads:
+        return [*threads.map(sample, rows)]
 
 
 # -------------------------------------------------------------------------------------- the command
@@ -335,14 +291,12 @@ def main(arguments=None) -> None:
     parser = FlagParser(COMMAND, allow_abbrev=False)
     parser.add_argument("--model", required=True)
     parser.add_argument("--port", default="8000")
-    parser.add_argument("--max_context")
     options, theirs = parser.parse_known_args(arguments)
     vllm = shutil.which("vllm") or shutil.which("vllm", path=VENV)
     if vllm is None:
         raise InputError("vllm is not installed: `make vllm` (for CPUs), or put it on the PATH")
     policy, tokenizer = load_policy(options.model, frozen=True)
     flags = f"{FLAGS} --port {options.port}"
-    flags += f" --max-model-len {options.max_context or context_of(policy)}"
     dtype, variables = torch.bfloat16, VARIABLES
     if not torch.cuda.is_available():
         dtype, variables = torch.float32, VARIABLES | ON_CPU

@@ -3,10 +3,11 @@
     slot 0  [prompt | sampled | documents | sampl>   ]  decodes
          1  [prompt | sam>                           ]  decodes; live rows fill the first n slots
          2  [prompt | sampled, a query>              ]  waits for its documents
-         3  [prompt | ...                            ]  free; its keys can be copied to other rows
+         3  [prompt | ...                            ]  free
 
-    catch up   fills in the keys of all tokens of a row except the last: they are copied from a
-               slot that holds them, or computed in forward passes over many tokens
+    add        a new row copies the keys of what it has in common with the row added before it
+    prefill    computes the missing keys of all tokens of a row except the last, in forward passes
+               over many tokens
     decode     last tokens [n, 1] -> logits [n, V] -> one token per row, until some turn is over
 
 In this file "keys" are keys and values, except where both are named.
@@ -15,28 +16,28 @@ row has its own length: token i has position i, is stored at place i of its slot
 places j <= i. Nothing has to be erased when a slot gets a new row: keys of the old row beyond the
 new row's end are masked, and are overwritten as the new row grows. A causal LM needs no change,
 because its forward takes position ids, a 4D mask and a `Cache`. Left out: paging (each slot is as
-long as the longest row may become), models that `obstacle` (scale/packing.py) rejects.
+long as the longest row may become), forward passes over the missing keys of several rows, models
+that `obstacle` (scale/packing.py) rejects.
 """
 
-import contextlib
 import math
 import mmap
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import dataclass
 
 import psutil
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, Cache, TopPLogitsWarper
+from transformers import Cache, TopPLogitsWarper
 
 from errors import say_once
-from policy import evaluating, unrounded_logits
+from policy import evaluating, head_logits
 from rollout import Environment, Progress, StopRule, Turn, end_ids, generate_by_turns
-from scale.packing import LEAST, beginning, obstacle
+from scale.packing import beginning, obstacle
 from trajectory import Trajectory
 
 # (block, chunk): a pass reads a multiple of `block` places per slot. To limit memory, a prefill
-# pass computes at most `chunk` tokens, padding included.
+# pass computes at most `chunk` tokens.
 ON_CPU = (16, 256)
 ON_GPU = (64, 4096)
 SHARE = 0.8  # share of the free memory that the slots may take
@@ -44,15 +45,14 @@ SHARE = 0.8  # share of the free memory that the slots may take
 
 # ---------------------------------------------------------------------------------------- the cache
 class SlotCache(Cache):
-    """Keys and values, [2, slots, size + 1, kv, D] per layer; padding beyond `size` goes to the
-    last place. Keys and values share a tensor, so that a copy of a slot is one operation per layer.
-    One tensor for all layers would take still fewer. But on a GPU torch reuses that tensor's memory
-    between rollouts, and a single small tensor placed there, such as an Adam moment, would keep all
-    of it from being freed.
+    """Keys and values, [2, slots, size, kv, D] per layer. Keys and values share a tensor, so that a
+    copy of a slot is one operation per layer. One tensor for all layers would take still fewer. But
+    on a GPU torch reuses that tensor's memory between rollouts, and a single small tensor placed
+    there, such as an Adam moment, would keep all of it from being freed.
     """
 
     write: tuple  # (slots [n, 1], positions [n, C]) of new keys; set before each forward pass
-    read: slice | torch.Tensor  # the same slots; a slice reads a view, an index tensor a copy
+    read: slice  # the same slots
     width: int  # number of places that are read of each slot
 
     def __init__(self, slots: int, size: int):
@@ -66,7 +66,7 @@ class SlotCache(Cache):
         to, [n, kv, width, D].
         """
         if layer_idx == len(self.stored):
-            self.stored.append(self.allocate(keys))
+            self.stored.append(self.allocate(values))
         stored_keys, stored_values = self.stored[layer_idx]
         return self.put(stored_keys, keys), self.put(stored_values, values)
 
@@ -78,14 +78,11 @@ class SlotCache(Cache):
         """Returns zeros. Uninitialised memory may hold NaN, and a masked place with NaN would spoil
         the attention, because weight 0 times NaN is NaN.
         """
-        kind = like.device.type
+        # Under autocast values are in bf16, but rotary keys in fp32. If they were stored in fp32,
+        # attention would round all of them at every step.
         dtype = like.dtype
-        if torch.is_autocast_enabled(kind):
-            # Under autocast, rotary keys are fp32. If they were stored in fp32, attention would
-            # round all of them at every step.
-            dtype = torch.get_autocast_dtype(kind)
-        shape = (2, self.slots, self.size + 1, like.shape[1], like.shape[3])
-        if kind != "cpu":
+        shape = (2, self.slots, self.size, like.shape[1], like.shape[3])
+        if like.device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=like.device)
         # New pages hold zeros and take no memory until they are written. Because most rows end
         # early, a large part of the memory is never taken. MAP_PRIVATE: a page of a shared mapping
@@ -95,16 +92,15 @@ class SlotCache(Cache):
         ).view(shape)
 
     def copy(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copies the first `length` places of slots. One source is copied to all targets, several
-        each to its own. copy([a, b], [b, a], length) swaps two slots, because both are read before
-        either is written.
+        """Copies the first `length` places of slots, each to its own target. copy([a, b], [b, a],
+        length) swaps two slots, because both are read before either is written.
         """
-        if targets:  # without targets, each layer would still build index tensors
+        if length:  # else each layer would build index tensors for nothing
             for stored in self.stored:
                 stored[:, targets, :length] = stored[:, sources, :length]
 
 
-def grouped_attention(module, query, keys, values, mask, scaling=None, **_):
+def attend_to_slots(module, query, keys, values, mask, scaling=None, **_):
     """query [n, heads, C, D], keys and values [n, kv, width, D], mask [n, 1, C, width] ->
     [n, C, heads, D]. Keys are not repeated for grouped-query attention. In decoding (C = 1), the
     queries that share a key head become rows of one matrix, for which one mask row is enough. In a
@@ -117,19 +113,6 @@ def grouped_attention(module, query, keys, values, mask, scaling=None, **_):
     return torch.stack(out, 2).reshape(query.shape).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register("slots", grouped_attention)
-
-
-@contextlib.contextmanager
-def attending_to_slots(model):
-    original = model.config._attn_implementation
-    model.config._attn_implementation = "slots"
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = original
-
-
 # --------------------------------------------------------------------------------------- the engine
 @dataclass(eq=False)
 class Row:
@@ -140,13 +123,6 @@ class Row:
     turn: Turn
     cached: int = 0
     state: str = "live"  # "live": decodes; "waiting": its turn is over; "free": may be replaced
-
-    @property
-    def missing(self) -> int:
-        """The number of tokens whose keys must be filled in. The last token is not counted, because
-        the decoding step that reads it computes its keys.
-        """
-        return len(self.ids) - 1 - self.cached
 
 
 class Engine:
@@ -164,37 +140,26 @@ class Engine:
         size = -(-size // self.block) * self.block  # GPU kernels need an aligned mask width
         self.cache = SlotCache(slots, size)
         self.rows = [Row(None, [], Turn(0), state="free") for _ in range(slots)]  # row i: slot i
+        self.last = self.rows[0]  # the row that was added last
         self.slot_ids = torch.arange(slots, device=self.device)
         self.places = torch.arange(size, device=self.device)
-        vocab = model.get_output_embeddings().weight.shape[0]
-        alarm = [token in rule.watched for token in range(vocab)]
-        self.alarm = torch.tensor(alarm, device=self.device)  # [V]
 
     def in_state(self, state: str) -> list[Row]:
         return [row for row in self.rows if row.state == state]
 
     def add(self, owner, ids: list[int], max_new_tokens: int) -> None:
-        """Puts a new row into a free slot. It gets the keys of its beginning from the slot, perhaps
-        this one, that holds most of them. Usually that slot holds another sample of the same
-        prompt, or at least the same instruction; it need not be free.
+        """Puts a new row into a free slot and fills in the keys of its prompt. Those of its
+        beginning are copied from the row that was added before it, which usually has the same
+        prompt, or at least the same instruction. That row still has its keys, because only adding a
+        row overwrites another.
         """
         row = Row(owner, list(ids), Turn(max_new_tokens))
+        donor, self.last = self.last, row
+        row.cached = len(beginning([donor.ids[: donor.cached], row.ids[:-1]]))
         slot = next(slot for slot, old in enumerate(self.rows) if old.state == "free")
-        donor, row.cached = self.donor_of(row.ids[:-1])
-        if row.cached and donor != slot:
-            self.cache.copy([donor], [slot], row.cached)
+        self.cache.copy([self.rows.index(donor)], [slot], row.cached)
         self.rows[slot] = row
-
-    def donor_of(self, ids: list[int]) -> tuple[int, int]:
-        """Returns the slot with the keys of most of the first of these tokens, and their number; 0
-        if they are fewer than LEAST and not all.
-        """
-        for slot, other in enumerate(self.rows):  # mostly there is one: comparing lists is fast
-            if other.cached >= len(ids) and other.ids[: len(ids)] == ids:
-                return slot, len(ids)
-        shared = [len(beginning([row.ids[: row.cached], ids])) for row in self.rows]
-        most = max(shared)
-        return shared.index(most), most if most >= LEAST else 0
+        self.prefill(row)
 
     def resume(self, row: Row, ids: list[int], max_new_tokens: int) -> None:
         """Begins the next turn of a waiting row. `ids` are all tokens of the row, which now end in
@@ -203,57 +168,18 @@ class Engine:
         row.ids = list(ids)
         row.turn = Turn(max_new_tokens)
         row.state = "live"
+        self.prefill(row)
 
-    def catch_up(self) -> None:
-        """Fills in the missing keys of all live rows. Rows with equal texts are computed once. The
-        live rows must be in the first slots (`arrange`).
+    def prefill(self, row: Row) -> None:
+        """Computes the keys of all tokens but the last, whose keys are computed by the decoding
+        step that reads it. Skips the output head.
         """
-        slots_of = defaultdict(list)  # text -> the slots of its rows
-        for slot, row in enumerate(self.in_state("live")):
-            if row.missing:
-                slots_of[tuple(row.ids)].append(slot)
-        firsts = [self.rows[first] for first, *_ in slots_of.values()]
-        self.share_beginning([row for row in firsts if not row.cached])
-        self.prefill(firsts)
-        for text, (first, *others) in slots_of.items():
-            self.cache.copy([first], others, len(text) - 1)
-            for slot in others:
-                self.rows[slot].cached = len(text) - 1
-
-    def share_beginning(self, rows: list[Row]) -> None:
-        """Computes the keys of what all these rows begin with, such as the instruction, only once.
-        None of the rows has keys.
-        """
-        length = len(beginning([row.ids[:-1] for row in rows]))
-        if len(rows) < 2 or length < LEAST:
-            return
-        first, *others = (self.rows.index(row) for row in rows)
-        whole, rows[0].ids = rows[0].ids, rows[0].ids[: length + 1]
-        self.prefill(rows[:1])
-        rows[0].ids = whole
-        self.cache.copy([first], others, length)
-        for row in rows[1:]:
-            row.cached = length
-
-    def prefill(self, rows: list[Row]) -> None:
-        """Computes missing keys in passes of at most `chunk` tokens, padding included. Each pass
-        takes the rows that miss the most keys, and skips the output head.
-        """
-        while rows := sorted((row for row in rows if row.missing), key=lambda row: row.missing):
-            longest = min(rows[-1].missing, self.chunk)
-            batch = rows[-max(1, self.chunk // longest) :]
-            chunks = [row.ids[row.cached : -1][:longest] for row in batch]
-            padded = [chunk + [0] * (longest - len(chunk)) for chunk in chunks]
-            tokens = torch.tensor(padded, device=self.device)  # [n, C]
-            # Keys of padding are written after the row's own keys, where they are masked until they
-            # are overwritten. Those beyond the slot's end all go to the extra last place.
-            starts = torch.tensor([[row.cached] for row in batch], device=self.device)  # [n, 1]
-            positions = (starts + self.places[:longest]).clamp(max=self.cache.size)  # [n, C]
-            slots = torch.tensor([self.rows.index(row) for row in batch], device=self.device)
-            width = max(row.cached for row in batch) + longest
-            self.model.base_model(**self.inputs(tokens, positions, width, slots, slots))
-            for row, chunk in zip(batch, chunks, strict=True):
-                row.cached += len(chunk)
+        slot = self.rows.index(row)
+        while chunk := row.ids[row.cached : -1][: self.chunk]:
+            positions = self.places[row.cached : row.cached + len(chunk)]  # [C]
+            tokens = torch.tensor([chunk], device=self.device)  # [1, C]
+            row.cached += len(chunk)
+            self.hidden(tokens, positions[None], row.cached, slice(slot, slot + 1))
 
     def decode(self) -> list[Row]:
         """Samples for all live rows until at least one turn is over. Returns the rows whose turn is
@@ -262,9 +188,7 @@ class Engine:
         finished = []
         while not finished and (live := self.in_state("live")):
             self.arrange(len(live))
-            with attending_to_slots(self.model), unrounded_logits(self.model):
-                self.catch_up()
-                finished = self.sample(self.rows[: len(live)])
+            finished = self.step(self.rows[: len(live)])
         return finished
 
     def arrange(self, count: int) -> None:
@@ -274,40 +198,29 @@ class Engine:
         live = [row.state == "live" for row in self.rows]
         places = [slot for slot in range(count) if not live[slot]]
         strays = [slot for slot in range(count, len(live)) if live[slot]]
-        sources = strays + places
+        sources, targets = strays + places, places + strays
         rows = [self.rows[slot] for slot in sources]
-        length = max((row.cached for row in rows), default=0)
-        self.cache.copy(sources, places + strays, length)
-        for slot, row in zip(places + strays, rows, strict=True):
+        self.cache.copy(sources, targets, max((row.cached for row in rows), default=0))
+        for slot, row in zip(targets, rows, strict=True):
             self.rows[slot] = row
 
-    def sample(self, rows: list[Row]) -> list[Row]:
-        """Decodes until a row draws a watched token or reaches the limit of its turn. Returns the
-        rows whose turn is over.
+    def step(self, rows: list[Row]) -> list[Row]:
+        """Samples a token for each of these rows, which fill the first slots. Returns the rows
+        whose turn is over.
         """
         tokens = torch.tensor([[row.ids[-1]] for row in rows], device=self.device)  # [n, 1]
         positions = torch.tensor([[row.cached] for row in rows], device=self.device)  # [n, 1]
-        deepest = max(row.cached for row in rows)
-        drawn = []
-        for step in range(min(row.turn.max_new_tokens - len(row.turn.ids) for row in rows)):
-            tokens, logprobs = self.draw(self.logits(tokens, positions, deepest + step + 1))
-            drawn.append((tokens, logprobs))
-            positions = positions + 1
-            if self.alarm[tokens].any():  # a step's only synchronisation with a GPU
-                break
-        ids, logprobs = (torch.cat(columns, 1).tolist() for columns in zip(*drawn, strict=True))
-        return [row for row, i, p in zip(rows, ids, logprobs, strict=True) if self.take(row, i, p)]
-
-    def take(self, row: Row, ids: list[int], logprobs: list[float]) -> bool:
-        """Appends newly sampled tokens to a row; returns whether its turn is over."""
-        turn = row.turn
-        row.ids += ids
-        turn.ids += ids
-        turn.logprobs += logprobs
-        row.cached += len(ids)
-        turn.reason = self.rule.reason(turn.ids, turn.max_new_tokens)
-        row.state = "waiting" if turn.reason else "live"
-        return row.state == "waiting"
+        width = max(row.cached for row in rows) + 1
+        tokens, logprobs = self.draw(self.logits(tokens, positions, width))  # [n, 1] each
+        for row, ids, values in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+            turn = row.turn
+            row.ids += ids
+            turn.ids += ids
+            turn.logprobs += values
+            row.cached += 1
+            turn.reason = self.rule.reason(turn.ids, turn.max_new_tokens)
+            row.state = "waiting" if turn.reason else "live"
+        return [row for row in rows if row.state == "waiting"]
 
     def draw(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples from logits [n, V]: returns a token for each row and its log-prob, [n, 1] each.
@@ -323,29 +236,30 @@ class Engine:
 
     def logits(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
         """Returns logits [n, V] for the tokens [n, 1] at positions [n, 1] of the first n slots."""
-        n = len(tokens)
-        inputs = self.inputs(tokens, positions, width, self.slot_ids[:n], slice(n))
-        return self.model(**inputs).logits[:, -1]
+        hidden = self.hidden(tokens, positions, width, slice(len(tokens)))  # [n, 1, H]
+        return head_logits(self.model.get_output_embeddings(), hidden[:, -1])
 
-    def inputs(self, tokens, positions, width: int, slots, read: slice | torch.Tensor) -> dict:
-        """Points the cache at `slots` [n] and returns the arguments of a forward pass over tokens
-        [n, C].
+    def hidden(self, tokens, positions, width: int, slots: slice) -> torch.Tensor:
+        """Returns the last hidden states [n, C, H] of tokens [n, C] at positions [n, C] of `slots`,
+        which attend to the first `width` places.
         """
         cache = self.cache
-        cache.write = (slots[:, None], positions)
-        cache.read = read
+        cache.write = (self.slot_ids[slots][:, None], positions)
+        cache.read = slots
         cache.width = min(-(-width // self.block) * self.block, cache.size)
-        hidden = self.places[: cache.width] > positions[..., None]  # [n, C, width]
+        future = self.places[: cache.width] > positions[..., None]  # [n, C, width]
         # A float mask, added to the scores: a boolean mask would be converted in every layer.
-        mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=self.device)
-        mask = mask.masked_fill_(hidden, float("-inf"))[:, None]  # [n, 1, C, width]
-        return {
-            "input_ids": tokens,
-            "position_ids": positions,
-            "attention_mask": mask,
-            "past_key_values": cache,
-            "use_cache": True,
-        }
+        mask = torch.zeros(future.shape, dtype=self.model.dtype, device=self.device)
+        mask = mask.masked_fill_(future, float("-inf"))[:, None]  # [n, 1, C, width]
+        output = self.model.base_model(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            attend=attend_to_slots,
+        )
+        return output.last_hidden_state
 
 
 def pick(probabilities: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from errors import InputError
 
@@ -40,8 +41,7 @@ def check_peft(rank: int) -> None:
 
 def add_lora(model: nn.Module, rank: int, seed: int = 0) -> None:
     """Freezes `model` and adds A and B to its linear layers, except the output head."""
-    check_peft(rank)
-    import peft  # an optional extra
+    import peft  # an optional extra, see `check_peft`
 
     config = peft.LoraConfig(r=rank, lora_alpha=ALPHA, target_modules="all-linear")
     with torch.random.fork_rng(devices=[]):  # peft draws A on the CPU
@@ -120,6 +120,6 @@ def empty_twin(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     config = copy.deepcopy(model.config)
     vars(config).pop("quantization_config", None)
     with torch.device("meta"):
-        twin = type(model)(config).to(dtype)
+        twin = AutoModelForCausalLM.from_config(config, dtype=dtype)  # buffers stay fp32
     twin.generation_config = model.generation_config
     return twin

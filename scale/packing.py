@@ -19,15 +19,14 @@ token predicts the first token of the response, so every row keeps its own. With
 of 100 to 200 tokens, an update was 1.3 times as fast as without sharing; with 16 rows per prompt of
 300 tokens, 1.5 times (4M, CPU; docs/results.md).
 
-Two more parts are skipped: tokens after the last wanted token of a text (up to SLACK of them may be
-computed), and, without gradient checkpointing, the last layer's feed-forward part for tokens that
-are not wanted. Left out: models that `obstacle` rejects (their texts are padded and computed
-whole); sharing equal text in responses.
+Tokens after the last wanted token of a text are skipped too (up to SLACK of them may be computed).
+Left out: models that `obstacle` rejects (their texts are padded and computed whole); sharing equal
+text in responses; leaving unwanted tokens out of the last layer's feed-forward part.
 """
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import takewhile
 
 import torch
@@ -43,41 +42,21 @@ def hidden_states(backbone, tokens: torch.Tensor, wanted: torch.Tensor) -> torch
     """Returns the last hidden states [n, H] at the n places where wanted [B, T] is True. The tokens
     [B, L] are right-padded.
     """
-    columns = torch.arange(wanted.shape[1], device=tokens.device)  # [T]
     if backbone.config._attn_implementation != "packed":  # the rows stay padded
         hidden = backbone(input_ids=tokens, use_cache=False).last_hidden_state  # [B, L, H]
-        return hidden[:, : len(columns)][wanted]
-    ids, positions, groups, starts = pack(tokens, lengths_of(wanted), prompts_of(tokens, wanted))
-    places = (starts[:, None] + columns)[wanted]  # [n]
+        return hidden[:, :-1][wanted]
+    width = tokens.shape[1]
+    places, groups = pack(width, lengths_of(wanted), prompts_of(tokens, wanted))
+    places = places.to(tokens.device)  # [N]
     # Trap: without a mask the model builds one of N x N. A mask of 4 dimensions is passed on
     # unchanged; this one is never read.
     options = {"attention_mask": tokens.new_zeros(1, 1, 1, 1), "use_cache": False}
-    with last_layer_at(backbone, places):
-        output = backbone(input_ids=ids, position_ids=positions, groups=groups, **options)
-    return output.last_hidden_state[0, places]
-
-
-@contextlib.contextmanager
-def last_layer_at(backbone, places: torch.Tensor):
-    """Inside the context, the last layer's feed-forward part is computed only at `places` [n],
-    except with gradient checkpointing. The other places are not needed, because no attention
-    follows.
-    """
-    layer = backbone.layers[-1]
-    whole = layer.mlp.forward
-
-    def at_places(hidden: torch.Tensor) -> torch.Tensor:
-        computed = whole(hidden.index_select(1, places))  # [1, n, H]
-        return torch.zeros_like(hidden).index_copy(1, places, computed)  # [1, N, H]
-
-    # Gradient checkpointing computes the layer again in the backward pass, after `forward` has been
-    # restored. With it, the layer is therefore not changed here.
-    if not getattr(layer, "gradient_checkpointing", False):
-        layer.mlp.forward = at_places  # only for this instance
-    try:
-        yield
-    finally:
-        vars(layer.mlp).pop("forward", None)
+    ids, positions = tokens.flatten()[places][None], (places % width)[None]  # [1, N]
+    options["attend"] = partial(packed_attention, groups)
+    output = backbone(input_ids=ids, position_ids=positions, **options)
+    packed = torch.zeros_like(tokens.flatten())  # [B · L]  place in the rows -> place among the N
+    packed[places] = torch.arange(len(places), device=tokens.device)
+    return output.last_hidden_state[0, packed.view_as(tokens)[:, :-1][wanted]]
 
 
 def lengths_of(wanted: torch.Tensor) -> list[int]:
@@ -115,21 +94,24 @@ def beginning(texts: list) -> list[int]:
     return [id for id, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
 
-def pack(tokens: torch.Tensor, lengths: list[int], prompts: list[tuple]) -> tuple:
-    """Packs the first lengths[b] tokens of each row of `tokens` [B, L], but each shared prompt
-    (`prompts_of`) only once. The rows of a group are all as long as its longest, so a row may get
-    up to SLACK tokens more. Returns ids [1, N], their positions [1, N], the groups, and the place
-    [B] where each text begins. For a text with a shared prompt this is where it would begin if the
-    prompt stood directly before the rest. A group is (number of rows, tokens that each row has in
-    this group, number of the group that holds their shared prompt, or None). A shared prompt is a
-    group of one row.
+def pack(width: int, lengths: list[int], prompts: list[tuple]) -> tuple:
+    """Packs the first lengths[b] tokens of each row b, but each shared prompt (`prompts_of`) only
+    once. Returns the places [N] of the packed tokens, where column t of row b is place
+    b · width + t, and the groups. A group is (number of rows, tokens that each row has in this
+    group, number of the group that holds their shared prompt, or None). The rows of a group are all
+    as long as its longest, so a row may get up to SLACK tokens more. A shared prompt is a group of
+    one row.
+
+    >>> places, groups = pack(10, [3, 2], [(), ()])
+    >>> places.tolist(), groups  # two rows of three tokens, the last of which is padding
+    ([0, 1, 2, 10, 11, 12], [(2, 3, None)])
     """
-    pieces, positions, groups, starts, count = [], [], [], [0] * len(lengths), 0
+    places, groups = [], []
     group_of: dict[tuple, int] = {}  # prompt -> the number of its group
 
     def add(rows: list[int], begin: int, end: int, prompt: int | None) -> None:
-        pieces.append(tokens[rows, begin:end].flatten())  # [rows · (end − begin)]
-        positions.append(torch.arange(begin, end, device=tokens.device).repeat(len(rows)))
+        columns = torch.arange(begin, end)
+        places.extend(width * row + columns for row in rows)
         groups.append((len(rows), end - begin, prompt))
 
     def fits(group: list[int], row: int) -> bool:
@@ -138,18 +120,11 @@ def pack(tokens: torch.Tensor, lengths: list[int], prompts: list[tuple]) -> tupl
 
     for rows in grouped(lengths, prompts, fits):
         prompt = prompts[rows[0]]
-        end = lengths[rows[0]]
-        begin = len(prompt)
         if prompt and prompt not in group_of:
             group_of[prompt] = len(groups)
-            count += begin
-            add(rows[:1], 0, begin, None)
-        add(rows, begin, end, group_of.get(prompt))
-        for row in rows:
-            starts[row] = count - begin
-            count += end - begin
-    ids, positions = torch.cat(pieces)[None], torch.cat(positions)[None]  # [1, N]
-    return ids, positions, groups, torch.tensor(starts, device=tokens.device)
+            add(rows[:1], 0, len(prompt), None)
+        add(rows, len(prompt), lengths[rows[0]], group_of.get(prompt))
+    return torch.cat(places), groups
 
 
 def grouped(lengths: list[int], prompts: list[tuple], fits: Callable) -> list[list[int]]:
@@ -169,41 +144,33 @@ def grouped(lengths: list[int], prompts: list[tuple], fits: Callable) -> list[li
 
 
 def micro_batches(
-    mask: torch.Tensor, budget: int, processes=1, rank=0, tokens: torch.Tensor | None = None
+    tokens: torch.Tensor, mask: torch.Tensor, budget: int, processes=1, rank=0
 ) -> list[torch.Tensor]:
-    """Returns the micro-batches of process `rank`, each a tensor of row indices of mask [B, T].
-    Row b belongs to process b % processes. Rows are sorted by length. A micro-batch takes at most
-    `budget` tokens, which are counted as its number of rows times its longest row; a row of
-    more tokens than `budget` is a micro-batch of its own. If tokens [B, L] are given, rows are
-    sorted by their prompt first and then by length. A prompt that rows share is computed only once,
-    but it still counts in each of its rows.
+    """Returns the micro-batches of process `rank`, each a tensor of row indices of tokens [B, L]
+    and mask [B, T]. Row b belongs to process b % processes. Rows are sorted by their shared prompt,
+    then by length. A micro-batch takes at most `budget` tokens, which are counted as its number of
+    rows times its longest row; a row of more tokens than `budget` is a micro-batch of its own. A
+    prompt that rows share is computed only once, but it still counts in each of its rows.
 
-    All processes get the same number of micro-batches, because they wait for each other's passes.
-    If a process has fewer, its micro-batch with the most rows is split in two. If that one has only
-    one row, the second part is empty (`Batch.rows` handles this).
-    Worked: 5 rows, each a micro-batch, 2 processes: [0], [2], [4] and [1], [], [3].
+    All processes get the same number of micro-batches, because they wait for each other's passes:
+    if a process has fewer, the rest are empty (`Batch.rows` handles this).
+    Worked: 5 rows, each a micro-batch, 2 processes: [0], [2], [4] and [1], [3], [].
     """
     by_process = []
     for process in range(processes):
-        wanted = mask[process::processes].cpu().bool()
+        wanted = mask[process::processes].bool()
         lengths = lengths_of(wanted)
-        prompts = [()] * len(lengths)
-        if tokens is not None:
-            prompts = prompts_of(tokens[process::processes], wanted)
 
         def fits(group: list[int], row: int, lengths=lengths) -> bool:
             return (len(group) + 1) * max(lengths[i] for i in [*group, row]) <= budget
 
-        groups = grouped(lengths, prompts, fits)
+        groups = grouped(lengths, prompts_of(tokens[process::processes], wanted), fits)
         by_process.append([process + processes * torch.tensor(group) for group in groups])
-    mine = by_process[rank] or [torch.zeros(0, dtype=torch.long)]
-    for _ in range(max(map(len, by_process)) - len(mine)):
-        largest = max(range(len(mine)), key=lambda i: len(mine[i]))
-        mine[largest : largest + 1] = mine[largest].tensor_split(2)
-    return mine
+    mine, none = by_process[rank], torch.zeros(0, dtype=torch.long)
+    return mine + [none] * (max(map(len, by_process)) - len(mine))
 
 
-def packed_attention(query, key, value, groups: list[tuple], scaling: float | None = None):
+def packed_attention(groups: list[tuple], module, query, key, value, mask, scaling=None, **_):
     """Maps query [1, heads, N, D], key and value [1, kv, N, D] to [1, N, heads, D], by groups."""
     options = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     sizes = [rows * length for rows, length, _ in groups]
@@ -230,14 +197,14 @@ def packed_attention(query, key, value, groups: list[tuple], scaling: float | No
             seen = causal_lower_right(length, front + length)
             out = scaled_dot_product_attention(q, k, v, attn_mask=seen, **options)
         parts.append(out.transpose(1, 2).flatten(0, 1))  # [rows · length, heads, D]
-    return torch.cat(parts)[None]
+    return torch.cat(parts)[None], None
 
 
 def obstacle(model) -> str:
     """Returns the reason why this model's rows can be neither packed nor sampled in slots
-    (engines/slots.py), or "" if they can. The model must pass the extra argument `groups` on to its
-    attention function, each token must attend to all earlier tokens of its text, and its rotary
-    position must not depend on other rows.
+    (engines/slots.py), or "" if they can. The model must pass the extra argument `attend` on to its
+    attention function (`policy.attention`), each token must attend to all earlier tokens of its
+    text, and its rotary position must not depend on other rows.
     """
     config = model.config
     if config.model_type not in FAMILIES:

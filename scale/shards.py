@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from errors import InputError, rank_of
 
@@ -71,11 +72,12 @@ def check_alike(model: nn.Module, checkpoint: str) -> None:
 
 
 def shard(model: nn.Module, sharding: str, processes: int) -> nn.Module:
-    """Shards `model` in place, layer by layer. The optimizer must be made afterwards."""
+    """Shards `model` in place, layer by layer (transformers calls the class of a model's layers
+    GradientCheckpointingLayer). The optimizer must be made afterwards.
+    """
     device = next(model.parameters()).device
     mesh = init_device_mesh(device.type, (processes,))
-    names = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or []}
-    for layer in [m for m in model.modules() if type(m).__name__ in names]:
+    for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
         fully_shard(layer, mesh=mesh, reshard_after_forward=sharding == "fsdp2")
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     # The module that runs the first forward pass becomes the root. Here that is the whole model;

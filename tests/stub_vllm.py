@@ -22,7 +22,7 @@ class StubVLLM:
     def __init__(self, folder: str):
         policy, self.tokenizer = load_policy(folder, frozen=True)
         self.folder = folder
-        self.model, self.version = policy.language_model, "default"
+        self.model = policy.language_model
         # keys: the first tokens of a prompt -> the model whose keys are cached for them
         self.keys, self.lock = {}, threading.Lock()
 
@@ -36,13 +36,6 @@ class StubVLLM:
 
     def models(self, _):
         return {"data": [{"id": "policy", "max_model_len": 256, "root": self.folder}]}
-
-    def weight_info(self, _):
-        return {"weight_version": self.version}
-
-    def update_weight_version(self, payload):
-        self.version = payload["new_version"]
-        return {"success": True}
 
     def pause(self, _):
         return {"status": "paused or resumed"}

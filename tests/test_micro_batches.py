@@ -10,20 +10,6 @@ from policy import Batch
 from update import accumulate_and_step
 
 
-class GradientDescent:
-    """Gradient descent with learning rate 1. Torch's optimizers load its compiler for a second."""
-
-    def __init__(self, weight):
-        self.weight = weight
-
-    def step(self):
-        self.weight.data -= self.weight.grad
-
-    def zero_grad(self, set_to_none):
-        assert set_to_none  # so that the memory of the gradients is free for the next rollout
-        self.weight.grad = None
-
-
 def step(losses, budget):
     """Makes a step from w = 0; returns w, the logged metrics, and the gradient of w after the step.
 
@@ -43,9 +29,8 @@ def step(losses, budget):
     state = SimpleNamespace(
         accelerator=Accelerator(cpu=True),
         settings=SimpleNamespace(tokens_per_micro_batch=budget),
-        policy=SimpleNamespace(sharing=lambda _: None),
     )
-    optimizer = GradientDescent(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
     total = accumulate_and_step(state, model, optimizer, batch, loss_of)
     return model.weight.item(), total, model.weight.grad
 

@@ -12,106 +12,11 @@ from transformers import AutoModelForCausalLM
 from policy import Policy, checkpoint_activations
 from ppo import Critic
 from scale import packing
-from scale.packing import lengths_of, micro_batches, pack, prompts_of
+from scale.packing import micro_batches, prompts_of
 
 SHAPE = small(vocab_size=50, initializer_range=0.3, sliding_window=None)
 FAMILIES = pytest.mark.parametrize("family", packing.FAMILIES)
-# Tokens of each row up to the last wanted one; with SLACK = 4 the groups are (14), (9, 8) and
-# (3, 3, 1).
-LENGTHS = [14, 3, 9, 3, 8, 1]
-PACKED = 14 + 2 * 9 + 3 * 3
 
-
-def make(family="qwen2") -> Policy:
-    torch.manual_seed(0)
-    return Policy(model_of(family, **SHAPE))
-
-
-def batch():
-    """Returns tokens [6, 15] and a mask [6, 14] with holes. The last 1 of row b is in column
-    LENGTHS[b] − 1.
-    """
-    draw = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, 50, (6, 15), generator=draw)
-    mask = torch.zeros(6, 14)
-    for row, length in enumerate(LENGTHS):
-        mask[row, :length] = (torch.rand(length, generator=draw) < 0.6).float()
-        mask[row, length - 1] = 1
-    return tokens, mask
-
-
-def with_gradients(policy, tokens, mask, weights):
-    policy.zero_grad()
-    logprobs = policy(tokens, mask=mask)
-    (logprobs * weights).sum().backward()
-    return logprobs.detach(), [p.grad.clone() for p in policy.parameters() if p.requires_grad]
-
-
-@pytest.mark.parametrize("slack", [0, 1, 4, 100])
-@FAMILIES
-def test_packed_log_probs_and_gradients_equal_the_padded_ones(family, slack, monkeypatch):
-    monkeypatch.setattr(packing, "SLACK", slack)
-    (tokens, mask), policy = batch(), make(family)
-    weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(2))
-    assert policy.config._attn_implementation == "packed" and policy.sharing(tokens) is tokens
-    packed, gradients = with_gradients(policy, tokens, mask, weights)
-    policy.config._attn_implementation = "sdpa"
-    padded, expected = with_gradients(policy, tokens, mask, weights)
-    torch.testing.assert_close(packed, padded, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(gradients, expected, atol=1e-4, rtol=1e-4)
-
-
-WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
-
-
-@pytest.mark.parametrize(
-    "family, changes",
-    [
-        ("gpt2", {}),  # this family is not supported
-        ("mistral", {"sliding_window": 4}),
-        ("qwen2", WINDOW),
-        ("qwen2", {"attn_implementation": "eager"}),
-    ],
-)
-def test_a_model_that_cannot_be_packed_gets_padded_rows(family, changes):
-    torch.manual_seed(0)
-    model, (tokens, mask) = model_of(family, **SHAPE | changes).eval(), batch()
-    with torch.no_grad():
-        logprobs = model(input_ids=tokens).logits[:, :-1].log_softmax(-1)
-        expected = logprobs.gather(2, tokens[:, 1:, None])[..., 0] * mask
-        policy = Policy(model).eval()  # GPT-2 has dropout
-        assert policy.config._attn_implementation != "packed" and policy.sharing(tokens) is None
-        torch.testing.assert_close(policy(tokens, mask=mask), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_packing_changes_neither_generate_nor_a_saved_checkpoint(tmp_path):
-    policy = make().eval()
-    tokens = torch.tensor([[0, 0, 5, 6], [1, 2, 3, 4]])
-    attention = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
-    args = {"attention_mask": attention, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-    expected = policy.language_model.generate(input_ids=tokens, **args)
-    policy.language_model.save_pretrained(tmp_path)
-    assert "packed" not in (tmp_path / "config.json").read_text()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert loaded.config._attn_implementation == "sdpa"
-    assert expected.tolist() == loaded.generate(input_ids=tokens, **args).tolist()
-
-
-def test_only_wanted_places_are_computed_and_the_model_is_restored_afterwards():
-    (tokens, mask), policy, seen = batch(), make(), []
-    layers = policy.language_model.model.layers
-    for layer in layers:
-        layer.mlp.up_proj.register_forward_hook(
-            lambda module, inputs, output: seen.append(output.shape[1])
-        )
-    policy(tokens, mask=mask)  # with padding it would compute 6 * 15 = 90 tokens
-    assert seen == [PACKED, mask.sum()]  # the last layer computes only the wanted places
-    assert all("forward" not in vars(layer.mlp) for layer in layers)
-    policy.language_model(input_ids=tokens)
-    assert seen[2:] == [15, 15]  # called directly, the model computes all places
-
-
-# ---------------------------------------------------------------- a prompt that several rows share
 
 # The prompt of each row. D is C without the last token; F begins with E.
 GROUPS = "A B A C A B D E F A G G".split()
@@ -138,33 +43,83 @@ def prompted(groups=GROUPS, responses=RESPONSES):
     return tokens, mask
 
 
-def check_against_whole_rows(policy, monkeypatch) -> None:
-    """Asserts that sharing prompts changes log-probs by at most 1e-5, and gradients by at most 1e-5
-    of the largest.
+def make(family="qwen2") -> Policy:
+    torch.manual_seed(0)
+    return Policy(model_of(family, **SHAPE))
+
+
+def with_gradients(policy, tokens, mask, weights):
+    policy.zero_grad()
+    logprobs = policy(tokens, mask=mask)
+    (logprobs * weights).sum().backward()
+    return logprobs.detach(), [p.grad.clone() for p in policy.parameters() if p.requires_grad]
+
+
+WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+
+
+@pytest.mark.parametrize(
+    "family, changes",
+    [
+        ("gpt2", {}),  # this family is not supported
+        ("mistral", {"sliding_window": 4}),
+        ("qwen2", WINDOW),
+    ],
+)
+def test_a_model_that_cannot_be_packed_gets_padded_rows(family, changes):
+    torch.manual_seed(0)
+    model, (tokens, mask) = model_of(family, **SHAPE | changes).eval(), prompted()
+    with torch.no_grad():
+        logprobs = model(input_ids=tokens).logits[:, :-1].log_softmax(-1)
+        expected = logprobs.gather(2, tokens[:, 1:, None])[..., 0] * mask
+        policy = Policy(model).eval()  # GPT-2 has dropout
+        assert policy.config._attn_implementation != "packed"
+        torch.testing.assert_close(policy(tokens, mask=mask), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_packing_changes_neither_generate_nor_a_saved_checkpoint(tmp_path):
+    policy = make().eval()
+    tokens = torch.tensor([[0, 0, 5, 6], [1, 2, 3, 4]])
+    attention = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    args = {"attention_mask": attention, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = policy.language_model.generate(input_ids=tokens, **args)
+    policy.language_model.save_pretrained(tmp_path)
+    assert "packed" not in (tmp_path / "config.json").read_text()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert loaded.config._attn_implementation == "sdpa"
+    assert expected.tolist() == loaded.generate(input_ids=tokens, **args).tolist()
+
+
+def check_against_padded_rows(module, config) -> None:
+    """Asserts that packing rows and sharing their prompts changes outputs by at most 1e-5, and
+    gradients by at most 1e-5 of the largest.
     """
     tokens, mask = prompted()
     weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(2))
-    shared, actual = with_gradients(policy, tokens, mask, weights)
-    monkeypatch.setattr(packing, "LEAST", math.inf)
-    whole, expected = with_gradients(policy, tokens, mask, weights)
-    torch.testing.assert_close(shared, whole, atol=1e-5, rtol=1e-5)
+    assert config._attn_implementation == "packed"
+    packed, actual = with_gradients(module, tokens, mask, weights)
+    config._attn_implementation = "sdpa"
+    padded, expected = with_gradients(module, tokens, mask, weights)
+    torch.testing.assert_close(packed, padded, atol=1e-5, rtol=1e-5)
     largest = max(gradient.abs().max().item() for gradient in expected)
     torch.testing.assert_close(actual, expected, atol=1e-5 * largest, rtol=0)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("slack", [0, 4, 100])
 @FAMILIES
-def test_rows_with_a_shared_prompt_equal_whole_rows(family, checkpointed, monkeypatch):
+def test_packed_rows_with_shared_prompts_equal_padded_rows(family, slack, monkeypatch):
+    monkeypatch.setattr(packing, "SLACK", slack)
     policy = make(family)
-    if checkpointed:
-        checkpoint_activations(policy.language_model)
-    check_against_whole_rows(policy, monkeypatch)
+    check_against_padded_rows(policy, policy.config)
 
 
-def test_values_and_gradients_of_the_critic_equal_those_of_whole_rows(monkeypatch):
+def test_gradient_checkpointing_and_a_critic_change_nothing_in_packed_rows():
+    policy = make()
+    checkpoint_activations(policy.language_model)
+    check_against_padded_rows(policy, policy.config)
     critic = Critic(make().language_model.base_model)
     torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(1))
-    check_against_whole_rows(critic, monkeypatch)
+    check_against_padded_rows(critic, critic.backbone.config)
 
 
 def test_only_rows_with_exactly_equal_prompt_ids_share_a_prompt():
@@ -190,28 +145,23 @@ def test_prompts_that_begin_alike_share_their_beginning(monkeypatch):
     torch.testing.assert_close(shared, policy(tokens, mask=mask), atol=1e-5, rtol=1e-5)
 
 
-def test_a_shared_prompt_is_computed_once(monkeypatch):
-    (tokens, mask), policy, seen = prompted(), make(), []
+def test_padding_is_not_computed_and_a_shared_prompt_once(monkeypatch):
+    monkeypatch.setattr(packing, "SLACK", 0)
+    policy, seen = make(), []
     layer = policy.language_model.model.layers[0]
     layer.mlp.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
-    whole = [PROMPTS[n] + k - 1 for n, k in zip(GROUPS, RESPONSES, strict=True)]
-    monkeypatch.setattr(packing, "SLACK", 0)
+    tokens, mask = prompted()
     policy(tokens, mask=mask)
-    assert seen == [sum(whole) - 3 * 69 - 63 - 69]  # A has four rows; B and G have two
+    # Nothing after the last wanted token is computed either. A has four rows; B and G have two.
+    whole = [PROMPTS[n] + k - 1 for n, k in zip(GROUPS, RESPONSES, strict=True)]
+    assert seen == [sum(whole) - 3 * 69 - 63 - 69]
 
 
-def computed(tokens, mask) -> int:
-    """Returns how many tokens a pass over these rows computes; a shared prompt counts once."""
-    return pack(tokens, lengths_of(mask), prompts_of(tokens, mask))[0].numel()
-
-
-def test_micro_batches_put_rows_of_one_prompt_together_within_the_same_budget():
-    tokens, mask = prompted("AAGG" * 4, [10 + 5 * n for n in (draw(6, 16) % 9).tolist()])
-    mask = mask.bool()
-    by_length, by_prompt = micro_batches(mask, 480), micro_batches(mask, 480, tokens=tokens)
-    assert sorted(torch.cat(by_prompt).tolist()) == list(range(16))
-    assert all(len(rows) * max(lengths_of(mask[rows])) <= 480 for rows in by_prompt)
-    fewer, more = (
-        sum(computed(tokens[rows], mask[rows]) for rows in cuts) for cuts in (by_prompt, by_length)
-    )
-    assert fewer < 0.8 * more
+def test_micro_batches_put_rows_of_one_prompt_together_within_the_budget():
+    tokens, mask = prompted("AGAGAG", [10] * 6)
+    # Each row counts all of its 79 tokens, although the three rows of a prompt share 69.
+    for budget, size in ((3 * 79, 3), (2 * 79, 2)):
+        cuts = [rows.tolist() for rows in micro_batches(tokens, mask, budget)]
+        assert sorted(row for rows in cuts for row in rows) == [*range(6)]
+        assert max(map(len, cuts)) == size
+        assert size < 3 or sorted(map(sorted, cuts)) == [[0, 2, 4], [1, 3, 5]]

@@ -624,8 +624,10 @@ def test_recorded_log_probs_equal_those_of_a_forward_pass_over_the_same_ids(spea
     rows = speaker(MIXED, 2, temperature=0.7, seed=1)
     batch = collate(rows, [0.0] * len(rows), 2, speaker.tokenizer.pad_token_id)
     with torch.no_grad():
-        recomputed = speaker.policy(batch.tokens, 0.7, batch.response_mask)
-    assert (recomputed - batch.old_logprobs).abs().max() < 1e-4
+        logits = speaker.policy.language_model(batch.tokens).logits[:, :-1] / 0.7  # [B, T, V]
+    recomputed = logits.log_softmax(-1).gather(2, batch.tokens[:, 1:, None])[..., 0]  # [B, T]
+    gap = (recomputed - batch.old_logprobs) * batch.response_mask
+    assert gap.abs().max() < 1e-4
     assert any(t.searches for t in rows) and any(t.stop_reason == "eos" for t in rows)
 
 
