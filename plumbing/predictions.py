@@ -15,7 +15,6 @@ Trap: papers treat punctuation differently (metrics.py).
 """
 
 import sys
-from itertools import chain
 from pathlib import Path
 
 from data import answers_of, id_of, load_datasets, named_files
@@ -61,32 +60,29 @@ def read_predictions(path: str | Path, skip_bad: bool = False) -> list[dict]:
 
 
 # ------------------------------------------------------------------------------------------- scores
-def scored(record: dict, punctuation: str, again: bool) -> dict:
-    """Adds em, f1 and cem, or ROUGE for a summary. If the record has em already, the metrics are
-    computed again only if `again`, or if `punctuation` is given.
+def scored(record: dict, again: bool = True) -> dict:
+    """Adds em, f1 and cem, or ROUGE for a summary. If the record has em already, it is computed
+    only if `again`.
     """
     prediction, golds, task = record["prediction"], record["golds"], record["task"]
-    if "em" in record["metrics"] and not (again or punctuation):
+    if "em" in record["metrics"] and not again:
         return record
     if task == "summary":
         scores = summary_scores(prediction, golds)
     else:
-        punctuation = punctuation or record.get("punctuation", "space")
+        punctuation = record.get("punctuation", "space")
         scores = score_answer(prediction, golds, task, record.get("options", ()), punctuation)
     return record | {"metrics": record["metrics"] | scores}
 
 
-def score_files(
-    paths: str, settings: Settings, punctuation: str = "", skip_missing: bool = False
-) -> list[dict]:
+def score_files(paths: str, settings: Settings, skip_missing: bool = False) -> list[dict]:
     """Returns the records of all files, with their metrics. A record's data set is the file of
     --data that holds its question; without --data, its field `dataset` or the predictions file.
     Questions of --data that no file answers get a record too, unless `skip_missing` is True.
     """
     if not paths:
         return []
-    files = named_files(paths)
-    asked = settings.data and load_datasets(settings.data, settings.skip_bad, settings.seed)
+    files, asked = named_files(paths), asked_questions(settings)
     records = []
     for name, path in files.items():
         own = read_predictions(path, settings.skip_bad)
@@ -98,41 +94,35 @@ def score_files(
             place = {"dataset": record.get("dataset", name)}
             if len(files) > 1:  # two files may count their questions from 1
                 place["id"] = f"{name}:{record['id']}"
-            records.append(scored(record, punctuation, again=bool(asked)) | place)
-    missing = unanswered(records, asked) if asked else []
-    if missing:
+            records.append(scored(record, again=bool(asked)) | place)
+    if missing := unanswered(records, asked):
         how = "are left out" if skip_missing else "count as wrong (--skip_missing leaves them out)"
-        count = sum(map(len, asked.values()))
-        note = f"{paths}: {len(missing)} of {count} questions have no prediction and {how}"
-        print(note, file=sys.stderr)
-    if missing and not skip_missing:
-        missing = with_questions(paths, missing, asked)
-        records += [scored(record, punctuation, again=True) for record in missing]
-    return records
+        note = f"{len(missing)} of {len(asked)} questions have no prediction and {how}"
+        print(f"{paths}: {note}", file=sys.stderr)
+    return records if skip_missing else records + missing
 
 
-def unanswered(records: list[dict], asked: dict) -> list[dict]:
-    """Returns a record without a prediction for each question that has none. If the predictions
-    have verdicts, its verdict is "wrong".
-    """
-    known = {*map(same_text, records)}
-    empty = {"prediction": None, "evidence": None}
-    empty["metrics"] = {name: 0.0 for name in records[0]["metrics"] if name == "judged"}
-    questions = ({"id": q.id, "question": q.question} for q in chain(*asked.values()))
-    return [empty | question for question in questions if same_text(question) not in known]
+def asked_questions(settings: Settings) -> list[dict]:
+    """Returns the fields of each question of --data, such as golds and options."""
+    if not settings.data:
+        return []
+    datasets = load_datasets(settings.data, settings.skip_bad, settings.seed)
+    return [
+        {"id": q.id, "question": q.question, "golds": q.answers, "kind": q.kind, "task": q.task}
+        | {"options": q.options, "dataset": dataset}
+        for dataset, questions in datasets.items()
+        for q in questions
+    ]
 
 
-def with_questions(path: Path, records: list[dict], asked: dict) -> list[dict]:
-    """Adds each question's fields, such as golds and options, to its predictions. Prints how many
-    predictions have no question: these are left out. asked: data set -> questions.
+def with_questions(path: Path, records: list[dict], asked: list[dict]) -> list[dict]:
+    """Adds the fields of its question to each prediction. Prints how many predictions have no
+    question: these are left out.
     """
     known = {}
-    for dataset, questions in asked.items():
-        for q in questions:
-            fields = {"id": q.id, "question": q.question, "golds": q.answers, "kind": q.kind}
-            fields |= {"task": q.task, "options": q.options, "dataset": dataset}
-            text = same_text(fields)
-            known[q.id] = known[text] = known[q.id, text] = fields
+    for fields in asked:
+        text = same_text(fields)
+        known[fields["id"]] = known[text] = known[fields["id"], text] = fields
     answered = []
     for record in records:
         text = same_text(record)
@@ -146,12 +136,21 @@ def with_questions(path: Path, records: list[dict], asked: dict) -> list[dict]:
     return answered
 
 
+def unanswered(records: list[dict], asked: list[dict]) -> list[dict]:
+    """Returns a record without a prediction for each question that has none. If the predictions
+    have verdicts, its verdict is "wrong".
+    """
+    answered = {*map(same_text, records)}
+    judged = {"judged": 0.0} if "judged" in records[0]["metrics"] else {}
+    empty = {"prediction": None, "evidence": None, "metrics": judged}
+    return [scored(empty | fields) for fields in asked if same_text(fields) not in answered]
+
+
 # ------------------------------------------------------------------------------------- other models
 def score_predictions(settings: Settings, options) -> None:
     """Runs `eval.py --predictions`; `options` are an eval.Options."""
     files = options.predictions, options.against
-    how = settings, options.punctuation, options.skip_missing
-    records, others = (score_files(paths, *how) for paths in files)
+    records, others = (score_files(paths, settings, options.skip_missing) for paths in files)
     if settings.judge or settings.reader:
         from plumbing.build import build_judge, build_reader
         from policy import best_device  # loads torch, which scoring alone does not need
