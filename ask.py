@@ -94,10 +94,9 @@ def main(arguments: list[str] | None = None) -> None:
         # The words of the built-in world are tokens that begin with a blank.
         ids = encode(tokenizer, f" {text}") if text and in_built_in_world(settings) else []
         if tokenizer.unk_token_id in ids:
-            example = next(iter(known), "")
             print(
                 "the model does not know a word of this question: "
-                f"it knows only its own world's words; try: {example}"
+                f"it knows only its own world's words; try: {next(iter(known))}"
             )
         elif text:
             answer(known.get(text) or Question("asked", text, []), generate, settings)

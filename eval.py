@@ -26,7 +26,7 @@ from pathlib import Path
 
 from errors import InputError, check_output, prepare_command, rank_of, run_main
 from flags import parse_flags
-from plumbing.predictions import ask_others, score_files, score_predictions
+from plumbing.predictions import ask_others, build_others, score_files, score_predictions
 from plumbing.report import report
 from settings import Settings, setting
 
@@ -82,22 +82,16 @@ class Options:
 def score_only(arguments: list[str] | None = None) -> None:
     """Reads the flags. With --predictions it scores the files, without torch, and exits."""
     options, given = parse_flags("eval.py", Options, arguments, with_settings=True)
+    if rank_of("WORLD_SIZE", 1) > 1:  # all processes would write one file
+        raise InputError("eval.py works in one process: start it as `python eval.py`")
     if options.predictions:
         score_predictions(Settings(**given), options)
         sys.exit()
 
 
-def check_alone() -> None:
-    """Raises an InputError if there are several processes, because all would write one file."""
-    if rank_of("WORLD_SIZE", 1) > 1:
-        raise InputError("eval.py works in one process: start it as `python eval.py`")
-
-
 if __name__ == "__main__":
     prepare_command()
-    run_main(check_alone)
-    # A wrong flag is reported, or files are scored, before torch is loaded.
-    run_main(score_only)
+    run_main(score_only)  # a wrong flag is reported, or files are scored, before torch is loaded
 # isort: split
 from tqdm import tqdm
 
@@ -108,8 +102,6 @@ from papers import record_of
 from plumbing.alarms import hint_at_cold_start
 from plumbing.build import (
     build_environment,
-    build_judge,
-    build_reader,
     build_search,
     choose_generate,
     load_model,
@@ -290,10 +282,10 @@ def default_out(settings: Settings, options: Options) -> Path:
     """Returns the default path of the predictions. It is under --output_dir and not in the model's
     folder: that may be read-only, and a hub model has none.
     """
-    model = settings.model or "built-in"
     questions = settings.data or f"world{settings.world_seed}-{options.split}"
-    name = f"{model} {settings.recipe} {settings.variant} {questions} t{settings.temperature:g}"
-    name = re.sub(r"[^\w.]+", "-", f"{name} {settings.retriever}").strip("-.")
+    model = settings.model or "built-in", settings.recipe, settings.variant
+    words = *model, questions, f"t{settings.temperature:g}", settings.retriever
+    name = re.sub(r"[^\w.]+", "-", " ".join(words)).strip("-.")
     return Path(settings.output_dir, "predictions", f"{name[-200:]}.jsonl")
 
 
@@ -302,9 +294,7 @@ def run(settings: Settings, options: Options) -> None:
     # --against may name files of other programs. If they lack gold answers, --data provides them.
     others = score_files(options.against, settings, skip_missing=True)
     # Reader and judge are built first, so that a wrong address fails before the long rollouts.
-    reader = build_reader(settings, best_device()) if settings.reader else None
-    judge = build_judge(settings, best_device())
-    records = predict(settings, options, reader, judge)
+    records = predict(settings, options, *build_others(settings))
     report(records, others, options)
     hint_at_cold_start(records, settings)
 

@@ -95,10 +95,9 @@ def evidence_support(trajectory: Trajectory) -> float:
     summaries), as the model read them.
     """
     documents = " ".join(search.text for search in trajectory.searches)
-    document_words = normalize_answer(documents, "delete").split()
+    found = {*normalize_answer(documents, "delete").split()}
     words = normalize_answer(trajectory.evidence or "", "delete").split()
-    supported = [word for word in words if word in document_words]
-    return len(supported) / max(1, len(words))
+    return mean(word in found for word in words)
 
 
 def search_metrics(t: Trajectory) -> dict[str, float]:
@@ -147,19 +146,18 @@ def text_metrics(t: Trajectory) -> dict[str, float]:
 
 
 def token_metrics(t: Trajectory, tokenizer) -> dict[str, float]:
-    """Counts tokens: `written` by the model; over the successful searches, `retrieved` of the
-    documents, and `shown` to the policy, which may get a summary instead. UR² appendix B.6 gives
-    the ratio of the means of these two, 11,346 / 761 = 14.91.
+    """Counts tokens over the successful searches: `retrieved` of the documents, and `shown` to the
+    policy, which may get a summary instead. UR² appendix B.6 gives the ratio of the means of these
+    two, 11,346 / 761 = 14.91.
     """
-    numbers = {"written": float(sum(t.response_mask))}
     if not t.protocol.query_tags:
-        return numbers
-    searches = successful(t)
-    layouts = t.protocol.document_layouts
+        return {}
+    searches, layouts = successful(t), t.protocol.document_layouts
     documents = ("\n".join(number_documents(search.documents, layouts)) for search in searches)
-    numbers["retrieved"] = float(sum(len(encode(tokenizer, text)) for text in documents))
-    numbers["shown"] = float(sum(len(encode(tokenizer, search.text)) for search in searches))
-    return numbers
+    return {
+        "retrieved": float(sum(len(encode(tokenizer, text)) for text in documents)),
+        "shown": float(sum(len(encode(tokenizer, search.text)) for search in searches)),
+    }
 
 
 # --------------------------------------------------------------------------------- a training step

@@ -2,7 +2,6 @@
 
     python view.py                          the newest run under runs/
     python view.py runs/ur2-world0-seed0    a page, view/index.html in that folder
-    python view.py runs/A runs/B            both runs compared, in the folder runs/A-B
 
 A sampled token with advantage A and weight w (Σ w = 1 over an update) has the following loss, where
 k is the estimate of the KL (0 if the loss has no KL term):
@@ -14,8 +13,8 @@ viewer/page.js computes it (`lossOf`). Tokens that the environment wrote have no
 classic scripts, which a browser also loads from file://. To see it from another machine, run
 `python -m http.server --bind 127.0.0.1 --directory runs/NAME/view 8000` and forward the port.
 
-    data/index.js             runs(...): settings, metrics and saved steps of each stage
-    data/0-stage1-7.js        step(...): the trajectories of step 7 of run 0, as they are in
+    data/index.js             show(...): settings, metrics and saved steps of each stage
+    data/stage1-7.js          step(...): the trajectories of step 7, as they are in
                               trajectories.jsonl.gz (formats/trajectories.py)
 
 Left out: the weight that --mismatch puts on the minimum (ppo.mismatch_weights), what the optimizer
@@ -37,15 +36,12 @@ from formats.trajectories import read_trajectories
 VIEWER = Path(__file__).resolve().parent / "viewer"
 
 
-def write_page(runs: list[Path], out: Path) -> None:
+def write_page(run: Path, out: Path) -> None:
     """Writes a folder with a page that opens from disk, without a network."""
     shutil.copytree(VIEWER, out, dirs_exist_ok=True)
     (out / "data").mkdir(exist_ok=True)
-    data = []
-    for number, run in enumerate(runs):  # two runs may have the same name
-        stages = [write_stage(folder, f"{number}-{folder.name}", out) for folder in stages_of(run)]
-        data.append({"name": run.resolve().name, "stages": stages})
-    write_script(out, "index", "runs", data)
+    stages = [write_stage(folder, out) for folder in stages_of(run)]
+    write_script(out, "index", "show", {"name": run.resolve().name, "stages": stages})
 
 
 def write_script(out: Path, name: str, function: str, *arguments) -> None:
@@ -65,19 +61,19 @@ def stages_of(run: Path) -> list[Path]:
 
 
 # ------------------------------------------------------------------------------------------ a stage
-def write_stage(folder: Path, key: str, out: Path) -> dict:
+def write_stage(folder: Path, out: Path) -> dict:
     """Writes the scripts of a stage's steps; returns the stage's part of index.js."""
     steps = []
     asked = defaultdict(dict)  # question -> {step: moment}
     for step, records in itertools.groupby(read_trajectories(folder), itemgetter("step")):
         rows = list(records)
-        write_script(out, f"{key}-{step}", "step", f"{key}-{step}", rows)
+        key = f"{folder.name}-{step}"
+        write_script(out, key, "step", key, rows)
         steps.append(step)
         for _, group in itertools.groupby(rows, itemgetter("group")):
             question, moment = moment_of(list(group))
             asked[question][step] = moment
     return {
-        "key": key,
         "name": folder.name,
         "settings": json.loads((folder / "settings.json").read_text(encoding="utf-8")),
         "metrics": finished_records(folder / "metrics.jsonl"),
@@ -98,20 +94,17 @@ def moment_of(group: list[dict]) -> tuple[str, list]:
 
 # -------------------------------------------------------------------------------- the command line
 def main(arguments: list[str] | None = None) -> None:
-    parser = FlagParser("view.py", description="Shows a run as a page, or compares several runs.")
+    parser = FlagParser("view.py", description="Shows a run as a page.")
     text = "runs/NAME, or one of its stages; default: the newest run"
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help=text)
-    runs = parser.parse_args(arguments).runs
-    if not runs:
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help=text)
+    run = parser.parse_args(arguments).run
+    if not run:
         files = sorted(Path("runs").glob("*/stage?/metrics.jsonl"), key=os.path.getmtime)
         if not files:
             raise InputError("there is no run in runs/: name one, or train one with train.py")
-        runs = [files[-1].parent.parent]
-    out = runs[0] / "view"
-    if len(runs) > 1:
-        out = runs[0].resolve().parent / "-".join(run.resolve().name for run in runs)
-    write_page(runs, out)
-    print(f"open in a browser: {(out / 'index.html').resolve()}")
+        run = files[-1].parent.parent
+    write_page(run, run / "view")
+    print(f"open in a browser: {(run / 'view' / 'index.html').resolve()}")
 
 
 if __name__ == "__main__":

@@ -44,15 +44,15 @@ ADVICE = {
 def alarms(records: list[dict], settings: Settings, patience: int = PATIENCE) -> dict[str, str]:
     """Returns the alarms that the newest record raises and no earlier record raised."""
     raised = {name for record in records for name in record.get("alarms", ())}
-    due = {"reward_hacked"} if reward_hacked(records) else set()
-    if len(records) >= patience:
-        due |= set.intersection(*(signs(r, records, settings) for r in records[-patience:]))
+    if len(records) < patience:
+        return {}
+    due = set.intersection(*(signs(r, records, settings) for r in records[-patience:]))
     return {name: sentence for name, sentence in ADVICE.items() if name in due - raised}
 
 
 def signs(record: dict, records: list[dict], s: Settings) -> set[str]:
-    """Returns the alarms whose condition holds in one record. A metric that the record lacks raises
-    no alarm.
+    """Returns the alarms whose condition holds in one of the records, for `reward_hacked` in all. A
+    metric that the record lacks raises no alarm.
     """
     r = defaultdict(float, record)
     grouped = s.algorithm not in ("reinforce_pp", "ppo")
@@ -66,6 +66,7 @@ def signs(record: dict, records: list[dict], s: Settings) -> set[str]:
     holds |= {
         "retriever_down": r["search_errors"] >= 0.1,
         "gold_recall": r.get("gold_recall", 1.0) < 0.2,
+        "reward_hacked": reward_hacked(records),
         "logprob_gap": r["logprob_gap"] > largest_gap(records, "mismatch_ess" in record),
     }
     return {name for name in holds if holds[name]}

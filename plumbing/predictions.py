@@ -151,19 +151,24 @@ def score_predictions(settings: Settings, options) -> None:
     """Runs `eval.py --predictions`; `options` are an eval.Options."""
     files = options.predictions, options.against
     records, others = (score_files(paths, settings, options.skip_missing) for paths in files)
-    if settings.judge or settings.reader:
-        from plumbing.build import build_judge, build_reader
-        from policy import best_device  # loads torch, which scoring alone does not need
-
-        reader = build_reader(settings, best_device()) if settings.reader else None
-        sees = records[0].get("judge_sees", "question")
-        whole = "whole_reply" in record_of(settings.recipe, settings.variant).stages[1]
-        judge = build_judge(settings, best_device(), sees)
-        records = ask_others(records, reader, judge, whole=whole)
+    reader, judge = build_others(settings, records[0].get("judge_sees", "question"))
+    whole = "whole_reply" in record_of(settings.recipe, settings.variant).stages[1]
+    records = ask_others(records, reader, judge, whole=whole)
     if options.out:
         write_records(Path(options.out), records)
         print(f"predictions: {options.out}")
     report(records, others, options)
+
+
+def build_others(settings: Settings, sees: str = "") -> tuple:
+    """Returns (reader, judge), each None if it is not asked for. `sees`: see build_judge."""
+    if not (settings.judge or settings.reader):
+        return None, None
+    from plumbing.build import build_judge, build_reader
+    from policy import best_device  # loads torch, which scoring alone does not need
+
+    reader = build_reader(settings, best_device()) if settings.reader else None
+    return reader, build_judge(settings, best_device(), sees)
 
 
 def ask_others(
@@ -180,6 +185,4 @@ def ask_others(
             print(f"reader: no answer to {reader.failures} of its requests; they count as wrong")
     if judge:
         records = add_verdicts(records, judge)
-        if judge.unreadable:
-            print(f"judge: no verdict on {judge.unreadable} answers; they are left out")
     return records

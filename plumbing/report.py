@@ -23,7 +23,7 @@ from errors import InputError
 COLUMNS = """
 em f1 cem rouge1 rouge2 rougeL rouge judged reader_em reader_f1 searched searches successful queries
 rejected failed_rows repeated fallbacks documents_cut format evidence support relevance exact_set
-all_correct written retrieved shown
+all_correct model_tokens retrieved shown
 """.split()
 BRIEF = "em judged reader_em rouge searches format".split()  # the columns without --all
 COLUMNS_PER_BLOCK = 6

@@ -2,13 +2,11 @@
 the metrics of trajectory_metrics.py that the alarms use.
 """
 
-import json
 import re
 from types import SimpleNamespace
 
 import pytest
 from conftest import flags, rows_of, settings_for
-from test_trajectories import needs_node, run_page
 
 import train
 from data import Document, Question
@@ -161,15 +159,6 @@ def test_a_run_prints_and_saves_an_alarm_and_a_resumed_run_does_not_repeat_it(
     rows = rows_of(folder)
     assert [n for n, row in enumerate(rows) if "truncated" in row.get("alarms", ())] == [2]
     assert len(rows) == 5 and "alarm: most" not in capsys.readouterr().out
-
-
-@needs_node
-def test_the_page_lists_alarms_by_their_place_among_the_steps_of_all_stages():
-    rows = [{"step": 0}, {"step": 1, "alarms": {"a": "A", "b": "B"}}]
-    stages = [{"name": name, "metrics": rows} for name in ("stage1", "stage2")]
-    places = [(1, "stage1, step 1"), (3, "stage2, step 1")]
-    expected = [[*place, alarm] for place in places for alarm in "AB"]
-    assert run_page(f"alarms({json.dumps(stages)})") == expected
 
 
 def files_of(folder) -> dict:

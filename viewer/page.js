@@ -2,7 +2,7 @@
 // The page of view.py. A step's trajectories are a script that is loaded when they are looked at.
 
 const $ = (id) => document.getElementById(id);
-const state = { run: 0, at: 0, group: 0, row: 0, token: -1, question: null, wanted: null, colour: "advantage" };
+const state = { at: 0, group: 0, row: 0, token: -1, question: null, wanted: null, colour: "advantage" };
 const loaded = {}; // key of a step -> its trajectories: records of formats/trajectories.py, and `reward`
 const waiting = {}; // key of a step -> what is done once it is loaded
 const COLOURS = ["advantage", "ratio", "probability", "surprise"];
@@ -25,8 +25,8 @@ const HEALTH = [
   ["log-probs of sampling and of scoring", ["logprob_gap", "logprob_gap_max"]],
   ["seconds", ["rollout_seconds", "search_seconds", "reward_seconds", "update_seconds"]],
 ];
-let all = [];
-let kinds = []; // of question, in all runs: their place decides their colour
+let shown = null; // the run: its name and stages
+let kinds = []; // of question: their place decides their colour
 
 // ------------------------------------------------------------------------------------- elements
 const SVG = ["svg", "path", "line", "rect", "text", "g", "title"];
@@ -53,9 +53,9 @@ const percent = (x) => `${Math.round(100 * x)}\u00a0%`;
 const mean = (values) => values.reduce((sum, x) => sum + x, 0) / values.length;
 
 // ------------------------------------------------------------------------------------------ data
-function runs(given) { // data/index.js calls it
-  all = given;
-  kinds = [...new Set(all.flatMap((its) => ["em/", "searched/"].flatMap((p) => kindsOf(allMetrics(its), p))))].sort();
+function show(given) { // data/index.js calls it
+  shown = given;
+  kinds = [...new Set(["em/", "searched/"].flatMap((p) => kindsOf(allMetrics(given), p)))].sort();
   start();
 }
 function step(key, rows) { // data/RUN-STAGE-STEP.js
@@ -64,11 +64,11 @@ function step(key, rows) { // data/RUN-STAGE-STEP.js
   for (const then of waiting[key] ?? []) then();
   delete waiting[key];
 }
-const run = () => all[state.run];
+const run = () => shown;
 const places = () => run().stages.flatMap((s, i) => s.steps.map((number) => ({ stage: i, step: number }))); // the steps that are kept
 const here = () => places()[state.at] ?? { stage: Math.max(0, run().stages.length - 1), step: -1 };
 const stage = () => run().stages[here().stage];
-const keyOf = ({ stage, step }) => `${run().stages[stage].key}-${step}`;
+const keyOf = ({ stage, step }) => `${run().stages[stage].name}-${step}`;
 const shownStep = () => loaded[keyOf(here())];
 const metricsOf = (place) => run().stages[place.stage].metrics.find((m) => m.step === place.step) ?? {};
 const allMetrics = (its) => its.stages.flatMap((s) => s.metrics);
@@ -139,24 +139,9 @@ const factsOf = (its) => {
   return [about.recipe, about.algorithm, about.recipe && (about.model || "built-in model"), about.data || world, about.corpus].filter(Boolean);
 };
 function showHeadline() {
-  if (all.length > 1) return showComparison();
   $("about").textContent = factsOf(run()).join(" · ");
   $("headline").textContent = allMetrics(run()).length ? sentence(run()) : "Trajectories";
   $("basis").textContent = basis(run());
-}
-const letter = (i) => String.fromCharCode(65 + i); // of a run, in the list and at its curves
-function showComparison() {
-  document.title = $("headline").textContent = `${all.length} runs compared: ${all.map((its) => plain(its.name)).join(", ")}`;
-  const facts = all.map(factsOf);
-  $("about").textContent = facts[0].filter((fact) => facts.every((some) => some.includes(fact))).join(" · ");
-  const settings = all.map((its) => its.stages.at(-1)?.settings ?? {});
-  const shown = (value) => (typeof value === "object" ? JSON.stringify(value) : String(value ?? ""));
-  const differing = Object.keys(settings[0]).filter((name) => !["run_name", "output_dir"].includes(name) && settings.some((some) => shown(some[name]) !== shown(settings[0][name])));
-  fill($("compared"), ...all.map((its, i) => el("li", {},
-    el("b", { style: `color:var(--s${i % 8})` }, `${letter(i)} ${plain(its.name)}`),
-    differing.length ? el("span", { class: "pale" }, ` ${differing.map((name) => `${name} ${plain(shown(settings[i][name])) || "–"}`).join(", ")}`) : "",
-    el("div", {}, allMetrics(its).length ? sentence(its) : "no step is finished"))));
-  $("basis").textContent = basis(all.find((its) => allMetrics(its).length) ?? run());
 }
 const kindsOf = (metrics, prefix) => [...new Set(metrics.flatMap(Object.keys))].filter((name) => name.startsWith(prefix)).map((name) => name.slice(prefix.length)).sort();
 
@@ -240,14 +225,9 @@ function colourOf(name) {
   return null;
 }
 const shortName = (name) => readableKind(name.split("/").pop());
-function linesOf(wanted) { // [title or null, lines] per panel: several runs get a panel per metric
-  if (all.length === 1) {
-    const metrics = allMetrics(run());
-    const names = named(metrics, wanted);
-    return [[null, names.map((name, i) => ({ name, label: shortName(name), line: points(metrics, name), colour: colourOf(name) ?? `var(--s${i % 8})` }))]];
-  }
-  const names = [...new Set(all.flatMap((its) => named(allMetrics(its), wanted)))].sort();
-  return names.map((name) => [shortName(name), all.map((its, i) => ({ name, label: its.name, tag: `${letter(i)} ${its.name}`, line: points(allMetrics(its), name), colour: `var(--s${i % 8})` }))]);
+function linesOf(wanted) {
+  const metrics = allMetrics(run());
+  return named(metrics, wanted).map((name, i) => ({ name, label: shortName(name), line: points(metrics, name), colour: colourOf(name) ?? `var(--s${i % 8})` }));
 }
 function ticks(low, high) { // about four round numbers
   const rough = (high - low) / 3;
@@ -264,13 +244,13 @@ function chart(title, lines) {
   let [low, high] = [Math.min(...ys), Math.max(...ys)];
   const size = Math.max(Math.abs(low), Math.abs(high)) || 1;
   if (high - low < 0.01 * size) [low, high] = [low - size / 2, high + size / 2]; // nothing moves: a flat line
-  const length = Math.max(2, ...all.map((its) => allMetrics(its).length));
+  const length = Math.max(2, allMetrics(run()).length);
   const px = (x) => LEFT + (x / (length - 1)) * (WIDE - LEFT - RIGHT);
   const py = (y) => HIGH - BOTTOM - ((y - low) / (high - low)) * (HIGH - TOP - BOTTOM);
   const path = (line) => "M" + line.map(([x, y]) => `${px(x).toFixed(1)},${py(y).toFixed(1)}`).join("L");
   const grid = ticks(low, high).map((y) => el("g", { class: "tick" }, el("line", { x1: LEFT, x2: WIDE - RIGHT, y1: py(y), y2: py(y) }), el("text", { x: LEFT - 5, y: py(y) + 4, "text-anchor": "end" }, number(y))));
   const below = ticks(0, length - 1).filter(Number.isInteger).map((x) => el("text", { class: "x", x: px(x), y: HIGH - 8, "text-anchor": "middle" }, x));
-  const labels = spread(drawn.map(({ label, tag, line, colour }) => ({ text: tag ?? label, colour, y: py(smooth(line).at(-1)[1]) + 4 })), TOP + 10, HIGH - 4);
+  const labels = spread(drawn.map(({ label, line, colour }) => ({ text: label, colour, y: py(smooth(line).at(-1)[1]) + 4 })), TOP + 10, HIGH - 4);
   const svg = el("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, role: "img", "aria-label": `${title}, from ${number(Math.min(...ys))} to ${number(Math.max(...ys))}`,
     onclick: (event) => jump(xAt(event, svg, length)), onmousemove: (event) => crosshair(xAt(event, svg, length)), onmouseleave: () => crosshair(null) },
     ...shades(px), ...grid, ...below,
@@ -321,16 +301,16 @@ function jump(x) { // to the nearest kept step
   if (xs.length) go(xs.reduce((best, its, i) => (Math.abs(its - x) < Math.abs(xs[best] - x) ? i : best), 0));
 }
 function panels(list) {
-  return list.flatMap(([title, wanted]) => linesOf(wanted).map(([name, lines]) => chart(name && name !== title ? `${title}: ${name}` : title, lines))).filter(Boolean);
+  return list.map(([title, wanted]) => chart(title, linesOf(wanted))).filter(Boolean);
 }
 function showCurves() {
   fill($("curves"), ...panels(LARGE));
   $("health").hidden = !allMetrics(run()).length;
   const metrics = allMetrics(run());
   const names = HEALTH.flatMap(([, wanted]) => named(metrics, wanted));
-  const zero = all.length > 1 ? [] : names.filter((name) => points(metrics, name).every(([, y]) => y === 0));
+  const zero = names.filter((name) => points(metrics, name).every(([, y]) => y === 0));
   const rest = HEALTH.map(([title, wanted]) => [title, named(metrics, wanted).filter((name) => !zero.includes(name))]);
-  const draw = () => (fill($("health").querySelector("div"), zero.length ? el("p", { class: "pale zero" }, `All zero: ${zero.join(", ")}`) : "", el("div", { class: "figures" }, ...panels(all.length > 1 ? HEALTH : rest))), mark());
+  const draw = () => (fill($("health").querySelector("div"), zero.length ? el("p", { class: "pale zero" }, `All zero: ${zero.join(", ")}`) : "", el("div", { class: "figures" }, ...panels(rest))), mark());
   $("health").ontoggle = () => $("health").open && draw();
   if ($("health").open) draw();
   fill($("alarms"), ...alarms(run().stages).map(([x, where, message]) =>
@@ -558,8 +538,7 @@ function showToken() {
 }
 
 // --------------------------------------------------------------------------------- the beginning
-function chooseRun(i) {
-  state.run = i;
+function openRun() {
   showHeadline();
   showMoments();
   showCurves();
@@ -584,10 +563,6 @@ const KEYS = {
 };
 function start() {
   theme(false);
-  fill($("run"), ...all.map((its, i) => el("option", { value: i }, its.name)));
-  $("run").onchange = () => chooseRun(Number($("run").value));
-  $("which").hidden = $("compared").hidden = all.length < 2;
-  if (all.length > 1) $("which").before($("curves")); // they are what is compared
   $("before").onclick = () => go(state.at - 1);
   $("after").onclick = () => go(state.at + 1);
   $("slider").oninput = () => go(Number($("slider").value));
@@ -603,5 +578,5 @@ function start() {
     event.preventDefault();
     KEYS[event.key]();
   });
-  if (all.length) chooseRun(0);
+  openRun();
 }
