@@ -26,6 +26,7 @@ from pathlib import Path
 
 from errors import InputError, check_output, prepare_command, rank_of, run_main
 from flags import parse_flags
+from metrics import PUNCTUATION
 from plumbing.predictions import ask_others, build_others, score_files, score_predictions
 from plumbing.report import report
 from settings import Settings, setting
@@ -61,6 +62,11 @@ class Options:
         "",
         "compare with another run, question by question: the files of its predictions, "
         "comma-separated",
+    )
+    punctuation: str = setting(
+        "",
+        "--predictions: how metrics treat punctuation; default: as in the paper",
+        one_of=("", *PUNCTUATION),
     )
     kinds: str = setting(
         "",
@@ -292,7 +298,7 @@ def default_out(settings: Settings, options: Options) -> Path:
 def run(settings: Settings, options: Options) -> None:
     """Evaluates a model, compares it with the predictions of --against, and prints the tables."""
     # --against may name files of other programs. If they lack gold answers, --data provides them.
-    others = score_files(options.against, settings, skip_missing=True)
+    others = score_files(options.against, settings, options.punctuation, skip_missing=True)
     # Reader and judge are built first, so that a wrong address fails before the long rollouts.
     records = predict(settings, options, *build_others(settings))
     report(records, others, options)

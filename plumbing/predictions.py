@@ -60,22 +60,24 @@ def read_predictions(path: str | Path, skip_bad: bool = False) -> list[dict]:
 
 
 # ------------------------------------------------------------------------------------------- scores
-def scored(record: dict, again: bool = True) -> dict:
-    """Adds em, f1 and cem, or ROUGE for a summary. If the record has em already, it is computed
-    only if `again`.
+def scored(record: dict, punctuation: str, again: bool = True) -> dict:
+    """Adds em, f1 and cem, or ROUGE for a summary. If the record has em already, the metrics are
+    computed again only if `again`, or if `punctuation` is given.
     """
     prediction, golds, task = record["prediction"], record["golds"], record["task"]
-    if "em" in record["metrics"] and not again:
+    if "em" in record["metrics"] and not (again or punctuation):
         return record
     if task == "summary":
         scores = summary_scores(prediction, golds)
     else:
-        punctuation = record.get("punctuation", "space")
+        punctuation = punctuation or record.get("punctuation", "space")
         scores = score_answer(prediction, golds, task, record.get("options", ()), punctuation)
     return record | {"metrics": record["metrics"] | scores}
 
 
-def score_files(paths: str, settings: Settings, skip_missing: bool = False) -> list[dict]:
+def score_files(
+    paths: str, settings: Settings, punctuation: str = "", skip_missing: bool = False
+) -> list[dict]:
     """Returns the records of all files, with their metrics. A record's data set is the file of
     --data that holds its question; without --data, its field `dataset` or the predictions file.
     Questions of --data that no file answers get a record too, unless `skip_missing` is True.
@@ -94,8 +96,8 @@ def score_files(paths: str, settings: Settings, skip_missing: bool = False) -> l
             place = {"dataset": record.get("dataset", name)}
             if len(files) > 1:  # two files may count their questions from 1
                 place["id"] = f"{name}:{record['id']}"
-            records.append(scored(record, again=bool(asked)) | place)
-    if missing := unanswered(records, asked):
+            records.append(scored(record, punctuation, again=bool(asked)) | place)
+    if missing := unanswered(records, asked, punctuation):
         how = "are left out" if skip_missing else "count as wrong (--skip_missing leaves them out)"
         note = f"{len(missing)} of {len(asked)} questions have no prediction and {how}"
         print(f"{paths}: {note}", file=sys.stderr)
@@ -136,21 +138,23 @@ def with_questions(path: Path, records: list[dict], asked: list[dict]) -> list[d
     return answered
 
 
-def unanswered(records: list[dict], asked: list[dict]) -> list[dict]:
+def unanswered(records: list[dict], asked: list[dict], punctuation: str) -> list[dict]:
     """Returns a record without a prediction for each question that has none. If the predictions
     have verdicts, its verdict is "wrong".
     """
     answered = {*map(same_text, records)}
     judged = {"judged": 0.0} if "judged" in records[0]["metrics"] else {}
     empty = {"prediction": None, "evidence": None, "metrics": judged}
-    return [scored(empty | fields) for fields in asked if same_text(fields) not in answered]
+    missing = [fields for fields in asked if same_text(fields) not in answered]
+    return [scored(empty | fields, punctuation) for fields in missing]
 
 
 # ------------------------------------------------------------------------------------- other models
 def score_predictions(settings: Settings, options) -> None:
     """Runs `eval.py --predictions`; `options` are an eval.Options."""
     files = options.predictions, options.against
-    records, others = (score_files(paths, settings, options.skip_missing) for paths in files)
+    how = settings, options.punctuation, options.skip_missing
+    records, others = (score_files(paths, *how) for paths in files)
     reader, judge = build_others(settings, records[0].get("judge_sees", "question"))
     whole = "whole_reply" in record_of(settings.recipe, settings.variant).stages[1]
     records = ask_others(records, reader, judge, whole=whole)
