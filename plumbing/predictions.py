@@ -60,7 +60,7 @@ def read_predictions(path: str | Path, skip_bad: bool = False) -> list[dict]:
 
 
 # ------------------------------------------------------------------------------------------- scores
-def scored(record: dict, punctuation: str, again: bool = True) -> dict:
+def scored(record: dict, punctuation: str, again: bool = False) -> dict:
     """Adds em, f1 and cem, or ROUGE for a summary. If the record has em already, the metrics are
     computed again only if `again`, or if `punctuation` is given.
     """
