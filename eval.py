@@ -20,17 +20,14 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
-from errors import (
-    InputError,
-    check_output,
-    rank_of,
-    run_main,
-)
+from errors import InputError, check_output, rank_of, run_main
 from flags import parse_flags
 from metrics import PUNCTUATION
-from plumbing.predictions import ask_others, score_files, score_predictions
+from plumbing.predictions import ask_others, build_others, score_files, score_predictions
 from plumbing.report import report
 from settings import Settings, setting
 
@@ -88,24 +85,18 @@ class Options:
     all: bool = setting(False, "print every metric; by default the most important ones")
 
 
-def score_only(arguments: list[str]) -> bool:
-    """Reads the flags. With --predictions it scores the files, without torch, and returns True."""
+def score_only(arguments: list[str] | None = None) -> None:
+    """Reads the flags. With --predictions it scores the files, without torch, and exits."""
     options, given = parse_flags("eval.py", Options, arguments, with_settings=True)
+    if rank_of("WORLD_SIZE", 1) > 1:  # all processes would write one file
+        raise InputError("eval.py works in one process: start it as `python eval.py`")
     if options.predictions:
         score_predictions(Settings(**given), options)
-    return bool(options.predictions)
-
-
-def check_alone() -> None:
-    """Raises an InputError if there are several processes, because all would write one file."""
-    if rank_of("WORLD_SIZE", 1) > 1:
-        raise InputError("eval.py works in one process: start it as `python eval.py`")
+        sys.exit()
 
 
 if __name__ == "__main__":
-    run_main(check_alone)
-    # A wrong flag is reported, or files are scored, before torch is loaded.
-    run_main(lambda: score_only(sys.argv[1:]) and sys.exit())
+    run_main(score_only)  # a wrong flag is reported, or files are scored, before torch is loaded
 # isort: split
 from tqdm import tqdm
 
@@ -116,8 +107,6 @@ from papers import record_of
 from plumbing.alarms import hint_at_cold_start
 from plumbing.build import (
     build_environment,
-    build_judge,
-    build_reader,
     build_search,
     choose_generate,
     load_model,
@@ -128,100 +117,101 @@ from policy import best_device, check_model_path
 from rewards import needs
 from rollout import check_prompts, rollout
 from summarizer import SUMMARY_LOG
-from trajectory import Trajectory
 from trajectory_metrics import prediction_record, token_metrics
 
 QUESTIONS_AT_ONCE = 64
+Datasets = dict[str, list[Question]]
 # With `--retriever given`, document tokens per search: ARENA's 20 paragraphs of 200 tokens fit.
 GIVEN_TOKENS = 4096
 
 
 # ----------------------------------------------------------------------------------- all questions
-class Evaluation:
-    """Runs a model on questions and writes its predictions to the file `out`."""
+def predict(settings: Settings, options: Options, reader=None, judge=None) -> list[dict]:
+    """Returns prediction records of a model's rollouts, with the reader's answers and the judge's
+    verdicts, and writes them to a file. If the reader or the judge fails, the rollouts are in the
+    file, and --predictions with --reader and --judge goes on.
+    """
+    settings = replace(settings, group_size=options.samples)
+    out = Path(options.out or default_out(settings, options))
+    datasets, documents = evaluation_questions(settings, options)
+    check_output(out, "--out")
+    log = Path(settings.output_dir, SUMMARY_LOG) if options.log_summaries else ""
+    datasets, generate, tokenizer = load(settings, datasets, documents, log)
+    records = answer_all(datasets, generate, tokenizer, settings, out)
+    if reader or judge:
+        # With the paper's decoding the reader samples too (R-Search appendix A.3).
+        sampling = (settings.temperature, settings.top_p) if options.decoding == "paper" else ()
+        records = ask_others(records, reader, judge, sampling, settings.whole_reply)
+        write_records(out, records)
+    return records
 
-    def __init__(self, settings: Settings, options: Options):
-        self.settings = replace(settings, group_size=options.samples)
-        self.options = options
-        self.out = Path(options.out or default_out(settings, options))
-        self.datasets, self.documents = evaluation_questions(settings, options)
-        self.questions = [q for questions in self.datasets.values() for q in questions]
-        self.dataset_of = {q.id: name for name, chosen in self.datasets.items() for q in chosen}
-        self.tokenizer = None  # until the policy is loaded
 
-    def load(self) -> Callable:
-        """Loads the model. Returns a function (questions, seed, progress) -> trajectories."""
-        settings = self.settings
-        device = best_device()
-        log = Path(settings.output_dir, SUMMARY_LOG) if self.options.log_summaries else ""
-        search = build_search(settings, self.documents, device, log)
-        policy, self.tokenizer = load_model(settings, settings.model, device, frozen=True)
-        environment = build_environment(settings, self.tokenizer, search, policy)
-        self.questions = check_prompts(self.questions, environment, policy, settings.skip_bad)
+def load(settings: Settings, datasets: Datasets, documents: list, log: Path | str = "") -> tuple:
+    """Loads the model. Returns the questions whose prompts fit into the context, a function
+    (questions, seed, progress) -> trajectories, and the tokenizer.
+    """
+    device = best_device()
+    search = build_search(settings, documents, device, log)
+    policy, tokenizer = load_model(settings, settings.model, device, frozen=True)
+    environment = build_environment(settings, tokenizer, search, policy)
+    fitting = {
+        name: check_prompts(questions, environment, policy, settings.skip_bad)
+        for name, questions in datasets.items()
+    }
+    generate = partial(rollout, policy, environment, generate=choose_generate(settings))
+    return fitting, generate, tokenizer
 
-        def generate(questions: list[Question], seed: int, progress=None) -> list[Trajectory]:
-            way = choose_generate(settings)
-            return rollout(policy, environment, questions, seed, way, progress)
 
-        return generate
+def answer_all(
+    datasets: Datasets, generate: Callable, tokenizer, settings: Settings, out: Path
+) -> list[dict]:
+    """Returns a record of each trajectory: `group_size` for each question. Those of a batch are
+    appended to the file `out` as soon as the batch is finished.
+    """
+    announce(settings, datasets, out)
+    dataset_of = {q.id: name for name, questions in datasets.items() for q in questions}
+    questions = [*chain.from_iterable(datasets.values())]
+    size, records = settings.group_size, []
+    keep_old(out)
+    with tqdm(total=len(questions) * size, desc="evaluation") as bar:
+        for start in range(0, len(questions), QUESTIONS_AT_ONCE):
+            batch = []
+            asked = questions[start : start + QUESTIONS_AT_ONCE]
+            for row in generate(asked, settings.seed + start, progress=bar.update):
+                record = prediction_record(row, len(batch) % size)
+                record["metrics"] |= token_metrics(row, tokenizer)
+                if len(datasets) > 1:
+                    record["dataset"] = dataset_of[record["id"]]
+                batch.append(record)
+            append_jsonl(out, batch)
+            records += batch
+    report_failures(records, bar.total)
+    return records
 
-    def run(self, generate: Callable | None = None, reader=None, judge=None) -> list[dict]:
-        """Returns prediction records of the model's rollouts, with the reader's answers and the
-        judge's verdicts. Those of a batch are appended to the file `out` as soon as the batch is
-        finished. If reader or judge fails later, --predictions with --reader and --judge goes on.
-        `generate` answers a batch of questions; by default it is that of `load`.
-        """
-        check_output(self.out, "--out")
-        generate = generate or self.load()
-        self.announce()
-        keep_old(self.out)
-        records = []
-        with tqdm(total=len(self.questions) * self.options.samples, desc="evaluation") as bar:
-            for start in range(0, len(self.questions), QUESTIONS_AT_ONCE):
-                questions = self.questions[start : start + QUESTIONS_AT_ONCE]
-                rows = generate(questions, self.settings.seed + start, bar.update)
-                batch = [self.record(row, i) for i, row in enumerate(rows)]
-                append_jsonl(self.out, batch)
-                records += batch
-        self.report_failures(records, bar.total)
-        if reader or judge:
-            # With the paper's decoding the reader samples too (R-Search appendix A.3).
-            paper = self.options.decoding == "paper"
-            sampling = (self.settings.temperature, self.settings.top_p) if paper else ()
-            whole = self.settings.whole_reply
-            records = ask_others(records, reader, judge, sampling, whole)
-            write_records(self.out, records)
-        return records
 
-    def record(self, trajectory: Trajectory, row: int) -> dict:
-        record = prediction_record(trajectory, row % self.options.samples)
-        if len(self.datasets) > 1:
-            record["dataset"] = self.dataset_of[record["id"]]
-        record["metrics"] |= token_metrics(trajectory, self.tokenizer)
-        return record
+def announce(settings: Settings, datasets: Datasets, out: Path) -> None:
+    """Prints the model, the questions and how they are answered."""
+    training = saved_settings(settings.model)
+    if training and settings.data and settings.data == training.data:
+        print("warning: the model was trained on these questions: give others with --data")
+    print(
+        f"{settings.model or 'the built-in model, before RL'}: "
+        f"{sum(map(len, datasets.values()))} questions of {', '.join(datasets)}, "
+        f"{settings.group_size} sample(s) each, temperature {settings.temperature:g}, retriever "
+        f"{settings.retriever}; predictions: {out}"
+    )
 
-    def announce(self) -> None:
-        """Prints the model, the questions and how they are answered."""
-        settings = self.settings
-        training = saved_settings(settings.model)
-        if training and settings.data and settings.data == training.data:
-            print("warning: the model was trained on these questions: give others with --data")
+
+def report_failures(records: list[dict], expected: int) -> None:
+    if len(records) < expected:
+        print(f"{expected - len(records)} predictions are missing: the model gave no reply")
+    faults = [s["error"] for record in records for s in record["searches"] if s["error"]]
+    if faults:
         print(
-            f"{settings.model or 'the built-in model, before RL'}: {len(self.questions)} questions "
-            f"of {', '.join(self.datasets)}, {self.options.samples} sample(s) each, temperature "
-            f"{settings.temperature:g}, retriever {settings.retriever}; predictions: {self.out}"
+            f"warning: {len(faults)} searches failed (the first: {harmless(faults[0])}): the "
+            "scores are not the model's true ones; repair the retriever and repeat the command",
+            file=sys.stderr,
         )
-
-    def report_failures(self, records: list[dict], expected: int) -> None:
-        if len(records) < expected:
-            print(f"{expected - len(records)} predictions are missing: the model gave no reply")
-        faults = [s["error"] for record in records for s in record["searches"] if s["error"]]
-        if faults:
-            print(
-                f"warning: {len(faults)} searches failed (the first: {harmless(faults[0])}): the "
-                "scores are not the model's true ones; repair the retriever and repeat the command",
-                file=sys.stderr,
-            )
 
 
 # ------------------------------------------------------------------------------------ the settings
@@ -284,7 +274,7 @@ def last_checkpoint(given: dict) -> str:
 
 # -------------------------------------------------------------------------------- the command line
 def parse(
-    arguments: list[str], kind: type[Options] = Options, command: str = "eval.py"
+    arguments: list[str] | None, kind: type[Options] = Options, command: str = "eval.py"
 ) -> tuple[Settings, Options]:
     options, given = parse_flags(command, kind, arguments, with_settings=True)
     settings = settings_of(given)
@@ -297,10 +287,10 @@ def default_out(settings: Settings, options: Options) -> Path:
     """Returns the default path of the predictions. It is under --output_dir and not in the model's
     folder: that may be read-only, and a hub model has none.
     """
-    model = settings.model or "built-in"
     questions = settings.data or f"world{settings.world_seed}-{options.split}"
-    name = f"{model} {settings.recipe} {settings.variant} {questions} t{settings.temperature:g}"
-    name = re.sub(r"[^\w.]+", "-", f"{name} {settings.retriever}").strip("-.")
+    model = settings.model or "built-in", settings.recipe, settings.variant
+    words = *model, questions, f"t{settings.temperature:g}", settings.retriever
+    name = re.sub(r"[^\w.]+", "-", " ".join(words)).strip("-.")
     return Path(settings.output_dir, "predictions", f"{name[-200:]}.jsonl")
 
 
@@ -309,19 +299,12 @@ def run(settings: Settings, options: Options) -> None:
     # --against may name files of other programs. If they lack gold answers, --data provides them.
     others = score_files(options.against, settings, options.punctuation, skip_missing=True)
     # Reader and judge are built first, so that a wrong address fails before the long rollouts.
-    reader = build_reader(settings, best_device()) if settings.reader else None
-    judge = build_judge(settings, best_device())
-    evaluation = Evaluation(settings, options)
-    records = evaluation.run(None, reader, judge)
+    records = predict(settings, options, *build_others(settings))
     report(records, others, options)
-    hint_at_cold_start(records, evaluation.settings)
-    print(f"predictions: {evaluation.out}")
+    hint_at_cold_start(records, settings)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if score_only(arguments):
-        return
     settings, options = parse(arguments)
     temperatures = (1.0, 0.0) if options.decoding == "both" else (settings.temperature,)
     for temperature in temperatures:

@@ -66,7 +66,7 @@ from update import (
 
 LOGGED = """
 em f1 cem searched searches successful repeated queries rejected failed_rows answered truncated
-model_tokens tokens thinking_words repetition malformed_tags
+model_tokens tokens malformed_tags
 """.split()
 
 

@@ -6,12 +6,10 @@ gradient depends on them.
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import compress
 
-from data import Document
 from metrics import normalize_answer, score_answer, summary_scores, tokenize
 from papers import paper_of
-from prompts import find_answers, find_blocks, number_documents, quotes, stated_choice
+from prompts import number_documents, quotes, stated_choice
 from rewards import cited, good_format, relevance_of
 from rollout import encode
 from trajectory import Search, Trajectory
@@ -59,7 +57,9 @@ def prediction_metrics(t: Trajectory) -> dict[str, float]:
         if t.evidence:
             numbers["support"] = evidence_support(t)
     if protocol.references_in_prompt and question.supporting:
-        numbers |= arena_scores(t)
+        # Worked: cited {1}, gold {1, 3}: relevance 0.5, exact_set 0.
+        numbers["relevance"] = relevance_of(cited(t), {*question.supporting})
+        numbers["exact_set"] = float(numbers["relevance"] == 1.0)
         numbers["all_correct"] = numbers["em"] * numbers["exact_set"]  # as in ARENA Table 13
     if question.task == "summary":
         left_out = ("em", "f1", "cem", "all_correct")
@@ -95,16 +95,9 @@ def evidence_support(trajectory: Trajectory) -> float:
     summaries), as the model read them.
     """
     documents = " ".join(search.text for search in trajectory.searches)
-    document_words = normalize_answer(documents, "delete").split()
+    found = {*normalize_answer(documents, "delete").split()}
     words = normalize_answer(trajectory.evidence or "", "delete").split()
-    supported = [word for word in words if word in document_words]
-    return len(supported) / max(1, len(words))
-
-
-def arena_scores(trajectory: Trajectory) -> dict[str, float]:
-    """Returns the citation metrics. Worked: cited {1}, gold {1, 3}: relevance 0.5, exact_set 0."""
-    score = relevance_of(cited(trajectory), set(trajectory.question.supporting))
-    return {"relevance": score, "exact_set": float(score == 1.0)}
+    return mean(word in found for word in words)
 
 
 def search_metrics(t: Trajectory) -> dict[str, float]:
@@ -115,17 +108,20 @@ def search_metrics(t: Trajectory) -> dict[str, float]:
     fallback's sentence in them but count as notes. `failed_rows` is 1 if a search failed.
     """
     queries = [tuple(tokenize(search.query)) for search in t.searches]
-    numbers = {"searched": bool(queries), "searches": len(queries), "failed_rows": t.failed}
-    numbers |= {"successful": len(successful(t)), "repeated": len(queries) - len({*queries})}
+    notes = [search.text for search in t.searches if not search.fallback]
+    numbers = {
+        "searched": bool(queries),
+        "searches": len(queries),
+        "successful": len(successful(t)),
+        "repeated": len(queries) - len({*queries}),
+        "failed_rows": t.failed,
+    }
     numbers |= {
         "rejected": len(t.rejected_queries),
         "queries": t.model_text.count(t.protocol.query_tags[1]),
-        "fallbacks": sum(search.fallback for search in t.searches),
+        "fallbacks": len(queries) - len(notes),
+        "quoted_fallbacks": sum(quotes(text, t.protocol.fallback_text) for text in notes),
     }
-    sentence = t.protocol.fallback_text
-    numbers["quoted_fallbacks"] = sum(
-        quotes(s.text, sentence) and not s.fallback for s in t.searches
-    )
     if queries:
         numbers["documents_cut"] = mean(search.cut for search in t.searches)
     return {name: float(number) for name, number in numbers.items()}
@@ -138,61 +134,43 @@ def successful(t: Trajectory) -> list[Search]:
 
 
 def text_metrics(t: Trajectory) -> dict[str, float]:
-    """Returns metrics of the text that the model wrote, and of how it ended. `repetition` is 1 if
-    more than half of the 4-grams of its tokens are repeats of earlier ones.
-    """
-    text = t.model_text
-    sampled = list(compress(t.response_ids, t.response_mask))
-    blocks = [*find_answers(t.protocol, text, t.question.task)]
-    blocks += find_blocks(text, *t.protocol.query_tags) if t.protocol.query_tags else []
-    words = len(text.split()) - sum(len(text[b.start : b.end].split()) for b in blocks)
-    grams = list(zip(sampled, sampled[1:], sampled[2:], sampled[3:], strict=False))
-    counts = [(t.opened + text).count(tag) for tag in t.protocol.tags]  # begin, end, begin, ...
-    numbers = {"model_tokens": len(sampled), "tokens": len(t.response_mask)}
-    numbers |= {"thinking_words": max(0, words), "answered": t.answer is not None}
-    numbers["truncated"] = t.stop_reason in ("length", "rejected")
-    numbers["repetition"] = 2 * len(set(grams)) < len(grams)
-    return numbers | {"malformed_tags": counts[::2] != counts[1::2]}
+    """Returns metrics of the text that the model wrote, and of how it ended."""
+    counts = [(t.opened + t.model_text).count(tag) for tag in t.protocol.tags]  # begin, end, ...
+    return {
+        "model_tokens": sum(t.response_mask),
+        "tokens": len(t.response_mask),
+        "answered": t.answer is not None,
+        "truncated": t.stop_reason in ("length", "rejected"),
+        "malformed_tags": counts[::2] != counts[1::2],
+    }
 
 
 def token_metrics(t: Trajectory, tokenizer) -> dict[str, float]:
-    """Counts tokens: `written` by the model; over the successful searches, `retrieved` of the
-    documents, and `shown` to the policy, which may get a summary instead. UR² appendix B.6 gives
-    the ratio of the means of these two, 11,346 / 761 = 14.91.
+    """Counts tokens over the successful searches: `retrieved` of the documents, and `shown` to the
+    policy, which may get a summary instead. UR² appendix B.6 gives the ratio of the means of these
+    two, 11,346 / 761 = 14.91.
     """
-    numbers = {"written": float(sum(t.response_mask))}
     if not t.protocol.query_tags:
-        return numbers
-    searches = successful(t)
-    layouts = t.protocol.document_layouts
+        return {}
+    searches, layouts = successful(t), t.protocol.document_layouts
     documents = ("\n".join(number_documents(search.documents, layouts)) for search in searches)
-    numbers["retrieved"] = float(sum(len(encode(tokenizer, text)) for text in documents))
-    numbers["shown"] = float(sum(len(encode(tokenizer, search.text)) for search in searches))
-    return numbers
+    return {
+        "retrieved": float(sum(len(encode(tokenizer, text)) for text in documents)),
+        "shown": float(sum(len(encode(tokenizer, search.text)) for search in searches)),
+    }
 
 
 # --------------------------------------------------------------------------------- a training step
 def step_searches(trajectories: Sequence[Trajectory], processes: int) -> dict[str, float]:
     """Returns the metrics of all searches of a step; `processes` processes ran them in parallel."""
     searches = [search for t in trajectories for search in t.searches]
-    distinct = sum(len(documents_of(t)) for t in trajectories)
-    total = sum(len(search.documents) for search in searches)
-    seconds = [search.seconds for search in searches]
-    shares = {
+    seconds = sum(search.seconds for search in searches) / processes
+    return gold_recall(trajectories) | {
         "fallbacks": mean(search.fallback for search in searches),
         "search_errors": mean(search.error is not None for search in searches),
         "documents_cut": mean(search.cut for search in searches),
+        "search_seconds": seconds,
     }
-    return shares | {
-        "documents_seen": (total - distinct) / max(1, total),
-        "slowest_search_seconds": max(seconds, default=0.0),
-        "search_seconds": sum(seconds) / processes,
-        **gold_recall(trajectories),
-    }
-
-
-def documents_of(t: Trajectory) -> set[Document]:
-    return {document for search in t.searches for document in search.documents}
 
 
 def gold_recall(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -200,11 +178,12 @@ def gold_recall(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     than yes or no. The share is over the open questions that have such a gold answer and at least
     one search. Returns {} if there is no such question.
     """
-    recalled = {}  # (question id, gold, ...) -> whether a document in any trajectory has a gold
+    recalled = {}  # question id -> whether a document in any trajectory has a gold
     for t in trajectories:
         golds = {f" {normalize_answer(gold)} " for gold in t.question.answers} - {" yes ", " no "}
         if golds and t.searches and t.question.task == "qa":
-            key = (t.question.id, *sorted(golds))
-            texts = (f" {normalize_answer(f'{d.title} {d.text}')} " for d in documents_of(t))
-            recalled[key] = recalled.get(key) or any(g in text for text in texts for g in golds)
+            documents = {document for search in t.searches for document in search.documents}
+            texts = (f" {normalize_answer(f'{d.title} {d.text}')} " for d in documents)
+            found = any(gold in text for text in texts for gold in golds)
+            recalled[t.question.id] = recalled.get(t.question.id, False) or found
     return {"gold_recall": mean(recalled.values())} if recalled else {}

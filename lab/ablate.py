@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from errors import InputError, run_main
-from eval import Evaluation, Options
+from eval import Options, predict
 from flags import check_settings, resolve, stage_folder
 from formats.records import finished_records
 from lab import names_in, parse_flags
@@ -107,7 +107,7 @@ def check_before_rl(settings: Settings) -> None:
 def evaluate(settings: Settings) -> dict:
     """Returns {metric or "metric/kind of question": mean} over all questions of the split test."""
     columns = defaultdict(list)
-    for record in Evaluation(settings, Options(questions=0, samples=SAMPLES)).run():
+    for record in predict(settings, Options(questions=0, samples=SAMPLES)):
         metrics = record["metrics"] | {"words": len((record["prediction"] or "").split())}
         for name, value in metrics.items():
             if value is not None:

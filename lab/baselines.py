@@ -40,16 +40,20 @@ import re
 import sys
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from data import Question, SearchResult, strip_tags
-from errors import InputError, run_main
-from eval import Evaluation, Options, parse
+from errors import InputError, check_output, run_main
+from eval import Options, answer_all, default_out, parse
+from formats.records import write_records
 from lab import names_in
 from metrics import last_boxed
 from other_models.llm import LLM, Request, load_llm
 from other_models.reader import read_answer
 from papers import PROTOCOLS, record_of
 from plumbing.build import build_judge, build_search
+from plumbing.predictions import ask_others
+from plumbing.questions import evaluation_questions
 from plumbing.report import BRIEF, COLUMNS, summarise, table
 from policy import best_device
 from prompts import (
@@ -473,20 +477,25 @@ def main(arguments: list[str] | None = None) -> None:
     methods = names_in("method", options.method.removeprefix("all"), METHODS)
     if options.samples > 1 or options.against or options.decoding == "both":
         raise InputError("--samples, --against, --decoding both: not with a table of methods")
-    device, paper = best_device(), recipe_protocol(settings)
-    judge = build_judge(settings, device, paper.judge_sees)
-    whole, rows = Evaluation(settings, options), {}
+    device = best_device()
+    judge = build_judge(settings, device, recipe_protocol(settings).judge_sees)
+    folder = Path(options.out or default_out(settings, options).with_suffix(""))
+    check_output(folder / "direct.jsonl", "--out")
+    datasets, documents = evaluation_questions(settings, options)
     llm = load_llm(settings.model, settings, max_tokens=settings.max_turn_tokens, device=device)
-    environment = environment_of(settings, llm, build_search(settings, whole.documents, device))
-    whole.tokenizer = llm.tokenizer
-    folder = whole.out if options.out else whole.out.with_suffix("")
+    environment = environment_of(settings, llm, build_search(settings, documents, device))
+    settings, rows = replace(settings, group_size=1), {}
     for name in methods:
-        whole.out = folder / f"{name}.jsonl"
+        out = folder / f"{name}.jsonl"
 
         def generate(questions: list[Question], _, progress: Progress, name=name) -> list:
             return run_method(name, llm, environment, questions, progress)
 
-        if records := whole.run(generate, judge=judge):
+        records = answer_all(datasets, generate, llm.tokenizer, settings, out)
+        if judge:
+            records = ask_others(records, None, judge)
+            write_records(out, records)
+        if records:
             rows[name] = summarise(records)["all"]
     print(table(rows, "method", COLUMNS if options.all else BRIEF))
     print(f"predictions: {folder}/METHOD.jsonl")

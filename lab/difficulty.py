@@ -19,7 +19,7 @@ from pathlib import Path
 from curriculum import bucket_of_mean
 from data import BUCKETS
 from errors import InputError, check_output, run_main
-from eval import Evaluation, Options, settings_of
+from eval import Options, predict, settings_of
 from flags import check_settings
 from formats.records import append_jsonl, keep_old
 from lab import parse_flags
@@ -62,7 +62,7 @@ def scores_of_model(settings: Settings, options: DifficultySettings, metric: str
     if settings.temperature == 0:
         raise InputError("--temperature 0 is greedy: all rollouts would be the same; leave it at 1")
     scores = defaultdict(list)
-    for record in Evaluation(settings, Options("train", options.questions, options.samples)).run():
+    for record in predict(settings, Options("train", options.questions, options.samples)):
         scores[record["id"]].append(record["metrics"][metric])
     return scores
 

@@ -1,21 +1,20 @@
-"""Raises ten alarms: signs in the last steps that a run goes wrong although no error occurs.
+"""Raises eight alarms: signs in the last steps that a run goes wrong although no error occurs.
 
     alarms(records, settings)          {name: the likely cause, and what to do}
     hint_at_cold_start(...)            the same advice for ask.py and eval.py
 
 A run raises each alarm once: it is printed and written into the step's record, so a resumed run
-does not repeat it. Left out: alarms for what the curves show as well, such as a slow retriever, and
-for values that a user may want, such as a low entropy.
+does not repeat it. Left out: alarms for what the curves show as well, such as a slow retriever or a
+jump of the KL, and for values that a user may want, such as long texts or a low entropy.
 """
 
 from collections import defaultdict
-from statistics import fmean, median, variance
+from statistics import median
 
 from flags import in_built_in_world
 from settings import Settings
 
-PATIENCE = 3  # the condition of most alarms must hold for this many steps in a row
-WINDOW = 10  # steps that `shift` and `kl_jumps` look back on
+PATIENCE = 3  # the condition of an alarm must hold for this many steps in a row
 MOST_FAILED = 0.5  # a run stops if a search failed in more than this share of a step's trajectories
 COLD_START = (
     "a model that does not know this protocol needs a cold start: python coldstart.py --recipe NAME"
@@ -38,26 +37,22 @@ ADVICE = {
     " for these questions?",
     "logprob_gap": "the sampler's log-probs differ from the trainer's: try --engine hf or"
     " --mismatch sequence_mask",
-    "length": "the model's thoughts are over 1.5 times as long as before, and its answers are"
-    " not better: lower --max_turn_tokens",
     "reward_hacked": "the reward rises while exact match falls: which term of the reward grows?",
-    "kl_spike": "the KL is over ten times its median: lower --lr, or set --warmup_ratio",
 }
-TRENDS = ("length", "reward_hacked", "kl_spike")  # compared with earlier steps: raised at once
 
 
 def alarms(records: list[dict], settings: Settings, patience: int = PATIENCE) -> dict[str, str]:
     """Returns the alarms that the newest record raises and no earlier record raised."""
     raised = {name for record in records for name in record.get("alarms", ())}
-    due = trends(records)
-    if len(records) >= patience:
-        due |= set.intersection(*(signs(r, records, settings) for r in records[-patience:]))
+    if len(records) < patience:
+        return {}
+    due = set.intersection(*(signs(r, records, settings) for r in records[-patience:]))
     return {name: sentence for name, sentence in ADVICE.items() if name in due - raised}
 
 
 def signs(record: dict, records: list[dict], s: Settings) -> set[str]:
-    """Returns the alarms whose condition holds in one record. A metric that the record lacks raises
-    no alarm.
+    """Returns the alarms whose condition holds in one of the records, for `reward_hacked` in all. A
+    metric that the record lacks raises no alarm.
     """
     r = defaultdict(float, record)
     grouped = s.algorithm not in ("reinforce_pp", "ppo")
@@ -67,8 +62,11 @@ def signs(record: dict, records: list[dict], s: Settings) -> set[str]:
         "no_search": may_search and r["searched"] == 0,
         "malformed_tags": r["malformed_tags"] > 0.5,
         "truncated": r["truncated"] > 0.5,
+    }
+    holds |= {
         "retriever_down": r["search_errors"] >= 0.1,
         "gold_recall": r.get("gold_recall", 1.0) < 0.2,
+        "reward_hacked": reward_hacked(records),
         "logprob_gap": r["logprob_gap"] > largest_gap(records, "mismatch_ess" in record),
     }
     return {name for name in holds if holds[name]}
@@ -83,40 +81,27 @@ def largest_gap(records: list[dict], corrected: bool) -> float:
     return median([1e-3, 3 * records[0].get("logprob_gap", 1.0), 0.1]) if corrected else 1e-3
 
 
-def trends(records: list[dict]) -> set[str]:
-    """Returns the alarms about the newest record in comparison with earlier ones. `reward_hacked`
-    needs a reward term `answer`, which the reward of a stage 1 may lack.
+def reward_hacked(records: list[dict]) -> bool:
+    """Returns whether the reward rises while exact match falls. The reward needs a term `answer`,
+    which that of a stage 1 may lack.
     """
-    growth, longer = shift(records, "thinking_words")
-    better, paid = shift(records, "em")[1], shift(records, "reward")[1]
-    holds = {
-        "length": growth > 1.5 and longer > 3 and better <= 0,
-        "reward_hacked": "reward/answer" in records[-1] and paid > 3 and better < -3,
-        "kl_spike": kl_jumps(records, "k3") or kl_jumps(records, "approx_kl"),
-    }
-    return {name for name in holds if holds[name]}
+    rewarded = "reward/answer" in records[-1]
+    return rewarded and trend(records, "reward") == 1 and trend(records, "em") == -1
 
 
-def shift(records: list[dict], name: str) -> tuple[float, float]:
-    """Compares the older and the newer half of a metric's values in the last WINDOW steps. Returns
-    (newer mean / older mean, newer mean − older mean in standard errors); (1, 0) if a value is
-    missing.
+def trend(records: list[dict], name: str) -> int:
+    """Returns 1 if a metric's newest five values are all above the five before, −1 if they are all
+    below, else 0. Where nothing changes, chance separates five values from five others once in 126
+    times.
+
+    >>> trend([{"em": x} for x in (4, 2, 3, 2, 4, 6, 5, 5, 6, 8)], "em")
+    1
     """
-    values = [record[name] for record in records[-WINDOW:] if name in record]
-    old, new = values[: WINDOW // 2], values[WINDOW // 2 :]
-    if len(values) < WINDOW:
-        return 1.0, 0.0
-    error = ((variance(old) + variance(new)) / len(old)) ** 0.5
-    return fmean(new) / (fmean(old) or 1e-9), (fmean(new) - fmean(old)) / (error or 1e-9)
-
-
-def kl_jumps(records: list[dict], name: str) -> bool:
-    """Returns whether the newest value is above 0.1 and above ten times the median of the WINDOW
-    steps before; False if these have fewer than five values.
-    """
-    earlier = [record[name] for record in records[-WINDOW - 1 : -1] if name in record]
-    newest = records[-1].get(name, 0.0)
-    return len(earlier) >= WINDOW // 2 and newest > max(0.1, 10 * median(earlier))
+    values = [record[name] for record in records[-10:] if name in record]
+    old, new = values[:5], values[5:]
+    if len(new) < 5:
+        return 0
+    return int(min(new) > max(old)) - int(max(new) < min(old))
 
 
 def hint_at_cold_start(predictions: list[dict], settings: Settings) -> None:

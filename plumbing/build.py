@@ -180,11 +180,10 @@ def build_environment(
     tokenizer,
     search: SearchFunction,
     policy,
-    kind=Environment,
     training: bool = False,
 ) -> Environment:
     context = settings.max_context or context_of(policy)
-    environment = kind(tokenizer, build_protocol(settings), search, settings, context)
+    environment = Environment(tokenizer, build_protocol(settings), search, settings, context)
     environment.training = training
     return environment
 

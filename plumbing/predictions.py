@@ -15,7 +15,6 @@ Trap: papers treat punctuation differently (metrics.py).
 """
 
 import sys
-from itertools import chain
 from pathlib import Path
 
 from data import answers_of, id_of, load_datasets, named_files
@@ -61,7 +60,7 @@ def read_predictions(path: str | Path, skip_bad: bool = False) -> list[dict]:
 
 
 # ------------------------------------------------------------------------------------------- scores
-def scored(record: dict, punctuation: str, again: bool) -> dict:
+def scored(record: dict, punctuation: str, again: bool = False) -> dict:
     """Adds em, f1 and cem, or ROUGE for a summary. If the record has em already, the metrics are
     computed again only if `again`, or if `punctuation` is given.
     """
@@ -85,8 +84,7 @@ def score_files(
     """
     if not paths:
         return []
-    files = named_files(paths)
-    asked = settings.data and load_datasets(settings.data, settings.skip_bad, settings.seed)
+    files, asked = named_files(paths), asked_questions(settings)
     records = []
     for name, path in files.items():
         own = read_predictions(path, settings.skip_bad)
@@ -99,40 +97,34 @@ def score_files(
             if len(files) > 1:  # two files may count their questions from 1
                 place["id"] = f"{name}:{record['id']}"
             records.append(scored(record, punctuation, again=bool(asked)) | place)
-    missing = unanswered(records, asked) if asked else []
-    if missing:
+    if missing := unanswered(records, asked, punctuation):
         how = "are left out" if skip_missing else "count as wrong (--skip_missing leaves them out)"
-        count = sum(map(len, asked.values()))
-        note = f"{paths}: {len(missing)} of {count} questions have no prediction and {how}"
-        print(note, file=sys.stderr)
-    if missing and not skip_missing:
-        missing = with_questions(paths, missing, asked)
-        records += [scored(record, punctuation, again=True) for record in missing]
-    return records
+        note = f"{len(missing)} of {len(asked)} questions have no prediction and {how}"
+        print(f"{paths}: {note}", file=sys.stderr)
+    return records if skip_missing else records + missing
 
 
-def unanswered(records: list[dict], asked: dict) -> list[dict]:
-    """Returns a record without a prediction for each question that has none. If the predictions
-    have verdicts, its verdict is "wrong".
-    """
-    known = {*map(same_text, records)}
-    empty = {"prediction": None, "evidence": None}
-    empty["metrics"] = {name: 0.0 for name in records[0]["metrics"] if name == "judged"}
-    questions = ({"id": q.id, "question": q.question} for q in chain(*asked.values()))
-    return [empty | question for question in questions if same_text(question) not in known]
+def asked_questions(settings: Settings) -> list[dict]:
+    """Returns the fields of each question of --data, such as golds and options."""
+    if not settings.data:
+        return []
+    datasets = load_datasets(settings.data, settings.skip_bad, settings.seed)
+    return [
+        {"id": q.id, "question": q.question, "golds": q.answers, "kind": q.kind, "task": q.task}
+        | {"options": q.options, "dataset": dataset}
+        for dataset, questions in datasets.items()
+        for q in questions
+    ]
 
 
-def with_questions(path: Path, records: list[dict], asked: dict) -> list[dict]:
-    """Adds each question's fields, such as golds and options, to its predictions. Prints how many
-    predictions have no question: these are left out. asked: data set -> questions.
+def with_questions(path: Path, records: list[dict], asked: list[dict]) -> list[dict]:
+    """Adds the fields of its question to each prediction. Prints how many predictions have no
+    question: these are left out.
     """
     known = {}
-    for dataset, questions in asked.items():
-        for q in questions:
-            fields = {"id": q.id, "question": q.question, "golds": q.answers, "kind": q.kind}
-            fields |= {"task": q.task, "options": q.options, "dataset": dataset}
-            text = same_text(fields)
-            known[q.id] = known[text] = known[q.id, text] = fields
+    for fields in asked:
+        text = same_text(fields)
+        known[fields["id"]] = known[text] = known[fields["id"], text] = fields
     answered = []
     for record in records:
         text = same_text(record)
@@ -146,25 +138,41 @@ def with_questions(path: Path, records: list[dict], asked: dict) -> list[dict]:
     return answered
 
 
+def unanswered(records: list[dict], asked: list[dict], punctuation: str) -> list[dict]:
+    """Returns a record without a prediction for each question that has none. If the predictions
+    have verdicts, its verdict is "wrong".
+    """
+    answered = {*map(same_text, records)}
+    judged = {"judged": 0.0} if "judged" in records[0]["metrics"] else {}
+    empty = {"prediction": None, "evidence": None, "metrics": judged}
+    missing = [fields for fields in asked if same_text(fields) not in answered]
+    return [scored(empty | fields, punctuation) for fields in missing]
+
+
 # ------------------------------------------------------------------------------------- other models
 def score_predictions(settings: Settings, options) -> None:
     """Runs `eval.py --predictions`; `options` are an eval.Options."""
     files = options.predictions, options.against
     how = settings, options.punctuation, options.skip_missing
     records, others = (score_files(paths, *how) for paths in files)
-    if settings.judge or settings.reader:
-        from plumbing.build import build_judge, build_reader
-        from policy import best_device  # loads torch, which scoring alone does not need
-
-        reader = build_reader(settings, best_device()) if settings.reader else None
-        sees = records[0].get("judge_sees", "question")
-        whole = "whole_reply" in record_of(settings.recipe, settings.variant).stages[1]
-        judge = build_judge(settings, best_device(), sees)
-        records = ask_others(records, reader, judge, whole=whole)
+    reader, judge = build_others(settings, records[0].get("judge_sees", "question"))
+    whole = "whole_reply" in record_of(settings.recipe, settings.variant).stages[1]
+    records = ask_others(records, reader, judge, whole=whole)
     if options.out:
         write_records(Path(options.out), records)
         print(f"predictions: {options.out}")
     report(records, others, options)
+
+
+def build_others(settings: Settings, sees: str = "") -> tuple:
+    """Returns (reader, judge), each None if it is not asked for. `sees`: see build_judge."""
+    if not (settings.judge or settings.reader):
+        return None, None
+    from plumbing.build import build_judge, build_reader
+    from policy import best_device  # loads torch, which scoring alone does not need
+
+    reader = build_reader(settings, best_device()) if settings.reader else None
+    return reader, build_judge(settings, best_device(), sees)
 
 
 def ask_others(
@@ -181,6 +189,4 @@ def ask_others(
             print(f"reader: no answer to {reader.failures} of its requests; they count as wrong")
     if judge:
         records = add_verdicts(records, judge)
-        if judge.unreadable:
-            print(f"judge: no verdict on {judge.unreadable} answers; they are left out")
     return records

@@ -38,9 +38,8 @@ def kept_groups(count: int, keep: int, step: int) -> list[int]:
 
     Worked: with count = 6 and keep = 2, groups 0 and 3 in step 0, groups 1 and 4 in step 1.
     """
-    if keep < 0 or keep >= count:
-        return list(range(count))
-    return sorted({(step + i * count // keep) % count for i in range(keep)})
+    keep = count if keep < 0 else min(keep, count)
+    return sorted((step + i * count // keep) % count for i in range(keep))
 
 
 def step_records(
@@ -62,13 +61,8 @@ def step_records(
 
 def to_record(t: Trajectory, tokenizer) -> dict:
     """Returns the record of a trajectory: its question, tokens, searches and stop reason."""
-    record = {
-        "id": t.question.id,
-        "question": t.question.question,
-        "golds": t.question.answers,
-        "kind": t.question.kind,
-        "may_search": t.question.may_search,
-    }
+    names = ("id", "question", "kind", "may_search")
+    record = {name: getattr(t.question, name) for name in names} | {"golds": t.question.answers}
     record |= {
         "prompt": "".join(text_of(tokenizer, number) for number in t.prompt_ids),
         "ids": t.response_ids,

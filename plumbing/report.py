@@ -2,14 +2,14 @@
 
     interval      draws the questions 1,000 times with replacement; the interval contains the middle
                   95 % of the 1,000 means
-    comparison    computes d_i = a_i - b_i for each question that both runs answered, the interval
-                  of the mean of d, and p (`sign_flip_p`): each d_i gets a random sign, 10,000
-                  times; p is the share of draws whose mean is at least as far from 0 as the real
-                  one, which counts as one more draw
+    comparison    computes the difference a - b for each question that both runs answered, and the
+                  interval of its mean. The difference may be chance if the interval contains 0, or
+                  if fewer than six questions differ: with five, all in favour of one run, a coin
+                  would do the same with probability 2 / 32
 
 Samples of one question are not independent, so a question counts with the mean of its samples. The
 intervals of two runs may overlap although their paired difference is clear, because questions
-differ more than runs do. Left out: corrections for many comparisons.
+differ more than runs do. Left out: p-values, corrections for many comparisons.
 """
 
 from collections import Counter, defaultdict
@@ -23,11 +23,13 @@ from errors import InputError
 COLUMNS = """
 em f1 cem rouge1 rouge2 rougeL rouge judged reader_em reader_f1 searched searches successful queries
 rejected failed_rows repeated fallbacks documents_cut format evidence support relevance exact_set
-all_correct written retrieved shown
+all_correct model_tokens retrieved shown
 """.split()
 BRIEF = "em judged reader_em rouge searches format".split()  # the columns without --all
 COLUMNS_PER_BLOCK = 6
-DRAWS, FLIPS = 1000, 10_000
+DRAWS = 1000
+FEWEST = 6
+DIFFERENCE = "{}: {:.3f} here, {:.3f} there, difference {:+.3f} [{:+.3f}, {:+.3f}]: {}"
 MEAN_OF_DATASETS = "mean of datasets"  # row in which data sets of any size count the same
 Summary = dict[str, dict]  # row -> column -> (mean, low, high); "questions" is their number
 
@@ -38,11 +40,10 @@ def interval(groups: list[np.ndarray]) -> tuple[float, float, float]:
     one array of values, or one for each data set; each array is resampled separately.
     """
     rng = np.random.default_rng(0)
-    means = np.zeros(DRAWS)
-    for values in groups:
-        places = rng.integers(0, len(values), (DRAWS, len(values)))
-        means += values[places].mean(1) / len(groups)
-    low, high = np.quantile(means, [0.025, 0.975]).tolist()
+    draws = [
+        values[rng.integers(0, len(values), (DRAWS, len(values)))].mean(1) for values in groups
+    ]
+    low, high = np.quantile(np.mean(draws, axis=0), [0.025, 0.975]).tolist()
     return float(np.mean([values.mean() for values in groups])), low, high
 
 
@@ -97,23 +98,8 @@ def same_text(record: dict) -> str:
     return " ".join(record["question"].split()) or record["id"]
 
 
-def sign_flip_p(differences: np.ndarray) -> float:
-    """Returns the probability that chance alone gives a mean at least as far from 0. If no run is
-    better, each difference may as well have the opposite sign, so signs are drawn at random.
-    """
-    rng = np.random.default_rng(0)
-    observed = abs(differences.sum()) * (1 - 1e-9)
-    as_far = 1
-    for _ in range(FLIPS):
-        signs = rng.integers(0, 2, len(differences)) * 2 - 1
-        as_far += int(abs(signs @ differences) >= observed)
-    return as_far / (FLIPS + 1)
-
-
 def comparison(records: list[dict], others: list[dict], columns: Sequence[str]) -> Iterator[str]:
-    """Yields a line per metric that both runs have. It says which run is higher if the 95 %
-    interval of the difference does not contain 0 and random signs give p ≤ 0.05.
-    """
+    """Yields a line per metric that both runs have."""
     here, there = ({*map(same_text, run)} for run in (records, others))
     if not here & there:
         raise InputError("the two runs have no question in common: there is nothing to compare")
@@ -124,12 +110,9 @@ def comparison(records: list[dict], others: list[dict], columns: Sequence[str]) 
         if len(pairs):
             differences = pairs[:, 0] - pairs[:, 1]
             mean, low, high = interval([differences])
-            p = sign_flip_p(differences)
-            clear = not low <= 0 <= high and p <= 0.05
-            higher = ("higher here" if low > 0 else "higher there") if clear else "may be chance"
-            means = "{:.3f} here, {:.3f} there".format(*pairs.mean(0))
-            difference = f"difference {mean:+.3f} [{low:+.3f}, {high:+.3f}]"
-            yield f"{column}: {means}, {difference}, p={p:.3g}: {higher}"
+            chance = low <= 0 <= high or np.count_nonzero(differences) < FEWEST
+            verdict = "may be chance" if chance else "higher here" if low > 0 else "higher there"
+            yield DIFFERENCE.format(column, *pairs.mean(0), mean, low, high, verdict)
             if column == "em":
                 yield right_in(pairs)
     searched = paired(records, others, "searched")

@@ -4,6 +4,7 @@ a run of two arms.
 
 import json
 import math
+from functools import partial
 
 import pytest
 from conftest import message
@@ -97,17 +98,11 @@ def test_every_arm_belongs_to_a_claim():
 # --------------------------------------------------------------------------------- running the arms
 
 
-class Asked:
-    """Replaces an Evaluation: a model searches 0.3 times and is right if its arm names the mask."""
-
-    searches = 0.02
-
-    def __init__(self, settings, options):
-        right = settings.run_name.startswith("ur2-")
-        self.record = {"metrics": {"em": right, "searches": self.searches}, "prediction": "a b"}
-
-    def run(self):
-        return [self.record | {"kind": kind} for kind in ("one_hop", "two_hop")]
+def predicted(settings, options, searches: float = 0.02) -> list[dict]:
+    """Replaces eval.predict: a model is right if its arm names the mask."""
+    right = settings.run_name.startswith("ur2-")
+    record = {"metrics": {"em": right, "searches": searches}, "prediction": "a b"}
+    return [record | {"kind": kind} for kind in ("one_hop", "two_hop")]
 
 
 @pytest.fixture
@@ -124,7 +119,7 @@ def trained(monkeypatch):
 
     monkeypatch.setattr(ablate, "train", train)
     monkeypatch.setattr(ablate, "last_checkpoint", lambda s: f"end of {s.run_name}")
-    monkeypatch.setattr(ablate, "Evaluation", Asked)
+    monkeypatch.setattr(ablate, "predict", predicted)
     return runs
 
 
@@ -150,6 +145,6 @@ def test_a_result_of_other_settings_and_a_model_that_searches_already_are_reject
     monkeypatch.setitem(ARMS, "arena", ARMS["arena_f1"])
     error = message(ablate.result_of, "arena", 20, str(tmp_path))
     assert "arena-world20/result.json has other settings: remove it" in error
-    monkeypatch.setattr(Asked, "searches", 0.9)
+    monkeypatch.setattr(ablate, "predict", partial(predicted, searches=0.9))
     error = message(ablate.result_of, "ur2_stage1", 20, str(tmp_path))
     assert "0.900 searches per look-up question before RL" in error

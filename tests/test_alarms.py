@@ -2,27 +2,24 @@
 the metrics of trajectory_metrics.py that the alarms use.
 """
 
-import json
 import re
 
 import pytest
 from conftest import flags, rows_of, settings_for
-from test_trajectories import needs_node, run_page
 
 import train
 from data import Document, Question
 from papers import PROTOCOLS
 from plumbing import build
-from plumbing.alarms import ADVICE, PATIENCE, TRENDS, alarms, hint_at_cold_start, kl_jumps, shift
+from plumbing.alarms import ADVICE, PATIENCE, alarms, hint_at_cold_start
 from rewards import example
 from settings import Settings
 from trajectory import Search, Trajectory
 from trajectory_metrics import gold_recall, step_searches, text_metrics
 
 HEALTHY = {"frac_reward_zero_std": 0.5, "searched": 0.5, "gold_recall": 0.6, "search_errors": 0.01}
-HEALTHY |= {"truncated": 0.1, "malformed_tags": 0.05, "thinking_words": 80.0, "reward": 1.0}
+HEALTHY |= {"truncated": 0.1, "malformed_tags": 0.05, "reward": 1.0}
 HEALTHY |= {"reward/answer": 0.5, "em": 0.3, "logprob_gap": 0.01, "mismatch_ess": 0.99}
-HEALTHY |= {"k3": 0.02, "approx_kl": 1e-3}
 
 
 def healthy(steps: int, **changes) -> list[dict]:
@@ -72,15 +69,6 @@ def test_three_steps_with_one_cause_raise_its_alarm_once_and_never_again(name):
     assert raised(rows) == {5: [name]} and PATIENCE == 3
 
 
-def test_a_kl_of_ten_times_its_median_raises_an_alarm_at_once():
-    for spike in ({"k3": 0.3}, {"approx_kl": 0.2}):
-        rows = healthy(9)
-        rows[7] |= spike
-        assert raised(rows) == {7: ["kl_spike"]}
-    assert not kl_jumps([{"k3": 1e-4}] * 6 + [{"k3": 0.05}], "k3")  # the value is still tiny
-    assert not kl_jumps([{"k3": 0.1}] * 4 + [{"k3": 9.0}], "k3")  # too few steps
-
-
 @pytest.mark.parametrize(
     "first, later, alarm",
     [(0.01, 0.029, 0), (0.01, 0.031, 1), (1e-5, 9e-4, 0), (0.09, 0.11, 1)],
@@ -94,31 +82,17 @@ def test_the_limit_of_logprob_gap_is_3_times_step_0_in_bf16_and_0_001_in_fp32(fi
     assert len(raised(rows)) == (later > 1e-3)
 
 
-def test_the_halves_of_the_last_ten_steps_are_compared_in_standard_errors():
-    rows = [{"em": x} for x in (9, 1, 3, 1, 3, 2, 4, 6, 4, 6, 5)]
-    # The halves of the last ten have means 2 and 5 and variances 1 and 1, so 3 / sqrt(2 / 5).
-    assert shift(rows, "em") == pytest.approx((2.5, 4.7434), rel=1e-4)
-    assert shift(rows[:9], "em") == shift(rows, "f1") == (1.0, 0.0)
-
-
-def test_a_trend_is_an_alarm_unless_its_other_half_is_missing():
+def test_a_reward_that_rises_while_exact_match_falls_is_an_alarm():
     hacked = changed(reward=2.0, em=0.5)
     assert [*raised(hacked).values()] == [["reward_hacked"]]
-    assert [*raised(changed(thinking_words=2.0)).values()] == [["length"]]
     for row in hacked:
         del row["reward/answer"]  # stage 1 rewards searching, not answers
-    for rows in (
-        hacked,
-        changed(reward=2.0),
-        changed(em=0.5),
-        changed(thinking_words=2.0, em=1.5),  # the answers get better too
-        changed(thinking_words=1.3),
-    ):
+    for rows in (hacked, changed(reward=2.0), changed(em=0.5)):
         assert raised(rows) == {}
 
 
 def test_every_alarm_is_tested_here_and_a_healthy_run_raises_none():
-    assert {*CAUSES, *TRENDS} == {*ADVICE} and len(ADVICE) == 10
+    assert {*CAUSES, "reward_hacked"} == {*ADVICE} and len(ADVICE) == 8
     assert raised(healthy(40)) == {}
     # Rows of an earlier version, or of a protocol without searches, lack most metrics.
     assert raised([{"step": n, "frac_reward_zero_std": 0, "searched": 1} for n in range(9)]) == {}
@@ -132,53 +106,45 @@ def test_a_cause_that_the_settings_make_inevitable_is_not_an_alarm():
     assert raised(healthy(4, skipped=1), algorithm="dapo") == {2: ["equal_groups"]}
 
 
-def test_text_metrics_of_words_tokens_repetition_and_tags():
-    for text, ids, opened, words, repetition, malformed in (
-        # Only <think>, who and </think> count: queries and answers are not thinking.
-        ("<think> who </think> <search> Ana </search> <answer> elm </answer>", [], "", 3, 0, 0),
-        ("<think> a </think> <search> b", [5, 6] * 6, "", 5, True, True),  # the tokens repeat
-        # The chat template opened the tag.
-        ("a </think> <answer> b </answer>", [], "<think>", 2, False, False),
-        # The same tokens twice: 6 of 9 4-grams are new.
-        ("x", [*range(6), *range(6)], "", 1, False, False),
+def test_text_metrics_of_tokens_and_tags():
+    for text, opened, malformed in (
+        ("<think> who </think> <search> Ana </search> <answer> elm </answer>", "", False),
+        ("<think> a </think> <search> b", "", True),
+        ("a </think> <answer> b </answer>", "<think>", False),  # the chat template opened the tag
     ):
         t = Trajectory(Question("q", "?", ["elm"]), PROTOCOLS["when_to_search"], opened=opened)
-        # No metric counts the environment's tokens.
+        # No metric counts what the environment wrote.
         t.append_environment([1] * 30, "<search> x", "documents")
-        t.append_model(ids, [0.0] * len(ids), text)
+        t.append_model([5] * 7, [0.0] * 7, text)
         numbers = text_metrics(t)
-        assert numbers["thinking_words"] == words and numbers["model_tokens"] == len(ids)
-        assert (numbers["repetition"], numbers["malformed_tags"]) == (repetition, malformed)
+        assert (numbers["model_tokens"], numbers["malformed_tags"]) == (7, malformed)
 
 
-def trajectory_of(*searches: list[str], **question) -> Trajectory:
-    """Returns a trajectory with a search for each list of documents' texts."""
+def trajectory_of(*texts: str, **question) -> Trajectory:
+    """Returns a trajectory with a search that finds documents of these texts; without
+    texts, there is no search.
+    """
     t = example("ur2", searches=0)
     t.question = Question(**{"id": "q", "question": "?", "answers": ["New York"]} | question)
-    for seconds, texts in enumerate(searches, 1):
+    if texts:
         documents = [Document(text, "", text) for text in texts]
-        t.searches.append(Search("x", documents, "x", seconds=seconds))
+        t.searches.append(Search("x", documents, "x", seconds=2.0))
     return t
 
 
-def test_documents_of_an_earlier_search_count_as_seen_and_seconds_are_per_process():
-    numbers = step_searches(
-        [trajectory_of(["a", "b"], ["b", "c"]), trajectory_of(["a"]), trajectory_of()], processes=2
-    )
-    assert numbers["documents_seen"] == 1 / 5  # the second b; a is new in the second row
-    assert numbers["search_seconds"] == numbers["slowest_search_seconds"] == 2
-    assert numbers["gold_recall"] == 0
-    assert step_searches([trajectory_of()], 1)["documents_seen"] == 0
+def test_seconds_of_searches_are_per_process():
+    numbers = step_searches([trajectory_of("a"), trajectory_of("b"), trajectory_of()], processes=2)
+    assert numbers["search_seconds"] == 2 and numbers["gold_recall"] == 0
 
 
 def test_gold_recall_counts_questions_and_compares_whole_words():
-    found = trajectory_of(["in the New-York!"], id="a")
-    not_found = trajectory_of(["New Yorkers", "York New"], id="b")
-    again = trajectory_of(["x"], id="a")  # one of two samples of the question found the answer
+    found = trajectory_of("in the New-York!", id="a")
+    not_found = trajectory_of("New Yorkers", "York New", id="b")
+    again = trajectory_of("x", id="a")  # one of two samples of the question found the answer
     assert gold_recall([found, again, not_found]) == {"gold_recall": 0.5}
     # Neither a number that is computed nor "yes" has to be in a document.
-    computed = trajectory_of(["5"], answers=["5"], task="math")
-    assert gold_recall([trajectory_of(), computed, trajectory_of(["yes"], answers=["Yes"])]) == {}
+    computed = trajectory_of("5", answers=["5"], task="math")
+    assert gold_recall([trajectory_of(), computed, trajectory_of("yes", answers=["Yes"])]) == {}
 
 
 def test_a_run_prints_and_saves_an_alarm_and_a_resumed_run_does_not_repeat_it(
@@ -191,15 +157,6 @@ def test_a_run_prints_and_saves_an_alarm_and_a_resumed_run_does_not_repeat_it(
     rows = rows_of(folder)
     assert [n for n, row in enumerate(rows) if "truncated" in row.get("alarms", ())] == [2]
     assert len(rows) == 5 and "alarm: most" not in capsys.readouterr().out
-
-
-@needs_node
-def test_the_page_lists_alarms_by_their_place_among_the_steps_of_all_stages():
-    rows = [{"step": 0}, {"step": 1, "alarms": {"a": "A", "b": "B"}}]
-    stages = [{"name": name, "metrics": rows} for name in ("stage1", "stage2")]
-    places = [(1, "stage1, step 1"), (3, "stage2, step 1")]
-    expected = [[*place, alarm] for place in places for alarm in "AB"]
-    assert run_page(f"alarms({json.dumps(stages)})") == expected
 
 
 def files_of(folder) -> dict:

@@ -379,7 +379,7 @@ def test_all_methods_run_on_a_random_chat_model(bpe, tmp_path, capsys, monkeypat
     for record in finished_records(tmp_path / "out" / "rag.jsonl"):
         assert len(record["searches"]) == 1 and "<information>" in record["transcript"]
         # The model wrote 8 tokens; encoded again, their text may have more.
-        assert 0 < record["metrics"]["written"] <= 16
+        assert 0 < record["metrics"]["model_tokens"] <= 16
 
 
 # -------------------------------------------------------- what the papers say about their baselines

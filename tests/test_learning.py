@@ -52,7 +52,7 @@ def scores(common, tmp_path_factory):
             options = (
                 f"{sampling} --questions 40 --split dev --stage {stage} --out {out}/{stage}-{name}"
             )
-            records = evaluation.Evaluation(*evaluation.parse(f"{common} {options}".split())).run()
+            records = evaluation.predict(*evaluation.parse(f"{common} {options}".split()))
             columns = ("em", "searched", "searches")
             for kind, row in summarise(records).items():
                 texts = [r["transcript"] for r in records if kind in (r["kind"], "all")]

@@ -1,10 +1,9 @@
 "use strict";
-// The page of view.py. A step's trajectories are a script that is loaded when they are looked at; the
-// JSON of a group is parsed when one of its trajectories is opened.
+// The page of view.py. A step's trajectories are a script that is loaded when they are looked at.
 
 const $ = (id) => document.getElementById(id);
-const state = { run: 0, at: 0, group: 0, row: 0, token: -1, question: null, wanted: null, colour: "advantage" };
-const loaded = {}; // key of a step -> {rows, groups, parsed}
+const state = { at: 0, group: 0, row: 0, token: -1, question: null, wanted: null, colour: "advantage" };
+const loaded = {}; // key of a step -> its trajectories: records of formats/trajectories.py, and `reward`
 const waiting = {}; // key of a step -> what is done once it is loaded
 const COLOURS = ["advantage", "ratio", "probability", "surprise"];
 const LARGE = [ // title, metrics; "prefix/" is every metric below it
@@ -17,8 +16,8 @@ const HEALTH = [
   ["terms of the reward", ["reward/"]],
   ["searches per question", ["searches/"]],
   ["fallbacks, rejected and repeated queries", ["fallbacks", "rejected", "repeated"]],
-  ["what searches find", ["gold_recall", "documents_seen", "search_errors", "failed_rows"]],
-  ["faults in what it writes", ["repetition", "malformed_tags", "truncated"]],
+  ["what searches find", ["gold_recall", "search_errors", "failed_rows"]],
+  ["faults in what it writes", ["malformed_tags", "truncated"]],
   ["groups of equal rewards, clipped tokens", ["frac_reward_zero_std", "clip_fraction"]],
   ["gradient norm", ["grad_norm"]],
   ["entropy", ["entropy_mc"]],
@@ -26,9 +25,8 @@ const HEALTH = [
   ["log-probs of sampling and of scoring", ["logprob_gap", "logprob_gap_max"]],
   ["seconds", ["rollout_seconds", "search_seconds", "reward_seconds", "update_seconds"]],
 ];
-let all = [];
-let kinds = []; // of question, in all runs: their place decides their colour
-let words = {}; // metric -> the sentence that explains it
+let shown = null; // the run: its name and stages
+let kinds = []; // of question: their place decides their colour
 
 // ------------------------------------------------------------------------------------- elements
 const SVG = ["svg", "path", "line", "rect", "text", "g", "title"];
@@ -53,24 +51,24 @@ const number = (x, digits = 3) => { // 0.0123, 1.5, 100, 1234, 2.5e+6: below a m
 const signed = (x, digits = 3) => (x > 0 ? "+" : "") + number(x, digits);
 const percent = (x) => `${Math.round(100 * x)}\u00a0%`;
 const mean = (values) => values.reduce((sum, x) => sum + x, 0) / values.length;
-const explained = (name) => words[name] ?? words[`${name.split("/")[0]}/KIND`] ?? words[name.split("/")[0]];
 
 // ------------------------------------------------------------------------------------------ data
-function runs(given, sentences = {}) { // data/index.js calls it
-  [all, words] = [given, sentences];
-  kinds = [...new Set(all.flatMap((its) => ["em/", "searched/"].flatMap((p) => kindsOf(allMetrics(its), p))))].sort();
+function show(given) { // data/index.js calls it
+  shown = given;
+  kinds = [...new Set(["em/", "searched/"].flatMap((p) => kindsOf(allMetrics(given), p)))].sort();
   start();
 }
-function step(key, rows, groups) { // data/RUN-STAGE-STEP.js
-  loaded[key] = { rows, groups, parsed: {} };
+function step(key, rows) { // data/RUN-STAGE-STEP.js
+  for (const row of rows) row.reward = Number(Object.values(row.rewards).reduce((sum, x) => sum + x, 0).toFixed(4));
+  loaded[key] = rows;
   for (const then of waiting[key] ?? []) then();
   delete waiting[key];
 }
-const run = () => all[state.run];
+const run = () => shown;
 const places = () => run().stages.flatMap((s, i) => s.steps.map((number) => ({ stage: i, step: number }))); // the steps that are kept
 const here = () => places()[state.at] ?? { stage: Math.max(0, run().stages.length - 1), step: -1 };
 const stage = () => run().stages[here().stage];
-const keyOf = ({ stage, step }) => `${run().stages[stage].key}-${step}`;
+const keyOf = ({ stage, step }) => `${run().stages[stage].name}-${step}`;
 const shownStep = () => loaded[keyOf(here())];
 const metricsOf = (place) => run().stages[place.stage].metrics.find((m) => m.step === place.step) ?? {};
 const allMetrics = (its) => its.stages.flatMap((s) => s.metrics);
@@ -85,9 +83,7 @@ function withStep(place, then) { // calls `then` once the step's trajectories ar
   script.onerror = () => fill($("groups"), el("p", {}, `the file of step ${place.step} is missing: write the page again`));
   document.body.append(script);
 }
-function trajectories(group, from = shownStep()) {
-  return (from.parsed[group] ??= JSON.parse(from.groups[group]));
-}
+const isAt = (group, row) => (its) => its.group === group && its.row === row;
 const value = (record, name, n) => { // one number stands for all sampled tokens; π_old is often what sampled
   const its = record[name] ?? (name === "old" ? record.sampled : undefined);
   return Array.isArray(its) ? its[n] ?? null : its === undefined || !record.mask[n] ? null : its;
@@ -143,23 +139,9 @@ const factsOf = (its) => {
   return [about.recipe, about.algorithm, about.recipe && (about.model || "built-in model"), about.data || world, about.corpus].filter(Boolean);
 };
 function showHeadline() {
-  if (all.length > 1) return showComparison();
   $("about").textContent = factsOf(run()).join(" · ");
-  $("headline").textContent = allMetrics(run()).length ? sentence(run()) : run().stages[0]?.steps.length ? "Questions and answers of a session" : "Trajectories";
+  $("headline").textContent = allMetrics(run()).length ? sentence(run()) : "Trajectories";
   $("basis").textContent = basis(run());
-}
-const letter = (i) => String.fromCharCode(65 + i); // of a run, in the list and at its curves
-function showComparison() {
-  document.title = $("headline").textContent = `${all.length} runs compared: ${all.map((its) => plain(its.name)).join(", ")}`;
-  const facts = all.map(factsOf);
-  $("about").textContent = facts[0].filter((fact) => facts.every((some) => some.includes(fact))).join(" · ");
-  const settings = all.map((its) => its.stages.at(-1)?.settings ?? {});
-  const differing = [...new Set(settings.flatMap(Object.keys))].filter((name) => settings.some((some) => some[name] !== settings[0][name]));
-  fill($("compared"), ...all.map((its, i) => el("li", {},
-    el("b", { style: `color:var(--s${i % 8})` }, `${letter(i)} ${plain(its.name)}`),
-    differing.length ? el("span", { class: "pale" }, ` ${differing.map((name) => `${name} ${plain(settings[i][name] ?? "") || "–"}`).join(", ")}`) : "",
-    el("div", {}, allMetrics(its).length ? sentence(its) : "no step is finished"))));
-  $("basis").textContent = basis(all.find((its) => allMetrics(its).length) ?? run());
 }
 const kindsOf = (metrics, prefix) => [...new Set(metrics.flatMap(Object.keys))].filter((name) => name.startsWith(prefix)).map((name) => name.slice(prefix.length)).sort();
 
@@ -200,11 +182,9 @@ function showMoments() {
   fill($("moments"), el("h2", {}, "One question at three moments: ", el("em", {}, plain(found.question))), el("div", { class: "cards" }, ...cards));
 }
 function story(place, group, row) { // the middle trajectory of a group, by reward
-  const from = loaded[keyOf(place)];
-  const line = from.rows.find((its) => its.group === group && its.row === row);
-  const record = line && trajectories(group, from).find((its) => its.row === row);
+  const record = loaded[keyOf(place)].find(isAt(group, row));
   if (!record) return [el("p", { class: "pale" }, "not kept")];
-  const verdict = el("p", { class: line.correct ? "good" : "bad" }, `${line.correct ? "✓" : "✗"} ${plain(line.answer ?? "no answer")}, reward ${signed(line.reward)}`);
+  const verdict = el("p", { class: record.correct ? "good" : "bad" }, `${record.correct ? "✓" : "✗"} ${plain(record.answer ?? "no answer")}, reward ${signed(record.reward)}`);
   return [el("div", { class: "text" }, ...readable(record)), verdict];
 }
 function readBy(writers, searches) { // is the next block of the environment a search? A fallback has a notice in its block
@@ -245,14 +225,9 @@ function colourOf(name) {
   return null;
 }
 const shortName = (name) => readableKind(name.split("/").pop());
-function linesOf(wanted) { // [title or null, lines] per panel: several runs get a panel per metric
-  if (all.length === 1) {
-    const metrics = allMetrics(run());
-    const names = named(metrics, wanted);
-    return [[null, names.map((name, i) => ({ name, label: shortName(name), line: points(metrics, name), colour: colourOf(name) ?? `var(--s${i % 8})` }))]];
-  }
-  const names = [...new Set(all.flatMap((its) => named(allMetrics(its), wanted)))].sort();
-  return names.map((name) => [shortName(name), all.map((its, i) => ({ name, label: its.name, tag: `${letter(i)} ${its.name}`, line: points(allMetrics(its), name), colour: `var(--s${i % 8})` }))]);
+function linesOf(wanted) {
+  const metrics = allMetrics(run());
+  return named(metrics, wanted).map((name, i) => ({ name, label: shortName(name), line: points(metrics, name), colour: colourOf(name) ?? `var(--s${i % 8})` }));
 }
 function ticks(low, high) { // about four round numbers
   const rough = (high - low) / 3;
@@ -269,13 +244,13 @@ function chart(title, lines) {
   let [low, high] = [Math.min(...ys), Math.max(...ys)];
   const size = Math.max(Math.abs(low), Math.abs(high)) || 1;
   if (high - low < 0.01 * size) [low, high] = [low - size / 2, high + size / 2]; // nothing moves: a flat line
-  const length = Math.max(2, ...all.map((its) => allMetrics(its).length));
+  const length = Math.max(2, allMetrics(run()).length);
   const px = (x) => LEFT + (x / (length - 1)) * (WIDE - LEFT - RIGHT);
   const py = (y) => HIGH - BOTTOM - ((y - low) / (high - low)) * (HIGH - TOP - BOTTOM);
   const path = (line) => "M" + line.map(([x, y]) => `${px(x).toFixed(1)},${py(y).toFixed(1)}`).join("L");
   const grid = ticks(low, high).map((y) => el("g", { class: "tick" }, el("line", { x1: LEFT, x2: WIDE - RIGHT, y1: py(y), y2: py(y) }), el("text", { x: LEFT - 5, y: py(y) + 4, "text-anchor": "end" }, number(y))));
   const below = ticks(0, length - 1).filter(Number.isInteger).map((x) => el("text", { class: "x", x: px(x), y: HIGH - 8, "text-anchor": "middle" }, x));
-  const labels = spread(drawn.map(({ label, tag, line, colour }) => ({ text: tag ?? label, colour, y: py(smooth(line).at(-1)[1]) + 4 })), TOP + 10, HIGH - 4);
+  const labels = spread(drawn.map(({ label, line, colour }) => ({ text: label, colour, y: py(smooth(line).at(-1)[1]) + 4 })), TOP + 10, HIGH - 4);
   const svg = el("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, role: "img", "aria-label": `${title}, from ${number(Math.min(...ys))} to ${number(Math.max(...ys))}`,
     onclick: (event) => jump(xAt(event, svg, length)), onmousemove: (event) => crosshair(xAt(event, svg, length)), onmouseleave: () => crosshair(null) },
     ...shades(px), ...grid, ...below,
@@ -283,7 +258,7 @@ function chart(title, lines) {
     ...drawn.map(({ name, line, colour }) => el("path", { class: "smooth", "data-metric": name, d: path(smooth(line)), style: `stroke:${colour}` })),
     ...labels.map(({ text, colour, y }) => el("text", { class: "label", x: WIDE - RIGHT + 6, y, style: `fill:${colour}` }, text.length > 16 ? `${text.slice(0, 15)}…` : text)),
     el("line", { class: "here", y1: TOP, y2: HIGH - BOTTOM }), el("line", { class: "cross", y1: TOP, y2: HIGH - BOTTOM, visibility: "hidden" }));
-  const figure = el("figure", {}, el("figcaption", { title: drawn.map(({ name }) => explained(name)).find(Boolean) ?? false }, title, el("output", {})), svg);
+  const figure = el("figure", {}, el("figcaption", {}, title, el("output", {})), svg);
   Object.assign(figure, { px, drawn });
   return figure;
 }
@@ -326,16 +301,16 @@ function jump(x) { // to the nearest kept step
   if (xs.length) go(xs.reduce((best, its, i) => (Math.abs(its - x) < Math.abs(xs[best] - x) ? i : best), 0));
 }
 function panels(list) {
-  return list.flatMap(([title, wanted]) => linesOf(wanted).map(([name, lines]) => chart(name && name !== title ? `${title}: ${name}` : title, lines))).filter(Boolean);
+  return list.map(([title, wanted]) => chart(title, linesOf(wanted))).filter(Boolean);
 }
 function showCurves() {
   fill($("curves"), ...panels(LARGE));
   $("health").hidden = !allMetrics(run()).length;
   const metrics = allMetrics(run());
   const names = HEALTH.flatMap(([, wanted]) => named(metrics, wanted));
-  const zero = all.length > 1 ? [] : names.filter((name) => points(metrics, name).every(([, y]) => y === 0));
+  const zero = names.filter((name) => points(metrics, name).every(([, y]) => y === 0));
   const rest = HEALTH.map(([title, wanted]) => [title, named(metrics, wanted).filter((name) => !zero.includes(name))]);
-  const draw = () => (fill($("health").querySelector("div"), zero.length ? el("p", { class: "pale zero" }, `All zero: ${zero.join(", ")}`) : "", el("div", { class: "figures" }, ...panels(all.length > 1 ? HEALTH : rest))), mark());
+  const draw = () => (fill($("health").querySelector("div"), zero.length ? el("p", { class: "pale zero" }, `All zero: ${zero.join(", ")}`) : "", el("div", { class: "figures" }, ...panels(rest))), mark());
   $("health").ontoggle = () => $("health").open && draw();
   if ($("health").open) draw();
   fill($("alarms"), ...alarms(run().stages).map(([x, where, message]) =>
@@ -369,36 +344,36 @@ function go(at) {
 function showStep() {
   const metrics = metricsOf(here());
   const names = ["reward", "em", "searched", "searches", "fallbacks", "frac_reward_zero_std", "grad_norm", "clip_fraction", "entropy_mc"].filter((n) => Number.isFinite(metrics[n]));
-  fill($("step-numbers"), `${stage().name}, step ${here().step}: `, ...names.map((n, i) => el("span", { title: explained(n) ?? false }, `${i ? "  ·  " : ""}${n} ${number(metrics[n])}`)));
-  const { rows } = shownStep(); // the question that was asked for, or a group that teaches something
-  const wanted = state.wanted && rows.find((row) => row.group === state.wanted.group && row.row === state.wanted.row);
+  fill($("step-numbers"), `${stage().name}, step ${here().step}: `, names.map((n) => `${n} ${number(metrics[n])}`).join("  ·  "));
+  const rows = shownStep(); // the question that was asked for, or a group that teaches something
+  const wanted = state.wanted && rows.find(isAt(state.wanted.group, state.wanted.row));
   const its = wanted ?? rows.find((row) => row.question === state.question) ?? rows.find((row) => rows.some((r) => r.group === row.group && r.reward !== row.reward)) ?? rows[0];
   [state.question, state.wanted] = [null, null];
   choose(its.group, its.row);
 }
-const paid = (row) => Object.keys(row.rewards).length > 0;
-const verdict = (row) => (row.golds ? (row.correct ? "right" : "wrong") : ""); // nobody knows without a gold answer
+const verdict = (row) => (row.correct ? "right" : "wrong");
+const repeated = (row) => new Set(row.searches.map((its) => its.query.toLowerCase().trim().split(/\s+/).join(" "))).size < row.searches.length;
+const faulty = (row) => row.rejected_queries.length > 0 || row.rewards.format < 0;
 function passes(row) {
   const form = $("filters").elements;
   const text = `${row.question} ${row.answer ?? ""}`.toLowerCase();
-  return (!form.wrong.checked || !row.correct) && (!form.fallback.checked || row.fallback) && (!form.silent.checked || !row.searches)
-    && (!form.fault.checked || row.fault) && (!form.repeated.checked || row.repeated) && text.includes(form.text.value.toLowerCase());
+  return (!form.wrong.checked || !row.correct) && (!form.fallback.checked || row.searches.some((its) => its.fallback)) && (!form.silent.checked || !row.searches.length)
+    && (!form.fault.checked || faulty(row)) && (!form.repeated.checked || repeated(row)) && text.includes(form.text.value.toLowerCase());
 }
 function showGroups() {
-  const { rows } = shownStep();
+  const rows = shownStep();
   const shown = rows.filter(passes);
-  $("wrong").hidden = !rows.some((row) => row.golds);
   $("found").textContent = shown.length === rows.length ? `${rows.length} trajectories` : `${shown.length} of ${rows.length} trajectories`;
   const groups = new Map();
   for (const row of shown) groups.set(row.group, [...(groups.get(row.group) ?? []), row]);
   fill($("groups"), ...[...groups].map(([group, some]) => el("div", { class: "group" },
     el("div", {}, plain(some[0].question)),
-    el("div", { class: "pale" }, `gold ${plain(some[0].golds || "unknown")}${some[0].kind ? `, ${some[0].kind}` : ""}${some[0].trained ? "" : ", not trained on"}`),
+    el("div", { class: "pale" }, `gold ${plain(some[0].golds.join(" | "))}, ${some[0].kind}${some[0].advantages === undefined ? ", not trained on" : ""}`),
     el("div", { class: "rows" }, ...some.map((row) => el("button", {
       class: verdict(row), "aria-current": group === state.group && row.row === state.row,
-      title: `answer ${plain(row.answer ?? "none")}, ${row.searches} searches, ended by ${row.stop_reason}`,
+      title: `answer ${plain(row.answer ?? "none")}, ${row.searches.length} searches, ended by ${row.stop_reason}`,
       onclick: () => choose(group, row.row),
-    }, `${paid(row) ? signed(row.reward) : plain(row.answer ?? "none")}${"⌕".repeat(Math.min(4, row.searches))}`))))));
+    }, `${signed(row.reward)}${"⌕".repeat(Math.min(4, row.searches.length))}`))))));
 }
 function choose(group, row) {
   [state.group, state.row] = [group, row];
@@ -408,33 +383,31 @@ function choose(group, row) {
   showOne();
 }
 function walk(by) { // to the next trajectory that passes the filters
-  const rows = shownStep()?.rows.filter(passes) ?? [];
-  const next = rows[rows.findIndex((row) => row.group === state.group && row.row === state.row) + by];
+  const rows = shownStep()?.filter(passes) ?? [];
+  const next = rows[rows.findIndex(isAt(state.group, state.row)) + by];
   if (next) choose(next.group, next.row);
 }
 
 // ------------------------------------------------------------------------------------ the group
 function showGroup(record) {
-  const rows = shownStep().rows.filter((row) => row.group === state.group);
-  const strips = trajectories(state.group).map((its) => {
-    const row = rows.find((line) => line.row === its.row);
+  const rows = shownStep().filter((row) => row.group === state.group);
+  const strips = rows.map((its) => {
     const a = value(its, "advantages", its.mask.indexOf(1));
     const strip = pieces(its).flatMap(({ mask, from, to }) => (mask
       ? its.tokens.slice(from, to).map((_, i) => el("i", { style: `background:${shade(its, from + i)}` }))
       : [el("i", { class: "search", style: `flex-grow:${(to - from) / 4}` }, "⌕")]));
-    return el("button", { class: `strip ${verdict(row)}`, "aria-current": its.row === state.row, onclick: () => choose(state.group, its.row), title: plain(its.answer ?? "no answer") },
-      el("span", { class: "tokens-of" }, ...strip), el("span", { class: "numbers" }, verdict(row) ? el("b", {}, its.correct ? "✓" : "✗") : "", paid(row) ? ` ${signed(row.reward)}` : "", a === null ? "" : `  A ${signed(a)}`));
+    return el("button", { class: `strip ${verdict(its)}`, "aria-current": its.row === state.row, onclick: () => choose(state.group, its.row), title: plain(its.answer ?? "no answer") },
+      el("span", { class: "tokens-of" }, ...strip), el("span", { class: "numbers" }, el("b", {}, its.correct ? "✓" : "✗"), ` ${signed(its.reward)}`, a === null ? "" : `  A ${signed(a)}`));
   });
   fill($("group"), rows.length > 1 ? el("h2", {}, `The group: ${rows.length} answers to this question`) : "", chain(record, rows), rows.length > 1 ? el("div", { class: "strips" }, ...strips) : "");
 }
 function chain(record, rows) { // from the reward to the loss, in numbers
-  const row = rows.find((line) => line.row === record.row);
   const its = state.token < 0 ? null : lossOf(record, state.token, stage().settings);
-  if (!paid(row) || rows.length < 2) return "";
-  const centre = mean(rows.map((line) => Number(line.reward)));
+  if (rows.length < 2) return "";
+  const centre = mean(rows.map((line) => line.reward));
   const deviation = Math.sqrt(rows.reduce((sum, line) => sum + (line.reward - centre) ** 2, 0) / (rows.length - 1));
-  const links = [["reward", number(row.reward)], ["minus the group's mean", `${number(row.reward)} − ${number(centre)} = ${signed(row.reward - centre)}`],
-    ["over the deviation", deviation > 1e-6 ? `/ ${number(deviation)} = ${signed((row.reward - centre) / deviation)}` : "all rewards are equal: 0"]];
+  const links = [["reward", number(record.reward)], ["minus the group's mean", `${number(record.reward)} − ${number(centre)} = ${signed(record.reward - centre)}`],
+    ["over the deviation", deviation > 1e-6 ? `/ ${number(deviation)} = ${signed((record.reward - centre) / deviation)}` : "all rewards are equal: 0"]];
   if (its) links.push([stage().settings.algorithm?.startsWith("reinforce") ? "over the batch's deviation: A" : "advantage A", signed(its.advantage)], ["ratio r", `${number(its.ratio, 4)}${its.ratio === its.clipped ? "" : `, clipped to ${number(its.clipped, 4)}`}`],
     ["weight", number(its.weight)], ["loss", number(its.loss)]);
   return el("ol", { class: "chain" }, ...links.map(([name, text]) => el("li", {}, el("span", { class: "pale" }, name), el("b", {}, text))));
@@ -442,8 +415,7 @@ function chain(record, rows) { // from the reward to the loss, in numbers
 
 // ------------------------------------------------------------------------------- a trajectory
 function chosen() {
-  const step = shownStep();
-  return step && step.groups.length ? trajectories(state.group).find((record) => record.row === state.row) : null;
+  return shownStep()?.find(isAt(state.group, state.row));
 }
 function shade(record, n) {
   const [a, old, now] = ["advantages", "old", "new"].map((name) => value(record, name, n));
@@ -497,21 +469,19 @@ function partsOf(record) {
     const text = record.tokens.slice(from, to).join("");
     return readBy(writers, searches) ? searchBlock(searches.shift(), text) : outside(text, "written by the environment: outside the loss");
   });
-  const terms = Object.entries(record.rewards).map(([name, value]) => el("tr", {}, el("td", { title: explained(`reward/${name}`) ?? false }, name), el("td", {}, signed(value))));
-  const total = Object.values(record.rewards).reduce((sum, value) => sum + Number(value), 0); // NaN is a string in JSON
+  const terms = Object.entries(record.rewards).map(([name, value]) => el("tr", {}, el("td", {}, name), el("td", {}, signed(value))));
   const others = run().stages.flatMap((s, i) => (Object.hasOwn(s.asked, record.question) ? Object.keys(s.asked[record.question]) : []).map((step) => ({ stage: i, step: Number(step) })));
   const link = ({ stage, step }) => el("button", { onclick: () => ((state.question = record.question), go(places().findIndex((p) => p.stage === stage && p.step === step))) }, others.some((o) => o.stage !== stage) ? `${run().stages[stage].name}: ${step}` : step);
   const elsewhere = others.filter((o) => o.stage !== here().stage || o.step !== here().step);
   const cut = record.mask.length === record.tokens.length ? "" : "tokens and mask differ in length: only the tokens that have a mask are shown";
-  const golds = record.golds.join(" | ");
   return [
     el("h2", {}, plain(record.question)),
     cut && el("p", { class: "bad" }, cut),
-    el("p", {}, "gold ", el("b", {}, plain(golds || "unknown")), ", answer ",
-      el("b", { class: golds ? (record.correct ? "good" : "bad") : "" }, plain(record.answer ?? "none")),
+    el("p", {}, "gold ", el("b", {}, plain(record.golds.join(" | "))), ", answer ",
+      el("b", { class: record.correct ? "good" : "bad" }, plain(record.answer ?? "none")),
       el("span", { class: "pale" }, `, ended by ${record.stop_reason}${record.may_search ? "" : ", may not search"}`)),
     el("div", { class: "tokens", onclick: (event) => event.target.dataset.n && pick(Number(event.target.dataset.n)) }, outside(record.prompt, "prompt: outside the loss", false), ...body),
-    terms.length ? el("table", {}, ...terms, el("tr", {}, el("th", {}, "reward"), el("th", {}, signed(total)))) : "",
+    el("table", {}, ...terms, el("tr", {}, el("th", {}, "reward"), el("th", {}, signed(record.reward)))),
     ...record.rejected_queries.map(([reason, query]) => el("p", { class: "pale" }, `a query that was not run (${reason}): ${plain(query)}`)),
     elsewhere.length ? el("p", { class: "pale rows" }, "also asked in step ", ...elsewhere.map(link)) : "",
   ];
@@ -568,8 +538,7 @@ function showToken() {
 }
 
 // --------------------------------------------------------------------------------- the beginning
-function chooseRun(i) {
-  state.run = i;
+function openRun() {
   showHeadline();
   showMoments();
   showCurves();
@@ -594,10 +563,6 @@ const KEYS = {
 };
 function start() {
   theme(false);
-  fill($("run"), ...all.map((its, i) => el("option", { value: i }, its.name)));
-  $("run").onchange = () => chooseRun(Number($("run").value));
-  $("which").hidden = $("compared").hidden = all.length < 2;
-  if (all.length > 1) $("which").before($("curves")); // they are what is compared
   $("before").onclick = () => go(state.at - 1);
   $("after").onclick = () => go(state.at + 1);
   $("slider").oninput = () => go(Number($("slider").value));
@@ -613,5 +578,5 @@ function start() {
     event.preventDefault();
     KEYS[event.key]();
   });
-  if (all.length) chooseRun(0);
+  openRun();
 }
