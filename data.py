@@ -26,15 +26,16 @@ names the file, the line and the field. Left out: corpora larger than memory.
 import dataclasses
 import random
 import re
+import string
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 
 from errors import InputError
-from formats.records import read_records, short, titled
+from formats.records import read_records, short
 from formats.text_folder import is_text, read_texts
 
 
@@ -183,28 +184,32 @@ def control_tokens(tokenizer) -> dict[int, str]:
 TASKS = ("qa", "math", "choice", "summary")
 
 
-def field(record: dict, name: str, kind: type = str, default=None):
-    """Returns record[name], which must be of type `kind`. If it is missing or blank, returns
-    `default`, or raises an InputError if there is no default.
-    """
-    value = record.get(name)
-    if value is None or (isinstance(value, str) and not value.strip()):
-        value = default
-    if value is None:
-        raise InputError(f"field {name!r} is missing or empty")
-    if not isinstance(value, kind):
-        raise InputError(f"field {name!r}: expected {kind.__name__}, found {short(value)}")
-    return value
+TYPES = {"question task source data_source title text content contents": str, "may_search": bool}
+TYPES["answers golden_answers options references supporting decomposition scores"] = list
+
+
+def checked(record: dict) -> dict:
+    """Returns the fields that are neither null nor blank. Those that we read have their types."""
+    given = {
+        name: value
+        for name, value in record.items()
+        if value is not None and not (isinstance(value, str) and not value.strip())
+    }
+    for names, kind in TYPES.items():
+        for name in names.split():
+            if not isinstance(given.get(name, kind()), kind):
+                found = short(given[name])
+                raise InputError(f"field {name!r}: expected {kind.__name__}, found {found}")
+    return given
 
 
 def id_of(record: dict, number: int | None = None) -> str:
     """Returns the id; `number`, the record's place in the file, is the id of one without. Each data
     set in a merged file may have its own "test_0", so `data_source` comes before it: "nq:test_0".
     """
-    value = record.get("id", number)
-    if type(value) not in (int, str) or value == "":
+    value, source = record.get("id", number), record.get("data_source")
+    if not isinstance(value, int | str):
         raise InputError(f"field 'id': expected a text or a whole number, found {short(value)}")
-    source = field(record, "data_source", str, "")
     return f"{source}:{value}" if source else str(value)
 
 
@@ -239,28 +244,26 @@ def question_of(record: dict, number: int, dataset: str = "") -> Question:
     FlashRAG's. A record without an id gets its number in the file, and one without `source` is of
     the kind `dataset`.
     """
-    answers = "golden_answers" if "golden_answers" in record else "answers"
-    if not record.get(answers):
+    given = checked(record)
+    answers = "golden_answers" if "golden_answers" in given else "answers"
+    golds = answers_of(given.get(answers, []))
+    if not golds:
         raise InputError(
             f"field {answers!r} is missing or empty: convert.py makes our layout of other data "
             "sets' files"
         )
-    golds = answers_of(field(record, answers, list))
-    if not golds:
-        raise InputError(f"field {answers!r}: expected texts that are not blank")
-    documents = enumerate(field(record, "references", list, []), 1)
-    steps = field(record, "decomposition", list, [])
+    steps = given.get("decomposition", [])
     question = Question(
         id=id_of(record, number),
-        question=field(record, "question"),
+        question=given["question"],
         answers=golds,
-        task=field(record, "task", str, "qa"),
-        options=tuple(map(clean, map(str, field(record, "options", list, [])))),
-        references=tuple(document_of(document, place) for place, document in documents),
-        supporting=tuple(field(record, "supporting", list, [])),
-        source=field(record, "source", str, field(record, "data_source", str, dataset)),
-        level=str(record.get("level") or ""),  # a number in MATH, a word in UR²'s files
-        may_search=field(record, "may_search", bool, True),
+        task=given.get("task", "qa"),
+        options=tuple(map(clean, map(str, given.get("options", [])))),
+        references=tuple(map(document_of, given.get("references", []), count(1))),
+        supporting=tuple(given.get("supporting", [])),
+        source=given.get("source", given.get("data_source", dataset)),
+        level=str(given.get("level", "")),  # a number in MATH, a word in UR²'s files
+        may_search=given.get("may_search", True),
         hops=tuple(Hop(step["query"], step.get("answer", "")) for step in steps),
     )
     check(question)
@@ -271,42 +274,44 @@ def check(question: Question) -> None:
     """Checks what the types of the fields do not say."""
     if question.task not in TASKS:
         raise InputError(f"field 'task': {short(question.task)} is none of {', '.join(TASKS)}")
-    count = len(question.references)
-    if not all(number in range(1, count + 1) for number in question.supporting):
-        raise InputError(f"field 'supporting': expected numbers from 1 to {count}, the references")
-    letters = [chr(65 + place) for place in range(len(question.options))]
+    last = len(question.references)
+    if not {*question.supporting} <= {*range(1, last + 1)}:
+        raise InputError(f"field 'supporting': expected numbers from 1 to {last}, the references")
+    letters = string.ascii_uppercase[: len(question.options)]
     if question.task == "choice" and not {*question.answers} <= {*letters}:
         raise InputError(f"field 'answers': expected letters of the {len(letters)} options")
 
 
 def passage_of(record: dict) -> tuple[str, str]:
-    """Returns (title, text): of our fields, or of `contents` (FlashRAG, Search-R1) or `content`. A
-    record's own title is removed from the first line of its `contents`, if it is there.
+    """Returns (title, text): of our fields, or of `contents` (FlashRAG, Search-R1) or `content`,
+    whose first line is the title if there is another. A record's own title is removed from it.
 
     >>> passage_of({"title": "Ana", "contents": "Born in Varen."})
     ('Ana', 'Born in Varen.')
     >>> passage_of({"title": "Ana", "content": "Ana\\nBorn."})
     ('Ana', 'Born.')
     """
+    given = checked(record)
     names = ("title", "text", "content", "contents")
-    own, own_text, content, contents = (field(record, name, str, "").strip() for name in names)
-    title, text = titled(contents or content)
-    if (contents or content) and own.strip('"') in ("", title.strip('"')):
+    own, own_text, content, contents = (given.get(name, "").strip() for name in names)
+    passage = contents or content
+    *title, text = passage.split("\n", 1)
+    # Only outer quotes are removed, because the title itself may contain some.
+    title = re.sub(r'^"(.*)"$', r"\1", "".join(title).strip())
+    if passage and own.strip('"') in ("", title.strip('"')):
         return title, text.strip()
-    return own, contents or content or own_text
+    return own, passage or own_text
 
 
 def document_of(record: dict, number: int) -> Document:
     title, text = passage_of(record)
-    if not title and not text:
+    if not (title or text):
         raise InputError("field 'text' is missing or empty, and so are 'title' and 'contents'")
     return Document(id_of(record, number), title, text)
 
 
 def distinct(documents: Iterable[Document]) -> list[Document]:
-    """Returns the documents without those whose title and text an earlier one has: a corpus may
-    have one passage under several ids.
-    """
+    """Returns the documents without those whose title and text an earlier one has."""
     firsts = {}
     for document in documents:
         firsts.setdefault((document.title, document.text), document)
@@ -378,7 +383,7 @@ def load_difficulty(path: str | Path) -> list[dict]:
     """
 
     def difficulty_of(record: dict, number: int) -> dict:
-        scores = field(record, "scores", list)
+        scores = checked(record)["scores"]
         if not scores or not all(0 <= score <= 1 for score in scores):
             raise InputError("field 'scores': expected numbers from 0 to 1: run lab.difficulty")
         if record.get("bucket", "hard") not in BUCKETS:
@@ -389,10 +394,13 @@ def load_difficulty(path: str | Path) -> list[dict]:
 
 
 def load_corpus(path: str | Path, skip_bad: bool = False) -> list[Document]:
-    """Loads documents from a file of records, a text or a folder of texts."""
-    if is_text(Path(path)):
-        return [Document(*passage) for passage in read_texts(Path(path))]
-    return load_all(path, document_of, skip_bad)
+    """Loads documents from a file of records, a text or a folder of texts. A passage that the
+    corpus has under several ids is kept once, because its copies would fill a search result.
+    """
+    path = Path(path)
+    if is_text(path):
+        return distinct(Document(*passage) for passage in read_texts(path))
+    return distinct(read_records(path, document_of, skip_bad))
 
 
 def corpus_from_questions(questions: list[Question]) -> list[Document]:
@@ -400,8 +408,8 @@ def corpus_from_questions(questions: list[Question]) -> list[Document]:
     without a text are left out.
     """
     references = chain.from_iterable(question.references for question in questions)
-    texts = dict.fromkeys((document.title, document.text) for document in references)
-    return [Document(str(n), *text) for n, text in enumerate(texts, 1) if text[1]]
+    corpus = distinct(document for document in references if document.text)
+    return [replace(document, id=str(number)) for number, document in enumerate(corpus, 1)]
 
 
 if __name__ == "__main__":

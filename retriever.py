@@ -1,8 +1,8 @@
 """Retrieval: query -> documents. Every retriever has a method `search(queries, k)`. One call takes
 the queries of many trajectories and returns for each query a list of documents, None if its search
 failed, or False if a server rejected the query because of its content. A call may also raise an
-error, for example if no server answers. The controls `oracle` and `given` get the queries'
-questions as a third argument.
+error, for example if no server answers. A control is a plain function of a request and k, because
+`oracle` and `given` find documents by the question.
 
 BM25 as rank-bm25's BM25Okapi defines it, over N documents; f = count of term t in document d,
 |d| = the number of words in d:
@@ -14,7 +14,6 @@ BM25 as rank-bm25's BM25Okapi defines it, over N documents; f = count of term t 
                   idf below SMALL_IDF becomes SMALL_IDF, unlike in rank-bm25
 
 Terms are words in lower case, and pairs of characters in scripts without blanks (metrics.tokenize).
-A passage that the corpus has under several ids is found once.
 
 A summand depends only on term and document, not on the rest of the query. So the index holds the
 summand of every (term, document) pair that occurs, sorted by term, and a query adds up the slices
@@ -32,7 +31,7 @@ Left out: stemming, stop words, an index on disk (`serve` keeps it in the memory
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 from tqdm import tqdm
@@ -44,7 +43,6 @@ from settings import Settings
 
 Array = np.ndarray
 SMALL_IDF = 0.05  # the smallest idf if epsilon · mean idf is not positive
-COPIES = 10  # of a passage with several ids: this many times k documents are looked at
 COMMON = 0.25  # a term in more than this share of the documents gets a dense array of summands
 Found = list[list[Document]]  # the documents of each query or request
 Requests = list[SearchRequest]
@@ -53,34 +51,26 @@ Summarize = Callable[[Requests, Found], Results]
 SEARCH_FAILED = "search failed"  # SearchResult.error if the retriever returns None or False
 
 
-def make_retriever(
-    documents: list[Document],
-    settings: Settings,
-    seed=0,
-    timeout=60.0,
-    device="",
-    runs="runs",
-):
+def make_retriever(documents: list[Document], settings: Settings, device=""):
     """Returns the retriever that the settings name. Only bm25, dense and random use `documents`.
-
-    timeout   http: seconds per attempt
-    device    dense: "" takes a GPU if there is one
-    runs      dense: the folder of all runs, in which the vectors are stored
+    Dense runs on `device`; "" takes a GPU if there is one.
     """
     name = settings.retriever
+    if name in ("bm25", "dense", "random") and not documents:
+        raise InputError("the corpus is empty: give a --corpus with a document in it")
     if name == "bm25":
         return BM25(documents, title_boost=settings.title_boost)
     if name == "http":
         from retrievers.remote import HttpRetriever  # only needed here
 
-        return HttpRetriever(settings.retriever_url, timeout)
+        return HttpRetriever(settings.retriever_url, settings.timeout)
     if name == "dense":
         from retrievers.dense import DenseRetriever  # here, because it loads torch
 
-        return DenseRetriever(documents, settings.encoder, device, runs)
+        return DenseRetriever(documents, settings.encoder, device, settings.output_dir)
     from retrievers.controls import make_control  # only needed here
 
-    return make_control(name, documents, seed)
+    return make_control(name, documents, settings.seed)
 
 
 # ---------------------------------------------------------------------------------- the search
@@ -99,7 +89,7 @@ def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> Calla
         results = [SearchResult(error=SEARCH_FAILED, rejected=a is False) for a in answers]
         rows = [i for i, answer in enumerate(answers) if answer not in (None, False)]
         if rows:
-            summaries = summarize([requests[i] for i in rows], [list(answers[i]) for i in rows])
+            summaries = summarize([requests[i] for i in rows], [answers[i] for i in rows])
             for i, summary in zip(rows, summaries, strict=True):
                 results[i] = summary
         return results
@@ -110,16 +100,16 @@ def make_search(retriever, summarize: Summarize = show_all, k: int = 5) -> Calla
 def retrieve(retriever, requests: Requests, k: int) -> list[list[Document] | bool | None]:
     """Returns for each request its documents, None if its search failed, or False if its query was
     rejected. A query that several requests share, as the rows of a group often do, is searched
-    once; `oracle` and `given`, which find documents by the question, search it once per question.
+    once. Equal passages of a server's corpus are shown once.
     """
-    by_question = getattr(retriever, "needs_questions", False)
-    keys = [(request.query, by_question and request.question.id) for request in requests]
-    unique = dict(zip(keys, requests, strict=True))
-    questions = [[request.question for request in unique.values()]] if by_question else []
-    answers = retriever.search([query for query, _ in unique], k, *questions)
-    # strict=True: if a retriever drops a query, the other queries must not get wrong documents
-    found = dict(zip(unique, answers, strict=True))
-    return [found[key] and distinct(found[key]) for key in keys]
+    if callable(retriever):
+        found = [retriever(request, k) for request in requests]
+    else:
+        queries = [*dict.fromkeys(request.query for request in requests)]
+        # strict=True: if a retriever drops a query, other queries must not get wrong documents
+        answers = dict(zip(queries, retriever.search(queries, k), strict=True))
+        found = [answers[request.query] for request in requests]
+    return [documents and distinct(documents) for documents in found]
 
 
 # --------------------------------------------------------------------------------------------- BM25
@@ -131,16 +121,18 @@ class BM25:
 
     def __init__(self, documents: list[Document], k1=1.5, b=0.75, epsilon=0.25, title_boost=1):
         """title_boost: how often the title is put before the text."""
-        if not documents:
-            raise InputError("the corpus is empty: give a --corpus with a document in it")
-        self.documents, n = documents, len(documents)
-        texts = (f"{d.title} " * title_boost + d.text for d in documents)
-        texts = tqdm(texts, "BM25 index", n, unit=" documents", delay=2)
-        self.vocabulary, tokens, lengths = count_words(texts)
-        # Each token becomes term · n + document, so that sorting puts equal pairs side by side.
-        pairs = tokens * n + np.repeat(np.arange(n), lengths)
-        pairs, frequencies = np.unique(pairs, return_counts=True)  # sorted by term, then document
-        terms, self.postings = np.divmod(pairs, n)
+        self.documents, self.vocabulary, n = documents, {}, len(documents)
+        terms, postings, frequencies, lengths = (array("i") for _ in range(4))
+        for number, document in enumerate(tqdm(documents, "BM25 index", delay=2)):
+            words = tokenize(f"{document.title} " * title_boost + document.text)
+            counts = Counter(words)
+            terms.extend([self.vocabulary.setdefault(w, len(self.vocabulary)) for w in counts])
+            postings.extend([number] * len(counts))
+            frequencies.extend(counts.values())
+            lengths.append(len(words))
+        order = np.argsort(terms, kind="stable")  # by term, then by document
+        terms, frequencies = np.array(terms)[order], np.array(frequencies)[order]
+        self.postings, lengths = np.array(postings, np.int64)[order], np.array(lengths)
         document_counts = np.bincount(terms, minlength=len(self.vocabulary))  # n_t of each word
         self.start = np.concatenate([[0], np.cumsum(document_counts)])
         mean = max(lengths.mean(), 1e-12)  # not 0, even if no document has a word
@@ -174,18 +166,8 @@ class BM25:
         """Returns k documents per query, best first, or all of a smaller corpus. If fewer documents
         share a word with the query, others with score 0 fill up the list, as in rank-bm25.
         """
-        found = (top(self.scores(query), COPIES * k) for query in queries)
-        return [distinct(self.documents[i] for i in best)[:k] for best in found]
-
-
-def count_words(texts: Iterable[str]) -> tuple[dict[str, int], Array, Array]:
-    """Returns (word -> term number, all term numbers in reading order, words per document)."""
-    vocabulary, tokens, lengths = {}, array("i"), array("i")
-    for text in texts:
-        words = tokenize(text)
-        tokens.extend([vocabulary.setdefault(word, len(vocabulary)) for word in words])
-        lengths.append(len(words))
-    return vocabulary, np.array(tokens, np.int64), np.array(lengths, np.int64)
+        found = (top(self.scores(query), k) for query in queries)
+        return [[self.documents[i] for i in best] for best in found]
 
 
 def inverse_document_frequencies(document_counts: Array, n: int, epsilon: float) -> Array:
@@ -227,38 +209,32 @@ FLAGS = {  # name -> (default, help)
     "retriever_url": ("", "http: address of the server; web: of the search API, with {query}"),
     "encoder": ("", "dense: hub name or directory of the encoder"),
     "output_dir": ("runs", "dense: the vectors are kept in its subfolder vectors"),
-    "title_boost": (1, "bm25: how often a title is counted"),
     "page_words": (150, "web: limit of words per page; give 2000 if a model summarises it"),
     "k": (3, "number of documents to print"),
     "host": ("127.0.0.1", "serve: address to listen on; 0.0.0.0 accepts every machine"),
     "port": (8000, "serve: port to listen on; 0 takes a free one"),
-    "skip_bad": (False, "leave out malformed records"),
 }
 
 
-def read_flags(arguments: list[str] | None = None):
+def main(arguments: list[str] | None = None) -> None:
     parser = FlagParser(description="Searches, or offers a retriever to other machines.")
     parser.add_argument(
         "query", nargs="?", default="where was Ana Bell born", help="a query, or the word serve"
     )
     parser.add_argument("--retriever", default="bm25", choices=["bm25", "dense", "http", "web"])
     for name, (default, text) in FLAGS.items():
-        kind = {"action": "store_true"} if default is False else {"type": type(default)}
-        parser.add_argument(f"--{name}", default=default, help=text, **kind)
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    flags = read_flags(arguments)
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
+    parser.set_defaults(title_boost=1, timeout=60.0)  # what else make_retriever reads
+    flags = parser.parse_args(arguments)
     documents = [] if flags.query == "serve" else INVENTED
     if flags.corpus:
-        documents = load_corpus(flags.corpus, flags.skip_bad)
+        documents = load_corpus(flags.corpus)
     if flags.retriever == "web":
         from retrievers.web import WebRetriever  # a training run asks a server of it
 
         retriever = WebRetriever(flags.retriever_url, flags.page_words)
     else:
-        retriever = make_retriever(documents, flags, runs=flags.output_dir)
+        retriever = make_retriever(documents, flags)
     if flags.query == "serve":
         from retrievers.serve import RetrievalServer
 

@@ -12,7 +12,6 @@ import gzip
 import itertools
 import json
 import os
-import re
 import reprlib
 import shutil
 import sys
@@ -67,14 +66,6 @@ def rows_of(path: Path) -> Iterator[bytes | dict]:
         # "[" begins a file that is one list; utf-8-sig removes a byte-order mark.
         listed = file.peek(1).decode("utf-8-sig", "replace").lstrip().startswith("[")
         yield from json.load(file) if listed else file
-
-
-def titled(passage: str) -> tuple[str, str]:
-    """Returns (title, text): '"Ana"\\nborn' -> ("Ana", "born"); one line is all text."""
-    title, separator, text = passage.partition("\n")
-    if not separator:
-        return "", passage
-    return re.sub(r'^"(.*)"$', r"\1", title.strip()), text  # the title itself may contain quotes
 
 
 def short(value: object) -> str:

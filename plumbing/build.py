@@ -74,9 +74,7 @@ def build_search(
     protocol = protocol or build_protocol(settings)
     if protocol.query_tags is None:  # nothing is searched: the references come with the question
         settings = dataclasses.replace(settings, retriever="empty", summarizer="none")
-    retriever = make_retriever(
-        documents, settings, settings.seed, settings.timeout, str(device), settings.output_dir
-    )
+    retriever = make_retriever(documents, settings, str(device))
     names = sorted(models_in(settings.summarizer))
     llms = {name: load_llm(name, settings, device=device) for name in names}
     summarizer = make_summarizer(settings, protocol, llms, log)

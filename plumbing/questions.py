@@ -82,9 +82,7 @@ def with_retrieved(questions: list, documents: list[Document], settings: Setting
     protocol = PROTOCOLS[settings.protocol]
     if not protocol.references_in_prompt:
         raise InputError(f"--references retrieved: the prompt of {protocol.name} has no references")
-    retriever = make_retriever(
-        documents, settings, settings.seed, settings.timeout, runs=settings.output_dir
-    )
+    retriever = make_retriever(documents, settings)
     requests = [SearchRequest(question, question.question) for question in questions]
     found = retrieve(retriever, requests, settings.documents_per_search)
     if None in found or False in found:

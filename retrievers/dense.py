@@ -25,11 +25,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from data import Document, clean, distinct
+from data import Document, clean
 from errors import InputError, say_once
 
 SHARD = 16_384  # documents per file, and rows of one matrix product
-COPIES = 10  # of a passage with several ids: this many times k documents are looked at
 # Names of a model's own prompts for a search
 QUERY_PROMPTS = (
     "query web_search_query search_query s2p_query retrieval.query retrieval_query".split()
@@ -112,8 +111,8 @@ class DenseRetriever:
     """
 
     def __init__(self, documents: list[Document], encoder, device="", runs="runs"):
-        if not documents or not encoder:
-            raise InputError("dense retrieval needs an --encoder, and a --corpus with a document")
+        if not encoder:
+            raise InputError("--retriever dense needs an --encoder, such as intfloat/e5-base-v2")
         self.documents = documents
         self.encoder = Encoder(encoder, device) if isinstance(encoder, str) else encoder
         self.shards = passage_vectors(documents, self.encoder, runs)
@@ -122,7 +121,6 @@ class DenseRetriever:
     @torch.inference_mode()
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         vectors = torch.from_numpy(self.encoder(queries)).to(self.device)  # [B, d]
-        k, wanted = COPIES * k, k
         scores, rows = [], []  # of the best documents of each shard: all scores may need 20 GB
         for number, shard in enumerate(self.shards):
             best = (vectors @ shard.to(self.device).float().T).topk(min(k, len(shard)))
@@ -130,7 +128,7 @@ class DenseRetriever:
             rows.append(best.indices + number * SHARD)
         best = torch.cat(scores, 1).topk(min(k, len(self.documents))).indices  # [B, k]
         best = torch.cat(rows, 1).gather(1, best)
-        return [distinct(self.documents[row] for row in found)[:wanted] for found in best.tolist()]
+        return [[self.documents[row] for row in found] for found in best.tolist()]
 
 
 def passage_vectors(documents: list[Document], encoder, runs="runs") -> list[torch.Tensor]:

@@ -150,7 +150,7 @@ def test_the_error_of_a_bad_prompt_file_names_the_section(text, fragment, protoc
 def test_a_protocol_that_never_searches_gets_an_empty_retriever(monkeypatch):
     monkeypatch.setattr(build, "make_search", lambda retriever, *_: retriever)
     settings = resolve("arena", 1, True, {"retriever": "dense", "encoder": "e5"})
-    assert build.build_search(settings, []).search(["q"], 1, [None]) == [[]]
+    assert build.build_search(settings, [])(None, 1) == []
 
 
 # ------------------------------------------------------------------------------ the folders of runs

@@ -15,7 +15,7 @@ from conftest import command_line, message
 from test_compute_rewards import Model
 
 import eval as evaluation
-from data import Document, Question
+from data import Document, Question, SearchRequest
 from eval import last_checkpoint, settings_of
 from flags import stage_folder
 from plumbing import build
@@ -296,8 +296,8 @@ def test_retriever_given_returns_all_references_of_the_question_that_searches():
     documents = [Document(str(i), "t", str(i)) for i in range(7)]
     questions = [Question(str(n), "?", ["a"], references=tuple(documents[n:])) for n in (0, 3)]
     retriever = make_control("given", [], 0)
-    assert retriever.search(["x", "y"], 2, questions) == [documents, documents[3:]]
-    error = message(retriever.search, ["x"], 2, [Question("q", "?", ["a"])])
+    assert [retriever(SearchRequest(q, "x"), 2) for q in questions] == [documents, documents[3:]]
+    error = message(retriever, SearchRequest(Question("q", "?", ["a"]), "x"), 2)
     assert "--retriever given: question q has no references" in error
 
 
