@@ -2,7 +2,7 @@
 
     accelerate launch train.py --stage 1             the built-in world, UR²
     accelerate launch train.py --stage 2             from stage 1's last checkpoint, or --model
-    accelerate launch train.py --stage 1,2 --evaluate   both stages, then an evaluation of the last
+    accelerate launch train.py --stage 1,2           both stages
     accelerate launch train.py --stage 1 --model DIR --data FILE --corpus from-data
     python train.py --dry_run                        tries a small step and reports problems
 
@@ -38,14 +38,13 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
 import dapo
-import eval as evaluation
 import grpo
 import ppo
 from plumbing import checkpoint
 from plumbing.alarms import MOST_FAILED
-from plumbing.build import build_state, make_accelerator
+from plumbing.build import build_state
 from plumbing.dry_run import try_out
-from plumbing.files import Run, flags_of_run
+from plumbing.files import Run
 from plumbing.record import keep_numbers
 from policy import Batch, collate, evaluating, lr_factor
 from rewards import compute_rewards
@@ -404,8 +403,6 @@ def main(arguments: list[str] | None = None) -> None:
     for settings in parse_stages(arguments):
         with checkpoint.as_command(settings):
             train(settings)
-    if settings.evaluate and make_accelerator(settings).is_main_process:
-        evaluation.main([*flags_of_run(settings), "--decoding", "both"])
 
 
 if __name__ == "__main__":

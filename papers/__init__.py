@@ -51,7 +51,7 @@ def record_of(recipe: str, variant: str = "", stage: int | None = None) -> Paper
     paper = PAPERS[recipe]
     if variant:
         check_value("variant", variant, {"one_of": paper.variants})
-        paper = paper.variants[variant]
+        paper = paper.variant(variant)
     if stage is not None and stage not in paper.stages:
         named = f"{recipe} {variant}".strip()
         raise InputError(f"--stage {stage}: {named} has stages {', '.join(map(str, paper.stages))}")

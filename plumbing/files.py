@@ -45,12 +45,6 @@ from trajectory import Trajectory, show
 SHOW_EVERY = 5  # steps between decoded trajectories on the console
 
 
-def flags_of_run(settings: Settings) -> list[str]:
-    """Returns the flags with which another command finds this run."""
-    names = ("recipe", "variant", "run_name", "output_dir", "seed", "world_seed")
-    return [f"--{name}={getattr(settings, name)}" for name in names]
-
-
 def checkpoints(folder: Path) -> list[Path]:
     """Returns the complete checkpoints, oldest first. Names of incomplete ones end in .partial."""
     return sorted(path for path in folder.glob("checkpoint-" + 6 * "[0-9]") if path.is_dir())

@@ -9,14 +9,7 @@ import pytest
 from conftest import message
 
 import curriculum
-from curriculum import (
-    QuestionStream,
-    bucket,
-    draw_choices,
-    exact_counts,
-    may_search,
-    read_difficulty,
-)
+from curriculum import QuestionStream, bucket_of_mean, exact_counts, with_buckets
 from data import Question
 from flags import resolve
 from lab.difficulty import bucket_of_first_success
@@ -44,15 +37,12 @@ def pool_of_levels(task="qa", **counts):
     ]
 
 
-SHARES = ("buckets", "math_searches")
-
-
-def stream(questions, count, mix="", attempts=1, **options):
-    options = {k: pairs(v) if k in SHARES and v == str(v) else v for k, v in options.items()}
-    settings = Settings(
-        questions_per_step=count, mix=pairs(mix) if mix == str(mix) else mix, **options
-    )
-    return QuestionStream(questions, settings, attempts)
+def stream(questions, count, attempts=1, **options):
+    """Returns a stream; shares may be texts such as "hard=7,easy=1"."""
+    for name in {"mix", "buckets"} & options.keys():
+        if isinstance(options[name], str):
+            options[name] = pairs(options[name])
+    return QuestionStream(questions, Settings(questions_per_step=count, **options), attempts)
 
 
 def by_level(questions, count, **options):
@@ -61,10 +51,6 @@ def by_level(questions, count, **options):
 
 def ids(questions):
     return [question.id for question in questions]
-
-
-def buckets_of(questions):
-    return Counter(question.level.replace("very_hard", "dropped") for question in questions)
 
 
 def epoch_of(dealer, steps):
@@ -104,7 +90,7 @@ def test_every_epoch_deals_each_question_once_in_a_new_order():
 
 
 def test_a_resumed_run_sees_the_same_questions_as_an_uninterrupted_one():
-    uninterrupted, resumed = (stream(pool(a=5, b=4), 4, "a=1,b=1", seed=3) for _ in "12")
+    uninterrupted, resumed = (stream(pool(a=5, b=4), 4, mix="a=1,b=1", seed=3) for _ in "12")
     expected = [ids(uninterrupted.take(step)) for step in range(8)]
     for step in (5, 6, 7, 0):  # also back to an earlier step
         assert ids(resumed.take(step)) == expected[step]
@@ -141,14 +127,14 @@ def test_remainders_are_spread_so_that_one_epoch_asks_each_question_once():
 @pytest.mark.parametrize("mix, sizes", [("a=5,b=3,c=1", (5, 3, 1)), ("a=2,b=9", (4, 18))])
 def test_shares_in_the_ratio_of_the_data_ask_all_of_it_before_any_again(mix, sizes):
     data = pool(**dict(zip("abc", sizes, strict=False)))
-    dealer = stream(data, 2, mix)
+    dealer = stream(data, 2, mix=mix)
     dealt = [name for step in range(len(data)) for name in ids(dealer.take(step))]
     assert sorted(dealt[: len(data)]) == sorted(dealt[len(data) :]) == sorted(ids(data))
 
 
 def test_a_small_share_gets_its_questions_in_the_course_of_the_steps():
     # 4 questions at 15 : 1: one of b in four steps. Rounded step by step it would never be asked.
-    dealer = stream(pool(a=15, b=1), 4, "a=15,b=1")
+    dealer = stream(pool(a=15, b=1), 4, mix="a=15,b=1")
     per_step = [Counter(q.kind for q in dealer.take(step)) for step in range(8)]
     assert [counts["b"] for counts in per_step].count(1) == 2
     assert all(counts.total() == 4 for counts in per_step)
@@ -168,7 +154,7 @@ def test_a_small_share_gets_its_questions_in_the_course_of_the_steps():
     ],
 )
 def test_a_bucket_contains_its_lower_edge_despite_rounding_errors(score, expected):
-    assert bucket(score) == expected
+    assert bucket_of_mean([score]) == expected
 
 
 @pytest.mark.parametrize(
@@ -185,7 +171,7 @@ def test_every_step_has_hard_medium_and_easy_questions_as_seven_to_two_to_one():
     questions = pool_of_levels(hard=23, medium=9, easy=5, dropped=30)
     dealer = by_level(questions, 20, buckets=SEVEN_TWO_ONE)
     for step in range(12):
-        assert buckets_of(dealer.take(step)) == {"hard": 14, "medium": 4, "easy": 2}
+        assert Counter(q.level for q in dealer.take(step)) == {"hard": 14, "medium": 4, "easy": 2}
 
 
 def test_dropped_questions_are_left_out_and_counted_unless_buckets_names_them(capsys):
@@ -194,7 +180,9 @@ def test_dropped_questions_are_left_out_and_counted_unless_buckets_names_them(ca
     assert {name.rstrip("0123456789") for name in epoch_of(dealer, 9)} == {"qa hard"}
     assert '7 of 12 questions are in the bucket "dropped"' in capsys.readouterr().err
     stage1 = by_level(questions, 7, buckets="dropped=1")  # UR²'s stage 1 for math
-    assert buckets_of(stage1.take(0)) == {"dropped": 7} and not capsys.readouterr().err
+    assert (
+        Counter(q.level for q in stage1.take(0)) == {"dropped": 7} and not capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -202,10 +190,7 @@ def test_dropped_questions_are_left_out_and_counted_unless_buckets_names_them(ca
     [
         ({"buckets": "hard=9,easy=1"}, "9 questions of hard, and the data has 5"),
         ({"buckets": "hard=1,easy=99"}, "a step takes 0 questions of hard"),
-        (
-            {"buckets": "math:hard=1"},
-            "none of the recipe's shares above 0 names a part of the data (there are hard, easy)",
-        ),
+        ({"buckets": "math:hard=1"}, "0 questions of the recipe's shares, and the data has 0"),
         ({"buckets": "hard=1", "mix": "math=1"}, "of math, and the data has 0 (there are qa:hard"),
         ({"buckets": "math:hard=1", "mix": "qa=1"}, "of qa, and the data has 0 (there are qa:hard"),
     ],
@@ -215,8 +200,9 @@ def test_impossible_buckets_are_an_error_of_one_line(options, fragment):
     assert fragment in message(stream, pool_of_levels(hard=5, easy=20), 10, **options)
 
 
-def counts_of(questions, count, **options):
-    return by_level(questions, count, **options).counts
+def counts_of(dealer) -> dict:
+    """Returns how many questions of each pool the first step takes."""
+    return exact_counts(dealer.size, dealer.weights)
 
 
 def test_a_task_with_its_own_buckets_is_weighted_by_its_number_of_questions():
@@ -226,8 +212,8 @@ def test_a_task_with_its_own_buckets_is_weighted_by_its_number_of_questions():
     others = pool_of_levels(hard=42, medium=12) + pool_of_levels("choice", easy=6)
     thirds = {"math:hard": 10, "math:medium": 10, "math:easy": 10}
     rest = {"hard": 42, "medium": 12, "easy": 6}
-    assert counts_of(math + others, 90, buckets=shares) == thirds | rest
-    assert counts_of(others, 60, buckets=shares) == rest  # shares of math are ignored
+    assert counts_of(by_level(math + others, 90, buckets=shares)) == thirds | rest
+    assert counts_of(by_level(others, 60, buckets=shares)) == rest  # shares of math are ignored
 
 
 @pytest.mark.parametrize(
@@ -250,7 +236,7 @@ def test_r1_searchers_table_1(stage, expected):
     settings = resolve("r1_searcher", stage, False, {"difficulty": "level"})
     dealer = by_level(data, 64, mix=settings.mix, buckets=settings.buckets)
     dealt = Counter(f"{q.kind.split('_')[0]}:{q.level}" for q in dealer.take(0))
-    assert dealt == dealer.counts == expected
+    assert dealt == counts_of(dealer) == expected
 
 
 @pytest.mark.parametrize(
@@ -277,16 +263,13 @@ def test_r1_searchers_table_7_trains_on_one_data_set(variant, kind, steps, expec
 
 def test_the_full_name_of_a_kind_has_precedence_over_its_first_part():
     data = pool(hotpotqa_bridge=9, hotpotqa_comparison=9)
-    dealt = stream(data, 6, "hotpotqa=2,hotpotqa_bridge=1").take(0)
+    dealt = stream(data, 6, mix="hotpotqa=2,hotpotqa_bridge=1").take(0)
     assert Counter(q.kind for q in dealt) == {"hotpotqa_bridge": 2, "hotpotqa_comparison": 4}
 
 
-def test_the_papers_buckets_need_difficulty_and_then_replace_the_tiny_mix():
-    measured = {"difficulty": "d"}
-    for tiny, shares in ((False, PAPERS["ur2"].stages[2]["buckets"]), (True, pairs(SEVEN_TWO_ONE))):
-        settings = resolve("ur2", 2, tiny, measured)
-        assert settings.buckets == shares and not (tiny and settings.mix)
-    assert resolve("ur2", 1, True, measured).mix == resolve("ur2", 1, True).mix != {}
+def test_the_papers_buckets_need_difficulty():
+    measured = resolve("ur2", 2, False, {"difficulty": "d"})
+    assert measured.buckets == PAPERS["ur2"].stages[2]["buckets"]
     assert resolve("ur2", 2, False).buckets == {} == resolve("r1_searcher", 2, False).mix
 
 
@@ -297,21 +280,13 @@ def test_data_of_only_dropped_questions_is_an_error_that_says_what_to_do():
 # -------------------------------------------------------------------------------------- task mixing
 
 
-@pytest.mark.parametrize(
-    "task, name, expected",
-    [
-        ("qa", "easy", True),
-        ("math", "easy", False),
-        ("math", "medium", False),
-        ("math", "hard", True),
-        ("math", "dropped", True),
-        ("choice", "hard", False),  # only if it was drawn
-    ],
-)
-def test_open_questions_always_search_and_math_only_if_hard(task, name, expected):
-    question = Question("1", "?", ["!"], task, level=name)
-    hard = {"hard": 1, "dropped": 1}
-    assert may_search(question, frozenset(), hard) == expected
+def test_open_questions_always_search_and_math_only_if_hard():
+    questions = pool_of_levels("math", easy=3, medium=3, hard=3, dropped=3) + pool_of_levels(easy=9)
+    shares = dict.fromkeys(("easy", "medium", "hard", "dropped"), 1)
+    allowed = epoch_of(by_level(questions, 7, buckets=shares, task_mixing=True), 3)
+    forbidden = {name[:-1] for name, may_search in allowed.items() if not may_search}
+    assert len(allowed) == 21 and forbidden == {"math easy", "math medium"}
+    assert not any(allowed[f"math {name}{i}"] for name in ("easy", "medium") for i in range(3))
 
 
 def test_half_of_the_easy_math_questions_may_search_under_llama():
@@ -325,7 +300,7 @@ def test_half_of_the_easy_math_questions_may_search_under_llama():
     dealer = by_level(
         pool_of_levels("math", medium=1000, easy=2000), 3, task_mixing=True, **options
     )
-    assert dealer.counts == {"math:medium": 1, "math:easy": 2}
+    assert counts_of(dealer) == {"math:medium": 1, "math:easy": 2}
     allowed = epoch_of(dealer, 1000)  # every question once
     # The variance of 2,000 draws is 2,000 · 0.5 · 0.5 = 500, so the standard deviation is 22.
     assert len(allowed) == 3000 and abs(sum(allowed.values()) - 1000) < 70
@@ -346,7 +321,7 @@ def test_half_of_the_choices_is_weighted_by_how_often_each_is_dealt():
     # A step deals 3 of a's 10 questions and 1 of b's 10, so 2 of its 4 should search. Each question
     # of a counts 0.3 and each of b 0.1; any choice whose sum is 2 will do.
     both = [replace(q, task="choice") for q in pool(a=10, b=10)]
-    allowed = epoch_of(stream(both, 4, "a=3,b=1", task_mixing=True), 10)
+    allowed = epoch_of(stream(both, 4, mix="a=3,b=1", task_mixing=True), 10)
     searching = Counter(name[0] for name, may in allowed.items() if may)
     assert 0.3 * searching["a"] + 0.1 * searching["b"] == pytest.approx(2, abs=0.15)
 
@@ -359,12 +334,13 @@ def test_math_without_difficulties_is_an_error_under_task_mixing():
 def test_which_questions_may_search_does_not_depend_on_their_order():
     questions = pool_of_levels("choice", hard=30)
 
-    def draw(questions_drawn, seed):
-        return draw_choices({"": questions_drawn}, {"": 5}, seed)
+    def draw(questions, seed):
+        allowed = epoch_of(by_level(questions, 5, task_mixing=True, seed=seed), 6)
+        return {name for name, may_search in allowed.items() if may_search}
 
-    half = draw(questions[:30], 1)
-    assert draw(questions[29::-1], 1) == half and len(half) == 15
-    assert draw(questions[:30], 2) != half != set(ids(questions[:15]))
+    half = draw(questions, 1)
+    assert draw(questions[::-1], 1) == half and len(half) == 15
+    assert draw(questions, 2) != half != set(ids(questions[:15]))
 
 
 def test_without_task_mixing_all_may_search_except_those_marked_in_the_data():
@@ -382,8 +358,10 @@ def test_a_file_gives_buckets_and_a_line_without_one_is_sorted_by_its_mean_score
     path = tmp_path / "d.jsonl"
     lines = [{"id": "q0", "scores": [1, 0]}, {"id": "q1", "scores": [1], "bucket": "hard"}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert read_difficulty(path, FOUR[:2]) == {"q0": "medium", "q1": "hard"}
-    assert "2 questions have no difficulty, the first is q2" in message(read_difficulty, path, FOUR)
+    levels = [question.level for question in with_buckets(FOUR[:2], str(path), False)]
+    assert levels == ["medium", "hard"]
+    error = message(with_buckets, FOUR, str(path), False)
+    assert "2 questions have no difficulty, the first is q2" in error
 
 
 BROKEN = """
@@ -401,19 +379,18 @@ BROKEN = [pytest.param(line[4:], marks=pytest.mark.fault(int(line[:3]))) for lin
 def test_a_line_that_is_not_a_difficulty_record_is_an_error_of_one_line(line, tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_text(f"{line}\n")
-    assert "d.jsonl, line 1: " in message(read_difficulty, path, FOUR)
+    assert "d.jsonl, line 1: " in message(with_buckets, FOUR, str(path), False)
 
 
 def test_level_uses_the_levels_in_the_data():
-    levels = read_difficulty("level", pool_of_levels(easy=1, dropped=1))
-    assert list(levels.values()) == ["easy", "dropped"]
+    questions = with_buckets(pool_of_levels(easy=1, dropped=1), "level", True)
+    assert [question.level for question in questions] == ["easy", "dropped"]
     other = Question("5", "?", ["!"], level="5")
-    assert "the first is 5" in message(read_difficulty, "level", [other])
+    assert "the first is 5" in message(with_buckets, [other], "level", True)
 
 
-def test_python_curriculum_prints_buckets_counts_and_who_may_search(capsys, monkeypatch):
+def test_python_curriculum_prints_buckets_and_counts(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["curriculum.py"])
     curriculum.main()
     output = capsys.readouterr().out
-    assert "{'hard': 45, 'medium': 13, 'easy': 6}" in output and "no: asked directly" in output
-    assert "0.80   easy       no" in output and "0.10   dropped    yes" in output
+    assert "{'hard': 45, 'medium': 13, 'easy': 6}" in output and "0.10   dropped" in output
