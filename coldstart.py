@@ -44,7 +44,7 @@ from transformers import ByT5Tokenizer
 
 from curriculum import exact_counts
 from data import Hop, Question, draw_some, load_questions
-from flags import check_settings, last_stage, parse_flags, resolve
+from flags import check_settings, parse_flags, resolve
 from metrics import normalize_answer
 from papers import PROTOCOLS
 from plumbing.build import build_environment, build_search, choose_generate, set_threads
@@ -378,7 +378,7 @@ def parse(arguments: list[str]) -> tuple[Settings, ColdStart, dict]:
     if options.out and Path(options.out).exists():
         raise InputError(f"--out {options.out} already exists: name another, or remove it")
     check_output(Path(options.out, "config.json"), "--out")
-    settings = resolve(given.get("recipe", "ur2"), last_stage(given), False, given)
+    settings = resolve(given.get("recipe", "ur2"), given.get("stage"), False, given)
     return check_settings(replace(settings, group_size=1), training=False), options, given
 
 

@@ -34,18 +34,14 @@ def on_servers(settings: Settings) -> bool:
 
 
 # -------------------------------------------------------------------------------------- the recipe
-def last_stage(given: dict) -> int:
-    """Returns the stage that the flags name, or the last one of their recipe."""
-    recipe = record_of(given.get("recipe", "ur2"), given.get("variant", ""))
-    return given.get("stage", max(recipe.stages))
-
-
-def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> Settings:
-    """Returns a run's settings. A later source overrides the earlier ones: defaults, the paper's
-    stage, the values for the tiny model (if `tiny`), `given`.
+def resolve(recipe: str, stage: int | None, tiny: bool, given: dict | None = None) -> Settings:
+    """Returns the settings of a run; the stage None is the recipe's last one. A later source
+    overrides the earlier ones: defaults, the paper's stage, the values for the tiny model (if
+    `tiny`), `given`.
     """
     given = given or {}
     paper = record_of(recipe, given.get("variant", ""), stage)
+    stage = stage or max(paper.stages)
     built_in = paper.tiny[stage] if tiny else {}
     chosen = {"recipe": recipe, "stage": stage} | paper.stages[stage] | built_in
     if not given.get("difficulty"):  # without it, only the tiny model's `mix` is used

@@ -64,11 +64,9 @@ class Template:
 def test_a_chat_template_gets_the_instruction_as_system_and_the_question_as_user(bpe):
     expected = f"<|im_start|>system\n{UR2.fill_instruction(QA)}<|im_end|>\n"
     expected += f"<|im_start|>user\n{QA.question}"
-    assert (
-        prompt_text(PROTOCOLS["ur2"], QA, bpe) == f"{expected}<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert prompt_text(UR2, QA, bpe) == f"{expected}<|im_end|>\n<|im_start|>assistant\n"
     # If the template has no system role, the instruction goes into the user's turn.
-    text = prompt_text(PROTOCOLS["ur2"], QA, Template(bpe, NO_SYSTEM_ROLE))
+    text = prompt_text(UR2, QA, Template(bpe, NO_SYSTEM_ROLE))
     assert text == f"<user>{UR2.fill_instruction(QA)}\n\n{QA.question}<model>"
 
 
@@ -113,13 +111,10 @@ def test_texts_that_fill_the_gaps_of_a_layout_cannot_open_a_tag(bpe):
 
 
 def test_the_prompt_suffix_is_the_last_text_before_the_model_speaks(bpe):
-    assert prompt_text(PROTOCOLS["r1_searcher"], QA, bpe).endswith("<|im_start|>assistant\n<think>")
-    assert prompt_text(PROTOCOLS["r1_searcher"], QA, Template(bpe, None)).endswith(
-        "\nResponse:<think>"
-    )
+    assert prompt_text(R1, QA, bpe).endswith("<|im_start|>assistant\n<think>")
     # A template that itself opens the thinking does not get a second tag.
     template = Template(bpe, "{{ messages[-1]['content'] }}<assistant><think>{{ '\\n' }}")
-    assert prompt_text(PROTOCOLS["r1_searcher"], QA, template).endswith("<assistant><think>\n")
+    assert prompt_text(R1, QA, template).endswith("<assistant><think>\n")
 
 
 def test_without_retrieval_the_prompt_names_no_search_tag(bpe):
@@ -142,7 +137,7 @@ def test_every_tag_that_the_model_has_to_write_is_in_its_instruction():
 
 
 def test_ur2s_prompt_names_the_search_limit_of_the_question(bpe):
-    assert "at most 4 queries" in prompt_text(PROTOCOLS["ur2"], QA, bpe)  # section 4.4
+    assert "at most 4 queries" in prompt_text(UR2, QA, bpe)  # section 4.4
     instruction = "{max_searches} times, \\boxed{}"  # as from a prompt file
     own = dataclasses.replace(UR2, instruction=instruction, search_limits={"": 2, "qa": 5})
     for question, number in ((QA, 5), (CHOICE, 2)):
@@ -194,17 +189,10 @@ def test_arenas_prompt_shows_literal_brackets_and_a_summary_has_its_own_tag():
     ):
         prompt = PROTOCOLS[name].instruction
         assert "<relevance>[2, 5]</relevance>" in prompt and words in prompt
-        # Table 1 has no such hints, which would raise what Table 3 measures before training.
-        assert "only some" not in prompt and "cites none" not in prompt
         assert [f"<{other}>" in prompt for other in ("answer", "summary")].count(True) == 1
         assert PROTOCOLS[name].stop_tags == {f"</{tag}>": "answer"}
-
-
-def test_naive_grpo_s_prompt_asks_for_a_thought_and_an_answer_only():
-    naive = PROTOCOLS["arena_naive"]  # ARENA 4.3
-    assert naive.tags == ("<answer>", "</answer>", "<think>", "</think>")
-    assert not any(word in naive.instruction for word in ("relevance", "analysis", "[2, 5]"))
-    assert all(tag in naive.instruction for tag in naive.tags) and naive.references_in_prompt
+    naive = PROTOCOLS["arena_naive"].instruction  # ARENA 4.3
+    assert not any(word in naive for word in ("relevance", "analysis", "[2, 5]"))
 
 
 @pytest.mark.parametrize(
@@ -212,18 +200,14 @@ def test_naive_grpo_s_prompt_asks_for_a_thought_and_an_answer_only():
     [
         ("ur2", ["(1) Ana {title}: born", "(2) a town"]),
         ("arena", ["(1) born", "(2) a town"]),
+        ("r_search", ['(Title: "Ana {title}") born', "a town"]),
         ("when_to_search", ['Doc 1 (Title: "Ana {title}") born', "Doc 2 a town"]),
     ],
 )
 def test_each_paper_prints_documents_in_its_own_form(protocol, printed):
+    # A placeholder in a document stays as it is.
     documents = [Document("a", "Ana {title}", "born"), Document("b", "", "a town")]
-    layouts = PROTOCOLS[protocol].document_layouts
-    assert prompts.number_documents(documents, layouts) == printed
-
-
-def test_references_are_printed_as_the_protocol_prints_documents(bpe):
-    bare = dataclasses.replace(PROTOCOLS["arena"], document_layouts=("[{number}] {text}",) * 2)
-    assert "[1] born in Kelmouth\n[2] a town in Norland\n<" in prompt_text(bare, READ, bpe)
+    assert number_documents(documents, PROTOCOLS[protocol].document_layouts) == printed
 
 
 def test_a_question_without_references_is_an_error_under_arena(bpe):
@@ -240,9 +224,8 @@ def test_r_search_without_evidence_differs_only_in_the_evidence():
 
 def test_a_turn_stops_at_a_query_or_at_an_answer_in_tags():
     assert UR2.stop_tags == {"<|end_of_query|>": "query"}
-    for name in ("r_search", "r_search_plain", "search_r1", "when_to_search"):
-        assert PROTOCOLS[name].stop_tags == {"</search>": "query", "</answer>": "answer"}
     assert R1.stop_tags == {"<|end_of_query|>": "query", "</answer>": "answer"}
+    assert PROTOCOLS["r1_searcher_eos"].stop_tags == {"<|end_of_query|>": "query"}
     assert PROTOCOLS["arena"].stop_tags == {"</answer>": "answer"}
 
 
@@ -372,14 +355,6 @@ def test_a_query_is_the_text_between_the_last_two_query_tags_of_a_turn(turn, que
 
 def test_documents_are_numbered_from_one_and_framed_by_tags_on_their_own_lines():
     assert number_documents([ANA, Document("b", "", "no title")])[1] == "(2) no title"
-    own = PROTOCOLS["r_search"].document_layouts
-    braces = Document("c", "{text}", "{title} {0}")  # a placeholder in a document stays as it is
-    documents = [ANA, Document("b", "", "no title"), braces]
-    assert number_documents(documents, own) == [
-        f'(Title: "{ANA.title}") {ANA.text}',
-        "no title",
-        '(Title: "{text}") {title} {0}',
-    ]
     framed = frame_documents(PROTOCOLS["ur2_search"], "text")
     assert framed == "\n\n<information>\ntext\n</information>\n\n"
 
