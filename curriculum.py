@@ -1,9 +1,9 @@
 """Chooses the questions of each step, and which of them may search (UR² section 3.3, app. C.2).
 
-A stream gives the steps fixed shares of questions per kind (`mix`), per difficulty (`buckets`) or
-per both. The questions of one share (a pool) come in a shuffled order, epoch after epoch. The
-questions of step s depend only on s and the seed, so a resumed run sees the same questions as an
-uninterrupted one.
+A stream gives the steps fixed shares of questions per kind or per kind and difficulty (`mix`), or
+per difficulty (`buckets`). The questions of one share (a pool) come in a shuffled order, epoch
+after epoch. The questions of step s depend only on s and the seed, so a resumed run sees the same
+questions as an uninterrupted one.
 
 Difficulty is measured once, before training, as the mean score of K rollouts of the model (UR²: K =
 20; `python -m lab.difficulty`), or is given by the data. In a step of UR², hard : medium : easy is
@@ -94,34 +94,31 @@ def exact_counts(total: int, weights: Weights) -> dict[str, int]:
 def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[Pools, Weights]:
     """Returns the pools and the weights of those that are asked.
 
-    Questions are put into groups, and a group's weight is split in the ratio of its shares of
-    buckets. With `mix`, the kinds that it names are the groups, and it gives their weights. Without
-    `mix`, each task or kind that has its own shares of buckets is a group, all other questions are
-    one more group, and a group's weight is its number of questions. Worked, without `mix`: 30
-    questions of math, 60 others, and the shares of buckets at the top of this file. Math weighs 30,
-    split 1 : 1 : 1, so math:hard, math:medium and math:easy weigh 10 each. The others weigh 60,
-    split 7 : 2 : 1: hard 42, medium 12, easy 6.
+    With `mix`, its names are the pools: a kind, "hotpotqa", or a bucket of it, "hotpotqa:medium".
+    Otherwise each task or kind that has its own shares of buckets is a group, all other questions
+    are one more group, and a group weighs as much as it has questions, split in the ratio of its
+    shares. Worked: 30 questions of math, 60 others, and the shares of buckets at the top of this
+    file. Math weighs 30, split 1 : 1 : 1, so math:hard, math:medium and math:easy weigh 10 each.
+    The others weigh 60, split 7 : 2 : 1: hard 42, medium 12, easy 6.
     "hotpotqa" in `mix` or `buckets` means hotpotqa_bridge and hotpotqa_comparison together.
     """
-    shares = defaultdict(dict)  # kind, family, task or "" (all others) -> bucket -> share
-    for name, share in (buckets or {"": 1.0}).items():
-        scope, _, level = name.rpartition(":")
-        shares[scope][level] = share
+    shares = defaultdict(dict)  # kind, family, task or "" (all others) -> bucket or "" -> share
+    for name, share in (mix or buckets or {"": 1.0}).items():
+        group, _, level = name.partition(":") if mix else name.rpartition(":")
+        shares[group][level] = share
     pools, sizes = defaultdict(list), Counter()
-    splits = {kind: {"": 1.0} for kind in mix}  # group -> bucket -> share
     for question in questions:
         names = (question.kind, question.kind.partition("_")[0], question.task, "")
-        group = next((name for name in names if name in (mix or shares)), question.kind)
-        scope = next((name for name in names if name in shares), None)
+        group = next((name for name in names if name in shares), question.kind)
         sizes[group] += 1
-        if scope is not None:
-            splits[group] = shares[scope]
-        pools[pool_name(group, question.level if buckets else "")].append(question)
+        whole = "" in shares.get(group, ())  # a group that is not split into buckets
+        pools[pool_name(group, "" if whole else question.level)].append(question)
     weights = {}
-    for group, split in splits.items():
+    for group in shares if mix else sizes:
+        split = shares.get(group, {})
         for level, share in split.items():
-            part = share / sum(split.values())
-            weights[pool_name(group, level)] = (mix or sizes).get(group, 0) * part
+            part = share if mix else sizes[group] * (share / sum(split.values()))
+            weights[pool_name(group, level)] = part
     return pools, {name: weight for name, weight in weights.items() if weight}
 
 
@@ -129,19 +126,20 @@ def pool_name(group: str, level: str) -> str:
     return f"{group}:{level}".strip(":")
 
 
-def check_pools(pools: Pools, counts: dict[str, int], flag: str) -> None:
+def check_pools(pools: Pools, counts: dict[str, int], mix: Weights) -> None:
     """Raises an InputError if no share names a part of the data, or if a pool that has a share is
-    empty. With buckets, it also raises one if a step would take no question of such a pool, or more
-    questions than the pool has.
+    empty. For a bucket it also raises one if a step would take no question of it, or more questions
+    than it has.
     """
     for name, count in (counts or {"the recipe's shares": 0}).items():
         size = len(pools.get(name, ()))
-        fits = size if flag == "--mix" else 0 < count <= size
+        is_bucket = ":" in name or (name and not mix)
+        fits = 0 < count <= size if is_bucket else size
         if not fits:
             raise InputError(
-                f"{flag}: a step takes {count} questions of {name}, and the data has {size} (there "
-                f"are {', '.join(pools)}): correct {flag} or leave it out; if the data has some, "
-                "another --questions_per_step may help too"
+                f"a step takes {count} questions of {name}, and the data has {size} (there are "
+                f"{', '.join(pools)}): correct --mix or --difficulty, or leave them out; if the "
+                "data has some, another --questions_per_step may help too"
             )
 
 
@@ -194,7 +192,7 @@ class QuestionStream:
     def __init__(self, questions: Questions, settings, attempts: int = 1):
         self.size, self.seed, self.attempts = settings.questions_per_step, settings.seed, attempts
         if settings.difficulty:
-            dropped = any(name.endswith("dropped") for name in settings.buckets)
+            dropped = any(name.endswith("dropped") for name in settings.mix or settings.buckets)
             questions = with_buckets(questions, settings.difficulty, dropped)
         elif settings.task_mixing and any(question.task == "math" for question in questions):
             raise InputError(
@@ -208,7 +206,7 @@ class QuestionStream:
             )
         pools, self.weights = share_out(questions, settings.mix, settings.buckets)
         counts = exact_counts(self.size, self.weights)  # of the first draw
-        check_pools(pools, counts, "--difficulty" if settings.buckets else "--mix")
+        check_pools(pools, counts, settings.mix)
         self.pools = {name: pools[name] for name in counts}
         if settings.task_mixing:
             mix_tasks(self.pools, counts, settings)

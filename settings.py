@@ -95,14 +95,16 @@ class Settings:
     mix: dict = train_only(
         {},
         'share of each kind in every step: kind=weight,...; "hotpotqa" means all kinds that begin'
-        ' with "hotpotqa_"; without it, as in the data',
+        ' with "hotpotqa_"; with --difficulty also kind:bucket=weight, in place of the recipe\'s '
+        "shares; without it, as in the data",
         shares=True,
     )
     difficulty: str = train_only(
         "",
         'file of lab.difficulty that sorts questions into buckets; "level" = the level in --data',
     )
-    # share of each bucket: {"hard": 7, "easy": 1}; for one task or kind: {"math:hard": 1, ...}
+    # without `mix`, the share of each bucket: {"hard": 7, "easy": 1}; for one task or kind:
+    # {"math:hard": 1, ...}
     buckets: dict = field(default_factory=dict)
     task_mixing: bool = train_only(
         False,

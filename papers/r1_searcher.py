@@ -48,22 +48,20 @@ _r1_searcher = {
 R1_SEARCHER = Paper(
     source="R1-Searcher section 3.3",
     protocols=PROTOCOLS,
-    # One epoch over Table 1's 350 questions in stage 1 and over its 8,148 in stage 2. The numbers
-    # per data set (`mix`) and per difficulty (`buckets`) are used only with --difficulty.
+    # One epoch over Table 1's 350 questions in stage 1 and over its 8,148 in stage 2. Its numbers
+    # (`mix`) are used only with --difficulty.
     stages={
         1: _r1_searcher
         | {
             "reward": "r1_searcher_stage1",
             "steps": 6,
-            "mix": {"hotpotqa": 200, "2wiki": 150},
-            "buckets": {"medium": 1},
+            "mix": {"hotpotqa:medium": 200, "2wiki:medium": 150},
         },
         2: _r1_searcher
         | {
             "reward": "r1_searcher_stage2",
             "steps": 128,
-            "mix": {"hotpotqa": 4561, "2wiki": 3587},
-            "buckets": {
+            "mix": {
                 "hotpotqa:medium": 2561,
                 "hotpotqa:hard": 2000,
                 "2wiki:medium": 1087,
@@ -90,9 +88,15 @@ R1_SEARCHER = Paper(
         # Section 4.3, table 7: one of the two data sets, with its numbers of Table 1 and, as our
         # reading, one epoch over them: 200 / 64 and 4,561 / 64 steps, or 150 / 64 and 3,587 / 64,
         # rounded up.
-        "hotpotqa_only": {"mix": {"hotpotqa": 1}, 1: {"steps": 4}, 2: {"steps": 72}},
-        "2wiki_only": {"mix": {"2wiki": 1}, 1: {"steps": 3}, 2: {"steps": 57}},
+        "hotpotqa_only": {
+            1: {"steps": 4, "mix": {"hotpotqa:medium": 200}},
+            2: {"steps": 72, "mix": {"hotpotqa:medium": 2561, "hotpotqa:hard": 2000}},
+        },
+        "2wiki_only": {
+            1: {"steps": 3, "mix": {"2wiki:medium": 150}},
+            2: {"steps": 57, "mix": {"2wiki:medium": 1087, "2wiki:hard": 2500}},
+        },
         # Section 4.3, table 6: medium questions replace the difficult ones.
-        "without_difficult": {"buckets": {"medium": 1}},
+        "without_difficult": {2: {"mix": {"hotpotqa:medium": 4561, "2wiki:medium": 3587}}},
     },
 )

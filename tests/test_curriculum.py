@@ -109,7 +109,7 @@ def test_remainders_are_spread_so_that_one_epoch_asks_each_question_once():
     # step 64 questions would never be asked.
     settings = resolve("r1_searcher", 2, False, {"difficulty": "level"})
     data = []
-    for name, count in settings.buckets.items():
+    for name, count in settings.mix.items():
         kind, level = name.split(":")
         data += [Question(f"{name}{i}", "?", ["!"], source=kind, level=level) for i in range(count)]
     dealer = QuestionStream(data, settings)
@@ -176,8 +176,8 @@ def test_dropped_questions_are_left_out_and_counted_unless_buckets_names_them(ca
         ({"buckets": "hard=9,easy=1"}, "9 questions of hard, and the data has 5"),
         ({"buckets": "hard=1,easy=99"}, "a step takes 0 questions of hard"),
         ({"buckets": "math:hard=1"}, "0 questions of the recipe's shares, and the data has 0"),
-        ({"buckets": "hard=1", "mix": "math=1"}, "of math, and the data has 0 (there are qa:hard"),
-        ({"buckets": "math:hard=1", "mix": "qa=1"}, "of qa, and the data has 0 (there are qa:hard"),
+        ({"mix": "math=1"}, "of math, and the data has 0 (there are qa:hard, qa:easy)"),
+        ({"mix": "qa:hard=9,qa:easy=1"}, "9 questions of qa:hard, and the data has 5"),
     ],
 )
 def test_impossible_buckets_are_an_error_of_one_line(options, fragment):
