@@ -74,10 +74,10 @@ class ColdStart:
         shares=True,
     )
     guesses: float = setting(0.0, "share of traces that guess without a search", least=0, most=1)
-    epochs: float = setting(1.5, "passes over the traces; at least 20 updates are made", above=0)
+    epochs: float = setting(1.5, "passes over the traces; at least 20 updates are made", least=0.01)
     batch_size: int = setting(8, "traces per update", least=1)
     lr: float = setting(4e-4, "learning rate, tried with 135M weights; larger models need less")
-    held_out: float = setting(0.1, "share of the questions that is kept aside", least=0, below=1)
+    held_out: float = setting(0.1, "share of the questions that is kept aside", least=0, most=0.99)
     exam: int = setting(30, "kept-aside questions to ask before and after; 0: none", least=0)
     show: int = setting(0, "print this many traces and train nothing", least=0)
 

@@ -125,7 +125,6 @@ def add_flags(parser: argparse.ArgumentParser, record: type, command: str) -> No
         parser.add_argument(
             f"--{f.name}",
             type={bool: boolean, dict: pairs}.get(kind, kind),
-            metavar=kind.__name__.upper(),
             default=argparse.SUPPRESS,
             help=f"{text} ({getattr(record(), f.name)!r})".replace("%", "%%"),
             **({"nargs": "?", "const": True} if kind is bool else {}),

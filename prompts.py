@@ -290,7 +290,7 @@ def stated_choice(reply: str, options: Sequence[str] = ()) -> str:
     >>> stated_choice("So \\\\boxed{12} apples. I think the answer is **B**.")
     '**B**.'
     """
-    texts = [match[1].strip() for match in _CHOICE.finditer(reply)][-1:]
+    texts = [*map(str.strip, _CHOICE.findall(reply)[-1:])]
     texts += [last_block(reply, tag_pair("answer")), last_boxed(reply)]
     for stated in STATED.findall(reply)[-1:]:
         texts += [stated, stated.partition(". ")[0]]  # "oak. It grows tall." means oak

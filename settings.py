@@ -14,21 +14,18 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
-from operator import ge, gt, le, lt
 
 from errors import InputError, nearest
 
 # Names that flags accept. Tests compare them with the tables of the files that use them.
 ALGORITHMS = ("reinforce_pp", "reinforce_pp_baseline", "grpo", "dapo", "ppo")  # update.py
 RETRIEVERS = ("bm25", "dense", "http", "random", "empty", "oracle", "given")  # retriever.py
-BOUNDS = {"least": (ge, "at least"), "above": (gt, "above")}  # the comparison and its words
-BOUNDS |= {"most": (le, "at most"), "below": (lt, "below")}
 
 
 def setting(default, help: str, **limits):
-    """Declares a flag. `limits` may have the bounds least, above, most and below; `one_of`, the
-    names that are allowed; `shares`, True if a dict has weights; `only`, as above; and `needed`,
-    True if the flag must be given.
+    """Declares a flag. `limits` may have the bounds least and most; `one_of`, the names that are
+    allowed; `shares`, True if a dict has weights; `only`, as above; and `needed`, True if the flag
+    must be given.
     """
     metadata = {"help": help, **limits}
     if isinstance(default, dict):
@@ -147,7 +144,7 @@ class Settings:
     top_p: float = eval_only(
         1.0,
         "sample from the smallest set of likeliest tokens with at least this total probability",
-        above=0,
+        least=0.01,
         most=1,
     )
     max_searches: int = setting(4, "maximum searches per trajectory", least=0)
@@ -189,7 +186,7 @@ class Settings:
         60.0,
         "time limit in seconds of one try of a request to a server; vLLM servers have other limits "
         "for sampling and for loading weights",
-        above=0,
+        least=0.01,
     )
 
     # ------------------------------------------------------------------------------------- reward
@@ -260,7 +257,7 @@ class Settings:
     group_std: bool = True  # reinforce_pp_baseline: divide by the group's std (UR² eq. 5)
     whiten_tokens: bool = False  # reinforce_pp_baseline: whiten over tokens, not trajectories
     gae_lambda: float = 1.0  # PPO: GAE's λ
-    critic_lr: float = train_only(1e-5, "PPO: learning rate of the critic", above=0)
+    critic_lr: float = train_only(1e-5, "PPO: learning rate of the critic", least=1e-9)
     critic_warmup_ratio: float = 0.0  # PPO: like --warmup_ratio, for critic_lr
     # DAPO: maximum extra draws per step, each of --questions_per_step questions
     max_resample: int = 3
@@ -274,9 +271,9 @@ class Settings:
         "8bit: Adam's moments in 8 bits; paged: they move to the CPU when the GPU is full",
         one_of=("adamw", "adamw8bit", "paged_adamw8bit"),
     )
-    lr: float = train_only(2e-6, "learning rate", above=0)
+    lr: float = train_only(2e-6, "learning rate", least=1e-9)
     warmup_ratio: float = train_only(
-        0.0, "share of all updates with linear warm-up", least=0, below=1
+        0.0, "share of all updates with linear warm-up", least=0, most=0.99
     )
     # learning rate after the warm-up: "constant"; "linear" and "cosine" fall towards 0
     lr_schedule: str = "constant"
@@ -326,9 +323,10 @@ def check_value(name: str, value, limits) -> None:
     names = limits.get("one_of", [value])
     if value not in names:
         fault = f"unknown; one of {', '.join(names)}{nearest(value, names)}"
-    for limit, (holds, words) in BOUNDS.items():
-        if limit in limits and not holds(value, limits[limit]):
-            fault = f"must be {words} {limits[limit]}"
+    if "least" in limits and value < limits["least"]:
+        fault = f"must be at least {limits['least']}"
+    if "most" in limits and value > limits["most"]:
+        fault = f"must be at most {limits['most']}"
     if isinstance(value, float) and not math.isfinite(value):
         fault = "must be a finite number"
     if limits.get("shares") and value:

@@ -9,40 +9,44 @@ from papers.paper import EVERYTHING, LOOK_UPS, Paper
 from prompts import Protocol, Tags, tag_pair
 from world.tiny import Tiny
 
-PROTOCOLS = {}
-_UR2_TAGS = (
-    ("<|begin_of_query|>", "<|end_of_query|>"),
-    ("<|begin_of_documents|>", "<|end_of_documents|>"),
-)
-
-
 # UR² appendix C.6, word for word. The paper's prompts tell the summariser to reply with these two
 # sentences if it rejects a query.
 _NO_FACT_TO_FIND = (
     "This query requires design, computation, or complex reasoning, which exceeds the capabilities"
     " of a search engine. Please input another query or proceed with direct reasoning."
 )
+_BEGIN = "Solve the problem step by step."
+_SEARCH = (
+    " Whenever a fact is missing, look it up: write a short search query as %s your query %s and"
+    " stop. What is found is given back between %s and %s; read it and go on. Ask for one plain"
+    " fact at a time, in at most 20 words, and write at most {max_searches} queries in all. Never"
+    " ask the search engine to calculate or to reason."
+)
+_BOX = " Finish with one short final answer inside \\boxed{}."
 
 
-def _ur2(name: str, query: Tags, documents: Tags) -> Protocol:
-    begin = "Solve the problem step by step."
-    search = (
-        " Whenever a fact is missing, look it up: write a short search query as"
-        f" {query[0]} your query {query[1]} and stop. What is found is given back between"
-        f" {documents[0]} and {documents[1]}; read it and go on. Ask for one plain fact at a time,"
-        " in at most 20 words, and write at most {max_searches} queries in all. Never ask the"
-        " search engine to calculate or to reason."
+def _protocol(name: str, query: Tags, documents: Tags) -> Protocol:
+    return Protocol(
+        name,
+        query,
+        documents,
+        None,
+        _BEGIN + _SEARCH % (*query, *documents) + _BOX,
+        _BEGIN + _BOX,
+        finish={"": _BOX, "choice": " Finish with: the correct answer is: LETTER."},
+        fallback_text=_NO_FACT_TO_FIND,
     )
-    box = " Finish with one short final answer inside \\boxed{}."
-    finish = {"": box, "choice": " Finish with: the correct answer is: LETTER."}
-    instructions = (begin + search + box, begin + box)
-    texts = {"finish": finish, "fallback_text": _NO_FACT_TO_FIND}
-    return Protocol(name, query, documents, None, *instructions, **texts)
 
 
-PROTOCOLS["ur2"] = _ur2("ur2", *_UR2_TAGS)
-# UR²'s run without stage 1 uses these tags (appendix C.2).
-PROTOCOLS["ur2_search"] = _ur2("ur2_search", tag_pair("search"), tag_pair("information"))
+PROTOCOLS = {
+    "ur2": _protocol(
+        "ur2",
+        ("<|begin_of_query|>", "<|end_of_query|>"),
+        ("<|begin_of_documents|>", "<|end_of_documents|>"),
+    ),
+    # UR²'s run without stage 1 uses these tags (appendix C.2).
+    "ur2_search": _protocol("ur2_search", tag_pair("search"), tag_pair("information")),
+}
 
 # -------------------------------------------------------------------------------------------------
 # Section 4.4, appendix C.2 and C.4

@@ -12,7 +12,7 @@ from errors import InputError
 from metrics import choice_letter
 from papers import PROTOCOLS
 from prompts import (
-    build_prompt,
+    check_references,
     find_answers,
     find_blocks,
     find_boxed,
@@ -210,10 +210,10 @@ def test_each_paper_prints_documents_in_its_own_form(protocol, printed):
     assert number_documents(documents, PROTOCOLS[protocol].document_layouts) == printed
 
 
-def test_a_question_without_references_is_an_error_under_arena(bpe):
+def test_a_question_without_references_is_an_error_under_arena():
     error_line = r"question 1 has no references, .* arena .*: give the record a `references` list"
     with pytest.raises(InputError, match=error_line):
-        build_prompt(PROTOCOLS["arena"], QA, bpe)
+        check_references(PROTOCOLS["arena"], QA)
 
 
 def test_r_search_without_evidence_differs_only_in_the_evidence():

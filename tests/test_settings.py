@@ -145,7 +145,8 @@ LIMITS = [  # (fragment of the error, bad value, flags)
     ("at least 1", 0, "group_size steps questions_per_step save_every max_turn_tokens"),
     ("at least 1", 0, "tokens_per_micro_batch documents_per_search"),
     ("at least 0", -1, "keep_checkpoints temperature kl_coef"),
-    ("above 0", 0, "timeout lr critic_lr"),
+    ("at least 1e-09", 0, "lr critic_lr"),
+    ("at least 0.01", 0, "timeout"),
     ("one of", "x", "retriever optimizer algorithm"),
     ("one of", "x", "loss_aggregation kl_estimator"),
 ]
@@ -156,7 +157,7 @@ BAD += """
 --clip_high nan                  finite  138
 --steps many                     train.py: argument --steps: invalid int value: 'many'
 --lr nan                         finite  137
---warmup_ratio 3                 --warmup_ratio 3.0: must be below 1
+--warmup_ratio 3                 --warmup_ratio 3.0: must be at most 0.99
 --critic_lr inf                  finite
 --seed 2147483648                at most 2147483647
 --temperature 0                  greedy  139
@@ -221,4 +222,4 @@ def test_settings_close_to_rejected_ones_are_accepted(words):
 def test_an_evaluation_may_be_greedy_with_one_trajectory_per_question():
     check_settings(Settings(temperature=0.0, group_size=1), training=False)
     error = message(check_settings, Settings(top_p=0.0), False)
-    assert error == "--top_p 0.0: must be above 0"
+    assert error == "--top_p 0.0: must be at least 0.01"
