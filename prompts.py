@@ -377,10 +377,10 @@ def main() -> None:
     """Shows an invented protocol: what the model is told, where it stops, what is read."""
     tags = map(tag_pair, ("ask", "found", "answer"))
     told = "If a fact is missing, write <ask> your query </ask>. End with <answer> it </answer>."
-    protocol = Protocol("invented", *tags, told, "End with <answer> it </answer>.")
+    protocol = Protocol("invented", *tags, told, "")
     turn = "Who was she? <ask> Ana Bell birthplace </ask>"
     text = "<answer> Kelmouth </answer> No: <answer> Norland </answer>"
-    print("the model is told:", protocol.fill_instruction(Question("", "", [])))
+    print("the model is told:", told)
     print("its turn ends at:", *protocol.stop_tags)
     print(f"the query in {turn!r}:", parse_query(protocol, turn))
     print(f"the answers in {text!r}:", *(answer.content for answer in find_answers(protocol, text)))

@@ -29,9 +29,10 @@ PROTOCOLS["arena"] = Protocol(
     document_layouts=("({number}) {text}",) * 2,  # released code: no titles
 )
 _NAIVE = (
-    _ARENA.partition(" exactly")[0] + " exactly two sections and nothing else: <think> how the"
-    " answer follows from the references </think>, then <answer> the answer, as short as the"
-    " question allows, unexplained </answer>."
+    "You get a question between <question> and </question> and numbered references between"
+    " <references> and </references>. Answer from the references. Write exactly two sections and"
+    " nothing else: <think> how the answer follows from the references </think>, then <answer>"
+    " the answer, as short as the question allows, unexplained </answer>."
 )
 PROTOCOLS["arena_naive"] = replace(  # section 4.3: neither relevance nor analysis
     PROTOCOLS["arena"],
@@ -43,15 +44,15 @@ PROTOCOLS["arena_naive"] = replace(  # section 4.3: neither relevance nor analys
 PROTOCOLS["arena_thinking"] = replace(
     PROTOCOLS["arena"], name="arena_thinking", thinking_apart=True
 )
-_SUMMARY = _ARENA
-for _old, _new in (
-    ("You get a question between", "You get what to summarise between"),
-    ("Answer from the references", "Write the summary that is asked for from them"),
-    ("the answer, as short as the question allows, unexplained", "the summary, in whole sentences"),
-    ("the answer", "the summary"),
-    ("answer>", "summary>"),
-):
-    _SUMMARY = _SUMMARY.replace(_old, _new)
+_SUMMARY = (
+    "You get what to summarise between <question> and </question> and numbered references between"
+    " <references> and </references>. Write the summary that is asked for from them. Write"
+    " exactly three sections and nothing else: <relevance> the numbers of the references that"
+    " help, and no others, as a list in square brackets </relevance>, then <analysis> how the"
+    " summary follows from these references together; say for each claim which references support"
+    " it </analysis>, then <summary> the summary, in whole sentences </summary>. References 2 and"
+    " 5, say, are written as <relevance>[2, 5]</relevance>."
+)
 PROTOCOLS["arena_summary"] = replace(  # appendix H.2
     PROTOCOLS["arena"],
     name="arena_summary",

@@ -1,6 +1,5 @@
 """R-Search (arXiv 2506.04185): its tags and instruction, its numbers, its variants."""
 
-import re
 from dataclasses import replace
 
 from papers.paper import EVERYTHING, HALVES, TWO_FACTS, Paper
@@ -23,12 +22,15 @@ PROTOCOLS["r_search"] = Protocol(
     evidence_tags=tag_pair("original_evidence"),
     document_layouts=('(Title: "{title}") {text}', "{text}"),  # tables 8, 9
 )
+_PLAIN = (
+    "Answer the question step by step, and begin each step with what you think. Whenever a fact is"
+    " missing, write a specific search query as <search> your query </search> and stop; what is"
+    " found is given back between <observation> and </observation>. Search as often as you need."
+    " End with the answer as <answer> your answer </answer>."
+)
 # R-Search's ablation without the evidence section.
 PROTOCOLS["r_search_plain"] = replace(
-    PROTOCOLS["r_search"],
-    name="r_search_plain",
-    instruction=re.sub(" If you searched.*(?= End)", "", PROTOCOLS["r_search"].instruction),
-    evidence_tags=None,
+    PROTOCOLS["r_search"], name="r_search_plain", instruction=_PLAIN, evidence_tags=None
 )
 
 # -------------------------------------------------------------------------------------------------

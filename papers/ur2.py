@@ -6,7 +6,7 @@ paper evaluates models behind an API (C.4).
 from dataclasses import replace
 
 from papers.paper import EVERYTHING, LOOK_UPS, Paper
-from prompts import Protocol, Tags, tag_pair
+from prompts import Protocol, tag_pair
 from world.tiny import Tiny
 
 # UR² appendix C.6, word for word. The paper's prompts tell the summariser to reply with these two
@@ -15,38 +15,36 @@ _NO_FACT_TO_FIND = (
     "This query requires design, computation, or complex reasoning, which exceeds the capabilities"
     " of a search engine. Please input another query or proceed with direct reasoning."
 )
-_BEGIN = "Solve the problem step by step."
-_SEARCH = (
-    " Whenever a fact is missing, look it up: write a short search query as %s your query %s and"
-    " stop. What is found is given back between %s and %s; read it and go on. Ask for one plain"
-    " fact at a time, in at most 20 words, and write at most {max_searches} queries in all. Never"
-    " ask the search engine to calculate or to reason."
-)
 _BOX = " Finish with one short final answer inside \\boxed{}."
-
-
-def _protocol(name: str, query: Tags, documents: Tags) -> Protocol:
-    return Protocol(
-        name,
-        query,
-        documents,
-        None,
-        _BEGIN + _SEARCH % (*query, *documents) + _BOX,
-        _BEGIN + _BOX,
-        finish={"": _BOX, "choice": " Finish with: the correct answer is: LETTER."},
-        fallback_text=_NO_FACT_TO_FIND,
-    )
-
-
-PROTOCOLS = {
-    "ur2": _protocol(
-        "ur2",
-        ("<|begin_of_query|>", "<|end_of_query|>"),
-        ("<|begin_of_documents|>", "<|end_of_documents|>"),
-    ),
-    # UR²'s run without stage 1 uses these tags (appendix C.2).
-    "ur2_search": _protocol("ur2_search", tag_pair("search"), tag_pair("information")),
-}
+PROTOCOLS = {}
+PROTOCOLS["ur2"] = Protocol(
+    "ur2",
+    ("<|begin_of_query|>", "<|end_of_query|>"),
+    ("<|begin_of_documents|>", "<|end_of_documents|>"),
+    None,
+    "Solve the problem step by step. Whenever a fact is missing, look it up: write a short search"
+    " query as <|begin_of_query|> your query <|end_of_query|> and stop. What is found is given back"
+    " between <|begin_of_documents|> and <|end_of_documents|>; read it and go on. Ask for one plain"
+    " fact at a time, in at most 20 words, and write at most {max_searches} queries in all. Never"
+    " ask the search engine to calculate or to reason." + _BOX,
+    "Solve the problem step by step." + _BOX,
+    finish={"": _BOX, "choice": " Finish with: the correct answer is: LETTER."},
+    fallback_text=_NO_FACT_TO_FIND,
+)
+_SEARCH = (
+    "Solve the problem step by step. Whenever a fact is missing, look it up: write a short search"
+    " query as <search> your query </search> and stop. What is found is given back between"
+    " <information> and </information>; read it and go on. Ask for one plain fact at a time, in at"
+    " most 20 words, and write at most {max_searches} queries in all. Never ask the search engine"
+    " to calculate or to reason."
+)
+PROTOCOLS["ur2_search"] = replace(  # UR²'s run without stage 1 uses these tags (appendix C.2)
+    PROTOCOLS["ur2"],
+    name="ur2_search",
+    query_tags=tag_pair("search"),
+    documents_tags=tag_pair("information"),
+    instruction=_SEARCH + _BOX,
+)
 
 # -------------------------------------------------------------------------------------------------
 # Section 4.4, appendix C.2 and C.4

@@ -278,15 +278,6 @@ def test_half_of_the_dealt_choices_may_search_and_all_of_them_are_hard():
     assert all("hard" in name for name, may in allowed.items() if may)
 
 
-def test_half_of_the_choices_is_weighted_by_how_often_each_is_dealt():
-    # A step deals 3 of a's 10 questions and 1 of b's 10, so 2 of its 4 should search. Each question
-    # of a counts 0.3 and each of b 0.1; any choice whose sum is 2 will do.
-    both = [replace(q, task="choice") for q in pool(a=10, b=10)]
-    allowed = epoch_of(stream(both, 4, mix="a=3,b=1", task_mixing=True), 10)
-    searching = Counter(name[0] for name, may in allowed.items() if may)
-    assert 0.3 * searching["a"] + 0.1 * searching["b"] == pytest.approx(2, abs=0.15)
-
-
 def test_math_without_difficulties_is_an_error_under_task_mixing():
     output = message(stream, pool_of_levels("math", hard=4), 2, task_mixing=True)
     assert "give --difficulty FILE, or --task_mixing false, which restricts no question" in output

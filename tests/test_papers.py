@@ -98,10 +98,8 @@ def test_every_protocol_belongs_to_a_paper():
     assert paper_of("when_to_search") is PAPERS["when_to_search"]  # not the record of the ablation
 
 
-def test_python_papers_prints_the_settings_of_every_stage_and_every_variant(capsys):
+def test_python_papers_prints_the_settings_of_every_stage_and_what_a_variant_changes(capsys):
     papers.__main__.main()
     lines = capsys.readouterr().out.splitlines()
-    names = [f"{name}:{v}" for name, paper in PAPERS.items() for v in paper.variants]
-    assert {line.split(" | ")[0] for line in lines[2:]} == {*PAPERS, *names}
+    assert len(lines) == 2 + len(EVERYWHERE) + sum(len(p.variants) for p in PAPERS.values())
     assert "arena:k3 |  | kl_estimator k3 | ARENA section 4.4, app. F" in lines
-    assert "steps 195, group_size 5" in next(line for line in lines if "r_search |" in line)
