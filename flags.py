@@ -9,7 +9,6 @@ Left out: whatever the code that reads a setting reports by itself.
 
 import argparse
 import json
-import typing
 from dataclasses import fields
 from pathlib import Path
 
@@ -116,17 +115,17 @@ def add_flags(parser: argparse.ArgumentParser, record: type, command: str) -> No
     or is `command` ("train" or "eval"). --help shows the default, which a recipe may change.
     argparse gets none, so it returns only the flags that the user gave.
     """
-    types = typing.get_type_hints(record)
     for f in fields(record):
         if "help" not in f.metadata or f.metadata.get("only", command) != command:
             continue
-        kind, names = types[f.name], f.metadata.get("one_of")
+        default, names = getattr(record(), f.name), f.metadata.get("one_of")
+        kind = type(default)
         text = f.metadata["help"] + (f"; one of {', '.join(names)}" if names else "")
         parser.add_argument(
             f"--{f.name}",
             type={bool: boolean, dict: pairs}.get(kind, kind),
             default=argparse.SUPPRESS,
-            help=f"{text} ({getattr(record(), f.name)!r})".replace("%", "%%"),
+            help=f"{text} ({default!r})".replace("%", "%%"),
             **({"nargs": "?", "const": True} if kind is bool else {}),
         )
 

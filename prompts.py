@@ -360,12 +360,12 @@ def without_control(text: str, tokenizer, tags: tuple[str, ...] = ()) -> str:
     is returned.
     """
     control = control_tokens(tokenizer)
-    given, text = text, strip_tags(clean(text), [*tags, *control.values()])
-    if text != given:
+    stripped = strip_tags(clean(text), [*tags, *control.values()])
+    if stripped != text:
         say_once("tags or special tokens inside questions, documents or replies become blanks")
     # Trap: a tokenizer that normalises text may read "＜EOS＞", with full-width brackets, as a
     # special token. In that case all punctuation is removed.
-    for candidate in (text, re.sub(r"[^\w\s]|_", " ", text)):
+    for candidate in (stripped, re.sub(r"[^\w\s]|_", " ", stripped)):
         ids = tokenizer(candidate, add_special_tokens=False)["input_ids"]
         special = control.keys() & set(ids) - {tokenizer.unk_token_id}  # <unk> is harmless
         if not special and not any(map(tokenizer.decode(ids).count, tags)):

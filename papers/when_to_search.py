@@ -66,8 +66,6 @@ _when_to_search = {
     "save_every": 30,  # appendix B.3
     "eval_questions": 0.2,  # B.3, with --eval_every: a share of --data is held out
 }
-_when_stage1 = _when_to_search | {"reward": "when_to_search_stage1"}
-_when_stage2 = _when_to_search | {"reward": "when_to_search_stage2"}
 WHEN_TINY = {
     "mix": {"one_hop": 4, "two_hop": 4, "unit": 1, "arithmetic": 2, "known": 3},
     "max_resample": 1,
@@ -83,7 +81,10 @@ _plain = {"reward_args": {"beta": 0.0}}  # answer term: 1 if right and −1 if w
 WHEN_TO_SEARCH = Paper(
     source="When to Search section 4, Table 5",
     protocols=PROTOCOLS,
-    stages={1: _when_stage1, 2: _when_stage2},
+    stages={
+        1: _when_to_search | {"reward": "when_to_search_stage1"},
+        2: _when_to_search | {"reward": "when_to_search_stage2"},
+    },
     tiny={1: TINY | WHEN_TINY | {"steps": 5}, 2: EVERYTHING | WHEN_TINY | {"steps": 40}},
     # Each trace but those of `practice` has the sections think, then search and reflect for each
     # query (only reflect if there is no query), then answer.
