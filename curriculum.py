@@ -102,28 +102,23 @@ def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[Poo
     The others weigh 60, split 7 : 2 : 1: hard 42, medium 12, easy 6.
     "hotpotqa" in `mix` or `buckets` means hotpotqa_bridge and hotpotqa_comparison together.
     """
-    shares = defaultdict(dict)  # kind, family, task or "" (all others) -> bucket or "" -> share
+    shares = defaultdict(dict)  # kind, family, task or "" (all others) -> pool -> share
     for name, share in (mix or buckets or {"": 1.0}).items():
-        group, _, level = name.partition(":") if mix else name.rpartition(":")
-        shares[group][level] = share
+        group = name.partition(":")[0] if mix else name.rpartition(":")[0]
+        shares[group][name] = share
     pools, sizes = defaultdict(list), Counter()
     for question in questions:
         names = (question.kind, question.kind.partition("_")[0], question.task, "")
         group = next((name for name in names if name in shares), question.kind)
         sizes[group] += 1
-        whole = "" in shares.get(group, ())  # a group that is not split into buckets
-        pools[pool_name(group, "" if whole else question.level)].append(question)
-    weights = {}
-    for group in shares if mix else sizes:
+        name = f"{group}:{question.level}".strip(":")
+        pools[name if name in shares.get(group, ()) else group].append(question)
+    weights = dict(mix)
+    for group in () if mix else sizes:
         split = shares.get(group, {})
-        for level, share in split.items():
-            part = share if mix else sizes[group] * (share / sum(split.values()))
-            weights[pool_name(group, level)] = part
+        for name, share in split.items():
+            weights[name] = sizes[group] * (share / sum(split.values()))
     return pools, {name: weight for name, weight in weights.items() if weight}
-
-
-def pool_name(group: str, level: str) -> str:
-    return f"{group}:{level}".strip(":")
 
 
 def check_pools(pools: Pools, counts: dict[str, int], mix: Weights) -> None:
