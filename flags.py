@@ -23,8 +23,13 @@ LOCAL = ("slots", "hf")  # engines that sample in this process
 DAPO = {"clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "token", "kl_coef": 0.0}
 # Another --algorithm in a recipe that has DAPO sets these: GRPO's one clip range, mean and KL (k3),
 # with the KL weight of When to Search's Table 5.
-NO_DAPO = {"clip_low": 0.2, "clip_high": 0.2, "loss_aggregation": "sequence"}
-NO_DAPO |= {"kl_coef": 1e-4, "kl_estimator": "k3"}
+NO_DAPO = {
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+    "loss_aggregation": "sequence",
+    "kl_coef": 1e-4,
+    "kl_estimator": "k3",
+}
 DEFAULTS = Settings()
 
 

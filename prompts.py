@@ -179,13 +179,14 @@ def check_references(protocol: Protocol, question: Question) -> None:
     if it has no references, or if its task does not fit the answer tags: <summary> is for the task
     "summary", and <answer> for all other tasks.
     """
-    shown = protocol.references_in_prompt
-    if shown and not question.references:
+    if not protocol.references_in_prompt:
+        return
+    if not question.references:
         raise InputError(
             f"question {question.id} has no references, and protocol {protocol.name} answers from"
             " them: give the record a `references` list, or choose a protocol that searches"
         )
-    if shown and (protocol.answer_tags == tag_pair("summary")) != (question.task == "summary"):
+    if (protocol.answer_tags == tag_pair("summary")) != (question.task == "summary"):
         raise InputError(
             f"question {question.id} is of task {question.task}: --recipe arena needs --variant "
             "summaries for questions of task summary, and only for these"

@@ -56,8 +56,12 @@ _r_search = {
 # PPO (5.3) has the settings of 4.3 too. The paper does not say whether PPO's KL is in the reward
 # (as k1 is) or in the loss, nor the critic's learning rate and warm-up; these come from the paper's
 # script.
-WITH_CRITIC = {"algorithm": "ppo", "kl_estimator": "k1", "critic_lr": 1e-5}
-WITH_CRITIC["critic_warmup_ratio"] = 0.05
+WITH_CRITIC = {
+    "algorithm": "ppo",
+    "kl_estimator": "k1",
+    "critic_lr": 1e-5,
+    "critic_warmup_ratio": 0.05,
+}
 _tiny = EVERYTHING | TWO_FACTS | {"warmup_ratio": 0.0, "kl_coef": 0.0, "steps": 40}
 _ppo = WITH_CRITIC | {"tiny": {1: _tiny | {"critic_lr": 1e-3, "critic_warmup_ratio": 0.0}}}
 R_SEARCH = Paper(
