@@ -30,7 +30,6 @@ Questions = list[Question]
 # A pool is a list of questions. Its name is a kind, a bucket or both: "one_hop", "hard" or
 # "math:hard". Pools, their weights and the counts of a draw are dicts with these names.
 Pools = dict[str, Questions]
-Weights = dict[str, float]
 
 
 # -------------------------------------------------------------------------------------- difficulty
@@ -75,7 +74,7 @@ def with_buckets(questions: Questions, path: str, dropped: bool) -> Questions:
 
 
 # ------------------------------------------------------------------------------------------ shares
-def exact_counts(total: int, weights: Weights) -> dict[str, int]:
+def exact_counts(total: int, weights: dict) -> dict:
     """Returns integers that add up to `total` in the ratio of the weights. Questions are dealt one
     by one, each to the name with the lowest (count + ½) / weight. So a larger total changes no
     earlier deal: what is rounded down in one step is made up for in a later one.
@@ -91,7 +90,7 @@ def exact_counts(total: int, weights: Weights) -> dict[str, int]:
     return counts
 
 
-def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[Pools, Weights]:
+def share_out(questions: Questions, mix: dict, buckets: dict) -> tuple[Pools, dict]:
     """Returns the pools and the weights of those that are asked.
 
     With `mix`, its names are the pools: a kind, "hotpotqa", or a bucket of it, "hotpotqa:medium".
@@ -121,7 +120,7 @@ def share_out(questions: Questions, mix: Weights, buckets: Weights) -> tuple[Poo
     return pools, {name: weight for name, weight in weights.items() if weight}
 
 
-def check_pools(pools: Pools, counts: dict[str, int], mix: Weights) -> None:
+def check_pools(pools: Pools, counts: dict, mix: dict) -> None:
     """Raises an InputError if no share names a part of the data, or if a pool that has a share is
     empty. For a bucket it also raises one if a step would take no question of it, or more questions
     than it has.
@@ -139,7 +138,7 @@ def check_pools(pools: Pools, counts: dict[str, int], mix: Weights) -> None:
 
 
 # ------------------------------------------------------------------------------------- task mixing
-def mix_tasks(pools: Pools, counts: dict[str, int], settings) -> None:
+def mix_tasks(pools: Pools, counts: dict, settings) -> None:
     """Sets `may_search` of the questions in the pools to False for part of two tasks. Which part
     depends on a lot, a random number in [0, 1) of the question's id and the seed.
 

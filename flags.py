@@ -18,7 +18,6 @@ from rewards import check_reward
 from settings import Settings, check_limits, check_value, pairs
 from templates import variables_of
 
-LOCAL = ("slots", "hf")  # engines that sample in this process
 # --algorithm dapo sets these values of the DAPO paper in a recipe that has another algorithm.
 DAPO = {"clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "token", "kl_coef": 0.0}
 # Another --algorithm in a recipe that has DAPO sets these: GRPO's one clip range, mean and KL (k3),
@@ -34,7 +33,7 @@ DEFAULTS = Settings()
 
 
 def on_servers(settings: Settings) -> bool:
-    return settings.engine not in LOCAL
+    return settings.engine not in ("slots", "hf")
 
 
 # -------------------------------------------------------------------------------------- the recipe
@@ -63,9 +62,6 @@ def resolve(recipe: str, stage: int | None, tiny: bool, given: dict | None = Non
 
 
 # ------------------------------------------------------------------------------------------ checks
-NEEDS = {"dense": "encoder", "http": "retriever_url"}  # retriever -> the flag that it needs
-
-
 def check_settings(settings: Settings, training=True) -> Settings:
     """Returns the settings unchanged. Raises an InputError if one of them breaks its limits, or if
     they contradict each other. With `training` False, the settings are for a command that asks a
@@ -90,7 +86,7 @@ def check_retriever(settings: Settings) -> None:
             "--data needs --corpus FILE, or --corpus from-data to search the records' own "
             "paragraphs"
         )
-    flag = NEEDS.get(settings.retriever)
+    flag = {"dense": "encoder", "http": "retriever_url"}.get(settings.retriever)
     if flag and not getattr(settings, flag):
         raise InputError(f"--retriever {settings.retriever} needs --{flag}")
 
@@ -126,13 +122,15 @@ def add_flags(parser: argparse.ArgumentParser, record: type, command: str) -> No
         default, names = getattr(record(), f.name), f.metadata.get("one_of")
         kind = type(default)
         text = f.metadata["help"] + (f"; one of {', '.join(names)}" if names else "")
-        parser.add_argument(
+        flag = parser.add_argument(
             f"--{f.name}",
             type={bool: boolean, dict: pairs}.get(kind, kind),
+            metavar=kind.__name__.upper(),
             default=argparse.SUPPRESS,
             help=f"{text} ({default!r})".replace("%", "%%"),
-            **({"nargs": "?", "const": True} if kind is bool else {}),
         )
+        if kind is bool:  # --resume is --resume true
+            flag.nargs, flag.const = "?", True
 
 
 def parse_flags(
