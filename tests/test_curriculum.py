@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 from conftest import message
 
-import curriculum
 from curriculum import QuestionStream, bucket_of_mean, exact_counts, with_buckets
 from data import Question
 from flags import resolve
@@ -63,7 +62,6 @@ def epoch_of(dealer, steps):
 @pytest.mark.parametrize(
     "total, weights, expected",
     [
-        (16, {"a": 3, "b": 4, "c": 1}, {"a": 6, "b": 8, "c": 2}),
         # Each has 2/3: all are remainders, and a tie goes to the first.
         (2, {"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 1, "c": 0}),
         # In floating point 10 · 0.7 / 1.0 is not exactly 7.
@@ -327,10 +325,3 @@ def test_level_uses_the_levels_in_the_data():
     assert [question.level for question in questions] == ["easy", "dropped"]
     other = Question("5", "?", ["!"], level="5")
     assert "the first is 5" in message(with_buckets, [other], "level", True)
-
-
-def test_python_curriculum_prints_buckets_and_counts(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["curriculum.py"])
-    curriculum.main()
-    output = capsys.readouterr().out
-    assert "{'hard': 45, 'medium': 13, 'easy': 6}" in output and "0.10   dropped" in output

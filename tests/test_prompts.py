@@ -32,11 +32,6 @@ ANA = Document("a", "Ana Bell", "born in Kelmouth")
 REFERENCES = (ANA, Document("b", "Kelmouth", "a town in Norland"))
 READ = dataclasses.replace(QA, id="3", references=REFERENCES)
 SEARCHING = [protocol for protocol in PROTOCOLS.values() if protocol.query_tags]
-NO_SYSTEM_ROLE = (
-    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('System role not"
-    " supported') }}{% endif %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}{% if"
-    " add_generation_prompt %}<model>{% endif %}"
-)
 
 
 def with_template(tokenizer, template):
@@ -53,9 +48,6 @@ def test_a_chat_template_gets_the_instruction_as_system_and_the_question_as_user
     expected = f"<|im_start|>system\n{UR2.fill_instruction(QA)}<|im_end|>\n"
     expected += f"<|im_start|>user\n{QA.question}"
     assert prompt_text(UR2, QA, bpe) == f"{expected}<|im_end|>\n<|im_start|>assistant\n"
-    # If the template has no system role, the instruction goes into the user's turn.
-    text = prompt_text(UR2, QA, with_template(bpe, NO_SYSTEM_ROLE))
-    assert text == f"<user>{UR2.fill_instruction(QA)}\n\n{QA.question}<model>"
 
 
 OWN = {"policy": "Ask.", "policy:math": "Add {question}.", "policy:direct:choice": "{question}|x"}

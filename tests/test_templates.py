@@ -24,6 +24,7 @@ ONLY_USER = (
 )
 PARTS = "{% for part in m['content'] %}{{ part['text'] }}{% endfor %}"
 ONLY_PARTS = ONLY_USER.replace("{{ m['content'] }}", PARTS)
+REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 LAST = "<user>{{ messages[-1]['content'] | trim }}"
 SWITCH = CHAT_TEMPLATE + "{% if thinking is defined and not thinking %}<no thoughts>{% endif %}"
 
@@ -40,7 +41,7 @@ def load(bpe, tmp_path):
     return load
 
 
-@pytest.mark.parametrize("template", [ONLY_USER, ONLY_PARTS, LAST])
+@pytest.mark.parametrize("template", [ONLY_USER, ONLY_PARTS, LAST, REFUSES + ONLY_USER])
 def test_an_instruction_that_the_template_leaves_out_goes_into_the_users_message(template, bpe):
     tokenizer = with_template(bpe, template)
     assert prompt_text(UR2, QA, tokenizer) == f"<user>{INSTRUCTION}\n\n{QA.question}"
@@ -110,7 +111,6 @@ def test_words_in_angle_brackets_stay_and_special_tokens_and_tags_go_with_one_no
 
 DEFAULT = "{% if messages[0]['role'] != 'system' %}<system>Be Ana, always.</system>{% endif %}"
 SYSTEM = DEFAULT.replace("!=", "==").replace("Be Ana, always.", "{{ messages[0]['content'] }}")
-REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 
 
 @pytest.mark.parametrize(
