@@ -12,7 +12,7 @@ kind with its own shares comes before a colon:
 {"math:hard": 1, "math:medium": 1, "math:easy": 1, "hard": 7, "medium": 2, "easy": 1}.
 
 By UR²'s rule, the hardest questions, with a score below 0.2, are in the bucket "dropped". They are
-asked only if `buckets` names them, because a question whose rollouts all fail teaches nothing.
+asked only if a share names them, because a question whose rollouts all fail teaches nothing.
 UR²'s stage 1 trains on the dropped math questions ("math:dropped=1", C.7).
 Left out: measuring difficulty again while training.
 """
