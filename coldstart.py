@@ -42,7 +42,7 @@ from transformers import ByT5Tokenizer
 
 from curriculum import exact_counts
 from data import Hop, Question, draw_some, load_questions
-from flags import check_settings, last_stage, parse_flags, resolve
+from flags import check_settings, parse_flags, resolve
 from metrics import normalize_answer
 from papers import PROTOCOLS
 from plumbing.build import build_environment, build_search, choose_generate, set_threads
@@ -72,10 +72,10 @@ class ColdStart:
         shares=True,
     )
     guesses: float = setting(0.0, "share of traces that guess without a search", least=0, most=1)
-    epochs: float = setting(1.5, "passes over the traces; at least 20 updates are made", above=0)
+    epochs: float = setting(1.5, "passes over the traces; at least 20 updates are made", least=0.01)
     batch_size: int = setting(8, "traces per update", least=1)
     lr: float = setting(4e-4, "learning rate, tried with 135M weights; larger models need less")
-    held_out: float = setting(0.1, "share of the questions that is kept aside", least=0, below=1)
+    held_out: float = setting(0.1, "share of the questions that is kept aside", least=0, most=0.99)
     exam: int = setting(30, "kept-aside questions to ask before and after; 0: none", least=0)
     show: int = setting(0, "print this many traces and train nothing", least=0)
 
@@ -376,7 +376,7 @@ def parse(arguments: list[str]) -> tuple[Settings, ColdStart, dict]:
     if options.out and Path(options.out).exists():
         raise InputError(f"--out {options.out} already exists: name another, or remove it")
     check_output(Path(options.out, "config.json"), "--out")
-    settings = resolve(given.get("recipe", "ur2"), last_stage(given), False, given)
+    settings = resolve(given.get("recipe", "ur2"), given.get("stage"), False, given)
     return check_settings(replace(settings, group_size=1), training=False), options, given
 
 

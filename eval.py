@@ -101,7 +101,7 @@ if __name__ == "__main__":
 from tqdm import tqdm
 
 from data import Question, harmless
-from flags import check_settings, last_stage, resolve, saved_settings, stage_folder
+from flags import check_settings, resolve, saved_settings, stage_folder
 from formats.records import append_jsonl, keep_old, write_records
 from papers import record_of
 from plumbing.alarms import hint_at_cold_start
@@ -229,7 +229,7 @@ def settings_of(given: dict) -> Settings:
     settings = saved_settings(model)
     if settings is None or given.get("recipe", settings.recipe) != settings.recipe:
         variant = {"variant": given.get("variant", "")}
-        settings = resolve(given.get("recipe", "ur2"), last_stage(given), not model, variant)
+        settings = resolve(given.get("recipe", "ur2"), given.get("stage"), not model, variant)
     changes = {"temperature": 0.0, "top_p": 1.0, "reader": ""}
     if "correct" not in needs(settings):
         changes["judge"] = ""

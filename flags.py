@@ -9,69 +9,59 @@ Left out: whatever the code that reads a setting reports by itself.
 
 import argparse
 import json
-import typing
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 from errors import FlagParser, InputError
-from papers import PROTOCOLS, paper_of, record_of
+from papers import PROTOCOLS, record_of
 from rewards import check_reward
 from settings import Settings, check_limits, check_value, pairs
 from templates import variables_of
 
-LOCAL = ("slots", "hf")  # engines that sample in this process
 # --algorithm dapo sets these values of the DAPO paper in a recipe that has another algorithm.
 DAPO = {"clip_low": 0.2, "clip_high": 0.28, "loss_aggregation": "token", "kl_coef": 0.0}
 # Another --algorithm in a recipe that has DAPO sets these: GRPO's one clip range, mean and KL (k3),
 # with the KL weight of When to Search's Table 5.
-NO_DAPO = {"clip_low": 0.2, "clip_high": 0.2, "loss_aggregation": "sequence"}
-NO_DAPO |= {"kl_coef": 1e-4, "kl_estimator": "k3"}
-
-
-def on_servers(settings: Settings) -> bool:
-    return settings.engine not in LOCAL
-
-
+NO_DAPO = {
+    "clip_low": 0.2,
+    "clip_high": 0.2,
+    "loss_aggregation": "sequence",
+    "kl_coef": 1e-4,
+    "kl_estimator": "k3",
+}
 DEFAULTS = Settings()
 
 
+def on_servers(settings: Settings) -> bool:
+    return settings.engine not in ("slots", "hf")
+
+
 # -------------------------------------------------------------------------------------- the recipe
-def last_stage(given: dict) -> int:
-    """Returns the stage that the flags name, or the last one of their recipe."""
-    recipe = record_of(given.get("recipe", "ur2"), given.get("variant", ""))
-    return given.get("stage", max(recipe.stages))
-
-
-def resolve(recipe: str, stage: int, tiny: bool, given: dict | None = None) -> Settings:
-    """Returns a run's settings. A later source overrides the earlier ones: defaults, the paper's
-    stage, the values for the tiny model (if `tiny`), `given`.
+def resolve(recipe: str, stage: int | None, tiny: bool, given: dict | None = None) -> Settings:
+    """Returns the settings of a run; the stage None is the recipe's last one. A later source
+    overrides the earlier ones: defaults, the paper's stage, the values for the tiny model (if
+    `tiny`), `given`.
     """
     given = given or {}
     paper = record_of(recipe, given.get("variant", ""), stage)
+    stage = stage or max(paper.stages)
     built_in = paper.tiny[stage] if tiny else {}
     chosen = {"recipe": recipe, "stage": stage} | paper.stages[stage] | built_in
     if not given.get("difficulty"):  # without it, only the tiny model's `mix` is used
         chosen |= {"buckets": {}, "mix": built_in.get("mix", {})}
-    elif tiny and "buckets" in chosen:
-        # The built-in world has too few questions for shares of a single task or data set, such as
-        # "math:hard". The other shares replace `mix`.
-        chosen["buckets"] = {k: v for k, v in chosen["buckets"].items() if ":" not in k}
-        chosen["mix"] = {} if chosen["buckets"] else chosen["mix"]
     # These two flags apply to every task: the recipe's limits for single tasks are dropped.
     if "max_turn_tokens" in given:
         chosen["turn_tokens"] = {}
     if "max_searches" in given:
         chosen["task_searches"] = {}
-    algorithm = given.get("algorithm", chosen["algorithm"])
-    if "dapo" in (algorithm, chosen["algorithm"]) and algorithm != chosen["algorithm"]:
+    usual = chosen["algorithm"]
+    algorithm = given.get("algorithm", usual)
+    if algorithm != usual and "dapo" in (algorithm, usual):
         chosen |= DAPO if algorithm == "dapo" else NO_DAPO
     return Settings(**chosen | given)
 
 
 # ------------------------------------------------------------------------------------------ checks
-NEEDS = {"dense": "encoder", "http": "retriever_url"}  # retriever -> the flag that it needs
-
-
 def check_settings(settings: Settings, training=True) -> Settings:
     """Returns the settings unchanged. Raises an InputError if one of them breaks its limits, or if
     they contradict each other. With `training` False, the settings are for a command that asks a
@@ -82,21 +72,23 @@ def check_settings(settings: Settings, training=True) -> Settings:
     variables_of(settings.chat_template)
     if settings.data and not settings.model:
         raise InputError("--data needs --model: the built-in model knows only its own world")
-    if settings.toy_init:
-        check_value("toy_init", settings.toy_init, {"one_of": paper_of(settings.protocol).warm_ups})
     if PROTOCOLS[settings.protocol].query_tags:
-        local = settings.retriever in ("bm25", "dense", "random")
-        if settings.data and local and not settings.corpus:
-            raise InputError(
-                "--data needs --corpus FILE, or --corpus from-data to search the records' own "
-                "paragraphs"
-            )
-        flag = NEEDS.get(settings.retriever)
-        if flag and not getattr(settings, flag):
-            raise InputError(f"--retriever {settings.retriever} needs --{flag}")
+        check_retriever(settings)
     if training:
         check_training(settings)
     return settings
+
+
+def check_retriever(settings: Settings) -> None:
+    local = settings.retriever in ("bm25", "dense", "random")
+    if settings.data and local and not settings.corpus:
+        raise InputError(
+            "--data needs --corpus FILE, or --corpus from-data to search the records' own "
+            "paragraphs"
+        )
+    flag = {"dense": "encoder", "http": "retriever_url"}.get(settings.retriever)
+    if flag and not getattr(settings, flag):
+        raise InputError(f"--retriever {settings.retriever} needs --{flag}")
 
 
 def check_training(settings: Settings) -> None:
@@ -107,11 +99,6 @@ def check_training(settings: Settings) -> None:
             f"--group_size 1: {settings.algorithm} compares the trajectories of one question; it "
             "needs at least 2"
         )
-    if settings.evaluate and settings.data:
-        raise InputError(
-            "--evaluate asks about the built-in world, not --data; instead: python eval.py "
-            "--model ... --data HELD_OUT_FILE"
-        )
     check_reward(settings)
 
 
@@ -120,25 +107,30 @@ def boolean(text: str) -> bool:
     return bool(("false", "true").index(text.lower()))  # a ValueError is argparse's one-line error
 
 
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
 def add_flags(parser: argparse.ArgumentParser, record: type, command: str) -> None:
-    """Adds a --flag for every field of a record, if the field's `only` is not set or is `command`
-    ("train" or "eval"). --help shows the default, which a recipe may change. argparse gets none, so
-    it returns only the flags that the user gave.
+    """Adds a --flag for every field of a record with a help text, if the field's `only` is not set
+    or is `command` ("train" or "eval"). --help shows the default, which a recipe may change.
+    argparse gets none, so it returns only the flags that the user gave.
     """
-    types, defaults = typing.get_type_hints(record), record()
     for f in fields(record):
-        if f.metadata.get("only", command) == command:
-            kind = types[f.name]
-            names = f.metadata.get("one_of")
-            text = f.metadata["help"] + (f"; one of {', '.join(names)}" if names else "")
-            parser.add_argument(
-                f"--{f.name}",
-                type={bool: boolean, dict: pairs}.get(kind, kind),
-                metavar=kind.__name__.upper(),
-                default=argparse.SUPPRESS,
-                help=f"{text} ({getattr(defaults, f.name)!r})".replace("%", "%%"),
-                **({"nargs": "?", "const": True} if kind is bool else {}),
-            )
+        if "help" not in f.metadata or f.metadata.get("only", command) != command:
+            continue
+        default, names = getattr(record(), f.name), f.metadata.get("one_of")
+        kind = type(default)
+        text = f.metadata["help"] + (f"; one of {', '.join(names)}" if names else "")
+        flag = parser.add_argument(
+            f"--{f.name}",
+            type={bool: boolean, dict: pairs}.get(kind, kind),
+            metavar=kind.__name__.upper(),
+            default=argparse.SUPPRESS,
+            help=f"{text} ({default!r})".replace("%", "%%"),
+        )
+        if kind is bool:  # --resume is --resume true
+            flag.nargs, flag.const = "?", True
 
 
 def parse_flags(
@@ -151,12 +143,11 @@ def parse_flags(
     parser = FlagParser(command, description=record.__doc__)
     if methods:
         parser.add_argument("method", choices=methods)
-    add_flags(parser, record, only)
-    if with_settings:
-        add_flags(parser, Settings, only)
+    for flags in (record, Settings)[: 1 + with_settings]:
+        add_flags(parser, flags, only)
     given = vars(parser.parse_args(arguments))
     names = given.keys() & {f.name for f in fields(record)}
-    options = replace(record(), **{name: given.pop(name) for name in names})
+    options = record(**{name: given.pop(name) for name in names})
     for f in fields(record):
         if f.metadata.get("needed") and not getattr(options, f.name):
             parser.error(f"--{f.name} is missing")
@@ -164,30 +155,24 @@ def parse_flags(
     return options, given
 
 
-def numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
-def given_flags(arguments: list[str] | None) -> tuple[list[int], dict]:
-    """Parses train.py's command line. Returns (the stages, the other flags that were given)."""
-    example = "example: python train.py --recipe r_search --steps 20 --run_name mine"
+def given_flags(arguments: list[str] | None) -> dict:
+    """Parses train.py's command line. Returns the flags that were given; `stage` is a list."""
     parser = FlagParser(
         "train.py",
         description="Trains stages of a paper; --stage may list several.",
-        epilog=example,
+        epilog="example: python train.py --recipe r_search --steps 20 --run_name mine",
         conflict_handler="resolve",
     )
     add_flags(parser, Settings, "train")
     parser.add_argument("--stage", type=numbers, default=[1], help="stages to train, as 1,2")
-    given = vars(parser.parse_args(arguments))
-    return given.pop("stage"), given
+    return vars(parser.parse_args(arguments))
 
 
 def parse_stages(arguments: list[str] | None = None) -> list[Settings]:
-    """Parses train.py's command line. Returns the settings of each stage, in order."""
-    stages, given = given_flags(arguments)
+    """Returns the settings of each stage that train.py's command line names, in order."""
+    given = given_flags(arguments)
     runs = []
-    for stage in stages:
+    for stage in given.pop("stage"):
         runs.append(stage_settings(stage, given, *runs[-1:]))
     if len(runs) > 1 and (runs[0].resume or runs[0].dry_run):
         raise InputError("--stage: --resume and --dry_run take one stage: give one")
@@ -200,17 +185,22 @@ def parse(arguments: list[str] | None = None) -> Settings:
 
 
 def stage_settings(stage: int, given: dict, before: Settings | None = None) -> Settings:
-    """Returns the settings of a stage. `before` has the settings of the stage that the same command
-    trains just before this one. If it is None, stage 2 without --model continues from the stage 1
-    that was saved earlier.
+    """Returns the settings of a stage. `before` has the settings of the stage before, if the same
+    command trains it; without it, stage 2 continues from --model, or else from the last checkpoint
+    of a stage 1 that was trained earlier.
     """
     recipe = given.get("recipe", "ur2")
     settings = resolve(recipe, stage, True, given)
+    folder = stage_folder(settings, stage - 1)
     if stage > 1 and not (before or settings.model):
-        before = stage_before(settings)
+        if not (settings.resume or any(folder.glob("checkpoint-*"))):
+            raise InputError(
+                f"--stage {stage}: there is no checkpoint of the stage before in {folder}: train "
+                "both with --stage 1,2, or give --model"
+            )
+        before = saved_settings(str(folder))
     if before and before.model:
-        # The last checkpoint in this folder is loaded.
-        given = given | {"model": str(stage_folder(settings, stage - 1))}
+        given = given | {"model": str(folder)}  # its last checkpoint is loaded
     tiny = in_built_in_world(before or settings)
     return check_settings(resolve(recipe, stage, tiny, given))
 
@@ -226,19 +216,6 @@ def stage_folder(settings: Settings, stage: int | None = None) -> Path:
     return Path(settings.output_dir) / name / f"stage{stage or settings.stage}"
 
 
-def stage_before(settings: Settings) -> Settings | None:
-    """Returns the settings of the stage before, whose last checkpoint this stage starts from, or
-    None if they are gone. Without --resume, that checkpoint must exist.
-    """
-    folder = stage_folder(settings, settings.stage - 1)
-    if not (settings.resume or any(folder.glob("checkpoint-*"))):
-        raise InputError(
-            f"--stage {settings.stage}: there is no checkpoint of the stage before in {folder}: "
-            "train both with --stage 1,2, or give --model"
-        )
-    return saved_settings(str(folder))
-
-
 def saved_settings(model: str) -> Settings | None:
     """Returns the settings saved in a checkpoint's or a stage's folder; None for other models."""
     path = Path(model, "settings.json")
@@ -246,7 +223,7 @@ def saved_settings(model: str) -> Settings | None:
         return None
     saved = json.loads(path.read_text(encoding="utf-8"))
     # A run of an older version may have saved settings that no longer exist.
-    return Settings(**{f.name: saved[f.name] for f in fields(Settings) if f.name in saved})
+    return Settings(**{name: saved[name] for name in saved.keys() & vars(DEFAULTS).keys()})
 
 
 def in_built_in_world(settings: Settings) -> bool:
@@ -261,6 +238,6 @@ def in_built_in_world(settings: Settings) -> bool:
 
 def shown_settings(settings: Settings) -> str:
     """Returns a line for the console: recipe, stage, and settings that differ from the defaults."""
-    always = ("recipe", "stage")
-    changed = [k for k, v in vars(settings).items() if k in always or v != getattr(DEFAULTS, k)]
-    return "settings: " + " ".join(f"{name}={getattr(settings, name)}" for name in changed)
+    usual = vars(DEFAULTS) | {"recipe": None, "stage": None}
+    shown = [f"{name}={value}" for name, value in vars(settings).items() if value != usual[name]]
+    return " ".join(["settings:", *shown])

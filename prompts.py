@@ -18,30 +18,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
-from data import Document, Question, clean, control_tokens, strip_tags
+from data import TASKS, Document, Question, clean, control_tokens, strip_tags
 from errors import InputError, run_main, say_once
 from metrics import Span, choice_letter, find_boxed, last_boxed
 from templates import chat_text
 
 Tags = tuple[str, str]  # begin, end
-# What the judge reads about an open question (task "qa"): with "question", the question, the
-# accepted answers and the model's answer; with "answers", the same without the question; with
-# "normalized", the same as with "answers", but normalized. For the other tasks it is always the
-# same as with "question".
-JUDGE_SEES = ("question", "answers", "normalized")
 # The sections of --prompt_file. "policy:direct" is for questions that may not search, and
 # "summarizer:fallback" is used where the summariser may reject a query (only under UR²): in
 # training rollouts, for web pages, or with --fallback.
 BY_TASK = ("policy", "policy:direct", "summarizer", "summarizer:fallback")
-TASKS = ("qa", "math", "choice", "summary")
-# "notice" follows a fallback in training (UR² C.6).
-SECTIONS = (
-    "judge",
-    "reader",
-    *BY_TASK,
-    *(f"{name}:{task}" for name in BY_TASK for task in TASKS),
-    "notice",
-)
+SECTIONS = ["judge", "reader", *BY_TASK]
+SECTIONS += [f"{name}:{task}" for name in BY_TASK for task in TASKS]
+SECTIONS += ["notice"]  # it follows a fallback in training (UR² C.6)
 # How a document is printed, if it has a title and if it has none. The numbers begin with 1.
 NUMBERED = ("({number}) {title}: {text}", "({number}) {text}")
 # The placeholders of layouts. {max_searches} is none: `fill_instruction` replaces it.
@@ -71,7 +60,11 @@ class Protocol:
     thinking_apart: bool = False  # ARENA: True lets <think> precede <relevance>
     # task -> how many searches a question may run; "" is for all other tasks. Set by Environment.
     search_limits: dict[str, int] = field(default_factory=lambda: {"": 4}, hash=False)
-    judge_sees: str = "question"  # one of JUDGE_SEES
+    # What the judge reads about an open question (task "qa"): with "question", the question, the
+    # accepted answers and the model's answer; with "answers", the same without the question; with
+    # "normalized", the same as with "answers", but normalized. For the other tasks it is always the
+    # same as with "question".
+    judge_sees: str = "question"
     # Texts that the environment inserts; their blank lines have mask 0 too.
     fallback_notice: str = "This query asks for no fact. Ask for a fact or reason on.\n\n"
     malformed_notice: str = "\n\nNo search was run: write the query between its two tags.\n\n"
@@ -165,13 +158,12 @@ def fill(layout: str, values: dict[str, str], clean: Callable = str) -> str:
 
 
 def question_values(question: Question, layout: str) -> dict[str, str]:
-    """Returns the values of {question}, {options} and {references}. Options follow the question if
-    the layout has no {options}.
+    """Returns the values of {question} and {options}. Options follow the question if the layout has
+    no {options}.
     """
     return {
         "question": question.question if "{options}" in layout else question_text(question),
         "options": "\n".join(lettered(question)),
-        "references": "\n".join(number_documents(question.references)),
     }
 
 
@@ -187,13 +179,14 @@ def check_references(protocol: Protocol, question: Question) -> None:
     if it has no references, or if its task does not fit the answer tags: <summary> is for the task
     "summary", and <answer> for all other tasks.
     """
-    shown = protocol.references_in_prompt
-    if shown and not question.references:
+    if not protocol.references_in_prompt:
+        return
+    if not question.references:
         raise InputError(
             f"question {question.id} has no references, and protocol {protocol.name} answers from"
             " them: give the record a `references` list, or choose a protocol that searches"
         )
-    if shown and (protocol.answer_tags == tag_pair("summary")) != (question.task == "summary"):
+    if (protocol.answer_tags == tag_pair("summary")) != (question.task == "summary"):
         raise InputError(
             f"question {question.id} is of task {question.task}: --recipe arena needs --variant "
             "summaries for questions of task summary, and only for these"
@@ -209,11 +202,10 @@ def prompt_text(protocol: Protocol, question: Question, tokenizer) -> str:
         custom = protocol.custom_prompt("policy:direct", question.task) or custom
     instruction = protocol.fill_instruction(question, custom)
     instruction, layout = message_parts(instruction, "", protocol.layout)
-    tags = (*protocol.tags, *re.findall(r"</?\w+>", protocol.layout))
-    clean = partial(without_control, tokenizer=tokenizer, tags=tags)
     references = number_documents(question.references, protocol.document_layouts)
     values = question_values(question, layout) | {"references": "\n".join(references)}
-    user = fill(layout, values, clean)
+    tags = (*protocol.tags, *re.findall(r"</?\w+>", protocol.layout))
+    user = fill(layout, values, partial(without_control, tokenizer=tokenizer, tags=tags))
     text = chat_text(tokenizer, instruction, user, "Question: {}\nResponse:")
     # Some templates open the turn with "<think>\n" already.
     if not text.rstrip().endswith(protocol.prompt_suffix):
@@ -254,15 +246,13 @@ def section_letters(text: str, tags: dict[str, Tags]) -> str:
     >>> section_letters("<a> 1 < 2 </a> <b></b>", {"A": ("<a>", "</a>"), "B": ("<b>", "</b>")})
     'Ax'
     """
-    letters = {begin + end: letter for letter, (begin, end) in tags.items()}
+    letters = {pair: letter for letter, pair in tags.items()}
     any_tag = "|".join(re.escape(tag) for pair in tags.values() for tag in pair)
-    outside, *rest = re.split(f"({any_tag})", text)  # rest: [begin, content, end, outside, ...]
-    order = ""
-    while len(rest) >= 4:
-        begin, content, end, after, *rest = rest
-        order += letters.get(begin + end, "x") if content.strip() else "x"
-        outside += after
-    return "x" if rest or outside.strip() else order
+    block = re.compile(f"({any_tag})((?:(?!{any_tag}).)*)({any_tag})", re.DOTALL)
+    if block.sub("", text).strip():
+        return "x"
+    blocks = block.findall(text)
+    return "".join(letters.get((a, b), "x") if content.strip() else "x" for a, content, b in blocks)
 
 
 # Matches "correct answer is", a colon, and then a letter that is not part of a word. A box,
@@ -301,7 +291,7 @@ def stated_choice(reply: str, options: Sequence[str] = ()) -> str:
     >>> stated_choice("So \\\\boxed{12} apples. I think the answer is **B**.")
     '**B**.'
     """
-    texts = [match[1].strip() for match in _CHOICE.finditer(reply)][-1:]
+    texts = [*map(str.strip, _CHOICE.findall(reply)[-1:])]
     texts += [last_block(reply, tag_pair("answer")), last_boxed(reply)]
     for stated in STATED.findall(reply)[-1:]:
         texts += [stated, stated.partition(". ")[0]]  # "oak. It grows tall." means oak
@@ -316,9 +306,9 @@ def parse_query(protocol: Protocol, turn: str) -> str | None:
     if not protocol.query_tags:
         return None
     begin, end = protocol.query_tags
-    head = turn.rpartition(end)[0]
-    opened = head.rfind(begin)
-    return head[opened + len(begin) :].strip() if opened > head.rfind(end) else None
+    before = ["", *turn.split(end)][-2]  # what is between the last two end tags
+    _, opened, query = before.rpartition(begin)
+    return query.strip() if opened else None
 
 
 def without_thinking(reply: str) -> str:
@@ -371,12 +361,12 @@ def without_control(text: str, tokenizer, tags: tuple[str, ...] = ()) -> str:
     is returned.
     """
     control = control_tokens(tokenizer)
-    given, text = text, strip_tags(clean(text), [*tags, *control.values()])
-    if text != given:
+    stripped = strip_tags(clean(text), [*tags, *control.values()])
+    if stripped != text:
         say_once("tags or special tokens inside questions, documents or replies become blanks")
     # Trap: a tokenizer that normalises text may read "＜EOS＞", with full-width brackets, as a
     # special token. In that case all punctuation is removed.
-    for candidate in (text, re.sub(r"[^\w\s]|_", " ", text)):
+    for candidate in (stripped, re.sub(r"[^\w\s]|_", " ", stripped)):
         ids = tokenizer(candidate, add_special_tokens=False)["input_ids"]
         special = control.keys() & set(ids) - {tokenizer.unk_token_id}  # <unk> is harmless
         if not special and not any(map(tokenizer.decode(ids).count, tags)):
@@ -388,10 +378,10 @@ def main() -> None:
     """Shows an invented protocol: what the model is told, where it stops, what is read."""
     tags = map(tag_pair, ("ask", "found", "answer"))
     told = "If a fact is missing, write <ask> your query </ask>. End with <answer> it </answer>."
-    protocol = Protocol("invented", *tags, told, "End with <answer> it </answer>.")
+    protocol = Protocol("invented", *tags, told, "")
     turn = "Who was she? <ask> Ana Bell birthplace </ask>"
     text = "<answer> Kelmouth </answer> No: <answer> Norland </answer>"
-    print("the model is told:", protocol.fill_instruction(Question("", "", [])))
+    print("the model is told:", told)
     print("its turn ends at:", *protocol.stop_tags)
     print(f"the query in {turn!r}:", parse_query(protocol, turn))
     print(f"the answers in {text!r}:", *(answer.content for answer in find_answers(protocol, text)))

@@ -853,7 +853,7 @@ def check_questions(questions: list[Question], settings) -> list[Question]:
     if settings.reward == "ur2_stage1" and not any(q.may_search for q in questions):
         raise InputError(
             "--reward ur2_stage1 rewards searches, but no question is allowed to search: change"
-            " --retrieval, --recipe or --data, or take stage 2"
+            " --recipe or --data, or take stage 2"
         )
     name = "" if ":" in settings.reward else settings.reward  # an own reward may read anything
     cites = name.startswith("arena") and settings.reward_args.get("relevance_reward", True)

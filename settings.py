@@ -3,9 +3,9 @@
     defaults  <  the paper's stage  <  its values for the tiny model  <  the command line
 
 papers/ has the papers' values, and flags.py reads the command line. A field is a flag of train.py
-and lab.plan (`train_only`), of all commands but train.py (`eval_only`), of none, because only
-papers/ and lab/claims.py set it (`papers_only`), or of all commands (`setting`). Left out: settings
-files, because a shell script with the flags does the same.
+and lab.plan (`train_only`), of all commands but train.py (`eval_only`), or of all commands
+(`setting`). A field that has only a comment is no flag: papers/ and lab/claims.py set it. Left out:
+settings files, because a shell script with the flags does the same.
 """
 
 import ast
@@ -14,21 +14,18 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
-from operator import ge, gt, le, lt
 
 from errors import InputError, nearest
 
 # Names that flags accept. Tests compare them with the tables of the files that use them.
 ALGORITHMS = ("reinforce_pp", "reinforce_pp_baseline", "grpo", "dapo", "ppo")  # update.py
 RETRIEVERS = ("bm25", "dense", "http", "random", "empty", "oracle", "given")  # retriever.py
-BOUNDS = {"least": (ge, "at least"), "above": (gt, "above")}  # the comparison and its words
-BOUNDS |= {"most": (le, "at most"), "below": (lt, "below")}
 
 
 def setting(default, help: str, **limits):
-    """Declares a field. `limits` may have the bounds least, above, most and below; `one_of`, the
-    names that are allowed; `shares`, True if a dict has weights; `only`, as above; and `needed`,
-    True if the flag must be given.
+    """Declares a flag. `limits` may have the bounds least and most; `one_of`, the names that are
+    allowed; `shares`, True if a dict has weights; `only`, as above; and `needed`, True if the flag
+    must be given.
     """
     metadata = {"help": help, **limits}
     if isinstance(default, dict):
@@ -38,7 +35,6 @@ def setting(default, help: str, **limits):
 
 train_only = partial(setting, only="train")
 eval_only = partial(setting, only="eval")
-papers_only = partial(setting, only="papers")
 
 
 @dataclass(frozen=True)
@@ -56,17 +52,11 @@ class Settings:
         'HF causal LM (folder or hub name); "": in stage 2 the last checkpoint of stage 1, in '
         "evaluations the last of the run, else the built-in model",
     )
-    toy_init: str = setting(
-        "", "built-in model only: name of a weaker supervised warm-up (default: the standard one)"
-    )
+    toy_init: str = ""  # built-in model: name of a weaker supervised warm-up (Paper.warm_ups)
     run_name: str = setting("", "the run's files are written to OUTPUT_DIR/NAME/stageN")
     output_dir: str = setting("runs", "folder for all runs and the built-in models")
     resume: bool = train_only(False, "continue from this run's last checkpoint")
     dry_run: bool = train_only(False, "try a small step, report problems, save no run")
-    evaluate: bool = train_only(
-        False,
-        "after training, evaluate in the built-in world, at temperature 1 and greedily",
-    )
     save_every: int = train_only(
         10, "steps between checkpoints; the last step is always saved", least=1
     )
@@ -74,15 +64,10 @@ class Settings:
         2, "last checkpoints to keep, besides the best evaluated; 0: all", least=0
     )
     eval_every: int = train_only(0, "steps between greedy evaluations; 0: never", least=0)
-    eval_questions: float = papers_only(
-        100,
-        "questions in an evaluation of --eval_every; below 1: this share of --data; in the "
-        "built-in world: per kind of question",
-        above=0,
-    )
-    groups_kept: int = train_only(
-        4, "groups of trajectories saved per step for view.py; -1: all", least=-1
-    )
+    # questions in an evaluation of --eval_every; below 1: this share of --data; in the built-in
+    # world: per kind of question
+    eval_questions: float = 100
+    groups_kept: int = 4  # groups of trajectories saved per step for view.py; -1: all
     report_to: str = train_only(
         "",
         "tracker that also receives the metrics; each needs its own package",
@@ -99,39 +84,32 @@ class Settings:
         "", 'file or folder of documents; "from-data" = the references of the questions in --data'
     )
     skip_bad: bool = setting(False, "skip malformed records and count them")
-    reworded: float = papers_only(
-        0.0,
-        "built-in world: share of look-up training questions whose gold answers get an extra word",
-        least=0,
-    )
+    # built-in world: share of look-up training questions whose gold answers get an extra word
+    reworded: float = 0.0
     questions_per_step: int = train_only(
         64, "questions per step, and per extra draw of DAPO", least=1
     )
     mix: dict = train_only(
         {},
         'share of each kind in every step: kind=weight,...; "hotpotqa" means all kinds that begin'
-        ' with "hotpotqa_"; without it, as in the data',
+        ' with "hotpotqa_"; with --difficulty also kind:bucket=weight, in place of the recipe\'s '
+        "shares; without it, as in the data",
         shares=True,
     )
     difficulty: str = train_only(
         "",
         'file of lab.difficulty that sorts questions into buckets; "level" = the level in --data',
     )
-    buckets: dict = papers_only(
-        {},
-        "share of each bucket: hard=7,easy=1; for one task or kind: math:hard=1,...",
-        shares=True,
-    )
+    # without `mix`, the share of each bucket: {"hard": 7, "easy": 1}; for one task or kind:
+    # {"math:hard": 1, ...}
+    buckets: dict = field(default_factory=dict)
     task_mixing: bool = train_only(
         False,
         "let only half of the multiple-choice questions search, and of the math questions only "
         "some buckets of --difficulty (in most recipes: hard and dropped)",
     )
-    math_searches: dict = papers_only(
-        {"hard": 1, "dropped": 1},
-        "task mixing: what share of the math questions in each bucket may search",
-        shares=True,
-    )
+    # task mixing: what share of the math questions in each bucket may search
+    math_searches: dict = field(default_factory=lambda: {"hard": 1, "dropped": 1})
 
     # ------------------------------------------------------------------------------------ prompts
     protocol: str = eval_only("ur2", "the paper's tags and prompt")
@@ -140,7 +118,7 @@ class Settings:
         "your own prompts: a file with a line such as [policy:math] above each prompt (without "
         "such a line, the whole file is the prompt [policy]); see docs/extend.md",
     )
-    retrieval: bool = setting(
+    retrieval: bool = eval_only(
         True, "False: no question may search, and each gets the prompt without retrieval"
     )
     chat_template: str = setting(
@@ -149,10 +127,8 @@ class Settings:
         "the chat template (for base models that have one); or variables of the template, as JSON: "
         '{"enable_thinking": false}',
     )
-    direct_tasks: str = papers_only(
-        "",
-        "tasks whose questions may not search (prompt without retrieval), such as math,choice",
-    )
+    # tasks whose questions may not search (prompt without retrieval), such as "math,choice"
+    direct_tasks: str = ""
 
     # ------------------------------------------------------------------------------------ rollout
     engine: str = setting(
@@ -168,13 +144,13 @@ class Settings:
     top_p: float = eval_only(
         1.0,
         "sample from the smallest set of likeliest tokens with at least this total probability",
-        above=0,
+        least=0.01,
         most=1,
     )
     max_searches: int = setting(4, "maximum searches per trajectory", least=0)
-    task_searches: dict = papers_only({}, "max_searches of single tasks")
+    task_searches: dict = field(default_factory=dict)  # max_searches of single tasks
     max_turn_tokens: int = setting(512, "maximum number of new tokens per turn", least=1)
-    turn_tokens: dict = papers_only({}, "max_turn_tokens of single tasks")
+    turn_tokens: dict = field(default_factory=dict)  # max_turn_tokens of single tasks
     max_context: int = setting(
         0, "maximum tokens of prompt and response; 0: the model's limit", least=0
     )
@@ -204,14 +180,13 @@ class Settings:
     fallback: bool = eval_only(
         False, "let the model that writes notes reject queries, as in training"
     )
-    summary_sampling: dict = papers_only(
-        {}, "sampling of the notes: task -> [temperature, top_p, tokens]"
-    )
+    # sampling of the notes: task -> [temperature, top_p, tokens]
+    summary_sampling: dict = field(default_factory=dict)
     timeout: float = setting(
         60.0,
         "time limit in seconds of one try of a request to a server; vLLM servers have other limits "
         "for sampling and for loading weights",
-        above=0,
+        least=0.01,
     )
 
     # ------------------------------------------------------------------------------------- reward
@@ -225,11 +200,8 @@ class Settings:
         "arguments of the reward, such as fallback_penalty=0.0,format_check=loose; its function in "
         "rewards.py explains them",
     )
-    left_out: str = papers_only("", "reward term to leave out, as in When to Search's Table 4")
-    whole_reply: bool = papers_only(
-        False,
-        "R-Search: score the reader's whole reply (eq. 4), not only its answer",
-    )
+    left_out: str = ""  # reward term to leave out, as in When to Search's Table 4
+    whole_reply: bool = False  # R-Search: score the reader's whole reply (eq. 4), not its answer
     judge: str = setting(
         "", "model that judges answers: URL#model or a HF model; without it, a metric decides"
     )
@@ -253,11 +225,9 @@ class Settings:
         "maximum tokens per micro-batch, padding included; a longer trajectory gets its own",
         least=1,
     )
-    mask_documents: bool = papers_only(
-        True,
-        "train on the policy's own tokens only; False (an ablation): on inserted text too",
-    )
-    clip_low: float = train_only(0.2, "the ratio is clipped below at 1 − clip_low", least=0, most=1)
+    # train on the policy's own tokens only; False (an ablation): on inserted text too
+    mask_documents: bool = True
+    clip_low: float = 0.2  # the ratio is clipped below at 1 − clip_low: 0.8 in every paper
     clip_high: float = train_only(0.2, "the ratio is clipped above at 1 + clip_high", least=0)
     loss_aggregation: str = train_only(
         "sequence",
@@ -284,28 +254,16 @@ class Settings:
         "k1 is subtracted from the reward, k2 and k3 are added to the loss; log: only measured",
         one_of=("k1", "k2", "k3", "log"),
     )
-    group_std: bool = papers_only(
-        True,
-        "reinforce_pp_baseline: divide advantages by the group's std (UR² eq. 5)",
-    )
-    whiten_tokens: bool = papers_only(
-        False, "reinforce_pp_baseline: whiten over tokens, not trajectories"
-    )
-    gae_lambda: float = papers_only(1.0, "PPO: GAE's λ", least=0, most=1)
-    critic_lr: float = train_only(1e-5, "PPO: learning rate of the critic", above=0)
-    critic_warmup_ratio: float = papers_only(
-        0.0, "PPO: like --warmup_ratio, for critic_lr", least=0, below=1
-    )
-    max_resample: int = papers_only(
-        3,
-        "DAPO: maximum extra draws per step, each of --questions_per_step questions",
-        least=0,
-    )
-    filter_by: str = papers_only(
-        "correct",
-        "DAPO: keep groups whose trajectories differ in: correct (right or wrong), answer (the "
-        "reward term of this name), total (the reward)",
-    )
+    group_std: bool = True  # reinforce_pp_baseline: divide by the group's std (UR² eq. 5)
+    whiten_tokens: bool = False  # reinforce_pp_baseline: whiten over tokens, not trajectories
+    gae_lambda: float = 1.0  # PPO: GAE's λ
+    critic_lr: float = train_only(1e-5, "PPO: learning rate of the critic", least=1e-9)
+    critic_warmup_ratio: float = 0.0  # PPO: like --warmup_ratio, for critic_lr
+    # DAPO: maximum extra draws per step, each of --questions_per_step questions
+    max_resample: int = 3
+    # DAPO: keep groups whose trajectories differ in: correct (right or wrong), answer (the reward
+    # term of this name), total (the reward)
+    filter_by: str = "correct"
 
     # ----------------------------------------------------------------------- optimizer and memory
     optimizer: str = train_only(
@@ -313,15 +271,12 @@ class Settings:
         "8bit: Adam's moments in 8 bits; paged: they move to the CPU when the GPU is full",
         one_of=("adamw", "adamw8bit", "paged_adamw8bit"),
     )
-    lr: float = train_only(2e-6, "learning rate", above=0)
+    lr: float = train_only(2e-6, "learning rate", least=1e-9)
     warmup_ratio: float = train_only(
-        0.0, "share of all updates with linear warm-up", least=0, below=1
+        0.0, "share of all updates with linear warm-up", least=0, most=0.99
     )
-    lr_schedule: str = train_only(
-        "constant",
-        "learning rate after the warm-up; linear and cosine fall towards 0",
-        one_of=("constant", "linear", "cosine"),
-    )
+    # learning rate after the warm-up: "constant"; "linear" and "cosine" fall towards 0
+    lr_schedule: str = "constant"
     gradient_checkpointing: bool = train_only(
         False, "recompute activations in the backward pass: slower, with less memory"
     )
@@ -368,9 +323,10 @@ def check_value(name: str, value, limits) -> None:
     names = limits.get("one_of", [value])
     if value not in names:
         fault = f"unknown; one of {', '.join(names)}{nearest(value, names)}"
-    for limit, (holds, words) in BOUNDS.items():
-        if limit in limits and not holds(value, limits[limit]):
-            fault = f"must be {words} {limits[limit]}"
+    if "least" in limits and value < limits["least"]:
+        fault = f"must be at least {limits['least']}"
+    if "most" in limits and value > limits["most"]:
+        fault = f"must be at most {limits['most']}"
     if isinstance(value, float) and not math.isfinite(value):
         fault = "must be a finite number"
     if limits.get("shares") and value:

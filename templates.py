@@ -20,12 +20,12 @@ from functools import lru_cache, partial
 from errors import InputError
 
 PROBE = "⟦8417⟧"  # stands for the text while the layout is chosen
-EMPTY_SYSTEM = 3  # the layout of a text below an empty system message
 
 
-def messages_of(instruction: str, content: str | list) -> list[dict]:
+def messages_of(system: str | None, content: str | list) -> list[dict]:
+    """Returns the messages of a request; with None it has no system message."""
     user = {"role": "user", "content": content}
-    return [{"role": "system", "content": instruction}, user] if instruction else [user]
+    return [user] if system is None else [{"role": "system", "content": system}, user]
 
 
 def chat_text(tokenizer, instruction: str, text: str, plain: str = "{}\n\nAnswer:") -> str:
@@ -43,32 +43,30 @@ def chat_text(tokenizer, instruction: str, text: str, plain: str = "{}\n\nAnswer
 @lru_cache(maxsize=64)
 def choose_layout(tokenizer, instruction: str, template: str) -> Callable[[str], str]:
     """Returns a function that renders the prompt for a text: by the first layout whose prompt has
-    the instruction and the text in it. Without an instruction, an empty system message replaces the
-    template's own, if the template has one.
+    the instruction and the text in it. Without an instruction it is the layout with the shortest
+    prompt, so an empty system message replaces one that the template writes by itself.
     """
 
-    def render(layout: int, text: str) -> str:
-        whole = f"{instruction}\n\n{text}".lstrip()
-        user = (text, whole, [{"type": "text", "text": whole}], text)[layout]
-        messages = messages_of("" if layout else instruction, user)
-        if layout == EMPTY_SYSTEM:
-            messages = [{"role": "system", "content": ""}, *messages]
+    def render(system: str | None, in_parts: bool, text: str) -> str:
+        if system is None:  # the instruction is in the user's message
+            text = "\n\n".join(filter(None, [instruction, text]))
+        messages = messages_of(system, [{"type": "text", "text": text}] if in_parts else text)
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
     # The built-in models know their protocol. To them most words of an instruction are <unk>, and
     # their template leaves it out.
     ids = tokenizer(instruction, add_special_tokens=False)["input_ids"]
     needed = "" if tokenizer.unk_token_id in ids else instruction.strip()
-    with suppress(Exception):
-        shorter = len(render(EMPTY_SYSTEM, PROBE)) < len(render(0, PROBE))
-        if not instruction and shorter and PROBE in render(EMPTY_SYSTEM, PROBE):
-            return partial(render, EMPTY_SYSTEM)
-    for layout in range(3):
+    lengths = {}  # layout -> length of its prompt
+    for system, in_parts in ((instruction, False), (None, False), (None, True)):
+        layout = partial(render, system, in_parts)
         with suppress(Exception):  # some templates without a system role raise their own error
-            prompt = render(layout, PROBE)
+            prompt = layout(PROBE)
             if PROBE in prompt and needed in prompt:
-                return partial(render, layout)
-    render(1, PROBE)  # raises the template's own error, if it has one
+                lengths[layout] = len(prompt)
+    if lengths:
+        return next(iter(lengths)) if instruction else min(lengths, key=lengths.get)
+    render(None, False, PROBE)  # raises the template's own error, if it has one
     raise InputError("it leaves out the instruction or the question: give --chat_template none")
 
 

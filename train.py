@@ -2,7 +2,7 @@
 
     accelerate launch train.py --stage 1             the built-in world, UR²
     accelerate launch train.py --stage 2             from stage 1's last checkpoint, or --model
-    accelerate launch train.py --stage 1,2 --evaluate   both stages, then an evaluation of the last
+    accelerate launch train.py --stage 1,2           both stages
     accelerate launch train.py --stage 1 --model DIR --data FILE --corpus from-data
     python train.py --dry_run                        tries a small step and reports problems
 
@@ -16,7 +16,7 @@ on every process, so advantages use the global batch.
 Files in runs/NAME/stageN: settings.json, metrics.jsonl, trajectories.jsonl.gz, checkpoints.
 """
 
-from errors import rank_of, run_main  # before torch
+from errors import run_main  # before torch
 
 # isort: split
 from flags import parse_stages, stage_folder
@@ -36,7 +36,6 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
 import dapo
-import eval as evaluation
 import grpo
 import ppo
 from plumbing import checkpoint
@@ -406,9 +405,7 @@ def sampler_stats(batch: Batch, first: Tensor, mismatch: str) -> Record:
 def main(arguments: list[str] | None = None) -> None:
     for settings in parse_stages(arguments):
         with checkpoint.as_command(settings):
-            folder = train(settings)
-    if settings.evaluate and rank_of("RANK") == 0:
-        evaluation.main(["--model", str(folder), "--decoding", "both"])
+            train(settings)
 
 
 if __name__ == "__main__":

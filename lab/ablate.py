@@ -99,7 +99,7 @@ def check_before_rl(settings: Settings) -> None:
     searches = measure(NUMBERS["MORE"], {"eval": evaluate(settings)})
     if searches > prior:
         raise InputError(
-            f"--toy_init {settings.toy_init}: {searches:.3f} searches per look-up question before"
+            f"toy_init {settings.toy_init}: {searches:.3f} searches per look-up question before"
             f" RL, more than {prior}: leave world {settings.world_seed} out"
         )
 

@@ -58,7 +58,9 @@ class DistilSettings:
     protocol: str = setting("r1_searcher", "protocol of traces", one_of=PROTOCOLS)
     epochs: int = setting(2, "passes over the examples", least=1)
     batch_size: int = setting(32, "examples per update", least=1)
-    lr: float = setting(1e-5, "learning rate (summarizer: fixed; others: it falls to 0)", above=0)
+    lr: float = setting(
+        1e-5, "learning rate (summarizer: fixed; others: it falls to 0)", least=1e-9
+    )
     gradient_checkpointing: bool = setting(False, "recompute activations: less memory")
     seed: int = setting(0, "seed of the examples' order, and of the N questions of --data FILE:N")
 

@@ -118,7 +118,7 @@ class PlanSettings:
     """Estimate the memory of a run."""
 
     gpus: int = setting(1, "number of GPUs", least=1)
-    gpu_memory: float = setting(80.0, "GiB of each GPU", above=0)
+    gpu_memory: float = setting(80.0, "GiB of each GPU", least=1)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -137,7 +137,7 @@ class ServerLLM(LLM):
             "temperature": request.temperature,
             "top_p": request.top_p,
             "max_tokens": request.max_tokens or self.max_tokens,
-            "messages": messages_of(*request[:2]),
+            "messages": messages_of(request[0] or None, request[1]),
         }
         reply = fetch_json(self.url, payload, self.timeout, self.headers)
         try:

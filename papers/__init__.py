@@ -4,7 +4,6 @@ To add a paper, write such a file, name it here, and add its rewards to rewards.
 then knows it. `python -m papers` prints the settings of all.
 """
 
-from errors import InputError
 from papers.arena import ARENA
 from papers.paper import Paper
 from papers.r1_searcher import R1_SEARCHER
@@ -51,8 +50,7 @@ def record_of(recipe: str, variant: str = "", stage: int | None = None) -> Paper
     paper = PAPERS[recipe]
     if variant:
         check_value("variant", variant, {"one_of": paper.variants})
-        paper = paper.variants[variant]
-    if stage is not None and stage not in paper.stages:
-        named = f"{recipe} {variant}".strip()
-        raise InputError(f"--stage {stage}: {named} has stages {', '.join(map(str, paper.stages))}")
+        paper = paper.variant(variant)
+    if stage is not None:
+        check_value("stage", str(stage), {"one_of": [*map(str, paper.stages)]})
     return paper

@@ -6,16 +6,16 @@ from papers import PAPERS
 
 
 def main() -> None:
-    """Prints the table. A variant shows only the settings that differ from its paper's."""
+    """Prints the table. A variant shows only what it changes: in all stages, or after the number
+    of one.
+    """
     print("paper | stage | settings | source\n--- | --- | --- | ---")
     for name, paper in PAPERS.items():
-        for variant, own in {"": paper, **paper.variants}.items():
-            for stage, settings in own.stages.items():
-                usual = paper.stages.get(stage, {}) if variant else {}
-                changed = [key for key in usual | settings if settings.get(key) != usual.get(key)]
-                shown = ", ".join(f"{key} {settings.get(key, 'by default')}" for key in changed)
-                named = f"{name}:{variant}".strip(":")
-                print(named, stage, shown or "the same", own.source, sep=" | ")
+        rows = [(name, stage, settings) for stage, settings in paper.stages.items()]
+        rows += [(f"{name}:{variant}", "", own) for variant, own in paper.variants.items()]
+        for named, stage, settings in rows:
+            shown = ", ".join(f"{key} {value}" for key, value in settings.items())
+            print(named, stage, shown, paper.source, sep=" | ")
 
 
 if __name__ == "__main__":

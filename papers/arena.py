@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from papers.paper import EVERYTHING, HALVES, TWO_FACTS, Paper, rewarded, varied
+from papers.paper import EVERYTHING, HALVES, TWO_FACTS, Paper
 from prompts import Protocol, tag_pair
 from world.tiny import Tiny
 
@@ -29,9 +29,10 @@ PROTOCOLS["arena"] = Protocol(
     document_layouts=("({number}) {text}",) * 2,  # released code: no titles
 )
 _NAIVE = (
-    _ARENA.partition(" exactly")[0] + " exactly two sections and nothing else: <think> how the"
-    " answer follows from the references </think>, then <answer> the answer, as short as the"
-    " question allows, unexplained </answer>."
+    "You get a question between <question> and </question> and numbered references between"
+    " <references> and </references>. Answer from the references. Write exactly two sections and"
+    " nothing else: <think> how the answer follows from the references </think>, then <answer>"
+    " the answer, as short as the question allows, unexplained </answer>."
 )
 PROTOCOLS["arena_naive"] = replace(  # section 4.3: neither relevance nor analysis
     PROTOCOLS["arena"],
@@ -43,15 +44,15 @@ PROTOCOLS["arena_naive"] = replace(  # section 4.3: neither relevance nor analys
 PROTOCOLS["arena_thinking"] = replace(
     PROTOCOLS["arena"], name="arena_thinking", thinking_apart=True
 )
-_SUMMARY = _ARENA
-for _old, _new in (
-    ("You get a question between", "You get what to summarise between"),
-    ("Answer from the references", "Write the summary that is asked for from them"),
-    ("the answer, as short as the question allows, unexplained", "the summary, in whole sentences"),
-    ("the answer", "the summary"),
-    ("answer>", "summary>"),
-):
-    _SUMMARY = _SUMMARY.replace(_old, _new)
+_SUMMARY = (
+    "You get what to summarise between <question> and </question> and numbered references between"
+    " <references> and </references>. Write the summary that is asked for from them. Write"
+    " exactly three sections and nothing else: <relevance> the numbers of the references that"
+    " help, and no others, as a list in square brackets </relevance>, then <analysis> how the"
+    " summary follows from these references together; say for each claim which references support"
+    " it </analysis>, then <summary> the summary, in whole sentences </summary>. References 2 and"
+    " 5, say, are written as <relevance>[2, 5]</relevance>."
+)
 PROTOCOLS["arena_summary"] = replace(  # appendix H.2
     PROTOCOLS["arena"],
     name="arena_summary",
@@ -82,6 +83,9 @@ _arena = {
     "max_turn_tokens": 256,  # its public configuration
     "steps": 95,  # table 10; 95 · 256 is about one epoch over the 25,000 questions
 }
+# The reward is format and answer only.
+_two_terms = {"reward_args": {"relevance_reward": False, "bonus": 0.0}, "kl_estimator": "k3"}
+_summaries = {"protocol": "arena_summary", "steps": 20}
 ARENA = Paper(
     source="ARENA section 4.4, app. F",
     protocols=PROTOCOLS,
@@ -101,26 +105,23 @@ ARENA = Paper(
         decay_from=0.75,
     ),
     punctuation="underscore",  # D.1; released code: --punctuation plain, --reward arena_code
+    variants={
+        "naive_grpo": _two_terms | {"protocol": "arena_naive"},  # section 5.3, figure 3; 4.3
+        "no_relevance_no_bonus": _two_terms,  # not in the paper: Naive-GRPO's reward, ARENA's form
+        "as_its_code": {  # its public configuration
+            "reward": "arena_code",
+            "lr_schedule": "cosine",
+            "warmup_ratio": 0.1,
+            "loss_aggregation": "token",
+        },
+        "k3": {"kl_estimator": "k3"},  # appendix G
+        "no_bonus": {"reward_args": {"bonus": 0.0}},  # appendix I
+        "f1": {"reward_args": {"answer_metric": "f1"}},
+        "judge": {"judge": "https://api.openai.com/v1#gpt-4o-2024-11-20"},  # appendix D.3
+        "no_relevance": {"reward_args": {"relevance_reward": False}},  # not in the paper
+        "thinking": {"protocol": "arena_thinking"},  # 4.3, note 2
+        # Appendix H.2, table 9: 5,000 training examples; one epoch (20 steps) is our reading.
+        "summaries": _summaries,
+        "naive_summaries": _two_terms | _summaries,
+    },
 )
-_two_terms = varied(rewarded(ARENA, relevance_reward=False, bonus=0.0), kl_estimator="k3")
-ARENA.variants.update(  # section 5.3, figure 3
-    naive_grpo=varied(_two_terms, protocol="arena_naive"),  # also in section 4.3
-    no_relevance_no_bonus=_two_terms,  # not in the paper: Naive-GRPO's reward, ARENA's sections
-    # its public configuration
-    as_its_code=varied(
-        ARENA,
-        reward="arena_code",
-        lr_schedule="cosine",
-        warmup_ratio=0.1,
-        loss_aggregation="token",
-    ),
-    k3=varied(ARENA, kl_estimator="k3"),  # appendix G
-    no_bonus=rewarded(ARENA, bonus=0.0),  # appendix I
-    f1=rewarded(ARENA, answer_metric="f1"),
-    judge=varied(ARENA, judge="https://api.openai.com/v1#gpt-4o-2024-11-20"),  # appendix D.3
-)
-ARENA.variants["no_relevance"] = rewarded(ARENA, relevance_reward=False)  # not in the paper
-ARENA.variants["thinking"] = varied(ARENA, protocol="arena_thinking")  # 4.3, note 2
-# Appendix H.2, table 9: 5,000 training examples; one epoch over them (20 steps) is our reading.
-ARENA.variants["summaries"] = varied(ARENA, protocol="arena_summary", steps=20)
-ARENA.variants["naive_summaries"] = varied(_two_terms, protocol="arena_summary", steps=20)

@@ -5,11 +5,13 @@ stages       {stage: the paper's settings, and ours where it gives none (docs/pa
              which)}; all other settings have their defaults
 tiny         {stage: settings that replace these for the tiny model on the built-in world}
 world        the tiny model's supervised warm-up: the form and flaws of its traces, its steps
-warm_ups     weaker warm-ups by name (--toy_init), on which the paper's claims can be tested
+warm_ups     weaker warm-ups, on which the paper's claims can be tested: name (the setting
+             `toy_init`) -> what it changes in `world`
 punctuation  how the paper's scorer treats punctuation in answers, a key of metrics.PUNCTUATION
 best_by      the metric by which the best checkpoint is chosen, of those in eval/...
 decoding     settings of the paper's evaluations (--decoding paper); {} means greedy
-variants     other backbones, data and ablations by name (--variant), each a record of its own
+variants     other backbones, data and ablations: name (--variant) -> what it changes: settings of
+             all stages, {stage: settings} of one stage, or fields of this record
 """
 
 from dataclasses import dataclass, field, replace
@@ -28,24 +30,20 @@ class Paper:
     punctuation: str = "space"
     best_by: str = "em"
     decoding: dict = field(default_factory=dict)
-    warm_ups: dict[str, Tiny] = field(default_factory=dict)
-    # init=False: a copy that `replace` makes starts without variants.
-    variants: dict[str, "Paper"] = field(default_factory=dict, init=False)
+    warm_ups: dict[str, dict] = field(default_factory=dict)
+    variants: dict[str, dict] = field(default_factory=dict)
 
     def warmed_up(self, name: str) -> Tiny:
-        return self.warm_ups[name] if name else self.world
+        return replace(self.world, **self.warm_ups[name]) if name else self.world
 
-
-def varied(paper: Paper, **changes) -> Paper:
-    """Returns a copy of the paper with these settings changed in each of its stages."""
-    return replace(paper, stages={n: stage | changes for n, stage in paper.stages.items()})
-
-
-def rewarded(paper: Paper, **reward_args) -> Paper:
-    """Returns a copy of the paper whose last stage gives its reward these arguments."""
-    last = max(paper.stages)
-    changed = paper.stages[last] | {"reward_args": reward_args}
-    return replace(paper, stages=paper.stages | {last: changed})
+    def variant(self, name: str) -> "Paper":
+        """Returns the record of a variant."""
+        changes = dict(self.variants[name])
+        fields = {key: changes.pop(key) for key in [*changes] if key in vars(self)}
+        stages = fields.get("stages", self.stages)
+        own = {n: changes.pop(n, {}) for n in stages}
+        fields["stages"] = {n: stage | changes | own[n] for n, stage in stages.items()}
+        return replace(self, **fields)
 
 
 # The tiny model has only 0.48M weights (0.20M in `make train`) and no training but its warm-up, so

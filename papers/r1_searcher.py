@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from papers.paper import EVERYTHING, LOOK_UPS, Paper, rewarded, varied
+from papers.paper import EVERYTHING, LOOK_UPS, Paper
 from prompts import Protocol, tag_pair
 from world.tiny import Tiny
 
@@ -48,22 +48,20 @@ _r1_searcher = {
 R1_SEARCHER = Paper(
     source="R1-Searcher section 3.3",
     protocols=PROTOCOLS,
-    # One epoch over Table 1's 350 questions in stage 1 and over its 8,148 in stage 2. The numbers
-    # per data set (`mix`) and per difficulty (`buckets`) are used only with --difficulty.
+    # One epoch over Table 1's 350 questions in stage 1 and over its 8,148 in stage 2. Its numbers
+    # (`mix`) are used only with --difficulty.
     stages={
         1: _r1_searcher
         | {
             "reward": "r1_searcher_stage1",
             "steps": 6,
-            "mix": {"hotpotqa": 200, "2wiki": 150},
-            "buckets": {"medium": 1},
+            "mix": {"hotpotqa:medium": 200, "2wiki:medium": 150},
         },
         2: _r1_searcher
         | {
             "reward": "r1_searcher_stage2",
             "steps": 128,
-            "mix": {"hotpotqa": 4561, "2wiki": 3587},
-            "buckets": {
+            "mix": {
                 "hotpotqa:medium": 2561,
                 "hotpotqa:hard": 2000,
                 "2wiki:medium": 1087,
@@ -71,31 +69,34 @@ R1_SEARCHER = Paper(
             },
         },
     },
-    # The built-in world is one data set, so its buckets have the sums of the numbers above.
-    tiny={1: LOOK_UPS, 2: EVERYTHING | {"buckets": {"medium": 3648, "hard": 4500}}},
+    tiny={1: LOOK_UPS, 2: EVERYTHING},
     world=Tiny(end="{thought}</think>\n\n<answer> {answer}</answer>"),
     punctuation="plain",  # eq. 4; the released code: --punctuation space
+    warm_ups={"verbose": {"verbose": 0.9, "prior": 0.3}},
+    variants={
+        "llama_8b": {"kl_coef": 1e-4},  # section 3.3
+        # Table 3. The KL weight is the one that the paper gives for Llama.
+        "grpo": {"algorithm": "grpo", "kl_coef": 1e-4, "kl_estimator": "k3"},
+        "em": {2: {"reward_args": {"answer_metric": "em"}}},  # eq. 5, table 5
+        "cem": {2: {"reward_args": {"answer_metric": "cem"}}},
+        "as_its_code": {  # its scripts' advantage: R minus the group's mean, whitened over tokens
+            "algorithm": "reinforce_pp_baseline",
+            "group_std": False,
+            "whiten_tokens": True,
+        },
+        "to_the_end": {"protocol": "r1_searcher_eos"},  # 2.2.2
+        # Section 4.3, table 7: one of the two data sets, with its numbers of Table 1 and, as our
+        # reading, one epoch over them: 200 / 64 and 4,561 / 64 steps, or 150 / 64 and 3,587 / 64,
+        # rounded up.
+        "hotpotqa_only": {
+            1: {"steps": 4, "mix": {"hotpotqa:medium": 200}},
+            2: {"steps": 72, "mix": {"hotpotqa:medium": 2561, "hotpotqa:hard": 2000}},
+        },
+        "2wiki_only": {
+            1: {"steps": 3, "mix": {"2wiki:medium": 150}},
+            2: {"steps": 57, "mix": {"2wiki:medium": 1087, "2wiki:hard": 2500}},
+        },
+        # Section 4.3, table 6: medium questions replace the difficult ones.
+        "without_difficult": {2: {"mix": {"hotpotqa:medium": 4561, "2wiki:medium": 3587}}},
+    },
 )
-R1_SEARCHER.warm_ups["verbose"] = replace(R1_SEARCHER.world, verbose=0.9, prior=0.3)
-R1_SEARCHER.variants.update(
-    llama_8b=varied(R1_SEARCHER, kl_coef=1e-4),  # section 3.3
-    # Table 3. The KL weight is the one that the paper gives for Llama.
-    grpo=varied(R1_SEARCHER, algorithm="grpo", kl_coef=1e-4, kl_estimator="k3"),
-    em=rewarded(R1_SEARCHER, answer_metric="em"),  # eq. 5, table 5
-    cem=rewarded(R1_SEARCHER, answer_metric="cem"),
-    as_its_code=varied(  # its scripts' advantage: R minus the group's mean, whitened over tokens
-        R1_SEARCHER, algorithm="reinforce_pp_baseline", group_std=False, whiten_tokens=True
-    ),
-)
-R1_SEARCHER.variants["to_the_end"] = varied(R1_SEARCHER, protocol="r1_searcher_eos")  # 2.2.2
-
-# Section 4.3, table 7: one of the two data sets, with its numbers of Table 1 and, as our reading,
-# one epoch over them: 200 / 64 and 4,561 / 64 steps, or 150 / 64 and 3,587 / 64, rounded up.
-_stages = R1_SEARCHER.stages.items()
-for _name, _steps in (("hotpotqa", {1: 4, 2: 72}), ("2wiki", {1: 3, 2: 57})):
-    _own = {n: stage | {"mix": {_name: 1}, "steps": _steps[n]} for n, stage in _stages}
-    R1_SEARCHER.variants[f"{_name}_only"] = replace(R1_SEARCHER, stages=_own)
-
-# Section 4.3, table 6: medium questions replace the difficult ones.
-_medium = replace(R1_SEARCHER, tiny={1: LOOK_UPS, 2: EVERYTHING})
-R1_SEARCHER.variants["without_difficult"] = varied(_medium, buckets={"medium": 1})

@@ -1,8 +1,6 @@
 """Search-R1 (arXiv 2503.09516), the usual baseline: its tags and instruction, its numbers."""
 
-from dataclasses import replace
-
-from papers.paper import EVERYTHING, Paper, varied
+from papers.paper import EVERYTHING, Paper
 from papers.r_search import R_SEARCH, WITH_CRITIC
 from prompts import Protocol, tag_pair
 from world.tiny import Tiny
@@ -42,6 +40,11 @@ _search_r1 = {
     "documents_per_search": 3,
     "document_tokens": 500,
 }
+# R-Search section 4.2: trained with R-Search's parameters
+_aligned = {
+    "stages": {1: R_SEARCH.stages[1] | {"protocol": "search_r1", "reward": "search_r1"}},
+    "decoding": R_SEARCH.decoding,
+}
 SEARCH_R1 = Paper(
     source="Search-R1 app. B",
     protocols=PROTOCOLS,
@@ -60,14 +63,9 @@ SEARCH_R1 = Paper(
         "<think>{thought}</think><answer> {answer}</answer>", between="<think>{note}</think>"
     ),
     punctuation="delete",
-)
-_aligned = replace(  # R-Search section 4.2: trained with R-Search's parameters
-    SEARCH_R1,
-    stages={1: R_SEARCH.stages[1] | {"protocol": "search_r1", "reward": "search_r1"}},
-    decoding=R_SEARCH.decoding,
-)
-SEARCH_R1.variants.update(
-    grpo=varied(SEARCH_R1, algorithm="grpo", group_size=5, kl_estimator="k3"),
-    aligned=_aligned,
-    aligned_ppo=varied(_aligned, **WITH_CRITIC),
+    variants={
+        "grpo": {"algorithm": "grpo", "group_size": 5, "kl_estimator": "k3"},
+        "aligned": _aligned,
+        "aligned_ppo": _aligned | WITH_CRITIC,
+    },
 )

@@ -5,16 +5,9 @@ paper evaluates models behind an API (C.4).
 
 from dataclasses import replace
 
-from papers.paper import EVERYTHING, LOOK_UPS, Paper, rewarded, varied
-from prompts import Protocol, Tags, tag_pair
+from papers.paper import EVERYTHING, LOOK_UPS, Paper
+from prompts import Protocol, tag_pair
 from world.tiny import Tiny
-
-PROTOCOLS = {}
-_UR2_TAGS = (
-    ("<|begin_of_query|>", "<|end_of_query|>"),
-    ("<|begin_of_documents|>", "<|end_of_documents|>"),
-)
-
 
 # UR² appendix C.6, word for word. The paper's prompts tell the summariser to reply with these two
 # sentences if it rejects a query.
@@ -22,27 +15,36 @@ _NO_FACT_TO_FIND = (
     "This query requires design, computation, or complex reasoning, which exceeds the capabilities"
     " of a search engine. Please input another query or proceed with direct reasoning."
 )
-
-
-def _ur2(name: str, query: Tags, documents: Tags) -> Protocol:
-    begin = "Solve the problem step by step."
-    search = (
-        " Whenever a fact is missing, look it up: write a short search query as"
-        f" {query[0]} your query {query[1]} and stop. What is found is given back between"
-        f" {documents[0]} and {documents[1]}; read it and go on. Ask for one plain fact at a time,"
-        " in at most 20 words, and write at most {max_searches} queries in all. Never ask the"
-        " search engine to calculate or to reason."
-    )
-    box = " Finish with one short final answer inside \\boxed{}."
-    finish = {"": box, "choice": " Finish with: the correct answer is: LETTER."}
-    instructions = (begin + search + box, begin + box)
-    texts = {"finish": finish, "fallback_text": _NO_FACT_TO_FIND}
-    return Protocol(name, query, documents, None, *instructions, **texts)
-
-
-PROTOCOLS["ur2"] = _ur2("ur2", *_UR2_TAGS)
-# UR²'s run without stage 1 uses these tags (appendix C.2).
-PROTOCOLS["ur2_search"] = _ur2("ur2_search", tag_pair("search"), tag_pair("information"))
+_BOX = " Finish with one short final answer inside \\boxed{}."
+PROTOCOLS = {}
+PROTOCOLS["ur2"] = Protocol(
+    "ur2",
+    ("<|begin_of_query|>", "<|end_of_query|>"),
+    ("<|begin_of_documents|>", "<|end_of_documents|>"),
+    None,
+    "Solve the problem step by step. Whenever a fact is missing, look it up: write a short search"
+    " query as <|begin_of_query|> your query <|end_of_query|> and stop. What is found is given back"
+    " between <|begin_of_documents|> and <|end_of_documents|>; read it and go on. Ask for one plain"
+    " fact at a time, in at most 20 words, and write at most {max_searches} queries in all. Never"
+    " ask the search engine to calculate or to reason." + _BOX,
+    "Solve the problem step by step." + _BOX,
+    finish={"": _BOX, "choice": " Finish with: the correct answer is: LETTER."},
+    fallback_text=_NO_FACT_TO_FIND,
+)
+_SEARCH = (
+    "Solve the problem step by step. Whenever a fact is missing, look it up: write a short search"
+    " query as <search> your query </search> and stop. What is found is given back between"
+    " <information> and </information>; read it and go on. Ask for one plain fact at a time, in at"
+    " most 20 words, and write at most {max_searches} queries in all. Never ask the search engine"
+    " to calculate or to reason."
+)
+PROTOCOLS["ur2_search"] = replace(  # UR²'s run without stage 1 uses these tags (appendix C.2)
+    PROTOCOLS["ur2"],
+    name="ur2_search",
+    query_tags=tag_pair("search"),
+    documents_tags=tag_pair("information"),
+    instruction=_SEARCH + _BOX,
+)
 
 # -------------------------------------------------------------------------------------------------
 # Section 4.4, appendix C.2 and C.4
@@ -80,6 +82,28 @@ _ur2 = {
     "keep_checkpoints": 0,  # all: the paper chooses the best checkpoint afterwards (C.2)
 }
 _summarised = {"summarizer": "extractive", "task_mixing": False}
+_tiny = EVERYTHING | _summarised
+
+# Table 15 gives the steps of each run, up to the checkpoint that was best on the test set (C.2).
+_small = {"questions_per_step": 128, "trajectories_per_update": 512, "save_every": 5}  # 4.4, C.2
+# How eq. 1 pays for searches depends on the backbone (C.7).
+_qwen_7b, _qwen_3b, _llama_8b = (
+    {"reward_args": {"variant": name}} for name in ("qwen_7b", "qwen_3b", "llama_8b")
+)
+_llama_stage2 = {
+    "steps": 30,
+    # Easy math questions replace the hard ones (C.5), so two thirds of the math questions are easy.
+    # Half of the easy ones, as many as replace hard ones, may search (our reading).
+    "buckets": {"math:medium": 1, "math:easy": 2, "hard": 7, "medium": 2, "easy": 1},
+    "math_searches": {"easy": 0.5},
+}
+_invalid = {"reward_args": {"fallback_is_invalid": True}}
+# Instead of a separate stage 1, the first steps pay a search bonus for multiple choice (C.7). No
+# question of the built-in world has options, so there the bonus is paid for any task.
+_choice = {
+    "stages": {1: _ur2 | {"reward": "ur2_choice", "steps": 100, "task_mixing": True}},
+    "tiny": {1: _tiny | {"reward": "ur2_weak"}},
+}
 UR2 = Paper(
     source="UR² section 4.4, app. C",
     protocols=PROTOCOLS,
@@ -91,8 +115,7 @@ UR2 = Paper(
     # to obey the prompt token that forbids it.
     tiny={
         1: LOOK_UPS | _summarised,
-        2: EVERYTHING
-        | _summarised
+        2: _tiny
         | {
             "questions_per_step": 24,
             "steps": 72,
@@ -127,37 +150,84 @@ UR2 = Paper(
         "top_p": 0.5,
         "summary_sampling": {"math": [0.3, 0.7, 8192], "other": [0.3, 0.5, 2048]},
     },
+    # After this warm-up the model hardly ever searches before RL. It has bad habits that the reward
+    # must break: it gives two answers and invents passages; if it searches, it does so even for
+    # sums and known facts, and several times in a row. It has learned to read summaries and raw
+    # passages.
+    warm_ups={
+        "weak": {
+            "kinds": {
+                "one_hop": 0.22,
+                "two_hop": 0.26,
+                "unit": 0.14,
+                "arithmetic": 0.28,
+                "known": 0.10,
+            },
+            "choice_without_loss": 0.995,
+            "bad_query": 0.25,
+            "stop_after_first_hop": 0.2,
+            "ignore_document": 0.3,
+            "needless_search": 0.6,
+            "raw": 0.3,
+            "stray": 0.3,
+            "twice": 0.3,
+            "sloppy": 0.25,
+            "prior": 0.04,
+            "width": 128,
+            "context": 512,
+            "steps": 550,
+            "muon_lr": 0.0,
+            "warmup_steps": 50,
+            "decay_from": 0.5,
+        }
+    },
+    variants={
+        "qwen_7b": {1: _qwen_7b, 2: {"steps": 40}},
+        # C.7's last paragraph extends the 3B model's stage 1 to 15 steps: for multiple choice, and
+        # in our reading also for math.
+        "qwen_3b": _small | {1: _qwen_3b | {"steps": 15}, 2: {"steps": 47}},
+        "llama_8b": {1: _llama_8b, 2: _llama_stage2},
+        # Only stage 2 forbids searching in math, because stage 1 learns to search on math questions
+        "llama_8b_direct": {1: _llama_8b, 2: _llama_stage2 | {"direct_tasks": "math"}},
+        "weak_stage1": _choice | {"reward": "ur2_weak", "steps": 80},  # Table 6
+        "fallback_is_invalid": {1: _invalid},
+        "judge_partly": {2: {"reward_args": {"partly": 1.0}}},  # as in UR²'s released code
+        "five_queries": {"task_searches": {"qa": 5}},  # as UR²'s prompt says
+    },
 )
-# After this warm-up the model hardly ever searches before RL. It has bad habits that the reward
-# must break: it gives two answers and invents passages; if it searches, it does so even for sums
-# and known facts, and several times in a row. It has learned to read summaries and raw passages.
-UR2.warm_ups["weak"] = replace(
-    UR2.world,
-    kinds={"one_hop": 0.22, "two_hop": 0.26, "unit": 0.14, "arithmetic": 0.28, "known": 0.10},
-    choice_without_loss=0.995,
-    bad_query=0.25,
-    stop_after_first_hop=0.2,
-    ignore_document=0.3,
-    needless_search=0.6,
-    raw=0.3,
-    stray=0.3,
-    twice=0.3,
-    sloppy=0.25,
-    prior=0.04,
-    width=128,
-    context=512,
-    steps=550,
-    muon_lr=0.0,
-    warmup_steps=50,
-    decay_from=0.5,
-)
-# Instead of a separate stage 1, the first steps pay a search bonus for multiple choice (C.7). No
-# question of the built-in world has options, so there the bonus is paid for any task.
 UR2_CHOICE = replace(
     UR2,
-    stages={1: _ur2 | {"reward": "ur2_choice", "steps": 100, "task_mixing": True}},
-    tiny={1: EVERYTHING | _summarised | {"reward": "ur2_weak"}},
+    **_choice,
+    variants={
+        "qwen_7b": _qwen_7b,
+        "qwen_3b": _qwen_3b | _small | {"steps": 85},
+        "llama_8b": _llama_8b | {"steps": 30},
+        "fallback_is_invalid": _invalid,
+        # Table 3. `without_stage1` pays no search bonus and uses other tags (C.2).
+        "without_stage1": {
+            "reward": "ur2_stage2",
+            "protocol": "ur2_search",
+            "steps": 110,
+            "tiny": {1: _tiny},
+        },
+        "without_penalty": {"reward_args": {"fallback_penalty": 0.0}, "steps": 110},
+        "without_task_mixing": {"task_mixing": False, "steps": 120},
+        "gpt_4o_mini_summaries": {
+            "steps": 50,
+            "summarizer": "https://api.openai.com/v1#gpt-4o-mini",
+        },
+        "qwen3_8b_summaries": {
+            "steps": 50,
+            "summarizer": "Qwen/Qwen3-8B",
+            # C.2: how Qwen-3-8B samples
+            "summary_sampling": {"math": [0.3, 0.7, 2048], "other": [0.3, 0.7, 2048]},
+        },
+    },
 )
+# Tables 6 and 7. In `without_summary` and `raw_qa` a search returns five passages, as in Table 10's
+# evaluations without summaries (our reading). `raw_qa` and `raw_math` train on questions of any
+# difficulty, except that --difficulty still leaves out the bucket "dropped".
+_passages = {"documents_per_search": 5, "tiny": {1: EVERYTHING | {"steps": 72}}}
 # UR²'s baseline Vanilla RL: in the paper a run trains on math, on open questions or on multiple
 # choice. The reward is eq. 2 (our reading), and only open questions may search (C.3).
 VANILLA_RL = replace(
@@ -172,69 +242,24 @@ VANILLA_RL = replace(
             "save_every": 5,  # for single tasks and for 3B models; otherwise 10 (C.2)
         }
     },
-    tiny={1: EVERYTHING | _summarised | {"steps": 72}},
-)
-
-# Table 15: the steps of each run, up to the checkpoint that was best on the test set (C.2).
-_runs, *_rows = """
-           ur2  ur2_choice  math  qa  mmlu_pro  medqa  choice
-qwen_7b    40   100         40    25  94        47     60
-qwen_3b    47   85          15    40  47        40     40
-llama_8b   30   30          30    47  60        30
-""".strip().splitlines()
-_small = {"questions_per_step": 128, "trajectories_per_update": 512, "save_every": 5}  # 4.4, C.2
-for _name, *_numbers in map(str.split, _rows):
-    for _run, _steps in zip(_runs.split(), _numbers, strict=False):
-        _paper = {"ur2": UR2, "ur2_choice": UR2_CHOICE}.get(_run, VANILLA_RL)
-        # The run `choice` trains on two data sets, so it does not count as a single task (C.2).
-        _own = {"save_every": 10} if _run == "choice" else {}
-        _own |= _small if _name == "qwen_3b" else {}
-        _variant = varied(_paper, **_own)
-        for _stage in _variant.stages.values():
-            if _stage["reward"] != "ur2_stage2":  # which is the same for all backbones
-                _stage["reward_args"] = {"variant": _name}
-        _variant.stages[max(_variant.stages)]["steps"] = int(_steps)
-        _paper.variants[f"{_name}_{_run}" if _paper is VANILLA_RL else _name] = _variant
-# C.7's last paragraph extends the 3B model's stage 1 to 15 steps: for multiple choice, and in our
-# reading also for math.
-UR2.variants["qwen_3b"].stages[1]["steps"] = 15
-# Easy math questions replace the hard ones (C.5), so two thirds of the math questions are easy.
-# Half of the easy ones, as many as replace hard ones, may search (our reading).
-_easier = {"buckets": {"math:medium": 1, "math:easy": 2, "hard": 7, "medium": 2, "easy": 1}}
-UR2.variants["llama_8b"].stages[2].update(_easier, math_searches={"easy": 0.5})
-_llama = UR2.variants["llama_8b"]
-# Only stage 2 forbids searching in math, because stage 1 learns to search on math questions.
-_direct = _llama.stages[2] | {"direct_tasks": "math"}
-UR2.variants["llama_8b_direct"] = replace(_llama, stages=_llama.stages | {2: _direct})
-UR2.variants.update(
-    weak_stage1=varied(UR2_CHOICE, reward="ur2_weak", steps=80),  # Table 6
-    fallback_is_invalid=replace(
-        UR2,
-        stages=UR2.stages | {1: UR2.stages[1] | {"reward_args": {"fallback_is_invalid": True}}},
-    ),
-    judge_partly=rewarded(UR2, partly=1.0),  # as in UR²'s released code
-    five_queries=varied(UR2, task_searches={"qa": 5}),  # as UR²'s prompt says
-)
-# Table 3. `without_stage1` pays no search bonus and uses other tags (C.2).
-_no_bonus = replace(UR2_CHOICE, tiny={1: EVERYTHING | _summarised})
-UR2_CHOICE.variants.update(
-    fallback_is_invalid=rewarded(UR2_CHOICE, fallback_is_invalid=True),
-    without_stage1=varied(_no_bonus, reward="ur2_stage2", protocol="ur2_search", steps=110),
-    without_penalty=varied(rewarded(UR2_CHOICE, fallback_penalty=0.0), steps=110),
-    without_task_mixing=varied(UR2_CHOICE, task_mixing=False, steps=120),
-)
-_mini = varied(UR2_CHOICE, steps=50, summarizer="https://api.openai.com/v1#gpt-4o-mini")
-_sampled = {"math": [0.3, 0.7, 2048], "other": [0.3, 0.7, 2048]}  # C.2: how Qwen-3-8B samples
-_qwen3 = varied(_mini, summarizer="Qwen/Qwen3-8B", summary_sampling=_sampled)
-UR2_CHOICE.variants.update(gpt_4o_mini_summaries=_mini, qwen3_8b_summaries=_qwen3)
-# Tables 6 and 7. In `without_summary` and `raw_qa` a search returns five passages, as in Table 10's
-# evaluations without summaries (our reading). `raw_qa` and `raw_math` train on questions of any
-# difficulty, except that --difficulty still leaves out the bucket "dropped".
-_passages = replace(
-    varied(VANILLA_RL, documents_per_search=5), tiny={1: EVERYTHING | {"steps": 72}}
-)
-VANILLA_RL.variants.update(
-    without_summary=varied(_passages, steps=60),
-    raw_qa=varied(_passages, steps=70, buckets={}),
-    raw_math=varied(VANILLA_RL, steps=10, buckets={}),
+    tiny={1: _tiny | {"steps": 72}},
+    variants={
+        "qwen_7b_math": {"steps": 40},
+        "qwen_7b_qa": {"steps": 25},
+        "qwen_7b_mmlu_pro": {"steps": 94},
+        "qwen_7b_medqa": {"steps": 47},
+        "qwen_7b_choice": {"steps": 60, "save_every": 10},  # two data sets are no single task
+        "qwen_3b_math": _small | {"steps": 15},
+        "qwen_3b_qa": _small | {"steps": 40},
+        "qwen_3b_mmlu_pro": _small | {"steps": 47},
+        "qwen_3b_medqa": _small | {"steps": 40},
+        "qwen_3b_choice": _small | {"steps": 40},
+        "llama_8b_math": {"steps": 30},
+        "llama_8b_qa": {"steps": 47},
+        "llama_8b_mmlu_pro": {"steps": 60},
+        "llama_8b_medqa": {"steps": 30},
+        "without_summary": _passages | {"steps": 60},
+        "raw_qa": _passages | {"steps": 70, "buckets": {}},
+        "raw_math": {"steps": 10, "buckets": {}},
+    },
 )

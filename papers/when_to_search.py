@@ -4,7 +4,7 @@ numbers, its variants.
 
 from dataclasses import replace
 
-from papers.paper import EVERYTHING, TINY, Paper, varied
+from papers.paper import EVERYTHING, TINY, Paper
 from prompts import Protocol, tag_pair
 from world.tiny import Tiny
 
@@ -66,18 +66,25 @@ _when_to_search = {
     "save_every": 30,  # appendix B.3
     "eval_questions": 0.2,  # B.3, with --eval_every: a share of --data is held out
 }
-_when_stage1 = _when_to_search | {"reward": "when_to_search_stage1"}
-_when_stage2 = _when_to_search | {"reward": "when_to_search_stage2"}
 WHEN_TINY = {
     "mix": {"one_hop": 4, "two_hop": 4, "unit": 1, "arithmetic": 2, "known": 3},
     "max_resample": 1,
     "max_context": 0,
     "eval_questions": 100,
 }
+# One reward throughout, and its settings for the tiny model
+_one_stage = {
+    "stages": {1: _when_to_search | {"steps": 500}},
+    "tiny": {1: EVERYTHING | WHEN_TINY | {"steps": 45}},
+}
+_plain = {"reward_args": {"beta": 0.0}}  # answer term: 1 if right and −1 if wrong
 WHEN_TO_SEARCH = Paper(
     source="When to Search section 4, Table 5",
     protocols=PROTOCOLS,
-    stages={1: _when_stage1, 2: _when_stage2},
+    stages={
+        1: _when_to_search | {"reward": "when_to_search_stage1"},
+        2: _when_to_search | {"reward": "when_to_search_stage2"},
+    },
     tiny={1: TINY | WHEN_TINY | {"steps": 5}, 2: EVERYTHING | WHEN_TINY | {"steps": 40}},
     # Each trace but those of `practice` has the sections think, then search and reflect for each
     # query (only reflect if there is no query), then answer.
@@ -88,36 +95,25 @@ WHEN_TO_SEARCH = Paper(
         end="<reflect>{asked} {answer}</reflect><answer> {answer}</answer>",
     ),
     punctuation="delete",
-)
-# After these warm-ups the model hardly ever searches before RL. Of the traces with searches, only
-# one in 100 (`_weak`) or in 200 (`_rare`) has a loss on the token that decides to search.
-_weak = replace(WHEN_TO_SEARCH.world, choice_without_loss=0.99, prior=0.05)
-_rare = replace(_weak, choice_without_loss=0.995, prior=0.02)
-WHEN_TO_SEARCH.warm_ups.update(weak=_weak, rare=_rare)
-_one_stage = replace(  # one reward throughout
-    WHEN_TO_SEARCH,
-    stages={1: _when_to_search | {"steps": 500}},
-    tiny={1: EVERYTHING | WHEN_TINY | {"steps": 45}},
-)
-# With β = 0 the answer term of stage one is 1 if right and −1 if wrong, whatever the searches.
-_plain_stages = {1: _when_stage1 | {"reward_args": {"beta": 0.0}}, 2: _when_stage2}
-WHEN_TO_SEARCH.variants.update(
-    # All checkpoints of this run are kept, because Table 2 compares them.
-    unified=varied(_one_stage, reward="when_to_search_unified", keep_checkpoints=0),
-    # The variants from here on, except `to_the_end`, are those of Table 4. Its row "w/o stage one"
-    # has two readings: the reward of stage two throughout, or, as in section 4.5, an answer term of
-    # ±1 in stage one (`plain_stage_one`).
-    without_stage_one=varied(_one_stage, reward="when_to_search_stage2"),
-    plain_stage_one=replace(WHEN_TO_SEARCH, stages=_plain_stages),
-    without_stage_two=varied(_one_stage, reward="when_to_search_stage1"),
-    without_r_s=varied(WHEN_TO_SEARCH, left_out="retrieval"),
-)
-# With β = 0 in stage two, its answer term is 1 if right and −1 if wrong (4.5).
-_plain_stages = {1: _when_stage1, 2: _when_stage2 | {"reward_args": {"beta": 0.0}}}
-WHEN_TO_SEARCH.variants.update(
-    to_the_end=varied(WHEN_TO_SEARCH, protocol="when_to_search_eos"),  # 3.2
-    plain_stage_two=replace(WHEN_TO_SEARCH, stages=_plain_stages),
-    without_r_a=varied(WHEN_TO_SEARCH, left_out="answer", filter_by="total"),
-    kl=varied(WHEN_TO_SEARCH, kl_coef=1e-4, kl_estimator="k3"),  # Table 5; GRPO's estimator
-    half_similarity=varied(WHEN_TO_SEARCH, reward_args={"similarity": 0.5}),  # eq. 8 as printed
+    # After these warm-ups the model hardly ever searches before RL. Of the traces with searches,
+    # only one in 100 or in 200 has a loss on the token that decides to search.
+    warm_ups={
+        "weak": {"choice_without_loss": 0.99, "prior": 0.05},
+        "rare": {"choice_without_loss": 0.995, "prior": 0.02},
+    },
+    variants={
+        # Table 2. All checkpoints of this run are kept, because Table 2 compares them.
+        "unified": _one_stage | {"reward": "when_to_search_unified", "keep_checkpoints": 0},
+        # Table 4. Its row "w/o stage one" has two readings: the reward of stage two throughout, or,
+        # as in section 4.5, an answer term of ±1 in stage one, whatever the searches.
+        "without_stage_one": _one_stage | {"reward": "when_to_search_stage2"},
+        "plain_stage_one": {1: _plain},
+        "without_stage_two": _one_stage | {"reward": "when_to_search_stage1"},
+        "plain_stage_two": {2: _plain},  # 4.5
+        "without_r_s": {"left_out": "retrieval"},
+        "without_r_a": {"left_out": "answer", "filter_by": "total"},
+        "to_the_end": {"protocol": "when_to_search_eos"},  # 3.2
+        "kl": {"kl_coef": 1e-4, "kl_estimator": "k3"},  # Table 5; GRPO's estimator
+        "half_similarity": {"reward_args": {"similarity": 0.5}},  # eq. 8 as printed
+    },
 )

@@ -144,7 +144,7 @@ def build_embedder(settings: Settings, documents: list[Document], device) -> Cal
 
 
 def build_judge(settings: Settings, device="cpu", sees: str = "") -> Judge | None:
-    """Returns the judge, or None without --judge. `sees`, one of JUDGE_SEES, chooses what the
+    """Returns the judge, or None without --judge. `sees`, as Protocol.judge_sees, chooses what the
     judge reads about an open question; "" means the protocol's choice.
     """
     sees = sees or PROTOCOLS[settings.protocol].judge_sees

@@ -8,19 +8,10 @@ from dataclasses import replace
 import pytest
 from conftest import message
 
-import curriculum
-from curriculum import (
-    QuestionStream,
-    bucket,
-    draw_choices,
-    exact_counts,
-    may_search,
-    read_difficulty,
-)
+from curriculum import QuestionStream, bucket_of_mean, exact_counts, with_buckets
 from data import Question
 from flags import resolve
 from lab.difficulty import bucket_of_first_success
-from papers import PAPERS
 from settings import Settings, pairs
 
 SEVEN_TWO_ONE = "hard=7,medium=2,easy=1"
@@ -44,15 +35,12 @@ def pool_of_levels(task="qa", **counts):
     ]
 
 
-SHARES = ("buckets", "math_searches")
-
-
-def stream(questions, count, mix="", attempts=1, **options):
-    options = {k: pairs(v) if k in SHARES and v == str(v) else v for k, v in options.items()}
-    settings = Settings(
-        questions_per_step=count, mix=pairs(mix) if mix == str(mix) else mix, **options
-    )
-    return QuestionStream(questions, settings, attempts)
+def stream(questions, count, attempts=1, **options):
+    """Returns a stream; shares may be texts such as "hard=7,easy=1"."""
+    for name in {"mix", "buckets"} & options.keys():
+        if isinstance(options[name], str):
+            options[name] = pairs(options[name])
+    return QuestionStream(questions, Settings(questions_per_step=count, **options), attempts)
 
 
 def by_level(questions, count, **options):
@@ -61,10 +49,6 @@ def by_level(questions, count, **options):
 
 def ids(questions):
     return [question.id for question in questions]
-
-
-def buckets_of(questions):
-    return Counter(question.level.replace("very_hard", "dropped") for question in questions)
 
 
 def epoch_of(dealer, steps):
@@ -78,7 +62,6 @@ def epoch_of(dealer, steps):
 @pytest.mark.parametrize(
     "total, weights, expected",
     [
-        (16, {"a": 3, "b": 4, "c": 1}, {"a": 6, "b": 8, "c": 2}),
         # Each has 2/3: all are remainders, and a tie goes to the first.
         (2, {"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 1, "c": 0}),
         # In floating point 10 · 0.7 / 1.0 is not exactly 7.
@@ -104,7 +87,7 @@ def test_every_epoch_deals_each_question_once_in_a_new_order():
 
 
 def test_a_resumed_run_sees_the_same_questions_as_an_uninterrupted_one():
-    uninterrupted, resumed = (stream(pool(a=5, b=4), 4, "a=1,b=1", seed=3) for _ in "12")
+    uninterrupted, resumed = (stream(pool(a=5, b=4), 4, mix="a=1,b=1", seed=3) for _ in "12")
     expected = [ids(uninterrupted.take(step)) for step in range(8)]
     for step in (5, 6, 7, 0):  # also back to an earlier step
         assert ids(resumed.take(step)) == expected[step]
@@ -115,7 +98,6 @@ def test_all_attempts_of_all_steps_share_one_numbering():
     # 2 (3s + a) + 1.
     dealer = stream(pool(a=12), 2, attempts=3)
     dealt = [ids(dealer.take(step, attempt)) for step in range(2) for attempt in range(3)]
-    assert Counter(name for names in dealt for name in names) == {f"a{i}": 1 for i in range(12)}
     assert dealt == [ids(stream(pool(a=12), 2).take(turn)) for turn in range(6)]
 
 
@@ -125,30 +107,17 @@ def test_remainders_are_spread_so_that_one_epoch_asks_each_question_once():
     # step 64 questions would never be asked.
     settings = resolve("r1_searcher", 2, False, {"difficulty": "level"})
     data = []
-    for name, count in settings.buckets.items():
+    for name, count in settings.mix.items():
         kind, level = name.split(":")
         data += [Question(f"{name}{i}", "?", ["!"], source=kind, level=level) for i in range(count)]
-    dealer = by_level(data, 64, mix=settings.mix, buckets=settings.buckets)
-    steps = [ids(dealer.take(step)) for step in range(128)]
-    assert {len(step) for step in steps} == {64}
-    uses = Counter(name for step in steps for name in step)
+    dealer = QuestionStream(data, settings)
+    uses = Counter(name for step in range(128) for name in ids(dealer.take(step)))
     assert len(uses) == 8148 and Counter(uses.values()) == {1: 8104, 2: 44}
-    assert set(Counter(name for step in steps[:127] for name in step).values()) == {1}
-    resumed = by_level(data, 64, mix=settings.mix, buckets=settings.buckets)
-    assert [ids(resumed.take(step)) for step in (100, 3)] == [steps[100], steps[3]]
-
-
-@pytest.mark.parametrize("mix, sizes", [("a=5,b=3,c=1", (5, 3, 1)), ("a=2,b=9", (4, 18))])
-def test_shares_in_the_ratio_of_the_data_ask_all_of_it_before_any_again(mix, sizes):
-    data = pool(**dict(zip("abc", sizes, strict=False)))
-    dealer = stream(data, 2, mix)
-    dealt = [name for step in range(len(data)) for name in ids(dealer.take(step))]
-    assert sorted(dealt[: len(data)]) == sorted(dealt[len(data) :]) == sorted(ids(data))
 
 
 def test_a_small_share_gets_its_questions_in_the_course_of_the_steps():
     # 4 questions at 15 : 1: one of b in four steps. Rounded step by step it would never be asked.
-    dealer = stream(pool(a=15, b=1), 4, "a=15,b=1")
+    dealer = stream(pool(a=15, b=1), 4, mix="a=15,b=1")
     per_step = [Counter(q.kind for q in dealer.take(step)) for step in range(8)]
     assert [counts["b"] for counts in per_step].count(1) == 2
     assert all(counts.total() == 4 for counts in per_step)
@@ -168,7 +137,7 @@ def test_a_small_share_gets_its_questions_in_the_course_of_the_steps():
     ],
 )
 def test_a_bucket_contains_its_lower_edge_despite_rounding_errors(score, expected):
-    assert bucket(score) == expected
+    assert bucket_of_mean([score]) == expected
 
 
 @pytest.mark.parametrize(
@@ -185,7 +154,7 @@ def test_every_step_has_hard_medium_and_easy_questions_as_seven_to_two_to_one():
     questions = pool_of_levels(hard=23, medium=9, easy=5, dropped=30)
     dealer = by_level(questions, 20, buckets=SEVEN_TWO_ONE)
     for step in range(12):
-        assert buckets_of(dealer.take(step)) == {"hard": 14, "medium": 4, "easy": 2}
+        assert Counter(q.level for q in dealer.take(step)) == {"hard": 14, "medium": 4, "easy": 2}
 
 
 def test_dropped_questions_are_left_out_and_counted_unless_buckets_names_them(capsys):
@@ -194,7 +163,9 @@ def test_dropped_questions_are_left_out_and_counted_unless_buckets_names_them(ca
     assert {name.rstrip("0123456789") for name in epoch_of(dealer, 9)} == {"qa hard"}
     assert '7 of 12 questions are in the bucket "dropped"' in capsys.readouterr().err
     stage1 = by_level(questions, 7, buckets="dropped=1")  # UR²'s stage 1 for math
-    assert buckets_of(stage1.take(0)) == {"dropped": 7} and not capsys.readouterr().err
+    assert (
+        Counter(q.level for q in stage1.take(0)) == {"dropped": 7} and not capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -202,12 +173,9 @@ def test_dropped_questions_are_left_out_and_counted_unless_buckets_names_them(ca
     [
         ({"buckets": "hard=9,easy=1"}, "9 questions of hard, and the data has 5"),
         ({"buckets": "hard=1,easy=99"}, "a step takes 0 questions of hard"),
-        (
-            {"buckets": "math:hard=1"},
-            "none of the recipe's shares above 0 names a part of the data (there are hard, easy)",
-        ),
-        ({"buckets": "hard=1", "mix": "math=1"}, "of math, and the data has 0 (there are qa:hard"),
-        ({"buckets": "math:hard=1", "mix": "qa=1"}, "of qa, and the data has 0 (there are qa:hard"),
+        ({"buckets": "math:hard=1"}, "0 questions of the recipe's shares, and the data has 0"),
+        ({"mix": "math=1"}, "of math, and the data has 0 (there are qa)"),
+        ({"mix": "qa:hard=9,qa:easy=1"}, "9 questions of qa:hard, and the data has 5"),
     ],
 )
 def test_impossible_buckets_are_an_error_of_one_line(options, fragment):
@@ -215,8 +183,9 @@ def test_impossible_buckets_are_an_error_of_one_line(options, fragment):
     assert fragment in message(stream, pool_of_levels(hard=5, easy=20), 10, **options)
 
 
-def counts_of(questions, count, **options):
-    return by_level(questions, count, **options).counts
+def counts_of(dealer) -> dict:
+    """Returns how many questions of each pool the first step takes."""
+    return exact_counts(dealer.size, dealer.weights)
 
 
 def test_a_task_with_its_own_buckets_is_weighted_by_its_number_of_questions():
@@ -226,106 +195,71 @@ def test_a_task_with_its_own_buckets_is_weighted_by_its_number_of_questions():
     others = pool_of_levels(hard=42, medium=12) + pool_of_levels("choice", easy=6)
     thirds = {"math:hard": 10, "math:medium": 10, "math:easy": 10}
     rest = {"hard": 42, "medium": 12, "easy": 6}
-    assert counts_of(math + others, 90, buckets=shares) == thirds | rest
-    assert counts_of(others, 60, buckets=shares) == rest  # shares of math are ignored
+    assert counts_of(by_level(math + others, 90, buckets=shares)) == thirds | rest
+    assert counts_of(by_level(others, 60, buckets=shares)) == rest  # shares of math are ignored
 
 
 @pytest.mark.parametrize(
-    "stage, expected",
+    "variant, stage, expected",
     [
         # 64 · 200 / 350 = 36.6.
-        (1, {"hotpotqa:medium": 37, "2wiki:medium": 27}),
+        ("", 1, {"hotpotqa:medium": 37, "2wiki:medium": 27}),
         # 64 · 2561 / 8148 = 20.1, then 15.7, 8.5 and 19.6: the two largest remainders are rounded
         # up.
-        (2, {"hotpotqa:medium": 20, "hotpotqa:hard": 16, "2wiki:medium": 8, "2wiki:hard": 20}),
+        ("", 2, {"hotpotqa:medium": 20, "hotpotqa:hard": 16, "2wiki:medium": 8, "2wiki:hard": 20}),
+        # Table 7, one data set. Stage 2: 64 · 2561 / 4561 = 35.9 and 64 · 1087 / 3587 = 19.4.
+        ("hotpotqa_only", 1, {"hotpotqa:medium": 64}),
+        ("hotpotqa_only", 2, {"hotpotqa:medium": 36, "hotpotqa:hard": 28}),
+        ("2wiki_only", 2, {"2wiki:medium": 19, "2wiki:hard": 45}),
     ],
 )
-def test_r1_searchers_table_1(stage, expected):
+def test_r1_searchers_tables_1_and_7(variant, stage, expected):
     kinds = ("hotpotqa_bridge", "hotpotqa_comparison", "2wiki_inference")
     data = [
         replace(question, source=kind, id=f"{kind} {question.id}")
         for kind in kinds
-        for question in pool_of_levels(easy=40, medium=40, hard=40)
-    ]
-    settings = resolve("r1_searcher", stage, False, {"difficulty": "level"})
-    dealer = by_level(data, 64, mix=settings.mix, buckets=settings.buckets)
-    dealt = Counter(f"{q.kind.split('_')[0]}:{q.level}" for q in dealer.take(0))
-    assert dealt == dealer.counts == expected
-
-
-@pytest.mark.parametrize(
-    "variant, kind, steps, expected",
-    [
-        # Stage 2: 64 · 2561 / 4561 = 35.9 and 64 · 1087 / 3587 = 19.4.
-        ("hotpotqa_only", "hotpotqa", (4, 72), {"hotpotqa:medium": 36, "hotpotqa:hard": 28}),
-        ("2wiki_only", "2wiki", (3, 57), {"2wiki:medium": 19, "2wiki:hard": 45}),
-    ],
-)
-@pytest.mark.parametrize("others", [[], ["hotpotqa_bridge", "2wiki_inference"]])
-def test_r1_searchers_table_7_trains_on_one_data_set(variant, kind, steps, expected, others):
-    data = [
-        replace(question, source=source, id=f"{source} {question.id}")
-        for source in {kind, *others}
         for question in pool_of_levels(easy=70, medium=70, hard=70)
     ]
-    for stage, counts in ((1, {f"{kind}:medium": 64}), (2, expected)):
-        settings = resolve("r1_searcher", stage, False, {"variant": variant, "difficulty": "level"})
-        assert settings.steps == steps[stage - 1]
-        dealt = by_level(data, 64, mix=settings.mix, buckets=settings.buckets).take(0)
-        assert Counter(f"{q.kind.split('_')[0]}:{q.level}" for q in dealt) == counts
+    settings = resolve("r1_searcher", stage, False, {"variant": variant, "difficulty": "level"})
+    dealt = QuestionStream(data, settings).take(0)
+    assert Counter(f"{q.kind.split('_')[0]}:{q.level}" for q in dealt) == expected
 
 
 def test_the_full_name_of_a_kind_has_precedence_over_its_first_part():
     data = pool(hotpotqa_bridge=9, hotpotqa_comparison=9)
-    dealt = stream(data, 6, "hotpotqa=2,hotpotqa_bridge=1").take(0)
+    dealt = stream(data, 6, mix="hotpotqa=2,hotpotqa_bridge=1").take(0)
     assert Counter(q.kind for q in dealt) == {"hotpotqa_bridge": 2, "hotpotqa_comparison": 4}
 
 
-def test_the_papers_buckets_need_difficulty_and_then_replace_the_tiny_mix():
-    measured = {"difficulty": "d"}
-    for tiny, shares in ((False, PAPERS["ur2"].stages[2]["buckets"]), (True, pairs(SEVEN_TWO_ONE))):
-        settings = resolve("ur2", 2, tiny, measured)
-        assert settings.buckets == shares and not (tiny and settings.mix)
-    assert resolve("ur2", 1, True, measured).mix == resolve("ur2", 1, True).mix != {}
-    assert resolve("ur2", 2, False).buckets == {} == resolve("r1_searcher", 2, False).mix
+def test_the_papers_buckets_need_difficulty():
+    measured = resolve("ur2", 2, False, {"difficulty": "d"})
+    assert measured.buckets["hard"] == 7 and resolve("ur2", 2, False).buckets == {}
+    assert resolve("r1_searcher", 2, False).mix == {}
 
 
 def test_data_of_only_dropped_questions_is_an_error_that_says_what_to_do():
-    assert '"dropped": ask easier questions' in message(by_level, pool_of_levels(dropped=5), 2)
+    assert '"dropped": ask easier ones' in message(by_level, pool_of_levels(dropped=5), 2)
 
 
 # -------------------------------------------------------------------------------------- task mixing
 
 
-@pytest.mark.parametrize(
-    "task, name, expected",
-    [
-        ("qa", "easy", True),
-        ("math", "easy", False),
-        ("math", "medium", False),
-        ("math", "hard", True),
-        ("math", "dropped", True),
-        ("choice", "hard", False),  # only if it was drawn
-    ],
-)
-def test_open_questions_always_search_and_math_only_if_hard(task, name, expected):
-    question = Question("1", "?", ["!"], task, level=name)
-    hard = {"hard": 1, "dropped": 1}
-    assert may_search(question, frozenset(), hard) == expected
+def test_open_questions_always_search_and_math_only_if_hard():
+    questions = pool_of_levels("math", easy=3, hard=3, dropped=3) + pool_of_levels(easy=3)
+    allowed = epoch_of(
+        by_level(questions, 12, buckets="dropped=1,easy=2,hard=1", task_mixing=True), 1
+    )
+    forbidden = {name for name, may_search in allowed.items() if not may_search}
+    assert len(allowed) == 12 and forbidden == {"math easy0", "math easy1", "math easy2"}
 
 
 def test_half_of_the_easy_math_questions_may_search_under_llama():
     # C.5, without hard math questions: easy : medium is 2 : 1. A third of the 3,000 questions may
     # search, all of them easy.
     llama = resolve("ur2", 2, False, {"variant": "llama_8b", "difficulty": "level"})
-    options = {
-        "buckets": {k: v for k, v in llama.buckets.items() if ":" in k},
-        "math_searches": llama.math_searches,
-    }
-    dealer = by_level(
-        pool_of_levels("math", medium=1000, easy=2000), 3, task_mixing=True, **options
-    )
-    assert dealer.counts == {"math:medium": 1, "math:easy": 2}
+    math = pool_of_levels("math", medium=1000, easy=2000)
+    dealer = QuestionStream(math, replace(llama, questions_per_step=3))
+    assert counts_of(dealer) == {"math:medium": 1, "math:easy": 2}
     allowed = epoch_of(dealer, 1000)  # every question once
     # The variance of 2,000 draws is 2,000 · 0.5 · 0.5 = 500, so the standard deviation is 22.
     assert len(allowed) == 3000 and abs(sum(allowed.values()) - 1000) < 70
@@ -342,29 +276,9 @@ def test_half_of_the_dealt_choices_may_search_and_all_of_them_are_hard():
     assert all("hard" in name for name, may in allowed.items() if may)
 
 
-def test_half_of_the_choices_is_weighted_by_how_often_each_is_dealt():
-    # A step deals 3 of a's 10 questions and 1 of b's 10, so 2 of its 4 should search. Each question
-    # of a counts 0.3 and each of b 0.1; any choice whose sum is 2 will do.
-    both = [replace(q, task="choice") for q in pool(a=10, b=10)]
-    allowed = epoch_of(stream(both, 4, "a=3,b=1", task_mixing=True), 10)
-    searching = Counter(name[0] for name, may in allowed.items() if may)
-    assert 0.3 * searching["a"] + 0.1 * searching["b"] == pytest.approx(2, abs=0.15)
-
-
 def test_math_without_difficulties_is_an_error_under_task_mixing():
     output = message(stream, pool_of_levels("math", hard=4), 2, task_mixing=True)
     assert "give --difficulty FILE, or --task_mixing false, which restricts no question" in output
-
-
-def test_which_questions_may_search_does_not_depend_on_their_order():
-    questions = pool_of_levels("choice", hard=30)
-
-    def draw(questions_drawn, seed):
-        return draw_choices({"": questions_drawn}, {"": 5}, seed)
-
-    half = draw(questions[:30], 1)
-    assert draw(questions[29::-1], 1) == half and len(half) == 15
-    assert draw(questions[:30], 2) != half != set(ids(questions[:15]))
 
 
 def test_without_task_mixing_all_may_search_except_those_marked_in_the_data():
@@ -382,8 +296,10 @@ def test_a_file_gives_buckets_and_a_line_without_one_is_sorted_by_its_mean_score
     path = tmp_path / "d.jsonl"
     lines = [{"id": "q0", "scores": [1, 0]}, {"id": "q1", "scores": [1], "bucket": "hard"}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert read_difficulty(path, FOUR[:2]) == {"q0": "medium", "q1": "hard"}
-    assert "2 questions have no difficulty, the first is q2" in message(read_difficulty, path, FOUR)
+    levels = [question.level for question in with_buckets(FOUR[:2], str(path), False)]
+    assert levels == ["medium", "hard"]
+    error = message(with_buckets, FOUR, str(path), False)
+    assert "2 questions have no difficulty, the first is q2" in error
 
 
 BROKEN = """
@@ -401,19 +317,11 @@ BROKEN = [pytest.param(line[4:], marks=pytest.mark.fault(int(line[:3]))) for lin
 def test_a_line_that_is_not_a_difficulty_record_is_an_error_of_one_line(line, tmp_path):
     path = tmp_path / "d.jsonl"
     path.write_text(f"{line}\n")
-    assert "d.jsonl, line 1: " in message(read_difficulty, path, FOUR)
+    assert "d.jsonl, line 1: " in message(with_buckets, FOUR, str(path), False)
 
 
 def test_level_uses_the_levels_in_the_data():
-    levels = read_difficulty("level", pool_of_levels(easy=1, dropped=1))
-    assert list(levels.values()) == ["easy", "dropped"]
+    questions = with_buckets(pool_of_levels(easy=1, dropped=1), "level", True)
+    assert [question.level for question in questions] == ["easy", "dropped"]
     other = Question("5", "?", ["!"], level="5")
-    assert "the first is 5" in message(read_difficulty, "level", [other])
-
-
-def test_python_curriculum_prints_buckets_counts_and_who_may_search(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["curriculum.py"])
-    curriculum.main()
-    output = capsys.readouterr().out
-    assert "{'hard': 45, 'medium': 13, 'easy': 6}" in output and "no: asked directly" in output
-    assert "0.80   easy       no" in output and "0.10   dropped    yes" in output
+    assert "the first is 5" in message(with_buckets, [other], "level", True)

@@ -6,7 +6,7 @@ import pytest
 from conftest import message
 
 import eval as evaluation
-from curriculum import read_difficulty
+from curriculum import with_buckets
 from data import Question
 from formats.records import finished_records
 from lab import difficulty
@@ -28,7 +28,7 @@ def test_each_question_gets_scores_their_mean_and_a_bucket(out, monkeypatch, cap
     expected = {"id": "q3", "scores": [1.0] * 3 + [0.0] * 7, "score": 0.3, "bucket": "hard"}
     assert finished_records(out)[3] == expected
     questions = [Question(name, "?", ["!"]) for name in scores]
-    assert read_difficulty(out, questions)["q9"] == "easy"
+    assert [q.level for q in with_buckets(questions, str(out), False)][-1] == "easy"
     # By the first success; what is never right is hard.
     main(["--out", str(out), "--recipe", "r1_searcher"])
     assert "easy 9" in capsys.readouterr().out and out.with_name("d.jsonl.old1").exists()

@@ -18,7 +18,7 @@ from conftest import chat_server, rows_of
 import rollout
 import train
 from flags import resolve
-from papers import PAPERS, PROTOCOLS
+from papers import PAPERS, PROTOCOLS, record_of
 from policy import Batch, Policy, save_policy
 from retriever import BM25
 from rewards import example, reward_terms
@@ -36,7 +36,7 @@ def recipes() -> dict:
     defaults, found = asdict(Settings()), {}
     for recipe, paper in PAPERS.items():
         for variant, tiny in product(["", *paper.variants], (False, True)):
-            for stage in (paper.variants[variant] if variant else paper).stages:
+            for stage in record_of(recipe, variant).stages:
                 settings = asdict(resolve(recipe, stage, tiny, {"variant": variant}))
                 changed = {k: v for k, v in settings.items() if v != defaults[k]}
                 found[f"{recipe} {variant} {stage} {'tiny' * tiny}"] = changed

@@ -89,10 +89,8 @@ def test_max_searches_replaces_the_limits_of_all_tasks():
 def test_a_paper_s_record_is_complete(name):
     paper = PAPERS[name]
     assert set(paper.tiny) == set(paper.stages) and paper.punctuation in PUNCTUATION
-    for stage in paper.stages:
-        small = resolve(name, stage, tiny=True)
-        assert small.protocol == next(iter(paper.protocols))
-        assert {*small.mix} <= {*paper.world.kinds, "direct"} <= {*KINDS, "direct"}
+    kinds = {kind for stage in paper.stages for kind in resolve(name, stage, tiny=True).mix}
+    assert kinds <= {*paper.world.kinds, "direct"} <= {*KINDS, "direct"}
 
 
 def test_every_protocol_belongs_to_a_paper():
@@ -100,10 +98,8 @@ def test_every_protocol_belongs_to_a_paper():
     assert paper_of("when_to_search") is PAPERS["when_to_search"]  # not the record of the ablation
 
 
-def test_python_papers_prints_the_settings_of_every_stage_and_every_variant(capsys):
+def test_python_papers_prints_the_settings_of_every_stage_and_what_a_variant_changes(capsys):
     papers.__main__.main()
     lines = capsys.readouterr().out.splitlines()
-    names = [f"{name}:{v}" for name, paper in PAPERS.items() for v in paper.variants]
-    assert {line.split(" | ")[0] for line in lines[2:]} == {*PAPERS, *names}
-    assert "arena:k3 | 1 | kl_estimator k3 | ARENA section 4.4, app. F" in lines
-    assert "steps 195, group_size 5" in next(line for line in lines if "r_search |" in line)
+    assert len(lines) == 2 + len(EVERYWHERE) + sum(len(p.variants) for p in PAPERS.values())
+    assert "arena:k3 |  | kl_estimator k3 | ARENA section 4.4, app. F" in lines

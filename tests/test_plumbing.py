@@ -152,7 +152,6 @@ def test_a_bad_file_is_a_one_line_error_before_training_starts(
         ("", "", "no config.json"),
         (None, "--mix nothing=1", "questions of nothing, and the data has 0"),
         (None, "--resume", "no checkpoint in"),
-        (None, "--retrieval false", "no question is allowed to search"),
         (None, "--prompt_file none.txt", "none.txt"),
         (None, "--output_dir /dev/null/runs", "--output_dir /dev/null/runs"),
     ],

@@ -44,8 +44,8 @@ def two_steps(case: tuple, more: str, capsys) -> list[dict] | str:
     before = None if stage == 1 else settings_of((recipe, variant, 1), True)
     try:
         variants = ["--variant", variant] if variant else []
-        _, given = given_flags([*arguments, *variants])
-        folder = train.train(stage_settings(stage, given, before))
+        given = given_flags([*arguments, *variants])
+        folder = train.train(stage_settings(given.pop("stage")[0], given, before))
     except InputError as error:
         message = str(error)
         assert "--" in message and "\n" not in message and len(message) < 400, message

@@ -19,7 +19,7 @@ from data import Document, Question
 from errors import InputError
 from flags import resolve
 from metrics import f1_score
-from papers import PAPERS, PROTOCOLS
+from papers import PROTOCOLS, record_of
 from prompts import Protocol, tag_pair
 from rewards import (
     REWARDS,
@@ -1140,11 +1140,11 @@ def test_a_published_transcript_of_search_r1_is_parsed_and_rewarded():
 
 def test_a_fallback_is_paid_as_a_valid_search_unless_the_variant_calls_it_invalid():
     """UR² eq. 1, C.6: two searches of which one is a fallback: 1 + 4 − 0.5, else 1 + 3 − 0.5."""
-    args = PAPERS["ur2"].variants["fallback_is_invalid"].stages[1]["reward_args"]
+    args = record_of("ur2", "fallback_is_invalid").stages[1]["reward_args"]
     for given, paid in (({}, 4.0), (args, 3.0)):
         terms = reward_terms("ur2_stage1", example("ur2"), given | {"step": 0})
         assert (terms["retrieval"], terms["fallback"]) == (paid, -0.5)
-    args = PAPERS["ur2_choice"].variants["fallback_is_invalid"].stages[1]["reward_args"]
+    args = record_of("ur2_choice", "fallback_is_invalid").stages[1]["reward_args"]
     for given, paid in (({}, 1.0), (args, 0.5)):
         terms = reward_terms("ur2_choice", example("ur2"), given | {"step": 0})
         assert terms["retrieval"] == paid

@@ -7,7 +7,7 @@ import copy
 
 import pytest
 from conftest import CHAT_TEMPLATE, message
-from test_prompts import QA, UR2, Template
+from test_prompts import QA, UR2, with_template
 from tokenizers import AddedToken, processors
 
 from flags import check_settings
@@ -24,6 +24,7 @@ ONLY_USER = (
 )
 PARTS = "{% for part in m['content'] %}{{ part['text'] }}{% endfor %}"
 ONLY_PARTS = ONLY_USER.replace("{{ m['content'] }}", PARTS)
+REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 LAST = "<user>{{ messages[-1]['content'] | trim }}"
 SWITCH = CHAT_TEMPLATE + "{% if thinking is defined and not thinking %}<no thoughts>{% endif %}"
 
@@ -33,18 +34,16 @@ def load(bpe, tmp_path):
     """Returns a function that loads a saved tokenizer with this template and --chat_template."""
 
     def load(template: str, flag: str = ""):
-        tokenizer = copy.deepcopy(bpe)
-        tokenizer.chat_template = template
-        tokenizer.save_pretrained(tmp_path)
+        with_template(bpe, template).save_pretrained(tmp_path)
         (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
         return load_tokenizer(str(tmp_path), flag)
 
     return load
 
 
-@pytest.mark.parametrize("template", [ONLY_USER, ONLY_PARTS, LAST])
+@pytest.mark.parametrize("template", [ONLY_USER, ONLY_PARTS, LAST, REFUSES + ONLY_USER])
 def test_an_instruction_that_the_template_leaves_out_goes_into_the_users_message(template, bpe):
-    tokenizer = Template(bpe, template)
+    tokenizer = with_template(bpe, template)
     assert prompt_text(UR2, QA, tokenizer) == f"<user>{INSTRUCTION}\n\n{QA.question}"
     # a judge's, reader's or summariser's prompt
     text = bpe.decode(prompt_ids(tokenizer, ("Is it right?", "Norland")))
@@ -58,7 +57,7 @@ def test_a_template_that_leaves_out_the_question_is_a_one_line_error_when_loaded
 
 def test_a_text_of_which_the_template_drops_a_part_does_not_stop_the_run(bpe):
     cut = CHAT_TEMPLATE.replace("m['content']", "m['content'].split('</think>')[-1]")
-    text = chat_text(Template(bpe, cut), "Judge.", "thoughts</think>Norland")
+    text = chat_text(with_template(bpe, cut), "Judge.", "thoughts</think>Norland")
     assert text == chat_text(bpe, "Judge.", "Norland")
 
 
@@ -112,7 +111,6 @@ def test_words_in_angle_brackets_stay_and_special_tokens_and_tags_go_with_one_no
 
 DEFAULT = "{% if messages[0]['role'] != 'system' %}<system>Be Ana, always.</system>{% endif %}"
 SYSTEM = DEFAULT.replace("!=", "==").replace("Be Ana, always.", "{{ messages[0]['content'] }}")
-REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 
 
 @pytest.mark.parametrize(
@@ -124,5 +122,5 @@ REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system
     ],
 )
 def test_a_layout_is_the_whole_message_without_a_default_of_the_template(before, shown, bpe):
-    tokenizer = Template(bpe, before + ONLY_USER)
+    tokenizer = with_template(bpe, before + ONLY_USER)
     assert chat_text(tokenizer, "", "Norland") == f"{shown}<user>Norland"

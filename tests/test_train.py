@@ -459,13 +459,9 @@ def test_two_processes_take_the_same_step_as_one(algorithm, model, tmp_path, mon
         assert actual == pytest.approx(expected, abs=1e-5, rel=1e-5)
 
 
-def test_two_stages_behind_one_start_are_those_of_two_starts(model, tmp_path, capsys, monkeypatch):
-    few = ["--questions", "3"]
-    evaluate = train.evaluation.main
-    monkeypatch.setattr(train.evaluation, "main", lambda arguments: evaluate([*arguments, *few]))
+def test_two_stages_behind_one_start_are_those_of_two_starts(model, tmp_path):
     more = "--steps 1 --task_mixing false --stage"
-    train.main(flags(model, tmp_path / "one", f"{more} 1,2 --evaluate"))
-    assert "predictions:" in capsys.readouterr().out
+    train.main(flags(model, tmp_path / "one", f"{more} 1,2"))
     for stage, start in (("1", model), ("2", "")):
         train.main(flags(start, tmp_path / "two", f"{more} {stage}"))
     for stage in ("stage1", "stage2"):
@@ -477,10 +473,6 @@ def test_two_stages_behind_one_start_are_those_of_two_starts(model, tmp_path, ca
     [
         ("--stage 1,2 --resume", "--stage: --resume and --dry_run take one stage: give one"),
         ("--stage 1,x", "argument --stage: invalid numbers value: '1,x'"),
-        (
-            "--evaluate --data q.jsonl --corpus from-data",
-            "--evaluate asks about the built-in world",
-        ),
     ],
 )
 def test_contradictory_stage_flags_are_a_one_line_error(more, fragment, model, tmp_path, capsys):

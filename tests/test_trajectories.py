@@ -85,7 +85,7 @@ def test_the_numbers_of_a_row_are_those_of_its_tokens():
 @pytest.fixture(scope="module")
 def trained(model, tmp_path_factory):
     """Runs two steps of GRPO with a KL, two updates each, and keeps all groups."""
-    flags = "--steps 2 --groups_kept -1 --algorithm grpo --kl_coef 0.1 --kl_estimator k2 --lr 1e-2"
+    flags = "--steps 2 --algorithm grpo --kl_coef 0.1 --kl_estimator k2 --lr 1e-2"
     flags += " --trajectories_per_update 2"
     return train.train(settings_for(model, tmp_path_factory.mktemp("t"), flags))
 
@@ -152,8 +152,9 @@ def test_the_loss_of_a_token_by_hand(changes, settings, loss):
 
 
 def test_groups_that_are_not_trained_on_are_kept_without_token_numbers(model, tmp_path):
-    flags = "--steps 1 --algorithm dapo --groups_kept 1"  # all wrong: not trained on
-    records = list(read_trajectories(train.train(settings_for(model, tmp_path, flags))))
+    flags = "--steps 1 --algorithm dapo"  # all wrong: not trained on
+    settings = settings_for(model, tmp_path, flags, groups_kept=1)
+    records = list(read_trajectories(train.train(settings)))
     assert {r["group"] for r in records} == {0}
     assert not any("advantages" in r or r["correct"] for r in records)
 

@@ -336,7 +336,7 @@ function go(at) {
   for (const button of document.querySelectorAll(".moment")) button.setAttribute("aria-current", Number(button.dataset.at) === state.at);
   if (!kept.length) {
     for (const id of ["one", "group"]) fill($(id));
-    return fill($("groups"), el("p", {}, "no trajectories were kept here: train with --groups_kept"));
+    return fill($("groups"), el("p", {}, "no trajectories were kept here"));
   }
   const asked = state.at;
   withStep(here(), () => asked === state.at && showStep());

@@ -28,7 +28,7 @@ ALGORITHMS = {
     "ppo": "--algorithm ppo",
 }
 FAULTS = {"reinforce_pp_baseline": 1, "grpo": 2, "dapo": 3, "ppo": 4}
-STEPS = "--steps 8 --save_every 2 --keep_checkpoints 2 --groups_kept -1"
+STEPS = "--steps 8 --save_every 2 --keep_checkpoints 2"
 
 
 def die() -> None:

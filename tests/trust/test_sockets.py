@@ -127,7 +127,7 @@ def test_a_step_goes_on_whatever_the_retriever_does(
     more = f"--retriever http --retriever_url {server.base} --timeout 0.4 --steps 1"
     folder = tmp_path / "t" / "stage1"
     with suppress(InputError):  # the run ends with it if searches failed in most rows
-        train.train(settings_for(model, tmp_path, f"{more} --groups_kept -1"))
+        train.train(settings_for(model, tmp_path, more))
     (row,) = rows_of(folder)
     searches = [search for t in read_trajectories(folder) for search in t["searches"]]
     assert searches and "Traceback" not in capfd.readouterr().err
