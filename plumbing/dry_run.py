@@ -28,8 +28,7 @@ def try_out(state: TrainState, sample) -> None:
     """
     whole = state.settings
     short = copy.copy(state.environment)
-    short.settings = replace(whole, group_size=1, max_turn_tokens=SHORT)
-    short.turn_tokens = {}
+    short.settings = replace(whole, group_size=1, max_turn_tokens=SHORT, turn_tokens={})
     start = time.perf_counter()
     rows = sample(state, short, state.stream.take(0)[:SOME], whole.seed)
     each = 2 * (time.perf_counter() - start) / len(rows)
