@@ -57,18 +57,13 @@ class Recorder:
     "query, title, lookup",
     [
         ("where was ana bell born", "ana bell", True),
-        ("born : Ana  Bell's ?", "ana bell", True),
-        ("bell ana", "ana bell", False),
         ("where was diana bell born", "ana bell", False),  # only whole words match
         ("was ana born a bell", "ana bell", False),
-        ("", "ana bell", False),
         ("mayor of the city where she was born", "ana bell", False),
-        ("sum of 17 and 25", "ana bell", False),
         ("ana bell", " ", False),
         ("ana bell" + " word" * 10, "ana bell", True),  # twelve words
         ("ana bell" + " word" * 11, "ana bell", False),
         ("who wrote c-c.d (film)", "C-C.D (film)", True),  # "." and "(" are literal
-        ("who wrote cxd (film)", "c.d (film)", False),
     ],
 )
 def test_a_query_that_names_the_top_title_is_a_lookup(query, title, lookup):
@@ -87,12 +82,6 @@ def test_a_query_that_names_another_thing_is_not_a_fallback_one_without_a_name_i
         assert summarize(query, ANA).fallback
 
 
-@pytest.mark.parametrize("fallback, text", [("", "None"), ("Ask for a fact.", "Ask for a fact.")])
-def test_a_protocol_without_a_fallback_rejects_no_query(fallback, text):
-    (result,) = extract(requests("17 + 25"), [[ANA]], fallback)
-    assert (result.text, result.fallback) == (text, bool(fallback))
-
-
 # --------------------------------------------------------------------------------- a language model
 
 
@@ -100,7 +89,7 @@ class ScriptedModel:
     """Replies by the query and records the batches."""
 
     def __init__(self, **replies):
-        self.replies, self.batches, self.rejected = replies, [], set()
+        self.replies, self.batches = replies, []
 
     def ask(self, requests):
         self.batches += [requests] if requests else []
@@ -291,11 +280,6 @@ def test_a_retriever_that_drops_a_query_is_an_error_and_shifts_no_result():
     dropping = SimpleNamespace(search=lambda queries, k: [[ANA]])
     with pytest.raises(ValueError):
         make_search(dropping)(requests("a", "b"))
-
-
-def test_an_empty_list_of_documents_is_not_a_failed_search():
-    empty = SimpleNamespace(search=lambda queries, k: [[]])
-    assert make_search(empty)(requests("a")) == [SearchResult()]
 
 
 def test_the_summariser_is_not_asked_about_a_failed_search():
