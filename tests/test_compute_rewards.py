@@ -8,7 +8,6 @@ import pytest
 from data import Document, Question
 from errors import InputError
 from flags import parse, resolve
-from other_models.reader import add_reader
 from plumbing import build
 from rewards import compute_rewards, example
 from settings import Settings
@@ -19,8 +18,6 @@ from trajectory_metrics import (
     token_metrics,
     trajectory_metrics,
 )
-
-OPTIONS = {"task": "choice", "options": ("elm", "oak")}
 
 
 class Model:
@@ -152,23 +149,6 @@ def test_without_a_corpus_only_words_of_this_step_s_questions_and_results_count(
 
 
 @pytest.mark.parametrize(
-    "text, question, em, f1, cem",
-    [
-        ("\\boxed{The Norland!}", {"answers": ["Norland"]}, 1, 1, 1),
-        ("\\boxed{Kelmouth, Norland}", {"answers": ["Norland"]}, 0, 2 / 3, 1),  # P = 1/2, R = 1
-        ("\\boxed{0.50}", {"answers": ["\\frac12", "x"], "task": "math"}, 1, 1, 1),
-        ("The correct answer is: B.", {"answers": ["B"], **OPTIONS}, 1, 1, 1),
-        ("The correct answer is: A.", {"answers": ["B"], **OPTIONS}, 0, 0, 0),
-    ],
-)
-def test_answers_are_scored_by_their_task(text, question, em, f1, cem):
-    trajectory = trajectory_from_text(Question("q", "?", **question), text, "ur2")
-    numbers = trajectory_metrics(trajectory)
-    assert [numbers[name] for name in ("em", "f1", "cem")] == pytest.approx([em, f1, cem])
-    assert compute([trajectory], "ur2")[1] == [bool(em)]
-
-
-@pytest.mark.parametrize(
     "protocol, same",
     [
         ("r_search", "AnaBell AnaBell"),  # "-" and "_" are deleted
@@ -184,28 +164,6 @@ def test_punctuation_is_treated_as_in_the_paper_s_scorer(protocol, same):
         assert trajectory_metrics(trajectory)["em"] == (gold == same)
         if protocol == "arena":  # the reward and the evaluation agree
             assert compute([trajectory], "arena")[0][0]["answer"] == (gold == same)
-
-
-# ------------------------------------------------------------------------- records of an evaluation
-
-
-def record(answer, evidence=None):
-    """Returns a record as in a predictions file: question, answer, evidence and exact match."""
-    fields = {"id": "q", "question": "where ?", "golds": ["Norland"], "task": "qa"}
-    metrics = {"em": float(answer == "Norland")}
-    return fields | {"prediction": answer, "evidence": evidence, "metrics": metrics}
-
-
-def test_the_reader_s_scores_are_added_beside_the_policy_s():
-    reader = Model(lambda text: "the far Norland")
-    records = [record("Sudria", "Ana was born in Norland."), record("Norland")]
-    read = add_reader(records, reader)
-    # Only the record with evidence is sent.
-    assert reader.batches == [["Ana was born in Norland.\nwhere ?"]]
-    # "far norland" for "norland" has P = 1/2, R = 1 and F1 = 2/3.
-    scores = [(r["metrics"]["reader_em"], r["metrics"]["reader_f1"]) for r in read]
-    assert scores == [(0, pytest.approx(2 / 3)), (0, 0)]
-    assert [r["metrics"]["em"] for r in read] == [0, 1]
 
 
 def test_searches_and_their_tokens_are_counted():

@@ -125,15 +125,6 @@ def test_missing_or_unreadable_replies_are_none_and_an_empty_answer_is_wrong():
     assert (judge.asked, judge.unreadable) == (4, 3)  # no reply about Peru; the counts add up
 
 
-def test_grades_have_their_own_instruction_and_an_empty_answer_gets_zero():
-    llm = ScriptedModel(
-        **{"0.5": "the same\ncorrect", "half a unit": "partly", "3": "wrong", "x": "?"}
-    )
-    answers = ("0.5", "half a unit", "3", "x", "")
-    assert Judge(llm).grades([(HALF, answer) for answer in answers]) == [2.0, 1.0, 0.0, None, 0.0]
-    assert {instruction for instruction, _ in llm.requests} == {GRADE_INSTRUCTION}
-
-
 # ----------------------------------------------------------------------------------- right or wrong
 
 
