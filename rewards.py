@@ -42,7 +42,6 @@ from prompts import (
     Tags,
     find_answers,
     find_blocks,
-    number_documents,
     section_letters,
     tag_pair,
 )
@@ -101,18 +100,16 @@ def scripts(text: str) -> set[str]:
 
 def is_garbled(trajectory: Trajectory) -> bool:
     """Returns whether the model wrote U+FFFD, a private-use character, or a letter of a foreign
-    script: neither Latin nor Greek nor a script of the question, its accepted answers, its options,
-    its references, the environment's texts or the "thought" segments. These segments are not
-    checked themselves.
+    script: neither Latin nor Greek nor a script of the question's record (its text, accepted
+    answers, options, references), of the environment's texts or of the "thought" segments. These
+    segments are not checked themselves.
     """
-    question = trajectory.question
     text = trajectory.model_text
     if text.isascii():  # quick, because it is the usual case: ASCII has only Latin letters
         return False
     if "\ufffd" in text or "Co" in map(unicodedata.category, text):
         return True
-    shown = [question.question, *question.answers, *question.options]
-    shown += number_documents(question.references)
+    shown = [repr(trajectory.question)]  # all texts of its record
     shown += [segment.text for segment in trajectory.segments if segment.writer != "model"]
     return not scripts(text) <= scripts(" ".join(shown)) | {"LATIN", "GREEK"}
 
@@ -857,17 +854,6 @@ def example(protocol: Protocol | str, answer: str = "Norland", searches: int = 2
     protocols, which have no searches, the trajectory cites up to 2 references instead.
     """
     protocol = as_protocol(protocol)
-    tags = {pair[0].strip("<>"): pair for pair in protocol.other_tags}
-    tags |= {
-        "query": protocol.query_tags,
-        "documents": protocol.documents_tags,
-        "evidence": protocol.evidence_tags,
-        "answer": protocol.answer_tags or ("The answer is \\boxed{", "}."),
-    }
-    if protocol.prompt_suffix:  # the suffix opens <think>, which must be closed before the answer
-        begin, end = tags["answer"]
-        tags["think"] = ("", "")
-        tags["answer"] = ("</think>" + begin, end)
     thought = "Her birthplace decides."
     pieces = [("relevance", [1, 3][:searches]), ("analysis", thought), ("think", thought)]
     turns = [("Ana Bell birthplace", _BORN), ("Kelmouth country", _TOWN)]
@@ -875,11 +861,16 @@ def example(protocol: Protocol | str, answer: str = "Norland", searches: int = 2
         pieces += [("query", query), ("documents", document), ("reflect", "It helps.")]
     if not searches:
         pieces.append(("reflect", "It is known."))
-    pieces += [("evidence", f"{_BORN} {_TOWN}"), ("answer", answer)]
+    pieces.append(("evidence", f"{_BORN} {_TOWN}"))
     text = ""
     for name, content in pieces:
-        if pair := tags.get(name):
-            text += f"{pair[0]} {content} {pair[1]}"
+        begin, end = getattr(protocol, f"{name}_tags", None) or tag_pair(name)
+        if begin in protocol.tags:
+            text += f"{begin} {content} {end}"
+    if protocol.prompt_suffix:  # it opens <think>, which must be closed before the answer
+        text = text.replace("<think>", "").replace("</think>", "") + "</think>"
+    begin, end = protocol.answer_tags or ("The answer is \\boxed{", "}.")
+    text += f"{begin} {answer} {end}"
     return trajectory_from_text(_QUESTION, text, protocol, fallbacks=[1])
 
 

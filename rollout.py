@@ -42,6 +42,7 @@ from prompts import (
     frame_documents,
     number_documents,
     parse_query,
+    question_text,
     without_control,
 )
 from settings import WITHOUT_MODEL, Settings, by_task
@@ -149,10 +150,17 @@ def check_prompts(
             f"--max_context {context}: the model has only {positions} positions: give 0 to use all "
             "of them"
         )
+    shows_more = environment.protocol.references_in_prompt or environment.protocol.prompts
+    first = {}  # (task, may_search) -> tokens of the first prompt of this kind
     fitting, errors = [], []
     for question in questions:
+        # Building every prompt would take minutes. If it shows no more than the question, it has at
+        # most the tokens of the first of its kind and one for each byte of the question.
+        kind = question.task, question.may_search
+        most = first.get(kind, context) + len(question_text(question).encode(errors="replace"))
         try:
-            fitting_prompt(question, environment)
+            if shows_more or most + ANSWER_TOKENS > context:
+                first.setdefault(kind, len(fitting_prompt(question, environment)))
             fitting.append(question)
         except InputError as error:
             errors.append(error)

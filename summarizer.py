@@ -136,8 +136,8 @@ class LLMSummarizer:
         prompts = [self.prompt(requests[i], documents[i]) for i in rows]
         pairs = {}  # keyed by prompt, so that a prompt is logged once per call
         for i, prompt, reply in zip(rows, prompts, self.llm.ask(prompts), strict=True):
-            fallback = self.fallback_text(requests[i], documents[i])
-            results[i] = as_result(documents[i], reply or "", fallback)
+            fallback, rejected = self.fallback_text(requests[i], documents[i]), self.llm.rejected
+            results[i] = as_result(documents[i], reply or "", fallback, prompt in rejected)
             if reply and not requests[i].held_out:
                 pair = {"instruction": prompt[0], "text": prompt[1], "summary": reply}
                 pairs[prompt] = pair | {"fallback": results[i].fallback}
@@ -179,17 +179,20 @@ def summary_prompt(
 _HEADING = re.compile(r"\*\*\s*Final Information\s*:?\s*\*\*:?", re.IGNORECASE)
 
 
-def as_result(documents: list[Document], reply: str, fallback: str) -> SearchResult:
+def as_result(
+    documents: list[Document], reply: str, fallback: str, rejected: bool = False
+) -> SearchResult:
     """Turns a summariser's reply into a result.
 
     fallback   text for the policy if the reply says that the query does not ask for a fact; if ""
                is given, such a reply counts as notes
+    rejected   whether the server rejected the prompt; only used if there are no notes
     """
     notes = _HEADING.split(reply)[-1].strip()
     if fallback and (rejects(reply, fallback) or rejects(notes, fallback)):
         return SearchResult(documents, fallback, fallback=True)
     if not notes:  # an error: without it the policy would read the documents
-        return SearchResult(documents, error="summariser gave no answer")
+        return SearchResult(documents, error="summariser gave no answer", rejected=rejected)
     return SearchResult(documents, notes)
 
 

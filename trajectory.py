@@ -52,7 +52,7 @@ class Search:
 @dataclass(frozen=True)
 class RejectedQuery:
     """A query that was not run. The reason is "malformed", "empty", "direct" (the question must be
-    answered without searching), "limit" (no searches left) or "server" (the retriever's server
+    answered without searching), "limit" (no searches left) or "server" (the retriever or summariser
     rejected it).
     """
 

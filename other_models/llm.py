@@ -88,6 +88,7 @@ class LLM:
     def __init__(self, name: str, max_tokens: int):
         self.name, self.max_tokens = name, max_tokens
         self.failures = 0  # requests without an answer
+        self.rejected = set()  # requests that the server rejected, for example for their length
 
     def ask(self, requests: list[Request]) -> list[str | None]:
         """Returns the replies without the text of their <think> blocks. Equal requests are sent
@@ -162,8 +163,9 @@ class ServerLLM(LLM):
             reply = retrying(partial(self.complete, request), RETRIES, BACKOFF)
             self.in_a_row = 0
             return request, reply
-        except RejectedRequest:  # the server works, and rejects for example the request's length
+        except RejectedRequest:
             self.in_a_row = 0
+            self.rejected.add(request)
         except Fault as fault:
             self.in_a_row += 1
             if self.in_a_row >= GIVE_UP:

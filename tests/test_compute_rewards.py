@@ -4,6 +4,7 @@ trajectory.
 
 import numpy as np
 import pytest
+from conftest import ScriptedModel
 
 from data import Document, Question
 from errors import InputError
@@ -18,21 +19,6 @@ from trajectory_metrics import (
     token_metrics,
     trajectory_metrics,
 )
-
-
-class Model:
-    """Replaces another model: it replies answer(text) to each request and records the batches."""
-
-    failures, instruction = 0, ""
-
-    def __init__(self, answer):
-        self.answer, self.batches, self.requests = answer, [], []
-
-    def ask(self, requests):
-        self.requests += requests
-        texts = [text for _, text, *_ in requests]
-        self.batches += [texts] if texts else []
-        return [self.answer(text) for text in texts]
 
 
 def build_models(name: str, documents=(), **changes):
@@ -52,13 +38,15 @@ def compute(rows, name: str, documents=(), **changes):
 
 
 def test_the_reader_is_asked_once_for_all_trajectories_that_searched(monkeypatch):
-    reader = Model(lambda text: "Norland" if "Norland" in text.split("\n")[0] else "Sudria")
+    reader = ScriptedModel(lambda text: "Norland" if "Norland" in text.split("\n")[0] else "Sudria")
     monkeypatch.setattr(build, "build_reader", lambda *_: reader)
     rows = [example("r_search"), example("r_search", searches=0), example("r_search", "Sudria")]
     reward_terms, correct, stats = compute(rows, "r_search")
     # Two of the three trajectories searched and have evidence, which names the country.
     assert len(reader.batches) == 1 and len(reader.batches[0]) == 2
-    assert all(text.endswith("In which country was Ana Bell born?") for text in reader.batches[0])
+    assert all(
+        text.endswith("In which country was Ana Bell born?") for _, text in reader.batches[0]
+    )
     evidence_and_answer = [(terms["evidence"], terms["answer"]) for terms in reward_terms]
     assert evidence_and_answer == [(1, 1), (0, 1), (1, 0)]  # the answers of two models
     assert correct == [True, True, False] and stats == {"reader_failures": 0}
@@ -78,7 +66,7 @@ def test_another_data_set_asks_for_a_reader_of_the_evidence():
 
 def compute_with_judge(monkeypatch, reply, rows, name="when_to_search", **changes):
     """Returns the results of `compute` and the judge's batches; the judge gives one reply."""
-    judge = Model(lambda text: reply)
+    judge = ScriptedModel(lambda text: reply)
     monkeypatch.setattr(build, "load_llm", lambda *_, **__: judge)
     return *compute(rows, name, judge="j", **changes), judge.batches
 

@@ -148,6 +148,7 @@ def test_a_rejected_request_and_a_reply_without_text_are_not_retried(serve, repl
     model.in_a_row = llm.GIVE_UP - 1
     assert model.ask(requests(*"abcd")) == [None] * 4
     assert len(server.texts()) == model.failures == 4
+    assert len(model.rejected) == (4 if reply[0] == 400 else 0)
 
 
 # ------------------------------------------------------------------------------------ a local model

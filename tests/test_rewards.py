@@ -988,16 +988,21 @@ def golden(index, row):
     """Returns our reward of a transcript, with the settings of the released code."""
     settings = row["settings"]
     reward = RELEASED[row["system"], settings.get("stage")]
-    golds = [row["gold"]] if isinstance(row["gold"], str) else row["gold"]
-    question = Question(str(index), settings.get("question", "?"), golds)
-    task, cited = TASKS.get(settings.get("kind"), "qa"), tuple(settings.get("supporting", ()))
-    direct = settings.get("retrieve_prompt") is False
-    question = replace(question, task=task, supporting=cited, may_search=not direct)
+    question = Question(
+        str(index),
+        settings.get("question", "?"),
+        [row["gold"]] if isinstance(row["gold"], str) else row["gold"],
+        TASKS.get(settings.get("kind"), "qa"),
+        supporting=tuple(settings.get("supporting", ())),
+        may_search=settings.get("retrieve_prompt", True),
+    )
     fallbacks = range(FALLBACKS.get(index, 0))
     trajectory = trajectory_from_text(question, row["response"], protocol_of(reward), fallbacks)
-    outside = {"step": settings.get("step", 0)}
-    outside["reader_answer"] = settings.get("cross_model_answer", "")
-    outside["grade"] = GRADES.get(settings.get("judge_says"))
+    outside = {
+        "step": settings.get("step", 0),
+        "reader_answer": settings.get("cross_model_answer", ""),
+        "grade": GRADES.get(settings.get("judge_says")),
+    }
     variant = {"variant": VARIANTS[settings["variant"]]} if "variant" in settings else {}
     return reward_terms(reward, trajectory, outside, **variant)
 

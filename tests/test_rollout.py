@@ -43,7 +43,6 @@ SEARCHING = [protocol for protocol in PROTOCOLS.values() if protocol.query_tags]
 each_searching = pytest.mark.parametrize("protocol", SEARCHING, ids=lambda p: p.name)
 BEGIN, END = UR2.query_tags
 QA = Question("1", "In which country was Ana Bell born?", ["Norland"])
-READ = dataclasses.replace(QA, references=(Document("a", "Ana Bell", "born in Norland"),))
 ASK = f"I look it up. {BEGIN} Ana Bell {END}"
 NORLAND = "<answer> Norland </answer>"
 ANSWER = "So it is \\boxed{Norland}."
@@ -180,16 +179,13 @@ def test_sampled_ids_are_kept_although_their_text_would_encode_differently(bpe):
 
 
 def test_r_search_reads_documents_with_titles_and_without_numbers(bpe):
-    turn = "<search> Ana Bell </search>"
     found = [Document("1", "Ana Bell", "a painter"), Document("2", "", "untitled")]
-    protocol = PROTOCOLS["r_search"]
-    environment = Environment(bpe, protocol, None, Settings(max_context=0), 4096)
-    row = Trajectory(QA, protocol)
-    row.append_model([], [], turn)
-    environment.append_result(row, "Ana Bell", SearchResult(found))
+    search = fixed_search(SearchResult(found))
+    t, _ = play_one(
+        bpe, ["<search> Ana Bell </search>", NORLAND], search=search, protocol="r_search"
+    )
     shown = '(Title: "Ana Bell") a painter\nuntitled'
-    assert row.searches[0].text == shown
-    assert row.segments[1].text == f"\n\n<observation>\n{shown}\n</observation>\n\n"
+    assert t.segments[1].text == f"\n\n<observation>\n{shown}\n</observation>\n\n"
 
 
 # ------------------------------------------------ the mask, think tags of a template, and fallbacks
@@ -416,6 +412,19 @@ def test_a_prompt_longer_than_the_context_is_an_error_or_with_skip_bad_left_out(
     assert error.startswith("--max_context 2049: the model has only 2048 positions")
 
 
+def test_only_prompts_that_may_be_too_long_are_built():
+    """With a byte tokenizer the upper bound of a question's tokens, its bytes, is exact."""
+    tokenizer = ByT5Tokenizer()
+    longer = dataclasses.replace(QA, id="long", question="?" * 600)
+    context = len(build_prompt(UR2, longer, tokenizer)) + 32
+    environment = surroundings(tokenizer, context)
+    with mock.patch("rollout.build_prompt", side_effect=build_prompt) as build:
+        check_prompts([QA] * 9 + [longer], environment, MODEL)
+    assert build.call_count == 2
+    environment.max_context -= 1
+    assert "question long: its" in message(check_prompts, [QA, longer], environment, MODEL)
+
+
 def test_texts_of_the_environment_are_encoded_without_special_tokens():
     llama = ByT5Tokenizer()  # it appends </s> to each text, as Llama's prepends <s>
     assert llama("Norland")["input_ids"][-1] == llama.eos_token_id
@@ -458,16 +467,6 @@ def test_every_eos_token_of_the_checkpoint_ends_the_trajectory(bpe, monkeypatch)
     monkeypatch.setattr(MODEL, "generation_config", both)
     t, _ = play_one(bpe, [[*encode(bpe, "no"), eot, eot]])
     assert t.response_ids == [*encode(bpe, "no"), eot] and t.stop_reason == "eos"
-
-
-def test_a_row_without_query_tags_ends_at_its_answer_at_eos_or_at_its_limit(bpe):
-    answer = "<relevance>[1, 2]</relevance> <analysis>x</analysis> <answer> Norland </answer>"
-    query = "<search> Ana Bell </search> <|end_of_query|> I do not know"
-    scripts = [answer + " and more"], [query], ["word " * 50]
-    options = {"protocol": "arena", "questions": [READ] * 3, "max_turn_tokens": 40}
-    rows, _, search = play(bpe, *scripts, **options)
-    assert [t.stop_reason for t in rows] == ["answer", "eos", "length"] and search.calls == []
-    assert rows[0].text == answer and rows[1].rejected_queries == []
 
 
 # ---------------------------------------------------------------------------- batches of many rows
