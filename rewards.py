@@ -42,7 +42,6 @@ from prompts import (
     Tags,
     find_answers,
     find_blocks,
-    number_documents,
     section_letters,
     tag_pair,
 )
@@ -101,18 +100,16 @@ def scripts(text: str) -> set[str]:
 
 def is_garbled(trajectory: Trajectory) -> bool:
     """Returns whether the model wrote U+FFFD, a private-use character, or a letter of a foreign
-    script: neither Latin nor Greek nor a script of the question, its accepted answers, its options,
-    its references, the environment's texts or the "thought" segments. These segments are not
-    checked themselves.
+    script: neither Latin nor Greek nor a script of the question's record (its text, accepted
+    answers, options, references), of the environment's texts or of the "thought" segments. These
+    segments are not checked themselves.
     """
-    question = trajectory.question
     text = trajectory.model_text
     if text.isascii():  # quick, because it is the usual case: ASCII has only Latin letters
         return False
     if "\ufffd" in text or "Co" in map(unicodedata.category, text):
         return True
-    shown = [question.question, *question.answers, *question.options]
-    shown += number_documents(question.references)
+    shown = [repr(trajectory.question)]  # all texts of its record
     shown += [segment.text for segment in trajectory.segments if segment.writer != "model"]
     return not scripts(text) <= scripts(" ".join(shown)) | {"LATIN", "GREEK"}
 
@@ -449,75 +446,49 @@ _STOPWORDS = """
 """.split()
 
 
-def when_to_search_stage1(
+def when_to_search(
     trajectory: Trajectory,
     correct: bool | None = None,
     embed: Embedder | None = None,
     beta: float = 0.3,
     similarity: float = 1.0,
+    softened: bool = True,
+    priced: bool = True,
 ) -> RewardTerms:
-    """R = r_f + r_s + r_a: searches soften the penalty of a wrong answer (When to Search eq. 6 to
-    12).
+    """R = r_f + r_s + r_a (When to Search eq. 6 to 12).
 
         RC          number of executed searches, whether or not their queries are concise
         format      r_f = +1 if `when_to_search_format`, else −1
         retrieval   r_s, RC ≤ 1: −1 if there is a query that is not concise, else 0
                     r_s, RC > 1: −avg_sim; avg_sim is `similarity` times the mean cosine over all
                     pairs of queries: 1, as eq. 8 is worded, or 0.5, as it is printed
-        answer      r_a = 1 if right, −1 + β RC if wrong
-    `correct` is a judge's verdict; if it is None, `matches` decides.
-    >>> when_to_search_stage1(example("when_to_search", answer="Sudria"))     # RC = 2: −1 + 0.6
+        answer      r_a of stage 1: 1 if right, −1 + β RC if wrong: searches soften the penalty
+                    r_a of stage 2: 1 − β RC if right, −1 if wrong: each search costs a right answer
+                    β, so the model learns when not to search
+                    unified: 1 − β RC if right, −1 + β RC if wrong. This is our reading of Table 2.
+                    With β = 0.3 and RC ≥ 4, a wrong answer earns more than a right one with as many
+                    searches
+    `correct` is a judge's verdict; if it is None, `matches` decides. RC is 2 in these examples:
+    >>> when_to_search_stage1(example("when_to_search", answer="Sudria"))     # −1 + 0.6
     {'format': 1.0, 'retrieval': 0.0, 'answer': -0.4}
-    """
-    softened = -1.0 + beta * len(trajectory.executed)
-    answer = 1.0 if is_right(trajectory, correct) else softened
-    return _when_to_search(trajectory, embed, similarity) | {"answer": answer}
-
-
-def when_to_search_stage2(
-    trajectory: Trajectory,
-    correct: bool | None = None,
-    embed: Embedder | None = None,
-    beta: float = 0.3,
-    similarity: float = 1.0,
-) -> RewardTerms:
-    """R as in stage 1, but r_a = 1 − β RC if right, −1 if wrong. Each search costs a right answer
-    β, so the model learns when not to search.
-    >>> when_to_search_stage2(example("when_to_search"))     # right with RC = 2: 1 − 0.6
+    >>> when_to_search_stage2(example("when_to_search"))     # right: 1 − 0.6
     {'format': 1.0, 'retrieval': 0.0, 'answer': 0.4}
     """
-    priced = 1.0 - beta * len(trajectory.executed)
-    answer = priced if is_right(trajectory, correct) else -1.0
-    return _when_to_search(trajectory, embed, similarity) | {"answer": answer}
-
-
-def when_to_search_unified(
-    trajectory: Trajectory,
-    correct: bool | None = None,
-    embed: Embedder | None = None,
-    beta: float = 0.3,
-    similarity: float = 1.0,
-) -> RewardTerms:
-    """R is that of stage 2 for a right answer and that of stage 1 for a wrong one. This is our
-    reading of Table 2. With β = 0.3 and RC ≥ 4, a wrong answer earns more than a right one with as
-    many searches.
-
-    >>> when_to_search_unified(example("when_to_search", answer="Sudria"))     # −1 + 0.6
-    {'format': 1.0, 'retrieval': 0.0, 'answer': -0.4}
-    """
-    right = is_right(trajectory, correct)
-    stage = when_to_search_stage2 if right else when_to_search_stage1
-    return stage(trajectory, right, embed, beta, similarity)
-
-
-def _when_to_search(trajectory: Trajectory, embed: Embedder | None, weight: float) -> RewardTerms:
-    """Returns the two terms that both stages share: format (r_f) and retrieval (r_s)."""
     queries = [search.query for search in trajectory.executed]
     retrieval = 0.0 if all(map(is_concise, queries)) else -1.0
     if len(queries) > 1:
-        retrieval = 0.0 - weight * mean_similarity(queries, embed or tfidf_embedder())
-    in_order = when_to_search_format(trajectory)
-    return {"format": 1.0 if in_order else -1.0, "retrieval": retrieval}
+        retrieval = 0.0 - similarity * mean_similarity(queries, embed or tfidf_embedder())
+    price = beta * len(queries)
+    right = is_right(trajectory, correct)
+    return {
+        "format": 1.0 if when_to_search_format(trajectory) else -1.0,
+        "retrieval": retrieval,
+        "answer": 1.0 - price * priced if right else -1.0 + price * softened,
+    }
+
+
+when_to_search_stage1 = partial(when_to_search, priced=False)
+when_to_search_stage2 = partial(when_to_search, softened=False)
 
 
 def when_to_search_format(trajectory: Trajectory) -> bool:
@@ -565,14 +536,12 @@ def is_concise(query: str) -> bool:
     """Returns whether a query consists of key words, such as "Ana Bell birthplace". It must have at
     most 12 words and no "?". At most 40 % of its words may be stopwords, question words or
     auxiliary verbs, and it must not begin with a word of the last two kinds. The rule is ours,
-    because the paper gives none.
+    because the paper gives none. (It takes "Will Smith birthplace" for a question.)
     """
     words = re.findall(r"\w+", query)
     if not words or len(query.split()) > 12 or re.search("[?？]", query):
         return False
-    # "Will Smith" begins with a name, not with an auxiliary verb.
-    is_name = words[0] in ("Will", "May") and "".join(words[1:2]).istitle()
-    if words[0].lower() in _OPENERS and not is_name:
+    if words[0].lower() in _OPENERS:
         return False
     stopwords = [word for word in words if word.lower() in _STOPWORDS + _OPENERS]
     return len(stopwords) <= 0.4 * len(words)
@@ -611,16 +580,14 @@ def tfidf_embedder(documents: Sequence[Document] = ()) -> Embedder:
     for document in documents:
         document_counts.update(set(tokenize(f"{document.title} {document.text}")))
 
+    def idf(word: str) -> float:
+        n_t = document_counts[word]
+        return np.log((1 + len(documents)) / (1 + n_t)) + 1 if n_t or not documents else 0.0
+
     def embed(texts: list[str]) -> np.ndarray:
         counts = [Counter(tokenize(text)) for text in texts]
         words = sorted(set().union(*counts))  # only words of the texts affect their cosines
-        vectors = np.zeros((len(texts), len(words)))  # [n, d]
-        for column, word in enumerate(words):
-            n_t = document_counts[word]
-            if n_t or not documents:
-                idf = np.log((1 + len(documents)) / (1 + n_t)) + 1
-                vectors[:, column] = [count[word] * idf for count in counts]
-        return vectors
+        return np.array([[count[word] * idf(word) for word in words] for count in counts])  # [n, d]
 
     return embed
 
@@ -745,7 +712,7 @@ REWARDS: dict[str, Callable] = {
     "search_r1": search_r1,
     "when_to_search_stage1": when_to_search_stage1,
     "when_to_search_stage2": when_to_search_stage2,
-    "when_to_search_unified": when_to_search_unified,
+    "when_to_search_unified": when_to_search,
     "arena": arena,
     "arena_code": partial(arena, punctuation="plain"),  # blanks; "True" is not "yes"
 }
@@ -790,6 +757,9 @@ def compute_rewards(
         terms.pop(settings.left_out, None)
         rewards.append(terms)
         correct.append(is_right(t, outside["correct"]))
+    names = {tuple(sorted(terms)) for terms in rewards}
+    if len(names) > 1:  # an own reward; the log has a column for each name
+        raise InputError(f"--reward {settings.reward}: its terms differ in their names: {names}")
     return rewards, correct
 
 
@@ -884,17 +854,6 @@ def example(protocol: Protocol | str, answer: str = "Norland", searches: int = 2
     protocols, which have no searches, the trajectory cites up to 2 references instead.
     """
     protocol = as_protocol(protocol)
-    tags = {pair[0].strip("<>"): pair for pair in protocol.other_tags}
-    tags |= {
-        "query": protocol.query_tags,
-        "documents": protocol.documents_tags,
-        "evidence": protocol.evidence_tags,
-        "answer": protocol.answer_tags or ("The answer is \\boxed{", "}."),
-    }
-    if protocol.prompt_suffix:  # the suffix opens <think>, which must be closed before the answer
-        begin, end = tags["answer"]
-        tags["think"] = ("", "")
-        tags["answer"] = ("</think>" + begin, end)
     thought = "Her birthplace decides."
     pieces = [("relevance", [1, 3][:searches]), ("analysis", thought), ("think", thought)]
     turns = [("Ana Bell birthplace", _BORN), ("Kelmouth country", _TOWN)]
@@ -902,11 +861,16 @@ def example(protocol: Protocol | str, answer: str = "Norland", searches: int = 2
         pieces += [("query", query), ("documents", document), ("reflect", "It helps.")]
     if not searches:
         pieces.append(("reflect", "It is known."))
-    pieces += [("evidence", f"{_BORN} {_TOWN}"), ("answer", answer)]
+    pieces.append(("evidence", f"{_BORN} {_TOWN}"))
     text = ""
     for name, content in pieces:
-        if pair := tags.get(name):
-            text += f"{pair[0]} {content} {pair[1]}"
+        begin, end = getattr(protocol, f"{name}_tags", None) or tag_pair(name)
+        if begin in protocol.tags:
+            text += f"{begin} {content} {end}"
+    if protocol.prompt_suffix:  # it opens <think>, which must be closed before the answer
+        text = text.replace("<think>", "").replace("</think>", "") + "</think>"
+    begin, end = protocol.answer_tags or ("The answer is \\boxed{", "}.")
+    text += f"{begin} {answer} {end}"
     return trajectory_from_text(_QUESTION, text, protocol, fallbacks=[1])
 
 

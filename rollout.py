@@ -98,11 +98,8 @@ def rollout(
     """
     rows = []
     for question in questions:
-        prompt = build_prompt(environment.protocol, question, environment.tokenizer)
-        check_prompt(question, prompt, environment.max_context)
-        end = decode(environment.tokenizer, prompt[-16:]).rstrip()
-        # A chat template or the protocol's `prompt_suffix` may have opened the thinking.
-        opened = "<think>" if end.endswith("<think>") else ""
+        prompt = fitting_prompt(question, environment)
+        opened = opened_by(prompt, environment.tokenizer)
         for _ in range(environment.settings.group_size):
             rows.append(Trajectory(question, environment.protocol, prompt, opened=opened))
     with seeded(seed, policy.device), bar(rows, "trajectories") as ended:
@@ -125,13 +122,21 @@ def context_of(policy) -> int:
     return getattr(policy.config, "max_position_embeddings", None) or 4096
 
 
-def check_prompt(question: Question, prompt: list[int], max_context: int) -> None:
-    if len(prompt) + ANSWER_TOKENS > max_context:
+def fitting_prompt(question: Question, environment: Environment) -> list[int]:
+    """Returns the prompt; raises an InputError if it leaves no room for ANSWER_TOKENS tokens."""
+    prompt = build_prompt(environment.protocol, question, environment.tokenizer)
+    if len(prompt) + ANSWER_TOKENS > environment.max_context:
         raise InputError(
             f"question {question.id}: its prompt has {len(prompt)} tokens and the context is "
-            f"{max_context}, of which {ANSWER_TOKENS} are for an answer: shorten the question, or "
-            "raise --max_context if the model allows more"
+            f"{environment.max_context}, of which {ANSWER_TOKENS} are for an answer: shorten the "
+            "question, or raise --max_context if the model allows more"
         )
+    return prompt
+
+
+def opened_by(prompt: list[int], tokenizer) -> str:
+    """Returns "<think>" if the chat template or the protocol's `prompt_suffix` has opened it."""
+    return "<think>" * decode(tokenizer, prompt[-16:]).rstrip().endswith("<think>")
 
 
 def check_prompts(
@@ -142,28 +147,23 @@ def check_prompts(
     and if the context is larger than the model's. It is called before the run, so that the run does
     not fail at step 300.
     """
-    context = environment.max_context
-    positions = context_of(policy)
+    context, positions = environment.max_context, context_of(policy)
     if context > positions:
         raise InputError(
             f"--max_context {context}: the model has only {positions} positions: give 0 to use all "
             "of them"
         )
-    protocol = environment.protocol
-    only_question = not (protocol.references_in_prompt or protocol.prompts)
-    of_kind = {}  # (task, may_search) -> tokens of the first fitting prompt built of this kind
+    shows_more = environment.protocol.references_in_prompt or environment.protocol.prompts
+    first = {}  # (task, may_search) -> tokens of the first prompt of this kind
     fitting, errors = [], []
     for question in questions:
+        # Building every prompt would take minutes. If it shows no more than the question, it has at
+        # most the tokens of the first of its kind and one for each byte of the question.
         kind = question.task, question.may_search
-        # Building every prompt would take long. If a prompt shows no more than the question, `most`
-        # is an upper bound on its tokens: those of the first prompt of its kind, and one for each
-        # byte of the question.
-        most = of_kind.get(kind, context) + len(question_text(question).encode(errors="replace"))
+        most = first.get(kind, context) + len(question_text(question).encode(errors="replace"))
         try:
-            if most + ANSWER_TOKENS > context or not only_question:
-                prompt = build_prompt(protocol, question, environment.tokenizer)
-                check_prompt(question, prompt, context)
-                of_kind.setdefault(kind, len(prompt))
+            if shows_more or most + ANSWER_TOKENS > context:
+                first.setdefault(kind, len(fitting_prompt(question, environment)))
             fitting.append(question)
         except InputError as error:
             errors.append(error)
@@ -336,7 +336,6 @@ class Environment:
         self.max_context = context or settings.max_context
         self.held_out = False  # True during an evaluation within training
         self.training = True  # False: evaluations, which insert no notice after a fallback
-        self.turn_tokens = settings.turn_tokens
         self.forbidden = protocol.tags  # tags to remove from documents
         # A search inserts documents, the tags around them (the frame) and perhaps a fallback
         # notice. All of these tokens need room in the context.
@@ -353,7 +352,8 @@ class Environment:
 
     def turn_limit(self, row: Trajectory) -> int:
         """Returns the limit on the tokens of a turn in this task, apart from the context limit."""
-        return self.turn_tokens.get(row.question.task, self.settings.max_turn_tokens)
+        tokens = self.settings.turn_tokens
+        return tokens.get(row.question.task, self.settings.max_turn_tokens)
 
     def turn_tokens_left(self, row: Trajectory) -> int:
         """Returns how many tokens the next turn may sample."""
@@ -362,14 +362,15 @@ class Environment:
     def document_token_budget(self, row: Trajectory, notes: bool = False) -> int:
         """Returns how many tokens the documents, or the `notes`, of the next search may have."""
         room = self.context_tokens_left(row) - self.search_overhead - ANSWER_TOKENS
-        limit = self.note_limit(row) if notes else self.settings.document_tokens
-        return min(limit, room)
+        return min(self.document_limit(row, notes), room)
 
-    def note_limit(self, row: Trajectory) -> int:
-        """Returns how many tokens a summariser's notes may have: as many as `summary_sampling` lets
-        it write, else NOTE_TOKENS; or --document_tokens, which cuts raw documents, if that is more.
+    def document_limit(self, row: Trajectory, notes: bool) -> int:
+        """Returns --document_tokens. A summariser's notes may have more: as many tokens as
+        `summary_sampling` lets it write, else NOTE_TOKENS.
         """
         s, task = self.settings, row.question.task
+        if not notes:
+            return s.document_tokens
         *_, most = s.summary_sampling.get(task, s.summary_sampling.get("other", [NOTE_TOKENS]))
         return max(s.document_tokens, most)
 
@@ -382,8 +383,7 @@ class Environment:
         sampled = (searches + MAX_REJECTED_QUERIES) * self.turn_limit(row)
         names = by_task(self.settings.summarizer)
         writes = names.get(row.question.task, names["other"]) not in WITHOUT_MODEL
-        shown = self.note_limit(row) if writes else self.settings.document_tokens
-        retrieved = searches * (shown + self.search_overhead)
+        retrieved = searches * (self.document_limit(row, writes) + self.search_overhead)
         notices = (MAX_REJECTED_QUERIES - 1) * self.rejection_tokens
         return min(len(row.prompt_ids) + sampled + retrieved + notices, self.max_context)
 
@@ -412,7 +412,13 @@ class Environment:
         for row, query in accepted:
             reasoning = row.text.rpartition(self.protocol.query_tags[0])[0]
             requests.append(SearchRequest(row.question, query, reasoning, self.held_out))
-        results = call_search(self.search, requests)
+        try:  # a failed search does not end the training step
+            results = self.search(requests)
+        except InputError:  # only the user can repair its cause, such as a wrong address
+            raise
+        except Exception as error:
+            failed = SearchResult(error=f"{type(error).__name__}: {error}")
+            results = [failed] * len(requests)
         seconds = (time.perf_counter() - start) / len(accepted)
         for (row, query), result in zip(accepted, results, strict=True):
             if result.rejected:
@@ -502,44 +508,22 @@ class Environment:
         return encode(self.tokenizer, frame_documents(self.protocol, body))
 
 
-def call_search(search: SearchFunction, requests: list[SearchRequest]) -> list[SearchResult]:
-    """Returns a result for each request. If `search` raises an error, every result is a failed
-    search, so that the training step survives; an InputError is raised again, because only the user
-    can repair its cause, such as a wrong address. There is no time limit here: a retriever or model
-    that asks a server has its own.
-    """
-    try:
-        results = list(search(requests))
-        if len(results) != len(requests):
-            raise ValueError(f"{len(results)} results for {len(requests)} queries")
-        return results
-    except InputError:
-        raise
-    except Exception as error:
-        return [SearchResult(error=f"{type(error).__name__}: {error}")] * len(requests)
-
-
 # ------------------------------------------------------------------------------------------- demo
 def main() -> None:
-    """Prints a scripted trajectory: the text, ids and mask of each segment."""
+    """Prints a scripted trajectory, and below each character its mask."""
     letters, protocol = ByT5Tokenizer(), PROTOCOLS["when_to_search"]  # each byte is a token
-    question = Question("demo", "In which country was Ana Bell born?", ["Norland"])
     result = SearchResult(text="Ana Bell was born in Kelmouth, Norland.")
-    settings = Settings(max_context=4096)
-    environment = Environment(letters, protocol, lambda _: [result], settings)
-    row = Trajectory(question, protocol, build_prompt(protocol, question, letters))
+    environment = Environment(letters, protocol, lambda _: [result], Settings(max_context=4096))
+    question = Question("demo", "In which country was Ana Bell born?", ["Norland"])
+    row = Trajectory(question, protocol)
     query = "Her birthplace decides. <search> Ana Bell birthplace </search>"
     answer = "So it is Norland. <answer> Norland </answer>"
     for text, reason in ((query, "query"), (answer, "answer")):
         ids = encode(letters, text)
         environment.end_turn(row, ids, [-0.1] * len(ids), reason)
         environment.run_searches([row] if reason == "query" else [])
-    print(show(row))
-    end = 0
-    for segment in row.segments:
-        begin, end = end, end + len(encode(letters, segment.text))
-        print(f"\n{segment.writer}: {segment.text!r}\n  ids: {row.response_ids[begin:end]}")
-        print(f"  mask: {set(row.response_mask[begin:end])}")
+    print(show(row), row.text.replace("\n", " "), sep="\n\n")
+    print(*row.response_mask, sep="")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ import ppo
 from plumbing import checkpoint
 from plumbing.alarms import MOST_FAILED
 from plumbing.build import build_state
-from plumbing.dry_run import make_small, report
+from plumbing.dry_run import report, try_out
 from plumbing.files import Run
 from plumbing.record import keep_numbers
 from policy import Batch, collate, evaluating, lr_factor
@@ -104,10 +104,10 @@ def train(settings: Settings) -> Path:
     state = build_state(settings)
     first_step = checkpoint.resume(state) if settings.resume else 0
     if settings.dry_run:
-        make_small(state)
+        try_out(state, shared_rollout)
         rollouts = collect(state, first_step)
         record, _ = learn(state, rollouts, first_step)
-        report(state, settings, record, rollouts.trajectories)
+        report(state, record, rollouts.trajectories)
         return stage_folder(settings)
     run = Run(settings, state.accelerator)
     run.open(first_step)

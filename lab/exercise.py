@@ -46,7 +46,7 @@ ur2_eq_1_and_2 | rewards | ur2_stage1 ur2_stage2
     | rewards | ur2_stage or without_retrieval or math_judge | |
 r_search_format | rewards | r_search
     | rewards | r_searchs_format or r_search_without | |
-when_to_search_answer | rewards | when_to_search_stage1
+when_to_search_answer | rewards | when_to_search
     | rewards | softens_a_wrong or eq_12 or judges_verdict or rejected_search | |
 arena_relevance | rewards | relevance_of
     | rewards | cited_numbers or arena_scores | | `numbers` are the cited references.

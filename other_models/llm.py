@@ -19,21 +19,27 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from typing import NamedTuple
 
-import torch
 from tqdm import tqdm
-from transformers import TopPLogitsWarper
 
 from data import clean
 from errors import InputError
 from policy import evaluating, frozen_options, load_tokenizer, load_whole, loading
 from prompts import without_control, without_thinking
 from retrievers.net import Fault, RejectedRequest, fetch_json, retrying, shown
-from rollout import context_of, decode, encode, end_ids, left_padded, plain_generation
+from rollout import (
+    context_of,
+    encode,
+    end_ids,
+    left_padded,
+    opened_by,
+    plain_generation,
+    seeded,
+)
 from templates import chat_text, messages_of
 
 ADDRESS = "http://host:port/v1#model"
@@ -63,7 +69,7 @@ def load_llm(spec: str, settings, *, max_tokens=256, device="cpu") -> LLM:
     if spec.startswith(("http://", "https://")):
         return ServerLLM(spec, max_tokens, settings.timeout)
     try:
-        tokenizer = load_tokenizer(spec, getattr(settings, "chat_template", ""))
+        tokenizer = load_tokenizer(spec, settings.chat_template)
         # `load_policy` would reject model families that cannot be trained here.
         with loading("causal LM", spec):
             model = load_whole(spec, frozen_options(device, settings.load_in_8bit))
@@ -153,20 +159,21 @@ class ServerLLM(LLM):
             yield from pool.imap_unordered(self.tried, requests)
 
     def tried(self, request: Request) -> tuple[Request, str | None]:
-        reply, down = None, 0
         try:
             reply = retrying(partial(self.complete, request), RETRIES, BACKOFF)
+            self.in_a_row = 0
+            return request, reply
         except RejectedRequest:
+            self.in_a_row = 0
             self.rejected.add(request)
         except Fault as fault:
-            down = self.in_a_row + 1
-            if down >= GIVE_UP:
+            self.in_a_row += 1
+            if self.in_a_row >= GIVE_UP:
                 raise InputError(
                     f"{self.name}: {GIVE_UP} requests in a row without an answer ({fault}): start"
                     " the server again"
                 ) from None
-        self.in_a_row = down
-        return request, reply
+        return request, None
 
 
 def prompt_ids(tokenizer, request: Request) -> list[int]:
@@ -174,24 +181,6 @@ def prompt_ids(tokenizer, request: Request) -> list[int]:
     # removed: they could begin a new turn.
     text = without_control(request[1], tokenizer)
     return encode(tokenizer, chat_text(tokenizer, request[0], text))
-
-
-def drawn_ahead(temperature: float, top_p: float, prompts) -> Callable:
-    """Returns a logits processor that makes greedy decoding sample: with exponential noise e, the
-    largest p / e is at token t with probability p[t] (the Gumbel trick, as in torch.multinomial).
-
-    Trap: the sampling of `generate` uses the global random generator, so a summariser that samples
-    would change which tokens the policy samples. The seed is made
-    from the batch's `prompts` [B, L]: with one seed for all, similar requests in two batches would
-    get the same noise and so, often, the same reply.
-    """
-    generator = torch.Generator(prompts.device).manual_seed(zlib.crc32(prompts.cpu().numpy()))
-
-    def process_logits(_, logits):  # [B, V]
-        p = TopPLogitsWarper(top_p)(None, logits / temperature).softmax(-1)  # [B, V]
-        return p / torch.empty_like(p).exponential_(generator=generator)
-
-    return process_logits
 
 
 class LocalLLM(LLM):
@@ -215,22 +204,29 @@ class LocalLLM(LLM):
             fit = fit[len(batch) :]
             texts = self.generate([prompts[request] for request in batch], *sampling)
             for request, text in zip(batch, texts, strict=True):
-                end = decode(self.tokenizer, prompts[request][-16:]).rstrip()
-                # Some chat templates end in <think>, so the reply lacks this tag.
-                yield request, "<think>" * end.endswith("<think>") + text
+                yield request, opened_by(prompts[request], self.tokenizer) + text
 
     def generate(self, prompts: Sequence[list[int]], temperature, top_p, max_tokens):
         ends = end_ids(self.policy, self.tokenizer)
         pad = min(ends, default=0)  # an end token, so that padding adds no text
         tokens, attention = left_padded(prompts, pad, self.policy.device)  # [B, L] each
-        sampling = [drawn_ahead(temperature, top_p, tokens)] if temperature else []
-        with evaluating(self.policy), plain_generation(self.policy, ends, pad):
+        sampling = {"do_sample": False}
+        if temperature:
+            sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+        # Trap: without `seeded`, a summariser that samples would change which tokens the policy
+        # samples. Each batch has its own seed: with one for all, similar requests in two batches
+        # would often get the same reply.
+        seed = zlib.crc32(tokens.cpu().numpy())
+        with (
+            evaluating(self.policy),
+            plain_generation(self.policy, ends, pad),
+            seeded(seed, self.policy.device),
+        ):
             out = self.policy.generate(
                 input_ids=tokens,
                 attention_mask=attention,
                 max_new_tokens=min(max_tokens or self.max_tokens, self.positions - tokens.shape[1]),
-                do_sample=False,
-                logits_processor=sampling,
+                **sampling,
             )
         texts = self.tokenizer.batch_decode(
             out[:, tokens.shape[1] :], skip_special_tokens=True, clean_up_tokenization_spaces=False

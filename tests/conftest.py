@@ -322,6 +322,21 @@ def closed_port():
         yield port
 
 
+class ScriptedModel:
+    """Takes the place of a model of other_models/llm.py: replies reply(text) to each request.
+    `batches` has the requests of each call.
+    """
+
+    instruction, failures, rejected = "", 0, ()
+
+    def __init__(self, reply):
+        self.reply, self.batches = reply, []
+
+    def ask(self, requests):
+        self.batches += [requests] if requests else []
+        return [self.reply(text) for _, text, *_ in requests]
+
+
 class ScriptedServer(ThreadingHTTPServer):
     """Answers each request as `script(path, payload)` says: with (status, body), with raw bytes or
     an iterable of them, or, for None, not at all. The payload of a GET is None.

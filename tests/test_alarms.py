@@ -3,6 +3,7 @@ the metrics of trajectory_metrics.py that the alarms use.
 """
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from conftest import flags, rows_of, settings_for
@@ -10,7 +11,7 @@ from conftest import flags, rows_of, settings_for
 import train
 from data import Document, Question
 from papers import PROTOCOLS
-from plumbing import build
+from plumbing import build, dry_run
 from plumbing.alarms import ADVICE, PATIENCE, alarms, hint_at_cold_start
 from rewards import example
 from settings import Settings
@@ -175,16 +176,22 @@ def test_a_dry_run_reports_one_step_and_does_not_change_an_existing_run(model, t
     assert re.match("alarm: |nothing found that would keep the run", printed.splitlines()[-1])
 
 
-def test_the_estimate_is_the_time_of_the_small_step_scaled_to_a_whole_one(
-    model, tmp_path, monkeypatch, capsys
-):
-    """16 trajectories take 12 s. So with the update a trajectory takes 1.5 s, and a step of 64 · 16
-    trajectories 1536 s.
+def test_the_estimate_comes_before_a_small_step(model, tmp_path, monkeypatch, capsys):
+    """Four trajectories with turns of 32 tokens take 3 s. So with the update a trajectory takes 1.5
+    s, and a step of 64 · 16 trajectories 1536 s.
     """
-    measure = train.measure
-    monkeypatch.setattr(train, "measure", lambda *given: measure(*given) | {"rollout_seconds": 12})
-    more = "--dry_run --questions_per_step 64 --group_size 16 --steps 7"
+    sampled, clock, sample_all = [], iter([0.0, 3.0]), train.shared_rollout
+
+    def watched(state, environment, *arguments):
+        rows = sample_all(state, environment, *arguments)
+        sampled.append((len(rows), environment.turn_limit(rows[0])))
+        return rows
+
+    monkeypatch.setattr(train, "shared_rollout", watched)
+    monkeypatch.setattr(dry_run, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    more = "--dry_run --questions_per_step 64 --group_size 16 --steps 7 --max_turn_tokens 40"
     train.main(flags(model, tmp_path, more))
+    assert sampled == [(4, 32), (16, 40)]
     estimate = "about 1536 s (25.6 minutes) for each of the 7 steps, 1.5 s a trajectory"
     assert estimate in capsys.readouterr().out
 

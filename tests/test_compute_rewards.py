@@ -4,11 +4,11 @@ trajectory.
 
 import numpy as np
 import pytest
+from conftest import ScriptedModel
 
 from data import Document, Question
 from errors import InputError
 from flags import parse, resolve
-from other_models.reader import add_reader
 from plumbing import build
 from rewards import compute_rewards, example
 from settings import Settings
@@ -19,23 +19,6 @@ from trajectory_metrics import (
     token_metrics,
     trajectory_metrics,
 )
-
-OPTIONS = {"task": "choice", "options": ("elm", "oak")}
-
-
-class Model:
-    """Replaces another model: it replies answer(text) to each request and records the batches."""
-
-    failures, instruction = 0, ""
-
-    def __init__(self, answer):
-        self.answer, self.batches, self.requests = answer, [], []
-
-    def ask(self, requests):
-        self.requests += requests
-        texts = [text for _, text, *_ in requests]
-        self.batches += [texts] if texts else []
-        return [self.answer(text) for text in texts]
 
 
 def build_models(name: str, documents=(), **changes):
@@ -55,13 +38,15 @@ def compute(rows, name: str, documents=(), **changes):
 
 
 def test_the_reader_is_asked_once_for_all_trajectories_that_searched(monkeypatch):
-    reader = Model(lambda text: "Norland" if "Norland" in text.split("\n")[0] else "Sudria")
+    reader = ScriptedModel(lambda text: "Norland" if "Norland" in text.split("\n")[0] else "Sudria")
     monkeypatch.setattr(build, "build_reader", lambda *_: reader)
     rows = [example("r_search"), example("r_search", searches=0), example("r_search", "Sudria")]
     reward_terms, correct, stats = compute(rows, "r_search")
     # Two of the three trajectories searched and have evidence, which names the country.
     assert len(reader.batches) == 1 and len(reader.batches[0]) == 2
-    assert all(text.endswith("In which country was Ana Bell born?") for text in reader.batches[0])
+    assert all(
+        text.endswith("In which country was Ana Bell born?") for _, text in reader.batches[0]
+    )
     evidence_and_answer = [(terms["evidence"], terms["answer"]) for terms in reward_terms]
     assert evidence_and_answer == [(1, 1), (0, 1), (1, 0)]  # the answers of two models
     assert correct == [True, True, False] and stats == {"reader_failures": 0}
@@ -81,7 +66,7 @@ def test_another_data_set_asks_for_a_reader_of_the_evidence():
 
 def compute_with_judge(monkeypatch, reply, rows, name="when_to_search", **changes):
     """Returns the results of `compute` and the judge's batches; the judge gives one reply."""
-    judge = Model(lambda text: reply)
+    judge = ScriptedModel(lambda text: reply)
     monkeypatch.setattr(build, "load_llm", lambda *_, **__: judge)
     return *compute(rows, name, judge="j", **changes), judge.batches
 
@@ -152,23 +137,6 @@ def test_without_a_corpus_only_words_of_this_step_s_questions_and_results_count(
 
 
 @pytest.mark.parametrize(
-    "text, question, em, f1, cem",
-    [
-        ("\\boxed{The Norland!}", {"answers": ["Norland"]}, 1, 1, 1),
-        ("\\boxed{Kelmouth, Norland}", {"answers": ["Norland"]}, 0, 2 / 3, 1),  # P = 1/2, R = 1
-        ("\\boxed{0.50}", {"answers": ["\\frac12", "x"], "task": "math"}, 1, 1, 1),
-        ("The correct answer is: B.", {"answers": ["B"], **OPTIONS}, 1, 1, 1),
-        ("The correct answer is: A.", {"answers": ["B"], **OPTIONS}, 0, 0, 0),
-    ],
-)
-def test_answers_are_scored_by_their_task(text, question, em, f1, cem):
-    trajectory = trajectory_from_text(Question("q", "?", **question), text, "ur2")
-    numbers = trajectory_metrics(trajectory)
-    assert [numbers[name] for name in ("em", "f1", "cem")] == pytest.approx([em, f1, cem])
-    assert compute([trajectory], "ur2")[1] == [bool(em)]
-
-
-@pytest.mark.parametrize(
     "protocol, same",
     [
         ("r_search", "AnaBell AnaBell"),  # "-" and "_" are deleted
@@ -184,28 +152,6 @@ def test_punctuation_is_treated_as_in_the_paper_s_scorer(protocol, same):
         assert trajectory_metrics(trajectory)["em"] == (gold == same)
         if protocol == "arena":  # the reward and the evaluation agree
             assert compute([trajectory], "arena")[0][0]["answer"] == (gold == same)
-
-
-# ------------------------------------------------------------------------- records of an evaluation
-
-
-def record(answer, evidence=None):
-    """Returns a record as in a predictions file: question, answer, evidence and exact match."""
-    fields = {"id": "q", "question": "where ?", "golds": ["Norland"], "task": "qa"}
-    metrics = {"em": float(answer == "Norland")}
-    return fields | {"prediction": answer, "evidence": evidence, "metrics": metrics}
-
-
-def test_the_reader_s_scores_are_added_beside_the_policy_s():
-    reader = Model(lambda text: "the far Norland")
-    records = [record("Sudria", "Ana was born in Norland."), record("Norland")]
-    read = add_reader(records, reader)
-    # Only the record with evidence is sent.
-    assert reader.batches == [["Ana was born in Norland.\nwhere ?"]]
-    # "far norland" for "norland" has P = 1/2, R = 1 and F1 = 2/3.
-    scores = [(r["metrics"]["reader_em"], r["metrics"]["reader_f1"]) for r in read]
-    assert scores == [(0, pytest.approx(2 / 3)), (0, 0)]
-    assert [r["metrics"]["em"] for r in read] == [0, 1]
 
 
 def test_searches_and_their_tokens_are_counted():

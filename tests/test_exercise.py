@@ -34,9 +34,9 @@ ur2_eq_1_and_2: (trajectory) if may_search else 0 -> (trajectory)
 r_search_format: form += GAMMA -> form -= GAMMA
 r_search_format: (e if searched else 1) -> (e if searched else 0)
 r_search_format: GAMMA_ANSWER * has_one_box(trajectory, "answer") -> GAMMA_ANSWER
-when_to_search_answer: -1.0 + beta -> -1.0 - beta
-when_to_search_answer: len(trajectory.executed) -> (len(trajectory.executed) - 1)
-when_to_search_answer: 1.0 if is_right(trajectory, correct) else softened -> softened
+when_to_search_answer: -1.0 + price -> -1.0 - price
+when_to_search_answer: beta * len(queries) -> beta * (len(queries) - 1)
+when_to_search_answer: price * priced if right -> price if right
 arena_relevance: if not numbers & gold -> if numbers & gold
 arena_relevance: numbers == gold -> len(numbers) <= len(gold)
 arena_relevance: 1.0 if numbers == gold else 0.5 -> 1.0

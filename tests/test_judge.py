@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from conftest import ScriptedModel
 
 from data import Question
 from other_models.judge import (
@@ -24,17 +25,9 @@ HALF = Question("m", "What is 1/2?", ["\\frac{1}{2}"], task="math")
 CHOICE = Question("c", "Which?", ["B"], task="choice", options=("Norland", "Ostland"))
 
 
-class ScriptedModel:
-    """Replies according to the given answer and records the requests."""
-
-    instruction = ""
-
-    def __init__(self, **replies):
-        self.replies, self.requests = replies, []
-
-    def ask(self, requests):
-        self.requests += requests
-        return [self.replies.get(text.rpartition("Given answer: ")[2]) for _, text in requests]
+def scripted(**replies):
+    """Returns a model that replies according to the given answer."""
+    return ScriptedModel(lambda text: replies.get(text.rpartition("Given answer: ")[2]))
 
 
 def written(question, answer):
@@ -103,10 +96,10 @@ def test_the_judge_reads_the_question_the_gold_answers_and_the_answer():
     golds = "Accepted answers: Great Britain | United Kingdom"
     text = f"Question: Where was Ana Bell born?\n{golds}\nGiven answer: UK"
     for own in ("", "Be just."):  # an instruction from --prompt_file replaces ours
-        llm = ScriptedModel(UK="yes")
+        llm = scripted(UK="yes")
         llm.instruction = own
         Judge(llm).verdicts([(ISLES, "UK")])
-        assert llm.requests == [(own or VERDICT_INSTRUCTION, text)]
+        assert llm.batches == [[(own or VERDICT_INSTRUCTION, text)]]
     assert "A. Norland\nB. Ostland\nAccepted answers: B" in pair_text(CHOICE, "B")  # and options
 
 
@@ -118,20 +111,11 @@ def test_an_answer_cannot_imitate_the_layout_and_has_a_limited_length():
 
 
 def test_missing_or_unreadable_replies_are_none_and_an_empty_answer_is_wrong():
-    judge = Judge(ScriptedModel(UK="hard to say", France="no"))
+    judge = Judge(scripted(UK="hard to say", France="no"))
     pairs = [(ISLES, "UK"), (ISLES, "Peru"), (ISLES, None), (ISLES, "France"), (ISLES, "  ")]
     assert judge.verdicts(pairs) == [None, None, False, False, False]
     assert judge.verdicts([(ISLES, "UK")]) == [None]
     assert (judge.asked, judge.unreadable) == (4, 3)  # no reply about Peru; the counts add up
-
-
-def test_grades_have_their_own_instruction_and_an_empty_answer_gets_zero():
-    llm = ScriptedModel(
-        **{"0.5": "the same\ncorrect", "half a unit": "partly", "3": "wrong", "x": "?"}
-    )
-    answers = ("0.5", "half a unit", "3", "x", "")
-    assert Judge(llm).grades([(HALF, answer) for answer in answers]) == [2.0, 1.0, 0.0, None, 0.0]
-    assert {instruction for instruction, _ in llm.requests} == {GRADE_INSTRUCTION}
 
 
 # ----------------------------------------------------------------------------------- right or wrong
@@ -163,9 +147,9 @@ def test_in_arena_and_when_to_search_any_accepted_answer_that_is_hit_is_enough(
     sees, one_hit_is_enough
 ):
     """The sources are ARENA D.3 and When to Search B.4."""
-    llm = ScriptedModel(France="yes")
+    llm = scripted(France="yes")
     Judge(llm, sees).verdicts([(ISLES, "France")])
-    ((instruction, _),) = llm.requests
+    (((instruction, _),),) = llm.batches
     assert ("hits any one of the accepted" in instruction) == one_hit_is_enough
     assert ("two different answers at once" in instruction) != one_hit_is_enough
 
@@ -181,11 +165,11 @@ def test_the_grade_instruction_ignores_formatting_and_defines_partly_correct():
 
 
 def test_math_answers_that_are_not_plainly_equal_are_graded_in_one_batch():
-    llm = ScriptedModel(**{"one of two": "partly", "about a half": "correct"})
+    llm = scripted(**{"one of two": "partly", "about a half": "correct"})
     answers = ("0.5", "one of two", "about a half", "one of two", "unreadable", None)
     trajectories = [written(HALF, answer) for answer in answers]
     grade = math_grader([*trajectories, written(ISLES, "France")], Judge(llm))
-    graded = [text.rpartition(": ")[2] for _, text in llm.requests]
+    graded = [text.rpartition(": ")[2] for _, text in llm.batches[0]]
     assert graded == ["one of two", "about a half", "unreadable"]
     # An equal answer earns 2 by the metric; "partly" 0 by eq. 2 and 1 in the released code;
     # "correct" 2; an unreadable grade or a missing answer 0.

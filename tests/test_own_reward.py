@@ -7,6 +7,7 @@ from conftest import command_line, rows_of, settings_for
 
 import eval as evaluation
 import train
+from errors import InputError
 from flags import parse
 from plumbing.files import checkpoints
 from rewards import (
@@ -105,3 +106,12 @@ def test_a_function_gets_the_arguments_and_what_it_names_of_other_models(own):
     assert needs(settings) == {"step", "correct"}
     ((terms,), _) = compute_rewards([example("r_search")], settings, 2, OtherModels())
     assert terms == {"a": 6.0}
+
+
+def test_terms_of_different_names_are_an_error_before_they_are_logged(own):
+    name = own("def mine(t):\n    return {'a': 1, **({'b': 1} if t.searches else {})}")
+    settings = Settings(recipe="r_search", protocol="r_search", reward=name)
+    check_reward(settings)
+    rows = [example("r_search"), example("r_search", searches=0)]
+    with pytest.raises(InputError, match="its terms differ in their names"):
+        compute_rewards(rows, settings, 0, OtherModels())

@@ -3,7 +3,7 @@ parsed from its reply.
 """
 
 import pytest
-from conftest import message
+from conftest import ScriptedModel, message
 
 from data import Question
 from metrics import f1_score
@@ -11,19 +11,6 @@ from other_models.reader import INSTRUCTION, add_reader, read_answer, reader_ans
 
 WHERE = Question("q", "In which country was Ana Bell born?", ["Norland"])
 EVIDENCE = "Ana Bell was born in Kelmouth. Kelmouth lies in Norland."
-
-
-class ScriptedModel:
-    """Gives the same reply to every request, or one reply each, and records the requests."""
-
-    instruction = ""
-
-    def __init__(self, *replies):
-        self.replies, self.requests = replies, []
-
-    def ask(self, requests):
-        self.requests += requests
-        return list(self.replies) if len(self.replies) > 1 else list(self.replies) * len(requests)
 
 
 CHOICE = Question("c", "Which?", ["B"], task="choice", options=("Norland", "East"))
@@ -39,26 +26,26 @@ CHOICE = Question("c", "Which?", ["B"], task="choice", options=("Norland", "East
 )
 def test_the_reader_gets_the_evidence_then_the_question_and_nothing_else(own, expected):
     """An instruction from --prompt_file replaces ours; a layout is the whole message."""
-    llm = ScriptedModel("B")
+    llm = ScriptedModel(lambda _: "B")
     llm.instruction = own
-    assert reader_answers(llm, [(CHOICE, "  one\n")]) == ["B"] and llm.requests == [expected]
+    assert reader_answers(llm, [(CHOICE, "  one\n")]) == ["B"] and llm.batches == [[expected]]
 
 
 def test_no_evidence_or_no_reply_is_an_empty_answer():
-    llm = ScriptedModel("a", None)
+    llm = ScriptedModel(lambda text: "a" if text.startswith("one") else None)
     pairs = [(WHERE, None), (WHERE, "one"), (WHERE, ""), (WHERE, " \n"), (WHERE, "two")]
     assert reader_answers(llm, pairs) == ["", "a", "", "", ""]
-    assert [text.split("\n")[0] for _, text in llm.requests] == ["one", "two"]
+    assert [text.split("\n")[0] for _, text in llm.batches[0]] == ["one", "two"]
 
 
 def test_add_reader_passes_the_sampling_settings_to_the_reader():
     """In R-Search A.3 all models sample with the same settings."""
     llm, record = (
-        ScriptedModel("B"),
+        ScriptedModel(lambda _: "B"),
         {"question": WHERE.question, "golds": ["Norland"], "metrics": {}},
     )
     add_reader([record | {"evidence": EVIDENCE}], llm, (0.1, 1.0))
-    assert llm.requests[0][2:] == (0.1, 1.0)
+    assert llm.batches[0][0][2:] == (0.1, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -88,19 +75,19 @@ def test_with_whole_the_whole_reply_is_the_answer_as_in_eq_4():
     # 0.18. The first line has F1 1.
     reply = "<think>Hm.</think>Rome\nbecause the passage says that it is where she ruled"
     for whole, f1 in ((False, 1.0), (True, 2 / 11)):
-        (answer,) = reader_answers(ScriptedModel(reply), [(WHERE, EVIDENCE)], whole)
+        (answer,) = reader_answers(ScriptedModel(lambda _: reply), [(WHERE, EVIDENCE)], whole)
         assert f1_score(answer, "Rome", "delete") == pytest.approx(f1)
 
 
 def test_in_evaluation_a_reply_is_trimmed_unless_the_whole_reply_is_the_answer():
     record = {"question": WHERE.question, "golds": ["Norland"], "metrics": {}, "evidence": EVIDENCE}
     for whole, answer in ((False, "Norland"), (True, "Norland\nas told")):
-        (read,) = add_reader([record], ScriptedModel("Norland\nas told"), whole=whole)
+        (read,) = add_reader([record], ScriptedModel(lambda _: "Norland\nas told"), whole=whole)
         # F1 of the three words is 2 · 1 / (3 + 1) = 0.5.
         assert read["reader_prediction"] == answer
         assert read["metrics"] == {"reader_em": 1.0 - whole, "reader_f1": 1.0 - whole / 2}
 
 
 def test_predictions_of_a_protocol_without_evidence_are_an_error():
-    error_line = message(add_reader, [{"evidence": EVIDENCE}, {}], ScriptedModel("x"))
+    error_line = message(add_reader, [{"evidence": EVIDENCE}, {}], ScriptedModel(None))
     assert "record 2 has no 'evidence'" in error_line

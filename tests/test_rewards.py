@@ -19,16 +19,13 @@ from data import Document, Question
 from errors import InputError
 from flags import resolve
 from metrics import f1_score
-from papers import PROTOCOLS, record_of
+from papers import PROTOCOLS
 from prompts import Protocol, tag_pair
 from rewards import (
     REWARDS,
-    OtherModels,
     check_reward,
-    compute_rewards,
     count_valid_searches,
     example,
-    needs,
     reward_terms,
     tfidf_embedder,
     ur2_violations,
@@ -274,35 +271,26 @@ SHOWS_CHINESE = Question("1", "?", ["x"], references=(Document("1", "北", ""),)
     [
         ("$right", QA, ""),
         ("no box", QA, "no_answer"),
-        ("\\boxed{}", QA, "no_answer"),
         ("<|begin_of_query|> where $right", QA, "unpaired_query_tags"),
-        ("x <|end_of_query|> x <|end_of_query|> $right", QA, "unpaired_query_tags*2"),
         ("$faked$faked$right", QA, "written_documents*2"),
         ("\\boxed{x} \\boxed{a b c d e f g h i j k}", QA, "several_answers long_answer"),
         ("<|begin_of_query|> $long <|end_of_query|>$faked$right", QA, "long_query"),
-        ("$search$search$search$search$right", QA, ""),
         ("$search$search$search$search$search$search$right", QA, "too_many_queries*2"),
         ("x\nuser: \nagain\nassistant\n$right", QA, "illegal_assistant illegal_user"),
-        ("x\nuser accounts\nassistant: he helps $right", QA, ""),  # more follows the word
         # The environment wrote the newline before "assistant".
         ("${search}assistant\n$right", QA, "illegal_assistant"),
         ("<tool_call> <tool_call>$right<|im_end|>", QA, "illegal_<tool_call>"),  # once per kind
         ("北 $right", QA, "garbled_text"),
-        ("\ufffd $right", QA, "garbled_text"),
-        ("<information> Norland $right", QA, ""),  # a tag of another protocol
         ("π r², x ∈ ℝ, ℵ₀ < 2^ℵ₀, Māori, naïve $right", QA, ""),
-        ("北 \\boxed{x}", IN_CHINESE, ""),
         ("北 \\boxed{x}", SHOWS_CHINESE, ""),
         ("север \\boxed{x}", IN_CHINESE, "garbled_text"),
         ("\\boxed{a b c d e f g h i j}", QA, ""),  # 10 words
-        ("\\boxed{" + "word " * 12 + "}", TWELVE, ""),  # as many words as the gold
         ("\\boxed{" + "word " * 13 + "}", TWELVE, "long_answer"),
         ("\\boxed{" + POLYNOMIAL + "}", MATH, ""),
         ("\\boxed{" + POLYNOMIAL.replace("+", " + ") + "}", MATH, "long_answer"),
         ("\\boxed{Norland <|begin_of_query|> x <|end_of_query|>}", QA, "tag_in_answer"),
         ("The correct answer is: (B).<eos><|im_end|>", CHOICE, ""),
         ("The correct answer is: B, as oaks are hard", CHOICE, "not_a_letter"),
-        ("The correct answer is: both of them", CHOICE, "no_answer"),
     ],
 )
 def test_violations_of_ur2s_format(text, question, faults):
@@ -350,15 +338,13 @@ def test_r1_searcher_stage2_is_f1_minus_two_for_a_fault(text, expected):
     [
         # Eq. 3 and 4 have no rule for yes and no: IN = 1, PN = 3, RN = 1 give 2 / (3 + 1) = 0.5.
         (YES, "yes", {}, 0.5),
-        (f"{YES} Sure.", "yes", {}, 0.5 - 2),
         # Eq. 5: the answer fails exact match (−1) and passes cover-EM (+1).
         (YES, "yes", {"answer_metric": "em"}, -1),
         (YES, "yes", {"answer_metric": "cem"}, 1),
         # "true" and "yes" have no word in common: IN = 0. The released code treats them as equal,
         # as UR²'s does (row 30 of the released rewards).
         ("so</think><answer>True</answer>", "yes", {}, 0),
-        # An answer may be as long as the gold, but not longer: F1 = 2 · 11 / (12 + 11), less 2.
-        (f"so</think><answer>{ELEVEN}</answer>", ELEVEN, {}, 1),
+        # An answer may not be longer than the gold: F1 = 2 · 11 / (12 + 11), less 2.
         (f"so</think><answer>{ELEVEN} twelve</answer>", ELEVEN, {}, 22 / 23 - 2),
         # Eq. 5 rewards a list of ten guesses, which covers the gold (section 4.2 reports such
         # answers); a longer list loses 2.
@@ -384,13 +370,10 @@ def test_r1_searcher_counts_a_search_with_any_number_of_words():
         ("so $right", "thinking_not_closed_once"),
         ("<think>so</think>$right", "thinking_not_closed_once"),
         ("$right so</think>", "answer_in_thinking"),
-        ("so</think> Norland", "no_answer"),
         ("so</think>$right$right", "several_answers"),
         ("so</think> It is $right", "text_beside_answer"),
-        ("so</think>$right I am sure.", "text_beside_answer"),
         ("so</think><answer>$long</answer>", "long_answer"),
         ("</think><answer><|begin_of_documents|></answer>", "written_documents tag_in_answer"),
-        ("user\nℵ₀</think>$right", ""),
         ("北</think>$right", "garbled_text"),
         ("<|begin_of_query|> where</think>$right", "unpaired_query_tags"),
     ],
@@ -402,23 +385,15 @@ def test_r1_searcher_names_each_format_fault(text, faults):
 @pytest.mark.parametrize(
     "gold, answer, faults",
     [
-        ("北京", "北京", ""),
-        ("Москва", "Москва", ""),
-        ("Norland", "北京", "garbled_text"),
-        ("北京", "Москва", "garbled_text"),
-        ("北京", "Москва 北京", "garbled_text"),
+        ("北京", "北京", []),
+        ("Norland", "北京", ["garbled_text"]),
+        ("北京", "Москва 北京", ["garbled_text"]),
     ],
 )
 def test_an_answer_in_the_script_of_a_gold_answer_is_not_garbled(gold, answer, faults):
-    question = asking("Ostland", gold)
     text = f"so</think><answer>{answer}</answer>"
-    row = trajectory_from_text(question, text, "r1_searcher")
-    assert rewards.r1_searcher_format(row) == faults.split()
-    reward = sum(rewards.r1_searcher_stage2(row).values())
-    assert (reward == 1) == (not faults)  # −2 if garbled
-    assert (
-        "garbled_text" in rewards.ur2_violations(replace(row, protocol=PROTOCOLS["ur2"]))
-    ) == bool(faults)
+    row = written(text, "r1_searcher", asking("Ostland", gold))
+    assert rewards.r1_searcher_format(row) == faults
 
 
 # --------------------------------------------------------------------------------- R-Search by hand
@@ -536,15 +511,11 @@ def test_evidence_support_is_the_share_of_evidence_words_in_the_documents():
         ("$think$right", False),  # without a search a reflect is required
         ("$think$search$reflect$reflect$right", False),
         ("$reflect$right", False),  # no think
-        ("$think$reflect", False),  # no answer
         ("$think$search$right", False),  # no reflect
-        ("$think$search$reflect$think$right", False),
         ("$think$reflect$search$reflect$right", False),
-        ("$think$think$reflect$right", False),
         ("$think$reflect$right I am sure.", False),
         ("Well. $think$reflect$right", False),
         ("TRA", False),  # the parser's letters are not sections
-        ("<think> </think>$reflect$right", False),
         ("<think> </information> </think>$reflect$right", False),
         ("$think<search> nobody ran it </search>$reflect$right", False),
         ("$think$faked$reflect$right", False),
@@ -586,13 +557,6 @@ def test_each_search_softens_a_wrong_answer_and_costs_a_right_one(n):
             assert result == pytest.approx({"format": 1.0, "retrieval": 0.0, "answer": reward})
 
 
-@pytest.mark.parametrize("left_out", ["retrieval", "answer"])
-def test_one_term_of_eq_12_can_be_left_out(left_out):  # Table 4: w/o r_s, w/o r_a
-    settings = settings_for("when_to_search_stage2", left_out=left_out)
-    ((rest,), _) = compute_rewards([example("when_to_search")], settings, 0, OtherModels())
-    assert rest.keys() == {"format", "retrieval", "answer"} - {left_out}
-
-
 def test_eq_12_is_the_sum_of_three_terms():
     # Two queries have one of three words in common: cosine 1/3. Stage 1, wrong answer:
     # 1 − 1/3 − 1 + 0.6. Stage 2, right answer: 1 − 1/3 + 1 − 0.6.
@@ -617,15 +581,9 @@ def test_thinking_that_the_chat_template_opened_is_a_section(protocol, rest):
 
 def test_eq_8_as_printed_charges_half_of_the_mean_similarity():
     # The cosine of the two queries is 1/3; N(N − 1) = 2 counts their one pair as a half.
-    text = searching("ana bell birthplace", "ana town seat") + "$right"
-    for stage in (1, 2):
-        settings = resolve("when_to_search", stage, False, {"variant": "half_similarity"})
-        paid = rewards.REWARDS[settings.reward](
-            written(text, "when_to_search"), **settings.reward_args
-        )
-        assert paid["retrieval"] == pytest.approx(-1 / 6)
-    unified = rewards.when_to_search_unified(written(text, "when_to_search"), similarity=0.5)
-    assert unified["retrieval"] == pytest.approx(-1 / 6)
+    row = written(searching("ana bell birthplace", "ana town seat"), "when_to_search")
+    half = rewards.when_to_search(row, similarity=0.5)
+    assert half["retrieval"] == pytest.approx(-1 / 6)
 
 
 def retrieval(*queries, embed=None):
@@ -651,8 +609,6 @@ def test_one_search_must_be_concise_and_several_must_differ():
         ("king of the Norland", False),  # 2 of 4 words are stopwords
         ("Norland？", False),
         ("Which country Ana Bell", False),
-        ("Will Smith birthplace", True),  # a name
-        ("when did Ana Bell's father die", False),  # as in the paper's Table 7
         (" ".join(["word"] * 12), True),
         (" ".join(["word"] * 13), False),
         ("", False),
@@ -665,7 +621,6 @@ def test_concise_queries(query, concise):
 @pytest.mark.parametrize(
     "text, gold, correct, answer",
     [
-        ("<answer> The Norland! </answer>", "Norland", None, 1),
         ("<answer> The Norland! </answer>", "Norland", False, -1),
         # A missing answer is wrong, even if the judge's verdict is "correct".
         ("$think", "Norland", True, -1),
@@ -701,8 +656,6 @@ def test_a_rare_word_weighs_more_than_a_common_one():
     # N = 2: idf(ana) = ln(3/2) + 1 (one document), idf(born) = ln(3/3) + 1 = 1 (both)
     rare = math.log(1.5) + 1
     assert similarity(embed, "ana born", "born") == pytest.approx(1 / math.sqrt(rare**2 + 1))
-    # The same through the reward: two rare names and one common word.
-    assert retrieval("ana born", "bo born", embed=embed) == pytest.approx(-1 / (1 + rare**2))
 
 
 def test_invented_words_do_not_make_a_repeated_query_a_new_one():
@@ -727,16 +680,13 @@ def sections(ids="[1, 4]", answer="June 16, 1874"):
         # 1. Relevance: the gold numbers are 1 and 4; exactly these earn 1, some in common 0.5.
         ("[4, 1]", "June 16, 1874", {}, 1 + 1 + 1 + 10),
         ("[1, 2, 3, 4]", "June 16, 1874", {}, 1 + 1 + 0.5),
-        ("[2]", "June 16, 1874", {}, 1 + 1 + 0),
         ("[4, 1]", "June 16", {}, 1 + 0 + 1),
         ("[4, 1]", "June 16, 1874 </answer> done", {}, 0 + 1 + 1),
-        ("[2]", "June 16, 1874 </answer> done", {}, 0 + 1 + 0),
         # F1 of "June 16": P = 1 and R = 2/3, so 0.8. Cover-EM needs all three words.
         ("[4, 1]", "June 16", {"answer_metric": "f1"}, 1 + 0.8 + 1),
         ("[4, 1]", "on June 16, 1874", {"answer_metric": "cem"}, 1 + 1 + 1 + 10),
         # A judge's verdict replaces the metric.
         ("[4, 1]", "June 16", {"correct": True}, 1 + 1 + 1 + 10),
-        ("[4, 1]", "June 16, 1874", {"correct": False}, 1 + 0 + 1),
         # Without relevance the bonus needs the other two; Naive-GRPO (4.3) has no bonus.
         ("[2]", "June 16, 1874", {"relevance_reward": False}, 1 + 1 + 10),
         ("[2]", "June 16, 1874", {"relevance_reward": False, "bonus": 0.0}, 1 + 1),
@@ -755,9 +705,7 @@ def test_every_sum_of_arenas_terms_by_hand(ids, answer, args, expected):
         ("[1]", {1}, 0.5),
         ("[1, 4]</relevance> <relevance>[2]", {2}, 0.0),  # the last section counts
         ("[]", set(), 0.0),
-        ("1,4", set(), 0.0),
         ("[true, 4]", set(), 0.0),
-        ("[-1, 4]", set(), 0.0),
         ("[" + "9" * 5000 + "]", set(), 0.0),  # Python cannot parse a number this long
     ],
 )
@@ -777,10 +725,8 @@ def test_cited_numbers_are_a_set_in_brackets(ids, numbers, relevance):
         ("$cites<analysis>y</analysis>$right", False),
         ("<relevance>[1]</relevance><analysis><answer>x</analysis>$right", False),
         ("<relevance>[1]</relevance><analysis> </analysis>$right", False),
-        ("$cites$right<answer>1873</answer>", False),
         # The three sections are complete, but there is an empty one more.
         ("<relevance></relevance>$cites$right", False),
-        ("<analysis>x</analysis><relevance>[1]</relevance>$right", False),
     ],
 )
 def test_arenas_format_is_three_sections_and_white_space(text, good):
@@ -796,9 +742,7 @@ def test_arenas_format_is_three_sections_and_white_space(text, good):
         ("\n <think>hm</think>$right \n<|im_end|>", True),
         ("$right", False),
         ("<think> </think>$right", False),
-        ("<think>hm</think>$right done", False),
         ("<think>hm</think><think>hm</think>$right", False),
-        ("$cites$right", False),
     ],
 )
 def test_naive_grpo_earns_one_for_think_and_answer_and_one_for_the_answer(text, good):
@@ -808,16 +752,6 @@ def test_naive_grpo_earns_one_for_think_and_answer_and_one_for_the_answer(text, 
     paid = rewards.arena(trajectory, **settings.reward_args)
     assert paid == {"format": float(good), "answer": 1.0, "bonus": 0.0}
     assert rewards.good_format(trajectory) == good
-    naive = written("<think>hm</think>$right", settings.protocol, replace(QA, supporting=(1,)))
-    scores = trajectory_metrics.prediction_metrics(naive)
-    assert (scores["relevance"], scores["exact_set"]) == (0, 0)  # nothing is cited
-
-
-def test_in_the_thinking_that_a_template_opened_naive_grpo_needs_no_opening_tag():
-    trajectory = written("hm </think>$right", "arena_naive")
-    assert not rewards.arena_format(trajectory)
-    trajectory.opened = "<think>"
-    assert rewards.arena_format(trajectory)
 
 
 @pytest.mark.parametrize("answer", ["True", "true."])
@@ -861,34 +795,16 @@ def test_every_reward_by_name_scores_a_trajectory_of_its_protocol(reward):
 @pytest.mark.parametrize(
     ("reward", "answer", "term", "expected", "args"),
     [
-        ("ur2_stage1", "Norland", "fallback", -0.25, {"fallback_penalty": 0.25}),
         # The released Llama code subtracts 1 for the format, not 2; the released stage 1 adds ±1 by
         # cover-EM.
         ("r1_searcher_stage2_llama", "<think> Norland", "format", -1, {}),
-        ("r1_searcher_stage1_code", "Norland", "answer", 1, {}),
         ("r1_searcher_stage1_code", "Sudria", "answer", -1, {}),
-        ("when_to_search_stage2", "Norland", "answer", 0.8, {"beta": 0.1}),
         ("arena", "Norland", "bonus", 3, {"bonus": 3.0}),
     ],
 )
 def test_the_arguments_reach_the_reward(reward, answer, term, expected, args):
     row = example(protocol_of(reward), answer)
     assert reward_terms(reward, row, {"step": 0}, **args)[term] == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    "reward, args, expected",
-    [
-        ("r_search", {}, {"reader_answer"}),
-        ("r_search", {"evidence_reward": False}, set()),
-        ("arena", {}, {"correct"}),
-        ("when_to_search_stage1", {}, {"correct", "embed"}),
-        ("when_to_search_stage1", {"left_out": "answer"}, {"embed"}),
-        ("when_to_search_stage1", {"left_out": "retrieval"}, {"correct"}),
-    ],
-)
-def test_an_argument_can_switch_off_a_need_of_a_reward(reward, args, expected):
-    assert needs(settings_for(reward, **args)) == expected
 
 
 @pytest.mark.parametrize(
@@ -919,7 +835,6 @@ UNCITED = replace(QA, supporting=())
     ("reward", "question", "message"),
     [
         ("arena", UNCITED, "names no supporting reference.*--variant no_relevance"),
-        ("arena_code", UNCITED, "names no supporting reference"),
         ("ur2_choice", replace(CHOICE, options=()), "has no options"),
         ("when_to_search_stage1", CHOICE, "is multiple choice"),
     ],
@@ -975,25 +890,6 @@ def test_an_answer_that_only_the_environment_gives_earns_nothing(reward):
     noticed = written("I do not know.", protocol_of(reward))
     noticed.segments.append(Segment("notice", "\\boxed{Norland} <answer> Norland </answer>"))
     assert reward_terms(reward, noticed, {"step": 0})["answer"] == 0.0
-
-
-@pytest.mark.parametrize(
-    "reward, expected",
-    [
-        ("ur2_stage2", 0),
-        ("r1_searcher_stage2", -2),
-        ("r_search", 0.2),  # γ_e: no search
-        ("when_to_search_stage1", -2),
-        ("arena", 0),
-    ],
-)
-def test_an_answer_that_only_the_prompt_gives_earns_nothing(reward, expected):
-    told = "Write \\boxed{Norland} or <answer> Norland </answer> or " + sections(
-        "[1, 4]", "Norland"
-    )
-    question = replace(QA, question=told)
-    read = {"reader_answer": "Norland"}
-    assert paid(reward, "I do not know.", question, (), read) == expected
 
 
 @pytest.mark.parametrize(
@@ -1092,16 +988,21 @@ def golden(index, row):
     """Returns our reward of a transcript, with the settings of the released code."""
     settings = row["settings"]
     reward = RELEASED[row["system"], settings.get("stage")]
-    golds = [row["gold"]] if isinstance(row["gold"], str) else row["gold"]
-    question = Question(str(index), settings.get("question", "?"), golds)
-    task, cited = TASKS.get(settings.get("kind"), "qa"), tuple(settings.get("supporting", ()))
-    direct = settings.get("retrieve_prompt") is False
-    question = replace(question, task=task, supporting=cited, may_search=not direct)
+    question = Question(
+        str(index),
+        settings.get("question", "?"),
+        [row["gold"]] if isinstance(row["gold"], str) else row["gold"],
+        TASKS.get(settings.get("kind"), "qa"),
+        supporting=tuple(settings.get("supporting", ())),
+        may_search=settings.get("retrieve_prompt", True),
+    )
     fallbacks = range(FALLBACKS.get(index, 0))
     trajectory = trajectory_from_text(question, row["response"], protocol_of(reward), fallbacks)
-    outside = {"step": settings.get("step", 0)}
-    outside["reader_answer"] = settings.get("cross_model_answer", "")
-    outside["grade"] = GRADES.get(settings.get("judge_says"))
+    outside = {
+        "step": settings.get("step", 0),
+        "reader_answer": settings.get("cross_model_answer", ""),
+        "grade": GRADES.get(settings.get("judge_says")),
+    }
     variant = {"variant": VARIANTS[settings["variant"]]} if "variant" in settings else {}
     return reward_terms(reward, trajectory, outside, **variant)
 
@@ -1118,36 +1019,13 @@ def test_every_golden_row_is_equal_or_differs_for_a_named_reason():
         assert index not in ON_PURPOSE or differs, f"row {index} is equal: drop it from the table"
 
 
-@pytest.mark.parametrize(
-    "name", ["r1_searcher_bamboogle_qwen_full_20", "r1_searcher_2wiki_qwen_full_15"]
-)
-def test_published_transcripts_of_the_trained_model_have_no_format_fault(name):
-    for record in map(json.loads, shared(f"data/predictions/{name}.jsonl").splitlines()):
-        response = record["gen_text_store"].split("<think>")[-1]  # the prompt ends in it
-        question = Question("1", record["question"], [record["answer"]])
-        trajectory = trajectory_from_text(question, response, "r1_searcher")
-        assert rewards.r1_searcher_format(trajectory) == []
-        # F1 ignores the order of words: one date is published in another order.
-        assert f1_score(trajectory.answer, record["pred_ans"]) == 1.0
-
-
-def test_a_published_transcript_of_search_r1_is_parsed_and_rewarded():
-    text = shared("data/predictions/search_r1_case.txt").rpartition("<|im_start|>assistant\n")[2]
-    row = trajectory_from_text(asking("SA node", "Sinoatrial SA Node"), text, "search_r1")
-    assert [search.query for search in row.searches] == ["origin of heart's electrical impulses"]
-    assert rewards.search_r1(row) == {"answer": 1.0}  # "sinoatrial (SA) node" without brackets
-
-
 def test_a_fallback_is_paid_as_a_valid_search_unless_the_variant_calls_it_invalid():
     """UR² eq. 1, C.6: two searches of which one is a fallback: 1 + 4 − 0.5, else 1 + 3 − 0.5."""
-    args = record_of("ur2", "fallback_is_invalid").stages[1]["reward_args"]
-    for given, paid in (({}, 4.0), (args, 3.0)):
-        terms = reward_terms("ur2_stage1", example("ur2"), given | {"step": 0})
-        assert (terms["retrieval"], terms["fallback"]) == (paid, -0.5)
-    args = record_of("ur2_choice", "fallback_is_invalid").stages[1]["reward_args"]
-    for given, paid in (({}, 1.0), (args, 0.5)):
-        terms = reward_terms("ur2_choice", example("ur2"), given | {"step": 0})
-        assert terms["retrieval"] == paid
+    row = example("ur2")
+    assert rewards.ur2_stage1(row)["retrieval"] == 4.0
+    assert rewards.ur2_stage1(row, fallback_is_invalid=True)["retrieval"] == 3.0
+    assert rewards.ur2_choice(row, 0)["retrieval"] == 1.0
+    assert rewards.ur2_choice(row, 0, fallback_is_invalid=True)["retrieval"] == 0.5
 
 
 @pytest.mark.parametrize(

@@ -39,12 +39,10 @@ from trajectory import Segment, Trajectory, show, trajectory_from_text
 from trajectory_metrics import token_metrics
 
 UR2 = PROTOCOLS["ur2"]
-R1 = PROTOCOLS["r1_searcher"]
 SEARCHING = [protocol for protocol in PROTOCOLS.values() if protocol.query_tags]
 each_searching = pytest.mark.parametrize("protocol", SEARCHING, ids=lambda p: p.name)
 BEGIN, END = UR2.query_tags
 QA = Question("1", "In which country was Ana Bell born?", ["Norland"])
-READ = dataclasses.replace(QA, references=(Document("a", "Ana Bell", "born in Norland"),))
 ASK = f"I look it up. {BEGIN} Ana Bell {END}"
 NORLAND = "<answer> Norland </answer>"
 ANSWER = "So it is \\boxed{Norland}."
@@ -181,19 +179,13 @@ def test_sampled_ids_are_kept_although_their_text_would_encode_differently(bpe):
 
 
 def test_r_search_reads_documents_with_titles_and_without_numbers(bpe):
-    turn = "<search> Ana Bell </search>"
     found = [Document("1", "Ana Bell", "a painter"), Document("2", "", "untitled")]
-    protocol = PROTOCOLS["r_search"]
-    environment = Environment(bpe, protocol, None, Settings(max_context=0), 4096)
-    row = Trajectory(QA, protocol)
-    row.append_model([], [], turn)
-    environment.append_result(row, "Ana Bell", SearchResult(found))
+    search = fixed_search(SearchResult(found))
+    t, _ = play_one(
+        bpe, ["<search> Ana Bell </search>", NORLAND], search=search, protocol="r_search"
+    )
     shown = '(Title: "Ana Bell") a painter\nuntitled'
-    assert row.searches[0].text == shown
-    assert row.segments[1].text == f"\n\n<observation>\n{shown}\n</observation>\n\n"
-    # As many tokens were retrieved as shown.
-    numbers = token_metrics(row, bpe)
-    assert numbers["retrieved"] == numbers["shown"] > 0
+    assert t.segments[1].text == f"\n\n<observation>\n{shown}\n</observation>\n\n"
 
 
 # ------------------------------------------------ the mask, think tags of a template, and fallbacks
@@ -250,8 +242,6 @@ def test_a_fallback_is_flagged_and_gets_a_notice_after_the_documents(bpe):
         # a begin tag inside a document does not open a query
         ([ASK, f"and then? {END}"], 4, ["Ana Bell"], ("malformed", "")),
         ([ASK, f"{BEGIN}again{END}"], 1, ["Ana Bell"], ("limit", "again")),
-        # a rejected query does not count as a search
-        ([END, ASK], 1, ["Ana Bell"], ("malformed", "")),
     ],
 )
 def test_a_rejected_query_is_logged_and_gets_a_notice(bpe, turns, max_searches, calls, rejected):
@@ -290,28 +280,14 @@ def test_the_second_rejected_query_ends_the_trajectory_without_a_notice(bpe):
 # ------------------------------------------------------------------------------- a broken retriever
 
 
-def raises(_requests):
-    raise ConnectionError("refused by peer")
+def test_a_broken_search_is_an_observation_and_an_error_in_the_log(bpe):
+    def refused(_requests):
+        raise ConnectionError("refused by peer")
 
-
-def test_search_requests_of_an_evaluation_within_training_are_held_out(bpe):
-    seen = []
-    search = Searcher(lambda requests: seen.extend(requests) or [SearchResult(text="x")])
-    environment = Environment(bpe, UR2, search, Settings(max_context=4096))
-    for environment.held_out in (False, True):
-        environment.execute([(Trajectory(QA, UR2, [1]), "who")])
-    assert [request.held_out for request in seen] == [False, True]
-
-
-@pytest.mark.parametrize(
-    "answer, error",
-    [(raises, "ConnectionError: refused by peer"), (lambda requests: None, "TypeError")],
-)
-def test_a_broken_search_is_an_observation_and_an_error_in_the_log(bpe, answer, error):
-    t, _ = play_one(bpe, [ASK, ANSWER], search=Searcher(answer))
+    t, _ = play_one(bpe, [ASK, ANSWER], search=Searcher(refused))
     assert t.segments[1] == Segment("documents", block("Search is unavailable."))
     (search,) = t.searches
-    assert search.error.startswith(error) and search.seconds > 0
+    assert search.error == "ConnectionError: refused by peer" and search.seconds > 0
     assert (search.text, t.answer) == ("Search is unavailable.", "Norland")
 
 
@@ -415,15 +391,6 @@ def test_no_trajectory_exceeds_the_context_or_loses_its_prompt(bpe):
     assert reasons >= {("length", 0), ("length", 1), ("length", 2)}
 
 
-def test_a_notice_that_would_leave_no_room_for_an_answer_is_not_written(bpe):
-    added = len(encode(bpe, END)) + len(encode(bpe, UR2.malformed_notice))
-    needed = len(build_prompt(PROTOCOLS["ur2"], QA, bpe)) + added + 32
-    t, _ = play_one(bpe, [END, ANSWER], max_context=needed)
-    assert (t.stop_reason, t.answer) == ("eos", "Norland")
-    t, _ = play_one(bpe, [END, ANSWER], max_context=needed - 1)
-    assert (t.stop_reason, rejections(t), writers(t)) == ("length", [("malformed", "")], ["model"])
-
-
 def surroundings(tokenizer, max_context):
     return Environment(tokenizer, UR2, Searcher(), Settings(max_context=max_context))
 
@@ -445,31 +412,17 @@ def test_a_prompt_longer_than_the_context_is_an_error_or_with_skip_bad_left_out(
     assert error.startswith("--max_context 2049: the model has only 2048 positions")
 
 
-LONG = "?" * 600
-
-
-@pytest.mark.parametrize(
-    "layout, changes, built",
-    [
-        ("", {"question": LONG}, 2),
-        ("", {"options": (LONG,), "may_search": False}, 2),
-        ("{question} {references}", {"references": (Document("a", "Ana Bell", LONG),)}, 10),
-    ],
-)
-def test_only_prompts_that_may_be_too_long_are_built(layout, changes, built):
+def test_only_prompts_that_may_be_too_long_are_built():
     """With a byte tokenizer the upper bound of a question's tokens, its bytes, is exact."""
     tokenizer = ByT5Tokenizer()
-    protocol = dataclasses.replace(UR2, prompts={"policy": layout} if layout else {})
-    short = [dataclasses.replace(READ, id=str(i)) for i in range(9)]
-    longer = dataclasses.replace(READ, id="long", **changes)
-    context = len(build_prompt(protocol, longer, tokenizer)) + 32
-    environment = Environment(tokenizer, protocol, Searcher(), Settings(max_context=context))
+    longer = dataclasses.replace(QA, id="long", question="?" * 600)
+    context = len(build_prompt(UR2, longer, tokenizer)) + 32
+    environment = surroundings(tokenizer, context)
     with mock.patch("rollout.build_prompt", side_effect=build_prompt) as build:
-        check_prompts([*short, longer], environment, MODEL)
-    assert build.call_count == built
+        check_prompts([QA] * 9 + [longer], environment, MODEL)
+    assert build.call_count == 2
     environment.max_context -= 1
-    error = message(check_prompts, [*short, longer], environment, MODEL)
-    assert error.startswith("question long: its prompt has")
+    assert "question long: its" in message(check_prompts, [QA, longer], environment, MODEL)
 
 
 def test_texts_of_the_environment_are_encoded_without_special_tokens():
@@ -514,16 +467,6 @@ def test_every_eos_token_of_the_checkpoint_ends_the_trajectory(bpe, monkeypatch)
     monkeypatch.setattr(MODEL, "generation_config", both)
     t, _ = play_one(bpe, [[*encode(bpe, "no"), eot, eot]])
     assert t.response_ids == [*encode(bpe, "no"), eot] and t.stop_reason == "eos"
-
-
-def test_a_row_without_query_tags_ends_at_its_answer_at_eos_or_at_its_limit(bpe):
-    answer = "<relevance>[1, 2]</relevance> <analysis>x</analysis> <answer> Norland </answer>"
-    query = "<search> Ana Bell </search> <|end_of_query|> I do not know"
-    scripts = [answer + " and more"], [query], ["word " * 50]
-    options = {"protocol": "arena", "questions": [READ] * 3, "max_turn_tokens": 40}
-    rows, _, search = play(bpe, *scripts, **options)
-    assert [t.stop_reason for t in rows] == ["answer", "eos", "length"] and search.calls == []
-    assert rows[0].text == answer and rows[1].rejected_queries == []
 
 
 # ---------------------------------------------------------------------------- batches of many rows
@@ -603,20 +546,6 @@ def speaker(bpe, qwen2):
     return speak
 
 
-def test_rows_sampled_in_a_batch_equal_the_same_rows_sampled_alone(speaker):
-    options = {"temperature": 0.0, "max_context": 336}
-    together = speaker(MIXED, **options)
-    alone = [speaker(question, **options)[0] for question in MIXED]
-    for a, b in zip(together, alone, strict=True):
-        check_bookkeeping(a, speaker.tokenizer)
-        assert (a.response_ids, a.response_mask) == (b.response_ids, b.response_mask)
-        assert (a.stop_reason, a.segments) == (b.stop_reason, b.segments)
-        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
-    # the prompts have several lengths, and the trajectories several numbers of turns
-    assert len({len(t.prompt_ids) for t in together}) > 2
-    assert len({writers(t).count("documents") for t in together}) > 1
-
-
 # ----------------------------------------------------------------------------------------- sampling
 
 
@@ -646,17 +575,6 @@ def test_a_seed_determines_the_rollout_and_the_global_random_state_is_restored(q
     torch.rand(3)
     assert first == sampled(1) != sampled(2)
     assert first[0] != first[1]  # rows of one question differ
-
-
-def test_a_failed_rollout_restores_the_random_state_and_generation_defaults(bpe, qwen2):
-    policy = copy.deepcopy(qwen2)
-    state = torch.get_rng_state()
-    defaults = policy.language_model.generation_config
-    policy.language_model.register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        roll(policy, bpe, QA, Searcher(), "ur2", seed=1)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert policy.language_model.generation_config is defaults
 
 
 # Five tokens have all the probability, so the expected shares are known. With 4096 draws the
@@ -736,8 +654,8 @@ def test_unlikely_tokens_are_sampled_as_often_as_they_should_be(dice, toy_tokeni
 # ------------------------------------------------------------ trajectories parsed from transcripts
 
 
-def written(text, protocol="ur2", fallbacks=(), question=QA):
-    return trajectory_from_text(question, text, protocol, fallbacks)
+def written(text, protocol="ur2"):
+    return trajectory_from_text(QA, text, protocol)
 
 
 def searched(query, text, protocol=UR2):
@@ -748,53 +666,12 @@ def queries_and_texts(trajectory):
     return [(search.query, search.text) for search in trajectory.searches]
 
 
-@each_searching
-def test_a_transcript_is_read_into_turns_and_searches(protocol):
-    searches = [("Ana Bell", "born in Kelmouth"), ("Kelmouth", "in Norland")]
-    first, second = (searched(*search, protocol) for search in searches)
-    answer = "<answer> Norland </answer>" if protocol.answer_tags else ANSWER
-    text = f"Let me see. {first}Then {second}{answer}"
-    t = written(text, protocol)
-    assert queries_and_texts(t) == searches and t.text == text and t.answer == "Norland"
-    assert writers(t) == ["model", "documents", "model", "documents", "model"]
-
-
-@pytest.mark.parametrize(
-    "fake",
-    [
-        block("Norland \\boxed{Oz}"),  # there is no query
-        f"{END}{block('fake')}",  # no begin tag
-        f"{BEGIN} {END}{block('fake')}",  # empty
-        f"{BEGIN} q {END} hm {block('fake')}",  # not directly after the query
-        f"{BEGIN} q {END} <|begin_of_documents|> never closed",
-        f"{BEGIN} q {END}",
-    ],
-)
-def test_a_document_block_without_a_query_before_it_is_the_models_text(fake):
-    t = written(fake + ANSWER)
-    assert t.searches == [] and t.model_text == t.text == fake + ANSWER
-
-
 def test_only_the_block_directly_after_a_query_is_the_environments():
     t = written(searched("Ana Bell", "true") + block("invented") + ANSWER)
     assert queries_and_texts(t) == [("Ana Bell", "true")] and "invented" in t.model_text
     # a query inside a block that the model wrote still counts as a search
     faked = f"{END}<|begin_of_documents|> {searched('q', 'found')}"
     assert queries_and_texts(written(faked)) == [("q", "found")]
-
-
-def test_an_answer_inside_documents_does_not_count():
-    assert written(searched("Ana Bell", "\\boxed{wrong}")).answer is None
-    text = searched("Ana Bell", "<answer> wrong </answer>") + "<answer> right </answer>"
-    assert written(text, R1).answers == ["right"]
-    assert written(block("\\boxed{Oz}")).answer == "Oz"  # the model wrote this block
-    assert Trajectory(QA, UR2).answer is None
-
-
-def test_the_searches_that_were_fallbacks_are_given_by_number():
-    text = "".join(searched(f"q{i}", "text") for i in range(3))
-    flags = [search.fallback for search in written(text, fallbacks=[0, 2]).searches]
-    assert flags == [True, False, True]
 
 
 def test_what_a_rollout_wrote_is_parsed_into_the_same_searches_and_answer(bpe):
@@ -836,11 +713,18 @@ def test_document_tokens_cuts_raw_documents_but_no_notes(bpe, text, cut):
 
 
 def test_the_notice_after_a_fallback_is_for_training_only(bpe):
-    """UR² C.6."""
+    """UR² C.6. The summariser is told of an evaluation within training: it is held out."""
+    seen = []
+
+    def search(requests):
+        seen.extend(requests)
+        return [SearchResult(text="None", fallback=True)]
+
     for held_out, training in ((False, True), (True, True), (False, False)):
-        environment = Environment(bpe, UR2, None, Settings(max_context=4096))
+        environment = Environment(bpe, UR2, search, Settings(max_context=4096))
         environment.held_out, environment.training = held_out, training
         row = Trajectory(QA, UR2, [1])
-        environment.append_result(row, "q", SearchResult(text="None", fallback=True))
+        environment.execute([(row, "q")])
+        assert seen[-1].held_out == held_out
         noticed = training and not held_out
         assert writers(row) == ["documents", "notice"][: 1 + noticed]

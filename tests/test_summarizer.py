@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from conftest import ScriptedModel
 
 from data import Document, Question, SearchRequest, SearchResult
 from papers import PAPERS, PROTOCOLS
@@ -57,18 +58,13 @@ class Recorder:
     "query, title, lookup",
     [
         ("where was ana bell born", "ana bell", True),
-        ("born : Ana  Bell's ?", "ana bell", True),
-        ("bell ana", "ana bell", False),
         ("where was diana bell born", "ana bell", False),  # only whole words match
         ("was ana born a bell", "ana bell", False),
-        ("", "ana bell", False),
         ("mayor of the city where she was born", "ana bell", False),
-        ("sum of 17 and 25", "ana bell", False),
         ("ana bell", " ", False),
         ("ana bell" + " word" * 10, "ana bell", True),  # twelve words
         ("ana bell" + " word" * 11, "ana bell", False),
         ("who wrote c-c.d (film)", "C-C.D (film)", True),  # "." and "(" are literal
-        ("who wrote cxd (film)", "c.d (film)", False),
     ],
 )
 def test_a_query_that_names_the_top_title_is_a_lookup(query, title, lookup):
@@ -87,25 +83,12 @@ def test_a_query_that_names_another_thing_is_not_a_fallback_one_without_a_name_i
         assert summarize(query, ANA).fallback
 
 
-@pytest.mark.parametrize("fallback, text", [("", "None"), ("Ask for a fact.", "Ask for a fact.")])
-def test_a_protocol_without_a_fallback_rejects_no_query(fallback, text):
-    (result,) = extract(requests("17 + 25"), [[ANA]], fallback)
-    assert (result.text, result.fallback) == (text, bool(fallback))
-
-
 # --------------------------------------------------------------------------------- a language model
 
 
-class ScriptedModel:
-    """Replies by the query and records the batches."""
-
-    def __init__(self, **replies):
-        self.replies, self.batches, self.rejected = replies, [], set()
-
-    def ask(self, requests):
-        self.batches += [requests] if requests else []
-        queries = [text.split("Query: ")[1].split("\n")[0] for _, text, *_ in requests]
-        return [self.replies.get(query) for query in queries]
+def scripted(**replies):
+    """Returns a model that replies by the query."""
+    return ScriptedModel(lambda text: replies.get(text.split("Query: ")[1].split("\n")[0]))
 
 
 def notes(llm, *queries, documents=(ANA, KELMOUTH), log="", request=None, protocol=UR2, **options):
@@ -122,7 +105,7 @@ def of_task(task):
 
 def test_the_model_reads_the_reasoning_the_query_and_the_numbered_documents(monkeypatch):
     monkeypatch.setattr("summarizer.MAX_REASONING", 7)
-    llm = ScriptedModel(who="notes")
+    llm = scripted(who="notes")
     notes(llm, "who")
     text = (
         "Reasoning so far: ainter.\nQuery: who\nPassages:\n(1) ana bell: ana bell was"
@@ -135,7 +118,7 @@ def test_the_model_reads_the_reasoning_the_query_and_the_numbered_documents(monk
 def test_math_or_other_tasks_in_training_or_evaluation_have_four_prompts(task, kind):
     """UR² D.3 has four prompts; only the two for training may reject a query."""
     for fallback in (False, True):
-        llm = ScriptedModel(who="notes")
+        llm = scripted(who="notes")
         notes(llm, "who", request=of_task(task), fallback=fallback)
         instruction = llm.batches[0][0][0]
         assert instruction == instruction_for(kind, fallback) and "{" not in instruction
@@ -159,7 +142,7 @@ PAGE = Document("https://host/ana", "Ana", "Ana Bell was born in Kelmouth.")
     ],
 )
 def test_queries_are_rejected_in_training_and_on_the_web_if_there_is_a_fallback(options, rejects):
-    llm = ScriptedModel(sum=NO_FACT)
+    llm = scripted(sum=NO_FACT)
     (result,) = notes(llm, "sum", **options)
     assert result.fallback == rejects and (NO_FACT in llm.batches[0][0][0]) == rejects
     # If the instruction does not offer NO_FACT, the reply counts as notes.
@@ -174,7 +157,7 @@ def test_the_sampling_of_notes_depends_on_the_task_and_on_training_or_evaluation
         ("math", PAPERS["ur2"].decoding, (0.3, 0.7, 8192)),
         ("choice", PAPERS["ur2"].decoding, (0.3, 0.5, 2048)),
     ):
-        llm = ScriptedModel(who="notes")
+        llm = scripted(who="notes")
         notes(llm, "who", request=of_task(task), summary_sampling=settings["summary_sampling"])
         assert llm.batches[0][0][2:] == sampling
 
@@ -193,9 +176,7 @@ def test_a_prompt_file_has_its_own_instruction_or_layout_by_task_and_mode():
         (SearchRequest(choice, "who", "a painter"), False, ""),
     ):
         settings = Settings(fallback=fallback)
-        instruction, text, *_ = LLMSummarizer(ScriptedModel(), settings, protocol).prompt(
-            request, [ANA]
-        )
+        instruction, text, *_ = LLMSummarizer(scripted(), settings, protocol).prompt(request, [ANA])
         assert instruction == expected
     assert text == filled
 
@@ -213,11 +194,10 @@ def test_a_prompt_file_has_its_own_instruction_or_layout_by_task_and_mode():
     ],
 )
 def test_a_reply_is_the_sentinel_or_notes_without_the_heading_of_the_papers_prompts(reply, text):
-    result = notes(ScriptedModel(who=reply), "who", fallback=True)[0]
+    result = notes(scripted(who=reply), "who", fallback=True)[0]
     assert result == SearchResult([ANA, KELMOUTH], text, text == UR2.fallback_text)
 
 
-@pytest.mark.parametrize("protocol", ["ur2", "ur2_search"])
 @pytest.mark.parametrize(
     "reply",
     [
@@ -231,24 +211,24 @@ def test_a_reply_is_the_sentinel_or_notes_without_the_heading_of_the_papers_prom
         " Please input another query or proceed with direct reasoning.]",
     ],
 )
-def test_the_sentence_that_the_papers_own_prompts_ask_for_is_a_fallback(reply, protocol):
+def test_the_sentence_that_the_papers_own_prompts_ask_for_is_a_fallback(reply):
     """The sentence is from UR² D.3. The policy reads it (C.6) for every form of fallback."""
-    (result,) = notes(ScriptedModel(sum=reply), "sum", fallback=True, protocol=PROTOCOLS[protocol])
+    (result,) = notes(scripted(sum=reply), "sum", fallback=True)
     assert result.fallback and result.text.startswith("This query requires design, computation,")
     assert result.text.endswith("proceed with direct reasoning.")
-    (result,) = notes(ScriptedModel(sum=reply), "sum")  # in an evaluation it counts as notes
+    (result,) = notes(scripted(sum=reply), "sum")  # in an evaluation it counts as notes
     assert not result.fallback and "requires design" in result.text
 
 
 @pytest.mark.parametrize("reply", [None, " \n", "**Final Information**\n"])
 def test_no_reply_or_an_empty_reply_is_an_error_of_that_search_only(reply):
-    results = notes(ScriptedModel(a=reply, b="on b"), "a", "b")
+    results = notes(scripted(a=reply, b="on b"), "a", "b")
     assert results[0] == SearchResult([ANA, KELMOUTH], error="summariser gave no answer")
     assert results[1].error is None and results[1].text == "on b"
 
 
 def test_without_documents_the_model_is_not_asked_and_it_is_not_a_fallback():
-    llm = ScriptedModel(who="made up")
+    llm = scripted(who="made up")
     assert notes(llm, "who", documents=[]) == [SearchResult()] and llm.batches == []
 
 
@@ -257,7 +237,7 @@ def test_without_documents_the_model_is_not_asked_and_it_is_not_a_fallback():
 
 def test_the_log_has_each_request_and_its_reply_once(tmp_path):
     path = tmp_path / "folder" / "pairs.jsonl"
-    llm = ScriptedModel(who="on who\nü", sum=NO_FACT, none=None)
+    llm = scripted(who="on who\nü", sum=NO_FACT, none=None)
     notes(llm, "who", "who", "sum", "none", log=path, fallback=True)
     held_out = SearchRequest(QUESTION, "", held_out=True)
     notes(llm, "who", log=path, request=held_out)  # an evaluation within training
@@ -293,11 +273,6 @@ def test_a_retriever_that_drops_a_query_is_an_error_and_shifts_no_result():
         make_search(dropping)(requests("a", "b"))
 
 
-def test_an_empty_list_of_documents_is_not_a_failed_search():
-    empty = SimpleNamespace(search=lambda queries, k: [[]])
-    assert make_search(empty)(requests("a")) == [SearchResult()]
-
-
 def test_the_summariser_is_not_asked_about_a_failed_search():
     queries = []
 
@@ -316,8 +291,8 @@ def test_each_task_may_have_its_own_summariser_and_results_keep_their_order():
     """UR² 4.4 uses another summariser for mathematics."""
     names = "math=http://a/v1#m, choice=extractive,other=http://b/v1#m"
     llms = {
-        "http://a/v1#m": ScriptedModel(x="of math"),
-        "http://b/v1#m": ScriptedModel(x="of qa", y="on y"),
+        "http://a/v1#m": scripted(x="of math"),
+        "http://b/v1#m": scripted(x="of qa", y="on y"),
     }
     assert models_in(names) == llms.keys()
     summarize = make_summarizer(Settings(summarizer=names), UR2, llms)
@@ -343,5 +318,5 @@ SENTENCE = UR2.fallback_text
     ],
 )
 def test_the_fallbacks_sentence_anywhere_in_a_short_reply_is_a_fallback(reply, rejected):
-    (result,) = notes(ScriptedModel(sum=reply), "sum", fallback=True)
+    (result,) = notes(scripted(sum=reply), "sum", fallback=True)
     assert result.fallback == rejected

@@ -15,8 +15,7 @@ from data import load_questions
 from other_models.llm import load_llm
 from papers import PROTOCOLS
 from policy import load_policy
-from prompts import build_prompt
-from rollout import check_prompt
+from rollout import Environment, fitting_prompt
 from settings import Settings
 
 CODE = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
@@ -111,5 +110,6 @@ def test_a_question_of_ten_megabytes_is_read_and_reported_as_too_long(bpe, tmp_p
     path.write_text(json.dumps({"id": "long", "question": text, "answers": ["Ana"]}) + "\n")
     (question,) = load_questions(path)
     assert question.question == text
-    error = message(check_prompt, question, build_prompt(PROTOCOLS["ur2"], question, bpe), 4096)
+    environment = Environment(bpe, PROTOCOLS["ur2"], None, Settings(max_context=4096))
+    error = message(fitting_prompt, question, environment)
     assert error.startswith("question long: its prompt has ") and len(error) < 300
