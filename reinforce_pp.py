@@ -28,7 +28,7 @@ import grpo
 import ppo
 from errors import run_main
 from grpo import EPSILON
-from ppo import last_model_token, token_rewards
+from ppo import token_rewards
 
 
 def baseline_advantages(rewards: Tensor, group_size: int, group_std: bool = True) -> Tensor:
@@ -82,13 +82,11 @@ def main() -> None:
     torch.set_printoptions(precision=4, sci_mode=False)
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])  # [B], G = 2
     print("Two questions, two answers each; rewards", rewards)
-    print("baseline (UR² eq. 5)  Norm_group    ", grpo.group_normalize(rewards, 2))
-    print("                      Norm_batch    ", baseline_advantages(rewards, 2))
-    print("                      group_std off ", baseline_advantages(rewards, 2, False))
+    print("baseline (UR² eq. 5)  Norm_group", grpo.group_normalize(rewards, 2))
+    print("                      Norm_batch", baseline_advantages(rewards, 2))
     mask = torch.tensor([[1, 0, 1], [1, 1, 1], [1, 1, 0], [1, 0, 0]])
-    returns = returns_to_go(rewards[:, None] * last_model_token(mask), mask)  # [4, 3]
-    print("plain, with the mask\n", mask)
-    print("returns, whitened over the batch's tokens\n", ppo.whiten(returns, mask))
+    returns = rewards[:, None] * mask  # [4, 3]
+    print("plain: returns, whitened over the batch's tokens\n", ppo.whiten(returns, mask))
 
 
 if __name__ == "__main__":
