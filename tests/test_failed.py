@@ -44,7 +44,7 @@ def sample(rows=range(8), failed=()) -> Rollouts:
 
 def take_updates(state, rollouts: Rollouts) -> tuple[list, list]:
     """Returns (gradients, metrics) of the updates of a step."""
-    batch = prepare(state, rollouts, 0)
+    batch = prepare(state, rollouts)
     result = []
     totals = []
     for rows in shuffled_updates(0, batch.rewards, state.settings):

@@ -115,7 +115,7 @@ def row_of(size: int) -> Trajectory:
 def learn(state: update.TrainState, count: int, size: int) -> None:
     """Scores `count` rows of `size` tokens, and learns from them."""
     rewards = [{"reward": float(row % 2)} for row in range(count)]
-    batch = prepare(state, Rollouts([row_of(size)] * count, rewards, kept=[*range(count)]), 0)
+    batch = prepare(state, Rollouts([row_of(size)] * count, rewards, kept=[*range(count)]))
     update.update(state, batch.rows(torch.arange(count)))
 
 
