@@ -5,7 +5,6 @@ from conftest import command_line, flags, settings_for
 from processes import command, kill, wait_for
 
 import train
-from formats.records import write_records, write_text
 
 fault = pytest.mark.fault
 
@@ -20,19 +19,3 @@ def test_a_second_run_in_a_folder_names_the_first_and_leaves_it_alone(model, tmp
     kill(first)
     train.train(settings_for(model, tmp_path, "--steps 1"))  # a killed run holds no lock
     assert (tmp_path / "t" / "stage1.old1").exists()
-
-
-@fault(12, 13)
-def test_a_file_stays_as_it_was_if_rewriting_it_is_interrupted(tmp_path, monkeypatch):
-    path = tmp_path / "a.json"
-    write_text(path, "old")
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("os.replace", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        write_text(path, "new")
-    with pytest.raises(KeyboardInterrupt):
-        write_records(path, [{"new": 1}])
-    assert path.read_text() == "old"
