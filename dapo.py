@@ -37,7 +37,7 @@ def informative_groups(correct: Tensor, group_size: int) -> Tensor:
 
     Worked, G = 2: right, wrong | right, right | wrong, NaN -> True, True, then False four times.
     """
-    equal = grpo.equal_rewards(grpo.as_groups(correct, group_size))  # [questions, 1]
+    equal = grpo.equal_rewards(correct, group_size)  # [questions, 1]
     return ~equal.repeat_interleave(group_size)  # [B]  departure 2
 
 
@@ -61,7 +61,7 @@ def compute_token_weights(batch, settings) -> Tensor:
 def main() -> None:
     torch.set_printoptions(precision=3)
     print("1, clip-higher: a probability of 0.01 may grow to 0.0128 instead of 0.0120")
-    correct = torch.tensor([1, 0, 1, 1, 0, 0])  # [B], G = 2
+    correct = torch.tensor([1.0, 0, 1, 1, 0, 0])  # [B], G = 2
     print("2, dynamic sampling: correct", correct, "-> kept", informative_groups(correct, 2))
     mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]])
     print("3, token mean: weight of a token in trajectories of 4 tokens and of 1")

@@ -107,9 +107,6 @@ def kl_in_reward(batch, settings) -> Tensor:
 
 
 # ----------------------------------------------- the table of main: exact expectations, 16 tokens
-Loss = Callable[[Tensor], Tensor]  # log-probs [V] -> [V]
-
-
 def categorical(epsilon: float) -> tuple[Tensor, Tensor]:
     """Returns (logits of π [V], log-probs of ref [V]). The logits of ref are standard normal, and
     those of π are ref's logits plus ε · standard normal noise.
@@ -132,8 +129,10 @@ def kl_gradient(logits: Tensor, ref_logprobs: Tensor, reverse: bool = False) -> 
     return probs * (d - probs @ d)  # [V]
 
 
-def expected_gradient(logits: Tensor, loss: Loss) -> Tensor:
-    """Returns Σ_a π(a) · (gradient if a was sampled), [V]: π(a) is not differentiated."""
+def expected_gradient(logits: Tensor, loss: Callable) -> Tensor:
+    """Returns Σ_a π(a) · (gradient if a was sampled), [V]: π(a) is not differentiated. The loss
+    maps log-probs [V] to [V].
+    """
     logits = logits.detach().requires_grad_()
     logprobs = logits.log_softmax(-1)  # [V]
     return torch.autograd.grad(logprobs.exp().detach() @ loss(logprobs), logits)[0]  # [V]

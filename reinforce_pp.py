@@ -66,12 +66,10 @@ def compute_advantages(batch, settings) -> Tensor:
         returns = returns_to_go(token_rewards(batch, settings), mask)  # [B, T]
         return ppo.whiten(returns, mask)  # [B, T]
     rewards = grpo.trajectory_rewards(batch, settings)  # [B]
-    if settings.whiten_tokens:
-        normalize = grpo.group_normalize if settings.group_std else grpo.group_center
-        advantages = normalize(rewards, batch.group_size)  # [B]
-        return ppo.whiten(grpo.on_tokens(advantages, mask), mask)  # [B, T]
     advantages = baseline_advantages(rewards, batch.group_size, settings.group_std)  # [B]
-    return grpo.on_tokens(advantages, mask)  # [B, T]
+    advantages = grpo.on_tokens(advantages, mask)  # [B, T]
+    # Whitening removes the factor 1 / std_batch of baseline_advantages again.
+    return ppo.whiten(advantages, mask) if settings.whiten_tokens else advantages  # [B, T]
 
 
 compute_token_weights = grpo.compute_token_weights

@@ -117,17 +117,14 @@ def shares(state: TrainState, batch: Batch) -> list[Tensor]:
 
 def rows_that_teach(batch: Batch) -> Tensor:
     """Returns the indices [n] of the rows whose loss has a gradient: those with a token whose
-    advantage and weight are not 0 (before token_weights are set, only the advantage counts). With a
-    KL or a critic, returns all rows.
+    advantage and weight are not 0. With a KL or a critic, returns all rows.
 
     Worked: advantages [[1, 0], [0, 0], [−1, 0]], and the weights of the third row are 0, because it
     is overlong -> [0].
     """
     if batch.ref_logprobs is not None or batch.values is not None:
         return torch.arange(len(batch))
-    teaches = batch.advantages != 0  # [B, T]
-    if batch.token_weights is not None:
-        teaches &= batch.token_weights != 0  # [B, T]
+    teaches = (batch.advantages != 0) & (batch.token_weights != 0)  # [B, T]
     return teaches.any(1).nonzero()[:, 0]
 
 

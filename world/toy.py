@@ -496,9 +496,8 @@ class TraceWriter:
         if not self.happens(tiny.no_analysis):
             analysis = tiny.analysis.format(note=note, thought=thought)
         citation = tiny.citation.format(numbers=cited)
-        text = tiny.end.format(citation=citation, analysis=analysis, answer=answer)
-        if not self.cites:
-            text = tiny.uncited.format(note=note, thought=thought, answer=answer)
+        gaps = {"citation": citation, "analysis": analysis, "note": note, "thought": thought}
+        text = (tiny.end if self.cites else tiny.uncited).format(**gaps, answer=answer)
         return Question("", task.question, [], references=shown), [(text, True)]
 
     def practise_citing(self) -> Trace:
