@@ -303,20 +303,12 @@ def threads_since(before: list[threading.Thread]) -> set[threading.Thread]:
 # ------------------------------------------------------------------------------------- a raw server
 
 
-@contextlib.contextmanager
-def nobody_listens(port: int = 0):
-    """Yields a port that is bound without a listener, by default a new one: nobody else gets it."""
-    with socket.socket() as held:
-        # Connections of a server that used the port before may linger.
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", port))
-        yield held.getsockname()[1]
-
-
 @pytest.fixture
 def closed_port():
-    with nobody_listens() as port:
-        yield port
+    """Yields a port that is bound without a listener: nobody else gets it."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 class RawServer:

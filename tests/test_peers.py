@@ -23,7 +23,6 @@ import torch
 import kl
 import ppo
 from flags import resolve
-from metrics import summary_scores
 from policy import Batch
 from update import ALGORITHMS
 

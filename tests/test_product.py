@@ -2,9 +2,7 @@
 tiny model, on the built-in world and on real records, or is a one-line error with the reason.
 """
 
-import json
 import math
-from dataclasses import asdict
 from itertools import cycle, product
 from pathlib import Path
 
@@ -20,10 +18,8 @@ from flags import given_flags, resolve, stage_settings
 from formats.records import write_records
 from papers import PAPERS, PROTOCOLS, paper_of, record_of
 from policy import Policy, save_policy
-from rewards import needs
 from settings import Settings
 from sft import SFTSettings, train_sft
-from summarizer import models_in
 from update import ALGORITHMS
 from world.toy import NOTE, READER, make_tokenizer, shape
 from world.world import World
