@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from data import Question, SearchRequest
-from other_models.llm import prompt_ids
-from other_models.reader import INSTRUCTION, reader_text
 from papers import PROTOCOLS, paper_of
 from policy import Policy
 from prompts import build_prompt
@@ -241,16 +239,6 @@ def test_a_weak_warm_up_has_bad_habits_with_the_probabilities_in_its_options():
 
 
 # --------------------------------------------------------------------------------------- the reader
-
-
-def test_the_reader_is_trained_on_the_same_prompt_that_it_later_gets():
-    tokenizer = make_tokenizer()  # it has no tags and no tokens that allow searching
-    example = toy.reader_example(toy.Tasks(World(0, layout="facts"), 5), tokenizer)
-    prompt = [i for i, mask in zip(example.ids, example.mask, strict=True) if not mask]
-    text = tokenizer.decode(prompt).strip().removesuffix("answer :").strip()
-    evidence, question = text.split("\n")
-    text = reader_text(Question("", question.strip(), []), evidence.strip())
-    assert prompt_ids(tokenizer, (INSTRUCTION, text)) == prompt
 
 
 def test_the_reader_chooses_among_facts_and_says_none_if_the_fact_is_not_stated():

@@ -27,14 +27,13 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from data import Document, Question
+from other_models.llm import prompt_ids
 from other_models.reader import INSTRUCTION as READER_INSTRUCTION
 from other_models.reader import reader_text
 from policy import Policy, load_policy, save_policy
 from prompts import Protocol, frame_documents, number_documents, prompt_text, tag_pair
-from rollout import encode
 from sft import Example, SFTSettings, example_of, train_sft
 from summarizer import is_lookup
-from templates import chat_text
 from world import world as built_in
 from world.tiny import Tiny
 from world.world import REFERENCES, RELATIONS, Facts, World, fact_passage, page, shuffled
@@ -50,10 +49,10 @@ def word_pieces() -> list[str]:
     """Returns the tokens that every protocol has: known words with a leading space, and pieces
     mostly without one, such as the ends of names.
     """
-    words = [*WORDS, *built_in.NAME_STARTS, *map(str, range(built_in.MAX_NUMBER)), *"?.+:"]
-    words += [f"({i})" for i in range(1, 6)]
+    words = [*WORDS, *built_in.NAME_STARTS, *map(str, range(built_in.MAX_NUMBER))]
+    words += "? . + : (1) (2) (3) (4) (5)".split()
     bare = [*built_in.NAME_ENDS, *"?:.+", "\\boxed{", " \\boxed{", "}", "\n", "\n\n", " "]
-    bare += ["[", "]", ", ", *map(str, range(1, REFERENCES + 1))]  # a list of references: [1, 4]
+    bare += ["[", "]", ", ", *"1234"]  # a list of the four references: [1, 4]
     return list(dict.fromkeys(["<pad>", "<eos>", "<unk>", *[f" {word}" for word in words], *bare]))
 
 
@@ -586,7 +585,7 @@ def reader_example(tasks: Tasks, tokenizer) -> Example:
     lines = [passage.text for passage in shown]
     stated = dict(line.partition(" of ")[0].split(" ", 1) for line in lines)
     asked = reader_text(Question("", task.question, []), " ".join(lines))
-    prompt = encode(tokenizer, chat_text(tokenizer, READER_INSTRUCTION, asked))
+    prompt = prompt_ids(tokenizer, (READER_INSTRUCTION, asked))
     return example_of(prompt, [(f" {stated.get(task.relation, 'none')}", True)], tokenizer)
 
 
