@@ -1,5 +1,5 @@
-"""Two launchers on this host act as two machines over TCP and take the same steps as one. A process
-that loses its launcher and its peer ends with a one-line error.
+"""Two launchers on this host act as two machines over TCP. They take the same steps as one machine,
+and if a part of the run is gone, the rest ends with a one-line error.
 """
 
 import os
@@ -46,6 +46,16 @@ def test_two_machines_take_exactly_the_steps_of_one_with_two_processes(model, tm
     for name in ("model.safetensors", "trainer.pt"):
         first, second = (folder / "checkpoint-000002" / name for folder in (one, two))
         assert first.read_bytes() == second.read_bytes()
+
+
+@pytest.mark.slow
+def test_if_one_machine_is_gone_the_other_ends_with_a_one_line_error(model, tmp_path):
+    gone, other = machines(tmp_path / "logs", flags(model, tmp_path, "--steps 5000"))
+    wait_for(tmp_path / "t" / "stage1" / "metrics.jsonl", "\n", gone)
+    for process in [*psutil.Process(gone.pid).children(), gone]:
+        process.kill()
+    assert exit_code(other) == 1
+    assert_one_error_line(tmp_path / "logs" / "1")
 
 
 @pytest.mark.slow
