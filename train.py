@@ -316,7 +316,8 @@ def measure(state: TrainState, rollouts: Rollouts) -> Record:
         for name in ("em", "searched", "searches"):
             numbers[f"{name}/{t.question.kind}"] = numbers[name]
         rows.append(numbers)
-    record = merge_records(rows, mean)
+    names = dict.fromkeys(name for numbers in rows for name in numbers)
+    record = {name: mean(n[name] for n in rows if name in n) for name in names}
     record["inserted_tokens"] = record.pop("tokens") - record["model_tokens"]
     record |= step_searches(rollouts.trajectories, state.accelerator.num_processes)
     record |= {
