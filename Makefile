@@ -5,8 +5,6 @@ BIN = $(VENV)/bin
 SEED ?= 0
 MODEL ?=
 DATA ?=
-# `make test SHUFFLE=7` takes the tests in an order of this seed; those of a file stay on one worker.
-SHUFFLED = --dist loadfile --no-loadscope-reorder --shuffle=$(SHUFFLE)
 # A test that is long may take half an hour; pyproject.toml has the limit of the others.
 LONG = -o faulthandler_timeout=1900
 # Folders with models of gigabytes are removed after a test that passes.
@@ -54,7 +52,7 @@ test slow trust real-test vllm-test: export PYTHONDONTWRITEBYTECODE =
 test: install
 	$(BIN)/ruff check .
 	$(BIN)/python tests/law.py
-	$(BIN)/python -m pytest -q -n 2 $(if $(SHUFFLE),$(SHUFFLED)) -m "not slow and not trust and not real and not vllm"
+	$(BIN)/python -m pytest -q -n 2 -m "not slow and not trust and not real and not vllm"
 
 slow: install
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(LONG) -m "slow and not vllm"
@@ -65,9 +63,9 @@ real-test: export GOMP_SPINCOUNT = 10000
 real-test: real-models
 	$(BIN)/python -m pytest -q $(LONG) $(REMOVED) -o timeout=600 -m "real and not vllm"
 
-# Injects every fault, those of tests/trust/faults.md and newer ones, and prints how each ended. About an hour.
+# Injects the faults of tests/trust/faults.md. About an hour.
 trust: install
-	$(BIN)/python -m pytest -q -n 2 $(LONG) -m fault --trust
+	$(BIN)/python -m pytest -v -n 2 $(LONG) -m fault
 
 # vLLM for CPUs in an environment of its own, 3.5 GB: Linux on x86-64. Its torchaudio is of another
 # torch, and `vllm --version` looks for the package by the name that it has on GPUs.

@@ -37,7 +37,7 @@ def informative_groups(correct: Tensor, group_size: int) -> Tensor:
 
     Worked, G = 2: right, wrong | right, right | wrong, NaN -> True, True, then False four times.
     """
-    equal = grpo.equal_rewards(grpo.as_groups(correct, group_size))  # [questions, 1]
+    equal = grpo.equal_rewards(correct, group_size)  # [questions, 1]
     return ~equal.repeat_interleave(group_size)  # [B]  departure 2
 
 
@@ -59,18 +59,14 @@ def compute_token_weights(batch, settings) -> Tensor:
 
 
 def main() -> None:
-    print("departure 1, clip-higher: a token's probability of 0.01 may grow to")
-    print(f"  ε 0.2: {0.01 * 1.2:.4f}   ε_high 0.28: {0.01 * 1.28:.4f}")
-    correct = torch.tensor([1, 0, 0, 1, 1, 1, 0, 0, 0])  # [B], G = 3
-    print("departure 2, dynamic sampling: three questions, three answers each (1 = right)")
-    print("  correct", correct.tolist())
-    print("  kept   ", informative_groups(correct, 3).tolist())
     torch.set_printoptions(precision=3)
-    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 0]])
-    print("departure 3, token mean: weight of a token in trajectories of 4, 1 and 3 tokens")
-    print("  GRPO", ppo.sequence_weights(mask)[:, 0], "  DAPO", ppo.token_weights(mask)[:, 0])
-    remaining = ppo.model_only(mask, torch.tensor([[True], [True], [False]]))
-    print("departure 4, overlong (here the third): DAPO", ppo.token_weights(remaining)[:, 0])
+    print("1, clip-higher: a probability of 0.01 may grow to 0.0128 instead of 0.0120")
+    correct = torch.tensor([1.0, 0, 1, 1, 0, 0])  # [B], G = 2
+    print("2, dynamic sampling: correct", correct, "-> kept", informative_groups(correct, 2))
+    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]])
+    print("3, token mean: weight of a token in trajectories of 4 tokens and of 1")
+    print("   GRPO", ppo.sequence_weights(mask)[:, 0], "DAPO", ppo.token_weights(mask)[:, 0])
+    print("4, if the first is overlong:", ppo.token_weights(mask * torch.tensor([[0], [1]]))[:, 0])
 
 
 if __name__ == "__main__":

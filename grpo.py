@@ -31,17 +31,12 @@ from errors import run_main
 from ppo import EPSILON
 
 
-def as_groups(rewards: Tensor, group_size: int) -> Tensor:
-    """Reshapes rewards [B] to [questions, G]; the G rows of a question must be adjacent."""
-    if not rewards.is_floating_point():
-        rewards = rewards.float()  # [B]
-    return rewards.reshape(-1, group_size)  # [questions, G]
-
-
-def equal_rewards(groups: Tensor) -> Tensor:
+def equal_rewards(rewards: Tensor, group_size: int) -> Tensor:
     """Returns [questions, 1] bool: whether all known rewards of a group are equal. A difference of
     EPSILON is tolerated, because different reward terms may have the same sum except for rounding.
+    The G rows of a question are adjacent.
     """
+    groups = rewards.view(-1, group_size)  # [questions, G]
     unknown = groups.isnan()  # [questions, G]
     highest = groups.masked_fill(unknown, -torch.inf).amax(1, keepdim=True)  # [questions, 1]
     lowest = groups.masked_fill(unknown, torch.inf).amin(1, keepdim=True)  # [questions, 1]
@@ -55,11 +50,11 @@ def group_center(rewards: Tensor, group_size: int) -> Tensor:
     Worked: [1, 0, 0.1, 0.1] in groups of 2 -> [0.5, −0.5, 0, 0]. As one group, [1, NaN, 0, NaN]
     has the mean 0.5 -> [0.5, 0, −0.5, 0].
     """
-    groups = as_groups(rewards, group_size)  # [questions, G]
+    groups = rewards.view(-1, group_size)  # [questions, G]
     centered = groups - groups.nanmean(1, keepdim=True)  # [questions, G]
     # In fp32 the mean of seven rewards of 0.7 is off by 6e-8. If such differences were not set to
     # 0, group_normalize would turn them into advantages of 6e-8 / (6e-8 + 1e-6) ≈ 0.06.
-    zero = equal_rewards(groups) | groups.isnan()  # [questions, G]
+    zero = equal_rewards(rewards, group_size) | groups.isnan()  # [questions, G]
     return torch.where(zero, 0, centered).view(-1)  # [B]
 
 
@@ -88,7 +83,7 @@ def frac_reward_zero_std(rewards: Tensor, group_size: int) -> float:
     Worked, G = 2: [1, 0, 1, 1] -> 0.5. [1, 0, 1, NaN] -> 0.5, because the second group has only one
     known reward.
     """
-    return equal_rewards(as_groups(rewards, group_size)).float().mean().item()
+    return equal_rewards(rewards, group_size).float().mean().item()
 
 
 def trajectory_rewards(batch, settings) -> Tensor:

@@ -29,7 +29,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from errors import InputError, run_main
+from errors import run_main
 
 # Estimator -> where it is used. With "log" the KL is logged and does not affect training.
 PLACES = {"k1": "reward", "k2": "loss", "k3": "loss", "log": "log"}
@@ -84,15 +84,11 @@ def kl_in_loss(
     logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, estimator: str
 ) -> Tensor:
     """Returns the KL penalty [B, T], which compute_loss multiplies by kl_coef and adds to the loss.
-    All inputs must be finite, on masked tokens too.
+    All inputs must be finite, on masked tokens too. Other estimators have the `coefficient` 0.
     """
     if estimator == "k2":
         return k2_off_policy(logprobs, ref_logprobs, old_logprobs)  # [B, T]
-    if estimator == "k3":
-        return k3(logprobs, ref_logprobs)  # [B, T]  no ratio π/π_old, as in DeepSeekMath eq. 3, 4
-    raise InputError(
-        f"kl_estimator {estimator!r} is not a loss (k1's mean gradient is zero): use k2 or k3"
-    )
+    return k3(logprobs, ref_logprobs)  # [B, T]  no ratio π/π_old, as in DeepSeekMath eq. 3, 4
 
 
 def kl_in_reward(batch, settings) -> Tensor:
@@ -111,9 +107,6 @@ def kl_in_reward(batch, settings) -> Tensor:
 
 
 # ----------------------------------------------- the table of main: exact expectations, 16 tokens
-Loss = Callable[[Tensor], Tensor]  # log-probs [V] -> [V]
-
-
 def categorical(epsilon: float) -> tuple[Tensor, Tensor]:
     """Returns (logits of π [V], log-probs of ref [V]). The logits of ref are standard normal, and
     those of π are ref's logits plus ε · standard normal noise.
@@ -125,16 +118,21 @@ def categorical(epsilon: float) -> tuple[Tensor, Tensor]:
 
 
 def kl_gradient(logits: Tensor, ref_logprobs: Tensor, reverse: bool = False) -> Tensor:
-    """Returns ∇KL(π‖ref), or ∇KL(ref‖π) if `reverse`, with respect to the logits: [V], exact."""
-    logits = logits.detach().requires_grad_()
-    logprobs = logits.log_softmax(-1)  # [V]
+    """Returns ∇KL(π‖ref) = π (d − KL), or ∇KL(ref‖π) = π − ref if `reverse`, with respect to the
+    logits: [V], exact.
+    """
+    logprobs = logits.detach().log_softmax(-1)  # [V]
+    probs = logprobs.exp()  # [V]
+    if reverse:
+        return probs - ref_logprobs.exp()  # [V]
     d = logprobs - ref_logprobs  # [V]
-    kl = -ref_logprobs.exp() @ d if reverse else logprobs.exp() @ d
-    return torch.autograd.grad(kl, logits)[0]  # [V]
+    return probs * (d - probs @ d)  # [V]
 
 
-def expected_gradient(logits: Tensor, loss: Loss) -> Tensor:
-    """Returns Σ_a π(a) · (gradient if a was sampled), [V]: π(a) is not differentiated."""
+def expected_gradient(logits: Tensor, loss: Callable) -> Tensor:
+    """Returns Σ_a π(a) · (gradient if a was sampled), [V]: π(a) is not differentiated. The loss
+    maps log-probs [V] to [V].
+    """
     logits = logits.detach().requires_grad_()
     logprobs = logits.log_softmax(-1)  # [V]
     return torch.autograd.grad(logprobs.exp().detach() @ loss(logprobs), logits)[0]  # [V]

@@ -258,6 +258,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor) -> tuple[Ten
     """Returns (loss, clipped), [B, T] each. The loss is half the larger of two squared errors: that
     of V, and that of V clipped to V_old ± 0.2. If the second is larger, `clipped` is True.
 
+    On masked tokens all three are 0, and so is the loss.
     Worked, returns 1, V_old 0.5. V 0.6 -> ½ · 0.4² = 0.08. V 0.9 is clipped to 0.7, whose
     error is larger -> ½ · 0.3² = 0.045. V 0.1 is clipped to 0.3, but the unclipped error is
     larger -> ½ · 0.9² = 0.405.
@@ -268,31 +269,19 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor) -> tuple[Ten
     return torch.maximum(error, clipped_error), clipped_error > error  # [B, T], [B, T]
 
 
-def compute_value_loss(values: Tensor, batch) -> tuple[Tensor, Stats]:
-    """Returns (loss [B, T], stats) of a micro-batch; the loss is 0 on masked tokens."""
-    mask = batch.response_mask  # [B, T]
-    old_values = model_only(batch.values, mask)  # [B, T]
-    returns = model_only(batch.returns, mask)  # [B, T]
-    values = model_only(values, mask)  # [B, T]
-    loss, clipped = value_loss(values, old_values, returns)  # [B, T], [B, T]
-    return loss, {"clipped": clipped}
-
-
-def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -> float:
+def explained_variance(batch) -> float:
     """Returns 1 − Var(returns − V) / Var(returns) over model tokens: 1 for a perfect critic, 0 for
-    a constant V or equal returns.
+    a constant V, for equal returns, or without model tokens.
 
     Worked: returns [0, 2] have the variance 1. V [0, 1] has the errors [0, 1], whose variance is
     0.25: 1 − 0.25 / 1 = 0.75.
     """
-    mask = response_mask.bool()  # [B, T]
+    mask = batch.response_mask.bool()  # [B, T]
     if not mask.any():
         return 0.0
-    variance = returns[mask].var(correction=0)
-    if variance <= EPSILON:
-        return 0.0
-    residual = (returns - values)[mask].var(correction=0)
-    return 1 - (residual / variance).item()
+    variance = batch.returns[mask].var(correction=0)
+    residual = (batch.returns - batch.values)[mask].var(correction=0)
+    return 1 - (residual / variance).item() if variance > EPSILON else 0.0
 
 
 # ------------------------------------------------------------------------------------ the interface

@@ -28,7 +28,7 @@ import grpo
 import ppo
 from errors import run_main
 from grpo import EPSILON
-from ppo import last_model_token, token_rewards
+from ppo import token_rewards
 
 
 def baseline_advantages(rewards: Tensor, group_size: int, group_std: bool = True) -> Tensor:
@@ -66,12 +66,10 @@ def compute_advantages(batch, settings) -> Tensor:
         returns = returns_to_go(token_rewards(batch, settings), mask)  # [B, T]
         return ppo.whiten(returns, mask)  # [B, T]
     rewards = grpo.trajectory_rewards(batch, settings)  # [B]
-    if settings.whiten_tokens:
-        normalize = grpo.group_normalize if settings.group_std else grpo.group_center
-        advantages = normalize(rewards, batch.group_size)  # [B]
-        return ppo.whiten(grpo.on_tokens(advantages, mask), mask)  # [B, T]
     advantages = baseline_advantages(rewards, batch.group_size, settings.group_std)  # [B]
-    return grpo.on_tokens(advantages, mask)  # [B, T]
+    advantages = grpo.on_tokens(advantages, mask)  # [B, T]
+    # Whitening removes the factor 1 / std_batch of baseline_advantages again.
+    return ppo.whiten(advantages, mask) if settings.whiten_tokens else advantages  # [B, T]
 
 
 compute_token_weights = grpo.compute_token_weights
@@ -82,13 +80,11 @@ def main() -> None:
     torch.set_printoptions(precision=4, sci_mode=False)
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])  # [B], G = 2
     print("Two questions, two answers each; rewards", rewards)
-    print("baseline (UR² eq. 5)  Norm_group    ", grpo.group_normalize(rewards, 2))
-    print("                      Norm_batch    ", baseline_advantages(rewards, 2))
-    print("                      group_std off ", baseline_advantages(rewards, 2, False))
+    print("baseline (UR² eq. 5)  Norm_group", grpo.group_normalize(rewards, 2))
+    print("                      Norm_batch", baseline_advantages(rewards, 2))
     mask = torch.tensor([[1, 0, 1], [1, 1, 1], [1, 1, 0], [1, 0, 0]])
-    returns = returns_to_go(rewards[:, None] * last_model_token(mask), mask)  # [4, 3]
-    print("plain, with the mask\n", mask)
-    print("returns, whitened over the batch's tokens\n", ppo.whiten(returns, mask))
+    returns = rewards[:, None] * mask  # [4, 3]
+    print("plain: returns, whitened over the batch's tokens\n", ppo.whiten(returns, mask))
 
 
 if __name__ == "__main__":

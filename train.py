@@ -27,7 +27,6 @@ if __name__ == "__main__":
 # isort: split
 import copy
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -57,7 +56,6 @@ from update import (
     compute_ref_logprobs,
     compute_values,
     merge_records,
-    put,
     rows_that_teach,
     update,
     updates_of,
@@ -133,19 +131,19 @@ def learn(state: TrainState, rollouts: Rollouts, step: int) -> tuple[Record, Bat
     start = time.perf_counter()
     batch = None
     if rollouts.kept:
-        batch = prepare(state, rollouts, step)  # [B, L]
+        batch = prepare(state, rollouts)  # [B, L]
         results = []
-        updates = shuffled_updates(step, batch.rewards, state.settings)
-        for number, rows in enumerate(updates):
+        for number, rows in enumerate(shuffled_updates(step, batch.rewards, state.settings)):
             lr = set_lr(state, step, number)
             part = batch.rows(rows)
-            results.append(update(state, part) | {"lr": lr})  # PPO also updates the critic
+            result = update(state, part) | {"lr": lr}  # PPO also updates the critic
+            results.append(result if number else result | sampler_gap(part))
             keep_numbers(batch, rows, part)
-        record |= (
-            merge_records(results, mean)
-            | critic_metrics(batch)
-            | sampler_stats(batch, updates[0], state.mismatch)
-        )
+        record |= merge_records(results, mean)
+        if batch.values is not None:
+            record["explained_variance"] = ppo.explained_variance(batch)
+        if batch.mismatch_weights is not None:
+            record["mismatch_ess"] = ppo.effective_share(batch)
     record["update_seconds"] = time.perf_counter() - start
     return record, batch
 
@@ -244,7 +242,7 @@ def rows_to_train_on(rollouts: Rollouts, settings: Settings) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------- prepare
-def prepare(state: TrainState, rollouts: Rollouts, step: int) -> Batch:
+def prepare(state: TrainState, rollouts: Rollouts) -> Batch:
     """Returns the global batch with rewards [B], π_old's log-probs [B, T] and advantages [B, T].
     With a KL it also has π_ref's log-probs, and with PPO the critic's values and the returns.
     """
@@ -253,48 +251,24 @@ def prepare(state: TrainState, rollouts: Rollouts, step: int) -> Batch:
     rewards = rollouts.rewards[rows].tolist()
     trajectories = [rollouts.trajectories[row] for row in rows]
     pad_id = state.environment.tokenizer.pad_token_id or 0
+    if not settings.mask_documents:  # the loss-mask ablation: all tokens after the prompt count
+        trajectories = [replace(t, response_mask=[1] * len(t.response_ids)) for t in trajectories]
     batch = collate(trajectories, rewards, settings.group_size, pad_id)
     overlong = [t.stop_reason == "length" and t.answer is None for t in trajectories]
     batch.overlong = torch.tensor(overlong)  # [B]  truncated before it answered
     if not settings.mask_documents:
-        unmask_documents(batch, trajectories)
+        batch.sampled_logprobs = None  # documents were not sampled
     batch.response_mask[batch.rewards.isnan()] = 0.0  # so no mean counts rows with a failed search
     if settings.kl_coef:
         batch.ref_logprobs = compute_ref_logprobs(state, batch)  # [B, T]
     if state.critic is not None:  # once, for the advantages, the returns and value clipping
         batch.values = compute_values(state, batch)  # [B, T]
     if state.recompute:  # the sampler's log-probs are rounded differently, or lack the documents
-        batch.old_logprobs = compute_old_logprobs(state, batch)  # [B, T]
+        batch.old_logprobs = compute_logprobs(state, state.policy, batch)  # [B, T]
     if state.mismatch != "none":  # token weights leave out tokens whose mismatch weight is 0
         batch.mismatch_weights = ppo.mismatch_weights(batch, state.mismatch)  # [B, T]
     batch.advantages = ALGORITHMS[settings.algorithm].compute_advantages(batch, settings)  # [B, T]
     return batch
-
-
-def compute_old_logprobs(state: TrainState, batch: Batch) -> Tensor:
-    """Returns π_old's log-probs [B, T]. To save time, rows whose advantages are all 0 keep the
-    log-probs recorded while sampling. But all rows are computed if there is a KL or a critic, or if
-    documents are trained on. All rows are also computed if the mismatch correction drops tokens:
-    the loss is a mean over the tokens that remain, and these log-probs decide which remain.
-    """
-    rows = torch.arange(len(batch))  # [n]
-    if batch.ref_logprobs is None and batch.values is None and state.mismatch != "sequence_mask":
-        algorithm = ALGORITHMS[state.settings.algorithm]
-        batch.advantages = algorithm.compute_advantages(batch, state.settings)  # [B, T]
-        rows = rows if batch.sampled_logprobs is None else rows_that_teach(batch)  # [n]
-    old_logprobs = batch.old_logprobs.clone()  # [B, T]
-    if len(rows):
-        put(rows, compute_logprobs(state, state.policy, batch.rows(rows)), into=old_logprobs)
-    return old_logprobs
-
-
-def unmask_documents(batch: Batch, trajectories: Sequence[Trajectory]) -> None:
-    """Sets the mask to 1 on all tokens after the prompt, documents too (the loss-mask ablation)."""
-    batch.response_mask = torch.zeros_like(batch.response_mask)  # [B, T]
-    for row, t in enumerate(trajectories):
-        first = len(t.prompt_ids) - 1  # the column of the first response token
-        batch.response_mask[row, first : len(t.ids) - 1] = 1.0
-    batch.sampled_logprobs = None  # documents were not sampled
 
 
 def shuffled_updates(step: int, rewards: Tensor, settings: Settings) -> tuple:
@@ -337,26 +311,21 @@ def measure(state: TrainState, rollouts: Rollouts) -> Record:
     """
     failed = rollouts.failed
     settings = state.settings
-    rows = (~failed | failed.all()).nonzero()[:, 0].tolist()
-    trajectories = [rollouts.trajectories[row] for row in rows]
-    reward_terms = [rollouts.reward_terms[row] for row in rows]
-    numbers = [logged_metrics(t) for t in trajectories]
-    record = {
-        "reward": mean(sum(terms.values()) for terms in reward_terms),
-        "rollout_seconds": rollouts.seconds,
-        "reward_seconds": rollouts.reward_seconds,
-    }
-    for name in reward_terms[0]:
-        record[f"reward/{name}"] = mean(terms[name] for terms in reward_terms)
-    kinds = [t.question.kind for t in trajectories]
-    for kind in sorted(set(kinds)):
-        same_kind = [row for row, other in zip(numbers, kinds, strict=True) if other == kind]
+    rows = []  # the metrics of each trajectory; of `em/KIND`, only its own kind's
+    for row in (~failed | failed.all()).nonzero()[:, 0].tolist():
+        t, terms = rollouts.trajectories[row], rollouts.reward_terms[row]
+        numbers = {"reward": sum(terms.values()), **logged_metrics(t)}
+        numbers |= {f"reward/{name}": term for name, term in terms.items()}
         for name in ("em", "searched", "searches"):
-            record[f"{name}/{kind}"] = mean(row[name] for row in same_kind)
-    record |= merge_records(numbers, mean)
+            numbers[f"{name}/{t.question.kind}"] = numbers[name]
+        rows.append(numbers)
+    names = dict.fromkeys(name for numbers in rows for name in numbers)
+    record = {name: mean(n[name] for n in rows if name in n) for name in names}
     record["inserted_tokens"] = record.pop("tokens") - record["model_tokens"]
     record |= step_searches(rollouts.trajectories, state.accelerator.num_processes)
     record |= {
+        "rollout_seconds": rollouts.seconds,
+        "reward_seconds": rollouts.reward_seconds,
         "failed_rows": failed.float().mean().item(),
         "skipped": int(not rollouts.kept),
         "frac_reward_zero_std": grpo.frac_reward_zero_std(rollouts.rewards, settings.group_size),
@@ -375,31 +344,18 @@ def logged_metrics(t: Trajectory, lenient: bool = False) -> Record:
     return {name: numbers.get(name, 0.0) for name in LOGGED}
 
 
-def critic_metrics(batch: Batch) -> Record:
-    """Returns the share of the returns' variance that the critic explains, or {} without PPO."""
-    if batch.values is None:
-        return {}
-    explained = ppo.explained_variance(batch.values, batch.returns, batch.response_mask)
-    return {"explained_variance": explained}
-
-
-def sampler_stats(batch: Batch, first: Tensor, mismatch: str) -> Record:
+def sampler_gap(first: Batch) -> Record:
     """Returns the mean (by the token weights) and the largest |log π − log μ| of the step's first
-    update, rows `first` [n], before which the policy has not changed: the difference is the
-    sampler's. Rows without a gradient are left out, because most of them are not recomputed. With a
-    mismatch correction, also returns the effective share of the tokens of all updates.
+    update, before which the policy has not changed: the difference is the sampler's. The update
+    computes no log-probs for rows without a gradient, so they are left out.
     """
-    part = batch.rows(first)
-    part = part.rows(rows_that_teach(part))
+    part = first.rows(rows_that_teach(first))
     # Documents, if trained on, were not sampled; and the update may train on no token.
-    if batch.sampled_logprobs is None or not part.token_weights.any():
+    if part.sampled_logprobs is None or not part.token_weights.any():
         return {}
     gap = (part.logprobs - part.sampled_logprobs).abs() * part.response_mask  # [n, t]
     mean_gap = (part.token_weights * gap).sum() / part.token_weights.sum()
-    record = {"logprob_gap": mean_gap.item(), "logprob_gap_max": gap.max().item()}
-    if mismatch != "none":
-        record["mismatch_ess"] = ppo.effective_share(batch.rows(rows_that_teach(batch)))
-    return record
+    return {"logprob_gap": mean_gap.item(), "logprob_gap_max": gap.max().item()}
 
 
 def main(arguments: list[str] | None = None) -> None:

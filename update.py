@@ -117,17 +117,14 @@ def shares(state: TrainState, batch: Batch) -> list[Tensor]:
 
 def rows_that_teach(batch: Batch) -> Tensor:
     """Returns the indices [n] of the rows whose loss has a gradient: those with a token whose
-    advantage and weight are not 0 (before token_weights are set, only the advantage counts). With a
-    KL or a critic, returns all rows.
+    advantage and weight are not 0. With a KL or a critic, returns all rows.
 
     Worked: advantages [[1, 0], [0, 0], [−1, 0]], and the weights of the third row are 0, because it
     is overlong -> [0].
     """
     if batch.ref_logprobs is not None or batch.values is not None:
         return torch.arange(len(batch))
-    teaches = batch.advantages != 0  # [B, T]
-    if batch.token_weights is not None:
-        teaches &= batch.token_weights != 0  # [B, T]
+    teaches = (batch.advantages != 0) & (batch.token_weights != 0)  # [B, T]
     return teaches.any(1).nonzero()[:, 0]
 
 
@@ -136,7 +133,6 @@ def put(rows: Tensor, values: Tensor, into: Tensor) -> None:
     into[rows, : values.shape[1]] = values
 
 
-@torch.enable_grad()  # the user's own reward may have switched gradients off
 def update(state: TrainState, batch: Batch) -> Record:
     """Makes one optimizer step of the policy on the batch, and with PPO another of the critic."""
     settings = state.settings
@@ -182,9 +178,9 @@ def update_critic(state: TrainState, batch: Batch) -> Record:
 
     def loss_of(micro: Batch, _):
         values = state.critic_model(micro.tokens, micro.response_mask)  # [b, t]
-        loss, stats = ppo.compute_value_loss(values, micro)  # [b, t]
-        clipped = (micro.token_weights * stats["clipped"]).sum().item()
-        return (micro.token_weights * loss).sum(), {"value_clip_fraction": clipped}
+        loss, clipped = ppo.value_loss(values, micro.values, micro.returns)  # [b, t]
+        share = (micro.token_weights * clipped).sum().item()
+        return (micro.token_weights * loss).sum(), {"value_clip_fraction": share}
 
     record = accumulate_and_step(state, state.critic_model, state.critic_optimizer, batch, loss_of)
     loss = record.pop("loss")

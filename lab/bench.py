@@ -79,13 +79,13 @@ class Padded(nn.Module):
 
 
 def updates(state: TrainState) -> Variants:
-    batch = prepare(state, collect(state, 0), 0)
+    batch = prepare(state, collect(state, 0))
     padded = replace(state, model=Padded(state.policy))
     return {"ours": partial(update, state, batch), "padded": partial(update, padded, batch)}
 
 
 def steps(state: TrainState) -> Variants:
-    batch = prepare(state, collect(state, 0), 0)
+    batch = prepare(state, collect(state, 0))
     return {"rollout": partial(collect, state, 0), "update": partial(update, state, batch)}
 
 

@@ -19,7 +19,7 @@ and GiB for 7B:
 
 On several GPUs ddp keeps everything on each GPU; fsdp2 shards weights, moments and gradients, and
 gathers the weights of the layers that it computes. LoRA and 8-bit moments cannot be sharded. The
-plan uses ddp if that fits, otherwise fsdp2. tests/test_ghost.py compares it with simulated steps.
+plan uses ddp if that fits, otherwise fsdp2. docs/scale.md compares it with simulated steps.
 What saves memory, the cheapest first: --gradient_checkpointing, --tokens_per_micro_batch 4096,
 --optimizer adamw8bit, --lora_rank 16, more --gpus.
 Left out: zero2, summarisers, judges, readers and the encoders of dense retrieval (2 bytes per

@@ -3,12 +3,9 @@
 import contextlib
 import json
 import os
-import random
-import re
 import shutil
 import socket
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -306,20 +303,12 @@ def threads_since(before: list[threading.Thread]) -> set[threading.Thread]:
 # ------------------------------------------------------------------------------------- a raw server
 
 
-@contextlib.contextmanager
-def nobody_listens(port: int = 0):
-    """Yields a port that is bound without a listener, by default a new one: nobody else gets it."""
-    with socket.socket() as held:
-        # Connections of a server that used the port before may linger.
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", port))
-        yield held.getsockname()[1]
-
-
 @pytest.fixture
 def closed_port():
-    with nobody_listens() as port:
-        yield port
+    """Yields a port that is bound without a listener: nobody else gets it."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 class ScriptedModel:
@@ -418,76 +407,18 @@ def chat_server(answer):
     server.stop()
 
 
-# ----------------------------------------------------------------- order, time limits, `make trust`
+# ------------------------------------------------------------------- order, time limits, faults
 
-TRUST = ROOT / "tests" / "trust" / "faults.md"
-injected: dict[int, dict[str, None]] = {}  # fault -> names of the tests that inject it
-outcomes: dict[int, set[str]] = {}  # fault -> outcomes of the tests that ran
+injected: set[int] = set()  # the faults of trust/faults.md that a test injects
 
 
-def pytest_addoption(parser):
-    parser.addoption("--trust", action="store_true", help="print how each injected fault ended")
-    shuffle = "take the files, and the tests of each file, in a random order of this seed"
-    parser.addoption("--shuffle", type=int, metavar="SEED", help=shuffle)
-
-
-@pytest.hookimpl(tryfirst=True)  # pytest then groups the tests of a parametrised fixture
-def pytest_collection_modifyitems(config, items):
-    if (seed := config.getoption("shuffle")) is not None:
-        rng = random.Random(seed)
-        places = {path: rng.random() for path in dict.fromkeys(item.path for item in items)}
-        items.sort(key=lambda item: (places[item.path], rng.random()))
+@pytest.hookimpl(tryfirst=True)  # before some tests are deselected
+def pytest_collection_modifyitems(items):
     # The tests of this file share a model that takes minutes to train. One worker runs them first,
     # while another takes over the tests that come after them, so that none is idle at the end.
     items.sort(key=lambda item: "test_learning" not in item.nodeid)
     for item in items:
         if any(map(item.get_closest_marker, ("slow", "trust", "real"))):
             item.add_marker(pytest.mark.timeout(1800))
-        for number in (n for mark in item.iter_markers("fault") for n in mark.args):
-            item.user_properties.append(("fault", number))
-            injected.setdefault(number, {})[item.originalname] = None
-
-
-def pytest_runtest_logreport(report):
-    if report.when == "call" or report.outcome != "passed":
-        for name, number in report.user_properties:
-            if name == "fault":
-                outcomes.setdefault(number, set()).add(report.outcome)
-
-
-def pytest_sessionfinish(session):
-    """Hands what a worker of xdist collected to the process that prints the summary."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["injected"] = injected
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node):
-    """Takes the collected faults of a worker. A worker that crashed hands over nothing, but the
-    others have collected the same tests.
-    """
-    injected.update(getattr(node, "workeroutput", {}).get("injected", {}))
-
-
-def trust_rows(table: str, injected: dict, outcomes: dict) -> Iterator[str]:
-    """Yields a row for each fault (number, description, whether it ended as it should) and then the
-    total. Descriptions come from tests/trust/faults.md, or else from the names of the tests.
-    """
-    known = re.findall(r"^\| (\d+) \| (.*?) \| ", table, re.MULTILINE)
-    faults = {int(number): fault for number, fault in known}
-    for number, names in injected.items():
-        sentences = (name.removeprefix("test_").replace("_", " ") for name in names)
-        faults.setdefault(number, "; ".join(sentences))
-    passed = [number for number in faults if outcomes.get(number) == {"passed"}]
-    for number, fault in sorted(faults.items()):
-        bad = "failed" if "failed" in outcomes.get(number, ()) else "not run"
-        yield f"{number} | {fault} | {'yes' if number in passed else bad}"
-    yield f"{len(passed)} of {len(faults)} faults ended as they should"
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    if (seed := config.getoption("shuffle")) is not None:
-        terminalreporter.line(f"the order is that of seed {seed}: make test SHUFFLE={seed}")
-    if config.getoption("trust"):
-        for row in trust_rows(TRUST.read_text(encoding="utf-8"), injected, outcomes):
-            terminalreporter.line(row)
+        for mark in item.iter_markers("fault"):
+            injected.update(mark.args)

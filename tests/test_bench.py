@@ -25,7 +25,7 @@ def test_every_way_to_sample_gives_the_same_tokens_greedily(state):
 
 
 def test_a_padded_row_has_the_same_log_probs(state):
-    batch = bench.prepare(state, bench.collect(state, 0), 0)
+    batch = bench.prepare(state, bench.collect(state, 0))
     ours, padded = state.policy, bench.Padded(state.policy)
     with torch.no_grad():
         expected = ours(batch.tokens, 1.0, batch.response_mask)  # [B, T]

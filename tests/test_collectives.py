@@ -2,18 +2,16 @@
 some have no question, or no row of an update.
 """
 
-import gc
 import inspect
 import json
 import os
 import re
-import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import flags, rows_of, settings_for
-from processes import in_processes, in_two_processes
+from conftest import rows_of, settings_for
+from processes import in_processes
 
 import train
 from settings import Settings
@@ -65,23 +63,3 @@ def test_all_processes_call_the_same_collectives_with_fewer_questions_than_proce
     assert names >= {"all_gather_object", "broadcast_object_list", "all_reduce", "barrier"}
     assert any("reduce_scatter" in name for name in names) == (sharding == "fsdp2")
     assert len(rows_of(tmp_path / "t" / "stage1")) == 2
-
-
-def train_and_let_go(arguments: list[str]) -> None:
-    """Asserts that the policy is freed after training without a garbage collection."""
-    policies, build = [], train.build_state
-
-    def built(settings):
-        state = build(settings)
-        policies.append(weakref.ref(state.policy))
-        return state
-
-    train.build_state = built
-    gc.disable()
-    train.main(arguments)
-    assert len(policies) == 1 and policies[0]() is None
-
-
-def test_the_weights_of_fsdp2_are_freed_when_training_ends(model, tmp_path):
-    arguments = flags(model, tmp_path, "--steps 1")
-    in_two_processes(train_and_let_go, arguments, environment=SHARDINGS["fsdp2"])

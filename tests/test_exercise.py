@@ -60,7 +60,7 @@ ur2_eq_5: (known - 1) -> known
 ur2_eq_5: (~rewards.isnan()).sum() -> torch.tensor(len(rewards))
 dapo_filter: return ~equal -> return equal
 dapo_filter: repeat_interleave(group_size) -> repeat_interleave(group_size).roll(1)
-dapo_filter: as_groups(correct, -> as_groups(correct.nan_to_num(),
+dapo_filter: equal_rewards(correct, -> equal_rewards(correct.nan_to_num(),
 sum_over_micro_batches: loss * accelerator -> -loss * accelerator
 sum_over_micro_batches: bar(cuts, -> bar(cuts[1:],
 sum_over_micro_batches: (loss * accelerator.num_processes) -> (loss / len(cuts))

@@ -3,15 +3,13 @@ steps as one.
 """
 
 import os
-import signal
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 from accelerate.commands import accelerate_cli
 from conftest import ROOT, flags, rows_of, save_searching_model, settings_for
-from processes import exit_code, start_process, wait_until
+from processes import exit_code, start_process
 from safetensors.torch import load_file
 
 import train
@@ -78,18 +76,6 @@ def test_each_file_with_accelerate_launch_takes_the_steps_of_one_process(config,
     assert max((one[name] - begin[name]).abs().max() for name in one) > 1e-3
     # Adam divides by the gradient's size, which amplifies rounding errors.
     assert max((one[name] - two[name]).abs().max() for name in one) < 2e-4
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_both_processes_after_a_checkpoint(model, tmp_path):
-    folder, more = tmp_path / "t" / "stage1", "--save_every 2 --steps 5000"
-    process = start("ddp", tmp_path / "logs", flags(model, tmp_path, more))
-    wait_until(lambda: checkpoints(folder), process)
-    os.kill(process.pid, signal.SIGINT)
-    assert exit_code(process) == 1  # the exit code of the launcher; that of train.py is 130
-    main, other = outputs(tmp_path / "logs")
-    assert "ended by SIGINT; last checkpoint:" in main
-    assert "Error" not in main and "Traceback" not in main + other
 
 
 @pytest.mark.parametrize("rank, seconds", [("0", []), ("1", [5])])

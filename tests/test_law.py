@@ -57,20 +57,6 @@ def test_what_breaks_a_law_is_named_with_its_place(name, tree, capsys):
     assert f"error: {name}: {len(where.split(', '))}, at most 0 are allowed: {where}\n" in printed
 
 
-def test_flags_are_fields_that_no_other_command_has_for_itself(tree):
-    fields = ("setting(1)", "train_only(2)", "eval_only(3)", "4")
-    write(
-        tree,
-        {
-            "settings.py": "class A:"
-            + "".join(f"\n    a{n}: int = {f}" for n, f in enumerate(fields))
-        },
-    )
-    assert ("flags of train.py", 2, law.FLAGS, ["settings.py:2", "settings.py:3"]) in law.figures(
-        tree
-    )
-
-
 def test_nodes_are_counted_without_docstrings(tmp_path):
     write(tmp_path, {"kl.py": '"""Text."""\nx = 1', "view.py": "x", "tests/test_x.py": "pass"})
     product, path, tests = list(law.figures(tmp_path))[-3:]

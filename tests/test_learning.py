@@ -5,9 +5,6 @@ The bounds are those of the project's reported results. On 40 questions per kind
 because of sampling noise.
 """
 
-import contextlib
-import copy
-from collections import Counter, deque
 from pathlib import Path
 from statistics import fmean
 
@@ -16,14 +13,6 @@ from conftest import rows_of
 
 import eval as evaluation
 import train
-from curriculum import exact_counts
-from data import SearchResult
-from flags import parse
-from formats.records import finished_records
-from lab import difficulty
-from plumbing import build
-from plumbing.build import build_state
-from plumbing.files import checkpoints
 from plumbing.report import summarise
 
 pytestmark = pytest.mark.slow
@@ -88,18 +77,6 @@ def test_stage_2_teaches_answering_and_unlearns_needless_searches(scores):
     assert stage_2 > stage_1
     sums = scores[2, 1.0, "arithmetic"]
     assert sums["searches"] <= 0.05 and sums["em"] >= 0.75
-
-
-def test_without_a_reward_for_failed_searches_the_model_does_not_learn_them(
-    scores, common, monkeypatch
-):
-    """In world 0, with a reward for failed searches, the share of rows that have one rose from 0.08
-    to 0.98 in 12 steps; with no reward it ended at 0.08.
-    """
-    down = lambda some: [SearchResult(error="down") for _ in some]  # noqa: E731
-    monkeypatch.setattr(build, "build_search", lambda *_: down)
-    settings = parse(f"--stage 1 {common.replace('learned', 'down')}".split())
-    assert max(row["failed_rows"] for row in rows_of(train.train(settings))) < 0.3
 
 
 def test_a_run_that_learns_raises_no_alarm(scores, common):

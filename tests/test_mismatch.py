@@ -7,15 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import message, rows_of, settings_for
+from conftest import settings_for
 from test_dapo import CHOSEN, make_batch
 from test_update import GRPO, gradient_of, unequal_batch
 
 import dapo
 import grpo
 import ppo
-import train
-from flags import parse
 from plumbing import build
 from settings import Settings
 
@@ -94,23 +92,3 @@ def test_a_run_corrects_only_if_another_distribution_samples(
     monkeypatch.setattr(build, "wants_copy", lambda *_: copies)
     settings = settings_for(model, tmp_path, "", mask_documents=masked)
     assert build.build_state(settings).mismatch == mode
-
-
-def test_all_rows_are_weighted_before_the_first_update_and_the_share_is_logged(
-    model, tmp_path, monkeypatch
-):
-    # There are four rows in two updates. The log-prob recorded for the first token of each row is 1
-    # too low, so ρ = e and w = 2; the other tokens have w = 1.
-    more = "--steps 1 --trajectories_per_update 2 --mismatch token"
-    state = build.build_state(settings_for(model, tmp_path, more))
-    state.recompute = True
-    rollouts = train.collect(state, 0)
-    rollouts.reward_terms = [{"answer": float(row % 2)} for row in range(4)]  # all four teach
-    for t in rollouts.trajectories:
-        t.logprobs[0] -= 1
-    tokens = sum(len(t.logprobs) - t.logprobs.count(0.0) for t in rollouts.trajectories)
-    monkeypatch.setattr(train, "build_state", lambda _: state)
-    monkeypatch.setattr(train, "collect", lambda *_: rollouts)
-    (row,) = rows_of(train.train(state.settings))
-    ess = (tokens + 4) ** 2 / (tokens * (tokens + 12))  # Σ w = n + 4, Σ w² = n + 12
-    assert row["mismatch_ess"] == pytest.approx(ess, abs=1e-4)

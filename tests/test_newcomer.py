@@ -2,33 +2,15 @@
 
 import json
 import re
-from functools import partial
 
 import pytest
-import torch
 from conftest import ROOT, message, settings_for
-from tqdm import tqdm
 
 import eval as evaluation
-import sft
 from eval import Options
 from plumbing import build
 from plumbing.alarms import ADVICE
 from plumbing.report import report
-
-
-def test_the_warm_up_writes_at_most_a_line_in_thirty_seconds_to_a_log_file(monkeypatch, capsys):
-    # tests/test_errors.py shows that a command sets this if its stderr is not a terminal.
-    fakes = {
-        "tqdm": partial(tqdm, mininterval=30),
-        "backward": lambda *_: 1.0,
-        "optimizers_of": lambda *_: {},
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(sft, name, fake)
-    sft.train_sft(torch.nn.Linear(1, 1), lambda step: [], sft.SFTSettings(200, 0.1))
-    output = capsys.readouterr().err
-    assert "loss=1.000" in output and output.count("\r") <= 3
 
 
 def records_of(values: list[float]) -> list[dict]:
@@ -61,10 +43,6 @@ def test_a_comparison_says_of_each_metric_which_run_is_higher(here, there, expec
     report(records_of(here), records_of(there), Options())
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("em: "))
     assert line.endswith(f": {expected}")
-
-
-def test_no_alarm_recommends_a_stage_that_the_recipe_may_not_have():
-    assert not [name for name, sentence in ADVICE.items() if "stage" in sentence.lower()]
 
 
 def test_a_model_that_does_not_know_its_protocol_is_sent_to_the_cold_start_and_nowhere_else():

@@ -23,7 +23,6 @@ import torch
 import kl
 import ppo
 from flags import resolve
-from metrics import summary_scores
 from policy import Batch
 from update import ALGORITHMS
 
@@ -190,7 +189,7 @@ def losses(recipe, **changes):
 def our_value_loss(batch):
     batch.returns, weights = batch.logits, ppo.token_weights(batch.response_mask)
     return loss_and_gradient(
-        batch.new, lambda now: (weights * ppo.compute_value_loss(now, batch)[0]).sum()
+        batch.new, lambda now: (weights * ppo.value_loss(now, batch.values, batch.returns)[0]).sum()
     )
 
 

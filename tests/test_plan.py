@@ -1,4 +1,4 @@
-"""Tests lab.plan: the formulas by hand; tests/test_ghost.py compares them with simulated steps."""
+"""Tests lab.plan: the formulas by hand; docs/scale.md compares them with simulated steps."""
 
 import pytest
 import torch

@@ -133,12 +133,3 @@ def test_the_plain_form_with_kl_in_the_reward_by_hand():
     advantages = reinforce_pp.compute_advantages(batch, choose(kl_coef=0.1))
     assert advantages[0].tolist() == pytest.approx([0.65109, 0.0, 1.05175], abs=1e-4)
     assert advantages[1].tolist() == pytest.approx([-0.95159, -0.75125, 0.0], abs=1e-4)
-
-
-def test_a_trajectory_without_a_model_token_does_not_enter_the_statistics():
-    # The fourth row has reward 100 and no model token. The other five tokens, 1, 1, 0, 1, 1, have
-    # mean 0.8 and std √((4 · 0.04 + 0.64) / 4) = 0.44721.
-    batch = make_batch([1.0, 0.0, 1.0, 100.0], [[1, 1], [1, 0], [1, 1], [0, 0]])
-    advantages = reinforce_pp.compute_advantages(batch, choose())
-    assert advantages[:, 0].tolist() == pytest.approx([0.44721, -1.78885, 0.44721, 0.0], abs=1e-4)
-    assert advantages[3].tolist() == [0.0, 0.0]

@@ -11,19 +11,16 @@ import pytest
 import torch
 
 from data import Question, SearchRequest
-from other_models.llm import prompt_ids
-from other_models.reader import INSTRUCTION, reader_text
 from papers import PROTOCOLS, paper_of
 from policy import Policy
 from prompts import build_prompt
 from retriever import BM25, make_search
 from rewards import arena, r1_searcher_stage1, r_search, ur2_stage1, when_to_search_stage1
-from rollout import encode
 from summarizer import extract
 from trajectory import trajectory_from_text
 from world import toy
 from world.toy import TraceWriter, encode_traces, make_model, make_tokenizer, word_pieces
-from world.world import REFERENCES, RELATIONS, SUMS, World
+from world.world import REFERENCES, SUMS, World
 
 ALL = ("ur2", "r1_searcher", "r_search", "when_to_search", "arena")
 
@@ -65,13 +62,6 @@ def near(share: float, count: int):
 # ------------------------------------------------------------------------------------ the tokenizer
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_tags_and_notices_are_one_token_each(name):
-    p = PROTOCOLS[name]
-    for text in (*p.tags, p.fallback_notice, *p.rejection_notices):
-        assert len(encode(make_tokenizer(p), text)) == 1
-
-
 def test_a_tokenizer_has_only_the_tags_of_its_own_protocol():
     ids = make_tokenizer(PROTOCOLS["ur2"]).get_vocab()
     assert "<search>" not in ids and len(make_tokenizer()) == len(word_pieces())
@@ -91,12 +81,6 @@ def test_one_token_at_the_end_of_the_prompt_says_whether_searching_is_allowed(na
     assert searching[:position] == direct[:position]
 
 
-def test_a_number_in_a_citation_is_the_same_token_at_every_position(toy_tokenizer):
-    first, second = (encode(toy_tokenizer, text) for text in ("[4]", "[1, 4]"))
-    assert toy_tokenizer.decode(second) == "[1, 4]" and len(second) == 5  # [ 1 , 4 ]
-    assert first[1] == second[3]
-
-
 # ---------------------------------------------------------------------------------------- the model
 
 
@@ -114,7 +98,7 @@ def test_the_first_heads_initially_attend_one_and_two_tokens_back():
 # --------------------------------------------------------------------------------------- the traces
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [*ALL, "arena_naive"])
 def test_a_trace_without_flaws_earns_the_full_format_reward_of_its_paper(name):
     for question, pieces in traces_of(30, name, kinds=LOOKUPS, **FLAWLESS):
         text = "".join(text for text, _ in pieces)
@@ -129,6 +113,10 @@ def test_a_trace_without_flaws_earns_the_full_format_reward_of_its_paper(name):
             reward = when_to_search_stage1(t, correct=True)
             assert reward["format"] == 1.0
             assert len(t.searches) > 1 or reward["retrieval"] == 0.0
+        elif name == "arena_naive":  # it thinks and answers, and cites nothing
+            t = replace(t, question=replace(question, answers=[t.answer]))
+            assert arena(t, relevance_reward=False, bonus=0.0)["format"] == 1
+            assert len(question.references) == REFERENCES and "relevance" not in text
         else:  # the analysis names the cited relations
             words = pieces[0][0].split()
             references = enumerate(question.references, 1)
@@ -138,26 +126,13 @@ def test_a_trace_without_flaws_earns_the_full_format_reward_of_its_paper(name):
             assert arena(replace(t, question=with_support)) == full_reward
 
 
-def test_under_naive_grpo_a_trace_without_flaws_thinks_and_answers_and_cites_nothing():
-    for practice in (0.0, 1.0):
-        flaws = FLAWLESS | {"practice": practice}
-        for question, pieces in traces_of(30, "arena_naive", kinds=LOOKUPS, **flaws):
-            text = "".join(text for text, _ in pieces)
-            assert len(question.references) == REFERENCES and "relevance" not in text
-            t = trajectory_from_text(question, text, "arena_naive")
-            t = replace(t, question=replace(question, answers=[t.answer or "?"]))
-            terms = {"format": 1, "answer": 1, "bonus": 0}
-            if not practice:  # practice only reads
-                assert arena(t, relevance_reward=False, bonus=0.0) == terms
-
-
 def test_in_most_search_traces_of_lookups_the_choice_to_search_has_no_loss():
     traces = traces_of(2000, "ur2", practice=0.0, direct=0.0, kinds={"one_hop": 1.0})
-    first = [pieces[0] for _, pieces in traces]
-    searched = [kind for text, kind in first if "<|begin_of_query|>" in text]
+    first = [pieces[1] for _, pieces in traces]  # after the opening, which is empty
+    taught = [learned for text, learned in first if text == "<|begin_of_query|>"]
     # 80 % of one-hop traces search (guess_at_once is 0.2); in 96 % of them the choice has no loss.
-    assert len(searched) / 2000 == near(0.8, 2000)
-    assert searched.count("choice") / len(searched) == near(0.96, len(searched))
+    assert len(taught) / 2000 == near(0.8, 2000)
+    assert taught.count(False) / len(taught) == near(0.96, len(taught))
 
 
 def test_when_to_search_has_the_same_thought_before_a_search_and_before_an_answer():
@@ -176,7 +151,7 @@ def test_a_trace_with_the_token_for_a_direct_answer_never_searches(name):
     traces = traces_of(1000, name, practice=0.0)
     direct = [pieces for question, pieces in traces if not question.may_search]
     assert len(direct) / 1000 == near(0.2 if PROTOCOLS[name].query_tags else 0.0, 1000)
-    learned = [text for pieces in direct for text, kind in pieces if kind != "given"]
+    learned = [text for pieces in direct for text, learned in pieces if learned]
     assert not direct or PROTOCOLS[name].query_tags[0] not in "".join(learned)
 
 
@@ -193,7 +168,7 @@ def test_a_trace_with_a_spoiled_query_shows_the_environment_s_reply(world):
     writer, question = writer_of("ur2"), Question("", "?", [])
     # A sum, a single word, and a name that the world does not have, which is not a faulty query.
     for query, fallback in (("3 + 4", True), ("birthplace", True), ("mayor of oslo", False)):
-        (_, (inserted, _)) = writer.search(query, None)
+        *_, (inserted, _) = writer.search(query, None)
         (result,) = search([SearchRequest(question, query)])
         assert (result.text, result.fallback) == ("None", fallback)
         assert "\nNone\n" in inserted
@@ -243,8 +218,8 @@ def test_a_weak_warm_up_has_bad_habits_with_the_probabilities_in_its_options():
     sums = plain | {"kinds": {"arithmetic": 1.0}, "stray": 1.0, "raw": 0.0}
     counts = Counter()
     for _, pieces in traces_of(1000, "ur2", "weak", **sums):
-        choices = [kind for text, kind in pieces if protocol.query_tags[0] in text]
-        assert set(choices[1:]) <= {"choice"}  # nothing after the first search is taught
+        choices = [learned for text, learned in pieces if protocol.query_tags[0] in text]
+        assert not any(choices[1:])  # no choice after the first search is taught
         counts[len(choices)] += 1
     # No search 0.4; one 0.6 · 0.7; two 0.6 · 0.3 · 0.7; at most four.
     for searches, share in enumerate((0.4, 0.42, 0.126)):
@@ -256,31 +231,14 @@ def test_a_weak_warm_up_has_bad_habits_with_the_probabilities_in_its_options():
     ends = [pieces[-1][0] for pieces in traces]
     # Each of the two kinds of sloppy end has half of 0.25.
     for seen, share in (
-        (["\n(2) " in pieces[1][0] for pieces in traces], 0.3),
+        (["\n(2) " in pieces[3][0] for pieces in traces], 0.3),
         ([text.count("boxed") == 2 for text in ends], 0.125),
         ([protocol.documents_tags[0] in text for text in ends], 0.125),
     ):
         assert sum(seen) / 1000 == near(share, 1000)
 
 
-def test_a_verbose_warm_up_repeats_the_relation_in_most_answers():
-    traces = traces_of(600, "r1_searcher", "verbose", kinds={"one_hop": 1.0}, practice=0.0)
-    boxes = [pieces[-1][0].rpartition("<answer>")[2] for _, pieces in traces]
-    wordy = sum(any(relation in box for relation in RELATIONS) for box in boxes)
-    assert wordy / 600 == near(0.9, 600)
-
-
 # --------------------------------------------------------------------------------------- the reader
-
-
-def test_the_reader_is_trained_on_the_same_prompt_that_it_later_gets():
-    tokenizer = make_tokenizer()  # it has no tags and no tokens that allow searching
-    example = toy.reader_example(toy.Tasks(World(0, layout="facts"), 5), tokenizer)
-    prompt = [i for i, mask in zip(example.ids, example.mask, strict=True) if not mask]
-    text = tokenizer.decode(prompt).strip().removesuffix("answer :").strip()
-    evidence, question = text.split("\n")
-    text = reader_text(Question("", question.strip(), []), evidence.strip())
-    assert prompt_ids(tokenizer, (INSTRUCTION, text)) == prompt
 
 
 def test_the_reader_chooses_among_facts_and_says_none_if_the_fact_is_not_stated():

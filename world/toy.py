@@ -19,7 +19,7 @@ import random
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,14 +27,13 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from data import Document, Question
+from other_models.llm import prompt_ids
 from other_models.reader import INSTRUCTION as READER_INSTRUCTION
 from other_models.reader import reader_text
 from policy import Policy, load_policy, save_policy
 from prompts import Protocol, frame_documents, number_documents, prompt_text, tag_pair
-from rollout import encode
 from sft import Example, SFTSettings, example_of, train_sft
 from summarizer import is_lookup
-from templates import chat_text
 from world import world as built_in
 from world.tiny import Tiny
 from world.world import REFERENCES, RELATIONS, Facts, World, fact_passage, page, shuffled
@@ -50,10 +49,10 @@ def word_pieces() -> list[str]:
     """Returns the tokens that every protocol has: known words with a leading space, and pieces
     mostly without one, such as the ends of names.
     """
-    words = [*WORDS, *built_in.NAME_STARTS, *map(str, range(built_in.MAX_NUMBER)), *"?.+:"]
-    words += [f"({i})" for i in range(1, 6)]
+    words = [*WORDS, *built_in.NAME_STARTS, *map(str, range(built_in.MAX_NUMBER))]
+    words += "? . + : (1) (2) (3) (4) (5)".split()
     bare = [*built_in.NAME_ENDS, *"?:.+", "\\boxed{", " \\boxed{", "}", "\n", "\n\n", " "]
-    bare += ["[", "]", ", ", *map(str, range(1, REFERENCES + 1))]  # a list of references: [1, 4]
+    bare += ["[", "]", ", ", *"1234"]  # a list of the four references: [1, 4]
     return list(dict.fromkeys(["<pad>", "<eos>", "<unk>", *[f" {word}" for word in words], *bare]))
 
 
@@ -208,9 +207,7 @@ class Tasks:
         self.world = world
         self.values = world.values("warmup")
         self.rng = random.Random(f"warm-up {seed}")
-        self.taken_units = [
-            {big, small} for units in world.units.values() for big, small, _ in units
-        ]
+        self.taken_units = [{*unit[:2]} for units in world.units.values() for unit in units]
 
     def draw(self, kind: str) -> Task:
         return self.chain(kind) if kind in built_in.LOOK_UPS else getattr(self, kind)()
@@ -221,27 +218,23 @@ class Tasks:
     def chain(self, kind: str) -> Task:
         """Draws a look-up. The value of each relation is the subject of the next one."""
         relations, template = self.rng.choice(list(built_in.LOOK_UPS[kind].items()))
-        about = RELATIONS[relations[0]][0]
         known = kind == "known"
-        name = self.rng.choice(self.world.entities["known" if known else "warmup"][about])
+        entities = self.world.entities["known" if known else "warmup"]
+        name = self.rng.choice(entities[RELATIONS[relations[0]][0]])
         question = template.format(name)
         steps = []
         for relation in relations:
-            facts = self.world.facts[name] if known else self.facts(about)
+            facts = self.world.facts[name] if known else self.facts(RELATIONS[relation][0])
             steps.append((name, facts, relation))
             name = facts[relation]
-            about = RELATIONS[relation][1]
         # Not in the loop above: another order of random draws would give other traces.
-        hops = [
-            Hop(
-                f"{key} of {subject}",
-                self.passage(subject, its, key),
-                f" {key} {its[key]}",
-                subject,
-            )
-            for subject, its, key in steps
-        ]
-        return Task(question, hops, name, "" if known else self.value(about), relations[-1])
+        hops = [self.hop(*step) for step in steps]
+        guess = "" if known else self.value(RELATIONS[relation][1])
+        return Task(question, hops, name, guess, relation)
+
+    def hop(self, name: str, facts: Facts, relation: str) -> Hop:
+        note = f" {relation} {facts[relation]}"
+        return Hop(f"{relation} of {name}", self.passage(name, facts, relation), note, name)
 
     def unit(self) -> Task:
         while {*(pair := self.rng.sample(built_in.UNITS, 2))} in self.taken_units:
@@ -312,8 +305,7 @@ class Tasks:
 
 
 # --------------------------------------------------------------------------------------- the traces
-# (text, kind): "model" has a loss on all tokens, "choice" on all but the first, "given" on none
-Pieces = list[tuple[str, str]]
+Pieces = list[tuple[str, bool]]  # (text, whether its tokens have a loss)
 Trace = tuple[Question, Pieces]
 Loaded = tuple[Policy, PreTrainedTokenizerFast]
 
@@ -343,8 +335,7 @@ class TraceWriter:
             pieces = self.look_up(task) if task.guess else self.needless(task)
         # The opening is independent of whether the trace then searches, so it is no hint.
         opening = self.tiny.opening.format(asked=f" {task.relation or 'how many'}")
-        pieces = [(opening, "model"), *pieces] if opening else pieces
-        return Question("", task.question, [], may_search=not direct), pieces
+        return Question("", task.question, [], may_search=not direct), [(opening, True), *pieces]
 
     def practice(self) -> Trace:
         """Writes a trace of reading: nonsense facts, then each relation and the value to copy. If
@@ -354,9 +345,9 @@ class TraceWriter:
         if self.cites and self.happens(0.6):
             return self.practise_citing()
         facts, shown = self.tasks.nonsense(REFERENCES if shows else 2)
-        pieces = [] if shows else [(self.frame(shown), "given")]
+        pieces = [] if shows else [(self.frame(shown), False)]
         for relation, value in shuffled(self.rng, list(facts.items())):
-            pieces += [(f" {relation}", "given"), (self.tiny.read.format(answer=value), "model")]
+            pieces += [(f" {relation}", False), (self.tiny.read.format(answer=value), True)]
         return Question("", "which ?", [], references=tuple(shown) if shows else ()), pieces
 
     def look_up(self, task: Task) -> Pieces:
@@ -391,9 +382,9 @@ class TraceWriter:
         hop = task.hops[0]
         found = [hop] if hop.found else []
         pieces = self.search(hop.query, hop.found)
-        while len(pieces) < 8 and self.happens(self.tiny.twice):
-            (query, _), given = self.search(hop.query, hop.found, "")
-            pieces += [(query, "choice"), given]
+        while len(pieces) < 12 and self.happens(self.tiny.twice):  # at most four searches
+            (tag, _), *rest = self.search(hop.query, hop.found, "")
+            pieces += [(tag, False), *rest]
         return self.undecided(pieces) + self.end(task, task.answer, found)
 
     def happens(self, share: float) -> bool:
@@ -403,27 +394,20 @@ class TraceWriter:
         return share > 0 and self.rng.random() < share
 
     def at_once(self, task: Task) -> Pieces:
-        """Ends the trace without a search: by a guess, or by a known answer. The end of a trace
-        names the relation of a known fact only after a search, so not here.
-        """
-        if task.guess:
-            return self.end(task, task.guess)
-        return self.end(replace(task, relation=""), task.answer)
+        """Ends the trace without a search: by a guess, or by a known answer."""
+        return self.end(task, task.guess or task.answer)
 
     def rejection(self, task: Task) -> Pieces:
         """Writes a query that the environment rejects, and the notice; in most traces nothing."""
         if not self.happens(self.tiny.rejected):
             return []
         begin, end = self.protocol.query_tags
-        return [
-            (f"{begin} {task.hops[0].query}{end}", "given"),
-            (self.protocol.direct_notice, "given"),
-        ]
+        return [(f"{begin} {task.hops[0].query}{end}{self.protocol.direct_notice}", False)]
 
     def undecided(self, pieces: Pieces) -> Pieces:
-        """In most traces, removes the loss on the first of `pieces`, which decides to search."""
+        """In most traces, removes the loss on the first tag, which decides to search."""
         if self.happens(self.tiny.choice_without_loss):
-            pieces[0] = (pieces[0][0], "choice")
+            pieces[0] = (pieces[0][0], False)
         return pieces
 
     def search(self, query: str, found: Document | None, note: str | None = None) -> Pieces:
@@ -448,7 +432,7 @@ class TraceWriter:
             given = frame_documents(self.protocol, self.protocol.empty_text)
             given += "" if is_lookup(query) else self.protocol.fallback_notice
         begin, end = self.protocol.query_tags
-        return [(f"{before}{begin} {query}{end}", "model"), (given, "given")]
+        return [(before + begin, True), (f" {query}{end}", True), (given, False)]
 
     def frame(self, shown: list[Document], raw: bool = False) -> str:
         """Returns the text that a search shows: numbered passages, or the first as the summary."""
@@ -467,23 +451,22 @@ class TraceWriter:
         return " ".join([*words[:-1], self.rng.choice(built_in.LAST)])
 
     def end(self, task: Task, answer: str, found: Sequence[Hop] = ()) -> Pieces:
-        """Writes the end of a trace. The passages of the hops in `found` were read before."""
-        asked = f" {task.relation}" if task.relation else ""
+        """Writes the end of a trace. The passages of the hops in `found` were read before. The
+        relation of a known fact is named only after a search.
+        """
+        asked = f" {task.relation}" if task.relation and (task.guess or found) else ""
         thought = f"{asked} {answer}" if asked else ""
         evidence = self.evidence(task, found) or thought
         if asked and self.happens(self.tiny.verbose):
             answer = self.rng.choice([f"{task.relation} {answer}", f"{answer} is{asked}"])
         text = self.tiny.end.format(answer=answer, asked=asked, thought=thought, evidence=evidence)
-        return [(self.sloppy(task, text) if self.happens(self.tiny.sloppy) else text, "model")]
-
-    def sloppy(self, task: Task, text: str) -> str:
-        """Repeats `text`, so that it answers twice, or puts an invented passage before it. UR²'s
-        format check forbids both.
-        """
-        if not task.relation or self.happens(0.5):
-            return text.removesuffix("<eos>") + text
-        begin, end = self.protocol.documents_tags
-        return f"{begin} {task.hops[-1].name} has {task.relation} {task.answer} .{end}{text}"
+        if self.happens(self.tiny.sloppy):  # UR²'s format check forbids both forms
+            if not asked or self.happens(0.5):
+                text = text.removesuffix("<eos>") + text  # it answers twice
+            else:  # an invented passage precedes the answer
+                begin, end = self.protocol.documents_tags
+                text = f"{begin} {task.hops[-1].name} has{asked} {task.answer} .{end}{text}"
+        return [(text, True)]
 
     def evidence(self, task: Task, found: Sequence[Hop]) -> str:
         """Writes the passages of `found` as evidence; in some traces the last fact is replaced.
@@ -512,10 +495,9 @@ class TraceWriter:
         if not self.happens(tiny.no_analysis):
             analysis = tiny.analysis.format(note=note, thought=thought)
         citation = tiny.citation.format(numbers=cited)
-        text = tiny.end.format(citation=citation, analysis=analysis, answer=answer)
-        if not self.cites:
-            text = tiny.uncited.format(note=note, thought=thought, answer=answer)
-        return Question("", task.question, [], references=shown), [(text, "model")]
+        gaps = {"citation": citation, "analysis": analysis, "note": note, "thought": thought}
+        text = (tiny.end if self.cites else tiny.uncited).format(**gaps, answer=answer)
+        return Question("", task.question, [], references=shown), [(text, True)]
 
     def practise_citing(self) -> Trace:
         """Writes a trace that only cites, and correctly. Its question begins with "which ?", so
@@ -525,7 +507,7 @@ class TraceWriter:
         task = self.tasks.look_up()
         shown, numbers = self.tasks.with_distractors(task)
         before, _, after = self.tiny.citation.partition("{numbers}")
-        pieces = [(before, "given"), (", ".join(map(str, numbers)) + after, "model")]
+        pieces = [(before, False), (", ".join(map(str, numbers)) + after, True)]
         return Question("", f"which ? {task.question}", [], references=shown), pieces
 
     def cited(self, numbers: Sequence[int]) -> Sequence[int]:
@@ -548,9 +530,10 @@ def prompt_texts(questions: list[Question], protocol: Protocol, tokenizer) -> li
     """
     if protocol.references_in_prompt:
         return [prompt_text(protocol, question, tokenizer) for question in questions]
-    frames = {}
-    for may in (True, False):
-        frames[may] = prompt_text(protocol, Question("", "@", [], may_search=may), tokenizer)
+    frames = {
+        may: prompt_text(protocol, Question("", "@", [], may_search=may), tokenizer)
+        for may in (True, False)
+    }
     return [frames[question.may_search].replace("@", question.question) for question in questions]
 
 
@@ -563,10 +546,10 @@ def encode_traces(traces: list[Trace], protocol: Protocol, tokenizer) -> list[Ex
     examples = []
     for prompt, (_, pieces) in zip(prompts, traces, strict=True):
         ids, mask = [], []
-        for text, kind in [(prompt, "given"), *pieces]:
+        for text, learned in [(prompt, False), *pieces]:
             piece = backend.encode(text, add_special_tokens=False).ids
             ids += piece
-            mask += [int(kind == "model")] + [int(kind != "given")] * (len(piece) - 1)
+            mask += [int(learned)] * len(piece)
         examples.append(Example(ids, mask))
     return examples
 
@@ -602,27 +585,8 @@ def reader_example(tasks: Tasks, tokenizer) -> Example:
     lines = [passage.text for passage in shown]
     stated = dict(line.partition(" of ")[0].split(" ", 1) for line in lines)
     asked = reader_text(Question("", task.question, []), " ".join(lines))
-    prompt = encode(tokenizer, chat_text(tokenizer, READER_INSTRUCTION, asked))
+    prompt = prompt_ids(tokenizer, (READER_INSTRUCTION, asked))
     return example_of(prompt, [(f" {stated.get(task.relation, 'none')}", True)], tokenizer)
-
-
-def train_reader(world_seed: int, settings: SFTSettings = READER) -> Loaded:
-    """Trains a Llama of 0.26M parameters on evidence from a world with one passage per fact;
-    returns it and its tokenizer.
-    """
-    tokenizer = make_tokenizer()
-    seed = 1_000 + world_seed
-    config = LlamaConfig(**shape(len(tokenizer), 96, 6, 256), attention_bias=True)
-    reader = Policy(born(config, seed))
-    tasks = Tasks(World(world_seed, layout="facts"), seed)
-
-    train_sft(
-        reader,
-        lambda _step: [reader_example(tasks, tokenizer) for _ in range(64)],
-        settings,
-        "the reader of evidence",
-    )
-    return reader, tokenizer
 
 
 def load_toy(
@@ -643,11 +607,25 @@ def load_toy(
 
 
 def load_reader(world_seed: int = 0, runs: str = "runs") -> Loaded:
-    """Returns the frozen second model, which answers from evidence, and its tokenizer; the first
-    use trains and saves them.
+    """Returns the frozen second model, a Llama of 0.26M parameters that answers from evidence, and
+    its tokenizer; the first use trains and saves them, in a world with one passage per fact.
     """
+    seed = 1_000 + world_seed
+
+    def make() -> Loaded:
+        tokenizer = make_tokenizer()
+        config = LlamaConfig(**shape(len(tokenizer), 96, 6, 256), attention_bias=True)
+        reader = Policy(born(config, seed))
+        tasks = Tasks(World(world_seed, layout="facts"), seed)
+
+        def next_examples(_step: int) -> list[Example]:
+            return [reader_example(tasks, tokenizer) for _ in range(64)]
+
+        train_sft(reader, next_examples, READER, "the reader of evidence")
+        return reader, tokenizer
+
     path = Path(runs, "toy", f"reader-world{world_seed}")
-    reader, tokenizer = made_once(path, str(READER), lambda: train_reader(world_seed))
+    reader, tokenizer = made_once(path, str(READER), make)
     return reader.eval().requires_grad_(False), tokenizer
 
 

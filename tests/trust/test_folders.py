@@ -4,7 +4,7 @@ import shutil
 import signal
 
 import pytest
-from conftest import flags, message, of_fault, rows_of, settings_for
+from conftest import flags, message, of_fault
 from processes import heed_signals
 from safetensors.torch import load_file, save_file
 
@@ -71,16 +71,6 @@ def test_a_signal_saves_what_was_learned(number, where, saved, model, tmp_path, 
     assert err.count("Ctrl-C again ends at once") == (number == signal.SIGINT)
 
 
-@fault(242)
-def test_a_signal_that_nohup_ignores_stays_ignored(model, tmp_path):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with checkpoint.as_command(settings_for(model, tmp_path)):
-            signal.raise_signal(signal.SIGHUP)
-    finally:
-        assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
-
-
 @fault(243)
 def test_no_step_is_lost_if_ctrl_c_also_ends_the_tee_that_reads_the_output(
     model, tmp_path, monkeypatch
@@ -110,14 +100,6 @@ def test_only_a_second_ctrl_c_ends_the_saving(first, code, saved, model, tmp_pat
     monkeypatch.setattr(train, "collect", raising(train.collect, 3, getattr(signal, first)))
     ends_with(code, flags(model, tmp_path, LONG))
     assert len([*(tmp_path / "t" / "stage1").glob("checkpoint*")]) == saved
-
-
-@fault(21)
-def test_a_signal_during_a_save_ends_the_run_before_another_step(model, tmp_path, monkeypatch):
-    save = raising(policy.save_merged, 1, signal.SIGTERM)
-    monkeypatch.setattr(policy, "save_merged", save)
-    ends_with(143, flags(model, tmp_path, "--steps 4 --save_every 2"))
-    assert len(rows_of(tmp_path / "t" / "stage1")) == 2
 
 
 # ---------------------------------------------------------------------------- weights in the files

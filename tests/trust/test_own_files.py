@@ -4,8 +4,7 @@ import copy
 from dataclasses import replace
 
 import pytest
-import torch
-from conftest import command_line, rows_of, settings_for
+from conftest import command_line, settings_for
 from test_own_reward import own
 
 import train
@@ -49,17 +48,6 @@ def test_a_reward_that_changes_its_trajectory_does_not_change_the_training_data(
     row.logprobs = [-0.5, 0.0, -0.25]
     before = copy.deepcopy(row)
     assert own_reward(own(CHANGES))(row) == {"one": 1.0} and row == before
-
-
-@fault(286)
-def test_a_reward_file_that_switches_gradients_off_does_not_affect_the_update(own, model, tmp_path):
-    text = "import torch\ntorch.set_grad_enabled(False)\ndef mine(t):\n"
-    name = own(text + "    torch.set_grad_enabled(False)\n    return {'one': len(t.ids)}\n")
-    try:
-        folder = train.train(settings_for(model, tmp_path, f"--steps 1 --reward {name}"))
-    finally:
-        torch.set_grad_enabled(True)
-    assert rows_of(folder)[0]["grad_norm"] > 0
 
 
 # ------------------------------------------------------------------------------------------- flags
