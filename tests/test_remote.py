@@ -55,10 +55,8 @@ class Server(ScriptedServer):
 
 
 @pytest.fixture
-def start(started, monkeypatch):
-    """Returns a function that starts a Server of a script; the client does not retry."""
-    monkeypatch.setattr(remote, "RETRIES", 0)
-    monkeypatch.setattr(remote, "BACKOFF", 0.01)
+def start(started):
+    """Returns a function that starts a Server of a script."""
     return lambda script=good_reply: started(Server(script))
 
 
@@ -102,14 +100,11 @@ def test_queries_are_sent_in_batches_and_answered_in_order(start, monkeypatch):
         (with_lists([[{"document": {"id": "1"}}]]), "not 1 lists of documents"),
     ],
 )
-def test_a_fault_is_raised_after_a_retry_if_no_query_is_answered(
-    start, monkeypatch, reply, fragment
-):
-    monkeypatch.setattr(remote, "RETRIES", 1)
+def test_a_fault_is_raised_after_a_second_try_if_no_query_is_answered(start, reply, fragment):
     server = start(lambda *_: reply)
     with pytest.raises(Fault, match=fragment):
         HttpRetriever(server.base).search(["a"], 3)
-    assert len(server.queries()) == 3  # the last try sends the query alone
+    assert server.queries() == [["a"], ["a"]]
 
 
 @pytest.mark.parametrize("nested", [True, False])
@@ -135,32 +130,20 @@ def poisoned(*bad, reply=(500, b"")):
 
 
 @pytest.mark.parametrize("reply", [(500, b""), (400, b"odd"), (200, b'{"result": []}')])
-def test_a_bad_query_does_not_cost_other_queries_their_documents(start, monkeypatch, reply):
-    """The batch is tried twice, unless the server rejects it; each query is then sent once."""
-    server, queries = start(poisoned("poison", reply=reply)), ["ana", "poison", "bo"]
-    monkeypatch.setattr(remote, "RETRIES", 1)
-    ana, poison, bo = HttpRetriever(server.base).search(queries, 1)
-    assert titles([ana, bo]) == [["ana 0"], ["bo 0"]]
-    rejected = reply[:1] == (400,)
-    assert poison is (False if rejected else None)
-    batches = [queries] if rejected else [queries, queries]
-    assert server.queries() == [*batches, *([query] for query in queries)]
+def test_a_bad_query_does_not_cost_other_queries_their_documents(start, reply):
+    server = start(poisoned("poison", reply=reply))
+    ana, poison, *others = HttpRetriever(server.base).search(["ana", "poison", "bo", "cy"], 1)
+    assert titles([ana, *others]) == [["ana 0"], ["bo 0"], ["cy 0"]]
+    assert poison is (False if reply[0] == 400 else None)
+    halves = [["ana", "bo"], ["poison", "cy"], ["poison"], ["cy"]]
+    assert server.queries() == [["ana", "poison", "bo", "cy"], *halves]
 
 
 def test_a_query_that_hangs_leaves_time_for_other_queries(start):
-    # The whole batch hangs for 2 s. Its 4 queries are then sent one by one within 2 s, and the one
-    # that hangs takes a quarter of that.
+    # The whole batch hangs for 2 s, then each part with this query for a quarter of that.
     server = start(poisoned("hangs", reply=None))
     hangs, *others = HttpRetriever(server.base, timeout=2).search(["hangs", "a", "b", "c"], 1)
     assert hangs is None and titles(others) == [["a 0"], ["b 0"], ["c 0"]]
-
-
-def test_no_batch_follows_a_batch_that_failed_and_earlier_results_are_kept(start, monkeypatch):
-    monkeypatch.setattr(remote, "BATCH", 2)
-    server = start(poisoned(*"cdef", reply=b""))
-    lists = HttpRetriever(server.base).search(list("abcdef"), 1)
-    assert titles(lists[:2]) == [["a 0"], ["b 0"]] and lists[2:] == [None] * 4
-    assert server.queries() == [["a", "b"], ["c", "d"], ["c"], ["d"]]
 
 
 # ------------------------------------------------------------------------ our own server (serve.py)
@@ -221,7 +204,7 @@ class Broken:
 
 
 def test_a_retriever_that_raises_is_a_one_line_500_and_the_next_request_succeeds(capsys):
-    line = "the retriever failed: RuntimeError: no memory left"
+    line = "RuntimeError: no memory left"
     with served(Broken()) as url:
         assert exchange(url, {"queries": ["a", "boom"]}) == (500, {"error": line})
         assert exchange(url, {"queries": ["a"], "topk": 1})[0] == 200

@@ -12,7 +12,6 @@ from conftest import rows_of, settings_for, threads_since
 from test_sockets import Faulty, good, http, with_lists
 
 import train
-from retrievers import remote
 
 ILL = [
     lambda payload: http(b"ill", code=500),
@@ -26,10 +25,11 @@ calls = itertools.count()
 
 
 def flapping(payload) -> bytes:
-    """Returns a good reply to four calls, then one kind of bad reply to two calls, and so on."""
+    """Returns a good reply to forty calls, then one kind of bad reply to twenty, and so on. Twenty,
+    because a request that fails is sent again in parts.
+    """
     call = next(calls)
-    # Two calls in a row fail, so a request that is sent again fails too.
-    reply = ILL[call // 6 % len(ILL)] if call % 6 > 3 else good
+    reply = ILL[call // 60 % len(ILL)] if call % 60 >= 40 else good
     return http(b"", length=100) if reply == "slow" else reply(payload)
 
 
@@ -57,8 +57,6 @@ def mean(numbers) -> float:
 def test_memory_threads_and_open_files_do_not_grow(
     steps, model, tmp_path, started, monkeypatch, capfd
 ):
-    monkeypatch.setattr(remote, "BACKOFF", 0.01)
-    monkeypatch.setattr(remote, "RETRIES", 0)
     usage, collect, before = [], train.collect, threading.enumerate()
 
     def watched(state, step):

@@ -11,14 +11,13 @@ from conftest import ScriptedHandler, ScriptedServer, rows_of, settings_for
 import train
 from errors import InputError
 from formats.trajectories import read_trajectories
-from retrievers import net, remote
+from retrievers import net
 
 fault = pytest.mark.fault
 
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch):
-    monkeypatch.setattr(remote, "BACKOFF", 0.01)
     monkeypatch.setattr(net, "MAX_BYTES", 2**20)
 
 
