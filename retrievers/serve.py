@@ -2,8 +2,8 @@
 
     python retriever.py serve --corpus FILE, or --retriever web --retriever_url URL
 
-A request that cannot be read gets {"error": message} with status 400, one that the retriever fails
-on 500, and the server goes on.
+A request that cannot be read, or that the retriever fails on, gets {"error": message} with status
+500, one that a search API rejects 400, and the server goes on.
 Left out: encryption, passwords, and protection from hostile clients (use a reverse proxy).
 """
 
@@ -14,8 +14,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from data import Document
 from retrievers.net import RejectedRequest, shown
-
-MAX_BODY = 16 * 2**20  # bytes read of one request
 
 
 class RetrievalServer(ThreadingHTTPServer):
@@ -39,38 +37,23 @@ class Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def do_POST(self):
-        body = self.rfile.read(min(int(self.headers.get("Content-Length", 0)), MAX_BODY))
         try:
-            queries, k = read_request(body)
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            queries, k = [*map(str, request["queries"])], int(request.get("topk", 5))
             with self.server.lock:
                 lists = self.server.retriever.search(queries, k)
             status, reply = 200, {"result": [[*map(to_json, one)] for one in lists]}
-        except RejectedRequest as error:  # our own, or a search API rejected the query
-            status, reply = 400, {"error": str(error)}
         except Exception as error:  # a retriever may raise anything, but the server must go on
-            line = f"the retriever failed: {type(error).__name__}: {shown(str(error))}"
-            print(line, file=sys.stderr, flush=True)
-            status, reply = 500, {"error": line}
-        body = json.dumps(reply).encode()
+            status = 400 if isinstance(error, RejectedRequest) else 500
+            reply = {"error": f"{type(error).__name__}: {shown(str(error))}"}
+            print(reply["error"], file=sys.stderr, flush=True)
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        self.end_headers()  # the body ends with the connection
+        self.wfile.write(json.dumps(reply).encode())
 
     def log_message(self, *_):
         pass  # a line per request would fill the terminal
-
-
-def read_request(body: bytes) -> tuple[list[str], int]:
-    """Reads {"queries": [text, ...], "topk": k}, where k is 5 by default. An empty query is
-    accepted, so that the other queries of its batch still get their documents.
-    """
-    try:
-        request = json.loads(body)
-        return [*map(str, request["queries"])], int(request.get("topk", 5))
-    except (AttributeError, LookupError, TypeError, ValueError, RecursionError):
-        raise RejectedRequest('send {"queries": ["who?"], "topk": 3} and its length') from None
 
 
 def to_json(document: Document) -> dict:
