@@ -73,7 +73,7 @@ def musique(r: dict) -> dict:
 
 def mmlu_pro(r: dict) -> dict:
     """MMLU-Pro, whose `answer` is a letter."""
-    return {"task": "choice", "options": r["options"], "source": r["category"]}
+    return {"task": "choice", "source": r["category"]}
 
 
 def medqa(r: dict) -> dict:
@@ -86,9 +86,8 @@ def medqa(r: dict) -> dict:
 
 def math(r: dict) -> dict:
     """MATH, MATH-500 and Minerva: the answer is a field, or the last \\boxed of `solution`."""
-    question = r["problem"] if "problem" in r else r["question"]
     answer = r["answer"] if "answer" in r else last_boxed(r["solution"])
-    return {"task": "math", "question": question, "answers": [answer]}
+    return {"task": "math", "question": r.get("problem") or r["question"], "answers": [answer]}
 
 
 def gsm8k(r: dict) -> dict:
@@ -151,14 +150,14 @@ KINDS = {
     "verl": verl,
 }
 ID_FIELDS = ("id", "_id", "idx", "question_id", "unique_id")
+SHARED = ("question", "source", "level", "options")  # these have our names already
 
 
 def convert(kind: str, path: Path, skip_bad: bool = False) -> list[dict]:
     def converted(record: dict, number: int) -> dict:
         ids = [record[name] for name in ID_FIELDS if name in record]
         fields = {"id": str([*ids, number][0]), "answers": [record.get("answer")]}
-        known = ("question", "source", "level")
-        fields |= {name: record[name] for name in known if record.get(name) is not None}
+        fields |= {name: record[name] for name in SHARED if record.get(name) is not None}
         fields |= KINDS[kind](record)
         if name := named_after(path):
             fields = {"source": name} | fields

@@ -322,33 +322,12 @@ def closed_port():
         yield port
 
 
-class RawServer:
-    """Hands each connection, in a thread of its own, to `answer(sock)`, which a test defines."""
-
-    def __init__(self, backlog: int = 128):
-        self.listener = socket.create_server(("127.0.0.1", 0), backlog=backlog)
-        self.port = self.listener.getsockname()[1]
-        self.base = f"http://127.0.0.1:{self.port}"
-        threading.Thread(target=self.accept, daemon=True).start()
-
-    def accept(self):
-        with contextlib.suppress(OSError):
-            while True:
-                sock, _ = self.listener.accept()
-                threading.Thread(target=self.answer, args=(sock,), daemon=True).start()
-
-    def stop(self):
-        with contextlib.suppress(OSError):
-            self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
-
-
 class ScriptedServer(ThreadingHTTPServer):
     """Answers each request as `script(path, payload)` says: with (status, body), with raw bytes or
     an iterable of them, or, for None, not at all. The payload of a GET is None.
 
     posts     (path, payload) of each POST so far
-    headers   the headers of each POST
+    headers   the headers of each request
     """
 
     request_queue_size = 128  # with the default of 5, sixteen clients at once wait or are refused
@@ -367,6 +346,7 @@ class ScriptedServer(ThreadingHTTPServer):
 
 class ScriptedHandler(BaseHTTPRequestHandler):
     def do_GET(self):
+        self.server.headers.append(self.headers)
         self.answer(self.server.script(self.path, None))
 
     def do_POST(self):

@@ -7,7 +7,7 @@ import time
 import urllib.parse
 
 import pytest
-from conftest import RawServer, message
+from conftest import ScriptedServer, message
 
 from data import Document
 from retrievers import web as module
@@ -30,28 +30,23 @@ def text_page(name: str) -> bytes:
     return reply(f"<title>{name}</title><p>Text of {name}.")
 
 
-class Site(RawServer):
-    """Serves a search API at /search and the `pages`: path -> bytes to send, or script(sock).
-
-    `results(query)` returns the API's reply: a list of paths or whole results, or raw bytes.
+class Site(ScriptedServer):
+    """Serves a search API at /search and the `pages`: path -> raw bytes, or a function that yields
+    them. `results(query)` returns the API's reply: a list of paths or whole results, or raw bytes.
     """
 
     def __init__(self):
         self.pages, self.results = {}, lambda query: []
-        self.queries, self.heads, self.visits = [], [], []
-        super().__init__(backlog=512)
+        self.queries, self.visits = [], []
+        super().__init__(self.reply_to)
         self.api = self.base + "/search?format=json&q={query}"
 
-    def answer(self, sock):
-        with sock, contextlib.suppress(OSError, IndexError):  # an empty request, or a TLS handshake
-            head = sock.recv(65536).decode("latin-1")
-            self.heads.append(head)
-            path, _, fields = head.split()[1].partition("?")
-            if path == "/search":
-                return sock.sendall(self.search(urllib.parse.parse_qs(fields)["q"][0]))
-            self.visits.append(path)
-            page = self.pages.get(path, reply("no such page", status="404 Not Found"))
-            return page(sock) if callable(page) else sock.sendall(page)
+    def reply_to(self, path, _):
+        if path.startswith("/search?"):
+            return self.search(urllib.parse.parse_qs(path)["q"][0])
+        self.visits.append(path)
+        page = self.pages.get(path, reply("no such page", status="404 Not Found"))
+        return page() if callable(page) else page
 
     def search(self, query: str) -> bytes:
         self.queries.append(query)
@@ -67,7 +62,7 @@ def site(started, monkeypatch):
     """Returns a site that may be visited although its address is private."""
     server = started(Site())
     monkeypatch.setattr(module, "PAUSE", 0.0)
-    monkeypatch.setattr(module, "check_address", lambda url: ("127.0.0.1", server.port))
+    monkeypatch.setattr(module, "check_address", lambda url: ("127.0.0.1", server.server_port))
     return server
 
 
@@ -86,20 +81,15 @@ def texts(lists) -> list[list[str]]:
     return [[document.text for document in documents] for documents in lists]
 
 
-def drip(sock, first=b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n"):
-    sock.sendall(first)
+def drip(first=b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n"):
+    yield first
     for _ in range(100):
-        sock.sendall(b"x")
         time.sleep(0.05)
+        yield b"x"
 
 
-def drip_head(sock):
-    drip(sock, b"HTTP/1.1 200 OK\r\nX-Long: ")
-
-
-def test_a_page_becomes_a_document_with_its_address_and_the_title_of_the_result(site):
-    address = site.base + "/page"
-    assert documents_of(site, text_page("a")) == [Document(address, "Ana", "Text of a.")]
+def drip_head():
+    return drip(b"HTTP/1.1 200 OK\r\nX-Long: ")
 
 
 def test_a_page_that_cannot_be_read_is_replaced_by_its_snippet(site):
@@ -107,7 +97,8 @@ def test_a_page_that_cannot_be_read_is_replaced_by_its_snippet(site):
     missing = {"url": site.base + "/a", "title": "A", "content": "what a says"}
     site.results = lambda query: [missing, "/b"]
     lists = searcher(site).search(["q"], 2)
-    assert texts(lists) == [["what a says", "Text of b."]] and lists[0][0].title == "A"
+    assert texts(lists) == [["what a says", "Text of b."]]
+    assert lists[0][0] == Document(site.base + "/a", "A", "what a says")
 
 
 def test_candidates_are_tried_in_order_until_k_are_read_and_at_most_3k(site):
@@ -176,15 +167,16 @@ def test_a_page_that_fails_or_redirects_is_left_out(site, page, monkeypatch):
 
 @pytest.mark.fault(200)
 def test_an_endless_page_is_cut_and_its_beginning_is_used(site):
-    sent = []
+    pieces = []
 
-    def endless(sock):
-        sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\nAna Bell. ")
+    def endless():
+        yield b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\nAna Bell. "
         while True:
-            sent.append(sock.send(b"on and on " * 1000))
+            pieces.append(b"on and on " * 1000)
+            yield pieces[-1]
 
     assert documents_of(site, endless)[0].text.startswith("Ana Bell. on and on")
-    assert sum(sent) < 20_000_000
+    assert len(pieces) < 2000  # more than the limit, because the sockets buffer the rest
 
 
 # -------------------------------------------------------------------- addresses that may be visited
@@ -225,7 +217,7 @@ class Names:
     def dial(self, address, timeout):
         self.dialled.append(address)
         connection = socket.socket()
-        connection.connect(("127.0.0.1", self.site.port))
+        connection.connect(("127.0.0.1", self.site.server_port))
         return connection
 
 
@@ -236,7 +228,7 @@ def test_a_name_is_looked_up_once_and_sent_as_the_host(site, monkeypatch):
     site.pages["/page"] = text_page("a")
     assert fetch_page("http://rebind.test/page") == "Text of a."
     assert names.looked_up == ["rebind.test"] and names.dialled == [("93.184.216.34", 80)]
-    assert "\r\nHost: rebind.test\r\n" in site.heads[-1]
+    assert site.headers[-1]["Host"] == "rebind.test"
 
 
 @pytest.mark.fault(199)
@@ -259,11 +251,11 @@ def test_only_ports_80_and_443_and_http_and_https_are_visited(site, monkeypatch)
 
 
 def test_an_address_with_blanks_and_foreign_letters_is_quoted_and_injects_no_header(site):
-    site.pages = {"/a%20b/%C3%BC": text_page("a")}
+    path = "/a%20b/%C3%BC?x=1%202&y=%20"
+    site.pages = {path: text_page("a")}
     site.results = lambda query: ["/a b/ü?x=1 2&y=%20", "/x\r\nX-Evil: 1"]
     assert len(searcher(site).search(["q"], 2)[0]) == 1
-    assert any(head.startswith("GET /a%20b/%C3%BC?x=1%202&y=%20 HTTP") for head in site.heads)
-    assert not any("\r\nX-Evil" in head for head in site.heads)
+    assert path in site.visits and not any("X-Evil" in headers for headers in site.headers)
 
 
 HEAD, MENU = "<head><title>A</title><style>p {}</style></head>", "<header>top<nav>x</nav></header>"
@@ -293,10 +285,8 @@ def test_hostile_html_is_read_in_linear_time(piece):
 def test_the_window_has_the_most_words_of_the_query():
     text = "a b c d e Ana Bell was born here x y z"
     assert window(text, "where was Ana Bell born?", words=5) == "e Ana Bell was born"
-    text = " ".join(map(str, range(1000)))
-    assert window(text, "ana", words=10) == "0 1 2 3 4 5 6 7 8 9"
-    assert "999" in window(text, "999", words=10).split()
+    assert window(text, "nobody", words=5) == "a b c d e"
     assert window("a b c", "c", words=10) == "a b c" and window("", "c", 10) == ""
-    assert len(window("海" * 50_000, "海", words=150)) == 300  # two characters count as a word
     assert "東京" in window("海" * 5000 + "東京" + "山" * 5000, "東京都", words=150)
+    assert len(window("海" * 50_000, "x", words=150)) == 300  # two characters count as a word
     assert len(window("x" * 50_000, "x", words=150)) == 1500  # a word of any length is cut too
