@@ -93,7 +93,9 @@ def as_command(settings: Settings) -> Iterator[None]:
     # FSDP2's modules are in reference cycles; the next stage or evaluation needs their memory.
     gc.collect()
     if not settings.dry_run:
-        more = " --data HELD_OUT_FILE --corpus FILE" if settings.data else ""
+        more = (
+            f" --data HELD_OUT_FILE --corpus {settings.corpus or 'FILE'}" if settings.data else ""
+        )
         print_once(f"done: {folder} (python eval.py --model {best_checkpoint(settings)}{more})")
 
 

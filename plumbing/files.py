@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from safetensors import safe_open
@@ -242,6 +243,8 @@ class Run:
         shown = {"desc": title, "dynamic_ncols": True, "disable": not self.writes}
         with tqdm(total=s.steps, initial=first_step, **shown) as self.progress:
             yield from range(first_step, s.steps)
+        if self.records[1:]:
+            print(learned(self.records))
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
@@ -271,9 +274,24 @@ class Run:
             yield from ("", show(rollouts.trajectories[row], rollouts.reward_terms[row]), "")
 
 
+LEARNED = "searched {:.2f} -> {:.2f}, em {:.2f} -> {:.2f} over {} steps, training questions"
 CONSOLE_METRICS = """
 reward em eval/em searched searches fallbacks model_tokens frac_reward_zero_std grad_norm
 """.split()
+
+
+def learned(records: list[dict]) -> str:
+    """Returns a line with the means of the first and of the last three steps.
+
+    >>> learned([{"searched": step / 10, "em": 1 - step / 10} for step in range(8)])
+    'searched 0.10 -> 0.60, em 0.90 -> 0.40 over 8 steps, training questions'
+    """
+    means = [
+        fmean(record[name] for record in ends)
+        for name in ("searched", "em")
+        for ends in (records[:3], records[-3:])
+    ]
+    return LEARNED.format(*means, len(records))
 
 
 def console_line(record: dict) -> str:

@@ -54,9 +54,9 @@ def test_a_model_that_neither_searches_nor_answers_gets_a_sentence(run_ask, mode
 
 
 def test_a_line_with_words_that_the_model_does_not_know_gets_a_reply_and_the_next_is_read(run_ask):
-    output = run_ask("--stage", 0, lines=("What is 17 + 25?", "who is zork ?", KNOWN))
+    output = run_ask("--stage", 0, lines=("who is zork ?", KNOWN))
     assert "a word of this question: it knows only its own world's words; try: " in output
-    assert output.count("the model does not know") == output.count("searches; answer") + 1 == 2
+    assert output.count("the model does not know") == output.count("searches; answer") == 1
 
 
 def test_a_foreign_model_needs_documents_to_search(model, error_of, run_ask, tmp_path):
@@ -64,7 +64,7 @@ def test_a_foreign_model_needs_documents_to_search(model, error_of, run_ask, tmp
     options, corpus = ("--model", model), tmp_path / "c.jsonl"
     error = error_of(KNOWN, *options)
     assert f"{model} was not trained from the built-in model, so it needs something" in error
-    corpus.write_text("".join(f'{{"id": "{i}", "title": "t", "text": "x"}}\n' for i in "12"))
+    corpus.write_text("".join(f'{{"id": "{i}", "title": "t", "text": "{i}"}}\n' for i in "12"))
     words = ("What", "is", "17", "+", "25?")  # several arguments are one question
     output = run_ask(*words, *options, "--corpus", corpus, "--max_turn_tokens", 12)
     assert output.startswith(f"model: {model}\nsearches: {corpus} (bm25, 2 documents)\n")

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from conftest import message
 
 from policy import Batch
 from update import accumulate_and_step
@@ -29,6 +30,7 @@ def step(losses, budget):
     state = SimpleNamespace(
         accelerator=Accelerator(cpu=True),
         settings=SimpleNamespace(tokens_per_micro_batch=budget),
+        critic_model=None,
     )
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     total = accumulate_and_step(state, model, optimizer, batch, loss_of)
@@ -50,5 +52,6 @@ def test_the_summed_gradient_is_clipped_and_the_norm_before_clipping_is_logged()
     assert weight == pytest.approx(-1.0, abs=1e-4) and total["grad_norm"] == pytest.approx(2.0)
 
 
-def test_a_micro_batch_whose_loss_is_not_finite_changes_no_weight():
-    assert step([0.1, float("inf"), 0.2], 1)[0] == 0.0
+def test_a_micro_batch_whose_loss_is_not_finite_ends_the_run_before_the_step():
+    error = message(step, [0.1, float("inf"), 0.2], 1)
+    assert error.startswith("policy: loss inf") and error.endswith("was not applied")

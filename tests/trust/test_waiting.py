@@ -16,7 +16,7 @@ fault = pytest.mark.fault
 @fault(310)
 def test_an_evaluation_under_a_launcher_of_several_processes_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(sys, "argv", ["eval.py", "--help"])
+    monkeypatch.setattr(sys, "argv", ["eval.py"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / "eval.py"), run_name="__main__")
     output = capsys.readouterr()
