@@ -30,7 +30,7 @@ bm25_idf: n - document_counts -> n + 1 - document_counts
 bm25_idf: np.where(idf < 0, floor, idf) -> idf
 ur2_eq_1_and_2: -float(v) if v -> float(v) if v
 ur2_eq_1_and_2: min(n, 2) -> min(n + 1, 2)
-ur2_eq_1_and_2: (trajectory) if may_search else 0 -> (trajectory)
+ur2_eq_1_and_2: n = may_search * count_valid -> n = count_valid
 r_search_format: form += GAMMA -> form -= GAMMA
 r_search_format: (e if searched else 1) -> (e if searched else 0)
 r_search_format: GAMMA_ANSWER * has_one_box(trajectory, "answer") -> GAMMA_ANSWER
