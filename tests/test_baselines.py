@@ -5,8 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from conftest import chat_server, message, random_policy, small
-from test_compute_rewards import Model
+from conftest import ScriptedModel, chat_server, message, random_policy, small
 from transformers import Qwen2Config
 
 from data import Document, Question, SearchResult
@@ -523,7 +522,7 @@ def test_all_references_of_a_record_are_read_in_order_and_arena_s_judge_grades_i
 ):
     """In ARENA 4.3, baselines read the given references."""
     data = write_records(tmp_path / "q", 3, 1, 0, 2)
-    model, judge = Model(lambda text: NORLAND), Model(lambda text: "yes")
+    model, judge = ScriptedModel(lambda text: NORLAND), ScriptedModel(lambda text: "yes")
     model.tokenizer = guessed_tokens
     monkeypatch.setattr(baselines, "load_llm", lambda *_, **__: model)
     monkeypatch.setattr(build, "load_llm", lambda *_, **__: judge)
@@ -533,7 +532,8 @@ def test_all_references_of_a_record_are_read_in_order_and_arena_s_judge_grades_i
     (record,) = finished_records(tmp_path / "out" / "rag.jsonl")
     towns = "(1) Town 3: Old.\n(2) Town 1: Old.\n(3) Town 0: Old.\n(4) Town 2: Old."
     assert towns in record["transcript"] and record["metrics"]["judged"] == 1
-    assert judge.batches == [["Accepted answers: Norland\nGiven answer: Norland"]]
+    (((_, text),),) = judge.batches
+    assert text == "Accepted answers: Norland\nGiven answer: Norland"
 
 
 @pytest.mark.parametrize(

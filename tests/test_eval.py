@@ -11,8 +11,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from conftest import ROOT, command_line, message
-from test_compute_rewards import Model
+from conftest import ROOT, ScriptedModel, command_line, message
 
 import eval as evaluation
 import train
@@ -166,12 +165,12 @@ def others(monkeypatch, **known):
 def test_reader_and_judge_are_called_after_all_predictions_are_written(
     written, monkeypatch, capsys
 ):
-    reader = Model(lambda text: "Norland")
-    judge = Model(lambda text: None if "answer: Sudria" in text else "yes")
+    reader = ScriptedModel(lambda text: "Norland")
+    judge = ScriptedModel(lambda text: None if "answer: Sudria" in text else "yes")
     reader.failures = 1
     others(monkeypatch, R=reader, J=judge)
     run("--reader R --judge J --decoding paper --temperature 0.1 --out", written)
-    assert {request[2:] for request in reader.requests} == {(0.1, 0.5)}  # R-Search A.3
+    assert {request[2:] for request in reader.batches[0]} == {(0.1, 0.5)}  # R-Search A.3
     out = capsys.readouterr().out
     records = records_in(written)
     assert [r["reader_prediction"] for r in records] == ["Norland", ""]
@@ -185,7 +184,7 @@ def test_the_readers_whole_reply_is_scored_in_evaluation_too_under_whole_reply(
     whole, written, monkeypatch
 ):
     # R-Search eq. 4. The reply has three words, one of them right: F1 = 2 · 1 / (3 + 1).
-    others(monkeypatch, R=Model(lambda text: "Norland\nas told"))
+    others(monkeypatch, R=ScriptedModel(lambda text: "Norland\nas told"))
     given = evaluation.settings_of
     monkeypatch.setattr(
         evaluation, "settings_of", lambda flags: given({"whole_reply": whole} | flags)
@@ -204,7 +203,7 @@ def test_an_interrupt_of_the_reader_keeps_all_rollouts_and_it_can_be_asked_again
     others(monkeypatch, R=Mock(instruction="", ask=Mock(side_effect=KeyboardInterrupt)))
     with pytest.raises(KeyboardInterrupt):
         run("--reader R --out", written)
-    others(monkeypatch, R=Model(lambda text: "Norland"))
+    others(monkeypatch, R=ScriptedModel(lambda text: "Norland"))
     monkeypatch.setattr(evaluation, "load_model", lambda *_: pytest.fail("a model was loaded"))
     again = Path(f"{written}.again")
     run(f"--predictions={written} --reader R --out {again}")

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import message
-from test_compute_rewards import Model
+from conftest import ScriptedModel, message
 
 import eval as evaluation
 from convert import convert
@@ -213,11 +212,12 @@ def test_r1_searchers_published_predictions_give_its_papers_numbers_to_the_digit
     ],
 )
 def test_a_judge_gets_the_texts_that_the_protocol_names(sees, text, write, tmp_path, monkeypatch):
-    judge = Model(lambda text: "yes")
+    judge = ScriptedModel(lambda text: "yes")
     monkeypatch.setattr(build, "load_llm", lambda *_, **__: judge)
     path, out = write({**R1, "pred_ans": "Here.", "judge_sees": sees}), tmp_path / "out.jsonl"
     evaluation.main(f"--predictions {path} --judge J --out {out}".split())
-    assert judge.batches == [[text]] and read_predictions(out)[0]["judge_sees"] == sees
+    (((_, asked),),) = judge.batches
+    assert asked == text and read_predictions(out)[0]["judge_sees"] == sees
 
 
 def test_the_command_prints_a_table_and_a_comparison_and_writes_the_scores(write, tmp_path, capsys):
