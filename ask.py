@@ -42,12 +42,12 @@ if __name__ == "__main__":
 import dataclasses
 from collections.abc import Callable
 
-from data import Document, Question
+from data import Document, Question, harmless
 from eval import load, settings_of
+from metrics import tokenize
 from papers import PROTOCOLS
 from plumbing.alarms import hint_at_cold_start
 from plumbing.questions import as_asked, known_questions, load_documents
-from rollout import encode
 from trajectory import show
 from trajectory_metrics import prediction_record
 
@@ -83,17 +83,17 @@ def main(arguments: list[str] | None = None) -> None:
     known = {question.question: question for question in known_questions(settings)}
     print(f"model: {settings.model or 'the built-in one, before RL'}")
     documents = documents_to_search(settings, [*known.values()])
-    _, generate, tokenizer = load(settings, {"asked": []}, documents)
+    _, generate, _ = load(settings, {"asked": []}, documents)
+    words = {*tokenize(" ".join(known))}
     if not text:
         examples = {question.kind: question.question for question in known.values()}
         print("type a question, such as these; Ctrl-D ends", *examples.values(), sep="\n    ")
     for line in [text] if text else sys.stdin:
         text = clean(line).strip()
-        # The words of the built-in world are tokens that begin with a blank.
-        ids = encode(tokenizer, f" {text}") if text and in_built_in_world(settings) else []
-        if tokenizer.unk_token_id in ids:
+        unknown = [word for word in tokenize(text) if word not in words]
+        if unknown and in_built_in_world(settings):  # the model would read other words
             print(
-                "the model does not know a word of this question: "
+                f"the model does not know {harmless(unknown[0])!r}: "
                 f"it knows only its own world's words; try: {next(iter(known))}"
             )
         elif text:
