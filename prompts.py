@@ -29,11 +29,12 @@ Tags = tuple[str, str]  # begin, end
 # training rollouts, for web pages, or with --fallback.
 BY_TASK = ("policy", "policy:direct", "summarizer", "summarizer:fallback")
 SECTIONS = ["judge", "reader", *BY_TASK]
-SECTIONS += [f"{name}:{task}" for name in BY_TASK for task in TASKS]
+SECTIONS += [f"{name}:{task}" for name in ("judge", *BY_TASK) for task in TASKS]
 SECTIONS += ["notice"]  # it follows a fallback in training (UR² C.6)
 # How a document is printed, if it has a title and if it has none. The numbers begin with 1.
 NUMBERED = ("({number}) {title}: {text}", "({number}) {text}")
 # The placeholders of layouts. {max_searches} is none: `fill_instruction` replaces it.
+JUDGE_GAP = re.compile(r"\{(question|gold|answer)\}")  # of a judge's layout
 _GAP = re.compile(r"\{(question|options|references|query|documents|reasoning|evidence)\}")
 
 

@@ -29,7 +29,7 @@ from itertools import compress
 
 from data import Question
 from metrics import normalize_answer
-from prompts import question_text, without_thinking
+from prompts import JUDGE_GAP, question_text, without_thinking
 from rewards import matches
 from trajectory import Trajectory
 
@@ -98,8 +98,9 @@ class Judge:
     that are missing or could not be read (`unreadable`).
     """
 
-    def __init__(self, llm, sees: str = "question"):
+    def __init__(self, llm, sees: str = "question", own: dict[str, str] | None = None):
         self.llm, self.sees, self.asked, self.unreadable = llm, sees, 0, 0
+        self.own = own or {}  # the sections of --prompt_file
 
     def verdicts(self, pairs: list[Pair]) -> list[bool | None]:
         """Returns a verdict per pair. An empty answer is wrong; the model is not asked about it."""
@@ -110,27 +111,42 @@ class Judge:
         return self._ask(pairs, GRADE_INSTRUCTION, GRADES)
 
     def _ask(self, pairs: list[Pair], instruction: str, words: dict) -> list:
-        instruction = self.llm.instruction or instruction
         given = [bool((answer or "").strip()) for _, answer in pairs]
-        texts = [pair_text(*pair, self.sees) for pair in compress(pairs, given)]
-        replies = iter(self.llm.ask([(instruction, text) for text in texts]))
+        texts = [self.prompt(*pair, instruction) for pair in compress(pairs, given)]
+        replies = iter(self.llm.ask(texts))
         marks = [read_verdict(next(replies), words) if g else words["wrong"] for g in given]
         self.asked += len(texts)
         self.unreadable += marks.count(None)
         return marks
+
+    def prompt(self, question: Question, answer: str, instruction: str) -> tuple[str, str]:
+        """Returns (instruction, text). The section of the question's task, else `judge`, replaces
+        the instruction; with {question}, {gold} or {answer} it is the whole message.
+        """
+        own = self.own.get(f"judge:{question.task}") or self.llm.instruction
+        if not JUDGE_GAP.search(own):
+            return own or instruction, pair_text(question, answer, self.sees)
+        gold, given = shown_answers(question, answer, self.sees)
+        values = {"question": question_text(question), "gold": gold, "answer": given}
+        return "", JUDGE_GAP.sub(lambda gap: values[gap[1]], own)
+
+
+def shown_answers(question: Question, answer: str, sees: str) -> tuple[str, str]:
+    """Returns the accepted answers and the given one, each as one line."""
+    golds = question.answers
+    if question.task == "qa" and sees == "normalized":
+        *golds, answer = (normalize_answer(text, "delete") for text in [*golds, answer])
+    return " ".join(" | ".join(golds).split()), " ".join(answer.split())[:MAX_ANSWER]
 
 
 def pair_text(question: Question, answer: str, sees: str = "question") -> str:
     """Returns the text that the judge reads. Without the question, a number or the letter of an
     option means nothing, so the question is left out only if it is an open one (task "qa").
     """
-    golds, asked = question.answers, f"Question: {question_text(question)}\n"
+    asked = f"Question: {question_text(question)}\n"
     if question.task == "qa" and sees != "question":
         asked = ""
-    if question.task == "qa" and sees == "normalized":
-        *golds, answer = (normalize_answer(text, "delete") for text in [*golds, answer])
-    accepted = " ".join(" | ".join(golds).split())
-    given = " ".join(answer.split())[:MAX_ANSWER]
+    accepted, given = shown_answers(question, answer, sees)
     return f"{asked}Accepted answers: {accepted}\nGiven answer: {given}"
 
 

@@ -148,7 +148,9 @@ def build_judge(settings: Settings, device="cpu", sees: str = "") -> Judge | Non
     judge reads about an open question; "" means the protocol's choice.
     """
     sees = sees or PROTOCOLS[settings.protocol].judge_sees
-    return Judge(load_other(settings, "judge", device), sees) if settings.judge else None
+    if not settings.judge:
+        return None
+    return Judge(load_other(settings, "judge", device), sees, prompt_sections(settings))
 
 
 def build_reader(settings: Settings, device="cpu") -> LLM:

@@ -34,7 +34,7 @@ from papers import PAPERS, PROTOCOLS
 from plumbing.alarms import alarms
 from plumbing.record import step_records
 from policy import Batch, check_model_path
-from prompts import SECTIONS, is_layout
+from prompts import JUDGE_GAP, SECTIONS, is_layout
 from settings import Settings
 from trajectory import show
 
@@ -166,6 +166,8 @@ def what_lacks(name: str, text: str, settings: Settings) -> str:
     """
     protocol, model = PROTOCOLS[settings.protocol], name.partition(":")[0]
     needed = [*NEEDED.get(model, ())] if is_layout(text) else []
+    if model == "judge" and JUDGE_GAP.search(text):
+        needed = ["{gold}", "{answer}"]
     if model == "policy":
         if needed and protocol.references_in_prompt:
             needed.append("{references}")

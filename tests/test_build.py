@@ -123,6 +123,14 @@ def test_only_the_tiny_models_get_the_short_fallback_text(tmp_path):
         assert build.build_protocol(Settings(**fields)).fallback_text == of_paper
 
 
+def test_a_judges_prompt_with_placeholders_has_gold_and_answer(tmp_path):
+    text = "[judge:math]\nIs {answer} {gold}?\n"
+    settings = settings_with_prompt(tmp_path, text, judge="m")
+    assert prompt_sections(settings) == {"judge:math": "Is {answer} {gold}?"}
+    faulty = settings_with_prompt(tmp_path, "[judge]\nIs {answer} right?", judge="m")
+    assert "section judge: it lacks {gold}" in message(prompt_sections, faulty)
+
+
 def test_without_searches_a_prompt_needs_no_query_tag(tmp_path):
     prompt_sections(settings_with_prompt(tmp_path, "End with \\boxed{}.", retrieval=False))
 
