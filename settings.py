@@ -18,8 +18,8 @@ from functools import partial
 from errors import InputError, nearest
 
 # Names that flags accept. Tests compare them with the tables of the files that use them.
-ALGORITHMS = ("reinforce_pp", "reinforce_pp_baseline", "grpo", "dapo", "ppo")  # update.py
 RETRIEVERS = ("bm25", "dense", "http", "random", "empty", "oracle", "given")  # retriever.py
+ALGORITHMS = ("reinforce_pp", "reinforce_pp_baseline", "grpo", "dapo", "ppo")  # update.py
 
 
 def setting(default, help: str, **limits):

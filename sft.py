@@ -73,11 +73,13 @@ def example_of(prompt: list[int], pieces: Sequence[tuple[str, bool]], tokenizer)
 
 def citing(question: Question, protocol: Protocol, tokenizer) -> str:
     """Returns ARENA's response: <relevance>[1, 3]</relevance> <analysis>...</analysis>, then the
-    first gold answer in the protocol's tags.
+    first gold answer in the protocol's tags. Naive-GRPO's has <think>...</think> in their place.
     """
-    protocol.section_tags("relevance")  # raises an error if the protocol has no such section
     begin, end = protocol.answer_tags
     analysis = without_control(analysis_of(question, protocol), tokenizer, protocol.tags).strip()
+    if protocol.name == "arena_naive":
+        return f"<think> {analysis} </think>\n{begin} {question.answers[0]} {end}"
+    protocol.section_tags("relevance")  # raises an error if the protocol has no such section
     return (
         f"<relevance>{list(question.supporting)}</relevance>\n<analysis> {analysis} </analysis>\n"
         + f"{begin} {question.answers[0]} {end}"

@@ -133,6 +133,7 @@ def put(rows: Tensor, values: Tensor, into: Tensor) -> None:
     into[rows, : values.shape[1]] = values
 
 
+@torch.enable_grad()  # the user's own reward may have switched gradients off
 def update(state: TrainState, batch: Batch) -> Record:
     """Makes one optimizer step of the policy on the batch, and with PPO another of the critic."""
     settings = state.settings

@@ -1,4 +1,4 @@
-"""A long run: 300 steps with a retriever that fails on two of every six requests, in six ways.
+"""A long run: 300 steps with a retriever that fails on four of every 24 requests, in six ways.
 Memory, threads and open files do not grow.
 """
 
@@ -25,11 +25,11 @@ calls = itertools.count()
 
 
 def flapping(payload) -> bytes:
-    """Returns a good reply to forty calls, then one kind of bad reply to twenty, and so on. Twenty,
-    because a request that fails is sent again in parts.
+    """Returns a good reply to twenty calls, then one kind of bad reply to four, and so on: a request
+    that fails is sent again in two parts, so four bad replies fail one query of a batch.
     """
     call = next(calls)
-    reply = ILL[call // 60 % len(ILL)] if call % 60 >= 40 else good
+    reply = ILL[call // 24 % len(ILL)] if call % 24 >= 20 else good
     return http(b"", length=100) if reply == "slow" else reply(payload)
 
 
