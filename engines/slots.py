@@ -190,11 +190,12 @@ class Engine:
         """Samples for all live rows until at least one turn is over. Returns the rows whose turn is
         over; their state is now "waiting".
         """
+        self.prefill()  # of documents
+        count = len(self.in_state("live"))
+        self.arrange(count)
         finished = []
-        while not finished and (live := self.in_state("live")):
-            self.prefill()  # of documents
-            self.arrange(len(live))
-            finished = self.step(self.rows[: len(live)])
+        while count and not finished:
+            finished = self.step(self.rows[:count])
         return finished
 
     def arrange(self, count: int) -> None:
