@@ -16,8 +16,7 @@ row has its own length: token i has position i, is stored at place i of its slot
 places j <= i. Nothing has to be erased when a slot gets a new row: keys of the old row beyond the
 new row's end are masked, and are overwritten as the new row grows. A causal LM needs no change,
 because its forward takes position ids, a 4D mask and a `Cache`. Left out: paging (each slot is as
-long as the longest row may become), forward passes over the missing keys of several rows, models
-that `obstacle` (scale/packing.py) rejects.
+long as the longest row may become), models that `obstacle` (scale/packing.py) rejects.
 """
 
 import math
@@ -52,7 +51,7 @@ class SlotCache(Cache):
     """
 
     write: tuple  # (slots [n, 1], positions [n, C]) of new keys; set before each forward pass
-    read: slice  # the same slots
+    read: slice | torch.Tensor  # the same slots; a slice reads a view, an index tensor a copy
     width: int  # number of places that are read of each slot
 
     def __init__(self, slots: int, size: int):
@@ -159,7 +158,7 @@ class Engine:
         slot = next(slot for slot, old in enumerate(self.rows) if old.state == "free")
         self.cache.copy([self.rows.index(donor)], [slot], row.cached)
         self.rows[slot] = row
-        self.prefill(row)
+        self.prefill()
 
     def resume(self, row: Row, ids: list[int], max_new_tokens: int) -> None:
         """Begins the next turn of a waiting row. `ids` are all tokens of the row, which now end in
@@ -168,27 +167,35 @@ class Engine:
         row.ids = list(ids)
         row.turn = Turn(max_new_tokens)
         row.state = "live"
-        self.prefill(row)
 
-    def prefill(self, row: Row) -> None:
-        """Computes the keys of all tokens but the last, whose keys are computed by the decoding
-        step that reads it. Skips the output head.
+    def prefill(self) -> None:
+        """Computes the keys of all tokens of live rows but the last, whose keys are computed by the
+        decoding step that reads it. A pass skips the output head. It takes as many tokens of each
+        row as the row that lacks the fewest, so that none is padded.
         """
-        slot = self.rows.index(row)
-        while chunk := row.ids[row.cached : -1][: self.chunk]:
-            positions = self.places[row.cached : row.cached + len(chunk)]  # [C]
-            tokens = torch.tensor([chunk], device=self.device)  # [1, C]
-            row.cached += len(chunk)
-            self.hidden(tokens, positions[None], row.cached, slice(slot, slot + 1))
+        while rows := [row for row in self.in_state("live") if row.cached < len(row.ids) - 1]:
+            rows = rows[: self.chunk]
+            least = min(len(row.ids) - 1 - row.cached for row in rows)
+            count = min(least, self.chunk // len(rows))
+            chunks = [row.ids[row.cached : row.cached + count] for row in rows]
+            tokens = torch.tensor(chunks, device=self.device)  # [n, C]
+            starts = torch.tensor([[row.cached] for row in rows], device=self.device)  # [n, 1]
+            slots = torch.tensor([self.rows.index(row) for row in rows], device=self.device)  # [n]
+            width = max(row.cached for row in rows) + count
+            self.hidden(tokens, starts + self.places[:count], width, slots)
+            for row in rows:
+                row.cached += count
 
     def decode(self) -> list[Row]:
         """Samples for all live rows until at least one turn is over. Returns the rows whose turn is
         over; their state is now "waiting".
         """
+        self.prefill()  # of documents
+        count = len(self.in_state("live"))
+        self.arrange(count)
         finished = []
-        while not finished and (live := self.in_state("live")):
-            self.arrange(len(live))
-            finished = self.step(self.rows[: len(live)])
+        while count and not finished:
+            finished = self.step(self.rows[:count])
         return finished
 
     def arrange(self, count: int) -> None:
@@ -239,7 +246,7 @@ class Engine:
         hidden = self.hidden(tokens, positions, width, slice(len(tokens)))  # [n, 1, H]
         return head_logits(self.model.get_output_embeddings(), hidden[:, -1])
 
-    def hidden(self, tokens, positions, width: int, slots: slice) -> torch.Tensor:
+    def hidden(self, tokens, positions, width: int, slots: slice | torch.Tensor):
         """Returns the last hidden states [n, C, H] of tokens [n, C] at positions [n, C] of `slots`,
         which attend to the first `width` places.
         """

@@ -222,19 +222,20 @@ def test_pick_never_draws_an_index_of_probability_zero(point, expected, monkeypa
 def work(monkeypatch):
     """Records the work of engines: prefilled tokens, and the rows of each decoding step."""
     work = {"filled": 0, "steps": []}
-    prefill = Engine.prefill
+    hidden = Engine.hidden
     logits = Engine.logits
 
-    def count_prefill(self, row):
-        work["filled"] += len(row.ids) - 1 - row.cached
-        return prefill(self, row)
+    def count_tokens(self, tokens, *rest):
+        work["filled"] += tokens.numel()
+        return hidden(self, tokens, *rest)
 
-    def count_logits(self, tokens, *rest):
+    def count_rows(self, tokens, *rest):
+        work["filled"] -= len(tokens)  # a decoding step
         work["steps"].append(len(tokens))
         return logits(self, tokens, *rest)
 
-    monkeypatch.setattr(Engine, "prefill", count_prefill)
-    monkeypatch.setattr(Engine, "logits", count_logits)
+    monkeypatch.setattr(Engine, "hidden", count_tokens)
+    monkeypatch.setattr(Engine, "logits", count_rows)
     return work
 
 
