@@ -25,8 +25,8 @@ calls = itertools.count()
 
 
 def flapping(payload) -> bytes:
-    """Returns a good reply to twenty calls, then one kind of bad reply to four, and so on: a request
-    that fails is sent again in two parts, so four bad replies fail one query of a batch.
+    """Returns a good reply to twenty calls, then one kind of bad reply to four, and so on: a batch
+    that fails is sent again in two halves, so four bad replies fail one query of it.
     """
     call = next(calls)
     reply = ILL[call // 24 % len(ILL)] if call % 24 >= 20 else good
