@@ -3,11 +3,12 @@
     python -m lab.bench rollout      ours (slots); plain `generate` on the unfinished rows
     python -m lab.bench update       an optimizer step: ours; with every row padded to the longest
     python -m lab.bench step         a whole step: its rollout with rewards, then its update
+    python -m lab.bench retrieval    100 queries to 5,000 passages: our BM25 and rank-bm25
 
-They take the flags of train.py and work on the questions of that run's first step; rollouts are
-greedy, so that all variants sample the same tokens. The variants take turns. Printed are medians of
-five runs, and their ratio to the first variant: CPU time, or on a GPU clock time after a
-synchronisation. For one thread set OMP_NUM_THREADS=1. Left out: memory, retrieval, other trainers.
+The first three take the flags of train.py and work on the questions of that run's first step;
+rollouts are greedy, so that all variants sample the same tokens. The variants take turns. Printed
+are medians of five runs, and their ratio to the first variant: CPU time, or on a GPU clock time
+after a synchronisation. For one thread set OMP_NUM_THREADS=1. Left out: memory, other trainers.
 """
 
 import sys
@@ -17,18 +18,24 @@ from dataclasses import replace
 from functools import partial
 from statistics import median
 
+import numpy as np
 import torch
+from rank_bm25 import BM25Okapi
 from torch import nn
 
+from data import Document
 from engines.slots import generate_in_slots
 from errors import FlagParser, run_main
 from flags import parse
+from metrics import tokenize
 from plumbing.build import build_state
+from retriever import BM25, top
 from rollout import generate_by_turns
 from train import collect, prepare, shared_rollout
 from update import TrainState, update
 
 REPEATS = 5
+PASSAGES = 5_000
 Variants = dict[str, Callable[[], object]]
 
 
@@ -89,14 +96,38 @@ def steps(state: TrainState) -> Variants:
     return {"rollout": partial(collect, state, 0), "update": partial(update, state, batch)}
 
 
+# ---------------------------------------------------------------------------------------- retrieval
+def searches() -> Variants:
+    """Searches passages of 90 words with queries of 3 to 10 words. Word frequencies are skewed, as
+    in natural text.
+    """
+    draw = np.random.default_rng(0)
+
+    def text(words: int) -> str:
+        return " ".join(f"w{int(word)}" for word in 20_000 ** draw.random(words))
+
+    texts = [text(90) for _ in range(PASSAGES)]
+    ours = BM25([Document("", "", text) for text in texts])
+    other = BM25Okapi([*map(tokenize, texts)])
+    find = {
+        "ours": lambda query: top(ours.scores(query), 5),
+        "rank-bm25": lambda query: top(other.get_scores(tokenize(query)), 5),
+    }
+    queries = [text(draw.integers(3, 11)) for _ in range(100)]
+    return {name: lambda one=one: [*map(one, queries)] for name, one in find.items()}
+
+
 PARTS = {"rollout": rollouts, "update": updates, "step": steps}
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = FlagParser("lab.bench", description=__doc__, add_help=False)
-    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("part", choices=[*PARTS, "retrieval"])
     given, flags = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
-    compare(PARTS[given.part](build_state(parse([*flags, "--dry_run"]))))
+    if given.part == "retrieval":
+        compare(searches())
+    else:
+        compare(PARTS[given.part](build_state(parse([*flags, "--dry_run"]))))
 
 
 if __name__ == "__main__":
