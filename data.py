@@ -208,7 +208,7 @@ def id_of(record: dict, number: int | None = None) -> str:
     set in a merged file may have its own "test_0", so `data_source` comes before it: "nq:test_0".
     """
     value, source = record.get("id", number), record.get("data_source")
-    if not isinstance(value, int | str):
+    if type(value) not in (int, str) or value == "":
         raise InputError(f"field 'id': expected a text or a whole number, found {short(value)}")
     return f"{source}:{value}" if source else str(value)
 

@@ -146,6 +146,7 @@ BAD_SECOND_LINES = [
     (Q2 | {"decomposition": [{}]}, "field 'query' is missing"),
     (OWN, "field 'id': an earlier record has the id 'q1' too"),
     of_fault(225, b'{"id": "q2", "question": "caf\xe9", "answers": ["a"]}', "'utf-8' codec"),
+    of_fault(230, b'{"id": "", "question": "Who?", "answers": ["a"]}', "field 'id'"),
     of_fault(230, b'{"id": NaN, "question": "Who?", "answers": ["a"]}', "field 'id'"),
 ]
 
