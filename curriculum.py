@@ -84,8 +84,11 @@ def exact_counts(total: int, weights: dict) -> dict:
     >>> exact_counts(2, {"a": 2, "b": 1}), exact_counts(4, {"a": 2, "b": 1})
     ({'a': 1, 'b': 1}, {'a': 3, 'b': 1})
     """
-    counts = dict.fromkeys(weights, 0)
-    for _ in range(total if weights else 0):
+    # When the next question is dealt at (count + ½) / weight = t, every count is within ½ of
+    # weight · t. So at least these were dealt before, in whatever order, and few remain.
+    share = (total - len(weights) / 2) / (sum(weights.values()) or 1)
+    counts = {name: max(0, int(weight * share - 0.5)) for name, weight in weights.items()}
+    for _ in range(total - sum(counts.values()) if weights else 0):
         counts[min(counts, key=lambda name: (counts[name] + 0.5) / max(weights[name], 1e-99))] += 1
     return counts
 
