@@ -8,6 +8,7 @@
     table       exam × (untrained, plain RAG, cold start, stage 1, stage 2, greedy, ceiling)
 
     python -m lab.real --data FOLDER      prints every command before it runs it
+    python -m lab.real --data FOLDER --arm r_search      one of ARMS in place of UR²
 
 Each part leaves a file in the run's folder and is skipped if this file exists, and a stage goes on
 from its last checkpoint: the same command goes on where it was interrupted. Only an interrupted
@@ -17,8 +18,11 @@ FOLDER has train.jsonl, test_film.jsonl, test_onehop.jsonl, test.jsonl and corpu
 layout. Without --data, two public files are downloaded, and `convert` makes such files of them. The
 exam `film` asks for a fact about a film's director, which takes two searches; `one hop` asks for
 one fact; `real` has questions of two hops in the words of 2Wiki's authors. The ceiling is the share
-of questions whose facts are all visible if the query of each hop is searched. Left out: questions
-that compare two things.
+of questions whose facts are all visible if the query of each hop is searched. An arm is a paper
+with its own cold start, reward, algorithm and KL, or UR² with one setting changed. It has two
+exams: after the cold start, if it has its own, and in the end. Where a paper asks a judge or a
+reader, a metric decides. ARENA does not search: its prompts have the passages that the queries of
+the hops find, among those that the question finds. Left out: questions that compare two things.
 """
 
 import hashlib
@@ -33,6 +37,7 @@ import urllib.request
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from coldstart import evenly, script, write_traces
 from data import Hop, Question, draw_some, load_corpus, load_questions
@@ -43,6 +48,7 @@ from lab import parse_flags
 from plumbing.build import build_environment, build_search
 from plumbing.report import summarise, table
 from policy import load_tokenizer, loading
+from retriever import BM25
 from rollout import Environment
 from settings import setting
 
@@ -70,10 +76,35 @@ MOST = {"cold": 200, "rl": 400}  # questions of each family: one hop, two hops m
 # More second hops among the traces would leave RL less to find.
 COLD = {"traces": 500, "hops": "1=0.8,2=0.2", "epochs": 1, "held_out": 0, "exam": 0}
 STEP = {"questions_per_step": 4, "group_size": 8, "trajectories_per_update": 16}
-STEP |= {"tokens_per_micro_batch": 4096, "task_mixing": False}
-STAGES = {
-    1: {"steps": 3, "lr": 2e-5, "mix": "one=2,made=1,published=1"},
-    2: {"steps": 10, "lr": 3e-5, "mix": "one=2,made=1,published=1"},
+STEP |= {"tokens_per_micro_batch": 4096, "task_mixing": False, "mix": "one=2,made=1,published=1"}
+FIRST, LAST = {"steps": 3, "lr": 2e-5}, {"steps": 10, "lr": 3e-5}
+
+
+class Arm(NamedTuple):
+    """A run: what each stage is trained with, beside STEP, and the part of UR²'s run with the same
+    seed that it begins with. Without `start` it makes its own cold start.
+    """
+
+    recipe: str
+    stages: dict[int, dict]
+    start: str = ""
+
+
+STAGE1 = f"stage1/checkpoint-{FIRST['steps']:06d}"
+ARMS = {
+    "ur2": Arm("ur2", {1: FIRST, 2: LAST}),
+    # The other papers, with 20 steps each
+    "r1_searcher": Arm("r1_searcher", {1: FIRST | {"steps": 5}, 2: LAST | {"steps": 15}}),
+    "r_search": Arm("r_search", {1: LAST | {"steps": 20}}),
+    "when_to_search": Arm("when_to_search", {1: FIRST | {"steps": 5}, 2: LAST | {"steps": 15}}),
+    "arena": Arm("arena", {1: LAST | {"steps": 20}}),
+    # UR² with one setting changed
+    "unmasked": Arm("ur2", {2: LAST | {"variant": "unmasked"}}, STAGE1),
+    "no_cold_start": Arm("ur2", {1: FIRST, 2: LAST}, "model"),
+    "no_stage1": Arm("ur2", {2: LAST | {"steps": FIRST["steps"] + LAST["steps"]}}, "cold"),
+    "random": Arm("ur2", {2: LAST | {"retriever": "random"}}, STAGE1),
+    "empty": Arm("ur2", {2: LAST | {"retriever": "empty"}}, STAGE1),
+    "grpo": Arm("ur2", {2: LAST | {"algorithm": "grpo"}}, STAGE1),
 }
 
 
@@ -81,9 +112,10 @@ STAGES = {
 class RealSettings:
     """Trains a real model on real text: cold start, stage 1, stage 2, and exams between them."""
 
+    arm: str = setting("ur2", "what is trained", one_of=ARMS)
     model: str = setting("", f"HF causal LM; default: the one in the package {PACKAGE}")
     data: str = setting("", "folder with the questions and passages; default: download them")
-    out: str = setting("runs/real", "folder of all files; -seedN is added")
+    out: str = setting("runs/real", "folder of all files; -seedN or -ARM-seedN is added")
     questions: int = setting(60, "questions of each exam; 0: all", least=0)
     seed: int = setting(0, "random seed", least=0)
 
@@ -203,8 +235,9 @@ def record_of(question: str, triples: Triples, published: bool) -> dict:
     return fields | {"decomposition": hops}
 
 
-def prepare(data: Path, folder: Path, environment: Environment) -> None:
-    """Writes cold.jsonl and rl.jsonl, with different questions of train.jsonl. Those of the cold
+def prepare(data: Path, folder: Path, environment: Environment, references=False) -> None:
+    """Writes cold.jsonl and rl.jsonl, with different questions of train.jsonl; with `references`
+    every question gets four passages, and the exams are written too. Questions of the cold
     start are drawn evenly by their relations: of all, two of three ask for a date. RL asks for the
     relations of one hop as often as the published questions need them, and only what can be found:
     other questions would give groups of equal rewards.
@@ -226,9 +259,29 @@ def prepare(data: Path, folder: Path, environment: Environment) -> None:
         if family == "one":
             rest = evenly([q for q in rest if needed[q.source]], 0, needed)
         rl += [replace(q, source=family) for q in possible(rest[: MOST["rl"]], environment)]
-    for name, questions in (("cold", cold), ("rl", rl)):
+    parts = {"cold": cold, "rl": rl}
+    if references:
+        exams = {file: load_questions(data / f"{file}.jsonl") for file in EXAMS.values()}
+        retriever = BM25(load_corpus(data / "corpus.jsonl"), title_boost=LIMITS["title_boost"])
+        parts = {
+            name: [with_references(question, retriever) for question in questions]
+            for name, questions in (exams | parts).items()
+        }
+    for name, questions in parts.items():
         records = [asdict(q) | {"decomposition": list(map(asdict, q.hops))} for q in questions]
         write_records(folder / f"{name}.jsonl", records)
+
+
+def with_references(question: Question, retriever: BM25) -> Question:
+    """Returns the question with four references in random order: what the query of each hop finds
+    first, which is gold, and the best others that the question itself finds.
+    """
+    found = retriever.search([hop.query for hop in question.hops] + [question.question], 4)
+    gold = dict.fromkeys(documents[0] for documents in found[:-1])
+    references = [*gold, *(page for page in found[-1] if page not in gold)][:4]
+    random.Random(question.id).shuffle(references)
+    numbers = tuple(n for n, page in enumerate(references, 1) if page in gold)
+    return replace(question, references=tuple(references), supporting=numbers)
 
 
 def relation(hop: Hop) -> str:
@@ -298,42 +351,59 @@ def results(exams: dict[str, list[dict]]) -> str:
 
 def run_all(settings: RealSettings, folder: Path, data: Path, model: str | Path) -> dict:
     """Runs all parts. Returns the records of each exam."""
+    arm, whole = ARMS[settings.arm], settings.arm == "ur2"
     exams = {}
-    common = {"recipe": "ur2", "corpus": data / "corpus.jsonl", "seed": settings.seed} | LIMITS
-    files = ",".join(str(data / f"{file}.jsonl") for file in EXAMS.values())
+    common = {"recipe": arm.recipe, "corpus": data / "corpus.jsonl", "seed": settings.seed}
+    common |= LIMITS
+    if arm.recipe in ("r_search", "arena"):  # they copy evidence from passages
+        common |= {"max_turn_tokens": 128}
+    place = folder if arm.recipe == "arena" else data
+    files = ",".join(str(place / f"{file}.jsonl") for file in EXAMS.values())
     asked = common | {"data": files, "questions": settings.questions, "out": ""}
 
     def exam(name: str, temperature: int = 1) -> None:
         flags = asked | {"model": model, "temperature": temperature}
         exams[name] = finished_records(run_part(folder, "eval.py", flags, f"{name}.jsonl"))
 
-    exam("untrained")
-    rag = asked | {"model": model, "method": "rag"}
-    predictions = run_part(folder, "-m lab.baselines", rag, "rag") / "rag.jsonl"
-    exams["plain RAG"] = finished_records(predictions)
-    flags = common | COLD | {"model": model, "data": folder / "cold.jsonl", "out": ""}
-    model = run_part(folder, "coldstart.py", flags, "cold")
-    exam("cold start")
-    for stage, chosen in STAGES.items():
+    if whole:
+        exam("untrained")
+        rag = asked | {"model": model, "method": "rag"}
+        predictions = run_part(folder, "-m lab.baselines", rag, "rag") / "rag.jsonl"
+        exams["plain RAG"] = finished_records(predictions)
+    if not arm.start:
+        flags = common | COLD | {"model": model, "data": folder / "cold.jsonl", "out": ""}
+        model = run_part(folder, "coldstart.py", flags, "cold")
+        exam("cold start")
+    elif arm.start != "model":
+        model = folder_of(settings, "ur2") / arm.start
+        if not model.exists():
+            raise InputError(f"{model} is missing: it comes from the same command with --arm ur2")
+    for stage, chosen in arm.stages.items():
         flags = common | STEP | chosen | {"stage": stage, "model": model}
         flags |= {"data": folder / "rl.jsonl", "output_dir": folder.parent}
         flags |= {"run_name": folder.name, "resume": any(folder.glob(f"stage{stage}/checkpoint-*"))}
         result = f"stage{stage}/checkpoint-{chosen['steps']:06d}"
         model = run_part(folder, "train.py", flags, result)
-        exam(f"after stage {stage}")
-    exam("greedy", 0)
+        if whole or stage == max(arm.stages):
+            exam(f"after stage {stage}")
+    if whole:
+        exam("greedy", 0)
     return exams
+
+
+def folder_of(settings: RealSettings, arm: str) -> Path:
+    return Path(f"{settings.out}{'' if arm == 'ur2' else f'-{arm}'}-seed{settings.seed}")
 
 
 def main(arguments: list[str] | None = None) -> None:
     settings, _ = parse_flags("lab.real", RealSettings, arguments)
-    folder = Path(f"{settings.out}-seed{settings.seed}")
+    folder = folder_of(settings, settings.arm)
     folder.mkdir(parents=True, exist_ok=True)
     model = settings.model or model_from_package(MODEL)
     data = Path(settings.data) if settings.data else download(folder / "data")
     environment = environment_of(data, model)
     if not (folder / "rl.jsonl").exists():  # the file that `prepare` writes last
-        prepare(data, folder, environment)
+        prepare(data, folder, environment, settings.arm == "arena")
     exams = run_all(settings, folder, data, model)
     exams["ceiling"] = ceilings(data, environment, settings.questions, settings.seed)
     text = results(exams)

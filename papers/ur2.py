@@ -193,6 +193,7 @@ UR2 = Paper(
         "fallback_is_invalid": {1: _invalid},
         "judge_partly": {2: {"reward_args": {"partly": 1.0}}},  # as in UR²'s released code
         "five_queries": {"task_searches": {"qa": 5}},  # as UR²'s prompt says
+        "unmasked": {2: {"mask_documents": False}},  # ours: what the paper does not ablate
     },
 )
 UR2_CHOICE = replace(

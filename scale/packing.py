@@ -1,40 +1,42 @@
 """Packs texts of unequal length into one forward pass, end to end instead of padded to the longest.
-A prompt that several texts share is computed once.
+What several texts begin with, such as a prompt, is computed once.
 
-    padded   p p p p a a a a a    packed   p p p p | a a a a a | b b b | c c c c | d d
-             p p p p b b b . .
-             c c c c . . . . .             a and b begin at position 4, attend to p and themselves
-             d d . . . . . . .             (drawn without SLACK and LEAST)
+    padded   p p p p a a a x x    packed   p p p p | a a a | x x | y y y | c c c c | d d
+             p p p p a a a y y y
+             p p p p c c c c . .           a begins at position 4 and attends to p and itself,
+             d d . . . . . . . .           x at 7, and attends to p, a and itself
+                                           (drawn without SLACK and LEAST)
 
 Only attention mixes tokens; the rest of a transformer treats each token separately, given its
-position in its text. Attention is computed by groups of rows (a row is a text). All rows of a group
-have the same shared prompt, or all have none, and their lengths differ by at most SLACK tokens. The
-shorter rows are padded to the longest, so that a group is a view of the packed tensor.
+position in its text. The packed tokens are cut into segments, which form a tree: a segment attends
+to itself and to the segments above it (p is above a, and a above x and y). Rows (a row is a text)
+share a segment if they agree on everything before it and on at least LEAST tokens of it: a prompt,
+an instruction, or also a first query and its documents, which trajectories of one prompt often have
+in common. All other tokens of a row are a segment of its own. Own segments below the same segment,
+whose lengths differ by at most SLACK tokens, form a group, and attention is computed by groups. The
+shorter are padded to the longest, so that a group is a view of the packed tensor.
 
-A place is wanted if the caller needs its last hidden state, for a log-prob or a value. A row's
-prompt ends at its first wanted place. All tokens of a prompt but the last are shared if the prompt
-has at least LEAST tokens, and if another row (of any group) has exactly the same ids before this
-place. Prompts that are not repeated share their common beginning, such as the instruction. The last
-token predicts the first token of the response, so every row keeps its own. With 8 rows per prompt
-of 100 to 200 tokens, an update was 1.3 times as fast as without sharing; with 16 rows per prompt of
-300 tokens, 1.5 times (4M, CPU; docs/results.md).
+A token that rows share has one hidden state, and its gradient is the sum of theirs. With 8 rows per
+prompt of 100 to 200 tokens, an update was 1.3 times as fast as without sharing; with 16 rows per
+prompt of 300 tokens, 1.5 times (4M, CPU; docs/results.md).
 
-Tokens after the last wanted token of a text are skipped too (up to SLACK of them may be computed).
-Left out: models that `obstacle` rejects (their texts are padded and computed whole); sharing equal
-text in responses; leaving unwanted tokens out of the last layer's feed-forward part.
+A place is wanted if the caller needs its last hidden state, for a log-prob or a value. Tokens after
+the last wanted token of a text are skipped (up to SLACK of them may be computed).
+Left out: models that `obstacle` rejects (their texts are padded and computed whole); leaving
+unwanted tokens out of the last layer's feed-forward part.
 """
 
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from itertools import takewhile
+from itertools import groupby, takewhile
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import embedding, scaled_dot_product_attention
 
 # Maximum of padding tokens per row. Padding gives fewer groups; each group costs a call per layer.
 SLACK = 4
-LEAST = 64  # tokens of the shortest shared prompt; a shorter one saves little for its extra call
+LEAST = 64  # tokens of the shortest shared segment; a shorter one saves little for its extra call
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -46,7 +48,8 @@ def hidden_states(backbone, tokens: torch.Tensor, wanted: torch.Tensor) -> torch
         hidden = backbone(input_ids=tokens, use_cache=False).last_hidden_state  # [B, L, H]
         return hidden[:, :-1][wanted]
     width = tokens.shape[1]
-    places, groups = pack(width, lengths_of(wanted), prompts_of(tokens, wanted))
+    rows = zip(tokens.tolist(), lengths_of(wanted), strict=True)
+    places, groups, index = pack(width, [tuple(ids[:length]) for ids, length in rows])
     places = places.to(tokens.device)  # [N]
     # Trap: without a mask the model builds one of N x N. A mask of 4 dimensions is passed on
     # unchanged; this one is never read.
@@ -54,9 +57,10 @@ def hidden_states(backbone, tokens: torch.Tensor, wanted: torch.Tensor) -> torch
     ids, positions = tokens.flatten()[places][None], (places % width)[None]  # [1, N]
     options["attend"] = partial(packed_attention, groups)
     output = backbone(input_ids=ids, position_ids=positions, **options)
-    packed = torch.zeros_like(tokens.flatten())  # [B · L]  place in the rows -> place among the N
-    packed[places] = torch.arange(len(places), device=tokens.device)
-    return output.last_hidden_state[0, packed.view_as(tokens)[:, :-1][wanted]]
+    chosen = index.to(tokens.device)[:, :-1][wanted]  # [n]
+    # `embedding`, because it adds up the gradients of a shared token in a fixed order; indexing
+    # does not on a CPU.
+    return embedding(chosen, output.last_hidden_state[0])
 
 
 def lengths_of(wanted: torch.Tensor) -> list[int]:
@@ -65,23 +69,6 @@ def lengths_of(wanted: torch.Tensor) -> list[int]:
     """
     columns = torch.arange(1, wanted.shape[1] + 1, device=wanted.device)  # [T]
     return (wanted * columns).amax(1).clamp(min=1).tolist()
-
-
-def prompts_of(tokens: torch.Tensor, wanted: torch.Tensor) -> list[tuple[int, ...]]:
-    """Returns for each row of tokens [B, L] the part of its prompt that it shares with other rows:
-    all ids of the prompt but the last. Rows whose prompt no other row has share what all these
-    prompts begin with (the instruction). A part of fewer than LEAST tokens is not shared: it is ().
-    A prompt ends at the first True of its row in `wanted` [B, T]. Its last token is not shared,
-    because each row needs its hidden state there.
-    """
-    fronts = wanted.int().argmax(1).tolist()  # 0 for a row without wanted places
-    rows = zip(tokens.tolist(), fronts, strict=True)
-    texts = [tuple(ids[:front]) if front + 1 >= LEAST else () for ids, front in rows]
-    count = Counter(texts)
-    alone = [text for text in texts if text and count[text] == 1]
-    begin = tuple(beginning(alone))
-    begin = begin if len(alone) > 1 and len(begin) >= LEAST else ()
-    return [text if not text or count[text] > 1 else begin for text in texts]
 
 
 def beginning(texts: list) -> list[int]:
@@ -94,48 +81,57 @@ def beginning(texts: list) -> list[int]:
     return [id for id, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
 
-def pack(width: int, lengths: list[int], prompts: list[tuple]) -> tuple:
-    """Packs the first lengths[b] tokens of each row b, but each shared prompt (`prompts_of`) only
-    once. Returns the places [N] of the packed tokens, where column t of row b is place
-    b · width + t, and the groups. A group is (number of rows, tokens that each row has in this
-    group, number of the group that holds their shared prompt, or None). The rows of a group are all
-    as long as its longest, so a row may get up to SLACK tokens more. A shared prompt is a group of
-    one row.
+def pack(width: int, texts: list[tuple]) -> tuple[torch.Tensor, list[tuple], torch.Tensor]:
+    """Packs texts, each shared segment only once. Returns the places [N] of the packed tokens,
+    where token t of text b is place b · width + t; the groups; and an index [B, width], which says
+    for each token of each text which of the N it is. A group is (number of segments, tokens of
+    each, number of the group above it, or None). The segments of a group are all as long as its
+    longest, so a text may get up to SLACK tokens more. A shared segment is a group of its own.
 
-    >>> places, groups = pack(10, [3, 2], [(), ()])
-    >>> places.tolist(), groups  # two rows of three tokens, the last of which is padding
+    >>> places, groups, index = pack(10, [(7, 8, 9), (7, 8)])
+    >>> places.tolist(), groups  # two texts of three tokens, the last of which is padding
     ([0, 1, 2, 10, 11, 12], [(2, 3, None)])
     """
     places, groups = [], []
-    group_of: dict[tuple, int] = {}  # prompt -> the number of its group
+    index = torch.zeros(len(texts), width, dtype=torch.long)
 
-    def add(rows: list[int], begin: int, end: int, prompt: int | None) -> None:
-        columns = torch.arange(begin, end)
-        places.extend(width * row + columns for row in rows)
-        groups.append((len(rows), end - begin, prompt))
+    def add(rows: list[int], begin: int, end: int, above: int | None) -> None:
+        first = sum(map(len, places))
+        places.extend(width * row + torch.arange(begin, end) for row in rows)
+        groups.append((len(rows), end - begin, above))
+        numbers = torch.arange(first, sum(map(len, places)))
+        index[rows, begin:end] = numbers.view(len(rows), end - begin)
 
-    def fits(group: list[int], row: int) -> bool:
-        same = prompts[group[0]] == prompts[row]
-        return same and lengths[group[0]] - lengths[row] <= SLACK
+    def branch(rows: list[int], begin: int, above: int | None) -> None:
+        """Packs what these sorted rows have from `begin` on; before it they are equal."""
+        alone = []
+        for _, part in groupby(rows, lambda row: texts[row][begin : begin + LEAST]):
+            part = list(part)
+            end = len(beginning([texts[row] for row in part]))
+            if len(part) > 1 and end - begin >= LEAST:
+                add(part[:1], begin, end, above)
+                index[part, begin:end] = index[part[0], begin:end].clone()
+                branch(part, end, len(groups) - 1)
+            else:
+                alone += [row for row in part if len(texts[row]) > begin]
+        alone.sort(key=lambda row: -len(texts[row]))
+        for group in grouped(
+            alone, lambda group, row: len(texts[group[0]]) <= len(texts[row]) + SLACK
+        ):
+            add(group, begin, len(texts[group[0]]), above)
 
-    for rows in grouped(lengths, prompts, fits):
-        prompt = prompts[rows[0]]
-        if prompt and prompt not in group_of:
-            group_of[prompt] = len(groups)
-            add(rows[:1], 0, len(prompt), None)
-        add(rows, len(prompt), lengths[rows[0]], group_of.get(prompt))
-    return torch.cat(places), groups
+    branch(sorted(range(len(texts)), key=texts.__getitem__), 0, None)
+    return torch.cat(places), groups, index
 
 
-def grouped(lengths: list[int], prompts: list[tuple], fits: Callable) -> list[list[int]]:
-    """Sorts row numbers by prompt, then from long to short, and splits them into groups: a row with
-    fits(last group, row) == False begins a new one.
+def grouped(rows: list[int], fits: Callable) -> list[list[int]]:
+    """Splits row numbers into groups: a row with fits(last group, row) == False begins a new one.
 
-    >>> grouped([8, 3, 4, 2], [()] * 4, lambda group, row: len(group) < 2)
+    >>> grouped([0, 2, 1, 3], lambda group, row: len(group) < 2)
     [[0, 2], [1, 3]]
     """
     groups: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda row: (prompts[row], -lengths[row])):
+    for row in rows:
         if groups and fits(groups[-1], row):
             groups[-1].append(row)
         else:
@@ -147,10 +143,10 @@ def micro_batches(
     tokens: torch.Tensor, mask: torch.Tensor, budget: int, processes=1, rank=0
 ) -> list[torch.Tensor]:
     """Returns the micro-batches of process `rank`, each a tensor of row indices of tokens [B, L]
-    and mask [B, T]. Row b belongs to process b % processes. Rows are sorted by their shared prompt,
-    then by length. A micro-batch takes at most `budget` tokens, which are counted as its number of
-    rows times its longest row; a row of more tokens than `budget` is a micro-batch of its own. A
-    prompt that rows share is computed only once, but it still counts in each of its rows.
+    and mask [B, T]. Row b belongs to process b % processes. Rows of one prompt are put together;
+    apart from that, rows are sorted by length. A micro-batch takes at most `budget` tokens, which
+    are counted as its number of rows times its longest row; a row of more tokens than `budget` is a
+    micro-batch of its own. What rows share is computed only once, but counts in each of them.
 
     All processes get the same number of micro-batches, because they wait for each other's passes:
     if a process has fewer, the rest are empty (`Batch.rows` handles this).
@@ -160,11 +156,16 @@ def micro_batches(
     for process in range(processes):
         wanted = mask[process::processes].bool()
         lengths = lengths_of(wanted)
+        fronts = wanted.int().argmax(1).tolist()  # the tokens of each prompt but its last
+        ids = tokens[process::processes].tolist()
+        prompts = [tuple(row[:front]) for row, front in zip(ids, fronts, strict=True)]
+        count = Counter(prompts)
+        keys = [(p if count[p] > 1 else (), -n) for p, n in zip(prompts, lengths, strict=True)]
 
         def fits(group: list[int], row: int, lengths=lengths) -> bool:
             return (len(group) + 1) * max(lengths[i] for i in [*group, row]) <= budget
 
-        groups = grouped(lengths, prompts_of(tokens[process::processes], wanted), fits)
+        groups = grouped(sorted(range(len(keys)), key=keys.__getitem__), fits)
         by_process.append([process + processes * torch.tensor(group) for group in groups])
     mine, none = by_process[rank], torch.zeros(0, dtype=torch.long)
     return mine + [none] * (max(map(len, by_process)) - len(mine))
@@ -179,22 +180,22 @@ def packed_attention(groups: list[tuple], module, query, key, value, mask, scali
     # for every group. The cast is needed, because autocast does not act on attention with a
     # `causal_lower_right` mask.
     texts = [x[0].to(value.dtype).split(sizes, 1) for x in (query, key, value)]
-    for number, (rows, length, prompt) in enumerate(groups):
+    for number, (rows, length, above) in enumerate(groups):
         # [heads, rows · length, D] -> [rows, heads, length, D], a view
         q, k, v = (x[number].unflatten(1, (rows, length)).transpose(0, 1) for x in texts)
-        if prompt is None:
+        if above is None:
             out = scaled_dot_product_attention(q, k, v, is_causal=True, **options)
         else:
             # Imported here because it loads torch._dynamo, which takes a second.
             from torch.nn.attention.bias import causal_lower_right
 
+            while above is not None:  # [kv, P, D] -> [rows, kv, P, D], put before the own keys
+                shared = (x[above].expand(rows, -1, -1, -1) for x in texts[1:])
+                k, v = (torch.cat(pair, 2) for pair in zip(shared, (k, v), strict=True))
+                above = groups[above][2]
             # Trap: is_causal lets query i see keys 0 to i, but query i is token P + i of its text
-            # (P: the length of the shared prompt).
-            front = groups[prompt][1]
-            shared = (x[prompt].expand(rows, -1, -1, -1) for x in texts[1:])  # [rows, kv, P, D]
-            # [rows, kv, P + length, D]
-            k, v = (torch.cat(pair, 2) for pair in zip(shared, (k, v), strict=True))
-            seen = causal_lower_right(length, front + length)
+            # (P: the number of tokens above).
+            seen = causal_lower_right(length, k.shape[2])
             out = scaled_dot_product_attention(q, k, v, attn_mask=seen, **options)
         parts.append(out.transpose(1, 2).flatten(0, 1))  # [rows · length, heads, D]
     return torch.cat(parts)[None], None

@@ -1,8 +1,6 @@
 """Tests of scale/packing.py: packed and padded rows have equal log-probs and gradients in every
-model family; padding is not computed, and a shared prompt is computed once.
+model family; padding is not computed, and what rows begin with is computed once.
 """
-
-import math
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from policy import Policy, checkpoint_activations
 from ppo import Critic
 from scale import packing
-from scale.packing import micro_batches, prompts_of
+from scale.packing import micro_batches, pack
 
 SHAPE = small(vocab_size=50, initializer_range=0.3, sliding_window=None)
 FAMILIES = pytest.mark.parametrize("family", packing.FAMILIES)
@@ -40,6 +38,9 @@ def prompted(groups=GROUPS, responses=RESPONSES):
         tokens[row, :begin] = texts[name]
         mask[row, begin - 1 : begin - 1 + length] = 1
         mask[row, begin + 2 : begin + length - 2] = 0
+    for row, copy, end in ((0, 2, 77), (10, 11, 75)):  # two rows also begin their responses alike
+        if len(groups) > copy and groups[row] == groups[copy]:
+            tokens[copy, :end] = tokens[row, :end]
     return tokens, mask
 
 
@@ -91,8 +92,8 @@ def test_packing_changes_neither_generate_nor_a_saved_checkpoint(tmp_path):
 
 
 def check_against_padded_rows(module, config) -> None:
-    """Asserts that packing rows and sharing their prompts changes outputs by at most 1e-5, and
-    gradients by at most 1e-5 of the largest.
+    """Asserts that packing rows and sharing what they begin with changes outputs by at most 1e-5,
+    and gradients by at most 1e-5 of the largest.
     """
     tokens, mask = prompted()
     weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(2))
@@ -106,9 +107,11 @@ def check_against_padded_rows(module, config) -> None:
 
 
 @pytest.mark.parametrize("slack", [0, 4, 100])
+@pytest.mark.parametrize("least", [3, 64, 10**6])
 @FAMILIES
-def test_packed_rows_with_shared_prompts_equal_padded_rows(family, slack, monkeypatch):
+def test_packed_rows_with_shared_beginnings_equal_padded_rows(family, slack, least, monkeypatch):
     monkeypatch.setattr(packing, "SLACK", slack)
+    monkeypatch.setattr(packing, "LEAST", least)
     policy = make(family)
     check_against_padded_rows(policy, policy.config)
 
@@ -122,39 +125,47 @@ def test_gradient_checkpointing_and_a_critic_change_nothing_in_packed_rows():
     check_against_padded_rows(critic, critic.backbone.config)
 
 
-def test_only_rows_with_exactly_equal_prompt_ids_share_a_prompt():
-    tokens, mask = prompted()
-    # A shared prompt has at least 64 tokens, and its last token is left out.
-    expected = [69, 63, 69, 0, 69, 63, 0, 0, 0, 69, 69, 69]
-    assert [len(prompt) for prompt in prompts_of(tokens, mask)] == expected
-    tokens[2, 68] = (tokens[2, 68] + 1) % 50  # row 2 no longer has prompt A
-    expected[2] = 0
-    assert [len(prompt) for prompt in prompts_of(tokens, mask)] == expected
+def test_what_several_rows_begin_with_is_packed_once_and_segments_form_a_tree(monkeypatch):
+    monkeypatch.setattr(packing, "SLACK", 0)
+    monkeypatch.setattr(packing, "LEAST", 2)
+    #        p  p  q  q  q  a        p  p  q  q  q           p  p  b  b       c
+    texts = [(1, 1, 5, 5, 6, 2), (1, 1, 5, 5, 6), (1, 1, 7, 8), (4,)]
+    places, groups, index = pack(6, texts)
+    # The tokens of a shared segment are those of its first row in alphabetical order, row 1, which
+    # has no other tokens. Rows 0 and 2 share only p.
+    assert groups == [(1, 2, None), (1, 3, 0), (1, 1, 1), (1, 2, 0), (1, 1, None)]
+    assert places.tolist() == [6, 7, 8, 9, 10, 5, 14, 15, 18]
+    assert index[0].tolist() == [0, 1, 2, 3, 4, 5]
+    assert index[1, :5].tolist() == [0, 1, 2, 3, 4]
+    assert index[2, :4].tolist() == [0, 1, 6, 7]
+    assert index[3, :1].tolist() == [8]
 
 
-def test_prompts_that_begin_alike_share_their_beginning(monkeypatch):
-    tokens, mask = prompted("CFAA")
-    tokens[:, :66] = tokens[0, :66]
-    tokens[:, 66] = torch.tensor([1, 2, 3, 3])
-    # Both rows of A have one prompt; C and F differ after 66 tokens.
-    assert [len(prompt) for prompt in prompts_of(tokens, mask)] == [66, 66, 69, 69]
-    assert [len(prompt) for prompt in prompts_of(tokens[1:], mask[1:])] == [0, 69, 69]
-    policy = make()
-    shared = policy(tokens, mask=mask)
-    monkeypatch.setattr(packing, "LEAST", math.inf)
-    torch.testing.assert_close(shared, policy(tokens, mask=mask), atol=1e-5, rtol=1e-5)
-
-
-def test_padding_is_not_computed_and_a_shared_prompt_once(monkeypatch):
+def test_padding_is_not_computed_and_a_shared_beginning_once(monkeypatch):
     monkeypatch.setattr(packing, "SLACK", 0)
     policy, seen = make(), []
     layer = policy.language_model.model.layers[0]
     layer.mlp.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
     tokens, mask = prompted()
     policy(tokens, mask=mask)
-    # Nothing after the last wanted token is computed either. A has four rows; B and G have two.
+    # Nothing after the last wanted token is computed either. A has four rows, two of which have 7
+    # tokens of their response in common; B and G have two. C and D share 89 tokens. E and F share
+    # 63, which is less than LEAST. Of the rest of a response, equal tokens are computed twice.
     whole = [PROMPTS[n] + k - 1 for n, k in zip(GROUPS, RESPONSES, strict=True)]
-    assert seen == [sum(whole) - 3 * 69 - 63 - 69]
+    assert seen == [sum(whole) - 3 * 70 - 64 - 75 - 89]
+
+
+def test_equal_rows_get_the_same_gradients_in_every_run():
+    tokens, mask = prompted("A" * 40, [60] * 40)
+    tokens[:] = tokens[0]  # each hidden state is wanted by 40 rows
+    mask[:, 69:129] = 1
+    policy = Policy(model_of("qwen2", **SHAPE | {"hidden_size": 128}))
+    weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(2))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    first, *others = (with_gradients(policy, tokens, mask, weights)[1] for _ in range(4))
+    torch.set_num_threads(threads)
+    assert all(torch.equal(*pair) for again in others for pair in zip(first, again, strict=True))
 
 
 def test_micro_batches_put_rows_of_one_prompt_together_within_the_budget():

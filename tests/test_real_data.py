@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 from conftest import message
 
-from data import Document, load_questions
+from data import Document, Hop, Question, load_questions
+from flags import parse
 from formats.records import finished_records, write_records
 from lab import real
 from papers import PROTOCOLS
@@ -149,3 +150,46 @@ def test_the_command_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, cap
     assert "film: after stage 2" in capsys.readouterr().out
     rows = finished_records(tmp_path / "real-seed0" / "minutes.jsonl")
     assert [*rows[0]] == ["untrained.jsonl"] and {"cold": 0.0} in rows
+
+
+@pytest.mark.parametrize("arm", real.ARMS)
+def test_every_arm_is_trained_with_flags_that_train_py_accepts(arm, tmp_path, monkeypatch, capsys):
+    class Parsed(Commands):
+        def run(self, command, **options):
+            if command[1] == "train.py":
+                trained.append(parse(command[2:]))
+            return super().run(command, **options)
+
+    trained = []
+    monkeypatch.setattr(real.subprocess, "run", Parsed().run)
+    recipe, stages, start = real.ARMS[arm]
+    settings = real.RealSettings(arm=arm, out=str(tmp_path / "real"), seed=3)
+    folder = real.folder_of(settings, arm)
+    folder.mkdir()
+    if start not in ("", "model"):
+        told = message(real.run_all, settings, folder, tmp_path, "m")
+        assert "--arm ur2" in told and not trained
+        (tmp_path / "real-seed3" / start).mkdir(parents=True)
+    exams = real.run_all(settings, folder, tmp_path, "m")
+    assert [s.stage for s in trained] == [*stages] and {s.recipe for s in trained} == {recipe}
+    assert [s.steps for s in trained] == [stage["steps"] for stage in stages.values()]
+    assert trained[-1].mask_documents == (arm != "unmasked")
+    assert ("cold start" in exams) == (not start) and f"after stage {max(stages)}" in exams
+
+
+def test_references_are_what_the_hops_find_among_what_the_question_finds():
+    texts = {
+        "Heat": "directed by Ann",
+        "Ann": "born in Rome",
+        "Heat 2": "a sequel",
+        "Heats": "directed",
+    }
+    texts["Sea"] = "waves"
+    pages = [Document(str(n), *pair) for n, pair in enumerate(texts.items())]
+    hops = (Hop("director of Heat", "Ann"), Hop("Ann born", "Rome"))
+    question = Question("1", "Where was the director of Heat born?", ["Rome"], hops=hops)
+    found = real.with_references(question, BM25(pages))
+    gold = {found.references[number - 1].title for number in found.supporting}
+    assert len(found.references) == 4 and gold == {"Heat", "Ann"}
+    assert "Sea" not in {page.title for page in found.references}
+    assert found == real.with_references(question, BM25(pages))
