@@ -19,14 +19,17 @@ because its forward takes position ids, a 4D mask and a `Cache`. Left out: pagin
 long as the longest row may become), models that `obstacle` (scale/packing.py) rejects.
 """
 
+import contextlib
 import math
 import mmap
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 
 import psutil
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch import nn
+from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import Cache, TopPLogitsWarper
 
 from errors import say_once
@@ -37,21 +40,22 @@ from trajectory import Trajectory
 
 # (block, chunk): a pass reads a multiple of `block` places per slot. To limit memory, a prefill
 # pass computes at most `chunk` tokens.
-ON_CPU = (16, 256)
+ON_CPU = (16, 2048)
 ON_GPU = (64, 4096)
+LARGE, THIN = 2**16, 256  # `thin_products`: weights of the smallest matrix, rows at most
 SHARE = 0.8  # share of the free memory that the slots may take
 
 
 # ---------------------------------------------------------------------------------------- the cache
 class SlotCache(Cache):
-    """Keys and values, [2, slots, size, kv, D] per layer. Keys and values share a tensor, so that a
+    """Keys and values, [2, slots, kv, size, D] per layer. Keys and values share a tensor, so that a
     copy of a slot is one operation per layer. One tensor for all layers would take still fewer. But
     on a GPU torch reuses that tensor's memory between rollouts, and a single small tensor placed
     there, such as an Adam moment, would keep all of it from being freed.
     """
 
     write: tuple  # (slots [n, 1], positions [n, C]) of new keys; set before each forward pass
-    read: slice | torch.Tensor  # the same slots; a slice reads a view, an index tensor a copy
+    count: int  # n, the number of slots that are read: the first
     width: int  # number of places that are read of each slot
 
     def __init__(self, slots: int, size: int):
@@ -70,8 +74,9 @@ class SlotCache(Cache):
         return self.put(stored_keys, keys), self.put(stored_values, values)
 
     def put(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        stored[self.write] = new.transpose(1, 2).to(stored.dtype)
-        return stored[self.read, : self.width].transpose(1, 2)  # [n, kv, width, D]
+        slots, positions = self.write
+        stored[slots, :, positions] = new.transpose(1, 2).to(stored.dtype)
+        return stored[: self.count, :, : self.width]  # [n, kv, width, D]
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
         """Returns zeros. Uninitialised memory may hold NaN, and a masked place with NaN would spoil
@@ -80,7 +85,7 @@ class SlotCache(Cache):
         # Under autocast values are in bf16, but rotary keys in fp32. If they were stored in fp32,
         # attention would round all of them at every step.
         dtype = like.dtype
-        shape = (2, self.slots, self.size, like.shape[1], like.shape[3])
+        shape = (2, self.slots, like.shape[1], self.size, like.shape[3])
         if like.device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=like.device)
         # New pages hold zeros and take no memory until they are written. Because most rows end
@@ -96,7 +101,7 @@ class SlotCache(Cache):
         """
         if length:  # else each layer would build index tensors for nothing
             for stored in self.stored:
-                stored[:, targets, :length] = stored[:, sources, :length]
+                stored[:, targets, :, :length] = stored[:, sources, :, :length]
 
 
 def attend_to_slots(module, query, keys, values, mask, scaling=None, **_):
@@ -110,6 +115,32 @@ def attend_to_slots(module, query, keys, values, mask, scaling=None, **_):
     parts = by_key.unbind(2) if query.shape[2] > 1 else [by_key.flatten(2, 3)]
     out = [scaled_dot_product_attention(x, keys, values, mask, scale=scaling) for x in parts]
     return torch.stack(out, 2).reshape(query.shape).transpose(1, 2).contiguous(), None
+
+
+# --------------------------------------------------------------------------------- matrix products
+@contextlib.contextmanager
+def thin_products(model):
+    """Makes the linear layers of a model on a CPU compute W xᵀ instead of x Wᵀ in the `with` block.
+    For a few rows x, MKL is up to twice as fast then: 37 ms instead of 80 for all layers of a model
+    of 135M and 4 rows, 80 instead of 107 for 32. Above THIN rows there is no difference.
+    """
+    layers = [m for m in model.modules() if type(m) is nn.Linear and m.weight.numel() >= LARGE]
+    layers = layers if model.device.type == "cpu" else []
+    for layer in layers:
+        layer.forward = partial(thin_product, layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward  # the class's method is seen again
+
+
+def thin_product(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    if x.shape[:-1].numel() > THIN:
+        return linear(x, layer.weight, layer.bias)
+    product = torch.mm(layer.weight, x.flatten(0, -2).t()).t().contiguous()  # [rows, out]
+    product = product if layer.bias is None else product + layer.bias
+    return product.view(*x.shape[:-1], -1)
 
 
 # --------------------------------------------------------------------------------------- the engine
@@ -174,15 +205,14 @@ class Engine:
         row as the row that lacks the fewest, so that none is padded.
         """
         while rows := [row for row in self.in_state("live") if row.cached < len(row.ids) - 1]:
-            rows = rows[: self.chunk]
+            rows = self.arrange(rows[: self.chunk])
             least = min(len(row.ids) - 1 - row.cached for row in rows)
             count = min(least, self.chunk // len(rows))
             chunks = [row.ids[row.cached : row.cached + count] for row in rows]
             tokens = torch.tensor(chunks, device=self.device)  # [n, C]
             starts = torch.tensor([[row.cached] for row in rows], device=self.device)  # [n, 1]
-            slots = torch.tensor([self.rows.index(row) for row in rows], device=self.device)  # [n]
             width = max(row.cached for row in rows) + count
-            self.hidden(tokens, starts + self.places[:count], width, slots)
+            self.hidden(tokens, starts + self.places[:count], width)
             for row in rows:
                 row.cached += count
 
@@ -191,25 +221,25 @@ class Engine:
         over; their state is now "waiting".
         """
         self.prefill()  # of documents
-        count = len(self.in_state("live"))
-        self.arrange(count)
+        live = self.arrange(self.in_state("live"))
         finished = []
-        while count and not finished:
-            finished = self.step(self.rows[:count])
+        while live and not finished:
+            finished = self.step(live)
         return finished
 
-    def arrange(self, count: int) -> None:
-        """Moves the live rows into the first `count` slots, so that a decoding step can read them
-        as one slice of the cache, without a copy.
+    def arrange(self, rows: list[Row]) -> list[Row]:
+        """Moves these rows into the first slots, so that a forward pass can read them as one slice
+        of the cache, without a copy. Returns them in the order of their slots.
         """
-        live = [row.state == "live" for row in self.rows]
-        places = [slot for slot in range(count) if not live[slot]]
-        strays = [slot for slot in range(count, len(live)) if live[slot]]
+        chosen = [row in rows for row in self.rows]
+        places = [slot for slot in range(len(rows)) if not chosen[slot]]
+        strays = [slot for slot in range(len(rows), len(chosen)) if chosen[slot]]
         sources, targets = strays + places, places + strays
-        rows = [self.rows[slot] for slot in sources]
-        self.cache.copy(sources, targets, max((row.cached for row in rows), default=0))
-        for slot, row in zip(targets, rows, strict=True):
+        moved = [self.rows[slot] for slot in sources]
+        self.cache.copy(sources, targets, max((row.cached for row in moved), default=0))
+        for slot, row in zip(targets, moved, strict=True):
             self.rows[slot] = row
+        return self.rows[: len(rows)]
 
     def step(self, rows: list[Row]) -> list[Row]:
         """Samples a token for each of these rows, which fill the first slots. Returns the rows
@@ -243,16 +273,16 @@ class Engine:
 
     def logits(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
         """Returns logits [n, V] for the tokens [n, 1] at positions [n, 1] of the first n slots."""
-        hidden = self.hidden(tokens, positions, width, slice(len(tokens)))  # [n, 1, H]
+        hidden = self.hidden(tokens, positions, width)  # [n, 1, H]
         return head_logits(self.model.get_output_embeddings(), hidden[:, -1])
 
-    def hidden(self, tokens, positions, width: int, slots: slice | torch.Tensor):
-        """Returns the last hidden states [n, C, H] of tokens [n, C] at positions [n, C] of `slots`,
-        which attend to the first `width` places.
+    def hidden(self, tokens, positions, width: int):
+        """Returns the last hidden states [n, C, H] of tokens [n, C] at positions [n, C] of the
+        first n slots, which attend to the first `width` places.
         """
-        cache = self.cache
-        cache.write = (self.slot_ids[slots][:, None], positions)
-        cache.read = slots
+        cache, count = self.cache, len(tokens)
+        cache.write = (self.slot_ids[:count, None], positions)
+        cache.count = count
         cache.width = min(-(-width // self.block) * self.block, cache.size)
         future = self.places[: cache.width] > positions[..., None]  # [n, C, width]
         # A float mask, added to the scores: a boolean mask would be converted in every layer.
@@ -300,7 +330,8 @@ def generate_in_slots(
         slots = min(settings.max_num_seqs or len(live), len(live), affordable(model, size))
         ends = end_ids(policy, environment.tokenizer)
         rule = StopRule(environment.tokenizer, environment.protocol.stop_tags, ends)
-        with evaluating(model), policy.autocast():  # for all steps: weights are cast once
+        # For all steps: weights are cast once.
+        with evaluating(model), policy.autocast(), thin_products(model):
             engine = Engine(model, slots, size, rule, settings.temperature, settings.top_p)
             generate_queue(engine, environment, deque(live), progress)
 

@@ -10,7 +10,8 @@ import torch
 from conftest import model_of, small
 
 from data import Document, Question, SearchResult
-from engines.slots import Engine, affordable, generate_in_slots, pick
+from engines import slots
+from engines.slots import Engine, affordable, generate_in_slots, pick, thin_products
 from papers import PROTOCOLS
 from policy import Policy
 from prompts import build_prompt
@@ -206,6 +207,28 @@ def scripted_policy(bpe, text: str) -> Policy:
 
 
 # ----------------------------------------------------------------------------------------- sampling
+
+
+@pytest.mark.parametrize("thin", [0, 8])  # with 8, more rows take the usual product
+def test_thin_products_give_the_same_outputs_and_end_with_the_block(thin, monkeypatch):
+    monkeypatch.setattr(slots, "LARGE", 600)
+    monkeypatch.setattr(slots, "THIN", thin)
+    calls, product = [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *factors: calls.append(factors) or product(*factors))
+    torch.manual_seed(0)
+    model = model_of("qwen2", **small(vocab_size=50)).eval()  # its keys have a bias
+    for rows in (1, 4):
+        tokens = torch.arange(rows * 4).view(rows, 4)
+        with torch.no_grad():
+            usual = model(tokens).logits
+            calls.clear()
+            with thin_products(model):
+                torch.testing.assert_close(model(tokens).logits, usual, atol=1e-5, rtol=1e-5)
+        assert bool(calls) == (rows * 4 <= thin)
+        assert all(layer.numel() >= 600 for layer, _ in calls)
+    with pytest.raises(KeyboardInterrupt), thin_products(model):
+        raise KeyboardInterrupt
+    assert not any("forward" in vars(layer) for layer in model.modules())
 
 
 @pytest.mark.parametrize("point, expected", [(0.0, 1), (1 - 2**-53, 2)])
