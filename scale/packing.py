@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import groupby, takewhile
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import embedding, scaled_dot_product_attention
@@ -49,7 +50,8 @@ def hidden_states(backbone, tokens: torch.Tensor, wanted: torch.Tensor) -> torch
         return hidden[:, :-1][wanted]
     width = tokens.shape[1]
     rows = zip(tokens.tolist(), lengths_of(wanted), strict=True)
-    places, groups, index = pack(width, [tuple(ids[:length]) for ids, length in rows])
+    groups = segments([tuple(ids[:length]) for ids, length in rows])
+    places, index = pack(groups, len(tokens), width)
     places = places.to(tokens.device)  # [N]
     # Trap: without a mask the model builds one of N x N. A mask of 4 dimensions is passed on
     # unchanged; this one is never read.
@@ -81,47 +83,72 @@ def beginning(texts: list) -> list[int]:
     return [id for id, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
 
-def pack(width: int, texts: list[tuple]) -> tuple[torch.Tensor, list[tuple], torch.Tensor]:
-    """Packs texts, each shared segment only once. Returns the places [N] of the packed tokens,
-    where token t of text b is place b · width + t; the groups; and an index [B, width], which says
-    for each token of each text which of the N it is. A group is (number of segments, tokens of
-    each, number of the group above it, or None). The segments of a group are all as long as its
-    longest, so a text may get up to SLACK tokens more. A shared segment is a group of its own.
-
-    >>> places, groups, index = pack(10, [(7, 8, 9), (7, 8)])
-    >>> places.tolist(), groups  # two texts of three tokens, the last of which is padding
-    ([0, 1, 2, 10, 11, 12], [(2, 3, None)])
+class Group(NamedTuple):
+    """Segments of equal length below the same segment: one that all `rows` share, or one of each.
+    The tokens of a segment are the columns from `begin` to `end` of its row.
     """
-    places, groups = [], []
-    index = torch.zeros(len(texts), width, dtype=torch.long)
 
-    def add(rows: list[int], begin: int, end: int, above: int | None) -> None:
-        first = sum(map(len, places))
-        places.extend(width * row + torch.arange(begin, end) for row in rows)
-        groups.append((len(rows), end - begin, above))
-        numbers = torch.arange(first, sum(map(len, places)))
-        index[rows, begin:end] = numbers.view(len(rows), end - begin)
+    rows: list[int]
+    begin: int
+    end: int
+    above: int | None  # number of the group of the segment above; None: nothing is before `begin`
+    shared: bool
+
+    @property
+    def count(self) -> int:
+        return 1 if self.shared else len(self.rows)
+
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
+
+
+def segments(texts: list[tuple]) -> list[Group]:
+    """Cuts texts into segments. Own segments of a group are all as long as its longest, so a text
+    may get up to SLACK tokens more.
+
+    >>> segments([(7, 8, 9), (7, 8)])  # fewer than LEAST tokens are equal
+    [Group(rows=[0, 1], begin=0, end=3, above=None, shared=False)]
+    """
+    groups: list[Group] = []
+
+    def fits(group: list[int], row: int) -> bool:
+        return len(texts[group[0]]) - len(texts[row]) <= SLACK
 
     def branch(rows: list[int], begin: int, above: int | None) -> None:
-        """Packs what these sorted rows have from `begin` on; before it they are equal."""
-        alone = []
-        for _, part in groupby(rows, lambda row: texts[row][begin : begin + LEAST]):
-            part = list(part)
+        """Cuts what these rows, which are sorted and equal up to `begin`, have from there on."""
+        own = []
+        for _, alike in groupby(rows, lambda row: texts[row][begin : begin + LEAST]):
+            part = list(alike)
             end = len(beginning([texts[row] for row in part]))
             if len(part) > 1 and end - begin >= LEAST:
-                add(part[:1], begin, end, above)
-                index[part, begin:end] = index[part[0], begin:end].clone()
+                groups.append(Group(part, begin, end, above, True))
                 branch(part, end, len(groups) - 1)
             else:
-                alone += [row for row in part if len(texts[row]) > begin]
-        alone.sort(key=lambda row: -len(texts[row]))
-        for group in grouped(
-            alone, lambda group, row: len(texts[group[0]]) <= len(texts[row]) + SLACK
-        ):
-            add(group, begin, len(texts[group[0]]), above)
+                own += [row for row in part if len(texts[row]) > begin]
+        for part in grouped(sorted(own, key=lambda row: -len(texts[row])), fits):
+            groups.append(Group(part, begin, len(texts[part[0]]), above, False))
 
     branch(sorted(range(len(texts)), key=texts.__getitem__), 0, None)
-    return torch.cat(places), groups, index
+    return groups
+
+
+def pack(groups: list[Group], rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the places [N] of the packed tokens, where column t of row b is place b · width + t,
+    and an index [rows, width]: which of the N tokens belongs to each column.
+
+    >>> pack(segments([(7, 8, 9), (7, 8)]), 2, 10)[0].tolist()
+    [0, 1, 2, 10, 11, 12]
+    """
+    places: list[torch.Tensor] = []
+    index = torch.zeros(rows, width, dtype=torch.long)
+    for group in groups:
+        first = sum(map(len, places))
+        columns = torch.arange(group.begin, group.end)
+        places += [width * row + columns for row in group.rows[: group.count]]
+        numbers = torch.arange(first, first + group.count * group.length)
+        index[group.rows, group.begin : group.end] = numbers.view(group.count, group.length)
+    return torch.cat(places), index
 
 
 def grouped(rows: list[int], fits: Callable) -> list[list[int]]:
@@ -171,33 +198,34 @@ def micro_batches(
     return mine + [none] * (max(map(len, by_process)) - len(mine))
 
 
-def packed_attention(groups: list[tuple], module, query, key, value, mask, scaling=None, **_):
+def packed_attention(groups: list[Group], module, query, key, value, mask, scaling=None, **_):
     """Maps query [1, heads, N, D], key and value [1, kv, N, D] to [1, N, heads, D], by groups."""
     options = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
-    sizes = [rows * length for rows, length, _ in groups]
+    sizes = [group.count * group.length for group in groups]
     parts = []
     # Each tensor is split once, because a slice per group would build a gradient of the full size
     # for every group. The cast is needed, because autocast does not act on attention with a
     # `causal_lower_right` mask.
     texts = [x[0].to(value.dtype).split(sizes, 1) for x in (query, key, value)]
-    for number, (rows, length, above) in enumerate(groups):
-        # [heads, rows · length, D] -> [rows, heads, length, D], a view
-        q, k, v = (x[number].unflatten(1, (rows, length)).transpose(0, 1) for x in texts)
-        if above is None:
+    for number, group in enumerate(groups):
+        # [heads, count · length, D] -> [count, heads, length, D], a view
+        shape = (group.count, group.length)
+        q, k, v = (x[number].unflatten(1, shape).transpose(0, 1) for x in texts)
+        if group.above is None:
             out = scaled_dot_product_attention(q, k, v, is_causal=True, **options)
         else:
             # Imported here because it loads torch._dynamo, which takes a second.
             from torch.nn.attention.bias import causal_lower_right
 
-            while above is not None:  # [kv, P, D] -> [rows, kv, P, D], put before the own keys
-                shared = (x[above].expand(rows, -1, -1, -1) for x in texts[1:])
+            above = group.above
+            while above is not None:  # its keys [kv, P, D] are put before the own ones
+                shared = (x[above].expand(group.count, -1, -1, -1) for x in texts[1:])
                 k, v = (torch.cat(pair, 2) for pair in zip(shared, (k, v), strict=True))
-                above = groups[above][2]
-            # Trap: is_causal lets query i see keys 0 to i, but query i is token P + i of its text
-            # (P: the number of tokens above).
-            seen = causal_lower_right(length, k.shape[2])
+                above = groups[above].above
+            # Trap: is_causal lets query i see keys 0 to i, but query i is token `begin` + i.
+            seen = causal_lower_right(group.length, group.end)
             out = scaled_dot_product_attention(q, k, v, attn_mask=seen, **options)
-        parts.append(out.transpose(1, 2).flatten(0, 1))  # [rows · length, heads, D]
+        parts.append(out.transpose(1, 2).flatten(0, 1))  # [count · length, heads, D]
     return torch.cat(parts)[None], None
 
 

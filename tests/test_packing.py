@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from policy import Policy, checkpoint_activations
 from ppo import Critic
 from scale import packing
-from scale.packing import micro_batches, pack
+from scale.packing import micro_batches, pack, segments
 
 SHAPE = small(vocab_size=50, initializer_range=0.3, sliding_window=None)
 FAMILIES = pytest.mark.parametrize("family", packing.FAMILIES)
@@ -130,10 +130,17 @@ def test_what_several_rows_begin_with_is_packed_once_and_segments_form_a_tree(mo
     monkeypatch.setattr(packing, "LEAST", 2)
     #        p  p  q  q  q  a        p  p  q  q  q           p  p  b  b       c
     texts = [(1, 1, 5, 5, 6, 2), (1, 1, 5, 5, 6), (1, 1, 7, 8), (4,)]
-    places, groups, index = pack(6, texts)
+    groups = segments(texts)
+    places, index = pack(groups, 4, 6)
     # The tokens of a shared segment are those of its first row in alphabetical order, row 1, which
     # has no other tokens. Rows 0 and 2 share only p.
-    assert groups == [(1, 2, None), (1, 3, 0), (1, 1, 1), (1, 2, 0), (1, 1, None)]
+    assert [(g.rows, g.begin, g.end, g.above, g.count) for g in groups] == [
+        ([1, 0, 2], 0, 2, None, 1),
+        ([1, 0], 2, 5, 0, 1),
+        ([0], 5, 6, 1, 1),
+        ([2], 2, 4, 0, 1),
+        ([3], 0, 1, None, 1),
+    ]
     assert places.tolist() == [6, 7, 8, 9, 10, 5, 14, 15, 18]
     assert index[0].tolist() == [0, 1, 2, 3, 4, 5]
     assert index[1, :5].tolist() == [0, 1, 2, 3, 4]
