@@ -24,6 +24,7 @@ extras `math` and `rouge`).
 
 import importlib.util
 import re
+import signal
 import string
 import unicodedata
 from collections import Counter
@@ -326,7 +327,8 @@ def has_math_verify() -> bool:
 @lru_cache(maxsize=4096)
 def _math_verify(prediction: str, gold: str) -> bool:
     """Asks math-verify, which gives up after MATH_SECONDS: sympy would need hours for some answers.
-    Its alarm works only in the main thread.
+    Its alarm works only in the main thread. It rings once, and what it raises can get lost (in a
+    callback of the garbage collector); so another one follows, which repeats until it is heard.
     """
     if not has_math_verify():
         say_once(
@@ -336,16 +338,32 @@ def _math_verify(prediction: str, gold: str) -> bool:
         return False
     from math_verify import LatexExtractionConfig, parse, verify  # the extra `math`
 
-    expressions = [
-        parse(
-            f"${text}$",
-            [LatexExtractionConfig()],
-            extraction_mode="first_match",
-            parsing_timeout=MATH_SECONDS,
-        )
-        for text in (gold, prediction)
-    ]
-    return verify(*expressions, timeout_seconds=MATH_SECONDS)
+    before = signal.signal(signal.SIGVTALRM, _ring)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 5 * MATH_SECONDS, 0.1)  # seconds of CPU time
+    try:
+        expressions = [
+            parse(
+                f"${text}$",
+                [LatexExtractionConfig()],
+                extraction_mode="first_match",
+                parsing_timeout=MATH_SECONDS,
+            )
+            for text in (gold, prediction)
+        ]
+        return verify(*expressions, timeout_seconds=MATH_SECONDS)
+    except Endless:
+        return False
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+class Endless(BaseException):
+    """Ends a comparison. It is no Exception, because sympy catches those."""
+
+
+def _ring(*_):
+    raise Endless
 
 
 def score_answer(prediction, golds: Golds, task="qa", options=(), punctuation="space") -> dict:

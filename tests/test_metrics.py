@@ -255,6 +255,33 @@ def test_spellings_of_one_expression_are_equal(prediction, gold):
     assert not math_equal(prediction, gold + "+7")
 
 
+@needs_math_verify
+def test_an_alarm_that_gets_lost_is_followed_by_others(monkeypatch):
+    import math_verify
+
+    swallowed = []
+
+    def stubborn(*_, **__):  # like sympy when an alarm rings inside a callback
+        while len(swallowed) < 3:
+            try:
+                while True:
+                    pass
+            except BaseException as alarm:
+                swallowed.append(type(alarm).__name__)
+        while True:
+            pass
+
+    monkeypatch.setattr(metrics, "MATH_SECONDS", 0.01)
+    monkeypatch.setattr(math_verify, "verify", stubborn)
+    metrics._math_verify.cache_clear()
+    before = metrics.signal.getsignal(metrics.signal.SIGVTALRM)
+    assert not math_equal("x+1", "x+2")
+    assert swallowed == ["Endless"] * 3
+    assert metrics.signal.getsignal(metrics.signal.SIGVTALRM) == before
+    assert metrics.signal.getitimer(metrics.signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+    metrics._math_verify.cache_clear()
+
+
 @pytest.mark.parametrize("library", [pytest.param(True, marks=needs_math_verify), False])
 @pytest.mark.parametrize(("prediction", "gold"), NOT_EQUAL)
 def test_different_answers_are_not_equal_and_never_raise(prediction, gold, library, request):
