@@ -55,7 +55,7 @@ class SlotCache(Cache):
     """
 
     write: tuple  # (slots [n, 1], positions [n, C]) of new keys; set before each forward pass
-    count: int  # n, the number of slots that are read: the first
+    read: slice | torch.Tensor  # the same slots; a slice reads a view, an index tensor a copy
     width: int  # number of places that are read of each slot
 
     def __init__(self, slots: int, size: int):
@@ -76,7 +76,7 @@ class SlotCache(Cache):
     def put(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         slots, positions = self.write
         stored[slots, :, positions] = new.transpose(1, 2).to(stored.dtype)
-        return stored[: self.count, :, : self.width]  # [n, kv, width, D]
+        return stored[self.read, :, : self.width]  # [n, kv, width, D]
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
         """Returns zeros. Uninitialised memory may hold NaN, and a masked place with NaN would spoil
@@ -205,14 +205,15 @@ class Engine:
         row as the row that lacks the fewest, so that none is padded.
         """
         while rows := [row for row in self.in_state("live") if row.cached < len(row.ids) - 1]:
-            rows = self.arrange(rows[: self.chunk])
+            rows = rows[: self.chunk]
             least = min(len(row.ids) - 1 - row.cached for row in rows)
             count = min(least, self.chunk // len(rows))
             chunks = [row.ids[row.cached : row.cached + count] for row in rows]
             tokens = torch.tensor(chunks, device=self.device)  # [n, C]
             starts = torch.tensor([[row.cached] for row in rows], device=self.device)  # [n, 1]
+            slots = torch.tensor([self.rows.index(row) for row in rows], device=self.device)  # [n]
             width = max(row.cached for row in rows) + count
-            self.hidden(tokens, starts + self.places[:count], width)
+            self.hidden(tokens, starts + self.places[:count], width, slots)
             for row in rows:
                 row.cached += count
 
@@ -221,25 +222,25 @@ class Engine:
         over; their state is now "waiting".
         """
         self.prefill()  # of documents
-        live = self.arrange(self.in_state("live"))
+        count = len(self.in_state("live"))
+        self.arrange(count)
         finished = []
-        while live and not finished:
-            finished = self.step(live)
+        while count and not finished:
+            finished = self.step(self.rows[:count])
         return finished
 
-    def arrange(self, rows: list[Row]) -> list[Row]:
-        """Moves these rows into the first slots, so that a forward pass can read them as one slice
-        of the cache, without a copy. Returns them in the order of their slots.
+    def arrange(self, count: int) -> None:
+        """Moves the live rows into the first `count` slots, so that a decoding step can read them
+        as one slice of the cache, without a copy.
         """
-        chosen = [row in rows for row in self.rows]
-        places = [slot for slot in range(len(rows)) if not chosen[slot]]
-        strays = [slot for slot in range(len(rows), len(chosen)) if chosen[slot]]
+        live = [row.state == "live" for row in self.rows]
+        places = [slot for slot in range(count) if not live[slot]]
+        strays = [slot for slot in range(count, len(live)) if live[slot]]
         sources, targets = strays + places, places + strays
-        moved = [self.rows[slot] for slot in sources]
-        self.cache.copy(sources, targets, max((row.cached for row in moved), default=0))
-        for slot, row in zip(targets, moved, strict=True):
+        rows = [self.rows[slot] for slot in sources]
+        self.cache.copy(sources, targets, max((row.cached for row in rows), default=0))
+        for slot, row in zip(targets, rows, strict=True):
             self.rows[slot] = row
-        return self.rows[: len(rows)]
 
     def step(self, rows: list[Row]) -> list[Row]:
         """Samples a token for each of these rows, which fill the first slots. Returns the rows
@@ -273,16 +274,16 @@ class Engine:
 
     def logits(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
         """Returns logits [n, V] for the tokens [n, 1] at positions [n, 1] of the first n slots."""
-        hidden = self.hidden(tokens, positions, width)  # [n, 1, H]
+        hidden = self.hidden(tokens, positions, width, slice(len(tokens)))  # [n, 1, H]
         return head_logits(self.model.get_output_embeddings(), hidden[:, -1])
 
-    def hidden(self, tokens, positions, width: int):
-        """Returns the last hidden states [n, C, H] of tokens [n, C] at positions [n, C] of the
-        first n slots, which attend to the first `width` places.
+    def hidden(self, tokens, positions, width: int, slots: slice | torch.Tensor):
+        """Returns the last hidden states [n, C, H] of tokens [n, C] at positions [n, C] of `slots`,
+        which attend to the first `width` places.
         """
-        cache, count = self.cache, len(tokens)
-        cache.write = (self.slot_ids[:count, None], positions)
-        cache.count = count
+        cache = self.cache
+        cache.write = (self.slot_ids[slots][:, None], positions)
+        cache.read = slots
         cache.width = min(-(-width // self.block) * self.block, cache.size)
         future = self.places[: cache.width] > positions[..., None]  # [n, C, width]
         # A float mask, added to the scores: a boolean mask would be converted in every layer.
