@@ -264,7 +264,7 @@ def prepare(data: Path, folder: Path, environment: Environment, references=False
         exams = {file: load_questions(data / f"{file}.jsonl") for file in EXAMS.values()}
         retriever = BM25(load_corpus(data / "corpus.jsonl"), title_boost=LIMITS["title_boost"])
         parts = {
-            name: [with_references(question, retriever) for question in questions]
+            name: [with_references(question, retriever, environment) for question in questions]
             for name, questions in (exams | parts).items()
         }
     for name, questions in parts.items():
@@ -272,16 +272,19 @@ def prepare(data: Path, folder: Path, environment: Environment, references=False
         write_records(folder / f"{name}.jsonl", records)
 
 
-def with_references(question: Question, retriever: BM25) -> Question:
+def with_references(question: Question, retriever: BM25, environment: Environment) -> Question:
     """Returns the question with four references in random order: what the query of each hop finds
-    first, which is gold, and the best others that the question itself finds.
+    first, which is gold, and the best others that the question itself finds. They are cut as what a
+    search finds, because four whole passages may be longer than the context.
     """
     found = retriever.search([hop.query for hop in question.hops] + [question.question], 4)
     gold = dict.fromkeys(documents[0] for documents in found[:-1])
     references = [*gold, *(page for page in found[-1] if page not in gold)][:4]
     random.Random(question.id).shuffle(references)
     numbers = tuple(n for n, page in enumerate(references, 1) if page in gold)
-    return replace(question, references=tuple(references), supporting=numbers)
+    limit = environment.settings.document_tokens
+    cut = [replace(p, text=environment.fit_documents([p.text], limit)[0]) for p in references]
+    return replace(question, references=tuple(cut), supporting=numbers)
 
 
 def relation(hop: Hop) -> str:

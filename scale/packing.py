@@ -91,7 +91,7 @@ class Group(NamedTuple):
     rows: list[int]
     begin: int
     end: int
-    above: int | None  # number of the group of the segment above; None: nothing is before `begin`
+    above: tuple[int, ...]  # numbers of the groups that hold what is before `begin`, in order
     shared: bool
 
     @property
@@ -108,14 +108,14 @@ def segments(texts: list[tuple]) -> list[Group]:
     may get up to SLACK tokens more.
 
     >>> segments([(7, 8, 9), (7, 8)])  # fewer than LEAST tokens are equal
-    [Group(rows=[0, 1], begin=0, end=3, above=None, shared=False)]
+    [Group(rows=[0, 1], begin=0, end=3, above=(), shared=False)]
     """
     groups: list[Group] = []
 
     def fits(group: list[int], row: int) -> bool:
         return len(texts[group[0]]) - len(texts[row]) <= SLACK
 
-    def branch(rows: list[int], begin: int, above: int | None) -> None:
+    def branch(rows: list[int], begin: int, above: tuple[int, ...]) -> None:
         """Cuts what these rows, which are sorted and equal up to `begin`, have from there on."""
         own = []
         for _, alike in groupby(rows, lambda row: texts[row][begin : begin + LEAST]):
@@ -123,13 +123,13 @@ def segments(texts: list[tuple]) -> list[Group]:
             end = len(beginning([texts[row] for row in part]))
             if len(part) > 1 and end - begin >= LEAST:
                 groups.append(Group(part, begin, end, above, True))
-                branch(part, end, len(groups) - 1)
+                branch(part, end, (*above, len(groups) - 1))
             else:
                 own += [row for row in part if len(texts[row]) > begin]
         for part in grouped(sorted(own, key=lambda row: -len(texts[row])), fits):
             groups.append(Group(part, begin, len(texts[part[0]]), above, False))
 
-    branch(sorted(range(len(texts)), key=texts.__getitem__), 0, None)
+    branch(sorted(range(len(texts)), key=texts.__getitem__), 0, ())
     return groups
 
 
@@ -170,10 +170,11 @@ def micro_batches(
     tokens: torch.Tensor, mask: torch.Tensor, budget: int, processes=1, rank=0
 ) -> list[torch.Tensor]:
     """Returns the micro-batches of process `rank`, each a tensor of row indices of tokens [B, L]
-    and mask [B, T]. Row b belongs to process b % processes. Rows of one prompt are put together;
-    apart from that, rows are sorted by length. A micro-batch takes at most `budget` tokens, which
-    are counted as its number of rows times its longest row; a row of more tokens than `budget` is a
-    micro-batch of its own. What rows share is computed only once, but counts in each of them.
+    and mask [B, T]. Row b belongs to process b % processes. Rows that share a prompt of LEAST tokens
+    are put together; apart from that, rows are sorted by length. A micro-batch takes at most
+    `budget` tokens, which are counted as its number of rows times its longest row; a row of more
+    tokens than `budget` is a micro-batch of its own. What rows share is computed only once, but
+    counts in each of them.
 
     All processes get the same number of micro-batches, because they wait for each other's passes:
     if a process has fewer, the rest are empty (`Batch.rows` handles this).
@@ -185,7 +186,8 @@ def micro_batches(
         lengths = lengths_of(wanted)
         fronts = wanted.int().argmax(1).tolist()  # the tokens of each prompt but its last
         ids = tokens[process::processes].tolist()
-        prompts = [tuple(row[:front]) for row, front in zip(ids, fronts, strict=True)]
+        pairs = zip(ids, fronts, strict=True)
+        prompts = [tuple(row[:front]) if front + 1 >= LEAST else () for row, front in pairs]
         count = Counter(prompts)
         keys = [(p if count[p] > 1 else (), -n) for p, n in zip(prompts, lengths, strict=True)]
 
@@ -211,17 +213,17 @@ def packed_attention(groups: list[Group], module, query, key, value, mask, scali
         # [heads, count · length, D] -> [count, heads, length, D], a view
         shape = (group.count, group.length)
         q, k, v = (x[number].unflatten(1, shape).transpose(0, 1) for x in texts)
-        if group.above is None:
+        if not group.above:
             out = scaled_dot_product_attention(q, k, v, is_causal=True, **options)
         else:
             # Imported here because it loads torch._dynamo, which takes a second.
             from torch.nn.attention.bias import causal_lower_right
 
-            above = group.above
-            while above is not None:  # its keys [kv, P, D] are put before the own ones
-                shared = (x[above].expand(group.count, -1, -1, -1) for x in texts[1:])
-                k, v = (torch.cat(pair, 2) for pair in zip(shared, (k, v), strict=True))
-                above = groups[above].above
+            # The keys above [kv, P, D] are put before the own ones [count, kv, length, D].
+            k, v = (
+                torch.cat([*(x[i].expand(group.count, -1, -1, -1) for i in group.above), own], 2)
+                for x, own in zip(texts[1:], (k, v), strict=True)
+            )
             # Trap: is_causal lets query i see keys 0 to i, but query i is token `begin` + i.
             seen = causal_lower_right(group.length, group.end)
             out = scaled_dot_product_attention(q, k, v, attn_mask=seen, **options)

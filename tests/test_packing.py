@@ -135,11 +135,11 @@ def test_what_several_rows_begin_with_is_packed_once_and_segments_form_a_tree(mo
     # The tokens of a shared segment are those of its first row in alphabetical order, row 1, which
     # has no other tokens. Rows 0 and 2 share only p.
     assert [(g.rows, g.begin, g.end, g.above, g.count) for g in groups] == [
-        ([1, 0, 2], 0, 2, None, 1),
-        ([1, 0], 2, 5, 0, 1),
-        ([0], 5, 6, 1, 1),
-        ([2], 2, 4, 0, 1),
-        ([3], 0, 1, None, 1),
+        ([1, 0, 2], 0, 2, (), 1),
+        ([1, 0], 2, 5, (0,), 1),
+        ([0], 5, 6, (0, 1), 1),
+        ([2], 2, 4, (0,), 1),
+        ([3], 0, 1, (), 1),
     ]
     assert places.tolist() == [6, 7, 8, 9, 10, 5, 14, 15, 18]
     assert index[0].tolist() == [0, 1, 2, 3, 4, 5]

@@ -177,19 +177,21 @@ def test_every_arm_is_trained_with_flags_that_train_py_accepts(arm, tmp_path, mo
     assert ("cold start" in exams) == (not start) and f"after stage {max(stages)}" in exams
 
 
-def test_references_are_what_the_hops_find_among_what_the_question_finds():
+def test_references_are_what_the_hops_find_among_what_the_question_finds(bpe):
     texts = {
         "Heat": "directed by Ann",
         "Ann": "born in Rome",
         "Heat 2": "a sequel",
         "Heats": "directed",
     }
-    texts["Sea"] = "waves"
+    texts |= {"Sea": "waves", "Heats": "directed " * 99}
+    place = Environment(bpe, PROTOCOLS["ur2"], None, Settings(document_tokens=60, max_context=999))
     pages = [Document(str(n), *pair) for n, pair in enumerate(texts.items())]
     hops = (Hop("director of Heat", "Ann"), Hop("Ann born", "Rome"))
     question = Question("1", "Where was the director of Heat born?", ["Rome"], hops=hops)
-    found = real.with_references(question, BM25(pages))
+    found = real.with_references(question, BM25(pages), place)
     gold = {found.references[number - 1].title for number in found.supporting}
     assert len(found.references) == 4 and gold == {"Heat", "Ann"}
     assert "Sea" not in {page.title for page in found.references}
-    assert found == real.with_references(question, BM25(pages))
+    assert found == real.with_references(question, BM25(pages), place)
+    assert max(place.count_tokens(page.text) for page in found.references) <= 60
