@@ -101,7 +101,7 @@ ARMS = {
     # UR² with one setting changed
     "unmasked": Arm("ur2", {2: LAST | {"variant": "unmasked"}}, STAGE1),
     "no_cold_start": Arm("ur2", {1: FIRST, 2: LAST}, "model"),
-    "no_stage1": Arm("ur2", {2: LAST | {"steps": FIRST["steps"] + LAST["steps"]}}, "cold"),
+    "no_stage1": Arm("ur2", {2: LAST | {"steps": 13}}, "cold"),  # as many as in both stages
     "random": Arm("ur2", {2: LAST | {"retriever": "random"}}, STAGE1),
     "empty": Arm("ur2", {2: LAST | {"retriever": "empty"}}, STAGE1),
     "grpo": Arm("ur2", {2: LAST | {"algorithm": "grpo"}}, STAGE1),
@@ -282,9 +282,11 @@ def with_references(question: Question, retriever: BM25, environment: Environmen
     references = [*gold, *(page for page in found[-1] if page not in gold)][:4]
     random.Random(question.id).shuffle(references)
     numbers = tuple(n for n, page in enumerate(references, 1) if page in gold)
-    limit = environment.settings.document_tokens
-    cut = [replace(p, text=environment.fit_documents([p.text], limit)[0]) for p in references]
-    return replace(question, references=tuple(cut), supporting=numbers)
+    cut = tuple(
+        replace(page, text=environment.fit_documents([page.text], LIMITS["document_tokens"])[0])
+        for page in references
+    )
+    return replace(question, references=cut, supporting=numbers)
 
 
 def relation(hop: Hop) -> str:
@@ -354,12 +356,12 @@ def results(exams: dict[str, list[dict]]) -> str:
 
 def run_all(settings: RealSettings, folder: Path, data: Path, model: str | Path) -> dict:
     """Runs all parts. Returns the records of each exam."""
-    arm, whole = ARMS[settings.arm], settings.arm == "ur2"
+    arm = ARMS[settings.arm]
+    whole = settings.arm == "ur2"
     exams = {}
-    common = {"recipe": arm.recipe, "corpus": data / "corpus.jsonl", "seed": settings.seed}
-    common |= LIMITS
+    common = LIMITS | {"recipe": arm.recipe, "corpus": data / "corpus.jsonl", "seed": settings.seed}
     if arm.recipe in ("r_search", "arena"):  # they copy evidence from passages
-        common |= {"max_turn_tokens": 128}
+        common["max_turn_tokens"] = 128
     place = folder if arm.recipe == "arena" else data
     files = ",".join(str(place / f"{file}.jsonl") for file in EXAMS.values())
     asked = common | {"data": files, "questions": settings.questions, "out": ""}
@@ -395,7 +397,8 @@ def run_all(settings: RealSettings, folder: Path, data: Path, model: str | Path)
 
 
 def folder_of(settings: RealSettings, arm: str) -> Path:
-    return Path(f"{settings.out}{'' if arm == 'ur2' else f'-{arm}'}-seed{settings.seed}")
+    name = "" if arm == "ur2" else f"-{arm}"
+    return Path(f"{settings.out}{name}-seed{settings.seed}")
 
 
 def main(arguments: list[str] | None = None) -> None:

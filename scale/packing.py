@@ -170,8 +170,8 @@ def micro_batches(
     tokens: torch.Tensor, mask: torch.Tensor, budget: int, processes=1, rank=0
 ) -> list[torch.Tensor]:
     """Returns the micro-batches of process `rank`, each a tensor of row indices of tokens [B, L]
-    and mask [B, T]. Row b belongs to process b % processes. Rows that share a prompt of LEAST tokens
-    are put together; apart from that, rows are sorted by length. A micro-batch takes at most
+    and mask [B, T]. Row b belongs to process b % processes. Rows that share a prompt of LEAST
+    tokens are put together; apart from that, rows are sorted by length. A micro-batch takes at most
     `budget` tokens, which are counted as its number of rows times its longest row; a row of more
     tokens than `budget` is a micro-batch of its own. What rows share is computed only once, but
     counts in each of them.
@@ -185,8 +185,7 @@ def micro_batches(
         wanted = mask[process::processes].bool()
         lengths = lengths_of(wanted)
         fronts = wanted.int().argmax(1).tolist()  # the tokens of each prompt but its last
-        ids = tokens[process::processes].tolist()
-        pairs = zip(ids, fronts, strict=True)
+        pairs = zip(tokens[process::processes].tolist(), fronts, strict=True)
         prompts = [tuple(row[:front]) if front + 1 >= LEAST else () for row, front in pairs]
         count = Counter(prompts)
         keys = [(p if count[p] > 1 else (), -n) for p, n in zip(prompts, lengths, strict=True)]

@@ -142,10 +142,8 @@ def test_what_several_rows_begin_with_is_packed_once_and_segments_form_a_tree(mo
         ([3], 0, 1, (), 1),
     ]
     assert places.tolist() == [6, 7, 8, 9, 10, 5, 14, 15, 18]
-    assert index[0].tolist() == [0, 1, 2, 3, 4, 5]
-    assert index[1, :5].tolist() == [0, 1, 2, 3, 4]
-    assert index[2, :4].tolist() == [0, 1, 6, 7]
-    assert index[3, :1].tolist() == [8]
+    expected = [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4], [0, 1, 6, 7], [8]]
+    assert [row[: len(text)].tolist() for row, text in zip(index, texts, strict=True)] == expected
 
 
 def test_padding_is_not_computed_and_a_shared_beginning_once(monkeypatch):
@@ -167,11 +165,9 @@ def test_equal_rows_get_the_same_gradients_in_every_run():
     tokens[:] = tokens[0]  # each hidden state is wanted by 40 rows
     mask[:, 69:129] = 1
     policy = Policy(model_of("qwen2", **SHAPE | {"hidden_size": 128}))
-    weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(2))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
+    weights = torch.randn(mask.shape)
+    torch.set_num_threads(2)  # with one thread the order is fixed in any case
     first, *others = (with_gradients(policy, tokens, mask, weights)[1] for _ in range(4))
-    torch.set_num_threads(threads)
     assert all(torch.equal(*pair) for again in others for pair in zip(first, again, strict=True))
 
 
