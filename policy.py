@@ -7,9 +7,10 @@ V = 151k. So log-probs are computed only for tokens that the loss uses (by defau
 policy sampled), and in chunks: the logits of a chunk are discarded after use and recomputed in the
 backward pass.
 
-Trained weights are stored in fp32; on GPUs most arithmetic is in bf16. If the weights were bf16,
-rounding would undo steps of 1e-6: after 20 AdamW steps, 98 % of the weights would not have changed.
-Frozen weights may be bf16 or int8, and Adam's moments may have 8 bits.
+Trained weights are stored in fp32; on GPUs most arithmetic is in bf16, and on a CPU too after
+`accelerate launch --mixed_precision bf16` or with ACCELERATE_MIXED_PRECISION=bf16. If the weights
+were bf16, rounding would undo steps of 1e-6: after 20 AdamW steps, 98 % of the weights would not
+have changed. Frozen weights may be bf16 or int8, and Adam's moments may have 8 bits.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,6 +58,11 @@ torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 # Number of logits in one chunk: in fp32 512 MB on a CUDA GPU, otherwise 64 MB. Small chunks would
 # be slow, because each chunk reads the whole head.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**27}
+# What `accelerate launch --mixed_precision` sets. GPUs compute in bf16 whatever it is.
+PRECISION = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+if PRECISION == "bf16":  # the factors of the logits are in bf16, so a CPU may multiply them as such
+    torch.set_float32_matmul_precision("medium")
+PROCESSOR = Path("/proc/cpuinfo")
 DEFAULTS = Settings()
 
 
@@ -73,9 +80,12 @@ def token_logprobs(
 
 
 def head_logits(head: nn.Module, hidden: Tensor) -> Tensor:
-    """Maps hidden states [N, H] to logits [N, V], which a bf16 head does not round to bf16."""
-    exact = head.weight.dtype != torch.bfloat16
-    return head(hidden) if exact else fp32_product(hidden, head.weight.T)
+    """Maps hidden states [N, H] to fp32 logits [N, V]. They are not rounded to bf16, whatever the
+    weights or autocast are.
+    """
+    with torch.autocast(hidden.device.type, enabled=False):
+        exact = hidden.dtype == head.weight.dtype == torch.float32
+        return head(hidden) if exact else fp32_product(hidden, head.weight.T)
 
 
 class ChunkedLogprobs(torch.autograd.Function):
@@ -140,7 +150,7 @@ def fp32_product(a: Tensor, b: Tensor) -> Tensor:
     """Returns the matrix product a b in fp32. A GPU sums bf16 products in fp32 anyway; rounding
     the logits to bf16 afterwards would change a log-prob by 0.025 on average.
     """
-    if a.is_cuda and a.dtype != torch.float32:
+    if a.is_cuda and a.dtype == b.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
 
@@ -180,11 +190,10 @@ class Policy(nn.Module):
         return self.language_model.config
 
     def autocast(self, keep: bool = True):
-        """Returns a context in which a GPU computes in bf16 although weights are fp32; keep=True
-        caches the bf16 copies of trained weights until the context ends.
+        """Returns a context in which most arithmetic is in bf16 (if `in_bf16`) although weights are
+        fp32; keep=True caches the bf16 copies of trained weights until the context ends.
         """
-        mixed = self.device.type != "cpu"
-        mixed = mixed and any(p.dtype == torch.float32 for p in self.parameters())
+        mixed = in_bf16(self.device) and any(p.dtype == torch.float32 for p in self.parameters())
         return torch.autocast(self.device.type, torch.bfloat16, enabled=mixed, cache_enabled=keep)
 
     def forward(self, tokens: Tensor, temperature=1.0, mask=None) -> Tensor:
@@ -210,6 +219,28 @@ class Policy(nn.Module):
         """
         with evaluating(self.language_model), self.autocast():
             return self.language_model.generate(**arguments, synced_gpus=False)
+
+
+def in_bf16(device: torch.device | str) -> bool:
+    """Tells whether most arithmetic on this device is in bf16: on a GPU, or if it was asked for."""
+    return torch.device(device).type != "cpu" or PRECISION == "bf16"
+
+
+def has_bf16() -> bool:
+    """Tells whether this processor multiplies in bf16. Without the instructions it is slower than
+    in fp32.
+    """
+    return PROCESSOR.exists() and "avx512_bf16" in PROCESSOR.read_text()
+
+
+def check_precision(device: torch.device | str) -> None:
+    """Raises an InputError if a number format was asked for that is not supported here."""
+    on_cpu = torch.device(device).type == "cpu"
+    if PRECISION not in ("no", "bf16") or (PRECISION == "bf16" and on_cpu and not has_bf16()):
+        raise InputError(
+            f"ACCELERATE_MIXED_PRECISION={PRECISION} (or accelerate's --mixed_precision): possible "
+            "are no (fp32 on a CPU) and bf16 (on a CPU with avx512_bf16 in /proc/cpuinfo)"
+        )
 
 
 def check_head(model: nn.Module) -> None:
@@ -259,6 +290,7 @@ def load_policy(
     in_8bit   loads int8 weights: for a frozen model, or as LoRA's base
     seed      initialises the LoRA matrices
     """
+    check_precision(device)
     tokenizer = load_tokenizer(path, getattr(settings, "chat_template", ""))
     lora_rank = 0 if frozen else settings.lora_rank
     trained = not (frozen or in_8bit or lora_rank)

@@ -28,6 +28,7 @@ the hops find, among those that the question finds. Left out: questions that com
 import hashlib
 import importlib.util
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -47,7 +48,7 @@ from formats.records import append_jsonl, finished_records, write_records, write
 from lab import parse_flags
 from plumbing.build import build_environment, build_search
 from plumbing.report import summarise, table
-from policy import load_tokenizer, loading
+from policy import has_bf16, load_tokenizer, loading
 from retriever import BM25
 from rollout import Environment
 from settings import setting
@@ -303,7 +304,8 @@ def run_part(folder: Path, command: str, flags: dict, result: str) -> Path:
         return path
     shutil.rmtree(partial, ignore_errors=True)
     words = [f"--{flag}={partial if flag == 'out' else value}" for flag, value in flags.items()]
-    print(f"\n$ python {command} {' '.join(words)}", flush=True)
+    precision = f"ACCELERATE_MIXED_PRECISION={os.environ['ACCELERATE_MIXED_PRECISION']}"
+    print(f"\n$ {precision} python {command} {' '.join(words)}", flush=True)
     start = time.perf_counter()
     code = subprocess.run([sys.executable, *command.split(), *words]).returncode
     minutes = round((time.perf_counter() - start) / 60, 1)
@@ -403,6 +405,7 @@ def folder_of(settings: RealSettings, arm: str) -> Path:
 
 def main(arguments: list[str] | None = None) -> None:
     settings, _ = parse_flags("lab.real", RealSettings, arguments)
+    os.environ.setdefault("ACCELERATE_MIXED_PRECISION", "bf16" if has_bf16() else "no")
     folder = folder_of(settings, settings.arm)
     folder.mkdir(parents=True, exist_ok=True)
     model = settings.model or model_from_package(MODEL)

@@ -29,7 +29,7 @@ from other_models.reader import readings_of
 from papers import PROTOCOLS, paper_of
 from plumbing.files import checkpoint_to_resume, prompt_sections, starting_model
 from plumbing.questions import hold_out, load_documents, training_questions
-from policy import load_policy, make_optimizer
+from policy import in_bf16, load_policy, make_optimizer
 from prompts import Protocol
 from retriever import make_retriever, make_search
 from retrievers.dense import Encoder
@@ -203,7 +203,8 @@ def make_accelerator(settings: Settings) -> Accelerator:
     # Without bucket views DDP keeps a second copy of all gradients.
     views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     tracker = {"log_with": settings.report_to or None, "project_dir": stage_folder(settings)}
-    return Accelerator(kwargs_handlers=[limit, views], **tracker)
+    # policy.py asks for bf16 arithmetic itself.
+    return Accelerator(mixed_precision="no", kwargs_handlers=[limit, views], **tracker)
 
 
 # ------------------------------------------------------------------------------------- processes
@@ -226,7 +227,7 @@ def set_threads() -> None:
     Trap: `torchrun` and `accelerate launch` set OMP_NUM_THREADS too, often to 1, so only a process
     that was started without them takes the user's own number.
     """
-    launched = {"LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys()
+    launched = {"LOCAL_WORLD_SIZE", "ACCELERATE_DYNAMO_BACKEND"} & os.environ.keys()
     if launched or "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // rank_of("LOCAL_WORLD_SIZE", 1)))
 
@@ -319,7 +320,7 @@ def choose_sampler(state: TrainState, in_8bit: bool) -> None:
         if state.accelerator.is_main_process:
             policy.fleet.check()
         state.sampler = lambda: to_serve(policy, state.version)
-    state.recompute = device.type != "cpu" or copies or served or not settings.mask_documents
+    state.recompute = in_bf16(device) or copies or served or not settings.mask_documents
     state.mismatch = settings.mismatch
     if state.mismatch == "auto":
         # No correction if documents are trained on: they have no log-probs of the sampler.

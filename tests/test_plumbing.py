@@ -186,7 +186,7 @@ LIMITED = "250000 100000"  # a container's quota of 2.5 cores
 def test_the_cores_of_a_machine_are_shared_by_its_processes(
     environment, quota, threads, monkeypatch, tmp_path
 ):
-    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"):
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", "ACCELERATE_DYNAMO_BACKEND"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
