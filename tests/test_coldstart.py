@@ -195,6 +195,12 @@ def test_guesses_use_wordings_that_no_other_thought_has(bpe):
     assert not others & {*GUESS}
 
 
+def test_a_sum_is_answered_at_once_unless_it_has_hops(bpe):
+    question = Question("s", "What is 3 plus 4?", ["7"], "math")
+    assert trace_of(question, bpe).text == f"{GUESS[0]} \\boxed{{7}}<|im_end|>"
+    assert hops_of(question) == () and hops_of(replace(question, hops=HOPS)) == HOPS
+
+
 def test_questions_are_drawn_evenly_from_their_kinds():
     kinds = [replace(OWN, id=str(n), source=kind) for n, kind in enumerate("aaab")]
     order = "".join(question.kind for question in evenly(kinds, 0))

@@ -167,6 +167,36 @@ def test_a_model_that_changes_its_logits_after_the_matrix_is_refused_in_one_line
     assert "changes its logits after the output matrix" in message(Policy, model)
 
 
+def test_on_a_cpu_arithmetic_is_in_bf16_if_asked_for_and_gradients_are_fp32(monkeypatch):
+    policy, tokens = make_policy(), make_tokens()
+    exact = policy(tokens)
+    monkeypatch.setattr(policy_file, "PRECISION", "bf16")
+    rounded = policy(tokens)
+    assert 1e-4 < (rounded - exact).abs().max() < 0.1
+    assert {gradient.dtype for gradient in gradients(policy, rounded.sum())} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    "precision, processor, refused",
+    [
+        ("no", "", False),
+        ("bf16", "flags: avx2 avx512_bf16", False),
+        ("bf16", "flags: avx2", True),
+        ("bf16", "", True),  # there is no such file on this system
+        ("fp16", "flags: avx512_bf16", True),
+    ],
+)
+def test_a_number_format_that_a_cpu_lacks_is_refused_before_a_model_is_loaded(
+    precision, processor, refused, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(policy_file, "PRECISION", precision)
+    monkeypatch.setattr(policy_file, "PROCESSOR", tmp_path / "cpuinfo")
+    if processor:
+        (tmp_path / "cpuinfo").write_text(processor)
+    told = message(load_policy, str(tmp_path / "no model"))
+    assert (f"ACCELERATE_MIXED_PRECISION={precision}" in told) == refused
+
+
 # ------------------------------------------------------------------------------- loading and saving
 
 

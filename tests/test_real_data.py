@@ -87,6 +87,11 @@ def test_training_questions_are_drawn_as_published_ones_need_them_and_can_be_ans
     assert asked["father"] >= 5 and asked["date"] <= 2 and not asked["employer"]
     assert "4" not in {q.id[-1] for q in rl} and "published" in {q.source for q in rl}
     assert not {q.id for q in cold} & {q.id for q in rl}
+    real.prepare(tmp_path, tmp_path, place, "sums")
+    parts = [load_questions(tmp_path / f"{name}.jsonl") for name in ("sums", "cold", "rl")]
+    sums = [[q for q in part if q.task == "math"] for part in parts]
+    assert [*map(len, sums)] == [41, 20, 20] and len({q.id for part in sums for q in part}) == 81
+    assert all(eval(q.id) == int(q.answers[0]) for q in sums[0])  # "3+4" is 7
 
 
 def test_what_is_missing_is_told_in_one_line(tmp_path, monkeypatch):
@@ -162,14 +167,14 @@ def test_every_arm_is_trained_with_flags_that_train_py_accepts(arm, tmp_path, mo
 
     trained = []
     monkeypatch.setattr(real.subprocess, "run", Parsed().run)
-    recipe, stages, start = real.ARMS[arm]
+    recipe, stages, start, other, _ = real.ARMS[arm]
     settings = real.RealSettings(arm=arm, out=str(tmp_path / "real"), seed=3)
     folder = real.folder_of(settings, arm)
     folder.mkdir()
     if start not in ("", "model"):
         told = message(real.run_all, settings, folder, tmp_path, "m")
-        assert "--arm ur2" in told and not trained
-        (tmp_path / "real-seed3" / start).mkdir(parents=True)
+        assert f"--arm {other}" in told and not trained
+        (real.folder_of(settings, other) / start).mkdir(parents=True)
     exams = real.run_all(settings, folder, tmp_path, "m")
     assert [s.stage for s in trained] == [*stages] and {s.recipe for s in trained} == {recipe}
     assert [s.steps for s in trained] == [stage["steps"] for stage in stages.values()]

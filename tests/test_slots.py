@@ -13,7 +13,7 @@ from data import Document, Question, SearchResult
 from engines import slots
 from engines.slots import Engine, affordable, generate_in_slots, pick, thin_products
 from papers import PROTOCOLS
-from policy import Policy
+from policy import Policy, collate
 from prompts import build_prompt
 from rollout import Environment, context_of, encode, generate_by_turns, rollout
 from scale.packing import beginning
@@ -207,6 +207,15 @@ def scripted_policy(bpe, text: str) -> Policy:
 
 
 # ----------------------------------------------------------------------------------------- sampling
+
+
+def test_slots_in_bf16_record_nearly_the_log_probs_of_the_policy(toy_tokenizer, monkeypatch):
+    monkeypatch.setattr("policy.PRECISION", "bf16")
+    policy = random_policy(len(toy_tokenizer), random.Random(0))
+    rows = play(policy, toy_tokenizer, [QA] * 8)
+    batch = collate(rows, [0.0] * 8, 1)
+    gap = policy(batch.tokens, mask=batch.response_mask) - batch.old_logprobs  # [B, T]
+    assert 0 < gap.abs().max() < 0.1
 
 
 @pytest.mark.parametrize("thin", [0, 8])  # with 8, more rows take the usual product
