@@ -42,7 +42,7 @@ from accelerate import PartialState
 from safetensors.torch import save_file
 
 from errors import FlagParser, InputError, run_main
-from policy import load_policy
+from policy import best_device, in_bf16, load_policy
 from retrievers.net import Fault, fetch_json
 from rollout import StopRule, Turn, end_ids, generate_by_turns
 from scale.lora import merged_weights
@@ -87,7 +87,7 @@ class Fleet:
 
     def __init__(self, policy, environment):
         self.policy = policy
-        self.dtype = torch.float32 if policy.device.type == "cpu" else torch.bfloat16
+        self.dtype = torch.bfloat16 if in_bf16(policy.device) else torch.float32
         self.settings = environment.settings
         self.context = environment.max_context
         self.urls = self.settings.engine.split(",")
@@ -297,10 +297,11 @@ def main(arguments=None) -> None:
         raise InputError("vllm is not installed: `make vllm` (for CPUs), or put it on the PATH")
     policy, tokenizer = load_policy(options.model, frozen=True)
     flags = f"{FLAGS} --port {options.port}"
-    dtype, variables = torch.bfloat16, VARIABLES
-    if not torch.cuda.is_available():
-        dtype, variables = torch.float32, VARIABLES | ON_CPU
-        flags += " --dtype float32 --enforce-eager"
+    device, variables = best_device(), VARIABLES
+    dtype = torch.bfloat16 if in_bf16(device) else torch.float32
+    if device == "cpu":
+        variables = VARIABLES | ON_CPU
+        flags += f" --dtype {str(dtype).partition('.')[2]} --enforce-eager"
     name = re.sub(r"\W+", "-", f"{options.model}-{options.port}")
     folder = Path("runs/served", name).absolute()
     write_weights(policy.language_model, folder, dtype)
