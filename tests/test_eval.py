@@ -420,13 +420,13 @@ def test_the_table_has_a_row_per_kind_and_decoding_both_runs_two_evaluations(
 
 def test_questions_of_some_kinds_are_drawn_of_each(tmp_path):
     """UR² 4.2: 500 questions each of History, Law and others of MMLU-Pro."""
-    kinds = ["history", "law", "health"] * 4
+    kinds = ["History", "law", "health"] * 4
     records = [{"question": f"{i} ?", "answers": ["a"], "source": k} for i, k in enumerate(kinds)]
     settings = Settings(data=write(tmp_path / "q.jsonl", records), model="m", retriever="empty")
     options = [dataclasses.replace(OPTIONS, kinds=names) for names in ("Law, history", "histroy")]
     (chosen,) = evaluation_questions(settings, options[0])[0].values()
-    assert Counter(q.kind for q in chosen) == {"history": 3, "law": 3}
-    assert "are health, history, law" in message(evaluation_questions, settings, options[1])
+    assert Counter(q.kind for q in chosen) == {"History": 3, "law": 3}
+    assert "are History, health, law" in message(evaluation_questions, settings, options[1])
 
 
 def test_an_evaluation_logs_its_summaries_if_it_is_asked_to(written, monkeypatch):
