@@ -80,7 +80,7 @@ MOST = {"cold": 200, "rl": 400}  # questions of each family: one hop, two hops m
 COLD = {"traces": 500, "hops": "1=0.8,2=0.2", "epochs": 1, "held_out": 0, "exam": 0}
 STEP = {"questions_per_step": 4, "group_size": 8, "trajectories_per_update": 16}
 STEP |= {"tokens_per_micro_batch": 4096, "task_mixing": False, "mix": "one=2,made=1,published=1"}
-FIRST, LAST = {"steps": 3, "lr": 2e-5}, {"steps": 10, "lr": 3e-5}
+FIRST, LAST = {"steps": 3, "lr": 2e-5}, {"steps": 40, "lr": 3e-5}
 WITH_SUMS = {"mix": "one=2,made=1,published=1,sum=1"}
 
 
@@ -107,7 +107,7 @@ ARMS = {
     # UR² with one setting changed
     "unmasked": Arm("ur2", {2: LAST | {"variant": "unmasked"}}, STAGE1),
     "no_cold_start": Arm("ur2", {1: FIRST, 2: LAST}, "model"),
-    "no_stage1": Arm("ur2", {2: LAST | {"steps": 13}}, "cold"),  # as many as in both stages
+    "no_stage1": Arm("ur2", {2: LAST | {"steps": 43}}, "cold"),  # as many as in both stages
     "random": Arm("ur2", {2: LAST | {"retriever": "random"}}, STAGE1),
     "empty": Arm("ur2", {2: LAST | {"retriever": "empty"}}, STAGE1),
     "grpo": Arm("ur2", {2: LAST | {"algorithm": "grpo"}}, STAGE1),
