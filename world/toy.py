@@ -20,6 +20,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -298,7 +299,7 @@ class Tasks:
         return shuffled(self.rng, [found, self.new_fact(name, other)])
 
     def facts(self, kind: str) -> Facts:
-        return self.world.draw_facts(self.rng, kind, "warmup")
+        return built_in.draw_facts(self.rng, kind, self.values)
 
     def value(self, kind: str) -> str:
         return self.rng.choice(self.values[kind])
@@ -490,13 +491,13 @@ class TraceWriter:
         shown, numbers = self.tasks.with_distractors(task)
         answer = task.guess if self.happens(tiny.ignore_document) else task.answer
         cited = ", ".join(map(str, self.cited(numbers)))
-        note, thought = "".join(hop.note for hop in task.hops[:-1]), f" {task.relation} {answer}"
-        analysis = ""
-        if not self.happens(tiny.no_analysis):
-            analysis = tiny.analysis.format(note=note, thought=thought)
-        citation = tiny.citation.format(numbers=cited)
-        gaps = {"citation": citation, "analysis": analysis, "note": note, "thought": thought}
-        text = (tiny.end if self.cites else tiny.uncited).format(**gaps, answer=answer)
+        analysis = "" if self.happens(tiny.no_analysis) else tiny.analysis
+        template = tiny.end if self.cites else tiny.uncited
+        # The templates of citation and analysis have gaps too.
+        template = template.replace("{citation}", tiny.citation).replace("{analysis}", analysis)
+        note = "".join(hop.note for hop in task.hops[:-1])
+        thought = f" {task.relation} {answer}"
+        text = template.format(numbers=cited, note=note, thought=thought, answer=answer)
         return Question("", task.question, [], references=shown), [(text, True)]
 
     def practise_citing(self) -> Trace:
@@ -524,27 +525,24 @@ class TraceWriter:
         return self.rng.choice(wrong)
 
 
-def prompt_texts(questions: list[Question], protocol: Protocol, tokenizer) -> list[str]:
-    """Returns the prompts of questions of the built-in world. A chat template takes long to render,
-    so, unless the prompt has references, it is rendered only for "@", and "@" is then replaced.
-    """
-    if protocol.references_in_prompt:
-        return [prompt_text(protocol, question, tokenizer) for question in questions]
-    frames = {
-        may: prompt_text(protocol, Question("", "@", [], may_search=may), tokenizer)
-        for may in (True, False)
-    }
-    return [frames[question.may_search].replace("@", question.question) for question in questions]
-
-
 def encode_traces(traces: list[Trace], protocol: Protocol, tokenizer) -> list[Example]:
     """Returns the traces as token ids and masks. As in a rollout, no token spans two pieces. The
-    backend is used because it encodes a short text faster than the tokenizer itself.
+    backend is used because it encodes a short text faster than the tokenizer itself. A chat
+    template takes long to render, so, unless the prompt has references, it is rendered only for
+    "@", and "@" is then replaced.
     """
     backend = tokenizer.backend_tokenizer
-    prompts = prompt_texts([question for question, _ in traces], protocol, tokenizer)
+
+    @cache
+    def frame(may_search: bool) -> str:
+        return prompt_text(protocol, Question("", "@", [], may_search=may_search), tokenizer)
+
     examples = []
-    for prompt, (_, pieces) in zip(prompts, traces, strict=True):
+    for question, pieces in traces:
+        if question.references:
+            prompt = prompt_text(protocol, question, tokenizer)
+        else:
+            prompt = frame(question.may_search).replace("@", question.question)
         ids, mask = [], []
         for text, learned in [(prompt, False), *pieces]:
             piece = backend.encode(text, add_special_tokens=False).ids
