@@ -108,11 +108,6 @@ def estimate(s: Settings, config, gpus: int, parts: int) -> dict[str, dict]:
     return {"always": always, "rollout": rollout, "update": update}
 
 
-def peak(always: dict, rollout: dict, update: dict) -> float:
-    """Returns the GiB at the peak."""
-    return (sum(always.values()) + max(sum(rollout.values()), sum(update.values()))) / GIB
-
-
 @dataclass(frozen=True)
 class PlanSettings:
     """Estimate the memory of a run."""
@@ -128,14 +123,15 @@ def main(arguments: list[str] | None = None) -> None:
     sharded = options.gpus if s.optimizer == "adamw" and not s.lora_rank else 1
     for parts in (1, sharded):  # ddp if that fits, otherwise fsdp2
         kinds = estimate(s, config, options.gpus, parts)
-        if peak(**kinds) <= room:
+        always, *others = (sum(sizes.values()) / GIB for sizes in kinds.values())
+        peak = always + max(others)
+        if peak <= room:
             break
     print(f"GiB on each of {options.gpus} GPUs, weights in {parts} parts:")
     for kind, sizes in kinds.items():
         print(f"{kind}:", *(f"{name} {size / GIB:.1f}" for name, size in sizes.items()), sep="  ")
-    fits = "fits" if peak(**kinds) <= room else "does not fit"
-    alone = "without summariser, judge, reader, encoder"
-    print(f"peak {peak(**kinds):.1f}: {fits} in {room:.1f}, {alone}")
+    fits = "fits" if peak <= room else "does not fit"
+    print(f"peak {peak:.1f}: {fits} in {room:.1f}, without summariser, judge, reader, encoder")
 
 
 if __name__ == "__main__":
