@@ -110,6 +110,10 @@ def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
 
 
 # ---------------------------------------------------------------------------------------- the model
+HEAD = 16  # width of an attention head, of every model but those of some tests
+BASE = 1000.0  # of the rotary frequencies
+
+
 def shape(vocab_size: int, width: int, heads: int, inner: int, context: int = 256) -> dict:
     """Returns the fields of a model config. Most texts of the world have about 100 tokens, so they
     fit into the default `context`; the warm-up with raw passages has a larger one.
@@ -121,7 +125,7 @@ def shape(vocab_size: int, width: int, heads: int, inner: int, context: int = 25
         "num_hidden_layers": 2,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": BASE},
         "pad_token_id": 0,
         "eos_token_id": 1,
         "bos_token_id": None,
@@ -142,7 +146,7 @@ def make_model(
     vocab_size: int, seed: int = 0, width: int = 128, context: int = 256
 ) -> torch.nn.Module:
     """Returns a Qwen2 that is not trained yet: 0.48M parameters at width 128, 0.20M at 80."""
-    return born(Qwen2Config(**shape(vocab_size, width, width // 16, 3 * width, context)), seed)
+    return born(Qwen2Config(**shape(vocab_size, width, width // HEAD, 3 * width, context)), seed)
 
 
 OFFSETS = (1, 1, 2, 2)  # how many tokens each of the four heads looks back
@@ -159,11 +163,8 @@ def look_back(model: torch.nn.Module) -> torch.nn.Module:
         logit(Δ) = Σ_i q_i · R(−Δ θ_i) k_i,   k_i = (g, 0),   q_i = g (cos o θ_i, −sin o θ_i)
         is largest at Δ = o,   o = OFFSETS[h];   Δ: places back,   θ_i: the rotary frequencies
     """
-    config = model.config
-    size = config.hidden_size // config.num_attention_heads
-    base = config.rope_parameters["rope_theta"]
-    theta = base ** (-torch.arange(size // 2) * 2 / size)  # [size / 2]  rotary frequencies
-    angles = torch.tensor(OFFSETS)[:, None] * theta  # [heads that look back, size / 2]
+    theta = BASE ** (-torch.arange(HEAD // 2) * 2 / HEAD)  # [HEAD / 2]  rotary frequencies
+    angles = torch.tensor(OFFSETS)[:, None] * theta  # [heads that look back, HEAD / 2]
     query = torch.cat([angles.cos(), -angles.sin()], dim=1).flatten()
     key = torch.cat([torch.ones_like(angles), torch.zeros_like(angles)], dim=1).flatten()
     attention = model.model.layers[0].self_attn

@@ -138,14 +138,14 @@ class World:
         companies = shuffled(rng, [head + tail for head in COMPANY_HEADS for tail in COMPANY_TAILS])
         famous = [f"{rng.choice(FIRST)} {last}" for last in FAMOUS]
         # Each split takes the next names of these iterators, so no name belongs to two splits. The
-        # first split, "known", gets the famous people.
+        # first split, "known", gets the famous people; the warm-up gets all that are left
+        # (there are fewer than 10,000).
         rest = {"person": iter(famous + people), "city": iter(cities), "company": iter(companies)}
-        for split, count in SPLITS.items():
+        for split, count in {**SPLITS, "warmup": 10_000}.items():
             self.entities[split] = {
                 kind: list(islice(names, count if kind == "person" else count // 2))
                 for kind, names in rest.items()
             }
-        self.entities["warmup"] = {kind: list(names) for kind, names in rest.items()}
 
     def values(self, split: str) -> dict[str, list[str]]:
         """Returns, for each kind of value, the values that a fact of the split may have. The names
