@@ -19,9 +19,9 @@ import random
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
@@ -176,8 +176,7 @@ def look_back(model: torch.nn.Module) -> torch.nn.Module:
 
 
 # ------------------------------------------------------------------------------------ what is asked
-@dataclass(frozen=True)
-class Hop:
+class Hop(NamedTuple):
     """One search: its query, the passage that it finds (None if there is none), the note that the
     model writes about the passage, and the name of the entity that the query is about.
     """
@@ -188,8 +187,7 @@ class Hop:
     name: str = ""
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """A question, the hops to its answer, and the answer. `relation` is the relation whose value is
     the answer; it is "" for units and sums. `guess` is a random value of the answer's kind; it is
     "" for known facts and sums, because the model does not have to guess these.
@@ -602,7 +600,7 @@ def load_toy(
         return policy, tokenizer
 
     name = "-".join(filter(None, (protocol.name, which, f"world{world_seed}")))
-    return made_once(Path(runs, "toy", name), str(tiny), make)
+    return made_once(Path(runs, "toy", name), tiny, make)
 
 
 def load_reader(world_seed: int = 0, runs: str = "runs") -> Loaded:
@@ -616,19 +614,20 @@ def load_reader(world_seed: int = 0, runs: str = "runs") -> Loaded:
         config = LlamaConfig(**shape(len(tokenizer), 96, 6, 256), attention_bias=True)
         reader = Policy(born(config, seed))
         tasks = Tasks(World(world_seed, layout="facts"), seed)
-
-        def next_examples(_step: int) -> list[Example]:
-            return [reader_example(tasks, tokenizer) for _ in range(64)]
-
-        train_sft(reader, next_examples, READER, "the reader of evidence")
+        train_sft(
+            reader,
+            lambda _step: [reader_example(tasks, tokenizer) for _ in range(64)],
+            READER,
+            "the reader of evidence",
+        )
         return reader, tokenizer
 
     path = Path(runs, "toy", f"reader-world{world_seed}")
-    reader, tokenizer = made_once(path, str(READER), make)
+    reader, tokenizer = made_once(path, READER, make)
     return reader.eval().requires_grad_(False), tokenizer
 
 
-def made_once(path: Path, recipe: str, make: Callable[[], Loaded]) -> Loaded:
+def made_once(path: Path, recipe: object, make: Callable[[], Loaded]) -> Loaded:
     """Returns the model in the folder `path`. If it is missing, or made by another `recipe`, it is
     made first, while other processes that need it wait.
     """
