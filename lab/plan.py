@@ -85,27 +85,27 @@ def estimate(s: Settings, config, gpus: int, parts: int) -> dict[str, dict]:
     act = 32 * width + 4 * keys + 8 * wide - 14 * width * lora  # bytes of a token in a layer
     again = (act + 4 * wide + 4 * width) * tokens  # a layer computed again, and its gradient
     head = 12 * width * tokens + 10 * min(tokens, chunk_rows(vocab, "cuda")) * vocab
-    always = {
-        "weights": own + copy * lora,
-        "moments": moments,
-        "critic": (own + moments + buckets) * (s.algorithm == "ppo"),
-        "reference": copy * (s.kl_coef > 0 and not lora),
+    return {
+        "always": {
+            "weights": own + copy * lora,
+            "moments": moments,
+            "critic": (own + moments + buckets) * (s.algorithm == "ppo"),
+            "reference": copy * (s.kl_coef > 0 and not lora),
+        },
+        "rollout": {
+            "gradients (DDP's buckets)": buckets,
+            "copy of the weights": copy,
+            "keys and values": 4 * layers * keys * ROWS * row,
+            "logits": 16 * ROWS * vocab,
+        },
+        "update": {
+            "gradients": own,
+            "activations": (4 * width if thin else act) * layers * tokens,
+            "head, or a layer again": max(head, again * thin) + 6 * vocab * width,
+            "gathered weights": (8 * vocab * width + 12 * layer) * (parts > 1),
+            "bf16 copy of the weights": copy * (not lora and not thin),
+        },
     }
-    rollout = {
-        "gradients (DDP's buckets)": buckets,
-        "copy of the weights": copy,
-        "keys and values": 4 * layers * keys * ROWS * row,
-        "logits": 16 * ROWS * vocab,
-    }
-    activations = (4 * width if thin else act) * layers * tokens
-    update = {
-        "gradients": own,
-        "activations": activations,
-        "head, or a layer again": max(head, again * thin) + 6 * vocab * width,
-        "gathered weights": (8 * vocab * width + 12 * layer) * (parts > 1),
-        "bf16 copy of the weights": copy * (not lora and not thin),
-    }
-    return {"always": always, "rollout": rollout, "update": update}
 
 
 @dataclass(frozen=True)

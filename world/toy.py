@@ -358,21 +358,22 @@ class TraceWriter:
         pieces = []
         found = []
         note = None
-        answer = task.answer
+        answer = task.guess
         for number, hop in enumerate(task.hops):
             if number and self.happens(tiny.stop_after_first_hop):
-                answer = task.guess
                 break
             if self.happens(tiny.bad_query):
                 pieces += self.search(self.spoil(hop.query), None, note)
                 note = ""
                 if self.happens(0.5):
-                    answer = task.guess
                     break
             pieces += self.search(hop.query, hop.found, note)
             found.append(hop)
             note = hop.note
-        answer = task.guess if self.happens(tiny.ignore_document) else answer
+        else:  # all hops were made
+            answer = task.answer
+        if self.happens(tiny.ignore_document):
+            answer = task.guess
         return self.undecided(pieces) + self.end(task, answer, found)
 
     def needless(self, task: Task) -> Pieces:
