@@ -76,14 +76,13 @@ def citing(question: Question, protocol: Protocol, tokenizer) -> str:
     first gold answer in the protocol's tags. Naive-GRPO's has <think>...</think> in their place.
     """
     begin, end = protocol.answer_tags
+    answer = f"{begin} {question.answers[0]} {end}"
     analysis = without_control(analysis_of(question, protocol), tokenizer, protocol.tags).strip()
     if protocol.name == "arena_naive":
-        return f"<think> {analysis} </think>\n{begin} {question.answers[0]} {end}"
+        return f"<think> {analysis} </think>\n{answer}"
     protocol.section_tags("relevance")  # raises an error if the protocol has no such section
-    return (
-        f"<relevance>{list(question.supporting)}</relevance>\n<analysis> {analysis} </analysis>\n"
-        + f"{begin} {question.answers[0]} {end}"
-    )
+    numbers = list(question.supporting)
+    return f"<relevance>{numbers}</relevance>\n<analysis> {analysis} </analysis>\n{answer}"
 
 
 def analysis_of(question: Question, protocol: Protocol) -> str:
@@ -186,20 +185,19 @@ def train_sft(
     """
     optimizers = optimizers_of(policy, settings)
     losses = []
-    with tqdm(total=settings.steps, desc=description, dynamic_ncols=True) as bar:
-        for step in range(settings.steps):
-            warmup = settings.warmup_steps / settings.steps
-            factor = lr_factor(step, settings.steps, warmup, "linear", settings.decay_from)
-            for optimizer, lr in optimizers.items():
-                optimizer.param_groups[0]["lr"] = lr * factor
-            losses.append(backward(policy, next_examples(step), settings.tokens_per_micro_batch))
-            torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            # With refresh=True a log file would get a line for every step.
-            bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
-            bar.update()
+    bar = tqdm(range(settings.steps), description, dynamic_ncols=True)
+    for step in bar:
+        warmup = settings.warmup_steps / settings.steps
+        factor = lr_factor(step, settings.steps, warmup, "linear", settings.decay_from)
+        for optimizer, lr in optimizers.items():
+            optimizer.param_groups[0]["lr"] = lr * factor
+        losses.append(backward(policy, next_examples(step), settings.tokens_per_micro_batch))
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        # With refresh=True a log file would get a line for every step.
+        bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
     if not math.isfinite(sum(losses)):
         raise InputError(f"the loss was not finite: nothing was saved; lower --lr {settings.lr:g}")
     return losses

@@ -122,7 +122,7 @@ def row_of(claim: Claim, worlds: range, runs: str) -> list[str]:
     pairs = [[measure(number, result_of(arm, w, runs)) for arm in arms] for w in worlds]
     differences = [one - other for one, other in pairs]
     sure = 90 if claim.margin else 95
-    effect = "{:+.2f} [{:+.2f}, {:+.2f}]".format(*interval(differences, sure)) + f" ({sure} %)"
+    effect = "{:+.2f} [{:+.2f}, {:+.2f}] ({} %)".format(*interval(differences, sure), sure)
     means = [f"{mean:.2f}" for mean in np.mean(pairs, axis=0)]
     end = [effect, str(len(pairs)), verdict(claim, differences)]
     return [claim.says, claim.place, *arms, number.name, *means, *end]

@@ -50,7 +50,7 @@ from lab import names_in
 from metrics import last_boxed
 from other_models.llm import LLM, Request, load_llm
 from other_models.reader import read_answer
-from papers import PROTOCOLS, record_of
+from papers import record_of
 from plumbing.build import build_judge, build_search
 from plumbing.predictions import ask_others
 from plumbing.questions import evaluation_questions
@@ -463,7 +463,7 @@ class BaselineOptions(Options):
 
 def recipe_protocol(settings: Settings) -> Protocol:
     """Returns the first protocol of the paper that --recipe names."""
-    return PROTOCOLS[next(iter(record_of(settings.recipe).protocols))]
+    return next(iter(record_of(settings.recipe).protocols.values()))
 
 
 def parse_baselines(arguments: list[str]) -> tuple[Settings, BaselineOptions]:

@@ -57,25 +57,23 @@ WEAK_30, WEAK_55 = WEAK_2 | SHORT, WEAK_2 | {"steps": 55}
 # UR² C.7: in the first steps, the 7B model earns stage 2's reward and a bonus for searching. So
 # does the 3B model, and its format term is −1 if it does not search. FINED has the −1 but no bonus.
 CHOICE = WEAK | {"steps": 40, "reward": "ur2_weak"}
-NO_BONUS = {"reward": "ur2_stage2"}
 FINED = {"reward_args": {"variant": "qwen_3b"}, "left_out": "retrieval"}
-RAW, LOOSE = {"summarizer": "none"}, {"reward_args": {"format_check": "loose"}}
+RAW = {"summarizer": "none"}
 WORDY = {"toy_init": "verbose"}
 WORDED = WORDY | SHORT | {"reworded": 0.7}
 RARE_1 = PACE | {"toy_init": "rare", "steps": 16}
-RARE_30, RARE_46 = RARE_1 | SHORT, RARE_1 | {"steps": 46}
+RARE_46 = RARE_1 | {"steps": 46}
 # When to Search. The tiny stage 1 has lr / trajectories_per_update = 3e-4 / 64, about a third of
 # stage 2's 5e-4 / 32. At a higher ratio stage 1 teaches the model to search for every known fact
 # too. RARE_1 may have stage 2's ratio, because no claim about its arms counts such searches.
 WHEN_1 = {"toy_init": "weak", "steps": 8}
 WHEN_30 = WHEN_1 | SHORT
-GRPO = {"algorithm": "grpo"}
 NO_R_S, NO_R_A = {"variant": "without_r_s"}, {"variant": "without_r_a"}
 # recipe -> arm -> its stage, changed settings, the arm whose last checkpoint it starts from
 _ARMS = {
     "ur2": {
         "ur2_stage1": (1, WEAK_1),
-        "ur2_loose_stage1": (1, WEAK_1 | LOOSE),
+        "ur2_loose_stage1": (1, WEAK_1 | {"reward_args": {"format_check": "loose"}}),
         "ur2_raw_stage1": (1, WEAK_1 | RAW),
         "ur2": (2, WEAK_30, "ur2_stage1"),
         "ur2_no_stage1": (2, WEAK_55),
@@ -90,13 +88,13 @@ _ARMS = {
     "ur2_choice": {
         "ur2_choice": (1, CHOICE),
         "ur2_choice_fined": (1, CHOICE | FINED),
-        "ur2_choice_plain": (1, CHOICE | NO_BONUS),
+        "ur2_choice_plain": (1, CHOICE | {"reward": "ur2_stage2"}),
     },
     "r1_searcher": {
         "r1_stage1": (1, WORDY),
         "r1": (2, WORDY | SHORT, "r1_stage1"),
         "r1_cem": (2, WORDY | SHORT | {"reward_args": {"answer_metric": "cem"}}, "r1_stage1"),
-        "r1_grpo": (2, WORDY | SHORT | GRPO, "r1_stage1"),
+        "r1_grpo": (2, WORDY | SHORT | {"algorithm": "grpo"}, "r1_stage1"),
         "r1_worded": (2, WORDED, "r1_stage1"),
         "r1_worded_em": (2, WORDED | {"reward_args": {"answer_metric": "em"}}, "r1_stage1"),
     },
@@ -109,7 +107,7 @@ _ARMS = {
         "when_no_r_a_stage1": (1, WHEN_1 | NO_R_A),
         "when_no_r_a": (2, WHEN_30 | NO_R_A, "when_no_r_a_stage1"),
         "when_rare_stage1": (1, RARE_1),
-        "when_rare": (2, RARE_30, "when_rare_stage1"),
+        "when_rare": (2, RARE_1 | SHORT, "when_rare_stage1"),
         "when_rare_no_stage1": (1, RARE_46 | {"variant": "without_stage_one"}),
         "when_rare_unified": (1, RARE_46 | {"variant": "unified"}),
     },

@@ -75,10 +75,10 @@ def main(arguments: list[str] | None = None) -> None:
     if rule == "r1_searcher" and options.samples < 20:
         raise InputError(f"--samples {options.samples}: r1_searcher tells medium from hard by 20")
     bucket_of, metric = SCHEMES[rule]
-    lines = []
-    for name, scores in scores_of_model(settings, options, metric).items():
-        line = {"id": name, "scores": scores, "score": mean(scores), "bucket": bucket_of(scores)}
-        lines.append(line)
+    lines = [
+        {"id": name, "scores": scores, "score": mean(scores), "bucket": bucket_of(scores)}
+        for name, scores in scores_of_model(settings, options, metric).items()
+    ]
     keep_old(Path(options.out))
     append_jsonl(options.out, lines)
     counts = Counter(line["bucket"] for line in lines)

@@ -148,8 +148,7 @@ def distil(method: str, s: DistilSettings) -> None:
     if method != "summarizer":  # from these settings eval.py and ask.py know the protocol
         name = s.protocol if method == "traces" else "arena"
         recipe = next(recipe for recipe in PAPERS if name in PAPERS[recipe].protocols)
-        known = settings_of({"model": s.model, "recipe": recipe, "protocol": name})
-        saved = settings_text(known)
+        saved = settings_text(settings_of({"model": s.model, "recipe": recipe, "protocol": name}))
     save_policy(policy, tokenizer, s.out, settings=saved)
     print(f"{len(batches)} updates, loss {losses[0]:.3f} -> {losses[-1]:.3f}; saved: {s.out}")
 

@@ -15,18 +15,18 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections import namedtuple
 from pathlib import Path
 from pkgutil import resolve_name
-from types import SimpleNamespace
 
 from errors import FlagParser, InputError, run_main
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 20  # time limit of the tests of one exercise
-COLUMNS = "name module functions tests chosen unused worked".split()
 # A hole is one exercise: functions whose bodies are removed. `tests` names the file of their tests,
 # and `chosen` selects tests in it (pytest -k). `unused` are modules that only other tests of that
 # file need. `worked` is an example or a formula that the function's docstring does not have.
+Hole = namedtuple("Hole", "name module functions tests chosen unused worked")
 TABLE = """
 mask_of_a_turn | trajectory | Trajectory.append_model Trajectory.append_environment
     | turns | the_mask or appended_in | | A sampled token has mask 1 and its log-prob; a token of
@@ -73,12 +73,12 @@ sum_over_micro_batches | update | accumulate_and_step
 """
 
 
-def holes() -> list[SimpleNamespace]:
+def holes() -> list[Hole]:
     rows = [" ".join(row.split()).split("|") for row in re.split(r"\n(?=\S)", TABLE.strip())]
-    return [SimpleNamespace(**dict(zip(COLUMNS, map(str.strip, row), strict=True))) for row in rows]
+    return [Hole(*map(str.strip, row)) for row in rows]
 
 
-def originals(hole: SimpleNamespace) -> list[tuple[str, str]]:
+def originals(hole: Hole) -> list[tuple[str, str]]:
     """Returns (signature with docstring, whole source) of each function of a hole."""
     pairs = []
     for path in hole.functions.split():
@@ -90,7 +90,7 @@ def originals(hole: SimpleNamespace) -> list[tuple[str, str]]:
     return pairs
 
 
-def stub(hole: SimpleNamespace) -> str:
+def stub(hole: Hole) -> str:
     """Returns the text of a new exercise file: `worked`, an import of the originals' module, and
     each original's signature and docstring.
     """
@@ -99,7 +99,7 @@ def stub(hole: SimpleNamespace) -> str:
     return "\n\n\n".join([f'"""{head}"""\n\nfrom {hole.module} import *', *blocks]) + "\n"
 
 
-def check(hole: SimpleNamespace, path: Path) -> int:
+def check(hole: Hole, path: Path) -> int:
     """Runs the tests of a hole with the functions of the file. Returns the referee's exit code."""
     for name in hole.functions.split():  # else the star would import the original
         if f"def {name.rpartition('.')[2]}(" not in path.read_text(encoding="utf-8"):

@@ -85,32 +85,27 @@ def estimate(s: Settings, config, gpus: int, parts: int) -> dict[str, dict]:
     act = 32 * width + 4 * keys + 8 * wide - 14 * width * lora  # bytes of a token in a layer
     again = (act + 4 * wide + 4 * width) * tokens  # a layer computed again, and its gradient
     head = 12 * width * tokens + 10 * min(tokens, chunk_rows(vocab, "cuda")) * vocab
-    always = {
-        "weights": own + copy * lora,
-        "moments": moments,
-        "critic": (own + moments + buckets) * (s.algorithm == "ppo"),
-        "reference": copy * (s.kl_coef > 0 and not lora),
+    return {
+        "always": {
+            "weights": own + copy * lora,
+            "moments": moments,
+            "critic": (own + moments + buckets) * (s.algorithm == "ppo"),
+            "reference": copy * (s.kl_coef > 0 and not lora),
+        },
+        "rollout": {
+            "gradients (DDP's buckets)": buckets,
+            "copy of the weights": copy,
+            "keys and values": 4 * layers * keys * ROWS * row,
+            "logits": 16 * ROWS * vocab,
+        },
+        "update": {
+            "gradients": own,
+            "activations": (4 * width if thin else act) * layers * tokens,
+            "head, or a layer again": max(head, again * thin) + 6 * vocab * width,
+            "gathered weights": (8 * vocab * width + 12 * layer) * (parts > 1),
+            "bf16 copy of the weights": copy * (not lora and not thin),
+        },
     }
-    rollout = {
-        "gradients (DDP's buckets)": buckets,
-        "copy of the weights": copy,
-        "keys and values": 4 * layers * keys * ROWS * row,
-        "logits": 16 * ROWS * vocab,
-    }
-    activations = (4 * width if thin else act) * layers * tokens
-    update = {
-        "gradients": own,
-        "activations": activations,
-        "head, or a layer again": max(head, again * thin) + 6 * vocab * width,
-        "gathered weights": (8 * vocab * width + 12 * layer) * (parts > 1),
-        "bf16 copy of the weights": copy * (not lora and not thin),
-    }
-    return {"always": always, "rollout": rollout, "update": update}
-
-
-def peak(always: dict, rollout: dict, update: dict) -> float:
-    """Returns the GiB at the peak."""
-    return (sum(always.values()) + max(sum(rollout.values()), sum(update.values()))) / GIB
 
 
 @dataclass(frozen=True)
@@ -128,14 +123,15 @@ def main(arguments: list[str] | None = None) -> None:
     sharded = options.gpus if s.optimizer == "adamw" and not s.lora_rank else 1
     for parts in (1, sharded):  # ddp if that fits, otherwise fsdp2
         kinds = estimate(s, config, options.gpus, parts)
-        if peak(**kinds) <= room:
+        always, *others = (sum(sizes.values()) / GIB for sizes in kinds.values())
+        peak = always + max(others)
+        if peak <= room:
             break
     print(f"GiB on each of {options.gpus} GPUs, weights in {parts} parts:")
     for kind, sizes in kinds.items():
         print(f"{kind}:", *(f"{name} {size / GIB:.1f}" for name, size in sizes.items()), sep="  ")
-    fits = "fits" if peak(**kinds) <= room else "does not fit"
-    alone = "without summariser, judge, reader, encoder"
-    print(f"peak {peak(**kinds):.1f}: {fits} in {room:.1f}, {alone}")
+    fits = "fits" if peak <= room else "does not fit"
+    print(f"peak {peak:.1f}: {fits} in {room:.1f}, without summariser, judge, reader, encoder")
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ import random
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
@@ -109,6 +110,10 @@ def make_tokenizer(*protocols: Protocol) -> PreTrainedTokenizerFast:
 
 
 # ---------------------------------------------------------------------------------------- the model
+HEAD = 16  # width of an attention head, of every model but those of some tests
+BASE = 1000.0  # of the rotary frequencies
+
+
 def shape(vocab_size: int, width: int, heads: int, inner: int, context: int = 256) -> dict:
     """Returns the fields of a model config. Most texts of the world have about 100 tokens, so they
     fit into the default `context`; the warm-up with raw passages has a larger one.
@@ -120,7 +125,7 @@ def shape(vocab_size: int, width: int, heads: int, inner: int, context: int = 25
         "num_hidden_layers": 2,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": BASE},
         "pad_token_id": 0,
         "eos_token_id": 1,
         "bos_token_id": None,
@@ -141,7 +146,7 @@ def make_model(
     vocab_size: int, seed: int = 0, width: int = 128, context: int = 256
 ) -> torch.nn.Module:
     """Returns a Qwen2 that is not trained yet: 0.48M parameters at width 128, 0.20M at 80."""
-    return born(Qwen2Config(**shape(vocab_size, width, width // 16, 3 * width, context)), seed)
+    return born(Qwen2Config(**shape(vocab_size, width, width // HEAD, 3 * width, context)), seed)
 
 
 OFFSETS = (1, 1, 2, 2)  # how many tokens each of the four heads looks back
@@ -158,11 +163,8 @@ def look_back(model: torch.nn.Module) -> torch.nn.Module:
         logit(Δ) = Σ_i q_i · R(−Δ θ_i) k_i,   k_i = (g, 0),   q_i = g (cos o θ_i, −sin o θ_i)
         is largest at Δ = o,   o = OFFSETS[h];   Δ: places back,   θ_i: the rotary frequencies
     """
-    config = model.config
-    size = config.hidden_size // config.num_attention_heads
-    base = config.rope_parameters["rope_theta"]
-    theta = base ** (-torch.arange(size // 2) * 2 / size)  # [size / 2]  rotary frequencies
-    angles = torch.tensor(OFFSETS)[:, None] * theta  # [heads that look back, size / 2]
+    theta = BASE ** (-torch.arange(HEAD // 2) * 2 / HEAD)  # [HEAD / 2]  rotary frequencies
+    angles = torch.tensor(OFFSETS)[:, None] * theta  # [heads that look back, HEAD / 2]
     query = torch.cat([angles.cos(), -angles.sin()], dim=1).flatten()
     key = torch.cat([torch.ones_like(angles), torch.zeros_like(angles)], dim=1).flatten()
     attention = model.model.layers[0].self_attn
@@ -174,8 +176,7 @@ def look_back(model: torch.nn.Module) -> torch.nn.Module:
 
 
 # ------------------------------------------------------------------------------------ what is asked
-@dataclass(frozen=True)
-class Hop:
+class Hop(NamedTuple):
     """One search: its query, the passage that it finds (None if there is none), the note that the
     model writes about the passage, and the name of the entity that the query is about.
     """
@@ -186,8 +187,7 @@ class Hop:
     name: str = ""
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """A question, the hops to its answer, and the answer. `relation` is the relation whose value is
     the answer; it is "" for units and sums. `guess` is a random value of the answer's kind; it is
     "" for known facts and sums, because the model does not have to guess these.
@@ -298,7 +298,7 @@ class Tasks:
         return shuffled(self.rng, [found, self.new_fact(name, other)])
 
     def facts(self, kind: str) -> Facts:
-        return self.world.draw_facts(self.rng, kind, "warmup")
+        return built_in.draw_facts(self.rng, kind, self.values)
 
     def value(self, kind: str) -> str:
         return self.rng.choice(self.values[kind])
@@ -358,21 +358,22 @@ class TraceWriter:
         pieces = []
         found = []
         note = None
-        answer = task.answer
+        answer = task.guess
         for number, hop in enumerate(task.hops):
             if number and self.happens(tiny.stop_after_first_hop):
-                answer = task.guess
                 break
             if self.happens(tiny.bad_query):
                 pieces += self.search(self.spoil(hop.query), None, note)
                 note = ""
                 if self.happens(0.5):
-                    answer = task.guess
                     break
             pieces += self.search(hop.query, hop.found, note)
             found.append(hop)
             note = hop.note
-        answer = task.guess if self.happens(tiny.ignore_document) else answer
+        else:  # all hops were made
+            answer = task.answer
+        if self.happens(tiny.ignore_document):
+            answer = task.guess
         return self.undecided(pieces) + self.end(task, answer, found)
 
     def needless(self, task: Task) -> Pieces:
@@ -490,13 +491,13 @@ class TraceWriter:
         shown, numbers = self.tasks.with_distractors(task)
         answer = task.guess if self.happens(tiny.ignore_document) else task.answer
         cited = ", ".join(map(str, self.cited(numbers)))
-        note, thought = "".join(hop.note for hop in task.hops[:-1]), f" {task.relation} {answer}"
-        analysis = ""
-        if not self.happens(tiny.no_analysis):
-            analysis = tiny.analysis.format(note=note, thought=thought)
-        citation = tiny.citation.format(numbers=cited)
-        gaps = {"citation": citation, "analysis": analysis, "note": note, "thought": thought}
-        text = (tiny.end if self.cites else tiny.uncited).format(**gaps, answer=answer)
+        analysis = "" if self.happens(tiny.no_analysis) else tiny.analysis
+        template = tiny.end if self.cites else tiny.uncited
+        # The templates of citation and analysis have gaps too.
+        template = template.replace("{citation}", tiny.citation).replace("{analysis}", analysis)
+        note = "".join(hop.note for hop in task.hops[:-1])
+        thought = f" {task.relation} {answer}"
+        text = template.format(numbers=cited, note=note, thought=thought, answer=answer)
         return Question("", task.question, [], references=shown), [(text, True)]
 
     def practise_citing(self) -> Trace:
@@ -524,27 +525,24 @@ class TraceWriter:
         return self.rng.choice(wrong)
 
 
-def prompt_texts(questions: list[Question], protocol: Protocol, tokenizer) -> list[str]:
-    """Returns the prompts of questions of the built-in world. A chat template takes long to render,
-    so, unless the prompt has references, it is rendered only for "@", and "@" is then replaced.
-    """
-    if protocol.references_in_prompt:
-        return [prompt_text(protocol, question, tokenizer) for question in questions]
-    frames = {
-        may: prompt_text(protocol, Question("", "@", [], may_search=may), tokenizer)
-        for may in (True, False)
-    }
-    return [frames[question.may_search].replace("@", question.question) for question in questions]
-
-
 def encode_traces(traces: list[Trace], protocol: Protocol, tokenizer) -> list[Example]:
     """Returns the traces as token ids and masks. As in a rollout, no token spans two pieces. The
-    backend is used because it encodes a short text faster than the tokenizer itself.
+    backend is used because it encodes a short text faster than the tokenizer itself. A chat
+    template takes long to render, so, unless the prompt has references, it is rendered only for
+    "@", and "@" is then replaced.
     """
     backend = tokenizer.backend_tokenizer
-    prompts = prompt_texts([question for question, _ in traces], protocol, tokenizer)
+
+    @cache
+    def frame(may_search: bool) -> str:
+        return prompt_text(protocol, Question("", "@", [], may_search=may_search), tokenizer)
+
     examples = []
-    for prompt, (_, pieces) in zip(prompts, traces, strict=True):
+    for question, pieces in traces:
+        if question.references:
+            prompt = prompt_text(protocol, question, tokenizer)
+        else:
+            prompt = frame(question.may_search).replace("@", question.question)
         ids, mask = [], []
         for text, learned in [(prompt, False), *pieces]:
             piece = backend.encode(text, add_special_tokens=False).ids
@@ -603,7 +601,7 @@ def load_toy(
         return policy, tokenizer
 
     name = "-".join(filter(None, (protocol.name, which, f"world{world_seed}")))
-    return made_once(Path(runs, "toy", name), str(tiny), make)
+    return made_once(Path(runs, "toy", name), tiny, make)
 
 
 def load_reader(world_seed: int = 0, runs: str = "runs") -> Loaded:
@@ -617,19 +615,20 @@ def load_reader(world_seed: int = 0, runs: str = "runs") -> Loaded:
         config = LlamaConfig(**shape(len(tokenizer), 96, 6, 256), attention_bias=True)
         reader = Policy(born(config, seed))
         tasks = Tasks(World(world_seed, layout="facts"), seed)
-
-        def next_examples(_step: int) -> list[Example]:
-            return [reader_example(tasks, tokenizer) for _ in range(64)]
-
-        train_sft(reader, next_examples, READER, "the reader of evidence")
+        train_sft(
+            reader,
+            lambda _step: [reader_example(tasks, tokenizer) for _ in range(64)],
+            READER,
+            "the reader of evidence",
+        )
         return reader, tokenizer
 
     path = Path(runs, "toy", f"reader-world{world_seed}")
-    reader, tokenizer = made_once(path, str(READER), make)
+    reader, tokenizer = made_once(path, READER, make)
     return reader.eval().requires_grad_(False), tokenizer
 
 
-def made_once(path: Path, recipe: str, make: Callable[[], Loaded]) -> Loaded:
+def made_once(path: Path, recipe: object, make: Callable[[], Loaded]) -> Loaded:
     """Returns the model in the folder `path`. If it is missing, or made by another `recipe`, it is
     made first, while other processes that need it wait.
     """

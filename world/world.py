@@ -98,8 +98,7 @@ TWO_HOP = {
     ("seat", "country"): "which country is {} based in ?",
     ("seat", "mayor"): "who is the mayor of the city where {} is based ?",
 }
-KNOWN_RELATIONS = ("birthplace", "employer")
-KNOWN = {(relation,): ONE_HOP[relation,] for relation in KNOWN_RELATIONS}
+KNOWN = {(relation,): ONE_HOP[relation,] for relation in ("birthplace", "employer")}
 LOOK_UPS = {"one_hop": ONE_HOP, "two_hop": TWO_HOP, "known": KNOWN}
 SUMS = [(a, b) for a in range(1, 10) for b in range(1, 10)]  # the same in every split
 
@@ -125,7 +124,7 @@ class World:
         rng = random.Random(f"facts {seed}")
         for split in SPLITS:
             for kind, names in self.entities[split].items():
-                self.facts |= {name: self.draw_facts(rng, kind, split) for name in names}
+                self.facts |= {name: draw_facts(rng, kind, self.values(split)) for name in names}
         words = iter(shuffled(random.Random(f"units {seed}"), UNITS))
         for split, count in UNIT_SPLITS.items():
             self.units[split] = [(*islice(words, 2), rng.randint(2, 9)) for _ in range(count)]
@@ -139,29 +138,21 @@ class World:
         companies = shuffled(rng, [head + tail for head in COMPANY_HEADS for tail in COMPANY_TAILS])
         famous = [f"{rng.choice(FIRST)} {last}" for last in FAMOUS]
         # Each split takes the next names of these iterators, so no name belongs to two splits. The
-        # first split, "known", gets the famous people.
+        # first split, "known", gets the famous people; the warm-up gets all that are left
+        # (there are fewer than 10,000).
         rest = {"person": iter(famous + people), "city": iter(cities), "company": iter(companies)}
-        for split, count in SPLITS.items():
+        for split, count in {**SPLITS, "warmup": 10_000}.items():
             self.entities[split] = {
                 kind: list(islice(names, count if kind == "person" else count // 2))
                 for kind, names in rest.items()
             }
-        self.entities["warmup"] = {kind: list(names) for kind, names in rest.items()}
 
     def values(self, split: str) -> dict[str, list[str]]:
-        """Returns, for each kind of value, the values that a fact of the split may have."""
-        return {**self.entities[split], "country": COUNTRIES, "product": PRODUCTS}
-
-    def draw_facts(self, rng: random.Random, kind: str, split: str) -> Facts:
-        """Draws the facts of one entity. Names among the values are of the entity's own split, so
-        both hops of a held-out question are held out; countries and products are in all splits.
+        """Returns, for each kind of value, the values that a fact of the split may have. The names
+        are of the same split, so both hops of a held-out question are held out; countries and
+        products are in all splits.
         """
-        values = self.values(split)
-        return {
-            relation: rng.choice(values[leads_to])
-            for relation, (about, leads_to) in RELATIONS.items()
-            if about == kind
-        }
+        return {**self.entities[split], "country": COUNTRIES, "product": PRODUCTS}
 
     def write_passages(self, rng: random.Random) -> Iterator[tuple]:
         """Yields ((name, relation), document); for a page and for a unit the relation is ""."""
@@ -220,6 +211,15 @@ class World:
             return self.passages[rng.choice(self.entities[split][RELATIONS[relation][0]]), relation]
 
         return with_distractors(rng, [self.passages[hop] for hop in hops], other)
+
+
+def draw_facts(rng: random.Random, kind: str, values: dict[str, list[str]]) -> Facts:
+    """Draws the facts of one entity."""
+    return {
+        relation: rng.choice(values[leads_to])
+        for relation, (about, leads_to) in RELATIONS.items()
+        if about == kind
+    }
 
 
 def with_distractors(rng: random.Random, gold: list[Document], other: Callable) -> tuple:
