@@ -291,7 +291,7 @@ def load_policy(
     seed      initialises the LoRA matrices
     """
     check_precision(device)
-    tokenizer = load_tokenizer(path, getattr(settings, "chat_template", ""))
+    tokenizer = load_tokenizer(path, settings.chat_template)
     lora_rank = 0 if frozen else settings.lora_rank
     trained = not (frozen or in_8bit or lora_rank)
     options = frozen_options(device, in_8bit) | ({"dtype": torch.float32} if trained else {})
@@ -334,10 +334,13 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 def frozen_options(device: torch.device | str, in_8bit: bool) -> dict:
     """Returns loading options for frozen weights: bf16 on a GPU, fp32 on a CPU, or int8."""
-    options = {"dtype": torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16}
-    # Neither code nor pickles that come with a model are run.
-    options |= {"trust_remote_code": False, "use_safetensors": True}
-    options["device_map"] = {"": device}  # processes load straight to their GPUs, not into RAM
+    options = {
+        "dtype": torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16,
+        # Neither code nor pickles that come with a model are run.
+        "trust_remote_code": False,
+        "use_safetensors": True,
+        "device_map": {"": device},  # processes load straight to their GPUs, not into RAM
+    }
     if in_8bit:
         # bitsandbytes would log a line for every matrix product.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)

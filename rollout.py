@@ -189,9 +189,8 @@ class Turn:
 def sample_turns(policy, environment: Environment, rows: list[Trajectory]) -> list[Turn]:
     """Samples one turn of every trajectory. Contexts are left-padded to end in the same column."""
     settings = environment.settings
-    eos_ids = end_ids(policy, environment.tokenizer)
     turns = [Turn(environment.turn_tokens_left(row)) for row in rows]
-    rule = StopRule(environment.tokenizer, environment.protocol.stop_tags, eos_ids)
+    rule = environment.stop_rule(policy)
     watcher = TurnWatcher(rule, turns, settings.temperature or 1.0)
     sampling = {"do_sample": False}
     if settings.temperature:
@@ -201,7 +200,7 @@ def sample_turns(policy, environment: Environment, rows: list[Trajectory]) -> li
     # Any id can pad: the mask hides the padding on the left, and the tokens that `generate` appends
     # after the end of a turn are never read.
     tokens, attention = left_padded([row.ids for row in rows], 0, policy.device)  # [B, L] each
-    with plain_generation(policy, eos_ids, 0):
+    with plain_generation(policy, rule.eos_ids, 0):
         policy.generate(
             input_ids=tokens,
             attention_mask=attention,
@@ -213,15 +212,15 @@ def sample_turns(policy, environment: Environment, rows: list[Trajectory]) -> li
     return turns
 
 
+@dataclass
 class TurnWatcher:
     """Implements two hooks of `generate`. `process_logits` keeps the logits of a step. `check_stop`
     then sees the sampled tokens, records each with its log-prob, and applies the stop rule.
     """
 
-    def __init__(self, rule: StopRule, turns: list[Turn], temperature: float):
-        self.rule = rule
-        self.turns = turns
-        self.temperature = temperature
+    rule: StopRule
+    turns: list[Turn]
+    temperature: float
 
     def process_logits(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Returns logits / temperature [B, V], and keeps them to compute the tokens' log-probs."""
@@ -343,6 +342,10 @@ class Environment:
         self.frame_tokens = sum(map(self.count_tokens, frame))
         self.search_overhead = self.frame_tokens + self.count_tokens(protocol.fallback_notice)
         self.rejection_tokens = max(map(self.count_tokens, protocol.rejection_notices))
+
+    def stop_rule(self, policy) -> StopRule:
+        ends = end_ids(policy, self.tokenizer)
+        return StopRule(self.tokenizer, self.protocol.stop_tags, ends)
 
     def count_tokens(self, text: str) -> int:
         return len(encode(self.tokenizer, text))

@@ -25,6 +25,7 @@ field `judge_sees` of a prediction names the one for it:
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import compress
 
 from data import Question
@@ -93,14 +94,17 @@ _UNSURE = re.compile(r"\b(?:but|however|although|though|unless|if|whether|maybe|
 _AFTER = r"$| ?[,.;!]| [–—-] | (?:it|this|that|the)\b| ?: (?!yes|no|true|false)"
 
 
+@dataclass
 class Judge:
     """Judges answers. Counts the pairs that it asked the model about (`asked`), and the verdicts
     that are missing or could not be read (`unreadable`).
     """
 
-    def __init__(self, llm, sees: str = "question", own: dict[str, str] | None = None):
-        self.llm, self.sees, self.asked, self.unreadable = llm, sees, 0, 0
-        self.own = own or {}  # the sections of --prompt_file
+    llm: object
+    sees: str = "question"
+    own: dict[str, str] = field(default_factory=dict)  # the sections of --prompt_file
+    asked: int = 0
+    unreadable: int = 0
 
     def verdicts(self, pairs: list[Pair]) -> list[bool | None]:
         """Returns a verdict per pair. An empty answer is wrong; the model is not asked about it."""

@@ -161,10 +161,8 @@ class ServerLLM(LLM):
     def tried(self, request: Request) -> tuple[Request, str | None]:
         try:
             reply = retrying(partial(self.complete, request), RETRIES, BACKOFF)
-            self.in_a_row = 0
-            return request, reply
         except RejectedRequest:
-            self.in_a_row = 0
+            reply = None
             self.rejected.add(request)
         except Fault as fault:
             self.in_a_row += 1
@@ -173,7 +171,9 @@ class ServerLLM(LLM):
                     f"{self.name}: {GIVE_UP} requests in a row without an answer ({fault}): start"
                     " the server again"
                 ) from None
-        return request, None
+            return request, None
+        self.in_a_row = 0
+        return request, reply
 
 
 def prompt_ids(tokenizer, request: Request) -> list[int]:
