@@ -192,23 +192,19 @@ def sample_turns(policy, environment: Environment, rows: list[Trajectory]) -> li
     turns = [Turn(environment.turn_tokens_left(row)) for row in rows]
     rule = environment.stop_rule(policy)
     watcher = TurnWatcher(rule, turns, settings.temperature or 1.0)
-    sampling = {"do_sample": False}
-    if settings.temperature:
-        # top_k is 0, because generate's default of 50 would sample off-policy. temperature is 1,
-        # because the watcher has already divided the logits by the temperature.
-        sampling = {"do_sample": True, "top_k": 0, "top_p": settings.top_p, "temperature": 1.0}
-    # Any id can pad: the mask hides the padding on the left, and the tokens that `generate` appends
-    # after the end of a turn are never read.
-    tokens, attention = left_padded([row.ids for row in rows], 0, policy.device)  # [B, L] each
-    with plain_generation(policy, rule.eos_ids, 0):
-        policy.generate(
-            input_ids=tokens,
-            attention_mask=attention,
-            max_new_tokens=max(turn.max_new_tokens for turn in turns),
-            logits_processor=[watcher.process_logits],
-            stopping_criteria=[watcher.check_stop],
-            **sampling,
-        )
+    plain_generate(
+        policy,
+        # Any id can pad: the mask hides the padding on the left, and the tokens that `generate`
+        # appends after the end of a turn are never read.
+        *left_padded([row.ids for row in rows], 0, policy.device),
+        rule.eos_ids,
+        0,
+        1.0 if settings.temperature else 0.0,  # the watcher has already divided by the temperature
+        settings.top_p,
+        max_new_tokens=max(turn.max_new_tokens for turn in turns),
+        logits_processor=[watcher.process_logits],
+        stopping_criteria=[watcher.check_stop],
+    )
     return turns
 
 
@@ -286,18 +282,21 @@ def end_ids(policy, tokenizer) -> set[int]:
     return {tokenizer.eos_token_id, *listed} - {None}
 
 
-@contextlib.contextmanager
-def plain_generation(policy, eos_ids: set[int], pad_id: int):
-    """Removes the checkpoint's generation defaults for the `with` block. Trap: `generate` would use
-    them for every argument that is not given (such as repetition_penalty=1.05), and would then
-    sample from another distribution than the one that is trained.
+def plain_generate(
+    policy, tokens, attention, eos_ids: set[int], pad_id: int, temperature, top_p, **options
+) -> torch.Tensor:
+    """Calls `generate` without the checkpoint's generation defaults. Trap: it would use them for
+    every argument that is not given (such as repetition_penalty=1.05), and would then sample from
+    another distribution than the one that is trained.
     """
+    sampling = {"do_sample": False}
+    if temperature:  # top_k is 0, because generate's default of 50 would sample off-policy
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     model = getattr(policy, "language_model", policy)
-    defaults = model.generation_config
-    ends = sorted(eos_ids) or None
-    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=pad_id)
+    defaults, ends = model.generation_config, sorted(eos_ids) or None
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=pad_id, **sampling)
     try:
-        yield
+        return policy.generate(input_ids=tokens, attention_mask=attention, **options)
     finally:
         model.generation_config = defaults
 
