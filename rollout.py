@@ -85,7 +85,7 @@ def rollout(
     policy,
     environment: Environment,
     questions: list[Question],
-    seed: int | None = None,
+    seed: int = 0,
     generate: Callable = generate_by_turns,
     progress: Progress | None = None,
 ) -> list[Trajectory]:
@@ -108,12 +108,10 @@ def rollout(
 
 
 @contextlib.contextmanager
-def seeded(seed: int | None, device: torch.device):
-    """Seeds the random state for the `with` block and then restores it, unless seed is None."""
-    gpus = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(gpus, enabled=seed is not None):
-        if seed is not None:
-            torch.manual_seed(seed)
+def seeded(seed: int, device: torch.device):
+    """Seeds the random state for the `with` block and then restores it."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
         yield
 
 
