@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import ByT5Tokenizer, GenerationConfig
 
@@ -216,12 +217,12 @@ class TurnWatcher:
     turns: list[Turn]
     temperature: float
 
-    def process_logits(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def process_logits(self, input_ids: Tensor, logits: Tensor) -> Tensor:
         """Returns logits / temperature [B, V], and keeps them to compute the tokens' log-probs."""
         self.scores = logits / self.temperature
         return self.scores
 
-    def check_stop(self, input_ids: torch.Tensor, _) -> torch.Tensor:
+    def check_stop(self, input_ids: Tensor, _) -> Tensor:
         tokens = input_ids[:, -1:]  # [B, 1]
         logprobs = self.scores.log_softmax(-1).gather(1, tokens)  # [B, 1]
         sampled = zip(self.turns, tokens.tolist(), logprobs.tolist(), strict=True)
@@ -282,7 +283,7 @@ def end_ids(policy, tokenizer) -> set[int]:
 
 def plain_generate(
     policy, tokens, attention, eos_ids: set[int], pad_id: int, temperature, top_p, **options
-) -> torch.Tensor:
+) -> Tensor:
     """Calls `generate` without the checkpoint's generation defaults. Trap: it would use them for
     every argument that is not given (such as repetition_penalty=1.05), and would then sample from
     another distribution than the one that is trained.
@@ -299,7 +300,7 @@ def plain_generate(
         model.generation_config = defaults
 
 
-def left_padded(texts: Sequence[list[int]], pad_id: int, device) -> tuple[torch.Tensor, ...]:
+def left_padded(texts: Sequence[list[int]], pad_id: int, device) -> tuple[Tensor, ...]:
     """Returns (tokens, attention mask), [B, L] each; all rows end in the last column."""
     rows = [torch.tensor(text, dtype=torch.long) for text in texts]
     # The mask is not `tokens != pad_id`: if EOS is the pad token, this would mask real EOS tokens.

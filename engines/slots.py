@@ -28,7 +28,7 @@ from functools import partial
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache, TopPLogitsWarper
 
@@ -55,16 +55,16 @@ class SlotCache(Cache):
     """
 
     write: tuple  # (slots [n, 1], positions [n, C]) of new keys; set before each forward pass
-    read: slice | torch.Tensor  # the same slots; a slice reads a view, an index tensor a copy
+    read: slice | Tensor  # the same slots; a slice reads a view, an index tensor a copy
     width: int  # number of places that are read of each slot
 
     def __init__(self, slots: int, size: int):
         super().__init__(layers=[])  # HF's layers would store the keys; here `update` does
         self.slots = slots
         self.size = size
-        self.stored: list[torch.Tensor] = []
+        self.stored: list[Tensor] = []
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_, **__):
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_, **__):
         """Stores a layer's new keys and values [n, kv, C, D] and returns all that the layer attends
         to, [n, kv, width, D].
         """
@@ -73,12 +73,12 @@ class SlotCache(Cache):
         stored_keys, stored_values = self.stored[layer_idx]
         return self.put(stored_keys, keys), self.put(stored_values, values)
 
-    def put(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    def put(self, stored: Tensor, new: Tensor) -> Tensor:
         slots, positions = self.write
         stored[slots, :, positions] = new.transpose(1, 2).to(stored.dtype)
         return stored[self.read, :, : self.width]  # [n, kv, width, D]
 
-    def allocate(self, like: torch.Tensor) -> torch.Tensor:
+    def allocate(self, like: Tensor) -> Tensor:
         """Returns zeros. Uninitialised memory may hold NaN, and a masked place with NaN would spoil
         the attention, because weight 0 times NaN is NaN.
         """
@@ -135,7 +135,7 @@ def thin_products(model):
             del layer.forward  # the class's method is seen again
 
 
-def thin_product(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+def thin_product(layer: nn.Linear, x: Tensor) -> Tensor:
     if x.shape[:-1].numel() > THIN:
         return nn.Linear.forward(layer, x)
     product = torch.mm(layer.weight, x.flatten(0, -2).t()).t().contiguous()  # [rows, out]
@@ -250,7 +250,7 @@ class Engine:
             row.state = "waiting" if turn.reason else "live"
         return [row for row in rows if row.state == "waiting"]
 
-    def draw(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Samples from logits [n, V]: returns a token for each row and its log-prob, [n, 1] each.
         The log-prob is taken after the temperature and before top_p.
         """
@@ -262,12 +262,12 @@ class Engine:
             tokens = pick(nucleus.softmax(-1))
         return tokens, scores.gather(1, tokens) - scores.logsumexp(-1, keepdim=True)
 
-    def logits(self, rows: list[Row]) -> torch.Tensor:
+    def logits(self, rows: list[Row]) -> Tensor:
         """Returns the logits [n, V] after the last token of each of the rows in the first slots."""
         hidden = self.hidden(rows, 1, slice(len(rows)))  # [n, 1, H]
         return head_logits(self.model.get_output_embeddings(), hidden[:, -1])
 
-    def hidden(self, rows: list[Row], count: int, slots: slice | torch.Tensor) -> torch.Tensor:
+    def hidden(self, rows: list[Row], count: int, slots: slice | Tensor) -> Tensor:
         """Computes the keys of the next `count` = C tokens of the rows in `slots`. Returns their
         last hidden states [n, C, H].
         """
@@ -297,7 +297,7 @@ class Engine:
         return output.last_hidden_state
 
 
-def pick(probabilities: torch.Tensor) -> torch.Tensor:
+def pick(probabilities: Tensor) -> Tensor:
     """Draws an index for each row of `probabilities` [n, V]; returns the indices [n, 1]. On a CPU,
     a row's index is the first whose cumulative probability exceeds a uniform random number.
     """
