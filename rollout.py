@@ -75,7 +75,7 @@ def generate_by_turns(
             rows = live[start : start + size]
             for row, turn in zip(rows, sample(policy, environment, rows), strict=True):
                 environment.end_turn(row, turn.ids, turn.logprobs, turn.reason)
-        environment.run_searches([row for row in live if not row.stop_reason])
+        environment.run_searches(live)
         before = len(live)
         live = [row for row in live if not row.stop_reason]
         progress(before - len(live))
@@ -401,7 +401,7 @@ class Environment:
         row.stop_reason = "" if reason == "query" else reason
 
     def run_searches(self, rows: list[Trajectory]) -> None:
-        """Runs the query at the end of each of these trajectories, if `accepted_query` allows."""
+        """Runs the query at the end of each trajectory that goes on, if `accepted_query` allows."""
         accepted = [(row, query) for row in rows if (query := self.accepted_query(row))]
         if accepted:
             self.execute(accepted)
@@ -428,7 +428,11 @@ class Environment:
                 self.append_result(row, query, result, seconds)
 
     def accepted_query(self, row: Trajectory) -> str | None:
-        """Returns the query, or None if it may not run; then a notice is appended or `row` ends."""
+        """Returns the query, or None if `row` has ended or if the query may not run; then a notice
+        is appended, or `row` ends.
+        """
+        if row.stop_reason:
+            return None
         protocol = self.protocol
         query = parse_query(protocol, row.segments[-1].text)
         if not query:
@@ -522,7 +526,7 @@ def main() -> None:
     for text, reason in ((query, "query"), (answer, "answer")):
         ids = encode(letters, text)
         environment.end_turn(row, ids, [-0.1] * len(ids), reason)
-        environment.run_searches([row] if reason == "query" else [])
+        environment.run_searches([row])
     print(show(row), row.text.replace("\n", " "), sep="\n\n")
     print(*row.response_mask, sep="")
 
