@@ -47,6 +47,7 @@ from prompts import (
     without_control,
 )
 from settings import WITHOUT_MODEL, Settings, by_task
+from templates import encode
 from trajectory import RejectedQuery, Search, Trajectory, show
 
 SearchFunction = Callable[[list[SearchRequest]], list[SearchResult]]
@@ -311,10 +312,6 @@ def left_padded(texts: Sequence[list[int]], pad_id: int, device) -> tuple[Tensor
 
 def decode(tokenizer, ids: Sequence[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def encode(tokenizer, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 # ------------------------------------------------------------------------------- run the searches
