@@ -210,7 +210,7 @@ def script(question: Question, environment: Environment, rng, guess: str = "") -
         return f"{thought} {rng.choice(CLOSE)} {box}"
     if protocol.evidence_tags:
         begin, end = protocol.evidence_tags
-        evidence = [s for s in sentences(found) if visible(s, [*filter(None, facts)])]
+        evidence = [s for s in sentences(found) if visible(s, facts)]
         box = f"{begin} {' '.join(evidence)} {end}\n{box}"
     return f"{wrapped(protocol, thought, False).rstrip()}\n{box}"
 

@@ -291,7 +291,7 @@ def load_policy(
     seed      initialises the LoRA matrices
     """
     check_precision(device)
-    tokenizer = load_tokenizer(path, getattr(settings, "chat_template", ""))
+    tokenizer = load_tokenizer(path, settings.chat_template)
     lora_rank = 0 if frozen else settings.lora_rank
     trained = not (frozen or in_8bit or lora_rank)
     options = frozen_options(device, in_8bit) | ({"dtype": torch.float32} if trained else {})
@@ -334,10 +334,13 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 def frozen_options(device: torch.device | str, in_8bit: bool) -> dict:
     """Returns loading options for frozen weights: bf16 on a GPU, fp32 on a CPU, or int8."""
-    options = {"dtype": torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16}
-    # Neither code nor pickles that come with a model are run.
-    options |= {"trust_remote_code": False, "use_safetensors": True}
-    options["device_map"] = {"": device}  # processes load straight to their GPUs, not into RAM
+    options = {
+        "dtype": torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16,
+        # Neither code nor pickles that come with a model are run.
+        "trust_remote_code": False,
+        "use_safetensors": True,
+        "device_map": {"": device},  # processes load straight to their GPUs, not into RAM
+    }
     if in_8bit:
         # bitsandbytes would log a line for every matrix product.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
@@ -463,19 +466,19 @@ def last_column(mask: Tensor) -> int:
     return max(lengths_of(mask.bool()), default=1)
 
 
-def padded(rows: Sequence[list], dtype: str, value: int = 0) -> Tensor:
-    """Returns lists of numbers as the rows of a tensor [B, L], right-padded with `value`."""
+def padded(rows: Sequence[list], dtype: str) -> Tensor:
+    """Returns lists of numbers as the rows of a tensor [B, L], right-padded with 0."""
     # numpy reads a list four times as fast as torch does.
     rows = [torch.from_numpy(np.array(row, dtype)) for row in rows]
-    return pad_sequence(rows, batch_first=True, padding_value=value)
+    return pad_sequence(rows, batch_first=True)
 
 
-def collate(trajectories: Sequence, rewards: Sequence[float], group_size: int, pad_id=0) -> Batch:
+def collate(trajectories: Sequence, rewards: Sequence[float], group_size: int) -> Batch:
     """Right-pads trajectories into a Batch, with the masks and log-probs recorded while sampling.
-    The pad id has no influence, because padding has mask 0 and no earlier token attends to it. The
-    pad id may be the EOS id: a sampled EOS has mask 1 and is trained on.
+    The id of the padding, 0, has no influence, because padding has mask 0 and no earlier token
+    attends to it. It may be the EOS id: a sampled EOS has mask 1 and is trained on.
     """
-    tokens = padded([t.ids for t in trajectories], "int64", pad_id)  # [B, L]
+    tokens = padded([t.ids for t in trajectories], "int64")  # [B, L]
     # The first token of a prompt has no column: nothing predicts it.
     rows = [([0.0] * (len(t.prompt_ids) - 1), t) for t in trajectories]
     mask = padded([prompt + t.response_mask for prompt, t in rows], "float32")  # [B, T]

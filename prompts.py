@@ -21,7 +21,7 @@ from functools import lru_cache, partial
 from data import TASKS, Document, Question, clean, control_tokens, strip_tags
 from errors import InputError, run_main, say_once
 from metrics import Span, choice_letter, find_boxed, last_boxed
-from templates import chat_text
+from templates import chat_text, encode
 
 Tags = tuple[str, str]  # begin, end
 # The sections of --prompt_file. "policy:direct" is for questions that may not search, and
@@ -216,8 +216,7 @@ def prompt_text(protocol: Protocol, question: Question, tokenizer) -> str:
 
 def build_prompt(protocol: Protocol, question: Question, tokenizer) -> list[int]:
     """Returns the prompt's token ids. The tokenizer adds no special tokens: the text has them."""
-    text = prompt_text(protocol, question, tokenizer)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return encode(tokenizer, prompt_text(protocol, question, tokenizer))
 
 
 # ----------------------------------------------------------------------------- what the model wrote
@@ -368,7 +367,7 @@ def without_control(text: str, tokenizer, tags: tuple[str, ...] = ()) -> str:
     # Trap: a tokenizer that normalises text may read "＜EOS＞", with full-width brackets, as a
     # special token. In that case all punctuation is removed.
     for candidate in (stripped, re.sub(r"[^\w\s]|_", " ", stripped)):
-        ids = tokenizer(candidate, add_special_tokens=False)["input_ids"]
+        ids = encode(tokenizer, candidate)
         special = control.keys() & set(ids) - {tokenizer.unk_token_id}  # <unk> is harmless
         if not special and not any(map(tokenizer.decode(ids).count, tags)):
             return candidate

@@ -261,22 +261,17 @@ def ur2_stage2(
     >>> ur2_stage2(example("ur2", answer="Kelmouth, Norland"))     # F1 = 2/3, v = 0, f = 1
     {'answer': 1.3333333333333333, 'format': 1.0, 'fallback': -0.5}
     """
+    q, answer = trajectory.question, trajectory.answer
+    scores = score_answer(answer, q.answers, q.task, q.options, "hotpotqa")
+    points = 2.0 * scores[answer_metric]
+    if grade and answer and q.task == "math" and not scores["em"]:
+        given = grade(q, answer)
+        points = partly if given == 1 else float(given)
     return {
-        "answer": _ur2_answer(trajectory, answer_metric, grade, partly),
+        "answer": points,
         "format": float(not ur2_violations(trajectory, format_check=format_check)),
         "fallback": _ur2_fallback(trajectory, fallback_penalty),
     }
-
-
-def _ur2_answer(trajectory: Trajectory, metric: str, grade: Judge | None, partly: float) -> float:
-    question = trajectory.question
-    answer = trajectory.answer
-    scores = score_answer(answer, question.answers, question.task, question.options, "hotpotqa")
-    unequal = question.task == "math" and not scores["em"]
-    if grade and answer and unequal:
-        points = grade(question, answer)
-        return partly if points == 1 else float(points)
-    return 2.0 * scores[metric]
 
 
 def _ur2_fallback(trajectory: Trajectory, penalty: float) -> float:

@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import ByT5Tokenizer, GenerationConfig
 
@@ -46,6 +47,7 @@ from prompts import (
     without_control,
 )
 from settings import WITHOUT_MODEL, Settings, by_task
+from templates import encode
 from trajectory import RejectedQuery, Search, Trajectory, show
 
 SearchFunction = Callable[[list[SearchRequest]], list[SearchResult]]
@@ -74,7 +76,7 @@ def generate_by_turns(
             rows = live[start : start + size]
             for row, turn in zip(rows, sample(policy, environment, rows), strict=True):
                 environment.end_turn(row, turn.ids, turn.logprobs, turn.reason)
-        environment.run_searches([row for row in live if not row.stop_reason])
+        environment.run_searches(live)
         before = len(live)
         live = [row for row in live if not row.stop_reason]
         progress(before - len(live))
@@ -85,7 +87,7 @@ def rollout(
     policy,
     environment: Environment,
     questions: list[Question],
-    seed: int | None = None,
+    seed: int = 0,
     generate: Callable = generate_by_turns,
     progress: Progress | None = None,
 ) -> list[Trajectory]:
@@ -108,12 +110,10 @@ def rollout(
 
 
 @contextlib.contextmanager
-def seeded(seed: int | None, device: torch.device):
-    """Seeds the random state for the `with` block and then restores it, unless seed is None."""
-    gpus = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(gpus, enabled=seed is not None):
-        if seed is not None:
-            torch.manual_seed(seed)
+def seeded(seed: int, device: torch.device):
+    """Seeds the random state for the `with` block and then restores it."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
         yield
 
 
@@ -189,46 +189,41 @@ class Turn:
 def sample_turns(policy, environment: Environment, rows: list[Trajectory]) -> list[Turn]:
     """Samples one turn of every trajectory. Contexts are left-padded to end in the same column."""
     settings = environment.settings
-    eos_ids = end_ids(policy, environment.tokenizer)
     turns = [Turn(environment.turn_tokens_left(row)) for row in rows]
-    rule = StopRule(environment.tokenizer, environment.protocol.stop_tags, eos_ids)
+    rule = environment.stop_rule(policy)
     watcher = TurnWatcher(rule, turns, settings.temperature or 1.0)
-    sampling = {"do_sample": False}
-    if settings.temperature:
-        # top_k is 0, because generate's default of 50 would sample off-policy. temperature is 1,
-        # because the watcher has already divided the logits by the temperature.
-        sampling = {"do_sample": True, "top_k": 0, "top_p": settings.top_p, "temperature": 1.0}
-    # Any id can pad: the mask hides the padding on the left, and the tokens that `generate` appends
-    # after the end of a turn are never read.
-    tokens, attention = left_padded([row.ids for row in rows], 0, policy.device)  # [B, L] each
-    with plain_generation(policy, eos_ids, 0):
-        policy.generate(
-            input_ids=tokens,
-            attention_mask=attention,
-            max_new_tokens=max(turn.max_new_tokens for turn in turns),
-            logits_processor=[watcher.process_logits],
-            stopping_criteria=[watcher.check_stop],
-            **sampling,
-        )
+    plain_generate(
+        policy,
+        # Any id can pad: the mask hides the padding on the left, and the tokens that `generate`
+        # appends after the end of a turn are never read.
+        *left_padded([row.ids for row in rows], 0, policy.device),
+        rule.eos_ids,
+        0,
+        1.0 if settings.temperature else 0.0,  # the watcher has already divided by the temperature
+        settings.top_p,
+        max_new_tokens=max(turn.max_new_tokens for turn in turns),
+        logits_processor=[watcher.process_logits],
+        stopping_criteria=[watcher.check_stop],
+    )
     return turns
 
 
+@dataclass
 class TurnWatcher:
     """Implements two hooks of `generate`. `process_logits` keeps the logits of a step. `check_stop`
     then sees the sampled tokens, records each with its log-prob, and applies the stop rule.
     """
 
-    def __init__(self, rule: StopRule, turns: list[Turn], temperature: float):
-        self.rule = rule
-        self.turns = turns
-        self.temperature = temperature
+    rule: StopRule
+    turns: list[Turn]
+    temperature: float
 
-    def process_logits(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def process_logits(self, input_ids: Tensor, logits: Tensor) -> Tensor:
         """Returns logits / temperature [B, V], and keeps them to compute the tokens' log-probs."""
         self.scores = logits / self.temperature
         return self.scores
 
-    def check_stop(self, input_ids: torch.Tensor, _) -> torch.Tensor:
+    def check_stop(self, input_ids: Tensor, _) -> Tensor:
         tokens = input_ids[:, -1:]  # [B, 1]
         logprobs = self.scores.log_softmax(-1).gather(1, tokens)  # [B, 1]
         sampled = zip(self.turns, tokens.tolist(), logprobs.tolist(), strict=True)
@@ -287,23 +282,26 @@ def end_ids(policy, tokenizer) -> set[int]:
     return {tokenizer.eos_token_id, *listed} - {None}
 
 
-@contextlib.contextmanager
-def plain_generation(policy, eos_ids: set[int], pad_id: int):
-    """Removes the checkpoint's generation defaults for the `with` block. Trap: `generate` would use
-    them for every argument that is not given (such as repetition_penalty=1.05), and would then
-    sample from another distribution than the one that is trained.
+def plain_generate(
+    policy, tokens, attention, eos_ids: set[int], pad_id: int, temperature, top_p, **options
+) -> Tensor:
+    """Calls `generate` without the checkpoint's generation defaults. Trap: it would use them for
+    every argument that is not given (such as repetition_penalty=1.05), and would then sample from
+    another distribution than the one that is trained.
     """
+    sampling = {"do_sample": False}
+    if temperature:  # top_k is 0, because generate's default of 50 would sample off-policy
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     model = getattr(policy, "language_model", policy)
-    defaults = model.generation_config
-    ends = sorted(eos_ids) or None
-    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=pad_id)
+    defaults, ends = model.generation_config, sorted(eos_ids) or None
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=pad_id, **sampling)
     try:
-        yield
+        return policy.generate(input_ids=tokens, attention_mask=attention, **options)
     finally:
         model.generation_config = defaults
 
 
-def left_padded(texts: Sequence[list[int]], pad_id: int, device) -> tuple[torch.Tensor, ...]:
+def left_padded(texts: Sequence[list[int]], pad_id: int, device) -> tuple[Tensor, ...]:
     """Returns (tokens, attention mask), [B, L] each; all rows end in the last column."""
     rows = [torch.tensor(text, dtype=torch.long) for text in texts]
     # The mask is not `tokens != pad_id`: if EOS is the pad token, this would mask real EOS tokens.
@@ -314,10 +312,6 @@ def left_padded(texts: Sequence[list[int]], pad_id: int, device) -> tuple[torch.
 
 def decode(tokenizer, ids: Sequence[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def encode(tokenizer, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 # ------------------------------------------------------------------------------- run the searches
@@ -343,6 +337,10 @@ class Environment:
         self.frame_tokens = sum(map(self.count_tokens, frame))
         self.search_overhead = self.frame_tokens + self.count_tokens(protocol.fallback_notice)
         self.rejection_tokens = max(map(self.count_tokens, protocol.rejection_notices))
+
+    def stop_rule(self, policy) -> StopRule:
+        ends = end_ids(policy, self.tokenizer)
+        return StopRule(self.tokenizer, self.protocol.stop_tags, ends)
 
     def count_tokens(self, text: str) -> int:
         return len(encode(self.tokenizer, text))
@@ -400,7 +398,7 @@ class Environment:
         row.stop_reason = "" if reason == "query" else reason
 
     def run_searches(self, rows: list[Trajectory]) -> None:
-        """Runs the query at the end of each of these trajectories, if `accepted_query` allows."""
+        """Runs the query at the end of each trajectory that goes on, if `accepted_query` allows."""
         accepted = [(row, query) for row in rows if (query := self.accepted_query(row))]
         if accepted:
             self.execute(accepted)
@@ -427,7 +425,11 @@ class Environment:
                 self.append_result(row, query, result, seconds)
 
     def accepted_query(self, row: Trajectory) -> str | None:
-        """Returns the query, or None if it may not run; then a notice is appended or `row` ends."""
+        """Returns the query, or None if `row` has ended or if the query may not run; then a notice
+        is appended, or `row` ends.
+        """
+        if row.stop_reason:
+            return None
         protocol = self.protocol
         query = parse_query(protocol, row.segments[-1].text)
         if not query:
@@ -521,7 +523,7 @@ def main() -> None:
     for text, reason in ((query, "query"), (answer, "answer")):
         ids = encode(letters, text)
         environment.end_turn(row, ids, [-0.1] * len(ids), reason)
-        environment.run_searches([row] if reason == "query" else [])
+        environment.run_searches([row])
     print(show(row), row.text.replace("\n", " "), sep="\n\n")
     print(*row.response_mask, sep="")
 

@@ -11,6 +11,7 @@ Left out: distilling a small summariser from a large one (lab/distil.py).
 """
 
 import re
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -114,6 +115,7 @@ def instruction_for(task: str, turns_away: bool) -> str:
     return (_GIVEN + (_TURN_AWAY if turns_away else "Please") + _NOTES).format(*TASKS[task])
 
 
+@dataclass
 class LLMSummarizer:
     """Lets a model of other_models/llm.py write notes on the documents or reject the query. It may
     reject a query only if the protocol has a fallback, and only in two cases (UR² D.3, C.4): for
@@ -124,10 +126,10 @@ class LLMSummarizer:
           left out
     """
 
-    def __init__(self, llm, settings: Settings, protocol: Protocol, log: str | Path = ""):
-        self.llm, self.protocol, self.log = llm, protocol, log
-        self.fallback = settings.fallback
-        self.sampling = settings.summary_sampling
+    llm: object
+    settings: Settings
+    protocol: Protocol
+    log: str | Path = ""
 
     def __call__(self, requests: Requests, documents: Found) -> Results:
         results = [SearchResult(retrieved) for retrieved in documents]
@@ -148,7 +150,7 @@ class LLMSummarizer:
     def fallback_text(self, request: SearchRequest, documents: list[Document]) -> str:
         """Returns what the policy reads if this query is rejected; "" if it may not be rejected."""
         online = documents[0].id.startswith(("http://", "https://"))  # a web page's id is its URL
-        may_reject = online or (self.fallback and not request.held_out)
+        may_reject = online or (self.settings.fallback and not request.held_out)
         return self.protocol.fallback_text if may_reject else ""
 
     def prompt(self, request: SearchRequest, documents: list[Document]) -> tuple:
@@ -157,8 +159,9 @@ class LLMSummarizer:
         custom = self.protocol.custom_prompt("summarizer", task)
         if may_reject:
             custom = self.protocol.custom_prompt("summarizer:fallback", task) or custom
-        sampling = self.sampling.get(task, self.sampling.get("other", GREEDY))
-        return *summary_prompt(request, documents, may_reject, custom), *sampling
+        sampling = {"other": GREEDY} | self.settings.summary_sampling
+        asked = summary_prompt(request, documents, may_reject, custom)
+        return *asked, *sampling.get(task, sampling["other"])
 
 
 def summary_prompt(

@@ -22,6 +22,11 @@ from errors import InputError
 PROBE = "⟦8417⟧"  # stands for the text while the layout is chosen
 
 
+def encode(tokenizer, text: str) -> list[int]:
+    """Returns the ids of a text, to which the tokenizer adds no special tokens."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
 def messages_of(system: str | None, content: str | list) -> list[dict]:
     """Returns the messages of a request; with None it has no system message."""
     user = {"role": "user", "content": content}
@@ -55,7 +60,7 @@ def choose_layout(tokenizer, instruction: str, template: str) -> Callable[[str],
 
     # The built-in models know their protocol. To them most words of an instruction are <unk>, and
     # their template leaves it out.
-    ids = tokenizer(instruction, add_special_tokens=False)["input_ids"]
+    ids = encode(tokenizer, instruction)
     needed = "" if tokenizer.unk_token_id in ids else instruction.strip()
     lengths = {}  # layout -> length of its prompt
     for system, in_parts in ((instruction, False), (None, False), (None, True)):

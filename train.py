@@ -250,10 +250,9 @@ def prepare(state: TrainState, rollouts: Rollouts) -> Batch:
     rows = rollouts.kept
     rewards = rollouts.rewards[rows].tolist()
     trajectories = [rollouts.trajectories[row] for row in rows]
-    pad_id = state.environment.tokenizer.pad_token_id or 0
     if not settings.mask_documents:  # the loss-mask ablation: all tokens after the prompt count
         trajectories = [replace(t, response_mask=[1] * len(t.response_ids)) for t in trajectories]
-    batch = collate(trajectories, rewards, settings.group_size, pad_id)
+    batch = collate(trajectories, rewards, settings.group_size)
     overlong = [t.stop_reason == "length" and t.answer is None for t in trajectories]
     batch.overlong = torch.tensor(overlong)  # [B]  truncated before it answered
     if not settings.mask_documents:

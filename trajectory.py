@@ -185,22 +185,14 @@ def show(trajectory: Trajectory, reward_terms: dict[str, float] | None = None) -
     for segment in trajectory.segments:
         written = harmless(segment.text.strip())
         text += harmless(segment.text) if segment.writer == "model" else f"⟦{written}⟧ "
-    first, last = describe_question(trajectory.question), describe_end(trajectory)
-    shown = f"{first}\n{text.strip()}\n{last}"
+    golds = " | ".join(trajectory.question.answers)
+    asked = f"question: {trajectory.question.question}{golds and '   gold: '}{golds}"
+    end = f"answer {trajectory.answer!r}; ended by {trajectory.stop_reason}"
+    shown = f"{harmless(asked)}\n{text.strip()}\n[{len(trajectory.searches)} searches; {end}]"
     if reward_terms:
         terms = ", ".join(f"{name} {value:+.2f}" for name, value in reward_terms.items())
         shown += f"\n[{terms}; reward {sum(reward_terms.values()):+.2f}]"
     return shown
-
-
-def describe_question(question: Question) -> str:
-    golds = " | ".join(question.answers)
-    return harmless(f"question: {question.question}{golds and '   gold: '}{golds}")
-
-
-def describe_end(trajectory: Trajectory) -> str:
-    searches, answer = len(trajectory.searches), trajectory.answer
-    return f"[{searches} searches; answer {answer!r}; ended by {trajectory.stop_reason}]"
 
 
 def main() -> None:

@@ -137,7 +137,7 @@ def put(rows: Tensor, values: Tensor, into: Tensor) -> None:
 def update(state: TrainState, batch: Batch) -> Record:
     """Makes one optimizer step of the policy on the batch, and with PPO another of the critic."""
     settings = state.settings
-    algorithm = ALGORITHMS[state.settings.algorithm]
+    algorithm = ALGORITHMS[settings.algorithm]
     batch.token_weights = algorithm.compute_token_weights(batch, settings)  # [B, T]
     batch.logprobs = batch.old_logprobs.clone()  # [B, T]  rows without a gradient keep these
     rows = rows_that_teach(batch)  # [n]

@@ -44,7 +44,7 @@ from safetensors.torch import save_file
 from errors import FlagParser, InputError, run_main
 from policy import best_device, in_bf16, load_policy
 from retrievers.net import Fault, fetch_json
-from rollout import StopRule, Turn, end_ids, generate_by_turns
+from rollout import StopRule, Turn, generate_by_turns
 from scale.lora import merged_weights
 from scale.shards import cut, full
 
@@ -249,20 +249,16 @@ def cut_turn(rule: StopRule, new: list, logprobs: list, max_new_tokens: int) -> 
     return new, logprobs, "length"
 
 
-def generate_on_server(policy, environment, live, progress) -> None:
-    """Samples all trajectories on the servers of `policy.fleet`, and runs their searches."""
-    generate_by_turns(policy, environment, live, progress, sample_on_servers)
-
-
 def sample_on_servers(policy, environment, rows) -> list[Turn]:
     """Samples one turn of every trajectory. Rows with the same prompt are sampled on the same
     server, which has the prompt's keys in its cache.
     """
-    fleet, tags = policy.fleet, environment.protocol.stop_tags
-    ends = end_ids(policy, environment.tokenizer)
-    rule = StopRule(environment.tokenizer, tags, ends)
-    body = {"temperature": environment.settings.temperature, "stop": list(tags)}
-    body["stop_token_ids"] = sorted(ends)
+    fleet, rule = policy.fleet, environment.stop_rule(policy)
+    body = {
+        "temperature": environment.settings.temperature,
+        "stop": list(rule.stop_tags),
+        "stop_token_ids": sorted(rule.eos_ids),
+    }
 
     def sample(row) -> Turn:
         url = fleet.urls[hash(tuple(row.prompt_ids)) % len(fleet.urls)]
@@ -272,6 +268,10 @@ def sample_on_servers(policy, environment, rows) -> list[Turn]:
 
     with ThreadPoolExecutor(AT_ONCE * len(fleet.urls)) as threads:
         return [*threads.map(sample, rows)]
+
+
+# Samples all trajectories on the servers of `policy.fleet`, and runs their searches.
+generate_on_server = partial(generate_by_turns, sample=sample_on_servers)
 
 
 # -------------------------------------------------------------------------------------- the command

@@ -28,13 +28,13 @@ from functools import partial
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache, TopPLogitsWarper
 
 from errors import say_once
 from policy import evaluating, head_logits, in_bf16
-from rollout import Environment, Progress, StopRule, Turn, end_ids, generate_by_turns
+from rollout import Environment, Progress, StopRule, Turn, generate_by_turns
 from scale.packing import beginning, obstacle
 from trajectory import Trajectory
 
@@ -55,16 +55,16 @@ class SlotCache(Cache):
     """
 
     write: tuple  # (slots [n, 1], positions [n, C]) of new keys; set before each forward pass
-    read: slice | torch.Tensor  # the same slots; a slice reads a view, an index tensor a copy
+    read: slice | Tensor  # the same slots; a slice reads a view, an index tensor a copy
     width: int  # number of places that are read of each slot
 
     def __init__(self, slots: int, size: int):
         super().__init__(layers=[])  # HF's layers would store the keys; here `update` does
         self.slots = slots
         self.size = size
-        self.stored: list[torch.Tensor] = []
+        self.stored: list[Tensor] = []
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_, **__):
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_, **__):
         """Stores a layer's new keys and values [n, kv, C, D] and returns all that the layer attends
         to, [n, kv, width, D].
         """
@@ -73,12 +73,12 @@ class SlotCache(Cache):
         stored_keys, stored_values = self.stored[layer_idx]
         return self.put(stored_keys, keys), self.put(stored_values, values)
 
-    def put(self, stored: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    def put(self, stored: Tensor, new: Tensor) -> Tensor:
         slots, positions = self.write
         stored[slots, :, positions] = new.transpose(1, 2).to(stored.dtype)
         return stored[self.read, :, : self.width]  # [n, kv, width, D]
 
-    def allocate(self, like: torch.Tensor) -> torch.Tensor:
+    def allocate(self, like: Tensor) -> Tensor:
         """Returns zeros. Uninitialised memory may hold NaN, and a masked place with NaN would spoil
         the attention, because weight 0 times NaN is NaN.
         """
@@ -135,7 +135,7 @@ def thin_products(model):
             del layer.forward  # the class's method is seen again
 
 
-def thin_product(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+def thin_product(layer: nn.Linear, x: Tensor) -> Tensor:
     if x.shape[:-1].numel() > THIN:
         return nn.Linear.forward(layer, x)
     product = torch.mm(layer.weight, x.flatten(0, -2).t()).t().contiguous()  # [rows, out]
@@ -208,15 +208,8 @@ class Engine:
         while rows := [row for row in self.in_state("live") if row.cached < len(row.ids) - 1]:
             rows = rows[: self.chunk]
             least = min(len(row.ids) - 1 - row.cached for row in rows)
-            count = min(least, self.chunk // len(rows))
-            chunks = [row.ids[row.cached : row.cached + count] for row in rows]
-            tokens = torch.tensor(chunks, device=self.device)  # [n, C]
-            starts = torch.tensor([[row.cached] for row in rows], device=self.device)  # [n, 1]
             slots = torch.tensor([self.rows.index(row) for row in rows], device=self.device)  # [n]
-            width = max(row.cached for row in rows) + count
-            self.hidden(tokens, starts + self.places[:count], width, slots)
-            for row in rows:
-                row.cached += count
+            self.hidden(rows, min(least, self.chunk // len(rows)), slots)
 
     def decode(self) -> list[Row]:
         """Samples for all live rows until at least one turn is over. Returns the rows whose turn is
@@ -247,21 +240,17 @@ class Engine:
         """Samples a token for each of these rows, which fill the first slots. Returns the rows
         whose turn is over.
         """
-        tokens = torch.tensor([[row.ids[-1]] for row in rows], device=self.device)  # [n, 1]
-        positions = torch.tensor([[row.cached] for row in rows], device=self.device)  # [n, 1]
-        width = max(row.cached for row in rows) + 1
-        tokens, logprobs = self.draw(self.logits(tokens, positions, width))  # [n, 1] each
+        tokens, logprobs = self.draw(self.logits(rows))  # [n, 1] each
         for row, ids, values in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
             turn = row.turn
             row.ids += ids
             turn.ids += ids
             turn.logprobs += values
-            row.cached += 1
             turn.reason = self.rule.reason(turn.ids, turn.max_new_tokens)
             row.state = "waiting" if turn.reason else "live"
         return [row for row in rows if row.state == "waiting"]
 
-    def draw(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Samples from logits [n, V]: returns a token for each row and its log-prob, [n, 1] each.
         The log-prob is taken after the temperature and before top_p.
         """
@@ -273,25 +262,32 @@ class Engine:
             tokens = pick(nucleus.softmax(-1))
         return tokens, scores.gather(1, tokens) - scores.logsumexp(-1, keepdim=True)
 
-    def logits(self, tokens: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
-        """Returns logits [n, V] for the tokens [n, 1] at positions [n, 1] of the first n slots."""
-        hidden = self.hidden(tokens, positions, width, slice(len(tokens)))  # [n, 1, H]
+    def logits(self, rows: list[Row]) -> Tensor:
+        """Returns the logits [n, V] after the last token of each of the rows in the first slots."""
+        hidden = self.hidden(rows, 1, slice(len(rows)))  # [n, 1, H]
         return head_logits(self.model.get_output_embeddings(), hidden[:, -1])
 
-    def hidden(self, tokens, positions, width: int, slots: slice | torch.Tensor):
-        """Returns the last hidden states [n, C, H] of tokens [n, C] at positions [n, C] of `slots`,
-        which attend to the first `width` places.
+    def hidden(self, rows: list[Row], count: int, slots: slice | Tensor) -> Tensor:
+        """Computes the keys of the next `count` = C tokens of the rows in `slots`. Returns their
+        last hidden states [n, C, H].
         """
+        chunks = [row.ids[row.cached : row.cached + count] for row in rows]
+        starts = torch.tensor([[row.cached] for row in rows], device=self.device)  # [n, 1]
+        positions = starts + self.places[:count]  # [n, C]
+        for row in rows:
+            row.cached += count
+        width = max(row.cached for row in rows)
         cache = self.cache
         cache.write = (self.slot_ids[slots][:, None], positions)
         cache.read = slots
         cache.width = min(-(-width // self.block) * self.block, cache.size)
         future = self.places[: cache.width] > positions[..., None]  # [n, C, width]
         # A float mask, added to the scores: a boolean mask would be converted in every layer.
-        mask = torch.zeros(future.shape, dtype=self.model.dtype, device=self.device)
-        mask = mask.masked_fill_(future, float("-inf"))[:, None]  # [n, 1, C, width]
+        mask = torch.where(future, -torch.inf, 0.0).to(self.model.dtype)[
+            :, None
+        ]  # [n, 1, C, width]
         output = self.model.base_model(
-            input_ids=tokens,
+            input_ids=torch.tensor(chunks, device=self.device),  # [n, C]
             position_ids=positions,
             attention_mask=mask,
             past_key_values=cache,
@@ -301,7 +297,7 @@ class Engine:
         return output.last_hidden_state
 
 
-def pick(probabilities: torch.Tensor) -> torch.Tensor:
+def pick(probabilities: Tensor) -> Tensor:
     """Draws an index for each row of `probabilities` [n, V]; returns the indices [n, 1]. On a CPU,
     a row's index is the first whose cumulative probability exceeds a uniform random number.
     """
@@ -330,8 +326,7 @@ def generate_in_slots(
     elif live:
         size = max(environment.max_trajectory_tokens(t) for t in live)
         slots = min(settings.max_num_seqs or len(live), len(live), affordable(model, size))
-        ends = end_ids(policy, environment.tokenizer)
-        rule = StopRule(environment.tokenizer, environment.protocol.stop_tags, ends)
+        rule = environment.stop_rule(policy)
         # For all steps: weights are cast once.
         with evaluating(model), policy.autocast(), thin_products(model):
             engine = Engine(model, slots, size, rule, settings.temperature, settings.top_p)

@@ -37,7 +37,7 @@ from rollout import (
     end_ids,
     left_padded,
     opened_by,
-    plain_generation,
+    plain_generate,
     seeded,
 )
 from templates import chat_text, messages_of
@@ -143,7 +143,7 @@ class ServerLLM(LLM):
             "temperature": request.temperature,
             "top_p": request.top_p,
             "max_tokens": request.max_tokens or self.max_tokens,
-            "messages": messages_of(request[0] or None, request[1]),
+            "messages": messages_of(request.instruction or None, request.text),
         }
         reply = fetch_json(self.url, payload, self.timeout, self.headers)
         try:
@@ -161,10 +161,8 @@ class ServerLLM(LLM):
     def tried(self, request: Request) -> tuple[Request, str | None]:
         try:
             reply = retrying(partial(self.complete, request), RETRIES, BACKOFF)
-            self.in_a_row = 0
-            return request, reply
         except RejectedRequest:
-            self.in_a_row = 0
+            reply = None
             self.rejected.add(request)
         except Fault as fault:
             self.in_a_row += 1
@@ -173,7 +171,9 @@ class ServerLLM(LLM):
                     f"{self.name}: {GIVE_UP} requests in a row without an answer ({fault}): start"
                     " the server again"
                 ) from None
-        return request, None
+            return request, None
+        self.in_a_row = 0
+        return request, reply
 
 
 def prompt_ids(tokenizer, request: Request) -> list[int]:
@@ -210,25 +210,16 @@ class LocalLLM(LLM):
         ends = end_ids(self.policy, self.tokenizer)
         pad = min(ends, default=0)  # an end token, so that padding adds no text
         tokens, attention = left_padded(prompts, pad, self.policy.device)  # [B, L] each
-        sampling = {"do_sample": False}
-        if temperature:
-            sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
         # Trap: without `seeded`, a summariser that samples would change which tokens the policy
         # samples. Each batch has its own seed: with one for all, similar requests in two batches
         # would often get the same reply.
         seed = zlib.crc32(tokens.cpu().numpy())
-        with (
-            evaluating(self.policy),
-            plain_generation(self.policy, ends, pad),
-            seeded(seed, self.policy.device),
-        ):
-            out = self.policy.generate(
-                input_ids=tokens,
-                attention_mask=attention,
-                max_new_tokens=min(max_tokens or self.max_tokens, self.positions - tokens.shape[1]),
-                **sampling,
-            )
+        length = tokens.shape[1]
+        most = min(max_tokens or self.max_tokens, self.positions - length)
+        inputs = tokens, attention, ends, pad, temperature, top_p
+        with evaluating(self.policy), seeded(seed, self.policy.device):
+            out = plain_generate(self.policy, *inputs, max_new_tokens=most)
         texts = self.tokenizer.batch_decode(
-            out[:, tokens.shape[1] :], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            out[:, length:], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return list(map(str.strip, texts))

@@ -18,18 +18,18 @@ def make_control(name: str, documents: Found, seed: int) -> Callable[[SearchRequ
     "empty" (how much the policy knows without documents), "oracle" or "given".
     """
     noise = partial(random_documents, documents, seed)
-    finds = {"random": noise, "empty": nothing, "oracle": gold_passages, "given": references}
-    return finds[name]
+    return {
+        "random": noise,
+        "empty": lambda request, k: [],
+        "oracle": gold_passages,
+        "given": references,
+    }[name]
 
 
 def random_documents(documents: Found, seed: int, request: SearchRequest, k: int) -> Found:
     # The seed contains the query's text, because hash(query) differs between processes.
     draw = random.Random(f"{seed}\n{request.query}")
     return draw.sample(documents, min(k, len(documents)))
-
-
-def nothing(request: SearchRequest, k: int) -> Found:
-    return []
 
 
 def gold_passages(request: SearchRequest, k: int) -> Found:

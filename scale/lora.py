@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from errors import InputError
@@ -57,12 +57,12 @@ def add_lora(model: nn.Module, rank: int, seed: int = 0) -> None:
         layer.cast_input_dtype_enabled = False
 
 
-def lora_state(model: nn.Module) -> dict[str, torch.Tensor]:
+def lora_state(model: nn.Module) -> dict[str, Tensor]:
     """Returns A and B by name."""
     return {name: weight.detach() for name, weight in model.named_parameters() if MARK in name}
 
 
-def load_lora(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+def load_lora(model: nn.Module, state: dict[str, Tensor]) -> None:
     for name, parameter in lora_state(model).items():
         parameter.copy_(state[name])
 
@@ -85,7 +85,7 @@ def without_lora(model: nn.Module):
 
 
 @torch.no_grad()
-def merged_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields (name in the plain model, weight). The weight of a layer with LoRA is W + (α / r) B A,
     an int8 weight becomes fp32, and others stay as they are.
     """

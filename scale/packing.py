@@ -33,6 +33,7 @@ from itertools import groupby, takewhile
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import embedding, scaled_dot_product_attention
 
 # Maximum of padding tokens per row. Padding gives fewer groups; each group costs a call per layer.
@@ -41,7 +42,7 @@ LEAST = 64  # tokens of the shortest shared segment; a shorter one saves little 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def hidden_states(backbone, tokens: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def hidden_states(backbone, tokens: Tensor, wanted: Tensor) -> Tensor:
     """Returns the last hidden states [n, H] at the n places where wanted [B, T] is True. The tokens
     [B, L] are right-padded.
     """
@@ -65,7 +66,7 @@ def hidden_states(backbone, tokens: torch.Tensor, wanted: torch.Tensor) -> torch
     return embedding(chosen, output.last_hidden_state[0])
 
 
-def lengths_of(wanted: torch.Tensor) -> list[int]:
+def lengths_of(wanted: Tensor) -> list[int]:
     """Returns for each row of `wanted` [B, T] the number of tokens up to the last wanted one, at
     least 1.
     """
@@ -133,14 +134,14 @@ def segments(texts: list[tuple]) -> list[Group]:
     return groups
 
 
-def pack(groups: list[Group], rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def pack(groups: list[Group], rows: int, width: int) -> tuple[Tensor, Tensor]:
     """Returns the places [N] of the packed tokens, where column t of row b is place b · width + t,
     and an index [rows, width]: which of the N tokens belongs to each column.
 
     >>> pack(segments([(7, 8, 9), (7, 8)]), 2, 10)[0].tolist()
     [0, 1, 2, 10, 11, 12]
     """
-    places: list[torch.Tensor] = []
+    places: list[Tensor] = []
     index = torch.zeros(rows, width, dtype=torch.long)
     for group in groups:
         first = sum(map(len, places))
@@ -166,9 +167,7 @@ def grouped(rows: list[int], fits: Callable) -> list[list[int]]:
     return groups
 
 
-def micro_batches(
-    tokens: torch.Tensor, mask: torch.Tensor, budget: int, processes=1, rank=0
-) -> list[torch.Tensor]:
+def micro_batches(tokens: Tensor, mask: Tensor, budget: int, processes=1, rank=0) -> list[Tensor]:
     """Returns the micro-batches of process `rank`, each a tensor of row indices of tokens [B, L]
     and mask [B, T]. Row b belongs to process b % processes. Rows that share a prompt of LEAST
     tokens are put together; apart from that, rows are sorted by length. A micro-batch takes at most

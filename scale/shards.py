@@ -19,7 +19,7 @@ import os
 
 import torch
 from accelerate.utils import gather_object
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -99,14 +99,14 @@ def cut(model: nn.Module) -> None:
         part.reshard()
 
 
-def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     """Returns all weights in the main process, and {} in the others. If weights are sharded, all
     processes must call this and the next three functions.
     """
     return states.get_model_state_dict(model, options=FULL)
 
 
-def load_weights(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+def load_weights(model: nn.Module, state: dict[str, Tensor]) -> None:
     states.set_model_state_dict(model, state, options=FULL)
 
 
@@ -132,6 +132,6 @@ def load_moments(model: nn.Module, optimizer, state: dict) -> None:
         optimizer.load_state_dict(state)
 
 
-def full(value: torch.Tensor) -> torch.Tensor:
+def full(value: Tensor) -> Tensor:
     """Gathers a tensor if it is sharded; all processes must then call this."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value

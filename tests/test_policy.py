@@ -282,7 +282,7 @@ ROWS = [
 
 
 def test_collate_puts_mask_and_logprobs_in_the_column_before_their_token():
-    batch = collate(ROWS, [1.0, 0.0, 0.5], group_size=3, pad_id=0)
+    batch = collate(ROWS, [1.0, 0.0, 0.5], group_size=3)
     assert batch.tokens.tolist() == [[5, 6, 7, 8, 9, EOS], [5, 7, EOS, 0, 0, 0], [5, 6, 7, 8, 0, 0]]
     # Column t belongs to token t + 1: the first sampled token of row 0 is token 2, so its column is
     # 1. Prompt tokens have mask 0.
@@ -292,10 +292,10 @@ def test_collate_puts_mask_and_logprobs_in_the_column_before_their_token():
     assert {batch.tokens.dtype, batch.response_mask.dtype} == {torch.long, torch.float}
 
 
-@pytest.mark.parametrize("pad_id", [0, EOS])
-def test_a_sampled_eos_is_trained_on_but_padding_is_not_even_with_the_same_id(pad_id):
-    batch = collate(ROWS, [0.0] * 3, 3, pad_id)
-    assert batch.tokens[:, 1:][batch.response_mask.bool()].tolist() == [7, EOS, 7, EOS]
+@pytest.mark.parametrize("eos", [EOS, 0])  # the id of the padding is 0
+def test_a_sampled_eos_is_trained_on_but_padding_is_not_even_with_the_same_id(eos):
+    batch = collate([ROWS[0], written([5], [7, eos], [1, 1]), ROWS[2]], [0.0] * 3, 3)
+    assert batch.tokens[:, 1:][batch.response_mask.bool()].tolist() == [7, EOS, 7, eos]
 
 
 def test_rows_cuts_every_tensor_to_the_longest_row():

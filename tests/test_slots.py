@@ -256,14 +256,14 @@ def work(monkeypatch):
     hidden = Engine.hidden
     logits = Engine.logits
 
-    def count_tokens(self, tokens, *rest):
-        work["filled"] += tokens.numel()
-        return hidden(self, tokens, *rest)
+    def count_tokens(self, rows, count, slots):
+        work["filled"] += len(rows) * count
+        return hidden(self, rows, count, slots)
 
-    def count_rows(self, tokens, *rest):
-        work["filled"] -= len(tokens)  # a decoding step
-        work["steps"].append(len(tokens))
-        return logits(self, tokens, *rest)
+    def count_rows(self, rows):
+        work["filled"] -= len(rows)  # a decoding step
+        work["steps"].append(len(rows))
+        return logits(self, rows)
 
     monkeypatch.setattr(Engine, "hidden", count_tokens)
     monkeypatch.setattr(Engine, "logits", count_rows)
