@@ -184,8 +184,11 @@ def control_tokens(tokenizer) -> dict[int, str]:
 TASKS = ("qa", "math", "choice", "summary")
 
 
-TYPES = {"question task source data_source title text content contents": str, "may_search": bool}
-TYPES["answers golden_answers options references supporting decomposition scores"] = list
+TYPES = {
+    "question task source data_source title text content contents": str,
+    "answers golden_answers options references supporting decomposition scores": list,
+    "may_search": bool,
+}
 
 
 def checked(record: dict) -> dict:

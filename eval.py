@@ -288,8 +288,14 @@ def default_out(settings: Settings, options: Options) -> Path:
     folder: that may be read-only, and a hub model has none.
     """
     questions = settings.data or f"world{settings.world_seed}-{options.split}"
-    model = settings.model or "built-in", settings.recipe, settings.variant
-    words = *model, questions, f"t{settings.temperature:g}", settings.retriever
+    words = [
+        settings.model or "built-in",
+        settings.recipe,
+        settings.variant,
+        questions,
+        f"t{settings.temperature:g}",
+        settings.retriever,
+    ]
     name = re.sub(r"[^\w.]+", "-", " ".join(words)).strip("-.")
     return Path(settings.output_dir, "predictions", f"{name[-200:]}.jsonl")
 

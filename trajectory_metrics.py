@@ -115,8 +115,6 @@ def search_metrics(t: Trajectory) -> dict[str, float]:
         "successful": len(successful(t)),
         "repeated": len(queries) - len({*queries}),
         "failed_rows": t.failed,
-    }
-    numbers |= {
         "rejected": len(t.rejected_queries),
         "queries": t.model_text.count(t.protocol.query_tags[1]),
         "fallbacks": len(queries) - len(notes),
@@ -164,12 +162,11 @@ def token_metrics(t: Trajectory, tokenizer) -> dict[str, float]:
 def step_searches(trajectories: Sequence[Trajectory], processes: int) -> dict[str, float]:
     """Returns the metrics of all searches of a step; `processes` processes ran them in parallel."""
     searches = [search for t in trajectories for search in t.searches]
-    seconds = sum(search.seconds for search in searches) / processes
     return gold_recall(trajectories) | {
         "fallbacks": mean(search.fallback for search in searches),
         "search_errors": mean(search.error is not None for search in searches),
         "documents_cut": mean(search.cut for search in searches),
-        "search_seconds": seconds,
+        "search_seconds": sum(search.seconds for search in searches) / processes,
     }
 
 

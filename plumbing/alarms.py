@@ -62,8 +62,6 @@ def signs(record: dict, records: list[dict], s: Settings) -> set[str]:
         "no_search": may_search and r["searched"] == 0,
         "malformed_tags": r["malformed_tags"] > 0.5,
         "truncated": r["truncated"] > 0.5,
-    }
-    holds |= {
         "retriever_down": r["search_errors"] >= 0.1,
         "gold_recall": r.get("gold_recall", 1.0) < 0.2,
         "reward_hacked": reward_hacked(records),
@@ -85,23 +83,19 @@ def reward_hacked(records: list[dict]) -> bool:
     """Returns whether the reward rises while exact match falls. The reward needs a term `answer`,
     which that of a stage 1 may lack.
     """
-    rewarded = "reward/answer" in records[-1]
-    return rewarded and trend(records, "reward") == 1 and trend(records, "em") == -1
+    if "reward/answer" not in records[-1]:
+        return False
+    return rises([r["reward"] for r in records]) and rises([-r["em"] for r in records])
 
 
-def trend(records: list[dict], name: str) -> int:
-    """Returns 1 if a metric's newest five values are all above the five before, −1 if they are all
-    below, else 0. Where nothing changes, chance separates five values from five others once in 126
-    times.
+def rises(values: list[float]) -> bool:
+    """Returns whether the newest five values are all above the five before. Where nothing changes,
+    chance puts five values above five others once in 252 times.
 
-    >>> trend([{"em": x} for x in (4, 2, 3, 2, 4, 6, 5, 5, 6, 8)], "em")
-    1
+    >>> rises([4, 2, 3, 2, 4, 6, 5, 5, 6, 8])
+    True
     """
-    values = [record[name] for record in records[-10:] if name in record]
-    old, new = values[:5], values[5:]
-    if len(new) < 5:
-        return 0
-    return int(min(new) > max(old)) - int(max(new) < min(old))
+    return len(values) >= 10 and min(values[-5:]) > max(values[-10:-5])
 
 
 def hint_at_cold_start(predictions: list[dict], settings: Settings) -> None:

@@ -63,20 +63,17 @@ def build_protocol(settings: Settings) -> Protocol:
     return dataclasses.replace(protocol, **own)
 
 
-def build_search(
-    settings: Settings, documents: list, device="cpu", log="", protocol: Protocol | None = None
-) -> SearchFunction:
+def build_search(settings: Settings, documents: list, device="cpu", log="") -> SearchFunction:
     """Returns the search function, which calls the retriever and the summariser.
 
-    log       file to which the summaries that a model writes are appended; "": none
-    protocol  the protocol to use; by default the one that the settings name
+    log   file to which the summaries that a model writes are appended; "": none
     """
-    protocol = protocol or build_protocol(settings)
+    protocol = build_protocol(settings)
     if protocol.query_tags is None:  # nothing is searched: the references come with the question
         settings = dataclasses.replace(settings, retriever="empty", summarizer="none")
     retriever = make_retriever(documents, settings, str(device))
-    names = sorted(models_in(settings.summarizer))
-    llms = {name: load_llm(name, settings, device=device) for name in names}
+    names = models_in(settings.summarizer)
+    llms = {name: load_llm(name, settings, device=device) for name in sorted(names)}
     summarizer = make_summarizer(settings, protocol, llms, log)
     return make_search(retriever, summarizer, settings.documents_per_search)
 
@@ -251,9 +248,10 @@ def spread_over(accelerator: Accelerator, sharding: str, optimizer: str, module,
         model = shard(module, sharding, accelerator.num_processes)
     else:
         if accelerator.num_processes > 1:
-            for weight in filter(lambda weight: weight.requires_grad, module.parameters()):
-                # DDP turns this gradient into a view of its bucket, so there is no second copy.
-                weight.grad = torch.zeros_like(weight)
+            for weight in module.parameters():
+                if weight.requires_grad:
+                    # DDP makes this gradient a view of its bucket, so there is no second copy.
+                    weight.grad = torch.zeros_like(weight)
         model = accelerator.prepare_model(module)
     return model, make_optimizer(module, optimizer, lr)
 
@@ -280,7 +278,7 @@ def build_state(settings: Settings) -> TrainState:
     QuestionStream(trained_on, settings, attempts)  # a wrong --mix is an error before a model loads
 
     documents = load_documents(settings, questions)
-    log = "" if settings.dry_run else str(Path(settings.output_dir, SUMMARY_LOG))
+    log = "" if settings.dry_run else Path(settings.output_dir, SUMMARY_LOG)
     # This may encode for hours: in `local_main_process_first` the waiting processes would time out.
     search = build_search(dataclasses.replace(settings, fallback=True), documents, device, log)
     in_8bit = bool(settings.load_in_8bit and settings.lora_rank)
@@ -291,11 +289,21 @@ def build_state(settings: Settings) -> TrainState:
         others = build_other_models(settings, documents, device) if main else None
     check_alike(policy, os.path.basename(start) if settings.resume else "")
     environment = build_environment(settings, tokenizer, search, policy, training=True)
-    state = TrainState(settings, accelerator, policy, None, None, False)
-    state.start, state.environment, state.other_models = start, environment, others
-    state.held_out = check_prompts(held_out, environment, policy, settings.skip_bad)
+    held_out = check_prompts(held_out, environment, policy, settings.skip_bad)
     trained_on = check_prompts(trained_on, environment, policy, settings.skip_bad)
-    state.stream = QuestionStream(trained_on, settings, attempts)
+    state = TrainState(
+        settings,
+        accelerator,
+        policy,
+        model=None,
+        optimizer=None,
+        recompute=False,
+        start=start,
+        environment=environment,
+        other_models=others,
+        held_out=held_out,
+        stream=QuestionStream(trained_on, settings, attempts),
+    )
     choose_sampler(state, in_8bit)
     if settings.kl_coef and not settings.lora_rank:  # with LoRA π_ref is the policy without it
         path = starting_model(settings)

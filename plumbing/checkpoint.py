@@ -77,7 +77,7 @@ def as_command(settings: Settings) -> Iterator[None]:
     ENDING.signals, ENDING.at_once = [], True
     # A signal that is ignored stays ignored, such as SIGHUP under nohup.
     handled = [n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
-    before = [signal.signal(number, end_soon) for number in handled]
+    before = {number: signal.signal(number, end_soon) for number in handled}
     try:
         yield
     except KeyboardInterrupt as error:
@@ -88,7 +88,8 @@ def as_command(settings: Settings) -> Iterator[None]:
             print_once(f"\nended by {number.name}; {last}")
         sys.exit(128 + number)
     finally:
-        list(map(signal.signal, handled, before))
+        for handler in before.items():
+            signal.signal(*handler)
         ENDING.signals = []
     # FSDP2's modules are in reference cycles; the next stage or evaluation needs their memory.
     gc.collect()
@@ -115,8 +116,8 @@ def save(run: Run, state: TrainState, step: int) -> None:
     path = run.folder / f"checkpoint-{step:06d}"
     if not run.writes or path.exists():
         return
-    text, tokenizer = settings_text(run.settings), state.environment.tokenizer
-    save_policy(state.policy, tokenizer, path, trainer_state, text, weights)
+    tokenizer = state.environment.tokenizer
+    save_policy(state.policy, tokenizer, path, trainer_state, settings_text(run.settings), weights)
     prune(run.settings)
 
 

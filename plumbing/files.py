@@ -6,7 +6,6 @@ overwritten.
 """
 
 import contextlib
-import dataclasses
 import fcntl
 import functools
 import json
@@ -179,7 +178,7 @@ def what_lacks(name: str, text: str, settings: Settings) -> str:
 
 
 def settings_text(settings: Settings) -> str:
-    return json.dumps(dataclasses.asdict(settings), indent=1) + "\n"
+    return json.dumps(vars(settings), indent=1) + "\n"
 
 
 @functools.cache
@@ -215,7 +214,7 @@ class Run:
             write_text(self.folder / "settings.json", settings_text(self.settings))
             if self.settings.report_to:
                 name = "-".join(self.folder.parts[-2:])
-                self.accelerator.init_trackers(name, dataclasses.asdict(self.settings))
+                self.accelerator.init_trackers(name, vars(self.settings))
         self.accelerator.wait_for_everyone()
 
     def move_earlier_run(self) -> None:
@@ -241,9 +240,15 @@ class Run:
                 path.rename(free_name(path))
 
     def steps_to_do(self, first_step: int) -> Iterator[int]:
-        s, title = self.settings, f"{self.settings.recipe} stage {self.settings.stage}"
-        shown = {"desc": title, "dynamic_ncols": True, "disable": not self.writes}
-        with tqdm(total=s.steps, initial=first_step, **shown) as self.progress:
+        s = self.settings
+        self.progress = tqdm(
+            desc=f"{s.recipe} stage {s.stage}",
+            total=s.steps,
+            initial=first_step,
+            dynamic_ncols=True,
+            disable=not self.writes,
+        )
+        with self.progress:
             yield from range(first_step, s.steps)
         if self.records[1:]:
             print(learned(self.records))

@@ -34,16 +34,16 @@ def our_record(record: dict, number: int) -> dict:
     if "pred_ans" in record:
         record = r1_searcher_record(record)
     elif "prediction" not in record and "output" in record:
-        golds = record.get("golden_answers")
-        record = record | {"prediction": record["output"]["pred"], "golds": golds}
+        fields = {"prediction": record["output"]["pred"], "golds": record.get("golden_answers")}
+        record = record | fields
     if not isinstance(record["prediction"], str | None):
         raise InputError(f"the prediction is {short(record['prediction'])}: expected a text")
     record = {"question": "", "task": "qa", "metrics": {}} | record
     golds = record.get("golds")
     golds = answers_of(golds if isinstance(golds, list) else [golds])
-    kind = record.get("kind") or record.get("source") or record.get("data_source")
-    fields = {"id": id_of(record, number), "golds": golds, "kind": kind or record["task"]}
-    return record | fields
+    names = ("kind", "source", "data_source", "task")
+    kind = next((record[name] for name in names if record.get(name)), "")
+    return record | {"id": id_of(record, number), "golds": golds, "kind": kind}
 
 
 def r1_searcher_record(record: dict) -> dict:
