@@ -49,7 +49,6 @@ from papers import PROTOCOLS
 from plumbing.alarms import hint_at_cold_start
 from plumbing.questions import as_asked, known_questions, load_documents
 from trajectory import show
-from trajectory_metrics import prediction_record
 
 
 def documents_to_search(settings: Settings, questions: list[Question]) -> list[Document]:
@@ -73,7 +72,7 @@ def answer(question: Question, generate: Callable, settings: Settings) -> None:
     (row,) = generate(as_asked([question], settings), settings.seed)
     print(show(row))
     if row.answer is None:
-        hint_at_cold_start([prediction_record(row, 0)], settings)
+        hint_at_cold_start([], settings)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -103,6 +103,21 @@ class Question:
     def kind(self) -> str:
         return self.source or self.task
 
+    @property
+    def record(self) -> dict:
+        """The fields that a predictions file has."""
+        return {
+            "id": self.id,
+            "kind": self.kind,
+            "task": self.task,
+            "question": self.question,
+            "options": self.options,
+            "golds": self.answers,
+        }
+
+
+Datasets = dict[str, list[Question]]  # name of the data set -> its questions
+
 
 @dataclass(frozen=True)
 class SearchRequest:
@@ -343,7 +358,7 @@ def load_questions(path: str | Path, skip_bad: bool = False, seed=0) -> list[Que
     return [*chain.from_iterable(load_datasets(path, skip_bad, seed).values())]
 
 
-def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> dict[str, list[Question]]:
+def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> Datasets:
     """Loads questions as {name of the file: questions}, in the order given. An id that occurs in
     several files gets the file's name as a prefix. "FILE:N" draws N questions with the seed: ARENA
     (appendix C), for example, has 10,000 of HotpotQA, 10,000 of 2Wiki and 5,000 of MuSiQue.

@@ -100,7 +100,7 @@ if __name__ == "__main__":
 # isort: split
 from tqdm import tqdm
 
-from data import Question, harmless
+from data import Datasets, harmless
 from flags import check_settings, resolve, saved_settings, stage_folder
 from formats.records import append_jsonl, keep_old, write_records
 from papers import record_of
@@ -120,7 +120,6 @@ from summarizer import SUMMARY_LOG
 from trajectory_metrics import prediction_record, token_metrics
 
 QUESTIONS_AT_ONCE = 64
-Datasets = dict[str, list[Question]]
 # With `--retriever given`, document tokens per search: ARENA's 20 paragraphs of 200 tokens fit.
 GIVEN_TOKENS = 4096
 

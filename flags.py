@@ -143,8 +143,9 @@ def parse_flags(
     parser = FlagParser(command, description=record.__doc__)
     if methods:
         parser.add_argument("method", choices=methods)
-    for flags in (record, Settings)[: 1 + with_settings]:
-        add_flags(parser, flags, only)
+    add_flags(parser, record, only)
+    if with_settings:
+        add_flags(parser, Settings, only)
     given = vars(parser.parse_args(arguments))
     names = given.keys() & {f.name for f in fields(record)}
     options = record(**{name: given.pop(name) for name in names})

@@ -70,21 +70,18 @@ def prediction_metrics(t: Trajectory) -> dict[str, float]:
 
 def prediction_record(t: Trajectory, sample: int) -> dict:
     """Returns the record of a trajectory in a predictions file."""
-    question = t.question
-    names = ("id", "kind", "task", "question", "options")
-    record = {name: getattr(question, name) for name in names}
-    record |= {
+    record = t.question.record | {
         "sample": sample,
-        "golds": question.answers,
         "prediction": read_answer(t),
         "judge_sees": t.protocol.judge_sees,
         "punctuation": paper_of(t.protocol.name).punctuation,
         "transcript": t.text,
         "stop_reason": t.stop_reason,
         "metrics": prediction_metrics(t),
+        "searches": [
+            {"query": s.query, "fallback": s.fallback, "error": s.error} for s in t.searches
+        ],
     }
-    kept = ("query", "fallback", "error")
-    record["searches"] = [{name: getattr(s, name) for name in kept} for s in t.searches]
     if t.protocol.evidence_tags:
         record["evidence"] = t.evidence
     return record

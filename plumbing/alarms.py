@@ -101,6 +101,7 @@ def rises(values: list[float]) -> bool:
 def hint_at_cold_start(predictions: list[dict], settings: Settings) -> None:
     """Prints a sentence if no prediction (a record of eval.py) has both an answer and a search. In
     a protocol without searches the answer suffices. The built-in models know their protocols.
+    ask.py gives no prediction if there was no answer.
     """
     knows = any(p["metrics"].get("searched", 1) and p["prediction"] for p in predictions)
     if not (knows or in_built_in_world(settings) or not settings.retrieval):

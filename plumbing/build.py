@@ -54,8 +54,8 @@ def build_protocol(settings: Settings) -> Protocol:
     """
     protocol = PROTOCOLS[settings.protocol]
     sections = prompt_sections(settings)
-    prompts = {k: text for k, text in sections.items() if k.startswith(("policy", "summarizer"))}
-    own = {"prompts": prompts}
+    shown = ("policy", "summarizer")
+    own = {"prompts": {name: sections[name] for name in sections if name.startswith(shown)}}
     if protocol.fallback_text and in_built_in_world(settings):
         own["fallback_text"] = FALLBACK_TEXT
     if "notice" in sections:
@@ -196,12 +196,16 @@ def make_accelerator(settings: Settings) -> Accelerator:
     """Returns the accelerator. A process that waits for another gives up after PATIENCE."""
     if settings.report_to and settings.report_to not in map(str, get_available_trackers()):
         raise InputError(f"--report_to {settings.report_to}: pip install {settings.report_to}")
-    limit = InitProcessGroupKwargs(timeout=PATIENCE)
-    # Without bucket views DDP keeps a second copy of all gradients.
-    views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    tracker = {"log_with": settings.report_to or None, "project_dir": stage_folder(settings)}
-    # policy.py asks for bf16 arithmetic itself.
-    return Accelerator(mixed_precision="no", kwargs_handlers=[limit, views], **tracker)
+    return Accelerator(
+        mixed_precision="no",  # policy.py asks for bf16 arithmetic itself
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=PATIENCE),
+            # Without bucket views DDP keeps a second copy of all gradients.
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+        ],
+        log_with=settings.report_to or None,
+        project_dir=stage_folder(settings),
+    )
 
 
 # ------------------------------------------------------------------------------------- processes

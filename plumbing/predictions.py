@@ -110,10 +110,9 @@ def asked_questions(settings: Settings) -> list[dict]:
         return []
     datasets = load_datasets(settings.data, settings.skip_bad, settings.seed)
     return [
-        {"id": q.id, "question": q.question, "golds": q.answers, "kind": q.kind, "task": q.task}
-        | {"options": q.options, "dataset": dataset}
+        question.record | {"dataset": dataset}
         for dataset, questions in datasets.items()
-        for q in questions
+        for question in questions
     ]
 
 

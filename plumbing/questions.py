@@ -12,6 +12,7 @@ import random
 from itertools import chain
 
 from data import (
+    Datasets,
     Document,
     Question,
     SearchRequest,
@@ -35,7 +36,7 @@ def training_questions(settings: Settings) -> list[Question]:
     if settings.data:
         questions = load_questions(settings.data, settings.skip_bad, settings.seed)
     else:
-        questions = reworded(built_in_questions(settings, "train"), settings)
+        questions = reworded(built_in_questions(settings), settings)
     return as_asked(questions, settings)
 
 
@@ -117,11 +118,11 @@ def built_in_world(settings: Settings) -> World:
     return cached_world(settings.world_seed, layout=paper_of(settings.protocol).world.layout)
 
 
-def built_in_questions(settings: Settings, split: str) -> list[Question]:
-    """Returns all questions of a split. With "direct" in --mix, it adds copies of each kind's
-    questions, 240 per kind: the copies have the kind "direct" and may not search.
+def built_in_questions(settings: Settings) -> list[Question]:
+    """Returns the built-in world's training questions. With "direct" in --mix, it adds copies of
+    each kind's questions, 240 per kind: the copies have the kind "direct" and may not search.
     """
-    questions = world_questions(settings, split)
+    questions = world_questions(settings, "train")
     if "direct" in settings.mix:
         for kind in sorted({question.kind for question in questions}):
             direct = [
@@ -163,9 +164,7 @@ def of_kinds(questions: list[Question], kinds: str) -> list[list[Question]]:
     return parts
 
 
-def evaluation_questions(
-    settings: Settings, options
-) -> tuple[dict[str, list[Question]], list[Document]]:
+def evaluation_questions(settings: Settings, options) -> tuple[Datasets, list[Document]]:
     """Returns (questions by data set, documents). It reads these fields of eval.Options:
 
     questions    number of questions per kind of the built-in world, or per file; 0 = all

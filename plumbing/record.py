@@ -61,9 +61,13 @@ def step_records(
 
 def to_record(t: Trajectory, tokenizer) -> dict:
     """Returns the record of a trajectory: its question, tokens, searches and stop reason."""
-    names = ("id", "question", "kind", "may_search")
-    return {name: getattr(t.question, name) for name in names} | {
-        "golds": t.question.answers,
+    question = t.question
+    return {
+        "id": question.id,
+        "question": question.question,
+        "kind": question.kind,
+        "may_search": question.may_search,
+        "golds": question.answers,
         "prompt": "".join(text_of(tokenizer, number) for number in t.prompt_ids),
         "ids": t.response_ids,
         "tokens": [text_of(tokenizer, number) for number in t.response_ids],

@@ -103,8 +103,10 @@ def comparison(records: list[dict], others: list[dict], columns: Sequence[str]) 
     here, there = ({*map(same_text, run)} for run in (records, others))
     if not here & there:
         raise InputError("the two runs have no question in common: there is nothing to compare")
-    alone = f"{len(here - there)} only here, {len(there - here)} only there"
-    yield f"\npaired: {len(here & there)} questions of both runs ({alone})"
+    yield (
+        f"\npaired: {len(here & there)} questions of both runs ({len(here - there)} only here, "
+        f"{len(there - here)} only there)"
+    )
     for column in columns:
         pairs = paired(records, others, column)
         if len(pairs):
@@ -116,7 +118,7 @@ def comparison(records: list[dict], others: list[dict], columns: Sequence[str]) 
             if column == "em":
                 yield right_in(pairs)
     searched = paired(records, others, "searched")
-    if len(searched) and searched[:, 0].any() and not searched[:, 1].any():
+    if searched[:, 0].any() and not searched[:, 1].any():
         yield decision_f1(searched[:, 0], paired(records, others, "em")[:, 1])
 
 
@@ -125,8 +127,10 @@ def right_in(pairs: np.ndarray) -> str:
     Figure 4). A question is right if at least half of its samples are. pairs: [questions, 2].
     """
     counts = Counter(map(tuple, (pairs >= 0.5).tolist()))
-    one = f"only here: {counts[True, False]}, only there: {counts[False, True]}"
-    return f"right in both: {counts[True, True]}, {one}, neither: {counts[False, False]}"
+    return (
+        f"right in both: {counts[True, True]}, only here: {counts[True, False]}, "
+        f"only there: {counts[False, True]}, neither: {counts[False, False]}"
+    )
 
 
 def decision_f1(searched: np.ndarray, right_without: np.ndarray) -> str:
