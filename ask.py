@@ -62,8 +62,10 @@ def documents_to_search(settings: Settings, questions: list[Question]) -> list[D
             " to search: give --corpus FILE_OR_FOLDER or --retriever http --retriever_url URL"
         )
     documents = load_documents(settings, questions)
-    place = settings.corpus or "the built-in world"
-    print(f"searches: {place} ({settings.retriever}, {len(documents)} documents)")
+    print(
+        f"searches: {settings.corpus or 'the built-in world'} "
+        f"({settings.retriever}, {len(documents)} documents)"
+    )
     return documents
 
 

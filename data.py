@@ -216,8 +216,9 @@ def checked(record: dict) -> dict:
     for names, kind in TYPES.items():
         for name in names.split():
             if not isinstance(given.get(name, kind()), kind):
-                found = short(given[name])
-                raise InputError(f"field {name!r}: expected {kind.__name__}, found {found}")
+                raise InputError(
+                    f"field {name!r}: expected {kind.__name__}, found {short(given[name])}"
+                )
     return given
 
 
@@ -225,7 +226,8 @@ def id_of(record: dict, number: int | None = None) -> str:
     """Returns the id; `number`, the record's place in the file, is the id of one without. Each data
     set in a merged file may have its own "test_0", so `data_source` comes before it: "nq:test_0".
     """
-    value, source = record.get("id", number), record.get("data_source")
+    value = record.get("id", number)
+    source = record.get("data_source")
     if type(value) not in (int, str) or value == "":
         raise InputError(f"field 'id': expected a text or a whole number, found {short(value)}")
     return f"{source}:{value}" if source else str(value)
@@ -252,8 +254,7 @@ def named_after(path: str | Path) -> str:
     >>> named_after("2wikimultihopqa/train.jsonl"), named_after("hotpotqa_500.jsonl")
     ('2wiki', 'hotpotqa')
     """
-    last = "/".join(Path(path).parts[-2:]).lower()
-    names = {*re.findall("hotpotqa|2wiki", last)}
+    names = {*re.findall("hotpotqa|2wiki", "/".join(Path(path).parts[-2:]).lower())}
     return names.pop() if len(names) == 1 else ""
 
 
@@ -344,13 +345,14 @@ def load_all(path: str | Path, make: Callable, skip_bad: bool = False) -> list:
     seen = set()
 
     def made(record: dict, number: int):
-        item, name = make(record, number), id_of(record, number)
+        item = make(record, number)
+        name = id_of(record, number)
         if name in seen:
             raise InputError(f"field 'id': an earlier record has the id {short(name)} too")
         seen.add(name)
         return item
 
-    return read_records(Path(path), made, skip_bad)
+    return read_records(path, made, skip_bad)
 
 
 def load_questions(path: str | Path, skip_bad: bool = False, seed=0) -> list[Question]:

@@ -170,7 +170,8 @@ def answer_all(
     announce(settings, datasets, out)
     dataset_of = {q.id: name for name, questions in datasets.items() for q in questions}
     questions = [*chain.from_iterable(datasets.values())]
-    size, records = settings.group_size, []
+    size = settings.group_size
+    records = []
     keep_old(out)
     with tqdm(total=len(questions) * size, desc="evaluation") as bar:
         for start in range(0, len(questions), QUESTIONS_AT_ONCE):
@@ -220,15 +221,20 @@ def settings_of(given: dict) -> Settings:
     (default ur2) are used. Of the models that the training reward asks, evaluation keeps only a
     judge, and only if the reward needs its verdicts (When to Search section 4.1: as in training).
     """
-    given, model = dict(given), model_of(given)
+    given = dict(given)
+    model = model_of(given)
     if given.get("stage") == 0:
         del given["stage"]
     if model and "://" not in model:  # in lab.baselines it may be a server's address
         check_model_path(model)
     settings = saved_settings(model)
     if settings is None or given.get("recipe", settings.recipe) != settings.recipe:
-        variant = {"variant": given.get("variant", "")}
-        settings = resolve(given.get("recipe", "ur2"), given.get("stage"), not model, variant)
+        settings = resolve(
+            given.get("recipe", "ur2"),
+            given.get("stage"),
+            not model,
+            {"variant": given.get("variant", "")},
+        )
     changes = {"temperature": 0.0, "top_p": 1.0, "reader": ""}
     if "correct" not in needs(settings):
         changes["judge"] = ""
@@ -286,12 +292,11 @@ def default_out(settings: Settings, options: Options) -> Path:
     """Returns the default path of the predictions. It is under --output_dir and not in the model's
     folder: that may be read-only, and a hub model has none.
     """
-    questions = settings.data or f"world{settings.world_seed}-{options.split}"
     words = [
         settings.model or "built-in",
         settings.recipe,
         settings.variant,
-        questions,
+        settings.data or f"world{settings.world_seed}-{options.split}",
         f"t{settings.temperature:g}",
         settings.retriever,
     ]

@@ -119,7 +119,8 @@ def add_flags(parser: argparse.ArgumentParser, record: type, command: str) -> No
     for f in fields(record):
         if "help" not in f.metadata or f.metadata.get("only", command) != command:
             continue
-        default, names = getattr(record(), f.name), f.metadata.get("one_of")
+        default = getattr(record(), f.name)
+        names = f.metadata.get("one_of")
         kind = type(default)
         text = f.metadata["help"] + (f"; one of {', '.join(names)}" if names else "")
         flag = parser.add_argument(
@@ -130,7 +131,8 @@ def add_flags(parser: argparse.ArgumentParser, record: type, command: str) -> No
             help=f"{text} ({default!r})".replace("%", "%%"),
         )
         if kind is bool:  # --resume is --resume true
-            flag.nargs, flag.const = "?", True
+            flag.nargs = "?"
+            flag.const = True
 
 
 def parse_flags(

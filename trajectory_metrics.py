@@ -5,6 +5,7 @@ prediction (`prediction_record`), and prints the means of some (plumbing.report.
 gradient depends on them.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from metrics import normalize_answer, score_answer, summary_scores, tokenize
@@ -48,7 +49,8 @@ def prediction_metrics(t: Trajectory) -> dict[str, float]:
     """Returns the metrics of an evaluation: those of training, and format, evidence and citations.
     For a summary ROUGE replaces em, f1 and cem.
     """
-    question, protocol = t.question, t.protocol
+    question = t.question
+    protocol = t.protocol
     numbers = trajectory_metrics(t, lenient=True)
     numbers["answered"] = read_answer(t) is not None
     numbers["format"] = float(good_format(t))
@@ -147,7 +149,8 @@ def token_metrics(t: Trajectory, tokenizer) -> dict[str, float]:
     """
     if not t.protocol.query_tags:
         return {}
-    searches, layouts = successful(t), t.protocol.document_layouts
+    searches = successful(t)
+    layouts = t.protocol.document_layouts
     documents = ("\n".join(number_documents(search.documents, layouts)) for search in searches)
     return {
         "retrieved": float(sum(len(encode(tokenizer, text)) for text in documents)),
@@ -172,12 +175,11 @@ def gold_recall(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     than yes or no. The share is over the open questions that have such a gold answer and at least
     one search. Returns {} if there is no such question.
     """
-    recalled = {}  # question id -> whether a document in any trajectory has a gold
+    recalled = defaultdict(bool)  # question id -> whether a document in any trajectory has a gold
     for t in trajectories:
         golds = {f" {normalize_answer(gold)} " for gold in t.question.answers} - {" yes ", " no "}
         if golds and t.searches and t.question.task == "qa":
             documents = {document for search in t.searches for document in search.documents}
             texts = (f" {normalize_answer(f'{d.title} {d.text}')} " for d in documents)
-            found = any(gold in text for text in texts for gold in golds)
-            recalled[t.question.id] = recalled.get(t.question.id, False) or found
+            recalled[t.question.id] |= any(gold in text for text in texts for gold in golds)
     return {"gold_recall": mean(recalled.values())} if recalled else {}

@@ -82,9 +82,14 @@ def load_model(settings: Settings, path: str, device="cpu", frozen=False, in_8bi
     """Returns (policy, tokenizer) from `path`; "" means the built-in model."""
     if path:
         return load_policy(path, device, settings, frozen, in_8bit, settings.seed)
-    protocol, name = PROTOCOLS[settings.protocol], settings.toy_init
-    tiny = paper_of(settings.protocol).warmed_up(name)
-    policy, tokenizer = load_toy(settings.world_seed, protocol, tiny, settings.output_dir, name)
+    name = settings.toy_init
+    policy, tokenizer = load_toy(
+        settings.world_seed,
+        PROTOCOLS[settings.protocol],
+        paper_of(settings.protocol).warmed_up(name),
+        settings.output_dir,
+        name,
+    )
     if settings.lora_rank and not frozen:
         add_lora(policy.requires_grad_(False).language_model, settings.lora_rank, settings.seed)
     return policy.to(device), tokenizer
@@ -95,7 +100,8 @@ def build_other_models(settings: Settings, documents: list[Document], device) ->
     server is probed, before the first rollout: the judge if --judge is set, reader and embedder if
     the reward needs them.
     """
-    others, needed = OtherModels(), needs(settings)
+    others = OtherModels()
+    needed = needs(settings)
     if settings.algorithm == "dapo" and settings.filter_by == "correct":
         needed |= {"correct"}
     if judge := build_judge(settings, device):
@@ -114,30 +120,28 @@ def build_other_models(settings: Settings, documents: list[Document], device) ->
         )
     if "embed" in needed:
         embedder = build_embedder(settings, documents, device)
-        others.ask["embed"] = lambda rows: [embedder(rows)] * len(rows)
+        others.ask["embed"] = lambda rows: [embedder or embedder_of_draw(rows)] * len(rows)
     return others
 
 
-def build_embedder(settings: Settings, documents: list[Document], device) -> Callable:
-    """Returns a function that maps the trajectories of a draw to an embedder (texts -> vectors).
-    The reward of When to Search compares queries by their vectors: those of the encoder --embedder
-    or, with --embedder tfidf, TF-IDF's, whose idf counts the documents that contain a word. Without
-    `documents`, for example if --retriever http searches a corpus on another machine, the questions
-    and search results of the draw are counted. A word that occurs in none of them has no weight.
+def build_embedder(settings: Settings, documents: list[Document], device) -> Callable | None:
+    """Returns an embedder (texts -> vectors). The reward of When to Search compares queries by
+    their vectors: those of the encoder --embedder or, with --embedder tfidf, TF-IDF's, whose idf
+    counts the documents that contain a word. Without `documents`, for example if --retriever http
+    searches a corpus on another machine, returns None: each draw then has its own embedder.
     """
     if settings.embedder != "tfidf":
-        encoder = Encoder(settings.embedder, str(device))
-        return lambda rows: encoder
-    if documents:
-        of_corpus = tfidf_embedder(documents)
-        return lambda rows: of_corpus
+        return Encoder(settings.embedder, str(device))
+    return tfidf_embedder(documents) if documents else None
 
-    def of_draw(rows: list[Trajectory]):
-        texts = {t.question.question for t in rows}
-        texts |= {search.text for t in rows for search in t.searches}
-        return tfidf_embedder([Document("", "", text) for text in texts])
 
-    return of_draw
+def embedder_of_draw(rows: list[Trajectory]) -> Callable:
+    """Returns TF-IDF's embedder, whose idf counts the questions and search results of a draw. A
+    word that occurs in none of them has no weight.
+    """
+    texts = {t.question.question for t in rows}
+    texts |= {search.text for t in rows for search in t.searches}
+    return tfidf_embedder([Document("", "", text) for text in texts])
 
 
 def build_judge(settings: Settings, device="cpu", sees: str = "") -> Judge | None:
@@ -160,8 +164,13 @@ def build_reader(settings: Settings, device="cpu") -> LLM:
             " http://host:port/v1#model or a HF model, or --variant without_evidence"
         )
     policy, tokenizer = load_reader(settings.world_seed, settings.output_dir)
-    name = f"reader-world{settings.world_seed}"
-    return LocalLLM(policy.to(device), tokenizer, max_tokens=8, batch_size=256, name=name)
+    return LocalLLM(
+        policy.to(device),
+        tokenizer,
+        max_tokens=8,
+        batch_size=256,
+        name=f"reader-world{settings.world_seed}",
+    )
 
 
 def load_other(settings: Settings, name: str, device) -> LLM:
@@ -179,8 +188,13 @@ def build_environment(
     policy,
     training: bool = False,
 ) -> Environment:
-    context = settings.max_context or context_of(policy)
-    environment = Environment(tokenizer, build_protocol(settings), search, settings, context)
+    environment = Environment(
+        tokenizer,
+        build_protocol(settings),
+        search,
+        settings,
+        settings.max_context or context_of(policy),
+    )
     environment.training = training
     return environment
 
@@ -264,7 +278,7 @@ def spread_over(accelerator: Accelerator, sharding: str, optimizer: str, module,
 def build_state(settings: Settings) -> TrainState:
     """Builds everything that a stage needs. Checks that need no model come first."""
     accelerator = make_accelerator(settings)
-    device, main = accelerator.device, accelerator.is_main_process
+    device = accelerator.device
     set_threads()
     check_processes(accelerator.num_processes)
     sharding = asked_for() if accelerator.num_processes > 1 else "ddp"
@@ -290,6 +304,7 @@ def build_state(settings: Settings) -> TrainState:
     path = starting_model(settings) if settings.lora_rank else start
     with accelerator.local_main_process_first():  # the first process makes the built-in models
         policy, tokenizer = load_model(settings, path, device, in_8bit=in_8bit)
+        main = accelerator.is_main_process
         others = build_other_models(settings, documents, device) if main else None
     check_alike(policy, os.path.basename(start) if settings.resume else "")
     environment = build_environment(settings, tokenizer, search, policy, training=True)
@@ -323,8 +338,11 @@ def build_state(settings: Settings) -> TrainState:
 
 def choose_sampler(state: TrainState, in_8bit: bool) -> None:
     """Sets how trajectories are sampled, and whether π_old's log-probs must be computed again."""
-    settings, policy, device = state.settings, state.policy, state.accelerator.device
-    copies, served = wants_copy(device, in_8bit), on_servers(settings)
+    settings = state.settings
+    policy = state.policy
+    device = state.accelerator.device
+    copies = wants_copy(device, in_8bit)
+    served = on_servers(settings)
     state.generate = choose_generate(settings)
     state.sampler = lambda: to_sample_with(policy, copies)
     if served:

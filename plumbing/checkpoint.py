@@ -74,7 +74,8 @@ def as_command(settings: Settings) -> Iterator[None]:
     folder = stage_folder(settings)
     check_output(folder / "settings.json", "--output_dir")  # before models are loaded
     print_once(f"{shown_settings(settings)}\nfolder: {folder}")
-    ENDING.signals, ENDING.at_once = [], True
+    ENDING.signals = []
+    ENDING.at_once = True
     # A signal that is ignored stays ignored, such as SIGHUP under nohup.
     handled = [n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, end_soon) for number in handled}
@@ -127,7 +128,9 @@ def save_if_due(run: Run, state: TrainState, record: dict) -> None:
     step made no update: a checkpoint of the steps before it is saved, and the run ends on all
     processes.
     """
-    step, s, ended = record["step"], run.settings, gather_object(ENDING.signals[:1])
+    step = record["step"]
+    s = run.settings
+    ended = gather_object(ENDING.signals[:1])
     failed = record["failed_rows"] > MOST_FAILED
     done = step if failed else step + 1
     if failed or ended or any(n and done % n == 0 for n in (s.steps, s.save_every, s.eval_every)):
@@ -168,8 +171,10 @@ def resume(state: TrainState) -> int:
     """Restores the state of the last checkpoint, except the weights that `build_state` has loaded
     from it. Returns its step.
     """
-    settings, path = state.settings, state.start
-    trainer_state, saved = read_state(Path(path)), saved_settings(path)
+    settings = state.settings
+    path = state.start
+    trainer_state = read_state(Path(path))
+    saved = saved_settings(path)
     for name in ("lora_rank", "optimizer"):  # paged_adamw8bit has the same moments as adamw8bit
         ours, theirs = (str(getattr(s, name)).removeprefix("paged_") for s in (settings, saved))
         if ours != theirs:

@@ -56,7 +56,7 @@ def r1_searcher_record(record: dict) -> dict:
 
 
 def read_predictions(path: str | Path, skip_bad: bool = False) -> list[dict]:
-    return read_records(Path(path), our_record, skip_bad)
+    return read_records(path, our_record, skip_bad)
 
 
 # ------------------------------------------------------------------------------------------- scores
@@ -64,7 +64,9 @@ def scored(record: dict, punctuation: str, again: bool = False) -> dict:
     """Adds em, f1 and cem, or ROUGE for a summary. If the record has em already, the metrics are
     computed again only if `again`, or if `punctuation` is given.
     """
-    prediction, golds, task = record["prediction"], record["golds"], record["task"]
+    prediction = record["prediction"]
+    golds = record["golds"]
+    task = record["task"]
     if "em" in record["metrics"] and not (again or punctuation):
         return record
     if task == "summary":
@@ -84,7 +86,8 @@ def score_files(
     """
     if not paths:
         return []
-    files, asked = named_files(paths), asked_questions(settings)
+    files = named_files(paths)
+    asked = asked_questions(settings)
     records = []
     for name, path in files.items():
         own = read_predictions(path, settings.skip_bad)
@@ -99,8 +102,10 @@ def score_files(
             records.append(scored(record, punctuation, again=bool(asked)) | place)
     if missing := unanswered(records, asked, punctuation):
         how = "are left out" if skip_missing else "count as wrong (--skip_missing leaves them out)"
-        note = f"{len(missing)} of {len(asked)} questions have no prediction and {how}"
-        print(f"{paths}: {note}", file=sys.stderr)
+        print(
+            f"{paths}: {len(missing)} of {len(asked)} questions have no prediction and {how}",
+            file=sys.stderr,
+        )
     return records if skip_missing else records + missing
 
 
@@ -108,10 +113,11 @@ def asked_questions(settings: Settings) -> list[dict]:
     """Returns the fields of each question of --data, such as golds and options."""
     if not settings.data:
         return []
-    datasets = load_datasets(settings.data, settings.skip_bad, settings.seed)
     return [
         question.record | {"dataset": dataset}
-        for dataset, questions in datasets.items()
+        for dataset, questions in load_datasets(
+            settings.data, settings.skip_bad, settings.seed
+        ).items()
         for question in questions
     ]
 
@@ -144,16 +150,17 @@ def unanswered(records: list[dict], asked: list[dict], punctuation: str) -> list
     answered = {*map(same_text, records)}
     judged = {"judged": 0.0} if "judged" in records[0]["metrics"] else {}
     empty = {"prediction": None, "evidence": None, "metrics": judged}
-    missing = [fields for fields in asked if same_text(fields) not in answered]
-    return [scored(empty | fields, punctuation) for fields in missing]
+    return [
+        scored(empty | fields, punctuation) for fields in asked if same_text(fields) not in answered
+    ]
 
 
 # ------------------------------------------------------------------------------------- other models
 def score_predictions(settings: Settings, options) -> None:
     """Runs `eval.py --predictions`; `options` are an eval.Options."""
-    files = options.predictions, options.against
     how = settings, options.punctuation, options.skip_missing
-    records, others = (score_files(paths, *how) for paths in files)
+    records = score_files(options.predictions, *how)
+    others = score_files(options.against, *how)
     reader, judge = build_others(settings, records[0].get("judge_sees", "question"))
     whole = "whole_reply" in record_of(settings.recipe, settings.variant).stages[1]
     records = ask_others(records, reader, judge, whole=whole)

@@ -83,9 +83,8 @@ def with_retrieved(questions: list, documents: list[Document], settings: Setting
     protocol = PROTOCOLS[settings.protocol]
     if not protocol.references_in_prompt:
         raise InputError(f"--references retrieved: the prompt of {protocol.name} has no references")
-    retriever = make_retriever(documents, settings)
     requests = [SearchRequest(question, question.question) for question in questions]
-    found = retrieve(retriever, requests, settings.documents_per_search)
+    found = retrieve(make_retriever(documents, settings), requests, settings.documents_per_search)
     if None in found or False in found:
         raise InputError("--references retrieved: a search failed: repeat the command")
     nothing = (Document("", "", protocol.empty_text),)
@@ -138,7 +137,8 @@ def world_questions(settings: Settings, split: str, count=None) -> list[Question
     """Returns `count` questions (None: all) of each kind that is in the supervised warm-up of this
     protocol's tiny model.
     """
-    world, kinds = built_in_world(settings), paper_of(settings.protocol).world.kinds
+    world = built_in_world(settings)
+    kinds = paper_of(settings.protocol).world.kinds
     return [q for kind in kinds for q in cached_questions(world, split, kind, count)]
 
 

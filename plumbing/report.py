@@ -139,7 +139,8 @@ def decision_f1(searched: np.ndarray, right_without: np.ndarray) -> str:
     half of its samples, and was made if at least half of this run's samples searched.
     Worked: of 3 needed searches 2 were made, and 1 that was not: P = R = 2/3, F1 = 2/3.
     """
-    made, needed = searched >= 0.5, right_without <= 0.5
+    made = searched >= 0.5
+    needed = right_without <= 0.5
     f1 = 2 * (made & needed).sum() / max(1, made.sum() + needed.sum())
     return f"decision to search: F1 {f1:.3f} ({needed.sum()} needed, {made.sum()} made)"
 
