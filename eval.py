@@ -175,16 +175,14 @@ def answer_all(
     keep_old(out)
     with tqdm(total=len(questions) * size, desc="evaluation") as bar:
         for start in range(0, len(questions), QUESTIONS_AT_ONCE):
-            batch = []
             asked = questions[start : start + QUESTIONS_AT_ONCE]
             for row in generate(asked, settings.seed + start, progress=bar.update):
-                record = prediction_record(row, len(batch) % size)
+                record = prediction_record(row, len(records) % size)
                 record["metrics"] |= token_metrics(row, tokenizer)
                 if len(datasets) > 1:
                     record["dataset"] = dataset_of[record["id"]]
-                batch.append(record)
-            append_jsonl(out, batch)
-            records += batch
+                records.append(record)
+                append_jsonl(out, [record])
     report_failures(records, bar.total)
     return records
 
@@ -221,20 +219,15 @@ def settings_of(given: dict) -> Settings:
     (default ur2) are used. Of the models that the training reward asks, evaluation keeps only a
     judge, and only if the reward needs its verdicts (When to Search section 4.1: as in training).
     """
-    given = dict(given)
     model = model_of(given)
+    given = given | {"model": model}
     if given.get("stage") == 0:
         del given["stage"]
     if model and "://" not in model:  # in lab.baselines it may be a server's address
         check_model_path(model)
     settings = saved_settings(model)
     if settings is None or given.get("recipe", settings.recipe) != settings.recipe:
-        settings = resolve(
-            given.get("recipe", "ur2"),
-            given.get("stage"),
-            not model,
-            {"variant": given.get("variant", "")},
-        )
+        settings = resolve(given.get("recipe", "ur2"), given.get("stage"), not model, given)
     changes = {"temperature": 0.0, "top_p": 1.0, "reader": ""}
     if "correct" not in needs(settings):
         changes["judge"] = ""
@@ -249,7 +242,7 @@ def settings_of(given: dict) -> Settings:
         changes["task_searches"] = {}
     if given.get("retriever") == "given":
         changes["document_tokens"] = GIVEN_TOKENS
-    return replace(settings, **(changes | given | {"model": model}))
+    return replace(settings, **(changes | given))
 
 
 def model_of(given: dict) -> str:

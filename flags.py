@@ -233,8 +233,10 @@ def in_built_in_world(settings: Settings) -> bool:
     """Returns True if there is no --data and the model knows the built-in world: it is the built-in
     one, or was trained from it without --data.
     """
-    if settings.data or not settings.model:
-        return not settings.data
+    if settings.data:
+        return False
+    if not settings.model:
+        return True
     saved = saved_settings(settings.model)
     return bool(saved and saved != settings and in_built_in_world(saved))
 
