@@ -42,7 +42,7 @@ if __name__ == "__main__":
 import dataclasses
 from collections.abc import Callable
 
-from data import Document, Question, harmless
+from data import Documents, Question, Questions, harmless
 from eval import load, settings_of
 from metrics import tokenize
 from papers import PROTOCOLS
@@ -51,7 +51,7 @@ from plumbing.questions import as_asked, known_questions, load_documents
 from trajectory import show
 
 
-def documents_to_search(settings: Settings, questions: list[Question]) -> list[Document]:
+def documents_to_search(settings: Settings, questions: Questions) -> Documents:
     """Returns the documents, which `questions` may bring; none if the model needs none here."""
     local = settings.retriever not in ("http", "empty", "oracle", "given")
     if not (local and PROTOCOLS[settings.protocol].query_tags):

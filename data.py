@@ -63,6 +63,9 @@ class Document:
     __post_init__ = clean_fields
 
 
+Documents = list[Document]
+
+
 @dataclass(frozen=True)
 class Hop:
     """One step towards an answer: a query, and the fact that it should find ("" if not known)."""
@@ -116,7 +119,8 @@ class Question:
         }
 
 
-Datasets = dict[str, list[Question]]  # name of the data set -> its questions
+Questions = list[Question]
+Datasets = dict[str, Questions]  # name of the data set -> its questions
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,7 @@ class SearchResult:
                failed search: the policy reads a notice instead of a result, or the trajectory ends
     """
 
-    documents: list[Document] = dataclasses.field(default_factory=list)
+    documents: Documents = dataclasses.field(default_factory=list)
     text: str = ""
     fallback: bool = False
     error: str | None = None
@@ -329,7 +333,7 @@ def document_of(record: dict, number: int) -> Document:
     return Document(id_of(record, number), title, text)
 
 
-def distinct(documents: Iterable[Document]) -> list[Document]:
+def distinct(documents: Iterable[Document]) -> Documents:
     """Returns the documents without those whose title and text an earlier one has."""
     firsts = {}
     for document in documents:
@@ -355,7 +359,7 @@ def load_all(path: str | Path, make: Callable, skip_bad: bool = False) -> list:
     return read_records(path, made, skip_bad)
 
 
-def load_questions(path: str | Path, skip_bad: bool = False, seed=0) -> list[Question]:
+def load_questions(path: str | Path, skip_bad: bool = False, seed=0) -> Questions:
     """Loads the questions of one or several files (comma-separated), with unique ids."""
     return [*chain.from_iterable(load_datasets(path, skip_bad, seed).values())]
 
@@ -386,7 +390,7 @@ def named_files(path: str | Path) -> dict[str, Path]:
     return by_stem if len(by_stem) == len(files) else {str(file): file for file in files}
 
 
-def draw_some(questions: list[Question], count: int, seed: str) -> list[Question]:
+def draw_some(questions: Questions, count: int, seed: str) -> Questions:
     """Draws `count` questions and keeps their order; returns all if count is 0 or too large."""
     if not 0 < count < len(questions):
         return questions
@@ -413,7 +417,7 @@ def load_difficulty(path: str | Path) -> list[dict]:
     return load_all(path, difficulty_of)
 
 
-def load_corpus(path: str | Path, skip_bad: bool = False) -> list[Document]:
+def load_corpus(path: str | Path, skip_bad: bool = False) -> Documents:
     """Loads documents from a file of records, a text or a folder of texts. A passage that the
     corpus has under several ids is kept once, because its copies would fill a search result.
     """
@@ -423,7 +427,7 @@ def load_corpus(path: str | Path, skip_bad: bool = False) -> list[Document]:
     return distinct(read_records(path, document_of, skip_bad))
 
 
-def corpus_from_questions(questions: list[Question]) -> list[Document]:
+def corpus_from_questions(questions: Questions) -> Documents:
     """Returns the references of all questions as a corpus, each once, numbered from 1. References
     without a text are left out.
     """

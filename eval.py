@@ -102,7 +102,7 @@ from tqdm import tqdm
 
 from data import Datasets, harmless
 from flags import check_settings, resolve, saved_settings, stage_folder
-from formats.records import append_jsonl, keep_old, write_records
+from formats.records import Records, append_jsonl, keep_old, write_records
 from papers import record_of
 from plumbing.alarms import hint_at_cold_start
 from plumbing.build import (
@@ -125,7 +125,7 @@ GIVEN_TOKENS = 4096
 
 
 # ----------------------------------------------------------------------------------- all questions
-def predict(settings: Settings, options: Options, reader=None, judge=None) -> list[dict]:
+def predict(settings: Settings, options: Options, reader=None, judge=None) -> Records:
     """Returns prediction records of a model's rollouts, with the reader's answers and the judge's
     verdicts, and writes them to a file. If the reader or the judge fails, the rollouts are in the
     file, and --predictions with --reader and --judge goes on.
@@ -163,7 +163,7 @@ def load(settings: Settings, datasets: Datasets, documents: list, log: Path | st
 
 def answer_all(
     datasets: Datasets, generate: Callable, tokenizer, settings: Settings, out: Path
-) -> list[dict]:
+) -> Records:
     """Returns a record of each trajectory: `group_size` for each question. Those of a batch are
     appended to the file `out` as soon as the batch is finished.
     """
@@ -200,7 +200,7 @@ def announce(settings: Settings, datasets: Datasets, out: Path) -> None:
     )
 
 
-def report_failures(records: list[dict], expected: int) -> None:
+def report_failures(records: Records, expected: int) -> None:
     if len(records) < expected:
         print(f"{expected - len(records)} predictions are missing: the model gave no reply")
     faults = [s["error"] for record in records for s in record["searches"] if s["error"]]

@@ -15,6 +15,8 @@ from rewards import cited, good_format, relevance_of
 from rollout import encode
 from trajectory import Search, Trajectory
 
+Metrics = dict[str, float]  # name -> value
+
 
 def mean(values: Iterable[float]) -> float:
     """Returns the mean of the values, or 0 if there are none."""
@@ -32,7 +34,7 @@ def read_answer(t: Trajectory) -> str | None:
     return stated_choice(t.model_text, t.question.options) or t.answer
 
 
-def trajectory_metrics(t: Trajectory, lenient: bool = False) -> dict[str, float]:
+def trajectory_metrics(t: Trajectory, lenient: bool = False) -> Metrics:
     """Returns the metrics that training and evaluation share; `lenient` reads choices as
     `read_answer` does. A metric that does not apply is
     missing, not 0. In open questions em, f1 and cem treat punctuation as the paper's scorer does;
@@ -45,7 +47,7 @@ def trajectory_metrics(t: Trajectory, lenient: bool = False) -> dict[str, float]
     return scores | text_metrics(t) | (search_metrics(t) if t.protocol.query_tags else {})
 
 
-def prediction_metrics(t: Trajectory) -> dict[str, float]:
+def prediction_metrics(t: Trajectory) -> Metrics:
     """Returns the metrics of an evaluation: those of training, and format, evidence and citations.
     For a summary ROUGE replaces em, f1 and cem.
     """
@@ -99,7 +101,7 @@ def evidence_support(trajectory: Trajectory) -> float:
     return mean(word in found for word in words)
 
 
-def search_metrics(t: Trajectory) -> dict[str, float]:
+def search_metrics(t: Trajectory) -> Metrics:
     """Returns metrics of searching. `queries` counts the end tags of queries in the model's text,
     `searches` the queries that were run, `rejected` those that the environment or a server
     rejected. `successful` counts the searches that found something (#R in UR² Table 10), `repeated`
@@ -130,7 +132,7 @@ def successful(t: Trajectory) -> list[Search]:
     return [s for s in t.searches if not (s.error or s.fallback or s.text in nothing)]
 
 
-def text_metrics(t: Trajectory) -> dict[str, float]:
+def text_metrics(t: Trajectory) -> Metrics:
     """Returns metrics of the text that the model wrote, and of how it ended."""
     counts = [(t.opened + t.model_text).count(tag) for tag in t.protocol.tags]  # begin, end, ...
     return {
@@ -142,7 +144,7 @@ def text_metrics(t: Trajectory) -> dict[str, float]:
     }
 
 
-def token_metrics(t: Trajectory, tokenizer) -> dict[str, float]:
+def token_metrics(t: Trajectory, tokenizer) -> Metrics:
     """Counts tokens over the successful searches: `retrieved` of the documents, and `shown` to the
     policy, which may get a summary instead. UR² appendix B.6 gives the ratio of the means of these
     two, 11,346 / 761 = 14.91.
@@ -159,7 +161,7 @@ def token_metrics(t: Trajectory, tokenizer) -> dict[str, float]:
 
 
 # --------------------------------------------------------------------------------- a training step
-def step_searches(trajectories: Sequence[Trajectory], processes: int) -> dict[str, float]:
+def step_searches(trajectories: Sequence[Trajectory], processes: int) -> Metrics:
     """Returns the metrics of all searches of a step; `processes` processes ran them in parallel."""
     searches = [search for t in trajectories for search in t.searches]
     return gold_recall(trajectories) | {
@@ -170,7 +172,7 @@ def step_searches(trajectories: Sequence[Trajectory], processes: int) -> dict[st
     }
 
 
-def gold_recall(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def gold_recall(trajectories: Sequence[Trajectory]) -> Metrics:
     """Returns the share of questions for which a retrieved document contains a gold answer other
     than yes or no. The share is over the open questions that have such a gold answer and at least
     one search. Returns {} if there is no such question.

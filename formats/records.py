@@ -20,6 +20,8 @@ from pathlib import Path
 
 from errors import InputError
 
+Records = list[dict]
+
 
 def read_records(path: str | Path, convert: Callable, skip_bad: bool = False) -> list:
     """Returns convert(record, number) for each record of a file. `number` counts the lines, blank
@@ -76,7 +78,7 @@ def short(value: object) -> str:
 
 
 # ------------------------------------------------------------ files of a run
-def finished_records(path: str | Path) -> list[dict]:
+def finished_records(path: str | Path) -> Records:
     """Reads a JSONL file to which a run appends; a file that does not exist yet has no records. A
     last line without its line break is what a kill left, and is ignored.
     """
@@ -117,7 +119,7 @@ def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
         file.write(json_lines(records).encode())
 
 
-def write_records(path: Path, records: list[dict]) -> None:
+def write_records(path: Path, records: Records) -> None:
     """Writes all records as JSON lines; replaces the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json_lines(records))

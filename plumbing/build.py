@@ -17,7 +17,7 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 
 import ppo
 from curriculum import QuestionStream
-from data import Document
+from data import Document, Documents
 from engines.sampling import to_sample_with, wants_copy
 from engines.server import Fleet, generate_on_server, to_serve
 from engines.slots import generate_in_slots
@@ -95,7 +95,7 @@ def load_model(settings: Settings, path: str, device="cpu", frozen=False, in_8bi
     return policy.to(device), tokenizer
 
 
-def build_other_models(settings: Settings, documents: list[Document], device) -> OtherModels:
+def build_other_models(settings: Settings, documents: Documents, device) -> OtherModels:
     """Returns the other models that the reward, or DAPO's filter, asks. Each is loaded, or its
     server is probed, before the first rollout: the judge if --judge is set, reader and embedder if
     the reward needs them.
@@ -124,7 +124,7 @@ def build_other_models(settings: Settings, documents: list[Document], device) ->
     return others
 
 
-def build_embedder(settings: Settings, documents: list[Document], device) -> Callable | None:
+def build_embedder(settings: Settings, documents: Documents, device) -> Callable | None:
     """Returns an embedder (texts -> vectors). The reward of When to Search compares queries by
     their vectors: those of the encoder --embedder or, with --embedder tfidf, TF-IDF's, whose idf
     counts the documents that contain a word. Without `documents`, for example if --retriever http

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from data import answers_of, id_of, load_datasets, named_files
 from errors import InputError
-from formats.records import read_records, short, write_records
+from formats.records import Records, read_records, short, write_records
 from metrics import score_answer, summary_scores
 from other_models.judge import Judge, add_verdicts
 from other_models.reader import add_reader
@@ -55,7 +55,7 @@ def r1_searcher_record(record: dict) -> dict:
     return {"transcript": record.get("gen_text_store")} | fields | record
 
 
-def read_predictions(path: str | Path, skip_bad: bool = False) -> list[dict]:
+def read_predictions(path: str | Path, skip_bad: bool = False) -> Records:
     return read_records(path, our_record, skip_bad)
 
 
@@ -79,7 +79,7 @@ def scored(record: dict, punctuation: str, again: bool = False) -> dict:
 
 def score_files(
     paths: str, settings: Settings, punctuation: str = "", skip_missing: bool = False
-) -> list[dict]:
+) -> Records:
     """Returns the records of all files, with their metrics. A record's data set is the file of
     --data that holds its question; without --data, its field `dataset` or the predictions file.
     Questions of --data that no file answers get a record too, unless `skip_missing` is True.
@@ -109,7 +109,7 @@ def score_files(
     return records if skip_missing else records + missing
 
 
-def asked_questions(settings: Settings) -> list[dict]:
+def asked_questions(settings: Settings) -> Records:
     """Returns the fields of each question of --data, such as golds and options."""
     if not settings.data:
         return []
@@ -122,7 +122,7 @@ def asked_questions(settings: Settings) -> list[dict]:
     ]
 
 
-def with_questions(path: Path, records: list[dict], asked: list[dict]) -> list[dict]:
+def with_questions(path: Path, records: Records, asked: Records) -> Records:
     """Adds the fields of its question to each prediction. Prints how many predictions have no
     question: these are left out.
     """
@@ -143,7 +143,7 @@ def with_questions(path: Path, records: list[dict], asked: list[dict]) -> list[d
     return answered
 
 
-def unanswered(records: list[dict], asked: list[dict], punctuation: str) -> list[dict]:
+def unanswered(records: Records, asked: Records, punctuation: str) -> Records:
     """Returns a record without a prediction for each question that has none. If the predictions
     have verdicts, its verdict is "wrong".
     """
@@ -181,9 +181,7 @@ def build_others(settings: Settings, sees: str = "") -> tuple:
     return reader, build_judge(settings, best_device(), sees)
 
 
-def ask_others(
-    records: list[dict], reader, judge: Judge | None, sampling=(), whole=False
-) -> list[dict]:
+def ask_others(records: Records, reader, judge: Judge | None, sampling=(), whole=False) -> Records:
     """Adds the reader's answers and the judge's verdicts, if there is a reader or a judge.
 
     sampling   (temperature, top_p) of the reader; () decodes greedily

@@ -14,7 +14,8 @@ from itertools import chain
 from data import (
     Datasets,
     Document,
-    Question,
+    Documents,
+    Questions,
     SearchRequest,
     corpus_from_questions,
     draw_some,
@@ -32,7 +33,7 @@ from world.world import LOOK_UPS, World
 
 
 # -------------------------------------------------------------------------------- questions
-def training_questions(settings: Settings) -> list[Question]:
+def training_questions(settings: Settings) -> Questions:
     if settings.data:
         questions = load_questions(settings.data, settings.skip_bad, settings.seed)
     else:
@@ -40,7 +41,7 @@ def training_questions(settings: Settings) -> list[Question]:
     return as_asked(questions, settings)
 
 
-def reworded(questions: list[Question], settings: Settings) -> list[Question]:
+def reworded(questions: Questions, settings: Settings) -> Questions:
     """Adds a word to the gold answers of a share of the look-up questions. The answers then differ
     from the documents' words, as they often do in real data.
     """
@@ -54,7 +55,7 @@ def reworded(questions: list[Question], settings: Settings) -> list[Question]:
     return reworded_questions
 
 
-def hold_out(questions: list[Question], settings: Settings) -> tuple[list, list]:
+def hold_out(questions: Questions, settings: Settings) -> tuple[list, list]:
     """Returns (training questions, held-out questions for --eval_every). Held-out questions are
     drawn from --data, or come from the built-in world's split dev; without --eval_every there are
     none.
@@ -76,7 +77,7 @@ def hold_out(questions: list[Question], settings: Settings) -> tuple[list, list]
     return [question for question in questions if question.id not in ids], held_out
 
 
-def with_retrieved(questions: list, documents: list[Document], settings: Settings) -> list:
+def with_retrieved(questions: list, documents: Documents, settings: Settings) -> list:
     """Replaces the references of each question by the documents that a search for the question
     finds (ARENA Figure 2). None of these counts as a gold reference.
     """
@@ -94,7 +95,7 @@ def with_retrieved(questions: list, documents: list[Document], settings: Setting
     ]
 
 
-def as_asked(questions: list[Question], settings: Settings) -> list[Question]:
+def as_asked(questions: Questions, settings: Settings) -> Questions:
     """Checks the references of the questions, and marks the questions that may not search: with
     --retrieval false all of them, otherwise those whose task is one of `direct_tasks` (UR²).
     """
@@ -117,7 +118,7 @@ def built_in_world(settings: Settings) -> World:
     return cached_world(settings.world_seed, layout=paper_of(settings.protocol).world.layout)
 
 
-def built_in_questions(settings: Settings) -> list[Question]:
+def built_in_questions(settings: Settings) -> Questions:
     """Returns the built-in world's training questions. With "direct" in --mix, it adds copies of
     each kind's questions, 240 per kind: the copies have the kind "direct" and may not search.
     """
@@ -133,7 +134,7 @@ def built_in_questions(settings: Settings) -> list[Question]:
     return questions
 
 
-def world_questions(settings: Settings, split: str, count=None) -> list[Question]:
+def world_questions(settings: Settings, split: str, count=None) -> Questions:
     """Returns `count` questions (None: all) of each kind that is in the supervised warm-up of this
     protocol's tiny model.
     """
@@ -142,7 +143,7 @@ def world_questions(settings: Settings, split: str, count=None) -> list[Question
     return [q for kind in kinds for q in cached_questions(world, split, kind, count)]
 
 
-def load_documents(settings: Settings, questions: list[Question]) -> list[Document]:
+def load_documents(settings: Settings, questions: Questions) -> Documents:
     """Returns the documents to search: the questions' own references (--corpus from-data), those of
     the file or folder that --corpus names, or those of the built-in world. With --data but no
     --corpus there are none.
@@ -154,7 +155,7 @@ def load_documents(settings: Settings, questions: list[Question]) -> list[Docume
     return [] if settings.data else built_in_world(settings).documents
 
 
-def of_kinds(questions: list[Question], kinds: str) -> list[list[Question]]:
+def of_kinds(questions: Questions, kinds: str) -> list[Questions]:
     """Returns the questions of each of these kinds, whatever the case of their names."""
     names = [name.strip() for name in kinds.casefold().split(",")]
     parts = [[q for q in questions if q.kind.casefold() == name] for name in names]
@@ -164,7 +165,7 @@ def of_kinds(questions: list[Question], kinds: str) -> list[list[Question]]:
     return parts
 
 
-def evaluation_questions(settings: Settings, options) -> tuple[Datasets, list[Document]]:
+def evaluation_questions(settings: Settings, options) -> tuple[Datasets, Documents]:
     """Returns (questions by data set, documents). It reads these fields of eval.Options:
 
     questions    number of questions per kind of the built-in world, or per file; 0 = all
@@ -190,7 +191,7 @@ def evaluation_questions(settings: Settings, options) -> tuple[Datasets, list[Do
     return datasets, documents
 
 
-def known_questions(settings: Settings) -> list[Question]:
+def known_questions(settings: Settings) -> Questions:
     """Returns questions with known answers, from --data or from the built-in world (its splits test
     and dev come first). Without --data, a model that was not trained in the built-in world gets
     none.

@@ -19,6 +19,7 @@ import numpy as np
 
 from data import harmless
 from errors import InputError
+from formats.records import Records
 
 COLUMNS = """
 em f1 cem rouge1 rouge2 rougeL rouge judged reader_em reader_f1 searched searches successful queries
@@ -47,7 +48,7 @@ def interval(groups: list[np.ndarray]) -> tuple[float, float, float]:
     return float(np.mean([values.mean() for values in groups])), low, high
 
 
-def summarise(records: list[dict]) -> Summary:
+def summarise(records: Records) -> Summary:
     """Returns a table with a row per data set, or per kind of question if there is only one."""
     several = len({record.get("dataset") for record in records}) > 1
     rows = defaultdict(list)
@@ -59,7 +60,7 @@ def summarise(records: list[dict]) -> Summary:
     return {name: row_of(parts) for name, parts in (groups | {"all": [records]}).items()}
 
 
-def row_of(parts: list[list[dict]]) -> dict:
+def row_of(parts: list[Records]) -> dict:
     """Returns a row of a table. A mean needs the metric in every part (data set)."""
     row = {"questions": sum(len({record["id"] for record in part}) for part in parts)}
     for column in COLUMNS:
@@ -70,7 +71,7 @@ def row_of(parts: list[list[dict]]) -> dict:
 
 
 def question_means(
-    records: list[dict], column: str, key: Callable = lambda record: record["id"]
+    records: Records, column: str, key: Callable = lambda record: record["id"]
 ) -> dict[str, float]:
     """Returns {question: mean over its samples that have the metric}; a question without it is left
     out.
@@ -84,7 +85,7 @@ def question_means(
 
 
 # ---------------------------------------------------------------------------------------- two runs
-def paired(records: list[dict], others: list[dict], column: str) -> np.ndarray:
+def paired(records: Records, others: Records, column: str) -> np.ndarray:
     """Returns the metric of each question that has it in both runs: [questions, 2]."""
     here, there = (question_means(run, column, same_text) for run in (records, others))
     pairs = [(value, there[question]) for question, value in here.items() if question in there]
@@ -98,7 +99,7 @@ def same_text(record: dict) -> str:
     return " ".join(record["question"].split()) or record["id"]
 
 
-def comparison(records: list[dict], others: list[dict], columns: Sequence[str]) -> Iterator[str]:
+def comparison(records: Records, others: Records, columns: Sequence[str]) -> Iterator[str]:
     """Yields a line per metric that both runs have."""
     here, there = ({*map(same_text, run)} for run in (records, others))
     if not here & there:
@@ -146,7 +147,7 @@ def decision_f1(searched: np.ndarray, right_without: np.ndarray) -> str:
 
 
 # ---------------------------------------------------------------------------------------- printing
-def report(records: list[dict], others: list[dict], options) -> None:
+def report(records: Records, others: Records, options) -> None:
     """Prints the table and, if `others` has the records of another run, the comparison. Reads these
     field of eval.Options: all (every column).
     """
