@@ -39,8 +39,8 @@ def read_flags(arguments: list[str] | None = None) -> tuple[dict, str]:
 if __name__ == "__main__":
     run_main(read_flags)  # reports a wrong flag before torch is loaded
 # isort: split
-import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 
 from data import Documents, Question, Questions, harmless
 from eval import load, settings_of
@@ -53,8 +53,8 @@ from trajectory import show
 
 def documents_to_search(settings: Settings, questions: Questions) -> Documents:
     """Returns the documents, which `questions` may bring; none if the model needs none here."""
-    local = settings.retriever not in ("http", "empty", "oracle", "given")
-    if not (local and PROTOCOLS[settings.protocol].query_tags):
+    needs_none = settings.retriever in ("http", "empty", "oracle", "given")
+    if needs_none or not PROTOCOLS[settings.protocol].query_tags:
         return []
     if not (settings.corpus or in_built_in_world(settings)):
         raise InputError(
@@ -79,7 +79,7 @@ def answer(question: Question, generate: Callable, settings: Settings) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     given, text = read_flags(arguments)
-    settings = dataclasses.replace(settings_of(given), group_size=1)
+    settings = replace(settings_of(given), group_size=1)
     check_settings(settings, training=False)
     known = {question.question: question for question in known_questions(settings)}
     print(f"model: {settings.model or 'the built-in one, before RL'}")

@@ -23,13 +23,12 @@ convert.py makes such files of other data sets. An error in a file becomes a one
 names the file, the line and the field. Left out: corpora larger than memory.
 """
 
-import dataclasses
 import random
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import chain, count
 from pathlib import Path
@@ -150,7 +149,7 @@ class SearchResult:
                failed search: the policy reads a notice instead of a result, or the trajectory ends
     """
 
-    documents: Documents = dataclasses.field(default_factory=list)
+    documents: Documents = field(default_factory=list)
     text: str = ""
     fallback: bool = False
     error: str | None = None

@@ -80,8 +80,7 @@ def check_settings(settings: Settings, training=True) -> Settings:
 
 
 def check_retriever(settings: Settings) -> None:
-    local = settings.retriever in ("bm25", "dense", "random")
-    if settings.data and local and not settings.corpus:
+    if settings.data and not settings.corpus and settings.retriever in ("bm25", "dense", "random"):
         raise InputError(
             "--data needs --corpus FILE, or --corpus from-data to search the records' own "
             "paragraphs"
@@ -204,8 +203,7 @@ def stage_settings(stage: int, given: dict, before: Settings | None = None) -> S
         before = saved_settings(str(folder))
     if before and before.model:
         given = given | {"model": str(folder)}  # its last checkpoint is loaded
-    tiny = in_built_in_world(before or settings)
-    return check_settings(resolve(recipe, stage, tiny, given))
+    return check_settings(resolve(recipe, stage, in_built_in_world(before or settings), given))
 
 
 # ---------------------------------------------------------------------------------- saved settings

@@ -2,10 +2,10 @@
 
 import contextlib
 import copy
-import dataclasses
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -60,7 +60,7 @@ def build_protocol(settings: Settings) -> Protocol:
         own["fallback_text"] = FALLBACK_TEXT
     if "notice" in sections:
         own["fallback_notice"] = sections["notice"] + "\n\n"
-    return dataclasses.replace(protocol, **own)
+    return replace(protocol, **own)
 
 
 def build_search(settings: Settings, documents: list, device="cpu", log="") -> SearchFunction:
@@ -70,7 +70,7 @@ def build_search(settings: Settings, documents: list, device="cpu", log="") -> S
     """
     protocol = build_protocol(settings)
     if protocol.query_tags is None:  # nothing is searched: the references come with the question
-        settings = dataclasses.replace(settings, retriever="empty", summarizer="none")
+        settings = replace(settings, retriever="empty", summarizer="none")
     retriever = make_retriever(documents, settings, str(device))
     names = models_in(settings.summarizer)
     llms = {name: load_llm(name, settings, device=device) for name in sorted(names)}
@@ -298,14 +298,15 @@ def build_state(settings: Settings) -> TrainState:
     documents = load_documents(settings, questions)
     log = "" if settings.dry_run else Path(settings.output_dir, SUMMARY_LOG)
     # This may encode for hours: in `local_main_process_first` the waiting processes would time out.
-    search = build_search(dataclasses.replace(settings, fallback=True), documents, device, log)
+    search = build_search(replace(settings, fallback=True), documents, device, log)
     in_8bit = bool(settings.load_in_8bit and settings.lora_rank)
     # A resumed LoRA run loads the weights that it began with; trainer.pt has the trained adapters.
     path = starting_model(settings) if settings.lora_rank else start
     with accelerator.local_main_process_first():  # the first process makes the built-in models
         policy, tokenizer = load_model(settings, path, device, in_8bit=in_8bit)
-        main = accelerator.is_main_process
-        others = build_other_models(settings, documents, device) if main else None
+        others = (
+            build_other_models(settings, documents, device) if accelerator.is_main_process else None
+        )
     check_alike(policy, os.path.basename(start) if settings.resume else "")
     environment = build_environment(settings, tokenizer, search, policy, training=True)
     held_out = check_prompts(held_out, environment, policy, settings.skip_bad)
@@ -325,8 +326,9 @@ def build_state(settings: Settings) -> TrainState:
     )
     choose_sampler(state, in_8bit)
     if settings.kl_coef and not settings.lora_rank:  # with LoRA π_ref is the policy without it
-        path = starting_model(settings)
-        reference, _ = load_model(settings, path, device, True, settings.load_in_8bit)
+        reference, _ = load_model(
+            settings, starting_model(settings), device, True, settings.load_in_8bit
+        )
         state.reference = reference.eval().requires_grad_(False)
     spread = partial(spread_over, accelerator, sharding, settings.optimizer)
     if settings.algorithm == "ppo":  # a new critic in each stage: another reward has other values

@@ -147,8 +147,7 @@ def prompt_sections(settings: Settings) -> dict[str, str]:
     texts |= zip(rest[::2], rest[1::2], strict=True)
     for name, text in texts.items():
         texts[name] = text.strip()
-        if name not in SECTIONS or (lacking := what_lacks(name, text, settings)):
-            fault = f"it lacks {lacking}" if name in SECTIONS else f"one of {', '.join(SECTIONS)}"
+        if fault := fault_of(name, text, settings):
             raise InputError(f"--prompt_file {settings.prompt_file}, section {name}: {fault}")
     return texts
 
@@ -162,11 +161,13 @@ NEEDED = {
 }
 
 
-def what_lacks(name: str, text: str, settings: Settings) -> str:
-    """Returns the first placeholder that a text with placeholders lacks, or the first tag that a
-    text for the policy does not show although the protocol reads it; else "". UR²'s answer has
-    \\boxed, or "correct answer is", in place of a tag.
+def fault_of(name: str, text: str, settings: Settings) -> str:
+    """Returns what is wrong with a section: there is none of this name, a text with placeholders
+    lacks one, or a text for the policy does not show a tag although the protocol reads it; else "".
+    UR²'s answer has \\boxed, or "correct answer is", in place of a tag.
     """
+    if name not in SECTIONS:
+        return f"one of {', '.join(SECTIONS)}"
     protocol = PROTOCOLS[settings.protocol]
     model = name.partition(":")[0]
     needed = [*NEEDED.get(model, ())] if is_layout(text) else []
@@ -179,7 +180,7 @@ def what_lacks(name: str, text: str, settings: Settings) -> str:
             needed.append(protocol.query_tags[0])
         boxed = "correct answer is" if name.endswith(":choice") else "\\boxed"
         needed.append(protocol.answer_tags[0] if protocol.answer_tags else boxed)
-    return next((word for word in needed if word not in text), "")
+    return next((f"it lacks {word}" for word in needed if word not in text), "")
 
 
 def settings_text(settings: Settings) -> str:

@@ -6,9 +6,9 @@ built-in world. Left out: the order in which training asks (curriculum.py), and 
 (data.py).
 """
 
-import dataclasses
 import functools
 import random
+from dataclasses import replace
 from itertools import chain
 
 from data import (
@@ -50,7 +50,7 @@ def reworded(questions: Questions, settings: Settings) -> Questions:
     for question in questions:
         if question.kind in LOOK_UPS and rng.random() < settings.reworded:
             answers = [f"{answer} proper" for answer in question.answers]
-            question = dataclasses.replace(question, answers=answers)
+            question = replace(question, answers=answers)
         reworded_questions.append(question)
     return reworded_questions
 
@@ -90,7 +90,7 @@ def with_retrieved(questions: list, documents: Documents, settings: Settings) ->
         raise InputError("--references retrieved: a search failed: repeat the command")
     nothing = (Document("", "", protocol.empty_text),)
     return [
-        dataclasses.replace(question, references=tuple(documents) or nothing, supporting=())
+        replace(question, references=tuple(documents) or nothing, supporting=())
         for question, documents in zip(questions, found, strict=True)
     ]
 
@@ -104,7 +104,7 @@ def as_asked(questions: Questions, settings: Settings) -> Questions:
     for question in questions:
         check_references(PROTOCOLS[settings.protocol], question)
         if not settings.retrieval or question.task in direct_tasks:
-            question = dataclasses.replace(question, may_search=False)
+            question = replace(question, may_search=False)
         marked.append(question)
     return marked
 
@@ -126,7 +126,7 @@ def built_in_questions(settings: Settings) -> Questions:
     if "direct" in settings.mix:
         for kind in sorted({question.kind for question in questions}):
             direct = [
-                dataclasses.replace(question, source="direct", may_search=False)
+                replace(question, source="direct", may_search=False)
                 for question in questions
                 if question.kind == kind
             ]
@@ -177,14 +177,13 @@ def evaluation_questions(settings: Settings, options) -> tuple[Datasets, Documen
     if settings.data:
         datasets = load_datasets(settings.data, settings.skip_bad, settings.seed)
     else:
-        questions = world_questions(settings, options.split, count or None)
-        datasets = {"the built-in world": questions}
+        datasets = {"the built-in world": world_questions(settings, options.split, count or None)}
+        count = 0  # there are no more than that
     documents = load_documents(settings, [*chain.from_iterable(datasets.values())])
     for name, questions in datasets.items():
-        if settings.data or options.kinds:
-            parts = of_kinds(questions, options.kinds) if options.kinds else [questions]
-            seed = f"{count} questions {settings.seed}"
-            questions = [q for part in parts for q in draw_some(part, count, seed)]
+        parts = of_kinds(questions, options.kinds) if options.kinds else [questions]
+        seed = f"{count} questions {settings.seed}"
+        questions = [q for part in parts for q in draw_some(part, count, seed)]
         if options.references == "retrieved":
             questions = with_retrieved(questions, documents, settings)
         datasets[name] = as_asked(questions, settings)

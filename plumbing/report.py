@@ -159,7 +159,7 @@ def report(records: Records, others: Records, options) -> None:
         print(*comparison(records, others, columns), sep="\n")
 
 
-def table(summary: Summary, head: str = "kind", columns: Sequence[str] = tuple(COLUMNS)) -> str:
+def table(summary: Summary, head: str = "kind", columns: Sequence[str] = COLUMNS) -> str:
     """Formats those of the columns that have a value, some at a time, so that a line fits into a
     terminal. With one row, "all" would repeat it.
     """
