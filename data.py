@@ -341,7 +341,7 @@ def distinct(documents: Iterable[Document]) -> Documents:
 
 
 # ----------------------------------------------------------------------------------------- loading
-def load_all(path: str | Path, make: Callable, skip_bad: bool = False) -> list:
+def load_all(path: str, make: Callable, skip_bad: bool = False) -> list:
     """Returns make(record, number) of each record of a file, whose ids must differ: difficulties
     and predictions are found by the id.
     """
@@ -400,7 +400,7 @@ def draw_some(questions: Questions, count: int, seed: str) -> Questions:
 BUCKETS = ("hard", "medium", "easy", "dropped")
 
 
-def load_difficulty(path: str | Path) -> list[dict]:
+def load_difficulty(path: str) -> list[dict]:
     """Loads the lines {"id", "scores", "score", "bucket"} that lab.difficulty has written. Only the
     id and the scores are required.
     """

@@ -150,7 +150,7 @@ def saved_on_error(run: Run, state: TrainState, step: int) -> Iterator[None]:
     These change no weights, so the state is still that after the last update. Of several processes
     only the main one saves; if weights are sharded, none does, because all would have to take part.
     """
-    saves = run.writes and (state.accelerator.num_processes == 1 or not in_parts(state.policy))
+    saves = run.writes and not in_parts(state.policy)
     try:
         ENDING.at_once = saves
         if saves and ENDING.signals:  # a signal came during the update, or during a save

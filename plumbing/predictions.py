@@ -48,11 +48,15 @@ def our_record(record: dict, number: int) -> dict:
 
 def r1_searcher_record(record: dict) -> dict:
     """Keeps the transcript and the published verdict, which is None if it is unreadable."""
-    fields = {"prediction": record["pred_ans"], "golds": record.get("answer")}
+    fields = {
+        "transcript": record.get("gen_text_store"),
+        "prediction": record["pred_ans"],
+        "golds": record.get("answer"),
+    }
     if "gpt4o_output" in record:
         verdict = str(record["gpt4o_output"]).strip(" .").lower()
         fields["metrics"] = {"judged": {"true": 1.0, "false": 0.0}.get(verdict)}
-    return {"transcript": record.get("gen_text_store")} | fields | record
+    return fields | record
 
 
 def read_predictions(path: str | Path, skip_bad: bool = False) -> Records:
