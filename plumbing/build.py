@@ -299,14 +299,13 @@ def build_state(settings: Settings) -> TrainState:
     log = "" if settings.dry_run else Path(settings.output_dir, SUMMARY_LOG)
     # This may encode for hours: in `local_main_process_first` the waiting processes would time out.
     search = build_search(replace(settings, fallback=True), documents, device, log)
-    in_8bit = bool(settings.load_in_8bit and settings.lora_rank)
+    in_8bit = settings.load_in_8bit and settings.lora_rank > 0
     # A resumed LoRA run loads the weights that it began with; trainer.pt has the trained adapters.
     path = starting_model(settings) if settings.lora_rank else start
     with accelerator.local_main_process_first():  # the first process makes the built-in models
         policy, tokenizer = load_model(settings, path, device, in_8bit=in_8bit)
-        others = (
-            build_other_models(settings, documents, device) if accelerator.is_main_process else None
-        )
+        main = accelerator.is_main_process
+        others = build_other_models(settings, documents, device) if main else None
     check_alike(policy, os.path.basename(start) if settings.resume else "")
     environment = build_environment(settings, tokenizer, search, policy, training=True)
     held_out = check_prompts(held_out, environment, policy, settings.skip_bad)
@@ -326,9 +325,8 @@ def build_state(settings: Settings) -> TrainState:
     )
     choose_sampler(state, in_8bit)
     if settings.kl_coef and not settings.lora_rank:  # with LoRA π_ref is the policy without it
-        reference, _ = load_model(
-            settings, starting_model(settings), device, True, settings.load_in_8bit
-        )
+        path = starting_model(settings)
+        reference, _ = load_model(settings, path, device, True, settings.load_in_8bit)
         state.reference = reference.eval().requires_grad_(False)
     spread = partial(spread_over, accelerator, sharding, settings.optimizer)
     if settings.algorithm == "ppo":  # a new critic in each stage: another reward has other values
