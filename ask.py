@@ -39,23 +39,22 @@ def read_flags(arguments: list[str] | None = None) -> tuple[dict, str]:
 if __name__ == "__main__":
     run_main(read_flags)  # reports a wrong flag before torch is loaded
 # isort: split
-import dataclasses
 from collections.abc import Callable
+from dataclasses import replace
 
-from data import Document, Question, harmless
+from data import Documents, Question, Questions, harmless
 from eval import load, settings_of
 from metrics import tokenize
 from papers import PROTOCOLS
 from plumbing.alarms import hint_at_cold_start
 from plumbing.questions import as_asked, known_questions, load_documents
 from trajectory import show
-from trajectory_metrics import prediction_record
 
 
-def documents_to_search(settings: Settings, questions: list[Question]) -> list[Document]:
+def documents_to_search(settings: Settings, questions: Questions) -> Documents:
     """Returns the documents, which `questions` may bring; none if the model needs none here."""
-    local = settings.retriever not in ("http", "empty", "oracle", "given")
-    if not (local and PROTOCOLS[settings.protocol].query_tags):
+    needs_none = settings.retriever in ("http", "empty", "oracle", "given")
+    if needs_none or not PROTOCOLS[settings.protocol].query_tags:
         return []
     if not (settings.corpus or in_built_in_world(settings)):
         raise InputError(
@@ -63,8 +62,10 @@ def documents_to_search(settings: Settings, questions: list[Question]) -> list[D
             " to search: give --corpus FILE_OR_FOLDER or --retriever http --retriever_url URL"
         )
     documents = load_documents(settings, questions)
-    place = settings.corpus or "the built-in world"
-    print(f"searches: {place} ({settings.retriever}, {len(documents)} documents)")
+    print(
+        f"searches: {settings.corpus or 'the built-in world'} "
+        f"({settings.retriever}, {len(documents)} documents)"
+    )
     return documents
 
 
@@ -73,12 +74,12 @@ def answer(question: Question, generate: Callable, settings: Settings) -> None:
     (row,) = generate(as_asked([question], settings), settings.seed)
     print(show(row))
     if row.answer is None:
-        hint_at_cold_start([prediction_record(row, 0)], settings)
+        hint_at_cold_start([], settings)
 
 
 def main(arguments: list[str] | None = None) -> None:
     given, text = read_flags(arguments)
-    settings = dataclasses.replace(settings_of(given), group_size=1)
+    settings = replace(settings_of(given), group_size=1)
     check_settings(settings, training=False)
     known = {question.question: question for question in known_questions(settings)}
     print(f"model: {settings.model or 'the built-in one, before RL'}")

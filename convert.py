@@ -61,11 +61,10 @@ def musique(r: dict) -> dict:
     if not r.get("answerable", True):
         answers = []  # a bad record
     paragraphs = r["paragraphs"]
-    references = [{"title": p["title"], "text": p["paragraph_text"]} for p in paragraphs]
     return {
         "answers": answers,
         "source": f"musique_{r['id'][:4]}",  # "2hop__1_2" has two hops
-        "references": references,
+        "references": [{"title": p["title"], "text": p["paragraph_text"]} for p in paragraphs],
         "supporting": [number for number, p in enumerate(paragraphs, 1) if p["is_supporting"]],
         "decomposition": hops,
     }
@@ -125,7 +124,8 @@ def verl(r: dict) -> dict:
     golds = golds["target"] if isinstance(golds, dict) else golds
     if isinstance(golds, str | int | float):
         golds = str(golds).split("<|answer_split|>")
-    source, extra = r["data_source"], r["extra_info"]
+    source = r["data_source"]
+    extra = r["extra_info"]
     asked = [message["content"] for message in r["prompt"] if message["role"] == "user"]
     return {
         "id": f"{source}:{extra['index']}",
@@ -161,8 +161,8 @@ def convert(kind: str, path: Path, skip_bad: bool = False) -> list[dict]:
         fields |= KINDS[kind](record)
         if name := named_after(path):
             fields = {"source": name} | fields
-        question = question_of(fields, number)  # what training would reject is an error now
-        return fields | {"answers": question.answers}
+        # What training would reject is an error now.
+        return fields | {"answers": question_of(fields, number).answers}
 
     return read_records(path, converted, skip_bad)
 

@@ -23,13 +23,12 @@ convert.py makes such files of other data sets. An error in a file becomes a one
 names the file, the line and the field. Left out: corpora larger than memory.
 """
 
-import dataclasses
 import random
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import chain, count
 from pathlib import Path
@@ -61,6 +60,9 @@ class Document:
     title: str
     text: str
     __post_init__ = clean_fields
+
+
+Documents = list[Document]
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,22 @@ class Question:
     def kind(self) -> str:
         return self.source or self.task
 
+    @property
+    def record(self) -> dict:
+        """The fields that a predictions file has."""
+        return {
+            "id": self.id,
+            "kind": self.kind,
+            "task": self.task,
+            "question": self.question,
+            "options": self.options,
+            "golds": self.answers,
+        }
+
+
+Questions = list[Question]
+Datasets = dict[str, Questions]  # name of the data set -> its questions
+
 
 @dataclass(frozen=True)
 class SearchRequest:
@@ -131,7 +149,7 @@ class SearchResult:
                failed search: the policy reads a notice instead of a result, or the trajectory ends
     """
 
-    documents: list[Document] = dataclasses.field(default_factory=list)
+    documents: Documents = field(default_factory=list)
     text: str = ""
     fallback: bool = False
     error: str | None = None
@@ -184,8 +202,11 @@ def control_tokens(tokenizer) -> dict[int, str]:
 TASKS = ("qa", "math", "choice", "summary")
 
 
-TYPES = {"question task source data_source title text content contents": str, "may_search": bool}
-TYPES["answers golden_answers options references supporting decomposition scores"] = list
+TYPES = {
+    "question task source data_source title text content contents": str,
+    "answers golden_answers options references supporting decomposition scores": list,
+    "may_search": bool,
+}
 
 
 def checked(record: dict) -> dict:
@@ -198,8 +219,9 @@ def checked(record: dict) -> dict:
     for names, kind in TYPES.items():
         for name in names.split():
             if not isinstance(given.get(name, kind()), kind):
-                found = short(given[name])
-                raise InputError(f"field {name!r}: expected {kind.__name__}, found {found}")
+                raise InputError(
+                    f"field {name!r}: expected {kind.__name__}, found {short(given[name])}"
+                )
     return given
 
 
@@ -207,7 +229,8 @@ def id_of(record: dict, number: int | None = None) -> str:
     """Returns the id; `number`, the record's place in the file, is the id of one without. Each data
     set in a merged file may have its own "test_0", so `data_source` comes before it: "nq:test_0".
     """
-    value, source = record.get("id", number), record.get("data_source")
+    value = record.get("id", number)
+    source = record.get("data_source")
     if type(value) not in (int, str) or value == "":
         raise InputError(f"field 'id': expected a text or a whole number, found {short(value)}")
     return f"{source}:{value}" if source else str(value)
@@ -234,8 +257,7 @@ def named_after(path: str | Path) -> str:
     >>> named_after("2wikimultihopqa/train.jsonl"), named_after("hotpotqa_500.jsonl")
     ('2wiki', 'hotpotqa')
     """
-    last = "/".join(Path(path).parts[-2:]).lower()
-    names = {*re.findall("hotpotqa|2wiki", last)}
+    names = {*re.findall("hotpotqa|2wiki", "/".join(Path(path).parts[-2:]).lower())}
     return names.pop() if len(names) == 1 else ""
 
 
@@ -310,7 +332,7 @@ def document_of(record: dict, number: int) -> Document:
     return Document(id_of(record, number), title, text)
 
 
-def distinct(documents: Iterable[Document]) -> list[Document]:
+def distinct(documents: Iterable[Document]) -> Documents:
     """Returns the documents without those whose title and text an earlier one has."""
     firsts = {}
     for document in documents:
@@ -319,28 +341,29 @@ def distinct(documents: Iterable[Document]) -> list[Document]:
 
 
 # ----------------------------------------------------------------------------------------- loading
-def load_all(path: str | Path, make: Callable, skip_bad: bool = False) -> list:
+def load_all(path: str, make: Callable, skip_bad: bool = False) -> list:
     """Returns make(record, number) of each record of a file, whose ids must differ: difficulties
     and predictions are found by the id.
     """
     seen = set()
 
     def made(record: dict, number: int):
-        item, name = make(record, number), id_of(record, number)
+        item = make(record, number)
+        name = id_of(record, number)
         if name in seen:
             raise InputError(f"field 'id': an earlier record has the id {short(name)} too")
         seen.add(name)
         return item
 
-    return read_records(Path(path), made, skip_bad)
+    return read_records(path, made, skip_bad)
 
 
-def load_questions(path: str | Path, skip_bad: bool = False, seed=0) -> list[Question]:
+def load_questions(path: str | Path, skip_bad: bool = False, seed=0) -> Questions:
     """Loads the questions of one or several files (comma-separated), with unique ids."""
     return [*chain.from_iterable(load_datasets(path, skip_bad, seed).values())]
 
 
-def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> dict[str, list[Question]]:
+def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> Datasets:
     """Loads questions as {name of the file: questions}, in the order given. An id that occurs in
     several files gets the file's name as a prefix. "FILE:N" draws N questions with the seed: ARENA
     (appendix C), for example, has 10,000 of HotpotQA, 10,000 of 2Wiki and 5,000 of MuSiQue.
@@ -366,7 +389,7 @@ def named_files(path: str | Path) -> dict[str, Path]:
     return by_stem if len(by_stem) == len(files) else {str(file): file for file in files}
 
 
-def draw_some(questions: list[Question], count: int, seed: str) -> list[Question]:
+def draw_some(questions: Questions, count: int, seed: str) -> Questions:
     """Draws `count` questions and keeps their order; returns all if count is 0 or too large."""
     if not 0 < count < len(questions):
         return questions
@@ -377,7 +400,7 @@ def draw_some(questions: list[Question], count: int, seed: str) -> list[Question
 BUCKETS = ("hard", "medium", "easy", "dropped")
 
 
-def load_difficulty(path: str | Path) -> list[dict]:
+def load_difficulty(path: str) -> list[dict]:
     """Loads the lines {"id", "scores", "score", "bucket"} that lab.difficulty has written. Only the
     id and the scores are required.
     """
@@ -393,7 +416,7 @@ def load_difficulty(path: str | Path) -> list[dict]:
     return load_all(path, difficulty_of)
 
 
-def load_corpus(path: str | Path, skip_bad: bool = False) -> list[Document]:
+def load_corpus(path: str | Path, skip_bad: bool = False) -> Documents:
     """Loads documents from a file of records, a text or a folder of texts. A passage that the
     corpus has under several ids is kept once, because its copies would fill a search result.
     """
@@ -403,7 +426,7 @@ def load_corpus(path: str | Path, skip_bad: bool = False) -> list[Document]:
     return distinct(read_records(path, document_of, skip_bad))
 
 
-def corpus_from_questions(questions: list[Question]) -> list[Document]:
+def corpus_from_questions(questions: Questions) -> Documents:
     """Returns the references of all questions as a corpus, each once, numbered from 1. References
     without a text are left out.
     """

@@ -99,7 +99,7 @@ def bar(parts, title: str):
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Returns " (did you mean --lr?)" for `--lrr`, or "" if no known word is similar."""
-    match = difflib.get_close_matches(word, list(known), 1)
+    match = difflib.get_close_matches(word, known, 1)
     return f" (did you mean {match[0]}?)" if match else ""
 
 

@@ -100,9 +100,9 @@ if __name__ == "__main__":
 # isort: split
 from tqdm import tqdm
 
-from data import Question, harmless
+from data import Datasets, harmless
 from flags import check_settings, resolve, saved_settings, stage_folder
-from formats.records import append_jsonl, keep_old, write_records
+from formats.records import Records, append_jsonl, keep_old, write_records
 from papers import record_of
 from plumbing.alarms import hint_at_cold_start
 from plumbing.build import (
@@ -120,13 +120,12 @@ from summarizer import SUMMARY_LOG
 from trajectory_metrics import prediction_record, token_metrics
 
 QUESTIONS_AT_ONCE = 64
-Datasets = dict[str, list[Question]]
 # With `--retriever given`, document tokens per search: ARENA's 20 paragraphs of 200 tokens fit.
 GIVEN_TOKENS = 4096
 
 
 # ----------------------------------------------------------------------------------- all questions
-def predict(settings: Settings, options: Options, reader=None, judge=None) -> list[dict]:
+def predict(settings: Settings, options: Options, reader=None, judge=None) -> Records:
     """Returns prediction records of a model's rollouts, with the reader's answers and the judge's
     verdicts, and writes them to a file. If the reader or the judge fails, the rollouts are in the
     file, and --predictions with --reader and --judge goes on.
@@ -164,27 +163,26 @@ def load(settings: Settings, datasets: Datasets, documents: list, log: Path | st
 
 def answer_all(
     datasets: Datasets, generate: Callable, tokenizer, settings: Settings, out: Path
-) -> list[dict]:
+) -> Records:
     """Returns a record of each trajectory: `group_size` for each question. Those of a batch are
     appended to the file `out` as soon as the batch is finished.
     """
     announce(settings, datasets, out)
     dataset_of = {q.id: name for name, questions in datasets.items() for q in questions}
     questions = [*chain.from_iterable(datasets.values())]
-    size, records = settings.group_size, []
+    size = settings.group_size
+    records = []
     keep_old(out)
     with tqdm(total=len(questions) * size, desc="evaluation") as bar:
         for start in range(0, len(questions), QUESTIONS_AT_ONCE):
-            batch = []
             asked = questions[start : start + QUESTIONS_AT_ONCE]
             for row in generate(asked, settings.seed + start, progress=bar.update):
-                record = prediction_record(row, len(batch) % size)
+                record = prediction_record(row, len(records) % size)
                 record["metrics"] |= token_metrics(row, tokenizer)
                 if len(datasets) > 1:
                     record["dataset"] = dataset_of[record["id"]]
-                batch.append(record)
-            append_jsonl(out, batch)
-            records += batch
+                records.append(record)
+                append_jsonl(out, [record])
     report_failures(records, bar.total)
     return records
 
@@ -202,7 +200,7 @@ def announce(settings: Settings, datasets: Datasets, out: Path) -> None:
     )
 
 
-def report_failures(records: list[dict], expected: int) -> None:
+def report_failures(records: Records, expected: int) -> None:
     if len(records) < expected:
         print(f"{expected - len(records)} predictions are missing: the model gave no reply")
     faults = [s["error"] for record in records for s in record["searches"] if s["error"]]
@@ -221,15 +219,15 @@ def settings_of(given: dict) -> Settings:
     (default ur2) are used. Of the models that the training reward asks, evaluation keeps only a
     judge, and only if the reward needs its verdicts (When to Search section 4.1: as in training).
     """
-    given, model = dict(given), model_of(given)
+    model = model_of(given)
+    given = given | {"model": model}
     if given.get("stage") == 0:
         del given["stage"]
     if model and "://" not in model:  # in lab.baselines it may be a server's address
         check_model_path(model)
     settings = saved_settings(model)
     if settings is None or given.get("recipe", settings.recipe) != settings.recipe:
-        variant = {"variant": given.get("variant", "")}
-        settings = resolve(given.get("recipe", "ur2"), given.get("stage"), not model, variant)
+        settings = resolve(given.get("recipe", "ur2"), given.get("stage"), not model, given)
     changes = {"temperature": 0.0, "top_p": 1.0, "reader": ""}
     if "correct" not in needs(settings):
         changes["judge"] = ""
@@ -244,7 +242,7 @@ def settings_of(given: dict) -> Settings:
         changes["task_searches"] = {}
     if given.get("retriever") == "given":
         changes["document_tokens"] = GIVEN_TOKENS
-    return replace(settings, **(changes | given | {"model": model}))
+    return replace(settings, **(changes | given))
 
 
 def model_of(given: dict) -> str:
@@ -287,9 +285,14 @@ def default_out(settings: Settings, options: Options) -> Path:
     """Returns the default path of the predictions. It is under --output_dir and not in the model's
     folder: that may be read-only, and a hub model has none.
     """
-    questions = settings.data or f"world{settings.world_seed}-{options.split}"
-    model = settings.model or "built-in", settings.recipe, settings.variant
-    words = *model, questions, f"t{settings.temperature:g}", settings.retriever
+    words = [
+        settings.model or "built-in",
+        settings.recipe,
+        settings.variant,
+        settings.data or f"world{settings.world_seed}-{options.split}",
+        f"t{settings.temperature:g}",
+        settings.retriever,
+    ]
     name = re.sub(r"[^\w.]+", "-", " ".join(words)).strip("-.")
     return Path(settings.output_dir, "predictions", f"{name[-200:]}.jsonl")
 

@@ -80,8 +80,7 @@ def check_settings(settings: Settings, training=True) -> Settings:
 
 
 def check_retriever(settings: Settings) -> None:
-    local = settings.retriever in ("bm25", "dense", "random")
-    if settings.data and local and not settings.corpus:
+    if settings.data and not settings.corpus and settings.retriever in ("bm25", "dense", "random"):
         raise InputError(
             "--data needs --corpus FILE, or --corpus from-data to search the records' own "
             "paragraphs"
@@ -119,7 +118,8 @@ def add_flags(parser: argparse.ArgumentParser, record: type, command: str) -> No
     for f in fields(record):
         if "help" not in f.metadata or f.metadata.get("only", command) != command:
             continue
-        default, names = getattr(record(), f.name), f.metadata.get("one_of")
+        default = getattr(record(), f.name)
+        names = f.metadata.get("one_of")
         kind = type(default)
         text = f.metadata["help"] + (f"; one of {', '.join(names)}" if names else "")
         flag = parser.add_argument(
@@ -130,7 +130,8 @@ def add_flags(parser: argparse.ArgumentParser, record: type, command: str) -> No
             help=f"{text} ({default!r})".replace("%", "%%"),
         )
         if kind is bool:  # --resume is --resume true
-            flag.nargs, flag.const = "?", True
+            flag.nargs = "?"
+            flag.const = True
 
 
 def parse_flags(
@@ -143,8 +144,9 @@ def parse_flags(
     parser = FlagParser(command, description=record.__doc__)
     if methods:
         parser.add_argument("method", choices=methods)
-    for flags in (record, Settings)[: 1 + with_settings]:
-        add_flags(parser, flags, only)
+    add_flags(parser, record, only)
+    if with_settings:
+        add_flags(parser, Settings, only)
     given = vars(parser.parse_args(arguments))
     names = given.keys() & {f.name for f in fields(record)}
     options = record(**{name: given.pop(name) for name in names})
@@ -201,8 +203,7 @@ def stage_settings(stage: int, given: dict, before: Settings | None = None) -> S
         before = saved_settings(str(folder))
     if before and before.model:
         given = given | {"model": str(folder)}  # its last checkpoint is loaded
-    tiny = in_built_in_world(before or settings)
-    return check_settings(resolve(recipe, stage, tiny, given))
+    return check_settings(resolve(recipe, stage, in_built_in_world(before or settings), given))
 
 
 # ---------------------------------------------------------------------------------- saved settings
@@ -230,8 +231,10 @@ def in_built_in_world(settings: Settings) -> bool:
     """Returns True if there is no --data and the model knows the built-in world: it is the built-in
     one, or was trained from it without --data.
     """
-    if settings.data or not settings.model:
-        return not settings.data
+    if settings.data:
+        return False
+    if not settings.model:
+        return True
     saved = saved_settings(settings.model)
     return bool(saved and saved != settings and in_built_in_world(saved))
 

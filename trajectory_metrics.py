@@ -5,6 +5,7 @@ prediction (`prediction_record`), and prints the means of some (plumbing.report.
 gradient depends on them.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from metrics import normalize_answer, score_answer, summary_scores, tokenize
@@ -13,6 +14,8 @@ from prompts import number_documents, quotes, stated_choice
 from rewards import cited, good_format, relevance_of
 from rollout import encode
 from trajectory import Search, Trajectory
+
+Metrics = dict[str, float]  # name -> value
 
 
 def mean(values: Iterable[float]) -> float:
@@ -31,7 +34,7 @@ def read_answer(t: Trajectory) -> str | None:
     return stated_choice(t.model_text, t.question.options) or t.answer
 
 
-def trajectory_metrics(t: Trajectory, lenient: bool = False) -> dict[str, float]:
+def trajectory_metrics(t: Trajectory, lenient: bool = False) -> Metrics:
     """Returns the metrics that training and evaluation share; `lenient` reads choices as
     `read_answer` does. A metric that does not apply is
     missing, not 0. In open questions em, f1 and cem treat punctuation as the paper's scorer does;
@@ -44,11 +47,12 @@ def trajectory_metrics(t: Trajectory, lenient: bool = False) -> dict[str, float]
     return scores | text_metrics(t) | (search_metrics(t) if t.protocol.query_tags else {})
 
 
-def prediction_metrics(t: Trajectory) -> dict[str, float]:
+def prediction_metrics(t: Trajectory) -> Metrics:
     """Returns the metrics of an evaluation: those of training, and format, evidence and citations.
     For a summary ROUGE replaces em, f1 and cem.
     """
-    question, protocol = t.question, t.protocol
+    question = t.question
+    protocol = t.protocol
     numbers = trajectory_metrics(t, lenient=True)
     numbers["answered"] = read_answer(t) is not None
     numbers["format"] = float(good_format(t))
@@ -70,21 +74,18 @@ def prediction_metrics(t: Trajectory) -> dict[str, float]:
 
 def prediction_record(t: Trajectory, sample: int) -> dict:
     """Returns the record of a trajectory in a predictions file."""
-    question = t.question
-    names = ("id", "kind", "task", "question", "options")
-    record = {name: getattr(question, name) for name in names}
-    record |= {
+    record = t.question.record | {
         "sample": sample,
-        "golds": question.answers,
         "prediction": read_answer(t),
         "judge_sees": t.protocol.judge_sees,
         "punctuation": paper_of(t.protocol.name).punctuation,
         "transcript": t.text,
         "stop_reason": t.stop_reason,
         "metrics": prediction_metrics(t),
+        "searches": [
+            {"query": s.query, "fallback": s.fallback, "error": s.error} for s in t.searches
+        ],
     }
-    kept = ("query", "fallback", "error")
-    record["searches"] = [{name: getattr(s, name) for name in kept} for s in t.searches]
     if t.protocol.evidence_tags:
         record["evidence"] = t.evidence
     return record
@@ -100,7 +101,7 @@ def evidence_support(trajectory: Trajectory) -> float:
     return mean(word in found for word in words)
 
 
-def search_metrics(t: Trajectory) -> dict[str, float]:
+def search_metrics(t: Trajectory) -> Metrics:
     """Returns metrics of searching. `queries` counts the end tags of queries in the model's text,
     `searches` the queries that were run, `rejected` those that the environment or a server
     rejected. `successful` counts the searches that found something (#R in UR² Table 10), `repeated`
@@ -115,8 +116,6 @@ def search_metrics(t: Trajectory) -> dict[str, float]:
         "successful": len(successful(t)),
         "repeated": len(queries) - len({*queries}),
         "failed_rows": t.failed,
-    }
-    numbers |= {
         "rejected": len(t.rejected_queries),
         "queries": t.model_text.count(t.protocol.query_tags[1]),
         "fallbacks": len(queries) - len(notes),
@@ -133,7 +132,7 @@ def successful(t: Trajectory) -> list[Search]:
     return [s for s in t.searches if not (s.error or s.fallback or s.text in nothing)]
 
 
-def text_metrics(t: Trajectory) -> dict[str, float]:
+def text_metrics(t: Trajectory) -> Metrics:
     """Returns metrics of the text that the model wrote, and of how it ended."""
     counts = [(t.opened + t.model_text).count(tag) for tag in t.protocol.tags]  # begin, end, ...
     return {
@@ -145,14 +144,15 @@ def text_metrics(t: Trajectory) -> dict[str, float]:
     }
 
 
-def token_metrics(t: Trajectory, tokenizer) -> dict[str, float]:
+def token_metrics(t: Trajectory, tokenizer) -> Metrics:
     """Counts tokens over the successful searches: `retrieved` of the documents, and `shown` to the
     policy, which may get a summary instead. UR² appendix B.6 gives the ratio of the means of these
     two, 11,346 / 761 = 14.91.
     """
     if not t.protocol.query_tags:
         return {}
-    searches, layouts = successful(t), t.protocol.document_layouts
+    searches = successful(t)
+    layouts = t.protocol.document_layouts
     documents = ("\n".join(number_documents(search.documents, layouts)) for search in searches)
     return {
         "retrieved": float(sum(len(encode(tokenizer, text)) for text in documents)),
@@ -161,29 +161,27 @@ def token_metrics(t: Trajectory, tokenizer) -> dict[str, float]:
 
 
 # --------------------------------------------------------------------------------- a training step
-def step_searches(trajectories: Sequence[Trajectory], processes: int) -> dict[str, float]:
+def step_searches(trajectories: Sequence[Trajectory], processes: int) -> Metrics:
     """Returns the metrics of all searches of a step; `processes` processes ran them in parallel."""
     searches = [search for t in trajectories for search in t.searches]
-    seconds = sum(search.seconds for search in searches) / processes
     return gold_recall(trajectories) | {
         "fallbacks": mean(search.fallback for search in searches),
         "search_errors": mean(search.error is not None for search in searches),
         "documents_cut": mean(search.cut for search in searches),
-        "search_seconds": seconds,
+        "search_seconds": sum(search.seconds for search in searches) / processes,
     }
 
 
-def gold_recall(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def gold_recall(trajectories: Sequence[Trajectory]) -> Metrics:
     """Returns the share of questions for which a retrieved document contains a gold answer other
     than yes or no. The share is over the open questions that have such a gold answer and at least
     one search. Returns {} if there is no such question.
     """
-    recalled = {}  # question id -> whether a document in any trajectory has a gold
+    recalled = defaultdict(bool)  # question id -> whether a document in any trajectory has a gold
     for t in trajectories:
         golds = {f" {normalize_answer(gold)} " for gold in t.question.answers} - {" yes ", " no "}
         if golds and t.searches and t.question.task == "qa":
             documents = {document for search in t.searches for document in search.documents}
             texts = (f" {normalize_answer(f'{d.title} {d.text}')} " for d in documents)
-            found = any(gold in text for text in texts for gold in golds)
-            recalled[t.question.id] = recalled.get(t.question.id, False) or found
+            recalled[t.question.id] |= any(gold in text for text in texts for gold in golds)
     return {"gold_recall": mean(recalled.values())} if recalled else {}

@@ -88,15 +88,24 @@ def moment_of(group: list[dict]) -> tuple[str, list]:
     """
     group.sort(key=lambda record: sum(record["rewards"].values()))
     middle = group[len(group) // 2]
-    searches = len(middle["searches"])
-    return middle["question"], [middle["correct"], searches, middle["group"], middle["row"]]
+    return middle["question"], [
+        middle["correct"],
+        len(middle["searches"]),
+        middle["group"],
+        middle["row"],
+    ]
 
 
 # -------------------------------------------------------------------------------- the command line
 def main(arguments: list[str] | None = None) -> None:
     parser = FlagParser("view.py", description="Shows a run as a page.")
-    text = "runs/NAME, or one of its stages; default: the newest run"
-    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help=text)
+    parser.add_argument(
+        "run",
+        nargs="?",
+        type=Path,
+        metavar="RUN",
+        help="runs/NAME, or one of its stages; default: the newest run",
+    )
     run = parser.parse_args(arguments).run
     if not run:
         files = sorted(Path("runs").glob("*/stage?/metrics.jsonl"), key=os.path.getmtime)

@@ -20,15 +20,18 @@ from pathlib import Path
 
 from errors import InputError
 
+Records = list[dict]
 
-def read_records(path: Path, convert: Callable, skip_bad: bool = False) -> list:
+
+def read_records(path: str | Path, convert: Callable, skip_bad: bool = False) -> list:
     """Returns convert(record, number) for each record of a file. `number` counts the lines, blank
     ones too, or the records of a list. Raises an InputError at a bad record; with `skip_bad` bad
     records are skipped, and a line on stderr says how many. If there is no good record, it always
     raises an InputError.
     """
-    converted, faults = [], []
-    for number, record in enumerate(rows_of(path), 1):
+    converted = []
+    faults = []
+    for number, record in enumerate(rows_of(Path(path)), 1):
         place = f"record {number}"
         try:
             if isinstance(record, bytes):
@@ -43,8 +46,9 @@ def read_records(path: Path, convert: Callable, skip_bad: bool = False) -> list:
             reason = f"field {error} is missing" if isinstance(error, KeyError) else error
             faults.append(f"{path}, {place}: {reason}")
             if not skip_bad:
-                advice = "correct or delete it, or leave it out with --skip_bad"
-                raise InputError(f"{faults[0]}: {advice}") from None
+                raise InputError(
+                    f"{faults[0]}: correct or delete it, or leave it out with --skip_bad"
+                ) from None
     first = f"; the first: {faults[0]}" if faults else ""
     if not converted:
         raise InputError(f"{path}: no record to use: name another file{first}")
@@ -74,7 +78,7 @@ def short(value: object) -> str:
 
 
 # ------------------------------------------------------------ files of a run
-def finished_records(path: str | Path) -> list[dict]:
+def finished_records(path: str | Path) -> Records:
     """Reads a JSONL file to which a run appends; a file that does not exist yet has no records. A
     last line without its line break is what a kill left, and is ignored.
     """
@@ -115,19 +119,21 @@ def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
         file.write(json_lines(records).encode())
 
 
-def write_records(path: Path, records: list[dict]) -> None:
+def write_records(path: Path, records: Records) -> None:
     """Writes all records as JSON lines; replaces the file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json_lines(records))
 
 
-def free_name(path: Path) -> Path:
-    """Returns the first of PATH.old1, PATH.old2, ... that is free, so that no file is replaced."""
+def moved_aside(path: Path) -> Path:
+    """Renames a file or folder to the first of PATH.old1, PATH.old2, ... that is free. Returns its
+    new path.
+    """
     names = (path.with_name(f"{path.name}.old{number}") for number in itertools.count(1))
-    return next(name for name in names if not name.exists())
+    return path.rename(next(name for name in names if not name.exists()))
 
 
 def keep_old(path: Path) -> None:
     """Renames a file that is there and not empty, before another is written in its place."""
     if path.is_file() and path.stat().st_size:
-        print(f"the file that was {path} is kept as {path.rename(free_name(path)).name}")
+        print(f"the file that was {path} is kept as {moved_aside(path).name}")

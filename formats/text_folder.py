@@ -22,7 +22,8 @@ def is_text(path: Path) -> bool:
 
 def passages_of(file: Path) -> Iterator[tuple[str, str]]:
     """Yields (title, passage) of a file. In Markdown every second part is a heading."""
-    title, text = file.stem, file.read_text(encoding="utf-8-sig")
+    title = file.stem
+    text = file.read_text(encoding="utf-8-sig")
     for number, part in enumerate(HEADING.split(text) if file.suffix == ".md" else [text]):
         if number % 2:
             title = f"{file.stem} > {part.strip(' #')}"
@@ -35,7 +36,7 @@ def read_texts(path: Path) -> Iterator[tuple[str, str, str]]:
     """Yields (id, title, passage) of a text file, or of all in a folder. An id is "file#2"."""
     for file in sorted(path.rglob("*.*")) if path.is_dir() else [path]:
         name = file.relative_to(path if path.is_dir() else path.parent).as_posix()
-        hidden = "/." in f"/{name}"  # such as .git, or the packages of an environment
-        if is_text(file) and file.is_file() and not hidden:
+        # Hidden folders are left out, such as .git, or the packages of an environment.
+        if is_text(file) and file.is_file() and "/." not in f"/{name}":
             for number, passage in enumerate(passages_of(file), 1):
                 yield f"{name}#{number}", *passage

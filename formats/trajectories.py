@@ -30,13 +30,14 @@ from collections.abc import Iterable, Iterator
 from operator import itemgetter
 from pathlib import Path
 
+from formats.records import json_lines
+
 NAME = "trajectories.jsonl.gz"
 
 
 def append_trajectories(folder: Path, records: Iterable[dict], name: str = NAME) -> None:
-    text = "".join(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
     with open(folder / name, "ab") as file:
-        file.write(gzip.compress(text.encode(), 5))  # all records in one write
+        file.write(gzip.compress(json_lines(records).encode(), 5))  # all records in one write
 
 
 def read_trajectories(folder: Path) -> Iterator[dict]:

@@ -12,6 +12,7 @@ from collections import defaultdict
 from statistics import median
 
 from flags import in_built_in_world
+from formats.records import Records
 from settings import Settings
 
 PATIENCE = 3  # the condition of an alarm must hold for this many steps in a row
@@ -41,7 +42,7 @@ ADVICE = {
 }
 
 
-def alarms(records: list[dict], settings: Settings, patience: int = PATIENCE) -> dict[str, str]:
+def alarms(records: Records, settings: Settings, patience: int = PATIENCE) -> dict[str, str]:
     """Returns the alarms that the newest record raises and no earlier record raised."""
     raised = {name for record in records for name in record.get("alarms", ())}
     if len(records) < patience:
@@ -50,7 +51,7 @@ def alarms(records: list[dict], settings: Settings, patience: int = PATIENCE) ->
     return {name: sentence for name, sentence in ADVICE.items() if name in due - raised}
 
 
-def signs(record: dict, records: list[dict], s: Settings) -> set[str]:
+def signs(record: dict, records: Records, s: Settings) -> set[str]:
     """Returns the alarms whose condition holds in one of the records, for `reward_hacked` in all. A
     metric that the record lacks raises no alarm.
     """
@@ -62,8 +63,6 @@ def signs(record: dict, records: list[dict], s: Settings) -> set[str]:
         "no_search": may_search and r["searched"] == 0,
         "malformed_tags": r["malformed_tags"] > 0.5,
         "truncated": r["truncated"] > 0.5,
-    }
-    holds |= {
         "retriever_down": r["search_errors"] >= 0.1,
         "gold_recall": r.get("gold_recall", 1.0) < 0.2,
         "reward_hacked": reward_hacked(records),
@@ -72,7 +71,7 @@ def signs(record: dict, records: list[dict], s: Settings) -> set[str]:
     return {name for name in holds if holds[name]}
 
 
-def largest_gap(records: list[dict], corrected: bool) -> float:
+def largest_gap(records: Records, corrected: bool) -> float:
     """Returns the limit of `logprob_gap`: 1e-3. With a --mismatch correction (the default on a GPU
     and with servers) it is three times the gap of step 0, but at least 1e-3 and at most 0.1. The
     gap reveals that sampler and trainer compute differently; it would hardly grow if a server
@@ -81,32 +80,29 @@ def largest_gap(records: list[dict], corrected: bool) -> float:
     return median([1e-3, 3 * records[0].get("logprob_gap", 1.0), 0.1]) if corrected else 1e-3
 
 
-def reward_hacked(records: list[dict]) -> bool:
+def reward_hacked(records: Records) -> bool:
     """Returns whether the reward rises while exact match falls. The reward needs a term `answer`,
     which that of a stage 1 may lack.
     """
-    rewarded = "reward/answer" in records[-1]
-    return rewarded and trend(records, "reward") == 1 and trend(records, "em") == -1
+    if "reward/answer" not in records[-1]:
+        return False
+    return rises([r["reward"] for r in records]) and rises([-r["em"] for r in records])
 
 
-def trend(records: list[dict], name: str) -> int:
-    """Returns 1 if a metric's newest five values are all above the five before, −1 if they are all
-    below, else 0. Where nothing changes, chance separates five values from five others once in 126
-    times.
+def rises(values: list[float]) -> bool:
+    """Returns whether the newest five values are all above the five before. Where nothing changes,
+    chance puts five values above five others once in 252 times.
 
-    >>> trend([{"em": x} for x in (4, 2, 3, 2, 4, 6, 5, 5, 6, 8)], "em")
-    1
+    >>> rises([4, 2, 3, 2, 4, 6, 5, 5, 6, 8])
+    True
     """
-    values = [record[name] for record in records[-10:] if name in record]
-    old, new = values[:5], values[5:]
-    if len(new) < 5:
-        return 0
-    return int(min(new) > max(old)) - int(max(new) < min(old))
+    return len(values) >= 10 and min(values[-5:]) > max(values[-10:-5])
 
 
-def hint_at_cold_start(predictions: list[dict], settings: Settings) -> None:
+def hint_at_cold_start(predictions: Records, settings: Settings) -> None:
     """Prints a sentence if no prediction (a record of eval.py) has both an answer and a search. In
     a protocol without searches the answer suffices. The built-in models know their protocols.
+    ask.py gives no prediction if there was no answer.
     """
     knows = any(p["metrics"].get("searched", 1) and p["prediction"] for p in predictions)
     if not (knows or in_built_in_world(settings) or not settings.retrieval):

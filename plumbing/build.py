@@ -2,10 +2,10 @@
 
 import contextlib
 import copy
-import dataclasses
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 
 import ppo
 from curriculum import QuestionStream
-from data import Document
+from data import Document, Documents
 from engines.sampling import to_sample_with, wants_copy
 from engines.server import Fleet, generate_on_server, to_serve
 from engines.slots import generate_in_slots
@@ -54,29 +54,26 @@ def build_protocol(settings: Settings) -> Protocol:
     """
     protocol = PROTOCOLS[settings.protocol]
     sections = prompt_sections(settings)
-    prompts = {k: text for k, text in sections.items() if k.startswith(("policy", "summarizer"))}
-    own = {"prompts": prompts}
+    shown = ("policy", "summarizer")
+    own = {"prompts": {name: sections[name] for name in sections if name.startswith(shown)}}
     if protocol.fallback_text and in_built_in_world(settings):
         own["fallback_text"] = FALLBACK_TEXT
     if "notice" in sections:
         own["fallback_notice"] = sections["notice"] + "\n\n"
-    return dataclasses.replace(protocol, **own)
+    return replace(protocol, **own)
 
 
-def build_search(
-    settings: Settings, documents: list, device="cpu", log="", protocol: Protocol | None = None
-) -> SearchFunction:
+def build_search(settings: Settings, documents: list, device="cpu", log="") -> SearchFunction:
     """Returns the search function, which calls the retriever and the summariser.
 
-    log       file to which the summaries that a model writes are appended; "": none
-    protocol  the protocol to use; by default the one that the settings name
+    log   file to which the summaries that a model writes are appended; "": none
     """
-    protocol = protocol or build_protocol(settings)
+    protocol = build_protocol(settings)
     if protocol.query_tags is None:  # nothing is searched: the references come with the question
-        settings = dataclasses.replace(settings, retriever="empty", summarizer="none")
+        settings = replace(settings, retriever="empty", summarizer="none")
     retriever = make_retriever(documents, settings, str(device))
-    names = sorted(models_in(settings.summarizer))
-    llms = {name: load_llm(name, settings, device=device) for name in names}
+    names = models_in(settings.summarizer)
+    llms = {name: load_llm(name, settings, device=device) for name in sorted(names)}
     summarizer = make_summarizer(settings, protocol, llms, log)
     return make_search(retriever, summarizer, settings.documents_per_search)
 
@@ -85,20 +82,26 @@ def load_model(settings: Settings, path: str, device="cpu", frozen=False, in_8bi
     """Returns (policy, tokenizer) from `path`; "" means the built-in model."""
     if path:
         return load_policy(path, device, settings, frozen, in_8bit, settings.seed)
-    protocol, name = PROTOCOLS[settings.protocol], settings.toy_init
-    tiny = paper_of(settings.protocol).warmed_up(name)
-    policy, tokenizer = load_toy(settings.world_seed, protocol, tiny, settings.output_dir, name)
+    name = settings.toy_init
+    policy, tokenizer = load_toy(
+        settings.world_seed,
+        PROTOCOLS[settings.protocol],
+        paper_of(settings.protocol).warmed_up(name),
+        settings.output_dir,
+        name,
+    )
     if settings.lora_rank and not frozen:
         add_lora(policy.requires_grad_(False).language_model, settings.lora_rank, settings.seed)
     return policy.to(device), tokenizer
 
 
-def build_other_models(settings: Settings, documents: list[Document], device) -> OtherModels:
+def build_other_models(settings: Settings, documents: Documents, device) -> OtherModels:
     """Returns the other models that the reward, or DAPO's filter, asks. Each is loaded, or its
     server is probed, before the first rollout: the judge if --judge is set, reader and embedder if
     the reward needs them.
     """
-    others, needed = OtherModels(), needs(settings)
+    others = OtherModels()
+    needed = needs(settings)
     if settings.algorithm == "dapo" and settings.filter_by == "correct":
         needed |= {"correct"}
     if judge := build_judge(settings, device):
@@ -117,30 +120,28 @@ def build_other_models(settings: Settings, documents: list[Document], device) ->
         )
     if "embed" in needed:
         embedder = build_embedder(settings, documents, device)
-        others.ask["embed"] = lambda rows: [embedder(rows)] * len(rows)
+        others.ask["embed"] = lambda rows: [embedder or embedder_of_draw(rows)] * len(rows)
     return others
 
 
-def build_embedder(settings: Settings, documents: list[Document], device) -> Callable:
-    """Returns a function that maps the trajectories of a draw to an embedder (texts -> vectors).
-    The reward of When to Search compares queries by their vectors: those of the encoder --embedder
-    or, with --embedder tfidf, TF-IDF's, whose idf counts the documents that contain a word. Without
-    `documents`, for example if --retriever http searches a corpus on another machine, the questions
-    and search results of the draw are counted. A word that occurs in none of them has no weight.
+def build_embedder(settings: Settings, documents: Documents, device) -> Callable | None:
+    """Returns an embedder (texts -> vectors). The reward of When to Search compares queries by
+    their vectors: those of the encoder --embedder or, with --embedder tfidf, TF-IDF's, whose idf
+    counts the documents that contain a word. Without `documents`, for example if --retriever http
+    searches a corpus on another machine, returns None: each draw then has its own embedder.
     """
     if settings.embedder != "tfidf":
-        encoder = Encoder(settings.embedder, str(device))
-        return lambda rows: encoder
-    if documents:
-        of_corpus = tfidf_embedder(documents)
-        return lambda rows: of_corpus
+        return Encoder(settings.embedder, str(device))
+    return tfidf_embedder(documents) if documents else None
 
-    def of_draw(rows: list[Trajectory]):
-        texts = {t.question.question for t in rows}
-        texts |= {search.text for t in rows for search in t.searches}
-        return tfidf_embedder([Document("", "", text) for text in texts])
 
-    return of_draw
+def embedder_of_draw(rows: list[Trajectory]) -> Callable:
+    """Returns TF-IDF's embedder, whose idf counts the questions and search results of a draw. A
+    word that occurs in none of them has no weight.
+    """
+    texts = {t.question.question for t in rows}
+    texts |= {search.text for t in rows for search in t.searches}
+    return tfidf_embedder([Document("", "", text) for text in texts])
 
 
 def build_judge(settings: Settings, device="cpu", sees: str = "") -> Judge | None:
@@ -163,8 +164,13 @@ def build_reader(settings: Settings, device="cpu") -> LLM:
             " http://host:port/v1#model or a HF model, or --variant without_evidence"
         )
     policy, tokenizer = load_reader(settings.world_seed, settings.output_dir)
-    name = f"reader-world{settings.world_seed}"
-    return LocalLLM(policy.to(device), tokenizer, max_tokens=8, batch_size=256, name=name)
+    return LocalLLM(
+        policy.to(device),
+        tokenizer,
+        max_tokens=8,
+        batch_size=256,
+        name=f"reader-world{settings.world_seed}",
+    )
 
 
 def load_other(settings: Settings, name: str, device) -> LLM:
@@ -182,8 +188,13 @@ def build_environment(
     policy,
     training: bool = False,
 ) -> Environment:
-    context = settings.max_context or context_of(policy)
-    environment = Environment(tokenizer, build_protocol(settings), search, settings, context)
+    environment = Environment(
+        tokenizer,
+        build_protocol(settings),
+        search,
+        settings,
+        settings.max_context or context_of(policy),
+    )
     environment.training = training
     return environment
 
@@ -199,12 +210,16 @@ def make_accelerator(settings: Settings) -> Accelerator:
     """Returns the accelerator. A process that waits for another gives up after PATIENCE."""
     if settings.report_to and settings.report_to not in map(str, get_available_trackers()):
         raise InputError(f"--report_to {settings.report_to}: pip install {settings.report_to}")
-    limit = InitProcessGroupKwargs(timeout=PATIENCE)
-    # Without bucket views DDP keeps a second copy of all gradients.
-    views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    tracker = {"log_with": settings.report_to or None, "project_dir": stage_folder(settings)}
-    # policy.py asks for bf16 arithmetic itself.
-    return Accelerator(mixed_precision="no", kwargs_handlers=[limit, views], **tracker)
+    return Accelerator(
+        mixed_precision="no",  # policy.py asks for bf16 arithmetic itself
+        kwargs_handlers=[
+            InitProcessGroupKwargs(timeout=PATIENCE),
+            # Without bucket views DDP keeps a second copy of all gradients.
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+        ],
+        log_with=settings.report_to or None,
+        project_dir=stage_folder(settings),
+    )
 
 
 # ------------------------------------------------------------------------------------- processes
@@ -251,9 +266,10 @@ def spread_over(accelerator: Accelerator, sharding: str, optimizer: str, module,
         model = shard(module, sharding, accelerator.num_processes)
     else:
         if accelerator.num_processes > 1:
-            for weight in filter(lambda weight: weight.requires_grad, module.parameters()):
-                # DDP turns this gradient into a view of its bucket, so there is no second copy.
-                weight.grad = torch.zeros_like(weight)
+            for weight in module.parameters():
+                if weight.requires_grad:
+                    # DDP makes this gradient a view of its bucket, so there is no second copy.
+                    weight.grad = torch.zeros_like(weight)
         model = accelerator.prepare_model(module)
     return model, make_optimizer(module, optimizer, lr)
 
@@ -262,7 +278,7 @@ def spread_over(accelerator: Accelerator, sharding: str, optimizer: str, module,
 def build_state(settings: Settings) -> TrainState:
     """Builds everything that a stage needs. Checks that need no model come first."""
     accelerator = make_accelerator(settings)
-    device, main = accelerator.device, accelerator.is_main_process
+    device = accelerator.device
     set_threads()
     check_processes(accelerator.num_processes)
     sharding = asked_for() if accelerator.num_processes > 1 else "ddp"
@@ -280,22 +296,33 @@ def build_state(settings: Settings) -> TrainState:
     QuestionStream(trained_on, settings, attempts)  # a wrong --mix is an error before a model loads
 
     documents = load_documents(settings, questions)
-    log = "" if settings.dry_run else str(Path(settings.output_dir, SUMMARY_LOG))
+    log = "" if settings.dry_run else Path(settings.output_dir, SUMMARY_LOG)
     # This may encode for hours: in `local_main_process_first` the waiting processes would time out.
-    search = build_search(dataclasses.replace(settings, fallback=True), documents, device, log)
-    in_8bit = bool(settings.load_in_8bit and settings.lora_rank)
+    search = build_search(replace(settings, fallback=True), documents, device, log)
+    in_8bit = settings.load_in_8bit and settings.lora_rank > 0
     # A resumed LoRA run loads the weights that it began with; trainer.pt has the trained adapters.
     path = starting_model(settings) if settings.lora_rank else start
     with accelerator.local_main_process_first():  # the first process makes the built-in models
         policy, tokenizer = load_model(settings, path, device, in_8bit=in_8bit)
+        main = accelerator.is_main_process
         others = build_other_models(settings, documents, device) if main else None
     check_alike(policy, os.path.basename(start) if settings.resume else "")
     environment = build_environment(settings, tokenizer, search, policy, training=True)
-    state = TrainState(settings, accelerator, policy, None, None, False)
-    state.start, state.environment, state.other_models = start, environment, others
-    state.held_out = check_prompts(held_out, environment, policy, settings.skip_bad)
+    held_out = check_prompts(held_out, environment, policy, settings.skip_bad)
     trained_on = check_prompts(trained_on, environment, policy, settings.skip_bad)
-    state.stream = QuestionStream(trained_on, settings, attempts)
+    state = TrainState(
+        settings,
+        accelerator,
+        policy,
+        model=None,
+        optimizer=None,
+        recompute=False,
+        start=start,
+        environment=environment,
+        other_models=others,
+        held_out=held_out,
+        stream=QuestionStream(trained_on, settings, attempts),
+    )
     choose_sampler(state, in_8bit)
     if settings.kl_coef and not settings.lora_rank:  # with LoRA π_ref is the policy without it
         path = starting_model(settings)
@@ -311,8 +338,11 @@ def build_state(settings: Settings) -> TrainState:
 
 def choose_sampler(state: TrainState, in_8bit: bool) -> None:
     """Sets how trajectories are sampled, and whether π_old's log-probs must be computed again."""
-    settings, policy, device = state.settings, state.policy, state.accelerator.device
-    copies, served = wants_copy(device, in_8bit), on_servers(settings)
+    settings = state.settings
+    policy = state.policy
+    device = state.accelerator.device
+    copies = wants_copy(device, in_8bit)
+    served = on_servers(settings)
     state.generate = choose_generate(settings)
     state.sampler = lambda: to_sample_with(policy, copies)
     if served:

@@ -74,10 +74,11 @@ def as_command(settings: Settings) -> Iterator[None]:
     folder = stage_folder(settings)
     check_output(folder / "settings.json", "--output_dir")  # before models are loaded
     print_once(f"{shown_settings(settings)}\nfolder: {folder}")
-    ENDING.signals, ENDING.at_once = [], True
+    ENDING.signals = []
+    ENDING.at_once = True
     # A signal that is ignored stays ignored, such as SIGHUP under nohup.
     handled = [n for n in SIGNALS if signal.getsignal(n) != signal.SIG_IGN]
-    before = [signal.signal(number, end_soon) for number in handled]
+    before = {number: signal.signal(number, end_soon) for number in handled}
     try:
         yield
     except KeyboardInterrupt as error:
@@ -88,7 +89,8 @@ def as_command(settings: Settings) -> Iterator[None]:
             print_once(f"\nended by {number.name}; {last}")
         sys.exit(128 + number)
     finally:
-        list(map(signal.signal, handled, before))
+        for handler in before.items():
+            signal.signal(*handler)
         ENDING.signals = []
     # FSDP2's modules are in reference cycles; the next stage or evaluation needs their memory.
     gc.collect()
@@ -115,8 +117,8 @@ def save(run: Run, state: TrainState, step: int) -> None:
     path = run.folder / f"checkpoint-{step:06d}"
     if not run.writes or path.exists():
         return
-    text, tokenizer = settings_text(run.settings), state.environment.tokenizer
-    save_policy(state.policy, tokenizer, path, trainer_state, text, weights)
+    tokenizer = state.environment.tokenizer
+    save_policy(state.policy, tokenizer, path, trainer_state, settings_text(run.settings), weights)
     prune(run.settings)
 
 
@@ -126,7 +128,9 @@ def save_if_due(run: Run, state: TrainState, record: dict) -> None:
     step made no update: a checkpoint of the steps before it is saved, and the run ends on all
     processes.
     """
-    step, s, ended = record["step"], run.settings, gather_object(ENDING.signals[:1])
+    step = record["step"]
+    s = run.settings
+    ended = gather_object(ENDING.signals[:1])
     failed = record["failed_rows"] > MOST_FAILED
     done = step if failed else step + 1
     if failed or ended or any(n and done % n == 0 for n in (s.steps, s.save_every, s.eval_every)):
@@ -146,7 +150,7 @@ def saved_on_error(run: Run, state: TrainState, step: int) -> Iterator[None]:
     These change no weights, so the state is still that after the last update. Of several processes
     only the main one saves; if weights are sharded, none does, because all would have to take part.
     """
-    saves = run.writes and (state.accelerator.num_processes == 1 or not in_parts(state.policy))
+    saves = run.writes and not in_parts(state.policy)
     try:
         ENDING.at_once = saves
         if saves and ENDING.signals:  # a signal came during the update, or during a save
@@ -167,8 +171,10 @@ def resume(state: TrainState) -> int:
     """Restores the state of the last checkpoint, except the weights that `build_state` has loaded
     from it. Returns its step.
     """
-    settings, path = state.settings, state.start
-    trainer_state, saved = read_state(Path(path)), saved_settings(path)
+    settings = state.settings
+    path = state.start
+    trainer_state = read_state(Path(path))
+    saved = saved_settings(path)
     for name in ("lora_rank", "optimizer"):  # paged_adamw8bit has the same moments as adamw8bit
         ours, theirs = (str(getattr(s, name)).removeprefix("paged_") for s in (settings, saved))
         if ours != theirs:

@@ -6,7 +6,6 @@ overwritten.
 """
 
 import contextlib
-import dataclasses
 import fcntl
 import functools
 import json
@@ -25,7 +24,7 @@ from flags import stage_folder
 from formats.records import (
     append_jsonl,
     finished_records,
-    free_name,
+    moved_aside,
     write_records,
     write_text,
 )
@@ -84,17 +83,20 @@ def read_state(checkpoint: Path) -> dict:
     """Reads trainer.pt. The moments of a 7B model are 57 GiB; with mmap, the processes of a machine
     share one copy of the file in memory. weights_only is set because a pickle could run any code.
     """
-    file = checkpoint / "trainer.pt"
-    return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    return torch.load(checkpoint / "trainer.pt", map_location="cpu", weights_only=True, mmap=True)
 
 
 def best_checkpoint(settings: Settings) -> Path:
     """Returns the first of the stage's checkpoints that are best by the recipe's metric (`best_by`,
     such as UR²'s F1), or the last checkpoint if no step was evaluated.
     """
-    folder, metric = stage_folder(settings), f"eval/{PAPERS[settings.recipe].best_by}"
-    rows = finished_records(folder / "metrics.jsonl")
-    scores = {row["step"] + 1: row[metric] for row in rows if metric in row}
+    folder = stage_folder(settings)
+    metric = f"eval/{PAPERS[settings.recipe].best_by}"
+    scores = {
+        row["step"] + 1: row[metric]
+        for row in finished_records(folder / "metrics.jsonl")
+        if metric in row
+    }
     if not scores:
         # Another machine may have saved the checkpoints: without one here, return the folder.
         return (checkpoints(folder) or [folder])[-1]
@@ -103,7 +105,8 @@ def best_checkpoint(settings: Settings) -> Path:
 
 def prune(settings: Settings) -> None:
     """Deletes the stage's checkpoints except the last `keep_checkpoints` (0: all) and the best."""
-    best, keep = best_checkpoint(settings), settings.keep_checkpoints
+    best = best_checkpoint(settings)
+    keep = settings.keep_checkpoints
     for old in checkpoints(best.parent)[:-keep] if keep else []:
         if old != best:  # renamed first, so that a kill leaves no half checkpoint under this name
             shutil.rmtree(old.rename(old.with_name(old.name + ".partial")))
@@ -144,8 +147,7 @@ def prompt_sections(settings: Settings) -> dict[str, str]:
     texts |= zip(rest[::2], rest[1::2], strict=True)
     for name, text in texts.items():
         texts[name] = text.strip()
-        if name not in SECTIONS or (lacking := what_lacks(name, text, settings)):
-            fault = f"it lacks {lacking}" if name in SECTIONS else f"one of {', '.join(SECTIONS)}"
+        if fault := fault_of(name, text, settings):
             raise InputError(f"--prompt_file {settings.prompt_file}, section {name}: {fault}")
     return texts
 
@@ -159,12 +161,15 @@ NEEDED = {
 }
 
 
-def what_lacks(name: str, text: str, settings: Settings) -> str:
-    """Returns the first placeholder that a text with placeholders lacks, or the first tag that a
-    text for the policy does not show although the protocol reads it; else "". UR²'s answer has
-    \\boxed, or "correct answer is", in place of a tag.
+def fault_of(name: str, text: str, settings: Settings) -> str:
+    """Returns what is wrong with a section: there is none of this name, a text with placeholders
+    lacks one, or a text for the policy does not show a tag although the protocol reads it; else "".
+    UR²'s answer has \\boxed, or "correct answer is", in place of a tag.
     """
-    protocol, model = PROTOCOLS[settings.protocol], name.partition(":")[0]
+    if name not in SECTIONS:
+        return f"one of {', '.join(SECTIONS)}"
+    protocol = PROTOCOLS[settings.protocol]
+    model = name.partition(":")[0]
     needed = [*NEEDED.get(model, ())] if is_layout(text) else []
     if model == "judge" and JUDGE_GAP.search(text):
         needed = ["{gold}", "{answer}"]
@@ -175,11 +180,11 @@ def what_lacks(name: str, text: str, settings: Settings) -> str:
             needed.append(protocol.query_tags[0])
         boxed = "correct answer is" if name.endswith(":choice") else "\\boxed"
         needed.append(protocol.answer_tags[0] if protocol.answer_tags else boxed)
-    return next((word for word in needed if word not in text), "")
+    return next((f"it lacks {word}" for word in needed if word not in text), "")
 
 
 def settings_text(settings: Settings) -> str:
-    return json.dumps(dataclasses.asdict(settings), indent=1) + "\n"
+    return json.dumps(vars(settings), indent=1) + "\n"
 
 
 @functools.cache
@@ -200,7 +205,9 @@ class Run:
     """Writes the folder of one stage and prints to the console."""
 
     def __init__(self, settings: Settings, accelerator):
-        self.folder, self.settings, self.accelerator = stage_folder(settings), settings, accelerator
+        self.folder = stage_folder(settings)
+        self.settings = settings
+        self.accelerator = accelerator
         self.writes = accelerator.is_main_process
         self.records = []  # the metrics of all steps so far
 
@@ -214,8 +221,9 @@ class Run:
                 self.move_earlier_run()
             write_text(self.folder / "settings.json", settings_text(self.settings))
             if self.settings.report_to:
-                name = "-".join(self.folder.parts[-2:])
-                self.accelerator.init_trackers(name, dataclasses.asdict(self.settings))
+                self.accelerator.init_trackers(
+                    "-".join(self.folder.parts[-2:]), vars(self.settings)
+                )
         self.accelerator.wait_for_everyone()
 
     def move_earlier_run(self) -> None:
@@ -224,8 +232,8 @@ class Run:
         """
         for folder in sorted(self.folder.parent.glob("stage?")):
             if folder.name >= self.folder.name:
-                old = folder.rename(free_name(folder))
-                print(f"{folder} held an earlier run: moved to {old.name} (--resume continues one)")
+                old = moved_aside(folder).name
+                print(f"{folder} held an earlier run: moved to {old} (--resume continues one)")
         self.folder.mkdir()
 
     def cut_back(self, first_step: int) -> None:
@@ -238,12 +246,18 @@ class Run:
             shutil.rmtree(path)
         for path in checkpoints(self.folder):
             if step_of(path) > first_step:
-                path.rename(free_name(path))
+                moved_aside(path)
 
     def steps_to_do(self, first_step: int) -> Iterator[int]:
-        s, title = self.settings, f"{self.settings.recipe} stage {self.settings.stage}"
-        shown = {"desc": title, "dynamic_ncols": True, "disable": not self.writes}
-        with tqdm(total=s.steps, initial=first_step, **shown) as self.progress:
+        s = self.settings
+        self.progress = tqdm(
+            desc=f"{s.recipe} stage {s.stage}",
+            total=s.steps,
+            initial=first_step,
+            dynamic_ncols=True,
+            disable=not self.writes,
+        )
+        with self.progress:
             yield from range(first_step, s.steps)
         if self.records[1:]:
             print(learned(self.records))
@@ -259,8 +273,9 @@ class Run:
         if raised:  # they are in the record, so that no later step raises them again
             rounded["alarms"] = raised
         append_jsonl(self.folder / "metrics.jsonl", [rounded])
-        saved = step_records(record["step"], rollouts, batch, tokenizer, self.settings)
-        append_trajectories(self.folder, saved)
+        append_trajectories(
+            self.folder, step_records(record["step"], rollouts, batch, tokenizer, self.settings)
+        )
         self.accelerator.log(record, record["step"])
         with contextlib.suppress(OSError):  # the terminal was closed, or Ctrl-C ended `tee`
             self.progress.update()

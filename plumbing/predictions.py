@@ -19,7 +19,7 @@ from pathlib import Path
 
 from data import answers_of, id_of, load_datasets, named_files
 from errors import InputError
-from formats.records import read_records, short, write_records
+from formats.records import Records, read_records, short, write_records
 from metrics import score_answer, summary_scores
 from other_models.judge import Judge, add_verdicts
 from other_models.reader import add_reader
@@ -34,29 +34,33 @@ def our_record(record: dict, number: int) -> dict:
     if "pred_ans" in record:
         record = r1_searcher_record(record)
     elif "prediction" not in record and "output" in record:
-        golds = record.get("golden_answers")
-        record = record | {"prediction": record["output"]["pred"], "golds": golds}
+        fields = {"prediction": record["output"]["pred"], "golds": record.get("golden_answers")}
+        record = record | fields
     if not isinstance(record["prediction"], str | None):
         raise InputError(f"the prediction is {short(record['prediction'])}: expected a text")
     record = {"question": "", "task": "qa", "metrics": {}} | record
     golds = record.get("golds")
     golds = answers_of(golds if isinstance(golds, list) else [golds])
-    kind = record.get("kind") or record.get("source") or record.get("data_source")
-    fields = {"id": id_of(record, number), "golds": golds, "kind": kind or record["task"]}
-    return record | fields
+    names = ("kind", "source", "data_source", "task")
+    kind = next((record[name] for name in names if record.get(name)), "")
+    return record | {"id": id_of(record, number), "golds": golds, "kind": kind}
 
 
 def r1_searcher_record(record: dict) -> dict:
     """Keeps the transcript and the published verdict, which is None if it is unreadable."""
-    fields = {"prediction": record["pred_ans"], "golds": record.get("answer")}
+    fields = {
+        "transcript": record.get("gen_text_store"),
+        "prediction": record["pred_ans"],
+        "golds": record.get("answer"),
+    }
     if "gpt4o_output" in record:
         verdict = str(record["gpt4o_output"]).strip(" .").lower()
         fields["metrics"] = {"judged": {"true": 1.0, "false": 0.0}.get(verdict)}
-    return {"transcript": record.get("gen_text_store")} | fields | record
+    return fields | record
 
 
-def read_predictions(path: str | Path, skip_bad: bool = False) -> list[dict]:
-    return read_records(Path(path), our_record, skip_bad)
+def read_predictions(path: str | Path, skip_bad: bool = False) -> Records:
+    return read_records(path, our_record, skip_bad)
 
 
 # ------------------------------------------------------------------------------------------- scores
@@ -64,7 +68,9 @@ def scored(record: dict, punctuation: str, again: bool = False) -> dict:
     """Adds em, f1 and cem, or ROUGE for a summary. If the record has em already, the metrics are
     computed again only if `again`, or if `punctuation` is given.
     """
-    prediction, golds, task = record["prediction"], record["golds"], record["task"]
+    prediction = record["prediction"]
+    golds = record["golds"]
+    task = record["task"]
     if "em" in record["metrics"] and not (again or punctuation):
         return record
     if task == "summary":
@@ -77,14 +83,15 @@ def scored(record: dict, punctuation: str, again: bool = False) -> dict:
 
 def score_files(
     paths: str, settings: Settings, punctuation: str = "", skip_missing: bool = False
-) -> list[dict]:
+) -> Records:
     """Returns the records of all files, with their metrics. A record's data set is the file of
     --data that holds its question; without --data, its field `dataset` or the predictions file.
     Questions of --data that no file answers get a record too, unless `skip_missing` is True.
     """
     if not paths:
         return []
-    files, asked = named_files(paths), asked_questions(settings)
+    files = named_files(paths)
+    asked = asked_questions(settings)
     records = []
     for name, path in files.items():
         own = read_predictions(path, settings.skip_bad)
@@ -99,25 +106,27 @@ def score_files(
             records.append(scored(record, punctuation, again=bool(asked)) | place)
     if missing := unanswered(records, asked, punctuation):
         how = "are left out" if skip_missing else "count as wrong (--skip_missing leaves them out)"
-        note = f"{len(missing)} of {len(asked)} questions have no prediction and {how}"
-        print(f"{paths}: {note}", file=sys.stderr)
+        print(
+            f"{paths}: {len(missing)} of {len(asked)} questions have no prediction and {how}",
+            file=sys.stderr,
+        )
     return records if skip_missing else records + missing
 
 
-def asked_questions(settings: Settings) -> list[dict]:
+def asked_questions(settings: Settings) -> Records:
     """Returns the fields of each question of --data, such as golds and options."""
     if not settings.data:
         return []
-    datasets = load_datasets(settings.data, settings.skip_bad, settings.seed)
     return [
-        {"id": q.id, "question": q.question, "golds": q.answers, "kind": q.kind, "task": q.task}
-        | {"options": q.options, "dataset": dataset}
-        for dataset, questions in datasets.items()
-        for q in questions
+        question.record | {"dataset": dataset}
+        for dataset, questions in load_datasets(
+            settings.data, settings.skip_bad, settings.seed
+        ).items()
+        for question in questions
     ]
 
 
-def with_questions(path: Path, records: list[dict], asked: list[dict]) -> list[dict]:
+def with_questions(path: Path, records: Records, asked: Records) -> Records:
     """Adds the fields of its question to each prediction. Prints how many predictions have no
     question: these are left out.
     """
@@ -138,23 +147,24 @@ def with_questions(path: Path, records: list[dict], asked: list[dict]) -> list[d
     return answered
 
 
-def unanswered(records: list[dict], asked: list[dict], punctuation: str) -> list[dict]:
+def unanswered(records: Records, asked: Records, punctuation: str) -> Records:
     """Returns a record without a prediction for each question that has none. If the predictions
     have verdicts, its verdict is "wrong".
     """
     answered = {*map(same_text, records)}
     judged = {"judged": 0.0} if "judged" in records[0]["metrics"] else {}
     empty = {"prediction": None, "evidence": None, "metrics": judged}
-    missing = [fields for fields in asked if same_text(fields) not in answered]
-    return [scored(empty | fields, punctuation) for fields in missing]
+    return [
+        scored(empty | fields, punctuation) for fields in asked if same_text(fields) not in answered
+    ]
 
 
 # ------------------------------------------------------------------------------------- other models
 def score_predictions(settings: Settings, options) -> None:
     """Runs `eval.py --predictions`; `options` are an eval.Options."""
-    files = options.predictions, options.against
     how = settings, options.punctuation, options.skip_missing
-    records, others = (score_files(paths, *how) for paths in files)
+    records = score_files(options.predictions, *how)
+    others = score_files(options.against, *how)
     reader, judge = build_others(settings, records[0].get("judge_sees", "question"))
     whole = "whole_reply" in record_of(settings.recipe, settings.variant).stages[1]
     records = ask_others(records, reader, judge, whole=whole)
@@ -175,9 +185,7 @@ def build_others(settings: Settings, sees: str = "") -> tuple:
     return reader, build_judge(settings, best_device(), sees)
 
 
-def ask_others(
-    records: list[dict], reader, judge: Judge | None, sampling=(), whole=False
-) -> list[dict]:
+def ask_others(records: Records, reader, judge: Judge | None, sampling=(), whole=False) -> Records:
     """Adds the reader's answers and the judge's verdicts, if there is a reader or a judge.
 
     sampling   (temperature, top_p) of the reader; () decodes greedily

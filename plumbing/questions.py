@@ -6,14 +6,16 @@ built-in world. Left out: the order in which training asks (curriculum.py), and 
 (data.py).
 """
 
-import dataclasses
 import functools
 import random
+from dataclasses import replace
 from itertools import chain
 
 from data import (
+    Datasets,
     Document,
-    Question,
+    Documents,
+    Questions,
     SearchRequest,
     corpus_from_questions,
     draw_some,
@@ -31,15 +33,15 @@ from world.world import LOOK_UPS, World
 
 
 # -------------------------------------------------------------------------------- questions
-def training_questions(settings: Settings) -> list[Question]:
+def training_questions(settings: Settings) -> Questions:
     if settings.data:
         questions = load_questions(settings.data, settings.skip_bad, settings.seed)
     else:
-        questions = reworded(built_in_questions(settings, "train"), settings)
+        questions = reworded(built_in_questions(settings), settings)
     return as_asked(questions, settings)
 
 
-def reworded(questions: list[Question], settings: Settings) -> list[Question]:
+def reworded(questions: Questions, settings: Settings) -> Questions:
     """Adds a word to the gold answers of a share of the look-up questions. The answers then differ
     from the documents' words, as they often do in real data.
     """
@@ -48,12 +50,12 @@ def reworded(questions: list[Question], settings: Settings) -> list[Question]:
     for question in questions:
         if question.kind in LOOK_UPS and rng.random() < settings.reworded:
             answers = [f"{answer} proper" for answer in question.answers]
-            question = dataclasses.replace(question, answers=answers)
+            question = replace(question, answers=answers)
         reworded_questions.append(question)
     return reworded_questions
 
 
-def hold_out(questions: list[Question], settings: Settings) -> tuple[list, list]:
+def hold_out(questions: Questions, settings: Settings) -> tuple[list, list]:
     """Returns (training questions, held-out questions for --eval_every). Held-out questions are
     drawn from --data, or come from the built-in world's split dev; without --eval_every there are
     none.
@@ -75,26 +77,25 @@ def hold_out(questions: list[Question], settings: Settings) -> tuple[list, list]
     return [question for question in questions if question.id not in ids], held_out
 
 
-def with_retrieved(questions: list, documents: list[Document], settings: Settings) -> list:
+def with_retrieved(questions: list, documents: Documents, settings: Settings) -> list:
     """Replaces the references of each question by the documents that a search for the question
     finds (ARENA Figure 2). None of these counts as a gold reference.
     """
     protocol = PROTOCOLS[settings.protocol]
     if not protocol.references_in_prompt:
         raise InputError(f"--references retrieved: the prompt of {protocol.name} has no references")
-    retriever = make_retriever(documents, settings)
     requests = [SearchRequest(question, question.question) for question in questions]
-    found = retrieve(retriever, requests, settings.documents_per_search)
+    found = retrieve(make_retriever(documents, settings), requests, settings.documents_per_search)
     if None in found or False in found:
         raise InputError("--references retrieved: a search failed: repeat the command")
     nothing = (Document("", "", protocol.empty_text),)
     return [
-        dataclasses.replace(question, references=tuple(documents) or nothing, supporting=())
+        replace(question, references=tuple(documents) or nothing, supporting=())
         for question, documents in zip(questions, found, strict=True)
     ]
 
 
-def as_asked(questions: list[Question], settings: Settings) -> list[Question]:
+def as_asked(questions: Questions, settings: Settings) -> Questions:
     """Checks the references of the questions, and marks the questions that may not search: with
     --retrieval false all of them, otherwise those whose task is one of `direct_tasks` (UR²).
     """
@@ -103,7 +104,7 @@ def as_asked(questions: list[Question], settings: Settings) -> list[Question]:
     for question in questions:
         check_references(PROTOCOLS[settings.protocol], question)
         if not settings.retrieval or question.task in direct_tasks:
-            question = dataclasses.replace(question, may_search=False)
+            question = replace(question, may_search=False)
         marked.append(question)
     return marked
 
@@ -117,15 +118,15 @@ def built_in_world(settings: Settings) -> World:
     return cached_world(settings.world_seed, layout=paper_of(settings.protocol).world.layout)
 
 
-def built_in_questions(settings: Settings, split: str) -> list[Question]:
-    """Returns all questions of a split. With "direct" in --mix, it adds copies of each kind's
-    questions, 240 per kind: the copies have the kind "direct" and may not search.
+def built_in_questions(settings: Settings) -> Questions:
+    """Returns the built-in world's training questions. With "direct" in --mix, it adds copies of
+    each kind's questions, 240 per kind: the copies have the kind "direct" and may not search.
     """
-    questions = world_questions(settings, split)
+    questions = world_questions(settings, "train")
     if "direct" in settings.mix:
         for kind in sorted({question.kind for question in questions}):
             direct = [
-                dataclasses.replace(question, source="direct", may_search=False)
+                replace(question, source="direct", may_search=False)
                 for question in questions
                 if question.kind == kind
             ]
@@ -133,15 +134,16 @@ def built_in_questions(settings: Settings, split: str) -> list[Question]:
     return questions
 
 
-def world_questions(settings: Settings, split: str, count=None) -> list[Question]:
+def world_questions(settings: Settings, split: str, count=None) -> Questions:
     """Returns `count` questions (None: all) of each kind that is in the supervised warm-up of this
     protocol's tiny model.
     """
-    world, kinds = built_in_world(settings), paper_of(settings.protocol).world.kinds
+    world = built_in_world(settings)
+    kinds = paper_of(settings.protocol).world.kinds
     return [q for kind in kinds for q in cached_questions(world, split, kind, count)]
 
 
-def load_documents(settings: Settings, questions: list[Question]) -> list[Document]:
+def load_documents(settings: Settings, questions: Questions) -> Documents:
     """Returns the documents to search: the questions' own references (--corpus from-data), those of
     the file or folder that --corpus names, or those of the built-in world. With --data but no
     --corpus there are none.
@@ -153,7 +155,7 @@ def load_documents(settings: Settings, questions: list[Question]) -> list[Docume
     return [] if settings.data else built_in_world(settings).documents
 
 
-def of_kinds(questions: list[Question], kinds: str) -> list[list[Question]]:
+def of_kinds(questions: Questions, kinds: str) -> list[Questions]:
     """Returns the questions of each of these kinds, whatever the case of their names."""
     names = [name.strip() for name in kinds.casefold().split(",")]
     parts = [[q for q in questions if q.kind.casefold() == name] for name in names]
@@ -163,9 +165,7 @@ def of_kinds(questions: list[Question], kinds: str) -> list[list[Question]]:
     return parts
 
 
-def evaluation_questions(
-    settings: Settings, options
-) -> tuple[dict[str, list[Question]], list[Document]]:
+def evaluation_questions(settings: Settings, options) -> tuple[Datasets, Documents]:
     """Returns (questions by data set, documents). It reads these fields of eval.Options:
 
     questions    number of questions per kind of the built-in world, or per file; 0 = all
@@ -177,21 +177,20 @@ def evaluation_questions(
     if settings.data:
         datasets = load_datasets(settings.data, settings.skip_bad, settings.seed)
     else:
-        questions = world_questions(settings, options.split, count or None)
-        datasets = {"the built-in world": questions}
+        datasets = {"the built-in world": world_questions(settings, options.split, count or None)}
+        count = 0  # there are no more than that
     documents = load_documents(settings, [*chain.from_iterable(datasets.values())])
     for name, questions in datasets.items():
-        if settings.data or options.kinds:
-            parts = of_kinds(questions, options.kinds) if options.kinds else [questions]
-            seed = f"{count} questions {settings.seed}"
-            questions = [q for part in parts for q in draw_some(part, count, seed)]
+        parts = of_kinds(questions, options.kinds) if options.kinds else [questions]
+        seed = f"{count} questions {settings.seed}"
+        questions = [q for part in parts for q in draw_some(part, count, seed)]
         if options.references == "retrieved":
             questions = with_retrieved(questions, documents, settings)
         datasets[name] = as_asked(questions, settings)
     return datasets, documents
 
 
-def known_questions(settings: Settings) -> list[Question]:
+def known_questions(settings: Settings) -> Questions:
     """Returns questions with known answers, from --data or from the built-in world (its splits test
     and dev come first). Without --data, a model that was not trained in the built-in world gets
     none.

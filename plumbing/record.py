@@ -61,16 +61,18 @@ def step_records(
 
 def to_record(t: Trajectory, tokenizer) -> dict:
     """Returns the record of a trajectory: its question, tokens, searches and stop reason."""
-    names = ("id", "question", "kind", "may_search")
-    record = {name: getattr(t.question, name) for name in names} | {"golds": t.question.answers}
-    record |= {
+    question = t.question
+    return {
+        "id": question.id,
+        "question": question.question,
+        "kind": question.kind,
+        "may_search": question.may_search,
+        "golds": question.answers,
         "prompt": "".join(text_of(tokenizer, number) for number in t.prompt_ids),
         "ids": t.response_ids,
         "tokens": [text_of(tokenizer, number) for number in t.response_ids],
         "mask": t.response_mask,
-    }
-    record["writers"] = [segment.writer for segment in t.segments if segment.writer != "model"]
-    return record | {
+        "writers": [segment.writer for segment in t.segments if segment.writer != "model"],
         "answer": t.answer,
         "stop_reason": t.stop_reason,
         "searches": list(map(search_to_record, t.searches)),

@@ -19,6 +19,7 @@ import numpy as np
 
 from data import harmless
 from errors import InputError
+from formats.records import Records
 
 COLUMNS = """
 em f1 cem rouge1 rouge2 rougeL rouge judged reader_em reader_f1 searched searches successful queries
@@ -47,7 +48,7 @@ def interval(groups: list[np.ndarray]) -> tuple[float, float, float]:
     return float(np.mean([values.mean() for values in groups])), low, high
 
 
-def summarise(records: list[dict]) -> Summary:
+def summarise(records: Records) -> Summary:
     """Returns a table with a row per data set, or per kind of question if there is only one."""
     several = len({record.get("dataset") for record in records}) > 1
     rows = defaultdict(list)
@@ -59,7 +60,7 @@ def summarise(records: list[dict]) -> Summary:
     return {name: row_of(parts) for name, parts in (groups | {"all": [records]}).items()}
 
 
-def row_of(parts: list[list[dict]]) -> dict:
+def row_of(parts: list[Records]) -> dict:
     """Returns a row of a table. A mean needs the metric in every part (data set)."""
     row = {"questions": sum(len({record["id"] for record in part}) for part in parts)}
     for column in COLUMNS:
@@ -70,7 +71,7 @@ def row_of(parts: list[list[dict]]) -> dict:
 
 
 def question_means(
-    records: list[dict], column: str, key: Callable = lambda record: record["id"]
+    records: Records, column: str, key: Callable = lambda record: record["id"]
 ) -> dict[str, float]:
     """Returns {question: mean over its samples that have the metric}; a question without it is left
     out.
@@ -84,7 +85,7 @@ def question_means(
 
 
 # ---------------------------------------------------------------------------------------- two runs
-def paired(records: list[dict], others: list[dict], column: str) -> np.ndarray:
+def paired(records: Records, others: Records, column: str) -> np.ndarray:
     """Returns the metric of each question that has it in both runs: [questions, 2]."""
     here, there = (question_means(run, column, same_text) for run in (records, others))
     pairs = [(value, there[question]) for question, value in here.items() if question in there]
@@ -98,13 +99,15 @@ def same_text(record: dict) -> str:
     return " ".join(record["question"].split()) or record["id"]
 
 
-def comparison(records: list[dict], others: list[dict], columns: Sequence[str]) -> Iterator[str]:
+def comparison(records: Records, others: Records, columns: Sequence[str]) -> Iterator[str]:
     """Yields a line per metric that both runs have."""
     here, there = ({*map(same_text, run)} for run in (records, others))
     if not here & there:
         raise InputError("the two runs have no question in common: there is nothing to compare")
-    alone = f"{len(here - there)} only here, {len(there - here)} only there"
-    yield f"\npaired: {len(here & there)} questions of both runs ({alone})"
+    yield (
+        f"\npaired: {len(here & there)} questions of both runs ({len(here - there)} only here, "
+        f"{len(there - here)} only there)"
+    )
     for column in columns:
         pairs = paired(records, others, column)
         if len(pairs):
@@ -116,7 +119,7 @@ def comparison(records: list[dict], others: list[dict], columns: Sequence[str]) 
             if column == "em":
                 yield right_in(pairs)
     searched = paired(records, others, "searched")
-    if len(searched) and searched[:, 0].any() and not searched[:, 1].any():
+    if searched[:, 0].any() and not searched[:, 1].any():
         yield decision_f1(searched[:, 0], paired(records, others, "em")[:, 1])
 
 
@@ -125,8 +128,10 @@ def right_in(pairs: np.ndarray) -> str:
     Figure 4). A question is right if at least half of its samples are. pairs: [questions, 2].
     """
     counts = Counter(map(tuple, (pairs >= 0.5).tolist()))
-    one = f"only here: {counts[True, False]}, only there: {counts[False, True]}"
-    return f"right in both: {counts[True, True]}, {one}, neither: {counts[False, False]}"
+    return (
+        f"right in both: {counts[True, True]}, only here: {counts[True, False]}, "
+        f"only there: {counts[False, True]}, neither: {counts[False, False]}"
+    )
 
 
 def decision_f1(searched: np.ndarray, right_without: np.ndarray) -> str:
@@ -135,13 +140,14 @@ def decision_f1(searched: np.ndarray, right_without: np.ndarray) -> str:
     half of its samples, and was made if at least half of this run's samples searched.
     Worked: of 3 needed searches 2 were made, and 1 that was not: P = R = 2/3, F1 = 2/3.
     """
-    made, needed = searched >= 0.5, right_without <= 0.5
+    made = searched >= 0.5
+    needed = right_without <= 0.5
     f1 = 2 * (made & needed).sum() / max(1, made.sum() + needed.sum())
     return f"decision to search: F1 {f1:.3f} ({needed.sum()} needed, {made.sum()} made)"
 
 
 # ---------------------------------------------------------------------------------------- printing
-def report(records: list[dict], others: list[dict], options) -> None:
+def report(records: Records, others: Records, options) -> None:
     """Prints the table and, if `others` has the records of another run, the comparison. Reads these
     field of eval.Options: all (every column).
     """
@@ -153,7 +159,7 @@ def report(records: list[dict], others: list[dict], options) -> None:
         print(*comparison(records, others, columns), sep="\n")
 
 
-def table(summary: Summary, head: str = "kind", columns: Sequence[str] = tuple(COLUMNS)) -> str:
+def table(summary: Summary, head: str = "kind", columns: Sequence[str] = COLUMNS) -> str:
     """Formats those of the columns that have a value, some at a time, so that a line fits into a
     terminal. With one row, "all" would repeat it.
     """
