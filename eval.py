@@ -176,13 +176,14 @@ def answer_all(
     with tqdm(total=len(questions) * size, desc="evaluation") as bar:
         for start in range(0, len(questions), QUESTIONS_AT_ONCE):
             asked = questions[start : start + QUESTIONS_AT_ONCE]
+            first = len(records)
             for row in generate(asked, settings.seed + start, progress=bar.update):
                 record = prediction_record(row, len(records) % size)
                 record["metrics"] |= token_metrics(row, tokenizer)
                 if len(datasets) > 1:
                     record["dataset"] = dataset_of[record["id"]]
                 records.append(record)
-                append_jsonl(out, [record])
+            append_jsonl(out, records[first:])
     report_failures(records, bar.total)
     return records
 
