@@ -79,7 +79,7 @@ MOST = {"cold": 200, "rl": 400}  # questions of each family: one hop, two hops m
 # More second hops among the traces would leave RL less to find.
 COLD = {"traces": 500, "hops": "1=0.8,2=0.2", "epochs": 1, "held_out": 0, "exam": 0}
 STEP = {"questions_per_step": 4, "group_size": 8, "trajectories_per_update": 16}
-STEP |= {"tokens_per_micro_batch": 4096, "task_mixing": False, "mix": "one=2,made=1,published=1"}
+STEP |= {"tokens_per_micro_batch": 2048, "task_mixing": False, "mix": "one=2,made=1,published=1"}
 FIRST, LAST = {"steps": 3, "lr": 2e-5}, {"steps": 40, "lr": 3e-5}
 WITH_SUMS = {"mix": "one=2,made=1,published=1,sum=1"}
 

@@ -65,7 +65,7 @@ def test_memory_threads_and_open_files_do_not_grow(
 
     monkeypatch.setattr(train, "collect", watched)
     server = started(Faulty(flapping))
-    more = f"--retriever http --retriever_url {server.base} --timeout 1 --steps {steps}"
+    more = f"--retriever http --retriever_url {server.base} --timeout 3 --steps {steps}"
     folder = train.train(settings_for(model, tmp_path, more))
     rows = rows_of(folder)
     assert len(rows) == steps and sum(row["search_errors"] > 0 for row in rows) > steps / 20
