@@ -106,16 +106,16 @@ def fixed_search(*results):
     return Searcher(lambda requests: [results[0] for _ in requests])
 
 
-def play(tokenizer, *scripts, search=None, questions=None, exact=True, **settings):
+def play(tokenizer, *scripts, search=None, questions=None, **settings):
     """Returns (trajectories, script, searcher) of scripted rows. Row r answers question r unless
-    `questions` are passed. exact: decoding the tokenizer's ids of a text gives the same text.
+    `questions` are passed.
     """
     script = Script(tokenizer, scripts)
     search = search or Searcher()
     questions = questions or [dataclasses.replace(QA, id=str(row)) for row in range(len(scripts))]
     with mock.patch("rollout.sample_turns", script):
         trajectories = roll(MODEL, tokenizer, questions, search, **settings)
-    for trajectory in trajectories if exact else ():
+    for trajectory in trajectories:
         check_bookkeeping(trajectory, tokenizer)
     return trajectories, script, search
 
@@ -235,20 +235,17 @@ def test_a_fallback_is_flagged_and_gets_a_notice_after_the_documents(bpe):
 
 
 @pytest.mark.parametrize(
-    "turns, max_searches, calls, rejected",
+    "turn, max_searches, rejected, notice",
     [
-        ([f"{BEGIN}{END}"], 4, [], ("empty", "")),
-        ([END], 4, [], ("malformed", "")),
         # a begin tag inside a document does not open a query
-        ([ASK, f"and then? {END}"], 4, ["Ana Bell"], ("malformed", "")),
-        ([ASK, f"{BEGIN}again{END}"], 1, ["Ana Bell"], ("limit", "again")),
+        (f"and then? {END}", 4, ("malformed", ""), UR2.malformed_notice),
+        (f"{BEGIN}again{END}", 1, ("limit", "again"), UR2.limit_notice),
     ],
 )
-def test_a_rejected_query_is_logged_and_gets_a_notice(bpe, turns, max_searches, calls, rejected):
+def test_a_rejected_query_is_logged_and_gets_a_notice(bpe, turn, max_searches, rejected, notice):
     page = fixed_search(f"a page that says {BEGIN} buy this")
-    t, queries = play_one(bpe, [*turns, ANSWER], search=page, max_searches=max_searches)
-    assert [query for call in queries for query in call] == calls == [s.query for s in t.searches]
-    notice = UR2.limit_notice if rejected[0] == "limit" else UR2.malformed_notice
+    t, calls = play_one(bpe, [ASK, turn, ANSWER], search=page, max_searches=max_searches)
+    assert calls == [["Ana Bell"]] and [search.query for search in t.searches] == ["Ana Bell"]
     assert rejections(t) == [rejected]
     assert [s.text for s in t.segments if s.writer == "notice"] == [notice]
     assert (t.stop_reason, t.answer) == ("eos", "Norland")
@@ -261,13 +258,6 @@ def test_prompt_environment_and_penalty_use_the_same_search_limit(bpe):
     assert "at most 2 queries" in decode(bpe, t.prompt_ids)
     assert len(calls) == len(t.searches) == 2 and rejections(t) == [("limit", "Ana Bell")]
     assert ur2_violations(t) == ["too_many_queries"]
-
-
-def test_the_protocol_decides_whether_the_turn_ends_after_an_answer(bpe):
-    # When to Search (section 3.2) samples until EOS
-    for protocol, end in (("when_to_search", "answer"), ("when_to_search_eos", "eos")):
-        t, _ = play_one(bpe, [NORLAND + " Sure."], protocol=protocol)
-        assert (t.stop_reason, "Sure" in t.model_text) == (end, end == "eos")
 
 
 def test_the_second_rejected_query_ends_the_trajectory_without_a_notice(bpe):
@@ -307,17 +297,15 @@ def frame_tokens(tokenizer):
     return sum(len(encode(tokenizer, half)) for half in halves)
 
 
-@pytest.mark.parametrize(
-    "fitting, spare, shown",  # if one token is missing, the whole last document is left out
-    [(1, 1, 1), (2, 0, 2), (3, -1, 2)],
-)
-def test_whole_documents_are_left_out_and_the_closing_tag_stays(bpe, fitting, spare, shown):
+# if one token is missing, the whole last document is left out
+@pytest.mark.parametrize("fitting, spare", [(2, 0), (3, -1)])
+def test_whole_documents_are_left_out_and_the_closing_tag_stays(bpe, fitting, spare):
     tokens = len(block_ids(bpe, "\n".join(NUMBERED[:fitting]))) - frame_tokens(bpe) + spare
     t, _ = play_one(bpe, [ASK, ANSWER], search=fixed_search(*DOCUMENTS), document_tokens=tokens)
-    body, (search,) = "\n".join(NUMBERED[:shown]), t.searches
+    body, (search,) = "\n".join(NUMBERED[:2]), t.searches
     assert masked(t, 0) == block_ids(bpe, body)
     # the log keeps all documents
-    assert (search.text, search.cut, len(search.documents)) == (body, shown < 3, 3)
+    assert (search.text, search.cut, len(search.documents)) == (body, True, 3)
 
 
 def test_a_first_document_that_is_too_long_is_truncated_and_still_framed(bpe):
@@ -332,19 +320,14 @@ def test_a_first_document_that_is_too_long_is_truncated_and_still_framed(bpe):
     assert len(inserted) <= frame_tokens(bpe) + 20 < len(block_ids(bpe, one_more))
 
 
-def test_a_document_block_is_encoded_in_one_piece_as_in_supervised_traces(
-    toy_tokenizer,
-):
+def test_a_document_block_is_encoded_in_one_piece_as_in_supervised_traces(toy_tokenizer):
     # Word pieces include the space before the word. Documents encoded separately from the newline
     # before them would begin with <unk>.
-    text = "ana bell has birthplace kelmouth ."
-    script = [f" who{BEGIN} ana bell{END}", " ana"]
-    t, _ = play_one(
-        toy_tokenizer, script, search=fixed_search(SearchResult(text=text)), exact=False
-    )
+    environment = Environment(toy_tokenizer, UR2, None, Settings(max_context=2048))
+    ids = environment.encode_documents("ana bell has birthplace kelmouth .")
     pieces = ["\n\n", "<|begin_of_documents|>", "\n", " ana", " bell", " has", " birthplace"]
     pieces += [" kel", "mouth", " .", "\n", "<|end_of_documents|>", "\n\n"]
-    assert toy_tokenizer.convert_ids_to_tokens(masked(t, 0)) == pieces
+    assert toy_tokenizer.convert_ids_to_tokens(ids) == pieces
 
 
 def test_a_summary_replaces_the_documents_and_an_empty_result_shows_none(bpe):
@@ -412,16 +395,11 @@ def test_a_prompt_longer_than_the_context_is_an_error_or_with_skip_bad_left_out(
     assert error.startswith("--max_context 2049: the model has only 2048 positions")
 
 
-def test_only_prompts_that_may_be_too_long_are_built():
+def test_a_prompt_is_checked_where_the_bound_on_its_tokens_is_exact():
     """With a byte tokenizer the upper bound of a question's tokens, its bytes, is exact."""
     tokenizer = ByT5Tokenizer()
     longer = dataclasses.replace(QA, id="long", question="?" * 600)
-    context = len(build_prompt(UR2, longer, tokenizer)) + 32
-    environment = surroundings(tokenizer, context)
-    with mock.patch("rollout.build_prompt", side_effect=build_prompt) as build:
-        check_prompts([QA] * 9 + [longer], environment, MODEL)
-    assert build.call_count == 2
-    environment.max_context -= 1
+    environment = surroundings(tokenizer, len(build_prompt(UR2, longer, tokenizer)) + 31)
     assert "question long: its" in message(check_prompts, [QA, longer], environment, MODEL)
 
 
@@ -446,13 +424,12 @@ def test_a_turn_ends_with_the_whole_token_in_which_the_tag_ends(bpe, protocol):
     assert t.response_ids[: len(expected)] == expected
 
 
-def test_a_tag_is_found_however_its_characters_are_split_into_tokens(bpe):
+def test_a_tag_is_found_after_half_a_character(bpe):
     half = encode(bpe, "€")[:-1]  # "€" is three bytes, each its own token here
-    split = encode(bpe, f"{BEGIN}price") + half + encode(bpe, END)
-    for turn, query in ((spelled(bpe, ASK), "Ana Bell"), (split, "price")):
-        t, ((actual,),) = play_one(bpe, [turn + encode(bpe, "more"), ANSWER])
-        assert t.response_ids[: len(turn) + 1] == turn + block_ids(bpe, "")[:1]
-        assert actual.rstrip("�") == query
+    turn = encode(bpe, f"{BEGIN}price") + half + encode(bpe, END)
+    t, ((query,),) = play_one(bpe, [turn + encode(bpe, "more"), ANSWER])
+    assert t.response_ids[: len(turn) + 1] == turn + block_ids(bpe, "")[:1]
+    assert query.rstrip("�") == "price"
 
 
 def test_a_token_that_the_tokenizer_does_not_know_does_not_stop_the_run(bpe, qwen2):
@@ -479,7 +456,7 @@ def test_the_queries_of_all_live_rows_go_to_the_searcher_in_one_call_in_order(bp
     rows = [["a1", "a2"], [], ["c2"], ["d1", "d2", "d3"]]
     scripts = [[*turns_of(*queries), "no"] for queries in rows]
     scripts[2].insert(0, END)
-    for size, batches in ((0, [4, 3, 3, 1]), (3, [3, 1, 3, 3, 1]), (1, [1] * 11)):
+    for size, batches in ((0, [4, 3, 3, 1]), (3, [3, 1, 3, 3, 1])):
         _, script, search = play(bpe, *scripts, max_num_seqs=size)
         assert search.calls == [["a1", "d1"], ["a2", "c2", "d2"], ["d3"]]
         assert script.batches == batches  # sampled together: 4 live rows, then 3, 3 and 1
@@ -517,43 +494,25 @@ MIXED = [
 ]
 
 
-def make_talkative(policy, tokenizer, tags):
-    begin, close = (tokenizer.convert_tokens_to_ids(tag) for tag in tags)
-    return biased(policy, {begin: 7.0, close: 7.0, tokenizer.eos_token_id: 4.0})
-
-
 def by_length(requests):
     """Returns documents whose length depends on the query, so that the rows differ in length."""
     return [SearchResult(text=" kelmouth" * (1 + len(request.query) % 7)) for request in requests]
 
 
-@pytest.fixture
-def speaker(bpe, qwen2):
-    """Returns speaker(questions, ...), a rollout of a random model that searches, answers and ends
-    without a script. It has the attributes .policy and .tokenizer, whose padding is EOS.
-    """
-    tokenizer = copy.deepcopy(bpe)
-    tokenizer.pad_token = tokenizer.eos_token  # the prompt has EOS too
-    policy = make_talkative(qwen2, tokenizer, SHORT_TAGS.query_tags)
-
-    def speak(questions, group_size=1, **settings):
-        options = {"max_turn_tokens": 24, **settings}
-        return roll(
-            policy, tokenizer, questions, Searcher(by_length), SHORT_TAGS, group_size, **options
-        )
-
-    speak.policy, speak.tokenizer = policy, tokenizer
-    return speak
-
-
 # ----------------------------------------------------------------------------------------- sampling
 
 
-def test_recorded_log_probs_equal_those_of_a_forward_pass_over_the_same_ids(speaker):
-    rows = speaker(MIXED, 2, temperature=0.7, seed=1)
+def test_recorded_log_probs_equal_those_of_a_forward_pass_over_the_same_ids(bpe, qwen2):
+    tokenizer = copy.deepcopy(bpe)
+    tokenizer.pad_token = tokenizer.eos_token  # the prompt has EOS too
+    # A random model that searches, answers and ends without a script.
+    likely = tokenizer.convert_tokens_to_ids([*SHORT_TAGS.query_tags, tokenizer.eos_token])
+    policy = biased(qwen2, dict(zip(likely, (7.0, 7.0, 4.0), strict=True)))
+    options = {"temperature": 0.7, "seed": 1, "max_turn_tokens": 24}
+    rows = roll(policy, tokenizer, MIXED, Searcher(by_length), SHORT_TAGS, 2, **options)
     batch = collate(rows, [0.0] * len(rows), 2)
     with torch.no_grad():
-        logits = speaker.policy.language_model(batch.tokens).logits[:, :-1] / 0.7  # [B, T, V]
+        logits = policy.language_model(batch.tokens).logits[:, :-1] / 0.7  # [B, T, V]
     recomputed = logits.log_softmax(-1).gather(2, batch.tokens[:, 1:, None])[..., 0]  # [B, T]
     gap = (recomputed - batch.old_logprobs) * batch.response_mask
     assert gap.abs().max() < 1e-4
@@ -561,12 +520,8 @@ def test_recorded_log_probs_equal_those_of_a_forward_pass_over_the_same_ids(spea
 
 
 def test_a_seed_determines_the_rollout_and_the_global_random_state_is_restored(qwen2, bpe):
-    policy = make_talkative(qwen2, bpe, SHORT_TAGS.query_tags)
-
     def sampled(seed):
-        search = Searcher(by_length)
-        options = {"seed": seed, "max_turn_tokens": 12}
-        rows = roll(policy, bpe, MIXED[:2], search, SHORT_TAGS, 3, **options)
+        rows = roll(qwen2, bpe, QA, Searcher(), "ur2", 3, seed=seed, max_turn_tokens=12)
         return [(t.response_ids, t.logprobs) for t in rows]
 
     state = torch.get_rng_state()
