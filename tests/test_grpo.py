@@ -20,15 +20,13 @@ def choose(**changes):
 IN_REWARD = {"kl_estimator": "k1"}  # k2 and k3 are in the loss
 
 
-def make_batch(rewards=(1.0, 0.0, 1.0, 0.0), mask=MASK, ref=True, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+def make_batch(rewards=(1.0, 0.0, 1.0, 0.0), mask=MASK):
     rows, columns = mask.shape
-    old, ref_logprobs = -torch.rand(2, rows, columns, generator=generator) - 0.1
     return SimpleNamespace(
         tokens=torch.zeros(rows, columns + 1, dtype=torch.long),
         response_mask=mask.clone(),
-        old_logprobs=old,
-        ref_logprobs=ref_logprobs if ref else None,
+        old_logprobs=torch.zeros(rows, columns),
+        ref_logprobs=torch.zeros(rows, columns),
         mismatch_weights=None,
         rewards=torch.tensor(rewards),
         group_size=2,
