@@ -71,8 +71,7 @@ def test_flashrag_keeps_every_golden_answer(one):
     [
         ("hotpotqa/train.jsonl", "hotpotqa"),  # FlashRAG's
         ("2wikimultihopqa/dev.jsonl", "2wiki"),
-        ("2wiki_500.jsonl", "2wiki"),  # R1-Searcher's
-        ("HotpotQA_500.jsonl", "hotpotqa"),
+        ("HotpotQA_500.jsonl", "hotpotqa"),  # R1-Searcher's
         ("nq/test.jsonl", "qa"),
         ("hotpotqa_2wiki.jsonl", "qa"),  # both
     ],
@@ -142,7 +141,6 @@ BAD_SECOND_LINES = [
     (Q2 | {"task": "choice", "options": ["x"]}, "field 'answers': expected letters of the 1 opti"),
     (Q2 | {"supporting": [0]}, "field 'supporting': expected numbers from 1 to 0"),
     (Q2 | {"references": [{"id": "1"}]}, "field 'text' is missing"),
-    (Q2 | {"references": [{"text": 3}]}, "field 'text': expected str, found 3"),
     (Q2 | {"decomposition": [{}]}, "field 'query' is missing"),
     (OWN, "field 'id': an earlier record has the id 'q1' too"),
     of_fault(225, b'{"id": "q2", "question": "caf\xe9", "answers": ["a"]}', "'utf-8' codec"),
@@ -230,10 +228,8 @@ def test_contents_are_split_after_the_first_line_and_only_outer_quotes_are_remov
 @pytest.mark.parametrize(
     "record",
     [
-        {"title": "Ana", "contents": "Born.\nTwice."},
         {"title": "Ana", "contents": '"Ana"\nBorn.\nTwice.'},
         {"title": '"Ana"', "contents": "Ana\nBorn.\nTwice.", "text": "Born."},
-        {"title": "Ana", "content": "Born.\nTwice."},
         {"content": "Ana\nBorn.\nTwice."},
         {"title": "Ana", "text": "Born.\nTwice.", "contents": None},
     ],

@@ -123,7 +123,7 @@ def test_the_gradient_is_independent_of_the_micro_batches(settings, unclipped):
     for step in steps:
         whole, totals = gradient_of(batch, settings, step)
         assert max(g.abs().max() for g in whole) > 1e-3
-        for budget in (1, 25, 44):  # every row alone; two budgets with uneven micro-batches
+        for budget in (1, 25):  # every row alone; uneven micro-batches
             small_cuts = dataclasses.replace(settings, tokens_per_micro_batch=budget)
             cut, cut_totals = gradient_of(batch, small_cuts, step)
             assert largest_difference(whole, cut) < 1e-5
