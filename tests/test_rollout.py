@@ -64,7 +64,6 @@ class Script:
             for row in scripts
         ]
         self.numbers = {}  # id of a trajectory -> r
-        self.contexts = [[] for _ in scripts]  # per row: the context of each turn
         self.batches: list[int] = []  # rows per call
 
     def __call__(self, policy, environment, rows):
@@ -75,7 +74,6 @@ class Script:
 
     def sample(self, row, environment, rule):
         number = self.numbers.setdefault(id(row), len(self.numbers))
-        self.contexts[number].append(row.ids)
         turn = Turn(environment.turn_tokens_left(row))
         tokens = iter([*self.turns[number].pop(0), environment.tokenizer.eos_token_id])
         while not turn.reason:
@@ -106,13 +104,11 @@ def fixed_search(*results):
     return Searcher(lambda requests: [results[0] for _ in requests])
 
 
-def play(tokenizer, *scripts, search=None, questions=None, **settings):
-    """Returns (trajectories, script, searcher) of scripted rows. Row r answers question r unless
-    `questions` are passed.
-    """
+def play(tokenizer, *scripts, search=None, **settings):
+    """Returns (trajectories, script, searcher) of scripted rows. Row r answers question r."""
     script = Script(tokenizer, scripts)
     search = search or Searcher()
-    questions = questions or [dataclasses.replace(QA, id=str(row)) for row in range(len(scripts))]
+    questions = [dataclasses.replace(QA, id=str(row)) for row in range(len(scripts))]
     with mock.patch("rollout.sample_turns", script):
         trajectories = roll(MODEL, tokenizer, questions, search, **settings)
     for trajectory in trajectories:
@@ -172,10 +168,10 @@ def spelled(tokenizer, text):
 def test_sampled_ids_are_kept_although_their_text_would_encode_differently(bpe):
     turn = spelled(bpe, ASK)
     assert encode(bpe, decode(bpe, turn)) != turn  # so decoding and encoding again would show
-    _, script, _ = play(bpe, [turn, ANSWER])
-    # in its second turn the model read exactly these ids after the prompt
-    prompt = build_prompt(PROTOCOLS["ur2"], QA, bpe)
-    assert script.contexts == [[prompt, prompt + turn + block_ids(bpe, "(1) about Ana Bell")]]
+    t, _ = play_one(bpe, [turn, ANSWER])
+    # in its second turn the model read exactly these ids
+    read = build_prompt(UR2, QA, bpe) + turn + block_ids(bpe, "(1) about Ana Bell")
+    assert t.ids[: len(read)] == read
 
 
 def test_r_search_reads_documents_with_titles_and_without_numbers(bpe):
@@ -267,20 +263,6 @@ def test_the_second_rejected_query_ends_the_trajectory_without_a_notice(bpe):
     assert t.stop_reason == "rejected"
 
 
-# ------------------------------------------------------------------------------- a broken retriever
-
-
-def test_a_broken_search_is_an_observation_and_an_error_in_the_log(bpe):
-    def refused(_requests):
-        raise ConnectionError("refused by peer")
-
-    t, _ = play_one(bpe, [ASK, ANSWER], search=Searcher(refused))
-    assert t.segments[1] == Segment("documents", block("Search is unavailable."))
-    (search,) = t.searches
-    assert search.error == "ConnectionError: refused by peer" and search.seconds > 0
-    assert (search.text, t.answer) == ("Search is unavailable.", "Norland")
-
-
 # ----------------------------------------------------------- how documents are cut and encoded
 
 DOCUMENTS = (
@@ -330,48 +312,22 @@ def test_a_document_block_is_encoded_in_one_piece_as_in_supervised_traces(toy_to
     assert toy_tokenizer.convert_ids_to_tokens(ids) == pieces
 
 
-def test_a_summary_replaces_the_documents_and_an_empty_result_shows_none(bpe):
-    summary = SearchResult([Document("d", "T", "long text")], text="short text")
-    for result, shown in ((summary, "short text"), (SearchResult(), "None")):
-        t, _ = play_one(bpe, [ASK, ANSWER], search=fixed_search(result))
-        assert t.segments[1].text == block(shown)
-
-
 # ----------------------------------------------------------- limits of the context and of a turn
-
-
-def tokens_before_documents(tokenizer):
-    """Counts the tokens of the prompt, of a turn with a query, of the tags around the documents and
-    of the notice that a fallback would add.
-    """
-    texts = ASK, UR2.fallback_notice
-    added = sum(len(encode(tokenizer, text)) for text in texts) + frame_tokens(tokenizer)
-    return len(build_prompt(PROTOCOLS["ur2"], QA, tokenizer)) + added
 
 
 # a search needs room for 16 tokens of documents, or for document_tokens if that is less
 @pytest.mark.parametrize("limit, least", [(512, MIN_DOCUMENT_TOKENS), (5, 5)])
 def test_a_search_that_would_leave_no_room_for_an_answer_is_not_run(bpe, limit, least):
-    needed = tokens_before_documents(bpe) + least + 32  # 32 are kept for the answer
+    # the turn with the query, and the notice that a fallback would add
+    added = sum(len(encode(bpe, text)) for text in (ASK, UR2.fallback_notice))
+    framed = len(build_prompt(UR2, QA, bpe)) + added + frame_tokens(bpe)
+    needed = framed + least + 32  # 32 are kept for the answer
     options = {"search": fixed_search("Kelmouth " * 99), "document_tokens": limit}
     t, _ = play_one(bpe, [ASK, ANSWER], max_context=needed, **options)
     assert len(masked(t, 0)) == frame_tokens(bpe) + least and t.answer == "Norland"
     t, calls = play_one(bpe, [ASK, ANSWER], max_context=needed - 1, **options)
     assert t.rejected_queries == [] and t.stop_reason == "length"
     assert calls == [["Ana Bell"]]  # only the first run searched: both share the searcher
-
-
-def test_no_trajectory_exceeds_the_context_or_loses_its_prompt(bpe):
-    prompt = build_prompt(PROTOCOLS["ur2"], QA, bpe)
-    turns = [ASK, END, f"{BEGIN}again{END}", "word " * 300]
-    pages = fixed_search(SearchResult(text="Kelmouth " * 400, fallback=True))
-    reasons = set()
-    for room in [*range(32, 160, 12), 400]:
-        options = {"max_context": len(prompt) + room, "document_tokens": 60}
-        t, _ = play_one(bpe, turns, search=pages, **options)
-        assert t.prompt_ids == prompt and len(t.ids) <= len(prompt) + room
-        reasons.add((t.stop_reason, len(t.searches)))
-    assert reasons >= {("length", 0), ("length", 1), ("length", 2)}
 
 
 def surroundings(tokenizer, max_context):
@@ -390,7 +346,6 @@ def test_a_prompt_longer_than_the_context_is_an_error_or_with_skip_bad_left_out(
     assert error.endswith(f"; {counted}")
     assert check_prompts(questions, *less, skip_bad=True) == [QA]
     assert capsys.readouterr().err == f"{counted}\n"
-    assert "1 of 1 prompts" in message(check_prompts, [long], *less, skip_bad=True)
     error = message(check_prompts, [], surroundings(bpe, 2049), MODEL)
     assert error.startswith("--max_context 2049: the model has only 2048 positions")
 
@@ -398,15 +353,9 @@ def test_a_prompt_longer_than_the_context_is_an_error_or_with_skip_bad_left_out(
 def test_a_prompt_is_checked_where_the_bound_on_its_tokens_is_exact():
     """With a byte tokenizer the upper bound of a question's tokens, its bytes, is exact."""
     tokenizer = ByT5Tokenizer()
-    longer = dataclasses.replace(QA, id="long", question="?" * 600)
+    longer = dataclasses.replace(QA, id="long", question="é" * 300)
     environment = surroundings(tokenizer, len(build_prompt(UR2, longer, tokenizer)) + 31)
     assert "question long: its" in message(check_prompts, [QA, longer], environment, MODEL)
-
-
-def test_texts_of_the_environment_are_encoded_without_special_tokens():
-    llama = ByT5Tokenizer()  # it appends </s> to each text, as Llama's prepends <s>
-    assert llama("Norland")["input_ids"][-1] == llama.eos_token_id
-    assert llama.eos_token_id not in encode(llama, "Norland")
 
 
 # -------------------------------------------------------------------------------- where a turn ends
@@ -422,14 +371,6 @@ def test_a_turn_ends_with_the_whole_token_in_which_the_tag_ends(bpe, protocol):
     assert calls == [["Ana Bell"]]
     expected = turn + block_ids(bpe, "", protocol)[:2]
     assert t.response_ids[: len(expected)] == expected
-
-
-def test_a_tag_is_found_after_half_a_character(bpe):
-    half = encode(bpe, "€")[:-1]  # "€" is three bytes, each its own token here
-    turn = encode(bpe, f"{BEGIN}price") + half + encode(bpe, END)
-    t, ((query,),) = play_one(bpe, [turn + encode(bpe, "more"), ANSWER])
-    assert t.response_ids[: len(turn) + 1] == turn + block_ids(bpe, "")[:1]
-    assert query.rstrip("�") == "price"
 
 
 def test_a_token_that_the_tokenizer_does_not_know_does_not_stop_the_run(bpe, qwen2):
@@ -457,18 +398,11 @@ def test_the_queries_of_all_live_rows_go_to_the_searcher_in_one_call_in_order(bp
     scripts = [[*turns_of(*queries), "no"] for queries in rows]
     scripts[2].insert(0, END)
     for size, batches in ((0, [4, 3, 3, 1]), (3, [3, 1, 3, 3, 1])):
-        _, script, search = play(bpe, *scripts, max_num_seqs=size)
+        trajectories, script, search = play(bpe, *scripts, max_num_seqs=size)
         assert search.calls == [["a1", "d1"], ["a2", "c2", "d2"], ["d3"]]
+        found = [[s.text.removeprefix("(1) about ") for s in t.searches] for t in trajectories]
+        assert found == rows
         assert script.batches == batches  # sampled together: 4 live rows, then 3, 3 and 1
-
-
-def test_rows_are_ordered_by_question_and_each_request_has_its_question(bpe):
-    search = Searcher(lambda requests: [SearchResult(text=r.question.id) for r in requests])
-    scripts = [[f"{BEGIN}{row}{END}", str(row)] for row in range(4)]
-    questions = [dataclasses.replace(QA, id=name) for name in "ab"]
-    rows, _, _ = play(bpe, *scripts, questions=questions, group_size=2, search=search)
-    found = [(t.searches[0].query, t.searches[0].text) for t in rows]
-    assert found == [("0", "a"), ("1", "a"), ("2", "b"), ("3", "b")]
 
 
 def biased(policy, bias):
@@ -487,11 +421,7 @@ def biased(policy, bias):
 
 # Tags of one character, so that a random model samples them.
 SHORT_TAGS = dataclasses.replace(UR2, query_tags=("<", ">"), documents_tags=("[", "]"))
-TEXTS = "Who?|In which country was Ana Bell born?|What is Kelmouth? What is Kelmouth? What is"
-TEXTS += " Kelmouth? What is Kelmouth?|Why?|Is Norland a town?|7 + 5?"
-MIXED = [
-    dataclasses.replace(QA, id=str(i), question=text) for i, text in enumerate(TEXTS.split("|"))
-]
+MIXED = [dataclasses.replace(QA, id=str(i), question="Who? " * i) for i in range(1, 7)]
 
 
 def by_length(requests):
@@ -624,9 +554,6 @@ def queries_and_texts(trajectory):
 def test_only_the_block_directly_after_a_query_is_the_environments():
     t = written(searched("Ana Bell", "true") + block("invented") + ANSWER)
     assert queries_and_texts(t) == [("Ana Bell", "true")] and "invented" in t.model_text
-    # a query inside a block that the model wrote still counts as a search
-    faked = f"{END}<|begin_of_documents|> {searched('q', 'found')}"
-    assert queries_and_texts(written(faked)) == [("q", "found")]
 
 
 def test_what_a_rollout_wrote_is_parsed_into_the_same_searches_and_answer(bpe):
