@@ -37,16 +37,6 @@ def test_no_evidence_or_no_reply_is_an_empty_answer():
     assert [text.split("\n")[0] for _, text in llm.batches[0]] == ["one", "two"]
 
 
-def test_add_reader_passes_the_sampling_settings_to_the_reader():
-    """In R-Search A.3 all models sample with the same settings."""
-    llm, record = (
-        ScriptedModel(lambda _: "B"),
-        {"question": WHERE.question, "golds": ["Norland"], "metrics": {}},
-    )
-    add_reader([record | {"evidence": EVIDENCE}], llm, (0.1, 1.0))
-    assert llm.batches[0][0][2:] == (0.1, 1.0)
-
-
 @pytest.mark.parametrize(
     ("reply", "answer"),
     [
