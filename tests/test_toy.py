@@ -62,12 +62,6 @@ def near(share: float, count: int):
 # ------------------------------------------------------------------------------------ the tokenizer
 
 
-def test_a_tokenizer_has_only_the_tags_of_its_own_protocol():
-    ids = make_tokenizer(PROTOCOLS["ur2"]).get_vocab()
-    assert "<search>" not in ids and len(make_tokenizer()) == len(word_pieces())
-    assert "<may_search>" not in make_tokenizer(PROTOCOLS["arena"]).get_vocab()
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_one_token_at_the_end_of_the_prompt_says_whether_searching_is_allowed(name):
     protocol = PROTOCOLS[name]
@@ -160,15 +154,6 @@ def test_a_trace_with_a_spoiled_query_shows_the_environment_s_reply(world):
         assert inserted.endswith(PROTOCOLS["ur2"].fallback_notice) == fallback
 
 
-def test_citations_are_right_with_the_probability_in_the_options():
-    writer = writer_of("arena", practice=0.0)
-    for numbers in ([2], [1, 4]):
-        draws = [writer.cited(numbers) for _ in range(2000)]
-        assert draws.count(numbers) / 2000 == near(0.35, 2000)  # the option right_citation
-        assert all(draw == sorted(set(draw)) for draw in draws)
-        assert set().union(*draws) == set(range(1, REFERENCES + 1))
-
-
 def test_a_short_warm_up_lowers_the_loss_and_is_reproducible(toy_tokenizer):
     tiny = replace(paper_of("ur2").world, steps=6, batch_size=16, warmup_steps=2)
     policies = [Policy(make_model(len(toy_tokenizer))) for _ in range(2)]
@@ -196,31 +181,6 @@ def test_traces_have_known_tokens_fit_the_context_and_have_no_loss_on_documents(
         assert len(example.ids) < paper_of(name).warmed_up(warm_up).context
         learned = {*compress(example.ids, example.mask)}
         assert learned and (warm_up or not learned & inserted)  # a weak model may write such tags
-
-
-def test_a_weak_warm_up_has_bad_habits_with_the_probabilities_in_its_options():
-    protocol, plain = PROTOCOLS["ur2"], {"practice": 0.0, "direct": 0.0, "bad_query": 0.0}
-    sums = plain | {"kinds": {"arithmetic": 1.0}, "stray": 1.0, "raw": 0.0}
-    counts = Counter()
-    for _, pieces in traces_of(1000, "ur2", "weak", **sums):
-        choices = [learned for text, learned in pieces if protocol.query_tags[0] in text]
-        assert not any(choices[1:])  # no choice after the first search is taught
-        counts[len(choices)] += 1
-    # No search 0.4; one 0.6 · 0.7; two 0.6 · 0.3 · 0.7; at most four.
-    for searches, share in enumerate((0.4, 0.42, 0.126)):
-        assert counts[searches] / 1000 == near(share, 1000)
-    assert max(counts) == 4
-
-    lookups = plain | {"kinds": {"one_hop": 1.0}, "guess_at_once": (0.0, 0.0)}
-    traces = [pieces for _, pieces in traces_of(1000, "ur2", "weak", **lookups)]
-    ends = [pieces[-1][0] for pieces in traces]
-    # Each of the two kinds of sloppy end has half of 0.25.
-    for seen, share in (
-        (["\n(2) " in pieces[3][0] for pieces in traces], 0.3),
-        ([text.count("boxed") == 2 for text in ends], 0.125),
-        ([protocol.documents_tags[0] in text for text in ends], 0.125),
-    ):
-        assert sum(seen) / 1000 == near(share, 1000)
 
 
 # --------------------------------------------------------------------------------------- the reader

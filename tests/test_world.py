@@ -59,12 +59,7 @@ def test_no_name_is_in_two_splits_or_in_a_split_and_the_warm_up(world):
 def test_the_same_seed_gives_the_same_world_and_another_seed_a_different_one(world, facts):
     rebuilt = World(0, layout="facts")
     assert rebuilt.documents == facts.documents and rebuilt.entities == world.entities
-    assert rebuilt.questions("test", "two_hop", 20) == facts.questions("test", "two_hop", 20)
     assert World(1).entities["test"] != world.entities["test"]
-    # There are 12 + 200 + 60 + 60 = 332 people, half as many cities, as many companies as cities
-    # (166 each), and 8 + 2 + 2 = 12 units: 664 pages, each with two facts, and 12 units.
-    assert len({document.title for document in world.documents}) == 664 + 12
-    assert len({document.text for document in facts.documents}) == 2 * 664 + 12
 
 
 # ----------------------------------------------------------------------------------- layout "pages"
