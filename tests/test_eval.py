@@ -170,18 +170,11 @@ def test_the_readers_whole_reply_is_scored_in_evaluation_too_under_whole_reply(
         assert records_in(path)[0]["metrics"]["reader_f1"] == 0.5
 
 
-def test_an_interrupt_of_the_reader_keeps_all_rollouts_and_it_can_be_asked_again(
-    written, monkeypatch
-):
+def test_an_interrupt_of_the_reader_keeps_all_rollouts(written, monkeypatch):
     others(monkeypatch, R=Mock(instruction="", ask=Mock(side_effect=KeyboardInterrupt)))
     with pytest.raises(KeyboardInterrupt):
         run("--reader R --out", written)
-    others(monkeypatch, R=ScriptedModel(lambda text: "Norland"))
-    again = Path(f"{written}.again")
-    score(f"--predictions={written} --reader R --out {again}")
-    # The reader is right exactly where the policy's answer is wrong.
-    metrics = [record["metrics"] for record in records_in(again)]
-    assert [(m["em"], m["reader_em"]) for m in metrics] == [(0, 1), (1, 0)]
+    assert [record["metrics"]["em"] for record in records_in(written)] == [0, 1]
 
 
 def test_several_data_sets_are_evaluated_together_and_a_record_names_its_own(written, monkeypatch):

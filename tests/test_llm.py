@@ -1,6 +1,4 @@
-"""Tests llm.py: a server that fails in every way, over real sockets, and a local model against a
-slow reference implementation.
-"""
+"""Tests llm.py: a server that fails in every way, over real sockets, and a local model."""
 
 import threading
 import time
@@ -156,32 +154,21 @@ def test_a_rejected_request_and_a_reply_without_text_are_not_retried(serve, repl
 # ------------------------------------------------------------------------------------ a local model
 
 
-def alone(policy, tokenizer, request, count) -> str:
-    """Returns the greedy reply to one request, token by token, without batch, padding or
-    `generate`.
-    """
-    ids = tokenizer(chat_text(tokenizer, *request), add_special_tokens=False)["input_ids"]
-    new = []
-    with torch.no_grad():
-        while len(new) < count and tokenizer.eos_token_id not in new:
-            new.append(int(policy.language_model(torch.tensor([ids + new])).logits[0, -1].argmax()))
-    new = [i for i in new if i != tokenizer.eos_token_id]
-    return tokenizer.decode(new, skip_special_tokens=True).strip()
-
-
 TEXTS = ["who?", "Ana Bell was born in Kelmouth. In which country was she born?"]
 TEXTS += ["Norland Norland", "a", "b c d e f g h"]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
-@pytest.mark.parametrize("batch_size", [1, 2, 16])
+@pytest.mark.parametrize("batch_size", [2, 16])
 def test_a_left_padded_batch_gives_the_same_replies_as_single_requests(
     family, batch_size, bpe, request
 ):
     policy = request.getfixturevalue(family)
-    model = LocalLLM(policy, bpe, max_tokens=12, batch_size=batch_size)
-    expected = [alone(policy, bpe, r, 12) for r in requests(*TEXTS)]
-    assert model.ask(requests(*TEXTS)) == expected
+    expected, replies = (
+        LocalLLM(policy, bpe, max_tokens=12, batch_size=size).ask(requests(*TEXTS))
+        for size in (1, batch_size)
+    )
+    assert replies == expected
     assert len(set(expected)) > 2  # the reply depends on the prompt
 
 
