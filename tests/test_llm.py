@@ -191,3 +191,10 @@ def test_the_reply_to_a_prompt_longer_than_the_context_is_none(qwen2, bpe):
     model = LocalLLM(qwen2, bpe, max_tokens=8)  # 512 positions
     assert model.ask(requests("word " * 600, "who?"))[0] is None
     assert model.failures == 1
+
+
+def test_an_8_bit_model_is_loaded_and_answers(qwen2, bpe, tmp_path):
+    save_policy(qwen2, bpe, tmp_path)
+    local = load_llm(str(tmp_path), Settings(load_in_8bit=True), max_tokens=4)
+    assert local.policy.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
+    assert len(local.ask([("", "where ?")])) == 1

@@ -126,9 +126,8 @@ def check_bookkeeping(t, tokenizer):
     """Checks what holds for every trajectory: each id has one mask and one log-prob, and the
     segments have the text of the ids.
     """
-    assert len(t.response_ids) == len(t.response_mask) == len(t.logprobs)
-    for logprob, mask in zip(t.logprobs, t.response_mask, strict=True):
-        assert mask in (0, 1) and (logprob == 0.0) == (mask == 0)
+    assert len(t.response_ids) == len(t.response_mask)
+    assert [int(logprob != 0.0) for logprob in t.logprobs] == t.response_mask
     others = [segment.text for segment in t.segments if segment.writer != "model"]
     assert decode(tokenizer, masked(t, 0)) == "".join(others)
     # A turn's last token may hold a few characters more than the tag that ends the turn.
