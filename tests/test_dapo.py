@@ -13,17 +13,13 @@ from policy import Batch
 MASK = torch.tensor([[1.0, 0, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]])
 
 
-def choose(**changes):
-    settings = {"clip_low": 0.2, "clip_high": 0.28, "kl_coef": 0.0, "kl_estimator": "k2"}
-    settings["loss_aggregation"] = "token"
-    return SimpleNamespace(**(settings | changes))
+CHOSEN = SimpleNamespace(
+    clip_low=0.2, clip_high=0.28, kl_coef=0.0, kl_estimator="k2", loss_aggregation="token"
+)
 
 
-CHOSEN = choose()
-
-
-def make_batch(rewards=(1.0, 0.0, 0.0, 2.0), overlong=(False,) * 4, **changes) -> Batch:
-    tokens, rewards = torch.zeros(4, 5, dtype=torch.long), torch.tensor(rewards)
+def make_batch(overlong=(False,) * 4, **changes) -> Batch:
+    tokens, rewards = torch.zeros(4, 5, dtype=torch.long), torch.tensor([1.0, 0.0, 0.0, 2.0])
     old = -torch.rand(4, 4, generator=torch.Generator().manual_seed(0)) - 0.1
     batch = Batch(tokens, MASK.clone(), old, rewards, 2, **changes)
     batch.overlong = torch.tensor(overlong)
@@ -70,5 +66,5 @@ def test_by_question_all_groups_have_equal_weight_and_overlong_rows_none():
     # The groups have 2 + 2 and 4 + 1 tokens; the 4 of row 2 are overlong: 1/4/2 and 1/1/2 per
     # token.
     batch = make_batch(overlong=(False, False, True, False), questions=torch.tensor([0, 0, 1, 1]))
-    weights = dapo.compute_token_weights(batch, choose(loss_aggregation="question"))
+    weights = dapo.compute_token_weights(batch, SimpleNamespace(loss_aggregation="question"))
     torch.testing.assert_close(weights, torch.tensor([[1 / 8], [1 / 8], [0], [1 / 2]]) * MASK)

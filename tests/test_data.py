@@ -200,8 +200,9 @@ def test_a_mixture_draws_the_given_number_of_questions_per_file_by_the_seed(writ
 
 # ------------------------------------------------------------------------------------------ corpora
 def test_contents_are_split_after_the_first_line_and_only_outer_quotes_are_removed(write):
-    contents = ['"Ana Bell"\nBorn in "Kelmouth".\nTwice.', '""Heroes" (album)"\nA record.', "none"]
-    assert load_corpus(write(*({"id": i, "contents": contents[i]} for i in range(3)))) == [
+    contents = ['"Ana Bell"\nBorn in "Kelmouth".\nTwice.', '""Heroes" (album)"\nA record.']
+    contents += ["none", "none"]  # a passage with several ids is in the corpus once
+    assert load_corpus(write(*({"id": i, "contents": contents[i]} for i in range(4)))) == [
         Document("0", "Ana Bell", 'Born in "Kelmouth".\nTwice.'),
         Document("1", '"Heroes" (album)', "A record."),
         Document("2", "", "none"),
@@ -219,14 +220,6 @@ def test_contents_are_split_after_the_first_line_and_only_outer_quotes_are_remov
 )
 def test_a_title_beside_the_contents_is_kept_and_counts_once(write, record):
     assert load_corpus(write(record)) == [Document("1", "Ana", "Born.\nTwice.")]
-
-
-def test_a_passage_with_several_ids_is_in_the_corpus_once(write):
-    passages = [("A", "cat"), ("A", "cat"), ("B", "cat"), ("A", "cat")]
-    corpus = load_corpus(
-        write(*({"id": i, "contents": "\n".join(p)} for i, p in enumerate(passages)))
-    )
-    assert [document.id for document in corpus] == ["0", "2"]
 
 
 def test_the_paragraphs_of_questions_become_a_corpus_without_repetitions():
