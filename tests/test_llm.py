@@ -1,18 +1,14 @@
 """Tests llm.py: a server that fails in every way, over real sockets, and a local model."""
 
-import threading
 import time
 
 import pytest
 import torch
-from conftest import ScriptedServer, message, said, threads_since
-from processes import wait_until
-from transformers import GenerationConfig
+from conftest import ScriptedServer, message, said
 
 from other_models import llm
 from other_models.llm import LocalLLM, ServerLLM, load_llm
 from policy import save_policy
-from prompts import chat_text
 from rollout import encode
 from settings import Settings
 

@@ -18,8 +18,7 @@ from transformers import ByT5Tokenizer, GenerationConfig
 
 from data import Document, Question, SearchResult
 from engines.slots import generate_in_slots, obstacle
-from errors import InputError
-from papers import PROTOCOLS, paper_of
+from papers import PROTOCOLS
 from policy import Policy, collate
 from prompts import build_prompt, frame_documents
 from rewards import good_format, ur2_violations
@@ -36,11 +35,8 @@ from rollout import (
 )
 from settings import Settings
 from trajectory import Segment, Trajectory, show, trajectory_from_text
-from trajectory_metrics import token_metrics
 
 UR2 = PROTOCOLS["ur2"]
-SEARCHING = [protocol for protocol in PROTOCOLS.values() if protocol.query_tags]
-each_searching = pytest.mark.parametrize("protocol", SEARCHING, ids=lambda p: p.name)
 BEGIN, END = UR2.query_tags
 QA = Question("1", "In which country was Ana Bell born?", ["Norland"])
 ASK = f"I look it up. {BEGIN} Ana Bell {END}"
@@ -360,15 +356,15 @@ def test_a_prompt_is_checked_where_the_bound_on_its_tokens_is_exact():
 # -------------------------------------------------------------------------------- where a turn ends
 
 
-@each_searching
-def test_a_turn_ends_with_the_whole_token_in_which_the_tag_ends(bpe, protocol):
-    begin, end = protocol.query_tags
+@pytest.mark.parametrize("name", ["ur2", "r_search"])
+def test_a_turn_ends_with_the_whole_token_in_which_the_tag_ends(bpe, name):
+    begin, end = PROTOCOLS[name].query_tags
     turn = encode(bpe, f"{begin} Ana Bell {end}\n\n")
     assert bpe.decode(turn[-1:]) in (">\n\n", "|>\n\n")  # the tag ends inside this token
     script = [turn + encode(bpe, "more"), ANSWER]
-    t, calls = play_one(bpe, script, protocol=protocol)
+    t, calls = play_one(bpe, script, protocol=name)
     assert calls == [["Ana Bell"]]
-    expected = turn + block_ids(bpe, "", protocol)[:2]
+    expected = turn + block_ids(bpe, "", PROTOCOLS[name])[:2]
     assert t.response_ids[: len(expected)] == expected
 
 

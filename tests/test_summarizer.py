@@ -10,7 +10,6 @@ from conftest import ScriptedModel
 from data import Document, Question, SearchRequest, SearchResult
 from papers import PAPERS, PROTOCOLS
 from retriever import make_search, show_all
-from retrievers.controls import make_control
 from settings import Settings
 from summarizer import (
     FALLBACK_TEXT,
