@@ -67,3 +67,14 @@ def test_by_question_all_groups_have_equal_weight_and_overlong_rows_none():
     batch = make_batch(overlong=(False, False, True, False), questions=torch.tensor([0, 0, 1, 1]))
     weights = dapo.compute_token_weights(batch, SimpleNamespace(loss_aggregation="question"))
     torch.testing.assert_close(weights, torch.tensor([[1 / 8], [1 / 8], [0], [1 / 2]]) * MASK)
+
+
+def test_clip_higher_by_hand():
+    # The ratio 1.35 of a good token is clipped to 1.28, and 0.75 of a bad one to 0.8.
+    batch = make_batch()
+    batch.old_logprobs = torch.zeros(4, 4)
+    batch.advantages = torch.tensor([1.0, -1, 1, -1])[:, None].expand(4, 4)
+    ratio = torch.tensor([1.35, 0.75, 1.25, 1.25])[:, None].expand(4, 4)
+    loss, _ = dapo.compute_loss(ratio.log(), batch, CHOSEN)
+    expected = torch.tensor([-1.28, 0.8, -1.25, 1.25])[:, None] * MASK
+    torch.testing.assert_close(loss, expected)

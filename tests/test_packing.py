@@ -125,18 +125,20 @@ def test_gradient_checkpointing_and_a_critic_change_nothing_in_packed_rows():
     check_against_padded_rows(critic, critic.backbone.config)
 
 
-def test_padding_is_not_computed_and_a_shared_beginning_once(monkeypatch):
+# With LEAST 3, the 7 tokens after A that two rows share, and E before F, are computed once too.
+@pytest.mark.parametrize("least, more", [(64, 0), (3, 7 + 63)])
+def test_padding_is_not_computed_and_a_shared_beginning_once(least, more, monkeypatch):
     monkeypatch.setattr(packing, "SLACK", 0)
+    monkeypatch.setattr(packing, "LEAST", least)
     policy, seen = make(), []
     layer = policy.language_model.model.layers[0]
     layer.mlp.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
     tokens, mask = prompted()
     policy(tokens, mask=mask)
-    # Nothing after the last wanted token is computed either. A has four rows, two of which have 7
-    # tokens of their response in common; B and G have two. C and D share 89 tokens. E and F share
-    # 63, which is less than LEAST. Of the rest of a response, equal tokens are computed twice.
+    # Nothing after the last wanted token is computed either. A has four rows; B and G have two. C
+    # and D share 89 tokens. Of the rest of a response, equal tokens are computed twice.
     whole = [PROMPTS[n] + k - 1 for n, k in zip(GROUPS, RESPONSES, strict=True)]
-    assert seen == [sum(whole) - 3 * 70 - 64 - 75 - 89]
+    assert seen == [sum(whole) - 3 * 70 - 64 - 75 - 89 - more]
 
 
 def test_equal_rows_get_the_same_gradients_in_every_run():

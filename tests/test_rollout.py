@@ -325,6 +325,19 @@ def test_a_search_that_would_leave_no_room_for_an_answer_is_not_run(bpe, limit, 
     assert calls == [["Ana Bell"]]  # only the first run searched: both share the searcher
 
 
+def test_no_trajectory_exceeds_the_context(bpe):
+    prompt = len(build_prompt(UR2, QA, bpe))
+    turns = [ASK, END, f"{BEGIN}again{END}", "word " * 300]
+    pages = fixed_search(SearchResult(text="Kelmouth " * 400, fallback=True))
+    seen = set()
+    for context in [*range(prompt + 32, prompt + 160, 12), prompt + 400]:
+        options = {"max_context": context, "document_tokens": 60}
+        t, _ = play_one(bpe, turns, search=pages, **options)
+        assert len(t.ids) <= context and t.stop_reason == "length"
+        seen.add(len(t.searches))
+    assert seen == {0, 1, 2}
+
+
 def surroundings(tokenizer, max_context):
     return Environment(tokenizer, UR2, Searcher(), Settings(max_context=max_context))
 
