@@ -208,6 +208,7 @@ def test_the_estimate_comes_before_a_small_step(model, tmp_path, monkeypatch, ca
         (None, {"searched": 0.0}, {}, True),
         ("Rome", {"searched": 1.0}, {}, False),
         ("Rome", {"searched": 0.0}, {"retrieval": False}, False),  # it was not allowed to search
+        (None, {"searched": 0.0}, {"model": ""}, False),  # the built-in model
     ],
 )
 def test_an_evaluation_without_a_search_and_answer_ends_with_a_sentence(

@@ -96,6 +96,7 @@ def test_queries_are_sent_in_batches_and_answered_in_order(start, monkeypatch):
     ("reply", "fragment"),
     [
         ((500, b"no memory"), "HTTP 500 no memory"),
+        (with_lists([["born"]]), "not 1 lists of documents"),
         (with_lists([[{"document": {"id": "1"}}]]), "not 1 lists of documents"),
     ],
 )

@@ -405,11 +405,16 @@ def test_the_queries_of_all_live_rows_go_to_the_searcher_in_one_call_in_order(bp
     rows = [["a1", "a2"], [], ["c2"], ["d1", "d2", "d3"]]
     scripts = [[*turns_of(*queries), "no"] for queries in rows]
     scripts[2].insert(0, END)
+    found = [[f"{row} {query}" for query in queries] for row, queries in enumerate(rows)]
+
+    def find(requests):
+        return [SearchResult(text=f"{r.question.id} {r.query}") for r in requests]
+
     for size, batches in ((0, [4, 3, 3, 1]), (3, [3, 1, 3, 3, 1])):
-        trajectories, script, search = play(bpe, *scripts, max_num_seqs=size)
+        search = Searcher(find)
+        trajectories, script, _ = play(bpe, *scripts, search=search, max_num_seqs=size)
         assert search.calls == [["a1", "d1"], ["a2", "c2", "d2"], ["d3"]]
-        found = [[s.text.removeprefix("(1) about ") for s in t.searches] for t in trajectories]
-        assert found == rows
+        assert [[search.text for search in t.searches] for t in trajectories] == found
         assert script.batches == batches  # sampled together: 4 live rows, then 3, 3 and 1
 
 
