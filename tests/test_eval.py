@@ -235,7 +235,7 @@ CHOICES = SAVED | {"turn_tokens": {"choice": 1536}}
         # Greedy, with the rest of training's settings, but without the reader and judge of its
         # reward.
         (SAVED, "", {"temperature": 0.0, "judge": "", "reader": "", "load_in_8bit": True}),
-        (SAVED, "--temperature 0.7", {"temperature": 0.7}),
+        (SAVED, "--temperature 0.7 --data q --retriever empty", {"temperature": 0.7, "corpus": ""}),
         # Another question file does not search the old corpus. "from-data" is not an old corpus: it
         # means the paragraphs of the new questions.
         (SAVED | {"corpus": "from-data"}, "--data new.jsonl", {"corpus": "from-data"}),

@@ -35,9 +35,12 @@ def scores(common, tmp_path_factory):
         if stage:
             train.main(f"--stage {stage} {common}".split())
         for name in (0.0, 1.0, "direct"):
-            sampling = "1 --retrieval=false" if name == "direct" else name
-            options = f"--temperature {sampling} --questions 40 --split dev --stage {stage}"
-            options += f" --out {out}/{stage}-{name}"
+            sampling = (
+                f"--temperature {name}" if name != "direct" else "--temperature 1 --retrieval=false"
+            )
+            options = (
+                f"{sampling} --questions 40 --split dev --stage {stage} --out {out}/{stage}-{name}"
+            )
             records = evaluation.predict(*evaluation.parse(f"{common} {options}".split()))
             columns = ("em", "searched", "searches")
             for kind, row in summarise(records).items():
