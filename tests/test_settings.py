@@ -162,7 +162,8 @@ BAD += """
 --seed 2147483648                at most 2147483647
 --temperature 0                  greedy  139
 --stage 3                        --stage 3: unknown; one of 1, 2
---stage 0                        --stage 0: unknown; one of 1, 2
+--stage 1,2 --resume             --stage: --resume and --dry_run take one stage: give one
+--stage 1,x                      argument --stage: invalid numbers value: '1,x'
 --recipe r_search --stage 2      --stage 2: unknown; one of 1
 --group_size 1                   compares the trajectories of one question
 --group_size 1 --algorithm grpo  compares the trajectories of one question  140

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import model_of, small
+from conftest import model_of, random_policy, roll, small
+from transformers import AutoConfig
 
 from data import Document, Question, SearchResult
 from engines import slots
@@ -15,9 +16,8 @@ from engines.slots import Engine, affordable, generate_in_slots, pick, thin_prod
 from papers import PROTOCOLS
 from policy import Policy, collate
 from prompts import build_prompt
-from rollout import Environment, context_of, encode, generate_by_turns, rollout
+from rollout import encode, generate_by_turns
 from scale.packing import beginning
-from settings import Settings
 
 UR2 = PROTOCOLS["ur2"]
 QA = Question("1", "In which country was Ana Bell born?", ["Norland"])
@@ -25,21 +25,13 @@ WORDS = "who was born in which country the town of city and a is year company pe
 PLAYS = {"hf": generate_by_turns, "slots": generate_in_slots}
 
 
-SMALL = {"group_size": 1, "max_turn_tokens": 12}
+def play(policy, tokenizer, questions=(QA,), search=None, engine="slots", **settings):
+    """Returns a rollout of `engine` with these settings."""
+    settings = {"max_turn_tokens": 12, "generate": PLAYS[engine]} | settings
+    return roll(policy, tokenizer, questions, search or library(0), **settings)
 
 
-def play(policy, tokenizer, questions=(QA,), search=None, protocol=UR2, seed=0, **settings):
-    """Returns a rollout with these settings."""
-    settings = Settings(**SMALL | settings)
-    context = settings.max_context or context_of(policy)
-    environment = Environment(tokenizer, protocol, search or library(0), settings, context)
-    rows = rollout(policy, environment, questions, seed, PLAYS[settings.engine])
-    # No row is longer than its slot.
-    assert all(len(row.ids) <= environment.max_trajectory_tokens(row) for row in rows)
-    return rows
-
-
-def random_policy(vocab_size: int, draw: random.Random) -> Policy:
+def draw_policy(vocab_size: int, draw: random.Random) -> Policy:
     kind = draw.choice(["qwen2", "qwen3", "llama", "mistral"])
     sizes = small(
         sliding_window=None,
@@ -50,9 +42,7 @@ def random_policy(vocab_size: int, draw: random.Random) -> Policy:
         tie_word_embeddings=draw.random() < 0.3,
         max_position_embeddings=2048,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(draw.randrange(2**31))
-        return Policy(model_of(kind, **sizes)).eval()
+    return random_policy(AutoConfig.for_model(kind, **sizes), draw.randrange(2**31))
 
 
 def change_logits(policy: Policy, change) -> Policy:
@@ -122,7 +112,7 @@ def schedule(tokenizer, seed: int) -> tuple[Policy, dict]:
         questions.append(Question(str(number), text, ["x"], references=pages, may_search=searches))
     group_size = draw.randrange(1, 5)
     longest = max(len(build_prompt(protocol, question, tokenizer)) for question in questions)
-    policy = make_talkative(random_policy(len(tokenizer) + 5, draw), tokenizer, protocol, draw)
+    policy = make_talkative(draw_policy(len(tokenizer) + 5, draw), tokenizer, protocol, draw)
     return policy, {
         "questions": questions,
         "search": library(seed),
@@ -203,7 +193,7 @@ def scripted_policy(bpe, text: str) -> Policy:
             if place - start in script:
                 logits[row, -1, script[place - start]] += 1000.0
 
-    return change_logits(random_policy(len(bpe) + 5, random.Random(1)), follow_script)
+    return change_logits(draw_policy(len(bpe) + 5, random.Random(1)), follow_script)
 
 
 # ----------------------------------------------------------------------------------------- sampling
@@ -211,7 +201,7 @@ def scripted_policy(bpe, text: str) -> Policy:
 
 def test_slots_in_bf16_record_nearly_the_log_probs_of_the_policy(toy_tokenizer, monkeypatch):
     monkeypatch.setattr("policy.PRECISION", "bf16")
-    policy = random_policy(len(toy_tokenizer), random.Random(0))
+    policy = draw_policy(len(toy_tokenizer), random.Random(0))
     rows = play(policy, toy_tokenizer, [QA] * 8)
     batch = collate(rows, [0.0] * 8, 1)
     gap = policy(batch.tokens, mask=batch.response_mask) - batch.old_logprobs  # [B, T]
@@ -315,8 +305,7 @@ def test_searches_wait_until_half_of_the_running_rows_want_one(bpe):
 
 
 def test_a_model_that_slots_do_not_support_gets_one_warning_and_plain_generate(bpe, capsys):
-    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    policy = Policy(model_of("gpt2", **small(vocab_size=len(bpe) + 5, **dropout))).eval()
+    policy = Policy(model_of("gpt2", **small(vocab_size=len(bpe) + 5))).eval()
     for _ in range(2):
         texts = [
             [t.response_ids for t in play(policy, bpe, group_size=2, engine=e, max_context=300)]

@@ -9,18 +9,10 @@ from unittest import mock
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import (
-    command_line,
-    flags,
-    rows_of,
-    same,
-    same_end,
-    settings_for,
-)
+from conftest import flags, rows_of, same, same_end, settings_for
 from processes import in_two_processes
 from test_lora import needs_peft
 from test_update import trajectory, unequal_batch
-from tqdm import tqdm
 
 import rewards
 import train
@@ -135,7 +127,6 @@ def test_metrics_cover_all_sampled_rows_and_the_batch_has_only_the_kept_ones(scr
     state = scripted([[ALL, ALL], [NONE, FULL], [ALL, FULL]])
     rollouts = collect(state, 0)
     record = measure(state, rollouts)
-    assert record["reward"] == pytest.approx((2 + 2 + 0 + 1 + 2 + 1) / 12)
     assert (record["resampled"], record["skipped"]) == (2, 0)
     shares = record["informative"], record["frac_reward_zero_std"]
     assert shares == pytest.approx((2 / 6, 4 / 6))
@@ -229,14 +220,8 @@ def test_mask_documents_false_trains_on_every_token_after_the_prompt(scripted):
 
 def test_a_ppo_step_uses_the_values_of_the_critic_before_the_step(built):
     state = built("--algorithm ppo")
-    rollouts = collect(state, 0)
-    first = prepare(state, rollouts)
-    mask = first.response_mask.bool()
-    # With γ = λ = 1 a token's return is the trajectory's reward. The values of a new critic are 0.
-    assert first.values.eq(0).all()
-    assert torch.equal(first.returns, first.rewards[:, None] * mask)
     torch.nn.init.normal_(state.critic.head.weight, generator=torch.Generator().manual_seed(0))
-    batch = prepare(state, rollouts)
+    batch = prepare(state, collect(state, 0))
     values = compute_values(state, batch)
     assert values.abs().max() > 0.1 and torch.equal(batch.values, values)
 
@@ -257,23 +242,6 @@ def test_the_first_update_has_ratio_one_and_a_second_one_is_off_policy(recompute
         ratios += [record["ratio_min"], record["ratio_max"]]
     assert ratios[:2] == pytest.approx([1, 1], abs=1e-4)
     assert ratios[2] < 0.999 or ratios[3] > 1.001
-
-
-@pytest.mark.parametrize("algorithm", ["grpo", "reinforce_pp_baseline"])
-def test_an_answer_with_a_higher_reward_becomes_more_likely(
-    algorithm, built, run, pay, monkeypatch
-):
-    state = built(f"--steps 1 --lr 1e-4 --algorithm {algorithm}")
-    pay([1.0, 0.0, 0.0, 0.0])
-    rollouts = collect(state, 0)
-    monkeypatch.setattr(train, "sample_draw", lambda *_: rollouts.trajectories)
-    batch = prepare(state, rollouts)
-    (record,) = run(state)
-    lengths = batch.response_mask.sum(1)  # the loss is a mean over each trajectory's tokens
-    gain = (compute_logprobs(state, state.policy, batch) - batch.old_logprobs).sum(1) / lengths
-    assert record["frac_reward_zero_std"] == 0.5
-    # Both gains may be positive, because two samples of one question share most tokens.
-    assert gain[0] > gain[1]
 
 
 def test_a_run_that_samples_from_a_copy_recomputes_logprobs_and_logs_the_gap(
@@ -298,30 +266,22 @@ def test_a_run_prints_and_saves_its_settings_its_steps_and_a_sample(model, tmp_p
 
 # ------------------------------------------------------------------------------ an interrupted run
 
-RUNS = {  # most have a KL to the stage's first model, also after a resume
-    "grpo": "--algorithm grpo --kl_coef 0.05 --load_in_8bit --eval_every 1",
-    "reinforce_pp": "--algorithm reinforce_pp --kl_coef 0.05 --kl_estimator k1 --warmup_ratio 0.5",
-    "reinforce_pp_baseline": "--optimizer adamw8bit",
-    "dapo": "--algorithm dapo --clip_high 0.28",
-    "ppo": "--algorithm ppo --critic_lr 1e-3 --kl_coef 0.05 --kl_estimator k1",
-    "lora": "--algorithm grpo --kl_coef 0.05 --lora_rank 4 --lr 1e-2",
-}
-FIELDS = {  # settings without a flag
-    "grpo": {"eval_questions": 1},
-    "dapo": {"max_resample": 1},
-    "ppo": {"gae_lambda": 0.95},
-}
+RUNS = [  # (flags, settings without a flag)
+    ("--algorithm grpo --kl_coef 0.05 --load_in_8bit --eval_every 1", {"eval_questions": 1}),
+    ("--algorithm reinforce_pp --kl_coef 0.05 --kl_estimator k1 --warmup_ratio 0.5", {}),
+    ("--optimizer adamw8bit", {}),  # of reinforce_pp_baseline
+    ("--algorithm dapo --clip_high 0.28", {"max_resample": 1}),
+    ("--algorithm ppo --critic_lr 1e-3 --kl_coef 0.05 --kl_estimator k1", {"gae_lambda": 0.95}),
+    pytest.param("--algorithm grpo --kl_coef 0.05 --lora_rank 4 --lr 1e-2", {}, marks=needs_peft),
+]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=needs_peft if name == "lora" else ()) for name in RUNS]
-)
-def test_a_resumed_run_equals_an_uninterrupted_run(name, model, tmp_path, monkeypatch):
+@pytest.mark.parametrize("words, fields", RUNS)
+def test_a_resumed_run_equals_an_uninterrupted_run(words, fields, model, tmp_path, monkeypatch):
     # The tiny model is hardly ever right, so here a response with an odd number of tokens is right.
     monkeypatch.setattr(rewards, "is_right", lambda t, _: len(t.response_ids) % 2 == 1)
-    more = f"--steps 3 --save_every 2 --trajectories_per_update 2 {RUNS[name]}"
-    fields = FIELDS.get(name, {})
-    if name == "reinforce_pp_baseline":  # samples from a bf16 copy, as on a GPU
+    more = f"--steps 3 --save_every 2 --trajectories_per_update 2 {words}"
+    if "adamw8bit" in words:  # samples from a bf16 copy, as on a GPU
         monkeypatch.setattr(build, "wants_copy", lambda *_: True)
     unbroken = train.train(settings_for(model, tmp_path / "a", more, **fields))
     resumed = shutil.copytree(unbroken, tmp_path / "b" / "t" / "stage1")
@@ -329,9 +289,9 @@ def test_a_resumed_run_equals_an_uninterrupted_run(name, model, tmp_path, monkey
     assert train.train(settings_for(model, tmp_path / "b", f"{more} --resume", **fields)) == resumed
     rows = rows_of(unbroken)
     assert same_end(unbroken, resumed) and [row["step"] for row in rows] == [0, 1, 2]
-    assert ("eval/em" in rows[2]) == ("eval_every" in RUNS[name])
-    assert "kl_coef" not in RUNS[name] or rows[2]["k_abs"] > rows[0]["k_abs"]
-    if name == "dapo":
+    # The KL is one to the stage's first model, also after a resume.
+    assert "kl_coef" not in words or rows[2]["k_abs"] > rows[0]["k_abs"]
+    if "dapo" in words:
         assert any(row["resampled"] for row in rows) and not all(row["skipped"] for row in rows)
 
 
@@ -369,19 +329,6 @@ def test_the_best_checkpoint_is_kept_and_named(model, tmp_path, monkeypatch, cap
     # of two equal scores the first counts as the best
     assert [path.name[-1] for path in checkpoints(folder)] == ["2", "4"]
     assert f"--model {folder}/checkpoint-000002" in capsys.readouterr().out
-
-
-def test_a_long_step_shows_bars_of_trajectories_and_micro_batches(model, tmp_path, monkeypatch):
-    shown = {}
-
-    def watched(parts, title, **options):
-        shown[title] = options
-        return tqdm(parts, title, disable=True)
-
-    monkeypatch.setattr("errors.tqdm", watched)
-    train.train(settings_for(model, tmp_path, "--steps 1 --kl_coef 0.1"))
-    assert [*shown] == ["trajectories", "micro-batches, scored", "micro-batches, trained on"]
-    assert shown["trajectories"] == {"leave": False, "delay": 5, "disable": None}
 
 
 # ------------------------------------------------------------------------------------ two processes
@@ -447,14 +394,3 @@ def test_two_stages_behind_one_start_are_those_of_two_starts(model, tmp_path):
         train.main(flags(start, tmp_path / "two", f"{more} {stage}"))
     for stage in ("stage1", "stage2"):
         assert same_end(*(tmp_path / runs / "t" / stage for runs in ("one", "two")))
-
-
-@pytest.mark.parametrize(
-    "more, fragment",
-    [
-        ("--stage 1,2 --resume", "--stage: --resume and --dry_run take one stage: give one"),
-        ("--stage 1,x", "argument --stage: invalid numbers value: '1,x'"),
-    ],
-)
-def test_contradictory_stage_flags_are_a_one_line_error(more, fragment, model, tmp_path, capsys):
-    assert fragment in command_line(train.main, flags(model, tmp_path, more), capsys)
