@@ -14,7 +14,6 @@ from metrics import (
     f1_score,
     math_equal,
     normalize_answer,
-    same_choice,
     score_answer,
     summary_scores,
     tokenize,

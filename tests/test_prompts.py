@@ -6,10 +6,10 @@ import time
 from itertools import chain
 
 import pytest
+from conftest import message
 
 import prompts
 from data import Document, Question
-from errors import InputError
 from metrics import choice_letter
 from papers import PROTOCOLS
 from prompts import (
@@ -42,12 +42,6 @@ def with_template(tokenizer, template):
 
 
 # ------------------------------------------------------------------------------------------- prompt
-
-
-def test_a_chat_template_gets_the_instruction_as_system_and_the_question_as_user(bpe):
-    expected = f"<|im_start|>system\n{UR2.fill_instruction(QA)}<|im_end|>\n"
-    expected += f"<|im_start|>user\n{QA.question}"
-    assert prompt_text(UR2, QA, bpe) == f"{expected}<|im_end|>\n<|im_start|>assistant\n"
 
 
 OWN = {"policy": "Ask.", "policy:math": "Add {question}.", "policy:direct:choice": "{question}|x"}
@@ -191,9 +185,8 @@ def test_each_paper_prints_documents_in_its_own_form(protocol, printed):
 
 
 def test_a_question_without_references_is_an_error_under_arena():
-    error_line = r"question 1 has no references, .* arena .*: give the record a `references` list"
-    with pytest.raises(InputError, match=error_line):
-        check_references(PROTOCOLS["arena"], QA)
+    error = message(check_references, PROTOCOLS["arena"], QA)
+    assert error.startswith("question 1 has no references, and protocol arena ")
 
 
 def test_r_search_without_evidence_differs_only_in_the_evidence():
@@ -213,8 +206,8 @@ def test_a_protocol_lists_all_its_tags_and_finds_a_section_by_name():
     names = ["search", "observation", "original_evidence", "answer"]
     assert PROTOCOLS["r_search"].tags == tuple(chain(*map(prompts.tag_pair, names)))
     assert PROTOCOLS["arena"].section_tags("analysis") == ("<analysis>", "</analysis>")
-    with pytest.raises(InputError, match="protocol ur2 has no <analysis> section"):
-        UR2.section_tags("analysis")
+    error = message(UR2.section_tags, "analysis")
+    assert error.startswith("protocol ur2 has no <analysis> section")
 
 
 # -------------------------------------------------------------------------------------- \boxed{...}
@@ -322,8 +315,7 @@ def test_a_query_is_the_text_between_the_last_two_query_tags_of_a_turn(turn, que
 # --------------------------------------------------------------------------- the environment's text
 
 
-def test_documents_are_numbered_from_one_and_framed_by_tags_on_their_own_lines():
-    assert number_documents([ANA, Document("b", "", "no title")])[1] == "(2) no title"
+def test_documents_are_framed_by_tags_on_their_own_lines():
     framed = frame_documents(PROTOCOLS["ur2_search"], "text")
     assert framed == "\n\n<information>\ntext\n</information>\n\n"
 

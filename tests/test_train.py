@@ -26,7 +26,7 @@ from rewards import OtherModels
 from settings import Settings
 from train import Rollouts, collect, measure, prepare, shuffled_updates
 from trajectory import Search, Trajectory
-from update import TrainState, compute_logprobs, compute_values, update
+from update import TrainState, compute_values, update
 
 
 @pytest.fixture
