@@ -22,7 +22,6 @@ from plumbing.files import checkpoints
 from rewards import REWARDS, example
 from train import Rollouts, prepare, shuffled_updates
 from trajectory import Search
-from trajectory_metrics import trajectory_metrics
 from update import update
 
 FAILED = Search("x", [], "Search is unavailable.", error="no answer within 60 s")
@@ -78,17 +77,11 @@ def test_the_gradient_is_that_of_the_batch_without_the_failed_rows(settings, mon
     assert totals[0] == pytest.approx(expected[0], rel=1e-5, abs=1e-6)
 
 
-def test_a_failed_search_is_shown_and_counted_and_a_rejected_query_is_not_a_search(bpe):
-    def play(*script, **result):
-        searcher = Searcher(lambda requests: [SearchResult(error="no answer", **result)])
-        return play_one(bpe, [*script], search=searcher)[0]
-
-    failed = play(ASK, "")
-    assert failed.failed and failed.searches[0].text == failed.protocol.error_text
-    rejected = play(ASK, ASK, rejected=True)  # the second rejection ends the row
-    assert rejections(rejected) == 2 * [("server", "Ana Bell")] and not rejected.failed
-    assert rejected.stop_reason == "rejected" and not rejected.searches
-    assert [trajectory_metrics(t)["failed_rows"] for t in (failed, rejected)] == [1, 0]
+def test_a_query_that_the_server_rejects_is_no_search_and_so_no_failed_one(bpe):
+    searcher = Searcher(lambda requests: [SearchResult(error="no answer", rejected=True)])
+    t, _ = play_one(bpe, [ASK, ASK], search=searcher)  # the second rejection ends the row
+    assert rejections(t) == 2 * [("server", "Ana Bell")] and t.stop_reason == "rejected"
+    assert not t.searches and not t.failed
 
 
 def test_no_reward_counts_a_failed_search():
