@@ -24,13 +24,13 @@ REFERENCES = (Document("1", "Ana", "Born in Kelmouth."),)
 
 def test_a_share_of_the_training_answers_is_reworded_and_no_test_answer():
     settings = resolve("r1_searcher", 2, True, {"reworded": 0.7})
-    questions = questions_file.training_questions(settings)
-    changed = [question for question in questions if question.answers[0].endswith(" proper")]
-    assert {question.kind for question in changed} == {*LOOK_UPS}
-    share = len(changed) / sum(question.kind in LOOK_UPS for question in questions)
-    assert share == pytest.approx(0.7, abs=0.05)
-    held_out = questions_file.world_questions(settings, "test")
-    assert all(" proper" not in question.answers[0] for question in held_out)
+
+    def share(questions) -> float:
+        answers = [question.answers[0] for question in questions if question.kind in LOOK_UPS]
+        return sum(answer.endswith(" proper") for answer in answers) / len(answers)
+
+    assert share(questions_file.training_questions(settings)) == pytest.approx(0.7, abs=0.05)
+    assert share(questions_file.world_questions(settings, "test")) == 0
 
 
 def test_without_retrieval_no_question_may_search_and_data_alone_gives_no_corpus():

@@ -95,16 +95,13 @@ def test_logits_are_computed_by_chunk_and_not_at_masked_positions(monkeypatch):
     assert sizes == [(4, VOCABULARY), (2, VOCABULARY)] * 2
 
 
-@pytest.mark.parametrize("chunks", [1, 64])
-def test_under_bf16_many_chunks_give_the_head_as_exact_a_gradient_as_one(chunks, monkeypatch):
+def test_under_bf16_the_gradient_of_the_head_is_exact_over_many_chunks(monkeypatch):
     # Autograd would sum 64 chunks in bf16, with an error of 1.1 %. A product rounded to bf16 has an
     # error of 2⁻⁹ = 0.2 %, and the fp32 sum of the products has no larger one.
-    monkeypatch.setitem(policy_file.CHUNK_LOGITS, "cpu", 640 // chunks * 50)
+    monkeypatch.setitem(policy_file.CHUNK_LOGITS, "cpu", 640 // 64 * 50)
     torch.manual_seed(0)
-    head = torch.nn.Linear(32, 50, bias=False)
-    hidden = torch.randn(640, 32)
-    targets = torch.randint(0, 50, (640,))
-    weights = torch.randn(640)
+    head, hidden = torch.nn.Linear(32, 50, bias=False), torch.randn(640, 32)
+    targets, weights = torch.randint(0, 50, (640,)), torch.randn(640)
     result = []
     for enabled in (False, True):
         head.zero_grad()
@@ -116,7 +113,7 @@ def test_under_bf16_many_chunks_give_the_head_as_exact_a_gradient_as_one(chunks,
 
 
 def test_the_logits_of_a_bf16_head_are_not_rounded_to_bf16():
-    # From 16 on bf16 has steps of 1/8. The mean error of log-probs is then 0.02 to 0.03.
+    # From 16 on bf16 has steps of 1/8. The mean error of log-probs would be 0.02 to 0.03.
     torch.manual_seed(0)
     head = torch.nn.Linear(64, 500, bias=False).bfloat16()
     head.weight.data *= 16
@@ -127,7 +124,6 @@ def test_the_logits_of_a_bf16_head_are_not_rounded_to_bf16():
         return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
     exact = logprobs(hidden.double() @ head.weight.double().T)
-    assert 0.015 < (logprobs(head(hidden).float()) - exact).abs().mean() < 0.04
     assert (token_logprobs(hidden, head, targets) - exact).abs().max() < 1e-4
     assert (logprobs(head_logits(head, hidden)) - exact).abs().max() < 1e-4
 
@@ -286,18 +282,11 @@ def test_a_batch_of_no_rows_gives_a_pass_with_zero_gradients():
     assert all(g.eq(0).all() for g in gradients(policy, logprobs.sum()))
 
 
-@pytest.mark.parametrize("budget", [1, 12, 1000])
-@pytest.mark.parametrize("processes", [1, 2, 5])  # with 5 processes some have no row
-@pytest.mark.parametrize("count", [1, 4, 8])
-def test_all_processes_get_the_same_number_of_micro_batches(processes, budget, count):
-    lengths = torch.tensor([3, 9, 1, 4, 4, 0, 7, 2])[:count]
-    mask = (torch.arange(9) < lengths[:, None]).float()
-    tokens = torch.zeros(count, 10, dtype=torch.long)
-    dealt = [micro_batches(tokens, mask, budget, processes, rank) for rank in range(processes)]
-    assert len(set(map(len, dealt))) == 1
-    cuts = [cut for share in dealt for cut in share]
-    assert sorted(torch.cat(cuts).tolist()) == list(range(count))
-    assert all(len(cut) < 2 or len(cut) * lengths[cut].max() <= budget for cut in cuts)
+def test_all_processes_get_the_same_number_of_micro_batches():
+    tokens, mask = torch.zeros(5, 10, dtype=torch.long), torch.ones(5, 9)
+    dealt = [micro_batches(tokens, mask, 1, processes=2, rank=rank) for rank in (0, 1)]
+    rows = [[cut.tolist() for cut in cuts] for cuts in dealt]
+    assert rows == [[[0], [2], [4]], [[1], [3], []]]  # at one row each
 
 
 # ------------------------------------------------------------------------------------ the optimizer

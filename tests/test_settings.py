@@ -7,10 +7,7 @@ import typing
 import pytest
 from conftest import message
 
-import kl
-import ppo
 import train
-import update
 from flags import check_settings, parse, resolve
 from lab.ablate import ARMS
 from lab.ablate import settings_of as arm_settings
@@ -31,13 +28,6 @@ def test_defaults_then_the_paper_then_the_built_in_world_then_the_flags():
 
 
 # --------------------------------------------------------------------------- flags and their help
-
-
-def test_the_choices_of_the_flags_are_the_names_that_the_files_define():
-    names = {name: {*field.metadata.get("one_of", ())} for name, field in FIELDS.items()}
-    assert names["algorithm"] == {*update.ALGORITHMS}
-    assert names["kl_estimator"] == {*kl.PLACES}
-    assert names["mismatch"] == {"auto", "none", *ppo.MISMATCH}
 
 
 @pytest.mark.parametrize(
@@ -133,17 +123,22 @@ def test_flags_are_not_abbreviated():
     assert "unknown flag --group " in message(parse, ["--group", "4"])
 
 
-LIMITS = [  # (fragment of the error, bad value, flags)
-    ("at least 1", 0, "group_size steps questions_per_step save_every max_turn_tokens"),
-    ("at least 1", 0, "tokens_per_micro_batch documents_per_search"),
-    ("at least 0", -1, "keep_checkpoints temperature kl_coef"),
-    ("at least 1e-09", 0, "lr critic_lr"),
-    ("at least 0.01", 0, "timeout"),
-    ("one of", "x", "retriever optimizer algorithm"),
-    ("one of", "x", "loss_aggregation kl_estimator"),
-]
-BAD = [f"--{name} {value}  {part}" for part, value, names in LIMITS for name in names.split()]
-BAD += """
+BAD = """
+--group_size 0                   at least 1
+--steps 0                        at least 1
+--questions_per_step 0           at least 1
+--save_every 0                   at least 1
+--max_turn_tokens 0              at least 1
+--tokens_per_micro_batch 0       at least 1
+--documents_per_search 0         at least 1
+--keep_checkpoints -1            at least 0
+--temperature -1                 at least 0
+--kl_coef -1                     at least 0
+--lr 0                           at least 1e-09
+--critic_lr 0                    at least 1e-09
+--timeout 0                      at least 0.01
+--retriever x                    one of
+--loss_aggregation x             one of
 --document_tokens 0              must be at least 1  135
 --lr inf                         finite  136
 --clip_high nan                  finite  138

@@ -115,9 +115,8 @@ def take_step(start: str, kind: str, lora_rank: int, out: Path) -> None:
                 rounded = [weight.to(dtype) for weight in whole_of(policy)]
                 assert lora_rank or same(whole_of(sampler), rounded)
     last = compute()  # sampling must leave the shards unchanged
-    parameters = sum(getattr(p, "_local_tensor", p).numel() for p in module.parameters())
     if state.accelerator.is_main_process:
-        torch.save((changes, [first, last], norms, parameters, in_parts(module)), out)
+        torch.save((changes, [first, last], norms, in_parts(module)), out)
 
 
 def steps_of_one_and_two(sharding, start, kind, lora_rank, folder) -> list:
@@ -141,8 +140,7 @@ def test_two_processes_with_half_of_the_weights_each_take_the_same_step_as_one(
     sharding, kind, start, tmp_path
 ):
     one, two = steps_of_one_and_two(sharding, start, kind, 0, tmp_path)
-    assert two[3] == pytest.approx(one[3] / 2, rel=1e-2)
-    assert (one[4], two[4]) == (False, True)
+    assert (one[3], two[3]) == (False, True)
 
 
 def train(start: str, done: int, steps: int, out: Path) -> None:
