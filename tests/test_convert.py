@@ -77,9 +77,6 @@ def test_supporting_facts_become_distinct_reference_numbers_that_count_from_one(
     assert question.supporting == (1, 3)  # C is paragraph 3 and is named twice; A is paragraph 1
     assert question.references[0] == Document("1", "A", "One. Two.")
     assert (question.id, question.source, question.level) == ("h1", "hotpotqa_comparison", "hard")
-
-
-def test_a_gold_title_without_a_paragraph_gives_no_gold_numbers(one):
     facts = {"supporting_facts": [["C", 0], ["Z", 1]]}  # HotpotQA's fullwiki files have such titles
     assert one("hotpotqa", HOTPOT | facts).supporting == ()
 
@@ -157,8 +154,10 @@ def test_a_published_record_becomes_a_question(kind, record, expected, one):
 @pytest.mark.parametrize(
     ("fields", "prompt"),
     [
+        ({"question": "Is 'Question: Who?' one?"}, "Answer. Question: no"),
         ({"extra_info": {"index": 3, "question": "Is 'Question: Who?' one?"}}, "no"),
         ({}, "Answer a Question: so.\n Question: Is 'Question: Who?' one?\n"),
+        ({}, "Answer it. Question: Is 'Question: Who?' one?\n"),
         ({}, "Question: Is 'Question: Who?' one?"),
         ({}, "Is it one?"),
     ],

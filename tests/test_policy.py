@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import message, model_of, small
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import policy as policy_file
 from policy import (
@@ -17,7 +17,6 @@ from policy import (
     fp32_product,
     head_logits,
     load_policy,
-    load_tokenizer,
     lr_factor,
     make_optimizer,
     save_policy,
@@ -215,18 +214,6 @@ def test_a_missing_model_is_a_one_line_error():
     check_model_path("Qwen/Qwen2.5-3B")  # a model with a hub name may not be downloaded yet
 
 
-def test_the_tokenizer_class_declared_in_the_files_is_loaded(tmp_path, toy_tokenizer):
-    # For a qwen2 model AutoTokenizer splits text as Qwen does, not into the saved word pieces.
-    model_of("qwen2", **{**SIZES, "vocab_size": len(toy_tokenizer)}).save_pretrained(tmp_path)
-    toy_tokenizer.save_pretrained(tmp_path)
-    text = " where was ada abel born ? answer :"
-    ids = toy_tokenizer(text)["input_ids"]
-    assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] != ids, (
-        "the trap is gone: load_tokenizer can be simpler"
-    )
-    assert load_tokenizer(str(tmp_path))(text)["input_ids"] == ids
-
-
 def test_a_saved_policy_reloads_with_automodel_and_equal_logits(tmp_path, saved):
     policy, tokenizer = load_policy(str(saved))
     with torch.no_grad():
@@ -272,14 +259,6 @@ def test_rows_cuts_every_tensor_to_the_longest_row():
     part = batch.rows(torch.tensor([2, 1]))  # the longer of the two rows needs two columns
     assert part.values.tolist() == [[10, 11], [5, 6]] and part.rewards.tolist() == [0.5, 0]
     assert part.tokens.shape == (2, 3) and part.ref_logprobs is None and part.group_size == 3
-
-
-def test_a_batch_of_no_rows_gives_a_pass_with_zero_gradients():
-    policy = make_policy()
-    part = collate(ROWS, [1.0, 0.0, 0.5], 3).rows(torch.zeros(0, dtype=torch.long))
-    assert part.tokens.shape == (1, 2) and part.response_mask.tolist() == [[0]]
-    logprobs = policy(part.tokens, mask=part.response_mask)
-    assert all(g.eq(0).all() for g in gradients(policy, logprobs.sum()))
 
 
 def test_all_processes_get_the_same_number_of_micro_batches():
