@@ -116,17 +116,17 @@ def trained(monkeypatch):
 
 def test_a_claim_runs_each_arm_once_from_its_start_and_prints_its_row(trained, tmp_path, capsys):
     flags = f"--only mask --first_world 20 --worlds 2 --output_dir {tmp_path}".split()
-    ablate.main(flags)
+    for _ in range(2):
+        ablate.main(flags)
     runs = [("ur2_stage1", ""), ("ur2", "end of ur2_stage1"), ("ur2_no_mask", "end of ur2_stage1")]
     worlds = ("-world20", "-world21")
+    # nothing is run again
     assert trained == [(arm + w, model and model + w) for w in worlds for arm, model in runs]
     row = " ".join(capsys.readouterr().out.splitlines()[-1].split())
     assert "| ur2_no_mask | look-up EM | 1.00 | 0.00 | +1.00 [+1.00, +1.00] (95 %) | 2 |" in row
     result = json.loads((tmp_path / "ur2-world20" / "result.json").read_text())
     assert result["curve"] == [{"step": 0, "searches": 0}]
     assert result["eval"]["words/one_hop"] == 2
-    ablate.main(flags)
-    assert len(trained) == 6  # nothing is run again
 
 
 def test_a_result_of_other_settings_and_a_model_that_searches_already_are_rejected(

@@ -170,17 +170,15 @@ def test_a_task_with_its_own_buckets_is_weighted_by_its_number_of_questions():
         # 64 · 2561 / 8148 = 20.1, then 15.7, 8.5 and 19.6: the two largest remainders are rounded
         # up.
         ("", 2, {"hotpotqa:medium": 20, "hotpotqa:hard": 16, "2wiki:medium": 8, "2wiki:hard": 20}),
-        # Table 7, one data set. Stage 2: 64 · 2561 / 4561 = 35.9 and 64 · 1087 / 3587 = 19.4.
-        ("hotpotqa_only", 1, {"hotpotqa:medium": 64}),
+        # Table 7, one data set. 64 · 2561 / 4561 = 35.9 and 64 · 1087 / 3587 = 19.4.
         ("hotpotqa_only", 2, {"hotpotqa:medium": 36, "hotpotqa:hard": 28}),
         ("2wiki_only", 2, {"2wiki:medium": 19, "2wiki:hard": 45}),
     ],
 )
 def test_r1_searchers_tables_1_and_7(variant, stage, expected):
-    kinds = ("hotpotqa_bridge", "hotpotqa_comparison", "2wiki_inference")
     data = [
         replace(question, source=kind, id=f"{kind} {question.id}")
-        for kind in kinds
+        for kind in ("hotpotqa_bridge", "hotpotqa_comparison", "2wiki_inference")
         for question in pool_of_levels(easy=70, medium=70, hard=70)
     ]
     settings = resolve("r1_searcher", stage, False, {"variant": variant, "difficulty": "level"})

@@ -255,10 +255,8 @@ def test_an_alarm_that_gets_lost_is_followed_by_others(monkeypatch):
     monkeypatch.setattr(metrics, "MATH_SECONDS", 0.01)
     monkeypatch.setattr(math_verify, "verify", stubborn)
     metrics._math_verify.cache_clear()
-    before = metrics.signal.getsignal(metrics.signal.SIGVTALRM)
     assert not math_equal("x+1", "x+2")
     assert swallowed == ["Endless"] * 3
-    assert metrics.signal.getsignal(metrics.signal.SIGVTALRM) == before
     assert metrics.signal.getitimer(metrics.signal.ITIMER_VIRTUAL) == (0.0, 0.0)
     metrics._math_verify.cache_clear()
 

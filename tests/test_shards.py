@@ -78,8 +78,7 @@ def step(state: TrainState, batch: Batch) -> float:
     """Makes one step on the loss Σ weight · output; returns the norm of the gradient."""
 
     def loss_of(micro: Batch, _) -> tuple[torch.Tensor, dict]:
-        temperature = () if state.critic else (1.0,)
-        output = state.model(micro.tokens, *temperature, micro.response_mask)  # [b, t]
+        output = state.model(micro.tokens, mask=micro.response_mask)  # [b, t]
         return (micro.token_weights * output).sum(), {}
 
     return accumulate_and_step(state, state.model, state.optimizer, batch, loss_of)["grad_norm"]

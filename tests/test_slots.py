@@ -66,7 +66,7 @@ def make_talkative(policy: Policy, tokenizer, protocol, draw: random.Random) -> 
     begin, end = protocol.query_tags or protocol.answer_tags
     period = draw.randrange(5, 12)
     likely_tags = [(begin, period, 1), (end, period, 4)]
-    for tag in (begin, end, *(protocol.answer_tags or ()), tokenizer.eos_token)[2:]:
+    for tag in (*(protocol.answer_tags or ()), tokenizer.eos_token):
         likely_tags.append((tag, draw.randrange(20, 60), 0))
     bonus = draw.choice([0.0, 8.0, 15.0, 30.0])
 
@@ -306,11 +306,8 @@ def test_searches_wait_until_half_of_the_running_rows_want_one(bpe):
 def test_a_model_that_slots_do_not_support_gets_one_warning_and_plain_generate(bpe, capsys):
     policy = Policy(model_of("gpt2", **small(vocab_size=len(bpe) + 5))).eval()
     for _ in range(2):
-        texts = [
-            [t.response_ids for t in play(policy, bpe, group_size=2, engine=e, max_context=300)]
-            for e in PLAYS
-        ]
-        assert texts[0] == texts[1]
+        ids = [play(policy, bpe, engine=engine, max_context=300)[0].ids for engine in PLAYS]
+        assert ids[0] == ids[1]
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith('warning: engine "slots": gpt2 is not one of llama')
 
