@@ -10,8 +10,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import flags, rows_of, same, same_end, settings_for
-from processes import in_two_processes
 from test_lora import needs_peft
+from test_shards import in_two
 from test_update import trajectory, unequal_batch
 
 import rewards
@@ -23,6 +23,7 @@ from plumbing.build import build_state
 from plumbing.files import checkpoints
 from policy import Batch
 from rewards import OtherModels
+from scale.shards import full, in_parts
 from settings import Settings
 from train import Rollouts, collect, measure, prepare, shuffled_updates
 from trajectory import Search, Trajectory
@@ -340,7 +341,7 @@ def take_step(settings: Settings, batch: Batch, out: Path) -> None:
     # Adam divides by the gradient's size, which would amplify rounding errors.
     state.optimizer = torch.optim.SGD(state.policy.parameters(), 0.1)
     if state.critic is not None:
-        torch.nn.init.normal_(state.critic.head.weight, generator=torch.Generator().manual_seed(0))
+        torch.nn.init.constant_(state.critic.head.weight, 0.01)
         state.critic_optimizer = torch.optim.SGD(state.critic.parameters(), 0.01)
     rows = [*shuffled_updates(0, batch.rewards, settings), torch.tensor([3])]
     with mock.patch.object(update_file, "MAX_GRAD_NORM", 1e9):
@@ -349,11 +350,13 @@ def take_step(settings: Settings, batch: Batch, out: Path) -> None:
         rollouts = collect(state, 0)
     sampled = [t.question.id for t in rollouts.trajectories]
     result = train.evaluate(state)
+    modules = torch.nn.ModuleList(filter(None, (state.policy, state.critic)))
+    weights = [full(p.detach()) for p in modules.parameters()]
     state.accelerator.wait_for_everyone()
     if state.accelerator.is_main_process:
         kept = [sampled[row] for row in rollouts.kept]
-        weights = [*map(weights_of, filter(None, (state.policy, state.critic)))]
-        torch.save((weights, totals, kept, sampled, result, state.accelerator.num_processes), out)
+        how = state.accelerator.num_processes, in_parts(state.policy)
+        torch.save((weights, totals, kept, sampled, result, *how), out)
 
 
 def by_place(trajectories, *_):
@@ -362,21 +365,31 @@ def by_place(trajectories, *_):
     return [{"answer": float(r)} for r in right], right
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "dapo", "ppo"])
-def test_two_processes_take_the_same_step_as_one(algorithm, model, tmp_path):
+@pytest.mark.parametrize(
+    "sharding, words",
+    [
+        ("ddp", "--algorithm grpo"),
+        ("ddp", "--algorithm dapo"),
+        ("ddp", "--algorithm ppo"),
+        ("zero2", "--algorithm grpo"),
+        ("fsdp2", "--algorithm ppo"),
+        pytest.param("ddp", "--algorithm grpo --lora_rank 4", marks=needs_peft),
+    ],
+)
+def test_two_processes_take_the_same_step_as_one(sharding, words, model, tmp_path):
     # Updates of unequal size: 8 trajectories in updates of 3, 3 and 2, then an update of one row.
     more = "--tokens_per_micro_batch 10 --trajectories_per_update 3 --questions_per_step 4"
-    more += f" --eval_every 1 --algorithm {algorithm}"
+    more += f" --eval_every 1 {words}"
     settings = settings_for(model, tmp_path, more, eval_questions=1, max_resample=1)
     batch = unequal_batch(settings)
-    if algorithm != "ppo":  # so that rows of groups with equal rewards are left out
+    if "ppo" not in words:  # so that rows of groups with equal rewards are left out
         batch.ref_logprobs = batch.values = None
     take_step(settings, batch, tmp_path / "one.pt")
-    in_two_processes(take_step, settings, batch, tmp_path / "two.pt")
+    in_two(sharding, take_step, settings, batch, tmp_path / "two.pt")
     one, two = (torch.load(tmp_path / name) for name in ("one.pt", "two.pt"))
-    weights, totals, kept, sampled, result, _ = one
-    assert two[2:] == (kept, sampled, result, 2) and result["eval/queries"] > 0
-    assert len(sampled) > len(kept) if algorithm == "dapo" else len(sampled) == len(kept) == 8
+    weights, totals, kept, sampled, result, *_ = one
+    assert two[2:] == (kept, sampled, result, 2, sharding != "ddp") and result["eval/queries"] > 0
+    assert len(sampled) > len(kept) if "dapo" in words else len(sampled) == len(kept) == 8
     torch.testing.assert_close(two[0], weights, atol=2e-6, rtol=0)
     assert max(total["grad_norm"] for total in totals) > 1e-2
     for expected, actual in zip(totals, two[1], strict=True):
