@@ -78,9 +78,3 @@ def test_a_question_file_supplies_questions_answers_and_passages(model, tmp_path
     output = run_ask(*options, "--corpus", "from-data")
     assert "\nsearches: from-data (bm25, " in output
     assert f"\nquestion: {question.question}   gold: {question.answers[0]}\n" in output
-    # In a protocol without queries, the documents come with the question.
-    assert "searches: " not in run_ask(*options, "--recipe", "arena")
-
-
-def test_a_context_that_the_model_lacks_is_a_one_line_error(error_of):
-    assert "the model has" in error_of(KNOWN, "--max_context", "99999")

@@ -1,12 +1,11 @@
 """Tests plumbing/build.py and files.py: objects built from settings, and the paths of a run."""
 
-import re
 from types import SimpleNamespace
 
 import pytest
 from conftest import message
 
-from data import Document, Question
+from data import Question
 from flags import resolve, stage_folder
 from papers import PROTOCOLS
 from plumbing import build
@@ -15,9 +14,6 @@ from plumbing.files import prompt_sections, settings_text
 from settings import Settings
 from summarizer import FALLBACK_TEXT
 from world.world import LOOK_UPS
-
-REFERENCES = (Document("1", "Ana", "Born in Kelmouth."),)
-
 
 # -------------------------------------------------------------------------- questions and documents
 
@@ -38,18 +34,6 @@ def test_without_retrieval_no_question_may_search_and_data_alone_gives_no_corpus
     assert questions_file.as_asked(questions, Settings()) == questions
     assert not questions_file.as_asked(questions, Settings(retrieval=False))[0].may_search
     assert questions_file.load_documents(Settings(data="q"), questions) == []
-
-
-@pytest.mark.parametrize(
-    "protocol, fields, fragment",
-    [
-        ("arena", {"references": REFERENCES, "task": "summary"}, "needs --variant summaries"),
-        ("arena_summary", {"references": REFERENCES}, "is of task qa"),
-    ],
-)
-def test_a_question_that_arenas_prompt_cannot_show_is_a_one_line_error(protocol, fields, fragment):
-    arguments = [Question("q", "?", ["a"], **fields)], Settings(protocol=protocol)
-    assert re.search(f"question q .*{fragment}", message(questions_file.as_asked, *arguments))
 
 
 def test_held_out_questions_are_drawn_by_the_seed_and_not_trained_on():
@@ -103,18 +87,13 @@ def test_a_prompt_file_is_cut_into_its_sections(tmp_path, monkeypatch):
 def test_only_the_tiny_models_get_the_short_fallback_text(tmp_path):
     (tmp_path / "settings.json").write_text(settings_text(Settings()))
     trained, of_paper = {"model": str(tmp_path)}, PROTOCOLS["ur2"].fallback_text
-    for fields in ({}, {"retriever": "http"}, trained | {"corpus": "c"}):
-        assert build.build_protocol(Settings(**fields)).fallback_text == FALLBACK_TEXT
-    for fields in ({"model": "m"}, trained | {"data": "d"}):
-        assert build.build_protocol(Settings(**fields)).fallback_text == of_paper
-
-
-def test_a_judges_prompt_with_placeholders_has_gold_and_answer(tmp_path):
-    text = "[judge:math]\nIs {answer} {gold}?\n"
-    settings = settings_with_prompt(tmp_path, text, judge="m")
-    assert prompt_sections(settings) == {"judge:math": "Is {answer} {gold}?"}
-    faulty = settings_with_prompt(tmp_path, "[judge]\nIs {answer} right?", judge="m")
-    assert "section judge: it lacks {gold}" in message(prompt_sections, faulty)
+    for fields, text in (
+        ({}, FALLBACK_TEXT),
+        (trained | {"corpus": "c"}, FALLBACK_TEXT),
+        (trained | {"data": "d"}, of_paper),
+        ({"model": "m"}, of_paper),
+    ):
+        assert build.build_protocol(Settings(**fields)).fallback_text == text
 
 
 def test_without_searches_a_prompt_needs_no_query_tag(tmp_path):
@@ -129,6 +108,7 @@ def test_without_searches_a_prompt_needs_no_query_tag(tmp_path):
         ("[policy:direct]\nAdd.", "section policy:direct: it lacks \\boxed", "ur2"),
         ("[policy:choice]\n<|begin_of_query|>", "it lacks correct answer is", "ur2"),
         ("[reader]\nRead {evidence}.", "it lacks {question}", "ur2"),
+        ("[judge]\nIs {answer} right?", "section judge: it lacks {gold}", "ur2"),
         ("[summarizer:math]\n{query}", "section summarizer:math: it lacks {documents}", "ur2"),
         ("<answer> a </answer> {question}", "section policy: it lacks {references}", "arena"),
     ],

@@ -110,14 +110,6 @@ def test_every_tag_that_the_model_has_to_write_is_in_its_instruction():
     assert "\\boxed{}" in UR2.instruction and "\\boxed{}" in UR2.direct_instruction
 
 
-def test_ur2s_prompt_names_the_search_limit_of_the_question(bpe):
-    assert "at most 4 queries" in prompt_text(UR2, QA, bpe)  # section 4.4
-    instruction = "{max_searches} times, \\boxed{}"  # as from a prompt file
-    own = dataclasses.replace(UR2, instruction=instruction, search_limits={"": 2, "qa": 5})
-    for question, number in ((QA, 5), (CHOICE, 2)):
-        assert f"system\n{number} times, \\boxed{{}}<" in prompt_text(own, question, bpe)
-
-
 def test_the_instructions_contain_the_rules_of_the_papers_prompts():
     phrases_of = {
         "r1_searcher": ["key words", "single triple"],  # Prompt 2.2.2
@@ -184,9 +176,13 @@ def test_each_paper_prints_documents_in_its_own_form(protocol, printed):
     assert number_documents(documents, PROTOCOLS[protocol].document_layouts) == printed
 
 
-def test_a_question_without_references_is_an_error_under_arena():
+def test_a_question_that_arenas_prompt_cannot_show_is_a_one_line_error():
     error = message(check_references, PROTOCOLS["arena"], QA)
     assert error.startswith("question 1 has no references, and protocol arena ")
+    summary = dataclasses.replace(READ, task="summary")
+    for protocol, question in (("arena", summary), ("arena_summary", READ)):
+        error = message(check_references, PROTOCOLS[protocol], question)
+        assert error.startswith(f"question 3 is of task {question.task}: --recipe arena needs ")
 
 
 def test_r_search_without_evidence_differs_only_in_the_evidence():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import typing
 
 import pytest
 from conftest import message
@@ -28,21 +27,6 @@ def test_defaults_then_the_paper_then_the_built_in_world_then_the_flags():
 
 
 # --------------------------------------------------------------------------- flags and their help
-
-
-@pytest.mark.parametrize(
-    "words, name, value",
-    [
-        ("--seed 2", "seed", 2),
-        ("--lr=1", "lr", 1.0),
-        ("--mix a=1,b=0.5", "mix", {"a": 1, "b": 0.5}),
-        ("--task_mixing false", "task_mixing", False),
-        ("--skip_bad --seed 3", "skip_bad", True),  # a bool needs no value
-    ],
-)
-def test_a_flag_has_the_type_of_its_field(words, name, value):
-    given = getattr(parse(words.split()), name)
-    assert given == value and type(given) is typing.get_type_hints(Settings)[name]
 
 
 def test_help_shows_every_flag_with_its_choices_and_default_and_an_example(capsys):
