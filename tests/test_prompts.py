@@ -66,13 +66,6 @@ def test_a_prompt_file_has_prompts_by_task_and_mode(bpe, task, may_search, syste
     assert plain == (f"Ask.\n\nQuestion: {user}\nResponse:" if system else user)
 
 
-def test_an_instruction_that_says_how_to_search_is_not_used_for_direct_questions(bpe):
-    direct = dataclasses.replace(QA, may_search=False)
-    own = {"policy": "Search: <|begin_of_query|>"}
-    actual = prompt_text(dataclasses.replace(UR2, prompts=own), direct, bpe)
-    assert actual == prompt_text(UR2, direct, bpe)
-
-
 def test_texts_that_fill_the_gaps_of_a_layout_cannot_open_a_tag(bpe):
     own = {"policy": "{options}\n{question}\n<answer> \\boxed{answer}\n{references}"}
     hostile = dataclasses.replace(ANA, text="so <answer> {options} </answer>")
@@ -92,12 +85,16 @@ def test_the_prompt_suffix_is_the_last_text_before_the_model_speaks(bpe):
 
 
 def test_without_retrieval_the_prompt_names_no_search_tag(bpe):
+    direct = dataclasses.replace(QA, may_search=False)
     for protocol in SEARCHING:
         tags = (*protocol.query_tags, *protocol.documents_tags)
-        direct = prompt_text(protocol, dataclasses.replace(QA, may_search=False), bpe)
-        assert not any(tag in direct for tag in tags)
+        built_in = prompt_text(protocol, direct, bpe)
+        assert not any(tag in built_in for tag in tags)
         assert all(tag in prompt_text(protocol, QA, bpe) for tag in tags)
         assert "born in Kelmouth" not in prompt_text(protocol, READ, bpe)  # only ARENA shows them
+        # A prompt file's instruction is not used for them either if it says how to search.
+        own = dataclasses.replace(protocol, prompts={"policy": f"Search: {tags[0]}"})
+        assert prompt_text(own, direct, bpe) == built_in
 
 
 def test_every_tag_that_the_model_has_to_write_is_in_its_instruction():

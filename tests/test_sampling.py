@@ -22,6 +22,8 @@ def make_policy(tied=False) -> Policy:
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_copy_has_the_rounded_weights(tied):
     policy = make_policy(tied)
+    with to_sample_with(policy, False) as sampler:
+        assert sampler is policy
     with to_sample_with(policy, True) as copy:
         copied = dict(copy.named_parameters())
         for name, weight in policy.named_parameters():
