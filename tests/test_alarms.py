@@ -42,14 +42,6 @@ def raised(rows: list[dict], **settings) -> dict[int, list[str]]:
     return {row["step"]: list(row["alarms"]) for row in rows if "alarms" in row}
 
 
-def changed(**factors) -> list[dict]:
-    """Returns ten healthy steps and then six in which these metrics are multiplied by factors."""
-    rows = healthy(16)
-    return rows[:10] + [
-        row | {name: row[name] * factors[name] for name in factors} for row in rows[10:]
-    ]
-
-
 CAUSES = {
     "equal_groups": {"frac_reward_zero_std": 1.0},
     "no_search": {"searched": 0.0},
@@ -84,11 +76,14 @@ def test_the_limit_of_logprob_gap_is_3_times_step_0_in_bf16_and_0_001_in_fp32(fi
 
 
 def test_a_reward_that_rises_while_exact_match_falls_is_an_alarm():
-    hacked = changed(reward=2.0, em=0.5)
+    def after_ten_steps(**changes) -> list[dict]:
+        return healthy(10) + [row | changes for row in healthy(16)[10:]]
+
+    hacked = after_ten_steps(reward=2.0, em=0.1)
     assert [*raised(hacked).values()] == [["reward_hacked"]]
     for row in hacked:
         del row["reward/answer"]  # stage 1 rewards searching, not answers
-    for rows in (hacked, changed(reward=2.0), changed(em=0.5)):
+    for rows in (hacked, after_ten_steps(reward=2.0), after_ten_steps(em=0.1)):
         assert raised(rows) == {}
 
 
@@ -107,18 +102,21 @@ def test_a_cause_that_the_settings_make_inevitable_is_not_an_alarm():
     assert raised(healthy(4, skipped=1), algorithm="dapo") == {2: ["equal_groups"]}
 
 
-def test_text_metrics_of_tokens_and_tags():
-    for text, opened, malformed in (
+@pytest.mark.parametrize(
+    "text, opened, malformed",
+    [
         ("<think> who </think> <search> Ana </search> <answer> elm </answer>", "", False),
         ("<think> a </think> <search> b", "", True),
         ("a </think> <answer> b </answer>", "<think>", False),  # the chat template opened the tag
-    ):
-        t = Trajectory(Question("q", "?", ["elm"]), PROTOCOLS["when_to_search"], opened=opened)
-        # No metric counts what the environment wrote.
-        t.append_environment([1] * 30, "<search> x", "documents")
-        t.append_model([5] * 7, [0.0] * 7, text)
-        numbers = text_metrics(t)
-        assert (numbers["model_tokens"], numbers["malformed_tags"]) == (7, malformed)
+    ],
+)
+def test_text_metrics_of_tokens_and_tags(text, opened, malformed):
+    t = Trajectory(Question("q", "?", ["elm"]), PROTOCOLS["when_to_search"], opened=opened)
+    # No metric counts what the environment wrote.
+    t.append_environment([1] * 30, "<search> x", "documents")
+    t.append_model([5] * 7, [0.0] * 7, text)
+    numbers = text_metrics(t)
+    assert (numbers["model_tokens"], numbers["malformed_tags"]) == (7, malformed)
 
 
 def trajectory_of(*texts: str, **question) -> Trajectory:
@@ -164,16 +162,24 @@ def files_of(folder) -> dict:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_dry_run_reports_one_step_and_does_not_change_an_existing_run(model, tmp_path, capsys):
+def test_a_dry_run_names_each_fault_after_one_step_and_does_not_change_an_existing_run(
+    model, tmp_path, capsys, monkeypatch
+):
+    def down(requests):
+        raise ConnectionError("rejected")
+
     train.train(settings_for(model, tmp_path, "--steps 2"))
     before = files_of(tmp_path)
     capsys.readouterr()
-    train.main(flags(model, tmp_path, "--dry_run --steps 50 --questions_per_step 6 --resume"))
+    monkeypatch.setattr(build, "build_search", lambda *_: down)
+    more = "--dry_run --steps 50 --resume --algorithm grpo --questions_per_step 6"
+    train.main(flags(model, tmp_path, f"{more} --temperature 0.01"))
     printed = capsys.readouterr().out
     assert files_of(tmp_path) == before and "settings.json" not in printed
     pattern = r"prompts: \d+ to \d+ tokens; trajectories at most \d+ of \d+ "
     assert re.search(pattern, printed)
-    assert re.match("alarm: |nothing found that would keep the run", printed.splitlines()[-1])
+    assert ADVICE["retriever_down"] in printed and ADVICE["equal_groups"] in printed
+    assert "nothing found" not in printed
 
 
 def test_the_estimate_comes_before_a_small_step(model, tmp_path, monkeypatch, capsys):
@@ -211,15 +217,3 @@ def test_an_evaluation_without_a_search_and_answer_ends_with_a_sentence(
     given = Settings(**{"model": "m"} | settings)
     hint_at_cold_start([{"prediction": answer, "metrics": metrics}], given)
     assert ("python coldstart.py" in capsys.readouterr().out) == hint
-
-
-def test_a_dry_run_names_each_fault_after_one_step(model, tmp_path, capsys, monkeypatch):
-    def down(requests):
-        raise ConnectionError("rejected")
-
-    monkeypatch.setattr(build, "build_search", lambda *_: down)
-    more = "--dry_run --algorithm grpo --questions_per_step 6 --temperature 0.01"
-    train.main(flags(model, tmp_path, more))
-    printed = capsys.readouterr().out
-    assert ADVICE["retriever_down"] in printed and ADVICE["equal_groups"] in printed
-    assert "nothing found" not in printed

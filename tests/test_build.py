@@ -1,48 +1,32 @@
 """Tests plumbing/build.py and files.py: objects built from settings, and the paths of a run."""
 
-import re
 from types import SimpleNamespace
 
 import pytest
 from conftest import message
 
-from data import Document, Question
+from data import Question
 from flags import resolve, stage_folder
-from papers import PAPERS, PROTOCOLS
+from papers import PROTOCOLS
 from plumbing import build
 from plumbing import questions as questions_file
 from plumbing.files import prompt_sections, settings_text
-from rewards import check_questions
 from settings import Settings
 from summarizer import FALLBACK_TEXT
 from world.world import LOOK_UPS
 
-STAGES = [(name, stage) for name in PAPERS for stage in PAPERS[name].stages]
-REFERENCES = (Document("1", "Ana", "Born in Kelmouth."),)
-
-
 # -------------------------------------------------------------------------- questions and documents
-
-
-@pytest.mark.parametrize("name, stage", STAGES)
-def test_the_built_in_questions_of_every_stage_have_the_fields_that_its_reward_reads(name, stage):
-    settings = resolve(name, stage, tiny=True)
-    questions = check_questions(questions_file.training_questions(settings), settings)
-    tasks = settings.direct_tasks.split(",")
-    assert all(q.may_search == (q.kind != "direct" and q.task not in tasks) for q in questions)
-    assert all(question.id.startswith("train/") for question in questions)
-    assert len(questions_file.load_documents(settings, [])) > 100
 
 
 def test_a_share_of_the_training_answers_is_reworded_and_no_test_answer():
     settings = resolve("r1_searcher", 2, True, {"reworded": 0.7})
-    questions = questions_file.training_questions(settings)
-    changed = [question for question in questions if question.answers[0].endswith(" proper")]
-    assert {question.kind for question in changed} == {*LOOK_UPS}
-    share = len(changed) / sum(question.kind in LOOK_UPS for question in questions)
-    assert share == pytest.approx(0.7, abs=0.05)
-    held_out = questions_file.world_questions(settings, "test")
-    assert all(" proper" not in question.answers[0] for question in held_out)
+
+    def share(questions) -> float:
+        answers = [question.answers[0] for question in questions if question.kind in LOOK_UPS]
+        return sum(answer.endswith(" proper") for answer in answers) / len(answers)
+
+    assert share(questions_file.training_questions(settings)) == pytest.approx(0.7, abs=0.05)
+    assert share(questions_file.world_questions(settings, "test")) == 0
 
 
 def test_without_retrieval_no_question_may_search_and_data_alone_gives_no_corpus():
@@ -50,18 +34,6 @@ def test_without_retrieval_no_question_may_search_and_data_alone_gives_no_corpus
     assert questions_file.as_asked(questions, Settings()) == questions
     assert not questions_file.as_asked(questions, Settings(retrieval=False))[0].may_search
     assert questions_file.load_documents(Settings(data="q"), questions) == []
-
-
-@pytest.mark.parametrize(
-    "protocol, fields, fragment",
-    [
-        ("arena", {"references": REFERENCES, "task": "summary"}, "needs --variant summaries"),
-        ("arena_summary", {"references": REFERENCES}, "is of task qa"),
-    ],
-)
-def test_a_question_that_arenas_prompt_cannot_show_is_a_one_line_error(protocol, fields, fragment):
-    arguments = [Question("q", "?", ["a"], **fields)], Settings(protocol=protocol)
-    assert re.search(f"question q .*{fragment}", message(questions_file.as_asked, *arguments))
 
 
 def test_held_out_questions_are_drawn_by_the_seed_and_not_trained_on():
@@ -74,15 +46,13 @@ def test_held_out_questions_are_drawn_by_the_seed_and_not_trained_on():
     trained_on, held_out = hold_out()
     assert (trained_on, held_out) == hold_out() != hold_out(seed=1)
     assert len(held_out) == 10 and {*map(id, trained_on + held_out)} == {*map(id, questions)}
+    assert len(hold_out(eval_questions=0.2)[1]) == 10  # a fifth, as in When to Search B.3
     assert hold_out(eval_every=0) == (questions, [])
     error = message(hold_out, eval_questions=50)
     assert "--eval_every: 50 questions are held out, and --data has 50" in error
-    # When to Search B.3 validates on a fifth.
-    fifth = resolve("when_to_search", 1, False).eval_questions
-    assert len(hold_out(eval_questions=fifth)[1]) == 10
     # The built-in world has a split for this. These questions are prepared like those of training.
     trained_on, held_out = hold_out(data="", retrieval=False)
-    assert trained_on == questions and len(held_out) == 50
+    assert trained_on == questions
     assert all(q.id.startswith("dev/") and not q.may_search for q in held_out)
 
 
@@ -117,18 +87,13 @@ def test_a_prompt_file_is_cut_into_its_sections(tmp_path, monkeypatch):
 def test_only_the_tiny_models_get_the_short_fallback_text(tmp_path):
     (tmp_path / "settings.json").write_text(settings_text(Settings()))
     trained, of_paper = {"model": str(tmp_path)}, PROTOCOLS["ur2"].fallback_text
-    for fields in ({}, {"retriever": "http"}, trained | {"corpus": "c"}):
-        assert build.build_protocol(Settings(**fields)).fallback_text == FALLBACK_TEXT
-    for fields in ({"model": "m"}, trained | {"data": "d"}):
-        assert build.build_protocol(Settings(**fields)).fallback_text == of_paper
-
-
-def test_a_judges_prompt_with_placeholders_has_gold_and_answer(tmp_path):
-    text = "[judge:math]\nIs {answer} {gold}?\n"
-    settings = settings_with_prompt(tmp_path, text, judge="m")
-    assert prompt_sections(settings) == {"judge:math": "Is {answer} {gold}?"}
-    faulty = settings_with_prompt(tmp_path, "[judge]\nIs {answer} right?", judge="m")
-    assert "section judge: it lacks {gold}" in message(prompt_sections, faulty)
+    for fields, text in (
+        ({}, FALLBACK_TEXT),
+        (trained | {"corpus": "c"}, FALLBACK_TEXT),
+        (trained | {"data": "d"}, of_paper),
+        ({"model": "m"}, of_paper),
+    ):
+        assert build.build_protocol(Settings(**fields)).fallback_text == text
 
 
 def test_without_searches_a_prompt_needs_no_query_tag(tmp_path):
@@ -143,6 +108,7 @@ def test_without_searches_a_prompt_needs_no_query_tag(tmp_path):
         ("[policy:direct]\nAdd.", "section policy:direct: it lacks \\boxed", "ur2"),
         ("[policy:choice]\n<|begin_of_query|>", "it lacks correct answer is", "ur2"),
         ("[reader]\nRead {evidence}.", "it lacks {question}", "ur2"),
+        ("[judge]\nIs {answer} right?", "section judge: it lacks {gold}", "ur2"),
         ("[summarizer:math]\n{query}", "section summarizer:math: it lacks {documents}", "ur2"),
         ("<answer> a </answer> {question}", "section policy: it lacks {references}", "arena"),
     ],

@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 import dapo
@@ -13,17 +12,13 @@ from policy import Batch
 MASK = torch.tensor([[1.0, 0, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]])
 
 
-def choose(**changes):
-    settings = {"clip_low": 0.2, "clip_high": 0.28, "kl_coef": 0.0, "kl_estimator": "k2"}
-    settings["loss_aggregation"] = "token"
-    return SimpleNamespace(**(settings | changes))
+CHOSEN = SimpleNamespace(
+    clip_low=0.2, clip_high=0.28, kl_coef=0.0, kl_estimator="k2", loss_aggregation="token"
+)
 
 
-CHOSEN = choose()
-
-
-def make_batch(rewards=(1.0, 0.0, 0.0, 2.0), overlong=(False,) * 4, **changes) -> Batch:
-    tokens, rewards = torch.zeros(4, 5, dtype=torch.long), torch.tensor(rewards)
+def make_batch(overlong=(False,) * 4, **changes) -> Batch:
+    tokens, rewards = torch.zeros(4, 5, dtype=torch.long), torch.tensor([1.0, 0.0, 0.0, 2.0])
     old = -torch.rand(4, 4, generator=torch.Generator().manual_seed(0)) - 0.1
     batch = Batch(tokens, MASK.clone(), old, rewards, 2, **changes)
     batch.overlong = torch.tensor(overlong)
@@ -36,29 +31,14 @@ def make_batch(rewards=(1.0, 0.0, 0.0, 2.0), overlong=(False,) * 4, **changes) -
 def test_only_a_group_with_right_and_wrong_answers_is_informative():
     correct = torch.tensor([1.0, 0, 0, 1, 1, 1, 0, 0, 0])
     assert dapo.informative_groups(correct, 3).tolist() == [True] * 3 + [False] * 6
+    # An unknown answer does not differ from any other.
+    assert not dapo.informative_groups(torch.tensor([1.0, float("nan")]), 2).any()
     # Every row of a group counts: in one group only the last row differs, in the other only the
     # first.
     assert dapo.informative_groups(torch.tensor([0.0, 0, 0, 1, 0, 1, 1, 1]), 4).all()
 
 
-def test_an_unknown_answer_does_not_make_a_group_informative():
-    unknown = float("nan")
-    correct = torch.tensor([1.0, unknown, 1.0, 0.0, unknown, 1.0])
-    assert dapo.informative_groups(correct, 2).tolist() == [False, False, True, True, False, False]
-
-
 # ----------------------------------------------------------------------------- weights and overlong
-
-
-def test_an_overlong_trajectory_has_no_weight_and_the_others_share_it():
-    # Without the four tokens of row 2, five tokens are left.
-    expected = MASK / 5
-    expected[2] = 0
-    batch = make_batch(overlong=(False, False, True, False))
-    torch.testing.assert_close(dapo.compute_token_weights(batch, CHOSEN), expected)
-    assert torch.equal(batch.response_mask, MASK)  # all tokens are still logged
-    batch.overlong = None  # not known: all 9 model tokens count
-    torch.testing.assert_close(dapo.compute_token_weights(batch, CHOSEN), MASK / 9)
 
 
 def loss_and_gradient(batch):
@@ -74,7 +54,7 @@ def loss_and_gradient(batch):
 def test_an_overlong_trajectory_has_no_gradient_but_the_rest_of_its_group_has():
     _, gradient = loss_and_gradient(make_batch(overlong=(False, False, True, False)))
     # In the first update each counted model token has −A / 5; groups [1, 0] and [0, 2] have
-    # ±0.7071.
+    # ±0.7071, because the overlong row counts in its group's mean.
     expected = torch.tensor([-0.14142, 0.14142, 0.0, -0.14142])[:, None] * MASK
     torch.testing.assert_close(gradient, expected, atol=1e-4, rtol=0)
     total, gradient = loss_and_gradient(make_batch(overlong=(True,) * 4))
@@ -85,18 +65,8 @@ def test_by_question_all_groups_have_equal_weight_and_overlong_rows_none():
     # The groups have 2 + 2 and 4 + 1 tokens; the 4 of row 2 are overlong: 1/4/2 and 1/1/2 per
     # token.
     batch = make_batch(overlong=(False, False, True, False), questions=torch.tensor([0, 0, 1, 1]))
-    weights = dapo.compute_token_weights(batch, choose(loss_aggregation="question"))
+    weights = dapo.compute_token_weights(batch, SimpleNamespace(loss_aggregation="question"))
     torch.testing.assert_close(weights, torch.tensor([[1 / 8], [1 / 8], [0], [1 / 2]]) * MASK)
-
-
-# ------------------------------------------------------------------------------- advantage and loss
-
-
-def test_the_advantage_is_grpos_and_overlong_rows_count_in_the_groups_mean():
-    batch = make_batch(overlong=(False, False, True, False))
-    # [0, 2] has mean 1 and std √2, which gives ∓0.7071; the first row counts, but has no gradient.
-    advantages = dapo.compute_advantages(batch, CHOSEN)
-    assert advantages[2:, 0].tolist() == pytest.approx([-0.7071, 0.7071], abs=1e-4)
 
 
 def test_clip_higher_by_hand():

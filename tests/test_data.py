@@ -14,7 +14,6 @@ from data import (
     corpus_from_questions,
     load_corpus,
     load_datasets,
-    load_difficulty,
     load_questions,
 )
 from formats.records import append_jsonl, finished_records
@@ -71,8 +70,7 @@ def test_flashrag_keeps_every_golden_answer(one):
     [
         ("hotpotqa/train.jsonl", "hotpotqa"),  # FlashRAG's
         ("2wikimultihopqa/dev.jsonl", "2wiki"),
-        ("2wiki_500.jsonl", "2wiki"),  # R1-Searcher's
-        ("HotpotQA_500.jsonl", "hotpotqa"),
+        ("HotpotQA_500.jsonl", "hotpotqa"),  # R1-Searcher's
         ("nq/test.jsonl", "qa"),
         ("hotpotqa_2wiki.jsonl", "qa"),  # both
     ],
@@ -87,8 +85,6 @@ def test_a_merged_file_has_the_data_set_in_kind_and_id(write):
     names = ["nq", "triviaqa", "popqa"]
     questions = load_questions(write(*(FLASHRAG | {"data_source": name} for name in names)))
     assert [(q.id, q.kind) for q in questions] == [(f"{name}:test_0", name) for name in names]
-    same = [FLASHRAG | {"data_source": "nq"}] * 2
-    assert "an earlier record has the id 'nq:test_0'" in message(load_questions, write(*same))
 
 
 def test_numbers_are_answers_and_blank_aliases_are_dropped(one):
@@ -142,8 +138,6 @@ BAD_SECOND_LINES = [
     (Q2 | {"task": "choice", "options": ["x"]}, "field 'answers': expected letters of the 1 opti"),
     (Q2 | {"supporting": [0]}, "field 'supporting': expected numbers from 1 to 0"),
     (Q2 | {"references": [{"id": "1"}]}, "field 'text' is missing"),
-    (Q2 | {"references": [{"text": 3}]}, "field 'text': expected str, found 3"),
-    (Q2 | {"decomposition": [{}]}, "field 'query' is missing"),
     (OWN, "field 'id': an earlier record has the id 'q1' too"),
     of_fault(225, b'{"id": "q2", "question": "caf\xe9", "answers": ["a"]}', "'utf-8' codec"),
     of_fault(230, b'{"id": "", "question": "Who?", "answers": ["a"]}', "field 'id'"),
@@ -169,18 +163,6 @@ def test_a_missing_file_and_a_file_without_records_are_errors(write, tmp_path, l
     with pytest.raises(FileNotFoundError, match="nowhere"):
         load(tmp_path / "nowhere.jsonl")
     assert "no record to use" in message(load, write(b"{x"), skip_bad=True)
-
-
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        ({}, "'scores' is missing"),
-        ({"scores": 2}, "'scores': expected list"),
-        ({"scores": [0.5, 2]}, "'scores': expected numbers from 0 to 1"),
-    ],
-)
-def test_a_difficulty_file_needs_scores_from_0_to_1(write, more, expected):
-    assert expected in message(load_difficulty, write({"id": "q1"} | more))
 
 
 # --------------------------------------------------------------------- a file that a run appends to
@@ -212,15 +194,15 @@ def test_a_mixture_draws_the_given_number_of_questions_per_file_by_the_seed(writ
     drawn = load_datasets(f"{a}:9,{b}", seed=7)
     numbers = [int(question.id.removeprefix("a:")) for question in drawn["a"]]
     assert len({*numbers}) == 9 and numbers == sorted(numbers) and len(drawn["b"]) == 30
-    assert load_datasets(f"{a}:9,{b}", seed=8)["a"] != drawn["a"]
     # The draw from one file does not depend on the others.
     assert [int(q.id) for q in load_questions(f"{a}:9", seed=7)] == numbers
 
 
 # ------------------------------------------------------------------------------------------ corpora
 def test_contents_are_split_after_the_first_line_and_only_outer_quotes_are_removed(write):
-    contents = ['"Ana Bell"\nBorn in "Kelmouth".\nTwice.', '""Heroes" (album)"\nA record.', "none"]
-    assert load_corpus(write(*({"id": i, "contents": contents[i]} for i in range(3)))) == [
+    contents = ['"Ana Bell"\nBorn in "Kelmouth".\nTwice.', '""Heroes" (album)"\nA record.']
+    contents += ["none", "none"]  # a passage with several ids is in the corpus once
+    assert load_corpus(write(*({"id": i, "contents": contents[i]} for i in range(4)))) == [
         Document("0", "Ana Bell", 'Born in "Kelmouth".\nTwice.'),
         Document("1", '"Heroes" (album)', "A record."),
         Document("2", "", "none"),
@@ -230,24 +212,14 @@ def test_contents_are_split_after_the_first_line_and_only_outer_quotes_are_remov
 @pytest.mark.parametrize(
     "record",
     [
-        {"title": "Ana", "contents": "Born.\nTwice."},
         {"title": "Ana", "contents": '"Ana"\nBorn.\nTwice.'},
         {"title": '"Ana"', "contents": "Ana\nBorn.\nTwice.", "text": "Born."},
-        {"title": "Ana", "content": "Born.\nTwice."},
         {"content": "Ana\nBorn.\nTwice."},
         {"title": "Ana", "text": "Born.\nTwice.", "contents": None},
     ],
 )
 def test_a_title_beside_the_contents_is_kept_and_counts_once(write, record):
     assert load_corpus(write(record)) == [Document("1", "Ana", "Born.\nTwice.")]
-
-
-def test_a_passage_with_several_ids_is_in_the_corpus_once(write):
-    passages = [("A", "cat"), ("A", "cat"), ("B", "cat"), ("A", "cat")]
-    corpus = load_corpus(
-        write(*({"id": i, "contents": "\n".join(p)} for i, p in enumerate(passages)))
-    )
-    assert [document.id for document in corpus] == ["0", "2"]
 
 
 def test_the_paragraphs_of_questions_become_a_corpus_without_repetitions():

@@ -32,15 +32,11 @@ from settings import Settings
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
 HEADER = "| element | in the paper | here | as the paper? |"
-SECTIONS = {  # paper -> rows of the table
-    block.splitlines()[0]: [
-        [cell.strip() for cell in line.strip("| ").split(" | ")]
-        for line in block.partition(HEADER)[2].partition("\n\n")[0].splitlines()[2:]
-    ]
-    for block in re.split(r"^## ", TEXT, flags=re.MULTILINE)
-    if HEADER in block
-}
-ROWS = [row for rows in SECTIONS.values() for row in rows]
+ROWS = [
+    [cell.strip() for cell in line.strip("| ").split(" | ")]
+    for line in TEXT.splitlines()
+    if line.startswith("| ") and line != HEADER
+]
 NAMED = sorted({name for row in ROWS for name in re.findall(r"`([^`]+)`", row[2])})
 SEPARATOR = r", (?=[\w.]+ = )"  # two settings of a stage: `ur2/1 lr = 2e-06, group_size = 16`
 SETTING = re.compile(r"(\w+)(?::(\w+))?/([12,]+) (\w+(?:\.\w+)? = .*)")
@@ -110,7 +106,8 @@ def test_a_row_has_four_cells_and_says_whether_it_is_as_in_the_paper(row):
 
 
 def test_docs_papers_has_all_papers_and_rows():
-    assert set(SECTIONS) >= {"UR²", "R1-Searcher", "R-Search", "Learning When to Search", "ARENA"}
+    for paper in ("UR²", "R1-Searcher", "R-Search", "Learning When to Search", "ARENA"):
+        assert f"\n## {paper}\n" in TEXT
     assert len(ROWS) >= 242  # without its row, nobody would compare an element
 
 

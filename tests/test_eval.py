@@ -69,24 +69,14 @@ def r_search(body, question=ASKED):
     return trajectory_from_text(question, body, "r_search")
 
 
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        # The evidence has 5 words, and "lives" is in no document: support 4/5.
-        (
-            SEARCHED + BOX.format("Ana Bell lives in Norland.") + ANSWER.format("Norland"),
-            {"format": 1, "evidence": 1, "support": 0.8},
-        ),
-        # After a search the format requires evidence; without a search it does not. The support is
-        # left out, not 0.
-        (ANSWER.format("Norland"), {"format": 1, "evidence": 0}),
-        (SEARCHED + ANSWER.format("Norland"), {"format": 0, "evidence": 0}),
-    ],
-)
-def test_the_metrics_of_r_search_cover_its_evidence_too(text, expected):
-    numbers = prediction_metrics(r_search(text))
-    names = {"format", "evidence", "support"} & {*numbers}
-    assert {name: numbers[name] for name in names} == expected
+def test_the_metrics_of_r_search_cover_its_evidence_too():
+    # The evidence has 5 words, and "lives" is in no document: support 4/5.
+    text = SEARCHED + BOX.format("Ana Bell lives in Norland.") + ANSWER.format("Norland")
+    expected = {"format": 1, "evidence": 1, "support": 0.8}
+    assert expected.items() <= prediction_metrics(r_search(text)).items()
+    # Without evidence the support is left out, not 0.
+    numbers = prediction_metrics(r_search(ANSWER.format("Norland")))
+    assert (numbers["format"], numbers["evidence"]) == (1, 0) and "support" not in numbers
 
 
 @pytest.mark.parametrize(
@@ -163,50 +153,37 @@ def test_reader_and_judge_are_called_after_all_predictions_are_written(
     assert "reader_em" in out and "reader: no answer to 1 of its requests" in out
 
 
-@pytest.mark.parametrize("whole", [False, True])
 def test_the_readers_whole_reply_is_scored_in_evaluation_too_under_whole_reply(
-    whole, written, monkeypatch
+    written, monkeypatch
 ):
     # R-Search eq. 4. The reply has three words, one of them right: F1 = 2 · 1 / (3 + 1).
     others(monkeypatch, R=ScriptedModel(lambda text: "Norland\nas told"))
     given = evaluation.settings_of
     monkeypatch.setattr(
-        evaluation, "settings_of", lambda flags: given({"whole_reply": whole} | flags)
+        evaluation, "settings_of", lambda flags: given({"whole_reply": True} | flags)
     )
     run("--reader R --out", written)
     again = Path(f"{written}.again")
-    variant = "--recipe r_search --variant whole_reply" if whole else ""
+    variant = "--recipe r_search --variant whole_reply"
     score(f"--predictions={written} --reader R {variant} --out {again}")
     for path in (written, again):
-        assert records_in(path)[0]["metrics"]["reader_f1"] == (0.5 if whole else 1)
+        assert records_in(path)[0]["metrics"]["reader_f1"] == 0.5
 
 
-def test_an_interrupt_of_the_reader_keeps_all_rollouts_and_it_can_be_asked_again(
-    written, monkeypatch
-):
+def test_an_interrupt_of_the_reader_keeps_all_rollouts(written, monkeypatch):
     others(monkeypatch, R=Mock(instruction="", ask=Mock(side_effect=KeyboardInterrupt)))
     with pytest.raises(KeyboardInterrupt):
         run("--reader R --out", written)
-    others(monkeypatch, R=ScriptedModel(lambda text: "Norland"))
-    again = Path(f"{written}.again")
-    score(f"--predictions={written} --reader R --out {again}")
-    # The reader is right exactly where the policy's answer is wrong.
-    metrics = [record["metrics"] for record in records_in(again)]
-    assert [(m["em"], m["reader_em"]) for m in metrics] == [(0, 1), (1, 0)]
+    assert [record["metrics"]["em"] for record in records_in(written)] == [0, 1]
 
 
-def test_several_data_sets_are_evaluated_together_and_a_record_names_its_own(
-    written, monkeypatch, capsys
-):
+def test_several_data_sets_are_evaluated_together_and_a_record_names_its_own(written, monkeypatch):
     datasets = {name: [Question(name + i, WHERE, ["Norland"]) for i in "12"] for name in "ab"}
     monkeypatch.setattr(evaluation, "evaluation_questions", lambda *_: (datasets, []))
     monkeypatch.setattr(evaluation, "QUESTIONS_AT_ONCE", 3)
     run("--out", written)
     records = [(r["id"], r["dataset"]) for r in records_in(written)]
     assert records == [("a1", "a"), ("a2", "a"), ("b1", "b"), ("b2", "b")]
-    assert re.findall(r"\n\| (.+?) +\| \d", capsys.readouterr().out) == [
-        "a", "b", "mean of datasets", "all",
-    ]  # fmt: skip
 
 
 # --------------------------------------------------------------- choosing a checkpoint and settings
@@ -257,27 +234,23 @@ CHOICES = SAVED | {"turn_tokens": {"choice": 1536}}
     [
         # Greedy, with the rest of training's settings, but without the reader and judge of its
         # reward.
-        (SAVED, "", {"temperature": 0.0, "top_p": 1.0, "judge": "", "reader": ""}),
-        (SAVED, "", {"corpus": "old_corpus.jsonl", "load_in_8bit": True}),
-        (SAVED, "--temperature 0.7", {"temperature": 0.7}),
+        (SAVED, "", {"temperature": 0.0, "judge": "", "reader": "", "load_in_8bit": True}),
+        (SAVED, "--temperature 0.7 --data q --retriever empty", {"temperature": 0.7, "corpus": ""}),
         # Another question file does not search the old corpus. "from-data" is not an old corpus: it
         # means the paragraphs of the new questions.
         (SAVED | {"corpus": "from-data"}, "--data new.jsonl", {"corpus": "from-data"}),
         # When to Search section 4.1: a judge that decides correctness is that of training.
         (SAVED | {"reward": "when_to_search_stage2"}, "", {"judge": "j"}),
-        # The paper's sampling: that of the checkpoint's recipe. ARENA does not say how it samples.
+        # The paper's sampling: that of the checkpoint's recipe.
         (SAVED, "--decoding paper", {"temperature": 0.1, "top_p": 1.0}),
         (SAVED, "--decoding paper --temperature 0.7", {"temperature": 0.7}),
-        (SAVED, "--decoding paper --recipe arena --retriever given", {"temperature": 0.0}),
         (SAVED, "--recipe r1_searcher", {"protocol": "r1_searcher", "max_searches": 8}),
         # A limit that is given applies to every task (UR² C.4: 1,536 for choices, 512 for others).
         (CHOICES, "", {"turn_tokens": {"choice": 1536}}),
         (CHOICES, "--max_turn_tokens 9", {"turn_tokens": {}, "max_turn_tokens": 9}),
         # A hub model has no settings.json and gets the settings of the paper's last stage.
         (None, "", {"stage": 2, "max_turn_tokens": 512}),
-        (None, "--recipe vanilla_rl", {"stage": 1}),
         (None, "--recipe r1_searcher --retriever given", {"document_tokens": 4096}),
-        (None, "--decoding paper", {"temperature": 0.3, "top_p": 0.5}),  # UR²
         # A search limit that is given applies to every task; D.2's prompt allows five.
         (None, "--variant five_queries", {"max_searches": 4, "task_searches": {"qa": 5}}),
         (None, "--variant five_queries --max_searches 2", {"max_searches": 2, "task_searches": {}}),
@@ -293,19 +266,17 @@ def test_the_settings_of_an_evaluation(saved, flags, expected, tmp_path):
 def test_retriever_given_returns_all_references_of_the_question_that_searches():
     """ARENA 4.3: each search of a released checkpoint returns the given references."""
     documents = [Document(str(i), "t", str(i)) for i in range(7)]
-    questions = [Question(str(n), "?", ["a"], references=tuple(documents[n:])) for n in (0, 3)]
     retriever = make_control("given", [], 0)
-    assert [retriever(SearchRequest(q, "x"), 2) for q in questions] == [documents, documents[3:]]
-    error = message(retriever, SearchRequest(Question("q", "?", ["a"]), "x"), 2)
+    question = Question("q", "?", ["a"], references=tuple(documents))
+    assert retriever(SearchRequest(question, "x"), 2) == documents
+    error = message(retriever, SearchRequest(ASKED, "x"), 2)
     assert "--retriever given: question q has no references" in error
 
 
 @pytest.mark.parametrize(
     "words, fragment",
     [
-        ("--question 3", "did you mean --questions?"),
         ("--model ./nowhere", "no such directory"),
-        ("--run_name typo", "no checkpoint for these flags"),
         ("--lr 3", "unknown flag --lr"),
         ("--recipe r_search --reader built-in --model m --data f --corpus c", "only its own world"),
         ("--against none.jsonl", "No such file"),
@@ -356,21 +327,15 @@ def test_questions_of_a_file_are_drawn_by_the_seed_and_zero_takes_all(tmp_path):
         return datasets["q"]
 
     chosen = drawn(20)
-    assert len({q.id for q in chosen}) == 20 and chosen == drawn(20) != drawn(20, seed=1)
-    assert chosen == sorted(chosen, key=lambda q: int(q.id)) and len(drawn(0)) == 50
+    assert len(chosen) == 20 and chosen == drawn(20) != drawn(20, seed=1)
+    assert len(drawn(0)) == 50
     # An evaluation of FILE:N draws the same questions as training.
     assert drawn(0, suffix=":7") == training_questions(Settings(data=f"{path}:7", model="m"))
 
 
-@pytest.mark.parametrize(
-    "model, variant, name",
-    [
-        ("../m", "code", "m-arena-code-hotpot.json-t1-bm25.jsonl"),
-        ("", "", "built-in-arena-hotpot.json-t1-bm25.jsonl"),
-    ],
-)
-def test_predictions_of_each_model_and_variant_get_a_file_of_their_own(model, variant, name):
-    settings = Settings(model=model, data="hotpot.json", recipe="arena", variant=variant)
+def test_predictions_of_each_model_and_variant_get_a_file_of_their_own():
+    settings = Settings(model="../m", data="hotpot.json", recipe="arena", variant="code")
+    name = "m-arena-code-hotpot.json-t1-bm25.jsonl"
     assert evaluation.default_out(settings, OPTIONS) == Path("runs/predictions", name)
 
 

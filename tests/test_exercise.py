@@ -97,11 +97,11 @@ def test_the_stub_fails_our_code_passes_and_each_wrong_body_has_a_wrong_number(h
     assert code == 0 and re.fullmatch(r"all \d+ tests pass\n", line)
     bodies = wrong_bodies(hole)
     assert len(bodies) == 3
+    sentence = (
+        r"test_\w+(\[.*\])? \(test_\w+\.py, line \d+\) fails: AssertionError: .+; \d+ of .+\n"
+    )
     for number, text in enumerate(bodies):
         code, line = result(hole, tmp_path / f"wrong_{number}.py", text)
-        sentence = (
-            r"test_\w+(\[.*\])? \(test_\w+\.py, line \d+\) fails: AssertionError: .+; \d+ of .+\n"
-        )
         assert code == 1 and re.fullmatch(sentence, line), line
 
 

@@ -95,11 +95,9 @@ def test_grades_are_two_one_and_zero_and_yes_is_not_a_grade():
 def test_the_judge_reads_the_question_the_gold_answers_and_the_answer():
     golds = "Accepted answers: Great Britain | United Kingdom"
     text = f"Question: Where was Ana Bell born?\n{golds}\nGiven answer: UK"
-    for own in ("", "Be just."):  # an instruction from --prompt_file replaces ours
-        llm = scripted(UK="yes")
-        llm.instruction = own
-        Judge(llm).verdicts([(ISLES, "UK")])
-        assert llm.batches == [[(own or VERDICT_INSTRUCTION, text)]]
+    llm = scripted(UK="yes")
+    Judge(llm).verdicts([(ISLES, "UK")])
+    assert llm.batches == [[(VERDICT_INSTRUCTION, text)]]
     assert "A. Norland\nB. Ostland\nAccepted answers: B" in pair_text(CHOICE, "B")  # and options
 
 

@@ -1,20 +1,14 @@
-"""Tests llm.py: a server that fails in every way, over real sockets, and a local model against a
-slow reference implementation.
-"""
+"""Tests llm.py: a server that fails in every way, over real sockets, and a local model."""
 
-import threading
 import time
 
 import pytest
 import torch
-from conftest import ScriptedServer, message, said, threads_since
-from processes import wait_until
-from transformers import GenerationConfig
+from conftest import ScriptedServer, message, said
 
 from other_models import llm
 from other_models.llm import LocalLLM, ServerLLM, load_llm
 from policy import save_policy
-from prompts import chat_text
 from rollout import encode
 from settings import Settings
 
@@ -72,18 +66,20 @@ def test_replies_come_in_the_order_of_the_requests_and_without_thoughts(serve):
     assert asker(serve(slow_first)).ask(requests("a", "b", "c")) == ["A", "B", "C"]
 
 
-def test_a_request_is_greedy_and_has_the_key_of_the_environment_if_there_is_one(serve, monkeypatch):
+@pytest.mark.parametrize("key, sent", [("", None), ("abc", "Bearer abc")])
+def test_a_request_is_greedy_and_has_the_key_of_the_environment_if_there_is_one(
+    key, sent, serve, monkeypatch
+):
     server = serve()
-    for key, *request in (("", "", ""), ("abc", "Judge.", "who?")):
-        monkeypatch.setenv("OPENAI_API_KEY", key)
-        asker(server, max_tokens=7).ask([request])
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    asker(server, max_tokens=7).ask([("Judge.", "who?"), ("", "")])
     options = {"model": "m", "temperature": 0, "top_p": 1.0, "max_tokens": 7}
     judge, who = {"role": "system", "content": "Judge."}, {"role": "user", "content": "who?"}
-    assert server.posts[3][1] == options | {"messages": [judge, who]}
     # An empty instruction is left out, an empty text is sent.
-    assert server.posts[1][1] == options | {"messages": [who | {"content": ""}]}
-    sent = [headers["Authorization"] for headers in server.headers]
-    assert sent == [None, None, "Bearer abc", "Bearer abc"]
+    first, second = sorted((post for _, post in server.posts[1:]), key=str)
+    assert first == options | {"messages": [judge, who]}
+    assert second == options | {"messages": [who | {"content": ""}]}
+    assert [headers["Authorization"] for headers in server.headers] == [sent] * 3
 
 
 def test_equal_requests_are_sent_once_and_others_with_their_own_sampling(serve):
@@ -154,32 +150,21 @@ def test_a_rejected_request_and_a_reply_without_text_are_not_retried(serve, repl
 # ------------------------------------------------------------------------------------ a local model
 
 
-def alone(policy, tokenizer, request, count) -> str:
-    """Returns the greedy reply to one request, token by token, without batch, padding or
-    `generate`.
-    """
-    ids = tokenizer(chat_text(tokenizer, *request), add_special_tokens=False)["input_ids"]
-    new = []
-    with torch.no_grad():
-        while len(new) < count and tokenizer.eos_token_id not in new:
-            new.append(int(policy.language_model(torch.tensor([ids + new])).logits[0, -1].argmax()))
-    new = [i for i in new if i != tokenizer.eos_token_id]
-    return tokenizer.decode(new, skip_special_tokens=True).strip()
-
-
 TEXTS = ["who?", "Ana Bell was born in Kelmouth. In which country was she born?"]
 TEXTS += ["Norland Norland", "a", "b c d e f g h"]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
-@pytest.mark.parametrize("batch_size", [1, 2, 16])
+@pytest.mark.parametrize("batch_size", [2, 16])
 def test_a_left_padded_batch_gives_the_same_replies_as_single_requests(
     family, batch_size, bpe, request
 ):
     policy = request.getfixturevalue(family)
-    model = LocalLLM(policy, bpe, max_tokens=12, batch_size=batch_size)
-    expected = [alone(policy, bpe, r, 12) for r in requests(*TEXTS)]
-    assert model.ask(requests(*TEXTS)) == expected
+    expected, replies = (
+        LocalLLM(policy, bpe, max_tokens=12, batch_size=size).ask(requests(*TEXTS))
+        for size in (1, batch_size)
+    )
+    assert replies == expected
     assert len(set(expected)) > 2  # the reply depends on the prompt
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from conftest import model_of, same, small
 from safetensors.torch import load_file
-from test_shards import start, steps_of_one_and_two
 from transformers import AutoModelForCausalLM
 
 from policy import Policy, load_policy, make_optimizer, save_policy
@@ -141,7 +140,3 @@ def test_the_seed_determines_a_and_the_global_random_state_is_kept():
         states.append(list(lora_state(with_lora(policy, seed)).values()))
         assert torch.rand(1) == expected
     assert same(states[0], states[1]) and not same(states[0], states[2])
-
-
-def test_with_lora_two_processes_take_the_same_step_as_one(start, tmp_path):
-    steps_of_one_and_two("ddp", start, "policy", 4, tmp_path)

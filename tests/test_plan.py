@@ -1,12 +1,9 @@
 """Tests lab.plan: the formulas by hand; docs/scale.md compares them with simulated steps."""
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from flags import resolve
 from lab import plan
-from lab.plan import GIB, config_of, estimate, longest_row
+from lab.plan import GIB, config_of, estimate
 from settings import Settings
 
 SEVEN = config_of("7B")

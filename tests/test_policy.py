@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import message, model_of, small
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import policy as policy_file
 from policy import (
@@ -17,7 +17,6 @@ from policy import (
     fp32_product,
     head_logits,
     load_policy,
-    load_tokenizer,
     lr_factor,
     make_optimizer,
     save_policy,
@@ -95,16 +94,13 @@ def test_logits_are_computed_by_chunk_and_not_at_masked_positions(monkeypatch):
     assert sizes == [(4, VOCABULARY), (2, VOCABULARY)] * 2
 
 
-@pytest.mark.parametrize("chunks", [1, 64])
-def test_under_bf16_many_chunks_give_the_head_as_exact_a_gradient_as_one(chunks, monkeypatch):
+def test_under_bf16_the_gradient_of_the_head_is_exact_over_many_chunks(monkeypatch):
     # Autograd would sum 64 chunks in bf16, with an error of 1.1 %. A product rounded to bf16 has an
     # error of 2⁻⁹ = 0.2 %, and the fp32 sum of the products has no larger one.
-    monkeypatch.setitem(policy_file.CHUNK_LOGITS, "cpu", 640 // chunks * 50)
+    monkeypatch.setitem(policy_file.CHUNK_LOGITS, "cpu", 640 // 64 * 50)
     torch.manual_seed(0)
-    head = torch.nn.Linear(32, 50, bias=False)
-    hidden = torch.randn(640, 32)
-    targets = torch.randint(0, 50, (640,))
-    weights = torch.randn(640)
+    head, hidden = torch.nn.Linear(32, 50, bias=False), torch.randn(640, 32)
+    targets, weights = torch.randint(0, 50, (640,)), torch.randn(640)
     result = []
     for enabled in (False, True):
         head.zero_grad()
@@ -116,7 +112,7 @@ def test_under_bf16_many_chunks_give_the_head_as_exact_a_gradient_as_one(chunks,
 
 
 def test_the_logits_of_a_bf16_head_are_not_rounded_to_bf16():
-    # From 16 on bf16 has steps of 1/8. The mean error of log-probs is then 0.02 to 0.03.
+    # From 16 on bf16 has steps of 1/8. The mean error of log-probs would be 0.02 to 0.03.
     torch.manual_seed(0)
     head = torch.nn.Linear(64, 500, bias=False).bfloat16()
     head.weight.data *= 16
@@ -127,7 +123,6 @@ def test_the_logits_of_a_bf16_head_are_not_rounded_to_bf16():
         return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
     exact = logprobs(hidden.double() @ head.weight.double().T)
-    assert 0.015 < (logprobs(head(hidden).float()) - exact).abs().mean() < 0.04
     assert (token_logprobs(hidden, head, targets) - exact).abs().max() < 1e-4
     assert (logprobs(head_logits(head, hidden)) - exact).abs().max() < 1e-4
 
@@ -136,21 +131,6 @@ def test_on_a_gpu_products_of_bf16_matrices_have_fp32_results():
     with FakeTensorMode():  # only a GPU has the kernel
         a, b = (torch.empty(4, 4, dtype=torch.bfloat16, device="cuda") for _ in range(2))
         assert fp32_product(a, b).dtype == torch.float32
-
-
-@pytest.mark.parametrize("temperature, p, slope", [(1.0, 0.75, 0.25), (0.5, 0.9, 0.2)])
-def test_a_log_prob_and_its_gradients_by_hand(temperature, p, slope):
-    # z = W h = (0, ln 3), so p = (1/4, 3/4). For log p_1, ∂z = (−1/4, 1/4), ∂W = ∂z hᵀ, ∂h = Wᵀ ∂z.
-    # At τ = 1/2, z = (0, ln 9), p = (1/10, 9/10) and ∂z = 2 · (−1/10, 1/10).
-    head = torch.nn.Linear(2, 2, bias=False)
-    hidden = torch.tensor([[1.0, 2.0]], requires_grad=True)
-    head.weight.data = torch.tensor([[0.0, 0.0], [math.log(3), 0.0]])
-    logprob = token_logprobs(hidden, head, torch.tensor([1]), temperature)
-    logprob.sum().backward()
-    assert logprob.exp().item() == pytest.approx(p)
-    expected = [-slope, -2 * slope, slope, 2 * slope]
-    assert head.weight.grad.flatten().tolist() == pytest.approx(expected)
-    assert hidden.grad[0].tolist() == pytest.approx([slope * math.log(3), 0])
 
 
 @pytest.mark.parametrize(
@@ -211,9 +191,11 @@ def saved(bpe, tmp_path_factory):
     return path
 
 
-def test_trainable_weights_are_fp32_even_if_the_checkpoint_is_bf16(saved):
-    policy, _ = load_policy(str(saved))
+def test_trainable_weights_are_fp32_and_gradient_checkpointing_is_a_setting(saved):
+    policy, _ = load_policy(str(saved), settings=Settings(gradient_checkpointing=True))
     assert all(p.dtype == torch.float32 and p.requires_grad for p in policy.parameters())
+    model = policy.language_model
+    assert model.model.layers[0].gradient_checkpointing and model.training
 
 
 def test_a_loaded_model_has_no_dropout(tmp_path, bpe):
@@ -226,40 +208,19 @@ def test_a_loaded_model_has_no_dropout(tmp_path, bpe):
     assert torch.equal(policy(make_tokens()), policy(make_tokens()))
 
 
-def test_gradient_checkpointing_is_a_setting(saved):
-    policy, _ = load_policy(str(saved), settings=Settings(gradient_checkpointing=True))
-    model = policy.language_model
-    assert model.model.layers[0].gradient_checkpointing and model.training
-
-
-def test_a_missing_model_is_a_one_line_error(tmp_path):
-    for path in (str(tmp_path), f"{tmp_path}/nothing", "./nothing", "a/b/nothing"):
+def test_a_missing_model_is_a_one_line_error():
+    for path in ("./nothing", "a/b/nothing"):
         assert "no such directory, or no config.json in it; give a" in message(load_policy, path)
     check_model_path("Qwen/Qwen2.5-3B")  # a model with a hub name may not be downloaded yet
-
-
-def test_the_tokenizer_class_declared_in_the_files_is_loaded(tmp_path, toy_tokenizer):
-    # For a qwen2 model AutoTokenizer splits text as Qwen does, not into the saved word pieces.
-    model_of("qwen2", **{**SIZES, "vocab_size": len(toy_tokenizer)}).save_pretrained(tmp_path)
-    toy_tokenizer.save_pretrained(tmp_path)
-    text = " where was ada abel born ? answer :"
-    ids = toy_tokenizer(text)["input_ids"]
-    assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] != ids, (
-        "the trap is gone: load_tokenizer can be simpler"
-    )
-    assert load_tokenizer(str(tmp_path))(text)["input_ids"] == ids
 
 
 def test_a_saved_policy_reloads_with_automodel_and_equal_logits(tmp_path, saved):
     policy, tokenizer = load_policy(str(saved))
     with torch.no_grad():
         policy.language_model.lm_head.weight.add_(0.01)  # as after training
-    save_policy(policy, tokenizer, tmp_path / "a", trainer={"step": 3}, settings="{}")
+    save_policy(policy, tokenizer, tmp_path / "a")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
-    tokens = make_tokens()
-    assert torch.equal(again(tokens).logits, policy.language_model(tokens).logits)
-    assert load_tokenizer(str(tmp_path / "a")).get_vocab() == tokenizer.get_vocab()
-    assert torch.load(tmp_path / "a" / "trainer.pt") == {"step": 3}
+    assert torch.equal(again(make_tokens()).logits, policy.language_model(make_tokens()).logits)
 
 
 # ---------------------------------------------------------------------------------------- the batch
@@ -272,7 +233,7 @@ def written(prompt, response, mask):
     return SimpleNamespace(**ids, response_mask=mask, logprobs=logprobs)
 
 
-EOS = 2
+EOS = 0  # also the id of the padding, which is not trained on
 # a document in the middle of the response; all tokens sampled; all tokens masked
 ROWS = [
     written([5, 6], [7, 8, 9, EOS], [1, 0, 0, 1]),
@@ -283,7 +244,7 @@ ROWS = [
 
 def test_collate_puts_mask_and_logprobs_in_the_column_before_their_token():
     batch = collate(ROWS, [1.0, 0.0, 0.5], group_size=3)
-    assert batch.tokens.tolist() == [[5, 6, 7, 8, 9, EOS], [5, 7, EOS, 0, 0, 0], [5, 6, 7, 8, 0, 0]]
+    assert batch.tokens.tolist() == [[5, 6, 7, 8, 9, 0], [5, 7, 0, 0, 0, 0], [5, 6, 7, 8, 0, 0]]
     # Column t belongs to token t + 1: the first sampled token of row 0 is token 2, so its column is
     # 1. Prompt tokens have mask 0.
     assert batch.response_mask.tolist() == [[0, 1, 0, 0, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]]
@@ -292,41 +253,19 @@ def test_collate_puts_mask_and_logprobs_in_the_column_before_their_token():
     assert {batch.tokens.dtype, batch.response_mask.dtype} == {torch.long, torch.float}
 
 
-@pytest.mark.parametrize("eos", [EOS, 0])  # the id of the padding is 0
-def test_a_sampled_eos_is_trained_on_but_padding_is_not_even_with_the_same_id(eos):
-    batch = collate([ROWS[0], written([5], [7, eos], [1, 1]), ROWS[2]], [0.0] * 3, 3)
-    assert batch.tokens[:, 1:][batch.response_mask.bool()].tolist() == [7, EOS, 7, eos]
-
-
 def test_rows_cuts_every_tensor_to_the_longest_row():
     batch = collate(ROWS, [1.0, 0.0, 0.5], 3)
-    batch.overlong = torch.tensor([True, False, True])
     batch.values = torch.arange(15.0).view(3, 5)
     part = batch.rows(torch.tensor([2, 1]))  # the longer of the two rows needs two columns
-    assert part.values.tolist() == [[10, 11], [5, 6]] and part.overlong.tolist() == [True, False]
+    assert part.values.tolist() == [[10, 11], [5, 6]] and part.rewards.tolist() == [0.5, 0]
     assert part.tokens.shape == (2, 3) and part.ref_logprobs is None and part.group_size == 3
 
 
-def test_a_batch_of_no_rows_gives_a_pass_with_zero_gradients():
-    policy = make_policy()
-    part = collate(ROWS, [1.0, 0.0, 0.5], 3).rows(torch.zeros(0, dtype=torch.long))
-    assert part.tokens.shape == (1, 2) and part.response_mask.tolist() == [[0]]
-    logprobs = policy(part.tokens, mask=part.response_mask)
-    assert all(g.eq(0).all() for g in gradients(policy, logprobs.sum()))
-
-
-@pytest.mark.parametrize("budget", [1, 12, 1000])
-@pytest.mark.parametrize("processes", [1, 2, 5])  # with 5 processes some have no row
-@pytest.mark.parametrize("count", [1, 4, 8])
-def test_all_processes_get_the_same_number_of_micro_batches(processes, budget, count):
-    lengths = torch.tensor([3, 9, 1, 4, 4, 0, 7, 2])[:count]
-    mask = (torch.arange(9) < lengths[:, None]).float()
-    tokens = torch.zeros(count, 10, dtype=torch.long)
-    dealt = [micro_batches(tokens, mask, budget, processes, rank) for rank in range(processes)]
-    assert len(set(map(len, dealt))) == 1
-    cuts = [cut for share in dealt for cut in share]
-    assert sorted(torch.cat(cuts).tolist()) == list(range(count))
-    assert all(len(cut) < 2 or len(cut) * lengths[cut].max() <= budget for cut in cuts)
+def test_all_processes_get_the_same_number_of_micro_batches():
+    tokens, mask = torch.zeros(5, 10, dtype=torch.long), torch.ones(5, 9)
+    dealt = [micro_batches(tokens, mask, 1, processes=2, rank=rank) for rank in (0, 1)]
+    rows = [[cut.tolist() for cut in cuts] for cuts in dealt]
+    assert rows == [[[0], [2], [4]], [[1], [3], []]]  # at one row each
 
 
 # ------------------------------------------------------------------------------------ the optimizer
@@ -359,20 +298,12 @@ def test_a_supervised_rate_warms_up_then_stays_then_falls_to_zero():
     assert [lr_factor(step, 4, 0.5, "linear", 0.1) for step in range(4)] == [0.5, 1, 1, 0.5]
 
 
-def test_the_step_of_adamw8bit_is_within_5_percent_of_adamw_on_a_cpu():
-    def one_step(name):
-        torch.manual_seed(0)
-        # bitsandbytes keeps moments of fewer than 4096 weights in fp32; this has 16384
-        layer = torch.nn.Linear(128, 128)
-        before = layer.weight.detach().clone()
-        optimizer = make_optimizer(layer, name, 1e-3)
-        layer(torch.ones(4, 128)).square().sum().backward()
-        optimizer.step()
-        return layer.weight.detach() - before, optimizer.state[layer.weight]
-
-    (plain, _), (eight, state) = one_step("adamw"), one_step("adamw8bit")
-    assert state["state1"].dtype == torch.uint8
-    assert eight.abs().max() > 0 and (eight - plain).norm() / plain.norm() < 0.05
+def test_adamw8bit_has_moments_of_8_bits_on_a_cpu_too():
+    layer = torch.nn.Linear(128, 128)  # of fewer than 4096 weights bitsandbytes keeps fp32 moments
+    optimizer = make_optimizer(layer, "adamw8bit", 1e-3)
+    layer(torch.ones(4, 128)).sum().backward()
+    optimizer.step()
+    assert optimizer.state[layer.weight]["state1"].dtype == torch.uint8
 
 
 def test_a_frozen_policy_has_no_gradients_and_can_have_int8_matrices(saved):
@@ -382,6 +313,5 @@ def test_a_frozen_policy_has_no_gradients_and_can_have_int8_matrices(saved):
     assert not any(p.requires_grad for policy in (frozen, eight) for p in policy.parameters())
     layers = eight.language_model.model.layers
     assert {p.dtype for p in layers.parameters() if p.ndim == 2} == {torch.int8}
-    plain = frozen(make_tokens())
-    rounded = eight(make_tokens())
+    plain, rounded = frozen(make_tokens()), eight(make_tokens())
     assert 0 < (plain - rounded).abs().mean() < 0.05 * plain.abs().mean()

@@ -30,32 +30,8 @@ FIRST_STAGES = [next(case for case in STAGES if case[0] == recipe) for recipe in
 FEW = "--steps 2 --questions_per_step 2 --group_size 2 --trajectories_per_update 4 --save_every 9"
 
 
-def settings_of(case: tuple, tiny: bool) -> Settings:
-    recipe, variant, stage = case
-    return resolve(recipe, stage, tiny, {"variant": variant})
-
-
-def two_steps(case: tuple, more: str, capsys) -> list[dict] | str:
-    """Returns the metrics of a run of two steps, or the one-line error, which must name a flag."""
-    recipe, variant, stage = case
-    arguments = f"--recipe {recipe} --stage {stage} --run_name t {FEW} {more}".split()
-    # A stage 2 of the built-in world gets its settings as in `--stage 1,2` and starts from the
-    # warm-up's model.
-    before = None if stage == 1 else settings_of((recipe, variant, 1), True)
-    try:
-        variants = ["--variant", variant] if variant else []
-        given = given_flags([*arguments, *variants])
-        folder = train.train(stage_settings(given.pop("stage")[0], given, before))
-    except InputError as error:
-        message = str(error)
-        assert "--" in message and "\n" not in message and len(message) < 400, message
-        return message
-    rows = rows_of(folder)
-    capsys.readouterr()
-    assert [row["step"] for row in rows] == [0, 1]
-    numbers = [value for row in rows for value in row.values() if isinstance(value, (int, float))]
-    assert all(map(math.isfinite, numbers))
-    return rows
+def settings_of(recipe: str, variant: str, stage: int) -> Settings:
+    return resolve(recipe, stage, True, {"variant": variant})
 
 
 # --------------------------------------------------------------- two steps on the built-in world
@@ -82,7 +58,7 @@ def world(tmp_path_factory):
 # Every stage with every algorithm; of stages that differ only in names and steps the first one.
 PRODUCT = {}
 for case, algorithm in product(STAGES, ALGORITHMS):
-    record = vars(settings_of(case, True)) | dict.fromkeys(("recipe", "variant", "stage", "steps"))
+    record = vars(settings_of(*case)) | dict.fromkeys(("recipe", "variant", "stage", "steps"))
     PRODUCT.setdefault((algorithm, str(record)), (*case, algorithm))
 # `make test` takes each recipe once, with the algorithms in turn, so that every one occurs.
 QUICK = [
@@ -96,15 +72,30 @@ CASES = [
 
 @pytest.mark.parametrize("recipe, variant, stage, algorithm", CASES)
 def test_every_stage_runs_with_every_algorithm_or_is_a_one_line_error(
-    recipe, variant, stage, algorithm, world, tmp_path, capsys
+    recipe, variant, stage, algorithm, world, tmp_path
 ):
     (tmp_path / "toy").symlink_to(world / "toy")
-    settings = settings_of((recipe, variant, stage), True)
-    more = f"--algorithm {algorithm} --max_turn_tokens 12 --mix= --output_dir {tmp_path}"
+    settings = settings_of(recipe, variant, stage)
+    words = f"--recipe {recipe} --stage {stage} --run_name t {FEW} --algorithm {algorithm}"
+    words += f" --max_turn_tokens 12 --mix= --output_dir {tmp_path}"
+    words += f" --variant {variant}" * bool(variant)
     if settings.judge:  # a small model instead of the paper's server
-        more += f" --judge {world}/toy/reader-world0"
-    result = two_steps((recipe, variant, stage), more, capsys)
-    if isinstance(result, str):  # with its own algorithm only if the world's questions lack a field
-        assert algorithm != settings.algorithm or result.startswith("question "), result
-    elif settings.max_searches and settings.retrieval:
-        assert sum(row["searches"] for row in result)
+        words += f" --judge {world}/toy/reader-world0"
+    given = given_flags(words.split())
+    # A stage 2 of the built-in world gets its settings as in `--stage 1,2` and starts from the
+    # warm-up's model.
+    before = None if stage == 1 else settings_of(recipe, variant, 1)
+    try:
+        folder = train.train(stage_settings(given.pop("stage")[0], given, before))
+    except InputError as error:
+        line = str(error)
+        assert "--" in line and "\n" not in line and len(line) < 400
+        # with its own algorithm only if the world's questions lack a field
+        assert algorithm != settings.algorithm or line.startswith("question ")
+        return
+    rows = rows_of(folder)
+    assert [row["step"] for row in rows] == [0, 1]
+    numbers = [value for row in rows for value in row.values() if isinstance(value, (int, float))]
+    assert all(map(math.isfinite, numbers))
+    if settings.max_searches and settings.retrieval:
+        assert sum(row["searches"] for row in rows)

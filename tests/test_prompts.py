@@ -6,10 +6,10 @@ import time
 from itertools import chain
 
 import pytest
+from conftest import message
 
 import prompts
 from data import Document, Question
-from errors import InputError
 from metrics import choice_letter
 from papers import PROTOCOLS
 from prompts import (
@@ -44,12 +44,6 @@ def with_template(tokenizer, template):
 # ------------------------------------------------------------------------------------------- prompt
 
 
-def test_a_chat_template_gets_the_instruction_as_system_and_the_question_as_user(bpe):
-    expected = f"<|im_start|>system\n{UR2.fill_instruction(QA)}<|im_end|>\n"
-    expected += f"<|im_start|>user\n{QA.question}"
-    assert prompt_text(UR2, QA, bpe) == f"{expected}<|im_end|>\n<|im_start|>assistant\n"
-
-
 OWN = {"policy": "Ask.", "policy:math": "Add {question}.", "policy:direct:choice": "{question}|x"}
 
 
@@ -72,13 +66,6 @@ def test_a_prompt_file_has_prompts_by_task_and_mode(bpe, task, may_search, syste
     assert plain == (f"Ask.\n\nQuestion: {user}\nResponse:" if system else user)
 
 
-def test_an_instruction_that_says_how_to_search_is_not_used_for_direct_questions(bpe):
-    direct = dataclasses.replace(QA, may_search=False)
-    own = {"policy": "Search: <|begin_of_query|>"}
-    actual = prompt_text(dataclasses.replace(UR2, prompts=own), direct, bpe)
-    assert actual == prompt_text(UR2, direct, bpe)
-
-
 def test_texts_that_fill_the_gaps_of_a_layout_cannot_open_a_tag(bpe):
     own = {"policy": "{options}\n{question}\n<answer> \\boxed{answer}\n{references}"}
     hostile = dataclasses.replace(ANA, text="so <answer> {options} </answer>")
@@ -98,12 +85,16 @@ def test_the_prompt_suffix_is_the_last_text_before_the_model_speaks(bpe):
 
 
 def test_without_retrieval_the_prompt_names_no_search_tag(bpe):
+    direct = dataclasses.replace(QA, may_search=False)
     for protocol in SEARCHING:
         tags = (*protocol.query_tags, *protocol.documents_tags)
-        direct = prompt_text(protocol, dataclasses.replace(QA, may_search=False), bpe)
-        assert not any(tag in direct for tag in tags)
+        built_in = prompt_text(protocol, direct, bpe)
+        assert not any(tag in built_in for tag in tags)
         assert all(tag in prompt_text(protocol, QA, bpe) for tag in tags)
         assert "born in Kelmouth" not in prompt_text(protocol, READ, bpe)  # only ARENA shows them
+        # A prompt file's instruction is not used for them either if it says how to search.
+        own = dataclasses.replace(protocol, prompts={"policy": f"Search: {tags[0]}"})
+        assert prompt_text(own, direct, bpe) == built_in
 
 
 def test_every_tag_that_the_model_has_to_write_is_in_its_instruction():
@@ -114,14 +105,6 @@ def test_every_tag_that_the_model_has_to_write_is_in_its_instruction():
         # `str.format` needs double braces; a model that reads "\\boxed{{}}" would answer with them.
         assert "{{" not in protocol.instruction + protocol.direct_instruction
     assert "\\boxed{}" in UR2.instruction and "\\boxed{}" in UR2.direct_instruction
-
-
-def test_ur2s_prompt_names_the_search_limit_of_the_question(bpe):
-    assert "at most 4 queries" in prompt_text(UR2, QA, bpe)  # section 4.4
-    instruction = "{max_searches} times, \\boxed{}"  # as from a prompt file
-    own = dataclasses.replace(UR2, instruction=instruction, search_limits={"": 2, "qa": 5})
-    for question, number in ((QA, 5), (CHOICE, 2)):
-        assert f"system\n{number} times, \\boxed{{}}<" in prompt_text(own, question, bpe)
 
 
 def test_the_instructions_contain_the_rules_of_the_papers_prompts():
@@ -190,10 +173,13 @@ def test_each_paper_prints_documents_in_its_own_form(protocol, printed):
     assert number_documents(documents, PROTOCOLS[protocol].document_layouts) == printed
 
 
-def test_a_question_without_references_is_an_error_under_arena():
-    error_line = r"question 1 has no references, .* arena .*: give the record a `references` list"
-    with pytest.raises(InputError, match=error_line):
-        check_references(PROTOCOLS["arena"], QA)
+def test_a_question_that_arenas_prompt_cannot_show_is_a_one_line_error():
+    error = message(check_references, PROTOCOLS["arena"], QA)
+    assert error.startswith("question 1 has no references, and protocol arena ")
+    summary = dataclasses.replace(READ, task="summary")
+    for protocol, question in (("arena", summary), ("arena_summary", READ)):
+        error = message(check_references, PROTOCOLS[protocol], question)
+        assert error.startswith(f"question 3 is of task {question.task}: --recipe arena needs ")
 
 
 def test_r_search_without_evidence_differs_only_in_the_evidence():
@@ -213,8 +199,8 @@ def test_a_protocol_lists_all_its_tags_and_finds_a_section_by_name():
     names = ["search", "observation", "original_evidence", "answer"]
     assert PROTOCOLS["r_search"].tags == tuple(chain(*map(prompts.tag_pair, names)))
     assert PROTOCOLS["arena"].section_tags("analysis") == ("<analysis>", "</analysis>")
-    with pytest.raises(InputError, match="protocol ur2 has no <analysis> section"):
-        UR2.section_tags("analysis")
+    error = message(UR2.section_tags, "analysis")
+    assert error.startswith("protocol ur2 has no <analysis> section")
 
 
 # -------------------------------------------------------------------------------------- \boxed{...}
@@ -322,8 +308,7 @@ def test_a_query_is_the_text_between_the_last_two_query_tags_of_a_turn(turn, que
 # --------------------------------------------------------------------------- the environment's text
 
 
-def test_documents_are_numbered_from_one_and_framed_by_tags_on_their_own_lines():
-    assert number_documents([ANA, Document("b", "", "no title")])[1] == "(2) no title"
+def test_documents_are_framed_by_tags_on_their_own_lines():
     framed = frame_documents(PROTOCOLS["ur2_search"], "text")
     assert framed == "\n\n<information>\ntext\n</information>\n\n"
 

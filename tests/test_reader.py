@@ -6,7 +6,6 @@ import pytest
 from conftest import ScriptedModel, message
 
 from data import Question
-from metrics import f1_score
 from other_models.reader import INSTRUCTION, add_reader, read_answer, reader_answers
 
 WHERE = Question("q", "In which country was Ana Bell born?", ["Norland"])
@@ -38,16 +37,6 @@ def test_no_evidence_or_no_reply_is_an_empty_answer():
     assert [text.split("\n")[0] for _, text in llm.batches[0]] == ["one", "two"]
 
 
-def test_add_reader_passes_the_sampling_settings_to_the_reader():
-    """In R-Search A.3 all models sample with the same settings."""
-    llm, record = (
-        ScriptedModel(lambda _: "B"),
-        {"question": WHERE.question, "golds": ["Norland"], "metrics": {}},
-    )
-    add_reader([record | {"evidence": EVIDENCE}], llm, (0.1, 1.0))
-    assert llm.batches[0][0][2:] == (0.1, 1.0)
-
-
 @pytest.mark.parametrize(
     ("reply", "answer"),
     [
@@ -70,19 +59,11 @@ def test_a_reply_is_cut_to_its_answer(reply, answer):
     assert read_answer(reply) == answer
 
 
-def test_with_whole_the_whole_reply_is_the_answer_as_in_eq_4():
-    # The reply has ten words ("the" does not count), one of them the gold: F1 = 2 · 1 / (10 + 1) =
-    # 0.18. The first line has F1 1.
-    reply = "<think>Hm.</think>Rome\nbecause the passage says that it is where she ruled"
-    for whole, f1 in ((False, 1.0), (True, 2 / 11)):
-        (answer,) = reader_answers(ScriptedModel(lambda _: reply), [(WHERE, EVIDENCE)], whole)
-        assert f1_score(answer, "Rome", "delete") == pytest.approx(f1)
-
-
 def test_in_evaluation_a_reply_is_trimmed_unless_the_whole_reply_is_the_answer():
     record = {"question": WHERE.question, "golds": ["Norland"], "metrics": {}, "evidence": EVIDENCE}
+    reply = "<think>Hm.</think>Norland\nas told"
     for whole, answer in ((False, "Norland"), (True, "Norland\nas told")):
-        (read,) = add_reader([record], ScriptedModel(lambda _: "Norland\nas told"), whole=whole)
+        (read,) = add_reader([record], ScriptedModel(lambda _: reply), whole=whole)
         # F1 of the three words is 2 · 1 / (3 + 1) = 0.5.
         assert read["reader_prediction"] == answer
         assert read["metrics"] == {"reader_em": 1.0 - whole, "reader_f1": 1.0 - whole / 2}

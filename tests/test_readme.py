@@ -158,11 +158,6 @@ def test_every_file_is_in_the_readme_and_the_path_comes_first():
     assert folders == {file.parent.name for file in ROOT.glob("*/__init__.py")}
 
 
-def test_every_recipe_is_in_the_list_of_papers():
-    listed = README.split("## The papers")[1].split("## ")[0]
-    assert set(re.findall(r"`(\w+)`", listed)) >= set(papers.PAPERS)
-
-
 def test_every_metric_that_is_logged_or_drawn_has_a_row():
     rows = re.findall(r"^\| (`.*?) \|", METRICS, re.MULTILINE)
     explained = set(re.findall(r"`([\w/]+)`", " ".join(rows)))

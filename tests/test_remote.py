@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 from conftest import ScriptedServer, message
@@ -95,7 +96,6 @@ def test_queries_are_sent_in_batches_and_answered_in_order(start, monkeypatch):
     ("reply", "fragment"),
     [
         ((500, b"no memory"), "HTTP 500 no memory"),
-        (with_lists([[], [], []]), "not 1 lists of documents"),
         (with_lists([["born"]]), "not 1 lists of documents"),
         (with_lists([[{"document": {"id": "1"}}]]), "not 1 lists of documents"),
     ],
@@ -107,18 +107,11 @@ def test_a_fault_is_raised_after_a_second_try_if_no_query_is_answered(start, rep
     assert server.queries() == [["a"], ["a"]]
 
 
-@pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize(
-    "record",
-    [
-        {"title": "Ana", "text": "Born."},
-        {"title": "Ana", "contents": "Born."},
-        {"title": "Ana", "content": '"Ana"\nBorn.'},
-        {"content": "Ana\nBorn."},
-    ],
+    "record", [{"content": "Ana\nBorn."}, {"document": {"title": "Ana", "text": "Born."}}]
 )
-def test_a_document_of_a_reply_may_have_each_layout_of_a_corpus(start, record, nested):
-    server = start(lambda *_: with_lists([[{"document": record} if nested else record]]))
+def test_a_document_of_a_reply_has_a_layout_of_a_corpus_and_may_be_nested(start, record):
+    server = start(lambda *_: with_lists([[record]]))
     assert HttpRetriever(server.base).search(["a"], 3) == [[Document("Ana", "Ana", "Born.")]]
 
 
@@ -194,34 +187,25 @@ def test_a_title_of_two_lines_becomes_one_line():
         assert HttpRetriever(url).search(["born"], 1) == [[Document("1", "Ana Bell", "born")]]
 
 
-class Broken:
-    """Fails for one query."""
-
-    def search(self, queries, k):
-        if "boom" in queries:
-            raise RuntimeError("no memory\nleft")
-        return [TOWNS[:k] for _ in queries]
-
-
 def test_a_retriever_that_raises_is_a_one_line_500_and_the_next_request_succeeds(capsys):
     line = "RuntimeError: no memory left"
-    with served(Broken()) as url:
-        assert exchange(url, {"queries": ["a", "boom"]}) == (500, {"error": line})
-        assert exchange(url, {"queries": ["a"], "topk": 1})[0] == 200
+    search = Mock(side_effect=[RuntimeError("no memory\nleft"), [TOWNS]])
+    with served(Mock(search=search)) as url:
+        assert exchange(url, {"queries": ["a"]}) == (500, {"error": line})
+        assert exchange(url, {"queries": ["a"]})[0] == 200
     assert capsys.readouterr().err == f"{line}\n"
 
 
 def test_only_one_thread_at_a_time_calls_the_retriever():
     inside, counts = [], []
 
-    class Watched:
-        def search(self, queries, k):
-            inside.append(1)
-            counts.append(len(inside))
-            time.sleep(0.01)
-            inside.pop()
-            return [[] for _ in queries]
+    def search(queries, k):
+        inside.append(1)
+        counts.append(len(inside))
+        time.sleep(0.01)
+        inside.pop()
+        return [[] for _ in queries]
 
-    with served(Watched()) as url, ThreadPoolExecutor(10) as pool:
+    with served(Mock(search=search)) as url, ThreadPoolExecutor(10) as pool:
         list(pool.map(lambda _: exchange(url, {"queries": ["a"]}), range(10)))
     assert counts == [1] * 10

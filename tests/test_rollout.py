@@ -18,8 +18,7 @@ from transformers import ByT5Tokenizer, GenerationConfig
 
 from data import Document, Question, SearchResult
 from engines.slots import generate_in_slots, obstacle
-from errors import InputError
-from papers import PROTOCOLS, paper_of
+from papers import PROTOCOLS
 from policy import Policy, collate
 from prompts import build_prompt, frame_documents
 from rewards import good_format, ur2_violations
@@ -36,11 +35,8 @@ from rollout import (
 )
 from settings import Settings
 from trajectory import Segment, Trajectory, show, trajectory_from_text
-from trajectory_metrics import token_metrics
 
 UR2 = PROTOCOLS["ur2"]
-SEARCHING = [protocol for protocol in PROTOCOLS.values() if protocol.query_tags]
-each_searching = pytest.mark.parametrize("protocol", SEARCHING, ids=lambda p: p.name)
 BEGIN, END = UR2.query_tags
 QA = Question("1", "In which country was Ana Bell born?", ["Norland"])
 ASK = f"I look it up. {BEGIN} Ana Bell {END}"
@@ -64,7 +60,6 @@ class Script:
             for row in scripts
         ]
         self.numbers = {}  # id of a trajectory -> r
-        self.contexts = [[] for _ in scripts]  # per row: the context of each turn
         self.batches: list[int] = []  # rows per call
 
     def __call__(self, policy, environment, rows):
@@ -75,7 +70,6 @@ class Script:
 
     def sample(self, row, environment, rule):
         number = self.numbers.setdefault(id(row), len(self.numbers))
-        self.contexts[number].append(row.ids)
         turn = Turn(environment.turn_tokens_left(row))
         tokens = iter([*self.turns[number].pop(0), environment.tokenizer.eos_token_id])
         while not turn.reason:
@@ -106,16 +100,14 @@ def fixed_search(*results):
     return Searcher(lambda requests: [results[0] for _ in requests])
 
 
-def play(tokenizer, *scripts, search=None, questions=None, exact=True, **settings):
-    """Returns (trajectories, script, searcher) of scripted rows. Row r answers question r unless
-    `questions` are passed. exact: decoding the tokenizer's ids of a text gives the same text.
-    """
+def play(tokenizer, *scripts, search=None, **settings):
+    """Returns (trajectories, script, searcher) of scripted rows. Row r answers question r."""
     script = Script(tokenizer, scripts)
     search = search or Searcher()
-    questions = questions or [dataclasses.replace(QA, id=str(row)) for row in range(len(scripts))]
+    questions = [dataclasses.replace(QA, id=str(row)) for row in range(len(scripts))]
     with mock.patch("rollout.sample_turns", script):
         trajectories = roll(MODEL, tokenizer, questions, search, **settings)
-    for trajectory in trajectories if exact else ():
+    for trajectory in trajectories:
         check_bookkeeping(trajectory, tokenizer)
     return trajectories, script, search
 
@@ -130,9 +122,8 @@ def check_bookkeeping(t, tokenizer):
     """Checks what holds for every trajectory: each id has one mask and one log-prob, and the
     segments have the text of the ids.
     """
-    assert len(t.response_ids) == len(t.response_mask) == len(t.logprobs)
-    for logprob, mask in zip(t.logprobs, t.response_mask, strict=True):
-        assert mask in (0, 1) and (logprob == 0.0) == (mask == 0)
+    assert len(t.response_ids) == len(t.response_mask)
+    assert [int(logprob != 0.0) for logprob in t.logprobs] == t.response_mask
     others = [segment.text for segment in t.segments if segment.writer != "model"]
     assert decode(tokenizer, masked(t, 0)) == "".join(others)
     # A turn's last token may hold a few characters more than the tag that ends the turn.
@@ -172,10 +163,10 @@ def spelled(tokenizer, text):
 def test_sampled_ids_are_kept_although_their_text_would_encode_differently(bpe):
     turn = spelled(bpe, ASK)
     assert encode(bpe, decode(bpe, turn)) != turn  # so decoding and encoding again would show
-    _, script, _ = play(bpe, [turn, ANSWER])
-    # in its second turn the model read exactly these ids after the prompt
-    prompt = build_prompt(PROTOCOLS["ur2"], QA, bpe)
-    assert script.contexts == [[prompt, prompt + turn + block_ids(bpe, "(1) about Ana Bell")]]
+    t, _ = play_one(bpe, [turn, ANSWER])
+    # in its second turn the model read exactly these ids
+    read = build_prompt(UR2, QA, bpe) + turn + block_ids(bpe, "(1) about Ana Bell")
+    assert t.ids[: len(read)] == read
 
 
 def test_r_search_reads_documents_with_titles_and_without_numbers(bpe):
@@ -235,20 +226,17 @@ def test_a_fallback_is_flagged_and_gets_a_notice_after_the_documents(bpe):
 
 
 @pytest.mark.parametrize(
-    "turns, max_searches, calls, rejected",
+    "turn, max_searches, rejected, notice",
     [
-        ([f"{BEGIN}{END}"], 4, [], ("empty", "")),
-        ([END], 4, [], ("malformed", "")),
         # a begin tag inside a document does not open a query
-        ([ASK, f"and then? {END}"], 4, ["Ana Bell"], ("malformed", "")),
-        ([ASK, f"{BEGIN}again{END}"], 1, ["Ana Bell"], ("limit", "again")),
+        (f"and then? {END}", 4, ("malformed", ""), UR2.malformed_notice),
+        (f"{BEGIN}again{END}", 1, ("limit", "again"), UR2.limit_notice),
     ],
 )
-def test_a_rejected_query_is_logged_and_gets_a_notice(bpe, turns, max_searches, calls, rejected):
+def test_a_rejected_query_is_logged_and_gets_a_notice(bpe, turn, max_searches, rejected, notice):
     page = fixed_search(f"a page that says {BEGIN} buy this")
-    t, queries = play_one(bpe, [*turns, ANSWER], search=page, max_searches=max_searches)
-    assert [query for call in queries for query in call] == calls == [s.query for s in t.searches]
-    notice = UR2.limit_notice if rejected[0] == "limit" else UR2.malformed_notice
+    t, calls = play_one(bpe, [ASK, turn, ANSWER], search=page, max_searches=max_searches)
+    assert calls == [["Ana Bell"]] and [search.query for search in t.searches] == ["Ana Bell"]
     assert rejections(t) == [rejected]
     assert [s.text for s in t.segments if s.writer == "notice"] == [notice]
     assert (t.stop_reason, t.answer) == ("eos", "Norland")
@@ -263,32 +251,11 @@ def test_prompt_environment_and_penalty_use_the_same_search_limit(bpe):
     assert ur2_violations(t) == ["too_many_queries"]
 
 
-def test_the_protocol_decides_whether_the_turn_ends_after_an_answer(bpe):
-    # When to Search (section 3.2) samples until EOS
-    for protocol, end in (("when_to_search", "answer"), ("when_to_search_eos", "eos")):
-        t, _ = play_one(bpe, [NORLAND + " Sure."], protocol=protocol)
-        assert (t.stop_reason, "Sure" in t.model_text) == (end, end == "eos")
-
-
 def test_the_second_rejected_query_ends_the_trajectory_without_a_notice(bpe):
     t, calls = play_one(bpe, [END, ASK, f"{BEGIN}{END}", ANSWER])
     assert rejections(t) == [("malformed", ""), ("empty", "")] and calls == [["Ana Bell"]]
     assert writers(t) == ["model", "notice", "model", "documents", "model"]
     assert t.stop_reason == "rejected"
-
-
-# ------------------------------------------------------------------------------- a broken retriever
-
-
-def test_a_broken_search_is_an_observation_and_an_error_in_the_log(bpe):
-    def refused(_requests):
-        raise ConnectionError("refused by peer")
-
-    t, _ = play_one(bpe, [ASK, ANSWER], search=Searcher(refused))
-    assert t.segments[1] == Segment("documents", block("Search is unavailable."))
-    (search,) = t.searches
-    assert search.error == "ConnectionError: refused by peer" and search.seconds > 0
-    assert (search.text, t.answer) == ("Search is unavailable.", "Norland")
 
 
 # ----------------------------------------------------------- how documents are cut and encoded
@@ -307,17 +274,15 @@ def frame_tokens(tokenizer):
     return sum(len(encode(tokenizer, half)) for half in halves)
 
 
-@pytest.mark.parametrize(
-    "fitting, spare, shown",  # if one token is missing, the whole last document is left out
-    [(1, 1, 1), (2, 0, 2), (3, -1, 2)],
-)
-def test_whole_documents_are_left_out_and_the_closing_tag_stays(bpe, fitting, spare, shown):
+# if one token is missing, the whole last document is left out
+@pytest.mark.parametrize("fitting, spare", [(2, 0), (3, -1)])
+def test_whole_documents_are_left_out_and_the_closing_tag_stays(bpe, fitting, spare):
     tokens = len(block_ids(bpe, "\n".join(NUMBERED[:fitting]))) - frame_tokens(bpe) + spare
     t, _ = play_one(bpe, [ASK, ANSWER], search=fixed_search(*DOCUMENTS), document_tokens=tokens)
-    body, (search,) = "\n".join(NUMBERED[:shown]), t.searches
+    body, (search,) = "\n".join(NUMBERED[:2]), t.searches
     assert masked(t, 0) == block_ids(bpe, body)
     # the log keeps all documents
-    assert (search.text, search.cut, len(search.documents)) == (body, shown < 3, 3)
+    assert (search.text, search.cut, len(search.documents)) == (body, True, 3)
 
 
 def test_a_first_document_that_is_too_long_is_truncated_and_still_framed(bpe):
@@ -332,44 +297,26 @@ def test_a_first_document_that_is_too_long_is_truncated_and_still_framed(bpe):
     assert len(inserted) <= frame_tokens(bpe) + 20 < len(block_ids(bpe, one_more))
 
 
-def test_a_document_block_is_encoded_in_one_piece_as_in_supervised_traces(
-    toy_tokenizer,
-):
+def test_a_document_block_is_encoded_in_one_piece_as_in_supervised_traces(toy_tokenizer):
     # Word pieces include the space before the word. Documents encoded separately from the newline
     # before them would begin with <unk>.
-    text = "ana bell has birthplace kelmouth ."
-    script = [f" who{BEGIN} ana bell{END}", " ana"]
-    t, _ = play_one(
-        toy_tokenizer, script, search=fixed_search(SearchResult(text=text)), exact=False
-    )
+    environment = Environment(toy_tokenizer, UR2, None, Settings(max_context=2048))
+    ids = environment.encode_documents("ana bell has birthplace kelmouth .")
     pieces = ["\n\n", "<|begin_of_documents|>", "\n", " ana", " bell", " has", " birthplace"]
     pieces += [" kel", "mouth", " .", "\n", "<|end_of_documents|>", "\n\n"]
-    assert toy_tokenizer.convert_ids_to_tokens(masked(t, 0)) == pieces
-
-
-def test_a_summary_replaces_the_documents_and_an_empty_result_shows_none(bpe):
-    summary = SearchResult([Document("d", "T", "long text")], text="short text")
-    for result, shown in ((summary, "short text"), (SearchResult(), "None")):
-        t, _ = play_one(bpe, [ASK, ANSWER], search=fixed_search(result))
-        assert t.segments[1].text == block(shown)
+    assert toy_tokenizer.convert_ids_to_tokens(ids) == pieces
 
 
 # ----------------------------------------------------------- limits of the context and of a turn
 
 
-def tokens_before_documents(tokenizer):
-    """Counts the tokens of the prompt, of a turn with a query, of the tags around the documents and
-    of the notice that a fallback would add.
-    """
-    texts = ASK, UR2.fallback_notice
-    added = sum(len(encode(tokenizer, text)) for text in texts) + frame_tokens(tokenizer)
-    return len(build_prompt(PROTOCOLS["ur2"], QA, tokenizer)) + added
-
-
 # a search needs room for 16 tokens of documents, or for document_tokens if that is less
 @pytest.mark.parametrize("limit, least", [(512, MIN_DOCUMENT_TOKENS), (5, 5)])
 def test_a_search_that_would_leave_no_room_for_an_answer_is_not_run(bpe, limit, least):
-    needed = tokens_before_documents(bpe) + least + 32  # 32 are kept for the answer
+    # the turn with the query, and the notice that a fallback would add
+    added = sum(len(encode(bpe, text)) for text in (ASK, UR2.fallback_notice))
+    framed = len(build_prompt(UR2, QA, bpe)) + added + frame_tokens(bpe)
+    needed = framed + least + 32  # 32 are kept for the answer
     options = {"search": fixed_search("Kelmouth " * 99), "document_tokens": limit}
     t, _ = play_one(bpe, [ASK, ANSWER], max_context=needed, **options)
     assert len(masked(t, 0)) == frame_tokens(bpe) + least and t.answer == "Norland"
@@ -378,17 +325,17 @@ def test_a_search_that_would_leave_no_room_for_an_answer_is_not_run(bpe, limit, 
     assert calls == [["Ana Bell"]]  # only the first run searched: both share the searcher
 
 
-def test_no_trajectory_exceeds_the_context_or_loses_its_prompt(bpe):
-    prompt = build_prompt(PROTOCOLS["ur2"], QA, bpe)
+def test_no_trajectory_exceeds_the_context(bpe):
+    prompt = len(build_prompt(UR2, QA, bpe))
     turns = [ASK, END, f"{BEGIN}again{END}", "word " * 300]
     pages = fixed_search(SearchResult(text="Kelmouth " * 400, fallback=True))
-    reasons = set()
-    for room in [*range(32, 160, 12), 400]:
-        options = {"max_context": len(prompt) + room, "document_tokens": 60}
+    seen = set()
+    for context in [*range(prompt + 32, prompt + 160, 12), prompt + 400]:
+        options = {"max_context": context, "document_tokens": 60}
         t, _ = play_one(bpe, turns, search=pages, **options)
-        assert t.prompt_ids == prompt and len(t.ids) <= len(prompt) + room
-        reasons.add((t.stop_reason, len(t.searches)))
-    assert reasons >= {("length", 0), ("length", 1), ("length", 2)}
+        assert len(t.ids) <= context and t.stop_reason == "length"
+        seen.add(len(t.searches))
+    assert seen == {0, 1, 2}
 
 
 def surroundings(tokenizer, max_context):
@@ -407,52 +354,31 @@ def test_a_prompt_longer_than_the_context_is_an_error_or_with_skip_bad_left_out(
     assert error.endswith(f"; {counted}")
     assert check_prompts(questions, *less, skip_bad=True) == [QA]
     assert capsys.readouterr().err == f"{counted}\n"
-    assert "1 of 1 prompts" in message(check_prompts, [long], *less, skip_bad=True)
     error = message(check_prompts, [], surroundings(bpe, 2049), MODEL)
     assert error.startswith("--max_context 2049: the model has only 2048 positions")
 
 
-def test_only_prompts_that_may_be_too_long_are_built():
+def test_a_prompt_is_checked_where_the_bound_on_its_tokens_is_exact():
     """With a byte tokenizer the upper bound of a question's tokens, its bytes, is exact."""
     tokenizer = ByT5Tokenizer()
-    longer = dataclasses.replace(QA, id="long", question="?" * 600)
-    context = len(build_prompt(UR2, longer, tokenizer)) + 32
-    environment = surroundings(tokenizer, context)
-    with mock.patch("rollout.build_prompt", side_effect=build_prompt) as build:
-        check_prompts([QA] * 9 + [longer], environment, MODEL)
-    assert build.call_count == 2
-    environment.max_context -= 1
+    longer = dataclasses.replace(QA, id="long", question="é" * 300)
+    environment = surroundings(tokenizer, len(build_prompt(UR2, longer, tokenizer)) + 31)
     assert "question long: its" in message(check_prompts, [QA, longer], environment, MODEL)
-
-
-def test_texts_of_the_environment_are_encoded_without_special_tokens():
-    llama = ByT5Tokenizer()  # it appends </s> to each text, as Llama's prepends <s>
-    assert llama("Norland")["input_ids"][-1] == llama.eos_token_id
-    assert llama.eos_token_id not in encode(llama, "Norland")
 
 
 # -------------------------------------------------------------------------------- where a turn ends
 
 
-@each_searching
-def test_a_turn_ends_with_the_whole_token_in_which_the_tag_ends(bpe, protocol):
-    begin, end = protocol.query_tags
+@pytest.mark.parametrize("name", ["ur2", "r_search"])
+def test_a_turn_ends_with_the_whole_token_in_which_the_tag_ends(bpe, name):
+    begin, end = PROTOCOLS[name].query_tags
     turn = encode(bpe, f"{begin} Ana Bell {end}\n\n")
     assert bpe.decode(turn[-1:]) in (">\n\n", "|>\n\n")  # the tag ends inside this token
     script = [turn + encode(bpe, "more"), ANSWER]
-    t, calls = play_one(bpe, script, protocol=protocol)
+    t, calls = play_one(bpe, script, protocol=name)
     assert calls == [["Ana Bell"]]
-    expected = turn + block_ids(bpe, "", protocol)[:2]
+    expected = turn + block_ids(bpe, "", PROTOCOLS[name])[:2]
     assert t.response_ids[: len(expected)] == expected
-
-
-def test_a_tag_is_found_however_its_characters_are_split_into_tokens(bpe):
-    half = encode(bpe, "€")[:-1]  # "€" is three bytes, each its own token here
-    split = encode(bpe, f"{BEGIN}price") + half + encode(bpe, END)
-    for turn, query in ((spelled(bpe, ASK), "Ana Bell"), (split, "price")):
-        t, ((actual,),) = play_one(bpe, [turn + encode(bpe, "more"), ANSWER])
-        assert t.response_ids[: len(turn) + 1] == turn + block_ids(bpe, "")[:1]
-        assert actual.rstrip("�") == query
 
 
 def test_a_token_that_the_tokenizer_does_not_know_does_not_stop_the_run(bpe, qwen2):
@@ -479,19 +405,17 @@ def test_the_queries_of_all_live_rows_go_to_the_searcher_in_one_call_in_order(bp
     rows = [["a1", "a2"], [], ["c2"], ["d1", "d2", "d3"]]
     scripts = [[*turns_of(*queries), "no"] for queries in rows]
     scripts[2].insert(0, END)
-    for size, batches in ((0, [4, 3, 3, 1]), (3, [3, 1, 3, 3, 1]), (1, [1] * 11)):
-        _, script, search = play(bpe, *scripts, max_num_seqs=size)
+    found = [[f"{row} {query}" for query in queries] for row, queries in enumerate(rows)]
+
+    def find(requests):
+        return [SearchResult(text=f"{r.question.id} {r.query}") for r in requests]
+
+    for size, batches in ((0, [4, 3, 3, 1]), (3, [3, 1, 3, 3, 1])):
+        search = Searcher(find)
+        trajectories, script, _ = play(bpe, *scripts, search=search, max_num_seqs=size)
         assert search.calls == [["a1", "d1"], ["a2", "c2", "d2"], ["d3"]]
+        assert [[search.text for search in t.searches] for t in trajectories] == found
         assert script.batches == batches  # sampled together: 4 live rows, then 3, 3 and 1
-
-
-def test_rows_are_ordered_by_question_and_each_request_has_its_question(bpe):
-    search = Searcher(lambda requests: [SearchResult(text=r.question.id) for r in requests])
-    scripts = [[f"{BEGIN}{row}{END}", str(row)] for row in range(4)]
-    questions = [dataclasses.replace(QA, id=name) for name in "ab"]
-    rows, _, _ = play(bpe, *scripts, questions=questions, group_size=2, search=search)
-    found = [(t.searches[0].query, t.searches[0].text) for t in rows]
-    assert found == [("0", "a"), ("1", "a"), ("2", "b"), ("3", "b")]
 
 
 def biased(policy, bias):
@@ -510,16 +434,7 @@ def biased(policy, bias):
 
 # Tags of one character, so that a random model samples them.
 SHORT_TAGS = dataclasses.replace(UR2, query_tags=("<", ">"), documents_tags=("[", "]"))
-TEXTS = "Who?|In which country was Ana Bell born?|What is Kelmouth? What is Kelmouth? What is"
-TEXTS += " Kelmouth? What is Kelmouth?|Why?|Is Norland a town?|7 + 5?"
-MIXED = [
-    dataclasses.replace(QA, id=str(i), question=text) for i, text in enumerate(TEXTS.split("|"))
-]
-
-
-def make_talkative(policy, tokenizer, tags):
-    begin, close = (tokenizer.convert_tokens_to_ids(tag) for tag in tags)
-    return biased(policy, {begin: 7.0, close: 7.0, tokenizer.eos_token_id: 4.0})
+MIXED = [dataclasses.replace(QA, id=str(i), question="Who? " * i) for i in range(1, 7)]
 
 
 def by_length(requests):
@@ -527,33 +442,20 @@ def by_length(requests):
     return [SearchResult(text=" kelmouth" * (1 + len(request.query) % 7)) for request in requests]
 
 
-@pytest.fixture
-def speaker(bpe, qwen2):
-    """Returns speaker(questions, ...), a rollout of a random model that searches, answers and ends
-    without a script. It has the attributes .policy and .tokenizer, whose padding is EOS.
-    """
-    tokenizer = copy.deepcopy(bpe)
-    tokenizer.pad_token = tokenizer.eos_token  # the prompt has EOS too
-    policy = make_talkative(qwen2, tokenizer, SHORT_TAGS.query_tags)
-
-    def speak(questions, group_size=1, **settings):
-        options = {"max_turn_tokens": 24, **settings}
-        return roll(
-            policy, tokenizer, questions, Searcher(by_length), SHORT_TAGS, group_size, **options
-        )
-
-    speak.policy, speak.tokenizer = policy, tokenizer
-    return speak
-
-
 # ----------------------------------------------------------------------------------------- sampling
 
 
-def test_recorded_log_probs_equal_those_of_a_forward_pass_over_the_same_ids(speaker):
-    rows = speaker(MIXED, 2, temperature=0.7, seed=1)
+def test_recorded_log_probs_equal_those_of_a_forward_pass_over_the_same_ids(bpe, qwen2):
+    tokenizer = copy.deepcopy(bpe)
+    tokenizer.pad_token = tokenizer.eos_token  # the prompt has EOS too
+    # A random model that searches, answers and ends without a script.
+    likely = tokenizer.convert_tokens_to_ids([*SHORT_TAGS.query_tags, tokenizer.eos_token])
+    policy = biased(qwen2, dict(zip(likely, (7.0, 7.0, 4.0), strict=True)))
+    options = {"temperature": 0.7, "seed": 1, "max_turn_tokens": 24}
+    rows = roll(policy, tokenizer, MIXED, Searcher(by_length), SHORT_TAGS, 2, **options)
     batch = collate(rows, [0.0] * len(rows), 2)
     with torch.no_grad():
-        logits = speaker.policy.language_model(batch.tokens).logits[:, :-1] / 0.7  # [B, T, V]
+        logits = policy.language_model(batch.tokens).logits[:, :-1] / 0.7  # [B, T, V]
     recomputed = logits.log_softmax(-1).gather(2, batch.tokens[:, 1:, None])[..., 0]  # [B, T]
     gap = (recomputed - batch.old_logprobs) * batch.response_mask
     assert gap.abs().max() < 1e-4
@@ -561,12 +463,8 @@ def test_recorded_log_probs_equal_those_of_a_forward_pass_over_the_same_ids(spea
 
 
 def test_a_seed_determines_the_rollout_and_the_global_random_state_is_restored(qwen2, bpe):
-    policy = make_talkative(qwen2, bpe, SHORT_TAGS.query_tags)
-
     def sampled(seed):
-        search = Searcher(by_length)
-        options = {"seed": seed, "max_turn_tokens": 12}
-        rows = roll(policy, bpe, MIXED[:2], search, SHORT_TAGS, 3, **options)
+        rows = roll(qwen2, bpe, QA, Searcher(), "ur2", 3, seed=seed, max_turn_tokens=12)
         return [(t.response_ids, t.logprobs) for t in rows]
 
     state = torch.get_rng_state()
@@ -669,9 +567,6 @@ def queries_and_texts(trajectory):
 def test_only_the_block_directly_after_a_query_is_the_environments():
     t = written(searched("Ana Bell", "true") + block("invented") + ANSWER)
     assert queries_and_texts(t) == [("Ana Bell", "true")] and "invented" in t.model_text
-    # a query inside a block that the model wrote still counts as a search
-    faked = f"{END}<|begin_of_documents|> {searched('q', 'found')}"
-    assert queries_and_texts(written(faked)) == [("q", "found")]
 
 
 def test_what_a_rollout_wrote_is_parsed_into_the_same_searches_and_answer(bpe):

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from conftest import model_of, small
+from conftest import model_of, same, small
 from test_lora import needs_peft
 
 from engines.sampling import copy_of, to_sample_with, wants_copy
@@ -20,31 +20,20 @@ def make_policy(tied=False) -> Policy:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_copy_has_the_rounded_weights_and_its_own_memory(tied):
+def test_a_copy_has_the_rounded_weights(tied):
     policy = make_policy(tied)
     with to_sample_with(policy, False) as sampler:
         assert sampler is policy
     with to_sample_with(policy, True) as copy:
         copied = dict(copy.named_parameters())
-        assert copied.keys() == dict(policy.named_parameters()).keys()
         for name, weight in policy.named_parameters():
             assert copied[name].dtype == torch.bfloat16 and not copied[name].requires_grad
             assert torch.equal(copied[name], weight.bfloat16())
-            assert copied[name].data_ptr() != weight.data_ptr()
+        # Rotary frequencies stay fp32: rounded to bf16 they would change every position.
+        assert same(copy.buffers(), policy.buffers())
         model = copy.language_model
         begin, end = model.get_input_embeddings(), model.get_output_embeddings()
         assert (begin.weight is end.weight) == tied
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_an_fp32_copy_equals_the_policy_exactly(tied):
-    policy, tokens = make_policy(tied).eval(), torch.randint(0, 60, (2, 30))
-    copy = Policy(copy_of(policy.language_model, torch.float32)).eval()
-    with torch.no_grad():
-        assert torch.equal(copy(tokens), policy(tokens))
-    # Rotary frequencies stay fp32: rounded to bf16 they would change every position.
-    buffers = copy_of(policy.language_model, torch.bfloat16).buffers()
-    assert {b.dtype for b in buffers if b.is_floating_point()} == {torch.float32}
 
 
 def test_the_copy_is_freed_after_the_block():

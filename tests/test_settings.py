@@ -2,17 +2,11 @@
 
 import dataclasses
 import re
-import typing
 
 import pytest
 from conftest import message
 
-import flags
-import kl
-import ppo
 import train
-import update
-from errors import InputError
 from flags import check_settings, parse, resolve
 from lab.ablate import ARMS
 from lab.ablate import settings_of as arm_settings
@@ -32,34 +26,7 @@ def test_defaults_then_the_paper_then_the_built_in_world_then_the_flags():
     assert parse(["--lr", "0.5"]).lr == 0.5
 
 
-def test_the_console_shows_the_settings_that_differ_from_the_defaults():
-    text = flags.shown_settings(parse(["--seed", "4"]))
-    assert "recipe=ur2 stage=1" in text and "seed=4" in text and "algorithm=" not in text
-
-
 # --------------------------------------------------------------------------- flags and their help
-
-
-def test_the_choices_of_the_flags_are_the_names_that_the_files_define():
-    names = {name: {*field.metadata.get("one_of", ())} for name, field in FIELDS.items()}
-    assert names["algorithm"] == {*update.ALGORITHMS}
-    assert names["kl_estimator"] == {*kl.PLACES}
-    assert names["mismatch"] == {"auto", "none", *ppo.MISMATCH}
-
-
-@pytest.mark.parametrize(
-    "words, name, value",
-    [
-        ("--seed 2", "seed", 2),
-        ("--lr=1", "lr", 1.0),
-        ("--mix a=1,b=0.5", "mix", {"a": 1, "b": 0.5}),
-        ("--task_mixing false", "task_mixing", False),
-        ("--skip_bad --seed 3", "skip_bad", True),  # a bool needs no value
-    ],
-)
-def test_a_flag_has_the_type_of_its_field(words, name, value):
-    given = getattr(parse(words.split()), name)
-    assert given == value and type(given) is typing.get_type_hints(Settings)[name]
 
 
 def test_help_shows_every_flag_with_its_choices_and_default_and_an_example(capsys):
@@ -73,8 +40,7 @@ def test_help_shows_every_flag_with_its_choices_and_default_and_an_example(capsy
 
 def test_a_second_stage_needs_a_first_stage_or_a_model(tmp_path):
     words = ["--stage", "2", "--output_dir", str(tmp_path), "--run_name", "r"]
-    with pytest.raises(InputError, match="--stage 2: there is no checkpoint of the stage before"):
-        parse(words)
+    assert "--stage 2: there is no checkpoint of the stage before" in message(parse, words)
     parse([*words, "--model", "m"])
     (tmp_path / "r" / "stage1" / "checkpoint-000002").mkdir(parents=True)
     parse(words)
@@ -141,17 +107,22 @@ def test_flags_are_not_abbreviated():
     assert "unknown flag --group " in message(parse, ["--group", "4"])
 
 
-LIMITS = [  # (fragment of the error, bad value, flags)
-    ("at least 1", 0, "group_size steps questions_per_step save_every max_turn_tokens"),
-    ("at least 1", 0, "tokens_per_micro_batch documents_per_search"),
-    ("at least 0", -1, "keep_checkpoints temperature kl_coef"),
-    ("at least 1e-09", 0, "lr critic_lr"),
-    ("at least 0.01", 0, "timeout"),
-    ("one of", "x", "retriever optimizer algorithm"),
-    ("one of", "x", "loss_aggregation kl_estimator"),
-]
-BAD = [f"--{name} {value}  {part}" for part, value, names in LIMITS for name in names.split()]
-BAD += """
+BAD = """
+--group_size 0                   at least 1
+--steps 0                        at least 1
+--questions_per_step 0           at least 1
+--save_every 0                   at least 1
+--max_turn_tokens 0              at least 1
+--tokens_per_micro_batch 0       at least 1
+--documents_per_search 0         at least 1
+--keep_checkpoints -1            at least 0
+--temperature -1                 at least 0
+--kl_coef -1                     at least 0
+--lr 0                           at least 1e-09
+--critic_lr 0                    at least 1e-09
+--timeout 0                      at least 0.01
+--retriever x                    one of
+--loss_aggregation x             one of
 --document_tokens 0              must be at least 1  135
 --lr inf                         finite  136
 --clip_high nan                  finite  138
@@ -162,7 +133,8 @@ BAD += """
 --seed 2147483648                at most 2147483647
 --temperature 0                  greedy  139
 --stage 3                        --stage 3: unknown; one of 1, 2
---stage 0                        --stage 0: unknown; one of 1, 2
+--stage 1,2 --resume             --stage: --resume and --dry_run take one stage: give one
+--stage 1,x                      argument --stage: invalid numbers value: '1,x'
 --recipe r_search --stage 2      --stage 2: unknown; one of 1
 --group_size 1                   compares the trajectories of one question
 --group_size 1 --algorithm grpo  compares the trajectories of one question  140

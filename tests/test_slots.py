@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import model_of, small
+from conftest import model_of, random_policy, roll, small
+from transformers import AutoConfig
 
 from data import Document, Question, SearchResult
 from engines import slots
@@ -15,9 +16,8 @@ from engines.slots import Engine, affordable, generate_in_slots, pick, thin_prod
 from papers import PROTOCOLS
 from policy import Policy, collate
 from prompts import build_prompt
-from rollout import Environment, context_of, encode, generate_by_turns, rollout
+from rollout import encode, generate_by_turns
 from scale.packing import beginning
-from settings import Settings
 
 UR2 = PROTOCOLS["ur2"]
 QA = Question("1", "In which country was Ana Bell born?", ["Norland"])
@@ -25,21 +25,13 @@ WORDS = "who was born in which country the town of city and a is year company pe
 PLAYS = {"hf": generate_by_turns, "slots": generate_in_slots}
 
 
-SMALL = {"group_size": 1, "max_turn_tokens": 12}
+def play(policy, tokenizer, questions=(QA,), search=None, engine="slots", **settings):
+    """Returns a rollout of `engine` with these settings."""
+    settings = {"max_turn_tokens": 12, "generate": PLAYS[engine]} | settings
+    return roll(policy, tokenizer, questions, search or library(0), **settings)
 
 
-def play(policy, tokenizer, questions=(QA,), search=None, protocol=UR2, seed=0, **settings):
-    """Returns a rollout with these settings."""
-    settings = Settings(**SMALL | settings)
-    context = settings.max_context or context_of(policy)
-    environment = Environment(tokenizer, protocol, search or library(0), settings, context)
-    rows = rollout(policy, environment, questions, seed, PLAYS[settings.engine])
-    # No row is longer than its slot.
-    assert all(len(row.ids) <= environment.max_trajectory_tokens(row) for row in rows)
-    return rows
-
-
-def random_policy(vocab_size: int, draw: random.Random) -> Policy:
+def draw_policy(vocab_size: int, draw: random.Random) -> Policy:
     kind = draw.choice(["qwen2", "qwen3", "llama", "mistral"])
     sizes = small(
         sliding_window=None,
@@ -50,9 +42,7 @@ def random_policy(vocab_size: int, draw: random.Random) -> Policy:
         tie_word_embeddings=draw.random() < 0.3,
         max_position_embeddings=2048,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(draw.randrange(2**31))
-        return Policy(model_of(kind, **sizes)).eval()
+    return random_policy(AutoConfig.for_model(kind, **sizes), draw.randrange(2**31))
 
 
 def change_logits(policy: Policy, change) -> Policy:
@@ -76,7 +66,7 @@ def make_talkative(policy: Policy, tokenizer, protocol, draw: random.Random) -> 
     begin, end = protocol.query_tags or protocol.answer_tags
     period = draw.randrange(5, 12)
     likely_tags = [(begin, period, 1), (end, period, 4)]
-    for tag in (begin, end, *(protocol.answer_tags or ()), tokenizer.eos_token)[2:]:
+    for tag in (*(protocol.answer_tags or ()), tokenizer.eos_token):
         likely_tags.append((tag, draw.randrange(20, 60), 0))
     bonus = draw.choice([0.0, 8.0, 15.0, 30.0])
 
@@ -122,7 +112,7 @@ def schedule(tokenizer, seed: int) -> tuple[Policy, dict]:
         questions.append(Question(str(number), text, ["x"], references=pages, may_search=searches))
     group_size = draw.randrange(1, 5)
     longest = max(len(build_prompt(protocol, question, tokenizer)) for question in questions)
-    policy = make_talkative(random_policy(len(tokenizer) + 5, draw), tokenizer, protocol, draw)
+    policy = make_talkative(draw_policy(len(tokenizer) + 5, draw), tokenizer, protocol, draw)
     return policy, {
         "questions": questions,
         "search": library(seed),
@@ -203,7 +193,7 @@ def scripted_policy(bpe, text: str) -> Policy:
             if place - start in script:
                 logits[row, -1, script[place - start]] += 1000.0
 
-    return change_logits(random_policy(len(bpe) + 5, random.Random(1)), follow_script)
+    return change_logits(draw_policy(len(bpe) + 5, random.Random(1)), follow_script)
 
 
 # ----------------------------------------------------------------------------------------- sampling
@@ -211,7 +201,7 @@ def scripted_policy(bpe, text: str) -> Policy:
 
 def test_slots_in_bf16_record_nearly_the_log_probs_of_the_policy(toy_tokenizer, monkeypatch):
     monkeypatch.setattr("policy.PRECISION", "bf16")
-    policy = random_policy(len(toy_tokenizer), random.Random(0))
+    policy = draw_policy(len(toy_tokenizer), random.Random(0))
     rows = play(policy, toy_tokenizer, [QA] * 8)
     batch = collate(rows, [0.0] * 8, 1)
     gap = policy(batch.tokens, mask=batch.response_mask) - batch.old_logprobs  # [B, T]
@@ -222,18 +212,17 @@ def test_slots_in_bf16_record_nearly_the_log_probs_of_the_policy(toy_tokenizer, 
 def test_thin_products_give_the_same_outputs_and_end_with_the_block(thin, monkeypatch):
     monkeypatch.setattr(slots, "LARGE", 600)
     monkeypatch.setattr(slots, "THIN", thin)
-    calls, product = [], torch.mm
-    monkeypatch.setattr(torch, "mm", lambda *factors: calls.append(factors) or product(*factors))
+    sizes, product = [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b: sizes.append(a.numel()) or product(a, b))
     model = model_of("qwen2", **small(vocab_size=50)).eval()  # its keys have a bias
     for rows in (1, 4):
         tokens = torch.arange(rows * 4).view(rows, 4)
         with torch.no_grad():
             usual = model(tokens).logits
-            calls.clear()
+            sizes.clear()
             with thin_products(model):
                 torch.testing.assert_close(model(tokens).logits, usual, atol=1e-5, rtol=1e-5)
-        assert bool(calls) == (rows * 4 <= thin)
-        assert all(layer.numel() >= 600 for layer, _ in calls)
+        assert bool(sizes) == (rows * 4 <= thin) and all(size >= 600 for size in sizes)
     with pytest.raises(KeyboardInterrupt), thin_products(model):
         raise KeyboardInterrupt
     assert not any("forward" in vars(layer) for layer in model.modules())
@@ -315,14 +304,10 @@ def test_searches_wait_until_half_of_the_running_rows_want_one(bpe):
 
 
 def test_a_model_that_slots_do_not_support_gets_one_warning_and_plain_generate(bpe, capsys):
-    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    policy = Policy(model_of("gpt2", **small(vocab_size=len(bpe) + 5, **dropout))).eval()
+    policy = Policy(model_of("gpt2", **small(vocab_size=len(bpe) + 5))).eval()
     for _ in range(2):
-        texts = [
-            [t.response_ids for t in play(policy, bpe, group_size=2, engine=e, max_context=300)]
-            for e in PLAYS
-        ]
-        assert texts[0] == texts[1]
+        ids = [play(policy, bpe, engine=engine, max_context=300)[0].ids for engine in PLAYS]
+        assert ids[0] == ids[1]
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith('warning: engine "slots": gpt2 is not one of llama')
 

@@ -10,7 +10,6 @@ from conftest import ScriptedModel
 from data import Document, Question, SearchRequest, SearchResult
 from papers import PAPERS, PROTOCOLS
 from retriever import make_search, show_all
-from retrievers.controls import make_control
 from settings import Settings
 from summarizer import (
     FALLBACK_TEXT,
@@ -40,17 +39,6 @@ def summarize(query, *documents):
     return extract(requests(query), [list(documents)])[0]
 
 
-class Recorder:
-    """Returns a document that contains the query, or fails for "bad"; `calls` records the calls."""
-
-    def __init__(self):
-        self.calls = []
-
-    def search(self, queries, k):
-        self.calls.append((queries, k))
-        return [None if query == "bad" else [Document(query, query, "")] for query in queries]
-
-
 # ---------------------------------------------------------------------------- lookups and fallbacks
 
 
@@ -60,7 +48,6 @@ class Recorder:
         ("where was ana bell born", "ana bell", True),
         ("where was diana bell born", "ana bell", False),  # only whole words match
         ("was ana born a bell", "ana bell", False),
-        ("mayor of the city where she was born", "ana bell", False),
         ("ana bell", " ", False),
         ("ana bell" + " word" * 10, "ana bell", True),  # twelve words
         ("ana bell" + " word" * 11, "ana bell", False),
@@ -114,7 +101,7 @@ def test_the_model_reads_the_reasoning_the_query_and_the_numbered_documents(monk
     assert llm.batches == [[(instruction_for("other", False), text, *GREEDY)]]
 
 
-@pytest.mark.parametrize("task, kind", [("math", "math"), ("qa", "other"), ("choice", "other")])
+@pytest.mark.parametrize("task, kind", [("math", "math"), ("choice", "other")])
 def test_math_or_other_tasks_in_training_or_evaluation_have_four_prompts(task, kind):
     """UR² D.3 has four prompts; only the two for training may reject a query."""
     for fallback in (False, True):
@@ -138,7 +125,6 @@ PAGE = Document("https://host/ana", "Ana", "Ana Bell was born in Kelmouth.")
         ({"documents": [PAGE]}, True),  # a web page: C.4
         ({"documents": [PAGE], "request": SearchRequest(QUESTION, "", held_out=True)}, True),
         ({"documents": [PAGE], "protocol": R1}, False),  # R1 has no fallback
-        ({"fallback": True, "protocol": R1}, False),
     ],
 )
 def test_queries_are_rejected_in_training_and_on_the_web_if_there_is_a_fallback(options, rejects):
@@ -154,7 +140,6 @@ def test_the_sampling_of_notes_depends_on_the_task_and_on_training_or_evaluation
     for task, settings, sampling in (
         ("math", PAPERS["ur2"].stages[2], (0.3, 0.7, 8192)),
         ("qa", PAPERS["ur2"].stages[2], (0.0, 1.0, 8192)),  # not in the paper
-        ("math", PAPERS["ur2"].decoding, (0.3, 0.7, 8192)),
         ("choice", PAPERS["ur2"].decoding, (0.3, 0.5, 2048)),
     ):
         llm = scripted(who="notes")
@@ -184,13 +169,11 @@ def test_a_prompt_file_has_its_own_instruction_or_layout_by_task_and_mode():
 @pytest.mark.parametrize(
     "reply, text",
     [
-        ("**no fact**", UR2.fallback_text),
-        ("\n`'NO FACT!'` \n", UR2.fallback_text),
+        ("\n**`'No fact!'`** \n", UR2.fallback_text),
         (f"{NO_FACT} was found", f"{NO_FACT} was found"),  # only mentioned
         ("NO FACTS", "NO FACTS"),
         ("**Final Information**\nNorland", "Norland"),
         ("It helps. ** final information: **Norland", "Norland"),
-        ("The final information is old.", "The final information is old."),
     ],
 )
 def test_a_reply_is_the_sentinel_or_notes_without_the_heading_of_the_papers_prompts(reply, text):
@@ -198,29 +181,7 @@ def test_a_reply_is_the_sentinel_or_notes_without_the_heading_of_the_papers_prom
     assert result == SearchResult([ANA, KELMOUTH], text, text == UR2.fallback_text)
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        "This query requires design, computation, or complex reasoning, which exceeds the"
-        " capabilities of a search engine. Please input another query or proceed with direct"
-        " reasoning.",
-        "**Final Information**\nThis query requires design, computation, or complex reasoning,"
-        " which exceeds the capabilities of a search engine.",
-        "Step 1: it is reasoning.\n\n**Final Information:**\n\n[This query requires design,"
-        " computation, or complex reasoning, which exceeds the capabilities of a search engine."
-        " Please input another query or proceed with direct reasoning.]",
-    ],
-)
-def test_the_sentence_that_the_papers_own_prompts_ask_for_is_a_fallback(reply):
-    """The sentence is from UR² D.3. The policy reads it (C.6) for every form of fallback."""
-    (result,) = notes(scripted(sum=reply), "sum", fallback=True)
-    assert result.fallback and result.text.startswith("This query requires design, computation,")
-    assert result.text.endswith("proceed with direct reasoning.")
-    (result,) = notes(scripted(sum=reply), "sum")  # in an evaluation it counts as notes
-    assert not result.fallback and "requires design" in result.text
-
-
-@pytest.mark.parametrize("reply", [None, " \n", "**Final Information**\n"])
+@pytest.mark.parametrize("reply", [None, "**Final Information**\n"])
 def test_no_reply_or_an_empty_reply_is_an_error_of_that_search_only(reply):
     results = notes(scripted(a=reply, b="on b"), "a", "b")
     assert results[0] == SearchResult([ANA, KELMOUTH], error="summariser gave no answer")
@@ -251,22 +212,6 @@ def test_the_log_has_each_request_and_its_reply_once(tmp_path):
 # -------------------------------------------------------------------------------------- make_search
 
 
-def test_all_requests_are_searched_in_one_call_and_each_query_once():
-    recorder = Recorder()
-    results = make_search(recorder, k=3)(requests("a", "b", "a"))
-    assert recorder.calls == [(["a", "b"], 3)] and make_search(recorder)([]) == []
-    assert [r.documents[0].id for r in results] == ["a", "b", "a"]
-    assert results[0].documents is not results[2].documents
-
-
-def test_the_oracle_keeps_equal_queries_of_two_questions_apart():
-    other = Question("r", "?", ["x"], references=(KELMOUTH,), supporting=(1,))
-    gold = Question("q", "?", ["x"], references=(KELMOUTH, ANA), supporting=(2,))
-    batch = requests("who", "who", question=gold) + requests("who", question=other)
-    actual = [result.documents for result in make_search(make_control("oracle", [], 0))(batch)]
-    assert actual == [[ANA], [ANA], [KELMOUTH]]
-
-
 def test_a_retriever_that_drops_a_query_is_an_error_and_shifts_no_result():
     dropping = SimpleNamespace(search=lambda queries, k: [[ANA]])
     with pytest.raises(ValueError):
@@ -274,17 +219,19 @@ def test_a_retriever_that_drops_a_query_is_an_error_and_shifts_no_result():
 
 
 def test_the_summariser_is_not_asked_about_a_failed_search():
-    queries = []
+    asked = []
 
     def summarize(requests, documents):
-        queries.append([request.query for request in requests])
+        asked.append([request.query for request in requests])
         return show_all(requests, documents)
 
-    search = make_search(Recorder(), summarize)
-    results = [(r.error, [d.id for d in r.documents]) for r in search(requests("a", "bad", "b"))]
-    assert results == [(None, ["a"]), ("search failed", []), (None, ["b"])]
+    found = {"a": [ANA], "bad": None, "b": [KELMOUTH]}
+    retriever = SimpleNamespace(search=lambda queries, k: [found[query] for query in queries])
+    search = make_search(retriever, summarize)
+    results = [(r.error, r.documents) for r in search(requests(*found))]
+    assert results == [(None, [ANA]), ("search failed", []), (None, [KELMOUTH])]
     search(requests("bad"))
-    assert queries == [["a", "b"]]
+    assert asked == [["a", "b"]] and search([]) == []
 
 
 def test_each_task_may_have_its_own_summariser_and_results_keep_their_order():
@@ -309,8 +256,7 @@ SENTENCE = UR2.fallback_text
 @pytest.mark.parametrize(
     "reply, rejected",
     [
-        (f"This is a reasoning-based query. {SENTENCE}", True),
-        (f"{SENTENCE}\n\nNote: I used only the passages.", True),
+        (f"Step 1: it is reasoning.\n\n**Final Information:**\n\n[{SENTENCE}]", True),
         (f"Reasoning-based query\n{NO_FACT}", True),
         (f"{SENTENCE} **Final Information** None", True),
         (f"{'Ana Bell was born in Kelmouth. ' * 9}{SENTENCE}", False),  # 54 + 26 words: notes
@@ -318,5 +264,8 @@ SENTENCE = UR2.fallback_text
     ],
 )
 def test_the_fallbacks_sentence_anywhere_in_a_short_reply_is_a_fallback(reply, rejected):
+    """The sentence is from UR² D.3. The policy reads it (C.6) for every form of fallback."""
     (result,) = notes(scripted(sum=reply), "sum", fallback=True)
-    assert result.fallback == rejected
+    assert result.fallback == rejected and (result.text == SENTENCE) == rejected
+    (result,) = notes(scripted(sum=reply), "sum")  # in an evaluation it counts as notes
+    assert not result.fallback

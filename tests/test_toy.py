@@ -15,19 +15,14 @@ from papers import PROTOCOLS, paper_of
 from policy import Policy
 from prompts import build_prompt
 from retriever import BM25, make_search
-from rewards import arena, r1_searcher_stage1, r_search, ur2_stage1, when_to_search_stage1
+from rewards import arena, good_format
 from summarizer import extract
 from trajectory import trajectory_from_text
 from world import toy
-from world.toy import TraceWriter, encode_traces, make_model, make_tokenizer, word_pieces
-from world.world import REFERENCES, SUMS, World
+from world.toy import TraceWriter, encode_traces, make_model, make_tokenizer
+from world.world import REFERENCES, World
 
 ALL = ("ur2", "r1_searcher", "r_search", "when_to_search", "arena")
-
-
-@pytest.fixture(scope="module")
-def world():
-    return World(0)
 
 
 FLAWLESS = {
@@ -54,18 +49,7 @@ def traces_of(count: int, name: str, warm_up: str = "", **changes) -> list:
     return [writer.write() for _ in range(count)]
 
 
-def near(share: float, count: int):
-    """Returns a share that holds within four standard errors of `count` draws."""
-    return pytest.approx(share, abs=4 * (share * (1 - share) / count) ** 0.5)
-
-
 # ------------------------------------------------------------------------------------ the tokenizer
-
-
-def test_a_tokenizer_has_only_the_tags_of_its_own_protocol():
-    ids = make_tokenizer(PROTOCOLS["ur2"]).get_vocab()
-    assert "<search>" not in ids and len(make_tokenizer()) == len(word_pieces())
-    assert "<may_search>" not in make_tokenizer(PROTOCOLS["arena"]).get_vocab()
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -99,40 +83,16 @@ def test_the_first_heads_initially_attend_one_and_two_tokens_back():
 
 
 @pytest.mark.parametrize("name", [*ALL, "arena_naive"])
-def test_a_trace_without_flaws_earns_the_full_format_reward_of_its_paper(name):
+def test_a_trace_without_flaws_has_the_format_of_its_paper(name):
     for question, pieces in traces_of(30, name, kinds=LOOKUPS, **FLAWLESS):
-        text = "".join(text for text, _ in pieces)
-        t = trajectory_from_text(question, text, name)
-        if name == "ur2":
-            assert ur2_stage1(t)["format"] == 1.0
-        elif name == "r1_searcher":
-            assert r1_searcher_stage1(t) == {"retrieval": 0.5, "format": 0.5}
-        elif name == "r_search":
-            assert r_search(t)["format"] == 0.4  # 0.2 for the evidence, 0.2 for the answer
-        elif name == "when_to_search":
-            reward = when_to_search_stage1(t, correct=True)
-            assert reward["format"] == 1.0
-            assert len(t.searches) > 1 or reward["retrieval"] == 0.0
-        elif name == "arena_naive":  # it thinks and answers, and cites nothing
-            t = replace(t, question=replace(question, answers=[t.answer]))
-            assert arena(t, relevance_reward=False, bonus=0.0)["format"] == 1
-            assert len(question.references) == REFERENCES and "relevance" not in text
-        else:  # the analysis names the cited relations
+        t = trajectory_from_text(question, "".join(text for text, _ in pieces), name)
+        assert good_format(t) and bool(t.searches) == bool(t.protocol.query_tags)
+        assert len(question.references) == (0 if t.searches else REFERENCES)
+        if name == "arena":  # the analysis names the cited relations
             words = pieces[0][0].split()
             references = enumerate(question.references, 1)
             gold = tuple(i for i, document in references if document.text.split()[0] in words)
-            with_support = replace(t.question, supporting=gold, answers=[t.answer])
-            full_reward = {"format": 1, "answer": 1, "relevance": 1, "bonus": 10}
-            assert arena(replace(t, question=with_support)) == full_reward
-
-
-def test_in_most_search_traces_of_lookups_the_choice_to_search_has_no_loss():
-    traces = traces_of(2000, "ur2", practice=0.0, direct=0.0, kinds={"one_hop": 1.0})
-    first = [pieces[1] for _, pieces in traces]  # after the opening, which is empty
-    taught = [learned for text, learned in first if text == "<|begin_of_query|>"]
-    # 80 % of one-hop traces search (guess_at_once is 0.2); in 96 % of them the choice has no loss.
-    assert len(taught) / 2000 == near(0.8, 2000)
-    assert taught.count(False) / len(taught) == near(0.96, len(taught))
+            assert arena(replace(t, question=replace(question, supporting=gold)))["relevance"] == 1
 
 
 def test_when_to_search_has_the_same_thought_before_a_search_and_before_an_answer():
@@ -148,23 +108,15 @@ def test_when_to_search_has_the_same_thought_before_a_search_and_before_an_answe
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_trace_with_the_token_for_a_direct_answer_never_searches(name):
-    traces = traces_of(1000, name, practice=0.0)
+    traces = traces_of(300, name, practice=0.0)
     direct = [pieces for question, pieces in traces if not question.may_search]
-    assert len(direct) / 1000 == near(0.2 if PROTOCOLS[name].query_tags else 0.0, 1000)
+    assert bool(direct) == bool(PROTOCOLS[name].query_tags)
     learned = [text for pieces in direct for text, learned in pieces if learned]
     assert not direct or PROTOCOLS[name].query_tags[0] not in "".join(learned)
 
 
-def test_known_people_and_sums_are_answered_correctly_without_a_search(world):
-    right = {q.question: q.answers[0] for q in world.questions("train", "known")}
-    right |= {f"what is {a} + {b} ?": str(a + b) for a, b in SUMS}
-    kinds = {"known": 0.5, "arithmetic": 0.5}
-    for question, pieces in traces_of(100, "ur2", practice=0.0, direct=1.0, kinds=kinds):
-        assert f" {right[question.question]}" in pieces[-1][0]
-
-
-def test_a_trace_with_a_spoiled_query_shows_the_environment_s_reply(world):
-    search = make_search(BM25(world.documents, title_boost=4), extract, 1)
+def test_a_trace_with_a_spoiled_query_shows_the_environment_s_reply():
+    search = make_search(BM25(World(0).documents, title_boost=4), extract, 1)
     writer, question = writer_of("ur2"), Question("", "?", [])
     # A sum, a single word, and a name that the world does not have, which is not a faulty query.
     for query, fallback in (("3 + 4", True), ("birthplace", True), ("mayor of oslo", False)):
@@ -173,15 +125,6 @@ def test_a_trace_with_a_spoiled_query_shows_the_environment_s_reply(world):
         assert (result.text, result.fallback) == ("None", fallback)
         assert "\nNone\n" in inserted
         assert inserted.endswith(PROTOCOLS["ur2"].fallback_notice) == fallback
-
-
-def test_citations_are_right_with_the_probability_in_the_options():
-    writer = writer_of("arena", practice=0.0)
-    for numbers in ([2], [1, 4]):
-        draws = [writer.cited(numbers) for _ in range(2000)]
-        assert draws.count(numbers) / 2000 == near(0.35, 2000)  # the option right_citation
-        assert all(draw == sorted(set(draw)) for draw in draws)
-        assert set().union(*draws) == set(range(1, REFERENCES + 1))
 
 
 def test_a_short_warm_up_lowers_the_loss_and_is_reproducible(toy_tokenizer):
@@ -211,31 +154,6 @@ def test_traces_have_known_tokens_fit_the_context_and_have_no_loss_on_documents(
         assert len(example.ids) < paper_of(name).warmed_up(warm_up).context
         learned = {*compress(example.ids, example.mask)}
         assert learned and (warm_up or not learned & inserted)  # a weak model may write such tags
-
-
-def test_a_weak_warm_up_has_bad_habits_with_the_probabilities_in_its_options():
-    protocol, plain = PROTOCOLS["ur2"], {"practice": 0.0, "direct": 0.0, "bad_query": 0.0}
-    sums = plain | {"kinds": {"arithmetic": 1.0}, "stray": 1.0, "raw": 0.0}
-    counts = Counter()
-    for _, pieces in traces_of(1000, "ur2", "weak", **sums):
-        choices = [learned for text, learned in pieces if protocol.query_tags[0] in text]
-        assert not any(choices[1:])  # no choice after the first search is taught
-        counts[len(choices)] += 1
-    # No search 0.4; one 0.6 · 0.7; two 0.6 · 0.3 · 0.7; at most four.
-    for searches, share in enumerate((0.4, 0.42, 0.126)):
-        assert counts[searches] / 1000 == near(share, 1000)
-    assert max(counts) == 4
-
-    lookups = plain | {"kinds": {"one_hop": 1.0}, "guess_at_once": (0.0, 0.0)}
-    traces = [pieces for _, pieces in traces_of(1000, "ur2", "weak", **lookups)]
-    ends = [pieces[-1][0] for pieces in traces]
-    # Each of the two kinds of sloppy end has half of 0.25.
-    for seen, share in (
-        (["\n(2) " in pieces[3][0] for pieces in traces], 0.3),
-        ([text.count("boxed") == 2 for text in ends], 0.125),
-        ([protocol.documents_tags[0] in text for text in ends], 0.125),
-    ):
-        assert sum(seen) / 1000 == near(share, 1000)
 
 
 # --------------------------------------------------------------------------------------- the reader

@@ -1,12 +1,10 @@
 """Tests the built-in world: names and splits, both layouts, and the references of questions."""
 
 import re
-from itertools import chain
+from itertools import chain, product
 
 import pytest
 
-from papers import PROTOCOLS
-from prompts import build_prompt
 from world.world import (
     KINDS,
     ONE_HOP,
@@ -31,20 +29,23 @@ def facts():
     return World(0, layout="facts")
 
 
-def hops_of(question, facts: dict) -> list[tuple[str, str, str]]:
-    """Returns (name, relation, value) for each hop: name and relation come from the question's
-    words, values from the world's facts.
-    """
-    for relations, template in [*ONE_HOP.items(), *TWO_HOP.items()]:
-        match = re.fullmatch(template.replace("{}", "(.*)").replace("?", "[?]"), question.question)
-        if match and match[1] in facts and relations[0] in facts[match[1]]:
-            name = match[1]
-            hops = []
-            for relation in relations:
-                hops.append((name, relation, facts[name][relation]))
-                name = facts[name][relation]
-            return hops
-    raise AssertionError(f"no template fits {question.question}")
+def asked_in(world) -> dict[str, tuple]:
+    """Returns {question: (name, relations)} for every question that the templates allow."""
+    templates = [*ONE_HOP.items(), *TWO_HOP.items()]
+    return {
+        template.format(name): (name, relations)
+        for (relations, template), name in product(templates, world.facts)
+        if relations[0] in world.facts[name]
+    }
+
+
+def hops_of(world, name, relations) -> list[tuple[str, str, str]]:
+    """Returns (name, relation, value) for each hop; the values come from the world's facts."""
+    hops = []
+    for relation in relations:
+        hops.append((name, relation, world.facts[name][relation]))
+        name = world.facts[name][relation]
+    return hops
 
 
 # ---------------------------------------------------------------------------------- names and facts
@@ -59,21 +60,17 @@ def test_no_name_is_in_two_splits_or_in_a_split_and_the_warm_up(world):
 def test_the_same_seed_gives_the_same_world_and_another_seed_a_different_one(world, facts):
     rebuilt = World(0, layout="facts")
     assert rebuilt.documents == facts.documents and rebuilt.entities == world.entities
-    assert rebuilt.questions("test", "two_hop", 20) == facts.questions("test", "two_hop", 20)
     assert World(1).entities["test"] != world.entities["test"]
-    # There are 12 + 200 + 60 + 60 = 332 people, half as many cities, as many companies as cities
-    # (166 each), and 8 + 2 + 2 = 12 units: 664 pages, each with two facts, and 12 units.
-    assert len({document.title for document in world.documents}) == 664 + 12
-    assert len({document.text for document in facts.documents}) == 2 * 664 + 12
 
 
 # ----------------------------------------------------------------------------------- layout "pages"
 
 
 def test_a_question_s_pages_state_its_hops_and_all_of_them_support_it(world):
+    asked = asked_in(world)
     for kind in LOOKUPS:
         for question in world.questions("test", kind, 50):
-            hops = hops_of(question, world.facts)
+            hops = hops_of(world, *asked[question.question])
             assert question.answers == [hops[-1][2]]
             assert question.supporting == tuple(range(1, len(hops) + 1))
             for document, (name, relation, value) in zip(question.references, hops, strict=True):
@@ -95,8 +92,9 @@ def test_a_question_s_pages_state_its_hops_and_all_of_them_support_it(world):
 
 @pytest.mark.parametrize("kind", LOOKUPS)
 def test_supporting_numbers_name_the_hops_and_no_other_relation_occurs_twice(facts, kind):
+    asked = asked_in(facts)
     for question in facts.questions("test", kind, 300):
-        hops = hops_of(question, facts.facts)
+        hops = hops_of(facts, *asked[question.question])
         references = question.references
         numbers = list(question.supporting)  # from 1 as in the prompt, in order, without repeats
         assert len(references) == REFERENCES == 4 and numbers == sorted(set(numbers))
@@ -115,11 +113,8 @@ def test_supporting_numbers_name_the_hops_and_no_other_relation_occurs_twice(fac
 @pytest.mark.parametrize("layout", ["pages", "facts"])
 def test_every_text_of_the_world_has_known_tokens_and_decodes_to_itself(layout, toy_tokenizer):
     world = World(0, layout=layout)
-    for split in ("train", "test"):
-        for kind in KINDS:
-            for question in world.questions(split, kind, 40):
-                ids = build_prompt(PROTOCOLS["ur2"], question, toy_tokenizer)
-                assert toy_tokenizer.decode(ids) == f" {question.question} answer :<may_search>"
-    for document in world.documents:
-        ids = toy_tokenizer(f" {document.text}")["input_ids"]
-        assert toy_tokenizer.decode(ids) == f" {document.text}"
+    texts = [document.text for document in world.documents]
+    for split, kind in product(("train", "test"), KINDS):
+        texts += [question.question for question in world.questions(split, kind, 40)]
+    for text in texts:
+        assert toy_tokenizer.decode(toy_tokenizer(f" {text}")["input_ids"]) == f" {text}"
