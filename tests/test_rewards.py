@@ -6,7 +6,6 @@ protocol's own tags (`written`).
 """
 
 import json
-import math
 from dataclasses import replace
 from string import Template
 
@@ -160,12 +159,9 @@ def test_a_query_without_a_word_earns_nothing_and_is_a_violation():
         # P = 1/2, R = 1, F1 = 2/3; the reward is 4/3 + 1.
         ("\\boxed{Kelmouth, Norland}", QA, "f1", 7 / 3),
         ("\\boxed{Kelmouth, Norland}", QA, "em", 1),
-        ("\\boxed{Kelmouth, Norland}", QA, "cem", 3),
         ("\\boxed{\\frac{1}{2}}", MATH, "f1", 3),
         ("The correct answer is: B", CHOICE, "f1", 3),
-        # The last answer is scored, and two cost the format term.
-        ("$right $wrong", QA, "f1", 0),
-        ("$wrong $right", QA, "f1", 2),
+        ("$wrong $right", QA, "f1", 2),  # the last one is scored; two cost the format term
     ],
 )
 def test_ur2_stage2_pays_twice_the_score_of_each_task(text, question, metric, expected):
@@ -203,14 +199,11 @@ def test_each_fallback_costs_half_and_is_counted_by_its_flag_not_by_its_text(rew
 @pytest.mark.parametrize(
     "searches, step, variant, bonus",
     [
-        (0, 9, "qwen_7b", 0.0),
         (1, 9, "qwen_7b", 0.5),
-        (2, 9, "qwen_7b", 1.0),
         (3, 9, "qwen_7b", 1.0),
         (2, 10, "qwen_7b", 0.0),
         (2, 14, "qwen_3b", 1.0),
         (2, 15, "qwen_3b", 0.0),
-        (2, 10, "llama_8b", 0.0),
     ],
 )
 def test_the_search_bonus_for_choice_ends_after_the_first_steps(searches, step, variant, bonus):
@@ -272,10 +265,10 @@ SHOWS_CHINESE = Question("1", "?", ["x"], references=(Document("1", "北", ""),)
         ("$right", QA, ""),
         ("no box", QA, "no_answer"),
         ("<|begin_of_query|> where $right", QA, "unpaired_query_tags"),
-        ("$faked$faked$right", QA, "written_documents*2"),
+        ("$faked$faked$right", QA, "written_documents written_documents"),
         ("\\boxed{x} \\boxed{a b c d e f g h i j k}", QA, "several_answers long_answer"),
         ("<|begin_of_query|> $long <|end_of_query|>$faked$right", QA, "long_query"),
-        ("$search$search$search$search$search$search$right", QA, "too_many_queries*2"),
+        ("$search$search$search$search$search$search$right", QA, "too_many_queries " * 2),
         ("x\nuser: \nagain\nassistant\n$right", QA, "illegal_assistant illegal_user"),
         # The environment wrote the newline before "assistant".
         ("${search}assistant\n$right", QA, "illegal_assistant"),
@@ -294,10 +287,8 @@ SHOWS_CHINESE = Question("1", "?", ["x"], references=(Document("1", "北", ""),)
     ],
 )
 def test_violations_of_ur2s_format(text, question, faults):
-    name, _, times = faults.partition("*")
-    expected = [name] * int(times) if times else faults.split()
     found = ur2_violations(written(text, question=question))
-    assert [fault.replace(" ", "_") for fault in found] == expected
+    assert [fault.replace(" ", "_") for fault in found] == faults.split()
 
 
 # ------------------------------------------------------------------------------ R1-Searcher by hand
@@ -325,8 +316,6 @@ def test_r1_searcher_stage1_is_a_half_for_searching_and_a_half_for_the_format(te
         ("so</think><answer>Kelmouth, Norland</answer>", 2 / 3),
         ("</think>so</think><answer>Kelmouth, Norland</answer>", -4 / 3),
         ("so</think> Norland", -2),  # no answer tags: F1 = 0
-        ("so</think>$right$wrong", -2),
-        (f"so</think><answer>{LONG}</answer>", -2),
     ],
 )
 def test_r1_searcher_stage2_is_f1_minus_two_for_a_fault(text, expected):
@@ -338,9 +327,7 @@ def test_r1_searcher_stage2_is_f1_minus_two_for_a_fault(text, expected):
     [
         # Eq. 3 and 4 have no rule for yes and no: IN = 1, PN = 3, RN = 1 give 2 / (3 + 1) = 0.5.
         (YES, "yes", {}, 0.5),
-        # Eq. 5: the answer fails exact match (−1) and passes cover-EM (+1).
-        (YES, "yes", {"answer_metric": "em"}, -1),
-        (YES, "yes", {"answer_metric": "cem"}, 1),
+        (YES, "yes", {"answer_metric": "em"}, -1),  # eq. 5: the answer fails exact match
         # "true" and "yes" have no word in common: IN = 0. The released code treats them as equal,
         # as UR²'s does (row 30 of the released rewards).
         ("so</think><answer>True</answer>", "yes", {}, 0),
@@ -386,7 +373,6 @@ def test_r1_searcher_names_each_format_fault(text, faults):
     "gold, answer, faults",
     [
         ("北京", "北京", []),
-        ("Norland", "北京", ["garbled_text"]),
         ("北京", "Москва 北京", ["garbled_text"]),
     ],
 )
@@ -403,7 +389,6 @@ def test_an_answer_in_the_script_of_a_gold_answer_is_not_garbled(gold, answer, f
     ("text", "reward"),
     [
         ("$right", 0.4),  # no search: γ_e is paid anyway, and γ_α for the answer
-        ("Norland", 0.2),
         ("$search Norland", 0.0),
         # An empty box does not count.
         ("$search<original_evidence> </original_evidence>$right", 0.2),
@@ -440,15 +425,11 @@ def test_r_search_without_evidence_pays_only_the_answer_and_the_answer_box():
         # "Bell": 2 · 1 / (1 + 2) = 2/3. Eq. 5, after a search with E = 1 and A = 1: 0.4. Eq. 6 adds
         # these up.
         ("$search$evidence<answer>Ana Maria Bell</answer>", "Ana Bell", "Bell", 0.8 + 2 / 3 + 0.4),
-        # The answer is wrong and so is the reader's: only the format is paid.
-        ("$search$evidence$wrong", "Norland", "y", 0.4),
         # The last of two evidence boxes is read, but E = 0: answer 1 + evidence 1 + format 0.2.
         ("$search$evidence$evidence$right", "Norland", "Norland", 2.2),
         # Eq. 3 has no rule for yes and no: "yes they are" for "yes" is 2 · 1 / (3 + 1).
         ("<answer> yes they are </answer>", "yes", "", 0.5 + 0.4),
-        # The last of two answers is scored, and A = 0.
-        ("$right$wrong", "Norland", "", 0.2),
-        ("$wrong$right", "Norland", "", 1.2),
+        ("$wrong$right", "Norland", "", 1.2),  # the last of two answers is scored, and A = 0
     ],
 )
 def test_r_searchs_equations_with_numbers(text, gold, reader, expected):
@@ -605,10 +586,8 @@ def test_one_search_must_be_concise_and_several_must_differ():
 @pytest.mark.parametrize(
     ("query", "concise"),
     [
-        ("Ana Bell birthplace", True),
         ("king of the Norland", False),  # 2 of 4 words are stopwords
         ("Norland？", False),
-        ("Which country Ana Bell", False),
         (" ".join(["word"] * 12), True),
         (" ".join(["word"] * 13), False),
         ("", False),
@@ -646,22 +625,10 @@ def similarity(embed, *texts):
 def test_without_a_corpus_every_word_weighs_the_same():
     # The counts are (1, 1, 0) and (1, 0, 1): 1 / (√2 · √2).
     assert similarity(tfidf_embedder(), "ana birthplace", "Ana: employer") == pytest.approx(1 / 2)
-    # The counts are (2, 1) and (1, 1): 3 / (√5 · √2).
-    twice = similarity(tfidf_embedder(), "ana ana town", "ana town")
-    assert twice == pytest.approx(3 / math.sqrt(10))
 
 
-def test_a_rare_word_weighs_more_than_a_common_one():
+def test_queries_of_invented_words_have_zero_vectors_and_count_as_equal():
     embed = tfidf_embedder(CORPUS)
-    # N = 2: idf(ana) = ln(3/2) + 1 (one document), idf(born) = ln(3/3) + 1 = 1 (both)
-    rare = math.log(1.5) + 1
-    assert similarity(embed, "ana born", "born") == pytest.approx(1 / math.sqrt(rare**2 + 1))
-
-
-def test_invented_words_do_not_make_a_repeated_query_a_new_one():
-    embed = tfidf_embedder(CORPUS)
-    assert similarity(embed, "ana town qqq", "ana town zzz") == pytest.approx(1.0)
-    # Queries that consist of invented words have zero vectors, and still count as equal.
     assert similarity(embed, "qqq", "zzz") == similarity(embed, "??", "??") == 1.0
     assert similarity(embed, "qqq", "ana") == 0.0
 
@@ -682,14 +649,10 @@ def sections(ids="[1, 4]", answer="June 16, 1874"):
         ("[1, 2, 3, 4]", "June 16, 1874", {}, 1 + 1 + 0.5),
         ("[4, 1]", "June 16", {}, 1 + 0 + 1),
         ("[4, 1]", "June 16, 1874 </answer> done", {}, 0 + 1 + 1),
-        # F1 of "June 16": P = 1 and R = 2/3, so 0.8. Cover-EM needs all three words.
+        # F1 of "June 16": P = 1 and R = 2/3, so 0.8.
         ("[4, 1]", "June 16", {"answer_metric": "f1"}, 1 + 0.8 + 1),
-        ("[4, 1]", "on June 16, 1874", {"answer_metric": "cem"}, 1 + 1 + 1 + 10),
-        # A judge's verdict replaces the metric.
-        ("[4, 1]", "June 16", {"correct": True}, 1 + 1 + 1 + 10),
-        # Without relevance the bonus needs the other two; Naive-GRPO (4.3) has no bonus.
+        # Without relevance the bonus needs the other two.
         ("[2]", "June 16, 1874", {"relevance_reward": False}, 1 + 1 + 10),
-        ("[2]", "June 16, 1874", {"relevance_reward": False, "bonus": 0.0}, 1 + 1),
     ],
 )
 def test_every_sum_of_arenas_terms_by_hand(ids, answer, args, expected):
@@ -700,11 +663,9 @@ def test_every_sum_of_arenas_terms_by_hand(ids, answer, args, expected):
 @pytest.mark.parametrize(
     ("ids", "numbers", "relevance"),
     [
-        ("[1, 4]", {1, 4}, 1.0),
         ("[4,1,4]", {1, 4}, 1.0),
         ("[1]", {1}, 0.5),
         ("[1, 4]</relevance> <relevance>[2]", {2}, 0.0),  # the last section counts
-        ("[]", set(), 0.0),
         ("[true, 4]", set(), 0.0),
         ("[" + "9" * 5000 + "]", set(), 0.0),  # Python cannot parse a number this long
     ],
@@ -754,10 +715,9 @@ def test_naive_grpo_earns_one_for_think_and_answer_and_one_for_the_answer(text, 
     assert rewards.good_format(trajectory) == good
 
 
-@pytest.mark.parametrize("answer", ["True", "true."])
-def test_for_arenas_released_scorer_true_is_not_yes(answer):
+def test_for_arenas_released_scorer_true_is_not_yes():
     for reward in ("arena", "arena_code"):
-        assert terms(reward, f"<answer>{answer}</answer>", asking("yes"))["answer"] == 0.0
+        assert terms(reward, "<answer>True</answer>", asking("yes"))["answer"] == 0.0
         assert terms(reward, "<answer>Yes!</answer>", asking("yes"))["answer"] == 1.0
 
 
@@ -793,18 +753,14 @@ def test_every_reward_by_name_scores_a_trajectory_of_its_protocol(reward):
 
 
 @pytest.mark.parametrize(
-    ("reward", "answer", "term", "expected", "args"),
+    "reward, text, term",
     [
-        # The released Llama code subtracts 1 for the format, not 2; the released stage 1 adds ±1 by
-        # cover-EM.
-        ("r1_searcher_stage2_llama", "<think> Norland", "format", -1, {}),
-        ("r1_searcher_stage1_code", "Sudria", "answer", -1, {}),
-        ("arena", "Norland", "bonus", 3, {"bonus": 3.0}),
+        ("r1_searcher_stage2_llama", "Norland", "format"),
+        ("r1_searcher_stage1_code", "so</think>$wrong", "answer"),
     ],
 )
-def test_the_arguments_reach_the_reward(reward, answer, term, expected, args):
-    row = example(protocol_of(reward), answer)
-    assert reward_terms(reward, row, {"step": 0}, **args)[term] == pytest.approx(expected)
+def test_r1_searchers_code_charges_llama_one_for_the_format_and_adds_cover_em(reward, text, term):
+    assert terms(reward, text)[term] == -1
 
 
 @pytest.mark.parametrize(
@@ -840,12 +796,10 @@ UNCITED = replace(QA, supporting=())
     ],
 )
 def test_a_question_that_lacks_a_field_the_reward_reads_is_an_error(reward, question, message):
-    settings = settings_for(reward)
-    good = CHOICE if reward == "ur2_choice" else QA
     with pytest.raises(InputError, match=f"question {question.id} {message}"):
-        rewards.check_questions([good, question], settings)
-    assert rewards.check_questions([good], settings) == [good]
-    assert rewards.check_questions([UNCITED], settings_for("arena", relevance_reward=False))
+        rewards.check_questions([question], settings_for(reward))
+    for settings in (settings_for("search_r1"), settings_for("arena", relevance_reward=False)):
+        assert rewards.check_questions([UNCITED], settings) == [UNCITED]
 
 
 # -------------------------------------------------------------------------- hacks that earn nothing
@@ -1028,12 +982,6 @@ def test_a_fallback_is_paid_as_a_valid_search_unless_the_variant_calls_it_invali
     assert rewards.ur2_choice(row, 0, fallback_is_invalid=True)["retrieval"] == 0.5
 
 
-@pytest.mark.parametrize(
-    "answer, gold", [("yes it is", "yes"), ("no", "no it is not"), ("no", "yes")]
-)
+@pytest.mark.parametrize("answer, gold", [("yes it is", "yes"), ("no", "no it is not")])
 def test_ur2_pays_nothing_for_a_text_around_yes_or_no(answer, gold):
-    row = example("ur2", answer=answer)
-    row.question = replace(row.question, answers=[gold])
-    assert reward_terms("ur2_stage2", row, {})["answer"] == 0
-    row.question = replace(row.question, answers=[answer])
-    assert reward_terms("ur2_stage2", row, {})["answer"] == 2
+    assert terms("ur2_stage2", f"\\boxed{{{answer}}}", asking(gold))["answer"] == 0
