@@ -44,9 +44,7 @@ def test_the_reader_is_asked_once_for_all_trajectories_that_searched(monkeypatch
     reward_terms, correct, stats = compute(rows, "r_search")
     # Two of the three trajectories searched and have evidence, which names the country.
     assert len(reader.batches) == 1 and len(reader.batches[0]) == 2
-    assert all(
-        text.endswith("In which country was Ana Bell born?") for _, text in reader.batches[0]
-    )
+    assert all(text.endswith(rows[0].question.question) for _, text in reader.batches[0])
     evidence_and_answer = [(terms["evidence"], terms["answer"]) for terms in reward_terms]
     assert evidence_and_answer == [(1, 1), (0, 1), (1, 0)]  # the answers of two models
     assert correct == [True, True, False] and stats == {"reader_failures": 0}
@@ -82,9 +80,8 @@ def test_the_judge_s_verdict_replaces_the_metric(reply, rewards, correct, unread
     # Two searches each, β = 0.3. Stage 1: right 1, wrong −1 + 0.6.
     rows = [example("when_to_search", "Norland"), example("when_to_search", "Sudria")]
     reward_terms, right, stats, batches = compute_with_judge(monkeypatch, reply, rows)
-    assert [terms["answer"] for terms in reward_terms] == pytest.approx(
-        rewards
-    ) and right == correct
+    assert [terms["answer"] for terms in reward_terms] == pytest.approx(rewards)
+    assert right == correct
     assert stats["judge_unreadable"] == unreadable  # the share of the verdicts that are unreadable
     assert len(batches) == 1 and len(batches[0]) == 2  # one request for all
 
@@ -150,8 +147,6 @@ def test_punctuation_is_treated_as_in_the_paper_s_scorer(protocol, same):
         text = "<answer> Ana-Bell Ana_Bell </answer>"
         trajectory = trajectory_from_text(question, text, protocol)
         assert trajectory_metrics(trajectory)["em"] == (gold == same)
-        if protocol == "arena":  # the reward and the evaluation agree
-            assert compute([trajectory], "arena")[0][0]["answer"] == (gold == same)
 
 
 def test_searches_and_their_tokens_are_counted():
@@ -182,10 +177,8 @@ def test_searches_and_their_tokens_are_counted():
 def test_a_term_that_is_left_out_asks_no_other_model(monkeypatch):
     """In When to Search's Table 4, w/o r_a needs no verdict and w/o r_s needs no vectors."""
     rows = [example("when_to_search", "Sudria")]
-    assert compute_with_judge(monkeypatch, "yes", rows, variant="without_r_a")[1::2] == (
-        [False],
-        [],
-    )
+    _, correct, _, batches = compute_with_judge(monkeypatch, "yes", rows, variant="without_r_a")
+    assert correct == [False] and not batches
     for variant, embeds in (("without_r_s", False), ("", True)):
         _, others = build_models("when_to_search", variant=variant)
         assert ("embed" in others.ask) is embeds
