@@ -326,7 +326,6 @@ DR_BELL = "Dr. J. R. Bell came to St. Ives."
     "read, reply, expected",
     [
         (stated_answer, "<answer> a </answer> so <answer> b </answer>", "b"),
-        (stated_answer, "The answer is: Dr. J. Bell of St. Ives.", "Dr. J. Bell of St. Ives"),
         (stated_answer, "The answer is x\nThe Answer is y", "y"),
         (stated_answer, "The answer is:", ""),
         # A reply that should be only the answer.
@@ -364,10 +363,6 @@ def test_all_methods_run_on_a_random_chat_model(bpe, tmp_path, capsys, monkeypat
     options = "--corpus from-data --questions 2 --max_turn_tokens 8 --max_searches 2 --out out"
     main(["--model", "model", "--data", write_records(tmp_path / "five.jsonl"), *options.split()])
     assert re.findall(r"\| (\w+) +\| 2 ", capsys.readouterr().out) == list(METHODS)
-    for record in finished_records(tmp_path / "out" / "rag.jsonl"):
-        assert len(record["searches"]) == 1 and "<information>" in record["transcript"]
-        # The model wrote 8 tokens; encoded again, their text may have more.
-        assert 0 < record["metrics"]["model_tokens"] <= 16
 
 
 # -------------------------------------------------------- what the papers say about their baselines

@@ -6,6 +6,7 @@ protocol's own tags (`written`).
 """
 
 import json
+import re
 from dataclasses import replace
 from string import Template
 
@@ -144,14 +145,6 @@ def test_each_rejected_query_is_a_violation(question, searches, rejected, faults
     assert count_valid_searches(trajectory) == searches
 
 
-def test_a_query_without_a_word_earns_nothing_and_is_a_violation():
-    # Two such queries are two violations: −2. They must not earn 1 + 4, as two searches do.
-    trajectory = written("$right")
-    trajectory.searches += [Search("- -", [], "None")] * 2
-    assert rewards.ur2_stage1(trajectory) == {"format": -2, "retrieval": 0, "fallback": 0}
-    assert sum(rewards.ur2_choice(trajectory, 0).values()) == 2  # no format, no bonus
-
-
 @pytest.mark.parametrize(
     "text, question, metric, expected",
     [
@@ -265,6 +258,7 @@ SHOWS_CHINESE = Question("1", "?", ["x"], references=(Document("1", "北", ""),)
         ("$right", QA, ""),
         ("no box", QA, "no_answer"),
         ("<|begin_of_query|> where $right", QA, "unpaired_query_tags"),
+        ("<|begin_of_query|> - - <|end_of_query|>$faked$right", QA, "wordless_query"),
         ("$faked$faked$right", QA, "written_documents written_documents"),
         ("\\boxed{x} \\boxed{a b c d e f g h i j k}", QA, "several_answers long_answer"),
         ("<|begin_of_query|> $long <|end_of_query|>$faked$right", QA, "long_query"),
@@ -357,7 +351,6 @@ def test_r1_searcher_counts_a_search_with_any_number_of_words():
         ("so $right", "thinking_not_closed_once"),
         ("<think>so</think>$right", "thinking_not_closed_once"),
         ("$right so</think>", "answer_in_thinking"),
-        ("so</think>$right$right", "several_answers"),
         ("so</think> It is $right", "text_beside_answer"),
         ("so</think><answer>$long</answer>", "long_answer"),
         ("</think><answer><|begin_of_documents|></answer>", "written_documents tag_in_answer"),
@@ -439,7 +432,6 @@ def test_r_searchs_equations_with_numbers(text, gold, reader, expected):
 def test_search_r1_pays_exact_match_and_nothing_else():
     for answer, reward in (
         ("Nor-land.", 1),  # punctuation is deleted
-        ("Kelmouth, Norland", 0),
         ("Norland </answer><answer> Sudria", 0),  # the last of two answers counts
     ):
         assert terms("search_r1", f"<answer>{answer}</answer>") == {"answer": reward}
@@ -598,24 +590,19 @@ def test_concise_queries(query, concise):
 
 
 @pytest.mark.parametrize(
-    "text, gold, correct, answer",
+    "text, correct",
     [
-        ("<answer> The Norland! </answer>", "Norland", False, -1),
-        # A missing answer is wrong, even if the judge's verdict is "correct".
-        ("$think", "Norland", True, -1),
-        # Answers that merely contain the gold earn nothing.
-        ("<answer>yes no</answer>", "yes", None, -1),
-        ("<answer>Sudria/Ostland/Norland</answer>", "Norland", None, -1),
+        ("<answer> The Norland! </answer>", False),
+        ("$think", True),  # a missing answer is wrong, even if the judge's verdict is "correct"
+        ("<answer>Norland or Sudria</answer>", None),  # it merely contains the gold
     ],
 )
-def test_the_judges_verdict_decides_or_exact_match_if_there_is_none(text, gold, correct, answer):
-    result = terms("when_to_search_stage1", text, asking(gold), (), {"correct": correct})
-    assert result["answer"] == answer
+def test_the_judges_verdict_decides_or_exact_match_if_there_is_none(text, correct):
+    result = terms("when_to_search_stage1", text, outside={"correct": correct})
+    assert result["answer"] == -1
 
 
 # ----------------------------------------------------------------------------------- TF-IDF by hand
-
-CORPUS = [Document("1", "Ana", "born in town"), Document("2", "Bo", "born in city")]
 
 
 def similarity(embed, *texts):
@@ -628,7 +615,7 @@ def test_without_a_corpus_every_word_weighs_the_same():
 
 
 def test_queries_of_invented_words_have_zero_vectors_and_count_as_equal():
-    embed = tfidf_embedder(CORPUS)
+    embed = tfidf_embedder([Document("1", "Ana", "born in town")])
     assert similarity(embed, "qqq", "zzz") == similarity(embed, "??", "??") == 1.0
     assert similarity(embed, "qqq", "ana") == 0.0
 
@@ -656,24 +643,21 @@ def sections(ids="[1, 4]", answer="June 16, 1874"):
     ],
 )
 def test_every_sum_of_arenas_terms_by_hand(ids, answer, args, expected):
-    trajectory = written(sections(ids, answer), "arena", asking("June 16, 1874"))
-    assert sum(rewards.arena(trajectory, **args).values()) == pytest.approx(expected)
+    assert paid("arena", sections(ids, answer), asking("June 16, 1874"), **args) == expected
 
 
 @pytest.mark.parametrize(
-    ("ids", "numbers", "relevance"),
+    "ids, relevance",
     [
-        ("[4,1,4]", {1, 4}, 1.0),
-        ("[1]", {1}, 0.5),
-        ("[1, 4]</relevance> <relevance>[2]", {2}, 0.0),  # the last section counts
-        ("[true, 4]", set(), 0.0),
-        ("[" + "9" * 5000 + "]", set(), 0.0),  # Python cannot parse a number this long
+        ("[4,1,4]", 1.0),
+        ("[1]", 0.5),
+        ("[1, 4]</relevance> <relevance>[2]", 0.0),  # the last section counts
+        ("[true, 4]", 0.0),
+        ("[" + "9" * 5000 + "]", 0.0),  # Python cannot parse a number this long
     ],
 )
-def test_cited_numbers_are_a_set_in_brackets(ids, numbers, relevance):
-    trajectory = written(sections(ids), "arena")
-    assert rewards.cited(trajectory) == numbers
-    assert rewards.arena(trajectory)["relevance"] == relevance
+def test_cited_numbers_are_a_set_in_brackets(ids, relevance):
+    assert terms("arena", sections(ids))["relevance"] == relevance
 
 
 @pytest.mark.parametrize(
@@ -779,11 +763,6 @@ def test_a_reward_that_does_not_fit_is_an_error_of_one_line(settings, message):
     assert "\n" not in str(error.value)
 
 
-def test_only_a_price_of_searches_of_two_or_more_is_too_high():
-    check_reward(settings_for("ur2_stage2", max_searches=9))  # UR² has no price per search
-    check_reward(settings_for("when_to_search_stage2", max_searches=6, beta=0.3))  # 0.3 · 6 = 1.8
-
-
 UNCITED = replace(QA, supporting=())
 
 
@@ -804,16 +783,16 @@ def test_a_question_that_lacks_a_field_the_reward_reads_is_an_error(reward, ques
 
 # -------------------------------------------------------------------------- hacks that earn nothing
 
-NO_SEARCH = {
-    "bare begin tags": "<|begin_of_query|> <|begin_of_query|> ",
-    "a query that nobody ran": "<|begin_of_query|> Ana Bell <|end_of_query|> ",
-    "an empty query": "<|begin_of_query|> <|end_of_query|>\n\n$faked",
-    "documents without a query": "$faked",
-    "a malformed query": "Ana Bell <|end_of_query|>\n\n$faked",
-}
+NO_SEARCH = [
+    "<|begin_of_query|> <|begin_of_query|> ",
+    "<|begin_of_query|> Ana Bell <|end_of_query|> ",  # nobody ran it
+    "<|begin_of_query|> <|end_of_query|>\n\n$faked",
+    "$faked",
+    "Ana Bell <|end_of_query|>\n\n$faked",
+]
 
 
-@pytest.mark.parametrize("hack", NO_SEARCH.values(), ids=NO_SEARCH.keys())
+@pytest.mark.parametrize("hack", NO_SEARCH)
 def test_text_that_imitates_a_search_earns_no_search_reward(hack):
     for reward in ("ur2_stage1", "ur2_choice", "r1_searcher_stage1"):
         assert terms(reward, f"{hack} so</think>$right")["retrieval"] == 0.0
@@ -875,53 +854,37 @@ def test_a_list_of_guesses_is_too_long_however_it_is_joined(joint):
 
 # -------------------------------------------------------------------------------- the released code
 
-# row: (our reward, why it differs from the released code's)
-COLON = "D.2 ends in `the correct answer is: X`; the code asks for no colon"
-SCHEDULE = "the code ends stage 1's search reward and missing-retrieval fault with step 15"
-WHITE_SPACE = "white space around the sections is not a fault; the code's pattern refuses it"
-LATIN_ONLY = "the code looks for CJK in retrieved text too"
-DOCUMENTS = "the code wants a passage in each block, which is the environment's to write"
-LONG_ANSWER = "an answer over 10 words breaks the format in every stage and for every model"
-ON_PURPOSE = {
-    4: (-1.0, SCHEDULE),
-    5: (4.0, SCHEDULE),
-    8: (-2.0, "a query over 20 words is not a valid search: −2 for two, and no retrieval reward"),
-    9: (4.0, LATIN_ONLY),
-    12: (2.0, "two answers on one line are two answers; the code's pattern sees one"),
-    13: (-1.0, "a prompt without retrieval pays the format only, and a query there breaks it"),
-    14: (-1.0, "eq. 1 takes 1 for each violation, whatever the prompt; the code pays 0"),
-    31: (3.0, "the code does not normalise a curly apostrophe, its own evaluation does"),
-    32: (3.0, "the code's pattern reads to the last brace of the line; we balance braces"),
-    38: (0.0, "UR² answers in a box; the code also reads the other paper's tag"),
-    35: (1.0, "eq. 2 pays correct answers; the code pays 1 for a partly correct one"),
-    40: (1.0, COLON),
-    41: (0.0, COLON),
-    42: (1.0, COLON),
-    44: (0.5, '"both of them" is not a letter; the code reads the b'),
-    46: (
-        0.5,
-        "a box is D.2's answer to mathematics and open questions; the code reads it here too",
-    ),
-    47: (3.5, '"user said" is not a header of a chat turn; the code forbids lines that begin so'),
-    49: (2.0, "eq. 2 with a query on a prompt without retrieval: no format, no bonus"),
-    57: (1.0, "no search was run; the code pays a half for the document tags or for the format"),
-    58: (2.0, DOCUMENTS),
-    59: (1.5, "garbled text breaks the format in every stage; the code tests it in stage 2"),
-    62: (-0.5, f"{LONG_ANSWER}, and a list covers nothing: 0.5 + 0 − 1"),
-    71: (1.0, DOCUMENTS),
-    75: (4 / 13 - 1, LONG_ANSWER),
-    84: (1.0, DOCUMENTS),
-    87: (1.0, 'the word "assistant" is in a document, not in the model\'s text'),
-    96: (13.0, 'a "<" that opens no section is allowed; the code\'s pattern refuses any'),
-    97: (13.0, WHITE_SPACE),
-    98: (13.0, WHITE_SPACE),
-    99: (2.0, "text after the answer breaks the format: 0 + 1 + 1; the code matches a beginning"),
-    103: (2.0, "[true, 4] is not a list of numbers; the code takes true for 1"),
-    109: (1.4, "without a search 0.2 + 0.2; the code asks for no evidence then and finds some"),
-    114: (1.4, "faked documents are not a search; the code looks for the tag"),
-    115: (1.4, 'the box is there, though "and" is wrong; the code takes "and" for its prompt\'s'),
-    117: (1.4, "without a reader's answer F1 is 0: 1 + 0 + 0.4; the code crashes"),
-}
+# row:our reward | why it differs from the released code's
+ON_PURPOSE = """
+4:-1 5:4 | the code ends stage 1's search reward and missing-retrieval fault with step 15
+8:-2 | a query over 20 words is not a valid search: −2 for two, and no retrieval reward
+9:4 | the code looks for CJK in retrieved text too
+12:2 | two answers on one line are two answers; the code's pattern sees one
+13:-1 | a prompt without retrieval pays the format only, and a query there breaks it
+14:-1 | eq. 1 takes 1 for each violation, whatever the prompt; the code pays 0
+31:3 | the code does not normalise a curly apostrophe, its own evaluation does
+32:3 | the code's pattern reads to the last brace of the line; we balance braces
+38:0 | UR² answers in a box; the code also reads the other paper's tag
+35:1 | eq. 2 pays correct answers; the code pays 1 for a partly correct one
+40:1 41:0 42:1 | D.2 ends in `the correct answer is: X`; the code asks for no colon
+44:0.5 | "both of them" is not a letter; the code reads the b
+46:0.5 | a box is D.2's answer to mathematics and open questions; the code reads it here too
+47:3.5 | "user said" is not a header of a chat turn; the code forbids lines that begin so
+49:2 | eq. 2 with a query on a prompt without retrieval: no format, no bonus
+57:1 | no search was run; the code pays a half for the document tags or for the format
+58:2 71:1 84:1 | the code wants a passage in each block, which is the environment's to write
+59:1.5 | garbled text breaks the format in every stage; the code tests it in stage 2
+62:-0.5 75:-0.6923 | an answer over 10 words breaks the format, and a list covers nothing
+87:1 | the word "assistant" is in a document, not in the model's text
+96:13 | a "<" that opens no section is allowed; the code's pattern refuses any
+97:13 98:13 | white space around the sections is not a fault; the code's pattern refuses it
+99:2 | text after the answer breaks the format: 0 + 1 + 1; the code matches a beginning
+103:2 | [true, 4] is not a list of numbers; the code takes true for 1
+109:1.4 | without a search 0.2 + 0.2; the code asks for no evidence then and finds some
+114:1.4 | faked documents are not a search; the code looks for the tag
+115:1.4 | the box is there, though "and" is wrong; the code takes "and" for its prompt's
+117:1.4 | without a reader's answer F1 is 0: 1 + 0 + 0.4; the code crashes
+"""
 FALLBACKS = {6: 1, 7: 2, 26: 1, 27: 2}  # row: number of searches, all answered by the fallback
 TASKS = {"rag": "qa", "math": "math", "history": "choice", "medicine": "choice"}
 GRADES = {"Judgment: Correct": lambda *_: 2, "Judgment: Partially correct": lambda *_: 1}
@@ -964,22 +927,22 @@ def golden(index, row):
 def test_every_golden_row_is_equal_or_differs_for_a_named_reason():
     rows = json.loads(shared("golden/released_code_rewards.json"))
     assert len(rows) == 119
+    on_purpose = dict(re.findall(r"(\d+):(\S+)", ON_PURPOSE))
     for index, row in enumerate(rows):
         ours = sum(golden(index, row).values())
         released = row["released_code_reward"]  # a string if the code raises an error
-        expected, reason = ON_PURPOSE.get(index, (released, "equal"))
-        assert ours == pytest.approx(expected, abs=1e-4), (index, reason)
+        expected = float(on_purpose.get(str(index), released))
+        assert ours == pytest.approx(expected, abs=1e-4), index
         differs = isinstance(released, str) or abs(ours - released) > 1e-3
-        assert index not in ON_PURPOSE or differs, f"row {index} is equal: drop it from the table"
+        assert differs == (str(index) in on_purpose), f"row {index}: is it in the table?"
 
 
 def test_a_fallback_is_paid_as_a_valid_search_unless_the_variant_calls_it_invalid():
     """UR² eq. 1, C.6: two searches of which one is a fallback: 1 + 4 − 0.5, else 1 + 3 − 0.5."""
     row = example("ur2")
-    assert rewards.ur2_stage1(row)["retrieval"] == 4.0
-    assert rewards.ur2_stage1(row, fallback_is_invalid=True)["retrieval"] == 3.0
-    assert rewards.ur2_choice(row, 0)["retrieval"] == 1.0
-    assert rewards.ur2_choice(row, 0, fallback_is_invalid=True)["retrieval"] == 0.5
+    for invalid, stage1, choice in ((False, 4.0, 1.0), (True, 3.0, 0.5)):
+        assert rewards.ur2_stage1(row, fallback_is_invalid=invalid)["retrieval"] == stage1
+        assert rewards.ur2_choice(row, 0, fallback_is_invalid=invalid)["retrieval"] == choice
 
 
 @pytest.mark.parametrize("answer, gold", [("yes it is", "yes"), ("no", "no it is not")])
