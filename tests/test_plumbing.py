@@ -141,7 +141,6 @@ def test_a_prompt_that_is_too_long_is_a_one_line_error_before_training_starts(
     "path, more, fragment",
     [
         of_fault(257, "no-model", "", "no-model: no such directory"),
-        ("", "", "no config.json"),
         (None, "--mix nothing=1", "questions of nothing, and the data has 0"),
         (None, "--resume", "no checkpoint in"),
         (None, "--prompt_file none.txt", "none.txt"),
