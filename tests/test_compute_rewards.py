@@ -97,16 +97,6 @@ def test_the_judge_is_asked_only_if_something_reads_its_verdict(monkeypatch):
     assert reward_terms[0]["answer"] == 0  # UR²'s reward uses its own metric
 
 
-def test_arena_s_accuracy_is_the_judge_s_verdict_or_else_the_metric(monkeypatch):
-    # If the verdict is unreadable, the metric decides: F1 with P = 1/2 and R = 1 for "Norland,
-    # Kelmouth".
-    rows = [example("arena"), example("arena", "Norland, Kelmouth")]
-    for reply, second in (("yes", 1), ("I cannot say", 2 / 3)):
-        terms, *_ = compute_with_judge(monkeypatch, reply, rows, "arena", variant="f1")
-        assert [row["answer"] for row in terms] == pytest.approx([1, second])
-        assert [row["bonus"] for row in terms] == [10, 10 * (second == 1)]
-
-
 def retrieval(second: str, documents=()) -> float:
     """Returns When to Search's term of a trajectory that searches for "ana bell", then `second`."""
     block = "</search><information>ana bell of kelmouth</information><reflect>b</reflect>"

@@ -121,11 +121,6 @@ def test_lora_learns_with_frozen_int8_weights_and_saves_an_fp32_checkpoint(saved
     assert (int8 - fp32).abs().max() < 0.1 * (int8 - untrained).abs().max()
 
 
-def test_a_frozen_reference_of_a_lora_run_has_no_a_and_b(saved):
-    reference, _ = load_policy(saved, settings=LORA, frozen=True)
-    assert not lora_state(reference) and not any(p.requires_grad for p in reference.parameters())
-
-
 def test_the_seed_determines_a_and_the_global_random_state_is_kept():
     torch.manual_seed(5)
     expected, states = torch.rand(1), []

@@ -117,13 +117,13 @@ def metrics_of(step: int, begin: int) -> dict:
     return row | {"grad_norm": 1.0, "k2": 0.1, "entropy_mc": 2.0 - progress, "malformed_tags": 0.0}
 
 
-def stage(folder, steps: int, begin: int = 0):
+def stage(folder, begin: int):
     folder.mkdir(parents=True)
     settings = {"recipe": "ur2", "algorithm": "grpo", "clip_low": 0.2, "clip_high": 0.2}
     settings |= {"model": "", "data": "", "corpus": "mine.jsonl", "world_seed": 3}
     settings |= {"kl_coef": 0.1, "kl_estimator": "k2", "group_size": 4, "questions_per_step": 8}
     (folder / "settings.json").write_text(json.dumps(settings))
-    metrics = [metrics_of(step, begin) for step in range(steps)]
+    metrics = [metrics_of(step, begin) for step in range(3)]
     metrics[1]["alarms"] = {"truncated": f"cut off, {folder.name}"}
     append_jsonl(folder / "metrics.jsonl", metrics)
     return folder
@@ -146,7 +146,7 @@ def searching(row: int, **more) -> dict:
 def page(tmp_path_factory):
     """Returns the page of a run: two stages of three steps, each step with two groups of four."""
     root = tmp_path_factory.mktemp("runs") / "ana"
-    for folder in (stage(root / "stage1", 3), stage(root / "stage2", 3, 3)):
+    for folder in (stage(root / "stage1", 0), stage(root / "stage2", 3)):
         for step in range(3):
             rows = [searching(row, step=step, group=group) for group in (0, 5) for row in range(4)]
             if folder.name == "stage1" and step == 0:  # the middle one by reward, before RL

@@ -59,12 +59,8 @@ def test_a_negative_idf_becomes_a_quarter_of_the_mean_idf():
 
 def test_in_a_tiny_corpus_the_smallest_idf_is_positive():
     # Every idf is ln(1.5 / 1.5) = 0 or ln(0.5 / 2.5) < 0, so rank-bm25's floor would be negative.
-    bm25 = BM25(documents("a guide to pumps", "a guide to wells and pumps and wells"))
-    assert bm25.search(["how are wells dug ?"], 2)[0][0].text.startswith("a guide to wells")
-    # The documents have 4 and 8 words, 6 on average: the norms are 1.5 · (1/4 + 3/4 · 4/6) and
-    # 1.5 · (1/4 + 3/4 · 8/6).
-    expected = [SMALL_IDF * 2.5 / (1 + 1.5 * (0.25 + 0.75 * n / 6)) for n in (4, 8)]
-    np.testing.assert_allclose(bm25.scores("guide"), expected, rtol=1e-12)
+    bm25 = BM25(documents("a guide", "a pump"))  # both have the mean length
+    np.testing.assert_allclose(bm25.scores("a guide"), [2 * SMALL_IDF, SMALL_IDF], rtol=1e-12)
     assert list(BM25(documents("...", "!")).scores("cat")) == [0, 0]  # no document has a word
 
 
@@ -144,14 +140,6 @@ def test_the_random_control_depends_only_on_the_query_and_the_seed():
     assert [document.id for document in first] == ["52", "45", "18", "98"] and other != first
     assert [first] != retrieve(make_control("random", corpus, 4), asked("q"), 4)
     assert "the corpus is empty" in message(make_retriever, [], Settings(retriever="random"))
-
-
-def test_the_oracle_returns_the_gold_documents_and_counts_them_from_one():
-    references = tuple(documents("a", "b", "c", "d"))
-    gold = Question("1", "?", ["x"], references=references, supporting=(1, 4))
-    requests = [SearchRequest(gold, "q"), SearchRequest(Question("2", "?", ["x"]), "q")]
-    found = retrieve(make_control("oracle", [], 0), requests, 5)
-    assert found == [[references[0], references[3]], []]
 
 
 def test_a_retriever_gets_its_settings(monkeypatch):

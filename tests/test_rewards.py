@@ -516,18 +516,19 @@ def searching(*queries: str) -> str:
     return "$think" + "".join(f"{search(WHEN, query)}$reflect" for query in queries)
 
 
-@pytest.mark.parametrize("n", range(5))
-def test_each_search_softens_a_wrong_answer_and_costs_a_right_one(n):
+@pytest.mark.parametrize(
+    "stage, per_right, per_wrong", [("stage1", 0, 0.3), ("stage2", -0.3, 0), ("unified", -0.3, 0.3)]
+)
+def test_each_search_softens_a_wrong_answer_and_costs_a_right_one(stage, per_right, per_wrong):
     # With β = 0.3, stage 1 pays 1 if right and −1 + 0.3 n if wrong; stage 2 pays 1 − 0.3 n if right
     # and −1 if wrong. Table 2's unified reward uses both signs: at RC = 4 a right answer earns −0.2
     # and a wrong one 0.2.
-    softened, priced = -1 + 0.3 * n, 1 - 0.3 * n
-    by_stage = {"stage1": (1, softened), "stage2": (priced, -1), "unified": (priced, softened)}
-    text = searching(*QUERIES[:n]) + "$reflect" * (n == 0)
-    for stage, expected in by_stage.items():
-        for answer, reward in zip(("$right", "$wrong"), expected, strict=True):
-            result = terms(f"when_to_search_{stage}", text + answer)
-            assert result == pytest.approx({"format": 1.0, "retrieval": 0.0, "answer": reward})
+    for n in range(5):
+        text = searching(*QUERIES[:n]) + "$reflect" * (n == 0)
+        right, wrong = (terms(f"when_to_search_{stage}", text + a) for a in ("$right", "$wrong"))
+        same = {"format": 1.0, "retrieval": 0.0}
+        assert right == pytest.approx(same | {"answer": 1 + n * per_right})
+        assert wrong == pytest.approx(same | {"answer": -1 + n * per_wrong})
 
 
 def test_eq_12_is_the_sum_of_three_terms():
@@ -638,6 +639,7 @@ def sections(ids="[1, 4]", answer="June 16, 1874"):
         ("[4, 1]", "June 16, 1874 </answer> done", {}, 0 + 1 + 1),
         # F1 of "June 16": P = 1 and R = 2/3, so 0.8.
         ("[4, 1]", "June 16", {"answer_metric": "f1"}, 1 + 0.8 + 1),
+        ("[4, 1]", "June 16", {"outside": {"correct": True}}, 1 + 1 + 1 + 10),  # a judge's verdict
         # Without relevance the bonus needs the other two.
         ("[2]", "June 16, 1874", {"relevance_reward": False}, 1 + 1 + 10),
     ],
