@@ -152,7 +152,6 @@ E5_INSTRUCT = (f"Instruct: {TASK}\nQuery: ", "")
     [
         ({"sts_query": "sts: ", "web_search_query": "ask: "}, ("ask: ", "")),
         ({"query": "q: ", "document": "d: ", "Clustering": "c: "}, ("q: ", "d: ")),
-        ({"query": "q: ", "passage": "p: "}, ("q: ", "p: ")),
         ({"query": "", "document": ""}, E5),  # empty ones are sentence-transformers' own
         ({"sts_query": "sts: "}, E5),
     ],

@@ -172,12 +172,18 @@ BELOW = """document.querySelector('nav').getBoundingClientRect().bottom
 BUTTONS = "document.querySelectorAll('#groups button').length"
 
 
-def test_the_page_opens_at_the_last_step_with_its_groups_and_one_trajectory(viewer):
+def test_the_page_opens_at_the_last_step_below_the_headline_of_the_run(viewer):
     assert viewer.run("document.title") == "Trajectories"  # markup in a question is shown as text
     assert viewer.run(BUTTONS) == 8 and viewer.run(BELOW)
-    assert viewer.run("document.getElementById('step-numbers').textContent").startswith(
-        "stage2, step 2: reward 0.2"
-    )
+    step = viewer.run("document.getElementById('step-numbers').textContent")
+    assert step.startswith("stage2, step 2: reward 0.2")
+    # Means of the first three and of the last three steps: progress is 0, .2, .4 and .6, .8, 1, and
+    # exact match is 0.1 + 0.8 progress. With s = 0.16 in both, the interval of its difference is
+    # 0.48 ± 2.776 · 0.16 · √(2/3) = ± 0.363. That of searches is, at 99 %, 0.6 ± 0.752: not named.
+    headline = viewer.run("document.getElementById('headline').textContent")
+    assert headline == "On training questions (n = 24): exact match 0.26 → 0.74"
+    about = viewer.run("document.getElementById('about').textContent")
+    assert about == "ur2 · grpo · built-in model · built-in world 3 · mine.jsonl"
     assert "<script>" in viewer.run("document.querySelector('#one h2').textContent")
     assert "\u202e" not in viewer.run("document.body.textContent")
 
@@ -201,15 +207,12 @@ def test_an_alarm_leads_to_its_step(viewer):
     viewer.wait("document.getElementById('step-numbers').textContent.startsWith('stage1, step 1')")
 
 
-def test_words_filter_and_the_arrow_keys_move_among_the_remaining_trajectories(viewer):
+def test_keys_filter_by_words_and_change_trajectory_step_token_colour_and_theme(viewer):
     viewer.press("/", "u", "l", "m")
     assert viewer.run(BUTTONS) == 6
     viewer.press("Escape", "ArrowDown")  # the first trajectory, which was chosen, does not match
     chosen = "document.querySelectorAll('#groups [aria-current=true]')[0].title"
     assert "answer Ulm" in viewer.run(chosen)
-
-
-def test_keys_change_step_token_colour_and_theme(viewer):
     step_text = "document.getElementById('step-numbers').textContent"
     viewer.press("ArrowLeft")
     viewer.wait(f"{step_text}.startsWith('stage2, step 1')")
@@ -297,16 +300,6 @@ def test_at_the_width_of_a_phone_nothing_needs_scrolling_sideways(browser, page)
     browser.run("choose(0, 1), pick(0)")
     assert browser.run("document.documentElement.scrollWidth") <= 380 and browser.run(BELOW)
     assert browser.complaints() == []
-
-
-def test_the_headline_compares_the_first_steps_with_the_last(viewer):
-    # Means of the first three and of the last three steps: progress is 0, .2, .4 and .6, .8, 1, and
-    # exact match is 0.1 + 0.8 progress. With s = 0.16 in both, the interval of its difference is
-    # 0.48 ± 2.776 · 0.16 · √(2/3) = ± 0.363. That of searches is, at 99 %, 0.6 ± 0.752: not named.
-    headline = viewer.run("document.getElementById('headline').textContent")
-    assert headline == "On training questions (n = 24): exact match 0.26 → 0.74"
-    about = viewer.run("document.getElementById('about').textContent")
-    assert about == "ur2 · grpo · built-in model · built-in world 3 · mine.jsonl"
 
 
 def test_the_same_question_is_shown_at_three_moments_of_training(viewer):
@@ -441,10 +434,8 @@ def test_four_curves_have_the_values_of_the_metrics_on_their_axes(viewer):
 def test_health_curves_are_folded_and_all_zero_metrics_are_one_line(viewer):
     viewer.run("document.getElementById('health').open = true")
     viewer.wait("document.querySelectorAll('#health figure').length > 3")
-    assert (
-        viewer.run("document.querySelector('#health .zero').textContent")
-        == "All zero: malformed_tags"
-    )
+    zero = viewer.run("document.querySelector('#health .zero').textContent")
+    assert zero == "All zero: malformed_tags"
 
 
 ATTACK = """(() => {

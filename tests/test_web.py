@@ -21,6 +21,10 @@ def reply(text: str, kind="text/html", status="200 OK") -> bytes:
     return head.encode() + body
 
 
+def redirect(url: str) -> bytes:
+    return reply("", status=f"302 Found\r\nLocation: {url}")
+
+
 def text_page(name: str) -> bytes:
     return reply(f"<title>{name}</title><p>Text of {name}.")
 
@@ -144,7 +148,7 @@ def test_a_failed_api_request_is_a_fault_and_the_replies_to_other_queries_are_ca
 @pytest.mark.parametrize(
     "page",
     [
-        reply("", status="302 Found\r\nLocation: /other"),
+        redirect("/other"),
         reply("%PDF", "application/pdf"),
         reply("<script>var a = 1;</script><!-- nothing -->"),
         drip,
