@@ -20,7 +20,6 @@ needs_peft = pytest.mark.skipif(
 )
 pytestmark = needs_peft
 R = 4  # the rank: α / r is 16 / 4 = 4
-LORA = Settings(lora_rank=R)
 
 
 def make_policy(vocab_size=50, tied=False) -> Policy:
@@ -94,12 +93,6 @@ def test_a_checkpoint_is_a_plain_model_with_the_same_logprobs(tied, tmp_path, bp
 # --------------------------------------------------- training from a checkpoint, and from a resume
 
 
-@pytest.fixture
-def saved(bpe, tmp_path) -> str:
-    save_policy(make_policy(vocab_size=len(bpe) + 8), bpe, tmp_path / "saved")
-    return str(tmp_path / "saved")
-
-
 def test_a_and_b_are_fp32_even_if_the_frozen_weights_are_bf16():
     policy = with_lora(Policy(make_policy().language_model.bfloat16()))
     assert {p.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
@@ -107,10 +100,12 @@ def test_a_and_b_are_fp32_even_if_the_frozen_weights_are_bf16():
     assert layer.weight.dtype == torch.bfloat16 and not layer.weight.requires_grad
 
 
-def test_lora_learns_with_frozen_int8_weights_and_saves_an_fp32_checkpoint(saved, tmp_path):
-    policy, tokenizer = load_policy(saved, settings=LORA, in_8bit=True)
+def test_lora_learns_with_frozen_int8_weights_and_saves_an_fp32_checkpoint(bpe, tmp_path):
+    saved = str(tmp_path / "saved")
+    save_policy(make_policy(vocab_size=len(bpe) + 8), bpe, saved)
+    policy, _ = load_policy(saved, settings=Settings(lora_rank=R), in_8bit=True)
     assert policy.language_model.model.layers[0].mlp.up_proj.base_layer.weight.dtype == torch.int8
-    save_policy(learn(policy), tokenizer, tmp_path / "merged")
+    save_policy(learn(policy), bpe, tmp_path / "merged")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert again.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
     assert not hasattr(again.config, "quantization_config")
