@@ -474,28 +474,32 @@ def test_evidence_support_is_the_share_of_evidence_words_in_the_documents():
 # --------------------------------------------------------------------------- When to Search by hand
 
 
-@pytest.mark.parametrize(
-    ("text", "good"),
-    [
-        ("$think$reflect$right", True),
-        ("$think$search$reflect$search$reflect$right<|im_end|>", True),  # Table 9
-        ("$think$search$reflect$think$search$reflect$right", True),  # a second think
-        ("$think<reflect> 1 < 2 </reflect>$right", True),
-        ("$think$right", False),  # without a search a reflect is required
-        ("$think$search$reflect$reflect$right", False),
-        ("$reflect$right", False),  # no think
-        ("$think$search$right", False),  # no reflect
-        ("$think$reflect$search$reflect$right", False),
-        ("$think$reflect$right I am sure.", False),
-        ("Well. $think$reflect$right", False),
-        ("TRA", False),  # the parser's letters are not sections
-        ("<think> </information> </think>$reflect$right", False),
-        ("$think<search> nobody ran it </search>$reflect$right", False),
-        ("$think$faked$reflect$right", False),
-    ],
-)
-def test_when_to_searchs_order_of_sections(text, good):
-    assert terms("when_to_search_stage1", text)["format"] == (1.0 if good else -1.0)
+SECTIONS_IN_ORDER = """
+$think$reflect$right
+$think$search$reflect$search$reflect$right<|im_end|>
+$think$search$reflect$think$search$reflect$right
+$think<reflect> 1 < 2 </reflect>$right
+"""
+# Without a search a reflect is required, and no other text; the parser's letters are not sections.
+OUT_OF_ORDER = """
+$think$right
+$think$search$reflect$reflect$right
+$reflect$right
+$think$search$right
+$think$reflect$search$reflect$right
+$think$reflect$right I am sure.
+Well. $think$reflect$right
+TRA
+<think> </information> </think>$reflect$right
+$think<search> nobody ran it </search>$reflect$right
+$think$faked$reflect$right
+"""
+
+
+@pytest.mark.parametrize("good, texts", [(1.0, SECTIONS_IN_ORDER), (-1.0, OUT_OF_ORDER)])
+def test_when_to_searchs_order_of_sections(good, texts):
+    for text in texts.strip().splitlines():
+        assert terms("when_to_search_stage1", text)["format"] == good, text
 
 
 def test_a_notice_is_not_a_section_and_a_rejected_search_costs_nothing():
@@ -581,6 +585,7 @@ def test_one_search_must_be_concise_and_several_must_differ():
     [
         ("king of the Norland", False),  # 2 of 4 words are stopwords
         ("Norland？", False),
+        ("Which country Ana Bell", False),
         (" ".join(["word"] * 12), True),
         (" ".join(["word"] * 13), False),
         ("", False),
@@ -613,6 +618,8 @@ def similarity(embed, *texts):
 def test_without_a_corpus_every_word_weighs_the_same():
     # The counts are (1, 1, 0) and (1, 0, 1): 1 / (√2 · √2).
     assert similarity(tfidf_embedder(), "ana birthplace", "Ana: employer") == pytest.approx(1 / 2)
+    # The counts are (2, 1) and (1, 1): 3 / (√5 · √2).
+    assert similarity(tfidf_embedder(), "ana ana town", "ana town") == pytest.approx(3 / 10**0.5)
 
 
 def test_queries_of_invented_words_have_zero_vectors_and_count_as_equal():
