@@ -110,19 +110,25 @@ def metrics_of(step: int, begin: int) -> dict:
     sums; it never repeats itself.
     """
     progress = (begin + step) / 5  # 0 to 1 over two stages of three steps
-    row = {"step": step, "reward": step / 10, "reward/answer": 0.5, "em": 0.1 + 0.8 * progress}
-    row |= {"em/one_hop": 0.25 + progress / 2, "em/arithmetic": 0.75}
-    row |= {"searched/one_hop": progress, "searched/arithmetic": 1 - progress}
-    row |= {"searches": 2 - abs(progress - 0.4), "model_tokens": 30 + step}
-    return row | {"grad_norm": 1.0, "k2": 0.1, "entropy_mc": 2.0 - progress, "malformed_tags": 0.0}
+    return {
+        "step": step, "reward": step / 10, "reward/answer": 0.5, "em": 0.1 + 0.8 * progress,
+        "em/one_hop": 0.25 + progress / 2, "em/arithmetic": 0.75, "searched/one_hop": progress,
+        "searched/arithmetic": 1 - progress, "searches": 2 - abs(progress - 0.4),
+        "model_tokens": 30 + step, "grad_norm": 1.0, "k2": 0.1, "entropy_mc": 2.0 - progress,
+        "malformed_tags": 0.0,
+    }  # fmt: skip
+
+
+SETTINGS = {
+    "recipe": "ur2", "algorithm": "grpo", "clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.1,
+    "kl_estimator": "k2", "group_size": 4, "questions_per_step": 8, "model": "", "data": "",
+    "corpus": "mine.jsonl", "world_seed": 3,
+}  # fmt: skip
 
 
 def stage(folder, begin: int):
     folder.mkdir(parents=True)
-    settings = {"recipe": "ur2", "algorithm": "grpo", "clip_low": 0.2, "clip_high": 0.2}
-    settings |= {"model": "", "data": "", "corpus": "mine.jsonl", "world_seed": 3}
-    settings |= {"kl_coef": 0.1, "kl_estimator": "k2", "group_size": 4, "questions_per_step": 8}
-    (folder / "settings.json").write_text(json.dumps(settings))
+    (folder / "settings.json").write_text(json.dumps(SETTINGS))
     metrics = [metrics_of(step, begin) for step in range(3)]
     metrics[1]["alarms"] = {"truncated": f"cut off, {folder.name}"}
     append_jsonl(folder / "metrics.jsonl", metrics)
@@ -137,9 +143,11 @@ def searching(row: int, **more) -> dict:
         "query": "where is Ana ?", "text": "Ana lives in Rom", "fallback": row == 2, "error": None,
         "cut": False, "documents": [["Ana", "Ana lives in Rom"]], "seconds": 0.25,
     }  # fmt: skip
-    fields = {"row": row, "correct": row == 0, "answer": "Ulm" if row else "Rom", "golds": ["Rom"]}
-    fields |= {"question": f"where does Ana {HOSTILE} live ?", "ref": [-0.7, 0.0, -1.1], **more}
-    return one(**fields, searches=[search] if row else [])
+    return one(
+        row=row, correct=row == 0, answer="Ulm" if row else "Rom", golds=["Rom"],
+        question=f"where does Ana {HOSTILE} live ?", ref=[-0.7, 0.0, -1.1],
+        searches=[search] if row else [], **more,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
