@@ -49,11 +49,13 @@ def test_an_unknown_reward_is_not_counted_in_the_std_of_the_batch():
 
 def test_without_the_groups_std_a_group_with_a_larger_spread_keeps_it():
     # The groups [1, 0] and [3, 0] minus their means are ±0.5 and ±1.5; the batch std √(5 / 3) =
-    # 1.29099 gives ±0.38730 and ±1.16190.
+    # 1.29099 gives ±0.38730 and ±1.16190. Divided by the groups' std, all are ±0.70711, and the
+    # batch std √(2 / 3) = 0.81650 gives ±0.86603.
     batch = make_batch([1.0, 0.0, 3.0, 0.0], [[1], [1], [1], [1]])
-    result = reinforce_pp.compute_advantages(batch, choose(BASELINE, group_std=False))
-    expected = [0.38730, -0.38730, 1.16190, -1.16190]
-    assert result[:, 0].tolist() == pytest.approx(expected, abs=1e-4)
+    expected = {False: [0.38730, -0.38730, 1.16190, -1.16190], True: [0.86603, -0.86603] * 2}
+    for group_std, advantages in expected.items():
+        result = reinforce_pp.compute_advantages(batch, choose(BASELINE, group_std=group_std))
+        assert result[:, 0].tolist() == pytest.approx(advantages, abs=1e-4)
 
 
 @pytest.mark.parametrize(("rewards", "group_size"), [([1.0], 1), ([0.7] * 4, 2), ([1.0, 5.0], 1)])
