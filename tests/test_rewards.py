@@ -752,7 +752,7 @@ def test_every_reward_by_name_scores_a_trajectory_of_its_protocol(reward):
         ("r1_searcher_stage1_code", "so</think>$wrong", "answer"),
     ],
 )
-def test_r1_searchers_code_charges_llama_one_for_the_format_and_adds_cover_em(reward, text, term):
+def test_the_released_code_charges_llama_one_for_the_format_and_adds_cover_em(reward, text, term):
     assert terms(reward, text)[term] == -1
 
 
