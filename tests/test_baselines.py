@@ -326,6 +326,7 @@ DR_BELL = "Dr. J. R. Bell came to St. Ives."
     "read, reply, expected",
     [
         (stated_answer, "<answer> a </answer> so <answer> b </answer>", "b"),
+        (stated_answer, "so \\boxed{5}", "5"),
         (stated_answer, "The answer is x\nThe Answer is y", "y"),
         (stated_answer, "The answer is:", ""),
         # A reply that should be only the answer.
