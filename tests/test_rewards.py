@@ -351,6 +351,7 @@ def test_r1_searcher_counts_a_search_with_any_number_of_words():
         ("so $right", "thinking_not_closed_once"),
         ("<think>so</think>$right", "thinking_not_closed_once"),
         ("$right so</think>", "answer_in_thinking"),
+        ("so</think>$right$right", "several_answers"),
         ("so</think> It is $right", "text_beside_answer"),
         ("so</think><answer>$long</answer>", "long_answer"),
         ("</think><answer><|begin_of_documents|></answer>", "written_documents tag_in_answer"),
