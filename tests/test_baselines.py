@@ -65,9 +65,10 @@ class Scripted:
     tokenizer = staticmethod(guessed_tokens)
 
     def __init__(self, replies):
-        self.replies, self.requests, self.prompts = replies, [], []
+        self.replies, self.requests, self.prompts, self.sizes = replies, [], [], []
 
     def ask(self, requests):
+        self.sizes.append(len(requests))
         self.prompts += requests
         self.requests += [WRITES[request] for request in requests]
         return [next(self.replies) for _ in requests]
@@ -301,27 +302,17 @@ def test_the_transcript_has_one_answer_and_every_search_and_can_be_read_back():
 
 # -------------------------------------------------------------------------------------- in lockstep
 
-ANSWERED = "So the answer is: x."
-
-
-class Keyed(Scripted):
-    """Has replies for each question, and records which questions were asked in one batch."""
-
-    def ask(self, requests):
-        questions = [WRITES[request].question for request in requests]
-        self.requests.append("".join(questions))
-        return [next(self.replies[question]) for question in questions]
-
 
 def test_requests_of_all_rows_are_one_batch_and_a_missing_reply_ends_only_its_own_question():
-    replies = {"a": ["A one.", "A two.", ANSWERED], "b": [ANSWERED], "c": ["C one.", None]}
-    llm, library = Keyed({name: iter(texts) for name, texts in replies.items()}), Library()
-    questions = [Question(name, name, ["x"]) for name in replies]
+    answer = "So the answer is: x."
+    llm, library = Scripted(iter(["A one.", answer, "C one.", "A two.", None, answer])), Library()
+    questions = [Question(name, name, ["x"]) for name in "abc"]
     place, ended = environment_of(limits(), llm, library), []
     rows = run_method("ircot", llm, place, questions, ended.append)
     assert ended == [3]
     assert [(t.question.id, t.stop_reason) for t in rows] == [("a", "answer"), ("b", "answer")]
-    assert llm.requests == ["abc", "ac", "a"]
+    assert [request.question for request in llm.requests] == [*"abc", *"ac", "a"]
+    assert llm.sizes == [3, 2, 1]
     assert library.calls == [["a", "b", "c"], ["A one.", "C one."], ["A two."]]
 
 
@@ -336,8 +327,6 @@ DR_BELL = "Dr. J. R. Bell came to St. Ives."
     [
         (stated_answer, "<answer> a </answer> so <answer> b </answer>", "b"),
         (stated_answer, "so \\boxed{5}", "5"),
-        (stated_answer, "So the answer is: August 25, 1963.", "August 25, 1963"),
-        (stated_answer, "The answer is: Dr. J. Bell of St. Ives.", "Dr. J. Bell of St. Ives"),
         (stated_answer, "The answer is x\nThe Answer is y", "y"),
         (stated_answer, "The answer is:", ""),
         # A reply that should be only the answer.
@@ -375,10 +364,6 @@ def test_all_methods_run_on_a_random_chat_model(bpe, tmp_path, capsys, monkeypat
     options = "--corpus from-data --questions 2 --max_turn_tokens 8 --max_searches 2 --out out"
     main(["--model", "model", "--data", write_records(tmp_path / "five.jsonl"), *options.split()])
     assert re.findall(r"\| (\w+) +\| 2 ", capsys.readouterr().out) == list(METHODS)
-    for record in finished_records(tmp_path / "out" / "rag.jsonl"):
-        assert len(record["searches"]) == 1 and "<information>" in record["transcript"]
-        # The model wrote 8 tokens; encoded again, their text may have more.
-        assert 0 < record["metrics"]["model_tokens"] <= 16
 
 
 # -------------------------------------------------------- what the papers say about their baselines

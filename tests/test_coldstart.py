@@ -1,6 +1,7 @@
 """Tests coldstart.py: traces by hand for each protocol, what is dropped, the command."""
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +13,11 @@ import coldstart
 from coldstart import (
     GUESS,
     NEXT,
-    RELATION,
     ColdStart,
     Dropped,
     draw_traces,
     evenly,
     hops_of,
-    key_words,
     script,
     visible,
     write_traces,
@@ -30,7 +29,7 @@ from papers import PAPERS, PROTOCOLS, paper_of
 from policy import Policy, save_policy
 from retriever import BM25, make_search
 from rewards import good_format
-from rollout import Environment, decode
+from rollout import Environment, encode
 from settings import Settings
 
 DOCUMENTS = [
@@ -88,14 +87,6 @@ ENDED = f"The {DEATH} is Kelmouth."
             ],
         ),
         (
-            "r1_searcher",
-            [
-                f"I need to look this up. <|begin_of_query|> {HEAT} <|end_of_query|>",
-                f"{LEARNED} <|begin_of_query|> {DEATH} <|end_of_query|>",
-                f"{ENDED}\n</think><answer> Kelmouth </answer>",
-            ],
-        ),
-        (
             "r_search",
             [
                 f"I need to look this up. <search> {HEAT} </search>",
@@ -127,10 +118,10 @@ ENDED = f"The {DEATH} is Kelmouth."
 def test_a_trace_of_two_hops_by_hand(bpe, protocol, turns):
     row = trace_of(TWO, bpe, protocol)
     assert spoken(row) == turns
-    # The documents are what the retriever found, in the environment's frame, with mask 0.
+    # The documents are what the retriever found, and only they have mask 0.
     assert [search.documents for search in row.searches] == [[DOCUMENTS[0]], [DOCUMENTS[1]]]
-    inserted = [i for i, m in zip(row.response_ids, row.response_mask, strict=True) if not m]
-    assert "died in Kelmouth" in decode(bpe, inserted) and "boxed" not in decode(bpe, inserted)
+    sampled = sum(len(encode(bpe, text)) for text in spoken(row))
+    assert sum(row.response_mask) == sampled < len(row.response_mask)
 
 
 @pytest.mark.parametrize("protocol", SEARCHING)
@@ -154,7 +145,7 @@ def test_a_question_without_hops_searches_its_key_words_or_its_gold_titles():
     titled = replace(CITED, question="Is Ivo Marr like Ana Bell?", supporting=(1, 3))
     # The title that the question names comes first.
     assert hops_of(titled) == (Hop("Ivo Marr"), Hop("Storm"))
-    assert key_words("Who is it?") == "Who is it?"  # nothing but stop words
+    assert hops_of(replace(OWN, question="Who is it?")) == (Hop("Who is it?"),)  # only stop words
 
 
 def test_a_question_without_hops_is_answered_with_the_alias_that_was_found(bpe):
@@ -181,21 +172,13 @@ def test_a_trace_that_cannot_be_kept_is_dropped_with_its_reason(bpe, question, n
     assert reason in trace_of(question, bpe, **named)
 
 
-def test_a_failed_search_drops_the_trace(bpe):
-    place = environment(bpe)
-    place.search = lambda requests: 1 / 0
-    _, dropped = write_traces([(OWN, script(OWN, place, First()))], place)
-    assert "a search failed" in dropped["o"]
+def test_a_failed_search_drops_the_trace(bpe, monkeypatch):
+    monkeypatch.setattr(BM25, "search", lambda *_: 1 / 0)
+    assert "a search failed" in trace_of(OWN, bpe)
 
 
-def test_guesses_use_wordings_that_no_other_thought_has(bpe):
-    row = trace_of(TWO, bpe, guess="Varen")
-    assert row.text == f"{GUESS[0]} \\boxed{{Varen}}<|im_end|>" and not row.searches
-    others = {*coldstart.FIRST, *RELATION, *coldstart.FOUND, *NEXT, *coldstart.CLOSE}
-    assert not others & {*GUESS}
-
-
-def test_a_sum_is_answered_at_once_unless_it_has_hops(bpe):
+def test_a_guess_and_a_sum_without_hops_are_answered_at_once(bpe):
+    assert trace_of(TWO, bpe, guess="Varen").text == f"{GUESS[0]} \\boxed{{Varen}}<|im_end|>"
     question = Question("s", "What is 3 plus 4?", ["7"], "math")
     assert trace_of(question, bpe).text == f"{GUESS[0]} \\boxed{{7}}<|im_end|>"
     assert hops_of(question) == () and hops_of(replace(question, hops=HOPS)) == HOPS
@@ -220,20 +203,16 @@ def test_shares_of_hops_and_a_shortage_are_told(bpe, capsys):
     assert total == "48 traces of 12 of 13 questions; --traces asks for 400"
     assert reason.startswith("1 questions gave none, because no document with")
     assert reason.endswith("(the first: lost)")
-    # Not always in one wording.
-    assert len({row.text for row in rows if row.question.id == "o1"}) > 1
     nothing = message(draw_traces, questions[-1:], environment(bpe), options, 0)
     assert "is --corpus the right one?" in nothing
 
 
 def test_the_same_seed_gives_the_same_traces(bpe):
-    questions = [replace(TWO, id=str(n)) for n in range(8)]
-    options = ColdStart(traces=4, guesses=0.5)
-    one, again, other = (
-        [row.text for row in draw_traces(questions, environment(bpe), options, seed)]
-        for seed in (0, 0, 1)
-    )
-    assert one == again != other
+    def texts(seed):
+        rows = draw_traces([TWO, OWN], environment(bpe), ColdStart(traces=4, guesses=0.5), seed)
+        return [row.text for row in rows]
+
+    assert texts(0) == texts(0) != texts(1)
 
 
 # -------------------------------------------------------------------------------------- the command
@@ -249,23 +228,18 @@ def files(tmp_path, bpe):
     save_policy(policy, bpe, tmp_path / "model")
     corpus, data = tmp_path / "corpus.jsonl", tmp_path / "questions.jsonl"
     write_records(corpus, [vars(document) for document in DOCUMENTS])
-    records = []
-    for number in range(4):
-        steps = [vars(hop) for hop in HOPS]
-        fields = {"id": str(number), "question": TWO.question, "answers": TWO.answers}
-        records.append(fields | {"decomposition": steps})
-    write_records(data, records)
+    fields = {"question": TWO.question, "answers": TWO.answers, "decomposition": [*map(vars, HOPS)]}
+    write_records(data, [fields | {"id": str(number)} for number in range(4)])
     flags = f"--model {tmp_path / 'model'} --data {data} --corpus {corpus}"
     return f"{flags} --document_tokens 60 --documents_per_search 1 --title_boost 4".split()
 
 
 def test_a_cold_start_lowers_the_loss_and_remembers_its_recipe(files, tmp_path, capsys):
     out = str(tmp_path / "cold")
-    flags = [*files, "--out", out, "--recipe", "search_r1", "--lr", "2e-2"]
-    flags += "--max_turn_tokens 80".split()
+    flags = [*files, *f"--out {out} --recipe search_r1 --lr 2e-2 --max_turn_tokens 80".split()]
     coldstart.main(flags)
     told = capsys.readouterr().out
-    first, last = map(float, told.split("loss ")[1].split("\n")[0].split(" -> "))
+    first, last = map(float, re.search(r"loss (\S+) -> (\S+)", told).groups())
     assert last < first / 3
     saved = saved_settings(out)
     assert (saved.recipe, saved.protocol) == ("search_r1", "search_r1")
@@ -286,7 +260,6 @@ def test_show_prints_traces_and_trains_nothing(files, capsys):
     "flags, told",
     [
         ("--data x --out y", "--model is missing"),
-        ("--model x --data y", "--out is missing"),
         ("--model x --data y --out z --guesses 2", "--guesses 2.0: must be at most 1"),
         ("--model x --data y --out z", "--data needs --corpus"),
         ("--model nowhere/at/all --data y --out z --corpus c", "no such directory"),

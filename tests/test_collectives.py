@@ -16,10 +16,7 @@ from processes import in_processes
 import train
 from settings import Settings
 
-SHARDINGS = {
-    "ddp": {},
-    "fsdp2": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
-}
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 # With it torch compares the collectives of all processes, also those called in C++, and raises an
 # error if they differ.
 COMPARED = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
@@ -50,16 +47,15 @@ def train_and_record(settings: Settings, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [4, 8])
-@pytest.mark.parametrize("sharding", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("sharding", [FSDP2, {}], ids=["fsdp2", "ddp"])
 def test_all_processes_call_the_same_collectives_with_fewer_questions_than_processes(
     count, sharding, model, tmp_path
 ):
-    environment = COMPARED | SHARDINGS[sharding]
     settings = settings_for(model, tmp_path, FEW, eval_questions=1)
-    in_processes(count, train_and_record, settings, tmp_path, environment=environment)
+    in_processes(count, train_and_record, settings, tmp_path, environment=COMPARED | sharding)
     sequences = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(count)]
     assert all(calls == sequences[0] for calls in sequences)
     names = {name for name, *_ in sequences[0]}
     assert names >= {"all_gather_object", "broadcast_object_list", "all_reduce", "barrier"}
-    assert any("reduce_scatter" in name for name in names) == (sharding == "fsdp2")
+    assert any("reduce_scatter" in name for name in names) == bool(sharding)
     assert len(rows_of(tmp_path / "t" / "stage1")) == 2

@@ -44,9 +44,7 @@ def test_the_reader_is_asked_once_for_all_trajectories_that_searched(monkeypatch
     reward_terms, correct, stats = compute(rows, "r_search")
     # Two of the three trajectories searched and have evidence, which names the country.
     assert len(reader.batches) == 1 and len(reader.batches[0]) == 2
-    assert all(
-        text.endswith("In which country was Ana Bell born?") for _, text in reader.batches[0]
-    )
+    assert all(text.endswith(rows[0].question.question) for _, text in reader.batches[0])
     evidence_and_answer = [(terms["evidence"], terms["answer"]) for terms in reward_terms]
     assert evidence_and_answer == [(1, 1), (0, 1), (1, 0)]  # the answers of two models
     assert correct == [True, True, False] and stats == {"reader_failures": 0}
@@ -82,9 +80,8 @@ def test_the_judge_s_verdict_replaces_the_metric(reply, rewards, correct, unread
     # Two searches each, β = 0.3. Stage 1: right 1, wrong −1 + 0.6.
     rows = [example("when_to_search", "Norland"), example("when_to_search", "Sudria")]
     reward_terms, right, stats, batches = compute_with_judge(monkeypatch, reply, rows)
-    assert [terms["answer"] for terms in reward_terms] == pytest.approx(
-        rewards
-    ) and right == correct
+    assert [terms["answer"] for terms in reward_terms] == pytest.approx(rewards)
+    assert right == correct
     assert stats["judge_unreadable"] == unreadable  # the share of the verdicts that are unreadable
     assert len(batches) == 1 and len(batches[0]) == 2  # one request for all
 
@@ -98,16 +95,6 @@ def test_the_judge_is_asked_only_if_something_reads_its_verdict(monkeypatch):
     )
     assert correct == [True] and len(batches) == 1  # dynamic sampling reads it
     assert reward_terms[0]["answer"] == 0  # UR²'s reward uses its own metric
-
-
-def test_arena_s_accuracy_is_the_judge_s_verdict_or_else_the_metric(monkeypatch):
-    # If the verdict is unreadable, the metric decides: F1 with P = 1/2 and R = 1 for "Norland,
-    # Kelmouth".
-    rows = [example("arena"), example("arena", "Norland, Kelmouth")]
-    for reply, second in (("yes", 1), ("I cannot say", 2 / 3)):
-        terms, *_ = compute_with_judge(monkeypatch, reply, rows, "arena", variant="f1")
-        assert [row["answer"] for row in terms] == pytest.approx([1, second])
-        assert [row["bonus"] for row in terms] == [10, 10 * (second == 1)]
 
 
 def retrieval(second: str, documents=()) -> float:
@@ -150,8 +137,6 @@ def test_punctuation_is_treated_as_in_the_paper_s_scorer(protocol, same):
         text = "<answer> Ana-Bell Ana_Bell </answer>"
         trajectory = trajectory_from_text(question, text, protocol)
         assert trajectory_metrics(trajectory)["em"] == (gold == same)
-        if protocol == "arena":  # the reward and the evaluation agree
-            assert compute([trajectory], "arena")[0][0]["answer"] == (gold == same)
 
 
 def test_searches_and_their_tokens_are_counted():
@@ -171,21 +156,18 @@ def test_searches_and_their_tokens_are_counted():
         Search("z", [], "None"),
         Search("x", [], "Search is unavailable.", error="down"),
     ]
-    expected = {"searched": 1, "searches": 5, "successful": 2, "repeated": 1}
-    expected |= {"queries": 1, "rejected": 1, "failed_rows": 1, "quoted_fallbacks": 0}
-    assert search_metrics(t) == expected | {"fallbacks": 1, "documents_cut": 0}
+    assert search_metrics(t) == {
+        "searched": 1, "searches": 5, "successful": 2, "repeated": 1, "queries": 1, "rejected": 1,
+        "failed_rows": 1, "quoted_fallbacks": 0, "fallbacks": 1, "documents_cut": 0,
+    }  # fmt: skip
     assert token_metrics(t, words) == {"retrieved": 100, "shown": 15}
-    t.searches = []
-    assert token_metrics(t, words) == {"retrieved": 0, "shown": 0}
 
 
 def test_a_term_that_is_left_out_asks_no_other_model(monkeypatch):
     """In When to Search's Table 4, w/o r_a needs no verdict and w/o r_s needs no vectors."""
     rows = [example("when_to_search", "Sudria")]
-    assert compute_with_judge(monkeypatch, "yes", rows, variant="without_r_a")[1::2] == (
-        [False],
-        [],
-    )
+    _, correct, _, batches = compute_with_judge(monkeypatch, "yes", rows, variant="without_r_a")
+    assert correct == [False] and not batches
     for variant, embeds in (("without_r_s", False), ("", True)):
         _, others = build_models("when_to_search", variant=variant)
         assert ("embed" in others.ask) is embeds

@@ -53,19 +53,16 @@ def test_the_scheme_and_its_metric_follow_the_recipe(out, monkeypatch, capsys):
     assert printed.count("use: python train.py --difficulty") == 1
 
 
-@pytest.fixture
-def tiny(monkeypatch, toy_policy, toy_tokenizer, tmp_path, out):
-    """Returns flags that measure the untrained tiny model on one question of each kind."""
+def test_a_model_is_measured_by_sampling_with_seeds_of_the_questions(
+    out, monkeypatch, toy_policy, toy_tokenizer
+):
+    """Measures the untrained tiny model on one question of each kind."""
     monkeypatch.setattr(evaluation, "load_model", lambda *_, **__: (toy_policy, toy_tokenizer))
-    flags = {"questions": 1, "samples": 3, "output_dir": tmp_path, "max_turn_tokens": 4, "out": out}
-    return [f"--{name}={value}" for name, value in flags.items()]
-
-
-def test_a_model_is_measured_by_sampling_with_seeds_of_the_questions(out, tiny):
-    main(tiny)
+    flags = f"--questions 1 --samples 3 --max_turn_tokens 4 --output_dir {out.parent} --out {out}"
+    main(flags.split())
     records = finished_records(out)
     assert len(records) == 5 and all(len(record["scores"]) == 3 for record in records)
-    main(tiny)
+    main(flags.split())
     assert finished_records(out) == records
 
 

@@ -29,7 +29,6 @@ from summarizer import NO_FACT, LLMSummarizer, summary_prompt
 from trajectory import Trajectory, trajectory_from_text
 from world.toy import make_model
 
-SLICES = Path(__file__).resolve().parents[2] / "shared" / "data"
 UR2, R1 = PROTOCOLS["ur2"], PROTOCOLS["r1_searcher"]
 
 
@@ -65,19 +64,16 @@ def test_direct_imitates_the_first_answer_and_the_end_token_only(bpe, write):
     assert READ + DIRECT in prompt and "Kelmouth is old." in prompt and PLAIN.question in prompt
 
 
-def test_an_analysis_quotes_the_sentence_with_the_answer_or_the_first_one():
-    # Paragraph 1 does not have the answer, so its first sentence is quoted. Paragraph 3 has no
-    # title, and its second sentence has the answer.
-    assert analysis_of(QUESTION, PROTOCOLS["arena"]) == (
-        "(1) Ana Bell is a painter. (3) Kelmouth is a town in Norland! So the answer is Norland."
-    )
-
-
 def test_a_reasoning_trace_earns_the_full_reward_of_arena(bpe, write):
     asked = example("reasoning", write(asdict(QUESTION), asdict(replace(PLAIN, id="q2"))), bpe)
     text = imitated(asked, bpe)
-    assert text.startswith("<relevance>[1, 3]</relevance>\n<analysis> (1) Ana Bell")
-    assert text.endswith("</answer><|im_end|>")
+    # Paragraph 1 does not have the answer, so its first sentence is quoted. Paragraph 3 has no
+    # title, and its second sentence has the answer.
+    assert text == (
+        "<relevance>[1, 3]</relevance>\n<analysis> (1) Ana Bell is a painter. (3) Kelmouth is a"
+        " town in Norland! So the answer is Norland. </analysis>\n<answer> Norland"
+        " </answer><|im_end|>"
+    )
     reward = arena(trajectory_from_text(QUESTION, text, "arena"))
     assert sum(reward.values()) == 13  # 1 + 1 + 1 + 10
     assert imitated(asked, bpe, mask=0) == decode(
@@ -102,14 +98,16 @@ SEARCH = ("model", f"First.{QUERY} Ana Bell {END}")
 FIVE = ("model", "So \\boxed{5}.<|im_end|>")
 BLOCK, NONE_FOUND = ("documents", DOCUMENTS), ("documents", frame_documents(UR2, "None"))
 FALLBACK, MALFORMED = ("notice", UR2.fallback_notice), ("notice", UR2.malformed_notice)
-ROLLOUTS = [
-    (UR2, [SEARCH, NONE_FOUND, FALLBACK, SEARCH, BLOCK, FIVE]),
-    (UR2, [("model", f"{QUERY} {END}\n\n"), MALFORMED, FIVE]),
-    (R1, [SEARCH, BLOCK, SEARCH, ("notice", R1.limit_notice), FIVE]),
-]
+EMPTY, LIMIT = ("model", f"{QUERY} {END}\n\n"), ("notice", R1.limit_notice)
 
 
-@pytest.mark.parametrize("protocol, pieces", ROLLOUTS)
+@pytest.mark.parametrize(
+    "protocol, pieces",
+    [
+        (UR2, [SEARCH, NONE_FOUND, FALLBACK, EMPTY, MALFORMED, SEARCH, BLOCK, FIVE]),
+        (R1, [SEARCH, BLOCK, SEARCH, LIMIT, FIVE]),
+    ],
+)
 def test_a_transcript_is_masked_as_in_the_rollout(protocol, pieces):
     text = "".join(text for _, text in pieces)
     parsed = trajectory_from_text(PLAIN, text, protocol)

@@ -31,14 +31,10 @@ class Browser:
     """
 
     def __init__(self, profile):
-        (child_input, self.to), (self.source, child_output) = os.pipe(), os.pipe()
-        script = f'exec "$0" "$@" 3<&{child_input} 4>&{child_output}'
+        script = 'exec "$0" "$@" 3<&0 4>&1 >/dev/null 2>&1'
         command = ["bash", "-c", script, CHROMIUM, *FLAGS, f"--user-data-dir={profile}"]
-        output = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        options = {"pass_fds": (child_input, child_output), "start_new_session": True}
-        self.process = subprocess.Popen([*command, "about:blank"], **output, **options)
-        os.close(child_input)
-        os.close(child_output)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+        self.process = subprocess.Popen(command, start_new_session=True, **pipes)
         self.numbers, self.events, self.rest, self.session = itertools.count(1), [], b"", {}
 
     def attach(self) -> None:
@@ -50,7 +46,7 @@ class Browser:
 
     def message(self) -> dict:
         while b"\0" not in self.rest:
-            more = os.read(self.source, 1 << 16)
+            more = self.process.stdout.read(1 << 16)
             assert more, "the browser has ended"
             self.rest += more
         text, _, self.rest = self.rest.partition(b"\0")
@@ -58,7 +54,7 @@ class Browser:
 
     def call(self, method: str, **params) -> dict:
         request = {"id": next(self.numbers), "method": method, "params": params} | self.session
-        os.write(self.to, json.dumps(request).encode() + b"\0")
+        self.process.stdin.write(json.dumps(request).encode() + b"\0")
         while (answer := self.message()).get("id") != request["id"]:
             self.events.append(answer)
         assert "error" not in answer, answer
@@ -80,10 +76,7 @@ class Browser:
     def open(self, path, width: int = 1300, height: int = 900) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.call("Emulation.setDeviceMetricsOverride", **size)
-        self.go(path.as_uri())
-
-    def go(self, url: str) -> None:
-        self.call("Page.navigate", url=url)
+        self.call("Page.navigate", url=path.as_uri())
         self.wait("document.querySelectorAll('#groups button').length > 0")
 
     def press(self, *keys: str) -> None:
@@ -92,20 +85,14 @@ class Browser:
                 text = {"text": key} if len(key) == 1 and kind == "keyDown" else {}
                 self.call("Input.dispatchKeyEvent", type=kind, key=key, **text)
 
-    def complaints(self) -> list[str]:
+    def complaints(self) -> list[dict]:
         """Returns errors, and all that the page wrote to the console."""
         self.run("1")
-        return [
-            json.dumps(event)[:400]
-            for event in self.events
-            if event.get("method") in CONSOLE_EVENTS
-        ]
+        return [event for event in self.events if event.get("method") in CONSOLE_EVENTS]
 
     def close(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)  # with all renderers
-        self.process.wait()
-        os.close(self.to)
-        os.close(self.source)
+        self.process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -123,20 +110,26 @@ def metrics_of(step: int, begin: int) -> dict:
     sums; it never repeats itself.
     """
     progress = (begin + step) / 5  # 0 to 1 over two stages of three steps
-    row = {"step": step, "reward": step / 10, "reward/answer": 0.5, "em": 0.1 + 0.8 * progress}
-    row |= {"em/one_hop": 0.25 + progress / 2, "em/arithmetic": 0.75}
-    row |= {"searched/one_hop": progress, "searched/arithmetic": 1 - progress}
-    row |= {"searches": 2 - abs(progress - 0.4), "model_tokens": 30 + step}
-    return row | {"grad_norm": 1.0, "k2": 0.1, "entropy_mc": 2.0 - progress, "malformed_tags": 0.0}
+    return {
+        "step": step, "reward": step / 10, "reward/answer": 0.5, "em": 0.1 + 0.8 * progress,
+        "em/one_hop": 0.25 + progress / 2, "em/arithmetic": 0.75, "searched/one_hop": progress,
+        "searched/arithmetic": 1 - progress, "searches": 2 - abs(progress - 0.4),
+        "model_tokens": 30 + step, "grad_norm": 1.0, "k2": 0.1, "entropy_mc": 2.0 - progress,
+        "malformed_tags": 0.0,
+    }  # fmt: skip
 
 
-def stage(folder, steps: int, begin: int = 0):
+SETTINGS = {
+    "recipe": "ur2", "algorithm": "grpo", "clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.1,
+    "kl_estimator": "k2", "group_size": 4, "questions_per_step": 8, "model": "", "data": "",
+    "corpus": "mine.jsonl", "world_seed": 3,
+}  # fmt: skip
+
+
+def stage(folder, begin: int):
     folder.mkdir(parents=True)
-    settings = {"recipe": "ur2", "algorithm": "grpo", "clip_low": 0.2, "clip_high": 0.2}
-    settings |= {"model": "", "data": "", "corpus": "mine.jsonl", "world_seed": 3}
-    settings |= {"kl_coef": 0.1, "kl_estimator": "k2", "group_size": 4, "questions_per_step": 8}
-    (folder / "settings.json").write_text(json.dumps(settings))
-    metrics = [metrics_of(step, begin) for step in range(steps)]
+    (folder / "settings.json").write_text(json.dumps(SETTINGS))
+    metrics = [metrics_of(step, begin) for step in range(3)]
     metrics[1]["alarms"] = {"truncated": f"cut off, {folder.name}"}
     append_jsonl(folder / "metrics.jsonl", metrics)
     return folder
@@ -150,16 +143,18 @@ def searching(row: int, **more) -> dict:
         "query": "where is Ana ?", "text": "Ana lives in Rom", "fallback": row == 2, "error": None,
         "cut": False, "documents": [["Ana", "Ana lives in Rom"]], "seconds": 0.25,
     }  # fmt: skip
-    fields = {"row": row, "correct": row == 0, "answer": "Ulm" if row else "Rom", "golds": ["Rom"]}
-    fields |= {"question": f"where does Ana {HOSTILE} live ?", "ref": [-0.7, 0.0, -1.1], **more}
-    return one(**fields, searches=[search] if row else [])
+    return one(
+        row=row, correct=row == 0, answer="Ulm" if row else "Rom", golds=["Rom"],
+        question=f"where does Ana {HOSTILE} live ?", ref=[-0.7, 0.0, -1.1],
+        searches=[search] if row else [], **more,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     """Returns the page of a run: two stages of three steps, each step with two groups of four."""
     root = tmp_path_factory.mktemp("runs") / "ana"
-    for folder in (stage(root / "stage1", 3), stage(root / "stage2", 3, 3)):
+    for folder in (stage(root / "stage1", 0), stage(root / "stage2", 3)):
         for step in range(3):
             rows = [searching(row, step=step, group=group) for group in (0, 5) for row in range(4)]
             if folder.name == "stage1" and step == 0:  # the middle one by reward, before RL
@@ -185,12 +180,18 @@ BELOW = """document.querySelector('nav').getBoundingClientRect().bottom
 BUTTONS = "document.querySelectorAll('#groups button').length"
 
 
-def test_the_page_opens_at_the_last_step_with_its_groups_and_one_trajectory(viewer):
+def test_the_page_opens_at_the_last_step_below_the_headline_of_the_run(viewer):
     assert viewer.run("document.title") == "Trajectories"  # markup in a question is shown as text
     assert viewer.run(BUTTONS) == 8 and viewer.run(BELOW)
-    assert viewer.run("document.getElementById('step-numbers').textContent").startswith(
-        "stage2, step 2: reward 0.2"
-    )
+    step = viewer.run("document.getElementById('step-numbers').textContent")
+    assert step.startswith("stage2, step 2: reward 0.2")
+    # Means of the first three and of the last three steps: progress is 0, .2, .4 and .6, .8, 1, and
+    # exact match is 0.1 + 0.8 progress. With s = 0.16 in both, the interval of its difference is
+    # 0.48 ± 2.776 · 0.16 · √(2/3) = ± 0.363. That of searches is, at 99 %, 0.6 ± 0.752: not named.
+    headline = viewer.run("document.getElementById('headline').textContent")
+    assert headline == "On training questions (n = 24): exact match 0.26 → 0.74"
+    about = viewer.run("document.getElementById('about').textContent")
+    assert about == "ur2 · grpo · built-in model · built-in world 3 · mine.jsonl"
     assert "<script>" in viewer.run("document.querySelector('#one h2').textContent")
     assert "\u202e" not in viewer.run("document.body.textContent")
 
@@ -202,11 +203,8 @@ def test_a_filter_leaves_only_its_own_trajectories(viewer, name, count):
     box = f"document.getElementById('filters').elements.{name}"
     viewer.run(f"{box}.click()")
     assert viewer.run(BUTTONS) == count
-    assert (
-        viewer.run("document.getElementById('found').textContent") == f"{count} of 8 trajectories"
-    )
-    viewer.run(f"{box}.click()")
-    assert viewer.run(BUTTONS) == 8
+    found = viewer.run("document.getElementById('found').textContent")
+    assert found == f"{count} of 8 trajectories"
 
 
 def test_an_alarm_leads_to_its_step(viewer):
@@ -217,15 +215,12 @@ def test_an_alarm_leads_to_its_step(viewer):
     viewer.wait("document.getElementById('step-numbers').textContent.startsWith('stage1, step 1')")
 
 
-def test_words_filter_and_the_arrow_keys_move_among_the_remaining_trajectories(viewer):
+def test_keys_filter_by_words_and_change_trajectory_step_token_colour_and_theme(viewer):
     viewer.press("/", "u", "l", "m")
     assert viewer.run(BUTTONS) == 6
     viewer.press("Escape", "ArrowDown")  # the first trajectory, which was chosen, does not match
     chosen = "document.querySelectorAll('#groups [aria-current=true]')[0].title"
     assert "answer Ulm" in viewer.run(chosen)
-
-
-def test_keys_change_step_token_colour_and_theme(viewer):
     step_text = "document.getElementById('step-numbers').textContent"
     viewer.press("ArrowLeft")
     viewer.wait(f"{step_text}.startsWith('stage2, step 1')")
@@ -268,10 +263,8 @@ def test_a_click_on_a_curve_opens_that_step_also_in_an_earlier_stage(viewer):
     )
     viewer.wait("document.getElementById('step-numbers').textContent.startsWith('stage1, step 0')")
     marker_x = "Number(document.querySelector('#curves .here').getAttribute('x1'))"
-    first = viewer.run(marker_x)
     viewer.press("ArrowRight")  # the second of six steps
-    width = viewer.run("document.querySelector('#curves figure').px(5)") - first
-    assert viewer.run(marker_x) - first == pytest.approx(width / 5)
+    assert viewer.run(f"{marker_x} === document.querySelector('#curves figure').px(1)")
 
 
 CONTRAST = """(() => {
@@ -315,16 +308,6 @@ def test_at_the_width_of_a_phone_nothing_needs_scrolling_sideways(browser, page)
     browser.run("choose(0, 1), pick(0)")
     assert browser.run("document.documentElement.scrollWidth") <= 380 and browser.run(BELOW)
     assert browser.complaints() == []
-
-
-def test_the_headline_compares_the_first_steps_with_the_last(viewer):
-    # Means of the first three and of the last three steps: progress is 0, .2, .4 and .6, .8, 1, and
-    # exact match is 0.1 + 0.8 progress. With s = 0.16 in both, the interval of its difference is
-    # 0.48 ± 2.776 · 0.16 · √(2/3) = ± 0.363. That of searches is, at 99 %, 0.6 ± 0.752: not named.
-    headline = viewer.run("document.getElementById('headline').textContent")
-    assert headline == "On training questions (n = 24): exact match 0.26 → 0.74"
-    about = viewer.run("document.getElementById('about').textContent")
-    assert about == "ur2 · grpo · built-in model · built-in world 3 · mine.jsonl"
 
 
 def test_the_same_question_is_shown_at_three_moments_of_training(viewer):
@@ -459,10 +442,8 @@ def test_four_curves_have_the_values_of_the_metrics_on_their_axes(viewer):
 def test_health_curves_are_folded_and_all_zero_metrics_are_one_line(viewer):
     viewer.run("document.getElementById('health').open = true")
     viewer.wait("document.querySelectorAll('#health figure').length > 3")
-    assert (
-        viewer.run("document.querySelector('#health .zero').textContent")
-        == "All zero: malformed_tags"
-    )
+    zero = viewer.run("document.querySelector('#health .zero').textContent")
+    assert zero == "All zero: malformed_tags"
 
 
 ATTACK = """(() => {

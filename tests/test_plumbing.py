@@ -124,24 +124,16 @@ def test_saved_settings_are_read_back_unchanged_and_other_models_have_none(
 
 # -------------------------------------------------------------------- errors before training starts
 
-GOOD = {"id": "1", "question": "who ?", "answers": ["me"]}
-GOOD["references"] = [{"id": "1", "title": "t", "text": "x"}]
 
-
-@pytest.mark.parametrize(
-    "records, fragment",
-    [
-        ([GOOD, GOOD | {"question": 5}], "line 2: field 'question': expected str, found 5"),
-        ([GOOD | {"question": "ada " * 400}], "question 1: its prompt has"),
-    ],
-)
-def test_a_bad_file_is_a_one_line_error_before_training_starts(
-    records, fragment, model, tmp_path, capsys
+def test_a_prompt_that_is_too_long_is_a_one_line_error_before_training_starts(
+    model, tmp_path, capsys
 ):
     data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    reference = {"id": "1", "title": "t", "text": "x"}
+    fields = {"question": "ada " * 400, "answers": ["me"], "references": [reference]}
+    data.write_text(json.dumps(fields | {"id": "1"}))
     arguments = flags(model, tmp_path, f"--data {data} --corpus from-data")
-    assert fragment in command_line(train.main, arguments, capsys)
+    assert "question 1: its prompt has" in command_line(train.main, arguments, capsys)
     assert not (tmp_path / "t").exists()  # no run was started
 
 
@@ -149,7 +141,6 @@ def test_a_bad_file_is_a_one_line_error_before_training_starts(
     "path, more, fragment",
     [
         of_fault(257, "no-model", "", "no-model: no such directory"),
-        ("", "", "no config.json"),
         (None, "--mix nothing=1", "questions of nothing, and the data has 0"),
         (None, "--resume", "no checkpoint in"),
         (None, "--prompt_file none.txt", "none.txt"),

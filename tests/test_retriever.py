@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 from conftest import ROOT, command_line, message
+from processes import heed_signals
 from rank_bm25 import BM25Okapi
 
 from data import Document, Question, SearchRequest
@@ -58,12 +59,8 @@ def test_a_negative_idf_becomes_a_quarter_of_the_mean_idf():
 
 def test_in_a_tiny_corpus_the_smallest_idf_is_positive():
     # Every idf is ln(1.5 / 1.5) = 0 or ln(0.5 / 2.5) < 0, so rank-bm25's floor would be negative.
-    bm25 = BM25(documents("a guide to pumps", "a guide to wells and pumps and wells"))
-    assert bm25.search(["how are wells dug ?"], 2)[0][0].text.startswith("a guide to wells")
-    # The documents have 4 and 8 words, 6 on average: the norms are 1.5 · (1/4 + 3/4 · 4/6) and
-    # 1.5 · (1/4 + 3/4 · 8/6).
-    expected = [SMALL_IDF * 2.5 / (1 + 1.5 * (0.25 + 0.75 * n / 6)) for n in (4, 8)]
-    np.testing.assert_allclose(bm25.scores("guide"), expected, rtol=1e-12)
+    bm25 = BM25(documents("a guide", "a pump"))  # both have the mean length
+    np.testing.assert_allclose(bm25.scores("a guide"), [2 * SMALL_IDF, SMALL_IDF], rtol=1e-12)
     assert list(BM25(documents("...", "!")).scores("cat")) == [0, 0]  # no document has a word
 
 
@@ -97,33 +94,26 @@ def test_a_boosted_title_counts_as_if_the_text_repeated_it():
 
 @pytest.mark.parametrize("size", [1, 40, 129, 1000])
 def test_top_is_a_stable_sort_for_any_scores(size):
-    rng = np.random.default_rng(1)
     last = np.arange(size) >= size - 1.0  # the best is in the last, partial group
-    for scores in (rng.normal(size=size), rng.integers(-2, 3, size=size), last * 1, -1.0 * last):
+    for scores in (np.random.default_rng(1).integers(-2, 3, size=size), last * 1.0):
         for k in (1, 15, 40, 10_000):
             expected = np.argsort(-scores, kind="stable")[:k]
             assert top(scores, k).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize(
-    ("passages", "queries"),
+    "passages, query",
     [
-        (
-            ["東京は日本の首都である。", "大阪は日本の都市である。", "京都は古い都である。"],
-            ["日本の首都はどこ？"],
-        ),
-        (["张伟出生于北京。", "李娜出生于武汉。", "上海是城市。"], ["谁出生于北京", "北京的张伟"]),
-        (["สมชายเกิดที่กรุงเทพ", "มานีเกิดที่เชียงใหม่", "ทะเลสีฟ้า"], ["ใครเกิดที่กรุงเทพ"]),
-        (["ສົມສັກເກີດທີ່ວຽງຈັນ", "ແມ່ນ້ຳຂອງ", "ພູເຂົາ"], ["ໃຜເກີດຢູ່ວຽງຈັນ"]),
-        (["Jose\u0301 was born in Kelmouth", "Jos is a town", "Ana Bell"], ["Jos\u00e9"]),
-        (["Jos\u00e9 was born in Kelmouth", "Jos is a town", "Ana Bell"], ["JOSE\u0301"]),
+        (["東京は日本の首都である。", "大阪は日本の都市である。"], "日本の首都はどこ？"),
+        (["张伟出生于北京。", "李娜出生于武汉。"], "谁出生于北京"),
+        (["สมชายเกิดที่กรุงเทพ", "มานีเกิดที่เชียงใหม่", "ทะเลสีฟ้า"], "ใครเกิดที่กรุงเทพ"),
+        (["Jose\u0301 was born in Kelmouth", "Jos is a town"], "Jos\u00e9"),
+        (["Jos\u00e9 was born in Kelmouth", "Jos is a town"], "JOSE\u0301"),
     ],
 )
-def test_scripts_without_blanks_and_accents_in_two_parts_are_found(passages, queries):
-    bm25 = BM25(documents(*passages))
-    for query in queries:
-        scores = bm25.scores(query)
-        assert scores[0] > max(scores[1:]), query
+def test_scripts_without_blanks_and_accents_in_two_parts_are_found(passages, query):
+    first, *others = BM25(documents(*passages, "Ana Bell")).scores(query)
+    assert first > max(others)
 
 
 def test_equal_queries_are_searched_once_and_equal_passages_are_shown_once():
@@ -148,16 +138,8 @@ def test_the_random_control_depends_only_on_the_query_and_the_seed():
     first, other = retrieve(make_control("random", corpus, 3), asked("q", "r"), 4)
     # The result is the same in every process, since no hash of a string is used.
     assert [document.id for document in first] == ["52", "45", "18", "98"] and other != first
-    assert first != retrieve(make_control("random", corpus, 4), asked("q"), 4)[0]
+    assert [first] != retrieve(make_control("random", corpus, 4), asked("q"), 4)
     assert "the corpus is empty" in message(make_retriever, [], Settings(retriever="random"))
-
-
-def test_the_oracle_returns_the_gold_documents_and_counts_them_from_one():
-    references = tuple(documents("a", "b", "c", "d"))
-    gold = Question("1", "?", ["x"], references=references, supporting=(1, 4))
-    requests = [SearchRequest(gold, "q"), SearchRequest(Question("2", "?", ["x"]), "q")]
-    found = retrieve(make_control("oracle", [], 0), requests, 5)
-    assert found == [[references[0], references[3]], []]
 
 
 def test_a_retriever_gets_its_settings(monkeypatch):
@@ -205,14 +187,9 @@ def test_a_corpus_is_served_until_ctrl_c_and_the_command_asks_the_server(tmp_pat
     towns = [{"id": str(i), "title": f"Town {i}", "text": "It is old."} for i in range(99)]
     append_jsonl(corpus, towns)
     # A background shell ignores Ctrl-C, and the child process would inherit that.
-    process = subprocess.Popen(
-        [sys.executable, "retriever.py", "serve", "--corpus", str(corpus), "--port", "0"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+    words = [sys.executable, "retriever.py", "serve", "--corpus", str(corpus), "--port", "0"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(words, cwd=ROOT, preexec_fn=heed_signals, **pipes)
     try:
         line = process.stdout.readline()
         assert line.startswith("bm25 at http://127.0.0.1:")

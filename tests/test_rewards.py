@@ -6,7 +6,7 @@ protocol's own tags (`written`).
 """
 
 import json
-import math
+import re
 from dataclasses import replace
 from string import Template
 
@@ -145,14 +145,6 @@ def test_each_rejected_query_is_a_violation(question, searches, rejected, faults
     assert count_valid_searches(trajectory) == searches
 
 
-def test_a_query_without_a_word_earns_nothing_and_is_a_violation():
-    # Two such queries are two violations: −2. They must not earn 1 + 4, as two searches do.
-    trajectory = written("$right")
-    trajectory.searches += [Search("- -", [], "None")] * 2
-    assert rewards.ur2_stage1(trajectory) == {"format": -2, "retrieval": 0, "fallback": 0}
-    assert sum(rewards.ur2_choice(trajectory, 0).values()) == 2  # no format, no bonus
-
-
 @pytest.mark.parametrize(
     "text, question, metric, expected",
     [
@@ -160,12 +152,9 @@ def test_a_query_without_a_word_earns_nothing_and_is_a_violation():
         # P = 1/2, R = 1, F1 = 2/3; the reward is 4/3 + 1.
         ("\\boxed{Kelmouth, Norland}", QA, "f1", 7 / 3),
         ("\\boxed{Kelmouth, Norland}", QA, "em", 1),
-        ("\\boxed{Kelmouth, Norland}", QA, "cem", 3),
         ("\\boxed{\\frac{1}{2}}", MATH, "f1", 3),
         ("The correct answer is: B", CHOICE, "f1", 3),
-        # The last answer is scored, and two cost the format term.
-        ("$right $wrong", QA, "f1", 0),
-        ("$wrong $right", QA, "f1", 2),
+        ("$wrong $right", QA, "f1", 2),  # the last one is scored; two cost the format term
     ],
 )
 def test_ur2_stage2_pays_twice_the_score_of_each_task(text, question, metric, expected):
@@ -203,14 +192,11 @@ def test_each_fallback_costs_half_and_is_counted_by_its_flag_not_by_its_text(rew
 @pytest.mark.parametrize(
     "searches, step, variant, bonus",
     [
-        (0, 9, "qwen_7b", 0.0),
         (1, 9, "qwen_7b", 0.5),
-        (2, 9, "qwen_7b", 1.0),
         (3, 9, "qwen_7b", 1.0),
         (2, 10, "qwen_7b", 0.0),
         (2, 14, "qwen_3b", 1.0),
         (2, 15, "qwen_3b", 0.0),
-        (2, 10, "llama_8b", 0.0),
     ],
 )
 def test_the_search_bonus_for_choice_ends_after_the_first_steps(searches, step, variant, bonus):
@@ -272,10 +258,11 @@ SHOWS_CHINESE = Question("1", "?", ["x"], references=(Document("1", "北", ""),)
         ("$right", QA, ""),
         ("no box", QA, "no_answer"),
         ("<|begin_of_query|> where $right", QA, "unpaired_query_tags"),
-        ("$faked$faked$right", QA, "written_documents*2"),
+        ("<|begin_of_query|> - - <|end_of_query|>$faked$right", QA, "wordless_query"),
+        ("$faked$faked$right", QA, "written_documents written_documents"),
         ("\\boxed{x} \\boxed{a b c d e f g h i j k}", QA, "several_answers long_answer"),
         ("<|begin_of_query|> $long <|end_of_query|>$faked$right", QA, "long_query"),
-        ("$search$search$search$search$search$search$right", QA, "too_many_queries*2"),
+        ("$search$search$search$search$search$search$right", QA, "too_many_queries " * 2),
         ("x\nuser: \nagain\nassistant\n$right", QA, "illegal_assistant illegal_user"),
         # The environment wrote the newline before "assistant".
         ("${search}assistant\n$right", QA, "illegal_assistant"),
@@ -294,10 +281,8 @@ SHOWS_CHINESE = Question("1", "?", ["x"], references=(Document("1", "北", ""),)
     ],
 )
 def test_violations_of_ur2s_format(text, question, faults):
-    name, _, times = faults.partition("*")
-    expected = [name] * int(times) if times else faults.split()
     found = ur2_violations(written(text, question=question))
-    assert [fault.replace(" ", "_") for fault in found] == expected
+    assert [fault.replace(" ", "_") for fault in found] == faults.split()
 
 
 # ------------------------------------------------------------------------------ R1-Searcher by hand
@@ -325,8 +310,6 @@ def test_r1_searcher_stage1_is_a_half_for_searching_and_a_half_for_the_format(te
         ("so</think><answer>Kelmouth, Norland</answer>", 2 / 3),
         ("</think>so</think><answer>Kelmouth, Norland</answer>", -4 / 3),
         ("so</think> Norland", -2),  # no answer tags: F1 = 0
-        ("so</think>$right$wrong", -2),
-        (f"so</think><answer>{LONG}</answer>", -2),
     ],
 )
 def test_r1_searcher_stage2_is_f1_minus_two_for_a_fault(text, expected):
@@ -338,9 +321,7 @@ def test_r1_searcher_stage2_is_f1_minus_two_for_a_fault(text, expected):
     [
         # Eq. 3 and 4 have no rule for yes and no: IN = 1, PN = 3, RN = 1 give 2 / (3 + 1) = 0.5.
         (YES, "yes", {}, 0.5),
-        # Eq. 5: the answer fails exact match (−1) and passes cover-EM (+1).
-        (YES, "yes", {"answer_metric": "em"}, -1),
-        (YES, "yes", {"answer_metric": "cem"}, 1),
+        (YES, "yes", {"answer_metric": "em"}, -1),  # eq. 5: the answer fails exact match
         # "true" and "yes" have no word in common: IN = 0. The released code treats them as equal,
         # as UR²'s does (row 30 of the released rewards).
         ("so</think><answer>True</answer>", "yes", {}, 0),
@@ -386,7 +367,6 @@ def test_r1_searcher_names_each_format_fault(text, faults):
     "gold, answer, faults",
     [
         ("北京", "北京", []),
-        ("Norland", "北京", ["garbled_text"]),
         ("北京", "Москва 北京", ["garbled_text"]),
     ],
 )
@@ -403,7 +383,6 @@ def test_an_answer_in_the_script_of_a_gold_answer_is_not_garbled(gold, answer, f
     ("text", "reward"),
     [
         ("$right", 0.4),  # no search: γ_e is paid anyway, and γ_α for the answer
-        ("Norland", 0.2),
         ("$search Norland", 0.0),
         # An empty box does not count.
         ("$search<original_evidence> </original_evidence>$right", 0.2),
@@ -440,15 +419,11 @@ def test_r_search_without_evidence_pays_only_the_answer_and_the_answer_box():
         # "Bell": 2 · 1 / (1 + 2) = 2/3. Eq. 5, after a search with E = 1 and A = 1: 0.4. Eq. 6 adds
         # these up.
         ("$search$evidence<answer>Ana Maria Bell</answer>", "Ana Bell", "Bell", 0.8 + 2 / 3 + 0.4),
-        # The answer is wrong and so is the reader's: only the format is paid.
-        ("$search$evidence$wrong", "Norland", "y", 0.4),
         # The last of two evidence boxes is read, but E = 0: answer 1 + evidence 1 + format 0.2.
         ("$search$evidence$evidence$right", "Norland", "Norland", 2.2),
         # Eq. 3 has no rule for yes and no: "yes they are" for "yes" is 2 · 1 / (3 + 1).
         ("<answer> yes they are </answer>", "yes", "", 0.5 + 0.4),
-        # The last of two answers is scored, and A = 0.
-        ("$right$wrong", "Norland", "", 0.2),
-        ("$wrong$right", "Norland", "", 1.2),
+        ("$wrong$right", "Norland", "", 1.2),  # the last of two answers is scored, and A = 0
     ],
 )
 def test_r_searchs_equations_with_numbers(text, gold, reader, expected):
@@ -458,7 +433,6 @@ def test_r_searchs_equations_with_numbers(text, gold, reader, expected):
 def test_search_r1_pays_exact_match_and_nothing_else():
     for answer, reward in (
         ("Nor-land.", 1),  # punctuation is deleted
-        ("Kelmouth, Norland", 0),
         ("Norland </answer><answer> Sudria", 0),  # the last of two answers counts
     ):
         assert terms("search_r1", f"<answer>{answer}</answer>") == {"answer": reward}
@@ -501,28 +475,32 @@ def test_evidence_support_is_the_share_of_evidence_words_in_the_documents():
 # --------------------------------------------------------------------------- When to Search by hand
 
 
-@pytest.mark.parametrize(
-    ("text", "good"),
-    [
-        ("$think$reflect$right", True),
-        ("$think$search$reflect$search$reflect$right<|im_end|>", True),  # Table 9
-        ("$think$search$reflect$think$search$reflect$right", True),  # a second think
-        ("$think<reflect> 1 < 2 </reflect>$right", True),
-        ("$think$right", False),  # without a search a reflect is required
-        ("$think$search$reflect$reflect$right", False),
-        ("$reflect$right", False),  # no think
-        ("$think$search$right", False),  # no reflect
-        ("$think$reflect$search$reflect$right", False),
-        ("$think$reflect$right I am sure.", False),
-        ("Well. $think$reflect$right", False),
-        ("TRA", False),  # the parser's letters are not sections
-        ("<think> </information> </think>$reflect$right", False),
-        ("$think<search> nobody ran it </search>$reflect$right", False),
-        ("$think$faked$reflect$right", False),
-    ],
-)
-def test_when_to_searchs_order_of_sections(text, good):
-    assert terms("when_to_search_stage1", text)["format"] == (1.0 if good else -1.0)
+SECTIONS_IN_ORDER = """
+$think$reflect$right
+$think$search$reflect$search$reflect$right<|im_end|>
+$think$search$reflect$think$search$reflect$right
+$think<reflect> 1 < 2 </reflect>$right
+"""
+# Without a search a reflect is required, and no other text; the parser's letters are not sections.
+OUT_OF_ORDER = """
+$think$right
+$think$search$reflect$reflect$right
+$reflect$right
+$think$search$right
+$think$reflect$search$reflect$right
+$think$reflect$right I am sure.
+Well. $think$reflect$right
+TRA
+<think> </information> </think>$reflect$right
+$think<search> nobody ran it </search>$reflect$right
+$think$faked$reflect$right
+"""
+
+
+@pytest.mark.parametrize("good, texts", [(1.0, SECTIONS_IN_ORDER), (-1.0, OUT_OF_ORDER)])
+def test_when_to_searchs_order_of_sections(good, texts):
+    for text in texts.strip().splitlines():
+        assert terms("when_to_search_stage1", text)["format"] == good, text
 
 
 def test_a_notice_is_not_a_section_and_a_rejected_search_costs_nothing():
@@ -543,18 +521,19 @@ def searching(*queries: str) -> str:
     return "$think" + "".join(f"{search(WHEN, query)}$reflect" for query in queries)
 
 
-@pytest.mark.parametrize("n", range(5))
-def test_each_search_softens_a_wrong_answer_and_costs_a_right_one(n):
+@pytest.mark.parametrize(
+    "stage, per_right, per_wrong", [("stage1", 0, 0.3), ("stage2", -0.3, 0), ("unified", -0.3, 0.3)]
+)
+def test_each_search_softens_a_wrong_answer_and_costs_a_right_one(stage, per_right, per_wrong):
     # With β = 0.3, stage 1 pays 1 if right and −1 + 0.3 n if wrong; stage 2 pays 1 − 0.3 n if right
     # and −1 if wrong. Table 2's unified reward uses both signs: at RC = 4 a right answer earns −0.2
     # and a wrong one 0.2.
-    softened, priced = -1 + 0.3 * n, 1 - 0.3 * n
-    by_stage = {"stage1": (1, softened), "stage2": (priced, -1), "unified": (priced, softened)}
-    text = searching(*QUERIES[:n]) + "$reflect" * (n == 0)
-    for stage, expected in by_stage.items():
-        for answer, reward in zip(("$right", "$wrong"), expected, strict=True):
-            result = terms(f"when_to_search_{stage}", text + answer)
-            assert result == pytest.approx({"format": 1.0, "retrieval": 0.0, "answer": reward})
+    for n in range(5):
+        text = searching(*QUERIES[:n]) + "$reflect" * (n == 0)
+        right, wrong = (terms(f"when_to_search_{stage}", text + a) for a in ("$right", "$wrong"))
+        same = {"format": 1.0, "retrieval": 0.0}
+        assert right == pytest.approx(same | {"answer": 1 + n * per_right})
+        assert wrong == pytest.approx(same | {"answer": -1 + n * per_wrong})
 
 
 def test_eq_12_is_the_sum_of_three_terms():
@@ -605,7 +584,6 @@ def test_one_search_must_be_concise_and_several_must_differ():
 @pytest.mark.parametrize(
     ("query", "concise"),
     [
-        ("Ana Bell birthplace", True),
         ("king of the Norland", False),  # 2 of 4 words are stopwords
         ("Norland？", False),
         ("Which country Ana Bell", False),
@@ -619,24 +597,19 @@ def test_concise_queries(query, concise):
 
 
 @pytest.mark.parametrize(
-    "text, gold, correct, answer",
+    "text, correct",
     [
-        ("<answer> The Norland! </answer>", "Norland", False, -1),
-        # A missing answer is wrong, even if the judge's verdict is "correct".
-        ("$think", "Norland", True, -1),
-        # Answers that merely contain the gold earn nothing.
-        ("<answer>yes no</answer>", "yes", None, -1),
-        ("<answer>Sudria/Ostland/Norland</answer>", "Norland", None, -1),
+        ("<answer> The Norland! </answer>", False),
+        ("$think", True),  # a missing answer is wrong, even if the judge's verdict is "correct"
+        ("<answer>Norland or Sudria</answer>", None),  # it merely contains the gold
     ],
 )
-def test_the_judges_verdict_decides_or_exact_match_if_there_is_none(text, gold, correct, answer):
-    result = terms("when_to_search_stage1", text, asking(gold), (), {"correct": correct})
-    assert result["answer"] == answer
+def test_the_judges_verdict_decides_or_exact_match_if_there_is_none(text, correct):
+    result = terms("when_to_search_stage1", text, outside={"correct": correct})
+    assert result["answer"] == -1
 
 
 # ----------------------------------------------------------------------------------- TF-IDF by hand
-
-CORPUS = [Document("1", "Ana", "born in town"), Document("2", "Bo", "born in city")]
 
 
 def similarity(embed, *texts):
@@ -647,21 +620,11 @@ def test_without_a_corpus_every_word_weighs_the_same():
     # The counts are (1, 1, 0) and (1, 0, 1): 1 / (√2 · √2).
     assert similarity(tfidf_embedder(), "ana birthplace", "Ana: employer") == pytest.approx(1 / 2)
     # The counts are (2, 1) and (1, 1): 3 / (√5 · √2).
-    twice = similarity(tfidf_embedder(), "ana ana town", "ana town")
-    assert twice == pytest.approx(3 / math.sqrt(10))
+    assert similarity(tfidf_embedder(), "ana ana town", "ana town") == pytest.approx(3 / 10**0.5)
 
 
-def test_a_rare_word_weighs_more_than_a_common_one():
-    embed = tfidf_embedder(CORPUS)
-    # N = 2: idf(ana) = ln(3/2) + 1 (one document), idf(born) = ln(3/3) + 1 = 1 (both)
-    rare = math.log(1.5) + 1
-    assert similarity(embed, "ana born", "born") == pytest.approx(1 / math.sqrt(rare**2 + 1))
-
-
-def test_invented_words_do_not_make_a_repeated_query_a_new_one():
-    embed = tfidf_embedder(CORPUS)
-    assert similarity(embed, "ana town qqq", "ana town zzz") == pytest.approx(1.0)
-    # Queries that consist of invented words have zero vectors, and still count as equal.
+def test_queries_of_invented_words_have_zero_vectors_and_count_as_equal():
+    embed = tfidf_embedder([Document("1", "Ana", "born in town")])
     assert similarity(embed, "qqq", "zzz") == similarity(embed, "??", "??") == 1.0
     assert similarity(embed, "qqq", "ana") == 0.0
 
@@ -682,37 +645,29 @@ def sections(ids="[1, 4]", answer="June 16, 1874"):
         ("[1, 2, 3, 4]", "June 16, 1874", {}, 1 + 1 + 0.5),
         ("[4, 1]", "June 16", {}, 1 + 0 + 1),
         ("[4, 1]", "June 16, 1874 </answer> done", {}, 0 + 1 + 1),
-        # F1 of "June 16": P = 1 and R = 2/3, so 0.8. Cover-EM needs all three words.
+        # F1 of "June 16": P = 1 and R = 2/3, so 0.8.
         ("[4, 1]", "June 16", {"answer_metric": "f1"}, 1 + 0.8 + 1),
-        ("[4, 1]", "on June 16, 1874", {"answer_metric": "cem"}, 1 + 1 + 1 + 10),
-        # A judge's verdict replaces the metric.
-        ("[4, 1]", "June 16", {"correct": True}, 1 + 1 + 1 + 10),
-        # Without relevance the bonus needs the other two; Naive-GRPO (4.3) has no bonus.
+        ("[4, 1]", "June 16", {"outside": {"correct": True}}, 1 + 1 + 1 + 10),  # a judge's verdict
+        # Without relevance the bonus needs the other two.
         ("[2]", "June 16, 1874", {"relevance_reward": False}, 1 + 1 + 10),
-        ("[2]", "June 16, 1874", {"relevance_reward": False, "bonus": 0.0}, 1 + 1),
     ],
 )
 def test_every_sum_of_arenas_terms_by_hand(ids, answer, args, expected):
-    trajectory = written(sections(ids, answer), "arena", asking("June 16, 1874"))
-    assert sum(rewards.arena(trajectory, **args).values()) == pytest.approx(expected)
+    assert paid("arena", sections(ids, answer), asking("June 16, 1874"), **args) == expected
 
 
 @pytest.mark.parametrize(
-    ("ids", "numbers", "relevance"),
+    "ids, relevance",
     [
-        ("[1, 4]", {1, 4}, 1.0),
-        ("[4,1,4]", {1, 4}, 1.0),
-        ("[1]", {1}, 0.5),
-        ("[1, 4]</relevance> <relevance>[2]", {2}, 0.0),  # the last section counts
-        ("[]", set(), 0.0),
-        ("[true, 4]", set(), 0.0),
-        ("[" + "9" * 5000 + "]", set(), 0.0),  # Python cannot parse a number this long
+        ("[4,1,4]", 1.0),
+        ("[1]", 0.5),
+        ("[1, 4]</relevance> <relevance>[2]", 0.0),  # the last section counts
+        ("[true, 4]", 0.0),
+        ("[" + "9" * 5000 + "]", 0.0),  # Python cannot parse a number this long
     ],
 )
-def test_cited_numbers_are_a_set_in_brackets(ids, numbers, relevance):
-    trajectory = written(sections(ids), "arena")
-    assert rewards.cited(trajectory) == numbers
-    assert rewards.arena(trajectory)["relevance"] == relevance
+def test_cited_numbers_are_a_set_in_brackets(ids, relevance):
+    assert terms("arena", sections(ids))["relevance"] == relevance
 
 
 @pytest.mark.parametrize(
@@ -754,10 +709,9 @@ def test_naive_grpo_earns_one_for_think_and_answer_and_one_for_the_answer(text, 
     assert rewards.good_format(trajectory) == good
 
 
-@pytest.mark.parametrize("answer", ["True", "true."])
-def test_for_arenas_released_scorer_true_is_not_yes(answer):
+def test_for_arenas_released_scorer_true_is_not_yes():
     for reward in ("arena", "arena_code"):
-        assert terms(reward, f"<answer>{answer}</answer>", asking("yes"))["answer"] == 0.0
+        assert terms(reward, "<answer>True</answer>", asking("yes"))["answer"] == 0.0
         assert terms(reward, "<answer>Yes!</answer>", asking("yes"))["answer"] == 1.0
 
 
@@ -793,18 +747,14 @@ def test_every_reward_by_name_scores_a_trajectory_of_its_protocol(reward):
 
 
 @pytest.mark.parametrize(
-    ("reward", "answer", "term", "expected", "args"),
+    "reward, text, term",
     [
-        # The released Llama code subtracts 1 for the format, not 2; the released stage 1 adds ±1 by
-        # cover-EM.
-        ("r1_searcher_stage2_llama", "<think> Norland", "format", -1, {}),
-        ("r1_searcher_stage1_code", "Sudria", "answer", -1, {}),
-        ("arena", "Norland", "bonus", 3, {"bonus": 3.0}),
+        ("r1_searcher_stage2_llama", "Norland", "format"),
+        ("r1_searcher_stage1_code", "so</think>$wrong", "answer"),
     ],
 )
-def test_the_arguments_reach_the_reward(reward, answer, term, expected, args):
-    row = example(protocol_of(reward), answer)
-    assert reward_terms(reward, row, {"step": 0}, **args)[term] == pytest.approx(expected)
+def test_the_released_code_charges_llama_one_for_the_format_and_adds_cover_em(reward, text, term):
+    assert terms(reward, text)[term] == -1
 
 
 @pytest.mark.parametrize(
@@ -823,11 +773,6 @@ def test_a_reward_that_does_not_fit_is_an_error_of_one_line(settings, message):
     assert "\n" not in str(error.value)
 
 
-def test_only_a_price_of_searches_of_two_or_more_is_too_high():
-    check_reward(settings_for("ur2_stage2", max_searches=9))  # UR² has no price per search
-    check_reward(settings_for("when_to_search_stage2", max_searches=6, beta=0.3))  # 0.3 · 6 = 1.8
-
-
 UNCITED = replace(QA, supporting=())
 
 
@@ -840,26 +785,24 @@ UNCITED = replace(QA, supporting=())
     ],
 )
 def test_a_question_that_lacks_a_field_the_reward_reads_is_an_error(reward, question, message):
-    settings = settings_for(reward)
-    good = CHOICE if reward == "ur2_choice" else QA
     with pytest.raises(InputError, match=f"question {question.id} {message}"):
-        rewards.check_questions([good, question], settings)
-    assert rewards.check_questions([good], settings) == [good]
-    assert rewards.check_questions([UNCITED], settings_for("arena", relevance_reward=False))
+        rewards.check_questions([question], settings_for(reward))
+    for settings in (settings_for("search_r1"), settings_for("arena", relevance_reward=False)):
+        assert rewards.check_questions([UNCITED], settings) == [UNCITED]
 
 
 # -------------------------------------------------------------------------- hacks that earn nothing
 
-NO_SEARCH = {
-    "bare begin tags": "<|begin_of_query|> <|begin_of_query|> ",
-    "a query that nobody ran": "<|begin_of_query|> Ana Bell <|end_of_query|> ",
-    "an empty query": "<|begin_of_query|> <|end_of_query|>\n\n$faked",
-    "documents without a query": "$faked",
-    "a malformed query": "Ana Bell <|end_of_query|>\n\n$faked",
-}
+NO_SEARCH = [
+    "<|begin_of_query|> <|begin_of_query|> ",
+    "<|begin_of_query|> Ana Bell <|end_of_query|> ",  # nobody ran it
+    "<|begin_of_query|> <|end_of_query|>\n\n$faked",
+    "$faked",
+    "Ana Bell <|end_of_query|>\n\n$faked",
+]
 
 
-@pytest.mark.parametrize("hack", NO_SEARCH.values(), ids=NO_SEARCH.keys())
+@pytest.mark.parametrize("hack", NO_SEARCH)
 def test_text_that_imitates_a_search_earns_no_search_reward(hack):
     for reward in ("ur2_stage1", "ur2_choice", "r1_searcher_stage1"):
         assert terms(reward, f"{hack} so</think>$right")["retrieval"] == 0.0
@@ -921,53 +864,37 @@ def test_a_list_of_guesses_is_too_long_however_it_is_joined(joint):
 
 # -------------------------------------------------------------------------------- the released code
 
-# row: (our reward, why it differs from the released code's)
-COLON = "D.2 ends in `the correct answer is: X`; the code asks for no colon"
-SCHEDULE = "the code ends stage 1's search reward and missing-retrieval fault with step 15"
-WHITE_SPACE = "white space around the sections is not a fault; the code's pattern refuses it"
-LATIN_ONLY = "the code looks for CJK in retrieved text too"
-DOCUMENTS = "the code wants a passage in each block, which is the environment's to write"
-LONG_ANSWER = "an answer over 10 words breaks the format in every stage and for every model"
-ON_PURPOSE = {
-    4: (-1.0, SCHEDULE),
-    5: (4.0, SCHEDULE),
-    8: (-2.0, "a query over 20 words is not a valid search: −2 for two, and no retrieval reward"),
-    9: (4.0, LATIN_ONLY),
-    12: (2.0, "two answers on one line are two answers; the code's pattern sees one"),
-    13: (-1.0, "a prompt without retrieval pays the format only, and a query there breaks it"),
-    14: (-1.0, "eq. 1 takes 1 for each violation, whatever the prompt; the code pays 0"),
-    31: (3.0, "the code does not normalise a curly apostrophe, its own evaluation does"),
-    32: (3.0, "the code's pattern reads to the last brace of the line; we balance braces"),
-    38: (0.0, "UR² answers in a box; the code also reads the other paper's tag"),
-    35: (1.0, "eq. 2 pays correct answers; the code pays 1 for a partly correct one"),
-    40: (1.0, COLON),
-    41: (0.0, COLON),
-    42: (1.0, COLON),
-    44: (0.5, '"both of them" is not a letter; the code reads the b'),
-    46: (
-        0.5,
-        "a box is D.2's answer to mathematics and open questions; the code reads it here too",
-    ),
-    47: (3.5, '"user said" is not a header of a chat turn; the code forbids lines that begin so'),
-    49: (2.0, "eq. 2 with a query on a prompt without retrieval: no format, no bonus"),
-    57: (1.0, "no search was run; the code pays a half for the document tags or for the format"),
-    58: (2.0, DOCUMENTS),
-    59: (1.5, "garbled text breaks the format in every stage; the code tests it in stage 2"),
-    62: (-0.5, f"{LONG_ANSWER}, and a list covers nothing: 0.5 + 0 − 1"),
-    71: (1.0, DOCUMENTS),
-    75: (4 / 13 - 1, LONG_ANSWER),
-    84: (1.0, DOCUMENTS),
-    87: (1.0, 'the word "assistant" is in a document, not in the model\'s text'),
-    96: (13.0, 'a "<" that opens no section is allowed; the code\'s pattern refuses any'),
-    97: (13.0, WHITE_SPACE),
-    98: (13.0, WHITE_SPACE),
-    99: (2.0, "text after the answer breaks the format: 0 + 1 + 1; the code matches a beginning"),
-    103: (2.0, "[true, 4] is not a list of numbers; the code takes true for 1"),
-    109: (1.4, "without a search 0.2 + 0.2; the code asks for no evidence then and finds some"),
-    114: (1.4, "faked documents are not a search; the code looks for the tag"),
-    115: (1.4, 'the box is there, though "and" is wrong; the code takes "and" for its prompt\'s'),
-    117: (1.4, "without a reader's answer F1 is 0: 1 + 0 + 0.4; the code crashes"),
-}
+# row:our reward | why it differs from the released code's
+ON_PURPOSE = """
+4:-1 5:4 | the code ends stage 1's search reward and missing-retrieval fault with step 15
+8:-2 | a query over 20 words is not a valid search: −2 for two, and no retrieval reward
+9:4 | the code looks for CJK in retrieved text too
+12:2 | two answers on one line are two answers; the code's pattern sees one
+13:-1 | a prompt without retrieval pays the format only, and a query there breaks it
+14:-1 | eq. 1 takes 1 for each violation, whatever the prompt; the code pays 0
+31:3 | the code does not normalise a curly apostrophe, its own evaluation does
+32:3 | the code's pattern reads to the last brace of the line; we balance braces
+38:0 | UR² answers in a box; the code also reads the other paper's tag
+35:1 | eq. 2 pays correct answers; the code pays 1 for a partly correct one
+40:1 41:0 42:1 | D.2 ends in `the correct answer is: X`; the code asks for no colon
+44:0.5 | "both of them" is not a letter; the code reads the b
+46:0.5 | a box is D.2's answer to mathematics and open questions; the code reads it here too
+47:3.5 | "user said" is not a header of a chat turn; the code forbids lines that begin so
+49:2 | eq. 2 with a query on a prompt without retrieval: no format, no bonus
+57:1 | no search was run; the code pays a half for the document tags or for the format
+58:2 71:1 84:1 | the code wants a passage in each block, which is the environment's to write
+59:1.5 | garbled text breaks the format in every stage; the code tests it in stage 2
+62:-0.5 75:-0.6923 | an answer over 10 words breaks the format, and a list covers nothing
+87:1 | the word "assistant" is in a document, not in the model's text
+96:13 | a "<" that opens no section is allowed; the code's pattern refuses any
+97:13 98:13 | white space around the sections is not a fault; the code's pattern refuses it
+99:2 | text after the answer breaks the format: 0 + 1 + 1; the code matches a beginning
+103:2 | [true, 4] is not a list of numbers; the code takes true for 1
+109:1.4 | without a search 0.2 + 0.2; the code asks for no evidence then and finds some
+114:1.4 | faked documents are not a search; the code looks for the tag
+115:1.4 | the box is there, though "and" is wrong; the code takes "and" for its prompt's
+117:1.4 | without a reader's answer F1 is 0: 1 + 0 + 0.4; the code crashes
+"""
 FALLBACKS = {6: 1, 7: 2, 26: 1, 27: 2}  # row: number of searches, all answered by the fallback
 TASKS = {"rag": "qa", "math": "math", "history": "choice", "medicine": "choice"}
 GRADES = {"Judgment: Correct": lambda *_: 2, "Judgment: Partially correct": lambda *_: 1}
@@ -1010,30 +937,24 @@ def golden(index, row):
 def test_every_golden_row_is_equal_or_differs_for_a_named_reason():
     rows = json.loads(shared("golden/released_code_rewards.json"))
     assert len(rows) == 119
+    on_purpose = dict(re.findall(r"(\d+):(\S+)", ON_PURPOSE))
     for index, row in enumerate(rows):
         ours = sum(golden(index, row).values())
         released = row["released_code_reward"]  # a string if the code raises an error
-        expected, reason = ON_PURPOSE.get(index, (released, "equal"))
-        assert ours == pytest.approx(expected, abs=1e-4), (index, reason)
+        expected = float(on_purpose.get(str(index), released))
+        assert ours == pytest.approx(expected, abs=1e-4), index
         differs = isinstance(released, str) or abs(ours - released) > 1e-3
-        assert index not in ON_PURPOSE or differs, f"row {index} is equal: drop it from the table"
+        assert differs == (str(index) in on_purpose), f"row {index}: is it in the table?"
 
 
 def test_a_fallback_is_paid_as_a_valid_search_unless_the_variant_calls_it_invalid():
     """UR² eq. 1, C.6: two searches of which one is a fallback: 1 + 4 − 0.5, else 1 + 3 − 0.5."""
     row = example("ur2")
-    assert rewards.ur2_stage1(row)["retrieval"] == 4.0
-    assert rewards.ur2_stage1(row, fallback_is_invalid=True)["retrieval"] == 3.0
-    assert rewards.ur2_choice(row, 0)["retrieval"] == 1.0
-    assert rewards.ur2_choice(row, 0, fallback_is_invalid=True)["retrieval"] == 0.5
+    for invalid, stage1, choice in ((False, 4.0, 1.0), (True, 3.0, 0.5)):
+        assert rewards.ur2_stage1(row, fallback_is_invalid=invalid)["retrieval"] == stage1
+        assert rewards.ur2_choice(row, 0, fallback_is_invalid=invalid)["retrieval"] == choice
 
 
-@pytest.mark.parametrize(
-    "answer, gold", [("yes it is", "yes"), ("no", "no it is not"), ("no", "yes")]
-)
+@pytest.mark.parametrize("answer, gold", [("yes it is", "yes"), ("no", "no it is not")])
 def test_ur2_pays_nothing_for_a_text_around_yes_or_no(answer, gold):
-    row = example("ur2", answer=answer)
-    row.question = replace(row.question, answers=[gold])
-    assert reward_terms("ur2_stage2", row, {})["answer"] == 0
-    row.question = replace(row.question, answers=[answer])
-    assert reward_terms("ur2_stage2", row, {})["answer"] == 2
+    assert terms("ur2_stage2", f"\\boxed{{{answer}}}", asking(gold))["answer"] == 0

@@ -1,7 +1,5 @@
 """Tests sft.py: supervised training on the tokens that the model should write."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -23,7 +21,6 @@ EXAMPLES = [
     Example([5, 6, 7, 8, 9, 10], [0, 0, 1, 0, 0, 1]),
     Example([5, 6, 11], [0, 1, 1]),
     Example([5, 12, 13, 14], [0, 0, 0, 1]),
-    Example([5, 6], [0, 0]),  # no token to imitate
 ]
 
 
@@ -33,15 +30,8 @@ def policy():
 
 
 def train(policy, examples=EXAMPLES, steps=1, **changes):
-    settings = replace(SFTSettings(steps, lr=1e-2), **changes)
+    settings = SFTSettings(**{"steps": steps, "lr": 1e-2} | changes)
     return train_sft(policy, lambda step: examples, settings)
-
-
-def test_a_column_of_the_mask_refers_to_the_next_token():
-    tokens, mask = collate_examples(EXAMPLES[:2])
-    assert tokens.tolist() == [[5, 6, 7, 8, 9, 10], [5, 6, 11, 0, 0, 0]]
-    # Token 2 of the first example is imitated, so column 1 is 1. Padding is never imitated.
-    assert mask.tolist() == [[0, 1, 0, 0, 1], [1, 1, 0, 0, 0]]
 
 
 def test_the_loss_is_the_mean_over_the_tokens_to_imitate():
@@ -54,7 +44,7 @@ def test_the_loss_is_the_mean_over_the_tokens_to_imitate():
 
 
 def test_an_example_without_a_token_to_imitate_has_loss_zero_and_not_nan(policy):
-    loss = sft_loss(policy, *collate_examples([EXAMPLES[3]]))
+    loss = sft_loss(policy, *collate_examples([Example([5, 6], [0, 0])]))
     loss.backward()
     assert loss.item() == 0
     assert all(p.grad is None or not p.grad.any() for p in policy.parameters())
@@ -64,7 +54,7 @@ def test_the_micro_batches_change_neither_the_step_nor_the_loss():
     results = []
     for budget in (1, 6, 10_000):  # single rows, unequal parts, all at once
         policy = Policy(make_model(30, seed=0))
-        results += train(policy, EXAMPLES[:3], steps=3, lr=1e-3, tokens_per_micro_batch=budget)
+        results += train(policy, steps=3, lr=1e-3, tokens_per_micro_batch=budget)
     assert results == pytest.approx(results[:3] * 3, abs=1e-4)
 
 
@@ -105,12 +95,6 @@ def test_muon_takes_the_same_steps_as_torch_s(monkeypatch):
             optimizer.param_groups[0]["lr"] = 0.1
             optimizer.step()
     torch.testing.assert_close(our_weights, torch_weights, rtol=0, atol=2e-3)
-
-
-def test_five_newton_schulz_steps_act_on_each_singular_value():
-    matrix = torch.diag(torch.tensor([3.0, 4.0]))  # its norm is 5: 0.6 and 0.8 become 0.72 and 1.12
-    (actual,) = sft.orthogonalize(matrix[None])
-    torch.testing.assert_close(actual, torch.diag(torch.tensor([0.72, 1.12])), atol=5e-3, rtol=0)
 
 
 def test_muon_trains_the_matrices_of_the_layers_and_adamw_the_rest(policy):

@@ -15,17 +15,12 @@ LETTERS = ByT5Tokenizer()  # each letter is a token
 RULE = StopRule(LETTERS, PROTOCOLS["when_to_search"].stop_tags, {LETTERS.eos_token_id})
 
 
-def three_segments() -> Trajectory:
-    t = Trajectory(Question("q", "?", ["!"]), PROTOCOLS["ur2"], prompt_ids=[9])
+def test_the_mask_is_one_only_on_tokens_of_the_model():
+    # The model sampled three tokens; the environment wrote two; the model sampled one more.
+    t = Trajectory(Question("q", "?", ["!"]), PROTOCOLS["ur2"])
     t.append_model([1, 2, 3], [-0.1, -0.2, -0.3], "ask")
     t.append_environment([4, 5], "[]", "documents")
     t.append_model([6], [-0.4], "!")
-    return t
-
-
-def test_the_mask_is_one_only_on_tokens_of_the_model():
-    # The model sampled three tokens; the environment wrote two; the model sampled one more.
-    t = three_segments()
     assert t.response_mask == [1, 1, 1, 0, 0, 1]
     assert t.response_ids == [1, 2, 3, 4, 5, 6]
     assert t.logprobs == [-0.1, -0.2, -0.3, 0.0, 0.0, -0.4]

@@ -15,15 +15,14 @@ from retrievers.net import Fault
 from retrievers.web import WebRetriever, check_address, fetch_page, html_to_text, window
 
 
-def reply(body: bytes | str, kind="text/html", status="200 OK", **headers) -> bytes:
-    body = body.encode() if isinstance(body, str) else body
-    headers = {"Content-Length": len(body), "Content-Type": kind, **headers}
-    lines = [f"{name.replace('_', '-')}: {value}\r\n" for name, value in headers.items()]
-    return f"HTTP/1.1 {status}\r\n{''.join(lines)}\r\n".encode() + body
+def reply(text: str, kind="text/html", status="200 OK") -> bytes:
+    length = len(body := text.encode())
+    head = f"HTTP/1.1 {status}\r\nContent-Length: {length}\r\nContent-Type: {kind}\r\n\r\n"
+    return head.encode() + body
 
 
 def redirect(url: str) -> bytes:
-    return reply("", status="302 Found", Location=url)
+    return reply("", status=f"302 Found\r\nLocation: {url}")
 
 
 def text_page(name: str) -> bytes:
@@ -93,12 +92,10 @@ def drip_head():
 
 
 def test_a_page_that_cannot_be_read_is_replaced_by_its_snippet(site):
-    site.pages = {"/b": text_page("b")}
     missing = {"url": site.base + "/a", "title": "A", "content": "what a says"}
-    site.results = lambda query: [missing, "/b"]
-    lists = searcher(site).search(["q"], 2)
-    assert texts(lists) == [["what a says", "Text of b."]]
-    assert lists[0][0] == Document(site.base + "/a", "A", "what a says")
+    site.results = lambda query: [missing]
+    expected = Document(site.base + "/a", "A", "what a says")
+    assert searcher(site).search(["q"], 2) == [[expected]]
 
 
 def test_candidates_are_tried_in_order_until_k_are_read_and_at_most_3k(site):
@@ -129,9 +126,8 @@ def test_a_reply_without_results_is_a_fault(site, odd):
 
 
 def test_the_query_is_quoted_and_cannot_reach_another_field(site):
-    queries = {"where & who?=ü#x {query}", "?/.."}
     searcher(site).search(["where & who?=ü#x {query}", "\ud800/.."], 1)
-    assert {*site.queries} == queries
+    assert {*site.queries} == {"where & who?=ü#x {query}", "?/.."}
 
 
 @pytest.mark.parametrize("template", ["http://h/", "http://h/{Query}", "http://h.{query}.test/"])
@@ -286,7 +282,7 @@ def test_the_window_has_the_most_words_of_the_query():
     text = "a b c d e Ana Bell was born here x y z"
     assert window(text, "where was Ana Bell born?", words=5) == "e Ana Bell was born"
     assert window(text, "nobody", words=5) == "a b c d e"
-    assert window("a b c", "c", words=10) == "a b c" and window("", "c", 10) == ""
+    assert window("", "c", 10) == ""
     assert "東京" in window("海" * 5000 + "東京" + "山" * 5000, "東京都", words=150)
     assert len(window("海" * 50_000, "x", words=150)) == 300  # two characters count as a word
     assert len(window("x" * 50_000, "x", words=150)) == 1500  # a word of any length is cut too
