@@ -4,11 +4,12 @@ import json
 import sys
 
 import pytest
-from conftest import message
+from conftest import ROOT, message
 
 import convert
 from data import Document, Hop, Question, load_questions
 
+SLICES = ROOT.parent / "shared" / "data"
 HOTPOT = {
     "_id": "h1",
     "question": "Which?",
@@ -193,3 +194,26 @@ def test_a_record_without_a_source_is_of_the_data_set_that_its_file_is_named_aft
     path = tmp_path / "hotpotqa_500.jsonl"
     path.write_text("\n".join(map(json.dumps, (R1, R1 | {"source": "math"}))))
     assert [r["source"] for r in convert.convert("r1_searcher", path)] == ["hotpotqa", "math"]
+
+
+# -------------------------------------------------------------------------------------- real slices
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "count"),
+    [
+        ("r1_searcher", "train/r1_searcher_stage1_80.jsonl", 80),
+        ("ur2", "train/ur2_stage2_150.jsonl", 150),
+        ("hotpotqa", "hotpotqa/official_train_distractor_20.json", 20),
+        ("hotpotqa", "hotpotqa/hf_layout_dev_distractor_20.jsonl", 20),
+        ("math", "math/math500_60.jsonl", 60),
+        ("gsm8k", "math/gsm8k_test_20.jsonl", 20),
+        ("medqa", "mcq/medqa_5options_50.jsonl", 50),
+        ("mmlu_pro", "mcq/mmlupro_health_30.jsonl", 30),
+        ("musique", "musique/official_train_15.jsonl", 15),
+    ],
+)
+def test_real_files_are_converted_completely(kind, name, count):
+    if not (SLICES / name).exists():
+        pytest.skip(f"the real slice {SLICES / name} is missing")
+    assert len(convert.convert(kind, SLICES / name)) == count
