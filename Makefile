@@ -64,7 +64,7 @@ real-test: export GOMP_SPINCOUNT = 10000
 real-test: real-models
 	$(BIN)/python -m pytest -q $(LONG) $(REMOVED) -o timeout=600 -m "real and not vllm"
 
-# Injects the faults of tests/trust/faults.md. About an hour.
+# Injects the faults of tests/trust/faults.md. Seven minutes on fast cores, an hour on slow ones.
 trust: install
 	$(BIN)/python -m pytest -v -n 2 $(LONG) -m fault
 

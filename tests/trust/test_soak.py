@@ -12,6 +12,7 @@ from conftest import rows_of, settings_for, threads_since
 from test_sockets import Faulty, good, http, with_lists
 
 import train
+from plumbing import checkpoint
 
 ILL = [
     lambda payload: http(b"ill", code=500),
@@ -64,8 +65,11 @@ def test_memory_threads_and_open_files_do_not_grow(
         return collect(state, step)
 
     monkeypatch.setattr(train, "collect", watched)
+    # With four trajectories in a step, one query may fail most of them; this run goes on.
+    for module in (train, checkpoint):
+        monkeypatch.setattr(module, "MOST_FAILED", 1)
     server = started(Faulty(flapping))
-    more = f"--retriever http --retriever_url {server.base} --timeout 3 --steps {steps}"
+    more = f"--retriever http --retriever_url {server.base} --timeout 1 --steps {steps}"
     folder = train.train(settings_for(model, tmp_path, more))
     rows = rows_of(folder)
     assert len(rows) == steps and sum(row["search_errors"] > 0 for row in rows) > steps / 20
