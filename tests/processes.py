@@ -173,7 +173,8 @@ def wait_until(there, process=None, log: Path | None = None) -> None:
     while not there():
         over = process is not None and process.exitcode is not None
         if (over and not there()) or time.monotonic() > limit:
-            pytest.fail(f"exit code {process and process.exitcode}:\n{log_of(log)}")
+            what = f"exit code {process.exitcode}" if over else "it has waited long enough"
+            pytest.fail(f"{what}:\n{log_of(log or getattr(process, 'log', None))}")
         time.sleep(0.01)
 
 

@@ -21,7 +21,6 @@ from lab.baselines import (
     METHODS,
     READ,
     REVISE,
-    SELF_ASK,
     Write,
     any_answer,
     environment_of,

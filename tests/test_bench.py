@@ -1,11 +1,36 @@
-"""Tests lab.bench: the ratios are those of the medians. No test asserts a time."""
+"""Tests lab.bench: the variants do the same work, and the ratios are those of the medians. No test
+asserts a time.
+"""
 
 import re
 
 import pytest
-from conftest import flags
+import torch
+from conftest import flags, settings_for
 
 from lab import bench
+from plumbing.build import build_state
+
+
+@pytest.fixture
+def state(model, tmp_path):
+    return build_state(settings_for(model, tmp_path, "--algorithm grpo"))
+
+
+def test_every_way_to_sample_gives_the_same_tokens_greedily(state):
+    variants = bench.rollouts(state)
+    slots, by_turns = ([row.ids for row in work()] for work in variants.values())
+    assert by_turns == slots
+    assert len({len(ids) for ids in slots}) > 1  # so that finished rows wait for others
+
+
+def test_a_padded_row_has_the_same_log_probs(state):
+    batch = bench.prepare(state, bench.collect(state, 0))
+    ours, padded = state.policy, bench.Padded(state.policy)
+    with torch.no_grad():
+        expected = ours(batch.tokens, 1.0, batch.response_mask)  # [B, T]
+        result = padded(batch.tokens, 1.0, batch.response_mask) * batch.response_mask
+    torch.testing.assert_close(result, expected * batch.response_mask, rtol=1e-4, atol=1e-5)
 
 
 def test_the_ratio_is_that_of_the_medians(monkeypatch, capsys):

@@ -1,9 +1,7 @@
 """Tests coldstart.py: traces by hand for each protocol, what is dropped, the command."""
 
-import random
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from coldstart import (
     GUESS,
     NEXT,
     ColdStart,
-    Dropped,
     draw_traces,
     evenly,
     hops_of,
@@ -22,10 +19,10 @@ from coldstart import (
     visible,
     write_traces,
 )
-from data import Document, Hop, Question, load_questions
+from data import Document, Hop, Question
 from flags import saved_settings
 from formats.records import write_records
-from papers import PAPERS, PROTOCOLS, paper_of
+from papers import PAPERS, PROTOCOLS
 from policy import Policy, save_policy
 from retriever import BM25, make_search
 from rewards import good_format
@@ -182,6 +179,8 @@ def test_a_guess_and_a_sum_without_hops_are_answered_at_once(bpe):
     question = Question("s", "What is 3 plus 4?", ["7"], "math")
     assert trace_of(question, bpe).text == f"{GUESS[0]} \\boxed{{7}}<|im_end|>"
     assert hops_of(question) == () and hops_of(replace(question, hops=HOPS)) == HOPS
+    others = {*coldstart.FIRST, *coldstart.RELATION, *coldstart.FOUND, *NEXT, *coldstart.CLOSE}
+    assert not others & {*GUESS}
 
 
 def test_questions_are_drawn_evenly_from_their_kinds():

@@ -8,7 +8,7 @@ from conftest import ScriptedModel
 
 from data import Document, Question
 from errors import InputError
-from flags import parse, resolve
+from flags import resolve
 from plumbing import build
 from rewards import compute_rewards, example
 from settings import Settings

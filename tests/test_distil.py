@@ -11,22 +11,21 @@ from transformers import AutoModelForCausalLM
 
 import sft
 from data import Document, Question, SearchRequest
-from flags import in_built_in_world, saved_settings
+from flags import saved_settings
 from formats.records import append_jsonl
 from lab import distil
 from lab.baselines import DIRECT, READ
 from lab.distil import METHODS, DistilSettings, examples_of, read_traces, trace_pieces
 from other_models.llm import prompt_ids
-from papers import PAPERS, PROTOCOLS
+from papers import PROTOCOLS
 from plumbing.predictions import read_predictions
 from policy import Policy, lr_factor, save_policy
 from prompts import build_prompt, frame_documents
 from rewards import arena
-from rollout import decode, encode
+from rollout import decode
 from settings import Settings
-from sft import Example, analysis_of
 from summarizer import NO_FACT, LLMSummarizer, summary_prompt
-from trajectory import Trajectory, trajectory_from_text
+from trajectory import trajectory_from_text
 from world.toy import make_model
 
 UR2, R1 = PROTOCOLS["ur2"], PROTOCOLS["r1_searcher"]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from policy import Policy, load_policy, make_optimizer, save_policy
-from scale.lora import add_lora, load_lora, lora_state, merged_weights, without_lora
+from scale.lora import add_lora, lora_state, merged_weights, without_lora
 from settings import Settings
 
 needs_peft = pytest.mark.skipif(

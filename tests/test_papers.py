@@ -2,17 +2,12 @@
 docs/papers.md, and test_extend.py tests adding a paper.
 """
 
-import dataclasses
-
 import pytest
 
 import papers.__main__
-from errors import InputError
 from flags import resolve
 from metrics import PUNCTUATION
-from papers import PAPERS, PROTOCOLS, paper_of, record_of
-from rewards import example, good_format
-from settings import Settings
+from papers import PAPERS, PROTOCOLS, paper_of
 from world.world import KINDS
 
 EVERYWHERE = [(name, stage) for name, paper in PAPERS.items() for stage in paper.stages]

@@ -161,3 +161,22 @@ def test_explained_variance_by_hand_on_model_tokens_only(values, expected):
     assert ppo.explained_variance(batch) == 0
     batch.response_mask *= 0  # no model token
     assert ppo.explained_variance(batch) == 0
+
+
+# ------------------------------------------------------------------------------------ the interface
+
+
+def test_advantages_by_hand():
+    # With λ 1 the returns are the rewards to go: 2, 2 and 0. Values 1, 2 and 0.5 give A = 1, 0 and
+    # −0.5, with mean 1/6 and std √((25 + 1 + 16) / 36 / 2) = 0.763763.
+    batch = SimpleNamespace(
+        response_mask=torch.tensor([[1.0, 0, 1], [1, 0, 0]]),
+        rewards=torch.tensor([2.0, 0.0]),
+        old_logprobs=torch.full((2, 3), -1.0),
+        values=torch.tensor([[1.0, 7, 2], [0.5, 7, 7]]),
+    )
+    settings = SimpleNamespace(gae_lambda=1.0, kl_coef=0.0, kl_estimator="k2")
+    advantages = ppo.compute_advantages(batch, settings)
+    assert batch.returns.tolist() == [[2, 0, 2], [0, 0, 0]]
+    expected = torch.tensor([[1.0911, 0, -0.2182], [-0.8729, 0, 0]])
+    torch.testing.assert_close(advantages, expected, atol=1e-4, rtol=0)

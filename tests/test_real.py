@@ -29,7 +29,7 @@ import train
 from engines.server import to_serve
 from engines.slots import generate_in_slots
 from lab.real import model_from_package
-from papers import PAPERS, PROTOCOLS, paper_of
+from papers import PAPERS, PROTOCOLS
 from policy import Policy, collate, load_policy, load_tokenizer, save_policy
 from prompts import Protocol, build_prompt
 from retriever import BM25, make_search

@@ -1,6 +1,5 @@
 """Tests lab/real.py without its model and its data: questions of triples, parts that go on."""
 
-import sys
 from collections import Counter
 from types import SimpleNamespace
 

@@ -142,6 +142,14 @@ def test_the_random_control_depends_only_on_the_query_and_the_seed():
     assert "the corpus is empty" in message(make_retriever, [], Settings(retriever="random"))
 
 
+def test_the_oracle_returns_the_gold_documents_and_counts_them_from_one():
+    references = tuple(documents("a", "b", "c", "d"))
+    gold = Question("1", "?", ["x"], references=references, supporting=(1, 4))
+    requests = [SearchRequest(gold, "q"), SearchRequest(Question("2", "?", ["x"]), "q")]
+    found = retrieve(make_control("oracle", [], 0), requests, 5)
+    assert found == [[references[0], references[3]], []]
+
+
 def test_a_retriever_gets_its_settings(monkeypatch):
     arguments, corpus = [], documents("a")
     for name in ("dense.DenseRetriever", "remote.HttpRetriever"):

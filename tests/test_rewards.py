@@ -18,9 +18,7 @@ import trajectory_metrics
 from data import Document, Question
 from errors import InputError
 from flags import resolve
-from metrics import f1_score
 from papers import PROTOCOLS
-from prompts import Protocol, tag_pair
 from rewards import (
     REWARDS,
     check_reward,
@@ -31,7 +29,7 @@ from rewards import (
     ur2_violations,
 )
 from settings import Settings
-from trajectory import RejectedQuery, Search, Segment, trajectory_from_text
+from trajectory import RejectedQuery, Segment, trajectory_from_text
 
 QA = Question("1", "In which country was Ana Bell born?", ["Norland"], supporting=(1, 4))
 MATH = Question("2", "Half of one?", ["0.5"], task="math")

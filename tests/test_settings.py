@@ -6,8 +6,11 @@ import re
 import pytest
 from conftest import message
 
+import kl
+import ppo
 import train
-from flags import check_settings, parse, resolve
+import update
+from flags import check_settings, parse, resolve, shown_settings
 from lab.ablate import ARMS
 from lab.ablate import settings_of as arm_settings
 from papers import PAPERS, record_of
@@ -24,6 +27,18 @@ def test_defaults_then_the_paper_then_the_built_in_world_then_the_flags():
     assert Settings().documents_per_search == 5
     assert parse([]).lr == PAPERS["ur2"].tiny[1]["lr"] != PAPERS["ur2"].stages[1]["lr"]
     assert parse(["--lr", "0.5"]).lr == 0.5
+
+
+def test_the_console_shows_the_settings_that_differ_from_the_defaults():
+    text = shown_settings(parse(["--seed", "4"]))
+    assert "recipe=ur2 stage=1" in text and "seed=4" in text and "algorithm=" not in text
+
+
+def test_the_choices_of_the_flags_are_the_names_that_the_files_define():
+    names = {name: {*field.metadata.get("one_of", ())} for name, field in FIELDS.items()}
+    assert names["algorithm"] == {*update.ALGORITHMS}
+    assert names["kl_estimator"] == {*kl.PLACES}
+    assert names["mismatch"] == {"auto", "none", *ppo.MISMATCH}
 
 
 # --------------------------------------------------------------------------- flags and their help

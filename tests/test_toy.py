@@ -19,8 +19,8 @@ from rewards import arena, good_format
 from summarizer import extract
 from trajectory import trajectory_from_text
 from world import toy
-from world.toy import TraceWriter, encode_traces, make_model, make_tokenizer
-from world.world import REFERENCES, World
+from world.toy import TraceWriter, encode_traces, make_model, make_tokenizer, word_pieces
+from world.world import REFERENCES, SUMS, World
 
 ALL = ("ur2", "r1_searcher", "r_search", "when_to_search", "arena")
 
@@ -49,7 +49,18 @@ def traces_of(count: int, name: str, warm_up: str = "", **changes) -> list:
     return [writer.write() for _ in range(count)]
 
 
+def near(share: float, count: int):
+    """Returns a share that holds within four standard errors of `count` draws."""
+    return pytest.approx(share, abs=4 * (share * (1 - share) / count) ** 0.5)
+
+
 # ------------------------------------------------------------------------------------ the tokenizer
+
+
+def test_a_tokenizer_has_only_the_tags_of_its_own_protocol():
+    ids = make_tokenizer(PROTOCOLS["ur2"]).get_vocab()
+    assert "<search>" not in ids and len(make_tokenizer()) == len(word_pieces())
+    assert "<may_search>" not in make_tokenizer(PROTOCOLS["arena"]).get_vocab()
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -77,6 +88,15 @@ def test_the_first_heads_initially_attend_one_and_two_tokens_back():
     for head, offset in enumerate((1, 1, 2, 2)):  # the weight on the token `offset` positions back
         assert attention[head].diagonal(-offset)[5:].min() > 0.9
     assert attention[4].diagonal(-1)[5:].mean() < 0.3  # a head with the usual random weights
+
+
+def test_in_most_search_traces_of_lookups_the_choice_to_search_has_no_loss():
+    traces = traces_of(2000, "ur2", practice=0.0, direct=0.0, kinds={"one_hop": 1.0})
+    first = [pieces[1] for _, pieces in traces]  # after the opening, which is empty
+    taught = [learned for text, learned in first if text == "<|begin_of_query|>"]
+    # 80 % of one-hop traces search (guess_at_once is 0.2); in 96 % of them the choice has no loss.
+    assert len(taught) / 2000 == near(0.8, 2000)
+    assert taught.count(False) / len(taught) == near(0.96, len(taught))
 
 
 # --------------------------------------------------------------------------------------- the traces
@@ -115,6 +135,14 @@ def test_a_trace_with_the_token_for_a_direct_answer_never_searches(name):
     assert not direct or PROTOCOLS[name].query_tags[0] not in "".join(learned)
 
 
+def test_known_people_and_sums_are_answered_correctly_without_a_search():
+    right = {q.question: q.answers[0] for q in World(0).questions("train", "known")}
+    right |= {f"what is {a} + {b} ?": str(a + b) for a, b in SUMS}
+    kinds = {"known": 0.5, "arithmetic": 0.5}
+    for question, pieces in traces_of(100, "ur2", practice=0.0, direct=1.0, kinds=kinds):
+        assert f" {right[question.question]}" in pieces[-1][0]
+
+
 def test_a_trace_with_a_spoiled_query_shows_the_environment_s_reply():
     search = make_search(BM25(World(0).documents, title_boost=4), extract, 1)
     writer, question = writer_of("ur2"), Question("", "?", [])
@@ -125,6 +153,15 @@ def test_a_trace_with_a_spoiled_query_shows_the_environment_s_reply():
         assert (result.text, result.fallback) == ("None", fallback)
         assert "\nNone\n" in inserted
         assert inserted.endswith(PROTOCOLS["ur2"].fallback_notice) == fallback
+
+
+def test_citations_are_right_with_the_probability_in_the_options():
+    writer = writer_of("arena", practice=0.0)
+    for numbers in ([2], [1, 4]):
+        draws = [writer.cited(numbers) for _ in range(2000)]
+        assert draws.count(numbers) / 2000 == near(0.35, 2000)  # the option right_citation
+        assert all(draw == sorted(set(draw)) for draw in draws)
+        assert set().union(*draws) == set(range(1, REFERENCES + 1))
 
 
 def test_a_short_warm_up_lowers_the_loss_and_is_reproducible(toy_tokenizer):
@@ -154,6 +191,31 @@ def test_traces_have_known_tokens_fit_the_context_and_have_no_loss_on_documents(
         assert len(example.ids) < paper_of(name).warmed_up(warm_up).context
         learned = {*compress(example.ids, example.mask)}
         assert learned and (warm_up or not learned & inserted)  # a weak model may write such tags
+
+
+def test_a_weak_warm_up_has_bad_habits_with_the_probabilities_in_its_options():
+    protocol, plain = PROTOCOLS["ur2"], {"practice": 0.0, "direct": 0.0, "bad_query": 0.0}
+    sums = plain | {"kinds": {"arithmetic": 1.0}, "stray": 1.0, "raw": 0.0}
+    counts = Counter()
+    for _, pieces in traces_of(1000, "ur2", "weak", **sums):
+        choices = [learned for text, learned in pieces if protocol.query_tags[0] in text]
+        assert not any(choices[1:])  # no choice after the first search is taught
+        counts[len(choices)] += 1
+    # No search 0.4; one 0.6 · 0.7; two 0.6 · 0.3 · 0.7; at most four.
+    for searches, share in enumerate((0.4, 0.42, 0.126)):
+        assert counts[searches] / 1000 == near(share, 1000)
+    assert max(counts) == 4
+
+    lookups = plain | {"kinds": {"one_hop": 1.0}, "guess_at_once": (0.0, 0.0)}
+    traces = [pieces for _, pieces in traces_of(1000, "ur2", "weak", **lookups)]
+    ends = [pieces[-1][0] for pieces in traces]
+    # Each of the two kinds of sloppy end has half of 0.25.
+    for seen, share in (
+        (["\n(2) " in pieces[3][0] for pieces in traces], 0.3),
+        ([text.count("boxed") == 2 for text in ends], 0.125),
+        ([protocol.documents_tags[0] in text for text in ends], 0.125),
+    ):
+        assert sum(seen) / 1000 == near(share, 1000)
 
 
 # --------------------------------------------------------------------------------------- the reader

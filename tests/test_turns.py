@@ -4,7 +4,7 @@ import pytest
 from transformers import ByT5Tokenizer
 
 from data import Question
-from papers import PROTOCOLS, paper_of
+from papers import PROTOCOLS
 from plumbing.record import to_record
 from rewards import good_format
 from rollout import Environment, StopRule, encode

@@ -198,6 +198,16 @@ def test_an_update_in_which_no_row_teaches_makes_no_step_and_logs_skipped():
         assert rows_that_teach(other).tolist() == [0, 1, 2, 3]
 
 
+def test_computing_logprobs_and_updating_leave_the_batch_unchanged():
+    batch = unequal_batch(GRPO)
+    before = copy.deepcopy(batch)
+    state = make_parts(GRPO)
+    compute_logprobs(state, state.policy, batch)
+    update(state, batch)
+    batch.token_weights = batch.logprobs = None  # only these are set by an update
+    torch.testing.assert_close(vars(batch), vars(before), rtol=0, atol=0)
+
+
 # ------------------------------------------------------ the rows of an update, the learning rate
 
 

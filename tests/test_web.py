@@ -1,6 +1,5 @@
 """Tests web.py over real sockets against misbehaving search APIs, pages and host names."""
 
-import contextlib
 import json
 import socket
 import time
