@@ -111,7 +111,6 @@ NEXT = (
     "Now I need one more fact.",
     "Then:",
 )
-CLOSE = ("So the answer is", "The answer:", "That answers the question:", "Answer:")
 # Apart from all others: with the same words, a model that has read a document would guess on.
 GUESS = ("From memory alone I say", "I think I know this:", "No need to search:", "My guess:")
 STOP_WORDS = set(
@@ -167,9 +166,10 @@ def wrapped(protocol: Protocol, thought: str, first: bool) -> str:
 def final_answer(protocol: Protocol, answer: str, task: str = "qa") -> str:
     """Returns the answer in the protocol's tags, after </think> if `prompt_suffix` is <think>. If
     the protocol has no answer tags, returns it in \\boxed{}, or for multiple choice in a sentence.
+    Between blanks an answer has the same tokens as in a passage, so it is copied more often.
     """
     if protocol.answer_tags is None:
-        return f"the correct answer is: {answer}" if task == "choice" else f"\\boxed{{{answer}}}"
+        return f"the correct answer is: {answer}" if task == "choice" else f"\\boxed{{ {answer} }}"
     begin, end = protocol.answer_tags
     return f"{'</think>' if protocol.prompt_suffix == '<think>' else ''}{begin} {answer} {end}"
 
@@ -206,8 +206,6 @@ def script(question: Question, environment: Environment, rng, guess: str = "") -
         raise Dropped("no document with an answer is found")
     answer = question.answers[0] if question.hops or question.task == "choice" else facts[-1]
     box = final_answer(protocol, answer, question.task)
-    if protocol.answer_tags is None:
-        return f"{thought} {rng.choice(CLOSE)} {box}"
     if protocol.evidence_tags:
         begin, end = protocol.evidence_tags
         evidence = [s for s in sentences(found) if visible(s, facts)]

@@ -75,7 +75,8 @@ EXAMS = {"film": "test_film", "one hop": "test_onehop", "real": "test"}
 # question has more than two hops, so a third search may repair one.
 LIMITS = {"documents_per_search": 1, "document_tokens": 96, "title_boost": 4}
 LIMITS |= {"max_searches": 3, "max_turn_tokens": 64, "max_context": 1536}
-MOST = {"cold": 200, "rl": 400}  # questions of each family: one hop, two hops made, published
+# Questions of each family (one hop, two hops made, two hops published), for the cold start and RL.
+MOST = 400
 # More second hops among the traces would leave RL less to find.
 COLD = {"traces": 500, "hops": "1=0.8,2=0.2", "epochs": 1, "held_out": 0, "exam": 0}
 STEP = {"questions_per_step": 4, "group_size": 8, "trajectories_per_update": 16}
@@ -264,10 +265,9 @@ def record_of(question: str, triples: Triples, published: bool) -> dict:
 def prepare(data: Path, folder: Path, environment: Environment, arm: str = "ur2") -> None:
     """Writes cold.jsonl and rl.jsonl, with different questions of train.jsonl, for the arm `sums`
     also with sums, and sums.jsonl. For `arena` every question gets four passages, and the exams
-    are written too. Questions of the cold
-    start are drawn evenly by their relations: of all, two of three ask for a date. RL asks for the
-    relations of one hop as often as the published questions need them, and only what can be found:
-    other questions would give groups of equal rewards.
+    are written too. Questions of one hop ask for each relation as often as the published questions
+    need it: of all, two of three ask for a date. RL asks only what can be found: other questions
+    would give groups of equal rewards.
     """
     families = defaultdict(list)
     for question in load_questions(data / "train.jsonl"):
@@ -280,12 +280,12 @@ def prepare(data: Path, folder: Path, environment: Environment, arm: str = "ur2"
     cold, rl = [], []
     for family, questions in families.items():
         order = evenly(questions, 0)
-        count = min(MOST["cold"], len(order) // 4)
-        cold += order[:count]
-        rest = order[count:]
         if family == "one":
-            rest = evenly([q for q in rest if needed[q.source]], 0, needed)
-        rl += [replace(q, source=family) for q in possible(rest[: MOST["rl"]], environment)]
+            order = evenly([q for q in questions if needed[q.source]], 0, needed)
+        count = min(MOST, len(order) // 4)
+        cold += order[:count]
+        rest = order[count : count + MOST]
+        rl += [replace(q, source=family) for q in possible(rest, environment)]
     parts = {"cold": cold, "rl": rl}
     if arm == "sums":
         sums = one_digit_sums()

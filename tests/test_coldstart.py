@@ -80,7 +80,7 @@ ENDED = f"The {DEATH} is Kelmouth."
             [
                 f"I need to look this up. <|begin_of_query|> {HEAT} <|end_of_query|>",
                 f"{LEARNED} <|begin_of_query|> {DEATH} <|end_of_query|>",
-                f"{ENDED} So the answer is \\boxed{{Kelmouth}}<|im_end|>",
+                f"{ENDED}\n\\boxed{{ Kelmouth }}<|im_end|>",
             ],
         ),
         (
@@ -175,11 +175,11 @@ def test_a_failed_search_drops_the_trace(bpe, monkeypatch):
 
 
 def test_a_guess_and_a_sum_without_hops_are_answered_at_once(bpe):
-    assert trace_of(TWO, bpe, guess="Varen").text == f"{GUESS[0]} \\boxed{{Varen}}<|im_end|>"
+    assert trace_of(TWO, bpe, guess="Varen").text == f"{GUESS[0]} \\boxed{{ Varen }}<|im_end|>"
     question = Question("s", "What is 3 plus 4?", ["7"], "math")
-    assert trace_of(question, bpe).text == f"{GUESS[0]} \\boxed{{7}}<|im_end|>"
+    assert trace_of(question, bpe).text == f"{GUESS[0]} \\boxed{{ 7 }}<|im_end|>"
     assert hops_of(question) == () and hops_of(replace(question, hops=HOPS)) == HOPS
-    others = {*coldstart.FIRST, *coldstart.RELATION, *coldstart.FOUND, *NEXT, *coldstart.CLOSE}
+    others = {*coldstart.FIRST, *coldstart.RELATION, *coldstart.FOUND, *NEXT}
     assert not others & {*GUESS}
 
 
@@ -252,7 +252,7 @@ def test_a_cold_start_lowers_the_loss_and_remembers_its_recipe(files, tmp_path, 
 def test_show_prints_traces_and_trains_nothing(files, capsys):
     coldstart.main([*files, "--show", "2"])
     told = capsys.readouterr().out
-    assert told.count("gold: ") == 2 and "boxed{Kelmouth}" in told and "loss" not in told
+    assert told.count("gold: ") == 2 and "boxed{ Kelmouth }" in told and "loss" not in told
 
 
 @pytest.mark.parametrize(
