@@ -166,7 +166,7 @@ def wrapped(protocol: Protocol, thought: str, first: bool) -> str:
 def final_answer(protocol: Protocol, answer: str, task: str = "qa") -> str:
     """Returns the answer in the protocol's tags, after </think> if `prompt_suffix` is <think>. If
     the protocol has no answer tags, returns it in \\boxed{}, or for multiple choice in a sentence.
-    Between blanks an answer has the same tokens as in a passage, so it is copied more often.
+    Between blanks an answer has the same tokens as in a passage.
     """
     if protocol.answer_tags is None:
         return f"the correct answer is: {answer}" if task == "choice" else f"\\boxed{{ {answer} }}"

@@ -279,9 +279,10 @@ def prepare(data: Path, folder: Path, environment: Environment, arm: str = "ur2"
     needed = Counter(relation(hop) for q in families["published"] for hop in q.hops)
     cold, rl = [], []
     for family, questions in families.items():
-        order = evenly(questions, 0)
         if family == "one":
             order = evenly([q for q in questions if needed[q.source]], 0, needed)
+        else:
+            order = evenly(questions, 0)
         count = min(MOST, len(order) // 4)
         cold += order[:count]
         rest = order[count : count + MOST]
