@@ -56,6 +56,7 @@ from update import (
     compute_ref_logprobs,
     compute_values,
     merge_records,
+    put,
     rows_that_teach,
     update,
     updates_of,
@@ -243,7 +244,7 @@ def rows_to_train_on(rollouts: Rollouts, settings: Settings) -> Tensor:
 
 # ----------------------------------------------------------------------------------------- prepare
 def prepare(state: TrainState, rollouts: Rollouts) -> Batch:
-    """Returns the global batch with rewards [B], π_old's log-probs [B, T] and advantages [B, T].
+    """Returns the global batch with rewards [B], advantages [B, T] and π_old's log-probs [B, T].
     With a KL it also has π_ref's log-probs, and with PPO the critic's values and the returns.
     """
     settings = state.settings
@@ -262,11 +263,14 @@ def prepare(state: TrainState, rollouts: Rollouts) -> Batch:
         batch.ref_logprobs = compute_ref_logprobs(state, batch)  # [B, T]
     if state.critic is not None:  # once, for the advantages, the returns and value clipping
         batch.values = compute_values(state, batch)  # [B, T]
+    compute_advantages = ALGORITHMS[settings.algorithm].compute_advantages
+    batch.advantages = compute_advantages(batch, settings)  # [B, T]
     if state.recompute:  # the sampler's log-probs are rounded differently, or lack the documents
-        batch.old_logprobs = compute_logprobs(state, state.policy, batch)  # [B, T]
+        rows = rows_that_teach(batch)  # [n]  the others keep the sampler's
+        put(rows, compute_logprobs(state, state.policy, batch.rows(rows)), into=batch.old_logprobs)
+        batch.advantages = compute_advantages(batch, settings)  # a KL in the reward needs π_old
     if state.mismatch != "none":  # token weights leave out tokens whose mismatch weight is 0
         batch.mismatch_weights = ppo.mismatch_weights(batch, state.mismatch)  # [B, T]
-    batch.advantages = ALGORITHMS[settings.algorithm].compute_advantages(batch, settings)  # [B, T]
     return batch
 
 

@@ -124,7 +124,9 @@ def rows_that_teach(batch: Batch) -> Tensor:
     """
     if batch.ref_logprobs is not None or batch.values is not None:
         return torch.arange(len(batch))
-    teaches = (batch.advantages != 0) & (batch.token_weights != 0)  # [B, T]
+    teaches = batch.advantages != 0  # [B, T]
+    if batch.token_weights is not None:  # before the updates they are not known
+        teaches &= batch.token_weights != 0
     return teaches.any(1).nonzero()[:, 0]
 
 

@@ -245,6 +245,26 @@ def test_the_first_update_has_ratio_one_and_a_second_one_is_off_policy(recompute
     assert ratios[2] < 0.999 or ratios[3] > 1.001
 
 
+@pytest.mark.parametrize(
+    "rewards, more, scored",
+    [
+        ([1, 0, 1, 1], "", [True, True, False, False]),  # the second group has equal rewards
+        ([1, 1, 1, 1], "", [False] * 4),
+        ([1, 1, 1, 1], "--kl_coef 0.05", [True] * 4),  # its gradient needs every row
+    ],
+)
+def test_only_rows_with_a_gradient_get_recomputed_logprobs(rewards, more, scored, built, pay):
+    state = built(f"--algorithm grpo {more}")
+    state.recompute = True
+    pay(list(map(float, rewards)))
+    rollouts = collect(state, 0)
+    sampled = prepare(state, rollouts).sampled_logprobs  # [4, T]
+    for t in rollouts.trajectories:
+        t.logprobs = [value - 1 for value in t.logprobs]  # as of a sampler that rounds badly
+    gap = (prepare(state, rollouts).old_logprobs - sampled) * (sampled != 0)  # [4, T]
+    assert (gap.amin(1) > -0.5).tolist() == scored
+
+
 def test_a_run_that_samples_from_a_copy_recomputes_logprobs_and_logs_the_gap(
     built, run, monkeypatch
 ):
