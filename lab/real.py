@@ -97,21 +97,23 @@ class Arm(NamedTuple):
     cold: dict = COLD
 
 
+SHORT = LAST | {"steps": 20}
 STAGE1 = f"stage1/checkpoint-{FIRST['steps']:06d}"
 ARMS = {
     "ur2": Arm("ur2", {1: FIRST, 2: LAST}),
     # The other papers, with 20 steps each
     "r1_searcher": Arm("r1_searcher", {1: FIRST | {"steps": 5}, 2: LAST | {"steps": 15}}),
-    "r_search": Arm("r_search", {1: LAST | {"steps": 20}}),
+    "r_search": Arm("r_search", {1: SHORT}),
     "when_to_search": Arm("when_to_search", {1: FIRST | {"steps": 5}, 2: LAST | {"steps": 15}}),
-    "arena": Arm("arena", {1: LAST | {"steps": 20}}),
-    # UR² with one setting changed
-    "unmasked": Arm("ur2", {2: LAST | {"variant": "unmasked"}}, STAGE1),
-    "no_cold_start": Arm("ur2", {1: FIRST, 2: LAST}, "model"),
-    "no_stage1": Arm("ur2", {2: LAST | {"steps": 43}}, "cold"),  # as many as in both stages
-    "random": Arm("ur2", {2: LAST | {"retriever": "random"}}, STAGE1),
-    "empty": Arm("ur2", {2: LAST | {"retriever": "empty"}}, STAGE1),
-    "grpo": Arm("ur2", {2: LAST | {"algorithm": "grpo"}}, STAGE1),
+    "arena": Arm("arena", {1: SHORT}),
+    # UR² with one setting changed, beside UR² after as many steps of stage 2
+    "twenty_steps": Arm("ur2", {}, "stage2/checkpoint-000020"),
+    "unmasked": Arm("ur2", {2: SHORT | {"variant": "unmasked"}}, STAGE1),
+    "no_cold_start": Arm("ur2", {1: FIRST, 2: SHORT}, "model"),
+    "no_stage1": Arm("ur2", {2: SHORT | {"steps": 23}}, "cold"),  # as many as in both stages
+    "random": Arm("ur2", {2: SHORT | {"retriever": "random"}}, STAGE1),
+    "empty": Arm("ur2", {2: SHORT | {"retriever": "empty"}}, STAGE1),
+    "grpo": Arm("ur2", {2: SHORT | {"algorithm": "grpo"}}, STAGE1),
     # A search pays, and costs, nothing in stage 2.
     "free_searches": Arm(
         "when_to_search",
@@ -120,16 +122,16 @@ ARMS = {
         "when_to_search",
     ),
     # The untrained model writes notes on what is found; a fallback is charged (eq. 1), or not.
-    "notes": Arm("ur2", {2: LAST | {"summarizer": MODEL}}, STAGE1),
+    "notes": Arm("ur2", {2: SHORT | {"summarizer": MODEL}}, STAGE1),
     "notes_unpaid": Arm(
         "ur2",
-        {2: LAST | {"summarizer": MODEL, "reward_args": "fallback_penalty=0.0"}},
+        {2: SHORT | {"summarizer": MODEL, "reward_args": "fallback_penalty=0.0"}},
         STAGE1,
     ),
     # Sums among the questions: one model must search for facts only.
     "sums": Arm(
         "ur2",
-        {1: FIRST | WITH_SUMS, 2: LAST | WITH_SUMS},
+        {1: FIRST | WITH_SUMS, 2: SHORT | WITH_SUMS},
         cold=COLD | {"hops": "0=0.2,1=0.6,2=0.2"},
     ),
 }
@@ -434,10 +436,9 @@ def run_all(settings: RealSettings, folder: Path, data: Path, model: str | Path)
         flags |= {"run_name": folder.name, "resume": any(folder.glob(f"stage{stage}/checkpoint-*"))}
         result = f"stage{stage}/checkpoint-{chosen['steps']:06d}"
         model = run_part(folder, "train.py", flags, result)
-        if whole or stage == max(arm.stages):
+        if whole:
             exam(f"after stage {stage}")
-    if whole:
-        exam("greedy", 0)
+    exam(*("greedy", 0) if whole else ("after RL", 1))
     return exams
 
 

@@ -175,10 +175,11 @@ def test_every_arm_is_trained_with_flags_that_train_py_accepts(arm, tmp_path, mo
         assert f"--arm {other}" in told and not trained
         (real.folder_of(settings, other) / start).mkdir(parents=True)
     exams = real.run_all(settings, folder, tmp_path, "m")
-    assert [s.stage for s in trained] == [*stages] and {s.recipe for s in trained} == {recipe}
+    assert [s.stage for s in trained] == [*stages] and {s.recipe for s in trained} <= {recipe}
     assert [s.steps for s in trained] == [stage["steps"] for stage in stages.values()]
-    assert trained[-1].mask_documents == (arm != "unmasked")
-    assert ("cold start" in exams) == (not start) and f"after stage {max(stages)}" in exams
+    assert all(s.mask_documents == (arm != "unmasked") for s in trained)
+    last = "greedy" if arm in ("ur2", "sums") else "after RL"
+    assert ("cold start" in exams) == (not start) and [*exams][-1] == last
 
 
 def test_references_are_what_the_hops_find_among_what_the_question_finds(bpe):
