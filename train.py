@@ -56,6 +56,7 @@ from update import (
     compute_ref_logprobs,
     compute_values,
     merge_records,
+    old_logprobs_come_first,
     put,
     rows_that_teach,
     update,
@@ -134,17 +135,22 @@ def learn(state: TrainState, rollouts: Rollouts, step: int) -> tuple[Record, Bat
     if rollouts.kept:
         batch = prepare(state, rollouts)  # [B, L]
         results = []
-        for number, rows in enumerate(shuffled_updates(step, batch.rewards, state.settings)):
+        updates = shuffled_updates(step, batch.rewards, state.settings)
+        by_update = state.recompute and not old_logprobs_come_first(state)
+        for rows in updates[1:] if by_update else ():  # before the first one changes the policy
+            rows = rows[rows_that_teach(batch.rows(rows))]  # [n]  others keep the sampler's
+            old_logprobs = compute_logprobs(state, state.policy, batch.rows(rows))  # [n, t]
+            put(rows, old_logprobs, into=batch.old_logprobs)
+        for number, rows in enumerate(updates):
             lr = set_lr(state, step, number)
             part = batch.rows(rows)
-            result = update(state, part) | {"lr": lr}  # PPO also updates the critic
+            result = update(state, part, by_update and not number)  # PPO also updates the critic
+            result["lr"] = lr
             results.append(result if number else result | sampler_gap(part))
             keep_numbers(batch, rows, part)
         record |= merge_records(results, mean)
         if batch.values is not None:
             record["explained_variance"] = ppo.explained_variance(batch)
-        if batch.mismatch_weights is not None:
-            record["mismatch_ess"] = ppo.effective_share(batch)
     record["update_seconds"] = time.perf_counter() - start
     return record, batch
 
@@ -263,14 +269,9 @@ def prepare(state: TrainState, rollouts: Rollouts) -> Batch:
         batch.ref_logprobs = compute_ref_logprobs(state, batch)  # [B, T]
     if state.critic is not None:  # once, for the advantages, the returns and value clipping
         batch.values = compute_values(state, batch)  # [B, T]
-    compute_advantages = ALGORITHMS[settings.algorithm].compute_advantages
-    batch.advantages = compute_advantages(batch, settings)  # [B, T]
-    if state.recompute:  # the sampler's log-probs are rounded differently, or lack the documents
-        rows = rows_that_teach(batch)  # [n]  the others keep the sampler's
-        put(rows, compute_logprobs(state, state.policy, batch.rows(rows)), into=batch.old_logprobs)
-        batch.advantages = compute_advantages(batch, settings)  # a KL in the reward needs π_old
-    if state.mismatch != "none":  # token weights leave out tokens whose mismatch weight is 0
-        batch.mismatch_weights = ppo.mismatch_weights(batch, state.mismatch)  # [B, T]
+    if state.recompute and old_logprobs_come_first(state):
+        batch.old_logprobs = compute_logprobs(state, state.policy, batch)  # [B, T]
+    batch.advantages = ALGORITHMS[settings.algorithm].compute_advantages(batch, settings)  # [B, T]
     return batch
 
 

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dapo
 import grpo
+import kl
 import ppo
 import reinforce_pp
 from errors import InputError, bar
@@ -115,6 +116,14 @@ def shares(state: TrainState, batch: Batch) -> list[Tensor]:
     )
 
 
+def old_logprobs_come_first(state: TrainState) -> bool:
+    """Returns whether π_old's log-probs must be known before a step's first update: for a KL in the
+    reward, or for a mismatch mode that leaves tokens out of the loss. Otherwise the first update,
+    whose policy is π_old, takes those of its own forward pass.
+    """
+    return state.mismatch == "sequence_mask" or bool(kl.coefficient(state.settings, "reward"))
+
+
 def rows_that_teach(batch: Batch) -> Tensor:
     """Returns the indices [n] of the rows whose loss has a gradient: those with a token whose
     advantage and weight are not 0. With a KL or a critic, returns all rows.
@@ -136,10 +145,13 @@ def put(rows: Tensor, values: Tensor, into: Tensor) -> None:
 
 
 @torch.enable_grad()  # the user's own reward may have switched gradients off
-def update(state: TrainState, batch: Batch) -> Record:
-    """Makes one optimizer step of the policy on the batch, and with PPO another of the critic."""
+def update(state: TrainState, batch: Batch, is_old=False) -> Record:
+    """Makes one optimizer step of the policy on the batch, and with PPO another of the critic. If
+    `is_old`, the policy is π_old: batch.old_logprobs, which are the sampler's, are replaced.
+    """
     settings = state.settings
     algorithm = ALGORITHMS[settings.algorithm]
+    weigh_mismatch(state, batch)
     batch.token_weights = algorithm.compute_token_weights(batch, settings)  # [B, T]
     batch.logprobs = batch.old_logprobs.clone()  # [B, T]  rows without a gradient keep these
     rows = rows_that_teach(batch)  # [n]
@@ -152,6 +164,9 @@ def update(state: TrainState, batch: Batch) -> Record:
     def loss_of(micro: Batch, rows: Tensor):
         logprobs = state.model(micro.tokens, settings.temperature, micro.response_mask)  # [b, t]
         micro.logprobs = logprobs.detach()
+        if is_old:
+            micro.old_logprobs = micro.logprobs
+            weigh_mismatch(state, micro)
         put(rows, micro.logprobs.cpu(), into=taught.logprobs)
         loss, stats = algorithm.compute_loss(logprobs, micro, settings)  # [b, t]
         ratio = stats.pop("ratio")  # [b, t]  1 on masked tokens
@@ -165,9 +180,19 @@ def update(state: TrainState, batch: Batch) -> Record:
     state.version += 1  # not Tensor._version, which misses a fused optimizer's steps
     computed = state.accelerator.reduce(taught.logprobs.to(state.accelerator.device), "sum")
     put(rows, computed.cpu(), into=batch.logprobs)  # [n, t] into [B, T]
+    if is_old:
+        put(rows, computed.cpu(), into=batch.old_logprobs)
+        weigh_mismatch(state, batch)
+    if batch.mismatch_weights is not None:
+        record["mismatch_ess"] = ppo.effective_share(batch)
     if state.critic is not None:
         record |= update_critic(state, batch)
     return record | {"skipped": 0.0} | entropy_of(batch)
+
+
+def weigh_mismatch(state: TrainState, batch: Batch) -> None:
+    if state.mismatch != "none":
+        batch.mismatch_weights = ppo.mismatch_weights(batch, state.mismatch)  # [B, T]
 
 
 def entropy_of(batch: Batch) -> Record:

@@ -26,7 +26,7 @@ NUMBERS = {  # name in the file -> field of the batch
 
 def keep_numbers(batch: Batch, rows: torch.Tensor, part: Batch) -> None:
     """Copies the token weights and log-probs of an update's rows [n] into the batch [B, T]."""
-    for name in ("logprobs", "token_weights"):
+    for name in ("logprobs", "old_logprobs", "token_weights"):
         if getattr(batch, name) is None:
             setattr(batch, name, torch.zeros_like(batch.response_mask))
         put(rows, getattr(part, name), into=getattr(batch, name))

@@ -21,11 +21,11 @@ from data import Question
 from plumbing import build
 from plumbing.build import build_state
 from plumbing.files import checkpoints
-from policy import Batch
+from policy import Batch, collate
 from rewards import OtherModels
 from scale.shards import full, in_parts
 from settings import Settings
-from train import Rollouts, collect, measure, prepare, shuffled_updates
+from train import Rollouts, collect, learn, measure, prepare, shuffled_updates
 from trajectory import Search, Trajectory
 from update import TrainState, compute_values, update
 
@@ -246,23 +246,28 @@ def test_the_first_update_has_ratio_one_and_a_second_one_is_off_policy(recompute
 
 
 @pytest.mark.parametrize(
-    "rewards, more, scored",
+    "rewards, more, replaced",
     [
         ([1, 0, 1, 1], "", [True, True, False, False]),  # the second group has equal rewards
         ([1, 1, 1, 1], "", [False] * 4),
         ([1, 1, 1, 1], "--kl_coef 0.05", [True] * 4),  # its gradient needs every row
+        ([1, 1, 1, 1], "--kl_coef 0.05 --kl_estimator k1", [True] * 4),  # before the updates
+        ([1, 0, 1, 1], "--trajectories_per_update 2", [True, True, False, False]),
+        ([1, 0, 1, 1], "--mismatch sequence_mask", [True] * 4),
     ],
 )
-def test_only_rows_with_a_gradient_get_recomputed_logprobs(rewards, more, scored, built, pay):
-    state = built(f"--algorithm grpo {more}")
+def test_pi_old_is_the_policy_before_the_step(rewards, more, replaced, built, pay):
+    """The sampler's log-probs are replaced in each row whose loss has a gradient."""
+    state = built(f"--algorithm grpo --temperature 2 {more}")
     state.recompute = True
     pay(list(map(float, rewards)))
     rollouts = collect(state, 0)
-    sampled = prepare(state, rollouts).sampled_logprobs  # [4, T]
+    exact = collate(rollouts.trajectories, rewards, 2).old_logprobs  # [4, T]
     for t in rollouts.trajectories:
         t.logprobs = [value - 1 for value in t.logprobs]  # as of a sampler that rounds badly
-    gap = (prepare(state, rollouts).old_logprobs - sampled) * (sampled != 0)  # [4, T]
-    assert (gap.amin(1) > -0.5).tolist() == scored
+    _, batch = learn(state, rollouts, 0)
+    gap = (batch.old_logprobs - exact).abs() * batch.response_mask  # [4, T]
+    assert (gap.amax(1) < 1e-4).tolist() == replaced
 
 
 def test_a_run_that_samples_from_a_copy_recomputes_logprobs_and_logs_the_gap(
