@@ -137,8 +137,9 @@ def learn(state: TrainState, rollouts: Rollouts, step: int) -> tuple[Record, Bat
         results = []
         updates = shuffled_updates(step, batch.rewards, state.settings)
         by_update = state.recompute and not old_logprobs_come_first(state)
-        for rows in updates[1:] if by_update else ():  # before the first one changes the policy
-            rows = rows[rows_that_teach(batch.rows(rows))]  # [n]  others keep the sampler's
+        if by_update and len(updates) > 1:  # before the first update changes the policy
+            rows = torch.cat(updates[1:])  # [n]
+            rows = rows[rows_that_teach(batch.rows(rows))]  # [n]  the others keep the sampler's
             old_logprobs = compute_logprobs(state, state.policy, batch.rows(rows))  # [n, t]
             put(rows, old_logprobs, into=batch.old_logprobs)
         for number, rows in enumerate(updates):
@@ -250,7 +251,8 @@ def rows_to_train_on(rollouts: Rollouts, settings: Settings) -> Tensor:
 
 # ----------------------------------------------------------------------------------------- prepare
 def prepare(state: TrainState, rollouts: Rollouts) -> Batch:
-    """Returns the global batch with rewards [B], advantages [B, T] and π_old's log-probs [B, T].
+    """Returns the global batch with rewards [B], advantages [B, T] and log-probs [B, T]: π_old's if
+    they come first, else those recorded while sampling.
     With a KL it also has π_ref's log-probs, and with PPO the critic's values and the returns.
     """
     settings = state.settings

@@ -56,7 +56,7 @@ class TrainState:
     policy: Policy
     model: nn.Module  # the policy, or its wrapper for several processes
     optimizer: torch.optim.Optimizer
-    recompute: bool  # recompute π_old's log-probs; if False, use those recorded while sampling
+    recompute: bool  # compute π_old's log-probs; if False, use those recorded while sampling
     mismatch: str = "none"  # --mismatch, but "auto" is replaced by a mode
     reference: Policy | None = None
     critic: ppo.Critic | None = None
@@ -117,11 +117,14 @@ def shares(state: TrainState, batch: Batch) -> list[Tensor]:
 
 
 def old_logprobs_come_first(state: TrainState) -> bool:
-    """Returns whether π_old's log-probs must be known before a step's first update: for a KL in the
-    reward, or for a mismatch mode that leaves tokens out of the loss. Otherwise the first update,
-    whose policy is π_old, takes those of its own forward pass.
+    """Returns whether π_old's log-probs of all rows must be known before a step's first update: for
+    a KL in the reward, for a mismatch mode that leaves tokens out of the loss, or for documents in
+    the loss, which have no log-probs of the sampler. Otherwise the first update, whose policy is
+    π_old, takes those of its own forward pass.
     """
-    return state.mismatch == "sequence_mask" or bool(kl.coefficient(state.settings, "reward"))
+    settings = state.settings
+    unsampled = not settings.mask_documents
+    return state.mismatch == "sequence_mask" or unsampled or kl.coefficient(settings, "reward") != 0
 
 
 def rows_that_teach(batch: Batch) -> Tensor:
@@ -147,7 +150,8 @@ def put(rows: Tensor, values: Tensor, into: Tensor) -> None:
 @torch.enable_grad()  # the user's own reward may have switched gradients off
 def update(state: TrainState, batch: Batch, is_old=False) -> Record:
     """Makes one optimizer step of the policy on the batch, and with PPO another of the critic. If
-    `is_old`, the policy is π_old: batch.old_logprobs, which are the sampler's, are replaced.
+    `is_old`, the policy is π_old: batch.old_logprobs, which are the sampler's, are replaced in the
+    rows with a gradient.
     """
     settings = state.settings
     algorithm = ALGORITHMS[settings.algorithm]
@@ -156,7 +160,8 @@ def update(state: TrainState, batch: Batch, is_old=False) -> Record:
     batch.logprobs = batch.old_logprobs.clone()  # [B, T]  rows without a gradient keep these
     rows = rows_that_teach(batch)  # [n]
     if not len(rows):  # no step, because Adam's momentum would move the weights
-        return {"loss": 0.0, "grad_norm": 0.0, "skipped": 1.0} | entropy_of(batch)
+        record = {"loss": 0.0, "grad_norm": 0.0, "skipped": 1.0} | entropy_of(batch)
+        return record | share_of(state, batch, rows)
     taught = batch.rows(rows)  # [n, t]
     taught.logprobs = torch.zeros_like(taught.response_mask)  # [n, t]
     share = taught.token_weights.sum().item() or 1.0  # so that logged means are over `taught`
@@ -183,16 +188,24 @@ def update(state: TrainState, batch: Batch, is_old=False) -> Record:
     if is_old:
         put(rows, computed.cpu(), into=batch.old_logprobs)
         weigh_mismatch(state, batch)
-    if batch.mismatch_weights is not None:
-        record["mismatch_ess"] = ppo.effective_share(batch)
     if state.critic is not None:
         record |= update_critic(state, batch)
-    return record | {"skipped": 0.0} | entropy_of(batch)
+    return record | {"skipped": 0.0} | entropy_of(batch) | share_of(state, batch, rows)
 
 
 def weigh_mismatch(state: TrainState, batch: Batch) -> None:
     if state.mismatch != "none":
         batch.mismatch_weights = ppo.mismatch_weights(batch, state.mismatch)  # [B, T]
+
+
+def share_of(state: TrainState, batch: Batch, rows: Tensor) -> Record:
+    """Returns the effective share of the rows whose mismatch weights are known: those [n] with a
+    gradient, or all.
+    """
+    known = batch if old_logprobs_come_first(state) else batch.rows(rows)
+    if state.mismatch == "none" or not known.response_mask.any():
+        return {}
+    return {"mismatch_ess": ppo.effective_share(known)}
 
 
 def entropy_of(batch: Batch) -> Record:

@@ -16,7 +16,8 @@ sampled tokens. All are missing if DAPO did not use the group, or if a search fa
 trajectories of the step. `ref` is also missing without π_ref, and `sampled` if documents are
 trained on.
 
-    sampled old new ref      log-probs of the token: at sampling, by π_old, in the update, by π_ref
+    sampled old new ref      log-probs of the token: at sampling, by π_old, in the update, by π_ref;
+                             old and new are those of sampling where the loss has no gradient
     advantages, weights      Σ weights over an update is 1
 
 Each step is a separate gzip member, so a killed run loses at most the step that it was writing.

@@ -26,9 +26,10 @@ NUMBERS = {  # name in the file -> field of the batch
 
 def keep_numbers(batch: Batch, rows: torch.Tensor, part: Batch) -> None:
     """Copies the token weights and log-probs of an update's rows [n] into the batch [B, T]."""
+    if batch.logprobs is None:  # rows that are in no update keep these
+        batch.logprobs = batch.old_logprobs.clone()  # [B, T]
+        batch.token_weights = torch.zeros_like(batch.response_mask)  # [B, T]
     for name in ("logprobs", "old_logprobs", "token_weights"):
-        if getattr(batch, name) is None:
-            setattr(batch, name, torch.zeros_like(batch.response_mask))
         put(rows, getattr(part, name), into=getattr(batch, name))
 
 

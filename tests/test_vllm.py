@@ -223,8 +223,8 @@ def test_a_fault_after_a_step_is_one_line_and_the_step_is_saved(
     original_update = train.update
 
     @torch.no_grad()
-    def update(state, batch):
-        record = original_update(state, batch)
+    def update(state, *arguments):
+        record = original_update(state, *arguments)
         sampler.faults |= faults
         for weight in state.policy.parameters():  # the rewards of a group may have been equal
             weight += 0.03 * torch.randn_like(weight)
