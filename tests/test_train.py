@@ -370,7 +370,7 @@ def take_step(settings: Settings, batch: Batch, out: Path) -> None:
         state.critic_optimizer = torch.optim.SGD(state.critic.parameters(), 0.01)
     rows = [*shuffled_updates(0, batch.rewards, settings), torch.tensor([3])]
     with mock.patch.object(update_file, "MAX_GRAD_NORM", 1e9):
-        totals = [update(state, batch.rows(some)) for some in rows]
+        totals = [update(state, batch.rows(some), number == 0) for number, some in enumerate(rows)]
     with mock.patch.object(train, "compute_rewards", by_place):  # only the main process calls it
         rollouts = collect(state, 0)
     sampled = [t.question.id for t in rollouts.trajectories]
