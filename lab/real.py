@@ -21,9 +21,10 @@ one fact; `real` has questions of two hops in the words of 2Wiki's authors. The 
 of questions whose facts are all visible if the query of each hop is searched. An arm is a paper
 with its own cold start, reward, algorithm and KL, or UR² with one setting changed. It has two
 exams: after the cold start, if it has its own, and in the end; the arm `sums` has them after every
-part, and a fourth with sums of two digits. Where a paper asks a judge or a
-reader, a metric decides. ARENA does not search: its prompts have the passages that the queries of
-the hops find, among those that the question finds. Left out: questions that compare two things.
+part, and a fourth with sums of two digits. Where a paper asks a judge, a metric decides; R-Search's
+reader and UR²'s summariser are the untrained model. ARENA does not search: its prompts have the
+passages that the queries of the hops find, among those that the question finds. Left out: questions
+that compare two things.
 """
 
 import hashlib
@@ -103,7 +104,7 @@ ARMS = {
     "ur2": Arm("ur2", {1: FIRST, 2: LAST}),
     # The other papers, with 20 steps each
     "r1_searcher": Arm("r1_searcher", {1: FIRST | {"steps": 5}, 2: LAST | {"steps": 15}}),
-    "r_search": Arm("r_search", {1: SHORT}),
+    "r_search": Arm("r_search", {1: SHORT | {"reader": MODEL}}),  # it answers from evidence
     "when_to_search": Arm("when_to_search", {1: FIRST | {"steps": 5}, 2: LAST | {"steps": 15}}),
     "arena": Arm("arena", {1: SHORT}),
     # UR² with one setting changed, beside UR² after as many steps of stage 2
