@@ -53,11 +53,11 @@ from update import (
     Record,
     TrainState,
     compute_logprobs,
+    compute_old_logprobs,
     compute_ref_logprobs,
     compute_values,
     merge_records,
     old_logprobs_come_first,
-    put,
     rows_that_teach,
     update,
     updates_of,
@@ -138,10 +138,7 @@ def learn(state: TrainState, rollouts: Rollouts, step: int) -> tuple[Record, Bat
         updates = shuffled_updates(step, batch.rewards, state.settings)
         by_update = state.recompute and not old_logprobs_come_first(state)
         if by_update and len(updates) > 1:  # before the first update changes the policy
-            rows = torch.cat(updates[1:])  # [n]
-            rows = rows[rows_that_teach(batch.rows(rows))]  # [n]  the others keep the sampler's
-            old_logprobs = compute_logprobs(state, state.policy, batch.rows(rows))  # [n, t]
-            put(rows, old_logprobs, into=batch.old_logprobs)
+            compute_old_logprobs(state, batch, torch.cat(updates[1:]))
         for number, rows in enumerate(updates):
             lr = set_lr(state, step, number)
             part = batch.rows(rows)
@@ -252,8 +249,8 @@ def rows_to_train_on(rollouts: Rollouts, settings: Settings) -> Tensor:
 # ----------------------------------------------------------------------------------------- prepare
 def prepare(state: TrainState, rollouts: Rollouts) -> Batch:
     """Returns the global batch with rewards [B], advantages [B, T] and log-probs [B, T]: π_old's if
-    they come first, else those recorded while sampling.
-    With a KL it also has π_ref's log-probs, and with PPO the critic's values and the returns.
+    they come first, else those recorded while sampling. With a KL it also has π_ref's log-probs,
+    and with PPO the critic's values and the returns.
     """
     settings = state.settings
     rows = rollouts.kept

@@ -79,6 +79,14 @@ def compute_logprobs(state: TrainState, policy: Policy, batch: Batch) -> Tensor:
     return forward_in_shares(state, policy, batch, state.settings.temperature)
 
 
+def compute_old_logprobs(state: TrainState, batch: Batch, rows: Tensor) -> None:
+    """Writes π_old's log-probs into those of the rows [n] whose loss has a gradient. The other rows
+    of batch.old_logprobs [B, T] keep the sampler's, which are rounded differently.
+    """
+    rows = rows[rows_that_teach(batch.rows(rows))]
+    put(rows, compute_logprobs(state, state.policy, batch.rows(rows)), into=batch.old_logprobs)
+
+
 def compute_values(state: TrainState, batch: Batch) -> Tensor:
     """Returns the critic's values [B, T]; every process computes a share."""
     return forward_in_shares(state, state.critic, batch)
@@ -160,8 +168,8 @@ def update(state: TrainState, batch: Batch, is_old=False) -> Record:
     batch.logprobs = batch.old_logprobs.clone()  # [B, T]  rows without a gradient keep these
     rows = rows_that_teach(batch)  # [n]
     if not len(rows):  # no step, because Adam's momentum would move the weights
-        record = {"loss": 0.0, "grad_norm": 0.0, "skipped": 1.0} | entropy_of(batch)
-        return record | share_of(state, batch, rows)
+        record = {"loss": 0.0, "grad_norm": 0.0, "skipped": 1.0}
+        return record | entropy_and_mismatch(state, batch, rows)
     taught = batch.rows(rows)  # [n, t]
     taught.logprobs = torch.zeros_like(taught.response_mask)  # [n, t]
     share = taught.token_weights.sum().item() or 1.0  # so that logged means are over `taught`
@@ -190,7 +198,7 @@ def update(state: TrainState, batch: Batch, is_old=False) -> Record:
         weigh_mismatch(state, batch)
     if state.critic is not None:
         record |= update_critic(state, batch)
-    return record | {"skipped": 0.0} | entropy_of(batch) | share_of(state, batch, rows)
+    return record | {"skipped": 0.0} | entropy_and_mismatch(state, batch, rows)
 
 
 def weigh_mismatch(state: TrainState, batch: Batch) -> None:
@@ -198,19 +206,15 @@ def weigh_mismatch(state: TrainState, batch: Batch) -> None:
         batch.mismatch_weights = ppo.mismatch_weights(batch, state.mismatch)  # [B, T]
 
 
-def share_of(state: TrainState, batch: Batch, rows: Tensor) -> Record:
-    """Returns the effective share of the rows whose mismatch weights are known: those [n] with a
-    gradient, or all.
+def entropy_and_mismatch(state: TrainState, batch: Batch, rows: Tensor) -> Record:
+    """Returns the Monte-Carlo estimate of the entropy, the weighted mean of −log π, and the
+    effective share of the rows whose mismatch weights are known: those [n] with a gradient, or all.
     """
+    record = {"entropy_mc": -(batch.token_weights * batch.logprobs).sum().item()}
     known = batch if old_logprobs_come_first(state) else batch.rows(rows)
-    if state.mismatch == "none" or not known.response_mask.any():
-        return {}
-    return {"mismatch_ess": ppo.effective_share(known)}
-
-
-def entropy_of(batch: Batch) -> Record:
-    """Returns the Monte-Carlo estimate of the entropy: the weighted mean of −log π."""
-    return {"entropy_mc": -(batch.token_weights * batch.logprobs).sum().item()}
+    if state.mismatch != "none" and known.response_mask.any():
+        record["mismatch_ess"] = ppo.effective_share(known)
+    return record
 
 
 def update_critic(state: TrainState, batch: Batch) -> Record:

@@ -99,13 +99,14 @@ class Arm(NamedTuple):
 
 
 SHORT = LAST | {"steps": 20}
+IN_TWO = {1: FIRST | {"steps": 5}, 2: LAST | {"steps": 15}}
 STAGE1 = f"stage1/checkpoint-{FIRST['steps']:06d}"
 ARMS = {
     "ur2": Arm("ur2", {1: FIRST, 2: LAST}),
     # The other papers, with 20 steps each
-    "r1_searcher": Arm("r1_searcher", {1: FIRST | {"steps": 5}, 2: LAST | {"steps": 15}}),
+    "r1_searcher": Arm("r1_searcher", IN_TWO),
     "r_search": Arm("r_search", {1: SHORT | {"reader": MODEL}}),  # it answers from evidence
-    "when_to_search": Arm("when_to_search", {1: FIRST | {"steps": 5}, 2: LAST | {"steps": 15}}),
+    "when_to_search": Arm("when_to_search", IN_TWO),
     "arena": Arm("arena", {1: SHORT}),
     # UR² with one setting changed, beside UR² after as many steps of stage 2
     "twenty_steps": Arm("ur2", {}, "stage2/checkpoint-000020"),
@@ -118,7 +119,7 @@ ARMS = {
     # A search pays, and costs, nothing in stage 2.
     "free_searches": Arm(
         "when_to_search",
-        {2: LAST | {"steps": 15, "variant": "plain_stage_two"}},
+        {2: IN_TWO[2] | {"variant": "plain_stage_two"}},
         "stage1/checkpoint-000005",
         "when_to_search",
     ),
@@ -439,7 +440,10 @@ def run_all(settings: RealSettings, folder: Path, data: Path, model: str | Path)
         model = run_part(folder, "train.py", flags, result)
         if whole:
             exam(f"after stage {stage}")
-    exam(*("greedy", 0) if whole else ("after RL", 1))
+    if whole:
+        exam("greedy", 0)
+    else:
+        exam("after RL")
     return exams
 
 
