@@ -33,10 +33,11 @@ import itertools
 import math
 import random
 import re
+import shlex
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from transformers import ByT5Tokenizer
@@ -358,12 +359,18 @@ def next_commands(stage: int, out: str, given: dict) -> str:
     """Returns the commands that ask the model, train it by RL and show the run. The model searches
     already, so the recipe's last stage, which rewards answers, is the one to go on with.
     """
-    run = f"rl-{Path(out).name}"
-    flags = given | {"stage": stage, "model": out, "run_name": run}
-    shown = " ".join(f"--{flag} {value}" for flag, value in flags.items())
+    name = f"rl-{Path(out).name}"
+    run = Path(given.get("output_dir", "runs"), name)
+    flags = given | {"stage": stage, "model": out, "run_name": name}
+    known = {field.name: field.metadata.get("only") for field in fields(Settings)}
+    shown = " ".join(
+        f"--{flag} {shlex.quote(str(value))}"
+        for flag, value in flags.items()
+        if known[flag] != "eval"  # train.py has no such flag
+    )
     return (
-        f'python ask.py "..." --model {out}\npython train.py {shown} {SMALL}\n'
-        f"python view.py runs/{run}"
+        f'python ask.py "..." --model {shlex.quote(out)}\npython train.py {shown} {SMALL}\n'
+        f"python view.py {shlex.quote(str(run))}"
     )
 
 

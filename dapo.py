@@ -22,6 +22,8 @@ sampling until the batch is full. A step makes at most `max_resample` extra draw
 the groups that it has. If it has none, the step is skipped (train.py).
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -48,14 +50,10 @@ compute_loss = grpo.compute_loss  # departure 1: clip_low < clip_high
 
 def compute_token_weights(batch, settings) -> Tensor:
     """Returns weights [B, T] for the global batch of one update. Their sum is 1, or 0 if no token
-    is left. They give the token mean, unless --loss_aggregation is question.
+    is left. Departure 3 is --loss_aggregation token, the default under --algorithm dapo.
     """
-    mask = ppo.trained_tokens(batch)  # [B, T]
-    if batch.overlong is not None:
-        mask = ppo.model_only(mask, ~batch.overlong[:, None])  # [B, T]  departure 4
-    if settings.loss_aggregation == "question":
-        return ppo.question_weights(mask, batch.questions)  # [B, T]
-    return ppo.token_weights(mask)  # [B, T]  departure 3
+    mask = ppo.model_only(batch.response_mask, ~batch.overlong[:, None])  # [B, T]  departure 4
+    return ppo.compute_token_weights(replace(batch, response_mask=mask), settings)
 
 
 def main() -> None:

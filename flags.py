@@ -93,6 +93,11 @@ def check_retriever(settings: Settings) -> None:
 def check_training(settings: Settings) -> None:
     if settings.temperature == 0:
         raise InputError("--temperature 0 is greedy: a group's trajectories would all be the same")
+    if settings.mismatch in ("token", "sequence_mask") and not settings.mask_documents:
+        raise InputError(
+            f"--mismatch {settings.mismatch}: documents are in the loss, but were not sampled: "
+            "use auto"
+        )
     if settings.group_size == 1 and settings.algorithm not in ("reinforce_pp", "ppo"):
         raise InputError(
             f"--group_size 1: {settings.algorithm} compares the trajectories of one question; it "

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from errors import run_main
 
-# Estimator -> where it is used. With "log" the KL is logged and does not affect training.
+# Estimator -> where it is used. With "log" the KL is logged and is in no loss.
 PLACES = {"k1": "reward", "k2": "loss", "k3": "loss", "log": "log"}
 
 
@@ -84,7 +84,8 @@ def kl_in_loss(
     logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, estimator: str
 ) -> Tensor:
     """Returns the KL penalty [B, T], which compute_loss multiplies by kl_coef and adds to the loss.
-    All inputs must be finite, on masked tokens too. Other estimators have the `coefficient` 0.
+    All inputs must be finite, on masked tokens too. It is not called for k1 and log, whose
+    `coefficient` in the loss is 0.
     """
     if estimator == "k2":
         return k2_off_policy(logprobs, ref_logprobs, old_logprobs)  # [B, T]
@@ -103,7 +104,7 @@ def kl_in_reward(batch, settings) -> Tensor:
     penalty = -kl_coef * k1(batch.old_logprobs, batch.ref_logprobs)  # [B, T]
     # `where`, not a product with the mask: if the KL of a masked token were infinite, 0 · inf would
     # be NaN.
-    return torch.where(batch.response_mask.bool(), penalty, 0).detach()  # [B, T]
+    return torch.where(batch.response_mask.bool(), penalty, 0)  # [B, T]
 
 
 # ----------------------------------------------- the table of main: exact expectations, 16 tokens

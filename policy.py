@@ -57,7 +57,7 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 # Number of logits in one chunk: in fp32 512 MB on a CUDA GPU, otherwise 64 MB. Small chunks would
 # be slow, because each chunk reads the whole head.
-CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**27}
+CHUNK_LOGITS = {"cuda": 2**27}
 # What `accelerate launch --mixed_precision` sets. GPUs compute in bf16 whatever it is.
 PRECISION = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 if PRECISION == "bf16":  # the factors of the logits are in bf16, so a CPU may multiply them as such

@@ -114,9 +114,11 @@ def train(settings: Settings) -> Path:
     for step in run.steps_to_do(first_step):
         with checkpoint.saved_on_error(run, state, step):
             rollouts = collect(state, step)
-        record, batch = learn(state, rollouts, step)
+        with checkpoint.saved_before_updates(run, state, step):
+            record, batch = learn(state, rollouts, step)
         try:
-            if settings.eval_every and (step + 1) % settings.eval_every == 0:
+            due = settings.eval_every and (step + 1) % settings.eval_every == 0
+            if due and record["failed_rows"] <= MOST_FAILED:  # else the run ends before this step
                 with checkpoint.saved_on_error(run, state, step + 1):
                     record |= evaluate(state)
         finally:  # the step is logged even if the evaluation fails
@@ -249,8 +251,8 @@ def rows_to_train_on(rollouts: Rollouts, settings: Settings) -> Tensor:
 # ----------------------------------------------------------------------------------------- prepare
 def prepare(state: TrainState, rollouts: Rollouts) -> Batch:
     """Returns the global batch with rewards [B], advantages [B, T] and log-probs [B, T]: π_old's if
-    they come first, else those recorded while sampling. With a KL it also has π_ref's log-probs,
-    and with PPO the critic's values and the returns.
+    they are recomputed and come first, else those recorded while sampling. With a KL it also has
+    π_ref's log-probs, and with PPO the critic's values and the returns.
     """
     settings = state.settings
     rows = rollouts.kept

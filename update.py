@@ -9,7 +9,8 @@ the means of the micro-batches, gives another loss if they have unequal numbers 
 If the rewards of a group are equal, the advantages of its rows are 0 in most algorithms. Without a
 KL or a critic, such a row has a loss and a gradient of 0. It keeps its share of the weights, but
 its forward pass is skipped. If no row has a gradient, the update makes no step. This file also
-computes log-probs and values before the updates of a step.
+computes log-probs and values before the updates of a step. With a KL, also one that is only logged,
+or a critic, all rows are computed.
 Left out: several epochs over a rollout.
 """
 
@@ -80,8 +81,9 @@ def compute_logprobs(state: TrainState, policy: Policy, batch: Batch) -> Tensor:
 
 
 def compute_old_logprobs(state: TrainState, batch: Batch, rows: Tensor) -> None:
-    """Writes π_old's log-probs into those of the rows [n] whose loss has a gradient. The other rows
-    of batch.old_logprobs [B, T] keep the sampler's, which are rounded differently.
+    """Replaces the sampler's log-probs by π_old's in those of the given rows [n] whose loss has a
+    gradient. The other rows of batch.old_logprobs [B, T] keep the sampler's, which are rounded
+    differently.
     """
     rows = rows[rows_that_teach(batch.rows(rows))]
     put(rows, compute_logprobs(state, state.policy, batch.rows(rows)), into=batch.old_logprobs)
@@ -208,7 +210,8 @@ def weigh_mismatch(state: TrainState, batch: Batch) -> None:
 
 def entropy_and_mismatch(state: TrainState, batch: Batch, rows: Tensor) -> Record:
     """Returns the Monte-Carlo estimate of the entropy, the weighted mean of −log π, and the
-    effective share of the rows whose mismatch weights are known: those [n] with a gradient, or all.
+    effective share of the tokens whose mismatch weights are known: those of the rows [n] with a
+    gradient, or all if π_old's log-probs came first.
     """
     record = {"entropy_mc": -(batch.token_weights * batch.logprobs).sum().item()}
     known = batch if old_logprobs_come_first(state) else batch.rows(rows)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache, TopPLogitsWarper
 
-from errors import say_once
+from errors import rank_of, say_once
 from policy import evaluating, head_logits, in_bf16
 from rollout import Environment, Progress, StopRule, Turn, generate_by_turns
 from scale.packing import beginning, obstacle
@@ -201,9 +201,9 @@ class Engine:
         row.state = "live"
 
     def prefill(self) -> None:
-        """Computes the keys of all tokens of live rows but the last, whose keys are computed by the
-        decoding step that reads it. A pass skips the output head. It takes as many tokens of each
-        row as the row that lacks the fewest, so that none is padded.
+        """Computes, for each live row, the keys of all its tokens but the last; that one's keys are
+        computed by the decoding step that reads it. A pass skips the output head. It takes as many
+        tokens of each row as the row that lacks the fewest, so that none is padded.
         """
         while rows := [row for row in self.in_state("live") if row.cached < len(row.ids) - 1]:
             rows = rows[: self.chunk]
@@ -280,7 +280,7 @@ class Engine:
         cache = self.cache
         cache.write = (self.slot_ids[slots][:, None], positions)
         cache.read = slots
-        cache.width = min(-(-width // self.block) * self.block, cache.size)
+        cache.width = -(-width // self.block) * self.block
         future = self.places[: cache.width] > positions[..., None]  # [n, C, width]
         # A float mask, added to the scores: a boolean mask would be converted in every layer.
         mask = torch.where(future, -torch.inf, 0.0).to(self.model.dtype)[
@@ -306,7 +306,7 @@ def pick(probabilities: Tensor) -> Tensor:
     # On a CPU these lines are 2 to 10 times faster than multinomial. In fp32, small probabilities
     # would be lost when they are added to a large sum.
     sums = probabilities.cumsum(-1, dtype=torch.float64)  # [n, V]
-    points = torch.rand(len(sums), 1, dtype=torch.float64, device=sums.device) * sums[:, -1:]
+    points = torch.rand(len(sums), 1, dtype=torch.float64) * sums[:, -1:]
     indices = torch.searchsorted(sums, points, right=True)  # right=True: no index with p = 0
     return indices.clamp(max=sums.shape[1] - 1)
 
@@ -366,7 +366,7 @@ def affordable(model, size: int) -> int:
         torch.cuda.empty_cache()  # frees memory that torch has cached
         free = torch.cuda.mem_get_info(model.device)[0]
     else:  # a container may allow less memory; then set --max_num_seqs
-        free = psutil.virtual_memory().available
+        free = psutil.virtual_memory().available / rank_of("LOCAL_WORLD_SIZE", 1)
     config = model.config
     heads = config.num_key_value_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data import Question, load_questions
-from errors import InputError, run_main
+from errors import InputError, check_output, run_main
 from eval import settings_of
 from formats.records import finished_records
 from lab import parse_flags
@@ -157,6 +157,7 @@ def main(arguments: list[str] | None = None) -> None:
     settings, given = parse_flags("lab.distil", DistilSettings, arguments, methods=METHODS)
     if Path(settings.out).exists():
         raise InputError(f"--out {settings.out} already exists: name another, or remove it")
+    check_output(Path(settings.out, "config.json"), "--out")
     distil(given["method"], settings)
 
 

@@ -88,7 +88,8 @@ WITH_SUMS = {"mix": "one=2,made=1,published=1,sum=1"}
 
 class Arm(NamedTuple):
     """A run: what each stage is trained with, beside STEP, and the part of another arm's run with
-    the same seed that it begins with. Without `start` it makes its own cold start.
+    the same seed that it begins with. Without `start` it makes its own cold start. A flag that is
+    MODEL becomes the untrained model, which --model may name.
     """
 
     recipe: str
@@ -340,14 +341,14 @@ def relation(hop: Hop) -> str:
 
 # ------------------------------------------------------------------------------------------ the run
 def run_part(folder: Path, command: str, flags: dict, result: str) -> Path:
-    """Runs a command of this repository, unless its result exists. A command with a flag --out gets
-    another name to write to, which becomes that of the result when it has ended.
+    """Runs a command of this repository, unless its result exists. A flag --out of "" becomes
+    another name to write to, which becomes that of the result when the command has ended.
     """
     path, partial = folder / result, folder / f"partial-{result}"
     if path.exists():
         return path
     shutil.rmtree(partial, ignore_errors=True)
-    words = [f"--{flag}={partial if flag == 'out' else value}" for flag, value in flags.items()]
+    words = [f"--{flag}={partial if value == '' else value}" for flag, value in flags.items()]
     precision = os.environ.get(PRECISION, "bf16" if has_bf16() else "no")
     print(f"\n$ {PRECISION}={precision} python {command} {' '.join(words)}", flush=True)
     start = time.perf_counter()
@@ -357,7 +358,7 @@ def run_part(folder: Path, command: str, flags: dict, result: str) -> Path:
     append_jsonl(folder / "minutes.jsonl", [{result: minutes}])
     if code:
         raise InputError(f"{command} ended with code {code}; the same command goes on from here")
-    return partial.rename(path) if "out" in flags else path
+    return partial.rename(path) if partial.exists() else path
 
 
 def environment_of(data: Path, model: Path | str) -> Environment:
@@ -406,7 +407,7 @@ def run_all(settings: RealSettings, folder: Path, data: Path, model: str | Path)
     """Runs all parts. Returns the records of each exam."""
     arm = ARMS[settings.arm]
     whole = settings.arm in ("ur2", "sums")
-    exams = {}
+    exams, untrained = {}, model
     common = LIMITS | {"recipe": arm.recipe, "corpus": data / "corpus.jsonl", "seed": settings.seed}
     if arm.recipe in ("r_search", "arena"):  # they copy evidence from passages
         common["max_turn_tokens"] = 128
@@ -425,7 +426,8 @@ def run_all(settings: RealSettings, folder: Path, data: Path, model: str | Path)
         predictions = run_part(folder, "-m lab.baselines", rag, "rag") / "rag.jsonl"
         exams["plain RAG"] = finished_records(predictions)
     if not arm.start:
-        flags = common | arm.cold | {"model": model, "data": folder / "cold.jsonl", "out": ""}
+        flags = common | arm.cold | {"model": model, "data": folder / "cold.jsonl"}
+        flags |= {"out": folder / "cold"}  # it prints commands with this name, and appears at once
         model = run_part(folder, "coldstart.py", flags, "cold")
         exam("cold start")
     elif arm.start != "model":
@@ -433,6 +435,7 @@ def run_all(settings: RealSettings, folder: Path, data: Path, model: str | Path)
         if not model.exists():
             raise InputError(f"{model} is missing: --arm {arm.other} makes it first")
     for stage, chosen in arm.stages.items():
+        chosen = {flag: untrained if value == MODEL else value for flag, value in chosen.items()}
         flags = common | STEP | chosen | {"stage": stage, "model": model}
         flags |= {"data": folder / "rl.jsonl", "output_dir": folder.parent}
         flags |= {"run_name": folder.name, "resume": any(folder.glob(f"stage{stage}/checkpoint-*"))}
@@ -466,7 +469,8 @@ def main(arguments: list[str] | None = None) -> None:
     text = results(exams)
     write_text(folder / "table.md", f"{text}\n")
     print(f"\n{text}\nminutes:", *finished_records(folder / "minutes.jsonl"))
-    subprocess.run([sys.executable, "view.py", str(folder)])
+    if ARMS[settings.arm].stages:
+        subprocess.run([sys.executable, "view.py", str(folder)])
 
 
 if __name__ == "__main__":

@@ -167,6 +167,20 @@ def saved_on_error(run: Run, state: TrainState, step: int) -> Iterator[None]:
         ENDING.at_once = False
 
 
+@contextlib.contextmanager
+def saved_before_updates(run: Run, state: TrainState, step: int) -> Iterator[None]:
+    """Saves the finished steps if an error ends a step before its first optimizer step, after which
+    the weights would be of no whole number of steps. Otherwise as saved_on_error.
+    """
+    version = state.version
+    try:
+        yield
+    except Exception:
+        if run.writes and not in_parts(state.policy) and state.version == version:
+            save(run, state, step)
+        raise
+
+
 def resume(state: TrainState) -> int:
     """Restores the state of the last checkpoint, except the weights that `build_state` has loaded
     from it. Returns its step.

@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 
 from data import answers_of, id_of, load_datasets, named_files
-from errors import InputError
-from formats.records import Records, read_records, short, write_records
+from errors import InputError, check_output
+from formats.records import Records, keep_old, read_records, short, write_records
 from metrics import score_answer, summary_scores
 from other_models.judge import Judge, add_verdicts
 from other_models.reader import add_reader
@@ -162,6 +162,8 @@ def unanswered(records: Records, asked: Records, punctuation: str) -> Records:
 # ------------------------------------------------------------------------------------- other models
 def score_predictions(settings: Settings, options) -> None:
     """Runs `eval.py --predictions`; `options` are an eval.Options."""
+    if options.out:
+        check_output(options.out, "--out")
     how = settings, options.punctuation, options.skip_missing
     records = score_files(options.predictions, *how)
     others = score_files(options.against, *how)
@@ -169,6 +171,7 @@ def score_predictions(settings: Settings, options) -> None:
     whole = "whole_reply" in record_of(settings.recipe, settings.variant).stages[1]
     records = ask_others(records, reader, judge, whole=whole)
     if options.out:
+        keep_old(Path(options.out))
         write_records(Path(options.out), records)
         print(f"predictions: {options.out}")
     report(records, others, options)

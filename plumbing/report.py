@@ -118,9 +118,11 @@ def comparison(records: Records, others: Records, columns: Sequence[str]) -> Ite
             yield DIFFERENCE.format(column, *pairs.mean(0), mean, low, high, verdict)
             if column == "em":
                 yield right_in(pairs)
-    searched = paired(records, others, "searched")
+    # A question without a prediction is wrong, but was neither searched for nor left alone.
+    known = [[row for row in run if "searched" in row["metrics"]] for run in (records, others)]
+    searched = paired(*known, "searched")
     if searched[:, 0].any() and not searched[:, 1].any():
-        yield decision_f1(searched[:, 0], paired(records, others, "em")[:, 1])
+        yield decision_f1(searched[:, 0], paired(*known, "em")[:, 1])
 
 
 def right_in(pairs: np.ndarray) -> str:
@@ -148,7 +150,7 @@ def decision_f1(searched: np.ndarray, right_without: np.ndarray) -> str:
 
 # ---------------------------------------------------------------------------------------- printing
 def report(records: Records, others: Records, options) -> None:
-    """Prints the table and, if `others` has the records of another run, the comparison. Reads these
+    """Prints the table and, if `others` has the records of another run, the comparison. Reads this
     field of eval.Options: all (every column).
     """
     columns = COLUMNS if options.all else BRIEF

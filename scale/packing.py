@@ -169,11 +169,11 @@ def grouped(rows: list[int], fits: Callable) -> list[list[int]]:
 
 def micro_batches(tokens: Tensor, mask: Tensor, budget: int, processes=1, rank=0) -> list[Tensor]:
     """Returns the micro-batches of process `rank`, each a tensor of row indices of tokens [B, L]
-    and mask [B, T]. Row b belongs to process b % processes. Rows that share a prompt of LEAST
-    tokens are put together; apart from that, rows are sorted by length. A micro-batch takes at most
-    `budget` tokens, which are counted as its number of rows times its longest row; a row of more
-    tokens than `budget` is a micro-batch of its own. What rows share is computed only once, but
-    counts in each of them.
+    and mask [B, T]. Row b belongs to process b % processes. Rows that share a prompt of at
+    least LEAST tokens are put together; apart from that, rows are sorted by length. A micro-batch
+    takes at most `budget` tokens, which are counted as its number of rows times its longest row; a
+    row of more tokens than `budget` is a micro-batch of its own. What rows share is computed only
+    once, but counts in each of them.
 
     All processes get the same number of micro-batches, because they wait for each other's passes:
     if a process has fewer, the rest are empty (`Batch.rows` handles this).

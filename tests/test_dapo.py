@@ -67,6 +67,9 @@ def test_by_question_all_groups_have_equal_weight_and_overlong_rows_none():
     batch = make_batch(overlong=(False, False, True, False), questions=torch.tensor([0, 0, 1, 1]))
     weights = dapo.compute_token_weights(batch, SimpleNamespace(loss_aggregation="question"))
     torch.testing.assert_close(weights, torch.tensor([[1 / 8], [1 / 8], [0], [1 / 2]]) * MASK)
+    # By trajectory the three that are left weigh 1/3 each, and their 2, 2 and 1 tokens share it.
+    weights = dapo.compute_token_weights(batch, SimpleNamespace(loss_aggregation="sequence"))
+    torch.testing.assert_close(weights, torch.tensor([[1 / 6], [1 / 6], [0], [1 / 3]]) * MASK)
 
 
 def test_clip_higher_by_hand():

@@ -166,6 +166,8 @@ def test_the_readers_whole_reply_is_scored_in_evaluation_too_under_whole_reply(
     again = Path(f"{written}.again")
     variant = "--recipe r_search --variant whole_reply"
     score(f"--predictions={written} --reader R {variant} --out {again}")
+    score(f"--predictions={written} --reader R {variant} --out {again}")
+    assert Path(f"{again}.old1").exists()  # nothing written is lost
     for path in (written, again):
         assert records_in(path)[0]["metrics"]["reader_f1"] == 0.5
 

@@ -107,11 +107,14 @@ def train_and_stop(settings) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
 def test_a_step_of_failed_rows_ends_all_processes_after_a_checkpoint(sharding, model, tmp_path):
-    in_two(sharding, train_and_stop, settings_for(model, tmp_path, "--steps 4 --save_every 9"))
+    # Step 2 would be evaluated, but it was not made.
+    more = "--steps 4 --save_every 9 --eval_every 3"
+    in_two(sharding, train_and_stop, settings_for(model, tmp_path, more, eval_questions=1))
     folder = tmp_path / "t" / "stage1"
     assert [path.name for path in checkpoints(folder)] == ["checkpoint-000002"]
     rows = [(row["skipped"], row["failed_rows"], "loss" in row) for row in rows_of(folder)]
     assert rows == [(0, 0, True), (0, 0, True), (1, 1, False)]
+    assert not any("eval/em" in row for row in rows_of(folder))
 
 
 def test_if_the_searches_of_the_first_step_fail_no_checkpoint_is_left(model, tmp_path, monkeypatch):

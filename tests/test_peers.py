@@ -70,6 +70,7 @@ def make_batch() -> Batch:
     rewards[4:8] = 1
     old = table(-2, 0)
     batch = Batch(torch.zeros(12, 7).long(), mask, old, rewards, 4, ref_logprobs=table(-2, 0))
+    batch.overlong = rewards < 0  # none
     batch.values = table(-1, 1) * mask
     batch.new = old + table(-0.6, 0.6)  # the policy's log-probs after some updates
     batch.logits = table(-1, 1)  # used as advantages, returns or log-ratios

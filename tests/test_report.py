@@ -132,6 +132,9 @@ def test_the_decision_to_search_has_an_f1_if_the_other_run_never_searches():
     # Needed: 0, 1 (half wrong) and 4; made: 0, 1 and 3. P = R = 2/3.
     without = run([0.0] * 5, [[0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1] * 4, [0, 0, 0, 1]])
     here = run([1.0, 1.0, 0.0, 1.0, 0.0], [[1]] * 5)
+    # A question without a prediction is wrong, but not searched for.
+    here.append(record("5", em=0.0))
+    without.append(record("5", em=1.0, searched=0.0))
     assert [*report.comparison(here, without, ["em"])][-1] == (
         "decision to search: F1 0.667 (3 needed, 3 made)"
     )

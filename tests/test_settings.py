@@ -153,6 +153,7 @@ BAD = """
 --recipe r_search --stage 2      --stage 2: unknown; one of 1
 --group_size 1                   compares the trajectories of one question
 --group_size 1 --algorithm grpo  compares the trajectories of one question  140
+--variant unmasked --mismatch token --stage 2 --model m  --mismatch token: documents are
 --data questions.jsonl           --data needs --model
 --data q.jsonl --model m         --data needs --corpus
 --retriever dense                --retriever dense needs --encoder

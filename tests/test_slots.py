@@ -321,4 +321,5 @@ def test_with_little_memory_there_are_fewer_slots_but_at_least_one(
     # is used.
     free = SimpleNamespace(available=rows_that_fit * 93_232 / 0.8)
     monkeypatch.setattr("engines.slots.psutil.virtual_memory", lambda: free)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert affordable(qwen2.language_model, 256) == slots
