@@ -6,9 +6,10 @@ after epoch. The questions of step s depend only on s and the seed, so a resumed
 questions as an uninterrupted one.
 
 Difficulty is measured once, before training, as the mean score of K rollouts of the model (UR²: K =
-20; `python -m lab.difficulty`), or is given by the data. In a step of UR², hard : medium : easy is
-then 1 : 1 : 1 in math (C.5) and 7 : 2 : 1 in the other tasks. In `buckets`, the name of a task or
-kind with its own shares comes before a colon:
+20; `python -m lab.difficulty`; in R1-Searcher as the number of rollouts until the first that is
+right), or is given by the data. In a step of UR², hard : medium : easy is then 1 : 1 : 1 in math
+(C.5) and 7 : 2 : 1 in the other tasks. In `buckets`, the name of a task or kind with its own shares
+comes before a colon:
 {"math:hard": 1, "math:medium": 1, "math:easy": 1, "hard": 7, "medium": 2, "easy": 1}.
 
 By UR²'s rule, the hardest questions, with a score below 0.2, are in the bucket "dropped". They are

@@ -368,16 +368,17 @@ def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> Datasets:
     several files gets the file's name as a prefix. "FILE:N" draws N questions with the seed: ARENA
     (appendix C), for example, has 10,000 of HotpotQA, 10,000 of 2Wiki and 5,000 of MuSiQue.
     """
-    datasets = {}
+    datasets, counts = {}, {}
     for name, file in named_files(path).items():
-        place, _, count = str(file).partition(":")
-        questions = load_all(place, partial(question_of, dataset=named_after(place)), skip_bad)
-        datasets[name] = draw_some(questions, int(count or 0), f"{seed} {name}")
+        place, _, counts[name] = str(file).partition(":")
+        make = partial(question_of, dataset=named_after(place))
+        datasets[name] = load_all(place, make, skip_bad)
+    # Counted before the draw, so that a question has the same id whatever is drawn
     uses = Counter(question.id for question in chain.from_iterable(datasets.values()))
-    return {
-        name: [replace(q, id=f"{name}:{q.id}") if uses[q.id] > 1 else q for q in questions]
-        for name, questions in datasets.items()
-    }
+    for name, questions in datasets.items():
+        own = [replace(q, id=f"{name}:{q.id}") if uses[q.id] > 1 else q for q in questions]
+        datasets[name] = draw_some(own, int(counts[name] or 0), f"{seed} {name}")
+    return datasets
 
 
 def named_files(path: str | Path) -> dict[str, Path]:

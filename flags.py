@@ -58,6 +58,10 @@ def resolve(recipe: str, stage: int | None, tiny: bool, given: dict | None = Non
     algorithm = given.get("algorithm", usual)
     if algorithm != usual and "dapo" in (algorithm, usual):
         chosen |= DAPO if algorithm == "dapo" else NO_DAPO
+    if given.get("reward", chosen.get("reward")) == chosen.get("reward"):
+        # Arguments that the variant has and the command line does not name stay.
+        rest = chosen.get("reward_args", {})
+        given = given | {"reward_args": rest | given.get("reward_args", {})}
     return Settings(**chosen | given)
 
 
@@ -200,7 +204,7 @@ def stage_settings(stage: int, given: dict, before: Settings | None = None) -> S
     settings = resolve(recipe, stage, True, given)
     folder = stage_folder(settings, stage - 1)
     if stage > 1 and not (before or settings.model):
-        if not (settings.resume or any(folder.glob("checkpoint-*"))):
+        if not (settings.resume or any(folder.glob("checkpoint-" + 6 * "[0-9]"))):
             raise InputError(
                 f"--stage {stage}: there is no checkpoint of the stage before in {folder}: train "
                 "both with --stage 1,2, or give --model"

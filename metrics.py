@@ -11,10 +11,10 @@ r"""Answer metrics, one function for each.
 `golds` is one gold answer or a list of them; the gold with the best score counts. A missing answer
 (None or "") scores 0. There are five normalisations; do not compare scores of different ones:
     "plain"        punctuation becomes a blank: "Spider-Man" is "spider man" (R1-Searcher's eq. 4)
-    "space"        as "plain", but the texts "True" and "False" become "yes" and "no" (code of
-                   R1-Searcher, ARENA)
+    "space"        as "plain", but the texts "true" and "false", in any case, become "yes" and "no"
+                   (code of R1-Searcher, ARENA)
     "hotpotqa"     as "space", and F1 is 0 if one text is yes, no or noanswer and the other differs
-                   (UR²'s code and HotpotQA's scorer)
+                   (UR²'s code; of HotpotQA's scorer it has only this rule)
     "delete"       ASCII punctuation is removed: "Spider-Man" is "spiderman" (R-Search, Search-R1,
                    When to Search)
     "underscore"   as "delete", but "_" becomes a blank: "x_y-z" is "x yz" (ARENA appendix D.1)
@@ -49,7 +49,7 @@ Golds = str | list[str]
 @lru_cache(maxsize=4096)  # the same golds and answers are compared again and again
 def normalize_answer(text: str, punctuation: str = "space") -> str:
     """Returns the text in lower case, without punctuation and articles, with single blanks. Under
-    "space" and "hotpotqa" the text "True" becomes "yes" and the text "False" becomes "no".
+    "space" and "hotpotqa" the text "true" becomes "yes" and the text "false" becomes "no".
 
     >>> normalize_answer("The A.B. Smith"), normalize_answer("The A.B. Smith", "delete")
     ('b smith', 'ab smith')
@@ -207,7 +207,8 @@ def last_boxed(text: str | None) -> str | None:
 
 
 _CHOSEN = re.compile(r"correct (?:answer|option|choice) is\s*:?\s*([^\n]*)", re.IGNORECASE)
-SPECIAL_TOKEN = r"<\|[^|<>]*\|>|</s>|<eos>"
+# As Qwen, DeepSeek (wide bars), Llama and Gemma write them
+SPECIAL_TOKEN = r"<[|｜][^|｜<>]*[|｜]>|</s>|<eos>|<end_of_turn>"
 _WRAPPING = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\b|[{}$*\"'`]")
 
 

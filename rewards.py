@@ -115,7 +115,7 @@ def is_garbled(trajectory: Trajectory) -> bool:
 
 
 def without_eos(text: str) -> str:
-    """Removes an EOS token (<|...|>, </s>, <eos>) at the end of a text, because a decoded response
+    """Removes an EOS token (metrics.SPECIAL_TOKEN) at the end of a text, because a decoded response
     includes it.
     """
     return re.sub(rf"(?:{SPECIAL_TOKEN})\s*$", "", text)
@@ -408,8 +408,8 @@ def has_one_box(trajectory: Trajectory, name: str) -> bool:
     """Returns whether the model wrote one `name` box, not empty, and no further `name` tag."""
     text = trajectory.model_text
     tags = trajectory.protocol.section_tags(name)
-    contents = [box.content for box in find_blocks(text, *tags)]
-    return len(contents) == 1 and contents != [""] and not stray_tags(text, tags)
+    filled = [bool(box.content) for box in find_blocks(text, *tags)]
+    return filled == [True] and not stray_tags(text, tags)
 
 
 def r_search_format(trajectory: Trajectory) -> bool:
@@ -822,7 +822,7 @@ def check_questions(questions: list[Question], settings) -> list[Question]:
         )
     name = "" if ":" in settings.reward else settings.reward  # an own reward may read anything
     cites = name.startswith("arena") and settings.reward_args.get("relevance_reward", True)
-    texts_only = name.startswith(("r_search", "search_r1", "when_to_search"))
+    texts_only = name.startswith(("r_search", "search_r1", "r1_searcher"))
     for q in questions:
         lacks = ""
         if cites and not q.supporting:

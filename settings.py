@@ -297,7 +297,10 @@ def by_task(text: str) -> dict[str, str]:
     >>> by_task("math=http://a/v1#m,other=none"), by_task("extractive")
     ({'math': 'http://a/v1#m', 'other': 'none'}, {'other': 'extractive'})
     """
-    return dict(re.findall(r"(?:^|,)\s*(\w+)=([^,]+)", text)) or {"other": text}
+    named = dict(re.findall(r"(?:^|,)\s*(\w+)=([^,]+)", text))
+    if named and ("other" not in named or len(named) < len(text.split(","))):
+        raise InputError(f"--summarizer {text}: give MODEL, or math=MODEL,other=MODEL")
+    return named or {"other": text}
 
 
 def pairs(text: str) -> dict:

@@ -36,9 +36,9 @@ def read_answer(t: Trajectory) -> str | None:
 
 def trajectory_metrics(t: Trajectory, lenient: bool = False) -> Metrics:
     """Returns the metrics that training and evaluation share; `lenient` reads choices as
-    `read_answer` does. A metric that does not apply is
-    missing, not 0. In open questions em, f1 and cem treat punctuation as the paper's scorer does;
-    in all other tasks the three are equal (`score_answer`).
+    `read_answer` does. A metric that does not apply is missing, not 0. In open questions em, f1 and
+    cem treat punctuation as the paper's scorer does; in all other tasks the three are equal
+    (`score_answer`).
     """
     question = t.question
     punctuation = paper_of(t.protocol.name).punctuation

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from errors import InputError
 from metrics import stretches
 
 WORDS = 100
@@ -17,14 +18,17 @@ HEADING = re.compile(r"^ {0,3}#{1,6} +(.+)$", re.MULTILINE)
 
 
 def is_text(path: Path) -> bool:
-    return path.suffix in (".txt", ".md") or path.is_dir()
+    return path.suffix.lower() in (".txt", ".md") or path.is_dir()
 
 
 def passages_of(file: Path) -> Iterator[tuple[str, str]]:
     """Yields (title, passage) of a file. In Markdown every second part is a heading."""
     title = file.stem
-    text = file.read_text(encoding="utf-8-sig")
-    for number, part in enumerate(HEADING.split(text) if file.suffix == ".md" else [text]):
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file}: {error}: save it as UTF-8") from None
+    for number, part in enumerate(HEADING.split(text) if file.suffix.lower() == ".md" else [text]):
         if number % 2:
             title = f"{file.stem} > {part.strip(' #')}"
             continue

@@ -121,10 +121,12 @@ PARTS = {"rollout": rollouts, "update": updates, "step": steps}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = FlagParser("lab.bench", description=__doc__, add_help=False)
+    parser = FlagParser("lab.bench", add_help=False)
     parser.add_argument("part", choices=[*PARTS, "retrieval"])
     given, flags = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
     if given.part == "retrieval":
+        if flags:
+            parser.error(f"retrieval takes no flags: {flags[0]}")
         compare(searches())
     else:
         compare(PARTS[given.part](build_state(parse([*flags, "--dry_run"]))))

@@ -290,6 +290,6 @@ def verdict(claim: Claim, differences: list[float]) -> str:
     if claim.margin:
         return f"equal within {claim.margin}" if max(-low, high) < claim.margin else "does not show"
     counts = claim.number.counts
-    if low * high <= 0 or abs(mean) < abs(counts):
+    if not (low * high > 0 and abs(mean) >= abs(counts)):  # so too if a number is NaN
         return "does not show"
     return "shows" if mean * counts > 0 else "reversed"

@@ -63,7 +63,8 @@ def scores_of_model(settings: Settings, options: DifficultySettings, metric: str
         raise InputError("--temperature 0 is greedy: all rollouts would be the same; leave it at 1")
     scores = defaultdict(list)
     for record in predict(settings, Options("train", options.questions, options.samples)):
-        scores[record["id"]].append(record["metrics"][metric])
+        numbers = record["metrics"]
+        scores[record["id"]].append(numbers[metric] if metric in numbers else numbers["rouge"])
     return scores
 
 

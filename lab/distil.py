@@ -111,7 +111,7 @@ def imitations(method: str, s: DistilSettings, tokenizer) -> Iterator[tuple]:
         for question in load_questions(s.data, seed=s.seed):
             if method == "direct":
                 asked = reading(question, number_documents(question.references))
-                request = asked.as_request(question.question, ())
+                request = asked.as_request(asked.question, ())
                 answer = f"<answer> {question.answers[0]} </answer>"
                 yield prompt_ids(tokenizer, request), [(answer, True)]
             elif question.supporting:

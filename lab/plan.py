@@ -22,8 +22,8 @@ gathers the weights of the layers that it computes. LoRA and 8-bit moments canno
 plan uses ddp if that fits, otherwise fsdp2. docs/scale.md compares it with simulated steps.
 What saves memory, the cheapest first: --gradient_checkpointing, --tokens_per_micro_batch 4096,
 --optimizer adamw8bit, --lora_rank 16, more --gpus.
-Left out: zero2, summarisers, judges, readers and the encoders of dense retrieval (2 bytes per
-weight, or none here if a server runs them), and models that are not built as Llama is.
+Left out: zero2, --load_in_8bit, summarisers, judges, readers and the encoders of dense retrieval
+(2 bytes per weight, or none here if a server runs them), and models that are not built as Llama is.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,9 @@ from errors import run_main
 from flags import resolve
 from lab import parse_flags
 from policy import chunk_rows
+from rollout import MAX_REJECTED_QUERIES, NOTE_TOKENS
 from settings import Settings, setting
+from summarizer import models_in
 
 GIB = 2**30
 USABLE = 0.92  # share of a GPU; the rest is for CUDA itself and fragmentation
@@ -61,9 +63,13 @@ def config_of(model: str):
 
 
 def longest_row(s: Settings, config) -> int:
-    """Returns the tokens of the longest row: a prompt, and a turn and documents for each search."""
+    """Returns the tokens of the longest row: a prompt, a turn and documents or a summariser's notes
+    for each search, a rejected query, and the last turn.
+    """
     turn = max([s.max_turn_tokens, *s.turn_tokens.values()])
-    row = PROMPT + turn + s.max_searches * (turn + s.document_tokens)
+    notes = [NOTE_TOKENS, *(most for *_, most in s.summary_sampling.values())]
+    found = max([s.document_tokens, *(notes if models_in(s.summarizer) else ())])
+    row = PROMPT + (s.max_searches + MAX_REJECTED_QUERIES) * turn + s.max_searches * found
     return min(s.max_context or config.max_position_embeddings, row)
 
 
@@ -72,24 +78,32 @@ def estimate(s: Settings, config, gpus: int, parts: int) -> dict[str, dict]:
     of an update. Weights, gradients and moments are cut into `parts`: 1 under ddp.
     """
     width, layers, heads, kv_heads, wide, vocab, _, tied = attrgetter(*FIELDS)(config)
-    keys, lora, thin = width // heads * kv_heads, s.lora_rank > 0, s.gradient_checkpointing
-    layer = 2 * width * width + 2 * width * keys + 3 * width * wide  # weights of a layer
+    size = getattr(config, "head_dim", None) or width // heads
+    keys, queries, lora, thin = (
+        size * kv_heads,
+        size * heads,
+        s.lora_rank > 0,
+        s.gradient_checkpointing,
+    )
+    layer = 2 * width * (queries + keys) + 3 * width * wide  # weights of a layer
     weights = layers * layer + vocab * width * (2 - tied)
     copy = 2 * weights  # in bf16
     # LoRA trains rank · (in + out) weights of seven matrices; the rest is frozen, in bf16.
-    trained = s.lora_rank * layers * (9 * width + 2 * keys + 3 * wide) or weights
+    trained = s.lora_rank * layers * (7 * width + 2 * (queries + keys) + 3 * wide) or weights
     own, moments = 4 * trained / parts, MOMENTS[s.optimizer] * trained / parts
     buckets = 4 * trained * (gpus > parts)
     row = longest_row(s, config)
     tokens = max(s.tokens_per_micro_batch, row)
-    act = 32 * width + 4 * keys + 8 * wide - 14 * width * lora  # bytes of a token in a layer
-    again = (act + 4 * wide + 4 * width) * tokens  # a layer computed again, and its gradient
+    # Bytes of a token in a layer, and of what the layer passes on
+    act = 26 * width + 6 * queries + 4 * keys + 8 * wide - 14 * width * lora
+    passed = (4 - 2 * lora) * width
+    again = (act + 4 * wide + passed) * tokens  # a layer computed again, and its gradient
     head = 12 * width * tokens + 10 * min(tokens, chunk_rows(vocab, "cuda")) * vocab
     return {
         "always": {
             "weights": own + copy * lora,
             "moments": moments,
-            "critic": (own + moments + buckets) * (s.algorithm == "ppo"),
+            "critic": (own + copy * lora + moments + buckets) * (s.algorithm == "ppo"),
             "reference": copy * (s.kl_coef > 0 and not lora),
         },
         "rollout": {
@@ -100,10 +114,12 @@ def estimate(s: Settings, config, gpus: int, parts: int) -> dict[str, dict]:
         },
         "update": {
             "gradients": own,
-            "activations": (4 * width if thin else act) * layers * tokens,
-            "head, or a layer again": max(head, again * thin) + 6 * vocab * width,
+            "activations": (passed if thin else act) * layers * tokens,
+            "head, or a layer again": max(head, again * thin) + 6 * vocab * width * (not lora),
             "gathered weights": (8 * vocab * width + 12 * layer) * (parts > 1),
-            "bf16 copy of the weights": copy * (not lora and not thin),
+            "bf16 copy of the weights": 2
+            * (layers * layer + vocab * width)
+            * (not lora and not thin),
         },
     }
 

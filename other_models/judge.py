@@ -177,7 +177,7 @@ def read_verdict(reply: str | None, words: dict = VERDICTS):
 
 def math_grader(trajectories: list[Trajectory], judge: Judge) -> Callable[[Question, str], float]:
     """Asks, in one batch, for grades of all answers to mathematics that differ from the accepted
-    ones. Returns the function that `rewards.ur2_stage2` takes as `judge`: it looks up the grade of
+    ones. Returns the function that `rewards.ur2_stage2` takes as `grade`: it looks up the grade of
     such an answer, and returns 0 if the grade could not be read.
     """
     pairs = [(t.question, t.answer) for t in trajectories if t.question.task == "math"]

@@ -182,7 +182,7 @@ UR2 = Paper(
         }
     },
     variants={
-        "qwen_7b": {1: _qwen_7b, 2: {"steps": 40}},
+        "qwen_7b": {1: _qwen_7b},
         # C.7's last paragraph extends the 3B model's stage 1 to 15 steps: for multiple choice, and
         # in our reading also for math.
         "qwen_3b": _small | {1: _qwen_3b | {"steps": 15}, 2: {"steps": 47}},
@@ -246,7 +246,7 @@ VANILLA_RL = replace(
     tiny={1: _tiny | {"steps": 72}},
     variants={
         "qwen_7b_math": {"steps": 40},
-        "qwen_7b_qa": {"steps": 25},
+        "qwen_7b_qa": {},
         "qwen_7b_mmlu_pro": {"steps": 94},
         "qwen_7b_medqa": {"steps": 47},
         "qwen_7b_choice": {"steps": 60, "save_every": 10},  # two data sets are no single task

@@ -102,7 +102,7 @@ WHEN_TO_SEARCH = Paper(
         "rare": {"choice_without_loss": 0.995, "prior": 0.02},
     },
     variants={
-        # Table 2. All checkpoints of this run are kept, because Table 2 compares them.
+        # Table 2. With --data all checkpoints are kept, because Table 2 compares them.
         "unified": _one_stage | {"reward": "when_to_search_unified", "keep_checkpoints": 0},
         # Table 4. Its row "w/o stage one" has two readings: the reward of stage two throughout, or,
         # as in section 4.5, an answer term of ±1 in stage one, whatever the searches.

@@ -52,8 +52,8 @@ def alarms(records: Records, settings: Settings, patience: int = PATIENCE) -> di
 
 
 def signs(record: dict, records: Records, s: Settings) -> set[str]:
-    """Returns the alarms whose condition holds in one of the records, for `reward_hacked` in all. A
-    metric that the record lacks raises no alarm.
+    """Returns the alarms whose condition holds in `record`, for `reward_hacked` in all `records`. A
+    metric that the record lacks counts as 0.
     """
     r = defaultdict(float, record)
     grouped = s.algorithm not in ("reinforce_pp", "ppo")

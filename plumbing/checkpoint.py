@@ -196,6 +196,8 @@ def resume(state: TrainState) -> int:
                 f"--resume: {path} was made with --{name} {theirs}: do the same, or leave --resume "
                 "out to start again"
             )
+    if (state.critic is None) == ("critic" in trainer_state):
+        raise InputError(f"--resume: {path} was made with another --algorithm: {saved.algorithm}")
     if settings.lora_rank:
         load_lora(state.policy, trainer_state["lora"])
     load_moments(state.policy, state.optimizer, trainer_state["optimizer"])

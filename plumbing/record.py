@@ -10,6 +10,7 @@ from dataclasses import astuple
 import torch
 
 from policy import Batch
+from rewards import good_format
 from settings import Settings
 from trajectory import Search, Trajectory
 from update import put
@@ -55,6 +56,7 @@ def step_records(
             record = {"step": step, "group": group, "row": n % size} | to_record(t, tokenizer)
             record["rewards"] = rollouts.reward_terms[n]
             record["correct"] = bool(rollouts.correct[n])
+            record["format"] = good_format(t)
             if n in rows:
                 record |= token_numbers(batch, rows[n], t)
             yield record

@@ -119,7 +119,8 @@ def comparison(records: Records, others: Records, columns: Sequence[str]) -> Ite
             if column == "em":
                 yield right_in(pairs)
     # A question without a prediction is wrong, but was neither searched for nor left alone.
-    known = [[row for row in run if "searched" in row["metrics"]] for run in (records, others)]
+    both = {"searched", "em"}  # a summary has no em
+    known = [[row for row in run if both <= row["metrics"].keys()] for run in (records, others)]
     searched = paired(*known, "searched")
     if searched[:, 0].any() and not searched[:, 1].any():
         yield decision_f1(searched[:, 0], paired(*known, "em")[:, 1])

@@ -17,9 +17,9 @@ search, the index files of other programs, and the division of the encoding amon
 """
 
 import hashlib
-import os
 import re
 from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -141,7 +141,7 @@ def passage_vectors(documents: list[Document], encoder, runs="runs") -> list[tor
         # The name is a hash, so other texts or other weights never get these vectors.
         path = folder / f"{hashlib.sha256(encoder.version + repr(texts).encode()).hexdigest()}.npy"
         if not path.exists():
-            aside = folder / f"{os.getpid()}.part.npy"  # several processes may write
+            aside = folder / f"{uuid4()}.part.npy"  # several machines may write
             np.save(aside, encoder(texts, "passage").astype(np.float16))
             aside.rename(path)
         # Mode "c" (copy on write), because torch warns of read-only memory. Nothing is written.

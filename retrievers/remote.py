@@ -47,11 +47,17 @@ class HttpRetriever:
 
     def search(self, queries: list[str], k: int) -> list[list[Document] | bool | None]:
         """Returns for each query at most k documents, False if the server rejects it, or None if it
-        has no answer. Raises a Fault if no query of a batch has one.
+        has no answer. Raises a Fault if no query has one. After a batch without answers no further
+        one is sent.
         """
         answers: Answers = {}
         for start in range(0, len(queries), BATCH):
-            answers |= self.answers(queries[start : start + BATCH], k)
+            try:
+                answers |= self.answers(queries[start : start + BATCH], k)
+            except Fault:
+                if not answers:
+                    raise
+                break
         return [answers.get(query) for query in queries]
 
     def answers(self, batch: list[str], k: int) -> Answers:

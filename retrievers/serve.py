@@ -13,7 +13,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from data import Document
-from retrievers.net import RejectedRequest, shown
+from retrievers.net import Fault, RejectedRequest, shown
 
 
 class RetrievalServer(ThreadingHTTPServer):
@@ -42,6 +42,10 @@ class Handler(BaseHTTPRequestHandler):
             queries, k = [*map(str, request["queries"])], int(request.get("topk", 5))
             with self.server.lock:
                 lists = self.server.retriever.search(queries, k)
+            if False in lists:
+                raise RejectedRequest("a query was rejected")
+            if None in lists:
+                raise Fault("a search failed")
             status, reply = 200, {"result": [[*map(to_json, one)] for one in lists]}
         except Exception as error:  # a retriever may raise anything, but the server must go on
             status = 400 if isinstance(error, RejectedRequest) else 500

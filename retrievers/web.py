@@ -25,7 +25,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import lru_cache
 from http.client import HTTPException
 from itertools import islice, repeat
 from urllib.parse import quote, urlsplit
@@ -67,7 +67,7 @@ class WebRetriever:
         self.template, self.words = template, words
         self.lock = threading.Lock()
         # Cached, because a client sends all queries of a batch again if one of them fails.
-        self.answer = cache(self.answer)
+        self.answer = lru_cache(4096)(self.answer)
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """Returns at most k documents per query; raises a Fault if the API fails for a query."""

@@ -1,6 +1,7 @@
 """Tests lab.plan: the formulas by hand; docs/scale.md compares them with simulated steps."""
 
 import pytest
+from transformers import Qwen2Config
 
 from lab import plan
 from lab.plan import GIB, config_of, estimate
@@ -40,6 +41,27 @@ def test_lora_trains_few_weights_and_needs_no_reference():
     trained = 28 * 16 * (2 * 7168 + 2 * 4096 + 3 * 22528)
     assert trained == 40_370_176 and update["gradients"] == 4 * trained
     assert [gib(x) for x in always.values()] == [14.3, 0.3, 0, 0]
+    # What a layer passes on is in bf16, and the frozen head has no gradient.
+    _, _, update = parts_of(lora_rank=16, gradient_checkpointing=True)
+    assert update["activations"] == 2 * 3584 * 28 * 1032
+    layer = 18 * 3584 + 4 * 512 + 8 * 18944 + 4 * 18944 + 2 * 3584
+    head = 12 * 3584 * 1032 + 10 * 882 * 152064
+    assert update["head, or a layer again"] == max(layer * 1032, head)
+    # PPO's critic has a copy of the frozen weights.
+    assert gib(parts_of(lora_rank=16, algorithm="ppo")[0]["critic"]) == 14.6
+
+
+def test_heads_may_be_wider_than_their_share_and_a_row_holds_what_the_summariser_may_write():
+    wide = Qwen2Config(**vars(SEVEN) | {"head_dim": 2 * 128})
+    keys = [
+        estimate(Settings(**PLAIN), c, 1, 1)["rollout"]["keys and values"] for c in (SEVEN, wide)
+    ]
+    assert keys[1] == 2 * keys[0]
+    rows = {"max_turn_tokens": 10, "max_searches": 2, "document_tokens": 100, "max_context": 0}
+    row = plan.PROMPT + 4 * 10 + 2 * 100
+    assert plan.longest_row(Settings(**rows), SEVEN) == row
+    noted = Settings(**rows | {"summarizer": "MODEL"}, summary_sampling={})
+    assert plan.longest_row(noted, SEVEN) == row + 2 * (2048 - 100)
 
 
 def test_sharding_divides_weights_moments_and_gradients_and_ddp_keeps_buckets():

@@ -779,7 +779,7 @@ UNCITED = replace(QA, supporting=())
     [
         ("arena", UNCITED, "names no supporting reference.*--variant no_relevance"),
         ("ur2_choice", replace(CHOICE, options=()), "has no options"),
-        ("when_to_search_stage1", CHOICE, "is multiple choice"),
+        ("r1_searcher_stage2", CHOICE, "is multiple choice"),
     ],
 )
 def test_a_question_that_lacks_a_field_the_reward_reads_is_an_error(reward, question, message):
@@ -787,6 +787,8 @@ def test_a_question_that_lacks_a_field_the_reward_reads_is_an_error(reward, ques
         rewards.check_questions([question], settings_for(reward))
     for settings in (settings_for("search_r1"), settings_for("arena", relevance_reward=False)):
         assert rewards.check_questions([UNCITED], settings) == [UNCITED]
+    # When to Search grades a choice by its letter.
+    assert rewards.check_questions([CHOICE], settings_for("when_to_search_stage1"))
 
 
 # -------------------------------------------------------------------------- hacks that earn nothing

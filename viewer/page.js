@@ -122,7 +122,7 @@ function changes(its) { // what changed in training, as phrases; all of them com
   return reward ? [`reward ${number(reward[0])} → ${number(reward[1])}`] : phrases;
 }
 function sentence(its) {
-  const asked = ends(its.stages.flatMap((s) => s.metrics.map(() => s.settings.questions_per_step)));
+  const asked = ends(its.stages.flatMap((s) => s.metrics.map((m) => s.settings.questions_per_step * (1 + (m.resampled ?? 0)))));
   const [n, later] = asked.map((counts) => counts.reduce((sum, x) => sum + x, 0));
   const found = changes(its);
   const steps = `${allMetrics(its).length} steps on training questions`;
@@ -353,7 +353,7 @@ function showStep() {
 }
 const verdict = (row) => (row.correct ? "right" : "wrong");
 const repeated = (row) => new Set(row.searches.map((its) => its.query.toLowerCase().trim().split(/\s+/).join(" "))).size < row.searches.length;
-const faulty = (row) => row.rejected_queries.length > 0 || row.rewards.format < 0;
+const faulty = (row) => row.rejected_queries.length > 0 || row.format === false;
 function passes(row) {
   const form = $("filters").elements;
   const text = `${row.question} ${row.answer ?? ""}`.toLowerCase();
@@ -404,11 +404,16 @@ function showGroup(record) {
 function chain(record, rows) { // from the reward to the loss, in numbers
   const its = state.token < 0 ? null : lossOf(record, state.token, stage().settings);
   if (rows.length < 2) return "";
-  const centre = mean(rows.map((line) => line.reward));
-  const deviation = Math.sqrt(rows.reduce((sum, line) => sum + (line.reward - centre) ** 2, 0) / (rows.length - 1));
-  const links = [["reward", number(record.reward)], ["minus the group's mean", `${number(record.reward)} − ${number(centre)} = ${signed(record.reward - centre)}`],
-    ["over the deviation", deviation > 1e-6 ? `/ ${number(deviation)} = ${signed((record.reward - centre) / deviation)}` : "all rewards are equal: 0"]];
-  if (its) links.push([stage().settings.algorithm?.startsWith("reinforce") ? "over the batch's deviation: A" : "advantage A", signed(its.advantage)], ["ratio r", `${number(its.ratio, 4)}${its.ratio === its.clipped ? "" : `, clipped to ${number(its.clipped, 4)}`}`],
+  const { algorithm, group_std } = stage().settings;
+  const links = [["reward", number(record.reward)]];
+  if (["grpo", "dapo", "reinforce_pp_baseline"].includes(algorithm)) { // the others have no group
+    const known = rows.filter((line) => !line.searches.some((search) => search.error));
+    const centre = mean(known.map((line) => line.reward));
+    const deviation = Math.sqrt(known.reduce((sum, line) => sum + (line.reward - centre) ** 2, 0) / Math.max(1, known.length - 1));
+    links.push(["minus the group's mean", `${number(record.reward)} − ${number(centre)} = ${signed(record.reward - centre)}`]);
+    if (group_std !== false) links.push(["over the deviation", deviation > 1e-6 ? `/ ${number(deviation)} = ${signed((record.reward - centre) / deviation)}` : "all rewards are equal: 0"]);
+  }
+  if (its) links.push([algorithm?.startsWith("reinforce") ? "over the batch's deviation: A" : "advantage A", signed(its.advantage)], ["ratio r", `${number(its.ratio, 4)}${its.ratio === its.clipped ? "" : `, clipped to ${number(its.clipped, 4)}`}`],
     ["weight", number(its.weight)], ["loss", number(its.loss)]);
   return el("ol", { class: "chain" }, ...links.map(([name, text]) => el("li", {}, el("span", { class: "pale" }, name), el("b", {}, text))));
 }
