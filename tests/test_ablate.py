@@ -40,6 +40,7 @@ def test_the_interval_is_that_of_student_s_t(differences, mean, half):
         (UP, [0.020, 0.021, 0.022], "does not show"),  # above 0, but an effect below 0.03
         (UP, [-0.10, -0.12, -0.11], "reversed"),
         (UP, [0.9], "does not show"),  # one world has no interval
+        (UP, [math.nan, 0.10, 0.11], "does not show"),
         (LESS, [-0.30, -0.32, -0.31], "shows"),  # the claim is a decrease, of at least 0.1
         # s = 0.02; for 90 % t(2) = 2.920: ± 2.920 · 0.02 / √3 = ± 0.0337
         (SAME, [-0.01, 0.01, 0.03], "equal within 0.05"),

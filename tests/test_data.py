@@ -194,8 +194,9 @@ def test_a_mixture_draws_the_given_number_of_questions_per_file_by_the_seed(writ
     drawn = load_datasets(f"{a}:9,{b}", seed=7)
     numbers = [int(question.id.removeprefix("a:")) for question in drawn["a"]]
     assert len({*numbers}) == 9 and numbers == sorted(numbers) and len(drawn["b"]) == 30
-    # The draw from one file does not depend on the others.
+    # The draw from one file does not depend on the others, nor an id on what is drawn.
     assert [int(q.id) for q in load_questions(f"{a}:9", seed=7)] == numbers
+    assert [q.id[:2] for q in load_questions(f"{a}:1,{b}:1")] == ["a:", "b:"]
 
 
 # ------------------------------------------------------------------------------------------ corpora

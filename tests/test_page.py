@@ -331,6 +331,10 @@ def test_the_chain_of_a_group_leads_from_the_reward_to_the_loss(viewer):
         "1.5", "1.5 − 1.5 = 0", "all rewards are equal: 0",
         "+2", "0.7408, clipped to 0.8", "0.01", "-0.0148",
     ]  # fmt: skip
+    # PPO has no group.
+    alone = "stage().settings.algorithm = 'ppo'; showGroup(chosen())"
+    assert viewer.run(f"{alone}; document.querySelectorAll('.chain b').length") == 5
+    viewer.run("stage().settings.algorithm = 'grpo'")
     viewer.run("document.querySelectorAll('#group .strip')[3].click()")
     assert viewer.run("state.row") == 3 and viewer.run("location.hash") == "#stage2-2-0-3"
 

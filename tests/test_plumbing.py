@@ -76,6 +76,11 @@ def test_a_resume_cuts_the_metrics_at_its_checkpoint(copy, model, tmp_path):
     assert [row["step"] for row in rows_of(copy)] == [0, 1] and "loss" in rows_of(copy)[1]
 
 
+def test_a_run_can_only_be_resumed_with_its_critic(copy, model, tmp_path):
+    with pytest.raises(InputError, match="was made with another --algorithm"):
+        train.train(settings_for(model, tmp_path, "--steps 2 --resume --algorithm ppo"))
+
+
 @needs_peft
 def test_a_lora_run_can_only_be_resumed_with_its_rank(copy, model, tmp_path):
     train.train(settings_for(model, tmp_path, "--run_name lora --steps 1 --lora_rank 4"))

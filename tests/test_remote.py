@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -90,6 +91,9 @@ def test_queries_are_sent_in_batches_and_answered_in_order(start, monkeypatch):
     assert titles(retriever.search(["c", "a", "b"], 1)) == [["c 0"], ["a 0"], ["b 0"]]
     assert server.queries() == [["c", "a"], ["b"]]
     assert retriever.search([], 3) == [] and len(server.queries()) == 2
+    # The second batch has no answer: the first one's is kept, and a third is not sent.
+    retriever.answers = Mock(side_effect=[{"c": [], "a": []}, Fault("no")])
+    assert retriever.search(["c", "a", "b", "d", "e"], 1) == [[], [], None, None, None]
 
 
 @pytest.mark.parametrize(
@@ -180,6 +184,15 @@ def test_a_reply_has_the_format_of_the_protocol(towns):
     contents = '"The "Ost""\nThe Ost flows by Varen.\nIt is long.'
     assert status == 200 and [*map(len, reply["result"])] == [5, 5]  # the default
     assert reply["result"][0][0]["document"] == {"id": "3", "contents": contents}
+
+
+def test_a_rejected_query_stays_rejected_and_a_failed_one_failed_behind_a_server(capsys):
+    known = {"good": TOWNS, "bad": False, "lost": None}
+    retriever = SimpleNamespace(search=lambda queries, k: [known.get(q, []) for q in queries])
+    with served(retriever) as url:
+        found = HttpRetriever(url).search(["good", "bad", "lost"], 9)
+    assert [*map(bool, found)] == [True, False, False] and found[1:] == [False, None]
+    assert "a query was rejected" in capsys.readouterr().err
 
 
 def test_a_title_of_two_lines_becomes_one_line():

@@ -57,7 +57,9 @@ def test_a_second_stage_needs_a_first_stage_or_a_model(tmp_path):
     words = ["--stage", "2", "--output_dir", str(tmp_path), "--run_name", "r"]
     assert "--stage 2: there is no checkpoint of the stage before" in message(parse, words)
     parse([*words, "--model", "m"])
-    (tmp_path / "r" / "stage1" / "checkpoint-000002").mkdir(parents=True)
+    (tmp_path / "r" / "stage1" / "checkpoint-000002.partial").mkdir(parents=True)
+    assert "--stage 2: there is no checkpoint of the stage before" in message(parse, words)
+    (tmp_path / "r" / "stage1" / "checkpoint-000002").mkdir()
     parse(words)
 
 
@@ -75,6 +77,17 @@ def test_every_recipe_and_variant_can_be_trained(recipe, variant, stage, tiny):
 @pytest.mark.parametrize("name", ARMS)
 def test_every_arm_of_the_lab_can_be_trained(name):
     check_settings(arm_settings(name, 0, "r"))
+
+
+def test_a_reward_argument_replaces_the_variants_own_but_not_its_others():
+    whole = resolve("ur2", 1, False, {"variant": "llama_8b"}).reward_args
+    given = {"variant": "llama_8b", "reward_args": {"fallback_penalty": 0.5}}
+    assert resolve("ur2", 1, False, given).reward_args == whole | {"fallback_penalty": 0.5} != whole
+    # Another reward has other arguments.
+    assert (
+        resolve("ur2", 1, False, given | {"reward": "search_r1"}).reward_args
+        == given["reward_args"]
+    )
 
 
 def test_another_algorithm_undoes_dapo_s_settings_unless_a_flag_sets_them():

@@ -5,12 +5,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from conftest import ScriptedModel
+from conftest import ScriptedModel, message
 
 from data import Document, Question, SearchRequest, SearchResult
 from papers import PAPERS, PROTOCOLS
 from retriever import make_search, show_all
-from settings import Settings
+from settings import Settings, by_task
 from summarizer import (
     FALLBACK_TEXT,
     GREEDY,
@@ -145,6 +145,11 @@ def test_the_sampling_of_notes_depends_on_the_task_and_on_training_or_evaluation
         llm = scripted(who="notes")
         notes(llm, "who", request=of_task(task), summary_sampling=settings["summary_sampling"])
         assert llm.batches[0][0][2:] == sampling
+
+
+@pytest.mark.parametrize("text", ["math=A", "extractive,math=A,other=B"])
+def test_summarizers_by_task_need_one_for_all_other_tasks(text):
+    assert "give MODEL, or math=MODEL,other=MODEL" in message(by_task, text)
 
 
 def test_a_prompt_file_has_its_own_instruction_or_layout_by_task_and_mode():

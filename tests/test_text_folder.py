@@ -1,5 +1,7 @@
 """Tests text_folder.py: the passages of texts, and the files of a folder."""
 
+from conftest import message
+
 from data import Document, load_corpus
 
 
@@ -9,6 +11,7 @@ def test_a_folder_of_texts_is_a_corpus_of_passages_of_100_words(tmp_path):
     (tmp_path / "b" / "bell.md").write_text("On bells.\n# Ringing #\nIt\nrings.")
     (tmp_path / "a notes.txt").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(words).encode())
     (tmp_path / ".git").mkdir()
+    (tmp_path / "c.TXT").write_text("Loud.")
     for name in ("b/table.csv", "README", ".git/notes.md", "b/.hidden.txt"):
         (tmp_path / name).write_text("Not this.")
     (tmp_path / "empty.txt").write_text("")
@@ -20,8 +23,11 @@ def test_a_folder_of_texts_is_a_corpus_of_passages_of_100_words(tmp_path):
         Document("b/bell.md#1", "bell", "On bells."),
         Document("b/bell.md#2", "bell > Ringing", "It rings."),
     ]
-    assert load_corpus(tmp_path) == [*notes, *bells]
+    assert load_corpus(tmp_path) == [*notes, *bells, Document("c.TXT#1", "c", "Loud.")]
     assert load_corpus(tmp_path / "a notes.txt") == notes
+    (tmp_path / "old.txt").write_bytes("é".encode("latin-1"))
+    told = message(load_corpus, tmp_path)
+    assert "old.txt: " in told and told.endswith("save it as UTF-8")
 
 
 def test_a_text_without_blanks_is_split_after_200_characters(tmp_path):
