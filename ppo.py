@@ -316,7 +316,7 @@ def compute_loss(logprobs: Tensor, batch, settings) -> tuple[Tensor, Stats]:
     stats["approx_kl"] = kl.k3(old_logprobs, logprobs.detach())  # [B, T]  KL(π_old‖π)
     # Where is the KL? k2 and k3 are added here, k1 is in the reward; with kl_coef 0 there is no KL.
     coefficient = kl.coefficient(settings, "loss")
-    if coefficient or batch.ref_logprobs is not None:
+    if batch.ref_logprobs is not None:
         ref_logprobs = model_only(batch.ref_logprobs, mask)  # [B, T]
         now = logprobs.detach()  # [B, T]
         stats |= {name: k(now, ref_logprobs) for name, k in kl.ESTIMATORS.items()}  # logged

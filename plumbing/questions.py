@@ -77,7 +77,7 @@ def hold_out(questions: Questions, settings: Settings) -> tuple[list, list]:
     return [question for question in questions if question.id not in ids], held_out
 
 
-def with_retrieved(questions: list, documents: Documents, settings: Settings) -> list:
+def with_retrieved(questions: list, retriever, settings: Settings) -> list:
     """Replaces the references of each question by the documents that a search for the question
     finds (ARENA Figure 2). None of these counts as a gold reference.
     """
@@ -85,7 +85,7 @@ def with_retrieved(questions: list, documents: Documents, settings: Settings) ->
     if not protocol.references_in_prompt:
         raise InputError(f"--references retrieved: the prompt of {protocol.name} has no references")
     requests = [SearchRequest(question, question.question) for question in questions]
-    found = retrieve(make_retriever(documents, settings), requests, settings.documents_per_search)
+    found = retrieve(retriever, requests, settings.documents_per_search)
     if None in found or False in found:
         raise InputError("--references retrieved: a search failed: repeat the command")
     nothing = (Document("", "", protocol.empty_text),)
@@ -180,12 +180,14 @@ def evaluation_questions(settings: Settings, options) -> tuple[Datasets, Documen
         datasets = {"the built-in world": world_questions(settings, options.split, count or None)}
         count = 0  # there are no more than that
     documents = load_documents(settings, [*chain.from_iterable(datasets.values())])
+    retrieved = options.references == "retrieved"
+    retriever = make_retriever(documents, settings) if retrieved else None
     for name, questions in datasets.items():
         parts = of_kinds(questions, options.kinds) if options.kinds else [questions]
         seed = f"{count} questions {settings.seed}"
         questions = [q for part in parts for q in draw_some(part, count, seed)]
-        if options.references == "retrieved":
-            questions = with_retrieved(questions, documents, settings)
+        if retrieved:
+            questions = with_retrieved(questions, retriever, settings)
         datasets[name] = as_asked(questions, settings)
     return datasets, documents
 

@@ -19,6 +19,7 @@ from eval import last_checkpoint, settings_of
 from flags import stage_folder
 from plumbing import build
 from plumbing.questions import evaluation_questions, training_questions, with_retrieved
+from retriever import make_retriever
 from retrievers.controls import make_control
 from rewards import example
 from settings import Settings
@@ -306,7 +307,7 @@ def test_retrieved_references_replace_the_given_ones(retriever, text):
     corpus = [Document(str(i), title, "a city") for i, title in enumerate(["t", "Ana Bell", "u"])]
     question = Question("q", "ana bell", ["a"], references=tuple(corpus[:1]), supporting=(1,))
     settings = Settings(protocol="arena", documents_per_search=1, retriever=retriever)
-    (changed,) = with_retrieved([question], corpus, settings)
+    (changed,) = with_retrieved([question], make_retriever(corpus, settings), settings)
     assert [document.text for document in changed.references] == [text]
     assert changed.supporting == ()  # it is unknown which of the retrieved references are gold
 
