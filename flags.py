@@ -58,9 +58,9 @@ def resolve(recipe: str, stage: int | None, tiny: bool, given: dict | None = Non
     algorithm = given.get("algorithm", usual)
     if algorithm != usual and "dapo" in (algorithm, usual):
         chosen |= DAPO if algorithm == "dapo" else NO_DAPO
+    rest = chosen.pop("reward_args", {})
     if given.get("reward", chosen.get("reward")) == chosen.get("reward"):
         # Arguments that the variant has and the command line does not name stay.
-        rest = chosen.get("reward_args", {})
         given = given | {"reward_args": rest | given.get("reward_args", {})}
     return Settings(**chosen | given)
 

@@ -298,7 +298,8 @@ def by_task(text: str) -> dict[str, str]:
     ({'math': 'http://a/v1#m', 'other': 'none'}, {'other': 'extractive'})
     """
     named = dict(re.findall(r"(?:^|,)\s*(\w+)=([^,]+)", text))
-    if named and ("other" not in named or len(named) < len(text.split(","))):
+    known = {"qa", "math", "choice", "summary", "other"} >= {*named}
+    if named and not ("other" in named and known and len(named) == len(text.split(","))):
         raise InputError(f"--summarizer {text}: give MODEL, or math=MODEL,other=MODEL")
     return named or {"other": text}
 

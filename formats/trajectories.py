@@ -8,6 +8,7 @@
     writers                  for each part that the environment wrote: "documents" or "notice"
     answer, stop_reason      the answer, and why the response ended
     rewards, correct         the terms, whose sum is the reward; whether the answer is right
+    format                   whether the response has the paper's format
     searches                 query, documents, text that was read, fallback, error, cut, seconds
     rejected_queries         reason and query
 

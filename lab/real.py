@@ -49,6 +49,7 @@ from flags import resolve
 from formats.records import append_jsonl, finished_records, write_records, write_text
 from lab import parse_flags
 from plumbing.build import build_environment, build_search
+from plumbing.files import checkpoints
 from plumbing.report import summarise, table
 from policy import has_bf16, load_tokenizer, loading
 from retriever import BM25
@@ -438,7 +439,7 @@ def run_all(settings: RealSettings, folder: Path, data: Path, model: str | Path)
         chosen = {flag: untrained if value == MODEL else value for flag, value in chosen.items()}
         flags = common | STEP | chosen | {"stage": stage, "model": model}
         flags |= {"data": folder / "rl.jsonl", "output_dir": folder.parent}
-        flags |= {"run_name": folder.name, "resume": any(folder.glob(f"stage{stage}/checkpoint-*"))}
+        flags |= {"run_name": folder.name, "resume": bool(checkpoints(folder / f"stage{stage}"))}
         result = f"stage{stage}/checkpoint-{chosen['steps']:06d}"
         model = run_part(folder, "train.py", flags, result)
         if whole:

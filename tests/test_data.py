@@ -197,6 +197,11 @@ def test_a_mixture_draws_the_given_number_of_questions_per_file_by_the_seed(writ
     # The draw from one file does not depend on the others, nor an id on what is drawn.
     assert [int(q.id) for q in load_questions(f"{a}:9", seed=7)] == numbers
     assert [q.id[:2] for q in load_questions(f"{a}:1,{b}:1")] == ["a:", "b:"]
+    same = write(*(OWN | {"id": i} for i in ids), name="c/a.jsonl")  # named by its path
+    assert {q.id.rpartition(":")[0] for q in load_questions(f"{a}:1,{same}:1")} == {
+        str(a),
+        str(same),
+    }
 
 
 # ------------------------------------------------------------------------------------------ corpora

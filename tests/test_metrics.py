@@ -169,8 +169,8 @@ OPTIONS = ("Elm tree", "Oak", "Ash", "The elm tree")
         ("The correct answer is A.\nNo. The correct answer is C.", "C"),  # the last letter counts
         (r"A looks right, but \boxed{C}", "C"),
         ("The correct answer is: ash.<eos>", "C"),
-        ("The correct answer is: B<｜end▁of▁sentence｜>", "B"),
-        ("The correct answer is: B<end_of_turn>", "B"),
+        ("The correct answer is: ash.<｜end▁of▁sentence｜>", "C"),
+        ("The correct answer is: ash.<end_of_turn>", "C"),
         ("The correct answer is both of them", None),
         ("B or C", None),
         ("A tree of the north", None),  # an article is not a letter

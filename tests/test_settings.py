@@ -84,6 +84,7 @@ def test_a_reward_argument_replaces_the_variants_own_but_not_its_others():
     given = {"variant": "llama_8b", "reward_args": {"fallback_penalty": 0.5}}
     assert resolve("ur2", 1, False, given).reward_args == whole | {"fallback_penalty": 0.5} != whole
     # Another reward has other arguments.
+    assert not resolve("ur2", 1, False, {"variant": "llama_8b", "reward": "search_r1"}).reward_args
     assert (
         resolve("ur2", 1, False, given | {"reward": "search_r1"}).reward_args
         == given["reward_args"]

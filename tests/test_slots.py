@@ -318,8 +318,8 @@ def test_with_little_memory_there_are_fewer_slots_but_at_least_one(
 ):
     # A place takes 256 bytes: 2 layers, keys and values, 2 heads of 8 numbers in fp32. A slot of
     # 256 + 64 places and 16 bytes for each of 707 logits take 93,232 bytes. 0.8 of the free memory
-    # is used.
-    free = SimpleNamespace(available=rows_that_fit * 93_232 / 0.8)
+    # is used, and two processes share it.
+    free = SimpleNamespace(available=2 * rows_that_fit * 93_232 / 0.8)
     monkeypatch.setattr("engines.slots.psutil.virtual_memory", lambda: free)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert affordable(qwen2.language_model, 256) == slots

@@ -147,7 +147,7 @@ def test_the_sampling_of_notes_depends_on_the_task_and_on_training_or_evaluation
         assert llm.batches[0][0][2:] == sampling
 
 
-@pytest.mark.parametrize("text", ["math=A", "extractive,math=A,other=B"])
+@pytest.mark.parametrize("text", ["math=A", "extractive,math=A,other=B", "maths=A,other=B"])
 def test_summarizers_by_task_need_one_for_all_other_tasks(text):
     assert "give MODEL, or math=MODEL,other=MODEL" in message(by_task, text)
 

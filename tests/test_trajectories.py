@@ -155,6 +155,7 @@ def test_groups_that_are_not_trained_on_are_kept_without_token_numbers(model, tm
     records = list(read_trajectories(train.train(settings)))
     assert {r["group"] for r in records} == {0}
     assert not any("advantages" in r or r["correct"] for r in records)
+    assert {r["format"] for r in records} <= {True, False}
 
 
 # ----------------------------------------------------------------------------------------- the page

@@ -353,7 +353,7 @@ function showStep() {
 }
 const verdict = (row) => (row.correct ? "right" : "wrong");
 const repeated = (row) => new Set(row.searches.map((its) => its.query.toLowerCase().trim().split(/\s+/).join(" "))).size < row.searches.length;
-const faulty = (row) => row.rejected_queries.length > 0 || row.format === false;
+const faulty = (row) => row.rejected_queries.length > 0 || (row.format ?? !(row.rewards.format < 0)) === false;
 function passes(row) {
   const form = $("filters").elements;
   const text = `${row.question} ${row.answer ?? ""}`.toLowerCase();
@@ -406,8 +406,8 @@ function chain(record, rows) { // from the reward to the loss, in numbers
   if (rows.length < 2) return "";
   const { algorithm, group_std } = stage().settings;
   const links = [["reward", number(record.reward)]];
-  if (["grpo", "dapo", "reinforce_pp_baseline"].includes(algorithm)) { // the others have no group
-    const known = rows.filter((line) => !line.searches.some((search) => search.error));
+  const known = rows.filter((line) => !line.searches.some((search) => search.error));
+  if (["grpo", "dapo", "reinforce_pp_baseline"].includes(algorithm) && known.includes(record)) { // the others have no group
     const centre = mean(known.map((line) => line.reward));
     const deviation = Math.sqrt(known.reduce((sum, line) => sum + (line.reward - centre) ** 2, 0) / Math.max(1, known.length - 1));
     links.push(["minus the group's mean", `${number(record.reward)} − ${number(centre)} = ${signed(record.reward - centre)}`]);

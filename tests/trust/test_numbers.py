@@ -102,6 +102,23 @@ def test_a_number_that_is_not_finite_stops_the_run_with_a_one_line_error(change,
         assert same(*([w.nan_to_num() for w in ws] for ws in (before, weights_of(watched))))
 
 
+def test_no_checkpoint_is_saved_of_a_step_that_is_half_made(injected):
+    def later(state, patch):
+        """From step 1 on, the critic's values are huge, which shows after the policy's step."""
+
+        def spoilt(state, step):
+            if step:
+                critic(state, patch)
+            return collect(state, step)
+
+        collect = train.collect
+        patch.setattr(train, "collect", spoilt)
+
+    state = injected(later, f"{PPO} --steps 4")
+    assert message(train.train, state.settings).startswith("critic: ")
+    assert not checkpoints(stage_folder(state.settings))
+
+
 # (fault, change, flags, the alarm that is raised or "", whether the weights stay the same)
 GOES_ON = [
     of_fault(122, paid(1e38, 0, 0, 1), "", "", False),
