@@ -204,7 +204,7 @@ def stage_settings(stage: int, given: dict, before: Settings | None = None) -> S
     settings = resolve(recipe, stage, True, given)
     folder = stage_folder(settings, stage - 1)
     if stage > 1 and not (before or settings.model):
-        if not (settings.resume or any(folder.glob("checkpoint-" + 6 * "[0-9]"))):
+        if not (settings.resume or checkpoints(folder)):
             raise InputError(
                 f"--stage {stage}: there is no checkpoint of the stage before in {folder}: train "
                 "both with --stage 1,2, or give --model"
@@ -224,6 +224,11 @@ def stage_folder(settings: Settings, stage: int | None = None) -> Path:
     recipe = "-".join(filter(None, [settings.recipe, settings.variant]))
     name = settings.run_name or f"{recipe}-{data}-seed{settings.seed}"
     return Path(settings.output_dir) / name / f"stage{stage or settings.stage}"
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Returns the complete checkpoints, oldest first. Names of incomplete ones end in .partial."""
+    return sorted(path for path in folder.glob("checkpoint-" + 6 * "[0-9]") if path.is_dir())
 
 
 def saved_settings(model: str) -> Settings | None:

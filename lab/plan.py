@@ -79,15 +79,12 @@ def estimate(s: Settings, config, gpus: int, parts: int) -> dict[str, dict]:
     """
     width, layers, heads, kv_heads, wide, vocab, _, tied = attrgetter(*FIELDS)(config)
     size = getattr(config, "head_dim", None) or width // heads
-    keys, queries, lora, thin = (
-        size * kv_heads,
-        size * heads,
-        s.lora_rank > 0,
-        s.gradient_checkpointing,
-    )
+    keys, queries = size * kv_heads, size * heads
+    lora, thin = s.lora_rank > 0, s.gradient_checkpointing
     layer = 2 * width * (queries + keys) + 3 * width * wide  # weights of a layer
     weights = layers * layer + vocab * width * (2 - tied)
     copy = 2 * weights  # in bf16
+    cast = 2 * (layers * layer + vocab * width)  # autocast casts no embedding
     # LoRA trains rank · (in + out) weights of seven matrices; the rest is frozen, in bf16.
     trained = s.lora_rank * layers * (7 * width + 2 * (queries + keys) + 3 * wide) or weights
     own, moments = 4 * trained / parts, MOMENTS[s.optimizer] * trained / parts
@@ -117,9 +114,7 @@ def estimate(s: Settings, config, gpus: int, parts: int) -> dict[str, dict]:
             "activations": (passed if thin else act) * layers * tokens,
             "head, or a layer again": max(head, again * thin) + 6 * vocab * width * (not lora),
             "gathered weights": (8 * vocab * width + 12 * layer) * (parts > 1),
-            "bf16 copy of the weights": 2
-            * (layers * layer + vocab * width)
-            * (not lora and not thin),
+            "bf16 copy of the weights": cast * (not lora and not thin),
         },
     }
 

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from errors import InputError, say_once
-from flags import stage_folder
+from flags import checkpoints, stage_folder
 from formats.records import (
     append_jsonl,
     finished_records,
@@ -38,11 +38,6 @@ from settings import Settings
 from trajectory import show
 
 SHOW_EVERY = 5  # steps between decoded trajectories on the console
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Returns the complete checkpoints, oldest first. Names of incomplete ones end in .partial."""
-    return sorted(path for path in folder.glob("checkpoint-" + 6 * "[0-9]") if path.is_dir())
 
 
 def step_of(checkpoint: Path) -> int:
