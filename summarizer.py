@@ -161,7 +161,8 @@ class LLMSummarizer:
             custom = self.protocol.custom_prompt("summarizer:fallback", task) or custom
         sampling = {"other": GREEDY} | self.settings.summary_sampling
         asked = summary_prompt(request, documents, may_reject, custom)
-        return *asked, *sampling.get(task, sampling["other"])
+        temperature, top_p, most = sampling.get(task, sampling["other"])
+        return *asked, temperature, top_p, self.settings.note_tokens or most
 
 
 def summary_prompt(

@@ -101,6 +101,7 @@ class Arm(NamedTuple):
 
 
 SHORT = LAST | {"steps": 20}
+NOTED = SHORT | {"summarizer": MODEL, "note_tokens": LIMITS["document_tokens"]}
 IN_TWO = {1: FIRST | {"steps": 5}, 2: LAST | {"steps": 15}}
 STAGE1 = f"stage1/checkpoint-{FIRST['steps']:06d}"
 ARMS = {
@@ -126,12 +127,8 @@ ARMS = {
         "when_to_search",
     ),
     # The untrained model writes notes on what is found; a fallback is charged (eq. 1), or not.
-    "notes": Arm("ur2", {2: SHORT | {"summarizer": MODEL}}, STAGE1),
-    "notes_unpaid": Arm(
-        "ur2",
-        {2: SHORT | {"summarizer": MODEL, "reward_args": "fallback_penalty=0.0"}},
-        STAGE1,
-    ),
+    "notes": Arm("ur2", {2: NOTED}, STAGE1),
+    "notes_unpaid": Arm("ur2", {2: NOTED | {"reward_args": "fallback_penalty=0.0"}}, STAGE1),
     # Sums among the questions: one model must search for facts only.
     "sums": Arm(
         "ur2",
