@@ -56,8 +56,9 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 # bf16 products are summed in fp32, also where a GPU splits one sum into several blocks.
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 # Number of logits in one chunk: in fp32 512 MB on a CUDA GPU, otherwise 64 MB. Small chunks would
-# be slow, because each chunk reads the whole head.
+# be slow, because each chunk reads the whole head: so a chunk has at least CHUNK_ROWS rows.
 CHUNK_LOGITS = {"cuda": 2**27}
+CHUNK_ROWS = 256
 # What `accelerate launch --mixed_precision` sets. GPUs compute in bf16 whatever it is.
 PRECISION = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 if PRECISION == "bf16":  # the factors of the logits are in bf16, so a CPU may multiply them as such
@@ -134,12 +135,13 @@ class ChunkedLogprobs(torch.autograd.Function):
 
 
 def chunk_rows(vocab: int, device: str) -> int:
-    return max(1, CHUNK_LOGITS.get(device, 2**24) // vocab)
+    return max(CHUNK_ROWS, CHUNK_LOGITS.get(device, 2**24) // vocab)
 
 
 def chunks_of_logits(hidden: Tensor, weight: Tensor, temperature: float):
     """Yields (slice of the N rows of `hidden`, their fp32 logits / τ [n, V]) for each chunk."""
     rows = chunk_rows(len(weight), hidden.device.type)
+    weight = weight if weight.is_cuda else weight.float()  # once, not for each chunk
     with torch.autocast(hidden.device.type, enabled=False):
         for start in range(0, len(hidden), rows):
             cut = slice(start, start + rows)
