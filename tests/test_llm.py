@@ -189,6 +189,16 @@ def test_the_reply_to_a_prompt_longer_than_the_context_is_none(qwen2, bpe):
     assert model.failures == 1
 
 
+@pytest.mark.parametrize("precision, dtype", [("no", torch.float32), ("bf16", torch.bfloat16)])
+def test_a_cpu_asks_other_models_in_the_policys_precision(
+    precision, dtype, qwen2, bpe, tmp_path, monkeypatch
+):
+    save_policy(qwen2, bpe, tmp_path)
+    monkeypatch.setattr("policy.PRECISION", precision)
+    local = load_llm(str(tmp_path), Settings(), max_tokens=4)
+    assert local.policy.dtype == dtype and len(local.ask([("", "where ?")])) == 1
+
+
 def test_an_8_bit_model_is_loaded_and_answers(qwen2, bpe, tmp_path):
     save_policy(qwen2, bpe, tmp_path)
     local = load_llm(str(tmp_path), Settings(load_in_8bit=True), max_tokens=4)
