@@ -296,7 +296,9 @@ def load_policy(
     tokenizer = load_tokenizer(path, settings.chat_template)
     lora_rank = 0 if frozen else settings.lora_rank
     trained = not (frozen or in_8bit or lora_rank)
-    options = frozen_options(device, in_8bit) | ({"dtype": torch.float32} if trained else {})
+    # On a CPU a frozen policy is computed as the trained one is: from fp32 weights, cast to bf16.
+    whole = trained or torch.device(device).type == "cpu"
+    options = frozen_options(device, in_8bit) | ({"dtype": torch.float32} if whole else {})
     with loading("causal LM", path):
         config = without_dropout(AutoConfig.from_pretrained(path, trust_remote_code=False))
         model = load_whole(path, options | {"config": config})
@@ -335,9 +337,9 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 
 def frozen_options(device: torch.device | str, in_8bit: bool) -> dict:
-    """Returns loading options for frozen weights: bf16 on a GPU, fp32 on a CPU, or int8."""
+    """Returns loading options for frozen weights: bf16 (if `in_bf16`), else fp32, or int8."""
     options = {
-        "dtype": torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16,
+        "dtype": torch.bfloat16 if in_bf16(device) else torch.float32,
         # Neither code nor pickles that come with a model are run.
         "trust_remote_code": False,
         "use_safetensors": True,

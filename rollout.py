@@ -363,14 +363,14 @@ class Environment:
         return min(self.document_limit(row, notes), room)
 
     def document_limit(self, row: Trajectory, notes: bool) -> int:
-        """Returns --document_tokens. A summariser's notes may have more: --note_tokens, or as many
-        tokens as `summary_sampling` lets it write, else NOTE_TOKENS.
+        """Returns --document_tokens. A summariser's notes may have more: as many tokens as
+        `summary_sampling` lets it write, else NOTE_TOKENS.
         """
         s, task = self.settings, row.question.task
         if not notes:
             return s.document_tokens
         *_, most = s.summary_sampling.get(task, s.summary_sampling.get("other", [NOTE_TOKENS]))
-        return max(s.document_tokens, s.note_tokens or most)
+        return max(s.document_tokens, most)
 
     def max_trajectory_tokens(self, row: Trajectory) -> int:
         """Returns an upper bound on the final length in tokens, from the limits of the task."""

@@ -182,12 +182,6 @@ class Settings:
     )
     # sampling of the notes: task -> [temperature, top_p, tokens]
     summary_sampling: dict = field(default_factory=dict)
-    note_tokens: int = setting(
-        0,
-        "most tokens that the model may write as notes, thoughts included; 0: the paper's 2,048 or"
-        " 8,192, which take long if a small model repeats itself",
-        least=0,
-    )
     timeout: float = setting(
         60.0,
         "time limit in seconds of one try of a request to a server; vLLM servers have other limits "

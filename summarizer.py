@@ -161,8 +161,7 @@ class LLMSummarizer:
             custom = self.protocol.custom_prompt("summarizer:fallback", task) or custom
         sampling = {"other": GREEDY} | self.settings.summary_sampling
         asked = summary_prompt(request, documents, may_reject, custom)
-        temperature, top_p, most = sampling.get(task, sampling["other"])
-        return *asked, temperature, top_p, self.settings.note_tokens or most
+        return *asked, *sampling.get(task, sampling["other"])
 
 
 def summary_prompt(

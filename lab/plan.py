@@ -67,10 +67,8 @@ def longest_row(s: Settings, config) -> int:
     for each search, a rejected query, and the last turn.
     """
     turn = max([s.max_turn_tokens, *s.turn_tokens.values()])
-    notes = s.note_tokens or max(
-        [NOTE_TOKENS, *(most for *_, most in s.summary_sampling.values())]
-    )
-    found = max(s.document_tokens, notes if models_in(s.summarizer) else 0)
+    notes = [NOTE_TOKENS, *(most for *_, most in s.summary_sampling.values())]
+    found = max([s.document_tokens, *(notes if models_in(s.summarizer) else ())])
     row = PROMPT + (s.max_searches + MAX_REJECTED_QUERIES) * turn + s.max_searches * found
     return min(s.max_context or config.max_position_embeddings, row)
 

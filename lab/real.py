@@ -101,7 +101,7 @@ class Arm(NamedTuple):
 
 
 SHORT = LAST | {"steps": 20}
-NOTED = SHORT | {"summarizer": MODEL, "note_tokens": LIMITS["document_tokens"]}
+NOTED = SHORT | {"summarizer": MODEL, "variant": "short_notes"}
 IN_TWO = {1: FIRST | {"steps": 5}, 2: LAST | {"steps": 15}}
 STAGE1 = f"stage1/checkpoint-{FIRST['steps']:06d}"
 ARMS = {

@@ -24,19 +24,11 @@ from functools import partial
 from multiprocessing.pool import ThreadPool
 from typing import NamedTuple
 
-import torch
 from tqdm import tqdm
 
 from data import clean
 from errors import InputError
-from policy import (
-    evaluating,
-    frozen_options,
-    in_bf16,
-    load_tokenizer,
-    load_whole,
-    loading,
-)
+from policy import evaluating, frozen_options, load_tokenizer, load_whole, loading
 from prompts import without_control, without_thinking
 from retrievers.net import Fault, RejectedRequest, fetch_json, retrying, shown
 from rollout import (
@@ -79,9 +71,8 @@ def load_llm(spec: str, settings, *, max_tokens=256, device="cpu") -> LLM:
     try:
         tokenizer = load_tokenizer(spec, settings.chat_template)
         # `load_policy` would reject model families that cannot be trained here.
-        half = {"dtype": torch.bfloat16} if in_bf16(device) else {}
         with loading("causal LM", spec):
-            model = load_whole(spec, frozen_options(device, settings.load_in_8bit) | half)
+            model = load_whole(spec, frozen_options(device, settings.load_in_8bit))
     except InputError as error:
         raise InputError(str(error).removeprefix("--model ")) from None  # --model is not at fault
     return LocalLLM(model.eval().requires_grad_(False), tokenizer, max_tokens, name=spec)

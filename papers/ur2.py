@@ -194,6 +194,8 @@ UR2 = Paper(
         "judge_partly": {2: {"reward_args": {"partly": 1.0}}},  # as in UR²'s released code
         "five_queries": {"task_searches": {"qa": 5}},  # as UR²'s prompt says
         "unmasked": {2: {"mask_documents": False}},  # ours: what the paper does not ablate
+        # ours: a small summariser that repeats itself would write the paper's 8,192 tokens
+        "short_notes": {2: {"summary_sampling": {"other": [0.0, 1.0, 96]}}},
     },
 )
 UR2_CHOICE = replace(

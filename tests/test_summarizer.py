@@ -145,8 +145,6 @@ def test_the_sampling_of_notes_depends_on_the_task_and_on_training_or_evaluation
         llm = scripted(who="notes")
         notes(llm, "who", request=of_task(task), summary_sampling=settings["summary_sampling"])
         assert llm.batches[0][0][2:] == sampling
-    notes(llm, "who", request=of_task("math"), note_tokens=96)
-    assert llm.batches[-1][0][2:] == (0.0, 1.0, 96)
 
 
 @pytest.mark.parametrize("text", ["math=A", "extractive,math=A,other=B", "maths=A,other=B"])
