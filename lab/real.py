@@ -147,6 +147,7 @@ class RealSettings:
     data: str = setting("", "folder with the questions and passages; default: download them")
     out: str = setting("runs/real", "folder of all files; -seedN or -ARM-seedN is added")
     questions: int = setting(60, "questions of each exam; 0: all", least=0)
+    cold_lr: float = setting(4e-4, "learning rate of the cold start, tried with SmolLM2", least=0)
     seed: int = setting(0, "random seed", least=0)
 
 
@@ -425,7 +426,8 @@ def run_all(settings: RealSettings, folder: Path, data: Path, model: str | Path)
         exams["plain RAG"] = finished_records(predictions)
     if not arm.start:
         flags = common | arm.cold | {"model": model, "data": folder / "cold.jsonl"}
-        flags |= {"out": folder / "cold"}  # it prints commands with this name, and appears at once
+        # coldstart.py prints commands that name the folder, and the folder appears at once.
+        flags |= {"lr": settings.cold_lr, "out": folder / "cold"}
         model = run_part(folder, "coldstart.py", flags, "cold")
         exam("cold start")
     elif arm.start != "model":

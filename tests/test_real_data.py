@@ -117,11 +117,12 @@ class Commands:
     """Stands in for subprocess: a command leaves the file that the next part needs."""
 
     def __init__(self):
-        self.done, self.fails_at = [], ""
+        self.done, self.fails_at, self.flags = [], "", {}
 
     def run(self, command, **_):
         flags = dict(word[2:].split("=", 1) for word in command if word.startswith("--"))
         self.done.append(command[1] if command[1] != "-m" else command[2])
+        self.flags[self.done[-1]] = flags
         if self.done[-1] == self.fails_at:
             return SimpleNamespace(returncode=1)
         if command[1] == "train.py":
@@ -140,12 +141,13 @@ def test_the_command_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, cap
     monkeypatch.setattr(real, "ceilings", lambda *_: RECORDS)
     monkeypatch.setattr(real, "prepare", lambda *_: None)
     monkeypatch.setattr(real, "environment_of", lambda *_: None)
-    flags = ["--model", "m", "--data", "d", "--out", str(tmp_path / "real")]
+    flags = ["--model", "m", "--data", "d", "--out", str(tmp_path / "real"), "--cold_lr", "1e-4"]
     commands.fails_at = "coldstart.py"
     assert "coldstart.py ended with code 1" in message(real.main, flags)
     assert commands.done == ["eval.py", "lab.baselines", "coldstart.py"]
     commands.done, commands.fails_at = [], ""
     real.main(flags)  # what was done before is not repeated
+    assert commands.flags["coldstart.py"]["lr"] == "0.0001"
     parts = "coldstart.py eval.py train.py eval.py train.py eval.py eval.py view.py"
     assert " ".join(commands.done) == parts
     commands.done = []
