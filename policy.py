@@ -296,9 +296,10 @@ def load_policy(
     tokenizer = load_tokenizer(path, settings.chat_template)
     lora_rank = 0 if frozen else settings.lora_rank
     trained = not (frozen or in_8bit or lora_rank)
+    options = frozen_options(device, in_8bit)
     # On a CPU a frozen policy is computed as the trained one is: from fp32 weights, cast to bf16.
-    whole = trained or torch.device(device).type == "cpu"
-    options = frozen_options(device, in_8bit) | ({"dtype": torch.float32} if whole else {})
+    if trained or torch.device(device).type == "cpu":
+        options["dtype"] = torch.float32
     with loading("causal LM", path):
         config = without_dropout(AutoConfig.from_pretrained(path, trust_remote_code=False))
         model = load_whole(path, options | {"config": config})

@@ -42,7 +42,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from coldstart import evenly, script, write_traces
+from coldstart import ColdStart, evenly, script, write_traces
 from data import Hop, Question, draw_some, load_corpus, load_questions
 from errors import InputError, run_main
 from flags import resolve
@@ -147,7 +147,9 @@ class RealSettings:
     data: str = setting("", "folder with the questions and passages; default: download them")
     out: str = setting("runs/real", "folder of all files; -seedN or -ARM-seedN is added")
     questions: int = setting(60, "questions of each exam; 0: all", least=0)
-    cold_lr: float = setting(4e-4, "learning rate of the cold start, tried with SmolLM2", least=0)
+    cold_lr: float = setting(
+        ColdStart.lr, "learning rate of the cold start, tried with SmolLM2", least=0
+    )
     seed: int = setting(0, "random seed", least=0)
 
 

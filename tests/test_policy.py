@@ -62,8 +62,7 @@ def gradients(policy: Policy, loss) -> list:
 def test_chunked_logprobs_and_gradients_equal_those_of_the_full_softmax(
     family, chunk_rows, monkeypatch
 ):
-    monkeypatch.setattr(policy_file, "CHUNK_ROWS", 1)
-    monkeypatch.setitem(policy_file.CHUNK_LOGITS, "cpu", chunk_rows * VOCABULARY)
+    monkeypatch.setattr(policy_file, "chunk_rows", lambda *_: chunk_rows)
     policy = make_policy(family)
     tokens = make_tokens()
     weights = torch.randn(3, 8, generator=torch.Generator().manual_seed(2))  # [B, T]
@@ -76,8 +75,7 @@ def test_chunked_logprobs_and_gradients_equal_those_of_the_full_softmax(
 
 
 def test_logits_are_computed_by_chunk_and_not_at_masked_positions(monkeypatch):
-    monkeypatch.setattr(policy_file, "CHUNK_ROWS", 1)
-    monkeypatch.setitem(policy_file.CHUNK_LOGITS, "cpu", 4 * VOCABULARY)
+    monkeypatch.setattr(policy_file, "chunk_rows", lambda *_: 4)
     policy = make_policy()
     tokens = make_tokens()
     mask = torch.zeros(3, 8)
@@ -105,8 +103,7 @@ def test_a_chunk_has_64_mb_of_logits_but_at_least_256_rows():
 def test_under_bf16_the_gradient_of_the_head_is_exact_over_many_chunks(monkeypatch):
     # Autograd would sum 64 chunks in bf16, with an error of 1.1 %. A product rounded to bf16 has an
     # error of 2⁻⁹ = 0.2 %, and the fp32 sum of the products has no larger one.
-    monkeypatch.setattr(policy_file, "CHUNK_ROWS", 1)
-    monkeypatch.setitem(policy_file.CHUNK_LOGITS, "cpu", 640 // 64 * 50)
+    monkeypatch.setattr(policy_file, "chunk_rows", lambda *_: 640 // 64)
     torch.manual_seed(0)
     head, hidden = torch.nn.Linear(32, 50, bias=False), torch.randn(640, 32)
     targets, weights = torch.randint(0, 50, (640,)), torch.randn(640)
