@@ -5,6 +5,7 @@ BIN = $(VENV)/bin
 SEED ?= 0
 MODEL ?=
 DATA ?=
+ARGS ?=
 # A test that is long may take half an hour; pyproject.toml has the limit of the others.
 LONG = -o faulthandler_timeout=1900
 # Folders with models of gigabytes are removed after a test that passes.
@@ -42,9 +43,10 @@ model: $(VENV)/smollm2
 
 # A real pretrained model learns to search Wikipedia passages: 36 minutes on two cores with bf16
 # instructions, hours without.
-# MODEL=NAME_OR_DIR takes another model, DATA=FOLDER questions and passages that are there already (lab/real.py: which).
+# MODEL=NAME_OR_DIR takes another model, DATA=FOLDER questions and passages that are there already (lab/real.py: which),
+# ARGS further flags: ARGS="--arm r_search", or ARGS="--cold_lr 1e-4" for a model that the cold start's rate damages.
 real: $(if $(MODEL),install,model)
-	$(BIN)/python -m lab.real --seed $(SEED) --model "$(MODEL)" --data "$(DATA)"
+	$(BIN)/python -m lab.real --seed $(SEED) --model "$(MODEL)" --data "$(DATA)" $(ARGS)
 
 # Empty: compiled files are written, and the many processes of the tests share them.
 test slow trust real-test vllm-test: export PYTHONDONTWRITEBYTECODE =

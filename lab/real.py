@@ -101,7 +101,6 @@ class Arm(NamedTuple):
 
 
 SHORT = LAST | {"steps": 20}
-NOTED = SHORT | {"summarizer": MODEL, "variant": "short_notes"}
 IN_TWO = {1: FIRST | {"steps": 5}, 2: LAST | {"steps": 15}}
 STAGE1 = f"stage1/checkpoint-{FIRST['steps']:06d}"
 ARMS = {
@@ -126,9 +125,8 @@ ARMS = {
         "stage1/checkpoint-000005",
         "when_to_search",
     ),
-    # The untrained model writes notes on what is found; a fallback is charged (eq. 1), or not.
-    "notes": Arm("ur2", {2: NOTED}, STAGE1),
-    "notes_unpaid": Arm("ur2", {2: NOTED | {"reward_args": "fallback_penalty=0.0"}}, STAGE1),
+    # The untrained model writes notes on what is found.
+    "notes": Arm("ur2", {2: SHORT | {"summarizer": MODEL, "variant": "short_notes"}}, STAGE1),
     # Sums among the questions: one model must search for facts only.
     "sums": Arm(
         "ur2",

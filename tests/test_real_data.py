@@ -158,7 +158,7 @@ def test_the_command_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, cap
     assert [*rows[0]] == ["untrained.jsonl"] and {"cold": 0.0} in rows
 
 
-HELPED = ("r_search", "notes", "notes_unpaid")
+HELPED = ("r_search", "notes")
 
 
 @pytest.mark.parametrize("arm", real.ARMS)
@@ -183,7 +183,7 @@ def test_every_arm_is_trained_with_flags_that_train_py_accepts(arm, tmp_path, mo
     assert [s.stage for s in trained] == [*stages] and {s.recipe for s in trained} <= {recipe}
     assert [s.steps for s in trained] == [stage["steps"] for stage in stages.values()]
     assert all(s.mask_documents == (arm != "unmasked") for s in trained)
-    # Another model helps in three arms, and it is the one that was not trained.
+    # Another model helps in two arms, and it is the one that was not trained.
     models = {model for s in trained for model in (s.reader, s.summarizer) if model}
     assert models <= {"none", "m"} and ("m" in models) == (arm in HELPED), models
     last = "greedy" if arm in ("ur2", "sums") else "after RL"
