@@ -44,7 +44,7 @@ model: $(VENV)/smollm2
 # A real pretrained model learns to search Wikipedia passages: 36 minutes on two cores with bf16
 # instructions, hours without.
 # MODEL=NAME_OR_DIR takes another model, DATA=FOLDER questions and passages that are there already (lab/real.py: which),
-# ARGS further flags: ARGS="--arm r_search", or ARGS="--cold_lr 1e-4" for a model that the cold start's rate damages.
+# ARGS further flags: ARGS="--arm r_search", or ARGS="--lr_factor 0.25" for a model that SmolLM2's rates damage.
 real: $(if $(MODEL),install,model)
 	$(BIN)/python -m lab.real --seed $(SEED) --model "$(MODEL)" --data "$(DATA)" $(ARGS)
 

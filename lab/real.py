@@ -145,8 +145,8 @@ class RealSettings:
     data: str = setting("", "folder with the questions and passages; default: download them")
     out: str = setting("runs/real", "folder of all files; -seedN or -ARM-seedN is added")
     questions: int = setting(60, "questions of each exam; 0: all", least=0)
-    cold_lr: float = setting(
-        ColdStart.lr, "learning rate of the cold start, tried with SmolLM2", least=0
+    lr_factor: float = setting(
+        1.0, "factor of all learning rates, which were tried with SmolLM2", least=0
     )
     seed: int = setting(0, "random seed", least=0)
 
@@ -427,7 +427,7 @@ def run_all(settings: RealSettings, folder: Path, data: Path, model: str | Path)
     if not arm.start:
         flags = common | arm.cold | {"model": model, "data": folder / "cold.jsonl"}
         # coldstart.py prints commands that name the folder, and the folder appears at once.
-        flags |= {"lr": settings.cold_lr, "out": folder / "cold"}
+        flags |= {"lr": ColdStart.lr * settings.lr_factor, "out": folder / "cold"}
         model = run_part(folder, "coldstart.py", flags, "cold")
         exam("cold start")
     elif arm.start != "model":
@@ -437,6 +437,7 @@ def run_all(settings: RealSettings, folder: Path, data: Path, model: str | Path)
     for stage, chosen in arm.stages.items():
         chosen = {flag: untrained if value == MODEL else value for flag, value in chosen.items()}
         flags = common | STEP | chosen | {"stage": stage, "model": model}
+        flags["lr"] *= settings.lr_factor
         flags |= {"data": folder / "rl.jsonl", "output_dir": folder.parent}
         flags |= {"run_name": folder.name, "resume": bool(checkpoints(folder / f"stage{stage}"))}
         result = f"stage{stage}/checkpoint-{chosen['steps']:06d}"
