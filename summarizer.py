@@ -39,7 +39,7 @@ MAX_QUERY_WORDS = 12
 # In the built-in world a lookup has a name after "of" or "one": "mayor of kelmouth", "one jot in
 # kip" (two units). In real text a capital makes "The" part of a name: "director of The Quitter".
 _NAMELESS = "a an the he him his she her it its they them their this that".replace(" ", "|")
-_OF_A_NAME = re.compile(rf"\b(?:[Oo]f|[Oo]ne)\s+(?!(?:{_NAMELESS})\b)[^\W\d]")
+_OF_A_NAME = re.compile(rf"\b(?i:of|one)\s+(?!(?:{_NAMELESS})\b)[^\W\d]")
 
 
 def extract(requests: Requests, documents: Found, fallback: str = FALLBACK_TEXT) -> Results:
