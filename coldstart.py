@@ -54,7 +54,7 @@ from plumbing.report import summarise, table
 from policy import best_device, load_policy, save_policy
 from prompts import Protocol, build_prompt, tag_pair
 from retriever import BM25, INVENTED, make_search
-from rewards import good_format
+from rewards import good_format, needs
 from rollout import Environment, check_prompts, encode, rollout
 from settings import Settings
 from sft import Example, SFTSettings, citing, sentences, train_sft
@@ -179,18 +179,22 @@ def script(question: Question, environment: Environment, rng, guess: str = "") -
     """Yields each turn that ends in a query, and receives what was found. Returns the last turn. It
     is the only one if the protocol does not search, the question need not, or `guess` is given.
     """
-    protocol = environment.protocol
+    protocol, golds = environment.protocol, question.answers
+    if question.task == "choice":
+        golds = [question.options[ord(letter) - 65] for letter in golds]
     if protocol.query_tags is None:
         if not question.supporting:
             raise Dropped("the record names no gold reference")
+        texts = [question.references[number - 1].text for number in question.supporting]
+        cited = " ".join([*texts, "yes no"])  # no text need show these two answers
+        facts = [[hop.answer] for hop in question.hops if hop.answer] or [golds]
+        if not all(visible(cited, answers) for answers in facts):
+            raise Dropped("the gold references do not show the answer")
         return citing(question, protocol, environment.tokenizer)
     if guess or not question.may_search or not hops_of(question):
         thought = rng.choice(GUESS)
         sections = dict.fromkeys(wrapped(protocol, thought, first) for first in (True, False))
         return "".join(sections) + final_answer(protocol, guess or question.answers[0])
-    golds = question.answers
-    if question.task == "choice":
-        golds = [question.options[ord(letter) - 65] for letter in golds]
     thought, found, facts = rng.choice(FIRST), "", []
     for number, hop in enumerate(hops_of(question)):
         thought += f" {rng.choice(NEXT)}" * bool(number)
@@ -198,7 +202,7 @@ def script(question: Question, environment: Environment, rng, guess: str = "") -
         read = yield f"{wrapped(protocol, thought, not number)}{begin} {hop.query} {end}"
         found += f"{read}\n"
         facts.append(visible(read, [hop.answer]) if hop.answer else visible(found, golds))
-        if question.hops and not facts[-1]:
+        if hop.answer and not facts[-1]:
             raise Dropped("the answer of a hop is not in what its query finds")
         relation = hop.answer and " of " in hop.query and "?" not in hop.query
         wordings = (RELATION if relation else FOUND) if facts[-1] else FIRST
@@ -425,6 +429,8 @@ def main(arguments: list[str] | None = None) -> None:
     if records:
         columns = ("em", "f1", "cem", "searches", "format")
         print(table(summarise(records), head="model", columns=columns))
+    if "reader_answer" in needs(settings):
+        given = {"reader": settings.model} | given
     print(f"go on with:\n{next_commands(settings.stage, options.out, given)}")
 
 

@@ -12,8 +12,8 @@
     total = Σ weight · loss (update.py),    Σ weight = 1 over the global batch of one update
     weight of a model token, by --loss_aggregation:
     "sequence" (GRPO, UR² eq. 3)    1 / (model tokens of the trajectory) / (trajectories)
-    "token" (DAPO; the critic)      1 / (model tokens of the whole batch)
-    "question" (When to Search)     1 / (model tokens of the question's group) / (questions)
+    "token" (DAPO's code; critic)   1 / (model tokens of the whole batch)
+    "question" (DAPO's formula)     1 / (model tokens of the question's group) / (questions)
     trajectories and questions without model tokens are not counted
 
     If the sampler μ differs from π_old, for example as a bf16 copy or a server (--mismatch):
@@ -122,7 +122,7 @@ def question_weights(response_mask: Tensor, questions: Tensor) -> Tensor:
     """Returns the weights of a mean over the model tokens of each question's rows, then over the
     questions that have model tokens. questions [B]: the index of each row's question.
 
-    This is eq. 3 of Learning When to Search, where 1 / Σ|o| is inside the mean over questions.
+    This is DAPO's objective to the letter: 1 / Σ|o| is inside the mean over questions.
     Worked: the groups of two questions have 2 and 8 model tokens. Each token of the first group
     weighs 1/2/2 = 0.25 and each of the second 1/8/2 = 0.0625; in a token mean all weigh 1/10.
     """

@@ -227,7 +227,7 @@ class Settings:
     )
     # train on the policy's own tokens only; False (an ablation): on inserted text too
     mask_documents: bool = True
-    clip_low: float = 0.2  # the ratio is clipped below at 1 − clip_low: 0.8 in every paper
+    clip_low: float = 0.2  # the ratio is clipped below at 1 − clip_low: 0.8 in all recipes
     clip_high: float = train_only(0.2, "the ratio is clipped above at 1 + clip_high", least=0)
     loss_aggregation: str = train_only(
         "sequence",

@@ -86,14 +86,15 @@ def citing(question: Question, protocol: Protocol, tokenizer) -> str:
 
 
 def analysis_of(question: Question, protocol: Protocol) -> str:
-    """Quotes one sentence of each gold reference (the first that contains an answer, else its
-    first), then states the first gold answer.
+    """Quotes one sentence of each gold reference (the first that contains an answer, else the first
+    with the answer of a hop, else its first), then states the first gold answer.
     """
+    facts = [question.answers, [hop.answer for hop in question.hops if hop.answer]]
 
-    def answers(sentence: str) -> bool:
-        return any(answer.lower() in sentence.lower() for answer in question.answers)
+    def shown(sentence: str) -> list[bool]:
+        return [any(fact.lower() in sentence.lower() for fact in answers) for answers in facts]
 
-    quotes = [replace(r, text=max(sentences(r.text), key=answers)) for r in question.references]
+    quotes = [replace(r, text=max(sentences(r.text), key=shown)) for r in question.references]
     lines = number_documents(quotes, protocol.document_layouts)
     quoted = [lines[number - 1] for number in question.supporting]
     return " ".join([*quoted, f"So the answer is {question.answers[0]}."])

@@ -1,4 +1,4 @@
-"""Measures how hard each question is for a model before training (UR² appendix C.2).
+"""Measures how hard each question is for a model before training (UR² section 3.3).
 
     score of a question     mean score of K rollouts (--samples)
     line of the output      {"id", "scores", "score", "bucket"}, JSON, one per question

@@ -20,7 +20,7 @@ exam `film` asks for a fact about a film's director, which takes two searches; `
 one fact; `real` has questions of two hops in the words of 2Wiki's authors. The ceiling is the share
 of questions whose facts are all visible if the query of each hop is searched. An arm is a paper
 with its own cold start, reward, algorithm and KL, or UR² with one setting changed. It has two
-exams: after the cold start, if it has its own, and in the end; the arm `sums` has them after every
+exams: after the cold start, if it has its own, and in the end; arms with sums have them after every
 part, and a fourth with sums of two digits. Where a paper asks a judge, a metric decides; R-Search's
 reader and UR²'s summariser are the untrained model. ARENA does not search: its prompts have the
 passages that the queries of the hops find, among those that the question finds. Left out: questions
@@ -33,6 +33,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -72,6 +73,7 @@ SOURCES = {  # file -> its address at a fixed commit, the beginning of its sha25
         "9d6e352952aafb18",
     ),
 }
+CHOSEN = "chosen.jsonl"  # a file in a run's folder: the settings, without arm and out
 EXAMS = {"film": "test_film", "one hop": "test_onehop", "real": "test"}
 # One passage of at most 96 tokens a search: RL on two cores takes the longest by reading. No
 # question has more than two hops, so a third search may repair one.
@@ -85,6 +87,7 @@ STEP = {"questions_per_step": 4, "group_size": 8, "trajectories_per_update": 16}
 STEP |= {"tokens_per_micro_batch": 2048, "task_mixing": False, "mix": "one=2,made=1,published=1"}
 FIRST, LAST = {"steps": 3, "lr": 2e-5}, {"steps": 40, "lr": 3e-5}
 WITH_SUMS = {"mix": "one=2,made=1,published=1,sum=1"}
+COLD_SUMS = COLD | {"hops": "0=0.2,1=0.6,2=0.2"}
 
 
 class Arm(NamedTuple):
@@ -101,7 +104,7 @@ class Arm(NamedTuple):
 
 
 SHORT = LAST | {"steps": 20}
-IN_TWO = {1: FIRST | {"steps": 5}, 2: LAST | {"steps": 15}}
+IN_TWO = {1: FIRST | {"steps": 5}, 2: LAST | {"steps": 15, "save_every": 5}}
 STAGE1 = f"stage1/checkpoint-{FIRST['steps']:06d}"
 ARMS = {
     "ur2": Arm("ur2", {1: FIRST, 2: LAST}),
@@ -128,10 +131,11 @@ ARMS = {
     # The untrained model writes notes on what is found.
     "notes": Arm("ur2", {2: SHORT | {"summarizer": MODEL, "variant": "short_notes"}}, STAGE1),
     # Sums among the questions: one model must search for facts only.
-    "sums": Arm(
-        "ur2",
-        {1: FIRST | WITH_SUMS, 2: SHORT | WITH_SUMS},
-        cold=COLD | {"hops": "0=0.2,1=0.6,2=0.2"},
+    "sums": Arm("ur2", {1: FIRST | WITH_SUMS, 2: SHORT | WITH_SUMS}, cold=COLD_SUMS),
+    "when_to_search_sums": Arm(
+        "when_to_search",
+        {1: IN_TWO[1] | WITH_SUMS, 2: IN_TWO[2] | WITH_SUMS},
+        cold=COLD_SUMS,
     ),
 }
 
@@ -267,8 +271,8 @@ def record_of(question: str, triples: Triples, published: bool) -> dict:
 
 
 def prepare(data: Path, folder: Path, environment: Environment, arm: str = "ur2") -> None:
-    """Writes cold.jsonl and rl.jsonl, with different questions of train.jsonl, for the arm `sums`
-    also with sums, and sums.jsonl. For `arena` every question gets four passages, and the exams
+    """Writes cold.jsonl and rl.jsonl, with different questions of train.jsonl, for arms with
+    sums also these, and sums.jsonl. For `arena` every question gets four passages, and the exams
     are written too. Questions of one hop ask for each relation as often as the published questions
     need it: of all, two of three ask for a date. RL asks only what can be found: other questions
     would give groups of equal rewards.
@@ -292,7 +296,7 @@ def prepare(data: Path, folder: Path, environment: Environment, arm: str = "ur2"
         rest = order[count : count + MOST]
         rl += [replace(q, source=family) for q in possible(rest, environment)]
     parts = {"cold": cold, "rl": rl}
-    if arm == "sums":
+    if arm.endswith("sums"):
         sums = one_digit_sums()
         parts = {"sums": sums[40:], "cold": cold + sums[:20], "rl": rl + sums[20:40]}
     if arm == "arena":
@@ -352,7 +356,12 @@ def run_part(folder: Path, command: str, flags: dict, result: str) -> Path:
     print(f"\n$ {PRECISION}={precision} python {command} {' '.join(words)}", flush=True)
     start = time.perf_counter()
     variables = os.environ | {PRECISION: precision}
-    code = subprocess.run([sys.executable, *command.split(), *words], env=variables).returncode
+    # At Ctrl-C the command saves what it has and ends; without a handler here it would be killed.
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        code = subprocess.run([sys.executable, *command.split(), *words], env=variables).returncode
+    finally:
+        signal.signal(signal.SIGINT, before)
     minutes = round((time.perf_counter() - start) / 60, 1)
     append_jsonl(folder / "minutes.jsonl", [{result: minutes}])
     if code:
@@ -405,14 +414,15 @@ def results(exams: dict[str, list[dict]]) -> str:
 def run_all(settings: RealSettings, folder: Path, data: Path, model: str | Path) -> dict:
     """Runs all parts. Returns the records of each exam."""
     arm = ARMS[settings.arm]
-    whole = settings.arm in ("ur2", "sums")
+    with_sums = settings.arm.endswith("sums")
+    whole = with_sums or settings.arm == "ur2"
     exams, untrained = {}, model
     common = LIMITS | {"recipe": arm.recipe, "corpus": data / "corpus.jsonl", "seed": settings.seed}
     if arm.recipe in ("r_search", "arena"):  # they copy evidence from passages
         common["max_turn_tokens"] = 128
     place = folder if arm.recipe == "arena" else data
     files = [str(place / f"{file}.jsonl") for file in EXAMS.values()]
-    files += [str(folder / "sums.jsonl")] * (settings.arm == "sums")
+    files += [str(folder / "sums.jsonl")] * with_sums
     asked = common | {"data": ",".join(files), "questions": settings.questions, "out": ""}
 
     def exam(name: str, temperature: int = 1) -> None:
@@ -451,6 +461,15 @@ def run_all(settings: RealSettings, folder: Path, data: Path, model: str | Path)
     return exams
 
 
+def check_same(chosen: dict, folder: Path) -> None:
+    """Raises an InputError if the parts in this folder were made with other settings than are
+    chosen now: they would be taken for this run's.
+    """
+    for made in finished_records(folder / CHOSEN):
+        if others := dict(made.items() - chosen.items()):
+            raise InputError(f"{folder} was made with {others}: name another folder with --out")
+
+
 def folder_of(settings: RealSettings, arm: str) -> Path:
     name = "" if arm == "ur2" else f"-{arm}"
     return Path(f"{settings.out}{name}-seed{settings.seed}")
@@ -460,11 +479,16 @@ def main(arguments: list[str] | None = None) -> None:
     settings, _ = parse_flags("lab.real", RealSettings, arguments)
     folder = folder_of(settings, settings.arm)
     folder.mkdir(parents=True, exist_ok=True)
+    chosen = asdict(replace(settings, arm="", out=""))
+    check_same(chosen, folder)
+    if ARMS[settings.arm].start:
+        check_same(chosen, folder_of(settings, ARMS[settings.arm].other))
     model = settings.model or model_from_package(MODEL)
     data = Path(settings.data) if settings.data else download(folder / "data")
     environment = environment_of(data, model)
     if not (folder / "rl.jsonl").exists():  # the file that `prepare` writes last
         prepare(data, folder, environment, settings.arm)
+    write_records(folder / CHOSEN, [chosen])
     exams = run_all(settings, folder, data, model)
     exams["ceiling"] = ceilings(data, environment, settings.questions, settings.seed)
     text = results(exams)

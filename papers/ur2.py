@@ -143,7 +143,7 @@ UR2 = Paper(
         decay_from=0.4,
     ),
     punctuation="hotpotqa",  # as its released scorer and reward
-    best_by="f1",  # C.2: F1, EM of letters or a judge; of letters and of math all metrics are equal
+    best_by="f1",  # 4.2: F1, EM of letters or a judge; of letters and of math all metrics are equal
     # Appendix C.4. The summariser's sampling is written as temperature/top_p/tokens.
     decoding={
         "temperature": 0.3,

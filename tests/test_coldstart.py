@@ -135,6 +135,14 @@ def test_arenas_trace_cites_the_gold_references(bpe, protocol):
     row = trace_of(CITED, bpe, protocol)
     assert row.text.startswith("<relevance>[2]</relevance>") and row.answer == "Norland"
     assert "names no gold reference" in trace_of(replace(CITED, supporting=()), bpe, protocol)
+    assert "do not show the answer" in trace_of(replace(CITED, supporting=(1,)), bpe, protocol)
+    assert trace_of(replace(CITED, answers=["yes"]), bpe, protocol).answer == "yes"
+    # Of each gold reference the sentence with the fact of its hop is quoted.
+    two = replace(TWO, references=CITED.references, supporting=(1, 2))
+    text = trace_of(two, bpe, protocol).text
+    assert "It was directed by Ana Bell in 1934. (2)" in text and "Norland. So the answer" in text
+    unshown = replace(two, hops=(Hop("director of Storm", "Zed"), HOPS[1]))
+    assert "do not show the answer" in trace_of(unshown, bpe, protocol)
 
 
 def test_a_question_without_hops_searches_its_key_words_or_its_gold_titles():
@@ -149,6 +157,9 @@ def test_a_question_without_hops_is_answered_with_the_alias_that_was_found(bpe):
     question = replace(OWN, answers=["Ivan Marr", "Ivo Marr"])
     row = trace_of(question, bpe)
     assert row.answer == "Ivo Marr" and row.searches[0].query == "founded Tidewerk"
+    # The same with hops whose answers are not known
+    unknown = replace(TWO, hops=tuple(Hop(hop.query) for hop in HOPS))
+    assert len(trace_of(unknown, bpe).searches) == 2
 
 
 def test_an_answer_is_visible_as_whole_words_only():

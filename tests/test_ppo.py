@@ -53,7 +53,7 @@ def test_token_weights_by_hand():
 
 
 def test_question_weights_by_hand():
-    # In When to Search eq. 3, 1 / Σ|o| is inside the mean over questions: groups of 2 and 8 model
+    # In DAPO's objective, 1 / Σ|o| is inside the mean over questions: groups of 2 and 8 model
     # tokens have weight 1/2 each, so 0.25 and 0.0625 per token. Question 2 has no model token.
     mask, questions = torch.ones(5, 4), torch.tensor([5, 1, 5, 1, 2])  # rows are shuffled
     mask[[1, 3], 1:] = mask[4] = 0
