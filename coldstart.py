@@ -314,7 +314,7 @@ def report_traces(kept: list[Trajectory], lost: dict[str, str], wanted: int) -> 
         first = next(name for name in lost if lost[name] == reason)
         print(f"{count} questions gave none, because {reason} (the first: {first})")
     if not kept:
-        raise InputError("--data: no question gives a trace: is --corpus the right one?")
+        raise InputError("--data: no question gives a trace, for these reasons; is --corpus right?")
 
 
 # -------------------------------------------------------------------------------- train and compare

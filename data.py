@@ -327,8 +327,8 @@ def passage_of(record: dict) -> tuple[str, str]:
 
 def document_of(record: dict, number: int) -> Document:
     title, text = passage_of(record)
-    if not (title or text):
-        raise InputError("field 'text' is missing or empty, and so are 'title' and 'contents'")
+    if not record.keys() & {"text", "content", "contents"} or not (title or text):
+        raise InputError("field 'text' is missing (or 'contents'), or it and 'title' are empty")
     return Document(id_of(record, number), title, text)
 
 
@@ -370,7 +370,7 @@ def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> Datasets:
     """
     datasets, counts = {}, {}
     for name, file in named_files(path).items():
-        place, _, counts[name] = str(file).partition(":")
+        place, counts[name] = re.fullmatch(r"(.*?)(?::(\d+))?", str(file)).groups()
         make = partial(question_of, dataset=named_after(place))
         datasets[name] = load_all(place, make, skip_bad)
     # Counted before the draw, so that a question has the same id whatever is drawn
@@ -424,7 +424,10 @@ def load_corpus(path: str | Path, skip_bad: bool = False) -> Documents:
     """
     path = Path(path)
     if is_text(path):
-        return distinct(Document(*passage) for passage in read_texts(path))
+        documents = distinct(Document(*passage) for passage in read_texts(path))
+        if not documents:
+            raise InputError(f"--corpus {path}: no text in .txt or .md files")
+        return documents
     return distinct(read_records(path, document_of, skip_bad))
 
 

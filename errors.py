@@ -77,7 +77,9 @@ def in_one_line(error: Exception) -> str:
     """Returns an InputError's or the system's message; of other errors also the type and place."""
     if isinstance(error, InputError | OSError):
         return str(error)
-    place = traceback.extract_tb(error.__traceback__)[-1]
+    # A syntax error is not where it was raised, in Python's own files.
+    frames = traceback.extract_tb(error.__traceback__)
+    place = error if isinstance(error, SyntaxError) else frames[-1]
     text = traceback.format_exception_only(error)[-1].strip()
     return f"{text} ({place.filename}, line {place.lineno}; --traceback shows the calls)"
 

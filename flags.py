@@ -9,7 +9,7 @@ Left out: whatever the code that reads a setting reports by itself.
 
 import argparse
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from errors import FlagParser, InputError
@@ -95,6 +95,9 @@ def check_retriever(settings: Settings) -> None:
 
 
 def check_training(settings: Settings) -> None:
+    for flag, names in {"encoder": ["dense"], "retriever_url": ["http", "web"]}.items():
+        if getattr(settings, flag) and settings.retriever not in names:
+            raise InputError(f"--{flag} needs --retriever {' or '.join(names)}")
     if settings.temperature == 0:
         raise InputError("--temperature 0 is greedy: a group's trajectories would all be the same")
     if settings.mismatch in ("token", "sequence_mask") and not settings.mask_documents:
@@ -198,7 +201,7 @@ def parse(arguments: list[str] | None = None) -> Settings:
 def stage_settings(stage: int, given: dict, before: Settings | None = None) -> Settings:
     """Returns the settings of a stage. `before` has the settings of the stage before, if the same
     command trains it; without it, stage 2 continues from --model, or else from the last checkpoint
-    of a stage 1 that was trained earlier.
+    of a stage 1 that was trained earlier. With --resume a setting that is not given is the run's.
     """
     recipe = given.get("recipe", "ur2")
     settings = resolve(recipe, stage, True, given)
@@ -212,6 +215,10 @@ def stage_settings(stage: int, given: dict, before: Settings | None = None) -> S
         before = saved_settings(str(folder))
     if before and before.model:
         given = given | {"model": str(folder)}  # its last checkpoint is loaded
+    if settings.resume and (saved := saved_settings(str(stage_folder(settings)))):
+        moved = {"output_dir": settings.output_dir, "run_name": settings.run_name}
+        rewarded = {"reward_args": saved.reward_args | given.get("reward_args", {})}
+        return check_settings(replace(saved, **given | moved | rewarded))
     return check_settings(resolve(recipe, stage, in_built_in_world(before or settings), given))
 
 

@@ -19,6 +19,7 @@ reader and every embedder but TF-IDF. Their results, or functions that ask them,
 (`OUTSIDE`, `OtherModels`), and plumbing/build.py supplies them.
 """
 
+import math
 import pickle
 import re
 import runpy
@@ -725,8 +726,10 @@ class OtherModels:
 
 
 def needs(settings) -> set[str]:
-    """Returns which names of OUTSIDE the reward needs under these settings."""
-    wanted = {*signature(REWARDS[settings.reward]).parameters} & {*OUTSIDE}
+    """Returns which names of OUTSIDE the reward needs under these settings. An own reward that was
+    not loaded, as in an evaluation, needs none.
+    """
+    wanted = {*signature(REWARDS.get(settings.reward, lambda: {})).parameters} & {*OUTSIDE}
     if not settings.reward_args.get("evidence_reward", True):
         wanted.discard("reader_answer")
     # A term that is left out (When to Search, table 4) needs no other model.
@@ -801,10 +804,11 @@ def own_reward(name: str) -> Callable:
         # The function gets a copy, so that it cannot change the tokens and the mask, which are
         # trained on. For 4,000 tokens this takes 0.4 ms; copy.deepcopy takes 1.7 ms.
         terms = reward(pickle.loads(pickle.dumps(trajectory)), **given)
-        if not isinstance(terms, dict) or not all(isinstance(x, Real) for x in terms.values()):
+        numbers = terms.values() if isinstance(terms, dict) else [None]
+        if not all(isinstance(x, Real) and math.isfinite(x) for x in numbers):
             raise InputError(
                 f"--reward {name}, question {trajectory.question.id}: {terms!r:.300} is not a "
-                "reward: return named numbers, such as {'answer': 1.0}"
+                "reward: return named finite numbers, such as {'answer': 1.0}"
             )
         return {term: float(number) for term, number in terms.items()}
 

@@ -44,6 +44,8 @@ def read_records(path: str | Path, convert: Callable, skip_bad: bool = False) ->
             converted.append(convert(record, number))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             reason = f"field {error} is missing" if isinstance(error, KeyError) else error
+            if isinstance(error, json.JSONDecodeError):
+                reason = f"no JSON ({error})"
             faults.append(f"{path}, {place}: {reason}")
             if not skip_bad:
                 raise InputError(

@@ -189,12 +189,13 @@ def resume(state: TrainState) -> int:
     path = state.start
     trainer_state = read_state(Path(path))
     saved = saved_settings(path)
-    for name in ("lora_rank", "optimizer"):  # paged_adamw8bit has the same moments as adamw8bit
-        ours, theirs = (str(getattr(s, name)).removeprefix("paged_") for s in (settings, saved))
-        if ours != theirs:
+    for name in ("recipe", "variant", "model", "lora_rank", "optimizer"):
+        # The model's folder may have moved. paged_adamw8bit has the same moments as adamw8bit.
+        ours, theirs = (Path(str(getattr(s, name))).name for s in (settings, saved))
+        if ours.removeprefix("paged_") != theirs.removeprefix("paged_"):
             raise InputError(
-                f"--resume: {path} was made with --{name} {theirs}: do the same, or leave --resume "
-                "out to start again"
+                f"--resume: {path} was made with --{name} {getattr(saved, name)}: do the same, or "
+                "leave --resume out to start again"
             )
     if (state.critic is None) == ("critic" in trainer_state):
         raise InputError(f"--resume: {path} was made with another --algorithm: {saved.algorithm}")

@@ -124,9 +124,11 @@ def checkpoint_to_resume(settings: Settings) -> str:
     folder = stage_folder(settings)
     if path := newest_whole(folder):
         return str(path)
+    others = [str(other) for other in folder.parent.glob("stage?") if checkpoints(other)]
+    advice = f"give the --stage of {', '.join(others)}" if others else "leave --resume out"
     raise InputError(
-        f"--resume: no checkpoint in {folder}; leave --resume out to start again (all machines of a"
-        " run must see this folder)"
+        f"--resume: no checkpoint in {folder}; {advice} (all machines of a run must see this "
+        "folder)"
     )
 
 

@@ -59,7 +59,7 @@ class Encoder:
     """
 
     def __init__(self, name: str, device: str = ""):
-        from sentence_transformers import SentenceTransformer  # an extra: pip install it
+        from sentence_transformers import SentenceTransformer  # the extra "dense"
 
         model = SentenceTransformer(name, device=device or None, trust_remote_code=False)
         # A GPU uses fp16, which is more precise than bf16.

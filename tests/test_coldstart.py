@@ -214,7 +214,7 @@ def test_shares_of_hops_and_a_shortage_are_told(bpe, capsys):
     assert reason.startswith("1 questions gave none, because no document with")
     assert reason.endswith("(the first: lost)")
     nothing = message(draw_traces, questions[-1:], environment(bpe), options, 0)
-    assert "is --corpus the right one?" in nothing
+    assert "for these reasons; is --corpus right?" in nothing
 
 
 def test_the_same_seed_gives_the_same_traces(bpe):

@@ -126,7 +126,7 @@ def test_half_a_character_is_read_as_a_question_mark(one):
 # ---------------------------------------------------------------------------- bad question files
 Q2 = OWN | {"id": "q2"}
 BAD_SECOND_LINES = [
-    (b'{"id": "q2", "question"', "Expecting ':' delimiter"),
+    (b'{"id": "q2", "question"', "no JSON (Expecting ':' delimiter"),
     (b"[1]", "expected an object {...}, found [1]"),
     (Q2 | {"question": ["Who?"]}, "field 'question': expected str, found ['Who?']"),
     (Q2 | {"question": " "}, "field 'question' is missing"),
@@ -138,6 +138,8 @@ BAD_SECOND_LINES = [
     (Q2 | {"task": "choice", "options": ["x"]}, "field 'answers': expected letters of the 1 opti"),
     (Q2 | {"supporting": [0]}, "field 'supporting': expected numbers from 1 to 0"),
     (Q2 | {"references": [{"id": "1"}]}, "field 'text' is missing"),
+    (Q2 | {"references": [{"title": "Ana", "body": "Born."}]}, "field 'text' is missing"),
+    (b"question,answers", "no JSON (Expecting value"),
     (OWN, "field 'id': an earlier record has the id 'q1' too"),
     of_fault(225, b'{"id": "q2", "question": "caf\xe9", "answers": ["a"]}', "'utf-8' codec"),
     of_fault(230, b'{"id": "", "question": "Who?", "answers": ["a"]}', "field 'id'"),

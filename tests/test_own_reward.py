@@ -60,7 +60,8 @@ def test_a_run_with_an_own_reward_is_trained_logged_resumed_and_evaluated(
     assert json.loads((folder / "settings.json").read_text())["reward"] == name
     train.train(settings_for(model, tmp_path, f"--steps 2 --reward {name} --resume"))
     assert len(rows_of(folder)) == 2
-    (tmp_path / "mine.py").unlink()  # an evaluation does not use the reward
+    (tmp_path / "mine.py").unlink()  # an evaluation does not use the reward,
+    del REWARDS[name]  # and has not loaded it
     arguments = f"--model {checkpoints(folder)[-1]} --questions 1 --output_dir {tmp_path}".split()
     evaluation.main(arguments)
     assert "predictions:" in capsys.readouterr().out
@@ -70,8 +71,9 @@ def test_a_run_with_an_own_reward_is_trained_logged_resumed_and_evaluated(
     "text, fragment",
     [
         ("def other(t): ...", "not found: 'mine'"),
-        ("def mine(t):\n    return 1.0", "1.0 is not a reward: return named numbers, such as {'a"),
+        ("def mine(t):\n    return 1.0", "1.0 is not a reward: return named finite numbers, suc"),
         ("def mine(t):\n    return {'a': '1'}", "{'a': '1'} is not a reward"),
+        ("def mine(t):\n    return {'a': 0 * 1e999}", "{'a': nan} is not a reward"),
     ],
 )
 def test_a_bad_reward_is_a_one_line_error_before_a_model_is_loaded(own, text, fragment, capsys):

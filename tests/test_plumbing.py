@@ -76,6 +76,27 @@ def test_a_resume_cuts_the_metrics_at_its_checkpoint(copy, model, tmp_path):
     assert [row["step"] for row in rows_of(copy)] == [0, 1] and "loss" in rows_of(copy)[1]
 
 
+def test_a_resumed_run_keeps_the_settings_that_are_not_given(copy, model, tmp_path):
+    words = f"--output_dir {tmp_path} --run_name t --resume --steps 2"
+    before, after = saved_settings(str(copy)), parse(words.split())
+    assert after == dataclasses.replace(before, output_dir=str(tmp_path), resume=True, steps=2)
+    for more in ("--recipe r1_searcher", "--model other/one"):
+        with pytest.raises(InputError, match=r"was made with --(recipe ur2|model .*): do"):
+            train.train(parse(f"{words} {more}".split()))
+    told = message(train.train, parse(f"{words} --stage 2".split()))
+    assert f"no checkpoint in {copy.parent}/stage2; give the --stage of {copy} (" in told
+
+
+def test_stage_two_is_resumed_from_the_model_that_it_started_from(model, tmp_path):
+    one, two = parse_stages(flags(model, tmp_path, "--stage 1,2"))
+    for settings in (one, two):
+        folder = tmp_path / "t" / f"stage{settings.stage}"
+        (folder / "checkpoint-000001").mkdir(parents=True)
+        (folder / "settings.json").write_text(settings_text(settings))
+    bare = f"--output_dir {tmp_path} --run_name t --stage 2 --resume".split()
+    assert parse(bare) == dataclasses.replace(two, resume=True)
+
+
 def test_a_run_can_only_be_resumed_with_its_critic(copy, model, tmp_path):
     with pytest.raises(InputError, match="was made with another --algorithm"):
         train.train(settings_for(model, tmp_path, "--steps 2 --resume --algorithm ppo"))

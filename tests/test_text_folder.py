@@ -25,6 +25,8 @@ def test_a_folder_of_texts_is_a_corpus_of_passages_of_100_words(tmp_path):
     ]
     assert load_corpus(tmp_path) == [*notes, *bells, Document("c.TXT#1", "c", "Loud.")]
     assert load_corpus(tmp_path / "a notes.txt") == notes
+    (tmp_path / "empty").mkdir()
+    assert "no text in .txt or .md files" in message(load_corpus, tmp_path / "empty")
     (tmp_path / "old.txt").write_bytes("é".encode("latin-1"))
     told = message(load_corpus, tmp_path)
     assert "old.txt: " in told and told.endswith("save it as UTF-8")
