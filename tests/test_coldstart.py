@@ -246,18 +246,19 @@ def files(tmp_path, bpe):
 
 def test_a_cold_start_lowers_the_loss_and_remembers_its_recipe(files, tmp_path, capsys):
     out = str(tmp_path / "cold")
-    flags = [*files, *f"--out {out} --recipe search_r1 --lr 2e-2 --max_turn_tokens 80".split()]
+    flags = [*files, *f"--out {out} --recipe r_search --lr 2e-2 --max_turn_tokens 200".split()]
     flags += ["--output_dir", "my runs", "--fallback", "false"]
     coldstart.main(flags)
     told = capsys.readouterr().out
     first, last = map(float, re.search(r"loss (\S+) -> (\S+)", told).groups())
     assert last < first / 3
     saved = saved_settings(out)
-    assert (saved.recipe, saved.protocol) == ("search_r1", "search_r1")
+    assert (saved.recipe, saved.protocol) == ("r_search", "r_search")
     assert saved.documents_per_search == 1 and saved.corpus == files[5]
     assert f'ask.py "..." --model {out}\n' in told and "python view.py 'my runs/rl-cold'" in told
     assert "--fallback" not in told  # train.py has no such flag
-    for flag in (f"--data {files[3]}", "--recipe search_r1", "--stage 1", f"--model {out}"):
+    # R-Search's reward needs a reader.
+    for flag in (f"--data {files[3]}", f"--reader {files[1]}", "--stage 1", f"--model {out}"):
         assert f"{flag} --" in told
     assert "already exists" in message(coldstart.main, flags)
 
