@@ -55,7 +55,9 @@ class Settings:
     toy_init: str = ""  # built-in model: name of a weaker supervised warm-up (Paper.warm_ups)
     run_name: str = setting("", "the run's files are written to OUTPUT_DIR/NAME/stageN")
     output_dir: str = setting("runs", "folder for all runs and the built-in models")
-    resume: bool = train_only(False, "continue from this run's last checkpoint")
+    resume: bool = train_only(
+        False, "continue from this run's last checkpoint; settings that are not given are its own"
+    )
     dry_run: bool = train_only(False, "try a small step, report problems, save no run")
     save_every: int = train_only(
         10, "steps between checkpoints; the last step is always saved", least=1
