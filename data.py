@@ -376,7 +376,7 @@ def load_datasets(path, skip_bad: bool = False, seed: int = 0) -> Datasets:
     # Counted before the draw, so that a question has the same id whatever is drawn
     uses = Counter(question.id for question in chain.from_iterable(datasets.values()))
     for name, questions in datasets.items():
-        place = name.partition(":")[0]
+        place = re.sub(r":\d+$", "", name)
         own = [replace(q, id=f"{place}:{q.id}") if uses[q.id] > 1 else q for q in questions]
         datasets[name] = draw_some(own, int(counts[name] or 0), f"{seed} {name}")
     return datasets

@@ -230,7 +230,7 @@ def settings_of(given: dict) -> Settings:
     if settings is None or given.get("recipe", settings.recipe) != settings.recipe:
         settings = resolve(given.get("recipe", "ur2"), given.get("stage"), not model, given)
     changes = {"temperature": 0.0, "top_p": 1.0, "reader": ""}
-    if "correct" not in needs(settings):
+    if ":" not in settings.reward and "correct" not in needs(settings):
         changes["judge"] = ""
     if "data" in given and settings.corpus != "from-data":
         changes["corpus"] = ""  # the saved corpus is that of the training data

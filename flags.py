@@ -95,9 +95,8 @@ def check_retriever(settings: Settings) -> None:
 
 
 def check_training(settings: Settings) -> None:
-    for flag, names in {"encoder": ["dense"], "retriever_url": ["http", "web"]}.items():
-        if getattr(settings, flag) and settings.retriever not in names:
-            raise InputError(f"--{flag} needs --retriever {' or '.join(names)}")
+    if settings.retriever_url and settings.retriever != "http":
+        raise InputError("--retriever_url needs --retriever http")
     if settings.temperature == 0:
         raise InputError("--temperature 0 is greedy: a group's trajectories would all be the same")
     if settings.mismatch in ("token", "sequence_mask") and not settings.mask_documents:
@@ -205,6 +204,8 @@ def stage_settings(stage: int, given: dict, before: Settings | None = None) -> S
     """
     recipe = given.get("recipe", "ur2")
     settings = resolve(recipe, stage, True, given)
+    if settings.resume and (saved := saved_settings(str(stage_folder(settings)))):
+        return check_settings(resumed_settings(saved, settings, given))
     folder = stage_folder(settings, stage - 1)
     if stage > 1 and not (before or settings.model):
         if not (settings.resume or checkpoints(folder)):
@@ -215,11 +216,23 @@ def stage_settings(stage: int, given: dict, before: Settings | None = None) -> S
         before = saved_settings(str(folder))
     if before and before.model:
         given = given | {"model": str(folder)}  # its last checkpoint is loaded
-    if settings.resume and (saved := saved_settings(str(stage_folder(settings)))):
-        moved = {"output_dir": settings.output_dir, "run_name": settings.run_name}
-        rewarded = {"reward_args": saved.reward_args | given.get("reward_args", {})}
-        return check_settings(replace(saved, **given | moved | rewarded))
     return check_settings(resolve(recipe, stage, in_built_in_world(before or settings), given))
+
+
+def resumed_settings(saved: Settings, settings: Settings, given: dict) -> Settings:
+    """Returns a run's saved settings with what is given now, and with what a given flag implies:
+    --algorithm dapo, for example, another clip_high. The run's folder may have moved.
+    """
+    known, world = {"recipe": saved.recipe, "variant": saved.variant}, in_built_in_world(saved)
+    usual = vars(resolve(saved.recipe, saved.stage, world, known))
+    chosen = vars(resolve(saved.recipe, saved.stage, world, known | given))
+    changes = {name: value for name, value in chosen.items() if value != usual[name]} | given
+    changes |= {"output_dir": settings.output_dir, "run_name": settings.run_name}
+    if given.get("reward", saved.reward) == saved.reward:
+        changes["reward_args"] = saved.reward_args | given.get("reward_args", {})
+    else:
+        changes["reward_args"] = chosen["reward_args"]
+    return replace(saved, **changes)
 
 
 # ---------------------------------------------------------------------------------- saved settings

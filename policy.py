@@ -371,8 +371,7 @@ def check_model_path(path: str) -> None:
     local = Path(path).exists() or path.startswith((".", "/", "~")) or path.count("/") > 1
     if local and not Path(path, "config.json").exists():
         wrong = "no such directory, or no config.json in it"
-        stages = " or ".join(map(str, sorted(Path(path).glob("stage?")))) or "a saved HF model"
-        raise InputError(f"--model {path}: {wrong}; give {stages} or a hub name")
+        raise InputError(f"--model {path}: {wrong}; give a saved HF model or a hub name")
 
 
 def load_tokenizer(path: str, chat_template: str = ""):

@@ -461,15 +461,6 @@ def run_all(settings: RealSettings, folder: Path, data: Path, model: str | Path)
     return exams
 
 
-def check_same(chosen: dict, folder: Path) -> None:
-    """Raises an InputError if the parts in this folder were made with other settings than are
-    chosen now: they would be taken for this run's.
-    """
-    for made in finished_records(folder / CHOSEN):
-        if others := dict(made.items() - chosen.items()):
-            raise InputError(f"{folder} was made with {others}: name another folder with --out")
-
-
 def folder_of(settings: RealSettings, arm: str) -> Path:
     name = "" if arm == "ur2" else f"-{arm}"
     return Path(f"{settings.out}{name}-seed{settings.seed}")
@@ -480,15 +471,15 @@ def main(arguments: list[str] | None = None) -> None:
     folder = folder_of(settings, settings.arm)
     folder.mkdir(parents=True, exist_ok=True)
     chosen = asdict(replace(settings, arm="", out=""))
-    check_same(chosen, folder)
-    if ARMS[settings.arm].start:
-        check_same(chosen, folder_of(settings, ARMS[settings.arm].other))
+    for made in finished_records(folder / CHOSEN):
+        if others := dict(made.items() - chosen.items()):
+            raise InputError(f"{folder} was made with {others}: name another folder with --out")
     model = settings.model or model_from_package(MODEL)
     data = Path(settings.data) if settings.data else download(folder / "data")
     environment = environment_of(data, model)
     if not (folder / "rl.jsonl").exists():  # the file that `prepare` writes last
         prepare(data, folder, environment, settings.arm)
-    write_records(folder / CHOSEN, [chosen])
+        write_records(folder / CHOSEN, [chosen])
     exams = run_all(settings, folder, data, model)
     exams["ceiling"] = ceilings(data, environment, settings.questions, settings.seed)
     text = results(exams)

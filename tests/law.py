@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-SUMS = {"nodes of the product": 100_500, "nodes of the path": 30_800, "nodes of the tests": 126_290}
+SUMS = {"nodes of the product": 100_540, "nodes of the path": 30_810, "nodes of the tests": 126_290}
 FLAGS = 60  # of train.py
 PATH = "prompts trajectory rollout retriever summarizer rewards kl ppo grpo reinforce_pp dapo"
 PATH = {*PATH.split(), "curriculum", "coldstart", "update", "train", "eval"}

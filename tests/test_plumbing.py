@@ -80,6 +80,8 @@ def test_a_resumed_run_keeps_the_settings_that_are_not_given(copy, model, tmp_pa
     words = f"--output_dir {tmp_path} --run_name t --resume --steps 2"
     before, after = saved_settings(str(copy)), parse(words.split())
     assert after == dataclasses.replace(before, output_dir=str(tmp_path), resume=True, steps=2)
+    # A flag that is given takes what it implies with it.
+    assert parse([*words.split(), "--algorithm", "dapo"]).clip_high == 0.28
     for more in ("--recipe r1_searcher", "--model other/one"):
         with pytest.raises(InputError, match=r"was made with --(recipe ur2|model .*): do"):
             train.train(parse(f"{words} {more}".split()))

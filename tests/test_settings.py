@@ -171,8 +171,7 @@ BAD = """
 --data questions.jsonl           --data needs --model
 --data q.jsonl --model m         --data needs --corpus
 --retriever dense                --retriever dense needs --encoder
---retriever_url h                --retriever_url needs --retriever http or web
---encoder e5                     --encoder needs --retriever dense
+--retriever_url h                --retriever_url needs --retriever http
 --retriever http                 --retriever http needs --retriever_url
 --data q --model m --retriever dense --encoder e5  --data needs --corpus
 --reward r1_searcher_stage1      protocol ur2 has no <answer> section, which --reward
