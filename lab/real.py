@@ -73,7 +73,7 @@ SOURCES = {  # file -> its address at a fixed commit, the beginning of its sha25
         "9d6e352952aafb18",
     ),
 }
-CHOSEN = "chosen.jsonl"  # a file in a run's folder: the settings, without arm and out
+CHOSEN = "chosen.jsonl"  # a file in a run's folder: the settings, without --out
 EXAMS = {"film": "test_film", "one hop": "test_onehop", "real": "test"}
 # One passage of at most 96 tokens a search: RL on two cores takes the longest by reading. No
 # question has more than two hops, so a third search may repair one.
@@ -470,7 +470,7 @@ def main(arguments: list[str] | None = None) -> None:
     settings, _ = parse_flags("lab.real", RealSettings, arguments)
     folder = folder_of(settings, settings.arm)
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = asdict(replace(settings, arm="", out=""))
+    chosen = asdict(replace(settings, out=""))
     for made in finished_records(folder / CHOSEN):
         if others := dict(made.items() - chosen.items()):
             raise InputError(f"{folder} was made with {others}: name another folder with --out")
